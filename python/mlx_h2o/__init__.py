@@ -1,0 +1,50 @@
+"""mlx-h2o: bounded KV memory that keeps what matters, for any mlx-lm model."""
+
+from mlx_h2o.attention import attention_mass, scaled_dot_product_attention_with_scores
+from mlx_h2o.builtin import load
+from mlx_h2o.cache import H2OKVCache
+from mlx_h2o.policies import (
+    Observation,
+    Policy,
+    Slots,
+    make_policy,
+    policy_names,
+    register_policy,
+    register_preset,
+)
+from mlx_h2o.profile import Profile
+from mlx_h2o.prompt_cache import (
+    describe,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
+from mlx_h2o.remainder import Remainder
+from mlx_h2o.routing import install, uninstall
+from mlx_h2o.selection import accumulate, select_victims
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "H2OKVCache",
+    "Observation",
+    "Policy",
+    "Profile",
+    "Remainder",
+    "Slots",
+    "accumulate",
+    "attention_mass",
+    "describe",
+    "install",
+    "load",
+    "load_prompt_cache",
+    "make_policy",
+    "make_prompt_cache",
+    "policy_names",
+    "register_policy",
+    "register_preset",
+    "save_prompt_cache",
+    "scaled_dot_product_attention_with_scores",
+    "select_victims",
+    "uninstall",
+]

@@ -1,0 +1,1 @@
+"""One file per backend, all with the functions of `reference`, which defines what is right."""

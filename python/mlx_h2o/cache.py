@@ -1,0 +1,832 @@
+"""The bounded KV cache of one layer: attention -> scores -> policy -> slots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_h2o import selection
+from mlx_h2o.attention import FLOAT_DTYPES, Mask, scaled_dot_product_attention_with_scores
+from mlx_h2o.policies import Observation, Policy, Slots, make_policy
+from mlx_h2o.remainder import Remainder, plain_rows_for
+from mlx_h2o.store import Run, SlotStore
+
+# Queries of a prompt chunk scored at a time when all of them count: bounds the [L, N] logits.
+QUERY_BLOCK = 256
+
+
+@dataclass
+class Victims:
+    """Slots of a run chosen to be overwritten next, `[B, heads, evict_every]`, and how many were."""
+
+    slots: mx.array
+    used: int = 0
+
+    @property
+    def left(self) -> int:
+        return self.slots.shape[-1] - self.used
+
+
+class H2OKVCache:
+    """A KV cache that holds a fixed number of tokens and chooses which.
+
+    While decoding, the new row overwrites the slot of the token that the policy chose to forget,
+    and that token's row is folded into the remainder. A prompt chunk is attended together with the
+    kept slots and then reduced to the budget with one gather. It stands where mlx-lm's `KVCache`
+    stands (`update_and_fetch`, `make_mask`, `state`, ...); attention reaches `attend` through
+    `mlx_h2o.routing`.
+
+    Args:
+        max_size: Slots per KV head on average; the remainder is charged against it.
+        max_bytes: Instead: bytes that this layer's cache may take, everything counted.
+        policy: A policy or its name.
+        remainder: Whether evicted tokens go on answering.
+        budgets: Instead of max_size: the slots of each KV head.
+        attending: Whether this library computes the attention. False for models that attend by
+            themselves: then the policy may look at keys only, all heads of all layers must have one
+            budget, and the remainder goes in as plain rows.
+
+    Raises:
+        ValueError: No or several sizes, an unknown policy, or a budget without room to evict.
+    """
+
+    def __init__(
+        self,
+        max_size: int | None = None,
+        *,
+        max_bytes: int | None = None,
+        policy: str | Policy = "distinct",
+        remainder: bool = True,
+        budgets: Sequence[int] | None = None,
+        attending: bool = True,
+    ):
+        if sum(size is not None for size in (max_size, max_bytes, budgets)) != 1:
+            raise ValueError("Give exactly one of max_size, max_bytes and budgets.")
+        self.policy = make_policy(policy)
+        if not attending and self.policy.needs_attention:
+            raise ValueError(
+                f"Policy {self.policy.name!r} must see attention, which this model computes by "
+                'itself: choose one that looks at keys only ("keydiff", "streaming", or "distinct" '
+                "with mass_weight=0)."
+            )
+        if not attending and budgets is not None and len(set(budgets)) > 1:
+            raise ValueError("A model that attends by itself needs one budget for all heads.")
+        self.max_size = max_size
+        self.max_bytes = max_bytes
+        self.answers = remainder
+        self.attending = attending
+        self.budgets = list(budgets) if budgets is not None else None
+        # The smallest budget is known now unless it depends on the model's widths.
+        for budget in self.budgets or ([max_size] if max_size is not None else []):
+            self.policy.check_budget(budget)
+        self.offset = 0
+        self.store: SlotStore | None = None
+        self.remainder: Remainder | None = None
+        self._victims: list[Victims | None] = []
+        self._pending: dict[str, mx.array] | None = None  # rows of a chunk that goes over budget
+        # What was given out and is not attended to yet.
+        self._handed: tuple[mx.array, mx.array] | None = None
+
+    # -- mlx-lm's cache protocol ------------------------------------------------------------------
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Take new rows in; return what to attend to.
+
+        Args:
+            keys: `[B, Hk, L, D]` with RoPE applied at `offset`.
+            values: `[B, Hk, L, Dv]`.
+
+        Returns:
+            Keys `[B, Hk, N, D]` and values `[B, Hk, N, Dv]`, old and new; only the new ones when
+            heads have different budgets (then only `attend` can attend).
+        """
+        if self._handed is not None:
+            raise RuntimeError(
+                "This model did not ask the cache to attend. Call mlx_h2o.install(), or, for a "
+                "model that attends by itself, choose a policy that looks at keys only and pass "
+                "attending=False."
+            )
+        store = self._start(keys, values)
+        rows = self._rows(keys, values)
+        L = keys.shape[2]
+        if L == 1:
+            self._write_one(store, rows)
+        elif all(run.length + L <= run.budget for run in store.runs):
+            self._append(store, rows)
+        else:
+            self._pending = rows
+        self.offset += L
+        fetched = self._fetch(store, keys, values)
+        if self.attending:
+            self._handed = fetched
+            return fetched
+        self._settle(store, [self._attended(store, run) for run in store.runs])
+        side = self._side_state()
+        return mx.depends(fetched[0], side), fetched[1]
+
+    def attend(
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Mask = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend to what `update_and_fetch` just returned, then choose what to forget.
+
+        Args:
+            q: `[B, Hq, L, D]`.
+            keys: The keys that `update_and_fetch` returned, or some made of them (MLA): then the
+                remainder cannot answer, and the mask covers all N.
+            values: The values likewise.
+            scale: Factor on q.k.
+            mask: None, "causal" or an array; against our own keys only its last L columns are read,
+                since kept slots are always visible.
+            sinks: Attention-sink logits `[Hq]`.
+
+        Returns:
+            `[B, Hq, L, Dv]`.
+        """
+        store = self.store
+        if store is None:
+            raise RuntimeError("attend() before update_and_fetch(): there is nothing to attend to.")
+        own = self._handed is not None and keys is self._handed[0] and values is self._handed[1]
+        self._handed = None
+        if not own and (len(store.runs) > 1 or (self.answers and self._evicted(store.runs[0]))):
+            raise RuntimeError(
+                "This model attends to keys derived from the cached ones: it needs "
+                'budgets="uniform" and remainder=False.'
+            )
+        group = q.shape[1] // store.heads
+        outs, seen, window_masses = [], [], []
+        for run in store.runs:
+            fields = self._attended(store, run)
+            heads = slice(run.first * group, run.last * group)
+            whole = len(store.runs) == 1
+            out, scores, window_mass = self._attend_run(
+                run,
+                fields,
+                q if whole else q[:, heads],
+                (fields["keys"], fields["values"]) if own else (keys, values),
+                scale,
+                mask,
+                sinks if sinks is None or whole else sinks[heads],
+                own,
+            )
+            if scores is not None:
+                fields["scores"] = scores
+            outs.append(out)
+            seen.append(fields)
+            window_masses.append(window_mass)
+        self._settle(store, seen, window_masses)
+        out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
+        return mx.depends(out, self._side_state())
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """The mask that mlx-lm asks for before N new tokens.
+
+        Returns:
+            None or "causal" where attention is ours, or a boolean array `[N, kept + N]` if asked;
+            with plain rows an array `[1, 1, N, rows + kept + N]` to add to the logits.
+        """
+        if window_size is not None:
+            raise ValueError(
+                "This model masks a sliding window over a full cache, which a bounded cache cannot "
+                "serve: leave that layer's own cache in place."
+            )
+        kept = self.size()
+        if not self.attending and self._evicted_after(N):
+            return self._plain_rows_mask(N, kept)
+        if N == 1:
+            return None
+        if return_array:
+            return mx.arange(kept + N) <= mx.arange(kept, kept + N)[:, None]
+        return "causal"
+
+    def size(self) -> int:
+        """Tokens physically held by the head that holds most."""
+        return max((run.length for run in self.store.runs), default=0) if self.store else 0
+
+    def empty(self) -> bool:
+        return self.store is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything held: rows, positions, scores, remainder, victims."""
+        return sum(array.nbytes for array in self.arrays().values())
+
+    @property
+    def evicted(self) -> int:
+        """Tokens dropped so far, mean over KV heads (rounded down)."""
+        if self.store is None:
+            return 0
+        lost = sum(run.heads * self._evicted(run) for run in self.store.runs)
+        return lost // self.store.heads
+
+    def is_trimmable(self) -> bool:
+        """Whether the newest tokens can be taken back: until the first eviction."""
+        return self.store is None or all(not self._evicted(run) for run in self.store.runs)
+
+    def trim(self, n: int) -> int:
+        """Take back the newest n tokens; their attention stays in the scores of older ones.
+
+        Returns:
+            How many were taken back: 0 once anything was evicted.
+        """
+        if self.store is None or not self.is_trimmable():
+            return 0
+        n = min(n, self.offset)
+        self.offset -= n
+        for run in self.store.runs:
+            run.length -= n
+        self._victims = [None] * len(self.store.runs)
+        return n
+
+    def resize(self, max_size: int | Sequence[int]) -> None:
+        """Change the budget; what no longer fits goes into the remainder.
+
+        Args:
+            max_size: Slots for every KV head, or a list with each head's. The remainder is not
+                charged again.
+        """
+        if self.store is None:
+            if isinstance(max_size, int):
+                self.policy.check_budget(max_size)
+                self.max_size, self.max_bytes, self.budgets = max_size, None, None
+                return
+            self.max_size, self.max_bytes, self.budgets = None, None, list(max_size)
+            return
+        store = self.store
+        budgets = [max_size] * store.heads if isinstance(max_size, int) else list(max_size)
+        if len(budgets) != store.heads:
+            raise ValueError(f"Give one budget for each of {store.heads} KV heads.")
+        if not self.attending and len(set(budgets)) > 1:
+            raise ValueError("A model that attends by itself needs one budget for all heads.")
+        for budget in budgets:
+            self.policy.check_budget(budget)
+        self.budgets, self.max_size, self.max_bytes = budgets, None, None
+        store.regroup(budgets)
+        self._settle(store, [store.views(run) for run in store.runs])
+        store.regroup(budgets)
+        self._victims = [None] * len(store.runs)
+        self._choose_victims(store)
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Every array held, by name."""
+        arrays = {}
+        if self.store is not None and self.remainder is not None:
+            arrays = {f"slots.{name}": field for name, field in self.store.fields.items()}
+            if self._remembers:
+                arrays |= {f"remainder.{k}": array for k, array in self.remainder.arrays.items()}
+            for i, victims in enumerate(self._victims):
+                if victims is not None:
+                    arrays[f"victims.{i}"] = victims.slots
+        return arrays
+
+    def config(self) -> dict[str, Any]:
+        """Everything else that a copy needs, as JSON types."""
+        store = self.store
+        return {
+            "policy": {"name": self.policy.name, **asdict(self.policy)},
+            "remainder": self.answers,
+            "attending": self.attending,
+            "max_size": self.max_size,
+            "max_bytes": self.max_bytes,
+            "budgets": self.budgets,
+            "offset": self.offset,
+            "reserved": store.reserved if store else 0,
+            "runs": [asdict(run) for run in store.runs] if store else [],
+            "victims_used": [victims.used if victims else 0 for victims in self._victims],
+        }
+
+    @property
+    def state(self) -> tuple[dict[str, mx.array], str]:
+        """Arrays by name, and the configuration as JSON."""
+        return self.arrays(), json.dumps(self.config())
+
+    @classmethod
+    def from_state(
+        cls, state: tuple[dict[str, mx.array], str], meta_state: Any = None
+    ) -> H2OKVCache:
+        """A cache from another's `state`; `meta_state` is for mlx-lm before 0.32.1, and unused.
+
+        Raises:
+            ValueError: The state is not one that `state` gave.
+        """
+        try:
+            arrays, text = state
+            return cls._restored(arrays, json.loads(text))
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"This is no state of an H2OKVCache: {error!r}.") from error
+
+    @classmethod
+    def _restored(cls, arrays: dict[str, mx.array], config: dict[str, Any]) -> H2OKVCache:
+        settings = dict(config["policy"])
+        cache = cls(
+            config["max_size"],
+            max_bytes=config["max_bytes"],
+            policy=make_policy(settings.pop("name"), **settings),
+            remainder=config["remainder"],
+            budgets=config["budgets"],
+            attending=config["attending"],
+        )
+        if not config["runs"]:
+            return cache
+        cache.offset = config["offset"]
+        runs = [Run(**run) for run in config["runs"]]
+        store = SlotStore([run.budget for run in runs for _ in range(run.heads)])
+        store.runs, store.reserved = runs, config["reserved"]
+        store.fields = {
+            name.removeprefix("slots."): array
+            for name, array in arrays.items()
+            if name.startswith("slots.")
+        }
+        slots = sum(run.heads * run.allocated for run in runs)
+        for name in ("keys", "values", "positions"):
+            if store.fields[name].shape[1] != slots:
+                raise ValueError(f"The field {name!r} does not hold {slots} slots.")
+        cache.store = store
+        if cache._remembers:
+            names = ("count", "mean_key", "var_key", "mean_value")
+            cache.remainder = Remainder(*(arrays[f"remainder.{name}"] for name in names))
+        else:
+            cache.remainder = cache._empty_remainder()
+        cache._victims = [
+            Victims(arrays[f"victims.{i}"], used) if f"victims.{i}" in arrays else None
+            for i, used in enumerate(config["victims_used"])
+        ]
+        return cache
+
+    @property
+    def meta_state(self) -> str:
+        """For mlx-lm before 0.32.1; everything is in `state`."""
+        return ""
+
+    # -- the steps --------------------------------------------------------------------------------
+
+    @property
+    def _remembers(self) -> bool:
+        """Whether statistics of the evicted are kept at all."""
+        return self.answers or self.policy.uses_evicted_mean
+
+    def _start(self, keys: mx.array, values: mx.array) -> SlotStore:
+        """The store, made when the first rows tell the widths."""
+        if self.store is not None:
+            dtype = self.store.fields["keys"].dtype
+            if keys.dtype != dtype:
+                raise ValueError(f"This cache holds {dtype} keys; {keys.dtype} ones came.")
+            return self.store
+        if keys.dtype not in FLOAT_DTYPES or values.dtype not in FLOAT_DTYPES:
+            raise ValueError(
+                f"Keys and values must be float32, float16 or bfloat16; got {keys.dtype} and "
+                f"{values.dtype}."
+            )
+        B, H, _, D = keys.shape
+        widths = RowWidths(D, values.shape[-1], keys.dtype.size, values.dtype.size)
+        if self.budgets is None:
+            if self.max_bytes is not None:
+                size = slots_for_bytes(self.max_bytes, B * H, widths, self.policy, self._remembers)
+            else:
+                assert self.max_size is not None
+                size = self.max_size - widths.remainder_slots(self._remembers)
+            self.budgets = [size] * H
+        if len(self.budgets) != H:
+            raise ValueError(f"{len(self.budgets)} budgets were given for {H} KV heads.")
+        reserved = 0
+        budgets = self.budgets
+        if not self.attending and self.answers:
+            reserved = plain_rows_for(min(budgets))
+            budgets = [budget - reserved for budget in budgets]
+        for budget in budgets:
+            self.policy.check_budget(budget)
+        self.store = SlotStore(budgets, reserved)
+        self._victims = [None] * len(self.store.runs)
+        self.remainder = Remainder.empty(B, H, D, values.shape[-1])
+        return self.store
+
+    def _empty_remainder(self) -> Remainder:
+        assert self.store is not None
+        fields = self.store.fields
+        return Remainder.empty(
+            fields["keys"].shape[0],
+            self.store.heads,
+            fields["keys"].shape[-1],
+            fields["values"].shape[-1],
+        )
+
+    def _rows(self, keys: mx.array, values: mx.array) -> dict[str, mx.array]:
+        """New rows by field, `[B, H, L, ...]`."""
+        B, H, L, _ = keys.shape
+        new = mx.arange(self.offset, self.offset + L, dtype=mx.int32)
+        rows = {"keys": keys, "values": values, "positions": mx.broadcast_to(new, (B, H, L))}
+        if self.policy.needs_attention:
+            rows["scores"] = mx.zeros((B, H, L))
+        if self.policy.uses_key_norms:
+            rows["key_sqnorms"] = mx.square(keys.astype(mx.float32)).sum(axis=-1)
+        return rows
+
+    def _write_one(self, store: SlotStore, rows: dict[str, mx.array]) -> None:
+        """Store one row per head: into the next unused slot, or over a victim, which is folded."""
+        store.reserve(1, rows)
+        B = rows["keys"].shape[0]
+        index, overwritten = [], []
+        for i, run in enumerate(store.runs):
+            full = run.length == run.budget
+            overwritten += [float(full)] * run.heads
+            if full:
+                victims = self._victims[i]
+                assert victims is not None
+                slots = victims.slots[..., victims.used : victims.used + 1]
+                index.append(store.flat_index(run, slots).squeeze(-1))
+                victims.used += 1
+            else:
+                slots = store.next_index(run, 1).squeeze(-1)
+                index.append(mx.broadcast_to(slots, (B, run.heads)))
+                run.length += 1
+        flat = index[0] if len(index) == 1 else mx.concatenate(index, axis=1)
+        if any(overwritten) and self._remembers:
+            assert self.remainder is not None
+            weights = None if all(overwritten) else mx.array(overwritten)[None, :, None]
+            self.remainder = self.remainder.fold(
+                store.take(flat, "keys")[:, :, None],
+                store.take(flat, "values")[:, :, None],
+                weights,
+            )
+        store.put(flat, {name: row.squeeze(2) for name, row in rows.items()})
+
+    def _append(self, store: SlotStore, rows: dict[str, mx.array]) -> None:
+        """Store a chunk's rows in unused slots."""
+        L = rows["keys"].shape[2]
+        store.reserve(L, rows)
+        index = [store.next_index(run, L).reshape(1, -1) for run in store.runs]
+        flat = index[0] if len(index) == 1 else mx.concatenate(index, axis=1)
+        store.put(flat, {name: row.flatten(1, 2) for name, row in rows.items()})
+        for run in store.runs:
+            run.length += L
+
+    def _attended(self, store: SlotStore, run: Run) -> dict[str, mx.array]:
+        """All fields of the slots that a run attends to, `[B, heads, N, ...]`."""
+        if self._pending is None:
+            return store.views(run)
+        new = {name: row[:, run.first : run.last] for name, row in self._pending.items()}
+        if run.length == 0:
+            return new
+        old = store.views(run)
+        return {name: mx.concatenate([old[name], new[name]], axis=2) for name in new}
+
+    def _fetch(
+        self, store: SlotStore, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """What `update_and_fetch` hands out."""
+        if len(store.runs) > 1:
+            return keys, values
+        run = store.runs[0]
+        fields = self._attended(store, run)
+        fetched = fields["keys"], fields["values"]
+        if not (store.reserved and self._evicted(run)):
+            return fetched
+        assert self.remainder is not None
+        rows = self.remainder.plain_rows(store.reserved)
+        named = tuple(zip(("keys", "values"), rows, fetched, strict=True))
+        if self._pending is not None:
+            return tuple(mx.concatenate([row.astype(f.dtype), f], 2) for _, row, f in named)  # type: ignore[return-value]
+        own = mx.arange(store.reserved, dtype=mx.int32)
+        index = store.flat_index(run, mx.broadcast_to(own - store.reserved, (run.heads, own.size)))
+        store.put(index.reshape(1, -1), {name: row.flatten(1, 2) for name, row, _ in named})
+        return store.view(run, "keys", True), store.view(run, "values", True)
+
+    def _attend_run(
+        self,
+        run: Run,
+        fields: dict[str, mx.array],
+        q: mx.array,
+        kv: tuple[mx.array, mx.array],
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
+        own: bool,
+    ) -> tuple[mx.array, mx.array | None, mx.array | None]:
+        """Attention of one run: out, new scores, and the mass of the prompt's window."""
+        keys, values = kv
+        L, N = q.shape[2], keys.shape[2]
+        scores = fields.get("scores")
+        remainder = None
+        if own and self.answers and self._evicted(run):
+            assert self.remainder is not None
+            remainder = self.remainder.heads(run.first, run.last)
+        policy = self.policy
+        windowed = L > 1 and policy.prompt == "window"
+        looks = policy.needs_attention
+        # Queries before this one are attended to and not looked at.
+        first_seen = (L - min(policy.window, L)) if windowed else (0 if looks else L)
+        outs = []
+        if first_seen and remainder is None:
+            rows, block = first_seen, block_of(mask, 0, first_seen, L, N, own)
+            outs.append(
+                mx.fast.scaled_dot_product_attention(
+                    q[:, :, :rows],
+                    keys[:, :, : block.keys],
+                    values[:, :, : block.keys],
+                    scale=scale,
+                    mask=fast_mask(block.mask, q.dtype),
+                    sinks=sinks if sinks is None else sinks.astype(q.dtype),
+                )
+            )
+            start = first_seen
+        else:
+            start = 0
+        window_mass = None
+        while start < L:
+            # Blocks never straddle the first query that is looked at.
+            end = min(start + QUERY_BLOCK, first_seen if start < first_seen else L)
+            block = block_of(mask, start, end, L, N, own)
+            out, logits, lse = scaled_dot_product_attention_with_scores(
+                q[:, :, start:end],
+                keys[:, :, : block.keys],
+                values[:, :, : block.keys],
+                scale=scale,
+                mask=block.mask,
+                sinks=sinks,
+            )
+            if remainder is not None:
+                out, lse = remainder.join(out, lse, remainder.column(q[:, :, start:end], scale))
+            outs.append(out)
+            if looks and start >= first_seen:
+                assert scores is not None
+                seen = Observation(logits, lse, run.heads)
+                if windowed:
+                    window_mass = self._window_mass(seen, fields, L)
+                    seen.stands_for = stands_for(L, N, end - start)
+                part = policy.accumulate(scores[..., : block.keys], seen)
+                rest = scores[..., block.keys :]
+                scores = mx.concatenate([part, rest], axis=-1) if rest.size else part
+            start = end
+        out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
+        return out, scores, window_mass
+
+    def _window_mass(self, seen: Observation, fields: dict[str, mx.array], L: int) -> mx.array:
+        """Mass of the last `window` queries of the whole prompt, `[B, H, N]`.
+
+        A chunk shorter than the window lacks queries of earlier chunks; each slot's mean mass per
+        step stands in for them.
+        """
+        missing = self.policy.window - L
+        if missing <= 0:
+            return seen.mass
+        ages = mx.maximum(self.offset - L - fields["positions"], 1).astype(mx.float32)
+        return seen.mass + missing * self.policy.mean_mass(fields["scores"], ages)
+
+    def _settle(
+        self,
+        store: SlotStore,
+        attended: list[dict[str, mx.array]],
+        window_masses: list[mx.array | None] | None = None,
+    ) -> None:
+        """After attention: write scores back or reduce a chunk, then choose the next victims.
+
+        Args:
+            store: The slots.
+            attended: Per run the fields of all slots attended to, scores brought up to date.
+            window_masses: Per run the window's mass of a prompt chunk, None after a decode step.
+        """
+        window_masses = window_masses or [None] * len(store.runs)
+        counts = [fields["keys"].shape[2] for fields in attended]
+        if self._pending is not None or any(
+            N > run.budget for N, run in zip(counts, store.runs, strict=True)
+        ):
+            evicted = [self.offset - N for N in counts]
+            self._pending = None
+            kept = [
+                self._reduced(run, fields, mass, lost)
+                for run, fields, mass, lost in zip(
+                    store.runs, attended, window_masses, evicted, strict=True
+                )
+            ]
+            store.replace(kept)
+            self._victims = [None] * len(store.runs)
+        elif self.policy.needs_attention:
+            store.write("scores", [fields["scores"] for fields in attended])
+        self._choose_victims(store)
+
+    def _reduced(
+        self,
+        run: Run,
+        fields: dict[str, mx.array],
+        window_mass: mx.array | None,
+        evicted: int,
+    ) -> dict[str, mx.array]:
+        """The rows of a run that stay within its budget; the others are folded."""
+        N = fields["keys"].shape[2]
+        if N <= run.budget:
+            return fields
+        slots = self._slots(run, fields, evicted)
+        kept = selection.select_kept(
+            self.policy.prompt_priority(slots, window_mass),
+            slots.positions,
+            slots.evictable,
+            run.budget,
+            self.policy.unit,
+        )
+        if self._remembers:
+            assert self.remainder is not None
+            dropped = mx.put_along_axis(
+                mx.ones(slots.positions.shape), kept, mx.zeros(kept.shape), axis=-1
+            )
+            folded = self.remainder.heads(run.first, run.last).fold(
+                slots.keys, slots.values, dropped
+            )
+            self.remainder = self.remainder.with_heads(run.first, folded)
+        return {
+            name: mx.take_along_axis(
+                field, kept.reshape(*kept.shape, *[1] * (field.ndim - 3)), axis=2
+            )
+            for name, field in fields.items()
+        }
+
+    def _choose_victims(self, store: SlotStore) -> None:
+        """For every full run without victims left, choose the next `evict_every`."""
+        for i, run in enumerate(store.runs):
+            victims = self._victims[i]
+            if run.length < run.budget or (victims is not None and victims.left):
+                continue
+            slots = self._slots(run, store.views(run), self._evicted(run))
+            chosen = selection.select_victims(
+                self.policy.priority(slots),
+                slots.positions,
+                slots.evictable,
+                self.policy.evict_every,
+                self.policy.unit,
+            )
+            self._victims[i] = Victims(chosen)
+
+    def _slots(self, run: Run, fields: dict[str, mx.array], evicted: int) -> Slots:
+        """A run's slots as policies see them."""
+        assert self.remainder is not None
+        positions = fields["positions"]
+        scores = fields.get("scores")
+        return Slots(
+            keys=fields["keys"],
+            values=fields["values"],
+            positions=positions,
+            scores=mx.zeros(positions.shape) if scores is None else scores,
+            key_sqnorms=fields.get("key_sqnorms"),
+            offset=self.offset,
+            evictable=selection.evictable_slots(
+                positions, self.offset, self.policy.sink, self.policy.recent_slots(run.budget)
+            ),
+            evicted=evicted,
+            evicted_mean_key=self.remainder.mean_key[:, run.first : run.last],
+        )
+
+    def _evicted(self, run: Run) -> int:
+        """Tokens that each head of a run has lost."""
+        pending = self._pending["keys"].shape[2] if self._pending is not None else 0
+        return self.offset - run.length - pending
+
+    def _evicted_after(self, N: int) -> int:
+        """How many tokens plain rows will stand for when N new ones attend."""
+        if self.store is None:
+            return 0
+        run = self.store.runs[0]
+        if N == 1:
+            return self.offset + 1 - min(run.length + 1, run.budget)
+        return self._evicted(run)
+
+    def _plain_rows_mask(self, N: int, kept: int) -> mx.array | str | None:
+        """log(n / R) on the plain rows' columns, minus infinity on the future."""
+        assert self.store is not None
+        run, rows = self.store.runs[0], self.store.reserved
+        if not rows:
+            return None if N == 1 else "causal"
+        dtype = self.store.fields["keys"].dtype
+        kept = min(kept, run.budget - 1) if N == 1 else kept
+        bias = mx.log(mx.full((1,), self._evicted_after(N) / rows))
+        mask = mx.concatenate([mx.broadcast_to(bias, (rows,)), mx.zeros(kept + N)])
+        if N > 1:
+            future = mx.arange(kept + N) > mx.arange(kept, kept + N)[:, None]
+            lowest = mx.finfo(dtype).min
+            future = mx.pad(mx.where(future, lowest, 0.0), [(0, 0), (rows, 0)])
+            mask = mx.maximum(mask + future, lowest)
+        return mx.broadcast_to(mask, (1, 1, N, rows + kept + N)).astype(dtype)
+
+    def _side_state(self) -> list[mx.array]:
+        """Arrays that must be evaluated with the output, or the graph grows from step to step."""
+        return [
+            array
+            for name, array in self.arrays().items()
+            if name not in ("slots.keys", "slots.values")
+        ]
+
+
+@dataclass(frozen=True)
+class RowWidths:
+    """What one token's row of one KV head measures.
+
+    Attributes:
+        key: D.
+        value: Dv.
+        key_size: Bytes of a key's element.
+        value_size: Bytes of a value's element.
+    """
+
+    key: int
+    value: int
+    key_size: int
+    value_size: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's key and value."""
+        return self.key * self.key_size + self.value * self.value_size
+
+    def remainder_slots(self, remembers: bool) -> int:
+        """Slots whose memory the remainder of one head takes (rounded up)."""
+        return -(-Remainder.bytes_per_head(self.key, self.value) // self.row_bytes) * remembers
+
+    def slot_bytes(self, policy: Policy) -> int:
+        """Bytes of a slot with everything kept beside it: position, score, key norm."""
+        beside = 1 + policy.needs_attention + policy.uses_key_norms
+        return self.row_bytes + 4 * beside
+
+    def head_bytes(self, policy: Policy, remembers: bool) -> int:
+        """Bytes of a head apart from its slots: the remainder and the next victims."""
+        remainder = Remainder.bytes_per_head(self.key, self.value) if remembers else 0
+        return remainder + 4 * policy.evict_every
+
+
+def slots_for_bytes(
+    max_bytes: int, heads: int, widths: RowWidths, policy: Policy, remembers: bool
+) -> int:
+    """Slots per head that fit into `max_bytes` of `heads` heads (batch included).
+
+    Raises:
+        ValueError: Not even one slot fits.
+    """
+    per_head = max_bytes // heads - widths.head_bytes(policy, remembers)
+    slots = per_head // widths.slot_bytes(policy)
+    if slots < 1:
+        raise ValueError(
+            f"max_bytes={max_bytes} leaves no slot for each of {heads} KV heads of "
+            f"{widths.row_bytes} bytes a token; make it larger."
+        )
+    return slots
+
+
+@dataclass
+class Block:
+    """The keys (the first so many) and the mask that a block of queries attends with."""
+
+    keys: int
+    mask: Mask
+
+
+def block_of(mask: Mask, start: int, end: int, L: int, N: int, own: bool) -> Block:
+    """Cut a mask over L queries and N keys to the queries start to end - 1.
+
+    Args:
+        mask: As in `attend`.
+        start: First query.
+        end: One past the last query.
+        L: Queries of the whole call.
+        N: Keys of the whole call.
+        own: Whether only the last L columns of an array mask are to be read.
+    """
+    if mask is None:
+        return Block(N, None)
+    if isinstance(mask, str):
+        return Block(N - L + end, "causal")
+    if mask.shape[-2] > 1:
+        mask = mask[..., start:end, :]
+    if own and mask.shape[-1] > 1 and N > L:
+        new = mask[..., -L:]
+        visible = mx.ones if mask.dtype == mx.bool_ else mx.zeros
+        mask = mx.concatenate([visible((*new.shape[:-1], N - L), mask.dtype), new], axis=-1)
+    return Block(N, mask)
+
+
+def fast_mask(mask: Mask, dtype: mx.Dtype) -> Mask:
+    """A mask as mx.fast takes it: additive ones in the queries' dtype."""
+    if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+        return mask.astype(dtype)
+    return mask
+
+
+def stands_for(L: int, N: int, window: int) -> mx.array:
+    """How many of a chunk's L queries each of a window's queries stands for, per slot `[N]`.
+
+    Every old slot was seen by all L queries and by `window` of them in the window; new row j by
+    L - j and by min(window, L - j).
+    """
+    new = mx.arange(L, 0, -1).astype(mx.float32)
+    old = mx.full((N - L,), L / window)
+    return mx.concatenate([old, new / mx.minimum(new, window)])

@@ -1,0 +1,37 @@
+"""Policies, one a file; importing them registers them."""
+
+from mlx_h2o.policies import presets
+from mlx_h2o.policies.base import (
+    Observation,
+    Policy,
+    Slots,
+    make_policy,
+    policy_names,
+    register_policy,
+    register_preset,
+)
+from mlx_h2o.policies.distinct import Distinct
+from mlx_h2o.policies.ema import EMA
+from mlx_h2o.policies.ema_logits import EMALogits
+from mlx_h2o.policies.h2o import H2O
+from mlx_h2o.policies.keydiff import KeyDiff
+from mlx_h2o.policies.streaming import Streaming
+from mlx_h2o.policies.tova import TOVA
+
+__all__ = [
+    "EMA",
+    "H2O",
+    "TOVA",
+    "Distinct",
+    "EMALogits",
+    "KeyDiff",
+    "Observation",
+    "Policy",
+    "Slots",
+    "Streaming",
+    "make_policy",
+    "policy_names",
+    "presets",
+    "register_policy",
+    "register_preset",
+]

@@ -1,0 +1,268 @@
+"""What a policy is: how it scores slots, and which of them it would rather lose.
+
+A policy sees slots as arrays `[B, H, N]` and never learns how they are stored. To write your own,
+subclass `Policy`, decorate it with `register_policy`, and override `priority` (and `accumulate`, if
+it needs something other than the summed attention mass).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from mlx_h2o.backends.reference import attention_mass
+
+# Below this a key's mean mass per step counts as nothing: it keeps log masses of never-used slots
+# from stretching the scale on which all others are compared.
+MASS_FLOOR = 1e-6
+
+
+@dataclass
+class Observation:
+    """What one call of the attention told about N slots.
+
+    Attributes:
+        logits: `[B, Hq, L, N]` float32, minus infinity where masked.
+        lse: `[B, Hq, L]` float32, with every column that answered (remainder, attention sinks).
+        heads: H, the KV heads of these slots.
+        stands_for: How many queries each observed one stands for, per slot `[N]`, or 1: a prompt's
+            window of w queries speaks for all that came since the slot was written.
+    """
+
+    logits: mx.array
+    lse: mx.array
+    heads: int
+    stands_for: mx.array | float = 1.0
+
+    @cached_property
+    def mass(self) -> mx.array:
+        """Attention that each slot received from the observed queries, `[B, H, N]`."""
+        return attention_mass(self.logits, self.lse, self.heads)
+
+    def per_query(self) -> list[Observation]:
+        """One observation per query, oldest first."""
+        return [
+            Observation(self.logits[:, :, i : i + 1], self.lse[:, :, i : i + 1], self.heads)
+            for i in range(self.logits.shape[2])
+        ]
+
+
+@dataclass
+class Slots:
+    """The attended slots of H KV heads, as a policy sees them.
+
+    Attributes:
+        keys: `[B, H, N, D]`.
+        values: `[B, H, N, Dv]`.
+        positions: Logical position of each slot's token, `[B, H, N]` int32.
+        scores: What `accumulate` has gathered, `[B, H, N]` float32.
+        key_sqnorms: ||k||^2, `[B, H, N]` float32, kept for policies with `uses_key_norms`.
+        offset: The next logical position.
+        evictable: True where the slot may go, `[B, H, N]` bool.
+        evicted: How many tokens each head has lost so far.
+        evicted_mean_key: Their mean key `[B, H, D]` float32 (zeros while there are none).
+    """
+
+    keys: mx.array
+    values: mx.array
+    positions: mx.array
+    scores: mx.array
+    key_sqnorms: mx.array | None
+    offset: int
+    evictable: mx.array
+    evicted: int
+    evicted_mean_key: mx.array
+
+    @property
+    def ages(self) -> mx.array:
+        """Steps since each token came, itself included: `[B, H, N]` float32, at least 1."""
+        return (self.offset - self.positions).astype(mx.float32)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A way to choose what to forget; its fields are its hyper-parameters.
+
+    Attributes:
+        sink: The first positions, never evicted (StreamingLLM, arXiv 2309.17453).
+        recent: The last positions, never evicted: a count, or a share of the head's own budget.
+            Without it the newest token has the least score and the cache freezes on the prompt.
+        unit: "head": each KV head chooses for itself; "layer": all heads drop the same token.
+        evict_every: Victims chosen at once. 1 is the most exact; more spreads the choice's cost.
+        age_normalised: Divide scores by the steps since the token came.
+        value_weighted: Multiply scores by ||v|| (VATP, arXiv 2406.12335).
+        prompt: How prompt chunks are scored: "window" by the mass that the last `window` queries
+            give (SnapKV, arXiv 2404.14469), "full" by what `accumulate` made of all of them.
+        window: Queries in the window.
+        pool: Width of the average pool along positions that smooths the window's mass.
+    """
+
+    sink: int = 4
+    recent: int | float = 0.5
+    unit: str = "head"
+    evict_every: int = 1
+    age_normalised: bool = False
+    value_weighted: bool = False
+    prompt: str = "window"
+    window: int = 64
+    pool: int = 5
+
+    name: ClassVar[str] = ""
+    #: Whether slots carry ||k||^2.
+    uses_key_norms: ClassVar[bool] = False
+    #: Whether the mean key of the evicted is kept even when the remainder does not answer.
+    uses_evicted_mean: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        share = isinstance(self.recent, float)
+        if self.sink < 0 or self.recent < 0 or (share and self.recent >= 1):
+            raise ValueError(
+                f"sink and recent are counts >= 0 (recent may be a share below 1.0); got "
+                f"sink={self.sink}, recent={self.recent}."
+            )
+        if self.unit not in ("head", "layer"):
+            raise ValueError(f'unit must be "head" or "layer"; got {self.unit!r}.')
+        if self.prompt not in ("window", "full"):
+            raise ValueError(f'prompt must be "window" or "full"; got {self.prompt!r}.')
+        if self.evict_every < 1 or self.window < 1 or self.pool < 1 or self.pool % 2 == 0:
+            raise ValueError(
+                f"evict_every and window must be at least 1 and pool odd; got "
+                f"{self.evict_every}, {self.window} and {self.pool}."
+            )
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether it must see attention; a policy that looks at keys only runs in any model."""
+        return True
+
+    def recent_slots(self, budget: int) -> int:
+        """How many of the last positions a head of `budget` slots protects."""
+        if isinstance(self.recent, float):
+            return math.floor(self.recent * budget)
+        return self.recent
+
+    def check_budget(self, budget: int) -> None:
+        """Raise ValueError if a head of `budget` slots would have nothing left to evict."""
+        recent = self.recent_slots(budget)
+        least = self.sink + recent + self.evict_every
+        if budget < least:
+            raise ValueError(
+                f"A budget of {budget} slots cannot hold {self.sink} sink and {recent} recent "
+                f"tokens and {self.evict_every} to evict: make max_size at least {least}, or "
+                "lower sink, recent or evict_every."
+            )
+
+    def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
+        """Scores `[B, H, N]` after an observation; new slots start at 0. Sums the mass (H2O)."""
+        return scores + seen.mass * seen.stands_for
+
+    def mean_mass(self, scores: mx.array, ages: mx.array) -> mx.array:
+        """Each slot's mean mass per step, `[B, H, N]`, as far as its score tells."""
+        return scores / ages
+
+    def priority(self, slots: Slots) -> mx.array:
+        """What each slot is worth keeping, `[B, H, N]`; the lowest goes first."""
+        return self.weighted(slots.scores, slots)
+
+    def prompt_priority(self, slots: Slots, window_mass: mx.array | None) -> mx.array:
+        """The same for a prompt chunk. `window_mass` `[B, H, N]` is None when prompt is "full"."""
+        if window_mass is None:
+            return self.priority(slots)
+        pooled = average_pool(window_mass, slots.positions, self.pool)
+        return value_weighted(pooled, slots) if self.value_weighted else pooled
+
+    def weighted(self, scores: mx.array, slots: Slots) -> mx.array:
+        """Scores with the options age_normalised and value_weighted applied."""
+        if self.age_normalised:
+            scores = scores / slots.ages
+        return value_weighted(scores, slots) if self.value_weighted else scores
+
+
+def value_weighted(scores: mx.array, slots: Slots) -> mx.array:
+    """Scores times ||v||, `[B, H, N]`."""
+    return scores * mx.linalg.norm(slots.values.astype(mx.float32), axis=-1)
+
+
+def average_pool(mass: mx.array, positions: mx.array, width: int) -> mx.array:
+    """Mean over `width` neighbours in order of position, zero-padded (SnapKV, section 4).
+
+    Args:
+        mass: `[B, H, N]`.
+        positions: `[B, H, N]`; slots lie in any order.
+        width: Odd.
+    """
+    order = mx.argsort(positions, axis=-1)
+    half, N = width // 2, mass.shape[-1]
+    padded = mx.pad(mx.take_along_axis(mass, order, axis=-1), [(0, 0), (0, 0), (half, half)])
+    pooled = sum((padded[..., i : i + N] for i in range(width)), mx.zeros(1)) / width
+    return mx.take_along_axis(pooled, mx.argsort(order, axis=-1), axis=-1)
+
+
+def standardised(x: mx.array, among: mx.array) -> mx.array:
+    """z-scores `[B, H, N]` of x by the mean and deviation among the slots marked True."""
+    weight = among.astype(mx.float32)
+    weight = weight / mx.maximum(weight.sum(axis=-1, keepdims=True), 1)
+    mean = (x * weight).sum(axis=-1, keepdims=True)
+    deviation = mx.sqrt((mx.square(x - mean) * weight).sum(axis=-1, keepdims=True))
+    return (x - mean) / (deviation + 1e-6)
+
+
+_POLICIES: dict[str, type[Policy]] = {}
+_PRESETS: dict[str, tuple[str, dict[str, Any]]] = {}
+
+
+def register_policy(name: str):  # type: ignore[no-untyped-def]
+    """Class decorator: make a Policy dataclass available as `policy=name`."""
+
+    def register(cls: type[Policy]) -> type[Policy]:
+        if not (isinstance(cls, type) and issubclass(cls, Policy)):
+            raise ValueError(f"{cls!r} must subclass mlx_h2o.Policy to be registered.")
+        cls.name = name
+        _POLICIES[name] = cls
+        return cls
+
+    return register
+
+
+def register_preset(name: str, policy: str, **settings: Any) -> None:
+    """Make published settings of a policy available by a name of their own."""
+    _PRESETS[name] = (policy, settings)
+
+
+def policy_names() -> list[str]:
+    """Registered policies, then presets."""
+    return [*_POLICIES, *_PRESETS]
+
+
+def make_policy(policy: str | Policy, **settings: Any) -> Policy:
+    """A policy by name (or a given one), with settings changed.
+
+    Args:
+        policy: A registered name, a preset's name, or a Policy.
+        settings: Fields to change; None leaves a field as it is.
+
+    Raises:
+        ValueError: The name or a setting is unknown, or a value is out of range.
+    """
+    settings = {key: value for key, value in settings.items() if value is not None}
+    if isinstance(policy, str):
+        name, preset = _PRESETS.get(policy, (policy, {}))
+        if name not in _POLICIES:
+            raise ValueError(f"Unknown policy {policy!r}; choose from {', '.join(policy_names())}.")
+        cls = _POLICIES[name]
+        settings = {**preset, **settings}
+    else:
+        cls = type(policy)
+    known = [f.name for f in fields(cls)]
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise ValueError(
+            f"Policy {cls.name!r} has no setting {', '.join(unknown)}; it has {', '.join(known)}."
+        )
+    return cls(**settings) if isinstance(policy, str) else replace(policy, **settings)
+
+

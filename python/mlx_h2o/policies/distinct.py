@@ -1,0 +1,91 @@
+"""The default: keep what the remainder cannot stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_h2o.policies.base import (
+    MASS_FLOOR,
+    Observation,
+    Policy,
+    Slots,
+    register_policy,
+    standardised,
+)
+
+# Fewer evicted keys than this give no mean worth measuring distances from; the kept ones serve.
+FEWEST_FOR_A_MEAN = 16
+
+
+@register_policy("distinct")
+@dataclass(frozen=True)
+class Distinct(Policy):
+    """Keeps tokens that are far from all that was forgotten, used, and young:
+
+        z(log ||k - mean evicted key||^2) + mass_weight z(log(c / age)) - age_weight z(log age)
+
+    each term standardised over the slots that may go; c / age is the mean attention mass per step.
+    Evicted tokens answer together through the remainder, whose mean key stands for them; a token
+    near that mean loses little by joining it, and a token far from it (a name, a number) would be
+    lost. Source: this project (docs/policies.md has the measurements). The default; with
+    mass_weight=0 it looks at keys only and runs in any model.
+
+    Prompts are reduced by the distance to the mean of all keys that may go, plus mass_weight times
+    the standardised log mass of the prompt's last `window` queries.
+
+    Attributes:
+        mass_weight: Of the mean mass per step.
+        age_weight: Of the age; more makes it a softer window.
+    """
+
+    mass_weight: float = 0.25
+    age_weight: float = 0.5
+    window: int = 16
+
+    uses_key_norms = True
+    uses_evicted_mean = True
+
+    @property
+    def needs_attention(self) -> bool:
+        return self.mass_weight != 0
+
+    def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
+        return super().accumulate(scores, seen) if self.needs_attention else scores
+
+    def priority(self, slots: Slots) -> mx.array:
+        mean = slots.evicted_mean_key
+        if slots.evicted < FEWEST_FOR_A_MEAN:
+            mean = slots.keys.astype(mx.float32).mean(axis=2)
+        ages = slots.ages
+        worth = self.distance(slots, mean)
+        if self.needs_attention:
+            worth = worth + self.mass_weight * log_mass(slots.scores / ages, slots.evictable)
+        return worth - self.age_weight * standardised(mx.log(ages), slots.evictable)
+
+    def prompt_priority(self, slots: Slots, window_mass: mx.array | None) -> mx.array:
+        may_go = slots.evictable.astype(mx.float32)
+        total = (may_go[..., None, :] @ slots.keys.astype(mx.float32)).squeeze(2)
+        total = total + slots.evicted * slots.evicted_mean_key
+        count = may_go.sum(axis=-1, keepdims=True) + slots.evicted
+        worth = self.distance(slots, total / mx.maximum(count, 1))
+        if window_mass is None:
+            window_mass = slots.scores / slots.ages
+        if self.needs_attention:
+            worth = worth + self.mass_weight * log_mass(window_mass, slots.evictable)
+        return worth
+
+    def distance(self, slots: Slots, mean: mx.array) -> mx.array:
+        """Standardised log ||k - mean||^2, `[B, H, N]`, from the stored ||k||^2 and one product."""
+        assert slots.key_sqnorms is not None  # uses_key_norms
+        dots = (slots.keys.astype(mx.float32) @ mean[..., None]).squeeze(-1)
+        square = slots.key_sqnorms - 2 * dots + mx.square(mean).sum(axis=-1, keepdims=True)
+        # The difference of large numbers may fall just below zero for a key at the mean itself.
+        least = 1e-6 * slots.key_sqnorms + 1e-12
+        return standardised(mx.log(mx.maximum(square, least)), slots.evictable)
+
+
+def log_mass(mass: mx.array, among: mx.array) -> mx.array:
+    """Standardised log of attention masses, `[B, H, N]`."""
+    return standardised(mx.log(mass + MASS_FLOOR), among)

@@ -1,0 +1,26 @@
+"""The AtomGradient report's score: an average of absolute logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_h2o.policies.base import Observation, register_policy
+from mlx_h2o.policies.ema import EMA
+
+
+@register_policy("ema-logits")
+@dataclass(frozen=True)
+class EMALogits(EMA):
+    """Keeps large |logits|: c <- decay c + (1 - decay) mean over query heads of |s|.
+
+    Source: the AtomGradient report on H2O for MLX; masked entries count 0. Kept for fidelity to it:
+    a strongly negative logit means *no* attention, and ranking by |logit| loses to every other
+    policy here (docs/results.md). Not for use.
+    """
+
+    def evidence(self, query: Observation) -> mx.array:
+        B, Hq, L, N = query.logits.shape
+        size = mx.where(query.logits == -mx.inf, 0.0, mx.abs(query.logits))
+        return size.reshape(B, query.heads, -1, N).sum(axis=2) * (query.heads / Hq)

@@ -1,0 +1,18 @@
+"""H2O, the heavy-hitter oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlx_h2o.policies.base import Policy, register_policy
+
+
+@register_policy("h2o")
+@dataclass(frozen=True)
+class H2O(Policy):
+    """Keeps the tokens that have received the most attention so far: c <- c + mass.
+
+    Source: Zhang et al. 2023, arXiv 2306.14048, section 4 (here with softmax mass per KV head, the
+    mean over its query heads). Use it to compare with the literature; its memory of single facts is
+    poor, since a fact receives no attention until it is asked for.
+    """

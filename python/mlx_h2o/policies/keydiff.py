@@ -1,0 +1,35 @@
+"""KeyDiff: keep keys that point away from the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_h2o.policies.base import Observation, Policy, Slots, register_policy
+
+
+@register_policy("keydiff")
+@dataclass(frozen=True)
+class KeyDiff(Policy):
+    """Keeps keys unlike the mean direction of the kept keys: 1 - cos(k, mean of k / ||k||).
+
+    Source: Park et al. 2025, arXiv 2504.15364, section 3. Looks at keys only, so it runs where
+    attention cannot be seen, and remembers facts well; reads all keys at each choice.
+    """
+
+    prompt: str = "full"
+
+    @property
+    def needs_attention(self) -> bool:
+        return False
+
+    def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
+        return scores
+
+    def priority(self, slots: Slots) -> mx.array:
+        keys = slots.keys.astype(mx.float32)
+        directions = keys * mx.rsqrt(mx.square(keys).sum(axis=-1, keepdims=True) + 1e-12)
+        anchor = directions.mean(axis=2)
+        anchor = anchor * mx.rsqrt(mx.square(anchor).sum(axis=-1, keepdims=True) + 1e-12)
+        return 1 - (directions @ anchor[..., None]).squeeze(-1)

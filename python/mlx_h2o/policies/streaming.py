@@ -1,0 +1,32 @@
+"""StreamingLLM: attention sinks and a window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_h2o.policies.base import Observation, Policy, Slots, register_policy
+
+
+@register_policy("streaming")
+@dataclass(frozen=True)
+class Streaming(Policy):
+    """Keeps the first `sink` tokens and the newest: the oldest other goes first.
+
+    Source: Xiao et al. 2023, arXiv 2309.17453; mlx-lm's RotatingKVCache(keep=4) is the same. Use it
+    as the yardstick; with the remainder it forgets more gently. Looks at nothing.
+    """
+
+    recent: int | float = 0
+    prompt: str = "full"
+
+    @property
+    def needs_attention(self) -> bool:
+        return False
+
+    def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
+        return scores
+
+    def priority(self, slots: Slots) -> mx.array:
+        return slots.positions.astype(mx.float32)

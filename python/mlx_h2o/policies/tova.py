@@ -1,0 +1,27 @@
+"""TOVA: token omission via attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_h2o.policies.base import Observation, Policy, register_policy
+
+
+@register_policy("tova")
+@dataclass(frozen=True)
+class TOVA(Policy):
+    """Keeps what the last query attended to: c <- mass of the last step only.
+
+    Source: Oren et al. 2024, arXiv 2401.06104. Use it as the memoryless end of the scale that
+    `h2o` is the other end of.
+    """
+
+    prompt: str = "full"
+
+    def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
+        return seen.per_query()[-1].mass
+
+    def mean_mass(self, scores: mx.array, ages: mx.array) -> mx.array:
+        return scores
