@@ -28,7 +28,9 @@ def model_path(name: str) -> str:
         return name
     folder = MODELS / name.removeprefix(PREFIX)
     if not (folder / "config.json").exists():
-        known = ", ".join(sorted(PREFIX + path.parent.name for path in MODELS.glob("*/config.json")))
+        known = ", ".join(
+            sorted(PREFIX + path.parent.name for path in MODELS.glob("*/config.json"))
+        )
         raise ValueError(f"There is no {name}; built in: {known}.")
     return str(folder)
 
@@ -36,6 +38,17 @@ def model_path(name: str) -> str:
 def shipped_profiles() -> list[Path]:
     """The profiles of the built-in models."""
     return sorted(MODELS.glob("*/mlx_h2o_profile.json"))
+
+
+def laid_out_for_cpu(weight: mx.array) -> mx.array:
+    """The same float32 matrix with its columns contiguous in memory.
+
+    x @ W.T is then a product of row-contiguous matrices, which the BLAS in MLX's CPU wheel computes
+    two to three times as fast.
+    """
+    if weight.ndim != 2 or weight.dtype != mx.float32:
+        return weight
+    return mx.contiguous(weight.T).T
 
 
 def load(name: str = DEFAULT_MODEL, dtype: mx.Dtype | None = None) -> tuple[nn.Module, Any]:
@@ -64,6 +77,8 @@ def load(name: str = DEFAULT_MODEL, dtype: mx.Dtype | None = None) -> tuple[nn.M
         dtype = mx.float32
     if dtype is not None:
         model.set_dtype(dtype)
+    if mx.default_device() == mx.Device(mx.cpu):
+        model.apply(laid_out_for_cpu)
     if Path(path).is_dir():
         model.mlx_h2o_folder = str(Path(path))
     return model, tokenizer

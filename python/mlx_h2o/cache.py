@@ -21,7 +21,7 @@ QUERY_BLOCK = 256
 
 @dataclass
 class Victims:
-    """Slots of a run chosen to be overwritten next, `[B, heads, evict_every]`, and how many were."""
+    """Slots of a run to overwrite next, `[B, heads, evict_every]`, and how many already were."""
 
     slots: mx.array
     used: int = 0
@@ -186,7 +186,8 @@ class H2OKVCache:
             window_masses.append(window_mass)
         self._settle(store, seen, window_masses)
         out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
-        return mx.depends(out, self._side_state())
+        out = mx.depends(out, self._side_state())
+        return out
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -602,7 +603,7 @@ class H2OKVCache:
         window_masses = window_masses or [None] * len(store.runs)
         counts = [fields["keys"].shape[2] for fields in attended]
         if self._pending is not None or any(
-            N > run.budget for N, run in zip(counts, store.runs, strict=True)
+            run.budget < N for N, run in zip(counts, store.runs, strict=True)
         ):
             evicted = [self.offset - N for N in counts]
             self._pending = None
@@ -627,7 +628,7 @@ class H2OKVCache:
     ) -> dict[str, mx.array]:
         """The rows of a run that stay within its budget; the others are folded."""
         N = fields["keys"].shape[2]
-        if N <= run.budget:
+        if run.budget >= N:
             return fields
         slots = self._slots(run, fields, evicted)
         kept = selection.select_kept(

@@ -90,16 +90,24 @@ def limited_attention(
     Yields:
         `[G, n, Dv]` float32: full attention, then one per b.
     """
-    n, T = q.shape[1], start + q.shape[1]
+    T = start + q.shape[1]
     keys, values = rows.keys[:T], rows.values[:T]
     scaled = q.astype(mx.float32) * scale
     at, of = mx.arange(start, T)[:, None], mx.arange(T)
     logits = mx.where(of <= at, scaled @ keys.T, -mx.inf)
     top = logits.max(axis=-1, keepdims=True)
     weights = mx.exp(logits - top)
-    yield (weights @ values) / weights.sum(axis=-1, keepdims=True)
+    full = (weights @ values) / weights.sum(axis=-1, keepdims=True)
+    yield full
     for budget in budgets:
-        kept = weights * ((of < SINK) | (of > at - (budget - SINK)))
+        if budget >= T:  # nothing of this block is evicted yet
+            yield full
+            continue
+        # Sinks, then the rows that any query of the block still holds in its window.
+        oldest = max(SINK, start - (budget - SINK) + 1)
+        window = weights[..., oldest:] * (of[oldest:] > at - (budget - SINK))
+        kept = mx.concatenate([weights[..., :SINK], window], axis=-1)
+        held = mx.concatenate([values[:SINK], values[oldest:]])
         count, mean, variance, value = rows.upto(at[:, 0] + 1 - (budget - SINK))
         x = 0.5 * (mx.square(scaled) * variance).sum(axis=-1, keepdims=True)
         r = (scaled * mean).sum(axis=-1, keepdims=True) + x * mx.rsqrt(1 + x / SATURATION)
@@ -108,7 +116,7 @@ def limited_attention(
         column = mx.exp(r + mx.log(count) - top - shift)
         kept = kept * mx.exp(-shift)
         total = kept.sum(axis=-1, keepdims=True) + column
-        yield (kept @ values + column * value) / total
+        yield (kept @ held + column * value) / total
 
 
 @dataclass
@@ -178,8 +186,8 @@ class _Measuring:
                 block = norm[start : start + QUERY_BLOCK]
                 errors = errors + mx.stack([_error(full - o, gram, block) for o in limited])
                 mx.eval(errors)
-            for i, error in enumerate((errors / T).tolist()):
-                watcher.losses[self.index][head][i] += error
+            for i in range(len(budgets)):
+                watcher.losses[self.index][head][i] += float(errors[i].item()) / T
             watcher.step()
 
     def _limit(
@@ -352,7 +360,7 @@ def calibrate_exactly(
                     got = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
                     total = total + (mx.exp(expected) * (expected - got)).sum(axis=-1).mean()
                     mx.eval(total)
-                losses[layer][head][i] = max(total.item() / len(passes), 0.0)
+                losses[layer][head][i] = max(float(total.item()) / len(passes), 0.0)
                 done += 1
                 if progress:
                     progress(done, steps)

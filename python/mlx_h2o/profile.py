@@ -136,7 +136,9 @@ class Profile:
         slots = [least] * len(curves)
         left = (mean - least) * len(curves)
         while left:
-            offers = [self._best_step(curve, have) for curve, have in zip(curves, slots, strict=True)]
+            offers = [
+                self._best_step(curve, have) for curve, have in zip(curves, slots, strict=True)
+            ]
             head = max(range(len(curves)), key=lambda h: (offers[h][0], -slots[h], -h))
             saving, target = offers[head]
             if saving <= 0:
@@ -177,7 +179,7 @@ class Profile:
         if reason:
             raise ValueError(
                 f"This profile was made for another model ({self.model.model_type}): {reason}. "
-                "Make one with `mlx_h2o calibrate --model ...`, or pass budgets=\"uniform\"."
+                'Make one with `mlx_h2o calibrate --model ...`, or pass budgets="uniform".'
             )
 
     def save(self, path: str | Path) -> None:

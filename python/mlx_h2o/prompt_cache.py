@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +21,6 @@ from mlx_h2o.builtin import shipped_profiles
 from mlx_h2o.cache import H2OKVCache, RowWidths, slots_for_bytes
 from mlx_h2o.policies import Policy, make_policy
 from mlx_h2o.profile import FILE_NAME, Profile, identity_of
-from mlx_h2o.remainder import plain_rows_for
 
 FILE_FORMAT = "mlx-h2o prompt cache"
 FILE_VERSION = "1"
@@ -44,7 +43,7 @@ class LayerKind:
     derived: bool
 
 
-class _Trial(mlx_lm_cache.KVCache):  # type: ignore[misc]
+class _Trial(mlx_lm_cache.KVCache):
     """A plain cache that notes how the model attends to it."""
 
     attending = True
@@ -69,7 +68,7 @@ class _Trial(mlx_lm_cache.KVCache):  # type: ignore[misc]
         )
 
     def kind(self) -> LayerKind | None:
-        if self.keys is None:
+        if self.keys is None or self.values is None:
             return None
         widths = RowWidths(
             self.keys.shape[-1], self.values.shape[-1], self.keys.dtype.size, self.values.dtype.size
@@ -186,7 +185,7 @@ def least_budget(policy: Policy) -> int:
 
 
 def _replaced(entry: Any, make: Any) -> Any:
-    """An entry of a model's cache list with its plain KV caches, CacheList members too, replaced."""
+    """A cache list's entry with its plain KV caches, members of a CacheList too, replaced."""
     if isinstance(entry, mlx_lm_cache.CacheList):
         return mlx_lm_cache.CacheList(*(_replaced(member, make) for member in entry.caches))
     return make() if type(entry) is mlx_lm_cache.KVCache else entry
@@ -250,13 +249,13 @@ class LayerDescription:
 
 def describe(cache: list[Any]) -> list[LayerDescription]:
     """Per layer what is bounded and what is not, and why."""
-    return [_described(layer, entry) for layer, entry in _entries(cache)]
+    return [_described(layer, entry) for layer, entry in entries(cache)]
 
 
-def _entries(cache: list[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def entries(cache: Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for i, entry in enumerate(cache):
         if isinstance(entry, mlx_lm_cache.CacheList):
-            yield from _entries(entry.caches, f"{prefix}{i}.")
+            yield from entries(entry.caches, f"{prefix}{i}.")
         else:
             yield f"{prefix}{i}", entry
 
@@ -300,12 +299,12 @@ def save_prompt_cache(
         metadata: Strings to keep with it.
     """
     arrays: dict[str, mx.array] = {}
-    entries = [_saved(entry, f"{i}", arrays) for i, entry in enumerate(cache)]
+    saved = [_saved(entry, f"{i}", arrays) for i, entry in enumerate(cache)]
     header = {
         "format": FILE_FORMAT,
         "version": FILE_VERSION,
         "metadata": json.dumps(metadata or {}),
-        "entries": json.dumps(entries),
+        "entries": json.dumps(saved),
     }
     header["digest"] = _digest(arrays, header)
     # safetensors of mlx cannot hold empty arrays' names alone, so a file always has one array.
@@ -324,7 +323,7 @@ def load_prompt_cache(
         with open(file_name, "rb") as file:
             size = struct.unpack("<Q", file.read(8))[0]
             json.loads(file.read(size))
-        arrays, header = mx.load(str(file_name), format="safetensors", return_metadata=True)
+        arrays, header = _read(str(file_name))
         mx.eval(arrays)
     except (OSError, RuntimeError, ValueError, struct.error, MemoryError, OverflowError) as error:
         raise ValueError(f"{file_name} is no readable prompt cache: {error}") from error
@@ -339,15 +338,24 @@ def load_prompt_cache(
             f"{FILE_VERSION}."
         )
     digest = header.pop("digest", "")
-    entries = json.loads(header["entries"])
-    if not entries or arrays.keys() != {"empty"}:
-        if digest != _digest(arrays, header):
-            raise ValueError(f"{file_name} was changed or damaged after it was saved.")
+    arrays.pop("empty", None)
+    if digest != _digest(arrays, header):
+        raise ValueError(f"{file_name} was changed or damaged after it was saved.")
     routing.install()
-    cache = [_restored(entry, f"{i}", arrays) for i, entry in enumerate(entries)]
+    cache = [
+        _restored(entry, f"{i}", arrays) for i, entry in enumerate(json.loads(header["entries"]))
+    ]
     if return_metadata:
         return cache, json.loads(header["metadata"])
     return cache
+
+
+def _read(file_name: str) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Arrays and metadata of a safetensors file."""
+    return cast(
+        tuple[dict[str, mx.array], dict[str, str]],
+        mx.load(file_name, format="safetensors", return_metadata=True),
+    )
 
 
 def _saved(entry: Any, prefix: str, arrays: dict[str, mx.array]) -> dict[str, Any]:
@@ -386,7 +394,7 @@ def _restored(entry: dict[str, Any], prefix: str, arrays: dict[str, mx.array]) -
     if cls is None:
         raise ValueError(f"This mlx-lm has no {entry['class']} to load.")
     leaves = sorted({**own, **entry["scalars"]}.items(), key=lambda item: _path_key(item[0]))
-    state = tree_unflatten(leaves)[0] if leaves else []
+    state = cast(list[Any], tree_unflatten(leaves))[0] if leaves else []
     if entry.get("meta_state") is None:
         return cls.from_state(state)
     return cls.from_state(state, entry["meta_state"])

@@ -80,9 +80,7 @@ class Remainder:
             merged.append(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1))
         return Remainder(*merged)
 
-    def fold(
-        self, keys: mx.array, values: mx.array, weights: mx.array | None = None
-    ) -> Remainder:
+    def fold(self, keys: mx.array, values: mx.array, weights: mx.array | None = None) -> Remainder:
         """The remainder after the rows were added, in any order or grouping.
 
         Args:

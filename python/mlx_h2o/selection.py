@@ -10,9 +10,7 @@ import mlx.core as mx
 from mlx_h2o.policies.base import Observation, Policy
 
 
-def accumulate(
-    policy: Policy, scores: mx.array, logits: mx.array, lse: mx.array
-) -> mx.array:
+def accumulate(policy: Policy, scores: mx.array, logits: mx.array, lse: mx.array) -> mx.array:
     """A policy's scores after attention over N slots.
 
     Args:

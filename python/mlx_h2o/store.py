@@ -93,7 +93,7 @@ class SlotStore:
         return field.reshape(field.shape[0], run.heads, run.allocated, *field.shape[2:])
 
     def flat_index(self, run: Run, slots: mx.array) -> mx.array:
-        """Indices into the flat buffers of a run's slots `[..., heads, M]` (0 is the first used)."""
+        """Indices into the flat buffers of a run's slots `[..., heads, M]` (0: the first used)."""
         starts = run.start + self.reserved + run.allocated * mx.arange(run.heads, dtype=mx.int32)
         return slots + starts[:, None]
 

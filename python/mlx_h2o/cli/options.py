@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +42,13 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--evict-every", type=int, metavar="N", help="tokens chosen at once")
     group.add_argument("--unit", choices=("head", "layer"), help="who chooses for itself")
-    group.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE",
-                       help="any other setting of the policy, e.g. --set age_weight=1")
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="any other setting of the policy, e.g. --set age_weight=1",
+    )
     group.add_argument("--no-remainder", action="store_true", help="evicted tokens fall silent")
     group.add_argument(
         "--budgets", metavar="FILE", help='"uniform", or a profile (default: the model\'s own)'
@@ -110,3 +118,14 @@ def read_text(path: str | Path) -> str:
     if not text.strip():
         raise ValueError(f"The text {path} is empty.")
     return text
+
+
+@contextmanager
+def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
+    """A temporary name beside `path`, moved over it if all goes well and removed if not."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{suffix}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

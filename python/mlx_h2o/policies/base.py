@@ -264,5 +264,3 @@ def make_policy(policy: str | Policy, **settings: Any) -> Policy:
             f"Policy {cls.name!r} has no setting {', '.join(unknown)}; it has {', '.join(known)}."
         )
     return cls(**settings) if isinstance(policy, str) else replace(policy, **settings)
-
-

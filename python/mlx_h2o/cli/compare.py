@@ -1,0 +1,132 @@
+"""`mlx_h2o compare`: the main job. What does each cache cost, at equal bytes?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT
+from mlx_h2o.cli.options import read_text, replacing
+from mlx_h2o.evaluate import chart
+from mlx_h2o.evaluate.comparison import Protocol, Result, as_json, compare, default_arms
+from mlx_h2o.policies import policy_names
+
+
+def add_parser(commands: Any) -> None:
+    """Add `compare` to the command's subparsers."""
+    parser = commands.add_parser(
+        "compare",
+        help="measure several caches on one text, at equal bytes",
+        description="Perplexity (token by token, so that eviction happens), recall of planted "
+        "facts, speed and bytes of the full cache, mlx-lm's sliding window, and mlx-h2o.",
+    )
+
+    def number(name: str, default: int, text: str) -> None:
+        parser.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help="a folder, a hub id, or %(default)s (the default)"
+    )
+    parser.add_argument(
+        "--text", type=Path, default=SAMPLE_TEXT, metavar="FILE", help="default: a bundled story"
+    )
+    number("--max-kv-size", 128, "tokens whose bytes every bounded cache gets")
+    number("--samples", 4, "samples of the text")
+    number("--tokens", 640, "tokens of a sample")
+    number("--prefill", 128, "tokens of a sample given at once")
+    number("--prompts", 16, "prompts with planted facts")
+    number("--prompt-tokens", 400, "tokens of such a prompt")
+    parser.add_argument(
+        "--compressed", action="store_true", help="give the facts' prose at once, then the question"
+    )
+    parser.add_argument(
+        "--policies", nargs="*", default=["h2o"], choices=policy_names(), metavar="NAME",
+        help=f"policies to add, each with and without remainder: {', '.join(policy_names())} "
+        "(default: h2o)",
+    )  # fmt: skip
+    parser.add_argument("--budgets", metavar="FILE", help="a profile (default: the model's own)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write compare.json and compare.png"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, print, draw."""
+    check_options(args)
+    protocol = Protocol(
+        model=args.model,
+        text=read_text(args.text),
+        max_size=args.max_kv_size,
+        samples=args.samples,
+        tokens=args.tokens,
+        prefill=args.prefill,
+        prompts=args.prompts,
+        prompt_tokens=args.prompt_tokens,
+        compressed=args.compressed,
+    )
+    arms = default_arms(args.policies, args.budgets)
+    with Progress(
+        TextColumn("comparing {task.fields[caches]} caches"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    ) as bar:
+        task = bar.add_task("", caches=len(arms))
+        results = compare(
+            arms, protocol, lambda done, whole: bar.update(task, completed=done, total=whole)
+        )
+    report = as_json(results, protocol)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        Console().print(table(results, protocol))
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        with replacing(args.out / "compare.json") as path:
+            path.write_text(json.dumps(report, indent=1) + "\n")
+        title = f"{args.model}, the bytes of {args.max_kv_size} tokens"
+        with replacing(args.out / "compare.png", ".png") as path:
+            chart.draw(results, title, path)
+        print(f"The chart is {args.out / 'compare.png'}.", file=sys.stderr)
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for numbers that make no comparison."""
+    for name in ("max_kv_size", "samples", "tokens", "prefill", "prompts", "prompt_tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1.")
+    if args.prefill >= args.tokens:
+        raise ValueError("--prefill must leave tokens to score: make it less than --tokens.")
+
+
+def table(results: list[Result], protocol: Protocol) -> Table:
+    """The results for a terminal."""
+    rows = Table(
+        title=f"{protocol.model}, {protocol.samples} x {protocol.tokens} tokens, bounded caches "
+        f"within the bytes of {protocol.max_size} tokens"
+    )
+    rows.add_column("cache")
+    for column in ("perplexity", "loss", "facts", "tokens/s", "KV bytes"):
+        rows.add_column(column, justify="right")
+    for result in results:
+        rows.add_row(
+            result.arm,
+            f"{result.perplexity:.2f}",
+            f"{100 * result.loss:+.1f} %",
+            f"{result.recalled}/{result.asked}",
+            f"{result.tokens_per_second:.0f}",
+            f"{result.nbytes:,}",
+        )
+    return rows

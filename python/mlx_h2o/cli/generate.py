@@ -1,0 +1,212 @@
+"""`mlx_h2o generate`: what `mlx_lm.generate` does, inside a fixed amount of KV memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm import stream_generate
+from mlx_lm.models.cache import make_prompt_cache as make_plain_cache
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_h2o.cli.options import (
+    add_cache_options,
+    add_model_options,
+    bounded_cache,
+    load_model,
+    replacing,
+)
+from mlx_h2o.inspection import bounded_layers
+from mlx_h2o.prompt_cache import describe, load_prompt_cache, save_prompt_cache
+
+DEFAULT_MAX_KV_SIZE = 512
+
+
+def add_parser(commands: Any) -> None:
+    """Add `generate` to the command's subparsers."""
+    parser = commands.add_parser(
+        "generate",
+        help="generate text within bounded memory",
+        description="Generate text as mlx_lm.generate does, with a KV cache of fixed size.",
+        epilog="The text goes to standard output, the closing report to standard error.",
+    )
+    add_model_options(parser)
+    parser.add_argument(
+        "--prompt", "-p", default="hello", help='the message; "-" reads standard input'
+    )
+    parser.add_argument("--system-prompt", metavar="TEXT", help="for the model's chat template")
+    parser.add_argument(
+        "--ignore-chat-template", action="store_true", help="feed the prompt as it is"
+    )
+    parser.add_argument(
+        "--max-tokens", "-m", type=int, default=100, metavar="N",
+        help="tokens to generate at most; -1 is no limit (default: %(default)s)",
+    )  # fmt: skip
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--temp", type=float, default=0.0, help="0 takes the likeliest token")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K")
+    sampling.add_argument("--seed", type=int, metavar="N")
+    add_cache_options(parser)
+    parser.add_argument(
+        "--prefill-step-size", type=int, default=2048, metavar="N",
+        help="prompt tokens processed at a time (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompt-cache-file", metavar="FILE", type=Path,
+        help="go on from this saved cache if it exists; its own memory settings apply then",
+    )  # fmt: skip
+    parser.add_argument(
+        "--save-prompt-cache", metavar="FILE", type=Path, help="save the cache at the end"
+    )
+    parser.add_argument(
+        "--verbose", type=lambda text: text.lower() not in ("false", "f"), default=True,
+        metavar="BOOL", help="False leaves out the closing report",
+    )  # fmt: skip
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of streaming text"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Generate, report, save."""
+    check_options(args)
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    model, tokenizer = load_model(args)
+    resumed = args.prompt_cache_file is not None and args.prompt_cache_file.exists()
+    cache = resumed_cache(args, model) if resumed else new_cache(args, model)
+    prompt = prompt_tokens(args, tokenizer, resumed)
+    text, tokens = "", []
+    for response in stream_generate(
+        model,
+        tokenizer,
+        prompt,
+        max_tokens=args.max_tokens,
+        sampler=make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k),
+        prompt_cache=cache,
+        prefill_step_size=args.prefill_step_size,
+    ):
+        text += response.text
+        tokens.append(response.token)
+        if not args.json:
+            print(response.text, end="", flush=True)
+    if not args.json:
+        print(flush=True)
+    report = closing_report(cache, response) | {"text": text, "tokens": tokens}
+    if args.save_prompt_cache is not None:
+        save_whole(args.save_prompt_cache, cache, {"model": args.model})
+    if args.json:
+        print(json.dumps({"model": args.model, **report}))
+    elif args.verbose:
+        print("\n".join(report_lines(report)), file=sys.stderr)
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for values that would fail only after the model is loaded."""
+    if args.max_tokens == 0 or args.max_tokens < -1:
+        raise ValueError("--max-tokens must be at least 1, or -1 for no limit.")
+    if args.prefill_step_size < 1:
+        raise ValueError("--prefill-step-size must be at least 1.")
+    if args.temp < 0 or args.top_k < 0:
+        raise ValueError("--temp and --top-k must not be negative; 0 turns them off.")
+    if not (0 < args.top_p <= 1 and 0 <= args.min_p <= 1):
+        raise ValueError("--top-p must be above 0 and at most 1, --min-p between 0 and 1.")
+    folder = args.save_prompt_cache and args.save_prompt_cache.absolute().parent
+    if folder and not folder.is_dir():
+        raise ValueError(f"--save-prompt-cache: there is no folder {folder}; make it first.")
+
+
+def new_cache(args: argparse.Namespace, model: nn.Module) -> list[Any]:
+    """A cache as the options describe it."""
+    if args.prompt_cache_file is not None:
+        print(f"{args.prompt_cache_file} does not exist yet: starting anew", file=sys.stderr)
+    if args.max_kv_size is None and args.max_kv_bytes is None:
+        args.max_kv_size = DEFAULT_MAX_KV_SIZE
+    return bounded_cache(args, model)
+
+
+def resumed_cache(args: argparse.Namespace, model: nn.Module) -> list[Any]:
+    """The saved cache, of this model.
+
+    Raises:
+        ValueError: It is unreadable, or of another model.
+    """
+    cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
+    assert isinstance(metadata, dict)
+    saved_with = metadata.get("model", args.model)
+    if saved_with != args.model:
+        raise ValueError(
+            f"{args.prompt_cache_file} was saved with --model {saved_with}; this is {args.model}."
+        )
+    if len(cache) != len(make_plain_cache(model)):
+        raise ValueError(f"{args.prompt_cache_file} is of another model than {args.model}.")
+    return list(cache)
+
+
+def prompt_tokens(args: argparse.Namespace, tokenizer: Any, resumed: bool) -> list[int]:
+    """The prompt as tokens; a resumed conversation gets it as its next turn, as in mlx_lm.chat."""
+    prompt = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    prompt = sys.stdin.read() if prompt == "-" else prompt
+    templated = tokenizer.has_chat_template and not args.ignore_chat_template
+    if args.system_prompt is not None and not templated:
+        raise ValueError(
+            "--system-prompt needs the model's chat template: put it into the prompt itself."
+        )
+    if templated:
+        messages = [{"role": "user", "content": prompt}]
+        if args.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": args.system_prompt})
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    tokens: list[int] = tokenizer.encode(prompt, add_special_tokens=not templated)
+    if resumed and tokens[:1] == [tokenizer.bos_token_id]:
+        tokens = tokens[1:]  # the text began long ago
+    if not tokens:
+        raise ValueError("The prompt is empty: give --prompt TEXT, or --prompt - and text on it.")
+    return tokens
+
+
+def closing_report(cache: list[Any], response: Any) -> dict[str, Any]:
+    """Speeds, memory held, and what has no bound, as JSON types."""
+    layers = describe(cache)
+    bounded = [entry for _, entry in bounded_layers(cache)]
+    return {
+        "prompt_tokens": response.prompt_tokens,
+        "prompt_tps": response.prompt_tps,
+        "generation_tokens": response.generation_tokens,
+        "generation_tps": response.generation_tps,
+        "finish_reason": response.finish_reason,
+        "kv_bytes": sum(layer.nbytes for layer in layers),
+        "context_tokens": max(entry.offset for entry in bounded),
+        "evicted_tokens": round(sum(entry.evicted for entry in bounded) / len(bounded)),
+        "layers": [vars(layer) for layer in layers],
+        "not_bounded": [str(layer) for layer in layers if not layer.bounded],
+    }
+
+
+def report_lines(report: dict[str, Any]) -> list[str]:
+    """The closing report for people."""
+    unbounded = report["not_bounded"] or ["every layer's memory is bounded"]
+    return [
+        "-" * 10,
+        f"prompt: {report['prompt_tokens']} tokens, {report['prompt_tps']:.1f} tokens/s; "
+        f"generation: {report['generation_tokens']} tokens, "
+        f"{report['generation_tps']:.1f} tokens/s",
+        f"memory: {report['kv_bytes']:,} bytes of KV; {report['evicted_tokens']:,} of "
+        f"{report['context_tokens']:,} tokens evicted (mean over heads)",
+        *unbounded,
+    ]
+
+
+def save_whole(path: Path, cache: list[Any], metadata: dict[str, str]) -> None:
+    """Save a prompt cache completely or not at all."""
+    # MLX appends .safetensors to any other name.
+    with replacing(path, ".safetensors") as temporary:
+        save_prompt_cache(temporary, cache, metadata)

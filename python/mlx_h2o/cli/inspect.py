@@ -1,0 +1,99 @@
+"""`mlx_h2o inspect`: a page that shows which tokens of a text were kept, and when others went."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mlx_h2o.builtin import SAMPLE_TEXT
+from mlx_h2o.cli.options import (
+    add_cache_options,
+    add_model_options,
+    bounded_cache,
+    load_model,
+    read_text,
+    replacing,
+)
+from mlx_h2o.inspection import Trace, trace
+
+DEFAULT_MAX_KV_SIZE = 128
+
+
+def add_parser(commands: Any) -> None:
+    """Add `inspect` to the command's subparsers."""
+    parser = commands.add_parser(
+        "inspect",
+        help="show what of a text is remembered",
+        description="Read a text within bounded memory and write a page that shows which tokens "
+        "each KV head kept, when it dropped the others, and their scores.",
+    )
+    add_model_options(parser)
+    parser.add_argument(
+        "--text", type=Path, default=SAMPLE_TEXT, metavar="FILE", help="default: a built-in novel"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=1024, metavar="N",
+        help="read the first N tokens of it (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prefill", type=int, default=64, metavar="N",
+        help="tokens read as one chunk before the others (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=Path("inspect.html"), metavar="FILE",
+        help="the page to write (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--json", action="store_true", help="print everything on the page as one JSON object"
+    )
+    add_cache_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Read the text, write the page, say what is on it."""
+    if args.tokens < 1 or args.prefill < 1:
+        raise ValueError("--tokens and --prefill must be at least 1.")
+    if not args.out.absolute().parent.is_dir():
+        raise ValueError(f"--out: there is no folder {args.out.absolute().parent}; make it first.")
+    if args.max_kv_size is None and args.max_kv_bytes is None:
+        args.max_kv_size = DEFAULT_MAX_KV_SIZE
+    text = read_text(args.text)
+    model, tokenizer = load_model(args)
+    cache = bounded_cache(args, model)
+    tokens = tokenizer.encode(text, truncation=True, max_length=args.tokens)
+    columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=len(tokens))
+        found = trace(
+            model,
+            tokenizer,
+            tokens,
+            cache,
+            prefill=args.prefill,
+            name=args.model,
+            progress=lambda read, _: bar.update(task, completed=read),
+        )
+    with replacing(args.out) as temporary:
+        temporary.write_text(found.html(), encoding="utf-8")
+    if args.json:
+        print(json.dumps({"page": str(args.out.absolute()), **found.as_dict()}))
+    else:
+        print(f"{args.out.absolute()}: open it in a browser")
+        print("\n".join(summary(found)))
+
+
+def summary(found: Trace) -> list[str]:
+    """What is remembered, in two lines."""
+    layers = found.held_by_layer().items()
+    counts = ", ".join(f"layer {layer}: {held:.0f}" for layer, held in layers)
+    held = f"held of {len(found.texts)} tokens ({found.share:.1%}), mean per head: {counts}"
+    if not (found.dropped_at >= 0).any():
+        return [held, "nothing was dropped: the text fits into the budget (try more --tokens)"]
+    words = ", ".join(f"{word} ({share:.0%})" for word, share in found.old_words(10) if share)
+    return [held, f"old words remembered best (share of heads): {words or 'none'}"]

@@ -1,0 +1,1 @@
+"""Measuring what a cache costs a model: perplexity, recall of planted facts, speed, bytes."""

@@ -1,0 +1,279 @@
+"""Several caches on one text and one model, at equal bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as mlx_lm_cache
+
+from mlx_h2o.builtin import load
+from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
+from mlx_h2o.evaluate.recall import recall_task, recalled
+from mlx_h2o.prompt_cache import layer_kinds, make_prompt_cache
+
+FULL = "full cache"
+WINDOW = "sliding window"
+# What RotatingKVCache keeps of the beginning in mlx-lm's own make_prompt_cache.
+WINDOW_KEEP = 4
+# Timed steps per turn: short turns, taken by turns, so that a machine's moods hit all caches alike.
+TIMED_STEPS = 20
+TIMED_TURNS = 5
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One cache of a comparison.
+
+    Attributes:
+        name: For people.
+        policy: A policy's name, or None for mlx-lm's own cache (full, or the window).
+        remainder: Whether the evicted go on answering.
+        budgets: As in `make_prompt_cache`.
+        settings: Fields of the policy, as pairs.
+    """
+
+    name: str
+    policy: str | None = None
+    remainder: bool = True
+    budgets: str | None = None
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def make(self, model: nn.Module, max_size: int) -> list[Any]:
+        """An empty cache of the bytes that a plain one takes for max_size tokens."""
+        if self.name == FULL:
+            return mlx_lm_cache.make_prompt_cache(model)
+        if self.policy is None:
+            return [
+                mlx_lm_cache.RotatingKVCache(max_size=max_size, keep=WINDOW_KEEP)
+                if type(entry) is mlx_lm_cache.KVCache
+                else entry
+                for entry in mlx_lm_cache.make_prompt_cache(model)
+            ]
+        return make_prompt_cache(
+            model,
+            max_bytes=plain_bytes(model, max_size),
+            policy=self.policy,
+            remainder=self.remainder,
+            budgets=self.budgets,
+            **dict(self.settings),
+        )
+
+
+def plain_bytes(model: nn.Module, tokens: int) -> int:
+    """Bytes of keys and values that plain caches hold for so many tokens."""
+    return sum(kind.heads * kind.widths.row_bytes * tokens for kind in layer_kinds(model))
+
+
+def default_arms(policies: Sequence[str] = (), budgets: str | None = None) -> list[Arm]:
+    """Full, window, the default with and without remainder and profile, and any policies named."""
+    arms = [
+        Arm(FULL),
+        Arm(WINDOW),
+        Arm("distinct, profile", "distinct", budgets=budgets),
+        Arm("distinct, profile, no remainder", "distinct", False, budgets=budgets),
+        Arm("distinct, uniform", "distinct", budgets="uniform"),
+        Arm("distinct, uniform, no remainder", "distinct", False, budgets="uniform"),
+    ]
+    for policy in policies:
+        arms.append(Arm(f"{policy}, uniform", policy, budgets="uniform"))
+        arms.append(Arm(f"{policy}, uniform, no remainder", policy, False, budgets="uniform"))
+    return arms
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is measured, the same for every arm.
+
+    Attributes:
+        model: As in `mlx_h2o.load`.
+        text: The text itself.
+        max_size: Tokens whose bytes each bounded cache may take.
+        samples: Samples of the text.
+        tokens: Length of a sample.
+        prefill: Tokens given at once before the rest goes token by token.
+        prompts: Prompts with planted facts.
+        prompt_tokens: Length of each.
+        compressed: Give the prompts' prose in one chunk instead of token by token.
+    """
+
+    model: str
+    text: str
+    max_size: int
+    samples: int
+    tokens: int
+    prefill: int
+    prompts: int
+    prompt_tokens: int
+    compressed: bool = False
+
+
+@dataclass
+class Result:
+    """What one arm came to.
+
+    Attributes:
+        arm: Its name.
+        nll: Nats per token of each sample.
+        perplexity: exp of their mean.
+        loss: Share by which that exceeds the full cache's.
+        recalled: Facts recalled.
+        asked: Facts asked for.
+        tokens_per_second: Decoding, eviction active, side by side with the other arms.
+        nbytes: Bytes held at the end of a sample, per sample.
+    """
+
+    arm: str
+    nll: list[float]
+    perplexity: float
+    loss: float
+    recalled: int
+    asked: int
+    tokens_per_second: float
+    nbytes: int
+
+
+#: Called with the tokens done and the tokens in all.
+Progress = Callable[[int, int], None]
+
+_counter: Any = None  # of the tokens that all worker processes have done
+_loaded: dict[str, tuple[nn.Module, Any]] = {}
+
+
+def _start_worker(counter: Any) -> None:
+    global _counter
+    _counter = counter
+
+
+def _model(name: str) -> tuple[nn.Module, Any]:
+    if name not in _loaded:
+        _loaded[name] = load(name)
+    return _loaded[name]
+
+
+def _counted(tokens_per_call: int) -> Callable[[int], None]:
+    """A progress callback that adds what is new to the workers' common counter."""
+    seen = 0
+
+    def note(position: int) -> None:
+        nonlocal seen
+        with _counter.get_lock():
+            _counter.value += (position - seen) * tokens_per_call
+        seen = position
+
+    return note
+
+
+def _perplexity_of(arm: Arm, protocol: Protocol) -> tuple[list[float], int]:
+    model, tokenizer = _model(protocol.model)
+    tokens = tokenizer.encode(protocol.text, add_special_tokens=False)
+    samples = samples_of(tokens, protocol.samples, protocol.tokens, tokenizer.bos_token_id)
+    cache = arm.make(model, protocol.max_size)
+    note = _counted(protocol.samples)
+    result = perplexity(model, cache, samples, prefill=protocol.prefill, progress=note)
+    return result.nll, sum(entry.nbytes for entry in cache) // protocol.samples
+
+
+def _recalled_by(arm: Arm, protocol: Protocol) -> int:
+    model, tokenizer = _model(protocol.model)
+    task = recall_task(
+        tokenizer, protocol.text, prompts=protocol.prompts, tokens=protocol.prompt_tokens
+    )
+    right = recalled(
+        model,
+        lambda: arm.make(model, protocol.max_size),
+        task,
+        prefill=protocol.prompt_tokens if protocol.compressed else protocol.prefill,
+        progress=_counted(1),
+    )
+    return sum(right)
+
+
+def compare(
+    arms: Sequence[Arm], protocol: Protocol, progress: Progress | None = None
+) -> list[Result]:
+    """Measure all arms; on a CPU, one process per core works on them.
+
+    Args:
+        arms: The first must be the full cache.
+        protocol: What to measure.
+        progress: Told how far it is.
+
+    Raises:
+        ValueError: The text is too short, or a cache cannot be made.
+    """
+    if not arms or arms[0].name != FULL:
+        raise ValueError("The first cache of a comparison must be the full one.")
+    model, _ = _model(protocol.model)
+    for arm in arms:
+        arm.make(model, protocol.max_size)  # a bad setting ends it here, before any work
+    whole = len(arms) * (
+        protocol.samples * protocol.tokens + protocol.prompts * protocol.prompt_tokens
+    )
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("q", 0)
+    workers = (os.cpu_count() or 1) if on_cpu else 1
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (counter,))
+    try:
+        # The longest jobs first, so that no core idles at the end.
+        recalls = [pool.submit(_recalled_by, arm, protocol) for arm in arms]
+        losses = [pool.submit(_perplexity_of, arm, protocol) for arm in arms]
+        pending: set[Future[Any]] = {*recalls, *losses}
+        while pending:
+            done, pending = wait(pending, timeout=0.2)
+            for future in done:
+                future.result()  # raises here what went wrong there
+            if progress:
+                progress(min(counter.value, whole), whole)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    speeds = speeds_of(model, arms, protocol)
+    measured = [future.result() for future in losses]
+    full = Perplexity(measured[0][0])
+    return [
+        Result(
+            arm.name,
+            nll,
+            Perplexity(nll).value,
+            Perplexity(nll).loss_against(full),
+            recall.result(),
+            protocol.prompts,
+            speed,
+            nbytes,
+        )
+        for arm, (nll, nbytes), recall, speed in zip(arms, measured, recalls, speeds, strict=True)
+    ]
+
+
+def speeds_of(model: nn.Module, arms: Sequence[Arm], protocol: Protocol) -> list[float]:
+    """Tokens per second of decoding one sequence, by turns: the median turn of each arm."""
+    tokens = mx.zeros((1, 2 * protocol.max_size), dtype=mx.int32)
+    caches = [arm.make(model, protocol.max_size) for arm in arms]
+    seconds: list[list[float]] = [[] for _ in arms]
+    for cache in caches:
+        mx.eval(model(tokens, cache=cache))  # twice the budget, so that eviction is active
+    for turn in range(TIMED_TURNS + 1):
+        for cache, times in zip(caches, seconds, strict=True):
+            start = time.perf_counter()
+            for _ in range(TIMED_STEPS):
+                mx.eval(model(tokens[:, :1], cache=cache))
+            if turn:  # the first warms up
+                times.append((time.perf_counter() - start) / TIMED_STEPS)
+    return [1 / statistics.median(times) for times in seconds]
+
+
+def as_json(results: Sequence[Result], protocol: Protocol) -> dict[str, Any]:
+    """Everything measured, and how."""
+    how = dataclasses.asdict(protocol)
+    how["text"] = f"{len(protocol.text)} characters"
+    return {"protocol": how, "results": [dataclasses.asdict(result) for result in results]}

@@ -1,0 +1,81 @@
+"""Perplexity as a conversation has it: token by token, through the cache, with eviction going on.
+
+mlx-lm's own perplexity runs whole sequences without a cache and so cannot see eviction.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+#: Called with the number of tokens processed so far (of one sample).
+Progress = Callable[[int], None]
+
+
+def samples_of(tokens: Sequence[int], count: int, length: int, bos: int | None) -> mx.array:
+    """Evenly spaced samples of a text, `[count, length]`, each beginning with bos if there is one.
+
+    Raises:
+        ValueError: The text is shorter than one sample.
+    """
+    body = length - (bos is not None)
+    if len(tokens) < body:
+        raise ValueError(
+            f"The text has {len(tokens)} tokens and a sample needs {body}: give a longer text, or "
+            "fewer --tokens."
+        )
+    starts = [round(i * (len(tokens) - body) / max(count - 1, 1)) for i in range(count)]
+    first = [] if bos is None else [bos]
+    return mx.array([[*first, *tokens[start : start + body]] for start in starts])
+
+
+@dataclass
+class Perplexity:
+    """The mean negative log-likelihood of each sample, nats per token `[samples]`."""
+
+    nll: list[float]
+
+    @property
+    def value(self) -> float:
+        """exp of the mean over all samples."""
+        return math.exp(statistics.fmean(self.nll))
+
+    def loss_against(self, full: Perplexity) -> float:
+        """How much worse than another run over the same samples, as a share (0.05 is +5 %)."""
+        return self.value / full.value - 1
+
+
+def perplexity(
+    model: nn.Module,
+    cache: list[Any],
+    samples: mx.array,
+    *,
+    prefill: int,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """Feed samples token by token after a short prefill and score every token after it.
+
+    Args:
+        model: An mlx-lm model.
+        cache: Empty; the samples go through it side by side, as a batch of equal lengths.
+        samples: `[B, T]` token ids.
+        prefill: Tokens given at once at the beginning, and not scored.
+        progress: Told how far the samples have come.
+    """
+    B, T = samples.shape
+    logits = model(samples[:, :prefill], cache=cache)[:, -1]
+    total = mx.zeros(B)
+    for i in range(prefill, T):
+        total = total + nn.losses.cross_entropy(logits.astype(mx.float32), samples[:, i])
+        if i + 1 < T:
+            logits = model(samples[:, i : i + 1], cache=cache)[:, -1]
+        mx.eval(total, logits)
+        if progress:
+            progress(i + 1)
+    return Perplexity([float(nll.item()) / (T - prefill) for nll in total])

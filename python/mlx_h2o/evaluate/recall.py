@@ -1,0 +1,218 @@
+"""Recall: facts planted in prose, and asked for when most of the prose has been evicted.
+
+The facts, questions and answers have the form that the embedded model was trained on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+_FIRST = (
+    "Ada Amos Anna Arthur Basil Beth Carl Clara Colin Dora Edgar Edith Elias Ellen Ezra Felix "
+    "Flora Frank Fred Grace Harold Helen Henry Hugo Ida Irene Isaac Ivy Jack Jane Joan Joel Julia "
+    "Karl Kate Laura Leo Lewis Lily Louis Lucy Mabel Martha Martin Mary Miles Nell Nora Oscar Otto "
+    "Paul Peter Ralph Rose Ruth Sam Sarah Simon Sophie Theo Tom Vera Victor Walter"
+).split()
+_LAST = (
+    "Abbott Archer Baker Barlow Becker Black Booth Brandt Briggs Burke Carter Chase Clark Cole "
+    "Cooper Crane Cross Dale Dixon Drake Ellis Fisher Fletcher Ford Fox Frost Gates Grant Gray "
+    "Green Hale Hart Hayes Hill Holt Hunt King Lake Lane Marsh Mason Mills Moore Nash North Page "
+    "Park Pike Poole Price Reed Rhodes Rivers Shaw Snow Stone Swift Tate Vance Wade Walsh Ward "
+    "Webb West White Wolfe York"
+).split()
+_THINGS = (
+    "lamp ledger compass violin clock letter ring map key coin mirror trunk umbrella telescope "
+    "knife diary cup shawl saddle book"
+).split()
+_PLACES = (
+    "attic cellar garden library kitchen chapel stable tower harbour mill orchard parlour barn "
+    "bridge market museum station theatre vault forest"
+).split()
+_COLOURS = "red blue green yellow black white brown silver golden purple grey orange".split()
+
+#: Called with the number of tokens processed so far (of one prompt).
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something to remember: a statement, and what proves that it was remembered."""
+
+    statement: str
+    question: str
+    answer: str
+
+
+def random_fact(rng: random.Random) -> Fact:
+    """A number, a place, a colour or a name, of somebody."""
+    who = f"{rng.choice(_FIRST)} {rng.choice(_LAST)}"
+    kind = rng.randrange(4)
+    if kind == 0:
+        number = "".join(rng.choice("0123456789") for _ in range(rng.choice([4, 4, 5])))
+        return Fact(
+            f"The secret number of {who} is {number}.",
+            f"What is the secret number of {who}?",
+            number,
+        )
+    if kind == 1:
+        thing, place = rng.choice(_THINGS), rng.choice(_PLACES)
+        return Fact(
+            f"{who} keeps the {thing} in the {place}.", f"Where does {who} keep the {thing}?", place
+        )
+    if kind == 2:
+        thing, colour = rng.choice(_THINGS), rng.choice(_COLOURS)
+        return Fact(
+            f"The {thing} of {who} is {colour}.", f"What colour is the {thing} of {who}?", colour
+        )
+    teacher = f"{rng.choice(_FIRST)} {rng.choice(_LAST)}"
+    return Fact(f"The teacher of {who} is {teacher}.", f"Who is the teacher of {who}?", teacher)
+
+
+@dataclass(frozen=True)
+class RecallTask:
+    """Prompts of one length, to be run side by side.
+
+    Attributes:
+        prompts: `[P, T]` token ids: prose with facts in it, then a question.
+        questions: Where each prompt's question begins.
+        answers: The token ids of each right answer.
+        distances: How many tokens before the question each asked fact begins.
+    """
+
+    prompts: mx.array
+    questions: tuple[int, ...]
+    answers: tuple[tuple[int, ...], ...]
+    distances: tuple[int, ...]
+
+
+def recall_task(
+    tokenizer: Any,
+    text: str,
+    *,
+    prompts: int = 48,
+    tokens: int = 528,
+    facts: int = 4,
+    seed: int = 0,
+) -> RecallTask:
+    """Plant facts between the paragraphs of prose, and ask for one of them.
+
+    Args:
+        tokenizer: An mlx-lm tokenizer.
+        text: Prose, paragraphs separated by blank lines.
+        prompts: P, how many prompts to make.
+        tokens: T, the length of each with its question.
+        facts: Facts planted in each, at random places; one of them is asked for.
+        seed: Same seed, same prompts.
+
+    Raises:
+        ValueError: The text is too short for such prompts.
+    """
+    rng = random.Random(seed)
+
+    def encode(piece: str) -> list[int]:
+        return list(tokenizer.encode(piece, add_special_tokens=False))
+
+    paragraphs = [encode(p.strip() + "\n\n") for p in text.split("\n\n") if p.strip()]
+    if sum(map(len, paragraphs)) < tokens:
+        raise ValueError(f"The text is too short to plant facts in: it needs {tokens} tokens.")
+    bos = tokenizer.bos_token_id
+    first = [] if bos is None else [bos]
+    rows, questions, answers, distances = [], [], [], []
+    for _ in range(prompts):
+        planted: list[Fact] = []
+        while len(planted) < facts:
+            fact = random_fact(rng)
+            if all(fact.question != other.question for other in planted):
+                planted.append(fact)
+        asked = planted[rng.randrange(facts)]
+        statements = [encode(fact.statement + "\n\n") for fact in planted]
+        question = encode(f"Question: {asked.question}\nAnswer:")
+        room = tokens - len(first) - sum(map(len, statements)) - len(question)
+        if room < 0:
+            raise ValueError(f"{facts} facts do not fit into {tokens} tokens.")
+        prose = _prose(paragraphs, room, rng)
+        places = sorted(rng.randrange(len(prose) + 1) for _ in statements)
+        order = list(range(facts))
+        rng.shuffle(order)
+        row, at = list(first), 0
+        for i in range(len(prose) + 1):
+            for place, which in zip(places, order, strict=True):
+                if place == i:
+                    if planted[which] is asked:
+                        at = len(row)
+                    row += statements[which]
+            if i < len(prose):
+                row += prose[i]
+        questions.append(len(row))
+        distances.append(len(row) - at)
+        rows.append(row + question)
+        answers.append(tuple(encode(f" {asked.answer}\n")))
+    return RecallTask(mx.array(rows), tuple(questions), tuple(answers), tuple(distances))
+
+
+def _prose(paragraphs: Sequence[list[int]], room: int, rng: random.Random) -> list[list[int]]:
+    """Consecutive paragraphs of exactly `room` tokens; the first is cut at its beginning."""
+    if room == 0:
+        return []
+    i = rng.randrange(len(paragraphs))
+    taken: list[list[int]] = []
+    while sum(map(len, taken)) < room:
+        taken.append(paragraphs[i % len(paragraphs)])
+        i += 1
+    surplus = sum(map(len, taken)) - room
+    while surplus >= len(taken[0]):
+        surplus -= len(taken.pop(0))
+    taken[0] = taken[0][surplus:]
+    return taken
+
+
+def recalled(
+    model: nn.Module,
+    make_cache: Callable[[], list[Any]],
+    task: RecallTask,
+    *,
+    prefill: int,
+    batch: int = 16,
+    progress: Progress | None = None,
+) -> list[bool]:
+    """Which prompts are answered rightly, every token of the answer being the likeliest one.
+
+    Args:
+        model: An mlx-lm model.
+        make_cache: Makes an empty cache, one per batch.
+        task: The prompts.
+        prefill: Tokens given at once at the beginning; the rest goes token by token. A number
+            beyond the shortest prose gives all the prose at once (the question never).
+        batch: Prompts side by side.
+        progress: Told how far all prompts together have come.
+    """
+    right: list[bool] = []
+    P, T = task.prompts.shape
+    longest = max(map(len, task.answers))
+    prefill = min(prefill, min(task.questions))
+    for first in range(0, P, batch):
+        answers = task.answers[first : first + batch]
+        padded = mx.array([[*answer, *[0] * (longest - len(answer))] for answer in answers])
+        tokens = mx.concatenate([task.prompts[first : first + batch], padded], axis=1)
+        cache = make_cache()
+        logits = model(tokens[:, :prefill], cache=cache)
+        guesses = []
+        for i in range(prefill, T + longest - 1):
+            logits = model(tokens[:, i : i + 1], cache=cache)[:, -1]
+            if i >= T - 1:
+                guesses.append(mx.argmax(logits, axis=-1))
+            mx.eval(logits, guesses)
+            if progress:
+                progress(first * (T + longest) + len(answers) * (i + 1))
+        guessed = mx.stack(guesses, axis=1).tolist()
+        right += [
+            tuple(guess[: len(answer)]) == answer
+            for guess, answer in zip(guessed, answers, strict=True)
+        ]
+    return right
