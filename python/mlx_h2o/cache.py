@@ -186,8 +186,8 @@ class H2OKVCache:
             window_masses.append(window_mass)
         self._settle(store, seen, window_masses)
         out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
-        out = mx.depends(out, self._side_state())
-        return out
+        tied: mx.array = mx.depends(out, self._side_state())
+        return tied
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -660,7 +660,7 @@ class H2OKVCache:
             victims = self._victims[i]
             if run.length < run.budget or (victims is not None and victims.left):
                 continue
-            slots = self._slots(run, store.views(run), self._evicted(run))
+            slots = self.slots(run)
             chosen = selection.select_victims(
                 self.policy.priority(slots),
                 slots.positions,
@@ -669,6 +669,11 @@ class H2OKVCache:
                 self.policy.unit,
             )
             self._victims[i] = Victims(chosen)
+
+    def slots(self, run: Run) -> Slots:
+        """What a run of `store.runs` holds, as its policy sees it."""
+        assert self.store is not None
+        return self._slots(run, self.store.views(run), self._evicted(run))
 
     def _slots(self, run: Run, fields: dict[str, mx.array], evicted: int) -> Slots:
         """A run's slots as policies see them."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -187,7 +187,7 @@ class _Measuring:
                 errors = errors + mx.stack([_error(full - o, gram, block) for o in limited])
                 mx.eval(errors)
             for i in range(len(budgets)):
-                watcher.losses[self.index][head][i] += float(errors[i].item()) / T
+                watcher.losses[self.index][head][i] += cast(float, errors[i].item()) / T
             watcher.step()
 
     def _limit(
@@ -360,7 +360,7 @@ def calibrate_exactly(
                     got = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
                     total = total + (mx.exp(expected) * (expected - got)).sum(axis=-1).mean()
                     mx.eval(total)
-                losses[layer][head][i] = max(float(total.item()) / len(passes), 0.0)
+                losses[layer][head][i] = max(cast(float, total.item()) / len(passes), 0.0)
                 done += 1
                 if progress:
                     progress(done, steps)

@@ -56,7 +56,7 @@ class ModelIdentity:
                 return f"{name} is {mine}, not {theirs}"
         a, b = mx.array(self.probe), mx.array(other.probe)
         likeness = (a * b).sum() / mx.maximum(mx.linalg.norm(a) * mx.linalg.norm(b), 1e-12)
-        if self.probe and likeness.item() < LEAST_LIKENESS:
+        if self.probe and not (likeness >= LEAST_LIKENESS).item():
             return "its embedding differs"
         return None
 

@@ -49,12 +49,12 @@ class _Trial(mlx_lm_cache.KVCache):
     attending = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.routed = self.derived = False
         self.handed: tuple[mx.array, mx.array] | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.handed = super().update_and_fetch(keys, values)
+        self.handed = super().update_and_fetch(keys, values)  # type: ignore[no-untyped-call]
         return self.handed
 
     def attend(
@@ -370,7 +370,7 @@ def _saved(entry: Any, prefix: str, arrays: dict[str, mx.array]) -> dict[str, An
     if getattr(mlx_lm_cache, name, None) is not type(entry):
         raise ValueError(f"Cannot save a {name}: it is neither mlx-h2o's nor mlx-lm's cache.")
     scalars = {}
-    for path, leaf in tree_flatten([entry.state]):
+    for path, leaf in cast(list[tuple[str, Any]], tree_flatten([entry.state])):
         if isinstance(leaf, mx.array):
             arrays[f"{prefix}.{path}"] = leaf
         else:

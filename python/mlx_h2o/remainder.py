@@ -75,8 +75,8 @@ class Remainder:
         last = first + part.count.shape[1]
         merged = []
         for name, array in self.arrays.items():
-            pieces = (array[:, :first], getattr(part, name), array[:, last:])
-            pieces = [piece for piece in pieces if piece.shape[1]]
+            whole = (array[:, :first], getattr(part, name), array[:, last:])
+            pieces = [piece for piece in whole if piece.shape[1]]
             merged.append(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1))
         return Remainder(*merged)
 

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -78,4 +78,4 @@ def perplexity(
         mx.eval(total, logits)
         if progress:
             progress(i + 1)
-    return Perplexity([float(nll.item()) / (T - prefill) for nll in total])
+    return Perplexity(cast(list[float], (total / (T - prefill)).tolist()))
