@@ -187,9 +187,6 @@ def test_prompts_in_blocks_of_queries(
     agree(POLICIES[name], [15, 12], remainder, calls, Shape(kv_heads=2, group=2), seed=4)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a window longer than QUERY_BLOCK is not added up over blocks"
-)
 @pytest.mark.parametrize("name", ["h2o, window", "distinct"])
 def test_windows_longer_than_a_block_of_queries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window's mass and what it stands for are the same in however many blocks it is read."""

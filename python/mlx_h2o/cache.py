@@ -75,6 +75,8 @@ class H2OKVCache:
             )
         if not attending and budgets is not None and len(set(budgets)) > 1:
             raise ValueError("A model that attends by itself needs one budget for all heads.")
+        if self.policy.unit == "layer" and budgets is not None and len(set(budgets)) > 1:
+            raise ValueError('unit="layer" needs one budget for all heads: pass budgets="uniform".')
         self.max_size = max_size
         self.max_bytes = max_bytes
         self.answers = remainder
@@ -548,8 +550,10 @@ class H2OKVCache:
             start = 0
         window_mass = None
         while start < L:
-            # Blocks never straddle the first query that is looked at.
+            # Blocks never straddle the first query that is looked at, and a window is one block.
             end = min(start + QUERY_BLOCK, first_seen if start < first_seen else L)
+            if windowed and start >= first_seen:
+                end = L
             block = block_of(mask, start, end, L, N, own)
             out, logits, lse = scaled_dot_product_attention_with_scores(
                 q[:, :, start:end],

@@ -147,7 +147,8 @@ def make_prompt_cache(
         )
     answers = remainder and not derived
     remembers = answers or chosen.uses_evicted_mean
-    profile = _profile_for(model, kinds, budgets, uniform=derived or not attending)
+    uniform = derived or not attending or chosen.unit == "layer"
+    profile = _profile_for(model, kinds, budgets, uniform)
 
     sizes: list[list[int]] = []
     for layer, kind in enumerate(kinds):
@@ -202,8 +203,8 @@ def _profile_for(
         return None
     if uniform:
         raise ValueError(
-            "This model needs the same budget for all heads (one mask serves them all): pass "
-            'budgets="uniform".'
+            "All heads need the same budget here (one mask serves them all, or the policy's unit "
+            'is the layer): pass budgets="uniform".'
         )
     identity = identity_of(model, [k.heads for k in kinds], [k.widths.key for k in kinds])
     if budgets is not None:

@@ -22,7 +22,8 @@ import mlx.core as mx
 # output error in models with very sharp heads, 4 elsewhere (docs/policies.md).
 SATURATION = 4.0
 
-# Keeps x finite whatever the queries, so that r never becomes a NaN.
+# Keep x finite whatever the queries and keys, so that r never becomes a NaN.
+LARGEST_QUERY = 1e15
 LARGEST_TERM = 1e30
 
 
@@ -31,7 +32,7 @@ class Remainder:
     """Running statistics of the evicted rows of H KV heads, float32.
 
     Attributes:
-        count: Rows folded in, `[B, H]`.
+        count: Rows folded in, `[B, H]`; one by one it stops at 2^24, where log n hardly moves.
         mean_key: `[B, H, D]`.
         var_key: Per-dimension (population) variance of the keys, `[B, H, D]`.
         mean_value: `[B, H, Dv]`.
@@ -120,7 +121,8 @@ class Remainder:
         B, Hq, L, D = q.shape
         grouped = (q.astype(mx.float32) * scale).reshape(B, self.count.shape[1], -1, D)
         mean = grouped @ self.mean_key[..., None]
-        x = mx.square(grouped) @ (0.5 * self.var_key)[..., None]
+        square = mx.square(mx.clip(grouped, -LARGEST_QUERY, LARGEST_QUERY))
+        x = square @ (0.5 * self.var_key)[..., None]
         x = mx.minimum(x, LARGEST_TERM)
         r = mx.log(self.count)[..., None] + (mean + x * mx.rsqrt(1 + x / saturation)).squeeze(-1)
         return r.reshape(B, Hq, L)

@@ -78,9 +78,9 @@ def select_kept(
 
 def rankable(priority: mx.array, evictable: mx.array, unit: str) -> mx.array:
     """Priorities with plus infinity for the protected; a NaN counts as the lowest."""
-    priority = mx.where(mx.isnan(priority), -mx.inf, priority)
     if unit == "layer":
         priority = mx.broadcast_to(priority.mean(axis=1, keepdims=True), priority.shape)
+    priority = mx.where(mx.isnan(priority), -mx.inf, priority)
     # Finite, so that a protected slot never ties with an unprotected one.
     return mx.where(evictable, mx.minimum(priority, mx.finfo(mx.float32).max), mx.inf)
 

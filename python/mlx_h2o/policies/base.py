@@ -112,14 +112,16 @@ class Policy:
     pool: int = 5
 
     name: ClassVar[str] = ""
+    #: Whether its priority is made of accumulated scores, which the options can weigh.
+    ranks_scores: ClassVar[bool] = True
     #: Whether slots carry ||k||^2.
     uses_key_norms: ClassVar[bool] = False
     #: Whether the mean key of the evicted is kept even when the remainder does not answer.
     uses_evicted_mean: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        share = isinstance(self.recent, float)
-        if self.sink < 0 or self.recent < 0 or (share and self.recent >= 1):
+        most = 1 if isinstance(self.recent, float) else math.inf
+        if self.sink < 0 or not 0 <= self.recent < most:
             raise ValueError(
                 f"sink and recent are counts >= 0 (recent may be a share below 1.0); got "
                 f"sink={self.sink}, recent={self.recent}."
@@ -128,6 +130,11 @@ class Policy:
             raise ValueError(f'unit must be "head" or "layer"; got {self.unit!r}.')
         if self.prompt not in ("window", "full"):
             raise ValueError(f'prompt must be "window" or "full"; got {self.prompt!r}.')
+        if (self.age_normalised or self.value_weighted) and not self.ranks_scores:
+            raise ValueError(
+                f"Policy {self.name!r} accumulates no scores that age_normalised or value_weighted "
+                "could weigh; leave them off."
+            )
         if self.evict_every < 1 or self.window < 1 or self.pool < 1 or self.pool % 2 == 0:
             raise ValueError(
                 f"evict_every and window must be at least 1 and pool odd; got "

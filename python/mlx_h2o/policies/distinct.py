@@ -13,6 +13,7 @@ from mlx_h2o.policies.base import (
     Slots,
     register_policy,
     standardised,
+    value_weighted,
 )
 
 # Fewer evicted keys than this give no mean worth measuring distances from; the kept ones serve.
@@ -32,7 +33,7 @@ class Distinct(Policy):
     lost. Source: this project (docs/policies.md has the measurements). The default; with
     mass_weight=0 it looks at keys only and runs in any model.
 
-    Prompts are reduced by the distance to the mean of all keys that may go, plus mass_weight times
+    Masses are per step already, so age_normalised changes nothing. Prompts are reduced by the distance to the mean of all keys that may go, plus mass_weight times
     the standardised log mass of the prompt's last `window` queries.
 
     Attributes:
@@ -61,7 +62,8 @@ class Distinct(Policy):
         ages = slots.ages
         worth = self.distance(slots, mean)
         if self.needs_attention:
-            worth = worth + self.mass_weight * log_mass(slots.scores / ages, slots.evictable)
+            mass = slots.scores / ages
+            worth = worth + self.mass_weight * self.log_mass(mass, slots)
         return worth - self.age_weight * standardised(mx.log(ages), slots.evictable)
 
     def prompt_priority(self, slots: Slots, window_mass: mx.array | None) -> mx.array:
@@ -70,10 +72,9 @@ class Distinct(Policy):
         total = total + slots.evicted * slots.evicted_mean_key
         count = may_go.sum(axis=-1, keepdims=True) + slots.evicted
         worth = self.distance(slots, total / mx.maximum(count, 1))
-        if window_mass is None:
-            window_mass = slots.scores / slots.ages
         if self.needs_attention:
-            worth = worth + self.mass_weight * log_mass(window_mass, slots.evictable)
+            mass = slots.scores / slots.ages if window_mass is None else window_mass
+            worth = worth + self.mass_weight * self.log_mass(mass, slots)
         return worth
 
     def distance(self, slots: Slots, mean: mx.array) -> mx.array:
@@ -85,7 +86,8 @@ class Distinct(Policy):
         least = 1e-6 * slots.key_sqnorms + 1e-12
         return standardised(mx.log(mx.maximum(square, least)), slots.evictable)
 
-
-def log_mass(mass: mx.array, among: mx.array) -> mx.array:
-    """Standardised log of attention masses, `[B, H, N]`."""
-    return standardised(mx.log(mass + MASS_FLOOR), among)
+    def log_mass(self, mass: mx.array, slots: Slots) -> mx.array:
+        """Standardised log of attention masses, `[B, H, N]`."""
+        if self.value_weighted:
+            mass = value_weighted(mass, slots)
+        return standardised(mx.log(mass + MASS_FLOOR), slots.evictable)

@@ -20,6 +20,8 @@ class KeyDiff(Policy):
 
     prompt: str = "full"
 
+    ranks_scores = False
+
     @property
     def needs_attention(self) -> bool:
         return False

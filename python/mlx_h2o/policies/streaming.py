@@ -21,6 +21,8 @@ class Streaming(Policy):
     recent: int | float = 0
     prompt: str = "full"
 
+    ranks_scores = False
+
     @property
     def needs_attention(self) -> bool:
         return False
