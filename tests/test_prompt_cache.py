@@ -22,9 +22,7 @@ from mlx_h2o import (
     make_prompt_cache,
     save_prompt_cache,
 )
-from mlx_h2o.cache import RowWidths
 from mlx_h2o.profile import identity_of
-from mlx_h2o.remainder import Remainder
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model
 
 LAYER = TinyLayer()
@@ -43,8 +41,10 @@ def cache_of(policy: str, mode: str) -> H2OKVCache:
     return H2OKVCache(24, policy=make_policy(policy, recent=recent, evict_every=3))
 
 
-CASES = [(p, mode) for p in POLICIES for mode in ("uniform", "ragged")]
-CASES += [(p, "plain rows") for p in KEYS_ONLY]
+# The report's policy chooses for all heads of a layer at once, so they must be alike.
+UNIFORM_OR_RAGGED = [(p, "uniform") for p in POLICIES]
+UNIFORM_OR_RAGGED += [(p, "ragged") for p in POLICIES if p != "paper"]
+CASES = UNIFORM_OR_RAGGED + [(p, "plain rows") for p in KEYS_ONLY]
 
 
 def same(a: H2OKVCache, b: H2OKVCache) -> bool:
@@ -401,8 +401,16 @@ def test_a_cache_that_is_just_full_can_be_trimmed_and_go_on(mode, n):
 # -- resizing -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", [14, [14, 12], [12, 18]], ids=str)
-@pytest.mark.parametrize(("policy", "mode"), [c for c in CASES if c[1] != "plain rows"])
+@pytest.mark.parametrize(
+    ("policy", "mode", "target"),
+    [("paper", "uniform", 14)]
+    + [
+        (policy, mode, target)
+        for policy, mode in UNIFORM_OR_RAGGED
+        for target in (14, [14, 12], [12, 18])
+        if policy != "paper"
+    ],
+)
 def test_a_smaller_budget_sends_the_rest_to_the_remainder(policy, mode, target):
     recent = {"recent": 4, "evict_every": 1}
     cache = H2OKVCache(24, policy=make_policy(policy, **recent))
@@ -475,6 +483,18 @@ def test_resizing_to_a_budget_without_room_is_refused(target, started):
 @pytest.mark.parametrize("started", [False, True], ids=["unused", "in use"])
 def test_resizing_plain_rows_to_several_budgets_is_refused(started):
     cache = cache_of("streaming", "plain rows")
+    if started:
+        LAYER.feed(cache, 60, chunk=20)
+    with pytest.raises(ValueError, match="one budget for all heads"):
+        cache.resize([24, 32])
+
+
+@pytest.mark.parametrize("started", [False, True], ids=["unused", "in use"])
+def test_a_choice_for_all_heads_at_once_needs_one_budget_for_all(started):
+    policy = make_policy("h2o", unit="layer")
+    with pytest.raises(ValueError, match="one budget for all heads"):
+        H2OKVCache(budgets=[24, 32], policy=policy)
+    cache = H2OKVCache(24, policy=policy)
     if started:
         LAYER.feed(cache, 60, chunk=20)
     with pytest.raises(ValueError, match="one budget for all heads"):
@@ -555,9 +575,9 @@ def test_max_bytes_of_a_model_bounds_its_layers_together(family):
 def test_max_size_charges_the_remainder(dtype):
     """A cache of n slots takes no more for rows and remainder than n plain rows would."""
     layer = TinyLayer(dtype=dtype)
-    widths = RowWidths(layer.key_width, layer.value_width, dtype.size, dtype.size)
-    charge = -(-Remainder.bytes_per_head(layer.key_width, layer.value_width) // widths.row_bytes)
-    assert charge > 0
+    row = (layer.key_width + layer.value_width) * dtype.size
+    # Count, mean and variance of the keys, and mean of the values, float32, in whole slots.
+    charge = -(-4 * (1 + 2 * layer.key_width + layer.value_width) // row)
     for policy, remainder, charged in (
         ("h2o", True, charge),
         ("h2o", False, 0),
@@ -571,7 +591,7 @@ def test_max_size_charges_the_remainder(dtype):
         held = sum(cache.store.fields[name].nbytes for name in ("keys", "values"))
         if charged:
             held += cache.remainder.nbytes
-        assert held <= 32 * widths.row_bytes * layer.heads
+        assert held <= 32 * row * layer.heads
 
 
 def test_max_size_of_a_model_charges_the_remainder():

@@ -94,7 +94,15 @@ def check_attention(
         raise ValueError(f"q {q.shape} and k {k.shape} must agree in batch and width.")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} KV heads.")
-    if isinstance(mask, str) and mask != "causal":
+    if isinstance(mask, mx.array):
+        whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        if mask.dtype not in (mx.bool_, *FLOAT_DTYPES):
+            raise ValueError(f"An array mask must be boolean or floating; got {mask.dtype}.")
+        if mask.ndim > 4 or any(
+            size not in (1, full) for size, full in zip(mask.shape[::-1], whole[::-1], strict=False)
+        ):
+            raise ValueError(f"The mask {mask.shape} does not broadcast to {whole}.")
+    elif mask is not None and mask != "causal":
         raise ValueError(f'mask must be None, "causal" or an array; got {mask!r}.')
     if isinstance(mask, str) and q.shape[2] > k.shape[2]:
         raise ValueError(

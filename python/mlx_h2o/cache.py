@@ -11,6 +11,8 @@ import mlx.core as mx
 
 from mlx_h2o import selection
 from mlx_h2o.attention import FLOAT_DTYPES, Mask, scaled_dot_product_attention_with_scores
+from mlx_h2o.budget import RowWidths, slots_for_bytes
+from mlx_h2o.masks import block_of, fast_mask
 from mlx_h2o.policies import Observation, Policy, Slots, make_policy
 from mlx_h2o.remainder import Remainder, plain_rows_for
 from mlx_h2o.store import Run, SlotStore
@@ -73,18 +75,13 @@ class H2OKVCache:
                 'itself: choose one that looks at keys only ("keydiff", "streaming", or "distinct" '
                 "with mass_weight=0)."
             )
-        if not attending and budgets is not None and len(set(budgets)) > 1:
-            raise ValueError("A model that attends by itself needs one budget for all heads.")
-        if self.policy.unit == "layer" and budgets is not None and len(set(budgets)) > 1:
-            raise ValueError('unit="layer" needs one budget for all heads: pass budgets="uniform".')
         self.max_size = max_size
         self.max_bytes = max_bytes
         self.answers = remainder
         self.attending = attending
         self.budgets = list(budgets) if budgets is not None else None
-        # The smallest budget is known now unless it depends on the model's widths.
-        for budget in self.budgets or ([max_size] if max_size is not None else []):
-            self.policy.check_budget(budget)
+        # Budgets are known now unless they depend on the model's widths.
+        self._check_budgets(self.budgets or ([max_size] if max_size is not None else []))
         self.offset = 0
         self.store: SlotStore | None = None
         self.remainder: Remainder | None = None
@@ -206,7 +203,7 @@ class H2OKVCache:
                 "serve: leave that layer's own cache in place."
             )
         kept = self.size()
-        if not self.attending and self._evicted_after(N):
+        if self.store is not None and self.store.reserved and self._evicted_after(N):
             return self._plain_rows_mask(N, kept)
         if N == 1:
             return None
@@ -247,6 +244,8 @@ class H2OKVCache:
         if self.store is None or not self.is_trimmable():
             return 0
         n = min(n, self.offset)
+        if n <= 0:
+            return 0
         self.offset -= n
         for run in self.store.runs:
             run.length -= n
@@ -260,27 +259,33 @@ class H2OKVCache:
             max_size: Slots for every KV head, or a list with each head's. The remainder is not
                 charged again.
         """
-        if self.store is None:
-            if isinstance(max_size, int):
-                self.policy.check_budget(max_size)
-                self.max_size, self.max_bytes, self.budgets = max_size, None, None
-                return
-            self.max_size, self.max_bytes, self.budgets = None, None, list(max_size)
-            return
         store = self.store
-        budgets = [max_size] * store.heads if isinstance(max_size, int) else list(max_size)
-        if len(budgets) != store.heads:
-            raise ValueError(f"Give one budget for each of {store.heads} KV heads.")
-        if not self.attending and len(set(budgets)) > 1:
-            raise ValueError("A model that attends by itself needs one budget for all heads.")
-        for budget in budgets:
-            self.policy.check_budget(budget)
-        self.budgets, self.max_size, self.max_bytes = budgets, None, None
+        heads = store.heads if store else 1
+        budgets = [max_size] * heads if isinstance(max_size, int) else list(max_size)
+        if store and len(budgets) != heads:
+            raise ValueError(f"Give one budget for each of {heads} KV heads.")
+        self._check_budgets(budgets)
+        self.max_size, self.max_bytes, self.budgets = None, None, budgets
+        if store is None:
+            if isinstance(max_size, int):
+                self.max_size, self.budgets = max_size, None
+            return
         store.regroup(budgets)
+        self._victims = [None] * len(store.runs)
         self._settle(store, [store.views(run) for run in store.runs])
+        # Heads that have become alike form one run again.
         store.regroup(budgets)
         self._victims = [None] * len(store.runs)
         self._choose_victims(store)
+
+    def _check_budgets(self, budgets: Sequence[int]) -> None:
+        """Raise ValueError unless the policy and the model can work with these budgets."""
+        for budget in budgets:
+            self.policy.check_budget(budget)
+        if len(set(budgets)) > 1 and not self.attending:
+            raise ValueError("A model that attends by itself needs one budget for all heads.")
+        if len(set(budgets)) > 1 and self.policy.unit == "layer":
+            raise ValueError('unit="layer" needs one budget for all heads: pass budgets="uniform".')
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -303,8 +308,8 @@ class H2OKVCache:
             "policy": {"name": self.policy.name, **asdict(self.policy)},
             "remainder": self.answers,
             "attending": self.attending,
-            "max_size": self.max_size,
-            "max_bytes": self.max_bytes,
+            "max_size": self.max_size if self.budgets is None else None,
+            "max_bytes": self.max_bytes if self.budgets is None else None,
             "budgets": self.budgets,
             "offset": self.offset,
             "reserved": store.reserved if store else 0,
@@ -385,9 +390,15 @@ class H2OKVCache:
     def _start(self, keys: mx.array, values: mx.array) -> SlotStore:
         """The store, made when the first rows tell the widths."""
         if self.store is not None:
-            dtype = self.store.fields["keys"].dtype
-            if keys.dtype != dtype:
-                raise ValueError(f"This cache holds {dtype} keys; {keys.dtype} ones came.")
+            for name, rows in (("keys", keys), ("values", values)):
+                held = self.store.fields[name]
+                of_rows = (rows.shape[0], rows.shape[1], rows.shape[3], rows.dtype)
+                of_held = (held.shape[0], self.store.heads, held.shape[2], held.dtype)
+                if of_rows != of_held:
+                    raise ValueError(
+                        f"This cache holds {name} of (batch, heads, width, dtype) {of_held}; "
+                        f"{of_rows} came."
+                    )
             return self.store
         if keys.dtype not in FLOAT_DTYPES or values.dtype not in FLOAT_DTYPES:
             raise ValueError(
@@ -410,8 +421,7 @@ class H2OKVCache:
         if not self.attending and self.answers:
             reserved = plain_rows_for(min(budgets))
             budgets = [budget - reserved for budget in budgets]
-        for budget in budgets:
-            self.policy.check_budget(budget)
+        self._check_budgets(budgets)
         self.store = SlotStore(budgets, reserved)
         self._victims = [None] * len(self.store.runs)
         self.remainder = Remainder.empty(B, H, D, values.shape[-1])
@@ -712,12 +722,10 @@ class H2OKVCache:
             return self.offset + 1 - min(run.length + 1, run.budget)
         return self._evicted(run)
 
-    def _plain_rows_mask(self, N: int, kept: int) -> mx.array | str | None:
+    def _plain_rows_mask(self, N: int, kept: int) -> mx.array:
         """log(n / R) on the plain rows' columns, minus infinity on the future."""
         assert self.store is not None
         run, rows = self.store.runs[0], self.store.reserved
-        if not rows:
-            return None if N == 1 else "causal"
         dtype = self.store.fields["keys"].dtype
         kept = min(kept, run.budget - 1) if N == 1 else kept
         bias = mx.log(mx.full((1,), self._evicted_after(N) / rows))
@@ -736,99 +744,6 @@ class H2OKVCache:
             for name, array in self.arrays().items()
             if name not in ("slots.keys", "slots.values")
         ]
-
-
-@dataclass(frozen=True)
-class RowWidths:
-    """What one token's row of one KV head measures.
-
-    Attributes:
-        key: D.
-        value: Dv.
-        key_size: Bytes of a key's element.
-        value_size: Bytes of a value's element.
-    """
-
-    key: int
-    value: int
-    key_size: int
-    value_size: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token's key and value."""
-        return self.key * self.key_size + self.value * self.value_size
-
-    def remainder_slots(self, remembers: bool) -> int:
-        """Slots whose memory the remainder of one head takes (rounded up)."""
-        return -(-Remainder.bytes_per_head(self.key, self.value) // self.row_bytes) * remembers
-
-    def slot_bytes(self, policy: Policy) -> int:
-        """Bytes of a slot with everything kept beside it: position, score, key norm."""
-        beside = 1 + policy.needs_attention + policy.uses_key_norms
-        return self.row_bytes + 4 * beside
-
-    def head_bytes(self, policy: Policy, remembers: bool) -> int:
-        """Bytes of a head apart from its slots: the remainder and the next victims."""
-        remainder = Remainder.bytes_per_head(self.key, self.value) if remembers else 0
-        return remainder + 4 * policy.evict_every
-
-
-def slots_for_bytes(
-    max_bytes: int, heads: int, widths: RowWidths, policy: Policy, remembers: bool
-) -> int:
-    """Slots per head that fit into `max_bytes` of `heads` heads (batch included).
-
-    Raises:
-        ValueError: Not even one slot fits.
-    """
-    per_head = max_bytes // heads - widths.head_bytes(policy, remembers)
-    slots = per_head // widths.slot_bytes(policy)
-    if slots < 1:
-        raise ValueError(
-            f"max_bytes={max_bytes} leaves no slot for each of {heads} KV heads of "
-            f"{widths.row_bytes} bytes a token; make it larger."
-        )
-    return slots
-
-
-@dataclass
-class Block:
-    """The keys (the first so many) and the mask that a block of queries attends with."""
-
-    keys: int
-    mask: Mask
-
-
-def block_of(mask: Mask, start: int, end: int, L: int, N: int, own: bool) -> Block:
-    """Cut a mask over L queries and N keys to the queries start to end - 1.
-
-    Args:
-        mask: As in `attend`.
-        start: First query.
-        end: One past the last query.
-        L: Queries of the whole call.
-        N: Keys of the whole call.
-        own: Whether only the last L columns of an array mask are to be read.
-    """
-    if mask is None:
-        return Block(N, None)
-    if isinstance(mask, str):
-        return Block(N - L + end, "causal")
-    if mask.shape[-2] > 1:
-        mask = mask[..., start:end, :]
-    if own and mask.shape[-1] > 1 and N > L:
-        new = mask[..., -L:]
-        visible = mx.ones if mask.dtype == mx.bool_ else mx.zeros
-        mask = mx.concatenate([visible((*new.shape[:-1], N - L), mask.dtype), new], axis=-1)
-    return Block(N, mask)
-
-
-def fast_mask(mask: Mask, dtype: mx.Dtype) -> Mask:
-    """A mask as mx.fast takes it: additive ones in the queries' dtype."""
-    if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
-        return mask.astype(dtype)
-    return mask
 
 
 def stands_for(L: int, N: int, window: int) -> mx.array:

@@ -102,6 +102,9 @@ class Profile:
     details: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        numbers = [*self.grid, *(x for layer in self.losses for curve in layer for x in curve)]
+        if not all(isinstance(x, int | float) for x in [*numbers, *self.model.probe]):
+            raise ValueError("A profile is damaged: its grid, losses and probe must be numbers.")
         if not self.grid or list(self.grid) != sorted(set(self.grid)) or self.grid[0] < 1:
             raise ValueError(f"A profile's grid must ascend from at least 1; got {self.grid}.")
         shape = tuple(len(layer) for layer in self.losses)

@@ -17,11 +17,14 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o import routing
+from mlx_h2o.budget import RowWidths, slots_for_bytes
 from mlx_h2o.builtin import shipped_profiles
-from mlx_h2o.cache import H2OKVCache, RowWidths, slots_for_bytes
+from mlx_h2o.cache import H2OKVCache
 from mlx_h2o.policies import Policy, make_policy
 from mlx_h2o.profile import FILE_NAME, Profile, identity_of
 
+# A head of a profile that could only choose among one or two tokens would choose nothing.
+FEWEST_CHOICES = 4
 FILE_FORMAT = "mlx-h2o prompt cache"
 FILE_VERSION = "1"
 
@@ -161,7 +164,7 @@ def make_prompt_cache(
         if profile is None:
             sizes.append([mean] * kind.heads)
         else:
-            sizes.append(profile.budgets(mean, least_budget(chosen))[layer])
+            sizes.append(profile.budgets(mean, chosen.least_budget() + FEWEST_CHOICES)[layer])
     if not attending:
         # One mask serves all layers, so all must hold the same number of tokens.
         least = min(min(layer) for layer in sizes)
@@ -174,15 +177,6 @@ def make_prompt_cache(
         )
 
     return [_replaced(entry, bounded) for entry in mlx_lm_cache.make_prompt_cache(model)]
-
-
-def least_budget(policy: Policy) -> int:
-    """The smallest number of slots a head can run this policy with."""
-    slots = policy.sink + policy.evict_every
-    while slots - policy.recent_slots(slots) < policy.sink + policy.evict_every:
-        slots += 1
-    # A head that may only choose among one or two tokens chooses nothing.
-    return slots + 4
 
 
 def _replaced(entry: Any, make: Any) -> Any:

@@ -155,13 +155,19 @@ class Policy:
     def check_budget(self, budget: int) -> None:
         """Raise ValueError if a head of `budget` slots would have nothing left to evict."""
         recent = self.recent_slots(budget)
-        least = self.sink + recent + self.evict_every
-        if budget < least:
+        if budget < self.sink + recent + self.evict_every:
             raise ValueError(
                 f"A budget of {budget} slots cannot hold {self.sink} sink and {recent} recent "
-                f"tokens and {self.evict_every} to evict: make max_size at least {least}, or "
-                "lower sink, recent or evict_every."
+                f"tokens and {self.evict_every} to evict: make max_size at least "
+                f"{self.least_budget()}, or lower sink, recent or evict_every."
             )
+
+    def least_budget(self) -> int:
+        """The fewest slots from which a head can always evict."""
+        slots = self.sink + self.evict_every
+        while slots < self.sink + self.recent_slots(slots) + self.evict_every:
+            slots += 1
+        return slots
 
     def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
         """Scores `[B, H, N]` after an observation; new slots start at 0. Sums the mass (H2O)."""

@@ -33,7 +33,8 @@ class Distinct(Policy):
     lost. Source: this project (docs/policies.md has the measurements). The default; with
     mass_weight=0 it looks at keys only and runs in any model.
 
-    Masses are per step already, so age_normalised changes nothing. Prompts are reduced by the distance to the mean of all keys that may go, plus mass_weight times
+    Masses are per step already, so age_normalised changes nothing; value_weighted multiplies them.
+    Prompts are reduced by the distance to the mean of all keys that may go, plus mass_weight times
     the standardised log mass of the prompt's last `window` queries.
 
     Attributes:

@@ -1,0 +1,48 @@
+"""Masks of prompt chunks, cut to blocks of queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_h2o.attention import Mask
+
+
+@dataclass
+class Block:
+    """The keys (the first so many) and the mask that a block of queries attends with."""
+
+    keys: int
+    mask: Mask
+
+
+def block_of(mask: Mask, start: int, end: int, L: int, N: int, own: bool) -> Block:
+    """Cut a mask over L queries and N keys to the queries start to end - 1.
+
+    Args:
+        mask: As in `attend`.
+        start: First query.
+        end: One past the last query.
+        L: Queries of the whole call.
+        N: Keys of the whole call.
+        own: Whether only the last L columns of an array mask are to be read.
+    """
+    if mask is None:
+        return Block(N, None)
+    if isinstance(mask, str):
+        return Block(N - L + end, "causal")
+    if mask.shape[-2] > 1:
+        mask = mask[..., start:end, :]
+    if own and mask.shape[-1] > 1 and N > L:
+        new = mask[..., -L:]
+        visible = mx.ones if mask.dtype == mx.bool_ else mx.zeros
+        mask = mx.concatenate([visible((*new.shape[:-1], N - L), mask.dtype), new], axis=-1)
+    return Block(N, mask)
+
+
+def fast_mask(mask: Mask, dtype: mx.Dtype) -> Mask:
+    """A mask as mx.fast takes it: additive ones in the queries' dtype."""
+    if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+        return mask.astype(dtype)
+    return mask
