@@ -43,7 +43,7 @@ def models():
 def test_tokens_are_mlx_lms_own_while_nothing_is_evicted(models, family):
     model = models(family)
     expected = greedy_tokens(model, stock_prompt_cache(model), PROMPT, STEPS)
-    assert len(set(expected)) > 8  # A model that repeats itself would prove nothing.
+    assert len(set(expected)) > 5  # A model that repeats itself would prove nothing.
     cache = make_prompt_cache(model, max_size=200)
     assert greedy_tokens(model, cache, PROMPT, STEPS) == expected
     assert all(cache[i].evicted == 0 for i in bounded_layers(family))

@@ -121,6 +121,7 @@ def tiny_model(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32) -> nn.M
     """A model of mlx-lm with random weights, the same ones for the same seed."""
     module = importlib.import_module(f"mlx_lm.models.{family}")
     args = module.ModelArgs.from_dict({"model_type": family, **FAMILIES[family]})
+    mx.random.seed(seed)  # Biases and the like stay as the model's own constructor draws them.
     model = module.Model(args)
     keys = mx.random.key(seed)
 

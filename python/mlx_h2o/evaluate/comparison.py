@@ -18,7 +18,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o.builtin import load
 from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
-from mlx_h2o.evaluate.recall import recall_task, recalled
+from mlx_h2o.evaluate.recall import RecallTask, recall_task, recalled
 from mlx_h2o.prompt_cache import layer_kinds, make_prompt_cache
 
 FULL = "full cache"
@@ -173,25 +173,33 @@ def _counted(tokens_per_call: int) -> Callable[[int], None]:
     return note
 
 
-def _perplexity_of(arm: Arm, protocol: Protocol) -> tuple[list[float], int]:
-    model, tokenizer = _model(protocol.model)
+def _samples(protocol: Protocol) -> mx.array:
+    _, tokenizer = _model(protocol.model)
     tokens = tokenizer.encode(protocol.text, add_special_tokens=False)
-    samples = samples_of(tokens, protocol.samples, protocol.tokens, tokenizer.bos_token_id)
+    return samples_of(tokens, protocol.samples, protocol.tokens, tokenizer.bos_token_id)
+
+
+def _task(protocol: Protocol) -> RecallTask:
+    _, tokenizer = _model(protocol.model)
+    return recall_task(
+        tokenizer, protocol.text, prompts=protocol.prompts, tokens=protocol.prompt_tokens
+    )
+
+
+def _perplexity_of(arm: Arm, protocol: Protocol) -> tuple[list[float], int]:
+    model, _ = _model(protocol.model)
     cache = arm.make(model, protocol.max_size)
     note = _counted(protocol.samples)
-    result = perplexity(model, cache, samples, prefill=protocol.prefill, progress=note)
+    result = perplexity(model, cache, _samples(protocol), prefill=protocol.prefill, progress=note)
     return result.nll, sum(entry.nbytes for entry in cache) // protocol.samples
 
 
 def _recalled_by(arm: Arm, protocol: Protocol) -> int:
-    model, tokenizer = _model(protocol.model)
-    task = recall_task(
-        tokenizer, protocol.text, prompts=protocol.prompts, tokens=protocol.prompt_tokens
-    )
+    model, _ = _model(protocol.model)
     right = recalled(
         model,
         lambda: arm.make(model, protocol.max_size),
-        task,
+        _task(protocol),
         prefill=protocol.prompt_tokens if protocol.compressed else protocol.prefill,
         progress=_counted(1),
     )
@@ -213,9 +221,12 @@ def compare(
     """
     if not arms or arms[0].name != FULL:
         raise ValueError("The first cache of a comparison must be the full one.")
+    # What cannot work ends here, before any work is done.
     model, _ = _model(protocol.model)
+    _samples(protocol)
+    _task(protocol)
     for arm in arms:
-        arm.make(model, protocol.max_size)  # a bad setting ends it here, before any work
+        arm.make(model, protocol.max_size)
     whole = len(arms) * (
         protocol.samples * protocol.tokens + protocol.prompts * protocol.prompt_tokens
     )

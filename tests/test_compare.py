@@ -1,0 +1,159 @@
+"""The comparison: its parts, and the command."""
+
+import io
+import json
+import math
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
+from rich.console import Console
+
+import mlx_h2o
+from mlx_h2o.builtin import SAMPLE_TEXT
+from mlx_h2o.cli import main
+from mlx_h2o.cli.compare import table
+from mlx_h2o.evaluate.comparison import (
+    FULL,
+    WINDOW,
+    Arm,
+    Protocol,
+    Result,
+    compare,
+    default_arms,
+    plain_bytes,
+)
+from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
+from mlx_h2o.evaluate.recall import recall_task, recalled
+from tiny_models import tiny_model
+
+SMALL = (
+    "compare --max-kv-size 48 --samples 2 --tokens 96 --prefill 32 --prompts 2 "
+    "--prompt-tokens 160 --policies"
+).split()
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return mlx_h2o.load()
+
+
+def test_perplexity_through_a_full_cache_is_that_of_one_pass():
+    """Token by token or whole: the same numbers, and only tokens after the prefill count."""
+    model = tiny_model("llama")
+    mx.random.seed(3)
+    samples = mx.random.randint(0, 100, (3, 40))
+    got = perplexity(model, stock_prompt_cache(model), samples, prefill=10)
+    logits = model(samples)
+    logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    of_next = mx.take_along_axis(logp[:, 9:-1], samples[:, 10:, None], axis=-1)
+    for nll, expected in zip(got.nll, (-of_next.mean(axis=(1, 2))).tolist(), strict=True):
+        assert nll == pytest.approx(expected, abs=1e-4)
+    assert got.value == pytest.approx(math.exp(sum(got.nll) / 3))
+
+
+def test_loss_is_relative():
+    assert Perplexity([math.log(11)]).loss_against(Perplexity([math.log(10)])) == pytest.approx(0.1)
+
+
+def test_samples_cover_the_text_from_end_to_end():
+    samples = samples_of(range(100, 200), 3, 21, bos=7)
+    assert samples[:, 0].tolist() == [7, 7, 7]
+    assert samples[:, 1].tolist() == [100, 140, 180]
+    assert samples[-1, -1].item() == 199
+    with pytest.raises(ValueError, match="longer text"):
+        samples_of(range(10), 1, 12, bos=7)
+
+
+def test_recall_prompts_are_what_they_say(embedded):
+    """All of one length, ending in the question; the asked fact stands where it is said to."""
+    _, tokenizer = embedded
+    task = recall_task(tokenizer, SAMPLE_TEXT.read_text(), prompts=6, tokens=300, seed=5)
+    assert task.prompts.shape == (6, 300)
+    for row, at, answer, distance in zip(
+        task.prompts.tolist(), task.questions, task.answers, task.distances, strict=True
+    ):
+        assert tokenizer.decode(row[at:]).startswith("Question:")
+        assert tokenizer.decode(row).endswith("Answer:")
+        fact = tokenizer.decode(row[at - distance :]).split("\n")[0]
+        assert tokenizer.decode(list(answer)).strip() in fact
+    again = recall_task(tokenizer, SAMPLE_TEXT.read_text(), prompts=6, tokens=300, seed=5)
+    assert (again.prompts == task.prompts).all()
+    other = recall_task(tokenizer, SAMPLE_TEXT.read_text(), prompts=6, tokens=300, seed=6)
+    assert not (other.prompts == task.prompts).all()
+
+
+def test_the_model_recalls_with_everything_in_view(embedded):
+    """Whatever the batch and the prefill, the same answers are right."""
+    model, tokenizer = embedded
+    task = recall_task(tokenizer, SAMPLE_TEXT.read_text(), prompts=5, tokens=200)
+    runs = [
+        recalled(model, lambda: stock_prompt_cache(model), task, prefill=prefill, batch=batch)
+        for prefill, batch in ((64, 5), (1000, 2))
+    ]
+    assert runs[0] == runs[1]
+    assert sum(runs[0]) >= 4
+
+
+def test_every_bounded_cache_gets_the_windows_bytes(embedded):
+    model, _ = embedded
+    budget = plain_bytes(model, 64)
+    tokens = mx.zeros((1, 200), dtype=mx.int32)
+    for arm in default_arms(["h2o", "keydiff", "streaming"]):
+        cache = arm.make(model, 64)
+        mx.eval(model(tokens, cache=cache))
+        mx.eval(model(tokens[:, :1], cache=cache))
+        held = sum(entry.nbytes for entry in cache)
+        if arm.name != FULL and arm.policy is not None:
+            assert 0.9 * budget < held <= budget, arm.name
+
+
+def test_the_command_writes_json_and_a_chart(tmp_path, capsys):
+    folder = tmp_path / "new" / "folder"
+    assert main([*SMALL, "keydiff", "--json", "--out", str(folder)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads((folder / "compare.json").read_text())
+    assert report["protocol"]["max_size"] == 48
+    assert [r["arm"] for r in report["results"]] == [a.name for a in default_arms(["keydiff"])]
+    by_name = {r["arm"]: r for r in report["results"]}
+    assert by_name[FULL]["loss"] == 0
+    assert by_name[WINDOW]["loss"] != 0
+    assert all(r["tokens_per_second"] > 0 for r in report["results"])
+    chart = (folder / "compare.png").read_bytes()
+    assert chart.startswith(b"\x89PNG")
+    assert len(chart) > 10_000
+
+
+def test_the_table_says_what_was_measured():
+    protocol = Protocol("some/model", "text", 48, 1, 64, 32, 4, 100)
+    result = Result(WINDOW, [1.0], 2.718, 0.0953, 3, 4, 123.4, 65536)
+    console = Console(width=120, file=io.StringIO())
+    console.print(table([result], protocol))
+    printed = console.file.getvalue()
+    for shown in ("some/model", WINDOW, "2.72", "+9.5 %", "3/4", "123", "65,536"):
+        assert shown in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--tokens", "20"], "--prefill must leave tokens"),
+        (["--prompts", "0"], "--prompts must be at least 1"),
+        (["--max-kv-size", "3"], "max_size"),
+        (["--budgets", "nowhere.json"], "Cannot read the profile"),
+        (["--text", "nowhere.txt"], "Cannot read the text"),
+        (["--model", "builtin:nothing"], "built in: builtin:recall-4m"),
+        (["--tokens", "100000"], "longer text"),
+    ],
+)
+def test_bad_options_end_in_one_line(options, text, capsys):
+    assert main([*SMALL, *options]) == 2
+    err = capsys.readouterr().err
+    assert text in err
+    assert "Traceback" not in err
+
+
+def test_the_first_arm_must_be_the_full_one():
+    protocol = Protocol("builtin:recall-4m", "text", 48, 1, 64, 32, 1, 100)
+    with pytest.raises(ValueError, match="full"):
+        compare([Arm(WINDOW)], protocol)
