@@ -138,7 +138,10 @@ def test_the_table_says_what_was_measured():
     ("options", "text"),
     [
         (["--tokens", "20"], "--prefill must leave tokens"),
-        (["--prompts", "0"], "--prompts must be at least 1"),
+        (["--policies", "h2p"], "Unknown policy"),
+        (["--policies", "h2o:sonk=3"], "has no setting sonk"),
+        (["--policies", "h2o:sink"], "FIELD=VALUE"),
+        (["--prompts", "-1"], "--prompts must be at least 0"),
         (["--max-kv-size", "3"], "max_size"),
         (["--budgets", "nowhere.json"], "Cannot read the profile"),
         (["--text", "nowhere.txt"], "Cannot read the text"),

@@ -34,9 +34,8 @@ class RowWidths:
         return -(-Remainder.bytes_per_head(self.key, self.value) // self.row_bytes) * remembers
 
     def slot_bytes(self, policy: Policy) -> int:
-        """Bytes of a slot with everything kept beside it: position, score, key norm."""
-        beside = 1 + policy.needs_attention + policy.uses_key_norms
-        return self.row_bytes + 4 * beside
+        """Bytes of a slot with everything kept beside it: position and score."""
+        return self.row_bytes + 4 + 4 * policy.needs_attention
 
     def head_bytes(self, policy: Policy, remembers: bool) -> int:
         """Bytes of a head apart from its slots: the remainder and the next victims."""

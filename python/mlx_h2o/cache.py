@@ -68,6 +68,8 @@ class H2OKVCache:
     ):
         if sum(size is not None for size in (max_size, max_bytes, budgets)) != 1:
             raise ValueError("Give exactly one of max_size, max_bytes and budgets.")
+        if budgets is not None and not len(budgets):
+            raise ValueError("budgets must hold one number of slots per KV head.")
         self.policy = make_policy(policy)
         if not attending and self.policy.needs_attention:
             raise ValueError(
@@ -444,8 +446,6 @@ class H2OKVCache:
         rows = {"keys": keys, "values": values, "positions": mx.broadcast_to(new, (B, H, L))}
         if self.policy.needs_attention:
             rows["scores"] = mx.zeros((B, H, L))
-        if self.policy.uses_key_norms:
-            rows["key_sqnorms"] = mx.square(keys.astype(mx.float32)).sum(axis=-1)
         return rows
 
     def _write_one(self, store: SlotStore, rows: dict[str, mx.array]) -> None:
@@ -699,7 +699,6 @@ class H2OKVCache:
             values=fields["values"],
             positions=positions,
             scores=mx.zeros(positions.shape) if scores is None else scores,
-            key_sqnorms=fields.get("key_sqnorms"),
             offset=self.offset,
             evictable=selection.evictable_slots(
                 positions, self.offset, self.policy.sink, self.policy.recent_slots(run.budget)

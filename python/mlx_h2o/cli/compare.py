@@ -43,15 +43,15 @@ def add_parser(commands: Any) -> None:
     number("--samples", 4, "samples of the text")
     number("--tokens", 640, "tokens of a sample")
     number("--prefill", 128, "tokens of a sample given at once")
-    number("--prompts", 16, "prompts with planted facts")
+    number("--prompts", 16, "prompts with planted facts; 0 for none")
     number("--prompt-tokens", 400, "tokens of such a prompt")
     parser.add_argument(
         "--compressed", action="store_true", help="give the facts' prose at once, then the question"
     )
     parser.add_argument(
-        "--policies", nargs="*", default=["h2o"], choices=policy_names(), metavar="NAME",
-        help=f"policies to add, each with and without remainder: {', '.join(policy_names())} "
-        "(default: h2o)",
+        "--policies", nargs="*", default=["h2o"], metavar="NAME[:FIELD=VALUE...]",
+        help="policies to add, each with and without remainder, e.g. h2o distinct:recent=0.25 "
+        f"(default: h2o; there are {', '.join(policy_names())})",
     )  # fmt: skip
     parser.add_argument("--budgets", metavar="FILE", help="a profile (default: the model's own)")
     parser.add_argument(
@@ -104,9 +104,11 @@ def run(args: argparse.Namespace) -> None:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for numbers that make no comparison."""
-    for name in ("max_kv_size", "samples", "tokens", "prefill", "prompts", "prompt_tokens"):
+    for name in ("max_kv_size", "samples", "tokens", "prefill", "prompt_tokens"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1.")
+    if args.prompts < 0:
+        raise ValueError("--prompts must be at least 0, which leaves recall out.")
     if args.prefill >= args.tokens:
         raise ValueError("--prefill must leave tokens to score: make it less than --tokens.")
 
@@ -125,7 +127,7 @@ def table(results: list[Result], protocol: Protocol) -> Table:
             result.arm,
             f"{result.perplexity:.2f}",
             f"{100 * result.loss:+.1f} %",
-            f"{result.recalled}/{result.asked}",
+            f"{result.recalled}/{result.asked}" if result.asked else "-",
             f"{result.tokens_per_second:.0f}",
             f"{result.nbytes:,}",
         )

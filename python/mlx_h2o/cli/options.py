@@ -14,6 +14,7 @@ import mlx.nn as nn
 
 from mlx_h2o.builtin import DEFAULT_MODEL, load
 from mlx_h2o.policies import policy_names
+from mlx_h2o.policies.settings import count_or_share, setting_of
 from mlx_h2o.prompt_cache import make_prompt_cache
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -55,14 +56,6 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def count_or_share(text: str) -> int | float:
-    """64 is a count, 0.25 a share."""
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
-
-
 def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:
     """The model and tokenizer that the options name."""
     return load(args.model, DTYPES[args.dtype] if args.dtype else None)
@@ -76,20 +69,8 @@ def policy_settings(args: argparse.Namespace) -> dict[str, Any]:
         "evict_every": args.evict_every,
         "unit": args.unit,
     }
-    for item in args.set:
-        name, _, value = item.partition("=")
-        settings[name.replace("-", "_")] = parsed(value)
+    settings |= dict(setting_of(item) for item in args.set)
     return {name: value for name, value in settings.items() if value is not None}
-
-
-def parsed(value: str) -> Any:
-    """A number, true or false, or the text itself."""
-    if value in ("true", "false"):
-        return value == "true"
-    try:
-        return count_or_share(value)
-    except ValueError:
-        return value
 
 
 def bounded_cache(args: argparse.Namespace, model: nn.Module) -> list[Any]:

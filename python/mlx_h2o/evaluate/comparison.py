@@ -19,6 +19,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_h2o.builtin import load
 from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
 from mlx_h2o.evaluate.recall import RecallTask, recall_task, recalled
+from mlx_h2o.policies.settings import setting_of
 from mlx_h2o.prompt_cache import layer_kinds, make_prompt_cache
 
 FULL = "full cache"
@@ -75,7 +76,12 @@ def plain_bytes(model: nn.Module, tokens: int) -> int:
 
 
 def default_arms(policies: Sequence[str] = (), budgets: str | None = None) -> list[Arm]:
-    """Full, window, the default with and without remainder and profile, and any policies named."""
+    """Full, window, the default with and without remainder and profile, and any policies named.
+
+    Args:
+        policies: Names, with settings if wanted: `h2o`, `distinct:recent=0.25:evict_every=8`.
+        budgets: A profile's path instead of the model's own.
+    """
     arms = [
         Arm(FULL),
         Arm(WINDOW),
@@ -84,9 +90,11 @@ def default_arms(policies: Sequence[str] = (), budgets: str | None = None) -> li
         Arm("distinct, uniform", "distinct", budgets="uniform"),
         Arm("distinct, uniform, no remainder", "distinct", False, budgets="uniform"),
     ]
-    for policy in policies:
-        arms.append(Arm(f"{policy}, uniform", policy, budgets="uniform"))
-        arms.append(Arm(f"{policy}, uniform, no remainder", policy, False, budgets="uniform"))
+    for spec in policies:
+        policy, *fields = spec.split(":")
+        settings = tuple(setting_of(field) for field in fields)
+        arms.append(Arm(f"{spec}, uniform", policy, True, "uniform", settings))
+        arms.append(Arm(f"{spec}, uniform, no remainder", policy, False, "uniform", settings))
     return arms
 
 
@@ -101,7 +109,7 @@ class Protocol:
         samples: Samples of the text.
         tokens: Length of a sample.
         prefill: Tokens given at once before the rest goes token by token.
-        prompts: Prompts with planted facts.
+        prompts: Prompts with planted facts; 0 leaves recall out.
         prompt_tokens: Length of each.
         compressed: Give the prompts' prose in one chunk instead of token by token.
     """
@@ -195,6 +203,8 @@ def _perplexity_of(arm: Arm, protocol: Protocol) -> tuple[list[float], int]:
 
 
 def _recalled_by(arm: Arm, protocol: Protocol) -> int:
+    if not protocol.prompts:
+        return 0
     model, _ = _model(protocol.model)
     right = recalled(
         model,
@@ -224,7 +234,8 @@ def compare(
     # What cannot work ends here, before any work is done.
     model, _ = _model(protocol.model)
     _samples(protocol)
-    _task(protocol)
+    if protocol.prompts:
+        _task(protocol)
     for arm in arms:
         arm.make(model, protocol.max_size)
     whole = len(arms) * (

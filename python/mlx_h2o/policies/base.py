@@ -60,7 +60,6 @@ class Slots:
         values: `[B, H, N, Dv]`.
         positions: Logical position of each slot's token, `[B, H, N]` int32.
         scores: What `accumulate` has gathered, `[B, H, N]` float32.
-        key_sqnorms: ||k||^2, `[B, H, N]` float32, kept for policies with `uses_key_norms`.
         offset: The next logical position.
         evictable: True where the slot may go, `[B, H, N]` bool.
         evicted: How many tokens each head has lost so far.
@@ -71,7 +70,6 @@ class Slots:
     values: mx.array
     positions: mx.array
     scores: mx.array
-    key_sqnorms: mx.array | None
     offset: int
     evictable: mx.array
     evicted: int
@@ -114,12 +112,13 @@ class Policy:
     name: ClassVar[str] = ""
     #: Whether its priority is made of accumulated scores, which the options can weigh.
     ranks_scores: ClassVar[bool] = True
-    #: Whether slots carry ||k||^2.
-    uses_key_norms: ClassVar[bool] = False
     #: Whether the mean key of the evicted is kept even when the remainder does not answer.
     uses_evicted_mean: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        counts = (self.sink, self.evict_every, self.window, self.pool)
+        if not all(isinstance(count, int) for count in counts):
+            raise ValueError(f"sink, evict_every, window and pool are whole numbers; got {counts}.")
         most = 1 if isinstance(self.recent, float) else math.inf
         if self.sink < 0 or not 0 <= self.recent < most:
             raise ValueError(

@@ -46,7 +46,6 @@ class Distinct(Policy):
     age_weight: float = 0.5
     window: int = 16
 
-    uses_key_norms = True
     uses_evicted_mean = True
 
     @property
@@ -79,12 +78,11 @@ class Distinct(Policy):
         return worth
 
     def distance(self, slots: Slots, mean: mx.array) -> mx.array:
-        """Standardised log ||k - mean||^2, `[B, H, N]`, from the stored ||k||^2 and one product."""
-        assert slots.key_sqnorms is not None  # uses_key_norms
-        dots = (slots.keys.astype(mx.float32) @ mean[..., None]).squeeze(-1)
-        square = slots.key_sqnorms - 2 * dots + mx.square(mean).sum(axis=-1, keepdims=True)
-        # The difference of large numbers may fall just below zero for a key at the mean itself.
-        least = 1e-6 * slots.key_sqnorms + 1e-12
+        """Standardised log ||k - mean||^2, `[B, H, N]`."""
+        apart = slots.keys.astype(mx.float32) - mean[:, :, None]
+        square = mx.square(apart).sum(axis=-1)
+        # A key at the mean itself must not stretch the scale for all others.
+        least = 1e-6 * mx.square(mean).sum(axis=-1, keepdims=True) + 1e-12
         return standardised(mx.log(mx.maximum(square, least)), slots.evictable)
 
     def log_mass(self, mass: mx.array, slots: Slots) -> mx.array:
