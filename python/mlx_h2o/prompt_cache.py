@@ -21,6 +21,7 @@ from mlx_h2o.budget import RowWidths, slots_for_bytes
 from mlx_h2o.builtin import shipped_profiles
 from mlx_h2o.cache import H2OKVCache
 from mlx_h2o.policies import Policy, make_policy
+from mlx_h2o.policies.distinct import KEYS_ONLY
 from mlx_h2o.profile import FILE_NAME, Profile, identity_of
 
 # A head of a profile that could only choose among one or two tokens would choose nothing.
@@ -140,7 +141,7 @@ def make_prompt_cache(
     if policy is None:
         policy = "distinct"
         if not attending:
-            settings.setdefault("mass_weight", 0.0)
+            settings = {**KEYS_ONLY, **settings}
     chosen = make_policy(policy, **settings)
     if not attending and chosen.needs_attention:
         raise ValueError(

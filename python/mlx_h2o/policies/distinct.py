@@ -19,6 +19,9 @@ from mlx_h2o.policies.base import (
 # Fewer evicted keys than this give no mean worth measuring distances from; the kept ones serve.
 FEWEST_FOR_A_MEAN = 16
 
+# Without masses the distance does more of the work, and less age keeps what it finds.
+KEYS_ONLY = {"mass_weight": 0.0, "age_weight": 0.25, "recent": 0.25}
+
 
 @register_policy("distinct")
 @dataclass(frozen=True)
@@ -42,8 +45,9 @@ class Distinct(Policy):
         age_weight: Of the age; more makes it a softer window.
     """
 
-    mass_weight: float = 0.25
-    age_weight: float = 0.5
+    mass_weight: float = 0.5
+    age_weight: float = 0.6
+    recent: int | float = 0.1
     window: int = 16
 
     uses_evicted_mean = True
