@@ -614,9 +614,9 @@ def test_max_size_of_a_model_charges_the_remainder():
         ({"max_size": 32, "max_bytes": 9000}, "exactly one"),
         ({"max_size": 32, "budgets": [32]}, "exactly one"),
         ({"max_size": 32, "policy": "nope"}, "Unknown policy 'nope'; choose from distinct"),
-        ({"max_size": 6}, "A budget of 6 slots cannot hold 4 sink and 3 recent"),
+        ({"max_size": 6, "policy": "h2o"}, "A budget of 6 slots cannot hold 4 sink and 3 recent"),
         ({"max_size": 0, "policy": "streaming"}, "make max_size at least 5"),
-        ({"budgets": [32, 6]}, "lower sink, recent or evict_every"),
+        ({"budgets": [32, 6], "policy": "h2o"}, "lower sink, recent or evict_every"),
         ({"max_size": 32, "attending": False}, "computes by itself: choose one .*keydiff"),
         (
             {"budgets": [32, 24], "policy": "streaming", "attending": False},
@@ -650,7 +650,7 @@ def test_the_budget_that_a_refusal_advises_is_enough(sink, recent, evict_every):
         ({"max_bytes": 300}, "max_bytes=300 leaves no slot .* make it larger"),
         # Enough for the constructor, and too little when the remainder is charged.
         ({"max_size": 10, "policy": "h2o"}, "make max_size at least"),
-        ({"max_bytes": 1300}, "cannot hold"),
+        ({"max_bytes": 1300, "policy": "h2o"}, "cannot hold"),
     ],
 )
 def test_sizes_that_the_models_widths_rule_out_are_refused_at_the_first_step(arguments, text):

@@ -3,10 +3,18 @@
 from mlx_h2o.attention import attention_mass, scaled_dot_product_attention_with_scores
 from mlx_h2o.builtin import load
 from mlx_h2o.cache import H2OKVCache
+from mlx_h2o.calibration import calibrate, calibrate_exactly
 from mlx_h2o.policies import (
+    EMA,
+    H2O,
+    TOVA,
+    Distinct,
+    EMALogits,
+    KeyDiff,
     Observation,
     Policy,
     Slots,
+    Streaming,
     make_policy,
     policy_names,
     register_policy,
@@ -26,14 +34,23 @@ from mlx_h2o.selection import accumulate, select_victims
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
+    "H2O",
+    "TOVA",
+    "Distinct",
+    "EMALogits",
     "H2OKVCache",
+    "KeyDiff",
     "Observation",
     "Policy",
     "Profile",
     "Remainder",
     "Slots",
+    "Streaming",
     "accumulate",
     "attention_mass",
+    "calibrate",
+    "calibrate_exactly",
     "describe",
     "install",
     "load",
