@@ -3,6 +3,11 @@
 import io
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import mlx.core as mx
 import pytest
@@ -160,3 +165,22 @@ def test_the_first_arm_must_be_the_full_one():
     protocol = Protocol("builtin:recall-4m", "text", 48, 1, 64, 32, 1, 100)
     with pytest.raises(ValueError, match="full"):
         compare([Arm(WINDOW)], protocol)
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path):
+    """Neither files nor worker processes, and one line instead of tracebacks."""
+    command = [sys.executable, "-m", "mlx_h2o", *SMALL, "--samples", "40", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    time.sleep(8)  # long enough for the workers to be at work
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "stopped" in err
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):  # Python's own resource tracker takes a moment to notice
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)

@@ -11,8 +11,9 @@ from mlx_h2o.evaluate.comparison import FULL, WINDOW, Arm, Protocol, compare
 
 BUDGET = 128
 PROFILE = Arm("profile", "distinct")
-# What was measured, with a margin: see docs/results.md.
+# Measured: 0.60 and 40 of 48 (docs/results.md); another BLAS rounds differently.
 UNIFORM_SHARE = 0.65
+UNIFORM_FACTS = 37
 UNIFORM = Arm("uniform", "distinct", budgets="uniform")
 
 
@@ -69,4 +70,6 @@ def test_a_prompt_compressed_once_keeps_its_facts():
     )
     results = compare([Arm(FULL), PROFILE, UNIFORM], protocol)
     assert [result.asked for result in results] == [48] * 3
-    assert min(result.recalled for result in results[1:]) >= 40
+    _, profile, uniform = results
+    assert profile.recalled >= 40
+    assert uniform.recalled >= UNIFORM_FACTS

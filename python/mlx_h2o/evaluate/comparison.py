@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import signal
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,6 +165,19 @@ def _start_worker(counter: Any) -> None:
     _counter = counter
 
 
+@contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Ctrl-C does nothing meanwhile (signals can be set in the main thread only)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 def _model(name: str) -> tuple[nn.Module, Any]:
     if name not in _loaded:
         _loaded[name] = load(name)
@@ -248,8 +264,9 @@ def compare(
     pool = ProcessPoolExecutor(workers, context, _start_worker, (counter,))
     try:
         # The longest jobs first, so that no core idles at the end.
-        recalls = [pool.submit(_recalled_by, arm, protocol) for arm in arms]
-        losses = [pool.submit(_perplexity_of, arm, protocol) for arm in arms]
+        with _ignoring_interrupts():  # which the workers, started here, inherit
+            recalls = [pool.submit(_recalled_by, arm, protocol) for arm in arms]
+            losses = [pool.submit(_perplexity_of, arm, protocol) for arm in arms]
         pending: set[Future[Any]] = {*recalls, *losses}
         while pending:
             done, pending = wait(pending, timeout=0.2)
@@ -257,6 +274,10 @@ def compare(
                 future.result()  # raises here what went wrong there
             if progress:
                 progress(min(counter.value, whole), whole)
+    except BaseException:  # Ctrl-C too: no worker goes on in the background
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     speeds = speeds_of(model, arms, protocol)
