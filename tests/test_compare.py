@@ -180,7 +180,13 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
     assert "Traceback" not in err
     assert "stopped" in err
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ProcessLookupError):
-        for _ in range(100):  # Python's own resource tracker takes a moment to notice
-            os.killpg(process.pid, 0)
-            time.sleep(0.1)
+    # Python's own resource tracker takes a moment to notice.
+    assert any(is_gone(process.pid) or time.sleep(0.1) for _ in range(100))
+
+
+def is_gone(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False

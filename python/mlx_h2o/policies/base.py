@@ -169,7 +169,10 @@ class Policy:
         return slots
 
     def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
-        """Scores `[B, H, N]` after an observation; new slots start at 0. Sums the mass (H2O)."""
+        """Scores `[B, H, N]` after an observation; new slots start at 0. Sums the mass (H2O).
+
+        Never asked of a policy that needs no attention.
+        """
         return scores + seen.mass * seen.stands_for
 
     def mean_mass(self, scores: mx.array, ages: mx.array) -> mx.array:

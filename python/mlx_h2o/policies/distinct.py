@@ -8,7 +8,6 @@ import mlx.core as mx
 
 from mlx_h2o.policies.base import (
     MASS_FLOOR,
-    Observation,
     Policy,
     Slots,
     register_policy,
@@ -55,9 +54,6 @@ class Distinct(Policy):
     @property
     def needs_attention(self) -> bool:
         return self.mass_weight != 0
-
-    def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
-        return super().accumulate(scores, seen) if self.needs_attention else scores
 
     def priority(self, slots: Slots) -> mx.array:
         mean = slots.evicted_mean_key

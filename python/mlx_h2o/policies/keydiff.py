@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import Observation, Policy, Slots, register_policy
+from mlx_h2o.policies.base import Policy, Slots, register_policy
 
 
 @register_policy("keydiff")
@@ -25,9 +25,6 @@ class KeyDiff(Policy):
     @property
     def needs_attention(self) -> bool:
         return False
-
-    def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
-        return scores
 
     def priority(self, slots: Slots) -> mx.array:
         keys = slots.keys.astype(mx.float32)

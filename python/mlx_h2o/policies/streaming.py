@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import Observation, Policy, Slots, register_policy
+from mlx_h2o.policies.base import Policy, Slots, register_policy
 
 
 @register_policy("streaming")
@@ -26,9 +26,6 @@ class Streaming(Policy):
     @property
     def needs_attention(self) -> bool:
         return False
-
-    def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
-        return scores
 
     def priority(self, slots: Slots) -> mx.array:
         return slots.positions.astype(mx.float32)
