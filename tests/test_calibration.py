@@ -171,3 +171,16 @@ def test_the_two_bundled_texts_are_independent():
         return {tuple(words[i : i + 8]) for i in range(len(words) - 7)}
 
     assert not phrases(SAMPLE_TEXT) & phrases(CALIBRATION_TEXT)
+
+
+def test_sharing_out_costs_a_look_per_purchase(monkeypatch):
+    """A 4B model has hundreds of heads: after a purchase only the buyer's offer is made anew."""
+    rng = np.random.default_rng(0)
+    curves = np.sort(rng.exponential(size=(36, 8, 16)), axis=-1)[..., ::-1]
+    profile = made_up(curves.tolist(), grid=calibration.GRID)
+    looks = []
+    best_step = Profile._best_step
+    monkeypatch.setattr(Profile, "_best_step", lambda *args: looks.append(args) or best_step(*args))
+    budgets = profile.budgets(1024)
+    assert sum(map(sum, budgets)) == 1024 * 36 * 8
+    assert len(looks) <= 36 * 8 * (1 + len(calibration.GRID))

@@ -138,10 +138,8 @@ class Profile:
             )
         slots = [least] * len(curves)
         left = (mean - least) * len(curves)
+        offers = [self._best_step(curve, least) for curve in curves]
         while left:
-            offers = [
-                self._best_step(curve, have) for curve, have in zip(curves, slots, strict=True)
-            ]
             head = max(range(len(curves)), key=lambda h: (offers[h][0], -slots[h], -h))
             saving, target = offers[head]
             if saving <= 0:
@@ -152,6 +150,7 @@ class Profile:
             bought = min(target - slots[head], left)
             slots[head] += bought
             left -= bought
+            offers[head] = self._best_step(curves[head], slots[head])
         heads = iter(slots)
         return [[next(heads) for _ in layer] for layer in self.losses]
 

@@ -118,7 +118,8 @@ def make_prompt_cache(
         model: An mlx-lm model.
         max_size: Tokens' worth of memory per KV head and layer, on average; the remainder of the
             evicted is charged against it.
-        max_bytes: Instead: bytes for all bounded layers together, everything counted.
+        max_bytes: Instead: bytes for all bounded layers together and one sequence, everything
+            counted.
         policy: A policy, or its name; the default is "distinct" (in models that attend by
             themselves in its form that looks at keys only).
         remainder: Whether evicted tokens go on answering.
@@ -155,6 +156,7 @@ def make_prompt_cache(
     profile = _profile_for(model, kinds, budgets, uniform)
 
     sizes: list[list[int]] = []
+    shared_out: dict[int, list[list[int]]] = {}  # layers of equal widths have equal means
     for layer, kind in enumerate(kinds):
         if max_size is not None:
             mean = max_size - kind.widths.remainder_slots(remembers)
@@ -165,7 +167,10 @@ def make_prompt_cache(
         if profile is None:
             sizes.append([mean] * kind.heads)
         else:
-            sizes.append(profile.budgets(mean, chosen.least_budget() + FEWEST_CHOICES)[layer])
+            if mean not in shared_out:
+                least = chosen.least_budget() + FEWEST_CHOICES
+                shared_out[mean] = profile.budgets(mean, least)
+            sizes.append(shared_out[mean][layer])
     if not attending:
         # One mask serves all layers, so all must hold the same number of tokens.
         least = min(min(layer) for layer in sizes)
@@ -249,6 +254,7 @@ def describe(cache: list[Any]) -> list[LayerDescription]:
 
 
 def entries(cache: Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The caches of a list, members of a CacheList too, each with its place ("3", "3.1")."""
     for i, entry in enumerate(cache):
         if isinstance(entry, mlx_lm_cache.CacheList):
             yield from entries(entry.caches, f"{prefix}{i}.")
