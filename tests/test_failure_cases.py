@@ -341,3 +341,25 @@ def test_the_rest_of_the_protocol_is_there():
     assert not cache.empty()
     assert (cache.offset, cache.size()) == (40, cache.budgets[0])
     assert cache.nbytes > 0
+
+
+@pytest.mark.parametrize("budgets", [[1024] * 4, [1600, 448, 1600, 448]], ids=["uniform", "ragged"])
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+def test_a_decode_step_writes_in_place(policy, budgets):
+    """One row is overwritten: no copy of the keys is made, of a head's range neither."""
+    cache = H2OKVCache(budgets=budgets, policy=policy)
+    mx.random.seed(0)
+
+    def step(L):
+        q, k = mx.random.normal((2, 1, 4, L, 128))
+        keys, values = cache.update_and_fetch(k, k)
+        mask = "causal" if L > 1 else None
+        mx.eval(cache.attend(q, keys, values, scale=0.1, mask=mask))
+
+    step(1700)
+    for _ in range(3):
+        step(1)
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    step(1)
+    assert mx.get_peak_memory() - held < cache.store.fields["keys"].nbytes / 4

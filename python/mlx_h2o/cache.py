@@ -475,6 +475,8 @@ class H2OKVCache:
                 store.take(flat, "values")[:, :, None],
                 weights,
             )
+            # Read before written: a row still to be read would make the write copy everything.
+            flat = mx.depends(flat, list(self.remainder.arrays.values()))
         store.put(flat, {name: row.squeeze(2) for name, row in rows.items()})
 
     def _append(self, store: SlotStore, rows: dict[str, mx.array]) -> None:

@@ -90,6 +90,8 @@ class SlotStore:
         end = run.start + run.heads * run.allocated
         if len(self.runs) > 1:
             field = field[:, run.start : end]
+            if run.heads == 1:
+                return field[:, None]  # a view, where reshape copies
         return field.reshape(field.shape[0], run.heads, run.allocated, *field.shape[2:])
 
     def flat_index(self, run: Run, slots: mx.array) -> mx.array:
