@@ -272,7 +272,13 @@ def _watched(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
         layers[:] = originals
 
 
-def windows_of(tokens: Sequence[int], length: int = WINDOW) -> list[mx.array]:
+def trained_context(model: nn.Module) -> int:
+    """Tokens that the model was trained to see; beyond them its heads behave otherwise."""
+    context = getattr(getattr(model, "args", None), "max_position_embeddings", None)
+    return context if isinstance(context, int) and context > 0 else WINDOW
+
+
+def windows_of(tokens: Sequence[int], length: int) -> list[mx.array]:
     """Cut a text into passes `[1, length]`; a short rest is left out unless it is all there is.
 
     Raises:
@@ -300,7 +306,7 @@ def calibrate(
     Args:
         model: An mlx-lm model.
         tokens: A text; some 3000 tokens suffice.
-        window: Tokens of one pass.
+        window: Tokens of one pass, at most; never more than the model's trained context.
         details: Anything to note in the profile.
         progress: Told after each head.
 
@@ -308,7 +314,7 @@ def calibrate(
         ValueError: The text is too short, or the model's heads cannot be weighed.
     """
     kinds = layer_kinds(model)
-    passes = windows_of(tokens, window)
+    passes = windows_of(tokens, min(window, trained_context(model)))
     done = 0
 
     def step() -> None:
@@ -336,7 +342,7 @@ def calibrate_exactly(
 ) -> Profile:
     """Measure each head by the KL divergence that limiting it alone makes; arguments as above."""
     kinds = layer_kinds(model)
-    passes = windows_of(tokens, window)
+    passes = windows_of(tokens, min(window, trained_context(model)))
     routing.install()
     full = []
     for tokens_in in passes:
