@@ -184,3 +184,11 @@ def test_sharing_out_costs_a_look_per_purchase(monkeypatch):
     budgets = profile.budgets(1024)
     assert sum(map(sum, budgets)) == 1024 * 36 * 8
     assert len(looks) <= 36 * 8 * (1 + len(calibration.GRID))
+
+
+def test_no_pass_is_longer_than_the_trained_context():
+    """Heads behave otherwise there, and a profile of that would do harm."""
+    model = tiny_model("llama")
+    model.args.max_position_embeddings = 64
+    profile = calibration.calibrate(model, [i % 100 for i in range(100)])
+    assert profile.details["tokens"] == 64
