@@ -46,7 +46,7 @@ class Distinct(Policy):
 
     mass_weight: float = 0.5
     age_weight: float = 0.6
-    recent: int | float = 0.25
+    recent: int | float = 0.2
     window: int = 16
 
     uses_evicted_mean = True
