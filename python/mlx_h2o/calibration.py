@@ -22,7 +22,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o import routing
 from mlx_h2o.profile import SMALLEST_BUDGET, Profile, identity_of
-from mlx_h2o.prompt_cache import layer_kinds
+from mlx_h2o.prompt_cache import layer_kinds, replaced
 from mlx_h2o.remainder import SATURATION
 
 # Slots tried per head, as far as the text is long.
@@ -381,12 +381,7 @@ def _measuring_caches(model: nn.Module, watcher: _Watcher) -> list[Any]:
         count += 1
         return _Measuring(count - 1, watcher)
 
-    def replaced(entry: Any) -> Any:
-        if isinstance(entry, mlx_lm_cache.CacheList):
-            return mlx_lm_cache.CacheList(*map(replaced, entry.caches))
-        return make() if type(entry) is mlx_lm_cache.KVCache else entry
-
-    return [replaced(entry) for entry in mlx_lm_cache.make_prompt_cache(model)]
+    return [replaced(entry, make) for entry in mlx_lm_cache.make_prompt_cache(model)]
 
 
 def _profile(

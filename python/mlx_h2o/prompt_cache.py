@@ -93,7 +93,7 @@ def layer_kinds(model: nn.Module) -> list[LayerKind]:
         trials.append(_Trial())
         return trials[-1]
 
-    caches = [_replaced(entry, trial) for entry in caches]
+    caches = [replaced(entry, trial) for entry in caches]
     model(mx.array([[0]]), cache=caches)
     kinds = [trial.kind() for trial in trials]
     return [kind for kind in kinds if kind is not None]
@@ -182,13 +182,13 @@ def make_prompt_cache(
             policy=chosen, remainder=answers, budgets=next(layers), attending=attending
         )
 
-    return [_replaced(entry, bounded) for entry in mlx_lm_cache.make_prompt_cache(model)]
+    return [replaced(entry, bounded) for entry in mlx_lm_cache.make_prompt_cache(model)]
 
 
-def _replaced(entry: Any, make: Any) -> Any:
+def replaced(entry: Any, make: Any) -> Any:
     """A cache list's entry with its plain KV caches, members of a CacheList too, replaced."""
     if isinstance(entry, mlx_lm_cache.CacheList):
-        return mlx_lm_cache.CacheList(*(_replaced(member, make) for member in entry.caches))
+        return mlx_lm_cache.CacheList(*(replaced(member, make) for member in entry.caches))
     return make() if type(entry) is mlx_lm_cache.KVCache else entry
 
 
