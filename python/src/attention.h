@@ -1,0 +1,81 @@
+// Attention with scores over raw memory: work split by slots, partial softmaxes merged in order.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "kernels/kernels.h"
+
+namespace mlx_h2o {
+
+// Where a KV head's slots lie: `length` rows from element `start` of the batch entry on.
+struct HeadSlots {
+  int64_t k_start;
+  int64_t v_start;
+  int64_t column;  // of its first slot in logits and mass
+  int length;
+};
+
+struct Mask {
+  MaskKind kind = MaskKind::none;
+  const void* data = nullptr;
+  Dtype dtype = Dtype::float32;
+  int64_t batch = 0, head = 0, query = 0, slot = 0;  // strides in elements
+};
+
+struct Attention {
+  int B, Hq, Hk, L, D, Dv;
+  float scale;
+
+  const void* q;
+  Dtype q_dtype;
+  int64_t q_batch, q_head, q_query;
+
+  Rows k, v;  // strides from slot to slot
+  int64_t k_batch, v_batch;
+  std::vector<HeadSlots> heads;  // [Hk]
+
+  Mask mask;
+  const float* sinks = nullptr;        // [Hq]
+  const float* seed_logits = nullptr;  // [B, Hq, L]: one more column ...
+  const float* seed_values = nullptr;  // [B, Hk, Dv]: ... and its value
+
+  void* out;  // [B, Hq, L, Dv]
+  Dtype out_dtype;
+  float* lse = nullptr;  // [B, Hq, L]
+
+  // Logits [B, Hq, L, columns], or [B, G, L, columns] where heads have columns of their own.
+  float* logits = nullptr;
+  int64_t logits_batch = 0, logits_head = 0, logits_group = 0, logits_query = 0;
+  // Mass [B, Hk, columns] or [B, columns]; must be zero before.
+  float* mass = nullptr;
+  int64_t mass_batch = 0, mass_head = 0;
+
+  // [B, Hk, D]: points from which every key's squared distance is wanted.
+  const float* centers = nullptr;
+  // Keep every slot's weight (or logit) until `after_head` has seen them.
+  bool keep_weights = false;
+  bool keep_logits = false;
+};
+
+// What `after_head` may look at: the query rows of one KV head, after the softmax was merged.
+struct AttendedHead {
+  int batch, head, rows;
+  const float* weights;  // [rows, stride], e^(s - tile_max)
+  const float* logits;   // [rows, stride]
+  int64_t stride;
+  const float* tile_max;  // [tiles, rows]
+  const float* lse;       // [rows]
+  float* distance;        // [slots]
+};
+
+// Computes all of it on the shared thread pool. How the work is cut depends on shapes alone, and
+// partial results are merged in slot order, so every number of threads gives the same bits.
+//
+// after_head, if given, is called once for each (batch, KV head), on whichever thread finished
+// it; only for calls of at most kMaxRows query rows a KV head.
+void attend(
+    const Attention& a,
+    const std::function<void(const AttendedHead&)>& after_head = nullptr);
+
+}  // namespace mlx_h2o

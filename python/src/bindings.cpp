@@ -1,0 +1,88 @@
+// mlx_h2o._ext: the CPU kernels for Python. backends/cpu.py is what calls it.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <tuple>
+
+#include "mlx/version.h"
+#include "primitives.h"
+#include "thread_pool.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace mlx_h2o;
+
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+
+NB_MODULE(_ext, m) {
+  m.doc() = "CPU kernels of mlx-h2o as MLX primitives.";
+  m.attr("built_for_mlx") =
+      TEXT(MLX_VERSION_MAJOR) "." TEXT(MLX_VERSION_MINOR) "." TEXT(MLX_VERSION_PATCH);
+
+  nb::enum_<Export>(m, "Export")
+      .value("none", Export::none)
+      .value("logits", Export::logits)
+      .value("mass", Export::mass);
+  nb::enum_<Score>(m, "Score")
+      .value("none", Score::none)
+      .value("sum", Score::sum)
+      .value("ema", Score::ema)
+      .value("ema_logits", Score::ema_logits)
+      .value("last", Score::last);
+  nb::enum_<Priority>(m, "Priority")
+      .value("score", Priority::score)
+      .value("age", Priority::age)
+      .value("distance", Priority::distance)
+      .value("direction", Priority::direction);
+
+  m.def(
+      "attention", &attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "causal"_a = false,
+      "mask"_a = nb::none(), "sinks"_a = nb::none(), "seed"_a = nb::none(), "ranges"_a = nb::none(),
+      "wanted"_a = Export::none, "stream"_a = nb::none(),
+      "Attention over [B, Hk, N, D], or [B, S, D] with (start, length) per head in `ranges`.\n\n"
+      "Returns [out, lse] and, if wanted, logits or mass.");
+
+  nb::class_<PolicyForm>(m, "PolicyForm")
+      .def(
+          "__init__",
+          [](PolicyForm* self, Score score, Priority priority, bool per_layer, bool age_normalised,
+             int sink, int evict_every, float decay, float mass_weight, float age_weight) {
+            new (self) PolicyForm{
+                score, priority, per_layer, age_normalised, sink, evict_every, decay, mass_weight,
+                age_weight};
+          },
+          nb::kw_only(), "score"_a, "priority"_a, "per_layer"_a, "age_normalised"_a, "sink"_a,
+          "evict_every"_a, "decay"_a, "mass_weight"_a, "age_weight"_a);
+
+  using HeadTuple = std::tuple<int64_t, int, int, int, int, bool>;
+  nb::class_<DecodingLayer>(m, "DecodingLayer")
+      .def(
+          nb::init<std::vector<mx::array>, PolicyForm, bool, bool, float, mx::StreamOrDevice>(),
+          "fields"_a, "policy"_a, nb::kw_only(), "remembers"_a, "answers"_a, "saturation"_a,
+          "stream"_a = nb::none())
+      .def(
+          "step",
+          [](DecodingLayer& self, const mx::array& q, const mx::array& k, const mx::array& v,
+             float scale, const std::optional<mx::array>& sinks, int offset,
+             const std::vector<HeadTuple>& heads) {
+            std::vector<StepHead> plan;
+            plan.reserve(heads.size());
+            for (const auto& [start, length, victim, recent, evicted, choose] : heads)
+              plan.push_back({start, length, victim, recent, evicted, choose});
+            return self.step(q, k, v, scale, sinks, offset, std::move(plan));
+          },
+          "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "offset"_a, "heads"_a,
+          "One token; heads are (start, length, victim, recent, evicted, choose).")
+      .def("close", &DecodingLayer::close, "The fields as arrays again; no step may follow.")
+      .def_prop_ro("last_step", &DecodingLayer::last_step, "Ready when the last step has run.");
+
+  m.def("isa", [] { return kernels().name; }, "The instruction set in use.");
+  m.def("threads", [] { return mlx_h2o::ThreadPool::shared().size(); });
+  m.def("set_threads", [](int threads) { mlx_h2o::ThreadPool::shared().resize(threads); }, "threads"_a);
+}

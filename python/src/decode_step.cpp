@@ -1,0 +1,285 @@
+#include "decode_step.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "attention.h"
+
+namespace mlx_h2o {
+
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+// remainder.py: keep x finite whatever the queries and keys.
+constexpr float kLargestQuery = 1e15f;
+constexpr float kLargestTerm = 1e30f;
+// distinct.py: fewer evicted keys than this give no mean worth measuring distances from.
+constexpr int kFewestForAMean = 16;
+
+int size_of(Dtype dtype) {
+  return dtype == Dtype::float32 ? 4 : 2;
+}
+
+class DecodeStep {
+ public:
+  DecodeStep(const Layer& layer, const LayerState& state, const Step& step)
+      : layer_(layer), state_(state), step_(step), G_(layer.Hq / layer.Hk) {}
+
+  void run() {
+    bool evicted = false, choose = false;
+    for (const StepHead& head : step_.heads) {
+      evicted |= head.evicted > 0;
+      choose |= head.choose;
+    }
+    for (int b = 0; b < layer_.B; ++b)
+      for (int h = 0; h < layer_.Hk; ++h) write(b, h);
+
+    const PolicyForm& policy = layer_.policy;
+    Attention a{};
+    a.B = layer_.B, a.Hq = layer_.Hq, a.Hk = layer_.Hk, a.L = 1, a.D = layer_.D, a.Dv = layer_.Dv;
+    a.scale = layer_.scale;
+    a.q = step_.q, a.q_dtype = step_.q_dtype, a.q_batch = step_.q_batch, a.q_head = step_.q_head;
+    a.k = {state_.keys, layer_.D, layer_.kv_dtype};
+    a.v = {state_.values, layer_.Dv, layer_.kv_dtype};
+    a.k_batch = layer_.S * layer_.D;
+    a.v_batch = layer_.S * layer_.Dv;
+    for (const StepHead& head : step_.heads)
+      a.heads.push_back({head.start * layer_.D, head.start * layer_.Dv, head.start, head.length});
+    a.sinks = step_.sinks;
+    a.out = step_.out;
+    a.out_dtype = layer_.out_dtype;
+    if (layer_.answers && evicted) {
+      fill_columns();
+      a.seed_logits = columns_.data();
+      a.seed_values = state_.mean_value;
+    }
+    if (choose && policy.priority == Priority::distance) {
+      fill_centers();
+      a.centers = centers_.data();
+    }
+    a.keep_logits = policy.score == Score::ema_logits;
+    a.keep_weights = policy.score != Score::none && !a.keep_logits;
+    if (policy.score == Score::none && !choose) return attend(a);
+    if (choose && policy.per_layer)
+      layer_priorities_.resize(int64_t(layer_.B) * layer_.Hk * step_.heads[0].length);
+    attend(a, [this](const AttendedHead& head) { after(head); });
+    if (choose && policy.per_layer) choose_for_layer();
+  }
+
+ private:
+  int64_t of_head(int b, int h) const {
+    return int64_t(b) * layer_.Hk + h;
+  }
+  int64_t slot(int b, int h, int n = 0) const {
+    return b * layer_.S + step_.heads[h].start + n;
+  }
+  char* key(int64_t slot) const {
+    return static_cast<char*>(state_.keys) + slot * layer_.D * size_of(layer_.kv_dtype);
+  }
+  char* value(int64_t slot) const {
+    return static_cast<char*>(state_.values) + slot * layer_.Dv * size_of(layer_.kv_dtype);
+  }
+
+  // The new row takes the victim's slot, or the next unused one.
+  void write(int b, int h) {
+    const StepHead& head = step_.heads[h];
+    int n = head.length - 1;
+    if (head.victim >= 0) {
+      // Clamped, so that no state, however damaged, makes a step write elsewhere.
+      const int E = layer_.policy.evict_every;
+      n = std::clamp(state_.victims[of_head(b, h) * E + head.victim], 0, head.length - 1);
+      if (layer_.remembers) fold(b, h, slot(b, h, n));
+    }
+    const int64_t where = slot(b, h, n);
+    const int size = size_of(layer_.kv_dtype);
+    std::memcpy(
+        key(where), static_cast<const char*>(step_.k) + (b * step_.k_batch + h * step_.k_head) * size,
+        layer_.D * size);
+    std::memcpy(
+        value(where), static_cast<const char*>(step_.v) + (b * step_.v_batch + h * step_.v_head) * size,
+        layer_.Dv * size);
+    state_.positions[where] = step_.offset - 1;
+    if (state_.scores) state_.scores[where] = 0;
+  }
+
+  // Remainder.fold of one row.
+  void fold(int b, int h, int64_t where) {
+    const int64_t i = of_head(b, h);
+    const float part = 1 / ++state_.count[i];
+    row_.resize(std::max(layer_.D, layer_.Dv));
+    kernels().widen(row_.data(), key(where), layer_.kv_dtype, 1, layer_.D);
+    float* mean = state_.mean_key + i * layer_.D;
+    float* var = state_.var_key + i * layer_.D;
+    for (int d = 0; d < layer_.D; ++d) {
+      const float step = row_[d] - mean[d];
+      mean[d] += part * step;
+      var[d] += -part * var[d] + part * (1 - part) * (step * step);
+    }
+    kernels().widen(row_.data(), value(where), layer_.kv_dtype, 1, layer_.Dv);
+    kernels().blend(state_.mean_value + i * layer_.Dv, row_.data(), 1 - part, part, layer_.Dv);
+  }
+
+  // Remainder.column
+  void fill_columns() {
+    columns_.resize(int64_t(layer_.B) * layer_.Hq);
+    row_.resize(std::max(layer_.D, layer_.Dv));
+    for (int b = 0; b < layer_.B; ++b)
+      for (int hq = 0; hq < layer_.Hq; ++hq) {
+        const int64_t i = of_head(b, hq / G_);
+        float& r = columns_[int64_t(b) * layer_.Hq + hq];
+        if (state_.count[i] == 0) {
+          r = -kInf;
+          continue;
+        }
+        const char* q = static_cast<const char*>(step_.q) +
+            (b * step_.q_batch + hq * step_.q_head) * size_of(step_.q_dtype);
+        kernels().widen(row_.data(), q, step_.q_dtype, layer_.scale, layer_.D);
+        const float mean = kernels().dot(row_.data(), state_.mean_key + i * layer_.D, layer_.D);
+        for (int d = 0; d < layer_.D; ++d) {
+          const float size = std::clamp(row_[d], -kLargestQuery, kLargestQuery);
+          row_[d] = size * size;
+        }
+        const float x = std::min(
+            0.5f * kernels().dot(row_.data(), state_.var_key + i * layer_.D, layer_.D), kLargestTerm);
+        r = std::log(state_.count[i]) + mean + x / std::sqrt(1 + x / layer_.saturation);
+      }
+  }
+
+  // The mean evicted key, or that of the kept ones while too few were evicted.
+  void fill_centers() {
+    centers_.resize(int64_t(layer_.B) * layer_.Hk * layer_.D);
+    for (int b = 0; b < layer_.B; ++b)
+      for (int h = 0; h < layer_.Hk; ++h) {
+        float* center = centers_.data() + of_head(b, h) * layer_.D;
+        const StepHead& head = step_.heads[h];
+        if (head.evicted >= kFewestForAMean) {
+          std::copy_n(state_.mean_key + of_head(b, h) * layer_.D, layer_.D, center);
+          continue;
+        }
+        kernels().sum_keys(keys_of(b, h), head.length, layer_.D, false, center);
+        for (int d = 0; d < layer_.D; ++d) center[d] /= head.length;
+      }
+  }
+
+  Rows keys_of(int b, int h) const {
+    return {key(slot(b, h)), layer_.D, layer_.kv_dtype};
+  }
+
+  // Scores, priorities and victims of one head, on the thread that attended to its last slots.
+  void after(const AttendedHead& attended) {
+    const int b = attended.batch, h = attended.head;
+    const StepHead& head = step_.heads[h];
+    thread_local std::vector<float> priorities, directions;
+    UpdateHead update{};
+    update.slots = head.length;
+    update.rows = attended.rows;
+    update.weights = attended.weights;
+    update.weights_stride = attended.stride;
+    update.tile_max = attended.tile_max;
+    update.lse = attended.lse;
+    update.logits = attended.logits;
+    update.positions = state_.positions + slot(b, h);
+    update.scores = state_.scores ? state_.scores + slot(b, h) : nullptr;
+    update.offset = step_.offset;
+    update.recent = head.recent;
+    if (head.choose) {
+      if (layer_.policy.per_layer) {
+        update.priority = layer_priorities_.data() + of_head(b, h) * head.length;
+      } else {
+        priorities.resize(head.length);
+        update.priority = priorities.data();
+      }
+      if (layer_.policy.priority == Priority::distance) {
+        const float* center = centers_.data() + of_head(b, h) * layer_.D;
+        // A key at the mean itself must not stretch the scale for all others (distinct.py).
+        const float least = 1e-6f * kernels().dot(center, center, layer_.D) + 1e-12f;
+        for (int n = 0; n < head.length; ++n)
+          attended.distance[n] = std::max(attended.distance[n], least);
+        update.distance = attended.distance;
+      } else if (layer_.policy.priority == Priority::direction) {
+        directions.resize(head.length);
+        fill_directions(b, h, directions.data());
+        update.distance = directions.data();
+      }
+    }
+    kernels().update(update, layer_.policy);
+    if (head.choose && !layer_.policy.per_layer) select(b, h, update.priority);
+  }
+
+  // KeyDiff.priority
+  void fill_directions(int b, int h, float* out) const {
+    const int D = layer_.D, length = step_.heads[h].length;
+    thread_local std::vector<float> anchor, row;
+    anchor.resize(D);
+    row.resize(D);
+    kernels().sum_keys(keys_of(b, h), length, D, true, anchor.data());
+    for (float& x : anchor) x /= length;
+    const float size = 1 / std::sqrt(kernels().dot(anchor.data(), anchor.data(), D) + 1e-12f);
+    for (int n = 0; n < length; ++n) {
+      kernels().widen(row.data(), key(slot(b, h, n)), layer_.kv_dtype, 1, D);
+      const float norm = 1 / std::sqrt(kernels().dot(row.data(), row.data(), D) + 1e-12f);
+      out[n] = 1 - kernels().dot(row.data(), anchor.data(), D) * size * norm;
+    }
+  }
+
+  // selection.select_victims: lowest priority first, ties to the oldest, NaNs before everything.
+  void select(int b, int h, float* priority) {
+    const StepHead& head = step_.heads[h];
+    const int32_t* positions = state_.positions + slot(b, h);
+    for (int n = 0; n < head.length; ++n) {
+      const bool may_go =
+          positions[n] >= layer_.policy.sink && positions[n] < step_.offset - head.recent;
+      if (!may_go)
+        priority[n] = kInf;
+      else if (std::isnan(priority[n]))
+        priority[n] = -kInf;
+      else
+        priority[n] = std::min(priority[n], std::numeric_limits<float>::max());
+    }
+    const int E = layer_.policy.evict_every;
+    int32_t* victims = state_.victims + of_head(b, h) * E;
+    for (int e = 0; e < E; ++e) {
+      int worst = 0;
+      for (int n = 1; n < head.length; ++n) {
+        const bool lower = priority[n] < priority[worst];
+        const bool older = priority[n] == priority[worst] && positions[n] < positions[worst];
+        if (lower || older) worst = n;
+      }
+      victims[e] = worst;
+      priority[worst] = kInf;
+    }
+  }
+
+  // unit="layer": the heads' mean priority decides for all.
+  void choose_for_layer() {
+    const int length = step_.heads[0].length;
+    std::vector<float> mean(length), copy;
+    for (int b = 0; b < layer_.B; ++b) {
+      std::fill(mean.begin(), mean.end(), 0.0f);
+      for (int h = 0; h < layer_.Hk; ++h)
+        kernels().blend(
+            mean.data(), layer_priorities_.data() + of_head(b, h) * length, 1, 1.0f / layer_.Hk, length);
+      for (int h = 0; h < layer_.Hk; ++h) {
+        copy = mean;
+        select(b, h, copy.data());
+      }
+    }
+  }
+
+  const Layer& layer_;
+  const LayerState& state_;
+  const Step& step_;
+  const int G_;
+  std::vector<float> row_, columns_, centers_, layer_priorities_;
+};
+
+}  // namespace
+
+void decode_step(const Layer& layer, const LayerState& state, const Step& step) {
+  DecodeStep(layer, state, step).run();
+}
+
+}  // namespace mlx_h2o

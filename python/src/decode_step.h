@@ -1,0 +1,61 @@
+// One token of one layer: fold, write, attend, accumulate, choose victims; in place.
+#pragma once
+
+#include <vector>
+
+#include "kernels/kernels.h"
+
+namespace mlx_h2o {
+
+// What is the same at every step of a layer.
+struct Layer {
+  int B, Hq, Hk, D, Dv;
+  int64_t S;  // slots of all heads
+  Dtype kv_dtype, out_dtype;
+  float scale;
+  bool remembers;  // statistics of the evicted are kept
+  bool answers;    // and go on answering
+  float saturation;
+  PolicyForm policy;
+};
+
+// The layer's memory (store.py and remainder.py name the fields).
+struct LayerState {
+  void* keys;          // [B, S, D]
+  void* values;        // [B, S, Dv]
+  int32_t* positions;  // [B, S]
+  float* scores;       // [B, S], or nullptr where the policy accumulates nothing
+  float* count;        // [B, Hk]
+  float* mean_key;     // [B, Hk, D]
+  float* var_key;      // [B, Hk, D]
+  float* mean_value;   // [B, Hk, Dv]
+  int32_t* victims;    // [B, Hk, evict_every]
+};
+
+// What changes from step to step, for each KV head.
+struct StepHead {
+  int64_t start;  // its first slot in the flat buffers
+  int length;     // slots in use, the new one included
+  int victim;     // which of its victims makes room, or -1 for the next unused slot
+  int recent;     // last positions that are protected
+  int evicted;    // tokens lost, this step's victim included
+  bool choose;    // name the next victims
+};
+
+struct Step {
+  std::vector<StepHead> heads;  // [Hk]
+  int offset;                   // the next logical position; the new token's is one less
+  const void* q;                // [B, Hq, 1, D], by strides
+  int64_t q_batch, q_head;
+  Dtype q_dtype;
+  const void* k;  // [B, Hk, 1, D], by strides, in kv_dtype
+  int64_t k_batch, k_head;
+  const void* v;  // [B, Hk, 1, Dv], by strides, in kv_dtype
+  int64_t v_batch, v_head;
+  const float* sinks;  // [Hq] or nullptr
+  void* out;           // [B, Hq, 1, Dv]
+};
+
+void decode_step(const Layer& layer, const LayerState& state, const Step& step);
+
+}  // namespace mlx_h2o

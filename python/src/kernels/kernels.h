@@ -1,0 +1,127 @@
+// The inner loops, compiled once per instruction set and chosen at run time.
+//
+// They know nothing of MLX: plain pointers in, plain pointers out, no allocation, no threads.
+#pragma once
+
+#include <stdint.h>
+
+namespace mlx_h2o {
+
+enum class Dtype { float32, float16, bfloat16 };
+
+enum class MaskKind { none, causal, boolean, additive };
+
+// Rows of a matrix; row i begins i * stride elements after `data`.
+struct Rows {
+  const void* data;
+  int64_t stride;
+  Dtype dtype;
+};
+
+// What one query row may see of a block's slots.
+struct RowMask {
+  int visible;       // causal: the first so many
+  const void* data;  // boolean or additive: the first slot's entry
+};
+
+// Keys that are worked on while they lie in the nearest cache: 32 rows of 128 floats are 16 KB.
+constexpr int kTile = 32;
+
+// Query rows per call at most; they and their outputs stay in the second-level cache.
+constexpr int kMaxRows = 32;
+
+// Attention of `rows` query rows over `slots` slots of one KV head.
+//
+// Leaves a partial softmax: with m the largest logit (minus infinity where nothing is visible),
+// l = sum e^(s - m) and acc = sum e^(s - m) v.
+struct AttentionBlock {
+  int rows, slots, D, Dv;
+  const float* q;  // [rows, q_stride], scaled, zeros from D to q_stride
+  int64_t q_stride;
+  Rows k, v;
+
+  MaskKind mask = MaskKind::none;
+  const RowMask* row_masks = nullptr;  // [rows]
+  int64_t mask_stride = 0;             // elements between slots
+  Dtype mask_dtype = Dtype::float32;
+
+  float* logits = nullptr;  // [rows, logits_stride], where the caller wants them
+  int64_t logits_stride = 0;
+  float* weights = nullptr;  // [rows, weights_stride], e^(s - tile_max), where the caller wants them
+  int64_t weights_stride = 0;
+  float* tile_max = nullptr;  // [tiles, rows], with weights
+
+  const float* center = nullptr;  // [D]: a point in key space ...
+  float* distance = nullptr;      // ... and the squared distance of each key from it, [slots]
+
+  float* m;    // [rows]
+  float* l;    // [rows]
+  float* acc;  // [rows, acc_stride]
+  int64_t acc_stride;
+  float* scratch;  // scratch_floats(D, Dv)
+};
+
+// Widths are padded to this many floats in scratch memory, whatever the instruction set.
+constexpr int kPad = 16;
+constexpr int padded(int width) {
+  return (width + kPad - 1) / kPad * kPad;
+}
+constexpr int64_t scratch_floats(int D, int Dv) {
+  return 2 * kMaxRows * kTile + int64_t(kTile) * (padded(D) + padded(Dv)) + 2 * kPad;
+}
+
+// What a policy accumulates per slot.
+enum class Score { none, sum, ema, ema_logits, last };
+// What it ranks slots by.
+enum class Priority { score, age, distance, direction };
+
+// A policy in the kernels' terms (Policy.kernel_form in Python).
+struct PolicyForm {
+  Score score = Score::none;
+  Priority priority = Priority::age;
+  bool per_layer = false;
+  bool age_normalised = false;
+  int sink = 0;
+  int evict_every = 1;
+  float decay = 0;
+  float mass_weight = 0;
+  float age_weight = 0;
+};
+
+// One KV head after attention: scores are brought up to date and, if `priority` is wanted, slots
+// are ranked.
+struct UpdateHead {
+  int slots, rows;
+  const float* weights;  // [rows, weights_stride] with tile_max, for every Score but ema_logits
+  int64_t weights_stride;
+  const float* tile_max;  // [tiles, rows]
+  const float* lse;       // [rows]
+  const float* logits;    // [rows, weights_stride], for ema_logits
+  const float* distance;  // [slots], Priority::distance or direction
+  const int32_t* positions;
+  float* scores;    // [slots] in place
+  float* priority;  // [slots] out, or nullptr
+  int offset;       // the next logical position
+  int recent;       // last positions that are protected
+};
+
+struct Kernels {
+  const char* name;
+  void (*attend)(const AttentionBlock&);
+  // mass[n] += factor * sum over rows of e^(s - lse)
+  void (*add_mass)(const UpdateHead&, float factor, float* mass);
+  void (*update)(const UpdateHead&, const PolicyForm&);
+  // y = a y + b x
+  void (*blend)(float* y, const float* x, float a, float b, int n);
+  float (*dot)(const float* x, const float* y, int n);
+  // One row of any dtype to floats, times a factor.
+  void (*widen)(float* out, const void* row, Dtype dtype, float factor, int n);
+  void (*narrow)(void* out, Dtype dtype, const float* row, float factor, int n);
+  // Sums over slots of each key (times 1 / ||k|| where `unit`), into sum [D].
+  void (*sum_keys)(const Rows& k, int slots, int D, bool unit, float* sum);
+};
+
+// The best that this machine runs, or the one named by MLX_H2O_ISA in the environment.
+const Kernels& kernels();
+
+}  // namespace mlx_h2o
