@@ -37,7 +37,7 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 # Editable, so that a changed source needs no new installation.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml python/CMakeLists.txt $(wildcard python/src/*.* python/src/kernels/*.*)
 	@$(PYTHON) -c 'import sys; sys.exit("mlx-h2o needs Python 3.11 or later: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip

@@ -54,13 +54,13 @@ def witness_of(cache: H2OKVCache) -> Witness:
     """What the cache holds and will overwrite, by position."""
     positions = per_head(cache, "positions")
     victims: list[list[list[int]]] = [[] for _ in positions]
-    arrays, used = cache.arrays(), cache.config()["victims_used"]
-    for i, run in enumerate(cache.store.runs):
-        slots = arrays.get(f"victims.{i}")
+    slots = cache.arrays().get("victims")
+    for run in cache.store.runs:
         for b, heads in enumerate(positions):
-            for j in range(run.heads):
-                left = [] if slots is None else np.array(slots)[b, j, used[i] :]
-                victims[b].append([int(heads[run.first + j][slot]) for slot in left])
+            for head in range(run.first, run.last):
+                named = [] if slots is None else np.array(slots)[b, head]
+                left = named[len(named) - run.victims :]
+                victims[b].append([int(heads[head][slot]) for slot in left])
     for heads in positions:
         assert all(len(set(head.tolist())) == len(head) for head in heads), "a position twice"
     return Witness([[set(head.tolist()) for head in heads] for heads in positions], victims)

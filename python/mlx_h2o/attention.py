@@ -1,19 +1,42 @@
 """Attention that hands out its scores: the public ops.
 
-They check their arguments and then ask a backend; `backends/reference.py` is the definition that
-every other backend is held against.
+They check their arguments and then ask the backend of the device that computes;
+`backends/reference.py` is the definition that every other backend is held against.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import mlx.core as mx
 
 from mlx_h2o.backends import reference
-
-#: What `mask` may be: nothing, "causal" (aligned at the end), booleans, or numbers to add.
-Mask = mx.array | str | None
+from mlx_h2o.backends.choice import backend
+from mlx_h2o.backends.reference import Ranges, Seed
+from mlx_h2o.masks import Mask
 
 FLOAT_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+
+
+def scaled_dot_product_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: Mask = None,
+    sinks: mx.array | None = None,
+    seed: Seed | None = None,
+    ranges: Ranges | None = None,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """Softmax attention `[B, Hq, L, Dv]`; arguments as in the form with scores."""
+    check_attention(q, k, v, mask, sinks, seed, ranges)
+    with on(stream):
+        out: mx.array = backend().attention(
+            q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
+        )
+    return out
 
 
 def scaled_dot_product_attention_with_scores(
@@ -24,32 +47,69 @@ def scaled_dot_product_attention_with_scores(
     scale: float,
     mask: Mask = None,
     sinks: mx.array | None = None,
+    seed: Seed | None = None,
+    ranges: Ranges | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Softmax attention, its logits and their log-sum-exp.
 
     Args:
         q: Queries `[B, Hq, L, D]`.
-        k: Keys `[B, Hk, N, D]`; Hq is a multiple of Hk (GQA).
-        v: Values `[B, Hk, N, Dv]`; Dv may differ from D.
+        k: Keys `[B, Hk, N, D]`; Hq is a multiple of Hk (GQA). Flat with `ranges`: `[B, S, D]`.
+        v: Values `[B, Hk, N, Dv]`; Dv may differ from D. Flat with `ranges`: `[B, S, Dv]`.
         scale: Factor on q.k, usually `D ** -0.5`.
         mask: None, `"causal"` (the last query sees all N keys), a boolean array (True is visible)
-            or an additive array, broadcastable to `[B, Hq, L, N]`.
+            or an additive array, broadcastable to `[B, Hq, L, N]`. No array with `ranges`.
         sinks: One logit per query head `[Hq]` of an extra softmax column without a value
             (gpt-oss).
+        seed: One more column, with a value: logits `[B, Hq, L]` and values `[B, Hk, Dv]`, float32
+            (the remainder's).
+        ranges: (first slot, number of slots) of each KV head, so that heads may differ in N.
         stream: Where to compute.
 
     Returns:
         out `[B, Hq, L, Dv]` in q's dtype; scores `[B, Hq, L, N]` float32, pre-softmax, minus
-        infinity where masked; lse `[B, Hq, L]` float32, minus infinity in rows that see nothing
+        infinity where masked (with `ranges` `[B, Hq / Hk, L, S]`, minus infinity where a slot is no
+        head's); lse `[B, Hq, L]` float32 over all columns, minus infinity in rows that see nothing
         (whose out is zero).
 
     Raises:
         ValueError: Shapes, dtypes or the mask do not fit together.
     """
-    check_attention(q, k, v, mask, sinks)
-    with mx.stream(stream) if stream is not None else mx.stream(mx.default_device()):
-        return reference.attention_with_scores(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    check_attention(q, k, v, mask, sinks, seed, ranges)
+    with on(stream):
+        out, scores, lse = backend().attention_with_scores(
+            q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
+        )
+    return out, scores, lse
+
+
+def scaled_dot_product_attention_with_mass(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: Mask = None,
+    sinks: mx.array | None = None,
+    seed: Seed | None = None,
+    ranges: Ranges | None = None,
+    stream: mx.Stream | mx.Device | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Softmax attention and the mass that each key received, without `[L, N]` scores.
+
+    Arguments as in the form with scores.
+
+    Returns:
+        out `[B, Hq, L, Dv]` in q's dtype; mass `[B, Hk, N]` float32 (see `attention_mass`; with
+        `ranges` `[B, S]`, zero where a slot is no head's); lse `[B, Hq, L]`.
+    """
+    check_attention(q, k, v, mask, sinks, seed, ranges)
+    with on(stream):
+        out, mass, lse = backend().attention_with_mass(
+            q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
+        )
+    return out, mass, lse
 
 
 def attention_mass(scores: mx.array, lse: mx.array, n_kv_heads: int) -> mx.array:
@@ -79,23 +139,47 @@ def attention_mass(scores: mx.array, lse: mx.array, n_kv_heads: int) -> mx.array
     return reference.attention_mass(scores, lse, n_kv_heads)
 
 
+def on(stream: mx.Stream | mx.Device | None) -> AbstractContextManager[object]:
+    """A context in which new arrays are computed on a stream; None leaves the current one."""
+    return nullcontext() if stream is None else mx.stream(stream)
+
+
 def check_attention(
-    q: mx.array, k: mx.array, v: mx.array, mask: Mask, sinks: mx.array | None
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    mask: Mask,
+    sinks: mx.array | None,
+    seed: Seed | None = None,
+    ranges: Ranges | None = None,
 ) -> None:
     """Raise ValueError unless the operands of an attention fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} must be [batch, heads, tokens, width]; got {x.shape}.")
+        rank, axes = 4, "[batch, heads, tokens, width]"
+        if ranges is not None and name != "q":
+            rank, axes = 3, "[batch, slots, width] with ranges"
+        if x.ndim != rank:
+            raise ValueError(f"{name} must be {axes}; got {x.shape}.")
         if x.dtype not in FLOAT_DTYPES:
             raise ValueError(f"{name} must be float32, float16 or bfloat16; got {x.dtype}.")
-    if k.shape[:3] != v.shape[:3]:
+    if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"k {k.shape} and v {v.shape} must agree in batch, heads and tokens.")
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[-1]:
         raise ValueError(f"q {q.shape} and k {k.shape} must agree in batch and width.")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} KV heads.")
+    B, Hq, L, _ = q.shape
+    Hk = k.shape[1] if ranges is None else len(ranges)
+    if Hk == 0 or Hq % Hk:
+        raise ValueError(f"{Hq} query heads are no multiple of {Hk} KV heads.")
+    if ranges is not None:
+        for start, length in ranges:
+            if start < 0 or length < 0 or start + length > k.shape[1]:
+                raise ValueError(
+                    f"The range of {length} slots from {start} leaves the {k.shape[1]} there are."
+                )
     if isinstance(mask, mx.array):
-        whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        if ranges is not None:
+            raise ValueError("Heads with ranges of their own take no array mask.")
+        whole = (B, Hq, L, k.shape[2])
         if mask.dtype not in (mx.bool_, *FLOAT_DTYPES):
             raise ValueError(f"An array mask must be boolean or floating; got {mask.dtype}.")
         if mask.ndim > 4 or any(
@@ -104,10 +188,16 @@ def check_attention(
             raise ValueError(f"The mask {mask.shape} does not broadcast to {whole}.")
     elif mask is not None and mask != "causal":
         raise ValueError(f'mask must be None, "causal" or an array; got {mask!r}.')
-    if isinstance(mask, str) and q.shape[2] > k.shape[2]:
+    fewest = k.shape[-2] if ranges is None else min(length for _, length in ranges)
+    if isinstance(mask, str) and fewest < L:
         raise ValueError(
-            f"A causal mask needs at least as many keys as queries; got {k.shape[2]} keys for "
-            f"{q.shape[2]} queries."
+            f"A causal mask needs at least as many keys as queries; got {fewest} keys for "
+            f"{L} queries."
         )
-    if sinks is not None and sinks.shape != (q.shape[1],):
-        raise ValueError(f"sinks must be [{q.shape[1]}], one per query head; got {sinks.shape}.")
+    if sinks is not None and sinks.shape != (Hq,):
+        raise ValueError(f"sinks must be [{Hq}], one per query head; got {sinks.shape}.")
+    if seed is not None and (seed[0].shape, seed[1].shape) != ((B, Hq, L), (B, Hk, v.shape[-1])):
+        raise ValueError(
+            f"A seed is logits [{B}, {Hq}, {L}] and values [{B}, {Hk}, {v.shape[-1]}]; got "
+            f"{seed[0].shape} and {seed[1].shape}."
+        )

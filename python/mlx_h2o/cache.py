@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_h2o import selection
-from mlx_h2o.attention import FLOAT_DTYPES, Mask, scaled_dot_product_attention_with_scores
+from mlx_h2o.attention import (
+    FLOAT_DTYPES,
+    scaled_dot_product_attention,
+    scaled_dot_product_attention_with_mass,
+    scaled_dot_product_attention_with_scores,
+)
+from mlx_h2o.backends.reference import QUERY_BLOCK, Seed
 from mlx_h2o.budget import RowWidths, slots_for_bytes
-from mlx_h2o.masks import block_of, fast_mask
-from mlx_h2o.policies import Observation, Policy, Slots, make_policy
+from mlx_h2o.decoding import MOST_QUERY_HEADS, Decoding, HeadStep, can_decode
+from mlx_h2o.masks import Mask, block_of
+from mlx_h2o.policies import Observation, ObservedMass, Policy, Slots, make_policy
 from mlx_h2o.remainder import Remainder, plain_rows_for
 from mlx_h2o.store import Run, SlotStore
-
-# Queries of a prompt chunk scored at a time when all of them count: bounds the [L, N] logits.
-QUERY_BLOCK = 256
-
-
-@dataclass
-class Victims:
-    """Slots of a run to overwrite next, `[B, heads, evict_every]`, and how many already were."""
-
-    slots: mx.array
-    used: int = 0
-
-    @property
-    def left(self) -> int:
-        return self.slots.shape[-1] - self.used
 
 
 class H2OKVCache:
@@ -85,12 +78,33 @@ class H2OKVCache:
         # Budgets are known now unless they depend on the model's widths.
         self._check_budgets(self.budgets or ([max_size] if max_size is not None else []))
         self.offset = 0
-        self.store: SlotStore | None = None
-        self.remainder: Remainder | None = None
-        self._victims: list[Victims | None] = []
+        self._store: SlotStore | None = None
+        self._remainder: Remainder | None = None
+        # Slots to overwrite next, [B, H, evict_every]; each run knows how many it has used.
+        self._victims: mx.array | None = None
+        # Where store, remainder and victims are while the kernel decodes.
+        self._decoding: Decoding | None = None
+        # Whether the model attends to the cached keys themselves (None: not known yet).
+        self._own: bool | None = None
+        self._row_types: dict[
+            str, tuple[int, int, int, mx.Dtype]
+        ] = {}  # batch, heads, width, dtype
+        self._row: tuple[mx.array, mx.array] | None = None  # of a fused step, not taken in yet
         self._pending: dict[str, mx.array] | None = None  # rows of a chunk that goes over budget
         # What was given out and is not attended to yet.
         self._handed: tuple[mx.array, mx.array] | None = None
+
+    @property
+    def store(self) -> SlotStore | None:
+        """Where the rows lie, once the first have come."""
+        self._take_back()
+        return self._store
+
+    @property
+    def remainder(self) -> Remainder | None:
+        """What stays of the evicted."""
+        self._take_back()
+        return self._remainder
 
     # -- mlx-lm's cache protocol ------------------------------------------------------------------
 
@@ -102,8 +116,9 @@ class H2OKVCache:
             values: `[B, Hk, L, Dv]`.
 
         Returns:
-            Keys `[B, Hk, N, D]` and values `[B, Hk, N, Dv]`, old and new; only the new ones when
-            heads have different budgets (then only `attend` can attend).
+            Keys `[B, Hk, N, D]` and values `[B, Hk, N, Dv]`, old and new; only the new ones where
+            nobody but `attend` can do anything with them (heads with different budgets, fused
+            decode steps).
         """
         if self._handed is not None:
             raise RuntimeError(
@@ -111,9 +126,14 @@ class H2OKVCache:
                 "model that attends by itself, choose a policy that looks at keys only and pass "
                 "attending=False."
             )
-        store = self._start(keys, values)
-        rows = self._rows(keys, values)
         L = keys.shape[2]
+        if L == 1 and self._own and self.attending and can_decode(self.policy):
+            self._check_rows(keys, values)
+            self._row = self._handed = (keys, values)
+            self.offset += 1
+            return self._handed
+        store = self._start(keys, values)
+        rows = self._rows(keys, values, self.offset)
         if L == 1:
             self._write_one(store, rows)
         elif all(run.length + L <= run.budget for run in store.runs):
@@ -154,11 +174,22 @@ class H2OKVCache:
         Returns:
             `[B, Hq, L, Dv]`.
         """
-        store = self.store
-        if store is None:
+        if self._store is None:
             raise RuntimeError("attend() before update_and_fetch(): there is nothing to attend to.")
         own = self._handed is not None and keys is self._handed[0] and values is self._handed[1]
         self._handed = None
+        if self._row is not None:
+            (new_keys, new_values), self._row = self._row, None
+            if own and mask is None and q.shape[1] <= MOST_QUERY_HEADS * new_keys.shape[1]:
+                return self._decode(q, new_keys, new_values, scale, sinks)
+            if not own:
+                raise RuntimeError(
+                    "This model attended to the cached keys before and now attends to keys made of "
+                    "them, which a bounded cache cannot follow."
+                )
+            self._write_one(self._taken_back(), self._rows(new_keys, new_values, self.offset - 1))
+        store = self._taken_back()
+        self._own = own
         if not own and (len(store.runs) > 1 or (self.answers and self._evicted(store.runs[0]))):
             raise RuntimeError(
                 "This model attends to keys derived from the cached ones: it needs "
@@ -205,7 +236,7 @@ class H2OKVCache:
                 "serve: leave that layer's own cache in place."
             )
         kept = self.size()
-        if self.store is not None and self.store.reserved and self._evicted_after(N):
+        if self._store is not None and self._store.reserved and self._evicted_after(N):
             return self._plain_rows_mask(N, kept)
         if N == 1:
             return None
@@ -215,27 +246,29 @@ class H2OKVCache:
 
     def size(self) -> int:
         """Tokens physically held by the head that holds most."""
-        return max((run.length for run in self.store.runs), default=0) if self.store else 0
+        return max((run.length for run in self._store.runs), default=0) if self._store else 0
 
     def empty(self) -> bool:
-        return self.store is None
+        return self._store is None
 
     @property
     def nbytes(self) -> int:
         """Bytes of everything held: rows, positions, scores, remainder, victims."""
+        if self._decoding is not None:
+            return self._decoding.nbytes
         return sum(array.nbytes for array in self.arrays().values())
 
     @property
     def evicted(self) -> int:
         """Tokens dropped so far, mean over KV heads (rounded down)."""
-        if self.store is None:
+        if self._store is None:
             return 0
-        lost = sum(run.heads * self._evicted(run) for run in self.store.runs)
-        return lost // self.store.heads
+        lost = sum(run.heads * self._evicted(run) for run in self._store.runs)
+        return lost // self._store.heads
 
     def is_trimmable(self) -> bool:
         """Whether the newest tokens can be taken back: until the first eviction."""
-        return self.store is None or all(not self._evicted(run) for run in self.store.runs)
+        return self._store is None or all(not self._evicted(run) for run in self._store.runs)
 
     def trim(self, n: int) -> int:
         """Take back the newest n tokens; their attention stays in the scores of older ones.
@@ -243,15 +276,15 @@ class H2OKVCache:
         Returns:
             How many were taken back: 0 once anything was evicted.
         """
-        if self.store is None or not self.is_trimmable():
+        if self._store is None or not self.is_trimmable():
             return 0
         n = min(n, self.offset)
         if n <= 0:
             return 0
         self.offset -= n
-        for run in self.store.runs:
+        for run in self._store.runs:
             run.length -= n
-        self._victims = [None] * len(self.store.runs)
+        self._forget_victims()
         return n
 
     def resize(self, max_size: int | Sequence[int]) -> None:
@@ -273,11 +306,11 @@ class H2OKVCache:
                 self.max_size, self.budgets = max_size, None
             return
         store.regroup(budgets)
-        self._victims = [None] * len(store.runs)
+        self._forget_victims()
         self._settle(store, [store.views(run) for run in store.runs])
         # Heads that have become alike form one run again.
         store.regroup(budgets)
-        self._victims = [None] * len(store.runs)
+        self._forget_victims()
         self._choose_victims(store)
 
     def _check_budgets(self, budgets: Sequence[int]) -> None:
@@ -298,14 +331,13 @@ class H2OKVCache:
             arrays = {f"slots.{name}": field for name, field in self.store.fields.items()}
             if self._remembers:
                 arrays |= {f"remainder.{k}": array for k, array in self.remainder.arrays.items()}
-            for i, victims in enumerate(self._victims):
-                if victims is not None:
-                    arrays[f"victims.{i}"] = victims.slots
+            if self._victims is not None:
+                arrays["victims"] = self._victims
         return arrays
 
     def config(self) -> dict[str, Any]:
         """Everything else that a copy needs, as JSON types."""
-        store = self.store
+        store = self._store
         return {
             "policy": {"name": self.policy.name, **asdict(self.policy)},
             "remainder": self.answers,
@@ -314,9 +346,9 @@ class H2OKVCache:
             "max_bytes": self.max_bytes if self.budgets is None else None,
             "budgets": self.budgets,
             "offset": self.offset,
+            "own": self._own,
             "reserved": store.reserved if store else 0,
             "runs": [asdict(run) for run in store.runs] if store else [],
-            "victims_used": [victims.used if victims else 0 for victims in self._victims],
         }
 
     @property
@@ -353,6 +385,7 @@ class H2OKVCache:
         if not config["runs"]:
             return cache
         cache.offset = config["offset"]
+        cache._own = config["own"]
         runs = [Run(**run) for run in config["runs"]]
         store = SlotStore([run.budget for run in runs for _ in range(run.heads)])
         store.runs, store.reserved = runs, config["reserved"]
@@ -365,16 +398,18 @@ class H2OKVCache:
         for name in ("keys", "values", "positions"):
             if store.fields[name].shape[1] != slots:
                 raise ValueError(f"The field {name!r} does not hold {slots} slots.")
-        cache.store = store
+        cache._store = store
+        cache._row_types = {
+            name: (held.shape[0], store.heads, held.shape[2], held.dtype)
+            for name, held in store.fields.items()
+            if name in ("keys", "values")
+        }
+        widths = (cache._row_types[name][2] for name in ("keys", "values"))
+        cache._remainder = Remainder.empty(cache._row_types["keys"][0], store.heads, *widths)
         if cache._remembers:
             names = ("count", "mean_key", "var_key", "mean_value")
-            cache.remainder = Remainder(*(arrays[f"remainder.{name}"] for name in names))
-        else:
-            cache.remainder = cache._empty_remainder()
-        cache._victims = [
-            Victims(arrays[f"victims.{i}"], used) if f"victims.{i}" in arrays else None
-            for i, used in enumerate(config["victims_used"])
-        ]
+            cache._remainder = Remainder(*(arrays[f"remainder.{name}"] for name in names))
+        cache._victims = arrays.get("victims")
         return cache
 
     @property
@@ -389,19 +424,94 @@ class H2OKVCache:
         """Whether statistics of the evicted are kept at all."""
         return self.answers or self.policy.uses_evicted_mean
 
+    def _take_back(self) -> None:
+        """Have store, remainder and victims here and not with the kernel."""
+        if self._decoding is not None:
+            assert self._store is not None
+            self._remainder, self._victims = self._decoding.end(self._store)
+            self._decoding = None
+
+    def _taken_back(self) -> SlotStore:
+        self._take_back()
+        assert self._store is not None
+        return self._store
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> H2OKVCache:
+        self._take_back()
+        twin = type(self).__new__(type(self))
+        for name, value in vars(self).items():
+            # dtypes cannot be copied, and need not be.
+            kept = name == "_row_types"
+            setattr(twin, name, value if kept else copy.deepcopy(value, memo))
+        return twin
+
+    def _forget_victims(self) -> None:
+        """Have every full run choose anew."""
+        assert self._store is not None
+        self._victims = None
+        for run in self._store.runs:
+            run.victims = 0
+
+    def _decode(
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """One token in one fused step; arguments as in `attend`."""
+        store = self._store
+        assert store is not None
+        if any(run.length == run.allocated < run.budget for run in store.runs):
+            self._take_back()
+            store.reserve(1, self._rows(keys, values, self.offset - 1))
+        if self._decoding is None:
+            if self._victims is None:
+                E = self.policy.evict_every
+                self._victims = mx.zeros((keys.shape[0], store.heads, E), mx.int32)
+            assert self._remainder is not None
+            self._decoding = Decoding(
+                store, self._remainder, self._victims, self.policy, self._remembers, self.answers
+            )
+            # The kernel may write in place only what nobody else holds.
+            self._remainder = self._victims = None
+        heads = []
+        for run in store.runs:
+            victim = -1
+            if run.length < run.budget:
+                run.length += 1
+            else:
+                victim = self.policy.evict_every - run.victims
+                run.victims -= 1
+            choose = run.length == run.budget and run.victims == 0
+            if choose:
+                run.victims = self.policy.evict_every
+            recent, evicted = self.policy.recent_slots(run.budget), self._evicted(run)
+            heads += [
+                HeadStep(start, run.length, victim, recent, evicted, choose)
+                for start in range(run.start, run.start + run.heads * run.allocated, run.allocated)
+            ]
+        return self._decoding.step(
+            q, keys, values, scale=scale, sinks=sinks, offset=self.offset, heads=heads
+        )
+
+    def _check_rows(self, keys: mx.array, values: mx.array) -> None:
+        """Raise ValueError unless new rows are like those held."""
+        assert self._store is not None
+        for name, rows in (("keys", keys), ("values", values)):
+            of_rows = (rows.shape[0], rows.shape[1], rows.shape[3], rows.dtype)
+            if of_rows != self._row_types[name]:
+                raise ValueError(
+                    f"This cache holds {name} of (batch, heads, width, dtype) "
+                    f"{self._row_types[name]}; {of_rows} came."
+                )
+
     def _start(self, keys: mx.array, values: mx.array) -> SlotStore:
         """The store, made when the first rows tell the widths."""
-        if self.store is not None:
-            for name, rows in (("keys", keys), ("values", values)):
-                held = self.store.fields[name]
-                of_rows = (rows.shape[0], rows.shape[1], rows.shape[3], rows.dtype)
-                of_held = (held.shape[0], self.store.heads, held.shape[2], held.dtype)
-                if of_rows != of_held:
-                    raise ValueError(
-                        f"This cache holds {name} of (batch, heads, width, dtype) {of_held}; "
-                        f"{of_rows} came."
-                    )
-            return self.store
+        if self._store is not None:
+            self._check_rows(keys, values)
+            return self._taken_back()
         if keys.dtype not in FLOAT_DTYPES or values.dtype not in FLOAT_DTYPES:
             raise ValueError(
                 f"Keys and values must be float32, float16 or bfloat16; got {keys.dtype} and "
@@ -424,25 +534,18 @@ class H2OKVCache:
             reserved = plain_rows_for(min(budgets))
             budgets = [budget - reserved for budget in budgets]
         self._check_budgets(budgets)
-        self.store = SlotStore(budgets, reserved)
-        self._victims = [None] * len(self.store.runs)
-        self.remainder = Remainder.empty(B, H, D, values.shape[-1])
-        return self.store
+        self._remainder = Remainder.empty(B, H, D, values.shape[-1])
+        self._row_types = {
+            name: (B, H, rows.shape[-1], rows.dtype)
+            for name, rows in (("keys", keys), ("values", values))
+        }
+        self._store = SlotStore(budgets, reserved)
+        return self._store
 
-    def _empty_remainder(self) -> Remainder:
-        assert self.store is not None
-        fields = self.store.fields
-        return Remainder.empty(
-            fields["keys"].shape[0],
-            self.store.heads,
-            fields["keys"].shape[-1],
-            fields["values"].shape[-1],
-        )
-
-    def _rows(self, keys: mx.array, values: mx.array) -> dict[str, mx.array]:
-        """New rows by field, `[B, H, L, ...]`."""
+    def _rows(self, keys: mx.array, values: mx.array, first: int) -> dict[str, mx.array]:
+        """New rows by field, `[B, H, L, ...]`, for the positions from `first` on."""
         B, H, L, _ = keys.shape
-        new = mx.arange(self.offset, self.offset + L, dtype=mx.int32)
+        new = mx.arange(first, first + L, dtype=mx.int32)
         rows = {"keys": keys, "values": values, "positions": mx.broadcast_to(new, (B, H, L))}
         if self.policy.needs_attention:
             rows["scores"] = mx.zeros((B, H, L))
@@ -453,30 +556,30 @@ class H2OKVCache:
         store.reserve(1, rows)
         B = rows["keys"].shape[0]
         index, overwritten = [], []
-        for i, run in enumerate(store.runs):
+        for run in store.runs:
             full = run.length == run.budget
             overwritten += [float(full)] * run.heads
             if full:
-                victims = self._victims[i]
-                assert victims is not None
-                slots = victims.slots[..., victims.used : victims.used + 1]
-                index.append(store.flat_index(run, slots).squeeze(-1))
-                victims.used += 1
+                assert self._victims is not None
+                next_victim = self.policy.evict_every - run.victims
+                slots = self._victims[:, run.first : run.last, next_victim]
+                index.append(store.flat_index(run, slots[..., None]).squeeze(-1))
+                run.victims -= 1
             else:
                 slots = store.next_index(run, 1).squeeze(-1)
                 index.append(mx.broadcast_to(slots, (B, run.heads)))
                 run.length += 1
         flat = index[0] if len(index) == 1 else mx.concatenate(index, axis=1)
         if any(overwritten) and self._remembers:
-            assert self.remainder is not None
+            assert self._remainder is not None
             weights = None if all(overwritten) else mx.array(overwritten)[None, :, None]
-            self.remainder = self.remainder.fold(
+            self._remainder = self._remainder.fold(
                 store.take(flat, "keys")[:, :, None],
                 store.take(flat, "values")[:, :, None],
                 weights,
             )
             # Read before written: a row still to be read would make the write copy everything.
-            flat = mx.depends(flat, list(self.remainder.arrays.values()))
+            flat = mx.depends(flat, list(self._remainder.arrays.values()))
         store.put(flat, {name: row.squeeze(2) for name, row in rows.items()})
 
     def _append(self, store: SlotStore, rows: dict[str, mx.array]) -> None:
@@ -510,8 +613,8 @@ class H2OKVCache:
         fetched = fields["keys"], fields["values"]
         if not (store.reserved and self._evicted(run)):
             return fetched
-        assert self.remainder is not None
-        rows = self.remainder.plain_rows(store.reserved)
+        assert self._remainder is not None
+        rows = self._remainder.plain_rows(store.reserved)
         named = tuple(zip(("keys", "values"), rows, fetched, strict=True))
         if self._pending is not None:
             return tuple(mx.concatenate([row.astype(f.dtype), f], 2) for _, row, f in named)  # type: ignore[return-value]
@@ -537,57 +640,56 @@ class H2OKVCache:
         scores = fields.get("scores")
         remainder = None
         if own and self.answers and self._evicted(run):
-            assert self.remainder is not None
-            remainder = self.remainder.heads(run.first, run.last)
+            assert self._remainder is not None
+            remainder = self._remainder.heads(run.first, run.last)
         policy = self.policy
         windowed = L > 1 and policy.prompt == "window"
         looks = policy.needs_attention
         # Queries before this one are attended to and not looked at.
         first_seen = (L - min(policy.window, L)) if windowed else (0 if looks else L)
-        outs = []
-        if first_seen and remainder is None:
-            rows, block = first_seen, block_of(mask, 0, first_seen, L, N, own)
-            outs.append(
-                mx.fast.scaled_dot_product_attention(
-                    q[:, :, :rows],
-                    keys[:, :, : block.keys],
-                    values[:, :, : block.keys],
-                    scale=scale,
-                    mask=fast_mask(block.mask, q.dtype),
-                    sinks=sinks if sinks is None else sinks.astype(q.dtype),
-                )
-            )
-            start = first_seen
-        else:
-            start = 0
-        window_mass = None
-        while start < L:
-            # Blocks never straddle the first query that is looked at, and a window is one block.
-            end = min(start + QUERY_BLOCK, first_seen if start < first_seen else L)
-            if windowed and start >= first_seen:
-                end = L
+
+        def operands(start: int, end: int) -> tuple[int, dict[str, Any]]:
+            """How many keys the queries start to end - 1 see, and what attention needs for it."""
             block = block_of(mask, start, end, L, N, own)
-            out, logits, lse = scaled_dot_product_attention_with_scores(
-                q[:, :, start:end],
-                keys[:, :, : block.keys],
-                values[:, :, : block.keys],
-                scale=scale,
-                mask=block.mask,
-                sinks=sinks,
-            )
+            seed: Seed | None = None
             if remainder is not None:
-                out, lse = remainder.join(out, lse, remainder.column(q[:, :, start:end], scale))
-            outs.append(out)
-            if looks and start >= first_seen:
-                assert scores is not None
+                seed = remainder.column(q[:, :, start:end], scale), remainder.mean_value
+            return block.keys, {
+                "q": q[:, :, start:end],
+                "k": keys[:, :, : block.keys],
+                "v": values[:, :, : block.keys],
+                "scale": scale,
+                "mask": block.mask,
+                "sinks": sinks,
+                "seed": seed,
+            }
+
+        outs = []
+        if first_seen:
+            outs.append(scaled_dot_product_attention(**operands(0, first_seen)[1]))
+        window_mass = None
+        # A window is one block, and so is whatever leaves no logits behind.
+        step = L if windowed or policy.sums_mass else QUERY_BLOCK
+        for start in range(first_seen, L, step):
+            end = min(start + step, L)
+            n_keys, call = operands(start, end)
+            seen: Observation
+            if policy.sums_mass:
+                out, mass, _ = scaled_dot_product_attention_with_mass(**call)
+                # Keys made of the cached ones may have more heads than these (MLA).
+                of_heads = mass.reshape(mass.shape[0], run.heads, -1, n_keys).mean(axis=2)
+                seen = ObservedMass(of_heads)
+            else:
+                out, logits, lse = scaled_dot_product_attention_with_scores(**call)
                 seen = Observation(logits, lse, run.heads)
-                if windowed:
-                    window_mass = self._window_mass(seen, fields, L)
-                    seen.stands_for = stands_for(L, N, end - start)
-                part = policy.accumulate(scores[..., : block.keys], seen)
-                rest = scores[..., block.keys :]
-                scores = mx.concatenate([part, rest], axis=-1) if rest.size else part
-            start = end
+            outs.append(out)
+            assert scores is not None
+            if windowed:
+                window_mass = self._window_mass(seen, fields, L)
+                seen.stands_for = stands_for(L, N, end - start)
+            part = policy.accumulate(scores[..., :n_keys], seen)
+            rest = scores[..., n_keys:]
+            scores = mx.concatenate([part, rest], axis=-1) if rest.size else part
         out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
         return out, scores, window_mass
 
@@ -630,7 +732,7 @@ class H2OKVCache:
                 )
             ]
             store.replace(kept)
-            self._victims = [None] * len(store.runs)
+            self._forget_victims()
         elif self.policy.needs_attention:
             store.write("scores", [fields["scores"] for fields in attended])
         self._choose_victims(store)
@@ -655,14 +757,14 @@ class H2OKVCache:
             self.policy.unit,
         )
         if self._remembers:
-            assert self.remainder is not None
+            assert self._remainder is not None
             dropped = mx.put_along_axis(
                 mx.ones(slots.positions.shape), kept, mx.zeros(kept.shape), axis=-1
             )
-            folded = self.remainder.heads(run.first, run.last).fold(
+            folded = self._remainder.heads(run.first, run.last).fold(
                 slots.keys, slots.values, dropped
             )
-            self.remainder = self.remainder.with_heads(run.first, folded)
+            self._remainder = self._remainder.with_heads(run.first, folded)
         return {
             name: mx.take_along_axis(
                 field, kept.reshape(*kept.shape, *[1] * (field.ndim - 3)), axis=2
@@ -672,28 +774,38 @@ class H2OKVCache:
 
     def _choose_victims(self, store: SlotStore) -> None:
         """For every full run without victims left, choose the next `evict_every`."""
-        for i, run in enumerate(store.runs):
-            victims = self._victims[i]
-            if run.length < run.budget or (victims is not None and victims.left):
-                continue
-            slots = self.slots(run)
-            chosen = selection.select_victims(
-                self.policy.priority(slots),
-                slots.positions,
-                slots.evictable,
-                self.policy.evict_every,
-                self.policy.unit,
-            )
-            self._victims[i] = Victims(chosen)
+        due = [run for run in store.runs if run.length == run.budget and not run.victims]
+        if not due:
+            return
+        E = self.policy.evict_every
+        chosen = []
+        for run in store.runs:
+            if run in due:
+                slots = self._slots(run, store.views(run), self._evicted(run))
+                chosen.append(
+                    selection.select_victims(
+                        self.policy.priority(slots),
+                        slots.positions,
+                        slots.evictable,
+                        E,
+                        self.policy.unit,
+                    )
+                )
+                run.victims = E
+            elif self._victims is not None:
+                chosen.append(self._victims[:, run.first : run.last])
+            else:
+                batch = store.fields["keys"].shape[0]
+                chosen.append(mx.zeros((batch, run.heads, E), mx.int32))
+        self._victims = chosen[0] if len(chosen) == 1 else mx.concatenate(chosen, axis=1)
 
     def slots(self, run: Run) -> Slots:
         """What a run of `store.runs` holds, as its policy sees it."""
-        assert self.store is not None
-        return self._slots(run, self.store.views(run), self._evicted(run))
+        return self._slots(run, self._taken_back().views(run), self._evicted(run))
 
     def _slots(self, run: Run, fields: dict[str, mx.array], evicted: int) -> Slots:
         """A run's slots as policies see them."""
-        assert self.remainder is not None
+        assert self._remainder is not None
         positions = fields["positions"]
         scores = fields.get("scores")
         return Slots(
@@ -706,7 +818,7 @@ class H2OKVCache:
                 positions, self.offset, self.policy.sink, self.policy.recent_slots(run.budget)
             ),
             evicted=evicted,
-            evicted_mean_key=self.remainder.mean_key[:, run.first : run.last],
+            evicted_mean_key=self._remainder.mean_key[:, run.first : run.last],
         )
 
     def _evicted(self, run: Run) -> int:
@@ -716,18 +828,18 @@ class H2OKVCache:
 
     def _evicted_after(self, N: int) -> int:
         """How many tokens plain rows will stand for when N new ones attend."""
-        if self.store is None:
+        if self._store is None:
             return 0
-        run = self.store.runs[0]
+        run = self._store.runs[0]
         if N == 1:
             return self.offset + 1 - min(run.length + 1, run.budget)
         return self._evicted(run)
 
     def _plain_rows_mask(self, N: int, kept: int) -> mx.array:
         """log(n / R) on the plain rows' columns, minus infinity on the future."""
-        assert self.store is not None
-        run, rows = self.store.runs[0], self.store.reserved
-        dtype = self.store.fields["keys"].dtype
+        assert self._store is not None
+        run, rows = self._store.runs[0], self._store.reserved
+        dtype = self._store.fields["keys"].dtype
         kept = min(kept, run.budget - 1) if N == 1 else kept
         bias = mx.log(mx.full((1,), self._evicted_after(N) / rows))
         mask = mx.concatenate([mx.broadcast_to(bias, (rows,)), mx.zeros(kept + N)])

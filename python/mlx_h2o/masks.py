@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.attention import Mask
+#: What a mask may be: nothing, "causal" (aligned at the end), booleans, or numbers to add.
+Mask = mx.array | str | None
 
 
 @dataclass

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_h2o.backends.reference import join
+
 # Where the second-order term turns from x to sqrt(t x). Fitted on full-cache runs: 2 has the least
 # output error in models with very sharp heads, 4 elsewhere (docs/policies.md).
 SATURATION = 4.0
@@ -138,13 +140,7 @@ class Remainder:
         Returns:
             out and lse of the joint softmax, shaped and typed as given.
         """
-        B, Hq, L, Dv = out.shape
-        joint = mx.logaddexp(lse, r)
-        finite = mx.where(joint == -mx.inf, 0.0, joint)
-        kept, evicted = mx.exp(lse - finite)[..., None], mx.exp(r - finite)[..., None]
-        heads = self.count.shape[1]
-        value = mx.repeat(self.mean_value, Hq // heads, axis=1)[:, :, None]
-        return (out.astype(mx.float32) * kept + value * evicted).astype(out.dtype), joint
+        return join(out, lse, r, self.mean_value)
 
     def plain_rows(self, rows: int) -> tuple[mx.array, mx.array]:
         """The remainder as ordinary rows, for attention that is not ours.

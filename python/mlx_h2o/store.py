@@ -28,6 +28,7 @@ class Run:
         length: Slots each head uses.
         allocated: Slots each head has memory for.
         start: Where the first head's range begins in the flat buffers.
+        victims: How many slots are named to be overwritten next and were not yet.
     """
 
     first: int
@@ -36,6 +37,7 @@ class Run:
     length: int = 0
     allocated: int = 0
     start: int = 0
+    victims: int = 0
 
     @property
     def heads(self) -> int:
@@ -72,10 +74,6 @@ class SlotStore:
     @property
     def heads(self) -> int:
         return self.runs[-1].last
-
-    @property
-    def nbytes(self) -> int:
-        return sum(field.nbytes for field in self.fields.values())
 
     def view(self, run: Run, name: str, with_reserved: bool = False) -> mx.array:
         """A run's slots in use, `[B, heads, length, ...]`."""

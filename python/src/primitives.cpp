@@ -380,6 +380,8 @@ std::vector<mx::array> DecodingLayer::close() {
   auto outputs = mx::array::make_arrays(
       shapes_, dtypes_, std::make_shared<CloseSlots>(stream_, memory_), {last_step_});
   memory_ = nullptr;
+  // Costs nothing then, and leaves nothing behind that still wants evaluating.
+  if (last_step_.is_available()) mx::eval(outputs);
   return outputs;
 }
 

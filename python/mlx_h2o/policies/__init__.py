@@ -2,7 +2,9 @@
 
 from mlx_h2o.policies import presets
 from mlx_h2o.policies.base import (
+    KernelForm,
     Observation,
+    ObservedMass,
     Policy,
     Slots,
     make_policy,
@@ -24,8 +26,10 @@ __all__ = [
     "TOVA",
     "Distinct",
     "EMALogits",
+    "KernelForm",
     "KeyDiff",
     "Observation",
+    "ObservedMass",
     "Policy",
     "Slots",
     "Streaming",

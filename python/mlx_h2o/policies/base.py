@@ -51,6 +51,14 @@ class Observation:
         ]
 
 
+class ObservedMass(Observation):
+    """An observation whose logits were never written: only its mass and `stands_for` are known."""
+
+    def __init__(self, mass: mx.array):
+        self.mass = mass
+        self.stands_for = 1.0
+
+
 @dataclass
 class Slots:
     """The attended slots of H KV heads, as a policy sees them.
@@ -79,6 +87,26 @@ class Slots:
     def ages(self) -> mx.array:
         """Steps since each token came, itself included: `[B, H, N]` float32, at least 1."""
         return (self.offset - self.positions).astype(mx.float32)
+
+
+@dataclass(frozen=True)
+class KernelForm:
+    """A policy as the fused kernels know it.
+
+    Attributes:
+        score: What is accumulated: "none", "sum" (of masses), "ema", "ema_logits" or "last".
+        priority: What is ranked: "score", "age", "distance" (`Distinct`) or "direction"
+            (`KeyDiff`).
+        decay: Of the averages.
+        mass_weight: Of `Distinct`.
+        age_weight: Of `Distinct`.
+    """
+
+    score: str
+    priority: str
+    decay: float = 0.0
+    mass_weight: float = 0.0
+    age_weight: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -168,12 +196,25 @@ class Policy:
             slots += 1
         return slots
 
+    def kernel_form(self) -> KernelForm | None:
+        """This policy in the fused kernels' terms; None leaves every step to the methods below.
+
+        Only asked of the class that defines it: whoever overrides a method of a policy must not
+        inherit its form.
+        """
+        return None
+
     def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
         """Scores `[B, H, N]` after an observation; new slots start at 0. Sums the mass (H2O).
 
         Never asked of a policy that needs no attention.
         """
         return scores + seen.mass * seen.stands_for
+
+    @property
+    def sums_mass(self) -> bool:
+        """Whether `accumulate` only sums masses, so that no logits need be written for it."""
+        return type(self).accumulate is Policy.accumulate
 
     def mean_mass(self, scores: mx.array, ages: mx.array) -> mx.array:
         """Each slot's mean mass per step, `[B, H, N]`, as far as its score tells."""
@@ -195,6 +236,13 @@ class Policy:
         if self.age_normalised:
             scores = scores / slots.ages
         return value_weighted(scores, slots) if self.value_weighted else scores
+
+
+def kernel_form_of(policy: Policy) -> KernelForm | None:
+    """How the kernels can run a policy, or None if only its own methods can."""
+    if policy.value_weighted or "kernel_form" not in type(policy).__dict__:
+        return None
+    return policy.kernel_form()
 
 
 def value_weighted(scores: mx.array, slots: Slots) -> mx.array:

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from mlx_h2o.policies.base import (
     MASS_FLOOR,
+    KernelForm,
     Policy,
     Slots,
     register_policy,
@@ -54,6 +55,14 @@ class Distinct(Policy):
     @property
     def needs_attention(self) -> bool:
         return self.mass_weight != 0
+
+    def kernel_form(self) -> KernelForm | None:
+        return KernelForm(
+            "sum" if self.needs_attention else "none",
+            "distance",
+            mass_weight=self.mass_weight,
+            age_weight=self.age_weight,
+        )
 
     def priority(self, slots: Slots) -> mx.array:
         mean = slots.evicted_mean_key

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import Observation, register_policy
+from mlx_h2o.policies.base import KernelForm, Observation, register_policy
 from mlx_h2o.policies.ema import EMA
 
 
@@ -19,6 +19,9 @@ class EMALogits(EMA):
     a strongly negative logit means *no* attention, and ranking by |logit| loses to every other
     policy here (docs/results.md). Not for use.
     """
+
+    def kernel_form(self) -> KernelForm | None:
+        return KernelForm("ema_logits", "score", decay=self.decay)
 
     def evidence(self, query: Observation) -> mx.array:
         B, Hq, L, N = query.logits.shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlx_h2o.policies.base import Policy, register_policy
+from mlx_h2o.policies.base import KernelForm, Policy, register_policy
 
 
 @register_policy("h2o")
@@ -16,3 +16,6 @@ class H2O(Policy):
     mean over its query heads). Use it to compare with the literature; its memory of single facts is
     poor, since a fact receives no attention until it is asked for.
     """
+
+    def kernel_form(self) -> KernelForm | None:
+        return KernelForm("sum", "score")

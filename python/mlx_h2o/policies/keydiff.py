@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import Policy, Slots, register_policy
+from mlx_h2o.policies.base import KernelForm, Policy, Slots, register_policy
 
 
 @register_policy("keydiff")
@@ -25,6 +25,9 @@ class KeyDiff(Policy):
     @property
     def needs_attention(self) -> bool:
         return False
+
+    def kernel_form(self) -> KernelForm | None:
+        return KernelForm("none", "direction")
 
     def priority(self, slots: Slots) -> mx.array:
         keys = slots.keys.astype(mx.float32)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import Policy, Slots, register_policy
+from mlx_h2o.policies.base import KernelForm, Policy, Slots, register_policy
 
 
 @register_policy("streaming")
@@ -26,6 +26,9 @@ class Streaming(Policy):
     @property
     def needs_attention(self) -> bool:
         return False
+
+    def kernel_form(self) -> KernelForm | None:
+        return KernelForm("none", "age")
 
     def priority(self, slots: Slots) -> mx.array:
         return slots.positions.astype(mx.float32)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import Observation, Policy, register_policy
+from mlx_h2o.policies.base import KernelForm, Observation, Policy, register_policy
 
 
 @register_policy("tova")
@@ -19,6 +19,9 @@ class TOVA(Policy):
     """
 
     prompt: str = "full"
+
+    def kernel_form(self) -> KernelForm | None:
+        return KernelForm("last", "score")
 
     def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
         return seen.per_query()[-1].mass

@@ -1,0 +1,85 @@
+"""The compiled CPU kernels (python/src/bindings.cpp)."""
+
+import enum
+
+import mlx.core as mx
+
+built_for_mlx: str
+
+class Export(enum.Enum):
+    none = ...
+    logits = ...
+    mass = ...
+
+class Score(enum.Enum):
+    none = ...
+    sum = ...
+    ema = ...
+    ema_logits = ...
+    last = ...
+
+class Priority(enum.Enum):
+    score = ...
+    age = ...
+    distance = ...
+    direction = ...
+
+def attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    causal: bool = False,
+    mask: mx.array | None = None,
+    sinks: mx.array | None = None,
+    seed: tuple[mx.array, mx.array] | None = None,
+    ranges: list[tuple[int, int]] | None = None,
+    wanted: Export = ...,
+    stream: mx.Stream | mx.Device | mx.DeviceType | None = None,
+) -> list[mx.array]: ...
+
+class PolicyForm:
+    def __init__(
+        self,
+        *,
+        score: Score,
+        priority: Priority,
+        per_layer: bool,
+        age_normalised: bool,
+        sink: int,
+        evict_every: int,
+        decay: float,
+        mass_weight: float,
+        age_weight: float,
+    ) -> None: ...
+
+class DecodingLayer:
+    def __init__(
+        self,
+        fields: list[mx.array],
+        policy: PolicyForm,
+        *,
+        remembers: bool,
+        answers: bool,
+        saturation: float,
+        stream: mx.Stream | mx.Device | None = None,
+    ) -> None: ...
+    def step(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        offset: int,
+        heads: list[tuple[int, int, int, int, int, bool]],
+    ) -> mx.array: ...
+    def close(self) -> list[mx.array]: ...
+    @property
+    def last_step(self) -> mx.array: ...
+
+def isa() -> str: ...
+def threads() -> int: ...
+def set_threads(threads: int) -> None: ...

@@ -1,0 +1,139 @@
+"""Decoding in one fused step: a layer's slots and remainder in the CPU kernel's hands.
+
+The kernel changes the arrays in place, step after step, without asking whether MLX could see that
+nobody else holds them (with one token of look-ahead it could not, and would copy every key and
+value at every step). Whoever wants to look at them calls `end` first, which hands them back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_h2o.backends import choice
+from mlx_h2o.policies import Policy
+from mlx_h2o.policies.base import kernel_form_of
+from mlx_h2o.remainder import SATURATION, Remainder
+from mlx_h2o.store import SlotStore
+
+# Query heads of one KV head that the kernel takes at once (kMaxRows in kernels.h).
+MOST_QUERY_HEADS = 32
+
+
+@dataclass(frozen=True)
+class HeadStep:
+    """What one KV head does in a step.
+
+    Attributes:
+        start: Its first slot in the flat buffers.
+        length: Its slots in use, the new one included.
+        victim: Which of its named victims makes room, or -1 while there are unused slots.
+        recent: How many of the last positions are protected.
+        evicted: Tokens it has lost, this step's victim included.
+        choose: Whether the next victims are to be named.
+    """
+
+    start: int
+    length: int
+    victim: int
+    recent: int
+    evicted: int
+    choose: bool
+
+
+def can_decode(policy: Policy) -> bool:
+    """Whether the default device has a fused step for this policy."""
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    return on_cpu and kernel_form_of(policy) is not None and choice.cpu() is not None
+
+
+class Decoding:
+    """A layer whose arrays are with the kernel.
+
+    Args:
+        store: Slots; its fields are taken out.
+        remainder: Statistics of the evicted.
+        victims: `[B, H, evict_every]` int32.
+        policy: One that `can_decode`.
+        remembers: Whether evicted rows are folded into the remainder.
+        answers: Whether it answers queries.
+    """
+
+    def __init__(
+        self,
+        store: SlotStore,
+        remainder: Remainder,
+        victims: mx.array,
+        policy: Policy,
+        remembers: bool,
+        answers: bool,
+    ):
+        from mlx_h2o import _ext
+
+        form = kernel_form_of(policy)
+        assert form is not None
+        self._names = list(store.fields)
+        fields = store.fields
+        arrays = [
+            *(fields[name] for name in ("keys", "values", "positions")),
+            fields["scores"] if "scores" in fields else mx.zeros((0,)),
+            *remainder.arrays.values(),
+            victims,
+        ]
+        self.nbytes = sum(field.nbytes for field in fields.values()) + victims.nbytes
+        self.nbytes += remainder.nbytes if remembers else 0
+        store.fields = {}
+        self._layer = _ext.DecodingLayer(
+            arrays,
+            _ext.PolicyForm(
+                score=_ext.Score[form.score],
+                priority=_ext.Priority[form.priority],
+                per_layer=policy.unit == "layer",
+                age_normalised=policy.age_normalised,
+                sink=policy.sink,
+                evict_every=policy.evict_every,
+                decay=form.decay,
+                mass_weight=form.mass_weight,
+                age_weight=form.age_weight,
+            ),
+            remembers=remembers,
+            answers=answers,
+            saturation=SATURATION,
+        )
+
+    def step(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None,
+        offset: int,
+        heads: list[HeadStep],
+    ) -> mx.array:
+        """One token: fold, write, attend, accumulate, choose.
+
+        Args:
+            q: `[B, Hq, 1, D]`.
+            k: `[B, H, 1, D]`, the new key.
+            v: `[B, H, 1, Dv]`, the new value.
+            scale: Factor on q.k.
+            sinks: Attention-sink logits `[Hq]`.
+            offset: The next logical position.
+            heads: One plan for each KV head.
+
+        Returns:
+            `[B, Hq, 1, Dv]`.
+        """
+        plans = [(h.start, h.length, h.victim, h.recent, h.evicted, h.choose) for h in heads]
+        return self._layer.step(q, k, v, scale=scale, sinks=sinks, offset=offset, heads=plans)
+
+    def end(self, store: SlotStore) -> tuple[Remainder, mx.array]:
+        """Put the fields back into the store; the remainder and the victims."""
+        keys, values, positions, scores, *rest = self._layer.close()
+        fields = {"keys": keys, "values": values, "positions": positions, "scores": scores}
+        store.fields = {name: fields[name] for name in self._names}
+        *statistics, victims = rest
+        return Remainder(*statistics), victims
