@@ -8,6 +8,7 @@ comma := ,
 EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 # The oldest mlx-lm whose cache protocol is served: it still has meta_state.
 OLD_MLX_LM := 0.31.3
+CXX_SOURCES := $(wildcard python/src/*.* python/src/kernels/*.*)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -23,6 +24,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 
 # The seams with mlx-lm, on its older protocol. (Its own phi3small crashes with a current MLX.)
 test-old-mlx-lm: .compat/mlx_lm
@@ -35,9 +37,10 @@ test-old-mlx-lm: .compat/mlx_lm
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 # Editable, so that a changed source needs no new installation.
-$(VENV)/.installed: pyproject.toml python/CMakeLists.txt $(wildcard python/src/*.* python/src/kernels/*.*)
+$(VENV)/.installed: pyproject.toml python/CMakeLists.txt $(CXX_SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit("mlx-h2o needs Python 3.11 or later: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip

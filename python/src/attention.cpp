@@ -140,7 +140,8 @@ class Plan {
     const int first_row = s.rb * kMaxRows;
     const int rows = std::min(kMaxRows, G_ * a_.L - first_row);
     const int first_slot = sb * kSlotBlock;
-    const int last_slot = s.blocks == 1 ? head.length : std::min(head.length, first_slot + kSlotBlock);
+    const int last_slot =
+        s.blocks == 1 ? head.length : std::min(head.length, first_slot + kSlotBlock);
     const int64_t stride = padded(head.length);
     const int D = padded(a_.D), Dv = padded(a_.Dv);
 
@@ -148,8 +149,12 @@ class Plan {
     block.rows = rows;
     block.D = a_.D;
     block.Dv = a_.Dv;
-    block.k = {at(a_.k, s.b * a_.k_batch + head.k_start + first_slot * a_.k.stride), a_.k.stride, a_.k.dtype};
-    block.v = {at(a_.v, s.b * a_.v_batch + head.v_start + first_slot * a_.v.stride), a_.v.stride, a_.v.dtype};
+    block.k = {
+        at(a_.k, s.b * a_.k_batch + head.k_start + first_slot * a_.k.stride), a_.k.stride,
+        a_.k.dtype};
+    block.v = {
+        at(a_.v, s.b * a_.v_batch + head.v_start + first_slot * a_.v.stride), a_.v.stride,
+        a_.v.dtype};
     block.acc_stride = Dv;
     {
       std::lock_guard lock(units_mutex_);
@@ -182,11 +187,13 @@ class Plan {
       const int64_t where = s.b * a_.q_batch + hq * a_.q_head + l * a_.q_query;
       kernels().widen(q + r * D, at({a_.q, 0, a_.q_dtype}, where), a_.q_dtype, a_.scale, a_.D);
       if (a_.mask.kind == MaskKind::causal) {
-        masks[r].visible = std::clamp(head.length - a_.L + l + 1 - first_slot, 0, last_slot - first_slot);
+        masks[r].visible =
+            std::clamp(head.length - a_.L + l + 1 - first_slot, 0, last_slot - first_slot);
         visible = std::max(visible, masks[r].visible);
       } else if (a_.mask.kind != MaskKind::none) {
         const Mask& mask = a_.mask;
-        const int64_t entry = s.b * mask.batch + hq * mask.head + l * mask.query + first_slot * mask.slot;
+        const int64_t entry =
+            s.b * mask.batch + hq * mask.head + l * mask.query + first_slot * mask.slot;
         const int size = mask.kind == MaskKind::boolean ? 1 : mask.dtype == Dtype::float32 ? 4 : 2;
         masks[r].data = static_cast<const char*>(mask.data) + entry * size;
       }
@@ -202,7 +209,8 @@ class Plan {
     const bool wants_all = a_.logits || a_.keep_logits || keeps_weights_ || a_.centers;
     if (block.mask == MaskKind::causal) {
       if (!wants_all) block.slots = visible;
-      if (std::all_of(masks, masks + rows, [&](const RowMask& m) { return m.visible >= block.slots; }))
+      if (std::all_of(
+              masks, masks + rows, [&](const RowMask& m) { return m.visible >= block.slots; }))
         block.mask = MaskKind::none;
     }
     const bool direct = a_.logits && rows == 1;
@@ -217,7 +225,9 @@ class Plan {
     kernels().attend(block);
     if (a_.logits && !direct)
       for (int r = 0; r < rows; ++r)
-        std::copy_n(block.logits + r * block.logits_stride, block.slots, logits_row(s, first_row + r) + first_slot);
+        std::copy_n(
+            block.logits + r * block.logits_stride, block.slots,
+            logits_row(s, first_row + r) + first_slot);
 
     if (s.left.fetch_sub(1) == 1) finish(s, unit, first_row, rows);
   }
@@ -248,7 +258,8 @@ class Plan {
       std::fill(total, total + Dv, 0.0f);
       if (seed != -kInf)
         kernels().blend(
-            total, a_.seed_values + (int64_t(s.b) * a_.Hk + s.h) * a_.Dv, 0, std::exp(seed - reference), a_.Dv);
+            total, a_.seed_values + (int64_t(s.b) * a_.Hk + s.h) * a_.Dv, 0,
+            std::exp(seed - reference), a_.Dv);
       for (int sb = 0; sb < s.blocks; ++sb) {
         const float share = std::exp(m[sb * rows + r] - reference);
         norm += l[sb * rows + r] * share;
@@ -258,7 +269,8 @@ class Plan {
       if (a_.lse) a_.lse[row] = lse[r];
       const int size = a_.out_dtype == Dtype::float32 ? 4 : 2;
       kernels().narrow(
-          static_cast<char*>(a_.out) + row * a_.Dv * size, a_.out_dtype, total, norm == 0 ? 0 : 1 / norm, a_.Dv);
+          static_cast<char*>(a_.out) + row * a_.Dv * size, a_.out_dtype, total,
+          norm == 0 ? 0 : 1 / norm, a_.Dv);
     }
     const HeadSlots& head = a_.heads[s.h];
     if (a_.mass) {
@@ -292,7 +304,8 @@ class Plan {
   void add_partial_masses() {
     for (size_t i = 0; i < partial_mass_.size(); ++i)
       kernels().blend(
-          mass_row(states_[i]), partial_mass_[i].data(), 1, 1, static_cast<int>(partial_mass_[i].size()));
+          mass_row(states_[i]), partial_mass_[i].data(), 1, 1,
+          static_cast<int>(partial_mass_[i].size()));
   }
 
   const Attention& a_;

@@ -75,7 +75,6 @@ struct AttendedHead {
 // after_head, if given, is called once for each (batch, KV head), on whichever thread finished
 // it; only for calls of at most kMaxRows query rows a KV head.
 void attend(
-    const Attention& a,
-    const std::function<void(const AttendedHead&)>& after_head = nullptr);
+    const Attention& a, const std::function<void(const AttendedHead&)>& after_head = nullptr);
 
 }  // namespace mlx_h2o

@@ -53,9 +53,8 @@ NB_MODULE(_ext, m) {
           "__init__",
           [](PolicyForm* self, Score score, Priority priority, bool per_layer, bool age_normalised,
              int sink, int evict_every, float decay, float mass_weight, float age_weight) {
-            new (self) PolicyForm{
-                score, priority, per_layer, age_normalised, sink, evict_every, decay, mass_weight,
-                age_weight};
+            new (self) PolicyForm{score,       priority, per_layer,   age_normalised, sink,
+                                  evict_every, decay,    mass_weight, age_weight};
           },
           nb::kw_only(), "score"_a, "priority"_a, "per_layer"_a, "age_normalised"_a, "sink"_a,
           "evict_every"_a, "decay"_a, "mass_weight"_a, "age_weight"_a);
@@ -77,12 +76,14 @@ NB_MODULE(_ext, m) {
               plan.push_back({start, length, victim, recent, evicted, choose});
             return self.step(q, k, v, scale, sinks, offset, std::move(plan));
           },
-          "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "offset"_a, "heads"_a,
-          "One token; heads are (start, length, victim, recent, evicted, choose).")
+          "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "offset"_a,
+          "heads"_a, "One token; heads are (start, length, victim, recent, evicted, choose).")
       .def("close", &DecodingLayer::close, "The fields as arrays again; no step may follow.")
       .def_prop_ro("last_step", &DecodingLayer::last_step, "Ready when the last step has run.");
 
   m.def("isa", [] { return kernels().name; }, "The instruction set in use.");
   m.def("threads", [] { return mlx_h2o::ThreadPool::shared().size(); });
-  m.def("set_threads", [](int threads) { mlx_h2o::ThreadPool::shared().resize(threads); }, "threads"_a);
+  m.def(
+      "set_threads", [](int threads) { mlx_h2o::ThreadPool::shared().resize(threads); },
+      "threads"_a);
 }

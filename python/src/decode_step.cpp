@@ -96,10 +96,12 @@ class DecodeStep {
     const int64_t where = slot(b, h, n);
     const int size = size_of(layer_.kv_dtype);
     std::memcpy(
-        key(where), static_cast<const char*>(step_.k) + (b * step_.k_batch + h * step_.k_head) * size,
+        key(where),
+        static_cast<const char*>(step_.k) + (b * step_.k_batch + h * step_.k_head) * size,
         layer_.D * size);
     std::memcpy(
-        value(where), static_cast<const char*>(step_.v) + (b * step_.v_batch + h * step_.v_head) * size,
+        value(where),
+        static_cast<const char*>(step_.v) + (b * step_.v_batch + h * step_.v_head) * size,
         layer_.Dv * size);
     state_.positions[where] = step_.offset - 1;
     if (state_.scores) state_.scores[where] = 0;
@@ -143,7 +145,8 @@ class DecodeStep {
           row_[d] = size * size;
         }
         const float x = std::min(
-            0.5f * kernels().dot(row_.data(), state_.var_key + i * layer_.D, layer_.D), kLargestTerm);
+            0.5f * kernels().dot(row_.data(), state_.var_key + i * layer_.D, layer_.D),
+            kLargestTerm);
         r = std::log(state_.count[i]) + mean + x / std::sqrt(1 + x / layer_.saturation);
       }
   }
@@ -261,7 +264,8 @@ class DecodeStep {
       std::fill(mean.begin(), mean.end(), 0.0f);
       for (int h = 0; h < layer_.Hk; ++h)
         kernels().blend(
-            mean.data(), layer_priorities_.data() + of_head(b, h) * length, 1, 1.0f / layer_.Hk, length);
+            mean.data(), layer_priorities_.data() + of_head(b, h) * length, 1, 1.0f / layer_.Hk,
+            length);
       for (int h = 0; h < layer_.Hk; ++h) {
         copy = mean;
         select(b, h, copy.data());

@@ -27,8 +27,8 @@ mx::array dense_last(const mx::array& a, mx::cpu::CommandEncoder& encoder) {
   mx::array copy(a.shape(), a.dtype(), nullptr, {});
   allocate(copy);
   encoder.add_temporary(copy);
-  encoder.dispatch([from = a.data<char>(), to = copy.data<char>(), shape = a.shape(), strides = a.strides(),
-                    size = a.itemsize(), count = a.size()]() {
+  encoder.dispatch([from = a.data<char>(), to = copy.data<char>(), shape = a.shape(),
+                    strides = a.strides(), size = a.itemsize(), count = a.size()]() {
     for (size_t i = 0; i < count; ++i) {
       size_t rest = i;
       int64_t where = 0;
@@ -159,7 +159,9 @@ std::vector<mx::array> attention(
     const std::optional<Seed>& seed, const std::optional<Ranges>& ranges, Export wanted,
     mx::StreamOrDevice s) {
   const int rank = ranges ? 3 : 4;
-  require(q.ndim() == 4 && int(k.ndim()) == rank && int(v.ndim()) == rank, "q, k and v have wrong ranks.");
+  require(
+      q.ndim() == 4 && int(k.ndim()) == rank && int(v.ndim()) == rank,
+      "q, k and v have wrong ranks.");
   const int Hk = ranges ? static_cast<int>(ranges->size()) : k.shape(1);
   require(k.shape(0) == q.shape(0) && v.shape(0) == q.shape(0), "Batches differ.");
   require(k.shape(-1) == q.shape(-1), "Widths of q and k differ.");
@@ -168,7 +170,8 @@ std::vector<mx::array> attention(
   require(!(ranges && mask), "Ranges and an array mask exclude each other.");
   if (ranges)
     for (const auto& [start, length] : *ranges)
-      require(start >= 0 && length >= 0 && start + length <= k.shape(1), "A range leaves the slots.");
+      require(
+          start >= 0 && length >= 0 && start + length <= k.shape(1), "A range leaves the slots.");
   const int B = q.shape(0), Hq = q.shape(1), L = q.shape(2), N = k.shape(-2);
   std::vector<mx::array> inputs{q, k, v};
   MaskKind kind = causal ? MaskKind::causal : MaskKind::none;
@@ -182,7 +185,9 @@ std::vector<mx::array> attention(
   }
   if (seed) {
     require(seed->first.shape() == mx::Shape{B, Hq, L}, "A seed's logits must be [B, Hq, L].");
-    require(seed->second.shape() == mx::Shape{B, Hk, v.shape(-1)}, "A seed's values must be [B, Hk, Dv].");
+    require(
+        seed->second.shape() == mx::Shape{B, Hk, v.shape(-1)},
+        "A seed's values must be [B, Hk, Dv].");
     inputs.push_back(float32(seed->first, s));
     inputs.push_back(float32(seed->second, s));
   }
@@ -308,12 +313,9 @@ class CloseSlots : public NoGradients {
 }  // namespace
 
 DecodingLayer::DecodingLayer(
-    std::vector<mx::array> fields, PolicyForm policy, bool remembers, bool answers, float saturation,
-    mx::StreamOrDevice s)
-    : stream_(mx::to_stream(s)),
-      layer_{},
-      memory_(std::make_shared<SlotMemory>()),
-      last_step_(0) {
+    std::vector<mx::array> fields, PolicyForm policy, bool remembers, bool answers,
+    float saturation, mx::StreamOrDevice s)
+    : stream_(mx::to_stream(s)), layer_{}, memory_(std::make_shared<SlotMemory>()), last_step_(0) {
   require(fields.size() == 9, "A layer has nine fields.");
   const mx::Shape& k = fields[keys].shape();
   const mx::Shape& v = fields[values].shape();
@@ -322,13 +324,16 @@ DecodingLayer::DecodingLayer(
   layer_.B = k[0], layer_.S = k[1], layer_.D = k[2], layer_.Dv = v[2], layer_.Hk = n[1];
   const int B = layer_.B, Hk = layer_.Hk, S = k[1], D = layer_.D, Dv = layer_.Dv;
   const bool accumulates = policy.score != Score::none;
-  require(v == mx::Shape{B, S, Dv} && fields[positions].shape() == mx::Shape{B, S}, "Slots differ.");
-  require(fields[scores].size() == (accumulates ? size_t(B) * S : 0), "Scores do not fit the policy.");
-  require(n == mx::Shape{B, Hk} && fields[mean_key].shape() == mx::Shape{B, Hk, D} &&
-              fields[var_key].shape() == mx::Shape{B, Hk, D} &&
-              fields[mean_value].shape() == mx::Shape{B, Hk, Dv} &&
-              fields[victims].shape() == mx::Shape{B, Hk, policy.evict_every},
-          "The remainder or the victims do not fit.");
+  require(
+      v == mx::Shape{B, S, Dv} && fields[positions].shape() == mx::Shape{B, S}, "Slots differ.");
+  require(
+      fields[scores].size() == (accumulates ? size_t(B) * S : 0), "Scores do not fit the policy.");
+  require(
+      n == mx::Shape{B, Hk} && fields[mean_key].shape() == mx::Shape{B, Hk, D} &&
+          fields[var_key].shape() == mx::Shape{B, Hk, D} &&
+          fields[mean_value].shape() == mx::Shape{B, Hk, Dv} &&
+          fields[victims].shape() == mx::Shape{B, Hk, policy.evict_every},
+      "The remainder or the victims do not fit.");
   require(fields[keys].dtype() == fields[values].dtype(), "Keys and values differ in dtype.");
   layer_.kv_dtype = dtype_of(fields[keys]);
   layer_.policy = policy;
@@ -340,7 +345,8 @@ DecodingLayer::DecodingLayer(
     dtypes_.push_back(field.dtype());
     field = mx::contiguous(field, false, stream_);
   }
-  last_step_ = mx::array({1}, mx::int32, std::make_shared<OpenSlots>(stream_, memory_), std::move(fields));
+  last_step_ =
+      mx::array({1}, mx::int32, std::make_shared<OpenSlots>(stream_, memory_), std::move(fields));
 }
 
 mx::array DecodingLayer::step(
@@ -348,17 +354,22 @@ mx::array DecodingLayer::step(
     const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads) {
   const int B = layer_.B, Hk = layer_.Hk, D = layer_.D, Dv = layer_.Dv;
   require(memory_ != nullptr, "This layer was closed.");
-  require(q.ndim() == 4 && q.shape(0) == B && q.shape(1) % Hk == 0 && q.shape(2) == 1 && q.shape(3) == D,
-          "q must be [B, Hq, 1, D].");
+  require(
+      q.ndim() == 4 && q.shape(0) == B && q.shape(1) % Hk == 0 && q.shape(2) == 1 &&
+          q.shape(3) == D,
+      "q must be [B, Hq, 1, D].");
   require(q.shape(1) / Hk <= kMaxRows, "Too many query heads share a KV head.");
-  require(k.shape() == mx::Shape{B, Hk, 1, D} && v.shape() == mx::Shape{B, Hk, 1, Dv},
-          "k and v must be [B, Hk, 1, D] and [B, Hk, 1, Dv].");
-  require(k.dtype() == dtypes_[keys] && v.dtype() == dtypes_[values], "k and v have another dtype.");
+  require(
+      k.shape() == mx::Shape{B, Hk, 1, D} && v.shape() == mx::Shape{B, Hk, 1, Dv},
+      "k and v must be [B, Hk, 1, D] and [B, Hk, 1, Dv].");
+  require(
+      k.dtype() == dtypes_[keys] && v.dtype() == dtypes_[values], "k and v have another dtype.");
   require(int(heads.size()) == Hk, "One plan for each KV head.");
   for (const StepHead& head : heads)
-    require(head.start >= 0 && head.length > 0 && head.start + head.length <= layer_.S &&
-                head.victim < layer_.policy.evict_every,
-            "A head leaves its slots.");
+    require(
+        head.start >= 0 && head.length > 0 && head.start + head.length <= layer_.S &&
+            head.victim < layer_.policy.evict_every,
+        "A head leaves its slots.");
   Layer layer = layer_;
   layer.Hq = q.shape(1);
   layer.out_dtype = dtype_of(q);
@@ -370,7 +381,8 @@ mx::array DecodingLayer::step(
   }
   auto outputs = mx::array::make_arrays(
       {{B, layer.Hq, 1, Dv}, {1}}, {q.dtype(), mx::int32},
-      std::make_shared<DecodeStepOnSlots>(stream_, memory_, layer, offset, std::move(heads)), inputs);
+      std::make_shared<DecodeStepOnSlots>(stream_, memory_, layer, offset, std::move(heads)),
+      inputs);
   last_step_ = outputs[1];
   return outputs[0];
 }

@@ -30,16 +30,9 @@ using Ranges = std::vector<std::pair<int64_t, int>>;
 // `mask` is an array, or "causal" in `causal`. Raises std::invalid_argument for shapes that do not
 // fit together.
 std::vector<mx::array> attention(
-    const mx::array& q,
-    const mx::array& k,
-    const mx::array& v,
-    float scale,
-    bool causal,
-    const std::optional<mx::array>& mask,
-    const std::optional<mx::array>& sinks,
-    const std::optional<Seed>& seed,
-    const std::optional<Ranges>& ranges,
-    Export wanted,
+    const mx::array& q, const mx::array& k, const mx::array& v, float scale, bool causal,
+    const std::optional<mx::array>& mask, const std::optional<mx::array>& sinks,
+    const std::optional<Seed>& seed, const std::optional<Ranges>& ranges, Export wanted,
     mx::StreamOrDevice s);
 
 // Arrays that one layer's steps overwrite in place.
@@ -60,22 +53,13 @@ class DecodingLayer {
   // count [B, Hk], mean_key, var_key [B, Hk, D], mean_value [B, Hk, Dv], victims
   // [B, Hk, evict_every] int32.
   DecodingLayer(
-      std::vector<mx::array> fields,
-      PolicyForm policy,
-      bool remembers,
-      bool answers,
-      float saturation,
-      mx::StreamOrDevice s);
+      std::vector<mx::array> fields, PolicyForm policy, bool remembers, bool answers,
+      float saturation, mx::StreamOrDevice s);
 
   // Out [B, Hq, 1, Dv] of one token's q [B, Hq, 1, D], k [B, Hk, 1, D] and v [B, Hk, 1, Dv].
   mx::array step(
-      const mx::array& q,
-      const mx::array& k,
-      const mx::array& v,
-      float scale,
-      const std::optional<mx::array>& sinks,
-      int offset,
-      std::vector<StepHead> heads);
+      const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+      const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads);
 
   // The fields as arrays again; no step may follow.
   std::vector<mx::array> close();

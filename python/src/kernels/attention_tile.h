@@ -25,7 +25,8 @@ struct Ahead {
 
 template <class T>
 inline Ahead ahead_of(const T* rows, int64_t stride, int width, int count) {
-  return {reinterpret_cast<const char*>(rows), stride * int(sizeof(T)), width * int(sizeof(T)), count};
+  return {
+      reinterpret_cast<const char*>(rows), stride * int(sizeof(T)), width * int(sizeof(T)), count};
 }
 
 // -- logits ---------------------------------------------------------------------------------------
@@ -33,30 +34,37 @@ inline Ahead ahead_of(const T* rows, int64_t stride, int width, int count) {
 // Dot products of R query rows with K keys, s[r][j]; R * K is a multiple of 4.
 template <int R, int K, class T>
 [[gnu::always_inline]] inline void dots(
-    const float* q, int64_t q_stride, const T* k, int64_t k_stride, int D, float* s, int64_t s_stride) {
+    const float* q, int64_t q_stride, const T* k, int64_t k_stride, int D, float* s,
+    int64_t s_stride) {
   vf acc[R * K] = {};
   int d = 0;
   for (; d + W <= D; d += W) {
     vf kd[K];
-    UNROLL for (int j = 0; j < K; ++j) kd[j] = load(k + j * k_stride + d);
-    UNROLL for (int r = 0; r < R; ++r) {
+    UNROLL
+    for (int j = 0; j < K; ++j) kd[j] = load(k + j * k_stride + d);
+    UNROLL
+    for (int r = 0; r < R; ++r) {
       const vf qd = in_register(load(q + r * q_stride + d));
-      UNROLL for (int j = 0; j < K; ++j) acc[r * K + j] += qd * kd[j];
+      UNROLL
+      for (int j = 0; j < K; ++j) acc[r * K + j] += qd * kd[j];
     }
   }
   if (d < D) {
-    UNROLL for (int j = 0; j < K; ++j) {
+    UNROLL
+    for (int j = 0; j < K; ++j) {
       const vf kd = load_partial(k + j * k_stride + d, D - d);
-      UNROLL for (int r = 0; r < R; ++r) acc[r * K + j] += load(q + r * q_stride + d) * kd;
+      UNROLL
+      for (int r = 0; r < R; ++r) acc[r * K + j] += load(q + r * q_stride + d) * kd;
     }
   }
   float total[R * K];
-  UNROLL for (int i = 0; i < R * K; i += 4) {
+  UNROLL
+  for (int i = 0; i < R * K; i += 4) {
     const vf4 four = sums(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
     __builtin_memcpy(total + i, &four, sizeof(four));
   }
-  UNROLL for (int r = 0; r < R; ++r)
-    __builtin_memcpy(s + r * s_stride, total + r * K, K * sizeof(float));
+  UNROLL
+  for (int r = 0; r < R; ++r) __builtin_memcpy(s + r * s_stride, total + r * K, K * sizeof(float));
 }
 
 template <int R, int K, class T>
@@ -86,10 +94,18 @@ void tile_logits(
     const float* q = b.q + r * b.q_stride;
     float* out = s + r * s_stride;
     switch (b.rows - r) {
-      default: logits_of_rows<4, 2>(q, b.q_stride, k, k_stride, b.D, keys, out, s_stride, ahead); break;
-      case 3: logits_of_rows<3, 4>(q, b.q_stride, k, k_stride, b.D, keys, out, s_stride, ahead); break;
-      case 2: logits_of_rows<2, 4>(q, b.q_stride, k, k_stride, b.D, keys, out, s_stride, ahead); break;
-      case 1: logits_of_rows<1, 8>(q, b.q_stride, k, k_stride, b.D, keys, out, s_stride, ahead); break;
+      default:
+        logits_of_rows<4, 2>(q, b.q_stride, k, k_stride, b.D, keys, out, s_stride, ahead);
+        break;
+      case 3:
+        logits_of_rows<3, 4>(q, b.q_stride, k, k_stride, b.D, keys, out, s_stride, ahead);
+        break;
+      case 2:
+        logits_of_rows<2, 4>(q, b.q_stride, k, k_stride, b.D, keys, out, s_stride, ahead);
+        break;
+      case 1:
+        logits_of_rows<1, 8>(q, b.q_stride, k, k_stride, b.D, keys, out, s_stride, ahead);
+        break;
     }
     ahead.count = 0;  // once is enough
   }
@@ -203,18 +219,23 @@ template <int R, int VB, class T>
     const float* p, int64_t p_stride, const T* v, int64_t v_stride, int keys, float* acc,
     int64_t acc_stride) {
   vf sum[R * VB];
-  UNROLL for (int r = 0; r < R; ++r)
-    UNROLL for (int i = 0; i < VB; ++i) sum[r * VB + i] = load(acc + r * acc_stride + i * W);
+  UNROLL
+  for (int r = 0; r < R; ++r) UNROLL
+  for (int i = 0; i < VB; ++i) sum[r * VB + i] = load(acc + r * acc_stride + i * W);
   for (int j = 0; j < keys; ++j) {
     vf row[VB];
-    UNROLL for (int i = 0; i < VB; ++i) row[i] = load(v + j * v_stride + i * W);
-    UNROLL for (int r = 0; r < R; ++r) {
+    UNROLL
+    for (int i = 0; i < VB; ++i) row[i] = load(v + j * v_stride + i * W);
+    UNROLL
+    for (int r = 0; r < R; ++r) {
       const vf weight = in_register(splat(p[r * p_stride + j]));
-      UNROLL for (int i = 0; i < VB; ++i) sum[r * VB + i] += weight * row[i];
+      UNROLL
+      for (int i = 0; i < VB; ++i) sum[r * VB + i] += weight * row[i];
     }
   }
-  UNROLL for (int r = 0; r < R; ++r)
-    UNROLL for (int i = 0; i < VB; ++i) store(acc + r * acc_stride + i * W, sum[r * VB + i]);
+  UNROLL
+  for (int r = 0; r < R; ++r) UNROLL
+  for (int i = 0; i < VB; ++i) store(acc + r * acc_stride + i * W, sum[r * VB + i]);
 }
 
 template <int R, int VB, class T>
@@ -247,10 +268,18 @@ void tile_values(
     const float* weights = p + r * p_stride;
     float* acc = b.acc + r * b.acc_stride;
     switch (b.rows - r) {
-      default: values_of_rows<4, 2>(weights, p_stride, v, v_stride, keys, b.Dv, acc, b.acc_stride, ahead); break;
-      case 3: values_of_rows<3, 2>(weights, p_stride, v, v_stride, keys, b.Dv, acc, b.acc_stride, ahead); break;
-      case 2: values_of_rows<2, 4>(weights, p_stride, v, v_stride, keys, b.Dv, acc, b.acc_stride, ahead); break;
-      case 1: values_of_rows<1, 8>(weights, p_stride, v, v_stride, keys, b.Dv, acc, b.acc_stride, ahead); break;
+      default:
+        values_of_rows<4, 2>(weights, p_stride, v, v_stride, keys, b.Dv, acc, b.acc_stride, ahead);
+        break;
+      case 3:
+        values_of_rows<3, 2>(weights, p_stride, v, v_stride, keys, b.Dv, acc, b.acc_stride, ahead);
+        break;
+      case 2:
+        values_of_rows<2, 4>(weights, p_stride, v, v_stride, keys, b.Dv, acc, b.acc_stride, ahead);
+        break;
+      case 1:
+        values_of_rows<1, 8>(weights, p_stride, v, v_stride, keys, b.Dv, acc, b.acc_stride, ahead);
+        break;
     }
     ahead.count = 0;
   }

@@ -12,7 +12,8 @@ static void blend(float* y, const float* x, float a, float b, int n) {
 
 static float dot(const float* x, const float* y, int n) {
   vf total{};
-  each_vector(n, [&](int i, int count) { total += load_some(x + i, count) * load_some(y + i, count); });
+  each_vector(
+      n, [&](int i, int count) { total += load_some(x + i, count) * load_some(y + i, count); });
   return sum(total);
 }
 
@@ -71,7 +72,9 @@ static void narrow(void* out, Dtype dtype, const float* row, float factor, int n
 template <class T>
 static void sum_keys_of(const T* k, int64_t stride, int slots, int D, bool unit, float* total) {
   __builtin_memset(total, 0, D * sizeof(float));
-  const auto some = [](const T* p, int count) { return count == W ? load(p) : load_partial(p, count); };
+  const auto some = [](const T* p, int count) {
+    return count == W ? load(p) : load_partial(p, count);
+  };
   for (int n = 0; n < slots; ++n, k += stride) {
     float factor = 1;
     if (unit) {

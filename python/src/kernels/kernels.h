@@ -47,7 +47,8 @@ struct AttentionBlock {
 
   float* logits = nullptr;  // [rows, logits_stride], where the caller wants them
   int64_t logits_stride = 0;
-  float* weights = nullptr;  // [rows, weights_stride], e^(s - tile_max), where the caller wants them
+  float* weights =
+      nullptr;  // [rows, weights_stride], e^(s - tile_max), where the caller wants them
   int64_t weights_stride = 0;
   float* tile_max = nullptr;  // [tiles, rows], with weights
 

@@ -123,13 +123,15 @@ void add_standardised(const UpdateHead& h, const PolicyForm& form, float weight,
 // Distinct.priority; h.distance holds ||k - mean||^2, already no less than its floor.
 inline void rank_by_distance(const UpdateHead& h, const PolicyForm& form) {
   __builtin_memset(h.priority, 0, h.slots * sizeof(float));
-  add_standardised(h, form, 1, [&](int n, int count) { return log(load_some(h.distance + n, count)); });
+  add_standardised(
+      h, form, 1, [&](int n, int count) { return log(load_some(h.distance + n, count)); });
   if (form.mass_weight != 0)
     add_standardised(h, form, form.mass_weight, [&](int n, int count) {
       return log(load_some(h.scores + n, count) / ages(h, n, count) + kMassFloor);
     });
   if (form.age_weight != 0)
-    add_standardised(h, form, -form.age_weight, [&](int n, int count) { return log(ages(h, n, count)); });
+    add_standardised(
+        h, form, -form.age_weight, [&](int n, int count) { return log(ages(h, n, count)); });
 }
 
 // Policy.priority
