@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -177,15 +178,21 @@ class Plan {
       }
     }
 
-    thread_local Floats queries, scratch, wide_logits;
+    thread_local Floats queries, raw_queries, scratch, wide_logits;
     float* q = queries.reserve(int64_t(rows) * D);
     std::fill(q, q + int64_t(rows) * D, 0.0f);
+    const bool pairs =
+        kernels().bf16_dot && a_.q_dtype == Dtype::bfloat16 && a_.k.dtype == Dtype::bfloat16;
+    auto* q16 =
+        pairs ? reinterpret_cast<uint16_t*>(raw_queries.reserve(int64_t(rows) * D)) : nullptr;
     RowMask masks[kMaxRows];
     int visible = 0;
     for (int r = 0; r < rows; ++r) {
       const int l = query(first_row + r), hq = query_head(s, first_row + r);
       const int64_t where = s.b * a_.q_batch + hq * a_.q_head + l * a_.q_query;
-      kernels().widen(q + r * D, at({a_.q, 0, a_.q_dtype}, where), a_.q_dtype, a_.scale, a_.D);
+      const void* row = at({a_.q, 0, a_.q_dtype}, where);
+      kernels().widen(q + r * D, row, a_.q_dtype, a_.scale, a_.D);
+      if (pairs) std::memcpy(q16 + r * D, row, a_.D * sizeof(uint16_t));
       if (a_.mask.kind == MaskKind::causal) {
         masks[r].visible =
             std::clamp(head.length - a_.L + l + 1 - first_slot, 0, last_slot - first_slot);
@@ -199,6 +206,8 @@ class Plan {
       }
     }
     block.q = q;
+    block.q16 = q16;
+    block.scale = a_.scale;
     block.q_stride = D;
     block.mask = a_.mask.kind;
     block.row_masks = masks;

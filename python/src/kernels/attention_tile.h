@@ -31,6 +31,19 @@ inline Ahead ahead_of(const T* rows, int64_t stride, int width, int count) {
 
 // -- logits ---------------------------------------------------------------------------------------
 
+// s[r][j] = the sum of acc[r * K + j]; R * K is a multiple of 4.
+template <int R, int K>
+[[gnu::always_inline]] inline void store_sums(const vf (&acc)[R * K], float* s, int64_t s_stride) {
+  float total[R * K];
+  UNROLL
+  for (int i = 0; i < R * K; i += 4) {
+    const vf4 four = sums(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
+    __builtin_memcpy(total + i, &four, sizeof(four));
+  }
+  UNROLL
+  for (int r = 0; r < R; ++r) __builtin_memcpy(s + r * s_stride, total + r * K, K * sizeof(float));
+}
+
 // Dot products of R query rows with K keys, s[r][j]; R * K is a multiple of 4.
 template <int R, int K, class T>
 [[gnu::always_inline]] inline void dots(
@@ -57,19 +70,43 @@ template <int R, int K, class T>
       for (int r = 0; r < R; ++r) acc[r * K + j] += load(q + r * q_stride + d) * kd;
     }
   }
-  float total[R * K];
-  UNROLL
-  for (int i = 0; i < R * K; i += 4) {
-    const vf4 four = sums(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
-    __builtin_memcpy(total + i, &four, sizeof(four));
-  }
-  UNROLL
-  for (int r = 0; r < R; ++r) __builtin_memcpy(s + r * s_stride, total + r * K, K * sizeof(float));
+  store_sums<R, K>(acc, s, s_stride);
 }
 
-template <int R, int K, class T>
+#if MLX_H2O_BF16_DOT
+// The same of bfloat16 queries and keys as they came.
+template <int R, int K>
+[[gnu::always_inline]] inline void dots(
+    const uint16_t* q, int64_t q_stride, const bfloat16* k, int64_t k_stride, int D, float* s,
+    int64_t s_stride) {
+  vf acc[R * K] = {};
+  for (int d = 0; d < D; d += 2 * W) {
+    const bool whole = d + 2 * W <= D;
+    const auto pairs = [&](const void* p) {
+      vpairs x{};
+      if (whole)
+        __builtin_memcpy(&x, p, sizeof(x));
+      else
+        __builtin_memcpy(&x, p, (D - d) * 2);
+      return x;
+    };
+    vpairs kd[K];
+    UNROLL
+    for (int j = 0; j < K; ++j) kd[j] = pairs(k + j * k_stride + d);
+    UNROLL
+    for (int r = 0; r < R; ++r) {
+      const vpairs qd = pairs(q + r * q_stride + d);
+      UNROLL
+      for (int j = 0; j < K; ++j) acc[r * K + j] = add_products(acc[r * K + j], qd, kd[j]);
+    }
+  }
+  store_sums<R, K>(acc, s, s_stride);
+}
+#endif
+
+template <int R, int K, class Q, class T>
 void logits_of_rows(
-    const float* q, int64_t q_stride, const T* k, int64_t k_stride, int D, int keys, float* s,
+    const Q* q, int64_t q_stride, const T* k, int64_t k_stride, int D, int keys, float* s,
     int64_t s_stride, const Ahead& ahead) {
   int j = 0;
   for (; j + K <= keys; j += K) {
@@ -86,12 +123,12 @@ void logits_of_rows(
   }
 }
 
-template <class T>
+template <class Q, class T>
 void tile_logits(
-    const AttentionBlock& b, const T* k, int64_t k_stride, int keys, float* s, int64_t s_stride,
-    Ahead ahead) {
+    const AttentionBlock& b, const Q* queries, const T* k, int64_t k_stride, int keys, float* s,
+    int64_t s_stride, Ahead ahead) {
   for (int r = 0; r < b.rows; r += kRegisterRows) {
-    const float* q = b.q + r * b.q_stride;
+    const Q* q = queries + r * b.q_stride;
     float* out = s + r * s_stride;
     switch (b.rows - r) {
       default:
@@ -110,6 +147,30 @@ void tile_logits(
     ahead.count = 0;  // once is enough
   }
 }
+
+// Whether this block's logits are products of bfloat16 pairs.
+template <class T>
+inline bool dots_pairs(const AttentionBlock&) {
+  return false;
+}
+
+template <class T>
+inline void pair_logits(const AttentionBlock&, const T*, int, float*, int64_t, const Ahead&) {}
+
+#if MLX_H2O_BF16_DOT
+template <>
+inline bool dots_pairs<bfloat16>(const AttentionBlock& b) {
+  return b.q16 != nullptr;
+}
+
+inline void pair_logits(
+    const AttentionBlock& b, const bfloat16* k, int keys, float* s, int64_t s_stride,
+    const Ahead& ahead) {
+  tile_logits(b, b.q16, k, b.k.stride, keys, s, s_stride, ahead);
+  for (int r = 0; r < b.rows; ++r)
+    for (int j = 0; j < keys; ++j) s[r * s_stride + j] *= b.scale;
+}
+#endif
 
 // ||k - center||^2 of each key, while the tile lies in the nearest cache.
 template <class T>
@@ -329,11 +390,13 @@ void attend_typed(const AttentionBlock& b) {
     // are added up.
     const Ahead values = ahead_of(tv, b.v.stride, b.Dv, keys);
     const Ahead next_keys = ahead_of(tk + keys * b.k.stride, b.k.stride, b.D, ahead);
-    if (kNarrow<TK> && shared) {
+    if (dots_pairs<TK>(b)) {
+      pair_logits(b, tk, keys, s, s_stride, values);
+    } else if (kNarrow<TK> && shared) {
       widen_rows(tk, b.k.stride, b.D, keys, wide_k, padded(b.D));
-      tile_logits(b, wide_k, padded(b.D), keys, s, s_stride, values);
+      tile_logits(b, b.q, wide_k, padded(b.D), keys, s, s_stride, values);
     } else {
-      tile_logits(b, tk, b.k.stride, keys, s, s_stride, values);
+      tile_logits(b, b.q, tk, b.k.stride, keys, s, s_stride, values);
     }
     if (b.distance) tile_distances(b, tk, b.k.stride, keys, b.distance + first);
     if (b.mask != MaskKind::none) tile_mask(b, first, keys, s, s_stride);

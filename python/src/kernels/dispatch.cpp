@@ -10,6 +10,7 @@ namespace mlx_h2o {
   extern const Kernels table; \
   }
 #if defined(__x86_64__)
+MLX_H2O_VARIANT(avx512bf16)
 MLX_H2O_VARIANT(avx512)
 MLX_H2O_VARIANT(avx2)
 MLX_H2O_VARIANT(sse2)
@@ -30,10 +31,11 @@ const Kernels& choose() {
 #endif
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      allowed(avx512::table))
-    return avx512::table;
+  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (has_avx512 && __builtin_cpu_supports("avx512bf16") && allowed(avx512bf16::table))
+    return avx512bf16::table;
+  if (has_avx512 && allowed(avx512::table)) return avx512::table;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
       __builtin_cpu_supports("f16c") && allowed(avx2::table))
     return avx2::table;

@@ -104,6 +104,15 @@ static void sum_keys(const Rows& k, int slots, int D, bool unit, float* total) {
 
 extern const Kernels table;
 const Kernels table{
-    MLX_H2O_NAME(MLX_H2O_ISA), attend, add_mass, update, blend, dot, widen, narrow, sum_keys};
+    MLX_H2O_NAME(MLX_H2O_ISA),
+    MLX_H2O_BF16_DOT,
+    attend,
+    add_mass,
+    update,
+    blend,
+    dot,
+    widen,
+    narrow,
+    sum_keys};
 
 }  // namespace mlx_h2o::MLX_H2O_ISA

@@ -38,6 +38,9 @@ struct AttentionBlock {
   int rows, slots, D, Dv;
   const float* q;  // [rows, q_stride], scaled, zeros from D to q_stride
   int64_t q_stride;
+  // The same as they came, unscaled, where queries and keys are bfloat16 and `bf16_dot`.
+  const uint16_t* q16 = nullptr;  // [rows, q_stride]
+  float scale = 1;                // that q has and q16 has not
   Rows k, v;
 
   MaskKind mask = MaskKind::none;
@@ -108,6 +111,7 @@ struct UpdateHead {
 
 struct Kernels {
   const char* name;
+  bool bf16_dot;  // products of bfloat16 queries and keys need no conversion
   void (*attend)(const AttentionBlock&);
   // mass[n] += factor * sum over rows of e^(s - lse)
   void (*add_mass)(const UpdateHead&, float factor, float* mass);

@@ -189,6 +189,26 @@ inline vf4 sums(vf a, vf b, vf c, vf d) {
 #endif
 #endif
 
+// Products of bfloat16 pairs, where there is an instruction for them. A build may ask for it to be
+// spelled out, which is how the code around it is tested on machines without it.
+#if defined(__AVX512BF16__) || defined(MLX_H2O_SPELL_OUT_BF16_DOT)
+#define MLX_H2O_BF16_DOT 1
+typedef uint16_t vpairs __attribute__((vector_size(W * 4)));
+
+// sum[i] + a[2i] b[2i] + a[2i + 1] b[2i + 1]
+inline vf add_products(vf sum, vpairs a, vpairs b) {
+#if defined(__AVX512BF16__)
+  return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+  const vu x = (vu)a, y = (vu)b;
+  sum += (vf)(x << 16) * (vf)(y << 16);
+  return sum + (vf)(x & 0xffff0000u) * (vf)(y & 0xffff0000u);
+#endif
+}
+#else
+#define MLX_H2O_BF16_DOT 0
+#endif
+
 // e^x within 2 ulp; 0 below the smallest normal number, NaN for NaN. (Cephes' expf.)
 inline vf exp(vf x) {
   const vf lowest = splat(-87.33654f), highest = splat(88.72283f);
