@@ -1,0 +1,97 @@
+// Checks one instruction set's attention kernel against sums in double precision, without MLX or
+// Python, so that it also runs on another architecture under emulation (see check_arm64.sh).
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "kernels/kernels.h"
+
+using namespace mlx_h2o;
+
+namespace {
+
+std::mt19937 generator(0);
+
+std::vector<float> normal(size_t count) {
+  std::normal_distribution<float> draw;
+  std::vector<float> x(count);
+  for (float& value : x) value = draw(generator);
+  return x;
+}
+
+// Rows in a dtype, and what they are as floats.
+struct Matrix {
+  std::vector<char> data;
+  std::vector<float> value;
+  Rows rows;
+
+  Matrix(int count, int width, Dtype dtype) {
+    const std::vector<float> x = normal(size_t(count) * width);
+    data.resize(x.size() * (dtype == Dtype::float32 ? 4 : 2));
+    value.resize(x.size());
+    kernels().narrow(data.data(), dtype, x.data(), 1, int(x.size()));
+    kernels().widen(value.data(), data.data(), dtype, 1, int(x.size()));
+    rows = {data.data(), width, dtype};
+  }
+};
+
+// The largest error of logits, outputs and distances on one block.
+double check(int rows, int slots, int D, int Dv, Dtype dtype) {
+  const Matrix k(slots, D, dtype), v(slots, Dv, dtype);
+  const std::vector<float> plain = normal(size_t(rows) * D), center = normal(D);
+  std::vector<float> q(size_t(rows) * padded(D)), logits(size_t(rows) * slots), m(rows), l(rows),
+      acc(size_t(rows) * padded(Dv)), distance(slots), scratch(scratch_floats(D, Dv));
+  for (int r = 0; r < rows; ++r)
+    for (int d = 0; d < D; ++d) q[r * padded(D) + d] = plain[r * D + d] / std::sqrt(float(D));
+  AttentionBlock b{};
+  b.rows = rows, b.slots = slots, b.D = D, b.Dv = Dv;
+  b.q = q.data(), b.q_stride = padded(D);
+  b.k = k.rows, b.v = v.rows;
+  b.logits = logits.data(), b.logits_stride = slots;
+  b.center = center.data(), b.distance = distance.data();
+  b.m = m.data(), b.l = l.data(), b.acc = acc.data(), b.acc_stride = padded(Dv);
+  b.scratch = scratch.data();
+  kernels().attend(b);
+
+  double worst = 0;
+  const auto see = [&](double got, double expected) {
+    worst = std::fmax(worst, std::fabs(got - expected) / std::fmax(1.0, std::fabs(expected)));
+    if (std::isnan(got)) worst = INFINITY;
+  };
+  for (int r = 0; r < rows; ++r) {
+    double norm = 0;
+    std::vector<double> out(Dv);
+    for (int n = 0; n < slots; ++n) {
+      double s = 0, apart = 0;
+      for (int d = 0; d < D; ++d) {
+        s += double(q[r * padded(D) + d]) * k.value[n * D + d];
+        apart += std::pow(double(k.value[n * D + d]) - center[d], 2);
+      }
+      see(logits[r * slots + n], s);
+      see(distance[n], apart);
+      norm += std::exp(s);
+      for (int d = 0; d < Dv; ++d) out[d] += std::exp(s) * v.value[n * Dv + d];
+    }
+    for (int d = 0; d < Dv; ++d) see(acc[r * padded(Dv) + d] / l[r], out[d] / norm);
+  }
+  return worst;
+}
+
+}  // namespace
+
+int main() {
+  double worst = 0;
+  int checked = 0;
+  for (Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16})
+    for (int rows : {1, 2, 3, 4, 5, 8, 31})
+      for (int slots : {1, 7, 31, 32, 33, 100})
+        for (auto [D, Dv] : {std::pair{64, 64}, {128, 128}, {80, 96}, {33, 7}, {576, 512}}) {
+          worst = std::fmax(worst, check(rows, slots, D, Dv, dtype));
+          ++checked;
+        }
+  std::printf("%s: %d blocks, largest error %.2g\n", kernels().name, checked, worst);
+  return worst < 2e-5 ? 0 : 1;
+}
