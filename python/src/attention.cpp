@@ -28,9 +28,19 @@ int ceil_div(int a, int b) {
   return (a + b - 1) / b;
 }
 
-const void* at(const Rows& rows, int64_t element) {
-  const int size = rows.dtype == Dtype::float32 ? 4 : 2;
-  return static_cast<const char*>(rows.data) + element * size;
+const void* at(const void* data, int64_t element, int size) {
+  return static_cast<const char*>(data) + element * size;
+}
+
+// The rows from an element, and a scale, on.
+Rows from(const Rows& rows, int64_t element, int64_t scale) {
+  Rows r = rows;
+  r.data = at(rows.data, element, rows.bits ? 4 : size_of(rows.dtype));
+  if (rows.bits) {
+    r.scales = at(rows.scales, scale, size_of(rows.dtype));
+    r.biases = at(rows.biases, scale, size_of(rows.dtype));
+  }
+  return r;
 }
 
 // A buffer of floats that starts on a cache line.
@@ -150,12 +160,12 @@ class Plan {
     block.rows = rows;
     block.D = a_.D;
     block.Dv = a_.Dv;
-    block.k = {
-        at(a_.k, s.b * a_.k_batch + head.k_start + first_slot * a_.k.stride), a_.k.stride,
-        a_.k.dtype};
-    block.v = {
-        at(a_.v, s.b * a_.v_batch + head.v_start + first_slot * a_.v.stride), a_.v.stride,
-        a_.v.dtype};
+    block.k = from(
+        a_.k, s.b * a_.k_batch + head.k_start + first_slot * a_.k.stride,
+        s.b * a_.k_scale_batch + head.k_scales + first_slot * a_.k.scale_stride);
+    block.v = from(
+        a_.v, s.b * a_.v_batch + head.v_start + first_slot * a_.v.stride,
+        s.b * a_.v_scale_batch + head.v_scales + first_slot * a_.v.scale_stride);
     block.acc_stride = Dv;
     {
       std::lock_guard lock(units_mutex_);
@@ -181,8 +191,8 @@ class Plan {
     thread_local Floats queries, raw_queries, scratch, wide_logits;
     float* q = queries.reserve(int64_t(rows) * D);
     std::fill(q, q + int64_t(rows) * D, 0.0f);
-    const bool pairs =
-        kernels().bf16_dot && a_.q_dtype == Dtype::bfloat16 && a_.k.dtype == Dtype::bfloat16;
+    const bool pairs = kernels().bf16_dot && a_.q_dtype == Dtype::bfloat16 &&
+        a_.k.dtype == Dtype::bfloat16 && !a_.k.bits;
     auto* q16 =
         pairs ? reinterpret_cast<uint16_t*>(raw_queries.reserve(int64_t(rows) * D)) : nullptr;
     RowMask masks[kMaxRows];
@@ -190,7 +200,7 @@ class Plan {
     for (int r = 0; r < rows; ++r) {
       const int l = query(first_row + r), hq = query_head(s, first_row + r);
       const int64_t where = s.b * a_.q_batch + hq * a_.q_head + l * a_.q_query;
-      const void* row = at({a_.q, 0, a_.q_dtype}, where);
+      const void* row = at(a_.q, where, size_of(a_.q_dtype));
       kernels().widen(q + r * D, row, a_.q_dtype, a_.scale, a_.D);
       if (pairs) std::memcpy(q16 + r * D, row, a_.D * sizeof(uint16_t));
       if (a_.mask.kind == MaskKind::causal) {
@@ -201,8 +211,8 @@ class Plan {
         const Mask& mask = a_.mask;
         const int64_t entry =
             s.b * mask.batch + hq * mask.head + l * mask.query + first_slot * mask.slot;
-        const int size = mask.kind == MaskKind::boolean ? 1 : mask.dtype == Dtype::float32 ? 4 : 2;
-        masks[r].data = static_cast<const char*>(mask.data) + entry * size;
+        const int size = mask.kind == MaskKind::boolean ? 1 : size_of(mask.dtype);
+        masks[r].data = at(mask.data, entry, size);
       }
     }
     block.q = q;
@@ -276,7 +286,7 @@ class Plan {
       }
       lse[r] = norm == 0 ? -kInf : reference + std::log(norm);
       if (a_.lse) a_.lse[row] = lse[r];
-      const int size = a_.out_dtype == Dtype::float32 ? 4 : 2;
+      const int size = size_of(a_.out_dtype);
       kernels().narrow(
           static_cast<char*>(a_.out) + row * a_.Dv * size, a_.out_dtype, total,
           norm == 0 ? 0 : 1 / norm, a_.Dv);

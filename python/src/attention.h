@@ -8,12 +8,13 @@
 
 namespace mlx_h2o {
 
-// Where a KV head's slots lie: `length` rows from element `start` of the batch entry on.
+// Where a KV head's slots lie: `length` rows from these elements of the batch entry on (32-bit
+// words of packed rows).
 struct HeadSlots {
-  int64_t k_start;
-  int64_t v_start;
+  int64_t k_start, v_start;
   int64_t column;  // of its first slot in logits and mass
   int length;
+  int64_t k_scales = 0, v_scales = 0;  // likewise, of packed rows
 };
 
 struct Mask {
@@ -33,6 +34,7 @@ struct Attention {
 
   Rows k, v;  // strides from slot to slot
   int64_t k_batch, v_batch;
+  int64_t k_scale_batch = 0, v_scale_batch = 0;
   std::vector<HeadSlots> heads;  // [Hk]
 
   Mask mask;

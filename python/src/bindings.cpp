@@ -41,6 +41,15 @@ NB_MODULE(_ext, m) {
       .value("distance", Priority::distance)
       .value("direction", Priority::direction);
 
+  nb::class_<Stored>(m, "Stored")
+      .def(
+          "__init__",
+          [](Stored* self, std::vector<mx::array> arrays, int bits, int group_size) {
+            new (self) Stored{std::move(arrays), bits, group_size};
+          },
+          "arrays"_a, "bits"_a = 0, "group_size"_a = 0,
+          "Keys or values: [array], or [words, scales, biases] as mx.quantize makes them.");
+
   m.def(
       "attention", &attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "causal"_a = false,
       "mask"_a = nb::none(), "sinks"_a = nb::none(), "seed"_a = nb::none(), "ranges"_a = nb::none(),
@@ -62,9 +71,11 @@ NB_MODULE(_ext, m) {
   using HeadTuple = std::tuple<int64_t, int, int, int, int, bool>;
   nb::class_<DecodingLayer>(m, "DecodingLayer")
       .def(
-          nb::init<std::vector<mx::array>, PolicyForm, bool, bool, float, mx::StreamOrDevice>(),
-          "fields"_a, "policy"_a, nb::kw_only(), "remembers"_a, "answers"_a, "saturation"_a,
-          "stream"_a = nb::none())
+          nb::init<
+              const Stored&, const Stored&, std::vector<mx::array>, PolicyForm, bool, bool, float,
+              mx::StreamOrDevice>(),
+          "keys"_a, "values"_a, "fields"_a, "policy"_a, nb::kw_only(), "remembers"_a, "answers"_a,
+          "saturation"_a, "stream"_a = nb::none())
       .def(
           "step",
           [](DecodingLayer& self, const mx::array& q, const mx::array& k, const mx::array& v,

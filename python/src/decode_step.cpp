@@ -19,10 +19,6 @@ constexpr float kLargestTerm = 1e30f;
 // distinct.py: fewer evicted keys than this give no mean worth measuring distances from.
 constexpr int kFewestForAMean = 16;
 
-int size_of(Dtype dtype) {
-  return dtype == Dtype::float32 ? 4 : 2;
-}
-
 class DecodeStep {
  public:
   DecodeStep(const Layer& layer, const LayerState& state, const Step& step)
@@ -42,12 +38,16 @@ class DecodeStep {
     a.B = layer_.B, a.Hq = layer_.Hq, a.Hk = layer_.Hk, a.L = 1, a.D = layer_.D, a.Dv = layer_.Dv;
     a.scale = layer_.scale;
     a.q = step_.q, a.q_dtype = step_.q_dtype, a.q_batch = step_.q_batch, a.q_head = step_.q_head;
-    a.k = {state_.keys, layer_.D, layer_.kv_dtype};
-    a.v = {state_.values, layer_.Dv, layer_.kv_dtype};
-    a.k_batch = layer_.S * layer_.D;
-    a.v_batch = layer_.S * layer_.Dv;
+    a.k = state_.keys.rows();
+    a.v = state_.values.rows();
+    a.k_batch = layer_.S * a.k.stride;
+    a.v_batch = layer_.S * a.v.stride;
+    a.k_scale_batch = layer_.S * a.k.scale_stride;
+    a.v_scale_batch = layer_.S * a.v.scale_stride;
     for (const StepHead& head : step_.heads)
-      a.heads.push_back({head.start * layer_.D, head.start * layer_.Dv, head.start, head.length});
+      a.heads.push_back(
+          {head.start * a.k.stride, head.start * a.v.stride, head.start, head.length,
+           head.start * a.k.scale_stride, head.start * a.v.scale_stride});
     a.sinks = step_.sinks;
     a.out = step_.out;
     a.out_dtype = layer_.out_dtype;
@@ -76,13 +76,6 @@ class DecodeStep {
   int64_t slot(int b, int h, int n = 0) const {
     return b * layer_.S + step_.heads[h].start + n;
   }
-  char* key(int64_t slot) const {
-    return static_cast<char*>(state_.keys) + slot * layer_.D * size_of(layer_.kv_dtype);
-  }
-  char* value(int64_t slot) const {
-    return static_cast<char*>(state_.values) + slot * layer_.Dv * size_of(layer_.kv_dtype);
-  }
-
   // The new row takes the victim's slot, or the next unused one.
   void write(int b, int h) {
     const StepHead& head = step_.heads[h];
@@ -94,15 +87,12 @@ class DecodeStep {
       if (layer_.remembers) fold(b, h, slot(b, h, n));
     }
     const int64_t where = slot(b, h, n);
-    const int size = size_of(layer_.kv_dtype);
-    std::memcpy(
-        key(where),
-        static_cast<const char*>(step_.k) + (b * step_.k_batch + h * step_.k_head) * size,
-        layer_.D * size);
-    std::memcpy(
-        value(where),
-        static_cast<const char*>(step_.v) + (b * step_.v_batch + h * step_.v_head) * size,
-        layer_.Dv * size);
+    const auto row = [](const void* rows, int64_t element, Dtype dtype) {
+      return static_cast<const char*>(rows) + element * size_of(dtype);
+    };
+    state_.keys.write(where, row(step_.k, b * step_.k_batch + h * step_.k_head, state_.keys.dtype));
+    state_.values.write(
+        where, row(step_.v, b * step_.v_batch + h * step_.v_head, state_.values.dtype));
     state_.positions[where] = step_.offset - 1;
     if (state_.scores) state_.scores[where] = 0;
   }
@@ -112,7 +102,7 @@ class DecodeStep {
     const int64_t i = of_head(b, h);
     const float part = 1 / ++state_.count[i];
     row_.resize(std::max(layer_.D, layer_.Dv));
-    kernels().widen(row_.data(), key(where), layer_.kv_dtype, 1, layer_.D);
+    kernels().read_row(row_.data(), state_.keys.rows(), where, layer_.D);
     float* mean = state_.mean_key + i * layer_.D;
     float* var = state_.var_key + i * layer_.D;
     for (int d = 0; d < layer_.D; ++d) {
@@ -120,7 +110,7 @@ class DecodeStep {
       mean[d] += part * step;
       var[d] += -part * var[d] + part * (1 - part) * (step * step);
     }
-    kernels().widen(row_.data(), value(where), layer_.kv_dtype, 1, layer_.Dv);
+    kernels().read_row(row_.data(), state_.values.rows(), where, layer_.Dv);
     kernels().blend(state_.mean_value + i * layer_.Dv, row_.data(), 1 - part, part, layer_.Dv);
   }
 
@@ -154,6 +144,7 @@ class DecodeStep {
   // The mean evicted key, or that of the kept ones while too few were evicted.
   void fill_centers() {
     centers_.resize(int64_t(layer_.B) * layer_.Hk * layer_.D);
+    row_.resize(std::max(layer_.D, layer_.Dv));
     for (int b = 0; b < layer_.B; ++b)
       for (int h = 0; h < layer_.Hk; ++h) {
         float* center = centers_.data() + of_head(b, h) * layer_.D;
@@ -162,13 +153,12 @@ class DecodeStep {
           std::copy_n(state_.mean_key + of_head(b, h) * layer_.D, layer_.D, center);
           continue;
         }
-        kernels().sum_keys(keys_of(b, h), head.length, layer_.D, false, center);
-        for (int d = 0; d < layer_.D; ++d) center[d] /= head.length;
+        std::fill_n(center, layer_.D, 0.0f);
+        for (int n = 0; n < head.length; ++n) {
+          kernels().read_row(row_.data(), state_.keys.rows(), slot(b, h, n), layer_.D);
+          kernels().blend(center, row_.data(), 1, 1.0f / head.length, layer_.D);
+        }
       }
-  }
-
-  Rows keys_of(int b, int h) const {
-    return {key(slot(b, h)), layer_.D, layer_.kv_dtype};
   }
 
   // Scores, priorities and victims of one head, on the thread that attended to its last slots.
@@ -216,14 +206,19 @@ class DecodeStep {
   void fill_directions(int b, int h, float* out) const {
     const int D = layer_.D, length = step_.heads[h].length;
     thread_local std::vector<float> anchor, row;
-    anchor.resize(D);
+    anchor.assign(D, 0);
     row.resize(D);
-    kernels().sum_keys(keys_of(b, h), length, D, true, anchor.data());
-    for (float& x : anchor) x /= length;
+    const auto direction = [&](int n) {
+      kernels().read_row(row.data(), state_.keys.rows(), slot(b, h, n), D);
+      return 1 / std::sqrt(kernels().dot(row.data(), row.data(), D) + 1e-12f);
+    };
+    for (int n = 0; n < length; ++n) {
+      const float norm = direction(n);
+      kernels().blend(anchor.data(), row.data(), 1, norm / length, D);
+    }
     const float size = 1 / std::sqrt(kernels().dot(anchor.data(), anchor.data(), D) + 1e-12f);
     for (int n = 0; n < length; ++n) {
-      kernels().widen(row.data(), key(slot(b, h, n)), layer_.kv_dtype, 1, D);
-      const float norm = 1 / std::sqrt(kernels().dot(row.data(), row.data(), D) + 1e-12f);
+      const float norm = direction(n);
       out[n] = 1 - kernels().dot(row.data(), anchor.data(), D) * size * norm;
     }
   }
@@ -281,6 +276,30 @@ class DecodeStep {
 };
 
 }  // namespace
+
+Rows SlotRows::rows() const {
+  if (!bits) return {data, width, dtype};
+  const int64_t groups = width / group_size;
+  return {data, int64_t(width) * bits / 32, dtype, bits, group_size, scales, biases, groups};
+}
+
+void SlotRows::write(int64_t slot, const void* row) const {
+  const Rows r = rows();
+  const int size = size_of(dtype);
+  auto* home = static_cast<char*>(data) + slot * r.stride * (bits ? 4 : size);
+  if (!bits) {
+    std::memcpy(home, row, width * size);
+    return;
+  }
+  thread_local std::vector<float> wide;
+  wide.resize(width);
+  kernels().widen(wide.data(), row, dtype, 1, width);
+  const int64_t scale = slot * r.scale_stride * size;
+  kernels().quantize(
+      wide.data(), width,
+      {home, static_cast<char*>(scales) + scale, static_cast<char*>(biases) + scale, dtype, bits,
+       group_size});
+}
 
 void decode_step(const Layer& layer, const LayerState& state, const Step& step) {
   DecodeStep(layer, state, step).run();

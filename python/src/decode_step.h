@@ -11,7 +11,7 @@ namespace mlx_h2o {
 struct Layer {
   int B, Hq, Hk, D, Dv;
   int64_t S;  // slots of all heads
-  Dtype kv_dtype, out_dtype;
+  Dtype out_dtype;
   float scale;
   bool remembers;  // statistics of the evicted are kept
   bool answers;    // and go on answering
@@ -19,10 +19,25 @@ struct Layer {
   PolicyForm policy;
 };
 
+// Keys or values of all slots [B, S, width], dense or packed.
+struct SlotRows {
+  void* data;
+  Dtype dtype;  // of the rows, or of their scales and biases
+  int width;
+  int bits = 0;  // 0: dense
+  int group_size = 0;
+  void* scales = nullptr;
+  void* biases = nullptr;
+
+  Rows rows() const;
+  // A new row, dense and in `dtype`; packed here from full precision, once.
+  void write(int64_t slot, const void* row) const;
+};
+
 // The layer's memory (store.py and remainder.py name the fields).
 struct LayerState {
-  void* keys;          // [B, S, D]
-  void* values;        // [B, S, Dv]
+  SlotRows keys;
+  SlotRows values;
   int32_t* positions;  // [B, S]
   float* scores;       // [B, S], or nullptr where the policy accumulates nothing
   float* count;        // [B, Hk]
@@ -48,9 +63,9 @@ struct Step {
   const void* q;                // [B, Hq, 1, D], by strides
   int64_t q_batch, q_head;
   Dtype q_dtype;
-  const void* k;  // [B, Hk, 1, D], by strides, in kv_dtype
+  const void* k;  // [B, Hk, 1, D], by strides, in the slots' dtype
   int64_t k_batch, k_head;
-  const void* v;  // [B, Hk, 1, Dv], by strides, in kv_dtype
+  const void* v;  // [B, Hk, 1, Dv], by strides, in the slots' dtype
   int64_t v_batch, v_head;
   const float* sinks;  // [Hq] or nullptr
   void* out;           // [B, Hq, 1, Dv]

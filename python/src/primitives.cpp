@@ -50,18 +50,49 @@ class NoGradients : public mx::Primitive {
   }
 };
 
+// Rows of the arrays from `next` on, and the strides from batch to batch and from head to head.
+struct OpenedRows {
+  Rows rows;
+  int64_t batch, head, scale_batch, scale_head;
+};
+
+OpenedRows open_rows(
+    const std::vector<mx::array>& inputs, size_t& next, int bits, int group_size,
+    mx::cpu::CommandEncoder& encoder) {
+  const mx::array data = dense_last(inputs[next++], encoder);
+  const bool flat = data.ndim() == 3;
+  OpenedRows opened{};
+  opened.rows = {data.data<void>(), data.strides(-2), dtype_of(data)};
+  opened.batch = data.strides(0);
+  opened.head = flat ? 0 : data.strides(1);
+  if (!bits) return opened;
+  const mx::array scales = dense_last(inputs[next++], encoder);
+  mx::array biases = dense_last(inputs[next++], encoder);
+  opened.rows.dtype = dtype_of(scales);
+  opened.rows.bits = bits;
+  opened.rows.group_size = group_size;
+  opened.rows.scales = scales.data<void>();
+  opened.rows.biases = biases.data<void>();
+  opened.rows.scale_stride = scales.strides(-2);
+  opened.scale_batch = scales.strides(0);
+  opened.scale_head = flat ? 0 : scales.strides(1);
+  return opened;
+}
+
 class AttentionWithScores : public NoGradients {
  public:
   AttentionWithScores(
       mx::Stream stream, float scale, MaskKind mask, bool sinks, bool seed, Export wanted,
-      std::optional<Ranges> ranges)
+      std::optional<Ranges> ranges, SlotLayout layout, int value_width)
       : NoGradients(stream),
         scale_(scale),
         mask_(mask),
         sinks_(sinks),
         seed_(seed),
         wanted_(wanted),
-        ranges_(std::move(ranges)) {}
+        ranges_(std::move(ranges)),
+        layout_(layout),
+        value_width_(value_width) {}
 
   const char* name() const override {
     return "H2OAttention";
@@ -71,28 +102,28 @@ class AttentionWithScores : public NoGradients {
     for (auto& out : outputs) allocate(out);
     auto& encoder = mx::cpu::get_command_encoder(stream());
     const mx::array q = dense_last(inputs[0], encoder);
-    const mx::array k = dense_last(inputs[1], encoder);
-    const mx::array v = dense_last(inputs[2], encoder);
+    size_t next = 1;
+    const OpenedRows k = open_rows(inputs, next, layout_.k_bits, layout_.k_group_size, encoder);
+    const OpenedRows v = open_rows(inputs, next, layout_.v_bits, layout_.v_group_size, encoder);
 
     Attention a{};
     a.B = q.shape(0), a.Hq = q.shape(1), a.L = q.shape(2), a.D = q.shape(3);
-    a.Dv = v.shape(-1);
-    a.Hk = ranges_ ? static_cast<int>(ranges_->size()) : k.shape(1);
+    a.Dv = value_width_;
+    a.Hk = ranges_ ? static_cast<int>(ranges_->size()) : inputs[1].shape(1);
     a.scale = scale_;
     a.q = q.data<void>(), a.q_dtype = dtype_of(q);
     a.q_batch = q.strides(0), a.q_head = q.strides(1), a.q_query = q.strides(2);
-    a.k = {k.data<void>(), k.strides(-2), dtype_of(k)};
-    a.v = {v.data<void>(), v.strides(-2), dtype_of(v)};
-    a.k_batch = k.strides(0), a.v_batch = v.strides(0);
+    a.k = k.rows, a.v = v.rows;
+    a.k_batch = k.batch, a.v_batch = v.batch;
+    a.k_scale_batch = k.scale_batch, a.v_scale_batch = v.scale_batch;
     for (int h = 0; h < a.Hk; ++h) {
-      if (ranges_) {
-        const auto [start, length] = (*ranges_)[h];
-        a.heads.push_back({start * a.k.stride, start * a.v.stride, start, length});
-      } else {
-        a.heads.push_back({h * k.strides(1), h * v.strides(1), 0, k.shape(2)});
-      }
+      const auto [start, length] =
+          ranges_ ? (*ranges_)[h] : std::pair{int64_t(0), inputs[1].shape(-2)};
+      a.heads.push_back(
+          {h * k.head + start * k.rows.stride, h * v.head + start * v.rows.stride, start, length,
+           h * k.scale_head + start * k.rows.scale_stride,
+           h * v.scale_head + start * v.rows.scale_stride});
     }
-    size_t next = 3;
     a.mask.kind = mask_;
     if (mask_ == MaskKind::boolean || mask_ == MaskKind::additive) {
       const mx::array& mask = inputs[next++];
@@ -141,6 +172,8 @@ class AttentionWithScores : public NoGradients {
   bool sinks_, seed_;
   Export wanted_;
   std::optional<Ranges> ranges_;
+  SlotLayout layout_;
+  int value_width_;
 };
 
 void require(bool fits, const char* what) {
@@ -153,18 +186,50 @@ mx::array float32(const mx::array& a, mx::StreamOrDevice s) {
 
 }  // namespace
 
+namespace {
+
+// Raises unless the arrays are rows [..., rows, width].
+void check_stored(const Stored& x) {
+  require(x.arrays.size() == (x.bits ? 3 : 1), "Dense rows are one array, packed rows three.");
+  if (!x.bits) return;
+  const auto& [words, scales, biases] = std::tie(x.arrays[0], x.arrays[1], x.arrays[2]);
+  require(x.bits >= 2 && x.bits <= 8 && x.bits != 7, "bits must be 2, 3, 4, 5, 6 or 8.");
+  require(
+      x.group_size == 32 || x.group_size == 64 || x.group_size == 128,
+      "group_size must be 32, 64 or 128.");
+  require(words.dtype() == mx::uint32, "Packed rows are uint32.");
+  require(
+      x.width() % x.group_size == 0 && scales.shape(-1) == x.width() / x.group_size &&
+          scales.shape() == biases.shape() && scales.dtype() == biases.dtype(),
+      "Scales and biases do not fit the packed rows.");
+  for (size_t axis = 0; axis + 1 < words.ndim(); ++axis)
+    require(
+        words.ndim() == scales.ndim() && words.shape(axis) == scales.shape(axis),
+        "Scales and biases do not fit the packed rows.");
+}
+
+SlotLayout layout_of(const Stored& k, const Stored& v) {
+  return {k.bits, k.group_size, v.bits, v.group_size};
+}
+
+}  // namespace
+
 std::vector<mx::array> attention(
-    const mx::array& q, const mx::array& k, const mx::array& v, float scale, bool causal,
+    const mx::array& q, const Stored& stored_k, const Stored& stored_v, float scale, bool causal,
     const std::optional<mx::array>& mask, const std::optional<mx::array>& sinks,
     const std::optional<Seed>& seed, const std::optional<Ranges>& ranges, Export wanted,
     mx::StreamOrDevice s) {
+  check_stored(stored_k);
+  check_stored(stored_v);
+  const mx::array &k = stored_k.arrays[0], &v = stored_v.arrays[0];
+  const int Dv = stored_v.width();
   const int rank = ranges ? 3 : 4;
   require(
       q.ndim() == 4 && int(k.ndim()) == rank && int(v.ndim()) == rank,
       "q, k and v have wrong ranks.");
   const int Hk = ranges ? static_cast<int>(ranges->size()) : k.shape(1);
   require(k.shape(0) == q.shape(0) && v.shape(0) == q.shape(0), "Batches differ.");
-  require(k.shape(-1) == q.shape(-1), "Widths of q and k differ.");
+  require(stored_k.width() == q.shape(-1), "Widths of q and k differ.");
   require(k.shape(-2) == v.shape(-2) && (ranges || k.shape(1) == v.shape(1)), "k and v differ.");
   require(Hk > 0 && q.shape(1) % Hk == 0, "Query heads are no multiple of KV heads.");
   require(!(ranges && mask), "Ranges and an array mask exclude each other.");
@@ -173,7 +238,9 @@ std::vector<mx::array> attention(
       require(
           start >= 0 && length >= 0 && start + length <= k.shape(1), "A range leaves the slots.");
   const int B = q.shape(0), Hq = q.shape(1), L = q.shape(2), N = k.shape(-2);
-  std::vector<mx::array> inputs{q, k, v};
+  std::vector<mx::array> inputs{q};
+  inputs.insert(inputs.end(), stored_k.arrays.begin(), stored_k.arrays.end());
+  inputs.insert(inputs.end(), stored_v.arrays.begin(), stored_v.arrays.end());
   MaskKind kind = causal ? MaskKind::causal : MaskKind::none;
   if (mask) {
     kind = mask->dtype() == mx::bool_ ? MaskKind::boolean : MaskKind::additive;
@@ -185,13 +252,11 @@ std::vector<mx::array> attention(
   }
   if (seed) {
     require(seed->first.shape() == mx::Shape{B, Hq, L}, "A seed's logits must be [B, Hq, L].");
-    require(
-        seed->second.shape() == mx::Shape{B, Hk, v.shape(-1)},
-        "A seed's values must be [B, Hk, Dv].");
+    require(seed->second.shape() == mx::Shape{B, Hk, Dv}, "A seed's values must be [B, Hk, Dv].");
     inputs.push_back(float32(seed->first, s));
     inputs.push_back(float32(seed->second, s));
   }
-  std::vector<mx::Shape> shapes{{B, Hq, L, v.shape(-1)}, {B, Hq, L}};
+  std::vector<mx::Shape> shapes{{B, Hq, L, Dv}, {B, Hq, L}};
   std::vector<mx::Dtype> dtypes{q.dtype(), mx::float32};
   if (wanted == Export::logits) shapes.push_back({B, ranges ? Hq / Hk : Hq, L, N});
   if (wanted == Export::mass) shapes.push_back(ranges ? mx::Shape{B, N} : mx::Shape{B, Hk, N});
@@ -205,7 +270,8 @@ std::vector<mx::array> attention(
 
 namespace {
 
-enum Field { keys, values, positions, scores, count, mean_key, var_key, mean_value, victims };
+// After keys and values.
+enum Field { positions, scores, count, mean_key, var_key, mean_value, victims, kFields };
 
 // Takes arrays out of the graph: their buffers where nobody else holds them, copies otherwise.
 class OpenSlots : public NoGradients {
@@ -241,10 +307,11 @@ class OpenSlots : public NoGradients {
 class DecodeStepOnSlots : public NoGradients {
  public:
   DecodeStepOnSlots(
-      mx::Stream stream, std::shared_ptr<SlotMemory> memory, Layer layer, int offset,
-      std::vector<StepHead> heads)
+      mx::Stream stream, std::shared_ptr<SlotMemory> memory, SlotLayout layout, Layer layer,
+      int offset, std::vector<StepHead> heads)
       : NoGradients(stream),
         memory_(std::move(memory)),
+        layout_(layout),
         layer_(layer),
         offset_(offset),
         heads_(std::move(heads)) {}
@@ -261,15 +328,17 @@ class DecodeStepOnSlots : public NoGradients {
     const mx::array v = dense_last(inputs[3], encoder);
     auto& fields = memory_->fields;
     LayerState state{};
-    state.keys = fields[keys].data<void>();
-    state.values = fields[values].data<void>();
-    state.positions = fields[positions].data<int32_t>();
-    state.scores = fields[scores].size() ? fields[scores].data<float>() : nullptr;
-    state.count = fields[count].data<float>();
-    state.mean_key = fields[mean_key].data<float>();
-    state.var_key = fields[var_key].data<float>();
-    state.mean_value = fields[mean_value].data<float>();
-    state.victims = fields[victims].data<int32_t>();
+    size_t next = 0;
+    state.keys = slot_rows(next, layer_.D, layout_.k_bits, layout_.k_group_size);
+    state.values = slot_rows(next, layer_.Dv, layout_.v_bits, layout_.v_group_size);
+    const auto field = [&](Field f) -> mx::array& { return fields[next + f]; };
+    state.positions = field(positions).data<int32_t>();
+    state.scores = field(scores).size() ? field(scores).data<float>() : nullptr;
+    state.count = field(count).data<float>();
+    state.mean_key = field(mean_key).data<float>();
+    state.var_key = field(var_key).data<float>();
+    state.mean_value = field(mean_value).data<float>();
+    state.victims = field(victims).data<int32_t>();
     Step step{};
     step.heads = std::move(heads_);
     step.offset = offset_;
@@ -286,7 +355,19 @@ class DecodeStepOnSlots : public NoGradients {
   }
 
  private:
+  SlotRows slot_rows(size_t& next, int width, int bits, int group_size) const {
+    auto& fields = memory_->fields;
+    SlotRows rows{fields[next].data<void>(), dtype_of(fields[next]), width, bits, group_size};
+    ++next;
+    if (!bits) return rows;
+    rows.dtype = dtype_of(fields[next]);
+    rows.scales = fields[next++].data<void>();
+    rows.biases = fields[next++].data<void>();
+    return rows;
+  }
+
   std::shared_ptr<SlotMemory> memory_;
+  SlotLayout layout_;
   Layer layer_;
   int offset_;
   std::vector<StepHead> heads_;
@@ -313,33 +394,45 @@ class CloseSlots : public NoGradients {
 }  // namespace
 
 DecodingLayer::DecodingLayer(
-    std::vector<mx::array> fields, PolicyForm policy, bool remembers, bool answers,
-    float saturation, mx::StreamOrDevice s)
-    : stream_(mx::to_stream(s)), layer_{}, memory_(std::make_shared<SlotMemory>()), last_step_(0) {
-  require(fields.size() == 9, "A layer has nine fields.");
-  const mx::Shape& k = fields[keys].shape();
-  const mx::Shape& v = fields[values].shape();
-  const mx::Shape& n = fields[count].shape();
-  require(k.size() == 3 && v.size() == 3 && n.size() == 2, "Fields have wrong ranks.");
-  layer_.B = k[0], layer_.S = k[1], layer_.D = k[2], layer_.Dv = v[2], layer_.Hk = n[1];
-  const int B = layer_.B, Hk = layer_.Hk, S = k[1], D = layer_.D, Dv = layer_.Dv;
+    const Stored& k, const Stored& v, std::vector<mx::array> others, PolicyForm policy,
+    bool remembers, bool answers, float saturation, mx::StreamOrDevice s)
+    : stream_(mx::to_stream(s)),
+      layer_{},
+      layout_(layout_of(k, v)),
+      row_dtype_(k.arrays.back().dtype()),
+      memory_(std::make_shared<SlotMemory>()),
+      last_step_(0) {
+  check_stored(k);
+  check_stored(v);
+  require(others.size() == kFields, "A layer has seven fields beside keys and values.");
+  const mx::Shape& slots = k.arrays[0].shape();
+  const mx::Shape& n = others[count].shape();
+  require(slots.size() == 3 && n.size() == 2, "Fields have wrong ranks.");
+  layer_.B = slots[0], layer_.S = slots[1], layer_.Hk = n[1];
+  layer_.D = k.width(), layer_.Dv = v.width();
+  const int B = layer_.B, Hk = layer_.Hk, S = slots[1], D = layer_.D, Dv = layer_.Dv;
   const bool accumulates = policy.score != Score::none;
   require(
-      v == mx::Shape{B, S, Dv} && fields[positions].shape() == mx::Shape{B, S}, "Slots differ.");
+      v.arrays[0].ndim() == 3 && v.arrays[0].shape(0) == B && v.arrays[0].shape(1) == S &&
+          others[positions].shape() == mx::Shape{B, S},
+      "Slots differ.");
   require(
-      fields[scores].size() == (accumulates ? size_t(B) * S : 0), "Scores do not fit the policy.");
+      others[scores].size() == (accumulates ? size_t(B) * S : 0), "Scores do not fit the policy.");
   require(
-      n == mx::Shape{B, Hk} && fields[mean_key].shape() == mx::Shape{B, Hk, D} &&
-          fields[var_key].shape() == mx::Shape{B, Hk, D} &&
-          fields[mean_value].shape() == mx::Shape{B, Hk, Dv} &&
-          fields[victims].shape() == mx::Shape{B, Hk, policy.evict_every},
+      n == mx::Shape{B, Hk} && others[mean_key].shape() == mx::Shape{B, Hk, D} &&
+          others[var_key].shape() == mx::Shape{B, Hk, D} &&
+          others[mean_value].shape() == mx::Shape{B, Hk, Dv} &&
+          others[victims].shape() == mx::Shape{B, Hk, policy.evict_every},
       "The remainder or the victims do not fit.");
-  require(fields[keys].dtype() == fields[values].dtype(), "Keys and values differ in dtype.");
-  layer_.kv_dtype = dtype_of(fields[keys]);
+  require(v.arrays.back().dtype() == row_dtype_, "Keys and values differ in dtype.");
   layer_.policy = policy;
   layer_.remembers = remembers;
   layer_.answers = answers;
   layer_.saturation = saturation;
+  std::vector<mx::array> fields = k.arrays;
+  fields.insert(fields.end(), v.arrays.begin(), v.arrays.end());
+  fields.insert(fields.end(), others.begin(), others.end());
+  others.clear();
   for (mx::array& field : fields) {
     shapes_.push_back(field.shape());
     dtypes_.push_back(field.dtype());
@@ -362,8 +455,7 @@ mx::array DecodingLayer::step(
   require(
       k.shape() == mx::Shape{B, Hk, 1, D} && v.shape() == mx::Shape{B, Hk, 1, Dv},
       "k and v must be [B, Hk, 1, D] and [B, Hk, 1, Dv].");
-  require(
-      k.dtype() == dtypes_[keys] && v.dtype() == dtypes_[values], "k and v have another dtype.");
+  require(k.dtype() == row_dtype_ && v.dtype() == row_dtype_, "k and v have another dtype.");
   require(int(heads.size()) == Hk, "One plan for each KV head.");
   for (const StepHead& head : heads)
     require(
@@ -381,7 +473,8 @@ mx::array DecodingLayer::step(
   }
   auto outputs = mx::array::make_arrays(
       {{B, layer.Hq, 1, Dv}, {1}}, {q.dtype(), mx::int32},
-      std::make_shared<DecodeStepOnSlots>(stream_, memory_, layer, offset, std::move(heads)),
+      std::make_shared<DecodeStepOnSlots>(
+          stream_, memory_, layout_, layer, offset, std::move(heads)),
       inputs);
   last_step_ = outputs[1];
   return outputs[0];

@@ -23,6 +23,18 @@ using Seed = std::pair<mx::array, mx::array>;
 // Slots of each KV head in flat keys and values: its first slot and how many.
 using Ranges = std::vector<std::pair<int64_t, int>>;
 
+// Keys or values: one array, or packed rows as mx.quantize makes them (words, scales, biases).
+struct Stored {
+  std::vector<mx::array> arrays;
+  int bits = 0;  // 0: dense
+  int group_size = 0;
+
+  // Elements of a row.
+  int width() const {
+    return bits ? arrays[0].shape(-1) * 32 / bits : arrays[0].shape(-1);
+  }
+};
+
 // Attention over [B, Hk, N, D], or over [B, S, D] with a range per head.
 //
 // Returns out [B, Hq, L, Dv] in q's dtype, lse [B, Hq, L], and, if asked for, logits
@@ -30,7 +42,7 @@ using Ranges = std::vector<std::pair<int64_t, int>>;
 // `mask` is an array, or "causal" in `causal`. Raises std::invalid_argument for shapes that do not
 // fit together.
 std::vector<mx::array> attention(
-    const mx::array& q, const mx::array& k, const mx::array& v, float scale, bool causal,
+    const mx::array& q, const Stored& k, const Stored& v, float scale, bool causal,
     const std::optional<mx::array>& mask, const std::optional<mx::array>& sinks,
     const std::optional<Seed>& seed, const std::optional<Ranges>& ranges, Export wanted,
     mx::StreamOrDevice s);
@@ -38,6 +50,18 @@ std::vector<mx::array> attention(
 // Arrays that one layer's steps overwrite in place.
 struct SlotMemory {
   std::vector<mx::array> fields;
+};
+
+// How the arrays are keys and values.
+struct SlotLayout {
+  int k_bits = 0, k_group_size = 0, v_bits = 0, v_group_size = 0;
+
+  int keys() const {
+    return k_bits ? 3 : 1;
+  }
+  int values() const {
+    return v_bits ? 3 : 1;
+  }
 };
 
 // A layer's slots, remainder and victims while it decodes.
@@ -49,12 +73,12 @@ struct SlotMemory {
 // one before it, so the order is MLX's own.
 class DecodingLayer {
  public:
-  // fields: keys [B, S, D], values [B, S, Dv], positions [B, S] int32, scores [B, S] (or size 0),
-  // count [B, Hk], mean_key, var_key [B, Hk, D], mean_value [B, Hk, Dv], victims
-  // [B, Hk, evict_every] int32.
+  // keys [B, S, D], values [B, S, Dv], and the other fields: positions [B, S] int32, scores [B, S]
+  // (or size 0), count [B, Hk], mean_key, var_key [B, Hk, D], mean_value [B, Hk, Dv], victims
+  // [B, Hk, evict_every] int32. `close` gives all arrays back in this order.
   DecodingLayer(
-      std::vector<mx::array> fields, PolicyForm policy, bool remembers, bool answers,
-      float saturation, mx::StreamOrDevice s);
+      const Stored& keys, const Stored& values, std::vector<mx::array> fields, PolicyForm policy,
+      bool remembers, bool answers, float saturation, mx::StreamOrDevice s);
 
   // Out [B, Hq, 1, Dv] of one token's q [B, Hq, 1, D], k [B, Hk, 1, D] and v [B, Hk, 1, Dv].
   mx::array step(
@@ -72,6 +96,8 @@ class DecodingLayer {
  private:
   mx::Stream stream_;
   Layer layer_;
+  SlotLayout layout_;
+  mx::Dtype row_dtype_;
   std::vector<mx::Shape> shapes_;
   std::vector<mx::Dtype> dtypes_;
   std::shared_ptr<SlotMemory> memory_;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "rows.h"
 #include "simd.h"
 
 namespace mlx_h2o::MLX_H2O_ISA {
@@ -23,10 +24,12 @@ struct Ahead {
   }
 };
 
-template <class T>
-inline Ahead ahead_of(const T* rows, int64_t stride, int width, int count) {
+inline Ahead ahead_of(const Rows& rows, int width, int64_t first, int count) {
+  const int size = rows.bits || rows.dtype == Dtype::float32 ? 4 : 2;
+  const int64_t stride = rows.stride * size;
   return {
-      reinterpret_cast<const char*>(rows), stride * int(sizeof(T)), width * int(sizeof(T)), count};
+      static_cast<const char*>(rows.data) + first * stride, stride,
+      rows.bits ? width * rows.bits / 8 : width * size, count};
 }
 
 // -- logits ---------------------------------------------------------------------------------------
@@ -44,30 +47,34 @@ template <int R, int K>
   for (int r = 0; r < R; ++r) __builtin_memcpy(s + r * s_stride, total + r * K, K * sizeof(float));
 }
 
-// Dot products of R query rows with K keys, s[r][j]; R * K is a multiple of 4.
-template <int R, int K, class T>
+// Dot products of R query rows with K keys from row j on, s[r][k]; R * K is a multiple of 4.
+template <int R, int K, class Keys>
 [[gnu::always_inline]] inline void dots(
-    const float* q, int64_t q_stride, const T* k, int64_t k_stride, int D, float* s,
-    int64_t s_stride) {
+    const float* q, int64_t q_stride, const Keys& keys, int j, int D, float* s, int64_t s_stride) {
   vf acc[R * K] = {};
   int d = 0;
-  for (; d + W <= D; d += W) {
-    vf kd[K];
+  for (int g = 0; d + W <= D; ++g) {
+    typename Keys::Group group[K];
     UNROLL
-    for (int j = 0; j < K; ++j) kd[j] = load(k + j * k_stride + d);
-    UNROLL
-    for (int r = 0; r < R; ++r) {
-      const vf qd = in_register(load(q + r * q_stride + d));
+    for (int i = 0; i < K; ++i) group[i] = keys.group(j + i, g);
+    for (const int end = keys.group_end(g, D); d + W <= end; d += W) {
+      vf kd[K];
       UNROLL
-      for (int j = 0; j < K; ++j) acc[r * K + j] += qd * kd[j];
+      for (int i = 0; i < K; ++i) kd[i] = keys.at(j + i, d, group[i]);
+      UNROLL
+      for (int r = 0; r < R; ++r) {
+        const vf qd = in_register(load(q + r * q_stride + d));
+        UNROLL
+        for (int i = 0; i < K; ++i) acc[r * K + i] += qd * kd[i];
+      }
     }
   }
   if (d < D) {
     UNROLL
-    for (int j = 0; j < K; ++j) {
-      const vf kd = load_partial(k + j * k_stride + d, D - d);
+    for (int i = 0; i < K; ++i) {
+      const vf kd = keys.some(j + i, d, D - d);
       UNROLL
-      for (int r = 0; r < R; ++r) acc[r * K + j] += load(q + r * q_stride + d) * kd;
+      for (int r = 0; r < R; ++r) acc[r * K + i] += load(q + r * q_stride + d) * kd;
     }
   }
   store_sums<R, K>(acc, s, s_stride);
@@ -77,7 +84,7 @@ template <int R, int K, class T>
 // The same of bfloat16 queries and keys as they came.
 template <int R, int K>
 [[gnu::always_inline]] inline void dots(
-    const uint16_t* q, int64_t q_stride, const bfloat16* k, int64_t k_stride, int D, float* s,
+    const uint16_t* q, int64_t q_stride, const DenseRows<bfloat16>& keys, int j, int D, float* s,
     int64_t s_stride) {
   vf acc[R * K] = {};
   for (int d = 0; d < D; d += 2 * W) {
@@ -92,105 +99,116 @@ template <int R, int K>
     };
     vpairs kd[K];
     UNROLL
-    for (int j = 0; j < K; ++j) kd[j] = pairs(k + j * k_stride + d);
+    for (int i = 0; i < K; ++i) kd[i] = pairs(keys.data + (j + i) * keys.stride + d);
     UNROLL
     for (int r = 0; r < R; ++r) {
       const vpairs qd = pairs(q + r * q_stride + d);
       UNROLL
-      for (int j = 0; j < K; ++j) acc[r * K + j] = add_products(acc[r * K + j], qd, kd[j]);
+      for (int i = 0; i < K; ++i) acc[r * K + i] = add_products(acc[r * K + i], qd, kd[i]);
     }
   }
   store_sums<R, K>(acc, s, s_stride);
 }
 #endif
 
-template <int R, int K, class Q, class T>
+template <int R, int K, class Q, class Keys>
 void logits_of_rows(
-    const Q* q, int64_t q_stride, const T* k, int64_t k_stride, int D, int keys, float* s,
-    int64_t s_stride, const Ahead& ahead) {
+    const Q* q, int64_t q_stride, const Keys& keys, int count, int D, float* s, int64_t s_stride,
+    const Ahead& ahead) {
   int j = 0;
-  for (; j + K <= keys; j += K) {
+  for (; j + K <= count; j += K) {
     ahead.ask(j, K);
-    dots<R, K>(q, q_stride, k + j * k_stride, k_stride, D, s + j, s_stride);
+    dots<R, K>(q, q_stride, keys, j, D, s + j, s_stride);
   }
   // One by one: the same key fills the register tile, and one sum of each four is used.
-  for (; j < keys; ++j) {
+  for (; j < count; ++j) {
     for (int r = 0; r < R; ++r) {
       float same[4];
-      dots<1, 4>(q + r * q_stride, q_stride, k + j * k_stride, 0, D, same, 4);
+      dots<1, 4>(q + r * q_stride, q_stride, keys.only(j), 0, D, same, 4);
       s[r * s_stride + j] = same[0];
     }
   }
 }
 
-template <class Q, class T>
-void tile_logits(
-    const AttentionBlock& b, const Q* queries, const T* k, int64_t k_stride, int keys, float* s,
+template <class Q, class Keys>
+void logits_of_keys(
+    const AttentionBlock& b, const Q* queries, const Keys& keys, int count, float* s,
     int64_t s_stride, Ahead ahead) {
   for (int r = 0; r < b.rows; r += kRegisterRows) {
     const Q* q = queries + r * b.q_stride;
     float* out = s + r * s_stride;
     switch (b.rows - r) {
-      default:
-        logits_of_rows<4, 2>(q, b.q_stride, k, k_stride, b.D, keys, out, s_stride, ahead);
-        break;
-      case 3:
-        logits_of_rows<3, 4>(q, b.q_stride, k, k_stride, b.D, keys, out, s_stride, ahead);
-        break;
-      case 2:
-        logits_of_rows<2, 4>(q, b.q_stride, k, k_stride, b.D, keys, out, s_stride, ahead);
-        break;
-      case 1:
-        logits_of_rows<1, 8>(q, b.q_stride, k, k_stride, b.D, keys, out, s_stride, ahead);
-        break;
+      default: logits_of_rows<4, 2>(q, b.q_stride, keys, count, b.D, out, s_stride, ahead); break;
+      case 3: logits_of_rows<3, 4>(q, b.q_stride, keys, count, b.D, out, s_stride, ahead); break;
+      case 2: logits_of_rows<2, 4>(q, b.q_stride, keys, count, b.D, out, s_stride, ahead); break;
+      case 1: logits_of_rows<1, 8>(q, b.q_stride, keys, count, b.D, out, s_stride, ahead); break;
     }
     ahead.count = 0;  // once is enough
   }
 }
 
-// Whether this block's logits are products of bfloat16 pairs.
-template <class T>
-inline bool dots_pairs(const AttentionBlock&) {
-  return false;
+// Rows that are not float32 are widened into scratch first when more query rows than one register
+// tile holds will read them.
+template <class R>
+DenseRows<float> widened(const R& rows, int width, int count, float* to) {
+  const int64_t stride = padded(width);
+  for (int j = 0; j < count; ++j) {
+    float* row = to + j * stride;
+    int d = 0;
+    for (int g = 0; d + W <= width; ++g) {
+      const auto group = rows.group(j, g);
+      for (const int end = rows.group_end(g, width); d + W <= end; d += W)
+        store(row + d, rows.at(j, d, group));
+    }
+    if (d < width) store_partial(row + d, rows.some(j, d, width - d), width - d);
+  }
+  return {to, stride};
 }
 
-template <class T>
-inline void pair_logits(const AttentionBlock&, const T*, int, float*, int64_t, const Ahead&) {}
-
+// Whether this block's logits are products of bfloat16 pairs.
+template <class Keys>
+constexpr bool kDotsPairs = false;
 #if MLX_H2O_BF16_DOT
 template <>
-inline bool dots_pairs<bfloat16>(const AttentionBlock& b) {
-  return b.q16 != nullptr;
-}
-
-inline void pair_logits(
-    const AttentionBlock& b, const bfloat16* k, int keys, float* s, int64_t s_stride,
-    const Ahead& ahead) {
-  tile_logits(b, b.q16, k, b.k.stride, keys, s, s_stride, ahead);
-  for (int r = 0; r < b.rows; ++r)
-    for (int j = 0; j < keys; ++j) s[r * s_stride + j] *= b.scale;
-}
+constexpr bool kDotsPairs<DenseRows<bfloat16>> = true;
 #endif
 
+template <class Keys>
+void logits_of_tile(
+    const AttentionBlock& b, const Keys& keys, int count, float* s, int64_t s_stride,
+    const Ahead& ahead, float* wide) {
+  if constexpr (kDotsPairs<Keys>) {
+    if (b.q16) {
+      logits_of_keys(b, b.q16, keys, count, s, s_stride, ahead);
+      for (int r = 0; r < b.rows; ++r)
+        for (int j = 0; j < count; ++j) s[r * s_stride + j] *= b.scale;
+      return;
+    }
+  }
+  if (Keys::kNarrow && b.rows > kRegisterRows)
+    logits_of_keys(b, b.q, widened(keys, b.D, count, wide), count, s, s_stride, ahead);
+  else
+    logits_of_keys(b, b.q, keys, count, s, s_stride, ahead);
+}
+
 // ||k - center||^2 of each key, while the tile lies in the nearest cache.
-template <class T>
-void tile_distances(const AttentionBlock& b, const T* k, int64_t k_stride, int keys, float* out) {
-  for (int j = 0; j < keys; ++j, k += k_stride) {
-    vf acc[2] = {};
+template <class Keys>
+void distances_of_tile(const AttentionBlock& b, const Keys& keys, int count, float* out) {
+  for (int j = 0; j < count; ++j) {
+    vf acc{};
     int d = 0;
-    for (; d + 2 * W <= b.D; d += 2 * W) {
-      const vf x = load(k + d) - load(b.center + d);
-      const vf y = load(k + d + W) - load(b.center + d + W);
-      acc[0] += x * x;
-      acc[1] += y * y;
+    for (int g = 0; d + W <= b.D; ++g) {
+      const auto group = keys.group(j, g);
+      for (const int end = keys.group_end(g, b.D); d + W <= end; d += W) {
+        const vf x = keys.at(j, d, group) - load(b.center + d);
+        acc += x * x;
+      }
     }
-    for (; d < b.D; d += W) {
-      const bool whole = d + W <= b.D;
-      const vf x = (whole ? load(k + d) : load_partial(k + d, b.D - d)) -
-          (whole ? load(b.center + d) : load_partial(b.center + d, b.D - d));
-      acc[0] += x * x;
+    if (d < b.D) {
+      const vf x = keys.some(j, d, b.D - d) - load_partial(b.center + d, b.D - d);
+      acc += x * x;
     }
-    out[j] = sum(acc[0] + acc[1]);
+    out[j] = sum(acc);
   }
 }
 
@@ -274,19 +292,20 @@ inline float tile_softmax(const float* s, float* p, int keys, float& m, float& l
 
 // -- values ---------------------------------------------------------------------------------------
 
-// acc[r] += sum_j p[r][j] v[j] over R rows and VB vectors of the value's width.
-template <int R, int VB, class T>
+// acc[r] += sum_j p[r][j] v[j] over R rows and VB vectors of the value's width from d on; of packed
+// values, without their scales and biases.
+template <int R, int VB, class Values>
 [[gnu::always_inline]] inline void add_values(
-    const float* p, int64_t p_stride, const T* v, int64_t v_stride, int keys, float* acc,
+    const float* p, int64_t p_stride, const Values& values, int d, int count, float* acc,
     int64_t acc_stride) {
   vf sum[R * VB];
   UNROLL
   for (int r = 0; r < R; ++r) UNROLL
-  for (int i = 0; i < VB; ++i) sum[r * VB + i] = load(acc + r * acc_stride + i * W);
-  for (int j = 0; j < keys; ++j) {
+  for (int i = 0; i < VB; ++i) sum[r * VB + i] = load(acc + r * acc_stride + d + i * W);
+  for (int j = 0; j < count; ++j) {
     vf row[VB];
     UNROLL
-    for (int i = 0; i < VB; ++i) row[i] = load(v + j * v_stride + i * W);
+    for (int i = 0; i < VB; ++i) row[i] = values.raw(j, d + i * W);
     UNROLL
     for (int r = 0; r < R; ++r) {
       const vf weight = in_register(splat(p[r * p_stride + j]));
@@ -296,24 +315,24 @@ template <int R, int VB, class T>
   }
   UNROLL
   for (int r = 0; r < R; ++r) UNROLL
-  for (int i = 0; i < VB; ++i) store(acc + r * acc_stride + i * W, sum[r * VB + i]);
+  for (int i = 0; i < VB; ++i) store(acc + r * acc_stride + d + i * W, sum[r * VB + i]);
 }
 
-template <int R, int VB, class T>
+// Elements `from` to `end - 1` of the values' width.
+template <int R, int VB, class Values>
 void values_of_rows(
-    const float* p, int64_t p_stride, const T* v, int64_t v_stride, int keys, int Dv, float* acc,
-    int64_t acc_stride, const Ahead& ahead) {
-  const int share = kTile * VB * W / Dv + 1;
-  int d = 0;
-  for (; d + VB * W <= Dv; d += VB * W) {
-    ahead.ask(d / (VB * W) * share, share);
-    add_values<R, VB>(p, p_stride, v + d, v_stride, keys, acc + d, acc_stride);
+    const float* p, int64_t p_stride, const Values& values, int count, int from, int end,
+    float* acc, int64_t acc_stride, const Ahead& ahead) {
+  const int share = ahead.count * VB * W / (end - from) + 1;
+  int d = from;
+  for (; d + VB * W <= end; d += VB * W) {
+    ahead.ask((d - from) / (VB * W) * share, share);
+    add_values<R, VB>(p, p_stride, values, d, count, acc, acc_stride);
   }
-  for (; d + W <= Dv; d += W)
-    add_values<R, 1>(p, p_stride, v + d, v_stride, keys, acc + d, acc_stride);
-  if (d == Dv) return;
-  for (int j = 0; j < keys; ++j) {
-    const vf row = load_partial(v + j * v_stride + d, Dv - d);
+  for (; d + W <= end; d += W) add_values<R, 1>(p, p_stride, values, d, count, acc, acc_stride);
+  if (d == end) return;
+  for (int j = 0; j < count; ++j) {
+    const vf row = values.some(j, d, end - d);
     for (int r = 0; r < R; ++r) {
       float* out = acc + r * acc_stride + d;
       store(out, load(out) + p[r * p_stride + j] * row);
@@ -321,66 +340,116 @@ void values_of_rows(
   }
 }
 
-template <class T>
-void tile_values(
-    const AttentionBlock& b, const T* v, int64_t v_stride, int keys, const float* p,
-    int64_t p_stride, Ahead ahead) {
+// A group's scale goes into the weights, and its bias is the same for all of its elements:
+// sum_j p_j (scale_j x_j + bias_j) = sum_j (p_j scale_j) x_j + sum_j p_j bias_j.
+template <int R, int VB, int BITS>
+void values_of_rows(
+    const float* p, int64_t p_stride, const PackedRows<BITS>& values, int count, int from, int end,
+    float* acc, int64_t acc_stride, const Ahead& ahead) {
+  for (int d = from, g = 0; d < end; d += values.group_size, ++g) {
+    float weights[R * kTile];
+    for (int r = 0; r < R; ++r) {
+      float bias = 0;
+      for (int j = 0; j < count; ++j) {
+        const float weight = p[r * p_stride + j];
+        weights[r * kTile + j] = weight * values.scales[j * values.groups + g];
+        bias += weight * values.biases[j * values.groups + g];
+      }
+      float* out = acc + r * acc_stride;
+      for (int i = d; i < d + values.group_size; i += W) store(out + i, load(out + i) + bias);
+    }
+    Ahead part = ahead;
+    const int share = ahead.count / values.groups + 1;
+    part.rows += g * share * ahead.stride;
+    part.count = ahead.count - g * share < share ? ahead.count - g * share : share;
+    values_of_rows<R, VB, PackedRaw<BITS>>(
+        weights, kTile, {values}, count, d, d + values.group_size, acc, acc_stride, part);
+  }
+}
+
+template <class Values>
+void values_of_keys(
+    const AttentionBlock& b, const Values& values, int count, const float* p, int64_t p_stride,
+    Ahead ahead) {
   for (int r = 0; r < b.rows; r += kRegisterRows) {
     const float* weights = p + r * p_stride;
     float* acc = b.acc + r * b.acc_stride;
     switch (b.rows - r) {
       default:
-        values_of_rows<4, 2>(weights, p_stride, v, v_stride, keys, b.Dv, acc, b.acc_stride, ahead);
+        values_of_rows<4, 2>(weights, p_stride, values, count, 0, b.Dv, acc, b.acc_stride, ahead);
         break;
       case 3:
-        values_of_rows<3, 2>(weights, p_stride, v, v_stride, keys, b.Dv, acc, b.acc_stride, ahead);
+        values_of_rows<3, 2>(weights, p_stride, values, count, 0, b.Dv, acc, b.acc_stride, ahead);
         break;
       case 2:
-        values_of_rows<2, 4>(weights, p_stride, v, v_stride, keys, b.Dv, acc, b.acc_stride, ahead);
+        values_of_rows<2, 4>(weights, p_stride, values, count, 0, b.Dv, acc, b.acc_stride, ahead);
         break;
       case 1:
-        values_of_rows<1, 8>(weights, p_stride, v, v_stride, keys, b.Dv, acc, b.acc_stride, ahead);
+        values_of_rows<1, 8>(weights, p_stride, values, count, 0, b.Dv, acc, b.acc_stride, ahead);
         break;
     }
     ahead.count = 0;
   }
 }
 
-// -- the block ------------------------------------------------------------------------------------
-
-template <class T>
-void widen_rows(const T* from, int64_t stride, int width, int count, float* to, int64_t to_stride) {
-  for (int j = 0; j < count; ++j, from += stride, to += to_stride) {
-    int d = 0;
-    for (; d + W <= width; d += W) store(to + d, load(from + d));
-    if (d < width) store(to + d, load_partial(from + d, width - d));
-  }
+template <class Values>
+void values_of_tile(
+    const AttentionBlock& b, const Values& values, int count, const float* p, int64_t p_stride,
+    const Ahead& ahead, float* wide) {
+  if (Values::kNarrow && b.rows > kRegisterRows)
+    values_of_keys(b, widened(values, b.Dv, count, wide), count, p, p_stride, ahead);
+  else
+    values_of_keys(b, values, count, p, p_stride, ahead);
 }
 
-// Sixteen-bit rows are widened into scratch first when more query rows than one register tile
-// holds will read them.
-template <class T>
-constexpr bool kNarrow = sizeof(T) < 4;
+// -- the block ------------------------------------------------------------------------------------
 
-template <class TK, class TV>
-void attend_typed(const AttentionBlock& b) {
-  const auto* k = static_cast<const TK*>(b.k.data);
-  const auto* v = static_cast<const TV*>(b.v.data);
+// What the loop below asks of keys and of values, whatever they are stored as.
+using LogitsOfTile = void (*)(
+    const AttentionBlock&, int64_t first, int count, float* s, int64_t s_stride, const Ahead&,
+    float* wide, float* scales);
+using ValuesOfTile = void (*)(
+    const AttentionBlock&, int64_t first, int count, const float* p, int64_t p_stride, const Ahead&,
+    float* wide, float* scales);
+
+inline LogitsOfTile logits_of(const Rows& k) {
+  return with_kind(k, [](auto kind) -> LogitsOfTile {
+    return [](const AttentionBlock& b, int64_t first, int count, float* s, int64_t s_stride,
+              const Ahead& ahead, float* wide, float* scales) {
+      const auto keys = decltype(kind)::rows(b.k, b.D, first, count, scales);
+      logits_of_tile(b, keys, count, s, s_stride, ahead, wide);
+      if (b.distance) distances_of_tile(b, keys, count, b.distance + first);
+    };
+  });
+}
+
+inline ValuesOfTile values_of(const Rows& v) {
+  return with_kind(v, [](auto kind) -> ValuesOfTile {
+    return [](const AttentionBlock& b, int64_t first, int count, const float* p, int64_t p_stride,
+              const Ahead& ahead, float* wide, float* scales) {
+      const auto values = decltype(kind)::rows(b.v, b.Dv, first, count, scales);
+      values_of_tile(b, values, count, p, p_stride, ahead, wide);
+    };
+  });
+}
+
+inline void attend(const AttentionBlock& b) {
+  const LogitsOfTile tile_logits = logits_of(b.k);
+  const ValuesOfTile tile_values = values_of(b.v);
   float* tile_s = b.scratch;
   float* tile_p = tile_s + kMaxRows * kTile;
   float* wide_k = tile_p + kMaxRows * kTile;
   float* wide_v = wide_k + kTile * padded(b.D);
+  float* k_scales = wide_v + kTile * padded(b.Dv);
+  float* v_scales = k_scales + tile_scales(b.k, b.D);
   for (int r = 0; r < b.rows; ++r) {
     b.m[r] = -__builtin_inff();
     b.l[r] = 0;
     __builtin_memset(b.acc + r * b.acc_stride, 0, b.acc_stride * sizeof(float));
   }
-  const bool shared = b.rows > kRegisterRows;
   for (int first = 0, tile = 0; first < b.slots; first += kTile, ++tile) {
-    const int keys = b.slots - first < kTile ? b.slots - first : kTile;
-    const int ahead = b.slots - first - keys < kTile ? b.slots - first - keys : kTile;
-    const TK* tk = k + first * b.k.stride;
-    const TV* tv = v + first * b.v.stride;
+    const int count = b.slots - first < kTile ? b.slots - first : kTile;
+    const int left = b.slots - first - count;
     float* s = b.logits ? b.logits + first : tile_s;
     const int64_t s_stride = b.logits ? b.logits_stride : kTile;
     float* p = b.weights ? b.weights + first : tile_p;
@@ -388,50 +457,19 @@ void attend_typed(const AttentionBlock& b) {
 
     // The tile's values are fetched while its logits are computed, the next keys while its values
     // are added up.
-    const Ahead values = ahead_of(tv, b.v.stride, b.Dv, keys);
-    const Ahead next_keys = ahead_of(tk + keys * b.k.stride, b.k.stride, b.D, ahead);
-    if (dots_pairs<TK>(b)) {
-      pair_logits(b, tk, keys, s, s_stride, values);
-    } else if (kNarrow<TK> && shared) {
-      widen_rows(tk, b.k.stride, b.D, keys, wide_k, padded(b.D));
-      tile_logits(b, b.q, wide_k, padded(b.D), keys, s, s_stride, values);
-    } else {
-      tile_logits(b, b.q, tk, b.k.stride, keys, s, s_stride, values);
-    }
-    if (b.distance) tile_distances(b, tk, b.k.stride, keys, b.distance + first);
-    if (b.mask != MaskKind::none) tile_mask(b, first, keys, s, s_stride);
-
+    const Ahead values = ahead_of(b.v, b.Dv, first, count);
+    const Ahead next_keys = ahead_of(b.k, b.D, first + count, left < kTile ? left : kTile);
+    tile_logits(b, first, count, s, s_stride, values, wide_k, k_scales);
+    if (b.mask != MaskKind::none) tile_mask(b, first, count, s, s_stride);
     for (int r = 0; r < b.rows; ++r) {
-      const float shrink = tile_softmax(s + r * s_stride, p + r * p_stride, keys, b.m[r], b.l[r]);
+      const float shrink = tile_softmax(s + r * s_stride, p + r * p_stride, count, b.m[r], b.l[r]);
       if (b.weights) b.tile_max[tile * b.rows + r] = b.m[r];
       if (shrink != 1) {
         float* acc = b.acc + r * b.acc_stride;
         for (int d = 0; d < b.acc_stride; d += W) store(acc + d, load(acc + d) * shrink);
       }
     }
-    if (kNarrow<TV> && shared) {
-      widen_rows(tv, b.v.stride, b.Dv, keys, wide_v, padded(b.Dv));
-      tile_values(b, wide_v, padded(b.Dv), keys, p, p_stride, next_keys);
-    } else {
-      tile_values(b, tv, b.v.stride, keys, p, p_stride, next_keys);
-    }
-  }
-}
-
-template <class TK>
-void attend_keyed(const AttentionBlock& b) {
-  switch (b.v.dtype) {
-    case Dtype::float32: return attend_typed<TK, float>(b);
-    case Dtype::float16: return attend_typed<TK, float16>(b);
-    case Dtype::bfloat16: return attend_typed<TK, bfloat16>(b);
-  }
-}
-
-inline void attend(const AttentionBlock& b) {
-  switch (b.k.dtype) {
-    case Dtype::float32: return attend_keyed<float>(b);
-    case Dtype::float16: return attend_keyed<float16>(b);
-    case Dtype::bfloat16: return attend_keyed<bfloat16>(b);
+    tile_values(b, first, count, p, p_stride, next_keys, wide_v, v_scales);
   }
 }
 

@@ -9,6 +9,10 @@ namespace mlx_h2o {
 
 enum class Dtype { float32, float16, bfloat16 };
 
+constexpr int size_of(Dtype dtype) {
+  return dtype == Dtype::float32 ? 4 : 2;
+}
+
 enum class MaskKind { none, causal, boolean, additive };
 
 // Rows of a matrix; row i begins i * stride elements after `data`.
@@ -16,6 +20,23 @@ struct Rows {
   const void* data;
   int64_t stride;
   Dtype dtype;
+
+  // Packed rows (as mx.quantize packs them): `data` are 32-bit words, and scales and biases have
+  // `dtype`, one for each group of a row.
+  int bits = 0;  // 0: dense
+  int group_size = 0;
+  const void* scales = nullptr;
+  const void* biases = nullptr;
+  int64_t scale_stride = 0;
+};
+
+// Where a packed row goes.
+struct PackedRow {
+  void* data;
+  void* scales;
+  void* biases;
+  Dtype dtype;
+  int bits, group_size;
 };
 
 // What one query row may see of a block's slots.
@@ -50,8 +71,8 @@ struct AttentionBlock {
 
   float* logits = nullptr;  // [rows, logits_stride], where the caller wants them
   int64_t logits_stride = 0;
-  float* weights =
-      nullptr;  // [rows, weights_stride], e^(s - tile_max), where the caller wants them
+  // [rows, weights_stride], e^(s - tile_max), where the caller wants them
+  float* weights = nullptr;
   int64_t weights_stride = 0;
   float* tile_max = nullptr;  // [tiles, rows], with weights
 
@@ -70,8 +91,13 @@ constexpr int kPad = 16;
 constexpr int padded(int width) {
   return (width + kPad - 1) / kPad * kPad;
 }
+// Groups of packed rows.
+constexpr int kSmallestGroup = 32;
+constexpr int kMostGroups = 576 / kSmallestGroup;
 constexpr int64_t scratch_floats(int D, int Dv) {
-  return 2 * kMaxRows * kTile + int64_t(kTile) * (padded(D) + padded(Dv)) + 2 * kPad;
+  // Logits and weights of a tile, its keys and values widened, and their scales and biases.
+  return 2 * kMaxRows * kTile + int64_t(kTile) * (padded(D) + padded(Dv)) +
+      2 * int64_t(kTile) * (D + Dv) / kSmallestGroup + 2 * kPad;
 }
 
 // What a policy accumulates per slot.
@@ -122,8 +148,10 @@ struct Kernels {
   // One row of any dtype to floats, times a factor.
   void (*widen)(float* out, const void* row, Dtype dtype, float factor, int n);
   void (*narrow)(void* out, Dtype dtype, const float* row, float factor, int n);
-  // Sums over slots of each key (times 1 / ||k|| where `unit`), into sum [D].
-  void (*sum_keys)(const Rows& k, int slots, int D, bool unit, float* sum);
+  // A float row packed as mx.quantize packs it, bit for bit.
+  void (*quantize)(const float* row, int width, const PackedRow& out);
+  // One row of any kind to `width` floats.
+  void (*read_row)(float* out, const Rows& rows, int64_t row, int width);
 };
 
 // The best that this machine runs, or the one named by MLX_H2O_ISA in the environment.
