@@ -9,6 +9,7 @@
 
 #include <tuple>
 
+#include "bandwidth.h"
 #include "mlx/version.h"
 #include "primitives.h"
 #include "thread_pool.h"
@@ -97,4 +98,14 @@ NB_MODULE(_ext, m) {
   m.def(
       "set_threads", [](int threads) { mlx_h2o::ThreadPool::shared().resize(threads); },
       "threads"_a);
+
+  m.def(
+      "read_bandwidth", &read_bandwidth, "bytes"_a, nb::call_guard<nb::gil_scoped_release>(),
+      "Bytes per second at which a buffer of so many bytes is read once.");
+  m.def(
+      "seconds_per_job", &seconds_per_job, nb::kw_only(), "pooled"_a, "jobs"_a, "items"_a,
+      "steps"_a = 0, "gap"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+      "Mean seconds of a job of `items`, each of `steps` multiplications, with `gap` of them "
+      "between "
+      "jobs.");
 }
