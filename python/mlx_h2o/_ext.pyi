@@ -24,10 +24,13 @@ class Priority(enum.Enum):
     distance = ...
     direction = ...
 
+class Stored:
+    def __init__(self, arrays: list[mx.array], bits: int = 0, group_size: int = 0) -> None: ...
+
 def attention(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: Stored,
+    v: Stored,
     *,
     scale: float,
     causal: bool = False,
@@ -57,6 +60,8 @@ class PolicyForm:
 class DecodingLayer:
     def __init__(
         self,
+        keys: Stored,
+        values: Stored,
         fields: list[mx.array],
         policy: PolicyForm,
         *,

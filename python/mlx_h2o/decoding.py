@@ -75,8 +75,8 @@ class Decoding:
         assert form is not None
         self._names = list(store.fields)
         fields = store.fields
-        arrays = [
-            *(fields[name] for name in ("keys", "values", "positions")),
+        others = [
+            fields["positions"],
             fields["scores"] if "scores" in fields else mx.zeros((0,)),
             *remainder.arrays.values(),
             victims,
@@ -85,7 +85,9 @@ class Decoding:
         self.nbytes += remainder.nbytes if remembers else 0
         store.fields = {}
         self._layer = _ext.DecodingLayer(
-            arrays,
+            _ext.Stored([fields["keys"]]),
+            _ext.Stored([fields["values"]]),
+            others,
             _ext.PolicyForm(
                 score=_ext.Score[form.score],
                 priority=_ext.Priority[form.priority],

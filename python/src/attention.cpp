@@ -21,8 +21,10 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr int kSlotBlock = 256;
 static_assert(kSlotBlock % kTile == 0);
 
-// Below this many bytes of keys and values waking a second thread costs more than it saves.
+// Below this many bytes of keys and values a second thread costs more than it saves: if it spins,
+// and if it sleeps (waking it takes some 100 us; docs/benchmarks.md).
 constexpr int64_t kAloneBytes = 64 << 10;
+constexpr int64_t kAloneBytesAsleep = 2 << 20;
 
 int ceil_div(int a, int b) {
   return (a + b - 1) / b;
@@ -107,10 +109,11 @@ class Plan {
     int64_t slots = 0;
     for (const auto& head : a_.heads) slots += head.length;
     const int64_t work = slots * (a_.D + a_.Dv) * 4 * a_.B * row_blocks_;
-    if (work < kAloneBytes) {
+    auto& pool = ThreadPool::shared();
+    if (work < (pool.awake() ? kAloneBytes : kAloneBytesAsleep)) {
       for (int i = 0; i < static_cast<int>(items_.size()); ++i) item(i);
     } else {
-      ThreadPool::shared().run(static_cast<int>(items_.size()), [this](int i) { item(i); });
+      pool.run(static_cast<int>(items_.size()), [this](int i) { item(i); });
     }
     add_partial_masses();
   }

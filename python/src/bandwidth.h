@@ -1,4 +1,5 @@
-// What `mlx_h2o bench` measures of the machine itself: how fast it reads, how fast it hands out work.
+// What `mlx_h2o bench` measures of the machine itself: how fast it reads, how fast it hands out
+// work.
 #pragma once
 
 #include <cstddef>

@@ -82,8 +82,7 @@ class DecodeStep {
     int n = head.length - 1;
     if (head.victim >= 0) {
       // Clamped, so that no state, however damaged, makes a step write elsewhere.
-      const int E = layer_.policy.evict_every;
-      n = std::clamp(state_.victims[of_head(b, h) * E + head.victim], 0, head.length - 1);
+      n = std::clamp(victims_of(b, h)[head.victim], 0, head.length - 1);
       if (layer_.remembers) fold(b, h, slot(b, h, n));
     }
     const int64_t where = slot(b, h, n);
@@ -165,7 +164,7 @@ class DecodeStep {
   void after(const AttendedHead& attended) {
     const int b = attended.batch, h = attended.head;
     const StepHead& head = step_.heads[h];
-    thread_local std::vector<float> priorities, directions;
+    thread_local std::vector<float> priorities, terms, directions;
     UpdateHead update{};
     update.slots = head.length;
     update.rows = attended.rows;
@@ -185,12 +184,11 @@ class DecodeStep {
         priorities.resize(head.length);
         update.priority = priorities.data();
       }
+      terms.resize(head.length);
+      update.term = terms.data();
       if (layer_.policy.priority == Priority::distance) {
         const float* center = centers_.data() + of_head(b, h) * layer_.D;
-        // A key at the mean itself must not stretch the scale for all others (distinct.py).
-        const float least = 1e-6f * kernels().dot(center, center, layer_.D) + 1e-12f;
-        for (int n = 0; n < head.length; ++n)
-          attended.distance[n] = std::max(attended.distance[n], least);
+        update.least_distance = 1e-6f * kernels().dot(center, center, layer_.D) + 1e-12f;
         update.distance = attended.distance;
       } else if (layer_.policy.priority == Priority::direction) {
         directions.resize(head.length);
@@ -199,7 +197,8 @@ class DecodeStep {
       }
     }
     kernels().update(update, layer_.policy);
-    if (head.choose && !layer_.policy.per_layer) select(b, h, update.priority);
+    if (head.choose && !layer_.policy.per_layer)
+      kernels().select_victims(update, layer_.policy, victims_of(b, h));
   }
 
   // KeyDiff.priority
@@ -223,32 +222,8 @@ class DecodeStep {
     }
   }
 
-  // selection.select_victims: lowest priority first, ties to the oldest, NaNs before everything.
-  void select(int b, int h, float* priority) {
-    const StepHead& head = step_.heads[h];
-    const int32_t* positions = state_.positions + slot(b, h);
-    for (int n = 0; n < head.length; ++n) {
-      const bool may_go =
-          positions[n] >= layer_.policy.sink && positions[n] < step_.offset - head.recent;
-      if (!may_go)
-        priority[n] = kInf;
-      else if (std::isnan(priority[n]))
-        priority[n] = -kInf;
-      else
-        priority[n] = std::min(priority[n], std::numeric_limits<float>::max());
-    }
-    const int E = layer_.policy.evict_every;
-    int32_t* victims = state_.victims + of_head(b, h) * E;
-    for (int e = 0; e < E; ++e) {
-      int worst = 0;
-      for (int n = 1; n < head.length; ++n) {
-        const bool lower = priority[n] < priority[worst];
-        const bool older = priority[n] == priority[worst] && positions[n] < positions[worst];
-        if (lower || older) worst = n;
-      }
-      victims[e] = worst;
-      priority[worst] = kInf;
-    }
+  int32_t* victims_of(int b, int h) const {
+    return state_.victims + of_head(b, h) * layer_.policy.evict_every;
   }
 
   // unit="layer": the heads' mean priority decides for all.
@@ -263,7 +238,13 @@ class DecodeStep {
             length);
       for (int h = 0; h < layer_.Hk; ++h) {
         copy = mean;
-        select(b, h, copy.data());
+        UpdateHead update{};
+        update.slots = length;
+        update.positions = state_.positions + slot(b, h);
+        update.priority = copy.data();
+        update.offset = step_.offset;
+        update.recent = step_.heads[h].recent;
+        kernels().select_victims(update, layer_.policy, victims_of(b, h));
       }
     }
   }

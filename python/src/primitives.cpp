@@ -264,7 +264,8 @@ std::vector<mx::array> attention(
   return mx::array::make_arrays(
       std::move(shapes), dtypes,
       std::make_shared<AttentionWithScores>(
-          mx::to_stream(s), scale, kind, sinks.has_value(), seed.has_value(), wanted, ranges),
+          mx::to_stream(s), scale, kind, sinks.has_value(), seed.has_value(), wanted, ranges,
+          layout_of(stored_k, stored_v), Dv),
       inputs);
 }
 

@@ -89,14 +89,18 @@ void ThreadPool::claim_items() {
 
 void ThreadPool::serve() {
   uint32_t seen = generation_;
+  awake_.fetch_add(1);
   while (!stopping_) {
     inside_.fetch_add(1);
     if (open_) claim_items();
     inside_.fetch_sub(1);
     for (int spin = 0; spin < kSpins && generation_ == seen; ++spin) pause();
+    awake_.fetch_sub(1);
     generation_.wait(seen);
+    awake_.fetch_add(1);
     seen = generation_;
   }
+  awake_.fetch_sub(1);
 }
 
 }  // namespace mlx_h2o

@@ -29,6 +29,12 @@ class ThreadPool {
   }
   void resize(int threads);
 
+  // Whether a worker would start at once. Waking one that sleeps takes as long as reading a
+  // megabyte.
+  bool awake() const {
+    return awake_.load(std::memory_order_relaxed) > 0;
+  }
+
   // Calls job(i) for each i below items, then returns. Runs on the caller alone while another
   // thread's job has the pool.
   template <class Job>
@@ -51,6 +57,7 @@ class ThreadPool {
   std::atomic<bool> stopping_{false};
   std::atomic<bool> open_{false};
   std::atomic<int> inside_{0};
+  std::atomic<int> awake_{0};
   std::atomic<int> next_{0};
   int items_ = 0;
   Call call_ = nullptr;

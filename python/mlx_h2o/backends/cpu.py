@@ -25,7 +25,7 @@ if _ext.built_for_mlx != version("mlx").partition(".dev")[0]:
     )
 
 try:
-    _ext.attention(*[mx.zeros((1, 1, 1, 1))] * 3, scale=1.0, stream=mx.cpu)
+    _ext.Stored([mx.zeros((1, 1, 1, 1))])
 except TypeError as error:
     raise ImportError("the extension and MLX were built with different nanobinds") from error
 
@@ -97,8 +97,8 @@ def _call(
 ) -> list[mx.array]:
     return _ext.attention(
         q,
-        k,
-        v,
+        _ext.Stored([k]),
+        _ext.Stored([v]),
         scale=scale,
         causal=isinstance(mask, str),
         mask=None if isinstance(mask, str) else mask,

@@ -1,4 +1,4 @@
-// Rows to floats and back.
+// Rows to floats and back, vector by vector.
 #pragma once
 
 #include "kernels.h"
@@ -6,12 +6,27 @@
 
 namespace mlx_h2o::MLX_H2O_ISA {
 
+// Calls f(n, count) for every vector of n elements; all but the last are whole.
+template <class F>
+inline void each_vector(int n_elements, F f) {
+  int n = 0;
+  for (; n + W <= n_elements; n += W) f(n, W);
+  if (n < n_elements) f(n, n_elements - n);
+}
+
+template <class T>
+inline vf load_some(const T* p, int count) {
+  return count == W ? load(p) : load_partial(p, count);
+}
+
+inline void store_some(float* p, vf v, int count) {
+  count == W ? store(p, v) : store_partial(p, v, count);
+}
+
 template <class T>
 inline void widen_row(float* out, const T* row, float factor, int n) {
-  each_vector(n, [&](int i, int count) {
-    const vf x = count == W ? load(row + i) : load_partial(row + i, count);
-    store_some(out + i, x * factor, count);
-  });
+  each_vector(
+      n, [&](int i, int count) { store_some(out + i, load_some(row + i, count) * factor, count); });
 }
 
 inline void widen(float* out, const void* row, Dtype dtype, float factor, int n) {

@@ -37,6 +37,7 @@ const Kernels table{
     attend,
     add_mass,
     update,
+    select_victims,
     blend,
     dot,
     widen,

@@ -128,9 +128,11 @@ struct UpdateHead {
   const float* lse;       // [rows]
   const float* logits;    // [rows, weights_stride], for ema_logits
   const float* distance;  // [slots], Priority::distance or direction
+  float least_distance;   // what a distance counts as at least
   const int32_t* positions;
   float* scores;    // [slots] in place
   float* priority;  // [slots] out, or nullptr
+  float* term;      // [slots] scratch, with priority
   int offset;       // the next logical position
   int recent;       // last positions that are protected
 };
@@ -142,6 +144,8 @@ struct Kernels {
   // mass[n] += factor * sum over rows of e^(s - lse)
   void (*add_mass)(const UpdateHead&, float factor, float* mass);
   void (*update)(const UpdateHead&, const PolicyForm&);
+  // Names the evict_every slots of lowest priority, which is overwritten; ties to the oldest.
+  void (*select_victims)(const UpdateHead&, const PolicyForm&, int32_t* victims);
   // y = a y + b x
   void (*blend)(float* y, const float* x, float a, float b, int n);
   float (*dot)(const float* x, const float* y, int n);

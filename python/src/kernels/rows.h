@@ -1,6 +1,7 @@
 // How rows of keys and values are read: dense in any dtype, or packed as mx.quantize packs them.
 #pragma once
 
+#include "convert.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -128,30 +129,6 @@ inline int64_t tile_scales(const Rows& rows, int width) {
   return rows.bits ? 2 * kTile * (width / rows.group_size) : 0;
 }
 
-template <class T>
-inline void widen_block(
-    const T* from, int64_t stride, int width, int count, float* to, int64_t to_stride) {
-  for (int j = 0; j < count; ++j, from += stride, to += to_stride) {
-    int d = 0;
-    for (; d + W <= width; d += W) store(to + d, load(from + d));
-    if (d < width) store_partial(to + d, load_partial(from + d, width - d), width - d);
-  }
-}
-
-inline void widen_any(
-    const void* from, Dtype dtype, int64_t first, int64_t stride, int width, int count, float* to) {
-  switch (dtype) {
-    case Dtype::float32:
-      return widen_block(static_cast<const float*>(from) + first, stride, width, count, to, width);
-    case Dtype::float16:
-      return widen_block(
-          static_cast<const float16*>(from) + first, stride, width, count, to, width);
-    case Dtype::bfloat16:
-      return widen_block(
-          static_cast<const bfloat16*>(from) + first, stride, width, count, to, width);
-  }
-}
-
 // Rows `first` to `first + count - 1`, as their kind. `room` holds a tile's scales and biases.
 template <class R>
 struct Opened;
@@ -168,8 +145,11 @@ struct Opened<PackedRows<BITS>> {
   static PackedRows<BITS> rows(const Rows& r, int width, int64_t first, int count, float* room) {
     const int groups = width / r.group_size;
     float* biases = room + int64_t(kTile) * groups;
-    widen_any(r.scales, r.dtype, first * r.scale_stride, r.scale_stride, groups, count, room);
-    widen_any(r.biases, r.dtype, first * r.scale_stride, r.scale_stride, groups, count, biases);
+    for (int j = 0; j < count; ++j) {
+      const int64_t at = (first + j) * r.scale_stride * size_of(r.dtype);
+      widen(room + j * groups, static_cast<const char*>(r.scales) + at, r.dtype, 1, groups);
+      widen(biases + j * groups, static_cast<const char*>(r.biases) + at, r.dtype, 1, groups);
+    }
     return {
         static_cast<const uint8_t*>(r.data) + first * r.stride * 4,
         r.stride * 4,

@@ -3,28 +3,13 @@
 // The formulas are those of python/mlx_h2o/policies; each function names its counterpart.
 #pragma once
 
+#include "convert.h"
 #include "kernels.h"
 #include "simd.h"
 
 namespace mlx_h2o::MLX_H2O_ISA {
 
 constexpr float kMassFloor = 1e-6f;  // policies/base.py: MASS_FLOOR
-
-// Calls f(n, count) for every vector of slots; all but the last are whole.
-template <class F>
-inline void each_vector(int slots, F f) {
-  int n = 0;
-  for (; n + W <= slots; n += W) f(n, W);
-  if (n < slots) f(n, slots - n);
-}
-
-inline vf load_some(const float* p, int count) {
-  return count == W ? load(p) : load_partial(p, count);
-}
-
-inline void store_some(float* p, vf v, int count) {
-  count == W ? store(p, v) : store_partial(p, v, count);
-}
 
 inline void add_mass(const UpdateHead& h, float factor, float* mass) {
   for (int first = 0, tile = 0; first < h.slots; first += kTile, ++tile) {
@@ -96,35 +81,39 @@ inline vf may_go(const UpdateHead& h, const PolicyForm& form, int n, int count) 
   return yes ? splat(1) : splat(0);
 }
 
-// base.standardised over what may go, times a weight, added to h.priority; `value` gives x.
+// base.standardised over what may go, times a weight, added to h.priority; `value` gives x, once.
 template <class F>
 void add_standardised(const UpdateHead& h, const PolicyForm& form, float weight, F value) {
   vf number{}, total{};
   each_vector(h.slots, [&](int n, int count) {
-    const vf among = may_go(h, form, n, count);
+    const vf x = value(n, count), among = may_go(h, form, n, count);
+    store_some(h.term + n, x, count);
     number += among;
-    total += among > 0 ? value(n, count) : splat(0);
+    total += among > 0 ? x : splat(0);
   });
   const float share = 1 / __builtin_fmaxf(sum(number), 1);
   const float mean = sum(total) * share;
   vf squares{};
   each_vector(h.slots, [&](int n, int count) {
-    const vf apart = value(n, count) - mean;
+    const vf apart = load_some(h.term + n, count) - mean;
     squares += may_go(h, form, n, count) > 0 ? apart * apart : splat(0);
   });
   const float deviation = __builtin_sqrtf(sum(squares) * share);
   const float factor = weight / (deviation + 1e-6f);
   each_vector(h.slots, [&](int n, int count) {
-    float* out = h.priority + n;
-    store_some(out, load_some(out, count) + (value(n, count) - mean) * factor, count);
+    const vf apart = load_some(h.term + n, count) - mean;
+    store_some(h.priority + n, load_some(h.priority + n, count) + apart * factor, count);
   });
 }
 
-// Distinct.priority; h.distance holds ||k - mean||^2, already no less than its floor.
+// Distinct.priority
 inline void rank_by_distance(const UpdateHead& h, const PolicyForm& form) {
   __builtin_memset(h.priority, 0, h.slots * sizeof(float));
-  add_standardised(
-      h, form, 1, [&](int n, int count) { return log(load_some(h.distance + n, count)); });
+  // A key at the mean itself must not stretch the scale for all others.
+  const vf least = splat(h.least_distance);
+  add_standardised(h, form, 1, [&](int n, int count) {
+    return log(max(least, load_some(h.distance + n, count)));
+  });
   if (form.mass_weight != 0)
     add_standardised(h, form, form.mass_weight, [&](int n, int count) {
       return log(load_some(h.scores + n, count) / ages(h, n, count) + kMassFloor);
@@ -150,6 +139,32 @@ inline void rank(const UpdateHead& h, const PolicyForm& form) {
         store_some(h.priority + n, form.age_normalised ? c / ages(h, n, count) : c, count);
       });
       return;
+  }
+}
+
+// selection.select_victims
+inline void select_victims(const UpdateHead& h, const PolicyForm& form, int32_t* victims) {
+  // The protected come last, NaNs first; finite, so that no protected slot ties with another.
+  each_vector(h.slots, [&](int n, int count) {
+    const vf x = load_some(h.priority + n, count);
+    const vf ranked = x == x ? min(splat(0x1.fffffep127f), x) : splat(-__builtin_inff());
+    const vf out = may_go(h, form, n, count) > 0 ? ranked : splat(__builtin_inff());
+    store_some(h.priority + n, out, count);
+  });
+  for (int e = 0; e < form.evict_every; ++e) {
+    vf low = splat(__builtin_inff());
+    each_vector(h.slots, [&](int n, int count) {
+      vf x = load_some(h.priority + n, count);
+      for (int i = count; i < W; ++i) x[i] = __builtin_inff();
+      low = min(x, low);
+    });
+    float lowest = low[0];
+    for (int i = 1; i < W; ++i) lowest = low[i] < lowest ? low[i] : lowest;
+    int worst = -1;
+    for (int n = 0; n < h.slots; ++n)
+      if (h.priority[n] == lowest && (worst < 0 || h.positions[n] < h.positions[worst])) worst = n;
+    victims[e] = worst;
+    h.priority[worst] = __builtin_inff();
   }
 }
 
