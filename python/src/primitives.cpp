@@ -11,6 +11,10 @@ namespace mlx_h2o {
 
 namespace {
 
+bool is_float(const mx::array& a) {
+  return a.dtype() == mx::float32 || a.dtype() == mx::float16 || a.dtype() == mx::bfloat16;
+}
+
 Dtype dtype_of(const mx::array& a) {
   if (a.dtype() == mx::float16) return Dtype::float16;
   if (a.dtype() == mx::bfloat16) return Dtype::bfloat16;
@@ -315,7 +319,7 @@ class CloseSlots : public NoGradients {
 DecodingLayer::DecodingLayer(
     std::vector<mx::array> fields, PolicyForm policy, bool remembers, bool answers,
     float saturation, mx::StreamOrDevice s)
-    : stream_(mx::to_stream(s)), layer_{}, memory_(std::make_shared<SlotMemory>()), last_step_(0) {
+    : layer_{}, memory_(std::make_shared<SlotMemory>()), last_step_(0) {
   require(fields.size() == 9, "A layer has nine fields.");
   const mx::Shape& k = fields[keys].shape();
   const mx::Shape& v = fields[values].shape();
@@ -335,6 +339,11 @@ DecodingLayer::DecodingLayer(
           fields[victims].shape() == mx::Shape{B, Hk, policy.evict_every},
       "The remainder or the victims do not fit.");
   require(fields[keys].dtype() == fields[values].dtype(), "Keys and values differ in dtype.");
+  require(is_float(fields[keys]), "Keys and values must be float32, float16 or bfloat16.");
+  for (int field = positions; field <= victims; ++field)
+    require(
+        fields[field].dtype() == (field == positions || field == victims ? mx::int32 : mx::float32),
+        "Positions and victims must be int32, scores and the remainder float32.");
   layer_.kv_dtype = dtype_of(fields[keys]);
   layer_.policy = policy;
   layer_.remembers = remembers;
@@ -343,15 +352,16 @@ DecodingLayer::DecodingLayer(
   for (mx::array& field : fields) {
     shapes_.push_back(field.shape());
     dtypes_.push_back(field.dtype());
-    field = mx::contiguous(field, false, stream_);
+    field = mx::contiguous(field, false, s);
   }
-  last_step_ =
-      mx::array({1}, mx::int32, std::make_shared<OpenSlots>(stream_, memory_), std::move(fields));
+  last_step_ = mx::array(
+      {1}, mx::int32, std::make_shared<OpenSlots>(mx::to_stream(s), memory_), std::move(fields));
 }
 
 mx::array DecodingLayer::step(
     const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-    const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads) {
+    const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads,
+    mx::StreamOrDevice s) {
   const int B = layer_.B, Hk = layer_.Hk, D = layer_.D, Dv = layer_.Dv;
   require(memory_ != nullptr, "This layer was closed.");
   require(
@@ -370,6 +380,11 @@ mx::array DecodingLayer::step(
         head.start >= 0 && head.length > 0 && head.start + head.length <= layer_.S &&
             head.victim < layer_.policy.evict_every,
         "A head leaves its slots.");
+  for (const StepHead& head : heads)
+    require(
+        !layer_.policy.per_layer ||
+            (head.length == heads[0].length && head.choose == heads[0].choose),
+        "Heads that choose together must be alike.");
   Layer layer = layer_;
   layer.Hq = q.shape(1);
   layer.out_dtype = dtype_of(q);
@@ -377,20 +392,21 @@ mx::array DecodingLayer::step(
   std::vector<mx::array> inputs{last_step_, q, k, v};
   if (sinks) {
     require(sinks->shape() == mx::Shape{layer.Hq}, "sinks must be [Hq].");
-    inputs.push_back(float32(*sinks, stream_));
+    inputs.push_back(float32(*sinks, s));
   }
   auto outputs = mx::array::make_arrays(
       {{B, layer.Hq, 1, Dv}, {1}}, {q.dtype(), mx::int32},
-      std::make_shared<DecodeStepOnSlots>(stream_, memory_, layer, offset, std::move(heads)),
+      std::make_shared<DecodeStepOnSlots>(
+          mx::to_stream(s), memory_, layer, offset, std::move(heads)),
       inputs);
   last_step_ = outputs[1];
   return outputs[0];
 }
 
-std::vector<mx::array> DecodingLayer::close() {
+std::vector<mx::array> DecodingLayer::close(mx::StreamOrDevice s) {
   require(memory_ != nullptr, "This layer was closed.");
   auto outputs = mx::array::make_arrays(
-      shapes_, dtypes_, std::make_shared<CloseSlots>(stream_, memory_), {last_step_});
+      shapes_, dtypes_, std::make_shared<CloseSlots>(mx::to_stream(s), memory_), {last_step_});
   memory_ = nullptr;
   // Costs nothing then, and leaves nothing behind that still wants evaluating.
   if (last_step_.is_available()) mx::eval(outputs);
