@@ -127,7 +127,8 @@ class H2OKVCache:
                 "attending=False."
             )
         L = keys.shape[2]
-        if L == 1 and self._own and self.attending and can_decode(self.policy):
+        alike = keys.dtype == values.dtype  # as the fused step wants them
+        if L == 1 and self._own and self.attending and alike and can_decode(self.policy):
             self._check_rows(keys, values)
             self._row = self._handed = (keys, values)
             self.offset += 1
@@ -643,8 +644,8 @@ class H2OKVCache:
             assert self._remainder is not None
             remainder = self._remainder.heads(run.first, run.last)
         policy = self.policy
-        windowed = L > 1 and policy.prompt == "window"
         looks = policy.needs_attention
+        windowed = looks and L > 1 and policy.prompt == "window"
         # Queries before this one are attended to and not looked at.
         first_seen = (L - min(policy.window, L)) if windowed else (0 if looks else L)
 

@@ -276,7 +276,8 @@ class Plan {
       float top = std::max(sink, seed);
       for (int sb = 0; sb < s.blocks; ++sb) top = std::max(top, m[sb * rows + r]);
       const float reference = top == -kInf ? 0 : top;
-      float norm = std::exp(sink - reference) + std::exp(seed - reference);
+      // Beside an infinite logit all others weigh nothing; an infinite sink alone leaves zeros.
+      float norm = (sink == kInf ? 1 : std::exp(sink - reference)) + std::exp(seed - reference);
       std::fill(total, total + Dv, 0.0f);
       if (seed != -kInf)
         kernels().blend(
@@ -287,7 +288,7 @@ class Plan {
         norm += l[sb * rows + r] * share;
         kernels().blend(total, acc + (int64_t(sb) * rows + r) * Dv, 1, share, a_.Dv);
       }
-      lse[r] = norm == 0 ? -kInf : reference + std::log(norm);
+      lse[r] = norm == 0 ? -kInf : top == kInf ? kInf : reference + std::log(norm);
       if (a_.lse) a_.lse[row] = lse[r];
       const int size = size_of(a_.out_dtype);
       kernels().narrow(

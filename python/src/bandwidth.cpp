@@ -4,9 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <cstring>
-#include <memory>
-#include <new>
+#include <mutex>
 
 #include "thread_pool.h"
 
@@ -23,12 +21,6 @@ typedef uint64_t Line __attribute__((vector_size(64)));
 // What one thread reads at a time: long enough for the hardware to run ahead of it.
 constexpr size_t kPiece = size_t(1) << 20;
 constexpr int kLines = kPiece / sizeof(Line);
-
-struct Free {
-  void operator()(Line* p) const {
-    ::operator delete(p, std::align_val_t(4096));
-  }
-};
 
 uint64_t sum_of_piece(const Line* p) {
   Line sums[4] = {};
@@ -51,40 +43,45 @@ uint64_t worked(int steps, uint64_t x) {
 }  // namespace
 
 double read_bandwidth(size_t bytes) {
+  // Kept for the next call, since getting memory takes longer than reading it.
+  static std::mutex one_at_a_time;
+  static std::vector<Line> memory;
+  std::lock_guard lock(one_at_a_time);
+  auto& pool = ThreadPool::shared();
   const int pieces = static_cast<int>(std::max<size_t>(1, bytes / kPiece));
   const size_t size = pieces * kPiece;
-  const std::unique_ptr<Line[], Free> memory(
-      static_cast<Line*>(::operator new(size, std::align_val_t(4096))));
-  auto& pool = ThreadPool::shared();
-  // Memory that was never written may be one and the same page of zeros.
-  pool.run(pieces, [&](int i) { std::memset(memory.get() + size_t(i) * kLines, i + 1, kPiece); });
+  if (memory.size() != size_t(pieces) * kLines) {
+    // (Vectors fill themselves; memory never written may be one and the same page of zeros.)
+    memory = std::vector<Line>(size_t(pieces) * kLines, Line{1});
+  }
 
   std::atomic<uint64_t> total{0};
   const auto start = Clock::now();
-  pool.run(pieces, [&](int i) { total += sum_of_piece(memory.get() + size_t(i) * kLines); });
+  pool.run(pieces, [&](int i) { total += sum_of_piece(memory.data() + size_t(i) * kLines); });
   const double seconds = seconds_since(start);
   // The sum has a use, so that it is computed.
   return total == 1 ? 0 : size / seconds;
 }
 
-double seconds_per_job(bool pooled, int jobs, int items, int steps, int gap) {
+std::vector<double> job_seconds(bool pooled, int jobs, int items, int steps, int gap) {
   std::atomic<uint64_t> sink{0};
   const auto job = [&](int i) {
-    if (steps && worked(steps, i) == 1) sink = 1;
+    if (worked(steps, i) == 1) sink = 1;
   };
   auto& pool = ThreadPool::shared();
-  double seconds = 0;
+  std::vector<double> seconds;
+  seconds.reserve(jobs);
   for (int n = 0; n < jobs; ++n) {
-    if (gap && worked(gap, n) == 1) sink = 1;
+    if (worked(gap, n) == 1) sink = 1;
     const auto start = Clock::now();
     if (pooled) {
       pool.run(items, job);
     } else {
       for (int i = 0; i < items; ++i) job(i);
     }
-    seconds += seconds_since(start);
+    seconds.push_back(seconds_since(start));
   }
-  return seconds / jobs;
+  return seconds;
 }
 
 }  // namespace mlx_h2o

@@ -1,8 +1,8 @@
-// What `mlx_h2o bench` measures of the machine itself: how fast it reads, how fast it hands out
-// work.
+// What `mlx_h2o bench` measures of the machine itself: how fast it reads memory and hands out work.
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 namespace mlx_h2o {
 
@@ -10,9 +10,9 @@ namespace mlx_h2o {
 // Larger than the caches, it is what memory gives.
 double read_bandwidth(size_t bytes);
 
-// Mean seconds that a job of `items` takes, each of `steps` dependent multiplications (0: empty),
-// over `jobs` of them, when `gap` such multiplications go by between one job and the next. Run by
-// the shared pool, or by the caller alone.
-double seconds_per_job(bool pooled, int jobs, int items, int steps, int gap);
+// Seconds that each of `jobs` jobs takes, of `items` items each of `steps` dependent
+// multiplications (0: empty), when `gap` such multiplications go by before it. Run by the shared
+// pool, or by the caller alone.
+std::vector<double> job_seconds(bool pooled, int jobs, int items, int steps, int gap);
 
 }  // namespace mlx_h2o

@@ -81,16 +81,19 @@ NB_MODULE(_ext, m) {
           "step",
           [](DecodingLayer& self, const mx::array& q, const mx::array& k, const mx::array& v,
              float scale, const std::optional<mx::array>& sinks, int offset,
-             const std::vector<HeadTuple>& heads) {
+             const std::vector<HeadTuple>& heads, mx::StreamOrDevice s) {
             std::vector<StepHead> plan;
             plan.reserve(heads.size());
             for (const auto& [start, length, victim, recent, evicted, choose] : heads)
               plan.push_back({start, length, victim, recent, evicted, choose});
-            return self.step(q, k, v, scale, sinks, offset, std::move(plan));
+            return self.step(q, k, v, scale, sinks, offset, std::move(plan), s);
           },
           "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "offset"_a,
-          "heads"_a, "One token; heads are (start, length, victim, recent, evicted, choose).")
-      .def("close", &DecodingLayer::close, "The fields as arrays again; no step may follow.")
+          "heads"_a, "stream"_a = nb::none(),
+          "One token; heads are (start, length, victim, recent, evicted, choose).")
+      .def(
+          "close", &DecodingLayer::close, "stream"_a = nb::none(),
+          "The fields as arrays again; no step may follow.")
       .def_prop_ro("last_step", &DecodingLayer::last_step, "Ready when the last step has run.");
 
   m.def("isa", [] { return kernels().name; }, "The instruction set in use.");
@@ -103,9 +106,7 @@ NB_MODULE(_ext, m) {
       "read_bandwidth", &read_bandwidth, "bytes"_a, nb::call_guard<nb::gil_scoped_release>(),
       "Bytes per second at which a buffer of so many bytes is read once.");
   m.def(
-      "seconds_per_job", &seconds_per_job, nb::kw_only(), "pooled"_a, "jobs"_a, "items"_a,
-      "steps"_a = 0, "gap"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
-      "Mean seconds of a job of `items`, each of `steps` multiplications, with `gap` of them "
-      "between "
-      "jobs.");
+      "job_seconds", &job_seconds, nb::kw_only(), "pooled"_a, "jobs"_a, "items"_a, "steps"_a = 0,
+      "gap"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+      "Seconds of each job of `items` times `steps` multiplications, `gap` of them before each.");
 }

@@ -11,6 +11,10 @@ namespace mlx_h2o {
 
 namespace {
 
+bool is_float(const mx::array& a) {
+  return a.dtype() == mx::float32 || a.dtype() == mx::float16 || a.dtype() == mx::bfloat16;
+}
+
 Dtype dtype_of(const mx::array& a) {
   if (a.dtype() == mx::float16) return Dtype::float16;
   if (a.dtype() == mx::bfloat16) return Dtype::bfloat16;
@@ -191,6 +195,7 @@ namespace {
 // Raises unless the arrays are rows [..., rows, width].
 void check_stored(const Stored& x) {
   require(x.arrays.size() == (x.bits ? 3 : 1), "Dense rows are one array, packed rows three.");
+  require(is_float(x.arrays.back()), "Keys and values must be float32, float16 or bfloat16.");
   if (!x.bits) return;
   const auto& [words, scales, biases] = std::tie(x.arrays[0], x.arrays[1], x.arrays[2]);
   require(x.bits >= 2 && x.bits <= 8 && x.bits != 7, "bits must be 2, 3, 4, 5, 6 or 8.");
@@ -397,8 +402,7 @@ class CloseSlots : public NoGradients {
 DecodingLayer::DecodingLayer(
     const Stored& k, const Stored& v, std::vector<mx::array> others, PolicyForm policy,
     bool remembers, bool answers, float saturation, mx::StreamOrDevice s)
-    : stream_(mx::to_stream(s)),
-      layer_{},
+    : layer_{},
       layout_(layout_of(k, v)),
       row_dtype_(k.arrays.back().dtype()),
       memory_(std::make_shared<SlotMemory>()),
@@ -426,6 +430,10 @@ DecodingLayer::DecodingLayer(
           others[victims].shape() == mx::Shape{B, Hk, policy.evict_every},
       "The remainder or the victims do not fit.");
   require(v.arrays.back().dtype() == row_dtype_, "Keys and values differ in dtype.");
+  for (int field = positions; field < kFields; ++field)
+    require(
+        others[field].dtype() == (field == positions || field == victims ? mx::int32 : mx::float32),
+        "Positions and victims must be int32, scores and the remainder float32.");
   layer_.policy = policy;
   layer_.remembers = remembers;
   layer_.answers = answers;
@@ -437,15 +445,16 @@ DecodingLayer::DecodingLayer(
   for (mx::array& field : fields) {
     shapes_.push_back(field.shape());
     dtypes_.push_back(field.dtype());
-    field = mx::contiguous(field, false, stream_);
+    field = mx::contiguous(field, false, s);
   }
-  last_step_ =
-      mx::array({1}, mx::int32, std::make_shared<OpenSlots>(stream_, memory_), std::move(fields));
+  last_step_ = mx::array(
+      {1}, mx::int32, std::make_shared<OpenSlots>(mx::to_stream(s), memory_), std::move(fields));
 }
 
 mx::array DecodingLayer::step(
     const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-    const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads) {
+    const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads,
+    mx::StreamOrDevice s) {
   const int B = layer_.B, Hk = layer_.Hk, D = layer_.D, Dv = layer_.Dv;
   require(memory_ != nullptr, "This layer was closed.");
   require(
@@ -463,6 +472,11 @@ mx::array DecodingLayer::step(
         head.start >= 0 && head.length > 0 && head.start + head.length <= layer_.S &&
             head.victim < layer_.policy.evict_every,
         "A head leaves its slots.");
+  for (const StepHead& head : heads)
+    require(
+        !layer_.policy.per_layer ||
+            (head.length == heads[0].length && head.choose == heads[0].choose),
+        "Heads that choose together must be alike.");
   Layer layer = layer_;
   layer.Hq = q.shape(1);
   layer.out_dtype = dtype_of(q);
@@ -470,21 +484,21 @@ mx::array DecodingLayer::step(
   std::vector<mx::array> inputs{last_step_, q, k, v};
   if (sinks) {
     require(sinks->shape() == mx::Shape{layer.Hq}, "sinks must be [Hq].");
-    inputs.push_back(float32(*sinks, stream_));
+    inputs.push_back(float32(*sinks, s));
   }
   auto outputs = mx::array::make_arrays(
       {{B, layer.Hq, 1, Dv}, {1}}, {q.dtype(), mx::int32},
       std::make_shared<DecodeStepOnSlots>(
-          stream_, memory_, layout_, layer, offset, std::move(heads)),
+          mx::to_stream(s), memory_, layout_, layer, offset, std::move(heads)),
       inputs);
   last_step_ = outputs[1];
   return outputs[0];
 }
 
-std::vector<mx::array> DecodingLayer::close() {
+std::vector<mx::array> DecodingLayer::close(mx::StreamOrDevice s) {
   require(memory_ != nullptr, "This layer was closed.");
   auto outputs = mx::array::make_arrays(
-      shapes_, dtypes_, std::make_shared<CloseSlots>(stream_, memory_), {last_step_});
+      shapes_, dtypes_, std::make_shared<CloseSlots>(mx::to_stream(s), memory_), {last_step_});
   memory_ = nullptr;
   // Costs nothing then, and leaves nothing behind that still wants evaluating.
   if (last_step_.is_available()) mx::eval(outputs);

@@ -70,7 +70,8 @@ struct SlotLayout {
 // does: with the usual one token of look-ahead every step would copy all keys and values. Here the
 // arrays are taken out of the graph when decoding starts (copied if anyone else holds them), steps
 // change them in the order in which they run, and `close` hands them back. A step depends on the
-// one before it, so the order is MLX's own.
+// one before it, so the order is MLX's own, whichever streams they run on: streams belong to
+// threads, and a conversation may go on in another thread.
 class DecodingLayer {
  public:
   // keys [B, S, D], values [B, S, Dv], and the other fields: positions [B, S] int32, scores [B, S]
@@ -83,10 +84,11 @@ class DecodingLayer {
   // Out [B, Hq, 1, Dv] of one token's q [B, Hq, 1, D], k [B, Hk, 1, D] and v [B, Hk, 1, Dv].
   mx::array step(
       const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-      const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads);
+      const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads,
+      mx::StreamOrDevice s);
 
   // The fields as arrays again; no step may follow.
-  std::vector<mx::array> close();
+  std::vector<mx::array> close(mx::StreamOrDevice s);
 
   // Something to evaluate: it is ready when the last step has run.
   const mx::array& last_step() const {
@@ -94,7 +96,6 @@ class DecodingLayer {
   }
 
  private:
-  mx::Stream stream_;
   Layer layer_;
   SlotLayout layout_;
   mx::Dtype row_dtype_;

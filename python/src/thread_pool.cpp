@@ -66,7 +66,7 @@ void ThreadPool::stop() {
 
 void ThreadPool::run_erased(int items, Call call, const void* job) {
   std::unique_lock lock(busy_, std::defer_lock);
-  if (items == 1 || workers_.empty() || !lock.try_lock()) {
+  if (items == 1 || !lock.try_lock() || workers_.empty()) {
     for (int i = 0; i < items; ++i) call(job, i);
     return;
   }

@@ -2,57 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.backends.launcher import SIMDGROUP, Interface, Launcher
+from mlx_h2o.backends.launcher import (
+    SIMDGROUP,
+    Interface,
+    Launcher,
+    Outputs,
+    absent_inputs,
+    absent_outputs,
+)
 from mlx_h2o.backends.tiling import MOST_QUERIES, WIDTHS, slots_per_block, tiling
+from mlx_h2o.backends.work import Ranges, params, work_of
 from mlx_h2o.remainder import SATURATION, Remainder
 
 # Kinds of masks and exports, as in attention_vector.metal.
-NO_MASK, CAUSAL, ARRAY_MASK = 0, 1, 2
-EXPORT_NOTHING, EXPORT_LSE, EXPORT_LOGITS = 0, 1, 2
+NO_MASK, CAUSAL, ARRAY_MASK = range(3)
+EXPORT_NOTHING, EXPORT_LSE, EXPORT_LOGITS = range(3)
 
+_REMAINDER = ("counts", "mean_keys", "var_keys", "mean_values")
+_COLUMNS = ("sinks", *_REMAINDER, "means")
+_EXPORTS = ("lse", "logits", "distances")
 _VECTOR = Interface(
     "attention_vector",
-    (
-        "params",
-        "factors",
-        "queries",
-        "keys",
-        "values",
-        "mask",
-        "sinks",
-        "counts",
-        "mean_keys",
-        "var_keys",
-        "mean_values",
-        "means",
-    ),
-    ("out", "lse", "logits", "distances"),
-    {"mask": "const device bool* mask = nullptr;\nconst int64_t mask_strides[4] = {0, 0, 0, 0};"},
+    inputs=("params", "factors", "queries", "keys", "values", "mask", *_COLUMNS),
+    outputs=("out", *_EXPORTS),
+    optional={
+        "mask": "const device bool* mask = nullptr;\nconst int64_t mask_strides[4] = {0};",
+        **absent_inputs(*_COLUMNS),
+        **absent_outputs(*_EXPORTS),
+    },
 )
 _MERGE = Interface("attention_merge", ("params", "partials", "partial_lses"), ("out", "lse"))
-
-# Ints before the table, and per row of it, as in work.h.
-_LAUNCH_INTS = _WORK_INTS = 8
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """Where KV heads of different lengths lie in a flat buffer `[B, S, D]`.
-
-    Attributes:
-        starts: First slot of each head.
-        lengths: Slots of each head that are attended to.
-    """
-
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
+_MERGE_SIMDGROUPS = 8
 
 
 @dataclass
@@ -98,8 +83,7 @@ def attend(
     saturation: float = SATURATION,
     means: mx.array | None = None,
     ranges: Ranges | None = None,
-    export_lse: bool = True,
-    export_logits: bool = True,
+    export: int = EXPORT_LOGITS,
     architecture: str = "",
 ) -> Attended:
     """Attention that reads keys and values once and writes what a policy asks for.
@@ -117,74 +101,118 @@ def attend(
         saturation: t of the remainder's formula.
         means: `[B, Hk, D]` float32: measure the keys' distances from them.
         ranges: Where each head's slots lie.
-        export_lse: Write the lse.
-        export_logits: Write the logits (and the lse).
+        export: What to write besides the output: nothing, the lse, or lse and logits.
         architecture: The GPU's, see `slots_per_block`.
     """
-    heads = _heads(k, ranges)
-    if ranges is not None:
-        k, v = k[:, None], v[:, None]
     B, Hq, L, D = q.shape
-    Hk, Dv, slots = len(heads), v.shape[-1], sum(length for length, _, _ in heads)
-    G, longest = Hq // Hk, max(length for length, _, _ in heads)
-    block = slots_per_block(
-        [length for length, _, _ in heads], G, L, D, Dv, k.dtype.size, architecture
-    )
-    table = _work(heads, block or longest)
-    inputs = {"queries": q, "keys": k, "values": v, "factors": _factors(scale, saturation)}
-    kind, columns = NO_MASK, 0
-    if isinstance(mask, str):
-        kind = CAUSAL if L > 1 else NO_MASK
-    elif mask is not None:
-        kind, columns = ARRAY_MASK, mask.shape[-1] if mask.shape[-1] > 1 else longest
+    Dv, itemsize = v.shape[-1], k.dtype.size
+    if ranges is None:
+        lengths = (k.shape[2],) * k.shape[1]
+    else:
+        lengths, k, v = ranges.lengths, k[:, None], v[:, None]
+    G = Hq // len(lengths)
+    block = slots_per_block(lengths, G, L, D, Dv, itemsize, architecture)
+    work = work_of(lengths, ranges, block)
+    kind, columns = _kind_of_mask(mask, L, max(lengths))
+    inputs = {
+        "params": params(work, L, columns),
+        "factors": _factors(scale, saturation),
+        "queries": q,
+        "keys": k,
+        "values": v,
+    }
+    if isinstance(mask, mx.array):
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         inputs["mask"] = mx.broadcast_to(mask, (B, Hq, L, columns))
-    inputs["params"] = _params((L, slots, columns, Hk), table)
     if sinks is not None:
         inputs["sinks"] = mx.contiguous(sinks)
     if remainder is not None:
-        names = ("counts", "mean_keys", "var_keys", "mean_values")
-        inputs |= zip(names, map(mx.contiguous, remainder.arrays.values()), strict=True)
+        statistics = map(mx.contiguous, remainder.arrays.values())
+        inputs |= zip(_REMAINDER, statistics, strict=True)
     if means is not None:
         inputs["means"] = mx.contiguous(means)
+    if block is not None:
+        export = max(export, EXPORT_LSE)
 
-    outputs: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {}
-    if block is None:
-        outputs["out"] = ((B, Hq, L, Dv), q.dtype)
-    else:
-        outputs["out"] = ((B, len(table), G, L, Dv), k.dtype)
-    if block is not None or export_lse or export_logits:
-        outputs["lse"] = ((B, len(table), G, L), mx.float32)
-    if export_logits:
-        outputs["logits"] = ((B, G * L * slots), mx.float32)
+    outputs: Outputs = {"out": ((B, work.items, G, L, Dv), q.dtype)}
+    if export >= EXPORT_LSE:
+        outputs["lse"] = ((B, work.items, G, L), mx.float32)
+    if export == EXPORT_LOGITS:
+        outputs["logits"] = ((B, G * L * work.slots), mx.float32)
     if means is not None:
-        outputs["distances"] = ((B, slots), mx.float32)
-
-    tiles = tiling(D, Dv, G, L, k.dtype.size)
-    template = {
-        "T": k.dtype,
-        "D": D,
-        "DV": Dv,
-        "G": G,
-        "QUERIES": tiles.queries,
-        "ROWS": tiles.rows,
-        "ROW_GROUPS": tiles.row_groups,
-        "SIMDS": tiles.simdgroups,
-        "KEYS": tiles.keys,
-        "MASK": kind,
-        "SINKS": sinks is not None,
-        "REMAINDER": remainder is not None,
-        "DISTANCES": means is not None,
-        "EXPORT": EXPORT_LOGITS if export_logits else EXPORT_LSE if "lse" in outputs else EXPORT_NOTHING,
-    }
+        outputs["distances"] = ((B, work.slots), mx.float32)
+    tiles = tiling(D, Dv, G, L, itemsize)
     written = launcher.launch(
         _VECTOR,
         inputs,
         outputs,
-        template,
-        (1, len(table), B * tiles.row_blocks),
+        {
+            "T": k.dtype,
+            "D": D,
+            "DV": Dv,
+            "G": G,
+            "QUERIES": tiles.queries,
+            "ROWS": tiles.rows,
+            "ROW_GROUPS": tiles.row_groups,
+            "SIMDS": tiles.simdgroups,
+            "KEYS": tiles.keys,
+            "MASK": kind,
+            "SINKS": sinks is not None,
+            "REMAINDER": remainder is not None,
+            "DISTANCES": means is not None,
+            "EXPORT": export,
+        },
+        (1, work.items, B * tiles.row_blocks),
         tiles.simdgroups * SIMDGROUP,
     )
     if block is not None:
-        written |= _merged(launcher, written["out"], written["lse"], table, Hk, q.dtype)
-    return _shaped(written, ranges is None, (B, Hq, Hk, L, longest))
+        written |= _merged(launcher, inputs["params"], written["out"], written["lse"], len(lengths))
+    return _shaped(written, (B, Hq, L, Dv), len(lengths), lengths[0] if ranges is None else None)
+
+
+def _merged(
+    launcher: Launcher, launch_params: mx.array, partials: mx.array, lses: mx.array, heads: int
+) -> dict[str, mx.array]:
+    """out `[B, Hk, G * L, Dv]` and lse `[B, Hk, G * L]` of the results of blocks."""
+    B, _, G, L, Dv = partials.shape
+    return launcher.launch(
+        _MERGE,
+        {"params": launch_params, "partials": partials, "partial_lses": lses},
+        {
+            "out": ((B, heads, G * L, Dv), partials.dtype),
+            "lse": ((B, heads, G * L), mx.float32),
+        },
+        {"DV": Dv, "SIMDS": _MERGE_SIMDGROUPS},
+        (G * L, heads, B),
+        _MERGE_SIMDGROUPS * SIMDGROUP,
+    )
+
+
+def _shaped(
+    written: dict[str, mx.array], out_shape: tuple[int, ...], heads: int, equal: int | None
+) -> Attended:
+    """Outputs in the shapes of the operands; what is per slot only when heads are equal."""
+    B, Hq, L, _ = out_shape
+    shapes = {"out": out_shape, "lse": (B, Hq, L)}
+    if equal is not None:
+        shapes |= {"logits": (B, Hq, L, equal), "distances": (B, heads, equal)}
+    return Attended(
+        **{
+            name: array.reshape(shapes[name]) if name in shapes else array
+            for name, array in written.items()
+        }
+    )
+
+
+def _kind_of_mask(mask: mx.array | str | None, queries: int, slots: int) -> tuple[int, int]:
+    """The template argument, and how many columns an array mask has."""
+    if mask is None or (isinstance(mask, str) and queries == 1):
+        return NO_MASK, 0
+    if isinstance(mask, str):
+        return CAUSAL, 0
+    return ARRAY_MASK, mask.shape[-1] if mask.shape[-1] > 1 else slots
+
+
+@lru_cache(maxsize=64)
+def _factors(scale: float, saturation: float) -> mx.array:
+    return mx.array([scale, saturation])

@@ -19,6 +19,9 @@ from mlx_h2o.backends.kernel_text import kernel_text
 #: Lanes of a simdgroup.
 SIMDGROUP = 32
 
+#: Shape and dtype of what a kernel is to write, by name.
+Outputs = dict[str, tuple[tuple[int, ...], mx.Dtype]]
+
 
 @dataclass(frozen=True)
 class Interface:
@@ -28,13 +31,23 @@ class Interface:
         name: Of its file in metal/.
         inputs: All that it may read.
         outputs: All that it may write.
-        absent: Declarations of optional inputs that are no plain `const device float*`.
+        optional: Those that a launch may do without, with the declarations that then stand in.
     """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    absent: dict[str, str] = field(default_factory=dict, hash=False)
+    optional: dict[str, str] = field(default_factory=dict, hash=False)
+
+
+def absent_inputs(*names: str) -> dict[str, str]:
+    """Declarations for optional inputs of floats."""
+    return {name: f"const device float* {name} = nullptr;" for name in names}
+
+
+def absent_outputs(*names: str) -> dict[str, str]:
+    """Declarations for optional outputs of floats."""
+    return {name: f"device float* {name} = nullptr;" for name in names}
 
 
 class Launcher:
@@ -54,7 +67,7 @@ class Launcher:
         self,
         interface: Interface,
         inputs: dict[str, mx.array],
-        outputs: dict[str, tuple[tuple[int, ...], mx.Dtype]],
+        outputs: Outputs,
         template: dict[str, Any],
         threadgroups: tuple[int, int, int],
         threads: int,
@@ -71,7 +84,7 @@ class Launcher:
         """
         reads = tuple(name for name in interface.inputs if name in inputs)
         writes = tuple(name for name in interface.outputs if name in outputs)
-        written = self._kernel(interface, reads, writes)(
+        written = self._kernel(interface, reads, writes, threads)(
             inputs=[inputs[name] for name in reads],
             output_shapes=[outputs[name][0] for name in writes],
             output_dtypes=[outputs[name][1] for name in writes],
@@ -81,22 +94,19 @@ class Launcher:
         )
         return dict(zip(writes, written, strict=True))
 
-    def _build(self, interface: Interface, reads: tuple[str, ...], writes: tuple[str, ...]) -> Any:
+    def _build(
+        self, interface: Interface, reads: tuple[str, ...], writes: tuple[str, ...], threads: int
+    ) -> Any:
         text = kernel_text(interface.name, self._prelude)
-        absent = [
-            interface.absent.get(name, f"const device float* {name} = nullptr;")
-            for name in interface.inputs
-            if name not in reads
-        ]
-        absent += [
-            f"device float* {name} = nullptr;" for name in interface.outputs if name not in writes
-        ]
+        passed = {*reads, *writes}
+        absent = [line for name, line in interface.optional.items() if name not in passed]
+        # One name for one text, since MLX keeps compiled kernels by name.
+        features = [name for name in interface.optional if name in passed]
         return self._make(
-            # One name for one text, since MLX keeps compiled kernels by name.
-            name="_".join(("mlx_h2o", interface.name, *reads, *writes)),
+            name="_".join(("mlx_h2o", interface.name, *features, str(threads))),
             input_names=list(reads),
             output_names=list(writes),
-            header=text.header,
+            header=f"#define THREADGROUP_SIZE {threads}\n{text.header}",
             source="\n".join([*absent, text.body]),
             ensure_row_contiguous=False,
         )

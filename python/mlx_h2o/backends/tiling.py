@@ -13,19 +13,19 @@ WIDTHS = range(32, 577, 32)
 #: Queries of one call.
 MOST_QUERIES = 8
 
-# Floats per lane that a simdgroup's rows may take, and how many simdgroups then fit a threadgroup:
-# Apple's GPUs have 208 KB of registers a core, so 52 words a lane with 32 simdgroups, 104 with 16,
-# and never more than 128. About half of them is left to everything else.
-_SIMDGROUPS_BY_FLOATS = ((24, 32), (52, 16), (88, 12))
+# How many simdgroups fit a threadgroup, by the words per lane that a simdgroup's rows take: Apple's
+# GPUs have 208 KB of registers a core, so 52 words a lane with 32 simdgroups, 104 with 16, and no
+# lane has more than 128, which 12 simdgroups always can have. The rest is left to everything else.
+_SIMDGROUPS_BY_WORDS = ((12, 32), (30, 16), (76, 12))
 # What a row takes besides its share of the query and of the sum: logit, largest logit, weight.
-_FLOATS_BESIDES = 3
+_WORDS_BESIDES = 3
 # Keys of a step where a simdgroup reads them itself: enough to make an exponential cheap, few
 # enough that short caches occupy all simdgroups.
 _KEYS = 16
 # Bytes of threadgroup memory for keys and values that several simdgroups share.
 _STAGED_BYTES = 16384
-# Partial results may cost this share of the bytes of the keys and values that they are made of.
-_PARTIAL_SHARE = 0.015
+# A block's queries and partial results may cost this share of the bytes of its keys and values.
+_BLOCK_SHARE = 0.015
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,13 @@ def tiling(key_width: int, value_width: int, group: int, queries: int, itemsize:
     """
     padded = 1 << (queries - 1).bit_length()
     needed = group * padded
-    floats_per_row = (key_width + value_width) // 32 + _FLOATS_BESIDES
-    most_floats, fewest_simdgroups = _SIMDGROUPS_BY_FLOATS[-1]
-    rows = min(needed, most_floats // floats_per_row)
+    words = _ceil(key_width * itemsize, 32 * 4) + value_width // 32 + _WORDS_BESIDES
+    most_words, fewest_simdgroups = _SIMDGROUPS_BY_WORDS[-1]
+    rows = min(needed, most_words // words)
     row_groups = min(_ceil(needed, rows), fewest_simdgroups)
     row_blocks = _ceil(needed, rows * row_groups)
     rows = _ceil(needed, row_groups * row_blocks)
-    simdgroups = next(
-        count for floats, count in _SIMDGROUPS_BY_FLOATS if rows * floats_per_row <= floats
-    )
+    simdgroups = next(count for most, count in _SIMDGROUPS_BY_WORDS if rows * words <= most)
     if row_groups == 1:
         return Tiling(padded, rows, 1, row_blocks, simdgroups, _KEYS)
     slots = max(1, _STAGED_BYTES // ((key_width + value_width) * itemsize))
@@ -113,10 +111,11 @@ def slots_per_block(
         return None
     tiles = tiling(key_width, value_width, group, queries, itemsize)
     blocks = _ceil(_simdgroups_of_mlx(longest, group * queries, size), tiles.splits)
-    partial = 2 * group * queries * (value_width * itemsize + 4)
-    fewest = partial / (_PARTIAL_SHARE * (key_width + value_width) * itemsize)
+    # Queries are read, partial results and their lse written and read again.
+    extra = group * queries * (key_width * itemsize + 2 * (value_width * itemsize + 4))
+    fewest = int(extra / (_BLOCK_SHARE * (key_width + value_width) * itemsize)) + 1
     step = tiles.splits * tiles.keys
-    slots = _ceil(max(_ceil(longest, blocks), int(fewest) + 1), step) * step
+    slots = _ceil(max(_ceil(longest, blocks), fewest), step) * step
     return slots if slots < longest else None
 
 
@@ -125,7 +124,8 @@ def _simdgroups_of_mlx(slots: int, rows: int, size: str) -> int:
     if size == "s":
         if slots <= 1024 or rows <= 4:
             return 64
-        return next((b for most, b in ((8192, 128), (32768, 256), (65536, 512)) if slots <= most), 1024)
+        steps = ((8192, 128), (32768, 256), (65536, 512))
+        return next((blocks for most, blocks in steps if slots <= most), 1024)
     if size == "d":
         if rows <= 2 and slots > 8192:
             return 256

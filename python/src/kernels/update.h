@@ -11,13 +11,38 @@ namespace mlx_h2o::MLX_H2O_ISA {
 
 constexpr float kMassFloor = 1e-6f;  // policies/base.py: MASS_FLOOR
 
+<<<<<<< HEAD
+=======
+// Calls f(n, count) for every vector of slots; all but the last are whole.
+template <class F>
+inline void each_vector(int slots, F f) {
+  int n = 0;
+  for (; n + W <= slots; n += W) f(n, W);
+  if (n < slots) f(n, slots - n);
+}
+
+inline vf load_some(const float* p, int count) {
+  return count == W ? load(p) : load_partial(p, count);
+}
+
+inline void store_some(float* p, vf v, int count) {
+  count == W ? store(p, v) : store_partial(p, v, count);
+}
+
+// What a weight e^(s - top) is multiplied by to become e^(s - lse). Equal infinities cancel: beside
+// an infinite logit all others weigh nothing.
+inline float share_of(float top, float lse) {
+  return top == lse ? 1 : exp(top - lse);
+}
+
+>>>>>>> main
 inline void add_mass(const UpdateHead& h, float factor, float* mass) {
   for (int first = 0, tile = 0; first < h.slots; first += kTile, ++tile) {
     const int keys = h.slots - first < kTile ? h.slots - first : kTile;
     for (int r = 0; r < h.rows; ++r) {
       const float top = h.tile_max[tile * h.rows + r], lse = h.lse[r];
       if (top == -__builtin_inff()) continue;
-      const float scale = factor * exp(top - lse);
+      const float scale = factor * share_of(top, lse);
       const float* w = h.weights + r * h.weights_stride + first;
       each_vector(keys, [&](int n, int count) {
         float* m = mass + first + n;
@@ -44,7 +69,7 @@ struct Evidence {
         total += x == -__builtin_inff() ? splat(0) : size;
       } else {
         const float top = h.tile_max[tile * h.rows + r];
-        if (top != -__builtin_inff()) total += x * exp(top - h.lse[r]);
+        if (top != -__builtin_inff()) total += x * share_of(top, h.lse[r]);
       }
     }
     return total * mean;

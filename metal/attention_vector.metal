@@ -1,0 +1,171 @@
+// Attention of a few queries over many slots, reading every key and value once.
+//
+// A threadgroup works on slots of one KV head, for all its query heads and all queries: its rows.
+// Each simdgroup takes its share of the keys, KEYS at a step, and holds ROWS rows in registers.
+// Rows that do not fit are spread over ROW_GROUPS simdgroups with the same keys; then keys and
+// values pass through threadgroup memory, so that the device still gives each only once. In the end
+// the simdgroups merge what they have. The slots of a whole head give its result; those of a part
+// of a head give a partial one, which attention_merge.metal merges with others by their lse.
+
+#include "attention_step.h"
+#include "remainder.h"
+#include "simdgroup_merge.h"
+
+namespace h2o {
+
+// Floats of threadgroup memory through which queries come in and results go out.
+#define SCRATCH 2112
+
+// Columns that are no slots: attention sinks and the remainder.
+template <int G, int QUERIES, bool SINKS, bool REMAINDER, typename T, int W, int WV, int ROWS,
+          typename Sinks, typename Counts>
+inline void join_other_columns(
+    thread QueryRows<T, W, WV, ROWS>& rows,
+    Sinks sinks,  // of this KV head's group
+    Remainder<Counts> remainder,
+    int kv_head,  // counted over the batch
+    float scale,
+    float saturation,
+    int lane) {
+  if (SINKS) {
+    float nothing[WV] = {0.0f};
+    UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      const QueryRow row = query_row<G, QUERIES>(rows.first + r, QUERIES);
+      join(rows.sums[r], row.live ? float(sinks[row.head]) : -INFINITY, nothing, lane);
+    }
+  }
+  if (REMAINDER) {
+    float mean_key[W], var_key[W], mean_value[WV];
+    load_share<W>(dense_rows(remainder.mean_keys, 32 * W), kv_head, lane, mean_key);
+    load_share<W>(dense_rows(remainder.var_keys, 32 * W), kv_head, lane, var_key);
+    load_share<WV>(dense_rows(remainder.mean_values, 32 * WV), kv_head, lane, mean_value);
+    const float count = remainder.counts[kv_head];
+    UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      const float logit =
+          remainder_logit<W>(rows.queries[r], scale, count, mean_key, var_key, saturation);
+      join(rows.sums[r], logit, mean_value, lane);
+    }
+  }
+}
+
+// Threadgroup (0, item, batch and block of rows) of a launch.
+template <typename T, int D, int DV, int G, int QUERIES, int ROWS, int ROW_GROUPS, int SIMDS,
+          int KEYS, int MASK, bool SINKS, bool REMAINDER, bool DISTANCES, int EXPORT,
+          typename Factors, typename Mask, typename Sinks, typename Counts, typename Out>
+inline void attention_vector(
+    const device int* params,
+    Factors factors,  // scale, saturation of the remainder's term
+    Rows<const device T*> queries,
+    Rows<const device T*> keys,
+    Rows<const device T*> values,
+    Rows<Mask> mask,
+    Sinks sinks,  // [Hq]
+    Remainder<Counts> remainder,
+    const device float* means,  // [B, Hk, D], from which distances are measured
+    device Out* out,            // [B, items, G, L, DV]
+    device float* lse,          // [B, items, G, L]
+    device float* logits,       // [B, slots * G * L]: head after head [G, L, length]
+    device float* distances,    // [B, slots]
+    threadgroup float* scratch,
+    threadgroup float* tops,
+    threadgroup float* totals,
+    threadgroup T* staged_keys,
+    threadgroup T* staged_values,
+    uint3 at,
+    int thread_index) {
+  constexpr int W = D / 32, WV = DV / 32;
+  constexpr int THREADS = 32 * SIMDS;
+  constexpr int STEP = SIMDS / ROW_GROUPS * KEYS;
+  constexpr int BLOCK_ROWS = ROWS * ROW_GROUPS;
+  constexpr int ROW_BLOCKS = (G * QUERIES + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  const int simd = thread_index / 32, lane = thread_index % 32;
+  const int batch = int(at.z) / ROW_BLOCKS;
+  const int block_first = int(at.z) % ROW_BLOCKS * BLOCK_ROWS;
+  const int first_of_simd = simd / ROW_GROUPS * KEYS;
+  const Launch launch = launch_of(params);
+  const Work work = work_of(params, int(at.y));
+  const int kv_head = batch * launch.kv_heads + work.head;
+
+  queries = from(queries, batch, work.head * G, 0);
+  keys = from(keys, batch, work.memory_head, work.start + work.offset);
+  values = from(values, batch, work.memory_head, work.start + work.offset);
+  mask = from(mask, batch, work.head * G, 0);
+  const int64_t items_before = int64_t(batch) * launch.items + at.y;
+  const int64_t slots_before = int64_t(batch) * launch.slots + work.prefix;
+  out += items_before * G * launch.queries * DV;
+  lse += items_before * G * launch.queries;
+  logits += slots_before * G * launch.queries;
+  distances += slots_before;
+
+  QueryRows<T, W, WV, ROWS> rows;
+  rows.first = block_first + simd % ROW_GROUPS * ROWS;
+  UNROLL
+  for (int r = 0; r < ROWS; r++) {
+    start(rows.sums[r]);
+  }
+  load_queries<G, QUERIES, BLOCK_ROWS, SCRATCH>(
+      queries, launch.queries, block_first, scratch, thread_index, THREADS, rows);
+  float mean[W];
+  if (DISTANCES) {
+    stage<D>(dense_rows(means + kv_head * D, D), 1, scratch, thread_index, THREADS);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    load_share<W>(dense_rows(scratch, D), 0, lane, mean);
+  }
+  // They count once for a head.
+  if ((SINKS || REMAINDER) && work.offset == 0 && simd < ROW_GROUPS) {
+    join_other_columns<G, QUERIES, SINKS, REMAINDER>(
+        rows, sinks + work.head * G, remainder, kv_head, factors[0], factors[1], lane);
+  }
+
+  for (int done = 0; done < work.count; done += STEP) {
+    const int first = work.offset + done + first_of_simd;
+    const int count = min(KEYS, work.count - done - first_of_simd);
+    const Rows<const device T*> keys_here = from(keys, 0, 0, done);
+    const Rows<const device T*> values_here = from(values, 0, 0, done);
+    if (ROW_GROUPS == 1) {
+      if (count > 0) {
+        attend<G, QUERIES, MASK, DISTANCES, EXPORT>(
+            from(keys_here, 0, 0, first_of_simd), from(values_here, 0, 0, first_of_simd), first,
+            count, launch, work, mask, mean, lane, factors[0], rows, logits, distances);
+      }
+    } else {
+      const int staged = min(STEP, work.count - done);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      stage<D>(keys_here, staged, staged_keys, thread_index, THREADS);
+      stage<DV>(values_here, staged, staged_values, thread_index, THREADS);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (count > 0) {
+        attend<G, QUERIES, MASK, DISTANCES, EXPORT>(
+            from(dense_rows(staged_keys, D), 0, 0, first_of_simd),
+            from(dense_rows(staged_values, DV), 0, 0, first_of_simd), first, count, launch, work,
+            mask, mean, lane, factors[0], rows, logits, distances);
+      }
+    }
+  }
+
+  rescale<G, QUERIES, ROW_GROUPS, SIMDS, EXPORT>(
+      rows, launch.queries, simd, lane, tops, totals, lse);
+  write_output<G, QUERIES, ROW_GROUPS, SIMDS, SCRATCH>(
+      rows, block_first, launch.queries, simd, lane, scratch, out);
+}
+
+}  // namespace h2o
+
+//! body
+
+  constexpr int STAGED_ROWS = ROW_GROUPS > 1 ? SIMDS / ROW_GROUPS * KEYS : 0;
+  THREADGROUP_ARRAY(float, scratch, SCRATCH);
+  THREADGROUP_ARRAY(float, tops, SIMDS * ROWS);
+  THREADGROUP_ARRAY(float, totals, SIMDS * ROWS);
+  THREADGROUP_ARRAY(T, staged_keys, STAGED_ROWS * D + 1);
+  THREADGROUP_ARRAY(T, staged_values, STAGED_ROWS * DV + 1);
+  h2o::attention_vector<
+      T, D, DV, G, QUERIES, ROWS, ROW_GROUPS, SIMDS, KEYS, MASK, SINKS, REMAINDER, DISTANCES,
+      EXPORT>(
+      params, factors, ROWS_OF(queries, queries_strides), ROWS_OF(keys, keys_strides),
+      ROWS_OF(values, values_strides), ROWS_OF(mask, mask_strides), sinks,
+      h2o::remainder_of(counts, mean_keys, var_keys, mean_values), means, out, lse, logits,
+      distances, scratch, tops, totals, staged_keys, staged_values, threadgroup_position_in_grid,
+      int(thread_index_in_threadgroup));
