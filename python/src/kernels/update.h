@@ -11,31 +11,12 @@ namespace mlx_h2o::MLX_H2O_ISA {
 
 constexpr float kMassFloor = 1e-6f;  // policies/base.py: MASS_FLOOR
 
-<<<<<<< HEAD
-=======
-// Calls f(n, count) for every vector of slots; all but the last are whole.
-template <class F>
-inline void each_vector(int slots, F f) {
-  int n = 0;
-  for (; n + W <= slots; n += W) f(n, W);
-  if (n < slots) f(n, slots - n);
-}
-
-inline vf load_some(const float* p, int count) {
-  return count == W ? load(p) : load_partial(p, count);
-}
-
-inline void store_some(float* p, vf v, int count) {
-  count == W ? store(p, v) : store_partial(p, v, count);
-}
-
 // What a weight e^(s - top) is multiplied by to become e^(s - lse). Equal infinities cancel: beside
 // an infinite logit all others weigh nothing.
 inline float share_of(float top, float lse) {
   return top == lse ? 1 : exp(top - lse);
 }
 
->>>>>>> main
 inline void add_mass(const UpdateHead& h, float factor, float* mass) {
   for (int first = 0, tile = 0; first < h.slots; first += kTile, ++tile) {
     const int keys = h.slots - first < kTile ? h.slots - first : kTile;
