@@ -346,20 +346,24 @@ template <int R, int VB, int BITS>
 void values_of_rows(
     const float* p, int64_t p_stride, const PackedRows<BITS>& values, int count, int from, int end,
     float* acc, int64_t acc_stride, const Ahead& ahead) {
+  const int groups = (end - from) / values.group_size;
+  const int share = ahead.count / groups + 1;
   for (int d = from, g = 0; d < end; d += values.group_size, ++g) {
+    const float* scales = values.scales + g * kTile;
+    const float* biases = values.biases + g * kTile;
     float weights[R * kTile];
     for (int r = 0; r < R; ++r) {
-      float bias = 0;
-      for (int j = 0; j < count; ++j) {
-        const float weight = p[r * p_stride + j];
-        weights[r * kTile + j] = weight * values.scales[j * values.groups + g];
-        bias += weight * values.biases[j * values.groups + g];
-      }
+      vf total{};
+      each_vector(count, [&](int j, int some) {
+        const vf weight = load_some(p + r * p_stride + j, some);
+        store_some(weights + r * kTile + j, weight * load_some(scales + j, some), some);
+        total += weight * load_some(biases + j, some);
+      });
+      const float bias = sum(total);
       float* out = acc + r * acc_stride;
       for (int i = d; i < d + values.group_size; i += W) store(out + i, load(out + i) + bias);
     }
     Ahead part = ahead;
-    const int share = ahead.count / values.groups + 1;
     part.rows += g * share * ahead.stride;
     part.count = ahead.count - g * share < share ? ahead.count - g * share : share;
     values_of_rows<R, VB, PackedRaw<BITS>>(

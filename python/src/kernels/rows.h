@@ -42,38 +42,61 @@ struct DenseRows {
   }
 };
 
-// W values of BITS bits each, from the bit d * BITS of a row on. A row is a stream of bits, lowest
-// first (that is what words of 2, 4 and 8 bits and bytes of 3, 5 and 6 bits come to), and d is a
-// multiple of W.
+// The first BYTES bytes as a number, in whole loads: pieces put together in memory would be waited
+// for.
+template <int BYTES>
+inline uint64_t number(const uint8_t* p) {
+  constexpr int first = BYTES >= 8 ? 8 : BYTES >= 4 ? 4 : BYTES >= 2 ? 2 : 1;
+  uint64_t low;
+  if constexpr (first == 8) low = load_as<uint64_t>(p);
+  if constexpr (first == 4) low = load_as<uint32_t>(p);
+  if constexpr (first == 2) low = load_as<uint16_t>(p);
+  if constexpr (first == 1) low = *p;
+  if constexpr (first < BYTES) low |= number<BYTES - first>(p + first) << (8 * first);
+  return low;
+}
+
+// The bits of `lanes` values of BITS bits each, from the value d of a row on.
+template <int BITS, int lanes>
+inline uint64_t window(const uint8_t* row, int d) {
+  // Four values of 3 or 5 bits may begin in the middle of a byte; the same number of bytes holds
+  // them either way.
+  const int bit = d * BITS;
+  const uint64_t bits = number<(lanes * BITS + 7) / 8>(row + bit / 8);
+  return lanes * BITS % 8 ? bits >> (bit % 8) : bits;
+}
+
+// W values of BITS bits each, from the value d (a multiple of W) of a row on. A row is a stream of
+// bits, lowest first: that is what mx.quantize's words of 2, 4 and 8 bits and its bytes of 3, 5 and
+// 6 bits come to.
 template <int BITS>
 inline vf unpacked(const uint8_t* row, int d) {
-  const vi lanes = [] {
-    vi x;
-    UNROLL
-    for (int i = 0; i < W; ++i) x[i] = i;
-    return x;
-  }();
-#if defined(__AVX2__) && MLX_H2O_LANES == 8
-  if constexpr (BITS == 8) {
-    uint64_t word;
-    __builtin_memcpy(&word, row + d, 8);
+#if defined(__AVX512F__) && MLX_H2O_LANES == 16
+  if constexpr (BITS == 8)
+    return __builtin_convertvector((vi)_mm512_cvtepu8_epi32(load_as<__m128i>(row + d)), vf);
+#elif defined(__AVX2__) && MLX_H2O_LANES == 8
+  if constexpr (BITS == 8)
     return __builtin_convertvector(
-        (vi)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)word)), vf);
-  }
+        (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + d))), vf);
 #endif
-  // Four neighbours at most lie in one 32-bit window: up to 32 bits, or 24 and half a byte.
-  vu windows;
+  // Several lanes share a 32-bit window: as many as it holds, eight or four.
+  constexpr int shared = W >= 8 && 8 * BITS <= 32 ? 8 : 4;
+  constexpr int loaded = W >= 8 ? 8 : 4;
+  vi lanes;
   UNROLL
-  for (int part = 0; part < W / 4; ++part) {
-    const int bit = (d + 4 * part) * BITS;
-    uint64_t window = 0;
-    __builtin_memcpy(&window, row + bit / 8, (bit % 8 + 4 * BITS + 7) / 8);
-    const uint32_t four = uint32_t(window >> (bit % 8));
+  for (int i = 0; i < W; ++i) lanes[i] = i;
+  vu windows{};
+  UNROLL
+  for (int first = 0; first < W; first += loaded) {
+    const uint64_t bits = window<BITS, loaded>(row, d + first);
     UNROLL
-    for (int i = 0; i < 4; ++i) windows[4 * part + i] = four;
+    for (int part = 0; part < loaded; part += shared) {
+      const vu four = uint32_t(bits >> (part * BITS)) - vu{};
+      windows = first + part == 0 ? four : (vu)(lanes >= first + part ? four : windows);
+    }
   }
-  const vu values = (windows >> (vu)((lanes & 3) * BITS)) & ((1u << BITS) - 1);
-  return __builtin_convertvector((vi)values, vf);
+  const vu shifts = (vu)((lanes & (shared - 1)) * BITS);
+  return __builtin_convertvector((vi)((windows >> shifts) & ((1u << BITS) - 1)), vf);
 }
 
 template <int BITS>
@@ -85,14 +108,13 @@ struct PackedRows {
   };
 
   const uint8_t* data;
-  int64_t stride;  // bytes
-  const float* scales;
+  int64_t stride;       // bytes
+  const float* scales;  // [groups, kTile]
   const float* biases;
-  int groups;      // a row
   int group_size;  // elements, a multiple of W
 
   Group group(int j, int g) const {
-    return {splat(scales[j * groups + g]), splat(biases[j * groups + g])};
+    return {splat(scales[g * kTile + j]), splat(biases[g * kTile + j])};
   }
   int group_end(int g, int) const {
     return (g + 1) * group_size;
@@ -107,7 +129,7 @@ struct PackedRows {
     return vf{};  // widths are multiples of the group size
   }
   PackedRows only(int j) const {
-    return {data + j * stride, 0, scales + j * groups, biases + j * groups, 0, group_size};
+    return {data + j * stride, 0, scales + j, biases + j, group_size};
   }
 };
 
@@ -129,6 +151,21 @@ inline int64_t tile_scales(const Rows& rows, int width) {
   return rows.bits ? 2 * kTile * (width / rows.group_size) : 0;
 }
 
+// A tile's scales or biases to floats, group by group.
+inline void widen_scales(
+    const void* from, const Rows& r, int groups, int64_t first, int count, float* to) {
+  float rows[kTile * kMostGroups];
+  const auto row = [&](int64_t j) {
+    return static_cast<const char*>(from) + (first + j) * r.scale_stride * size_of(r.dtype);
+  };
+  if (r.scale_stride == groups)
+    widen(rows, row(0), r.dtype, 1, count * groups);
+  else
+    for (int j = 0; j < count; ++j) widen(rows + j * groups, row(j), r.dtype, 1, groups);
+  for (int j = 0; j < count; ++j)
+    for (int g = 0; g < groups; ++g) to[g * kTile + j] = rows[j * groups + g];
+}
+
 // Rows `first` to `first + count - 1`, as their kind. `room` holds a tile's scales and biases.
 template <class R>
 struct Opened;
@@ -145,17 +182,10 @@ struct Opened<PackedRows<BITS>> {
   static PackedRows<BITS> rows(const Rows& r, int width, int64_t first, int count, float* room) {
     const int groups = width / r.group_size;
     float* biases = room + int64_t(kTile) * groups;
-    for (int j = 0; j < count; ++j) {
-      const int64_t at = (first + j) * r.scale_stride * size_of(r.dtype);
-      widen(room + j * groups, static_cast<const char*>(r.scales) + at, r.dtype, 1, groups);
-      widen(biases + j * groups, static_cast<const char*>(r.biases) + at, r.dtype, 1, groups);
-    }
+    widen_scales(r.scales, r, groups, first, count, room);
+    widen_scales(r.biases, r, groups, first, count, biases);
     return {
-        static_cast<const uint8_t*>(r.data) + first * r.stride * 4,
-        r.stride * 4,
-        room,
-        biases,
-        groups,
+        static_cast<const uint8_t*>(r.data) + first * r.stride * 4, r.stride * 4, room, biases,
         r.group_size};
   }
 };
