@@ -14,14 +14,15 @@ from mlx_h2o.backends import reference
 from mlx_h2o.backends.choice import backend
 from mlx_h2o.backends.reference import Ranges, Seed
 from mlx_h2o.masks import Mask
+from mlx_h2o.packed import PackedRows, Rows
 
 FLOAT_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def scaled_dot_product_attention(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: Rows,
+    v: Rows,
     *,
     scale: float,
     mask: Mask = None,
@@ -41,8 +42,8 @@ def scaled_dot_product_attention(
 
 def scaled_dot_product_attention_with_scores(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: Rows,
+    v: Rows,
     *,
     scale: float,
     mask: Mask = None,
@@ -55,8 +56,10 @@ def scaled_dot_product_attention_with_scores(
 
     Args:
         q: Queries `[B, Hq, L, D]`.
-        k: Keys `[B, Hk, N, D]`; Hq is a multiple of Hk (GQA). Flat with `ranges`: `[B, S, D]`.
-        v: Values `[B, Hk, N, Dv]`; Dv may differ from D. Flat with `ranges`: `[B, S, Dv]`.
+        k: Keys `[B, Hk, N, D]`; Hq is a multiple of Hk (GQA). Flat with `ranges`: `[B, S, D]`. They
+            may be packed.
+        v: Values `[B, Hk, N, Dv]`; Dv may differ from D. Flat with `ranges`: `[B, S, Dv]`. They may
+            be packed.
         scale: Factor on q.k, usually `D ** -0.5`.
         mask: None, `"causal"` (the last query sees all N keys), a boolean array (True is visible)
             or an additive array, broadcastable to `[B, Hq, L, N]`. No array with `ranges`.
@@ -86,8 +89,8 @@ def scaled_dot_product_attention_with_scores(
 
 def scaled_dot_product_attention_with_mass(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: Rows,
+    v: Rows,
     *,
     scale: float,
     mask: Mask = None,
@@ -110,6 +113,58 @@ def scaled_dot_product_attention_with_mass(
             q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
         )
     return out, mass, lse
+
+
+def scaled_dot_product_attention_quantized_with_scores(
+    q: mx.array,
+    k_w: mx.array,
+    k_s: mx.array,
+    k_b: mx.array,
+    v_w: mx.array,
+    v_s: mx.array,
+    v_b: mx.array,
+    *,
+    scale: float,
+    k_bits: int,
+    v_bits: int,
+    group_size: int,
+    mask: Mask = None,
+    sinks: mx.array | None = None,
+    stream: mx.Stream | mx.Device | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """`scaled_dot_product_attention_with_scores` of packed keys and values.
+
+    Args:
+        q: Queries `[B, Hq, L, D]`.
+        k_w: Words of the keys `[B, Hk, N, D * k_bits / 32]` uint32, as `mx.quantize` packs them.
+        k_s: Their scales `[B, Hk, N, D / group_size]`.
+        k_b: Their biases, likewise.
+        v_w: Words of the values `[B, Hk, N, Dv * v_bits / 32]`.
+        v_s: Their scales.
+        v_b: Their biases.
+        scale: Factor on q.k.
+        k_bits: 2, 3, 4, 5, 6 or 8.
+        v_bits: Likewise.
+        group_size: 32, 64 or 128.
+        mask: As for dense keys.
+        sinks: As for dense keys.
+        stream: Where to compute.
+
+    Returns:
+        out, scores and lse as for dense keys.
+
+    Raises:
+        ValueError: Shapes, dtypes, widths or the mask do not fit together.
+    """
+    return scaled_dot_product_attention_with_scores(
+        q,
+        PackedRows(k_w, k_s, k_b, k_bits, group_size),
+        PackedRows(v_w, v_s, v_b, v_bits, group_size),
+        scale=scale,
+        mask=mask,
+        sinks=sinks,
+        stream=stream,
+    )
 
 
 def attention_mass(scores: mx.array, lse: mx.array, n_kv_heads: int) -> mx.array:
@@ -146,8 +201,8 @@ def on(stream: mx.Stream | mx.Device | None) -> AbstractContextManager[object]:
 
 def check_attention(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: Rows,
+    v: Rows,
     mask: Mask,
     sinks: mx.array | None,
     seed: Seed | None = None,

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from mlx_h2o.backends.reference import Ranges, Seed, attention_mass
 from mlx_h2o.masks import Mask
+from mlx_h2o.packed import PackedRows, Rows
 
 try:
     from mlx_h2o import _ext
@@ -39,8 +40,8 @@ __all__ = [
 
 def attention(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: Rows,
+    v: Rows,
     *,
     scale: float,
     mask: Mask = None,
@@ -54,8 +55,8 @@ def attention(
 
 def attention_with_scores(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: Rows,
+    v: Rows,
     *,
     scale: float,
     mask: Mask = None,
@@ -70,8 +71,8 @@ def attention_with_scores(
 
 def attention_with_mass(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: Rows,
+    v: Rows,
     *,
     scale: float,
     mask: Mask = None,
@@ -87,8 +88,8 @@ def attention_with_mass(
 def _call(
     wanted: _ext.Export,
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: Rows,
+    v: Rows,
     scale: float,
     mask: Mask,
     sinks: mx.array | None,
@@ -97,8 +98,8 @@ def _call(
 ) -> list[mx.array]:
     return _ext.attention(
         q,
-        _ext.Stored([k]),
-        _ext.Stored([v]),
+        stored(k),
+        stored(v),
         scale=scale,
         causal=isinstance(mask, str),
         mask=None if isinstance(mask, str) else mask,
@@ -107,3 +108,10 @@ def _call(
         ranges=None if ranges is None else list(ranges),
         wanted=wanted,
     )
+
+
+def stored(rows: Rows) -> _ext.Stored:
+    """Keys or values as the extension takes them."""
+    if isinstance(rows, PackedRows):
+        return _ext.Stored(rows.arrays, rows.bits, rows.group_size)
+    return _ext.Stored([rows])

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o.masks import Mask, block_of, fast_mask
+from mlx_h2o.packed import PackedRows, Rows, dense
 
 #: One more softmax column, without a slot: logits `[B, Hq, L]` and values `[B, Hk, Dv]`, float32.
 Seed = tuple[mx.array, mx.array]
@@ -21,8 +22,8 @@ QUERY_BLOCK = 256
 
 def attention(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: Rows,
+    v: Rows,
     *,
     scale: float,
     mask: Mask = None,
@@ -31,10 +32,12 @@ def attention(
     ranges: Ranges | None = None,
 ) -> mx.array:
     """See `mlx_h2o.attention.scaled_dot_product_attention`."""
+    packed = isinstance(k, PackedRows) or isinstance(v, PackedRows)
+    k, v = dense(k), dense(v)
     if ranges is not None:
         parts = _heads(q, k, v, sinks, seed, ranges)
         return mx.concatenate([attention(**head, scale=scale, mask=mask) for head in parts], axis=1)
-    if seed is None:
+    if seed is None and not packed:
         sinks = None if sinks is None else sinks.astype(q.dtype)
         return mx.fast.scaled_dot_product_attention(
             q, k, v, scale=scale, mask=fast_mask(mask, q.dtype), sinks=sinks
@@ -45,8 +48,8 @@ def attention(
 
 def attention_with_mass(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: Rows,
+    v: Rows,
     *,
     scale: float,
     mask: Mask = None,
@@ -55,6 +58,7 @@ def attention_with_mass(
     ranges: Ranges | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """See `mlx_h2o.attention.scaled_dot_product_attention_with_mass`."""
+    k, v = dense(k), dense(v)
     if ranges is not None:
         parts = _heads(q, k, v, sinks, seed, ranges)
         of_heads = [attention_with_mass(**head, scale=scale, mask=mask) for head in parts]
@@ -130,8 +134,8 @@ def _blocks(
 
 def attention_with_scores(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: Rows,
+    v: Rows,
     *,
     scale: float,
     mask: Mask = None,
@@ -140,6 +144,7 @@ def attention_with_scores(
     ranges: Ranges | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """See `mlx_h2o.attention.scaled_dot_product_attention_with_scores`."""
+    k, v = dense(k), dense(v)
     if ranges is not None:
         parts = _heads(q, k, v, sinks, seed, ranges)
         of_heads = [attention_with_scores(**head, scale=scale, mask=mask) for head in parts]

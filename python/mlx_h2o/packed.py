@@ -1,0 +1,101 @@
+"""Packed rows: keys and values as `mx.quantize` packs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows in affine quantization: w = scale * level + bias, per group of a row's elements.
+
+    Attributes:
+        words: `[..., rows, width * bits / 32]` uint32.
+        scales: `[..., rows, width / group_size]` in the model's dtype.
+        biases: Likewise.
+        bits: Of a level: 2, 3, 4, 5, 6 or 8.
+        group_size: Elements that share a scale and a bias: 32, 64 or 128.
+
+    Raises:
+        ValueError: The arrays, bits and group_size do not fit together.
+    """
+
+    words: mx.array
+    scales: mx.array
+    biases: mx.array
+    bits: int
+    group_size: int
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise ValueError(f"bits must be one of {BITS}; got {self.bits}.")
+        if self.group_size not in GROUP_SIZES:
+            raise ValueError(f"group_size must be one of {GROUP_SIZES}; got {self.group_size}.")
+        if self.words.dtype != mx.uint32:
+            raise ValueError(f"Packed words are uint32; got {self.words.dtype}.")
+        per_group = (*self.words.shape[:-1], self.shape[-1] // self.group_size)
+        if self.shape[-1] % self.group_size or not (
+            self.scales.shape == self.biases.shape == per_group
+            and self.scales.dtype == self.biases.dtype
+        ):
+            raise ValueError(
+                f"{self.bits}-bit words {self.words.shape} in groups of {self.group_size} need "
+                f"scales and biases {per_group} of one dtype; got {self.scales.shape} "
+                f"{self.scales.dtype} and {self.biases.shape} {self.biases.dtype}."
+            )
+
+    @classmethod
+    def of(cls, rows: mx.array, bits: int, group_size: int) -> PackedRows:
+        """Rows `[..., rows, width]` quantized by `mx.quantize`.
+
+        Raises:
+            ValueError: The width is no multiple of the group size, or bits are unknown.
+        """
+        if bits not in BITS or group_size not in GROUP_SIZES or rows.shape[-1] % group_size:
+            raise ValueError(
+                f"Rows of width {rows.shape[-1]} cannot be packed in groups of {group_size} with "
+                f"{bits} bits: bits are one of {BITS}, group_size is one of {GROUP_SIZES} and "
+                "divides the width."
+            )
+        return cls(*mx.quantize(rows, group_size=group_size, bits=bits), bits, group_size)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.words, self.scales, self.biases]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the rows as numbers, `[..., rows, width]`."""
+        return (*self.words.shape[:-1], self.words.shape[-1] * 32 // self.bits)
+
+    @property
+    def ndim(self) -> int:
+        return self.words.ndim
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of the rows before they were packed."""
+        return self.scales.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    def dequantized(self) -> mx.array:
+        """The rows as float32, without rounding to the model's dtype."""
+        scales, biases = self.scales.astype(mx.float32), self.biases.astype(mx.float32)
+        return mx.dequantize(self.words, scales, biases, group_size=self.group_size, bits=self.bits)
+
+
+#: Keys or values, dense or packed.
+Rows = mx.array | PackedRows
+
+
+def dense(rows: Rows) -> mx.array:
+    """Rows as an array of numbers."""
+    return rows.dequantized() if isinstance(rows, PackedRows) else rows

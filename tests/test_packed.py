@@ -1,0 +1,138 @@
+"""Packed keys and values: every width and group, against dequantizing first."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_h2o import attention_mass
+from mlx_h2o.attention import (
+    scaled_dot_product_attention,
+    scaled_dot_product_attention_quantized_with_scores,
+    scaled_dot_product_attention_with_mass,
+    scaled_dot_product_attention_with_scores,
+)
+from mlx_h2o.backends import reference
+from mlx_h2o.packed import BITS, GROUP_SIZES, PackedRows
+
+D, DV, SCALE = 128, 256, 128**-0.5
+#: Largest error of an output, beyond its dtype's rounding.
+ATOL = {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
+
+
+def numbers(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32))
+
+
+def operands(
+    heads: int, group: int, L: int, N: int, dtype: mx.Dtype, batch: int = 1
+) -> tuple[mx.array, mx.array, mx.array]:
+    mx.random.seed(heads * 1000 + N)
+    shapes = ((batch, heads * group, L, D), (batch, heads, N, D), (batch, heads, N, DV))
+    q, k, v = (mx.random.normal(shape).astype(dtype) for shape in shapes)
+    return q, k, v
+
+
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(
+    ("dtype", "group", "L", "N"),
+    [
+        (mx.float32, 4, 1, 33),
+        (mx.float16, 1, 1, 300),
+        (mx.bfloat16, 3, 1, 64),
+        (mx.float16, 2, 5, 31),
+    ],
+)
+def test_a_packed_row_is_the_numbers_it_stands_for(dtype, group, L, N, bits, group_size):
+    """Out, logits, lse and mass are those of the dequantized rows; keys and values may differ."""
+    q, k, v = operands(2, group, L, N, dtype)
+    v_bits = BITS[(BITS.index(bits) + 2) % len(BITS)]
+    packed = PackedRows.of(k, bits, group_size), PackedRows.of(v, v_bits, group_size)
+    mask = "causal" if L > 1 else None
+    expected = reference.attention_with_scores(
+        q, *(rows.dequantized() for rows in packed), scale=SCALE, mask=mask
+    )
+    got = scaled_dot_product_attention_quantized_with_scores(
+        q,
+        *packed[0].arrays,
+        *packed[1].arrays,
+        scale=SCALE,
+        k_bits=bits,
+        v_bits=v_bits,
+        group_size=group_size,
+        mask=mask,
+    )
+    assert got[0].dtype == dtype
+    for a, b, atol in zip(got, expected, (ATOL[dtype], 1e-5, 1e-5), strict=True):
+        np.testing.assert_allclose(numbers(a), numbers(b), atol=atol, rtol=1e-6)
+    out = scaled_dot_product_attention(q, *packed, scale=SCALE, mask=mask)
+    np.testing.assert_allclose(numbers(out), numbers(expected[0]), atol=ATOL[dtype])
+    _, mass, _ = scaled_dot_product_attention_with_mass(q, *packed, scale=SCALE, mask=mask)
+    np.testing.assert_allclose(
+        numbers(mass), numbers(attention_mass(expected[1], expected[2], 2)), atol=1e-5
+    )
+
+
+def test_one_side_may_be_packed_alone():
+    q, k, v = operands(2, 2, 1, 50, mx.float16)
+    keys, values = PackedRows.of(k, 8, 64), PackedRows.of(v, 4, 32)
+    for rows in ((keys, v), (k, values)):
+        plain = [x.dequantized() if isinstance(x, PackedRows) else x for x in rows]
+        expected, _, _ = reference.attention_with_scores(q, *plain, scale=SCALE)
+        out = scaled_dot_product_attention(q, *rows, scale=SCALE)
+        np.testing.assert_allclose(numbers(out), numbers(expected), atol=1e-3)
+
+
+def test_packed_rows_lie_in_a_flat_store_as_well():
+    ranges = [(3, 40), (50, 7), (60, 90)]
+    q = mx.random.normal((2, 6, 1, D))
+    k, v = mx.random.normal((2, 150, D)), mx.random.normal((2, 150, DV))
+    packed = PackedRows.of(k, 6, 32), PackedRows.of(v, 5, 64)
+    expected = reference.attention_with_scores(
+        q, *(rows.dequantized() for rows in packed), scale=SCALE, ranges=ranges
+    )
+    got = scaled_dot_product_attention_with_scores(q, *packed, scale=SCALE, ranges=ranges)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(numbers(a), numbers(b), atol=1e-5)
+
+
+def test_a_slice_of_a_larger_buffer_is_read_where_it_lies():
+    q, k, v = operands(2, 4, 1, 96, mx.float32)
+    whole = PackedRows.of(k, 4, 64), PackedRows.of(v, 4, 64)
+    part = [PackedRows(*(a[:, :, 10:70] for a in rows.arrays), 4, 64) for rows in whole]
+    expected, _, _ = reference.attention_with_scores(
+        q, *(rows.dequantized()[:, :, 10:70] for rows in whole), scale=SCALE
+    )
+    out = scaled_dot_product_attention(q, *part, scale=SCALE)
+    np.testing.assert_allclose(numbers(out), numbers(expected), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"bits": 7}, "bits must be one of"),
+        ({"group_size": 48}, "group_size must be one of"),
+        ({"words": mx.zeros((1, 2, 9, 16))}, "uint32"),
+        ({"scales": mx.zeros((1, 2, 9, 1))}, "need scales and biases"),
+        ({"biases": mx.zeros((1, 2, 9, 2), mx.float16)}, "need scales and biases"),
+        ({"bits": 3}, "need scales and biases"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes, text):
+    parts = {
+        "words": mx.zeros((1, 2, 9, 16), mx.uint32),
+        "scales": mx.zeros((1, 2, 9, 2)),
+        "biases": mx.zeros((1, 2, 9, 2)),
+        "bits": 4,
+        "group_size": 64,
+    }
+    PackedRows(**parts)
+    with pytest.raises(ValueError, match=text):
+        PackedRows(**(parts | changes))
+
+
+def test_a_width_that_groups_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match="divides the width"):
+        PackedRows.of(mx.zeros((1, 2, 9, 80)), 4, 64)
