@@ -34,7 +34,7 @@ def test_links_lead_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("command", ["generate", "compare", "calibrate", "inspect"])
+@pytest.mark.parametrize("command", ["generate", "compare", "calibrate", "inspect", "bench"])
 def test_options_in_the_docs_exist(command, capsys):
     """Every option that a page gives to a command is one that it takes."""
     with pytest.raises(SystemExit) as stop:

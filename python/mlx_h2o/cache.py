@@ -19,7 +19,14 @@ from mlx_h2o.attention import (
 )
 from mlx_h2o.backends.reference import QUERY_BLOCK, Seed
 from mlx_h2o.budget import RowWidths, slots_for_bytes
-from mlx_h2o.decoding import MOST_QUERY_HEADS, Decoding, HeadStep, can_decode
+from mlx_h2o.decoding import (
+    MOST_QUERY_HEADS,
+    Decoding,
+    HeadStep,
+    can_decode,
+    on_default_device,
+    start_decoding,
+)
 from mlx_h2o.masks import Mask, block_of
 from mlx_h2o.policies import Observation, ObservedMass, Policy, Slots, make_policy
 from mlx_h2o.remainder import Remainder, plain_rows_for
@@ -128,7 +135,8 @@ class H2OKVCache:
             )
         L = keys.shape[2]
         alike = keys.dtype == values.dtype  # as the fused step wants them
-        if L == 1 and self._own and self.attending and alike and can_decode(self.policy):
+        fits = L == 1 and self._own and self.attending and alike
+        if fits and can_decode(self.policy, keys, values):
             self._check_rows(keys, values)
             self._row = self._handed = (keys, values)
             self.offset += 1
@@ -464,6 +472,8 @@ class H2OKVCache:
         """One token in one fused step; arguments as in `attend`."""
         store = self._store
         assert store is not None
+        if self._decoding is not None and not on_default_device(self._decoding):
+            self._take_back()
         if any(run.length == run.allocated < run.budget for run in store.runs):
             self._take_back()
             store.reserve(1, self._rows(keys, values, self.offset - 1))
@@ -472,7 +482,7 @@ class H2OKVCache:
                 E = self.policy.evict_every
                 self._victims = mx.zeros((keys.shape[0], store.heads, E), mx.int32)
             assert self._remainder is not None
-            self._decoding = Decoding(
+            self._decoding = start_decoding(
                 store, self._remainder, self._victims, self.policy, self._remembers, self.answers
             )
             # The kernel may write in place only what nobody else holds.

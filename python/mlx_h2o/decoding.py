@@ -1,12 +1,13 @@
-"""Decoding in one fused step: a layer's slots and remainder in the CPU kernel's hands.
+"""Decoding in one fused step: a layer's slots and remainder in the kernels' hands.
 
-The kernel changes the arrays in place, step after step, without asking whether MLX could see that
+The kernels change the arrays in place, step after step, without asking whether MLX could see that
 nobody else holds them (with one token of look-ahead it could not, and would copy every key and
 value at every step). Whoever wants to look at them calls `end` first, which hands them back.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -42,14 +43,77 @@ class HeadStep:
     choose: bool
 
 
-def can_decode(policy: Policy) -> bool:
-    """Whether the default device has a fused step for this policy."""
+def can_decode(policy: Policy, keys: mx.array, values: mx.array) -> bool:
+    """Whether the default device has a fused step for this policy and rows like these."""
+    gpu = choice.gpu()
+    if gpu is not None:
+        return gpu.can_decode(policy, keys, values)
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
     return on_cpu and kernel_form_of(policy) is not None and choice.cpu() is not None
 
 
-class Decoding:
-    """A layer whose arrays are with the kernel.
+def on_default_device(decoding: Decoding) -> bool:
+    """Whether a layer's arrays are with the kernels of the default device."""
+    return isinstance(decoding, CPUDecoding) == (choice.gpu() is None)
+
+
+class Decoding(ABC):
+    """A layer whose arrays are with kernels.
+
+    Attributes:
+        nbytes: Of all that they hold.
+    """
+
+    nbytes: int
+
+    @abstractmethod
+    def step(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None,
+        offset: int,
+        heads: list[HeadStep],
+    ) -> mx.array:
+        """One token: fold, write, attend, accumulate, choose.
+
+        Args:
+            q: `[B, Hq, 1, D]`.
+            k: `[B, H, 1, D]`, the new key.
+            v: `[B, H, 1, Dv]`, the new value.
+            scale: Factor on q.k.
+            sinks: Attention-sink logits `[Hq]`.
+            offset: The next logical position.
+            heads: One plan for each KV head.
+
+        Returns:
+            `[B, Hq, 1, Dv]`.
+        """
+
+    @abstractmethod
+    def end(self, store: SlotStore) -> tuple[Remainder, mx.array]:
+        """Put the fields back into the store; the remainder and the victims."""
+
+
+def start_decoding(
+    store: SlotStore,
+    remainder: Remainder,
+    victims: mx.array,
+    policy: Policy,
+    remembers: bool,
+    answers: bool,
+) -> Decoding:
+    """Give a layer's arrays to the kernels of the default device; arguments as of `CPUDecoding`."""
+    gpu = choice.gpu()
+    start = CPUDecoding if gpu is None else gpu.start_decoding
+    return start(store, remainder, victims, policy, remembers, answers)
+
+
+class CPUDecoding(Decoding):
+    """A layer whose arrays are with the CPU's kernel.
 
     Args:
         store: Slots; its fields are taken out.
@@ -115,25 +179,10 @@ class Decoding:
         offset: int,
         heads: list[HeadStep],
     ) -> mx.array:
-        """One token: fold, write, attend, accumulate, choose.
-
-        Args:
-            q: `[B, Hq, 1, D]`.
-            k: `[B, H, 1, D]`, the new key.
-            v: `[B, H, 1, Dv]`, the new value.
-            scale: Factor on q.k.
-            sinks: Attention-sink logits `[Hq]`.
-            offset: The next logical position.
-            heads: One plan for each KV head.
-
-        Returns:
-            `[B, Hq, 1, Dv]`.
-        """
         plans = [(h.start, h.length, h.victim, h.recent, h.evicted, h.choose) for h in heads]
         return self._layer.step(q, k, v, scale=scale, sinks=sinks, offset=offset, heads=plans)
 
     def end(self, store: SlotStore) -> tuple[Remainder, mx.array]:
-        """Put the fields back into the store; the remainder and the victims."""
         keys, values, positions, scores, *rest = self._layer.close()
         fields = {"keys": keys, "values": values, "positions": positions, "scores": scores}
         store.fields = {name: fields[name] for name in self._names}

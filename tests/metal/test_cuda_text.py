@@ -1,70 +1,120 @@
-"""The kernels' text compiles for NVIDIA GPUs, as MLX would have NVRTC compile it."""
+"""The kernels' text compiles for NVIDIA GPUs, as MLX would have NVRTC compile it; nothing runs.
 
-import re
+Compiled are the variants that this session's other tests launched on the host harness: a few of
+them, in which every option of a kernel occurs with all dtypes it occurs with. So a new kernel is
+compiled as soon as something launches it, and one that nothing launches is a failure.
+"""
+
+from functools import partial
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from harness import nvrtc
+from launches import covering
 
-from mlx_h2o import Remainder
-from mlx_h2o.backends import attention_launches
+from mlx_h2o.backends import cuda, metal
+from mlx_h2o.backends.kernel_text import folder
 from mlx_h2o.backends.launcher import Launcher
 
 pytestmark = pytest.mark.skipif(
     not nvrtc.available(), reason="needs nvidia-cuda-nvrtc, -runtime and -cccl from PyPI"
 )
 
-
-class Compiling:
-    """Stands where `mx.fast.cuda_kernel` stands: compiles, and returns zeros."""
-
-    def __init__(self):
-        self.ptx = []
-
-    def __call__(
-        self, name, input_names, output_names, source, header="", ensure_row_contiguous=True
-    ):
-        def call(inputs, output_shapes, output_dtypes, grid, threadgroup, template):
-            text = nvrtc.generate(
-                f"custom_kernel_{name}",
-                header,
-                source,
-                list(zip(input_names, inputs, strict=True)),
-                list(zip(output_names, output_dtypes, strict=True)),
-                template,
-            )
-            self.ptx.append(nvrtc.compile_text(text))
-            return [mx.zeros(*output) for output in zip(output_shapes, output_dtypes, strict=True)]
-
-        return call
+KERNELS = sorted(path.stem for path in folder().glob("*.metal"))
+# A multiprocessor's, all of which one block may have.
+REGISTERS = 65536
+# What a block has without asking for more.
+THREADGROUP_BYTES = 48 * 1024
+# Of a thread: a few registers that do not fit cost little, a row's share in memory would cost much.
+SPILLED_BYTES = 32
 
 
-def compiled(q, k, v, **options):
-    """PTX of the kernels that a call of the attention launches."""
-    make = Compiling()
-    attention_launches.attend(Launcher(make, "cuda"), q, k, v, scale=0.1, **options)
-    return make.ptx
+def cuda_kernel(
+    found, name, input_names, output_names, source, header="", ensure_row_contiguous=True
+):
+    """Stands where `mx.fast.cuda_kernel` stands: compiles, shows the result, returns zeros."""
+
+    def call(inputs, output_shapes, output_dtypes, grid, threadgroup, template):
+        text = nvrtc.generate(
+            f"custom_kernel_{name}",
+            header,
+            source,
+            list(zip(input_names, inputs, strict=True)),
+            list(zip(output_names, output_dtypes, strict=True)),
+            template,
+        )
+        found(nvrtc.compile_text(text))
+        return [mx.zeros(*output) for output in zip(output_shapes, output_dtypes, strict=True)]
+
+    return call
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("queries", [1, 5])
-def test_attention(dtype, queries):
-    q = mx.zeros((2, 8, queries, 128), dtype)
-    k, v = mx.zeros((2, 2, 40, 128), dtype), mx.zeros((2, 2, 40, 64), dtype)
-    (ptx,) = compiled(
-        q,
-        k,
-        v,
-        mask=mx.zeros((queries, 40), dtype),
-        sinks=mx.zeros(8),
-        remainder=Remainder.empty(2, 2, 128, 64),
-        means=mx.zeros((2, 2, 128)),
-    )
-    # Rows stay in registers: no array is indexed by what only runs know.
-    assert ".local" not in ptx
-    assert re.search(r"\.maxntid (384|512)\b", ptx)
+def compiling(found):
+    """The CUDA backend's launcher, with a compiler in the place of a GPU."""
+    return Launcher(partial(cuda_kernel, found), "cuda")
 
 
-def test_two_passes():
-    k = mx.zeros((1, 2, 4096, 64), mx.float16)
-    assert len(compiled(mx.zeros((1, 8, 1, 64), mx.float16), k, k, mask="causal")) == 2
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_option_compiles(request, launched, kernel):
+    variants = [variant for variant in launched if variant.interface.name == kernel]
+    if not variants:
+        ran = {item.path for item in request.session.items}
+        whole = ran.issuperset(Path(__file__).parent.glob("test_*.py"))
+        assert not whole, f"no test launches {kernel}"
+        pytest.skip("compiles what other tests launch: run all of tests/metal")
+    for variant in covering(variants):
+        results = []
+        variant.launch(compiling(results.append))
+        (result,) = results
+        # A launch with more threads than the text says would fail; with fewer, registers lie idle.
+        assert result.most_threads == variant.threads
+        assert result.registers * variant.threads <= REGISTERS
+        assert result.threadgroup_bytes <= THREADGROUP_BYTES
+        assert result.spilled <= SPILLED_BYTES
+        assert not result.local_arrays
+        assert not result.doubles
+
+
+def test_the_backends_have_the_same_functions():
+    assert sorted(cuda.__all__) == sorted(metal.__all__)
+    assert all(callable(getattr(cuda, name)) for name in cuda.__all__)
+
+
+@pytest.mark.parametrize(("slots", "launches"), [(40, 1), (1025, 2)])
+def test_the_backend_launches(monkeypatch, slots, launches):
+    results = []
+    monkeypatch.setattr(cuda.GPU, "launcher", compiling(results.append))
+    monkeypatch.setattr(cuda.GPU, "architecture", lambda: "sm_90")
+    q, k = mx.zeros((2, 8, 1, 64), mx.float16), mx.zeros((2, 2, slots, 64), mx.float16)
+    out, scores, lse = cuda.attention_with_scores(q, k, k, scale=0.1, mask="causal")
+    assert (out.shape, scores.shape, lse.shape) == (q.shape, (2, 8, 1, slots), (2, 8, 1))
+    assert len(results) == launches
+
+
+@pytest.mark.skipif(mx.cuda.is_available(), reason="needs an MLX without CUDA")
+def test_mlx_is_called_with_arguments_that_it_has():
+    q = mx.zeros((1, 1, 1, 32))
+    with pytest.raises(RuntimeError, match="No CUDA back-end"):
+        cuda.attend(q, q, q, scale=1.0, architecture="sm_90")
+
+
+X = [("x", mx.zeros(8))]
+Y = [("y", mx.float32)]
+SLOW = {
+    "doubles": "y[0] = exp(double(x[0]));",
+    "local_arrays": "float all[8]; for (int i = 0; i < 8; i++) all[i] = x[i]; y[0] = all[int(x[9])];",
+}
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_what_is_slow_is_seen(kind):
+    result = nvrtc.compile_text(nvrtc.generate("slow", "", SLOW[kind], X, Y, []))
+    assert getattr(result, kind)
+    fine = nvrtc.compile_text(nvrtc.generate("fine", "", "y[0] = exp(x[0]);", X, Y, []))
+    assert not getattr(fine, kind)
+
+
+def test_errors_are_seen():
+    with pytest.raises(nvrtc.NvrtcError, match='identifier "z" is undefined'):
+        nvrtc.compile_text(nvrtc.generate("wrong", "", "y[0] = z[0];", X, Y, []))

@@ -47,6 +47,10 @@ def test_common_models_need_no_staging():
         ((4096,) * 8, 1, "applegpu_g13g", None),
         ((65536,) * 8, 4, "applegpu_g14d", 6144),
         ((64, 64, 8192, 64), 4, "applegpu_g13g", 1536),
+        ((1024,) * 8, 4, "sm_90", None),
+        ((1025,) * 8, 1, "sm_90", 512),
+        ((4096,) * 8, 4, "sm_90", 192),
+        ((65536,) * 8, 4, "sm_90", 3072),
     ],
 )
 def test_when_two_passes_pay(lengths, group, architecture, expected):

@@ -28,11 +28,12 @@ _COLUMNS = ("sinks", *_REMAINDER, "means")
 _EXPORTS = ("lse", "logits", "distances")
 _VECTOR = Interface(
     "attention_vector",
-    inputs=("params", "factors", "queries", "keys", "values", "mask", *_COLUMNS),
+    inputs=("params", "factors", "queries", "keys", "values", "mask", *_COLUMNS, "after"),
     outputs=("out", *_EXPORTS),
     optional={
         "mask": "const device bool* mask = nullptr;\nconst int64_t mask_strides[4] = {0};",
         **absent_inputs(*_COLUMNS),
+        "after": "",
         **absent_outputs(*_EXPORTS),
     },
 )
@@ -85,6 +86,7 @@ def attend(
     ranges: Ranges | None = None,
     export: int = EXPORT_LOGITS,
     architecture: str = "",
+    after: mx.array | None = None,
 ) -> Attended:
     """Attention that reads keys and values once and writes what a policy asks for.
 
@@ -103,6 +105,7 @@ def attend(
         ranges: Where each head's slots lie.
         export: What to write besides the output: nothing, the lse, or lse and logits.
         architecture: The GPU's, see `slots_per_block`.
+        after: What a kernel wrote that changed keys and values in place: read only after it.
     """
     B, Hq, L, D = q.shape
     Dv, itemsize = v.shape[-1], k.dtype.size
@@ -113,7 +116,7 @@ def attend(
     G = Hq // len(lengths)
     block = slots_per_block(lengths, G, L, D, Dv, itemsize, architecture)
     work = work_of(lengths, ranges, block)
-    kind, columns = _kind_of_mask(mask, L, max(lengths))
+    kind, columns = kind_of_mask(mask, L, max(lengths))
     inputs = {
         "params": params(work, L, columns),
         "factors": _factors(scale, saturation),
@@ -122,8 +125,7 @@ def attend(
         "values": v,
     }
     if isinstance(mask, mx.array):
-        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-        inputs["mask"] = mx.broadcast_to(mask, (B, Hq, L, columns))
+        inputs["mask"] = mask_rows(mask, (B, Hq, L, columns))
     if sinks is not None:
         inputs["sinks"] = mx.contiguous(sinks)
     if remainder is not None:
@@ -131,6 +133,8 @@ def attend(
         inputs |= zip(_REMAINDER, statistics, strict=True)
     if means is not None:
         inputs["means"] = mx.contiguous(means)
+    if after is not None:
+        inputs["after"] = after
     if block is not None:
         export = max(export, EXPORT_LSE)
 
@@ -204,13 +208,19 @@ def _shaped(
     )
 
 
-def _kind_of_mask(mask: mx.array | str | None, queries: int, slots: int) -> tuple[int, int]:
+def kind_of_mask(mask: mx.array | str | None, queries: int, slots: int) -> tuple[int, int]:
     """The template argument, and how many columns an array mask has."""
     if mask is None or (isinstance(mask, str) and queries == 1):
         return NO_MASK, 0
     if isinstance(mask, str):
         return CAUSAL, 0
     return ARRAY_MASK, mask.shape[-1] if mask.shape[-1] > 1 else slots
+
+
+def mask_rows(mask: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """An array mask as a view of `[B, Hq, L, columns]`."""
+    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    return mx.broadcast_to(mask, shape)
 
 
 @lru_cache(maxsize=64)

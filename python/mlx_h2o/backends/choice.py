@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from mlx_h2o.backends import reference
 
+if TYPE_CHECKING:
+    from mlx_h2o.backends.gpu import Gpu
 
-def backend() -> ModuleType:
-    """The module whose functions compute on the default device."""
+
+def backend() -> ModuleType | Gpu:
+    """Whose functions compute on the default device."""
     if mx.default_device().type == mx.DeviceType.cpu:
         return cpu() or reference
-    return reference
+    return gpu() or reference
+
+
+def gpu() -> Gpu | None:
+    """The kernels of the GPU that is the default device, or None."""
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return None
+    name = "metal" if mx.metal.is_available() else "cuda"
+    of_gpu: Gpu = importlib.import_module(f"mlx_h2o.backends.{name}").GPU
+    return of_gpu
 
 
 @functools.cache

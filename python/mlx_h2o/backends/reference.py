@@ -65,7 +65,7 @@ def attention_with_mass(
         flat = [mass[:, 0] for _, mass, _ in of_heads]
         return (
             mx.concatenate([out for out, _, _ in of_heads], axis=1),
-            _placed(flat, ranges, k.shape[1], 0.0),
+            placed(flat, ranges, k.shape[1], 0.0),
             mx.concatenate([lse for _, _, lse in of_heads], axis=1),
         )
     outs, lses = [], []
@@ -99,7 +99,7 @@ def _heads(
         }
 
 
-def _placed(parts: list[mx.array], ranges: Ranges, slots: int, filler: float) -> mx.array:
+def placed(parts: list[mx.array], ranges: Ranges, slots: int, filler: float) -> mx.array:
     """Each head's columns `[..., N]` at its range of `[..., S]`."""
     whole = mx.full((*parts[0].shape[:-1], slots), filler)
     for part, (start, length) in zip(parts, ranges, strict=True):
@@ -150,7 +150,7 @@ def attention_with_scores(
         of_heads = [attention_with_scores(**head, scale=scale, mask=mask) for head in parts]
         return (
             mx.concatenate([out for out, _, _ in of_heads], axis=1),
-            _placed([scores for _, scores, _ in of_heads], ranges, k.shape[1], -mx.inf),
+            placed([scores for _, scores, _ in of_heads], ranges, k.shape[1], -mx.inf),
             mx.concatenate([lse for _, _, lse in of_heads], axis=1),
         )
     B, Hq, L, D = q.shape

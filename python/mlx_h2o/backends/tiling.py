@@ -26,6 +26,10 @@ _KEYS = 16
 _STAGED_BYTES = 16384
 # A block's queries and partial results may cost this share of the bytes of its keys and values.
 _BLOCK_SHARE = 0.015
+# On NVIDIA's GPUs MLX takes one pass up to so many slots, and else spreads them over so many
+# simdgroups.
+_NVIDIA_ONE_PASS = 1024
+_NVIDIA_SIMDGROUPS = 256
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,9 @@ def slots_per_block(
     """The slots of a block where two passes pay, or None for one pass.
 
     All heads are cut into blocks of as many slots, so a long head has more of them. Whether two
-    passes pay, and over how many simdgroups to spread the longest head, is MLX's own rule
-    (`sdpa_vector_2pass`); that partial results may cost few bytes is ours.
+    passes pay, and over how many simdgroups to spread the longest head, is MLX's own rule on such a
+    GPU (`sdpa_vector_2pass`); that partial results may cost few bytes is ours. (NVIDIA's caches
+    keep partial results until they are merged; there they may cost what they do.)
 
     Args:
         lengths: Slots of each KV head.
@@ -104,16 +109,23 @@ def slots_per_block(
         key_width: D.
         value_width: Dv.
         itemsize: Bytes per element of keys and values.
-        architecture: The GPU's, whose last letter is its size: "s" and "d" are the large ones.
+        architecture: The GPU's: "sm_90" is one of NVIDIA's; in the last letter of "applegpu_g13s"
+            is its size, of which "s" and "d" are the large ones.
     """
-    longest, size = max(lengths), architecture[-1:]
-    if not (size in ("s", "d") and longest >= 1024) and not (group > 1 and longest >= 4096):
-        return None
+    longest = max(lengths)
     tiles = tiling(key_width, value_width, group, queries, itemsize)
-    blocks = _ceil(_simdgroups_of_mlx(longest, group * queries, size), tiles.splits)
-    # Queries are read, partial results and their lse written and read again.
-    extra = group * queries * (key_width * itemsize + 2 * (value_width * itemsize + 4))
-    fewest = int(extra / (_BLOCK_SHARE * (key_width + value_width) * itemsize)) + 1
+    if architecture.startswith("sm_"):
+        if longest <= _NVIDIA_ONE_PASS:
+            return None
+        blocks, fewest = _ceil(_NVIDIA_SIMDGROUPS, tiles.splits), 1
+    else:
+        size = architecture[-1:]
+        if not (size in ("s", "d") and longest >= 1024) and not (group > 1 and longest >= 4096):
+            return None
+        blocks = _ceil(_simdgroups_of_mlx(longest, group * queries, size), tiles.splits)
+        # Queries are read, partial results and their lse written and read again.
+        extra = group * queries * (key_width * itemsize + 2 * (value_width * itemsize + 4))
+        fewest = int(extra / (_BLOCK_SHARE * (key_width + value_width) * itemsize)) + 1
     step = tiles.splits * tiles.keys
     slots = _ceil(max(_ceil(longest, blocks), fewest), step) * step
     return slots if slots < longest else None

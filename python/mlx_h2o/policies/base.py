@@ -238,9 +238,16 @@ class Policy:
         return value_weighted(scores, slots) if self.value_weighted else scores
 
 
-def kernel_form_of(policy: Policy) -> KernelForm | None:
-    """How the kernels can run a policy, or None if only its own methods can."""
-    if policy.value_weighted or "kernel_form" not in type(policy).__dict__:
+def kernel_form_of(policy: Policy, weigh_values: bool = False) -> KernelForm | None:
+    """How the kernels can run a policy, or None if only its own methods can.
+
+    Args:
+        policy: Any.
+        weigh_values: Whether these kernels can multiply scores by ||v||.
+    """
+    if policy.value_weighted and not weigh_values:
+        return None
+    if "kernel_form" not in type(policy).__dict__:
         return None
     return policy.kernel_form()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from .signature import Generated, TemplateValue, generate
 
 PRELUDE = '#include "prelude_host.h"\n'
 TYPES_PRELUDE = '#include "prelude_types.h"\n'
+
+# Inputs that a kernel changes (metal/decode_step.h).
+_IN_PLACE = re.compile(r"\bIN_PLACE\(\w+, (\w+)\)")
 
 _recorders: list[list[Counts]] = []
 
@@ -90,6 +94,7 @@ class HostKernel:
                 self.output_names, output_shapes, output_dtypes, strict=True
             )
         }
+        changed = set(_IN_PLACE.findall(self.source))
         operands = []
         for argument in generated.arguments:
             if argument.output:
@@ -100,7 +105,11 @@ class HostKernel:
                 array = _property(held[argument.of[0]], argument.of[1])
             operands.append(
                 Operand(
-                    argument.name, array, argument.space, argument.output, init_value is not None
+                    argument.name,
+                    array,
+                    argument.space,
+                    argument.output or argument.name in changed,
+                    argument.name in changed or init_value is not None,
                 )
             )
         counts = launch(self.name, build(generated), operands, grid, threadgroup)

@@ -30,7 +30,8 @@ class Operand:
             between their elements is out of bounds.
         space: "device" or "constant".
         output: May be written, and must be, everywhere.
-        initialised: An output that need not be written, since it starts with values.
+        initialised: An output that need not be written, since it starts with values: one that MLX
+            fills, or an input that is changed in place.
     """
 
     name: str

@@ -1,0 +1,99 @@
+// What a slot has gathered and what it is worth, by policy; each function names its counterpart in
+// python/mlx_h2o/policies.
+
+#include "decode_step.h"
+
+namespace h2o {
+
+// What is accumulated.
+#define SCORE_NONE 0
+#define SCORE_SUM 1
+#define SCORE_EMA 2
+#define SCORE_EMA_LOGITS 3
+#define SCORE_LAST 4
+
+// What is ranked.
+#define BY_SCORE 0
+#define BY_AGE 1
+#define BY_DISTANCE 2
+#define BY_WORTH 3
+
+#define MASS_FLOOR 1e-6f  // policies/base.py
+
+// What attention and the layer know of one KV head's slots; index 0 is its first.
+struct HeadSlots {
+  const device float* logits;  // [G, length]
+  const device float* distances;
+  const device int* positions;
+  device float* scores;
+  const device float* norms;
+  int length, offset;
+  int first_free, end_free;  // positions that may go: from the first on, before the end
+  float least_distance;
+};
+
+// Policy.accumulate after one query, whose evidence is the mean over G query heads.
+template <int SCORE, int G>
+inline float accumulated(
+    float score, HeadSlots head, int slot, const thread float* lse, float decay) {
+  float total = 0.0f;
+  UNROLL
+  for (int g = 0; g < G; g++) {
+    const float logit = head.logits[int64_t(g) * head.length + slot];
+    if (logit != -INFINITY && lse[g] != -INFINITY) {
+      total += SCORE == SCORE_EMA_LOGITS ? abs(logit) : exp(logit - lse[g]);
+    }
+  }
+  const float evidence = total / float(G);
+  return SCORE == SCORE_SUM ? score + evidence
+      : SCORE == SCORE_LAST ? evidence
+                            : decay * score + (1.0f - decay) * evidence;
+}
+
+// selection.evictable_slots
+inline bool may_go(HeadSlots head, int position) {
+  return position >= head.first_free && position < head.end_free;
+}
+
+// Policy.weighted; a score per step where AGE is set.
+template <bool AGE, bool VALUES>
+inline float weighted(HeadSlots head, int slot, int position) {
+  float score = head.scores[slot];
+  if (AGE) {
+    score /= float(head.offset - position);
+  }
+  return VALUES ? score * head.norms[slot] : score;
+}
+
+// The terms of Distinct.priority before they are standardised.
+#define TERMS 3
+
+template <bool MASS, bool VALUES>
+inline void terms_of(HeadSlots head, int slot, int position, thread float* terms) {
+  terms[0] = log(max(head.distances[slot], head.least_distance));
+  terms[1] = MASS ? log(weighted<true, VALUES>(head, slot, position) + MASS_FLOOR) : 0.0f;
+  terms[2] = log(float(head.offset - position));
+}
+
+// Policy.priority; `standards` has the mean and the weight over the deviation of each term.
+template <int SCORE, int PRIORITY, bool AGE, bool VALUES, typename Standards>
+inline float priority_of(HeadSlots head, int slot, int position, Standards standards) {
+  if (PRIORITY == BY_AGE) {
+    return float(position);
+  }
+  if (PRIORITY == BY_WORTH) {
+    return head.distances[slot];
+  }
+  if (PRIORITY == BY_SCORE) {
+    return weighted<AGE, VALUES>(head, slot, position);
+  }
+  float terms[TERMS], sum = 0.0f;
+  terms_of<SCORE != SCORE_NONE, VALUES>(head, slot, position, terms);
+  UNROLL
+  for (int i = 0; i < TERMS; i++) {
+    sum += (terms[i] - standards[2 * i]) * standards[2 * i + 1];
+  }
+  return sum;
+}
+
+}  // namespace h2o

@@ -1,0 +1,173 @@
+// After attention: scores, priorities and the next victims, in one launch.
+//
+// A threadgroup chooses for HEADS KV heads together: one, or all of a layer when their mean
+// priority decides (unit="layer"). Its lanes share out the slots and keep theirs from pass to pass:
+// the first accumulates and measures the terms' mean and deviation, the others rank, one per
+// victim, so that no priority is ever stored.
+
+#include "priority.h"
+#include "threadgroup_reduce.h"
+
+namespace h2o {
+
+// Running mean and sum of squares around it (Welford).
+struct Moments {
+  float count, mean, squares;
+};
+
+inline void add(thread Moments& moments, float x) {
+  const float step = x - moments.mean;
+  moments.count += 1.0f;
+  moments.mean += step / moments.count;
+  moments.squares += step * (x - moments.mean);
+}
+
+// base.standardised over all lanes' slots, times a weight.
+template <int SIMDS>
+inline void standardise(
+    Moments own, float weight, threadgroup float* standard, threadgroup float* scratch, int simd,
+    int lane) {
+  const float total = sum_of_threadgroup<SIMDS>(own.count, scratch, simd, lane);
+  const float share = 1.0f / max(total, 1.0f);
+  const float mean = sum_of_threadgroup<SIMDS>(own.count * own.mean, scratch, simd, lane) * share;
+  const float apart = own.mean - mean;
+  const float squares =
+      sum_of_threadgroup<SIMDS>(own.squares + own.count * apart * apart, scratch, simd, lane);
+  if (simd == 0 && lane == 0) {
+    standard[0] = mean;
+    standard[1] = weight / (sqrt(squares * share) + 1e-6f);
+  }
+}
+
+template <int D, int SIMDS>
+inline float square_norm(const device float* x, threadgroup float* scratch, int simd, int lane) {
+  float sum = 0.0f;
+  for (int d = simd * 32 + lane; d < D; d += 32 * SIMDS) {
+    sum += x[d] * x[d];
+  }
+  return sum_of_threadgroup<SIMDS>(sum, scratch, simd, lane);
+}
+
+// Threadgroup (0, KV head or 0, batch) of a launch.
+template <
+    int D, int G, int SCORE, int PRIORITY, bool AGE, bool VALUES, int HEADS, int SIMDS,
+    typename Weights, typename Victims, typename Written, typename Lse>
+inline void update(
+    const device int* plan,
+    Weights weights,                // decay; of the terms: distance, mass, age
+    Victims victims,                // [B, H, evict_every]
+    const device float* logits,     // [B, attended slots * G]: head after head [G, length]
+    Lse lse,                        // [B, H * G, 1]
+    const device float* distances,  // [B, attended slots], from ...
+    const device float* means,      // ... [B, H, D]; or what else ranks the slots
+    const device int* positions,    // [B, S]
+    device float* scores,           // [B, S]
+    const device float* norms,      // [B, S]
+    Written slots,                  // [B, H]: those just written, counted in their heads
+    device int* victims_out,        // [B, H, evict_every]
+    threadgroup float* standards, threadgroup float* scratch, threadgroup int* places, uint3 at,
+    int thread_index) {
+  constexpr int THREADS = 32 * SIMDS;
+  const int simd = thread_index / 32, lane = thread_index % 32;
+  const DecodeStep step = decode_step_of(plan);
+  const int first_head = int(at.y);
+  const float decay = weights[0];
+  const int64_t heads_before = int64_t(at.z) * step.kv_heads;
+  const HeadStep lead = head_step_of(plan, first_head);
+
+  HeadSlots heads[HEADS];
+  for (int h = 0; h < HEADS; h++) {
+    const HeadStep line = head_step_of(plan, first_head + h);
+    const int64_t kv_head = heads_before + first_head + h;
+    const int64_t first = int64_t(at.z) * step.buffer_slots + line.start;
+    const int64_t attended = int64_t(at.z) * step.attended_slots + line.prefix;
+    HeadSlots head = {
+        logits + attended * G,
+        distances + attended,
+        positions + first,
+        scores + first,
+        norms + first,
+        line.length,
+        step.offset,
+        step.sink,
+        step.offset - line.recent,
+        0.0f};
+    const int fresh = slots[kv_head];
+    float lses[G];
+    UNROLL
+    for (int g = 0; g < G; g++) {
+      lses[g] = lse[kv_head * G + g];
+    }
+    if (PRIORITY == BY_DISTANCE) {
+      // A key at the mean itself must not stretch the scale for all others (distinct.py).
+      const float square = square_norm<D, SIMDS>(means + kv_head * D, scratch, simd, lane);
+      head.least_distance = 1e-6f * square + 1e-12f;
+    }
+    heads[h] = head;
+
+    Moments moments[TERMS] = {};
+    for (int n = thread_index; n < line.length; n += THREADS) {
+      if (SCORE != SCORE_NONE) {
+        const float held = n == fresh ? 0.0f : head.scores[n];
+        head.scores[n] = accumulated<SCORE, G>(held, head, n, lses, decay);
+      }
+      if (PRIORITY == BY_DISTANCE && line.choose && may_go(head, head.positions[n])) {
+        float terms[TERMS];
+        terms_of<SCORE != SCORE_NONE, VALUES>(head, n, head.positions[n], terms);
+        UNROLL
+        for (int i = 0; i < TERMS; i++) {
+          add(moments[i], terms[i]);
+        }
+      }
+    }
+    if (PRIORITY == BY_DISTANCE && line.choose) {
+      UNROLL
+      for (int i = 0; i < TERMS; i++) {
+        standardise<SIMDS>(
+            moments[i], weights[1 + i], standards + 2 * (h * TERMS + i), scratch, simd, lane);
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  // selection.select_victims: each pass finds the first slot after the last one.
+  Candidate last = {-INFINITY, -1, 0};
+  for (int e = 0; e < step.evict_every; e++) {
+    if (lead.choose) {
+      Candidate own = {INFINITY, LARGEST_INT, LARGEST_INT};
+      for (int n = thread_index; n < lead.length; n += THREADS) {
+        const int position = heads[0].positions[n];
+        if (!may_go(heads[0], position)) {
+          continue;
+        }
+        float worth = 0.0f;
+        for (int h = 0; h < HEADS; h++) {
+          worth += priority_of<SCORE, PRIORITY, AGE, VALUES>(
+              heads[h], n, position, standards + 2 * h * TERMS);
+        }
+        worth = HEADS > 1 ? worth / float(HEADS) : worth;
+        // A NaN goes first; whatever may go is finite, and so before what may not.
+        const float rank = isnan(worth) ? -INFINITY : min(worth, LARGEST_FLOAT);
+        const Candidate candidate = {rank, position, n};
+        own = before(last, candidate) && before(candidate, own) ? candidate : own;
+      }
+      last = first_of_threadgroup<SIMDS>(own, scratch, places, simd, lane);
+    }
+    for (int h = thread_index; h < HEADS; h += THREADS) {
+      const int64_t written = (heads_before + first_head + h) * step.evict_every + e;
+      victims_out[written] = lead.choose ? last.slot : int(victims[written]);
+    }
+  }
+}
+
+}  // namespace h2o
+
+//! body
+
+  THREADGROUP_ARRAY(float, standards, HEADS * 2 * TERMS);
+  THREADGROUP_ARRAY(float, scratch, SIMDS);
+  THREADGROUP_ARRAY(int, places, 2 * SIMDS);
+  h2o::update<D, G, SCORE, PRIORITY, AGE, VALUES, HEADS, SIMDS>(
+      plan, weights, victims, logits, lse, distances, means, positions,
+      IN_PLACE(float, scores), norms, slots, victims_out, standards, scratch, places,
+      threadgroup_position_in_grid, int(thread_index_in_threadgroup));

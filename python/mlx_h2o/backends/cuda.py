@@ -1,0 +1,23 @@
+"""The CUDA backend: the kernels of metal/ through `mx.fast.cuda_kernel`."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_h2o.backends.gpu import Gpu
+from mlx_h2o.backends.launcher import Launcher
+from mlx_h2o.backends.reference import attention_mass
+
+__all__ = [
+    "attend",
+    "attention_mass",
+    "attention_with_scores",
+    "can_decode",
+    "start_decoding",
+]
+
+GPU = Gpu(Launcher(mx.fast.cuda_kernel, "cuda"))
+attend = GPU.attend
+attention_with_scores = GPU.attention_with_scores
+can_decode = GPU.can_decode
+start_decoding = GPU.start_decoding

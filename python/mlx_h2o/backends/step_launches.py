@@ -1,0 +1,303 @@
+"""Launches of the kernels around attention in a decode step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, chain
+
+import mlx.core as mx
+
+from mlx_h2o.backends.attention_launches import Attended
+from mlx_h2o.backends.launcher import (
+    SIMDGROUP,
+    Interface,
+    Launcher,
+    Outputs,
+    absent_inputs,
+    absent_outputs,
+)
+from mlx_h2o.backends.work import Ranges
+from mlx_h2o.decoding import HeadStep
+from mlx_h2o.remainder import Remainder
+
+# What is accumulated and what is ranked, as in priority.h.
+SCORES = ("none", "sum", "ema", "ema_logits", "last")
+PRIORITIES = ("score", "age", "distance", "direction")
+
+_REMAINDER = ("counts", "mean_keys", "var_keys", "mean_values")
+_REMAINDER_OUT = tuple(f"{name}_out" for name in _REMAINDER)
+_OVERWRITE = Interface(
+    "overwrite",
+    inputs=(
+        *("plan", "victims", "new_keys", "new_values", "keys", "values", "positions", "norms"),
+        *_REMAINDER,
+    ),
+    outputs=(*_REMAINDER_OUT, "slots_out"),
+    optional=absent_inputs("norms", *_REMAINDER) | absent_outputs(*_REMAINDER_OUT),
+)
+_KEPT_KEYS = Interface(
+    "kept_keys",
+    inputs=("plan", "keys", "slots"),
+    outputs=("means", "worth"),
+    optional=absent_outputs("means", "worth"),
+)
+_UPDATE = Interface(
+    "update",
+    inputs=(
+        *("plan", "weights", "victims", "logits", "lse", "distances", "means", "positions"),
+        *("scores", "norms", "slots"),
+    ),
+    outputs=("victims_out",),
+    optional=absent_inputs("logits", "distances", "means", "scores", "norms"),
+)
+_KEPT_KEYS_SIMDGROUPS = 8
+_UPDATE_SIMDGROUPS = 16
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a layer does in a step.
+
+    Attributes:
+        offset: The next logical position; the new token's is one less.
+        slots: S, of the flat buffers.
+        sink: How many of the first positions are protected.
+        evict_every: Victims named at once.
+        heads: Each KV head's part.
+    """
+
+    offset: int
+    slots: int
+    sink: int
+    evict_every: int
+    heads: tuple[HeadStep, ...]
+
+    @property
+    def ranges(self) -> Ranges:
+        return Ranges(tuple(h.start for h in self.heads), tuple(h.length for h in self.heads))
+
+    @property
+    def attended(self) -> int:
+        """Slots that all heads attend to."""
+        return sum(head.length for head in self.heads)
+
+
+# The layers of a model mostly have one plan.
+@lru_cache(maxsize=64)
+def plan_array(plan: StepPlan) -> mx.array:
+    """The plan's integers, in the layout of metal/decode_step.h."""
+    of_layer = [plan.offset, plan.slots, plan.attended, len(plan.heads)]
+    of_layer += [plan.evict_every, plan.sink, 0, 0]
+    before = accumulate((head.length for head in plan.heads), initial=0)
+    lines = [
+        [head.start, head.length, prefix, head.recent, head.victim, int(head.choose), 0, 0]
+        for head, prefix in zip(plan.heads, before, strict=False)
+    ]
+    return mx.array([*of_layer, *chain.from_iterable(lines)], mx.int32)
+
+
+@dataclass
+class SlotArrays:
+    """A layer's slots in flat buffers, which the kernels change in place.
+
+    Attributes:
+        keys: `[B, S, D]`.
+        values: `[B, S, Dv]`.
+        positions: `[B, S]` int32.
+        scores: `[B, S]` float32, where the policy gathers some.
+        norms: ||v|| `[B, S]` float32, where the policy weighs by it.
+    """
+
+    keys: mx.array
+    values: mx.array
+    positions: mx.array
+    scores: mx.array | None = None
+    norms: mx.array | None = None
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """A policy in the kernels' terms.
+
+    Attributes:
+        score: What is accumulated, one of SCORES.
+        priority: What is ranked, one of PRIORITIES.
+        per_layer: Whether the heads' mean priority decides for all.
+        age_normalised: Whether scores are divided by the steps since the token came.
+        weights: Decay of the averages; of the distance, the mass and the age.
+    """
+
+    score: str
+    priority: str
+    per_layer: bool = False
+    age_normalised: bool = False
+    weights: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 0.0)
+
+
+def overwrite(
+    launcher: Launcher,
+    plan: StepPlan,
+    slots: SlotArrays,
+    victims: mx.array,
+    new_keys: mx.array,
+    new_values: mx.array,
+    remainder: Remainder | None,
+) -> tuple[mx.array, Remainder | None]:
+    """Write each head's new row, in place, and fold the row that was there.
+
+    Args:
+        launcher: Of the GPU.
+        plan: Of the step.
+        slots: Of the layer.
+        victims: `[B, H, evict_every]` int32.
+        new_keys: `[B, H, 1, D]`, in the dtype of those held.
+        new_values: `[B, H, 1, Dv]`, likewise.
+        remainder: Statistics of the evicted, or None where nothing remembers them.
+
+    Returns:
+        The slots that were written `[B, H]` int32, counted in their heads, and the remainder. Any
+        kernel that reads the slots afterwards must take one of these arrays, or nothing says that
+        it comes later.
+    """
+    B, H, _, D = new_keys.shape
+    Dv = new_values.shape[-1]
+    inputs = {
+        "plan": plan_array(plan),
+        "victims": victims,
+        "new_keys": new_keys,
+        "new_values": new_values,
+        "keys": slots.keys,
+        "values": slots.values,
+        "positions": slots.positions,
+    }
+    outputs: Outputs = {"slots_out": ((B, H), mx.int32)}
+    if slots.norms is not None:
+        inputs["norms"] = slots.norms
+    if remainder is not None:
+        statistics = list(map(mx.contiguous, remainder.arrays.values()))
+        inputs |= zip(_REMAINDER, statistics, strict=True)
+        shapes = [(array.shape, mx.float32) for array in statistics]
+        outputs |= zip(_REMAINDER_OUT, shapes, strict=True)
+    template = {
+        "T": slots.keys.dtype,
+        "D": D,
+        "DV": Dv,
+        "REMEMBERS": remainder is not None,
+        "NORMS": slots.norms is not None,
+    }
+    written = launcher.launch(_OVERWRITE, inputs, outputs, template, (1, H, B), SIMDGROUP)
+    if remainder is not None:
+        remainder = Remainder(*(written[name] for name in _REMAINDER_OUT))
+    return written["slots_out"], remainder
+
+
+def mean_kept_keys(
+    launcher: Launcher, plan: StepPlan, keys: mx.array, written: mx.array
+) -> mx.array:
+    """The mean of each head's keys `[B, H, D]` float32."""
+    shape = (keys.shape[0], len(plan.heads), keys.shape[-1])
+    return _kept_keys(launcher, plan, keys, written, "means", shape)
+
+
+def unlike_directions(
+    launcher: Launcher, plan: StepPlan, keys: mx.array, written: mx.array
+) -> mx.array:
+    """1 - cos(key, mean direction of its head's keys) `[B, attended slots]` float32."""
+    return _kept_keys(launcher, plan, keys, written, "worth", (keys.shape[0], plan.attended))
+
+
+def _kept_keys(
+    launcher: Launcher,
+    plan: StepPlan,
+    keys: mx.array,
+    written: mx.array,
+    wanted: str,
+    shape: tuple[int, ...],
+) -> mx.array:
+    B, _, D = keys.shape
+    return launcher.launch(
+        _KEPT_KEYS,
+        {"plan": plan_array(plan), "keys": keys, "slots": written},
+        {wanted: (shape, mx.float32)},
+        {
+            "T": keys.dtype,
+            "D": D,
+            "DIRECTIONS": wanted == "worth",
+            "SIMDS": _KEPT_KEYS_SIMDGROUPS,
+        },
+        (1, len(plan.heads), B),
+        _KEPT_KEYS_SIMDGROUPS * SIMDGROUP,
+    )[wanted]
+
+
+def update(
+    launcher: Launcher,
+    plan: StepPlan,
+    slots: SlotArrays,
+    ranking: Ranking,
+    attended: Attended,
+    victims: mx.array,
+    written: mx.array,
+    means: mx.array | None = None,
+    worth: mx.array | None = None,
+) -> mx.array:
+    """Bring the scores up to date, in place, and name the next victims.
+
+    Args:
+        launcher: Of the GPU.
+        plan: Of the step.
+        slots: Of the layer.
+        ranking: The policy.
+        attended: What attention wrote; its logits where the policy accumulates, its distances
+            where it ranks by them.
+        victims: `[B, H, evict_every]` int32; heads that do not choose keep theirs.
+        written: What `overwrite` returned.
+        means: `[B, H, D]`, from which the distances were measured.
+        worth: `[B, attended slots]`, for the priority "direction".
+
+    Returns:
+        Victims `[B, H, evict_every]` int32.
+    """
+    B, H, _ = victims.shape
+    assert attended.lse is not None
+    inputs = {
+        "plan": plan_array(plan),
+        "weights": _weights(ranking.weights),
+        "victims": victims,
+        "lse": attended.lse,
+        "positions": slots.positions,
+        "slots": written,
+    }
+    optional = {
+        "logits": attended.logits if ranking.score != "none" else None,
+        "distances": attended.distances if worth is None else worth,
+        "means": means,
+        "scores": slots.scores if ranking.score != "none" else None,
+        "norms": slots.norms,
+    }
+    inputs |= {name: array for name, array in optional.items() if array is not None}
+    ranks = any(head.choose for head in plan.heads)
+    template = {
+        "D": slots.keys.shape[-1],
+        "G": attended.lse.shape[1] // H,
+        "SCORE": SCORES.index(ranking.score),
+        "PRIORITY": PRIORITIES.index(ranking.priority if ranks else "age"),
+        "AGE": ranking.age_normalised,
+        "VALUES": slots.norms is not None,
+        "HEADS": H if ranking.per_layer else 1,
+        "SIMDS": _UPDATE_SIMDGROUPS,
+    }
+    return launcher.launch(
+        _UPDATE,
+        inputs,
+        {"victims_out": (victims.shape, mx.int32)},
+        template,
+        (1, 1 if ranking.per_layer else H, B),
+        _UPDATE_SIMDGROUPS * SIMDGROUP,
+    )["victims_out"]
+
+
+@lru_cache(maxsize=64)
+def _weights(weights: tuple[float, ...]) -> mx.array:
+    return mx.array(weights)

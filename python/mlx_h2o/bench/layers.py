@@ -1,0 +1,72 @@
+"""Layers whose every slot is in use, for fused decode steps of any size without a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import mlx.core as mx
+
+from mlx_h2o.decoding import CPUDecoding, HeadStep
+from mlx_h2o.policies import Policy
+from mlx_h2o.remainder import Remainder
+from mlx_h2o.store import SlotStore
+
+# Tokens that a layer has seen beyond those it holds.
+EVICTED = 1000
+
+
+def full_layer(
+    policy: Policy,
+    keys: mx.array,
+    values: mx.array,
+    lengths: Sequence[int],
+    q: mx.array,
+    *,
+    remainder: bool = True,
+) -> Callable[[], mx.array]:
+    """A layer that has evicted for long.
+
+    Args:
+        policy: Chooses a victim at every step.
+        keys: `[1, S, D]`; the layer takes its own copy.
+        values: `[1, S, Dv]`.
+        lengths: Slots of each KV head, S in all.
+        q: Queries `[1, Hq, 1, D]` of every step.
+        remainder: Whether evicted tokens answer.
+
+    Returns:
+        One decode step: its output, to be evaluated.
+    """
+    heads, width, value_width = len(lengths), keys.shape[-1], values.shape[-1]
+    positions = mx.concatenate([mx.arange(EVICTED, EVICTED + n) for n in lengths])
+    store = SlotStore(lengths)
+    store.fields = {"keys": keys + 0, "values": values + 0, "positions": positions[None]}
+    if policy.needs_attention:
+        store.fields["scores"] = mx.random.uniform(shape=positions[None].shape)
+    remembered = Remainder.empty(1, heads, width, value_width)
+    remembered.count += EVICTED
+    remembered.var_key += 1
+    victims = mx.zeros((1, heads, 1), mx.int32)
+    new_key = mx.random.normal((1, heads, 1, width)).astype(keys.dtype)
+    new_value = mx.random.normal((1, heads, 1, value_width)).astype(values.dtype)
+    mx.eval(store.fields, remembered.arrays, victims, new_key, new_value)
+    layer = CPUDecoding(
+        store, remembered, victims, policy, remainder or policy.uses_evicted_mean, remainder
+    )
+    del victims, remembered
+    starts = [0, *accumulate(lengths)]
+    offset = EVICTED + max(lengths)
+
+    def step() -> mx.array:
+        nonlocal offset
+        offset += 1
+        plan = [
+            HeadStep(start, n, 0, policy.recent_slots(n), offset - n, True)
+            for start, n in zip(starts, lengths, strict=False)
+        ]
+        return layer.step(
+            q, new_key, new_value, scale=width**-0.5, sinks=None, offset=offset, heads=plan
+        )
+
+    return step

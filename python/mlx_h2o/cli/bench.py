@@ -1,0 +1,167 @@
+"""`mlx_h2o bench`: what attention, decoding and threads cost on this machine's CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from mlx_h2o.bench import attention, chart, machine, model, threads
+from mlx_h2o.bench.measuring import Progress as Told
+from mlx_h2o.bench.report import Report
+from mlx_h2o.builtin import DEFAULT_MODEL, load
+from mlx_h2o.cli.options import DTYPES, replacing
+
+PARTS = ("attention", "model", "threads")
+ROUNDS, QUICK_ROUNDS = 15, 5
+QUICK_CASES = ((attention.LARGE, 256), (attention.LARGE, 4096), (attention.SHAPES[2], 1024))
+QUICK_SIZES = model.Sizes(decode_from=768, slice_tokens=16, prompt=1024, chunk=512, prompt_rounds=1)
+
+
+def add_parser(commands: Any) -> None:
+    """Add `bench` to the command's subparsers."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure the CPU kernels side by side with MLX",
+        description="Measure attention against MLX's own and against the machine's read "
+        "bandwidth, decoding of a whole model against mlx-lm's caches, and what handing work to "
+        "threads costs. Everything is visited by turns, so ratios hold on a busy machine; times "
+        "need an idle one.",
+    )
+    parser.add_argument(
+        "--only", choices=PARTS, action="append", help="measure this part (may be given again)"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer cases: under a minute")
+    parser.add_argument(
+        "--rounds", type=int, metavar="N",
+        help=f"visits of everything measured (default: {ROUNDS}; quick: {QUICK_ROUNDS})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=DTYPES, action="append",
+        help="of the attention's keys and values (may be given again; default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help="a folder, a hub id, or %(default)s (the default)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write bench.json and bench.png")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the tables")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, print, draw."""
+    parts = args.only or PARTS
+    rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
+    check(args, parts)
+    report = Report(
+        machine.describe(),
+        {
+            "parts": list(parts),
+            "quick": args.quick,
+            "rounds": rounds,
+            "dtypes": args.dtype or list(DTYPES),
+            "model": args.model,
+        },
+    )
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    ) as bars:
+        if "attention" in parts:
+            measure_attention(report, bars)
+        if "model" in parts:
+            measure_model(report, bars)
+        if "threads" in parts:
+            with bar(bars, "threads") as told:
+                report.threads = threads.measure(rounds, told)
+    as_json = report.as_json()
+    if args.json:
+        print(json.dumps(as_json))
+    else:
+        console = Console()
+        for table in report.tables():
+            console.print(table)
+    if args.out:
+        write(report, as_json, args.out)
+
+
+def check(args: argparse.Namespace, parts: tuple[str, ...] | list[str]) -> None:
+    """Raise ValueError for what cannot be measured; say what makes figures doubtful."""
+    if args.rounds is not None and args.rounds < 1:
+        raise ValueError("--rounds must be at least 1.")
+    machine.require_kernels()
+    if args.out:
+        if set(parts) == {"threads"}:
+            raise ValueError("--out draws attention or the model: leave it out, or --only threads.")
+        chart.drawing()
+        args.out.mkdir(parents=True, exist_ok=True)
+    if machine.is_busy():
+        print(
+            f"This machine is busy (load {machine.load_average()}): trust ratios, not times.",
+            file=sys.stderr,
+        )
+
+
+@contextmanager
+def bar(bars: Progress, name: str) -> Iterator[Told]:
+    """A progress bar, and whom to tell."""
+    task = bars.add_task(name, total=None)
+    yield lambda done, whole: bars.update(task, completed=done, total=whole)
+
+
+def cases_of(settings: dict[str, Any]) -> list[attention.Case]:
+    """The attention cases of a run."""
+    sizes = (
+        QUICK_CASES
+        if settings["quick"]
+        else [(shape, slots) for shape in attention.SHAPES for slots in attention.SLOTS]
+    )
+    return [
+        attention.Case(shape, slots, dtype)
+        for shape, slots in sizes
+        for dtype in settings["dtypes"]
+    ]
+
+
+def measure_attention(report: Report, bars: Progress) -> None:
+    """All cases, one after another."""
+    cases, rounds = cases_of(report.settings), report.settings["rounds"]
+    with bar(bars, "attention") as told:
+        for n, case in enumerate(cases):
+
+            def within(done: int, whole: int, before: int = n) -> None:
+                told(before * 1000 + 1000 * done // whole, len(cases) * 1000)
+
+            report.attention.append(attention.measure(case, rounds, within))
+
+
+def measure_model(report: Report, bars: Progress) -> None:
+    """Decoding, then a prompt."""
+    settings = report.settings
+    sizes = QUICK_SIZES if settings["quick"] else model.Sizes()
+    network, tokenizer = load(settings["model"])
+    with bar(bars, "decoding") as told:
+        report.decoding = model.measure_decoding(
+            network, tokenizer, sizes, settings["rounds"], told
+        )
+    with bar(bars, "prompt") as told:
+        report.prompt = model.measure_prompt(network, tokenizer, sizes, told)
+
+
+def write(report: Report, as_json: dict[str, Any], folder: Path) -> None:
+    """bench.json and bench.png."""
+    with replacing(folder / "bench.json") as path:
+        path.write_text(json.dumps(as_json, indent=1) + "\n")
+    with replacing(folder / "bench.png", ".png") as path:
+        chart.draw(report, path)
+    print(f"The chart is {folder / 'bench.png'}.", file=sys.stderr)

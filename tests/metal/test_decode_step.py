@@ -1,0 +1,281 @@
+"""The kernels around attention in a decode step, against the reference's own methods."""
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from harness import recorded
+
+from conftest import HOST
+from mlx_h2o import Remainder, make_policy, selection
+from mlx_h2o.backends import step_launches
+from mlx_h2o.backends.attention_launches import Attended
+from mlx_h2o.backends.step_launches import SlotArrays, StepPlan
+from mlx_h2o.decoding import HeadStep
+from mlx_h2o.gpu_decoding import ranking_of
+from mlx_h2o.policies import Observation, Slots
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+OFFSET = 900
+SINK = 2
+
+
+def plan_of(lengths, room=3, victim=0, choose=True, evict_every=1, sink=SINK):
+    """Heads of these lengths one after another, with unused slots between."""
+    starts = itertools.accumulate((length + room for length in lengths), initial=0)
+    heads = tuple(
+        HeadStep(start, length, victim, length // 4, 16, choose)
+        for start, length in zip(starts, lengths, strict=False)
+    )
+    return StepPlan(OFFSET, sum(lengths) + room * len(lengths), sink, evict_every, heads)
+
+
+def slots_of(plan, B, D, Dv, dtype):
+    """Slots of random tokens; what no head uses is NaN."""
+    S = plan.slots
+    used = np.zeros(S, bool)
+    positions = np.full((B, S), -1, np.int32)
+    rng = np.random.default_rng(0)
+    order = rng.permutation(OFFSET - 1)[: max(head.length for head in plan.heads)]
+    for head in plan.heads:
+        used[head.start : head.start + head.length] = True
+        positions[:, head.start : head.start + head.length] = order[: head.length]
+    poison = mx.array(np.where(used, 0, np.nan))[None, :]
+    return SlotArrays(
+        (mx.random.normal((B, S, D)) + poison[..., None]).astype(dtype),
+        (mx.random.normal((B, S, Dv)) + poison[..., None]).astype(dtype),
+        mx.array(positions),
+        mx.random.uniform(shape=(B, S)) + poison,
+        mx.random.uniform(shape=(B, S)) + poison,
+    )
+
+
+def of_head(array, head):
+    """A head's slots `[B, 1, length, ...]` of a flat array."""
+    return array[:, None, head.start : head.start + head.length]
+
+
+def copied(slots):
+    """The same slots in other memory."""
+    arrays = {name: mx.array(np.array(a.astype(mx.float32))) for name, a in vars(slots).items()}
+    return SlotArrays(**{name: a.astype(vars(slots)[name].dtype) for name, a in arrays.items()})
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+@pytest.mark.parametrize("widths", [(64, 64), (96, 32), (576, 512)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_overwrite(dtype, widths, remembers):
+    B, (D, Dv) = 2, widths
+    plan = plan_of((9, 5, 7))
+    heads = list(plan.heads)
+    heads[1] = HeadStep(heads[1].start, 5, -1, 1, 16, False)
+    plan = StepPlan(OFFSET, plan.slots, SINK, 2, tuple(heads))
+    slots = slots_of(plan, B, D, Dv, dtype)
+    old = copied(slots)
+    victims = mx.array(np.random.default_rng(1).integers(0, 5, (B, 3, 2)), mx.int32)
+    k = mx.random.normal((B, 1, 3, D)).transpose(0, 2, 1, 3).astype(dtype)
+    v = mx.random.normal((B, 3, 1, 2 * Dv))[..., ::2].astype(dtype)
+    before = Remainder.empty(B, 3, D, Dv).fold(
+        mx.random.normal((B, 3, 5, D)), mx.random.normal((B, 3, 5, Dv))
+    )
+    written, remainder = step_launches.overwrite(
+        HOST, plan, slots, victims, k, v, before if remembers else None
+    )
+    assert (remainder is not None) == remembers
+    for h, head in enumerate(plan.heads):
+        slot = head.length - 1 if head.victim < 0 else victims[:, h, 0]
+        assert mx.array_equal(written[:, h], mx.broadcast_to(slot, (B,)))
+        for b in range(B):
+            at = head.start + written[b, h].item()
+            if remembers and head.victim >= 0:
+                folded = before.heads(h, h + 1).fold(
+                    old.keys[b, None, None, at, None], old.values[b, None, None, at, None]
+                )
+                for name, array in folded.arrays.items():
+                    ours = remainder.arrays[name][b, h]
+                    np.testing.assert_allclose(ours, array[b, 0], rtol=1e-5, atol=1e-6)
+            elif remembers:
+                for name, array in before.arrays.items():
+                    assert mx.array_equal(remainder.arrays[name][b, h], array[b, h])
+            old.keys[b, at], old.values[b, at] = k[b, h, 0], v[b, h, 0]
+            old.positions[b, at] = OFFSET - 1
+            old.norms[b, at] = mx.linalg.norm(v[b, h, 0].astype(mx.float32))
+    for name in ("keys", "values", "positions"):
+        ours, theirs = getattr(slots, name), getattr(old, name)
+        assert mx.array_equal(ours, theirs, equal_nan=ours.dtype != mx.int32)
+    np.testing.assert_allclose(slots.norms, old.norms, rtol=1e-5)
+
+
+POLICIES = {
+    "h2o": {},
+    "h2o by age": {"age_normalised": True},
+    "h2o by value": {"value_weighted": True},
+    "ema": {"decay": 0.9},
+    "ema by age and value": {"age_normalised": True, "value_weighted": True},
+    "ema-logits": {},
+    "tova": {},
+    "streaming": {},
+    "keydiff": {},
+    "distinct": {},
+    "distinct keys only": {"mass_weight": 0.0},
+    "distinct by value": {"value_weighted": True},
+}
+
+# B, G, lengths: one head and many, fewer slots than lanes and more than a threadgroup has.
+SHAPES = [
+    (1, 1, (12,)),
+    (2, 4, (70, 70)),
+    (1, 2, (600, 600, 600)),
+    (2, 2, (20, 700, 65)),
+]
+
+
+def expected_update(policy, plan, slots, logits, lse, written, means):
+    """Scores and victims per head, `[B, 1, ...]`, by the policy's own methods."""
+    G = lse.shape[1] // len(plan.heads)
+    fields, priorities = [], []
+    for h, head in enumerate(plan.heads):
+        scores = of_head(slots.scores, head)
+        fresh = mx.arange(head.length) == written[:, h, None, None]
+        scores = mx.where(fresh, 0.0, scores)
+        if policy.needs_attention:
+            seen = Observation(logits[h], lse[:, h * G : (h + 1) * G], 1)
+            scores = policy.accumulate(scores, seen)
+        positions = of_head(slots.positions, head)
+        # Values whose norms are those given.
+        values = of_head(slots.norms, head)[..., None]
+        of_head_slots = Slots(
+            keys=of_head(slots.keys, head),
+            values=values,
+            positions=positions,
+            scores=scores,
+            offset=OFFSET,
+            evictable=selection.evictable_slots(positions, OFFSET, SINK, head.recent),
+            evicted=16,
+            evicted_mean_key=means[:, h : h + 1],
+        )
+        fields.append(of_head_slots)
+        priorities.append(policy.priority(of_head_slots))
+    if policy.unit == "layer":
+        mean = sum(priorities) / len(priorities)
+        priorities = [mean] * len(priorities)
+    victims = [
+        selection.select_victims(priority, s.positions, s.evictable, plan.evict_every)
+        for priority, s in zip(priorities, fields, strict=True)
+    ]
+    return [s.scores for s in fields], mx.concatenate(victims, axis=1)
+
+
+def launch_update(policy, plan, slots, logits, lse, written, means, victims):
+    """Victims; the scores change in place."""
+    ranking = ranking_of(policy)
+    B = lse.shape[0]
+    if not policy.value_weighted:
+        slots.norms = None
+    flat = mx.concatenate([of_head.reshape(B, -1) for of_head in logits], axis=1)
+    attended = Attended(out=None, lse=lse, logits=flat)
+    worth = None
+    if ranking.priority == "distance":
+        apart = [
+            of_head(slots.keys, head).astype(mx.float32) - means[:, h, None, None]
+            for h, head in enumerate(plan.heads)
+        ]
+        attended.distances = mx.concatenate(
+            [mx.square(x).sum(axis=-1)[:, 0] for x in apart], axis=1
+        )
+    if ranking.priority == "direction":
+        worth = step_launches.unlike_directions(HOST, plan, slots.keys, written)
+    return step_launches.update(
+        HOST, plan, slots, ranking, attended, victims, written, means, worth
+    )
+
+
+@pytest.mark.parametrize("evict_every", [1, 5])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("unit", ["head", "layer"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_update(name, unit, shape, evict_every):
+    B, G, lengths = shape
+    if unit == "layer" and len(set(lengths)) > 1:
+        pytest.skip("a layer chooses among heads of one length")
+    H, D = len(lengths), 32
+    plan = plan_of(lengths, evict_every=evict_every)
+    policy = make_policy(name.split()[0], sink=SINK, unit=unit, **POLICIES[name])
+    slots = slots_of(plan, B, D, D, mx.float32)
+    logits = [3 * mx.random.normal((B, G, 1, length)) for length in lengths]
+    logits = [mx.where(mx.random.uniform(shape=x.shape) < 0.1, -mx.inf, x) for x in logits]
+    lse = mx.concatenate([mx.logsumexp(x, axis=-1) + 0.1 for x in logits], axis=1)
+    written = mx.array(np.random.default_rng(2).integers(0, min(lengths), (B, H)), mx.int32)
+    means = mx.random.normal((B, H, D))
+    old = copied(slots)
+    scores, victims = expected_update(policy, plan, old, logits, lse, written, means)
+    ours = launch_update(
+        policy, plan, slots, logits, lse, written, means, mx.zeros((B, H, evict_every), mx.int32)
+    )
+    assert mx.array_equal(ours, victims)
+    if policy.needs_attention:
+        for head, expected in zip(plan.heads, scores, strict=True):
+            np.testing.assert_allclose(of_head(slots.scores, head), expected, rtol=2e-5, atol=1e-7)
+
+
+def update_by_score(scores, positions, sink=0, evict_every=1, choose=True):
+    """Victims of one head whose scores are given and that attends to nothing."""
+    N = len(scores)
+    head = HeadStep(0, N, 0, 0, 16, choose)
+    plan = StepPlan(OFFSET, N, sink, evict_every, (head,))
+    slots = SlotArrays(mx.zeros((1, N, 32)), mx.zeros((1, N, 32)), mx.array([positions]))
+    slots.scores = mx.array([scores])
+    attended = Attended(None, mx.zeros((1, 1, 1)), mx.full((1, N), -mx.inf))
+    victims = mx.full((1, 1, evict_every), 7, mx.int32)
+    written = mx.full((1, 1), -1, mx.int32)
+    ranking = step_launches.Ranking("sum", "score")
+    return step_launches.update(HOST, plan, slots, ranking, attended, victims, written).tolist()[0][
+        0
+    ]
+
+
+def test_nan_goes_first_and_ties_to_the_oldest():
+    nan, inf = float("nan"), float("inf")
+    positions = [9, 3, 5, 1, 8, 7, 2, 4]
+    scores = [1.0, nan, 1.0, 1.0, nan, inf, 0.5, -inf]
+    # Both NaN and minus infinity are lowest; after them by score, then by position.
+    assert update_by_score(scores, positions, evict_every=8) == [1, 7, 4, 6, 3, 2, 0, 5]
+    # The protected never go, however low.
+    assert update_by_score(scores, positions, sink=4) == [7]
+
+
+def test_whoever_does_not_choose_keeps_its_victims():
+    assert update_by_score([1.0] * 8, list(range(8)), evict_every=2, choose=False) == [7, 7]
+
+
+# Over what cannot be avoided: logits, lse, positions, distances and scores once, scores written.
+@pytest.mark.parametrize(("name", "most"), [("h2o", 1.15), ("distinct", 1.35), ("streaming", 1.01)])
+def test_device_bytes(name, most):
+    B, G, lengths = 1, 4, (800,) * 4
+    H, N, D = len(lengths), sum(lengths), 128
+    policy = make_policy(name, sink=SINK)
+    plan = plan_of(lengths)
+    slots = slots_of(plan, B, D, D, mx.float16)
+    logits = [mx.random.normal((B, G, 1, length)) for length in lengths]
+    lse = mx.full((B, H * G, 1), 7.0)
+    with recorded() as launches:
+        launch_update(
+            policy,
+            plan,
+            slots,
+            logits,
+            lse,
+            mx.zeros((B, H), mx.int32),
+            mx.random.normal((B, H, D)),
+            mx.zeros((B, H, 1), mx.int32),
+        )
+    least = 4 * N
+    if policy.needs_attention:
+        least += 4 * (N * (G + 2) + H * G)
+    if name == "distinct":
+        least += 4 * (N + H * D)
+    counts = launches[-1]
+    # The plan, a line per head, is read by every simdgroup and does not grow with the slots.
+    moved = counts.device_bytes - counts.bytes_read["plan"]
+    assert moved <= most * least, moved / least

@@ -1,0 +1,181 @@
+"""A cache that decodes with the kernels keeps what the reference keeps, and answers alike."""
+
+import copy
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_h2o import H2OKVCache, make_policy
+from mlx_h2o import decoding as decoding_module
+from mlx_h2o.backends import choice, metal
+from mlx_h2o.gpu_decoding import GPUDecoding
+
+B, HK, G, D, DV = 1, 2, 2, 64, 32
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Choose between the kernels and the reference."""
+
+    def choose(kernels):
+        monkeypatch.setattr(choice, "gpu", lambda: metal.GPU if kernels else None)
+        monkeypatch.setattr(choice, "cpu", lambda: None)
+
+    return choose
+
+
+def tokens(seed, L, batch=B, heads=HK, dtype=mx.float32):
+    """q, k, v of L tokens; keys lie off the origin, so that the remainder matters."""
+    rng = np.random.default_rng(seed)
+    shapes = [(batch, heads * G, L, D), (batch, heads, L, D), (batch, heads, L, DV)]
+    q, k, v = (mx.array(rng.standard_normal(shape).astype(np.float32)) for shape in shapes)
+    return tuple(x.astype(dtype) for x in (1.5 * q, k + 0.5, v))
+
+
+def attend(cache, rows, sinks=None):
+    q, k, v = rows
+    return cache.attend(q, *cache.update_and_fetch(k, v), scale=D**-0.5, sinks=sinks)
+
+
+def trajectory(cache, prompt, steps, sinks=None, **shape):
+    """Outputs of a prompt chunk and of steps."""
+    outs = [attend(cache, tokens(0, prompt, **shape), sinks)]
+    outs += [attend(cache, tokens(1 + i, 1, **shape), sinks) for i in range(steps)]
+    mx.eval(outs)
+    return mx.concatenate(outs[1:], axis=2)
+
+
+def kept(cache):
+    """Positions of each head, sorted."""
+    views = [cache.store.view(run, "positions") for run in cache.store.runs]
+    return [np.sort(np.array(head)) for view in views for rows in view for head in rows]
+
+
+def assert_alike(ours, theirs, outs, tolerance=1e-4):
+    assert all(map(np.array_equal, kept(ours), kept(theirs)))
+    np.testing.assert_allclose(*(np.array(out.astype(mx.float32)) for out in outs), atol=tolerance)
+    for name, array in theirs.remainder.arrays.items():
+        np.testing.assert_allclose(
+            ours.remainder.arrays[name], array, rtol=10 * tolerance, atol=tolerance
+        )
+    if "scores" in theirs.store.fields:
+        for run in theirs.store.runs:
+            order = [np.argsort(np.array(c.store.view(run, "positions"))) for c in (ours, theirs)]
+            scores = [np.array(c.store.view(run, "scores")) for c in (ours, theirs)]
+            sorted_scores = map(np.take_along_axis, scores, order, (-1, -1))
+            np.testing.assert_allclose(*sorted_scores, rtol=1e-3, atol=tolerance)
+
+
+def both(on_device, prompt, steps, sinks=None, policy="distinct", settings=None, shape=None, **c):
+    """The same trajectory by the kernels and by the reference."""
+    caches, outs = [], []
+    for kernels in (True, False):
+        on_device(kernels)
+        cache = H2OKVCache(policy=make_policy(policy, **(settings or {})), **c)
+        outs.append(trajectory(cache, prompt, steps, sinks, **(shape or {})))
+        assert isinstance(cache._decoding, GPUDecoding) == kernels
+        caches.append(cache)
+    on_device(True)
+    return *caches, outs
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [
+        ("distinct", {}),
+        ("distinct", {"mass_weight": 0.0, "evict_every": 3}),
+        ("distinct", {"unit": "layer"}),
+        ("distinct", {"value_weighted": True}),
+        ("h2o", {"age_normalised": True, "evict_every": 4}),
+        ("ema", {"unit": "layer"}),
+        ("ema-logits", {}),
+        ("tova", {}),
+        ("streaming", {}),
+        ("keydiff", {}),
+    ],
+)
+def test_trajectories(on_device, policy, settings):
+    """From below the budget to far beyond it."""
+    assert_alike(*both(on_device, 12, 40, policy=policy, settings=settings, budgets=[24, 24]))
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_narrow_rows(on_device, dtype):
+    tolerance = {mx.float16: 4e-3, mx.bfloat16: 3e-2}[dtype]
+    ours = both(on_device, 12, 30, policy="streaming", shape={"dtype": dtype}, budgets=[24, 24])
+    assert_alike(*ours, tolerance)
+
+
+def test_heads_with_budgets_of_their_own(on_device):
+    """Some heads are full long before others, and one has hardly any slots."""
+    assert_alike(*both(on_device, 10, 40, budgets=[16, 30]))
+    assert_alike(*both(on_device, 3, 12, policy="streaming", budgets=[6, 40]))
+
+
+def test_no_remainder(on_device):
+    assert_alike(*both(on_device, 12, 30, budgets=[24, 24], remainder=False))
+    assert_alike(*both(on_device, 12, 30, policy="h2o", budgets=[24, 24], remainder=False))
+
+
+def test_attention_sinks_and_batches(on_device):
+    sinks = mx.array([0.5, -1.0, 2.0, 0.0])
+    assert_alike(*both(on_device, 12, 30, sinks, budgets=[20, 20], shape={"batch": 2}))
+
+
+def test_growth(on_device):
+    """Past the slots that are allocated at first."""
+    assert_alike(*both(on_device, 250, 15, budgets=[262, 262]))
+
+
+def test_a_chunk_between(on_device):
+    """Looking at the cache, and a prompt chunk, take the arrays back and forth."""
+    ours, theirs, _ = both(on_device, 12, 20, budgets=[24, 24])
+    outs = []
+    for cache, kernels in ((ours, True), (theirs, False)):
+        on_device(kernels)
+        kept(cache)
+        attend(cache, tokens(100, 5))
+        outs.append(mx.concatenate([attend(cache, tokens(101 + i, 1)) for i in range(8)], axis=2))
+    on_device(True)
+    assert_alike(ours, theirs, outs)
+
+
+def test_nobody_sees_what_is_written_in_place(on_device):
+    """Arrays that were given out before, and twins, keep their values."""
+    on_device(True)
+    cache = H2OKVCache(budgets=[24, 24])
+    trajectory(cache, 12, 30)
+    seen = cache.arrays()
+    twin = copy.deepcopy(cache)
+    before = {name: np.array(array) for name, array in seen.items()}
+    for i in range(5):
+        attend(cache, tokens(50 + i, 1))
+    for name, array in before.items():
+        assert np.array_equal(np.array(seen[name]), array)
+        assert np.array_equal(np.array(twin.arrays()[name]), array)
+
+
+def test_kernels_that_cannot_write_in_place_are_not_used(on_device, monkeypatch):
+    on_device(True)
+    monkeypatch.setattr("mlx_h2o.gpu_decoding.writes_in_place", lambda _: False)
+    k, v = mx.zeros((1, 1, 1, D)), mx.zeros((1, 1, 1, DV))
+    assert not decoding_module.can_decode(make_policy("h2o"), k, v)
+
+
+def test_another_device_takes_over(on_device):
+    """Once the default device is the CPU again, its backend goes on where the kernels were."""
+    ours, theirs, outs = both(on_device, 12, 20, budgets=[24, 24])
+    on_device(False)
+    outs = [
+        mx.concatenate([attend(cache, tokens(50 + i, 1)) for i in range(8)], axis=2)
+        for cache in (ours, theirs)
+    ]
+    assert_alike(ours, theirs, outs)
+
+
+def test_the_backend_of_the_default_device(monkeypatch):
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert choice.gpu() is metal.GPU
+    assert choice.backend() is metal.GPU
