@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_h2o.backends import choice
+from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy
 from mlx_h2o.policies.base import kernel_form_of
 from mlx_h2o.remainder import SATURATION, Remainder
@@ -53,6 +54,7 @@ class Decoding:
 
     Args:
         store: Slots; its fields are taken out.
+        packing: How its keys and values are stored.
         remainder: Statistics of the evicted.
         victims: `[B, H, evict_every]` int32.
         policy: One that `can_decode`.
@@ -63,6 +65,7 @@ class Decoding:
     def __init__(
         self,
         store: SlotStore,
+        packing: Packing,
         remainder: Remainder,
         victims: mx.array,
         policy: Policy,
@@ -70,6 +73,7 @@ class Decoding:
         answers: bool,
     ):
         from mlx_h2o import _ext
+        from mlx_h2o.backends.cpu import stored
 
         form = kernel_form_of(policy)
         assert form is not None
@@ -85,8 +89,8 @@ class Decoding:
         self.nbytes += remainder.nbytes if remembers else 0
         store.fields = {}
         self._layer = _ext.DecodingLayer(
-            _ext.Stored([fields["keys"]]),
-            _ext.Stored([fields["values"]]),
+            stored(packing.rows("keys", fields)),
+            stored(packing.rows("values", fields)),
             others,
             _ext.PolicyForm(
                 score=_ext.Score[form.score],
@@ -134,8 +138,11 @@ class Decoding:
 
     def end(self, store: SlotStore) -> tuple[Remainder, mx.array]:
         """Put the fields back into the store; the remainder and the victims."""
-        keys, values, positions, scores, *rest = self._layer.close()
-        fields = {"keys": keys, "values": values, "positions": positions, "scores": scores}
+        arrays = iter(self._layer.close())
+        rows = [name for name in self._names if name not in ("positions", "scores")]
+        # In the order of the extension: keys, values (and what packs them), then the others.
+        fields = {name: next(arrays) for name in (*rows, "positions", "scores")}
         store.fields = {name: fields[name] for name in self._names}
+        rest = list(arrays)
         *statistics, victims = rest
         return Remainder(*statistics), victims
