@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_h2o import attention_mass
+from mlx_h2o import (
+    H2OKVCache,
+    attention_mass,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 from mlx_h2o.attention import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_quantized_with_scores,
     scaled_dot_product_attention_with_mass,
     scaled_dot_product_attention_with_scores,
 )
-from mlx_h2o.backends import reference
-from mlx_h2o.packed import BITS, GROUP_SIZES, PackedRows
+from mlx_h2o.backends import choice, reference
+from mlx_h2o.packed import BIASES, BITS, GROUP_SIZES, SCALES, PackedRows
+from tiny_models import TinyLayer, tiny_model
 
 D, DV, SCALE = 128, 256, 128**-0.5
 #: Largest error of an output, beyond its dtype's rounding.
@@ -136,3 +145,99 @@ def test_parts_that_do_not_fit_are_refused(changes, text):
 def test_a_width_that_groups_do_not_divide_is_refused():
     with pytest.raises(ValueError, match="divides the width"):
         PackedRows.of(mx.zeros((1, 2, 9, 80)), 4, 64)
+
+
+# -- caches ---------------------------------------------------------------------------------------
+
+LAYER = TinyLayer(heads=2, group=2, key_width=64, value_width=32)
+
+
+def packed_cache(mode: str, policy: str = "distinct", **packing: int) -> H2OKVCache:
+    budgets = [24, 40] if mode == "ragged" else [32, 32]
+    return H2OKVCache(budgets=budgets, policy=policy, group_size=32, **packing)
+
+
+def reference_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "cpu", lambda: None)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", BITS)
+def test_a_row_is_packed_once_and_as_mlx_packs_it(bits, dtype):
+    """Prompts and fused decode steps alike; what moves, moves bit for bit."""
+    layer = TinyLayer(heads=2, group=2, key_width=64, value_width=32, dtype=dtype)
+    cache = packed_cache("ragged", bits=bits)
+    layer.feed(cache, 60, chunk=20)
+    layer.feed(cache, 90)
+    for run in cache.store.runs:
+        fields = cache.store.views(run)
+        for head in range(run.heads):
+            positions = fields["positions"][0, head]
+            for name, rows in zip(("keys", "values"), layer.tokens[1:], strict=True):
+                came = mx.take(rows[0, run.first + head], positions, axis=0)
+                words, scales, biases = mx.quantize(came, group_size=32, bits=bits)
+                assert mx.array_equal(fields[name][0, head], words)
+                assert mx.array_equal(fields[name + SCALES][0, head], scales)
+                assert mx.array_equal(fields[name + BIASES][0, head], biases)
+
+
+@pytest.mark.parametrize("policy", ["distinct", "h2o", "keydiff", "streaming"])
+@pytest.mark.parametrize("mode", ["uniform", "ragged"])
+@pytest.mark.parametrize(
+    "packing", [{"bits": 8}, {"k_bits": 8, "v_bits": 3}, {"v_bits": 4}], ids=str
+)
+def test_fused_steps_do_what_the_reference_does(packing, mode, policy, monkeypatch):
+    fused = packed_cache(mode, policy, **packing)
+    got = [LAYER.feed(fused, count, chunk) for count, chunk in ((50, 25), (120, 1), (30, 30))]
+    reference_only(monkeypatch)
+    plain = packed_cache(mode, policy, **packing)
+    expected = [LAYER.feed(plain, count, chunk) for count, chunk in ((50, 25), (120, 1), (30, 30))]
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(numbers(a), numbers(b), atol=2e-5)
+    for name, array in plain.arrays().items():
+        np.testing.assert_allclose(
+            numbers(fused.arrays()[name]), numbers(array), atol=1e-4, err_msg=name
+        )
+
+
+def test_memory_really_shrinks_and_bytes_are_those_held():
+    dense_cache, eight, four = (
+        packed_cache("uniform", **p) for p in ({}, {"bits": 8}, {"bits": 4})
+    )
+    for cache in (dense_cache, eight, four):
+        LAYER.feed(cache, 100)
+        assert cache.nbytes == sum(array.nbytes for array in cache.arrays().values())
+    rows = [cache.store.fields["keys"].nbytes for cache in (dense_cache, eight, four)]
+    assert rows[0] == 4 * rows[1] == 8 * rows[2]
+    assert dense_cache.nbytes > eight.nbytes > four.nbytes
+
+
+def test_a_packed_cache_survives_a_file_and_a_copy(tmp_path):
+    cache = packed_cache("ragged", k_bits=8, v_bits=4)
+    LAYER.feed(cache, 80, chunk=20)
+    LAYER.feed(cache, 30)
+    save_prompt_cache(tmp_path / "cache.safetensors", [cache])
+    loaded, twin = load_prompt_cache(tmp_path / "cache.safetensors")[0], copy.deepcopy(cache)
+    assert loaded.packing == cache.packing
+    outs = [LAYER.feed(each, 40) for each in (cache, loaded, twin)]
+    assert mx.array_equal(outs[0], outs[1])
+    assert mx.array_equal(outs[0], outs[2])
+
+
+def test_max_bytes_holds_more_packed_tokens():
+    sizes = []
+    for packing in ({}, {"bits": 8}, {"bits": 4}):
+        cache = H2OKVCache(max_bytes=60_000, group_size=32, **packing)
+        LAYER.feed(cache, 300)
+        assert cache.nbytes <= 60_000
+        sizes.append(cache.size())
+    assert sizes[0] < sizes[1] < sizes[2]
+
+
+def test_models_that_attend_by_themselves_are_refused_bits():
+    with pytest.raises(ValueError, match="cannot read packed"):
+        H2OKVCache(32, policy="keydiff", attending=False, bits=8)
+    with pytest.raises(ValueError, match="leave bits"):
+        make_prompt_cache(tiny_model("gemma2"), 32, bits=8)
+    with pytest.raises(ValueError, match="k_bits must be one of"):
+        H2OKVCache(32, k_bits=1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy
 from mlx_h2o.remainder import Remainder
 
@@ -15,19 +16,23 @@ class RowWidths:
     Attributes:
         key: D.
         value: Dv.
-        key_size: Bytes of a key's element.
-        value_size: Bytes of a value's element.
+        key_size: Bytes of a key's element in the model's dtype.
+        value_size: Bytes of a value's element, likewise.
+        packing: How they are stored.
     """
 
     key: int
     value: int
     key_size: int
     value_size: int
+    packing: Packing = field(default_factory=Packing)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one token's key and value."""
-        return self.key * self.key_size + self.value * self.value_size
+        return self.packing.row_bytes("keys", self.key, self.key_size) + self.packing.row_bytes(
+            "values", self.value, self.value_size
+        )
 
     def remainder_slots(self, remembers: bool) -> int:
         """Slots whose memory the remainder of one head takes (rounded up)."""

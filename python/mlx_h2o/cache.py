@@ -28,6 +28,7 @@ from mlx_h2o.decoding import (
     start_decoding,
 )
 from mlx_h2o.masks import Mask, block_of
+from mlx_h2o.packed import Packing, Rows, dense
 from mlx_h2o.policies import Observation, ObservedMass, Policy, Slots, make_policy
 from mlx_h2o.remainder import Remainder, plain_rows_for
 from mlx_h2o.store import Run, SlotStore
@@ -51,6 +52,11 @@ class H2OKVCache:
         attending: Whether this library computes the attention. False for models that attend by
             themselves: then the policy may look at keys only, all heads of all layers must have one
             budget, and the remainder goes in as plain rows.
+        bits: Store keys and values packed, as `mx.quantize` packs them, in so many bits; each row
+            is packed once, when it comes, and moved as it is from then on.
+        k_bits: Of keys alone, instead of `bits`.
+        v_bits: Of values alone, instead of `bits`.
+        group_size: Elements that share a scale and a bias.
 
     Raises:
         ValueError: No or several sizes, an unknown policy, or a budget without room to evict.
@@ -65,6 +71,10 @@ class H2OKVCache:
         remainder: bool = True,
         budgets: Sequence[int] | None = None,
         attending: bool = True,
+        bits: int | None = None,
+        k_bits: int | None = None,
+        v_bits: int | None = None,
+        group_size: int = 64,
     ):
         if sum(size is not None for size in (max_size, max_bytes, budgets)) != 1:
             raise ValueError("Give exactly one of max_size, max_bytes and budgets.")
@@ -77,6 +87,9 @@ class H2OKVCache:
                 'itself: choose one that looks at keys only ("keydiff", "streaming", or "distinct" '
                 "with mass_weight=0)."
             )
+        self.packing = Packing(k_bits or bits, v_bits or bits, group_size)
+        if self.packing.packs and not attending:
+            raise ValueError("A model that attends by itself cannot read packed keys and values.")
         self.max_size = max_size
         self.max_bytes = max_bytes
         self.answers = remainder
@@ -136,7 +149,7 @@ class H2OKVCache:
         L = keys.shape[2]
         alike = keys.dtype == values.dtype  # as the fused step wants them
         fits = L == 1 and self._own and self.attending and alike
-        if fits and can_decode(self.policy, keys, values):
+        if fits and can_decode(self.policy, keys, values, self.packing):
             self._check_rows(keys, values)
             self._row = self._handed = (keys, values)
             self.offset += 1
@@ -199,10 +212,11 @@ class H2OKVCache:
             self._write_one(self._taken_back(), self._rows(new_keys, new_values, self.offset - 1))
         store = self._taken_back()
         self._own = own
-        if not own and (len(store.runs) > 1 or (self.answers and self._evicted(store.runs[0]))):
+        remembered = self.answers and self._evicted(store.runs[0])
+        if not own and (len(store.runs) > 1 or remembered or self.packing.packs):
             raise RuntimeError(
                 "This model attends to keys derived from the cached ones: it needs "
-                'budgets="uniform" and remainder=False.'
+                'budgets="uniform", remainder=False and no bits.'
             )
         group = q.shape[1] // store.heads
         outs, seen, window_masses = [], [], []
@@ -214,7 +228,7 @@ class H2OKVCache:
                 run,
                 fields,
                 q if whole else q[:, heads],
-                (fields["keys"], fields["values"]) if own else (keys, values),
+                self._keys_and_values(fields) if own else (keys, values),
                 scale,
                 mask,
                 sinks if sinks is None or whole else sinks[heads],
@@ -351,6 +365,7 @@ class H2OKVCache:
             "policy": {"name": self.policy.name, **asdict(self.policy)},
             "remainder": self.answers,
             "attending": self.attending,
+            "packing": asdict(self.packing),
             "max_size": self.max_size if self.budgets is None else None,
             "max_bytes": self.max_bytes if self.budgets is None else None,
             "budgets": self.budgets,
@@ -390,6 +405,7 @@ class H2OKVCache:
             remainder=config["remainder"],
             budgets=config["budgets"],
             attending=config["attending"],
+            **config["packing"],
         )
         if not config["runs"]:
             return cache
@@ -408,11 +424,9 @@ class H2OKVCache:
             if store.fields[name].shape[1] != slots:
                 raise ValueError(f"The field {name!r} does not hold {slots} slots.")
         cache._store = store
-        cache._row_types = {
-            name: (held.shape[0], store.heads, held.shape[2], held.dtype)
-            for name, held in store.fields.items()
-            if name in ("keys", "values")
-        }
+        for name in ("keys", "values"):
+            held = cache.packing.rows(name, store.fields)
+            cache._row_types[name] = (held.shape[0], store.heads, held.shape[2], held.dtype)
         widths = (cache._row_types[name][2] for name in ("keys", "values"))
         cache._remainder = Remainder.empty(cache._row_types["keys"][0], store.heads, *widths)
         if cache._remembers:
@@ -483,7 +497,13 @@ class H2OKVCache:
                 self._victims = mx.zeros((keys.shape[0], store.heads, E), mx.int32)
             assert self._remainder is not None
             self._decoding = start_decoding(
-                store, self._remainder, self._victims, self.policy, self._remembers, self.answers
+                store,
+                self.packing,
+                self._remainder,
+                self._victims,
+                self.policy,
+                self._remembers,
+                self.answers,
             )
             # The kernel may write in place only what nobody else holds.
             self._remainder = self._victims = None
@@ -529,7 +549,7 @@ class H2OKVCache:
                 f"{values.dtype}."
             )
         B, H, _, D = keys.shape
-        widths = RowWidths(D, values.shape[-1], keys.dtype.size, values.dtype.size)
+        widths = RowWidths(D, values.shape[-1], keys.dtype.size, values.dtype.size, self.packing)
         if self.budgets is None:
             if self.max_bytes is not None:
                 size = slots_for_bytes(self.max_bytes, B * H, widths, self.policy, self._remembers)
@@ -557,7 +577,11 @@ class H2OKVCache:
         """New rows by field, `[B, H, L, ...]`, for the positions from `first` on."""
         B, H, L, _ = keys.shape
         new = mx.arange(first, first + L, dtype=mx.int32)
-        rows = {"keys": keys, "values": values, "positions": mx.broadcast_to(new, (B, H, L))}
+        rows = {
+            **self.packing.fields("keys", keys),
+            **self.packing.fields("values", values),
+            "positions": mx.broadcast_to(new, (B, H, L)),
+        }
         if self.policy.needs_attention:
             rows["scores"] = mx.zeros((B, H, L))
         return rows
@@ -584,11 +608,9 @@ class H2OKVCache:
         if any(overwritten) and self._remembers:
             assert self._remainder is not None
             weights = None if all(overwritten) else mx.array(overwritten)[None, :, None]
-            self._remainder = self._remainder.fold(
-                store.take(flat, "keys")[:, :, None],
-                store.take(flat, "values")[:, :, None],
-                weights,
-            )
+            overwritten_rows = {name: store.take(flat, name)[:, :, None] for name in rows}
+            keys, values = self._keys_and_values(overwritten_rows)
+            self._remainder = self._remainder.fold(dense(keys), dense(values), weights)
             # Read before written: a row still to be read would make the write copy everything.
             flat = mx.depends(flat, list(self._remainder.arrays.values()))
         store.put(flat, {name: row.squeeze(2) for name, row in rows.items()})
@@ -617,7 +639,7 @@ class H2OKVCache:
         self, store: SlotStore, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
         """What `update_and_fetch` hands out."""
-        if len(store.runs) > 1:
+        if len(store.runs) > 1 or self.packing.packs:
             return keys, values
         run = store.runs[0]
         fields = self._attended(store, run)
@@ -639,7 +661,7 @@ class H2OKVCache:
         run: Run,
         fields: dict[str, mx.array],
         q: mx.array,
-        kv: tuple[mx.array, mx.array],
+        kv: tuple[Rows, Rows],
         scale: float,
         mask: Mask,
         sinks: mx.array | None,
@@ -730,7 +752,7 @@ class H2OKVCache:
             window_masses: Per run the window's mass of a prompt chunk, None after a decode step.
         """
         window_masses = window_masses or [None] * len(store.runs)
-        counts = [fields["keys"].shape[2] for fields in attended]
+        counts = [fields["positions"].shape[2] for fields in attended]
         if self._pending is not None or any(
             run.budget < N for N, run in zip(counts, store.runs, strict=True)
         ):
@@ -756,7 +778,7 @@ class H2OKVCache:
         evicted: int,
     ) -> dict[str, mx.array]:
         """The rows of a run that stay within its budget; the others are folded."""
-        N = fields["keys"].shape[2]
+        N = fields["positions"].shape[2]
         if run.budget >= N:
             return fields
         slots = self._slots(run, fields, evicted)
@@ -819,9 +841,10 @@ class H2OKVCache:
         assert self._remainder is not None
         positions = fields["positions"]
         scores = fields.get("scores")
+        keys, values = self._keys_and_values(fields)
         return Slots(
-            keys=fields["keys"],
-            values=fields["values"],
+            keys=dense(keys),
+            values=dense(values),
             positions=positions,
             scores=mx.zeros(positions.shape) if scores is None else scores,
             offset=self.offset,
@@ -832,9 +855,13 @@ class H2OKVCache:
             evicted_mean_key=self._remainder.mean_key[:, run.first : run.last],
         )
 
+    def _keys_and_values(self, fields: dict[str, mx.array]) -> tuple[Rows, Rows]:
+        """The rows out of fields of slots."""
+        return self.packing.rows("keys", fields), self.packing.rows("values", fields)
+
     def _evicted(self, run: Run) -> int:
         """Tokens that each head of a run has lost."""
-        pending = self._pending["keys"].shape[2] if self._pending is not None else 0
+        pending = self._pending["positions"].shape[2] if self._pending is not None else 0
         return self.offset - run.length - pending
 
     def _evicted_after(self, N: int) -> int:

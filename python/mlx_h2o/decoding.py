@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_h2o.backends import choice
+from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy
 from mlx_h2o.policies.base import kernel_form_of
 from mlx_h2o.remainder import SATURATION, Remainder
@@ -43,11 +44,11 @@ class HeadStep:
     choose: bool
 
 
-def can_decode(policy: Policy, keys: mx.array, values: mx.array) -> bool:
+def can_decode(policy: Policy, keys: mx.array, values: mx.array, packing: Packing) -> bool:
     """Whether the default device has a fused step for this policy and rows like these."""
     gpu = choice.gpu()
     if gpu is not None:
-        return gpu.can_decode(policy, keys, values)
+        return not packing.packs and gpu.can_decode(policy, keys, values)
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
     return on_cpu and kernel_form_of(policy) is not None and choice.cpu() is not None
 
@@ -100,6 +101,7 @@ class Decoding(ABC):
 
 def start_decoding(
     store: SlotStore,
+    packing: Packing,
     remainder: Remainder,
     victims: mx.array,
     policy: Policy,
@@ -108,8 +110,9 @@ def start_decoding(
 ) -> Decoding:
     """Give a layer's arrays to the kernels of the default device; arguments as of `CPUDecoding`."""
     gpu = choice.gpu()
-    start = CPUDecoding if gpu is None else gpu.start_decoding
-    return start(store, remainder, victims, policy, remembers, answers)
+    if gpu is not None:
+        return gpu.start_decoding(store, remainder, victims, policy, remembers, answers)
+    return CPUDecoding(store, packing, remainder, victims, policy, remembers, answers)
 
 
 class CPUDecoding(Decoding):
@@ -117,6 +120,7 @@ class CPUDecoding(Decoding):
 
     Args:
         store: Slots; its fields are taken out.
+        packing: How its keys and values are stored.
         remainder: Statistics of the evicted.
         victims: `[B, H, evict_every]` int32.
         policy: One that `can_decode`.
@@ -127,6 +131,7 @@ class CPUDecoding(Decoding):
     def __init__(
         self,
         store: SlotStore,
+        packing: Packing,
         remainder: Remainder,
         victims: mx.array,
         policy: Policy,
@@ -134,6 +139,7 @@ class CPUDecoding(Decoding):
         answers: bool,
     ):
         from mlx_h2o import _ext
+        from mlx_h2o.backends.cpu import stored
 
         form = kernel_form_of(policy)
         assert form is not None
@@ -149,8 +155,8 @@ class CPUDecoding(Decoding):
         self.nbytes += remainder.nbytes if remembers else 0
         store.fields = {}
         self._layer = _ext.DecodingLayer(
-            _ext.Stored([fields["keys"]]),
-            _ext.Stored([fields["values"]]),
+            stored(packing.rows("keys", fields)),
+            stored(packing.rows("values", fields)),
             others,
             _ext.PolicyForm(
                 score=_ext.Score[form.score],
@@ -183,8 +189,11 @@ class CPUDecoding(Decoding):
         return self._layer.step(q, k, v, scale=scale, sinks=sinks, offset=offset, heads=plans)
 
     def end(self, store: SlotStore) -> tuple[Remainder, mx.array]:
-        keys, values, positions, scores, *rest = self._layer.close()
-        fields = {"keys": keys, "values": values, "positions": positions, "scores": scores}
+        arrays = iter(self._layer.close())
+        rows = [name for name in self._names if name not in ("positions", "scores")]
+        # In the order of the extension: keys, values (and what packs them), then the others.
+        fields = {name: next(arrays) for name in (*rows, "positions", "scores")}
         store.fields = {name: fields[name] for name in self._names}
+        rest = list(arrays)
         *statistics, victims = rest
         return Remainder(*statistics), victims

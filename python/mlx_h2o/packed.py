@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -86,6 +87,11 @@ class PackedRows:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
 
+    def __getitem__(self, index: Any) -> PackedRows:
+        """Some of the rows: an index of the axes before the last."""
+        words, scales, biases = (array[index] for array in self.arrays)
+        return PackedRows(words, scales, biases, self.bits, self.group_size)
+
     def dequantized(self) -> mx.array:
         """The rows as float32, without rounding to the model's dtype."""
         scales, biases = self.scales.astype(mx.float32), self.biases.astype(mx.float32)
@@ -99,3 +105,69 @@ Rows = mx.array | PackedRows
 def dense(rows: Rows) -> mx.array:
     """Rows as an array of numbers."""
     return rows.dequantized() if isinstance(rows, PackedRows) else rows
+
+
+# Names, beside a field's own, under which a store keeps the scales and biases of packed rows.
+SCALES, BIASES = ".scales", ".biases"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a cache stores its keys and values.
+
+    Attributes:
+        k_bits: Bits of a key's element, or None for the model's own dtype.
+        v_bits: Bits of a value's element, likewise. Keys are the sensitive half: their errors go
+            through the exponential.
+        group_size: Elements that share a scale and a bias.
+
+    Raises:
+        ValueError: Bits or group_size that `mx.quantize` does not know.
+    """
+
+    k_bits: int | None = None
+    v_bits: int | None = None
+    group_size: int = 64
+
+    def __post_init__(self) -> None:
+        for name, bits in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
+            if bits is not None and bits not in BITS:
+                raise ValueError(f"{name} must be one of {BITS}, or None; got {bits}.")
+        if self.group_size not in GROUP_SIZES:
+            raise ValueError(f"group_size must be one of {GROUP_SIZES}; got {self.group_size}.")
+
+    def bits(self, name: str) -> int | None:
+        """Bits of the field "keys" or "values"."""
+        return self.k_bits if name == "keys" else self.v_bits
+
+    @property
+    def packs(self) -> bool:
+        return self.k_bits is not None or self.v_bits is not None
+
+    def fields(self, name: str, rows: mx.array) -> dict[str, mx.array]:
+        """What a store keeps of new rows `[..., width]` of a field, by name.
+
+        Raises:
+            ValueError: The groups do not divide the width.
+        """
+        bits = self.bits(name)
+        if bits is None:
+            return {name: rows}
+        packed = PackedRows.of(rows, bits, self.group_size)
+        return {name: packed.words, name + SCALES: packed.scales, name + BIASES: packed.biases}
+
+    def rows(self, name: str, fields: dict[str, mx.array]) -> Rows:
+        """A field's rows out of what a store keeps."""
+        bits = self.bits(name)
+        if bits is None:
+            return fields[name]
+        return PackedRows(
+            fields[name], fields[name + SCALES], fields[name + BIASES], bits, self.group_size
+        )
+
+    def row_bytes(self, name: str, width: int, element_size: int) -> int:
+        """Bytes of one row of a field whose dense elements take `element_size`."""
+        bits = self.bits(name)
+        if bits is None:
+            return width * element_size
+        return width * bits // 8 + 2 * element_size * (width // self.group_size)

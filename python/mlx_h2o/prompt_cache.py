@@ -6,7 +6,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from mlx_h2o import routing
 from mlx_h2o.budget import RowWidths, slots_for_bytes
 from mlx_h2o.builtin import shipped_profiles
 from mlx_h2o.cache import H2OKVCache
+from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy, make_policy
 from mlx_h2o.policies.distinct import KEYS_ONLY
 from mlx_h2o.profile import FILE_NAME, Profile, identity_of
@@ -107,6 +108,10 @@ def make_prompt_cache(
     policy: str | Policy | None = None,
     remainder: bool = True,
     budgets: str | Path | Profile | None = None,
+    bits: int | None = None,
+    k_bits: int | None = None,
+    v_bits: int | None = None,
+    group_size: int = 64,
     **settings: Any,
 ) -> list[Any]:
     """The model's own caches, with every plain KV cache replaced by a bounded one.
@@ -125,6 +130,11 @@ def make_prompt_cache(
         remainder: Whether evicted tokens go on answering.
         budgets: "uniform", a `Profile`, or the path of one. By default the model's own profile
             where one ships with mlx-h2o or lies beside its weights (see `mlx_h2o.load`).
+        bits: Store keys and values in so many bits (2, 3, 4, 5, 6 or 8); None stores them as they
+            come.
+        k_bits: Of keys alone, instead of `bits`.
+        v_bits: Of values alone, instead of `bits`.
+        group_size: Elements that share a scale and a bias: 32, 64 or 128.
         settings: Fields of the policy to change, such as `sink`, `recent` or `evict_every`.
 
     Raises:
@@ -150,6 +160,13 @@ def make_prompt_cache(
             'choose one that looks at keys only ("keydiff", "streaming", or "distinct" with '
             "mass_weight=0)."
         )
+    packing = Packing(k_bits or bits, v_bits or bits, group_size)
+    if packing.packs and (derived or not attending):
+        raise ValueError(
+            f"{name} attends to keys that this library does not hand out, so they cannot be "
+            "packed: leave bits, k_bits and v_bits away."
+        )
+    kinds = [replace(kind, widths=replace(kind.widths, packing=packing)) for kind in kinds]
     answers = remainder and not derived
     remembers = answers or chosen.uses_evicted_mean
     uniform = derived or not attending or chosen.unit == "layer"
@@ -179,7 +196,13 @@ def make_prompt_cache(
 
     def bounded() -> H2OKVCache:
         return H2OKVCache(
-            policy=chosen, remainder=answers, budgets=next(layers), attending=attending
+            policy=chosen,
+            remainder=answers,
+            budgets=next(layers),
+            attending=attending,
+            k_bits=packing.k_bits,
+            v_bits=packing.v_bits,
+            group_size=group_size,
         )
 
     return [replaced(entry, bounded) for entry in mlx_lm_cache.make_prompt_cache(model)]

@@ -169,7 +169,7 @@ class SlotStore:
             for run in self.runs
             for head in range(run.heads)
         ]
-        self.runs = runs_of(budgets, [of_head["keys"].shape[2] for of_head in rows])
+        self.runs = runs_of(budgets, [of_head["positions"].shape[2] for of_head in rows])
         self.replace(
             [
                 {

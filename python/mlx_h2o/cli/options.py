@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o.builtin import DEFAULT_MODEL, load
+from mlx_h2o.packed import BITS, GROUP_SIZES
 from mlx_h2o.policies import policy_names
 from mlx_h2o.policies.settings import count_or_share, setting_of
 from mlx_h2o.prompt_cache import make_prompt_cache
@@ -54,6 +55,19 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--budgets", metavar="FILE", help='"uniform", or a profile (default: the model\'s own)'
     )
+    group.add_argument(
+        "--kv-bits", type=int, choices=BITS, metavar="N", help=f"pack keys and values: {BITS}"
+    )
+    group.add_argument("--k-bits", type=int, choices=BITS, metavar="N", help="pack keys alone")
+    group.add_argument("--v-bits", type=int, choices=BITS, metavar="N", help="pack values alone")
+    group.add_argument(
+        "--kv-group-size",
+        type=int,
+        choices=GROUP_SIZES,
+        default=64,
+        metavar="N",
+        help="elements that share a scale (default: %(default)s)",
+    )
 
 
 def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:
@@ -82,6 +96,10 @@ def bounded_cache(args: argparse.Namespace, model: nn.Module) -> list[Any]:
         policy=args.policy,
         remainder=not args.no_remainder,
         budgets=args.budgets,
+        bits=args.kv_bits,
+        k_bits=args.k_bits,
+        v_bits=args.v_bits,
+        group_size=args.kv_group_size,
         **policy_settings(args),
     )
 

@@ -47,20 +47,19 @@ template <int R, int K>
   for (int r = 0; r < R; ++r) __builtin_memcpy(s + r * s_stride, total + r * K, K * sizeof(float));
 }
 
-// Dot products of R query rows with K keys from row j on, s[r][k]; R * K is a multiple of 4.
+// Dot products of R query rows with K keys from row j on, s[r][k]; R * K is a multiple of 4. Of
+// packed keys, without their biases.
 template <int R, int K, class Keys>
 [[gnu::always_inline]] inline void dots(
     const float* q, int64_t q_stride, const Keys& keys, int j, int D, float* s, int64_t s_stride) {
-  vf acc[R * K] = {};
+  vf total[R * K] = {};
   int d = 0;
   for (int g = 0; d + W <= D; ++g) {
-    typename Keys::Group group[K];
-    UNROLL
-    for (int i = 0; i < K; ++i) group[i] = keys.group(j + i, g);
+    vf acc[R * K] = {};
     for (const int end = keys.group_end(g, D); d + W <= end; d += W) {
       vf kd[K];
       UNROLL
-      for (int i = 0; i < K; ++i) kd[i] = keys.at(j + i, d, group[i]);
+      for (int i = 0; i < K; ++i) kd[i] = keys.raw(j + i, d);
       UNROLL
       for (int r = 0; r < R; ++r) {
         const vf qd = in_register(load(q + r * q_stride + d));
@@ -68,16 +67,19 @@ template <int R, int K, class Keys>
         for (int i = 0; i < K; ++i) acc[r * K + i] += qd * kd[i];
       }
     }
+    UNROLL
+    for (int i = 0; i < R * K; ++i)
+      total[i] = Keys::kPacked ? total[i] + acc[i] * keys.group(j + i % K, g).scale : acc[i];
   }
   if (d < D) {
     UNROLL
     for (int i = 0; i < K; ++i) {
       const vf kd = keys.some(j + i, d, D - d);
       UNROLL
-      for (int r = 0; r < R; ++r) acc[r * K + i] += load(q + r * q_stride + d) * kd;
+      for (int r = 0; r < R; ++r) total[r * K + i] += load(q + r * q_stride + d) * kd;
     }
   }
-  store_sums<R, K>(acc, s, s_stride);
+  store_sums<R, K>(total, s, s_stride);
 }
 
 #if MLX_H2O_BF16_DOT
@@ -111,6 +113,27 @@ template <int R, int K>
 }
 #endif
 
+// What the biases of packed keys add: sum_g bias_jg sum_(d in g) q_d.
+template <int R, int BITS>
+inline void add_biases(
+    const float* q, int64_t q_stride, const PackedRows<BITS>& keys, int count, int D, float* s,
+    int64_t s_stride) {
+  for (int r = 0; r < R; ++r)
+    for (int d = 0, g = 0; d < D; d += keys.group_size, ++g) {
+      vf total{};
+      for (int i = 0; i < keys.group_size; i += W) total += load(q + r * q_stride + d + i);
+      const float of_group = sum(total);
+      each_vector(count, [&](int j, int some) {
+        float* out = s + r * s_stride + j;
+        const vf biases = load_some(keys.biases + g * kTile + j, some);
+        store_some(out, load_some(out, some) + of_group * biases, some);
+      });
+    }
+}
+
+template <int R, class Q, class T>
+inline void add_biases(const Q*, int64_t, const DenseRows<T>&, int, int, float*, int64_t) {}
+
 template <int R, int K, class Q, class Keys>
 void logits_of_rows(
     const Q* q, int64_t q_stride, const Keys& keys, int count, int D, float* s, int64_t s_stride,
@@ -128,6 +151,7 @@ void logits_of_rows(
       s[r * s_stride + j] = same[0];
     }
   }
+  add_biases<R>(q, q_stride, keys, count, D, s, s_stride);
 }
 
 template <class Q, class Keys>

@@ -17,7 +17,9 @@ template <class T>
 struct DenseRows {
   static constexpr bool kPacked = false;
   static constexpr bool kNarrow = sizeof(T) < 4;
-  struct Group {};
+  struct Group {
+    float scale = 1;
+  };
 
   const T* data;
   int64_t stride;
