@@ -8,6 +8,7 @@ from itertools import accumulate
 import mlx.core as mx
 
 from mlx_h2o.decoding import CPUDecoding, HeadStep
+from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy
 from mlx_h2o.remainder import Remainder
 from mlx_h2o.store import SlotStore
@@ -52,7 +53,13 @@ def full_layer(
     new_value = mx.random.normal((1, heads, 1, value_width)).astype(values.dtype)
     mx.eval(store.fields, remembered.arrays, victims, new_key, new_value)
     layer = CPUDecoding(
-        store, remembered, victims, policy, remainder or policy.uses_evicted_mean, remainder
+        store,
+        Packing(),
+        remembered,
+        victims,
+        policy,
+        remainder or policy.uses_evicted_mean,
+        remainder,
     )
     del victims, remembered
     starts = [0, *accumulate(lengths)]
