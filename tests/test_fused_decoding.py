@@ -18,7 +18,7 @@ from covering import Case, covering
 from mlx_h2o import H2OKVCache, Policy, install, make_policy, make_prompt_cache
 from mlx_h2o import cache as cache_module
 from mlx_h2o.backends import choice, reference
-from mlx_h2o.decoding import Decoding
+from mlx_h2o.decoding import CPUDecoding
 from test_attention import numpy_of
 from test_cpu_kernels import STEP, in_threads, threads  # noqa: F401 (a fixture)
 from tiny_models import TinyLayer, prompt_tokens, tiny_model
@@ -59,13 +59,13 @@ def op_by_op(monkeypatch) -> Callable[[], AbstractContextManager[None]]:
 def fused_steps(monkeypatch) -> list[int]:
     """The offsets of all fused steps, in order."""
     offsets = []
-    step = Decoding.step
+    step = CPUDecoding.step
 
-    def counted(self: Decoding, *args: Any, **kwargs: Any) -> mx.array:
+    def counted(self: CPUDecoding, *args: Any, **kwargs: Any) -> mx.array:
         offsets.append(kwargs["offset"])
         return step(self, *args, **kwargs)
 
-    monkeypatch.setattr(Decoding, "step", counted)
+    monkeypatch.setattr(CPUDecoding, "step", counted)
     return offsets
 
 
