@@ -12,13 +12,28 @@ CXX_SOURCES := $(wildcard python/src/*.* python/src/kernels/*.*)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-old-mlx-lm lint format clean
+.PHONY: demo test test-old-mlx-lm sanitize bench lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx_h2o compare --out out
 
 test: lint test-old-mlx-lm
 	$(BIN)/pytest
+	$(MAKE) sanitize
+
+bench: $(VENV)/.installed
+	$(BIN)/mlx_h2o bench --out out
+
+# The kernels' tests on an instrumented build. (MLX itself is not instrumented, and keeps some of
+# what it allocated until the process ends, so leaks are not looked for.)
+SANITIZED := build/sanitize
+sanitize: $(VENV)/.installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S python -B $(SANITIZED) \
+	    -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DMLX_H2O_SANITIZE=ON -DMLX_H2O_WIDE=ON
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(SANITIZED)
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	    ASAN_OPTIONS=detect_leaks=0 MLX_H2O_EXTENSION=$$(echo $(SANITIZED)/_ext*.so) \
+	    $(BIN)/pytest -p no:cacheprovider tests/test_cpu_kernels.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -48,4 +63,4 @@ $(VENV)/.installed: pyproject.toml python/CMakeLists.txt $(CXX_SOURCES)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .compat build out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .compat build out tests/metal/.build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -94,6 +94,20 @@ def test_a_ratio_survives_noise_that_hits_whole_rounds(
     assert samples.median("b") == statistics.median(rounds)
 
 
+@given(
+    factor=st.floats(0.01, 100),
+    disturbed=st.tuples(*[st.sets(st.integers(0, 11), max_size=8)] * 2),
+    by=st.floats(1, 1000),
+)
+def test_the_quiet_ratio_survives_noise_in_most_rounds(
+    factor: float, disturbed: tuple[set[int], set[int]], by: float
+) -> None:
+    """Each arm may lose two rounds of three, whichever they are."""
+    a, b = ([by if i in rounds else 1.0 for i in range(12)] for rounds in disturbed)
+    samples = Samples({"a": [factor * seconds for seconds in a], "b": b})
+    assert samples.quiet_ratio("a", "b") == pytest.approx(factor)
+
+
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40))
 def test_summaries_are_ordered_and_within_the_samples(seconds: list[float]) -> None:
     found = summary(seconds)
@@ -185,11 +199,12 @@ def test_the_thread_table_covers_every_kind_of_job() -> None:
 
 
 def test_figures_know_their_direction() -> None:
-    (fast,) = figures.figure("speed", [3.0, 1.0, 2.0], 2.0, at_least=True)
-    assert (fast.value, fast.worst, fast.reached) == (2.0, 1.0, True)
-    (slow,) = figures.figure("price", [0.3, 0.1, 0.2], 0.15, at_least=False)
-    assert (slow.value, slow.worst, slow.reached) == (0.2, 0.3, False)
-    assert figures.figure("nothing", [], 1.0, at_least=True) == []
+    pairs = [(Samples({"a": [x], "b": [1.0]}), "a", "b") for x in (3.0, 1.0, 2.0)]
+    (fast,) = figures.at_least("speed", 2, pairs)
+    assert (fast.value, fast.worst, fast.reached) == (2, 1, True)
+    (slow,) = figures.at_most("price", 1.5, pairs)
+    assert (slow.value, slow.worst, slow.reached) == (2, 3, False)
+    assert figures.at_least("nothing", 1, []) == figures.at_most("nothing", 1, []) == []
 
 
 def test_figures_are_told_as_aimed() -> None:
@@ -202,9 +217,9 @@ def test_figures_are_told_as_aimed() -> None:
     result = attention.Result(case, Samples({arm: [1e-3 * s] for arm, s in seconds.items()}))
     found = {f.name: f for f in figures.attention_figures([result])}
     reached = {name: f.reached for name, f in found.items()}
-    assert found["times as fast as MLX, float32, 4096 slots"].value == pytest.approx(13)
+    assert found["speed over MLX, float32, 4096 slots"].value == pytest.approx(13)
     assert found["share of read bandwidth, float32, 4096 slots"].value == pytest.approx(0.65)
-    assert not reached.pop("price of exporting scores, from 4096 slots")
+    assert not reached.pop("time of scores over no scores, from 4096 slots")
     assert all(reached.values())
 
     console = Console(width=160, file=io.StringIO())
@@ -228,7 +243,9 @@ def test_the_machine_is_described() -> None:
 def test_a_quick_run_writes_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny = model.Sizes(128, decode_from=160, slice_tokens=2, prompt=200, chunk=64, prompt_rounds=1)
+    tiny = model.Sizes(
+        128, decode_from=160, slice_tokens=2, slices=1, prompt=200, chunk=64, prompt_rounds=1
+    )
     monkeypatch.setattr("mlx_h2o.cli.bench.QUICK_SIZES", tiny)
     folder = tmp_path / "new" / "folder"
     options = ["--quick", "--rounds", "1", "--dtype", "float32", "--json", "--out", str(folder)]

@@ -3,8 +3,8 @@
 
 Fetches MLX's macOS wheel with pip, runs the text of its `sdpa_vector` kernels (one and two passes)
 and of ours lane by lane on the same inputs, and prints what each did. Device bytes are those that
-simdgroups request, and, apart, those that are left if caches answered every repetition. Nothing here
-is a time, and no GPU has run it.
+simdgroups request, and, apart, those that are left if caches answered every repetition. Nothing
+here is a time, and no GPU has run it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import find_harness  # noqa: F401
 import harness
 import mlx.core as mx
 import numpy as np
-from macos_wheel import NoWheel, fetch
 from mlx_sdpa_vector import Call, Launched, SdpaVector
+from wheels import NoWheel, fetch_macos_mlx
 
 from mlx_h2o.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
 from mlx_h2o.backends.gpu import Gpu
@@ -290,7 +290,7 @@ def main() -> None:
     cases = CASES if options.case is None else tuple(CASES[i] for i in options.case)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            wheel = options.wheel or fetch(Path(folder))
+            wheel = options.wheel or fetch_macos_mlx(Path(folder))
         except NoWheel as error:
             sys.exit(str(error))
         results = compared(cases, wheel)

@@ -10,6 +10,7 @@ from mlx_h2o import H2OKVCache, make_policy
 from mlx_h2o import decoding as decoding_module
 from mlx_h2o.backends import choice, metal
 from mlx_h2o.gpu_decoding import GPUDecoding
+from mlx_h2o.packed import Packing
 
 B, HK, G, D, DV = 1, 2, 2, 64, 32
 
@@ -160,7 +161,7 @@ def test_kernels_that_cannot_write_in_place_are_not_used(on_device, monkeypatch)
     on_device(True)
     monkeypatch.setattr("mlx_h2o.gpu_decoding.writes_in_place", lambda _: False)
     k, v = mx.zeros((1, 1, 1, D)), mx.zeros((1, 1, 1, DV))
-    assert not decoding_module.can_decode(make_policy("h2o"), k, v)
+    assert not decoding_module.can_decode(make_policy("h2o"), k, v, Packing())
 
 
 def test_another_device_takes_over(on_device):
@@ -179,3 +180,11 @@ def test_the_backend_of_the_default_device(monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     assert choice.gpu() is metal.GPU
     assert choice.backend() is metal.GPU
+
+
+def test_packed_rows_are_not_for_these_kernels(on_device):
+    on_device(True)
+    k, v = mx.zeros((1, 1, 1, D)), mx.zeros((1, 1, 1, DV))
+    policy = make_policy("h2o")
+    assert decoding_module.can_decode(policy, k, v, Packing())
+    assert not decoding_module.can_decode(policy, k, v, Packing(k_bits=8))

@@ -10,14 +10,14 @@ from mlx_h2o.backends.reference import attention_mass
 
 __all__ = [
     "attend",
+    "attention",
     "attention_mass",
+    "attention_with_mass",
     "attention_with_scores",
-    "can_decode",
-    "start_decoding",
 ]
 
 GPU = Gpu(Launcher(mx.fast.cuda_kernel, "cuda"))
 attend = GPU.attend
+attention = GPU.attention
+attention_with_mass = GPU.attention_with_mass
 attention_with_scores = GPU.attention_with_scores
-can_decode = GPU.can_decode
-start_decoding = GPU.start_decoding

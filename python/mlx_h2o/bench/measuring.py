@@ -48,17 +48,30 @@ class Samples:
         """How many times as fast one arm is as another."""
         return self.ratio(base, arm)
 
+    def quiet_ratio(self, arm: str, base: str) -> float:
+        """The ratio of the arms' lower quartiles.
+
+        Others only ever make a time longer, so this holds where most rounds were disturbed.
+        """
+        low = [summary(self.seconds[name])["lower_quartile"] for name in (arm, base)]
+        return low[0] / low[1]
+
     def as_json(self) -> dict[str, dict[str, float]]:
-        """Median and quartiles by arm."""
+        """Median, quartiles and the fastest round by arm."""
         return {arm: summary(seconds) for arm, seconds in self.seconds.items()}
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
+    """Median, quartiles and the fastest."""
     low, median, high = (
         statistics.quantiles(seconds, n=4, method="inclusive") if seconds[1:] else seconds * 3
     )
-    return {"seconds": median, "lower_quartile": low, "upper_quartile": high}
+    return {
+        "seconds": median,
+        "lower_quartile": low,
+        "upper_quartile": high,
+        "fastest": min(seconds),
+    }
 
 
 def in_turns(

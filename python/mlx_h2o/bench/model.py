@@ -40,7 +40,9 @@ class Sizes:
     Attributes:
         budget: Slots per KV head on average.
         decode_from: Tokens read before the first is decoded.
-        slice_tokens: Tokens an arm decodes in its turn.
+        slice_tokens: Tokens an arm decodes in its turn: few, so that all have had theirs before the
+            machine's mood changes.
+        slices: Turns in each round of the other measurements.
         prompt: Tokens of the prompt whose reading is timed.
         chunk: Prompt tokens processed at a time.
         prompt_rounds: How often each arm reads it.
@@ -48,7 +50,8 @@ class Sizes:
 
     budget: int = 512
     decode_from: int = 2048
-    slice_tokens: int = 64
+    slice_tokens: int = 16
+    slices: int = 4
     prompt: int = 4096
     chunk: int = 2048
     prompt_rounds: int = 3
@@ -96,7 +99,7 @@ def measure_decoding(
         name: decoding(steps(model, prompt, make(), sizes.chunk), sizes.slice_tokens)
         for name, make in decode_caches(model, sizes.budget).items()
     }
-    return in_turns(arms, rounds, progress=progress)
+    return in_turns(arms, rounds * sizes.slices, progress=progress)
 
 
 def measure_prompt(

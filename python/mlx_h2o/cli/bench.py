@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -22,7 +23,10 @@ from mlx_h2o.cli.options import DTYPES, replacing
 PARTS = ("attention", "model", "threads")
 ROUNDS, QUICK_ROUNDS = 15, 5
 QUICK_CASES = ((attention.LARGE, 256), (attention.LARGE, 4096), (attention.SHAPES[2], 1024))
-QUICK_SIZES = model.Sizes(decode_from=768, slice_tokens=16, prompt=1024, chunk=512, prompt_rounds=1)
+QUICK_SIZES = model.Sizes(decode_from=768, prompt=1024, chunk=512, prompt_rounds=1)
+
+# No row of a Markdown table may be folded.
+MARKDOWN_WIDTH = 300
 
 
 def add_parser(commands: Any) -> None:
@@ -51,7 +55,9 @@ def add_parser(commands: Any) -> None:
         "--model", default=DEFAULT_MODEL, help="a folder, a hub id, or %(default)s (the default)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write bench.json and bench.png")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the tables")
+    style = parser.add_mutually_exclusive_group()
+    style.add_argument("--json", action="store_true", help="print JSON instead of the tables")
+    style.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.set_defaults(run=run)
 
 
@@ -88,9 +94,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(as_json))
     else:
-        console = Console()
-        for table in report.tables():
-            console.print(table)
+        show(report, args.markdown)
     if args.out:
         write(report, as_json, args.out)
 
@@ -156,6 +160,16 @@ def measure_model(report: Report, bars: Progress) -> None:
         )
     with bar(bars, "prompt") as told:
         report.prompt = model.measure_prompt(network, tokenizer, sizes, told)
+
+
+def show(report: Report, markdown: bool) -> None:
+    """Print the tables."""
+    console = Console(width=MARKDOWN_WIDTH if markdown else None)
+    for table in report.tables():
+        if markdown:
+            console.print(f"{table.title}\n", highlight=False)
+            table.title, table.box = None, box.MARKDOWN
+        console.print(table)
 
 
 def write(report: Report, as_json: dict[str, Any], folder: Path) -> None:

@@ -25,7 +25,9 @@ namespace {
 
 const Kernels& choose() {
   const char* wanted = std::getenv("MLX_H2O_ISA");
-  const auto allowed = [&](const Kernels& k) { return !wanted || !std::strcmp(wanted, k.name); };
+  [[maybe_unused]] const auto allowed = [&](const Kernels& k) {
+    return !wanted || !std::strcmp(wanted, k.name);
+  };
 #if defined(MLX_H2O_WIDE)
   if (wanted && allowed(wide::table)) return wide::table;
 #endif

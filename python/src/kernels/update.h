@@ -72,9 +72,10 @@ inline void accumulate(const UpdateHead& h, const PolicyForm& form) {
 }
 
 inline vf ages(const UpdateHead& h, int n, int count) {
-  int32_t positions[W] = {};
+  uint32_t positions[W] = {};
   __builtin_memcpy(positions, h.positions + n, count * sizeof(int32_t));
-  return __builtin_convertvector(h.offset - load_as<vi>(positions), vf);
+  // (Unsigned, so that positions of a damaged state do no more harm than a wrong age.)
+  return __builtin_convertvector((vi)(uint32_t(h.offset) - load_as<vu>(positions)), vf);
 }
 
 // 1 where a slot may go, 0 where it is protected (selection.evictable_slots); 0 beyond `count`.

@@ -1,0 +1,51 @@
+"""Wheels fetched with pip into folders that nobody commits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+FOR_MACOS = ("--platform", "macosx_14_0_arm64")
+
+
+class NoWheel(Exception):
+    """A wheel cannot be downloaded here."""
+
+
+def fetch(requirement: str, folder: Path, *options: str) -> Path:
+    """A wheel, unpacked: what lies in site-packages where it is installed.
+
+    Args:
+        requirement: As pip takes it.
+        folder: Where to put it.
+        options: Of `pip download`.
+
+    Raises:
+        NoWheel: With what pip said.
+    """
+    target = Path(tempfile.mkdtemp(dir=folder))
+    command = [sys.executable, "-m", "pip", "download", requirement, "--dest", str(target)]
+    command += ["--only-binary=:all:", "--no-deps", "--quiet", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise NoWheel(f"{requirement} could not be downloaded:\n{done.stderr.strip()}")
+    (wheel,) = target.glob("*.whl")
+    unpacked = target / "unpacked"
+    with zipfile.ZipFile(wheel) as archive:
+        # Apple's compiled kernels are most of MLX's wheel, and nobody asks for them here.
+        names = [name for name in archive.namelist() if not name.endswith(".metallib")]
+        archive.extractall(unpacked, names)
+    return unpacked
+
+
+def fetch_macos_mlx(folder: Path) -> Path:
+    """The folder `mlx` of the installed version's wheel for Apple GPUs.
+
+    Raises:
+        NoWheel: With what pip said.
+    """
+    return fetch(f"mlx-metal=={version('mlx')}", folder, *FOR_MACOS) / "mlx"
