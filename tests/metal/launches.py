@@ -1,4 +1,4 @@
-"""What tests launched, one of each variant: what other compilers than the host's are asked about."""
+"""What tests launched, one of each variant, for other compilers than the host's."""
 
 from __future__ import annotations
 

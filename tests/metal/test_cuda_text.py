@@ -103,7 +103,8 @@ X = [("x", mx.zeros(8))]
 Y = [("y", mx.float32)]
 SLOW = {
     "doubles": "y[0] = exp(double(x[0]));",
-    "local_arrays": "float all[8]; for (int i = 0; i < 8; i++) all[i] = x[i]; y[0] = all[int(x[9])];",
+    "local_arrays": "float all[8]; for (int i = 0; i < 8; i++) all[i] = x[i]; "
+    "y[0] = all[int(x[9])];",
 }
 
 
