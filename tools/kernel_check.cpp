@@ -1,5 +1,10 @@
 // Checks one instruction set's attention kernel against sums in double precision, without MLX or
-// Python, so that it also runs on another architecture under emulation (see check_arm64.sh).
+// Python, so that it also runs on another architecture under emulation (see check_arm64.sh). With
+// an argument it measures their speed instead. Built by hand, after `make sanitize` or any other
+// build:
+//
+//     g++ -std=c++20 -O2 -Ipython/src tools/kernel_check.cpp BUILD/libmlx_h2o_cpu.a -o kernel_check
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -80,9 +85,40 @@ double check(int rows, int slots, int D, int Dv, Dtype dtype) {
   return worst;
 }
 
+// Billions of multiply-adds a second on one core, keys and values in its cache.
+double speed(int rows, Dtype dtype) {
+  constexpr int D = 128, slots = 256;
+  const Matrix k(slots, D, dtype), v(slots, D, dtype);
+  const std::vector<float> q = normal(size_t(rows) * D);
+  std::vector<float> m(rows), l(rows), acc(size_t(rows) * D), scratch(scratch_floats(D, D));
+  AttentionBlock b{};
+  b.rows = rows, b.slots = slots, b.D = D, b.Dv = D;
+  b.q = q.data(), b.q_stride = D;
+  b.k = k.rows, b.v = v.rows;
+  b.m = m.data(), b.l = l.data(), b.acc = acc.data(), b.acc_stride = D;
+  b.scratch = scratch.data();
+  double best = INFINITY;
+  for (int round = 0; round < 500; ++round) {
+    const auto start = std::chrono::steady_clock::now();
+    kernels().attend(b);
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+    best = std::fmin(best, took.count());
+  }
+  return 2.0 * rows * slots * D / best / 1e9;
+}
+
 }  // namespace
 
-int main() {
+int main(int count, char**) {
+  if (count > 1) {  // any argument
+    for (int rows : {1, 4, 32})
+      std::printf(
+          "%s, %d query rows: %.0f / %.0f / %.0f G multiply-adds a second in float32 / float16 / "
+          "bfloat16\n",
+          kernels().name, rows, speed(rows, Dtype::float32), speed(rows, Dtype::float16),
+          speed(rows, Dtype::bfloat16));
+    return 0;
+  }
   double worst = 0;
   int checked = 0;
   for (Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16})
