@@ -220,9 +220,13 @@ def check(call: Call, expected: tuple[mx.array, mx.array, mx.array], mass: mx.ar
 
 def agree(call: Call) -> tuple[mx.array, mx.array, mx.array]:
     """All three forms of a call are the reference's; its out, scores and lse."""
-    expected = call.of(reference, "attention_with_scores")
-    check(call, expected, reference.attention_mass(*expected[1:], call.k.shape[1]))
-    return expected
+    out, scores, lse = call.of(reference, "attention_with_scores")
+    B, heads, N, _ = call.k.shape
+    check(call, (out, scores, lse), reference.attention_mass(scores, lse, heads))
+    # What no query sees receives nothing at all, however small.
+    unseen = mx.all((scores == -mx.inf).reshape(B, heads, -1, N), axis=2)
+    assert not mx.any(mx.where(unseen, call.of(cpu, "attention_with_mass")[1], 0))
+    return out, scores, lse
 
 
 @pytest.mark.parametrize("number", range(0, len(CASES), STEP))

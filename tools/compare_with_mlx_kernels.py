@@ -31,6 +31,9 @@ from mlx_h2o.backends.launcher import Launcher
 
 # Apple GPUs of a MacBook and of a Studio's size, by which MLX chooses between one and two passes.
 SMALL, LARGE = "applegpu_g13g", "applegpu_g13d"
+MLX, OURS, EXPORTING = "MLX", "ours", "ours, exporting"
+# What our launches may ask for, of the least bytes that a case can cost.
+MOST_OVER_LEAST = 1.02
 TYPES = {"half": mx.float16, "bfloat": mx.bfloat16, "float": mx.float32}
 
 
@@ -251,9 +254,9 @@ def compared(cases: tuple[Case, ...], wheel: Path) -> Iterator[tuple[Case, dict[
         yield (
             case,
             {
-                "MLX": theirs(case, operands, wheel),
-                "ours": ours(case, operands, EXPORT_NOTHING),
-                "ours, exporting": ours(case, operands, EXPORT_LOGITS),
+                MLX: theirs(case, operands, wheel),
+                OURS: ours(case, operands, EXPORT_NOTHING),
+                EXPORTING: ours(case, operands, EXPORT_LOGITS),
             },
         )
 
@@ -270,15 +273,30 @@ COLUMNS = {
 }
 
 
-def print_table(results: Iterator[tuple[Case, dict[str, Measured]]]) -> None:
-    """As Markdown, row by row as they come."""
+def print_row(case: Case, sides: dict[str, Measured]) -> None:
+    """A case as Markdown."""
+    for name, side in sides.items():
+        cells = [str(case) if name == MLX else "", name]
+        cells += [column(side) for column in COLUMNS.values()]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def print_head() -> None:
+    """The head of the table."""
     print(" | ".join(["| case", "", *COLUMNS, ""]).rstrip())
     print("|---" * (2 + len(COLUMNS)) + "|")
+
+
+def failures(results: list[tuple[Case, dict[str, Measured]]]) -> list[str]:
+    """Where ours asks for more than it may."""
+    found = []
     for case, sides in results:
-        for name, side in sides.items():
-            cells = [str(case) if name == "MLX" else "", name]
-            cells += [column(side) for column in COLUMNS.values()]
-            print(f"| {' | '.join(cells)} |", flush=True)
+        if sides[OURS].device_bytes > sides[MLX].device_bytes:
+            found.append(f"{case}: more device bytes than MLX's kernel")
+        for name in (OURS, EXPORTING):
+            if sides[name].over_least > MOST_OVER_LEAST:
+                found.append(f"{case}, {name}: {sides[name].over_least:.3f} of the least bytes")
+    return found
 
 
 def main() -> None:
@@ -293,15 +311,20 @@ def main() -> None:
             wheel = options.wheel or fetch_macos_mlx(Path(folder))
         except NoWheel as error:
             sys.exit(str(error))
-        results = compared(cases, wheel)
+        results = []
         if not options.json:
-            print_table(results)
-            return
+            print_head()
+        for case, sides in compared(cases, wheel):
+            results.append((case, sides))
+            if not options.json:
+                print_row(case, sides)
+    if options.json:
         listed = [
             {**asdict(case), "sides": {name: asdict(side) for name, side in sides.items()}}
             for case, sides in results
         ]
         print(json.dumps(listed, indent=2))
+    sys.exit("\n".join(failures(results)))
 
 
 if __name__ == "__main__":

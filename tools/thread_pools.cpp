@@ -24,8 +24,8 @@
 using Clock = std::chrono::steady_clock;
 
 // Rounds of turns, and jobs of one turn.
-constexpr int kRounds = 15;
-constexpr int kJobs = 101;
+constexpr int kRounds = 9;
+constexpr int kJobs = 51;
 constexpr int kItemsPerThread = 2;
 
 std::atomic<uint64_t> sink{0};

@@ -22,6 +22,10 @@ typedef uint64_t Line __attribute__((vector_size(64)));
 constexpr size_t kPiece = size_t(1) << 20;
 constexpr int kLines = kPiece / sizeof(Line);
 
+// What is timed at a time: about as long as an attention, so that whatever interrupts one of them
+// interrupts the other as often.
+constexpr int kPiecesTimed = 32;
+
 uint64_t sum_of_piece(const Line* p) {
   Line sums[4] = {};
   for (int i = 0; i < kLines; i += 4)
@@ -49,18 +53,25 @@ double read_bandwidth(size_t bytes) {
   std::lock_guard lock(one_at_a_time);
   auto& pool = ThreadPool::shared();
   const int pieces = static_cast<int>(std::max<size_t>(1, bytes / kPiece));
-  const size_t size = pieces * kPiece;
   if (memory.size() != size_t(pieces) * kLines) {
     // (Vectors fill themselves; memory never written may be one and the same page of zeros.)
     memory = std::vector<Line>(size_t(pieces) * kLines, Line{1});
   }
 
   std::atomic<uint64_t> total{0};
-  const auto start = Clock::now();
-  pool.run(pieces, [&](int i) { total += sum_of_piece(memory.data() + size_t(i) * kLines); });
-  const double seconds = seconds_since(start);
+  std::vector<double> rates;
+  for (int first = 0; first < pieces; first += kPiecesTimed) {
+    const int count = std::min(kPiecesTimed, pieces - first);
+    const auto start = Clock::now();
+    pool.run(
+        count, [&](int i) { total += sum_of_piece(memory.data() + size_t(first + i) * kLines); });
+    rates.push_back(count * double(kPiece) / seconds_since(start));
+  }
   // The sum has a use, so that it is computed.
-  return total == 1 ? 0 : size / seconds;
+  if (total == 1) return 0;
+  const auto median = rates.begin() + rates.size() / 2;
+  std::nth_element(rates.begin(), median, rates.end());
+  return *median;
 }
 
 std::vector<double> job_seconds(bool pooled, int jobs, int items, int steps, int gap) {

@@ -6,8 +6,8 @@
 
 namespace mlx_h2o {
 
-// Bytes per second at which the shared pool's threads read a buffer of `bytes` once, front to back.
-// Larger than the caches, it is what memory gives.
+// Bytes per second at which the shared pool's threads read a buffer of `bytes` once, front to back
+// (the median of its parts). Larger than the caches, it is what memory gives.
 double read_bandwidth(size_t bytes);
 
 // Seconds that each of `jobs` jobs takes, of `items` items each of `steps` dependent

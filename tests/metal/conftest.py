@@ -1,4 +1,10 @@
-"""Every test here runs the Metal backend's launches on the host harness."""
+"""Every test here runs the Metal backend's launches on the host harness.
+
+With MLX_H2O_ON_GPU=1 they run on this machine's GPU instead, Apple's or NVIDIA's; tests of what
+only the harness counts are skipped then.
+"""
+
+import os
 
 import harness
 import mlx.core as mx
@@ -7,12 +13,25 @@ from launches import RecordingLauncher
 
 from mlx_h2o.backends import metal
 
-HOST = RecordingLauncher(harness.metal_kernel, "metal")
+ON_GPU = os.environ.get("MLX_H2O_ON_GPU") == "1"
+if not ON_GPU:
+    HOST = RecordingLauncher(harness.metal_kernel, "metal")
+elif mx.metal.is_available():
+    HOST = RecordingLauncher(mx.fast.metal_kernel, "metal")
+else:
+    HOST = RecordingLauncher(mx.fast.cuda_kernel, "cuda")
+
+
+def nothing_is_counted():
+    """Stands where `harness.recorded` stands."""
+    pytest.skip("only the host harness counts")
 
 
 @pytest.fixture(autouse=True)
-def host_launches(monkeypatch):
+def host_launches(monkeypatch, request):
     """The Metal backend with the host in the place of a GPU."""
+    if ON_GPU and not hasattr(request.module, "metal_kernel"):
+        monkeypatch.setattr(request.module, "recorded", nothing_is_counted, raising=False)
     monkeypatch.setattr(metal.GPU, "launcher", HOST)
     monkeypatch.setattr(metal.GPU, "architecture", lambda: "applegpu_g13g")
     mx.random.seed(0)

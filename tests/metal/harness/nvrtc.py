@@ -193,7 +193,7 @@ def _precompiled_headers() -> list[str]:
     if _version() < (12, 8):
         return []
     _precompiled_headers.folder = tempfile.TemporaryDirectory()  # lives as long as the process
-    return ["--pch", f"--pch-dir={_precompiled_headers.folder.name}"]
+    return ["--pch", "--pch-messages=false", f"--pch-dir={_precompiled_headers.folder.name}"]
 
 
 @functools.cache
