@@ -20,6 +20,7 @@ demo: $(VENV)/.installed
 test: lint test-old-mlx-lm
 	$(BIN)/pytest
 	$(MAKE) sanitize
+	$(BIN)/python tools/check_macos_build.py
 
 bench: $(VENV)/.installed
 	$(BIN)/mlx_h2o bench --out out

@@ -324,7 +324,8 @@ def main() -> None:
             for case, sides in results
         ]
         print(json.dumps(listed, indent=2))
-    sys.exit("\n".join(failures(results)))
+    if failed := failures(results):
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":
