@@ -237,6 +237,21 @@ def test_slots_are_added_in_steps_while_decoding(op_by_op, fused_steps):
     assert_alike(*caches, "")
 
 
+@pytest.mark.parametrize("evict_every", [1, 3])
+@pytest.mark.parametrize("policy", ["tova", "ema-logits", "keydiff"])
+def test_of_equals_the_oldest_goes_first(policy, evict_every):
+    """Wherever it lies: by now no slot holds what it held at first."""
+    layer = TinyLayer(length=200)
+    layer.tokens[0][...] = 0
+    layer.tokens[1][...] = 0.5
+    cache = H2OKVCache(budgets=[24, 47], policy=make_policy(policy, evict_every=evict_every))
+    Talk(layer).call(cache, 10)
+    Talk(layer).decode(cache, 150)
+    for run in cache.store.runs:
+        held = sorted(cache.store.view(run, "positions")[0, 0].tolist())
+        assert held == [0, 1, 2, 3, *range(160 - run.budget + 4, 160)]
+
+
 def test_tokens_may_be_taken_back_between_steps(op_by_op):
     talk = Talk(TinyLayer())
     caches = [H2OKVCache(budgets=[40, 40], policy="distinct") for _ in range(2)]

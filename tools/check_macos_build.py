@@ -27,8 +27,10 @@ WARNINGS = ("-Wall", "-Wextra")
 # As python/CMakeLists.txt and nanobind's CMake functions have them for a Mac.
 KERNEL_OPTIONS = (*WARNINGS, "-fno-math-errno", "-ffp-contract=fast", "-DMLX_H2O_ISA=baseline")
 BINDINGS_OPTIONS = (*WARNINGS, "-DNB_DOMAIN=mlx", "-fvisibility=hidden")
-NANOBIND_OPTIONS = ("-DNB_BUILD", "-DNB_COMPACT_ASSERTIONS", "-DNB_DOMAIN=mlx")
-NANOBIND_OPTIONS += ("-fno-strict-aliasing", "-fvisibility=hidden")
+NANOBIND_OPTIONS = (
+    *("-DNB_BUILD", "-DNB_COMPACT_ASSERTIONS", "-DNB_DOMAIN=mlx"),
+    *("-fno-strict-aliasing", "-fvisibility=hidden"),
+)
 
 
 class BuildError(Exception):

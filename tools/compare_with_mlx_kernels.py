@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -163,14 +163,15 @@ def reference(case: Case, operands: Operands) -> np.ndarray:
         logits[..., np.arange(N) > np.arange(N - L, N)[:, None]] = -np.inf
     elif case.mask == "boolean":
         logits[~np.array(operands.mask)] = -np.inf
-    elif case.mask:
+    elif operands.mask is not None:
         logits += as_float64(operands.mask)
     top = logits.max(axis=-1, keepdims=True)
     weights = np.exp(logits - top)
     total = weights.sum(axis=-1, keepdims=True)
     if operands.sinks is not None:
         total += np.exp(as_float64(operands.sinks)[:, None, None] - top)
-    return ((weights / total).reshape(Hk, -1, N) @ v[0]).reshape(1, Hq, L, Dv)
+    out: np.ndarray = (weights / total).reshape(Hk, -1, N) @ v[0]
+    return out.reshape(1, Hq, L, Dv)
 
 
 def as_float64(array: mx.array) -> np.ndarray:
@@ -261,7 +262,7 @@ def compared(cases: tuple[Case, ...], wheel: Path) -> Iterator[tuple[Case, dict[
         )
 
 
-COLUMNS = {
+COLUMNS: dict[str, Callable[[Measured], str]] = {
     "error": lambda x: f"{x.error:.1e}",
     "device bytes": lambda x: f"{x.device_bytes:,}",
     "over the least": lambda x: f"{x.over_least:.3f}",
