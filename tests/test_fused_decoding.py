@@ -378,6 +378,22 @@ def test_looking_changes_nothing():
     assert same_bits(looked.arrays(), plain.arrays())
 
 
+@pytest.mark.parametrize("asked", ["the last one", "the last one first", "the cache"])
+def test_steps_run_in_order_whatever_is_asked_for(asked):
+    """Many steps that nobody has evaluated yet."""
+    talk = Talk(TinyLayer())
+    plain, lazy = (H2OKVCache(budgets=[24, 47], policy="distinct") for _ in range(2))
+    talk.call(plain, 40)
+    outs = talk.decode(plain, 20)
+    talk.call(lazy, 40)
+    later = [talk.call(lazy, 1) for _ in range(20)]
+    if asked == "the last one first":
+        assert all(mx.array_equal(later[i], outs[i]) for i in reversed(range(20)))
+    elif asked == "the last one":
+        assert mx.array_equal(later[-1], outs[-1])
+    assert same_bits(lazy.arrays(), plain.arrays())
+
+
 def address(cache: H2OKVCache) -> int:
     """Where its keys lie."""
     keys = cache.arrays()["slots.keys"]
