@@ -131,11 +131,11 @@ def test_the_command_writes_json_and_a_chart(tmp_path, capsys):
 
 def test_the_table_says_what_was_measured():
     protocol = Protocol("some/model", "text", 48, 1, 64, 32, 4, 100)
-    result = Result(WINDOW, [1.0], 2.718, 0.0953, 3, 4, 123.4, 65536)
+    result = Result(WINDOW, [1.0], 2.718, 0.0953, 3, 4, 123.4, 65536, 3.25)
     console = Console(width=120, file=io.StringIO())
     console.print(table([result], protocol))
     printed = console.file.getvalue()
-    for shown in ("some/model", WINDOW, "2.72", "+9.5 %", "3/4", "123", "65,536"):
+    for shown in ("some/model", WINDOW, "2.72", "+9.53 %", "3/4", "123", "65,536", "3.2x"):
         assert shown in printed
 
 

@@ -46,6 +46,8 @@ class HeadStep:
 
 def can_decode(policy: Policy, keys: mx.array, values: mx.array, packing: Packing) -> bool:
     """Whether the default device has a fused step for this policy and rows like these."""
+    if packing.recent_bits is not None:
+        return False
     gpu = choice.gpu()
     if gpu is not None:
         return not packing.packs and gpu.can_decode(policy, keys, values)
