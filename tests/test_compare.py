@@ -167,13 +167,15 @@ def test_the_first_arm_must_be_the_full_one():
         compare([Arm(WINDOW)], protocol)
 
 
-def test_ctrl_c_leaves_nothing_behind(tmp_path):
+@pytest.mark.parametrize("seconds", [0, 5], ids=["workers starting", "workers at work"])
+def test_ctrl_c_leaves_nothing_behind(seconds, tmp_path):
     """Neither files nor worker processes, and one line instead of tracebacks."""
     command = [sys.executable, "-m", "mlx_h2o", *SMALL, "--samples", "40", "--out", str(tmp_path)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    time.sleep(8)  # long enough for the workers to be at work
+    assert any(members(process.pid) > 1 or time.sleep(0.05) for _ in range(2000))
+    time.sleep(seconds)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -182,6 +184,12 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
     assert not list(tmp_path.iterdir())
     # Python's own resource tracker takes a moment to notice.
     assert any(is_gone(process.pid) or time.sleep(0.1) for _ in range(100))
+
+
+def members(group):
+    """Processes of a group."""
+    found = subprocess.run(["pgrep", "-g", str(group)], capture_output=True, text=True)
+    return len(found.stdout.split())
 
 
 def is_gone(group):

@@ -179,16 +179,27 @@ def _start_worker(counter: Any) -> None:
 
 
 @contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Ctrl-C does nothing meanwhile (signals can be set in the main thread only)."""
-    if threading.current_thread() is not threading.main_thread():
+def _postponing_interrupts() -> Iterator[None]:
+    """Ctrl-C takes effect afterwards, and never in processes that are started meanwhile."""
+    if threading.current_thread() is not threading.main_thread():  # it gets no Ctrl-C
         yield
         return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupted = False
+
+    def note(*_: Any) -> None:
+        nonlocal interrupted
+        interrupted = True
+
+    # New processes inherit the mask; other threads of this one may let the signal through.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handler = signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _model(name: str) -> tuple[nn.Module, Any]:
@@ -277,7 +288,7 @@ def compare(
     pool = ProcessPoolExecutor(workers, context, _start_worker, (counter,))
     try:
         # The longest jobs first, so that no core idles at the end.
-        with _ignoring_interrupts():  # which the workers, started here, inherit
+        with _postponing_interrupts():
             recalls = [pool.submit(_recalled_by, arm, protocol) for arm in arms]
             losses = [pool.submit(_perplexity_of, arm, protocol) for arm in arms]
         pending: set[Future[Any]] = {*recalls, *losses}
