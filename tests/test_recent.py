@@ -14,7 +14,7 @@ from mlx_h2o.attention import (
     scaled_dot_product_attention_with_mass,
     scaled_dot_product_attention_with_scores,
 )
-from mlx_h2o.backends import reference
+from mlx_h2o.backends import choice, reference
 from mlx_h2o.packed import BITS, UNPACKED, JoinedRows, PackedRows
 from mlx_h2o.policies import make_policy
 from tiny_models import TinyLayer, kept_positions
@@ -296,3 +296,84 @@ def test_a_model_decodes_with_it():
 def test_what_cannot_be_is_refused(call, text):
     with pytest.raises(ValueError, match=text):
         call()
+
+
+# -- fused steps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("policy", ["distinct", "h2o", "keydiff", "tova", "ema", "ema-logits"])
+@pytest.mark.parametrize("budgets", [(32, 32), (24, 40), (320, 40)], ids=str)
+@pytest.mark.parametrize(
+    "packing",
+    [
+        {"bits": 8, "recent_bits": UNPACKED},
+        {"bits": 4, "recent_bits": 8},
+        {"k_bits": 6, "v_bits": 3, "recent_bits": 5},
+        {"v_bits": 8, "recent_bits": 4},
+    ],
+    ids=str,
+)
+def test_fused_steps_do_what_the_reference_does(packing, budgets, policy, dtype, monkeypatch):
+    """From the first token on, through the filling of the zone, chunks between steps included."""
+    rare = dtype == mx.bfloat16 or max(budgets) > 100
+    if rare and policy not in ("distinct", "ema-logits"):
+        return
+    layer = TinyLayer(heads=2, group=2, key_width=64, value_width=32, dtype=dtype)
+    feeds = ((90, 1), (30, 30), (60, 1)) if max(budgets) < 100 else ((380, 380), (40, 1))
+
+    def fed() -> tuple[list[mx.array], H2OKVCache]:
+        cache = mixed(budgets, policy, **packing)
+        return [layer.feed(cache, count, chunk) for count, chunk in feeds], cache
+
+    got, fused = fed()
+    fused_arrays = fused.arrays()
+    monkeypatch.setattr(choice, "cpu", lambda: None)
+    expected, plain = fed()
+    assert kept_positions(fused) == kept_positions(plain)
+    for a, b in zip(got, expected, strict=True):
+        atol = 3e-5 if dtype == mx.float32 else 2e-2
+        np.testing.assert_allclose(numbers(a), numbers(b), atol=atol)
+    assert fused.config() == plain.config()
+    for name, array in plain.arrays().items():
+        assert fused_arrays[name].shape == array.shape, name
+        if not name.startswith(("slots.scores", "recent.scores", "victims", "remainder")):
+            continue
+        atol = 2e-4 if dtype == mx.float32 else 2e-2
+        np.testing.assert_allclose(
+            numbers(fused_arrays[name]), numbers(array), atol=atol, rtol=1e-3, err_msg=name
+        )
+    for run in plain.store.runs:
+        a, b = fused.store.views(run), plain.store.views(run)
+        order = [np.argsort(np.array(x["positions"])[0], axis=-1) for x in (a, b)]
+        for name in a:
+            if name == "scores":
+                continue
+            for head in range(run.heads):
+                left = np.array(a[name].astype(mx.float32))[0, head][order[0][head]]
+                right = np.array(b[name].astype(mx.float32))[0, head][order[1][head]]
+                np.testing.assert_array_equal(left, right, err_msg=name)
+
+
+def test_it_is_the_fused_step_that_decodes():
+    cache = mixed(bits=8, recent_bits=UNPACKED)
+    LAYER.feed(cache, 60, 20)
+    LAYER.feed(cache, 3)
+    assert cache._decoding is not None
+    held = cache.nbytes
+    assert held == sum(array.nbytes for array in cache.arrays().values())
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    from mlx_h2o import _ext
+
+    before, outs = _ext.threads(), []
+    try:
+        for threads in (1, 2):
+            _ext.set_threads(threads)
+            cache = mixed((300, 40), bits=4, recent_bits=8)
+            LAYER.feed(cache, 400, 100)
+            outs.append(LAYER.feed(cache, 50))
+    finally:
+        _ext.set_threads(before)
+    assert mx.array_equal(*outs)

@@ -162,10 +162,7 @@ class H2OKVCache:
             self.offset += 1
             return self._handed
         store = self._start(keys, values)
-        if self._recent is None:
-            self._take_in(store, self._rows(keys, values, self.offset), one=L == 1)
-        else:
-            self._take_in(store, self._recent.push(keys, values, self.offset), one=L == 1)
+        self._take_in(store, keys, values, self.offset)
         self.offset += L
         fetched = self._fetch(store, keys, values)
         if self.attending:
@@ -213,7 +210,7 @@ class H2OKVCache:
                     "This model attended to the cached keys before and now attends to keys made of "
                     "them, which a bounded cache cannot follow."
                 )
-            self._write_one(self._taken_back(), self._rows(new_keys, new_values, self.offset - 1))
+            self._take_in(self._taken_back(), new_keys, new_values, self.offset - 1)
         store = self._taken_back()
         self._own = own
         remembered = self.answers and self._evicted(store.runs[0])
@@ -315,7 +312,10 @@ class H2OKVCache:
         if n <= 0:
             return 0
         self.offset -= n
-        older = n - (self._recent.trim(n) if self._recent else 0)
+        older = n
+        if self._recent is not None:
+            self._take_back()
+            older -= self._recent.trim(n)
         for run in self._store.runs:
             run.length -= older
         self._forget_victims()
@@ -532,27 +532,40 @@ class H2OKVCache:
                 self.policy,
                 self._remembers,
                 self.answers,
+                self._recent,
             )
             # The kernel may write in place only what nobody else holds.
             self._remainder = self._victims = None
+        recent = self._recent.advance() if self._recent is not None else None
+        # With a recent zone that is not full yet, no token comes into the slots.
+        full = self._recent is None or self._recent.length == self._recent.size
         heads = []
         for run in store.runs:
             victim = -1
-            if run.length < run.budget:
+            if recent is not None and not recent.leaving:
+                pass
+            elif run.length < run.budget:
                 run.length += 1
             else:
                 victim = self.policy.evict_every - run.victims
                 run.victims -= 1
-            choose = run.length == run.budget and run.victims == 0
+            choose = full and run.length == run.budget and run.victims == 0
             if choose:
                 run.victims = self.policy.evict_every
-            recent, evicted = self._recent_slots(run), self._evicted(run)
+            protected, evicted = self._recent_slots(run), self._evicted(run)
             heads += [
-                HeadStep(start, run.length, victim, recent, evicted, choose)
+                HeadStep(start, run.length, victim, protected, evicted, choose)
                 for start in range(run.start, run.start + run.heads * run.allocated, run.allocated)
             ]
         return self._decoding.step(
-            q, keys, values, scale=scale, sinks=sinks, offset=self.offset, heads=heads
+            q,
+            keys,
+            values,
+            scale=scale,
+            sinks=sinks,
+            offset=self.offset,
+            heads=heads,
+            recent=recent,
         )
 
     def _check_rows(self, keys: mx.array, values: mx.array) -> None:
@@ -621,18 +634,17 @@ class H2OKVCache:
             rows["scores"] = mx.zeros((B, H, L))
         return rows
 
-    def _take_in(self, store: SlotStore, rows: dict[str, mx.array] | None, one: bool) -> None:
-        """Store rows `[B, H, M, ...]`, or hold them until attention has seen what must go.
-
-        Args:
-            store: The slots.
-            rows: By field, or None.
-            one: Whether a single token came, for which a victim is named already.
-        """
-        if rows is None:
-            return
+    def _take_in(self, store: SlotStore, keys: mx.array, values: mx.array, first: int) -> None:
+        """Store new rows `[B, H, L, ...]`, or hold them until attention has seen what must go."""
+        if self._recent is None:
+            rows = self._rows(keys, values, first)
+        else:
+            leaving = self._recent.push(keys, values, first)
+            if leaving is None:
+                return
+            rows = leaving
         count = rows["positions"].shape[2]
-        if one:
+        if keys.shape[2] == 1:  # for which victims are named already
             self._write_one(store, rows)
         elif all(run.length + count <= run.budget for run in store.runs):
             self._append(store, rows)

@@ -12,11 +12,27 @@ narrower ones without its lowest bits.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_h2o.packed import JoinedRows, Packing, Rows
+
+
+@dataclass(frozen=True)
+class RecentStep:
+    """What one new token does to the zone.
+
+    Attributes:
+        slot: Where its row goes.
+        length: Tokens held with it.
+        leaving: Whether the oldest, whose slot that was, comes into the slots proper.
+    """
+
+    slot: int
+    length: int
+    leaving: bool
 
 
 class RecentZone:
@@ -81,6 +97,21 @@ class RecentZone:
         gone["positions"] = mx.broadcast_to(positions, (*keys.shape[:2], leaving))
         return gone
 
+    def advance(self) -> RecentStep:
+        """Make room for one token, whose row somebody else writes."""
+        if self.length == self.size:
+            slot, self.oldest = self.oldest, (self.oldest + 1) % self.size
+            return RecentStep(slot, self.size, True)
+        self.length += 1
+        return RecentStep(self.length - 1, self.length, False)
+
+    def reserve(self) -> None:
+        """Have memory for all tokens that it can hold."""
+        for name, field in self.fields.items():
+            if missing := self.size - field.shape[2]:
+                widths = [(0, 0), (0, 0), (0, missing), *[(0, 0)] * (field.ndim - 3)]
+                self.fields[name] = mx.pad(field, widths)
+
     def views(self, first: int, last: int, offset: int) -> dict[str, mx.array]:
         """The fields of heads first to last - 1, oldest first, with positions.
 
@@ -93,6 +124,10 @@ class RecentZone:
         positions = mx.arange(offset - self.length, offset, dtype=mx.int32)
         shape = (*views["keys"].shape[:2], self.length)
         return {**views, "positions": mx.broadcast_to(positions, shape)}
+
+    def stored(self, name: str) -> Rows:
+        """Keys or values `[B, H, size, width]`, in the order of their slots."""
+        return self._recent.rows(name, self.fields)
 
     def rows(self, name: str, kept: Rows, views: dict[str, mx.array]) -> JoinedRows:
         """Keys or values of all slots: the kept ones, then these."""

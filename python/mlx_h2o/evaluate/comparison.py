@@ -169,13 +169,16 @@ class Result:
 #: Called with the tokens done and the tokens in all.
 Progress = Callable[[int, int], None]
 
+# A worker's: given once, when it starts. (A text in every job would fill the pipe between the
+# processes, and a stop while nobody reads it would never end.)
+_protocol: Protocol
 _counter: Any = None  # of the tokens that all worker processes have done
 _loaded: dict[str, tuple[nn.Module, Any]] = {}
 
 
-def _start_worker(counter: Any) -> None:
-    global _counter
-    _counter = counter
+def _start_worker(counter: Any, protocol: Protocol) -> None:
+    global _counter, _protocol
+    _counter, _protocol = counter, protocol
 
 
 @contextmanager
@@ -234,7 +237,8 @@ def _task(protocol: Protocol) -> RecallTask:
     )
 
 
-def _perplexity_of(arm: Arm, protocol: Protocol) -> tuple[list[float], int]:
+def _perplexity_of(arm: Arm) -> tuple[list[float], int]:
+    protocol = _protocol
     model, _ = _model(protocol.model)
     cache = arm.make(model, protocol.max_size, protocol.equal)
     note = _counted(protocol.samples)
@@ -242,7 +246,8 @@ def _perplexity_of(arm: Arm, protocol: Protocol) -> tuple[list[float], int]:
     return result.nll, sum(entry.nbytes for entry in cache) // protocol.samples
 
 
-def _recalled_by(arm: Arm, protocol: Protocol) -> int:
+def _recalled_by(arm: Arm) -> int:
+    protocol = _protocol
     if not protocol.prompts:
         return 0
     model, _ = _model(protocol.model)
@@ -285,12 +290,12 @@ def compare(
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
     workers = (os.cpu_count() or 1) if on_cpu else 1
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (counter,))
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (counter, protocol))
     try:
         # The longest jobs first, so that no core idles at the end.
         with _postponing_interrupts():
-            recalls = [pool.submit(_recalled_by, arm, protocol) for arm in arms]
-            losses = [pool.submit(_perplexity_of, arm, protocol) for arm in arms]
+            recalls = [pool.submit(_recalled_by, arm) for arm in arms]
+            losses = [pool.submit(_perplexity_of, arm) for arm in arms]
         pending: set[Future[Any]] = {*recalls, *losses}
         while pending:
             done, pending = wait(pending, timeout=0.2)
