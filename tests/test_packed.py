@@ -234,6 +234,38 @@ def test_max_bytes_holds_more_packed_tokens():
     assert sizes[0] < sizes[1] < sizes[2]
 
 
+def peak_of_a_prompt(policy: str, packing: dict[str, int]) -> int:
+    """Most bytes while chunks of a prompt are read, the later ones far beyond the budget."""
+    cache = H2OKVCache(1024, policy=policy, **packing)
+    layer = TinyLayer(heads=8, group=2, key_width=128, value_width=128, dtype=mx.bfloat16)
+    assert layer.tokens[0].shape[2] == 512
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    for _ in range(4):
+        q, k, v = layer.at(0, 512)
+        mask = cache.make_mask(512)
+        keys, values = cache.update_and_fetch(k, v)
+        out = cache.attend(q, keys, values, scale=layer.scale, mask=mask)
+        mx.eval(out, *cache.arrays().values())
+        del out, keys, values
+    return mx.get_peak_memory() - mx.get_active_memory() + cache.nbytes
+
+
+@pytest.mark.parametrize("policy", ["distinct", "h2o", "keydiff"])
+@pytest.mark.parametrize(
+    "packing",
+    [{"bits": 8}, {"bits": 4}, {"k_bits": 8, "v_bits": 3}, {"bits": 4, "recent_bits": 8}],
+    ids=str,
+)
+def test_a_prompt_takes_no_more_memory_than_with_dense_rows(packing, policy):
+    """Rows are dequantized tile by tile or head by head, and never the whole cache at once."""
+    # What is freed when depends on how far MLX runs ahead of its own threads.
+    packed, plain = (
+        min(peak_of_a_prompt(policy, kind) for _ in range(3)) for kind in (packing, {})
+    )
+    assert packed <= plain
+
+
 def test_models_that_attend_by_themselves_are_refused_bits():
     with pytest.raises(ValueError, match="cannot read packed"):
         H2OKVCache(32, policy="keydiff", attending=False, bits=8)

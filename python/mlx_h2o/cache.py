@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import mlx.core as mx
@@ -849,23 +849,41 @@ class H2OKVCache:
         N = fields["positions"].shape[2]
         if run.budget >= N:
             return fields
-        slots = self._slots(run, fields, evicted)
+        # Head by head, so that float32 copies are never of more than one head's rows.
+        heads = range(run.heads)
+        priorities = []
+        for i in heads:
+            one = replace(run, first=run.first + i, last=run.first + i + 1)
+            slots = self._slots(
+                one, {n: field[:, i : i + 1] for n, field in fields.items()}, evicted
+            )
+            mass = None if window_mass is None else window_mass[:, i : i + 1]
+            priorities.append(self.policy.prompt_priority(slots, mass)[..., :N])
+        positions = fields["positions"]
         kept = selection.select_kept(
-            self.policy.prompt_priority(slots, window_mass)[..., :N],
-            slots.positions[..., :N],
-            slots.evictable[..., :N],
+            mx.concatenate(priorities, axis=1),
+            positions,
+            selection.evictable_slots(
+                positions, self.offset, self.policy.sink, self._recent_slots(run)
+            ),
             run.budget,
             self.policy.unit,
         )
         if self._remembers:
             assert self._remainder is not None
             dropped = mx.put_along_axis(
-                mx.ones(fields["positions"].shape), kept, mx.zeros(kept.shape), axis=-1
+                mx.ones(positions.shape), kept, mx.zeros(kept.shape), axis=-1
             )
-            folded = self._remainder.heads(run.first, run.last).fold(
-                slots.keys[:, :, :N], slots.values[:, :, :N], dropped
-            )
-            self._remainder = self._remainder.with_heads(run.first, folded)
+            for i in heads:
+                keys, values = (
+                    dense(self.packing.rows(name, fields)[:, i : i + 1])
+                    for name in ("keys", "values")
+                )
+                head = run.first + i
+                folded = self._remainder.heads(head, head + 1).fold(
+                    keys, values, dropped[:, i : i + 1]
+                )
+                self._remainder = self._remainder.with_heads(head, folded)
         return {
             name: mx.take_along_axis(
                 field, kept.reshape(*kept.shape, *[1] * (field.ndim - 3)), axis=2

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.backends.reference import QUERY_BLOCK, Seed, attention_mass, softmax_weights
+from mlx_h2o.backends.reference import Seed, attention_mass, softmax_weights
 from mlx_h2o.masks import Mask, block_of, columns_of
 from mlx_h2o.packed import AnyRows, JoinedRows, first_rows
+
+
+# Queries whose logits are held at a time where only their masses are wanted.
+MASS_BLOCK = 16
 
 
 def attention_with_scores(
@@ -24,36 +28,9 @@ def attention_with_scores(
     seed: Seed | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """See `mlx_h2o.attention.scaled_dot_product_attention_with_scores`; `backend` attends."""
-    L, N = q.shape[2], k.shape[2]
-    assert isinstance(k, JoinedRows)
-    assert isinstance(v, JoinedRows)
-    outs: list[mx.array] = []
-    scores, lses, start = [], [], 0
-    for keys, values in zip(k.parts, v.parts, strict=True):
-        end = start + keys.shape[2]
-        if start == end:
-            continue
-        out, part, lse = backend.attention_with_scores(
-            q,
-            keys,
-            values,
-            scale=scale,
-            mask=columns_of(mask, start, end, L, N),
-            # Once: they are columns of the whole.
-            sinks=None if outs else sinks,
-            seed=None if outs else seed,
-        )
-        outs.append(out.astype(mx.float32))
-        scores.append(part)
-        lses.append(lse)
-        start = end
-    lse = lses[0]
-    for other in lses[1:]:
-        lse = mx.logaddexp(lse, other)
-    whole = mx.zeros(outs[0].shape)
-    for out, part_lse in zip(outs, lses, strict=True):
-        whole = whole + out * softmax_weights(part_lse[..., None], lse)
-    return whole.astype(q.dtype), mx.concatenate(scores, axis=-1), lse
+    parts = _parts(backend.attention_with_scores, q, k, v, scale, mask, sinks, seed)
+    out, lse = _joined(parts)
+    return out.astype(q.dtype), mx.concatenate([scores for _, scores, _ in parts], axis=-1), lse
 
 
 def attention(
@@ -68,8 +45,9 @@ def attention(
     seed: Seed | None = None,
 ) -> mx.array:
     """See `mlx_h2o.attention.scaled_dot_product_attention`."""
-    blocks = _blocks(backend, q, k, v, scale, mask, sinks, seed)
-    return mx.concatenate([out for out, _, _ in blocks], axis=2)
+    # The form with masses hands out lse and writes no logits.
+    parts = _parts(backend.attention_with_mass, q, k, v, scale, mask, sinks, seed)
+    return _joined(parts)[0].astype(q.dtype)
 
 
 def attention_with_mass(
@@ -94,6 +72,52 @@ def attention_with_mass(
     return mx.concatenate(outs, axis=2), mass, mx.concatenate(lses, axis=2)
 
 
+def _parts(
+    attend: Callable[..., tuple[mx.array, mx.array, mx.array]],
+    q: mx.array,
+    k: AnyRows,
+    v: AnyRows,
+    scale: float,
+    mask: Mask,
+    sinks: mx.array | None,
+    seed: Seed | None,
+) -> list[tuple[mx.array, mx.array, mx.array]]:
+    """What `attend` returns (out first, lse last) over each kind of rows."""
+    assert isinstance(k, JoinedRows)
+    assert isinstance(v, JoinedRows)
+    parts: list[tuple[mx.array, mx.array, mx.array]] = []
+    start = 0
+    for keys, values in zip(k.parts, v.parts, strict=True):
+        end = start + keys.shape[2]
+        if start == end:
+            continue
+        parts.append(
+            attend(
+                q,
+                keys,
+                values,
+                scale=scale,
+                mask=columns_of(mask, start, end, q.shape[2], k.shape[2]),
+                # Once: they are columns of the whole.
+                sinks=None if parts else sinks,
+                seed=None if parts else seed,
+            )
+        )
+        start = end
+    return parts
+
+
+def _joined(parts: list[tuple[mx.array, mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
+    """Out, float32, and lse over the columns of all parts."""
+    lse = parts[0][2]
+    for _, _, other in parts[1:]:
+        lse = mx.logaddexp(lse, other)
+    out = mx.zeros(parts[0][0].shape)
+    for of_part, _, part_lse in parts:
+        out = out + of_part.astype(mx.float32) * softmax_weights(part_lse[..., None], lse)
+    return out, lse
+
+
 def _blocks(
     backend: Any,
     q: mx.array,
@@ -106,8 +130,8 @@ def _blocks(
 ) -> Iterator[tuple[mx.array, mx.array, mx.array]]:
     """`attention_with_scores` of a few queries at a time, over the keys that they can see."""
     L, N = q.shape[2], k.shape[2]
-    for start in range(0, L, QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, L)
+    for start in range(0, L, MASS_BLOCK):
+        end = min(start + MASS_BLOCK, L)
         block = block_of(mask, start, end, L, N, own=False)
         yield attention_with_scores(
             backend,
