@@ -11,9 +11,8 @@ from mlx_h2o.backends.reference import Seed, attention_mass, softmax_weights
 from mlx_h2o.masks import Mask, block_of, columns_of
 from mlx_h2o.packed import AnyRows, JoinedRows, first_rows
 
-
-# Queries whose logits are held at a time where only their masses are wanted.
-MASS_BLOCK = 16
+# Queries that are joined at a time: what is held of each part, in float32, stays small.
+BLOCK = 32
 
 
 def attention_with_scores(
@@ -28,7 +27,9 @@ def attention_with_scores(
     seed: Seed | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """See `mlx_h2o.attention.scaled_dot_product_attention_with_scores`; `backend` attends."""
-    parts = _parts(backend.attention_with_scores, q, k, v, scale, mask, sinks, seed)
+    parts = _parts(
+        backend.attention_with_scores, q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed
+    )
     out, lse = _joined(parts)
     return out.astype(q.dtype), mx.concatenate([scores for _, scores, _ in parts], axis=-1), lse
 
@@ -45,9 +46,12 @@ def attention(
     seed: Seed | None = None,
 ) -> mx.array:
     """See `mlx_h2o.attention.scaled_dot_product_attention`."""
-    # The form with masses hands out lse and writes no logits.
-    parts = _parts(backend.attention_with_mass, q, k, v, scale, mask, sinks, seed)
-    return _joined(parts)[0].astype(q.dtype)
+    outs = []
+    for block in _blocks(q, k, v, mask, seed):
+        # The form with masses hands out lse and writes no logits.
+        parts = _parts(backend.attention_with_mass, **block, scale=scale, sinks=sinks)
+        outs.append(_joined(parts)[0].astype(q.dtype))
+    return mx.concatenate(outs, axis=2)
 
 
 def attention_with_mass(
@@ -64,7 +68,8 @@ def attention_with_mass(
     """See `mlx_h2o.attention.scaled_dot_product_attention_with_mass`."""
     outs, lses = [], []
     mass = mx.zeros(k.shape[:3])
-    for out, scores, lse in _blocks(backend, q, k, v, scale, mask, sinks, seed):
+    for block in _blocks(q, k, v, mask, seed):
+        out, scores, lse = attention_with_scores(backend, **block, scale=scale, sinks=sinks)
         outs.append(out)
         lses.append(lse)
         part = attention_mass(scores, lse, k.shape[1])
@@ -77,6 +82,7 @@ def _parts(
     q: mx.array,
     k: AnyRows,
     v: AnyRows,
+    *,
     scale: float,
     mask: Mask,
     sinks: mx.array | None,
@@ -119,27 +125,17 @@ def _joined(parts: list[tuple[mx.array, mx.array, mx.array]]) -> tuple[mx.array,
 
 
 def _blocks(
-    backend: Any,
-    q: mx.array,
-    k: AnyRows,
-    v: AnyRows,
-    scale: float,
-    mask: Mask,
-    sinks: mx.array | None,
-    seed: Seed | None,
-) -> Iterator[tuple[mx.array, mx.array, mx.array]]:
-    """`attention_with_scores` of a few queries at a time, over the keys that they can see."""
+    q: mx.array, k: AnyRows, v: AnyRows, mask: Mask, seed: Seed | None
+) -> Iterator[dict[str, Any]]:
+    """The operands of a few queries at a time, over the keys that they can see."""
     L, N = q.shape[2], k.shape[2]
-    for start in range(0, L, MASS_BLOCK):
-        end = min(start + MASS_BLOCK, L)
+    for start in range(0, L, BLOCK):
+        end = min(start + BLOCK, L)
         block = block_of(mask, start, end, L, N, own=False)
-        yield attention_with_scores(
-            backend,
-            q[:, :, start:end],
-            first_rows(k, block.keys),
-            first_rows(v, block.keys),
-            scale=scale,
-            mask=block.mask,
-            sinks=sinks,
-            seed=None if seed is None else (seed[0][:, :, start:end], seed[1]),
-        )
+        yield {
+            "q": q[:, :, start:end],
+            "k": first_rows(k, block.keys),
+            "v": first_rows(v, block.keys),
+            "mask": block.mask,
+            "seed": None if seed is None else (seed[0][:, :, start:end], seed[1]),
+        }
