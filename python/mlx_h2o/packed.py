@@ -116,10 +116,7 @@ class PackedRows:
             middle = (2**dropped - 1) / 2 * scales.astype(mx.float32)
             biases = (biases.astype(mx.float32) + middle).astype(biases.dtype)
             scales = scales * 2**dropped
-        # A row is one stream of bits, the lowest bit of the first level first.
-        stream = (levels[..., None] >> mx.arange(bits, dtype=mx.uint32)) & 1
-        stream = stream.reshape(*levels.shape[:-1], -1, 32) << mx.arange(32, dtype=mx.uint32)
-        return PackedRows(stream.sum(axis=-1), scales, biases, bits, self.group_size)
+        return PackedRows(_words(levels, bits), scales, biases, bits, self.group_size)
 
     def _levels(self) -> mx.array:
         """What is stored of each element, `[..., rows, width]` uint32."""
@@ -128,6 +125,19 @@ class PackedRows:
             self.words, scales, mx.zeros_like(scales), group_size=self.group_size, bits=self.bits
         )
         return unscaled.astype(mx.uint32)
+
+
+def _words(levels: mx.array, bits: int) -> mx.array:
+    """Levels `[..., width]` uint32 as words: one stream of bits, each level's lowest bit first."""
+    # 32 levels fill so many words that every level's place in them is the same in all rows.
+    by_32 = levels.reshape(*levels.shape[:-1], -1, 32)
+    words = []
+    for word in range(bits):
+        first, last = 32 * word // bits, -(-32 * (word + 1) // bits)
+        shifts = [level * bits - 32 * word for level in range(first, last)]
+        left, right = (mx.array([max(sign * s, 0) for s in shifts], mx.uint32) for sign in (1, -1))
+        words.append(((by_32[..., first:last] << left) >> right).sum(axis=-1))
+    return mx.stack(words, axis=-1).flatten(-2)
 
 
 @dataclass(frozen=True)
