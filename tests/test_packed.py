@@ -84,6 +84,25 @@ def test_a_packed_row_is_the_numbers_it_stands_for(dtype, group, L, N, bits, gro
     )
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("N", [64, 257, 1024, 4096])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_in_registers_or_beforehand_makes_no_difference(dtype, bits, N, sinks):
+    """Dequantizing while attending, against dequantizing first, in half precision."""
+    q, k, v = operands(2, 4, 1, N, dtype)
+    column = mx.random.normal((8,)) if sinks else None
+    packed = PackedRows.of(k, bits, 64), PackedRows.of(v, bits, 64)
+    plain = (rows.dequantized() for rows in packed)
+    expected, _, _ = reference.attention_with_scores(
+        q.astype(mx.float32), *plain, scale=SCALE, sinks=column
+    )
+    out, _, _ = scaled_dot_product_attention_with_scores(q, *packed, scale=SCALE, sinks=column)
+    error = np.abs(numbers(out) - numbers(expected)).max()
+    # One rounding of the output to bfloat16 may alone be more than 1e-3.
+    assert error < (1e-3 if dtype == mx.float16 else 1e-3 + numbers(mx.abs(expected)).max() / 256)
+
+
 def test_one_side_may_be_packed_alone():
     q, k, v = operands(2, 2, 1, 50, mx.float16)
     keys, values = PackedRows.of(k, 8, 64), PackedRows.of(v, 4, 32)
