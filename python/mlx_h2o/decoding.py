@@ -48,7 +48,7 @@ def can_decode(policy: Policy, keys: mx.array, values: mx.array, packing: Packin
     """Whether the default device has a fused step for this policy and rows like these."""
     gpu = choice.gpu()
     if gpu is not None:
-        return not packing.packs and gpu.can_decode(policy, keys, values)
+        return gpu.can_decode(policy, keys, values)
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
     return on_cpu and kernel_form_of(policy) is not None and choice.cpu() is not None
 
@@ -111,7 +111,7 @@ def start_decoding(
     """Give a layer's arrays to the kernels of the default device; arguments as of `CPUDecoding`."""
     gpu = choice.gpu()
     if gpu is not None:
-        return gpu.start_decoding(store, remainder, victims, policy, remembers, answers)
+        return gpu.start_decoding(store, packing, remainder, victims, policy, remembers, answers)
     return CPUDecoding(store, packing, remainder, victims, policy, remembers, answers)
 
 

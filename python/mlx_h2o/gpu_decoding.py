@@ -24,6 +24,7 @@ from mlx_h2o.backends.step_launches import (
 )
 from mlx_h2o.backends.tiling import WIDTHS
 from mlx_h2o.decoding import Decoding, HeadStep
+from mlx_h2o.packed import Packing, dense
 from mlx_h2o.policies import Policy
 from mlx_h2o.policies.base import kernel_form_of
 from mlx_h2o.policies.distinct import FEWEST_FOR_A_MEAN
@@ -67,6 +68,7 @@ class GPUDecoding(Decoding):
         launcher: Launcher,
         architecture: str,
         store: SlotStore,
+        packing: Packing,
         remainder: Remainder,
         victims: mx.array,
         policy: Policy,
@@ -81,13 +83,20 @@ class GPUDecoding(Decoding):
         self._remembers = remembers
         self._remainder = remainder
         self._victims = victims
-        self._names = list(store.fields)
         self._count = store.fields["keys"].shape[1]
         self.nbytes = sum(field.nbytes for field in store.fields.values()) + victims.nbytes
         self.nbytes += remainder.nbytes if remembers else 0
-        self._slots = SlotArrays(**{name: _own(field) for name, field in store.fields.items()})
+        # The kernels change these very arrays.
+        self._fields = {name: _own(field) for name, field in store.fields.items()}
+        self._slots = SlotArrays(
+            packing.rows("keys", self._fields),
+            packing.rows("values", self._fields),
+            self._fields["positions"],
+            self._fields.get("scores"),
+        )
         if policy.value_weighted:
-            self._slots.norms = mx.linalg.norm(self._slots.values.astype(mx.float32), axis=-1)
+            values = dense(self._slots.values).astype(mx.float32)
+            self._slots.norms = mx.linalg.norm(values, axis=-1)
             self.nbytes += self._slots.norms.nbytes
         store.fields = {}
 
@@ -151,8 +160,7 @@ class GPUDecoding(Decoding):
 
     def end(self, store: SlotStore) -> tuple[Remainder, mx.array]:
         mx.eval(self._victims, *self._remainder.arrays.values())
-        held = {name: getattr(self._slots, name) for name in self._names}
-        store.fields = {name: field[:, : self._count] for name, field in held.items()}
+        store.fields = {name: field[:, : self._count] for name, field in self._fields.items()}
         return self._remainder, self._victims
 
     def _means(self, plan: StepPlan, written: mx.array) -> mx.array:
