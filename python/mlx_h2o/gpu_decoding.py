@@ -189,9 +189,10 @@ def writes_in_place(launcher: Launcher) -> bool:
     """Whether a row that a kernel writes into its input is there for the next reader."""
     head = HeadStep(start=0, length=1, victim=-1, recent=0, evicted=0, choose=False)
     plan = StepPlan(offset=1, slots=8, sink=0, evict_every=1, heads=(head,))
-    slots = SlotArrays(mx.zeros((1, 8, 32)), mx.zeros((1, 8, 32)), mx.zeros((1, 8), mx.int32))
-    mx.eval(slots.keys, slots.values, slots.positions)
+    keys, values = mx.zeros((1, 8, 32)), mx.zeros((1, 8, 32))
+    slots = SlotArrays(keys, values, mx.zeros((1, 8), mx.int32))
+    mx.eval(keys, values, slots.positions)
     row = mx.ones((1, 1, 1, 32))
     written, _ = overwrite(launcher, plan, slots, mx.zeros((1, 1, 1), mx.int32), row, row, None)
     mx.eval(written)
-    return slots.keys[0, 0].sum().item() == slots.values[0, 0].sum().item() == 32
+    return keys[0, 0].sum().item() == values[0, 0].sum().item() == 32

@@ -188,14 +188,16 @@ def _attention_of_prompt(
             start, length = ranges[h]
             where = (slice(None), None, slice(start, start + length))
         queries = slice(h * group, (h + 1) * group)
-        by_head = isinstance(mask, mx.array) and mask.ndim > 2 and mask.shape[-3] > 1
+        of_head = mask
+        if isinstance(mask, mx.array) and mask.ndim > 2 and mask.shape[-3] > 1:
+            of_head = mask[..., queries, :, :]
         outs.append(
             reference.attention(
                 q[:, queries],
                 _narrow(k[where]),
                 _narrow(v[where]),
                 scale=scale,
-                mask=mask[..., queries, :, :] if by_head else mask,
+                mask=of_head,
                 sinks=None if sinks is None else sinks[queries],
             )
         )
@@ -206,7 +208,9 @@ def _narrow(rows: Rows) -> mx.array:
     """Rows in the model's dtype."""
     if not isinstance(rows, PackedRows):
         return rows
-    return mx.dequantize(*rows.arrays, group_size=rows.group_size, bits=rows.bits)
+    return mx.dequantize(
+        rows.words, rows.scales, rows.biases, group_size=rows.group_size, bits=rows.bits
+    )
 
 
 def _ranges_of(ranges: Ranges | None) -> work.Ranges | None:

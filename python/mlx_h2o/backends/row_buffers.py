@@ -36,7 +36,7 @@ def buffers(**fields: Rows) -> dict[str, mx.array]:
     Args:
         fields: `keys` or `values` or both.
     """
-    found = {}
+    found: dict[str, mx.array] = {}
     for field, rows in fields.items():
         arrays = rows.arrays if isinstance(rows, PackedRows) else [rows]
         found |= zip(_NAMES[field], arrays, strict=False)
@@ -45,7 +45,7 @@ def buffers(**fields: Rows) -> dict[str, mx.array]:
 
 def packing(**fields: Rows) -> dict[str, Any]:
     """Template arguments, in the terms of metal/packed_rows.h: 0 bits are dense rows."""
-    found = {}
+    found: dict[str, Any] = {}
     for field, rows in fields.items():
         bits, group = (rows.bits, rows.group_size) if isinstance(rows, PackedRows) else (0, 1)
         found |= {f"{_LETTERS[field]}_BITS": bits, f"{_LETTERS[field]}_GROUP": group}
