@@ -65,15 +65,20 @@ template <int R, int K, class Keys>
   for (int g = 0, d = 0; d < D; ++g) {
     vf acc[R * K] = {};
     const int end = keys.group_end(g, D);
-    for (; d + W <= end; d += W) {
-      vf kd[K];
+    for (; d + Keys::kStep * W <= end; d += Keys::kStep * W) {
+      vf kd[K][Keys::kStep];
       UNROLL
-      for (int i = 0; i < K; ++i) kd[i] = keys.raw(j + i, d);
+      for (int i = 0; i < K; ++i) keys.summed(j + i, d, kd[i]);
       UNROLL
+      for (int t = 0; t < Keys::kStep; ++t) UNROLL
       for (int r = 0; r < R; ++r) {
-        const vf qd = in_register(load(q + r * q_stride + d));
+        const vf qd = in_register(load(q + r * q_stride + d + t * W));
         UNROLL
-        for (int i = 0; i < K; ++i) acc[r * K + i] += qd * kd[i];
+        for (int i = 0; i < K; ++i) {
+          acc[r * K + i] += qd * kd[i][t];
+          // (gcc 12 would spill some of them.)
+          if (Keys::kStep > 1) acc[r * K + i] = in_register(acc[r * K + i]);
+        }
       }
     }
     if (d < end) {
@@ -380,7 +385,7 @@ template <int R, int VB, class Values>
   for (int j = 0; j < count; ++j) {
     vf row[VB];
     UNROLL
-    for (int i = 0; i < VB; ++i) row[i] = values.raw(j, d + i * W);
+    for (int i = 0; i < VB; i += Values::kStep) values.summed(j, d + i * W, row + i);
     UNROLL
     for (int r = 0; r < R; ++r) {
       const vf weight = in_register(splat(p[r * p_stride + j]));
@@ -404,7 +409,9 @@ void values_of_rows(
     ahead.ask((d - from) / (VB * W) * share, share);
     add_values<R, VB>(p, p_stride, values, d, count, acc, acc_stride);
   }
-  for (; d + W <= end; d += W) add_values<R, 1>(p, p_stride, values, d, count, acc, acc_stride);
+  constexpr int step = Values::kStep;
+  for (; d + step * W <= end; d += step * W)
+    add_values<R, step>(p, p_stride, values, d, count, acc, acc_stride);
   if (d == end) return;
   for (int j = 0; j < count; ++j) {
     const vf row = values.some(j, d, end - d);
@@ -511,7 +518,13 @@ inline ValuesOfTile values_of(const Rows& v) {
   });
 }
 
-inline void attend(const AttentionBlock& b) {
+// Rows of four bits that are summed up by pairs, because they are not widened first.
+inline bool pairs(const AttentionBlock& b, const Rows& rows) {
+  return kPaired<4> && rows.bits == 4 && b.rows <= kRegisterRows;
+}
+
+inline void attend(const AttentionBlock& given) {
+  AttentionBlock b = given;
   const LogitsOfTile tile_logits = logits_of(b.k);
   const ValuesOfTile tile_values = values_of(b.v);
   float* tile_s = b.scratch;
@@ -522,6 +535,12 @@ inline void attend(const AttentionBlock& b) {
   float* v_scales = k_scales + tile_scales(b.k, b.D);
   float* sums_of_q = v_scales + tile_scales(b.v, b.Dv);
   if (b.k.bits) sum_groups(b, b.k.group_size, sums_of_q);
+  if (pairs(b, b.k)) {
+    float* paired = sums_of_q + kMaxRows * (b.D / kSmallestGroup);
+    for (int r = 0; r < b.rows; ++r) pair_queries(b.q + r * b.q_stride, b.D, paired + r * b.D);
+    b.q = paired;
+    b.q_stride = b.D;
+  }
   for (int r = 0; r < b.rows; ++r) {
     b.m[r] = -__builtin_inff();
     b.l[r] = 0;
@@ -551,6 +570,8 @@ inline void attend(const AttentionBlock& b) {
     }
     tile_values(b, first, count, p, p_stride, next_keys, wide_v, v_scales);
   }
+  if (pairs(b, b.v))
+    for (int r = 0; r < b.rows; ++r) unpair_values(b.acc + r * b.acc_stride, b.Dv);
 }
 
 }  // namespace mlx_h2o::MLX_H2O_ISA

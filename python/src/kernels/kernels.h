@@ -95,10 +95,11 @@ constexpr int padded(int width) {
 constexpr int kSmallestGroup = 32;
 constexpr int kMostGroups = 576 / kSmallestGroup;
 constexpr int64_t scratch_floats(int D, int Dv) {
-  // Logits and weights of a tile, its keys and values widened, their scales and biases, and the
-  // sums of the queries' groups.
+  // Logits and weights of a tile, its keys and values widened, their scales and biases, the sums
+  // of the queries' groups, and four queries in another form.
   return 2 * kMaxRows * kTile + int64_t(kTile) * (padded(D) + padded(Dv)) +
-      2 * int64_t(kTile) * (D + Dv) / kSmallestGroup + kMaxRows * D / kSmallestGroup + 2 * kPad;
+      2 * int64_t(kTile) * (D + Dv) / kSmallestGroup + kMaxRows * D / kSmallestGroup +
+      4 * padded(D) + 2 * kPad;
 }
 
 // What a policy accumulates per slot.
