@@ -83,9 +83,8 @@ struct Unit {
 };
 
 // Units stay from call to call: making them anew, filled with zeros, took a few percent of a decode
-// step. They are few: a thread finishes the head it works on
-// before the next one, so there are never more unfinished heads than threads, and their memory
-// stays in the caches.
+// step. They are few: a thread finishes the head it works on before the next one, so there are
+// never more unfinished heads than threads, and their memory stays in the caches.
 class Units {
  public:
   // Never destroyed: MLX's stream threads may still run while the process exits.
