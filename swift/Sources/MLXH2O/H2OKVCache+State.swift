@@ -15,11 +15,11 @@ extension H2OKVCache {
     }
 
     /// Everything else, in the form that Python's `H2OKVCache.config` has.
-    var configuration: JSONValue {
-        let optional = { (value: Int?) -> JSONValue in value.map { .int($0) } ?? .null }
+    var configuration: SettingValue {
+        let optional = { (value: Int?) -> SettingValue in value.map { .int($0) } ?? .null }
         var settings = policy.settings
         settings["name"] = .string(type(of: policy).name)
-        var tokens = JSONValue.null, bytes = JSONValue.null, budgets = JSONValue.null
+        var tokens = SettingValue.null, bytes = SettingValue.null, budgets = SettingValue.null
         switch size {
         case .tokens(let count): tokens = .int(count)
         case .bytes(let count): bytes = .int(count)
@@ -56,7 +56,7 @@ extension H2OKVCache {
             let arrays = unnamed ?? []
             unnamed = nil
             guard newValue.count == arrays.count + 1,
-                let configuration = try? JSONValue(parsing: newValue[0])
+                let configuration = try? SettingValue(parsing: newValue[0])
             else {
                 preconditionFailure("This is no metaState of an H2OKVCache.")
             }
@@ -71,7 +71,7 @@ extension H2OKVCache {
     }
 
     /// A cache from another's arrays and configuration.
-    static func restored(_ arrays: [String: MLXArray], _ configuration: JSONValue) throws
+    static func restored(_ arrays: [String: MLXArray], _ configuration: SettingValue) throws
         -> H2OKVCache
     {
         guard let policy = configuration["policy"]?.object, let name = policy["name"]?.string,
@@ -100,7 +100,7 @@ extension H2OKVCache {
     }
 
     /// Take over another cache's contents; the settings must be the same.
-    private func restore(_ arrays: [String: MLXArray], _ configuration: JSONValue) throws {
+    private func restore(_ arrays: [String: MLXArray], _ configuration: SettingValue) throws {
         guard let runs = configuration["runs"]?.array?.map({ Run($0) }),
             let offset = configuration["offset"]?.int,
             let reserved = configuration["reserved"]?.int, !runs.contains(nil)
@@ -145,7 +145,7 @@ extension H2OKVCache {
 }
 
 extension Run {
-    var json: JSONValue {
+    var json: SettingValue {
         .object([
             "first": .int(first), "last": .int(last), "budget": .int(budget),
             "length": .int(length), "allocated": .int(allocated), "start": .int(start),
@@ -153,7 +153,7 @@ extension Run {
         ])
     }
 
-    init?(_ json: JSONValue) {
+    init?(_ json: SettingValue) {
         guard let first = json["first"]?.int, let last = json["last"]?.int,
             let budget = json["budget"]?.int, let length = json["length"]?.int,
             let allocated = json["allocated"]?.int, let start = json["start"]?.int,

@@ -42,11 +42,11 @@ public struct Distinct: Policy {
         return policy
     }
 
-    public var ownSettings: [String: JSONValue] {
+    public var ownSettings: [String: SettingValue] {
         ["mass_weight": .double(massWeight), "age_weight": .double(ageWeight)]
     }
 
-    public mutating func setOwn(_ name: String, to value: JSONValue) -> Bool {
+    public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool {
         guard let weight = value.double else { return false }
         switch name {
         case "mass_weight": massWeight = weight

@@ -14,9 +14,9 @@ public struct EMA: Policy {
     /// The usual settings.
     public init() {}
 
-    public var ownSettings: [String: JSONValue] { ["decay": .double(decay)] }
+    public var ownSettings: [String: SettingValue] { ["decay": .double(decay)] }
 
-    public mutating func setOwn(_ name: String, to value: JSONValue) -> Bool {
+    public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool {
         setDecay(&decay, name, value)
     }
 
@@ -53,9 +53,9 @@ public struct EMALogits: Policy {
         }
     }
 
-    public var ownSettings: [String: JSONValue] { ["decay": .double(decay)] }
+    public var ownSettings: [String: SettingValue] { ["decay": .double(decay)] }
 
-    public mutating func setOwn(_ name: String, to value: JSONValue) -> Bool {
+    public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool {
         setDecay(&decay, name, value)
     }
 
@@ -80,7 +80,7 @@ private func averaged(
     seen.perQuery.reduce(scores) { Float(decay) * $0 + Float(1 - decay) * evidence($1) }
 }
 
-private func setDecay(_ decay: inout Double, _ name: String, _ value: JSONValue) -> Bool {
+private func setDecay(_ decay: inout Double, _ name: String, _ value: SettingValue) -> Bool {
     guard name == "decay", let number = value.double else { return false }
     decay = number
     return true

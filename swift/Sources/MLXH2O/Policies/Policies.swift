@@ -24,7 +24,7 @@ public enum Policies {
     ///   - settings: Fields to change, by their names in files (`sink`, `recent`, `evict_every` ...).
     /// - Throws: ``H2OError/configuration(_:)``: the name or a setting is unknown, or out of range.
     public static func make(
-        _ name: String, settings: [String: JSONValue] = [:]
+        _ name: String, settings: [String: SettingValue] = [:]
     ) throws -> any Policy {
         let found: (any Policy)? = known.read { lists in
             lists.presets.first { $0.name == name }?.policy

@@ -55,8 +55,8 @@ public struct PolicyOptions: Sendable, Equatable {
         "window", "pool",
     ]
 
-    var settings: [String: JSONValue] {
-        let recentValue: JSONValue =
+    var settings: [String: SettingValue] {
+        let recentValue: SettingValue =
             switch recent {
             case .count(let count): .int(count)
             case .share(let share): .double(share)
@@ -70,7 +70,7 @@ public struct PolicyOptions: Sendable, Equatable {
     }
 
     /// Change an option by its name in files; false if there is none such.
-    mutating func set(_ name: String, to value: JSONValue) -> Bool {
+    mutating func set(_ name: String, to value: SettingValue) -> Bool {
         switch (name, value) {
         case ("sink", .int(let count)): sink = count
         case ("recent", .int(let count)): recent = .count(count)
@@ -174,9 +174,9 @@ public protocol Policy: Sendable {
     /// What every policy can be told.
     var options: PolicyOptions { get set }
     /// Its own hyper-parameters, by their names in files.
-    var ownSettings: [String: JSONValue] { get }
+    var ownSettings: [String: SettingValue] { get }
     /// Change one of its own hyper-parameters; false if there is none such.
-    mutating func setOwn(_ name: String, to value: JSONValue) -> Bool
+    mutating func setOwn(_ name: String, to value: SettingValue) -> Bool
     /// Throw ``H2OError/configuration(_:)`` unless its own hyper-parameters are in range.
     func validateOwn() throws
 
@@ -196,8 +196,8 @@ extension Policy {
     public static var ranksScores: Bool { true }
     public static var usesEvictedMean: Bool { false }
     public static var sumsMass: Bool { false }
-    public var ownSettings: [String: JSONValue] { [:] }
-    public mutating func setOwn(_ name: String, to value: JSONValue) -> Bool { false }
+    public var ownSettings: [String: SettingValue] { [:] }
+    public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool { false }
     public func validateOwn() throws {}
     public var needsAttention: Bool { true }
 
@@ -276,7 +276,7 @@ extension Policy {
     }
 
     /// All settings by their names in files.
-    public var settings: [String: JSONValue] {
+    public var settings: [String: SettingValue] {
         options.settings.merging(ownSettings) { _, own in own }
     }
 
