@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.backends import choice
+from mlx_h2o.backends import choice, reference
 from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy
 from mlx_h2o.policies.base import kernel_form_of
@@ -50,7 +50,7 @@ def can_decode(policy: Policy, keys: mx.array, values: mx.array, packing: Packin
     if gpu is not None:
         return not packing.packs and gpu.can_decode(policy, keys, values)
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    return on_cpu and kernel_form_of(policy) is not None and choice.cpu() is not None
+    return on_cpu and kernel_form_of(policy) is not None and choice.backend() is not reference
 
 
 def on_default_device(decoding: Decoding) -> bool:
