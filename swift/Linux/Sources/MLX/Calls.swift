@@ -13,7 +13,7 @@ func results(_ call: (inout mlx_vector_array) -> Int32) -> [MLXArray] {
     var out = mlx_vector_array_new()
     defer { mlx_vector_array_free(out) }
     _ = call(&out)
-    return (0..<mlx_vector_array_size(out)).map { i in
+    return (0 ..< mlx_vector_array_size(out)).map { i in
         result { mlx_vector_array_get(&$0, out, i) }
     }
 }

@@ -150,7 +150,7 @@ private struct Selection {
             repeating: MLXArrayIndexOperation.slice(MLXSlice()), count: shape.count - named)
         let ellipsis = operations.firstIndex { if case .ellipsis = $0 { true } else { false } }
         if let ellipsis {
-            operations.replaceSubrange(ellipsis...ellipsis, with: whole)
+            operations.replaceSubrange(ellipsis ... ellipsis, with: whole)
         } else {
             operations += whole
         }
@@ -266,7 +266,7 @@ private struct Selection {
     }
 
     private func keptAxes(_ source: MLXArray) -> [Int] {
-        (0..<source.ndim).filter { !gatheredAxes.contains(Int32($0)) }
+        (0 ..< source.ndim).filter { !gatheredAxes.contains(Int32($0)) }
     }
 
     private func gatherSizes(_ source: MLXArray) -> [Int32] {
@@ -280,8 +280,8 @@ private struct Selection {
             if case .gathered = part { break }
             if case .kept = part { before += 1 }
         }
-        let kept = Array(indexCount..<indexCount + keptCount)
-        return kept.prefix(before) + Array(0..<indexCount) + kept.dropFirst(before)
+        let kept = Array(indexCount ..< indexCount + keptCount)
+        return kept.prefix(before) + Array(0 ..< indexCount) + kept.dropFirst(before)
     }
 
     private func resultShape(of source: MLXArray, _ indexShape: [Int]) -> [Int] {
@@ -297,7 +297,7 @@ private struct Selection {
 
 private func broadcastShape(_ arrays: [MLXArray]) -> [Int] {
     let count = arrays.map(\.ndim).max() ?? 0
-    return (0..<count).map { axis in
+    return (0 ..< count).map { axis in
         arrays.map { $0.ndim < count - axis ? 1 : $0.shape[axis - (count - $0.ndim)] }
             .max { ($0 == 1 ? -1 : $0) < ($1 == 1 ? -1 : $1) }!
     }

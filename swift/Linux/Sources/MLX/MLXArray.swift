@@ -55,7 +55,7 @@ extension MLXArray: CustomStringConvertible {
 extension MLXArray: Sequence {
     /// The rows along the first axis.
     public func makeIterator() -> some IteratorProtocol<MLXArray> {
-        (0..<dim(0)).lazy.map { self[$0] }.makeIterator()
+        (0 ..< dim(0)).lazy.map { self[$0] }.makeIterator()
     }
 }
 

@@ -86,6 +86,6 @@ extension NestedDictionary where Key == String {
         guard !isTop, numbers.count == groups.count, let last = numbers.max() else {
             return .dictionary(groups)
         }
-        return .array((0...last).map { groups["\($0)"] ?? .none })
+        return .array((0 ... last).map { groups["\($0)"] ?? .none })
     }
 }

@@ -79,7 +79,7 @@ public enum MLXRandom {
     }
 
     public static func uniform(
-        _ range: Range<Float> = 0..<1, _ shape: some Collection<Int> = [],
+        _ range: Range<Float> = 0 ..< 1, _ shape: some Collection<Int> = [],
         type: (some HasDType & BinaryFloatingPoint).Type = Float.self,
         key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
     ) -> MLXArray {

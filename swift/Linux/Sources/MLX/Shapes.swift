@@ -204,7 +204,7 @@ public func padded(
     let value = value ?? MLXArray(0, dtype: array.dtype)
     let low = widths.map { Int32($0.values.0) }
     let high = widths.map { Int32($0.values.1) }
-    let axes = (0..<widths.count).asInt32
+    let axes = (0 ..< widths.count).asInt32
     return result {
         mlx_pad(
             &$0, array.ctx, axes, axes.count, low, low.count, high, high.count, value.ctx,

@@ -113,7 +113,7 @@ public class Qwen3ModelInner: Module {
     let norm: RMSNorm
 
     public init(_ c: Qwen3Configuration) {
-        layers = (0..<c.hiddenLayers).map { _ in Block(c) }
+        layers = (0 ..< c.hiddenLayers).map { _ in Block(c) }
         norm = RMSNorm(dimensions: c.hiddenSize, eps: c.rmsNormEps)
         super.init()
         _embedTokens.wrappedValue = Embedding(

@@ -46,8 +46,8 @@ public func withPreparedCache<Result>(
     _ cache: [any KVCache], lengths: [Int]?, _ body: () throws -> Result
 ) rethrows -> Result {
     guard let lengths else { return try body() }
-    cache.forEach { $0.prepare(lengths: lengths) }
-    defer { cache.forEach { $0.finalize() } }
+    for cache in cache { cache.prepare(lengths: lengths) }
+    defer { for cache in cache { cache.finalize() } }
     return try body()
 }
 
@@ -104,8 +104,8 @@ public class KVCacheSimple: BaseKVCache {
         let end = offset + keys.dim(2)
         self.keys = grown(self.keys, for: keys)
         self.values = grown(self.values, for: values)
-        self.keys![.ellipsis, offset..<end, 0...] = keys
-        self.values![.ellipsis, offset..<end, 0...] = values
+        self.keys![.ellipsis, offset ..< end, 0...] = keys
+        self.values![.ellipsis, offset ..< end, 0...] = values
         offset = end
         return (self.keys![.ellipsis, ..<end, 0...], self.values![.ellipsis, ..<end, 0...])
     }

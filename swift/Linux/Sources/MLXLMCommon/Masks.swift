@@ -4,8 +4,8 @@ import MLX
 public func createCausalMask(
     n: Int, offset: Int, windowSize: Int? = nil, lengths: MLXArray? = nil
 ) -> MLXArray {
-    let keys = MLXArray(0..<offset + n)[.newAxis]
-    let queries = MLXArray(offset..<offset + n)[0..., .newAxis]
+    let keys = MLXArray(0 ..< offset + n)[.newAxis]
+    let queries = MLXArray(offset ..< offset + n)[0..., .newAxis]
     var mask = queries .>= keys
     if let windowSize { mask = mask .&& (queries .< keys + windowSize) }
     if let lengths {

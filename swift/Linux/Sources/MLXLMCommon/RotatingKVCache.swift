@@ -26,8 +26,8 @@ public class RotatingKVCache: BaseKVCache {
         let held = self.keys?.dim(2) ?? 0
         if count == 1 && held == maxCacheSize {
             if next >= maxCacheSize { next = keep }
-            self.keys![.ellipsis, next..<next + 1, 0...] = keys
-            self.values![.ellipsis, next..<next + 1, 0...] = values
+            self.keys![.ellipsis, next ..< next + 1, 0...] = keys
+            self.values![.ellipsis, next ..< next + 1, 0...] = values
         } else {
             // A chunk still sees the whole window before its first token.
             self.keys = appended(keys, to: inOrder(self.keys), window: maxCacheSize - 1)
@@ -49,7 +49,7 @@ public class RotatingKVCache: BaseKVCache {
         return concatenated(
             [
                 rows[.ellipsis, ..<keep, 0...], rows[.ellipsis, next..., 0...],
-                rows[.ellipsis, keep..<next, 0...],
+                rows[.ellipsis, keep ..< next, 0...],
             ], axis: 2)
     }
 

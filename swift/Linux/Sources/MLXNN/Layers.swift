@@ -10,8 +10,8 @@ open class Linear: Module, UnaryLayer {
 
     public init(_ inputDimensions: Int, _ outputDimensions: Int, bias: Bool = true) {
         let scale = sqrt(1 / Float(inputDimensions))
-        weight = MLXRandom.uniform(-scale..<scale, [outputDimensions, inputDimensions])
-        self.bias = bias ? MLXRandom.uniform(-scale..<scale, [outputDimensions]) : nil
+        weight = MLXRandom.uniform(-scale ..< scale, [outputDimensions, inputDimensions])
+        self.bias = bias ? MLXRandom.uniform(-scale ..< scale, [outputDimensions]) : nil
     }
 
     public init(weight: MLXArray, bias: MLXArray? = nil) {

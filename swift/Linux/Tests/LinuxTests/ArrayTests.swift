@@ -4,14 +4,14 @@ import Testing
 
 /// The stand-ins' arithmetic against plain loops over Swift arrays.
 @Suite struct ArrayTests {
-    let x = MLXArray(0..<24, [2, 3, 4]).asType(.float32)
+    let x = MLXArray(0 ..< 24, [2, 3, 4]).asType(.float32)
 
     /// What one expects of `x` at a position.
     func at(_ i: Int, _ j: Int, _ k: Int) -> Float { Float(12 * i + 4 * j + k) }
 
     func values(_ shape: [Int], _ value: ([Int]) -> Float) -> [Float] {
         var index = shape.map { _ in 0 }
-        return (0..<shape.reduce(1, *)).map { flat in
+        return (0 ..< shape.reduce(1, *)).map { flat in
             var rest = flat
             for axis in shape.indices.reversed() {
                 index[axis] = rest % shape[axis]
@@ -61,7 +61,7 @@ import Testing
     @Test func slices() {
         expect(x[1], [3, 4]) { at(1, $0[0], $0[1]) }
         expect(x[-1, 0], [4]) { at(1, 0, $0[0]) }
-        expect(x[0..., 1..<3], [2, 2, 4]) { at($0[0], $0[1] + 1, $0[2]) }
+        expect(x[0..., 1 ..< 3], [2, 2, 4]) { at($0[0], $0[1] + 1, $0[2]) }
         expect(x[.ellipsis, -2], [2, 3]) { at($0[0], $0[1], 2) }
         expect(x[.ellipsis, ..<2], [2, 3, 2]) { at($0[0], $0[1], $0[2]) }
         expect(x[0, .ellipsis, 1...], [3, 3]) { at(0, $0[0], $0[1] + 1) }
@@ -120,20 +120,20 @@ import Testing
     }
 
     @Test func reductions() {
-        expect(x.sum(axis: 1), [2, 4]) { i in (0..<3).map { at(i[0], $0, i[1]) }.reduce(0, +) }
+        expect(x.sum(axis: 1), [2, 4]) { i in (0 ..< 3).map { at(i[0], $0, i[1]) }.reduce(0, +) }
         expect(x.max(axes: [0, 2], keepDims: true), [1, 3, 1]) { at(1, $0[1], 3) }
         expect(x.mean(axis: -1), [2, 3]) { at($0[0], $0[1], 0) + 1.5 }
         #expect(x.sum().item(Float.self) == 276)
         #expect(x.argMax().item(Int.self) == 23)
         #expect((x .>= 0).all().item(Bool.self))
         expect(logSumExp(x, axis: 2), [2, 3]) { i in
-            let row = (0..<4).map { at(i[0], i[1], $0) }
+            let row = (0 ..< 4).map { at(i[0], i[1], $0) }
             return row.max()! + log(row.map { exp($0 - row.max()!) }.reduce(0, +))
         }
         #expect(
             allClose(softmax(x, axis: -1).sum(axis: -1), MLXArray.ones([2, 3])).item(Bool.self))
         expect(cumsum(x, axis: 1), [2, 3, 4]) { i in
-            (0...i[1]).map { at(i[0], $0, i[2]) }.reduce(0, +)
+            (0 ... i[1]).map { at(i[0], $0, i[2]) }.reduce(0, +)
         }
         #expect(abs(variance(x[0, 0]).item(Float.self) - 1.25) < 1e-6)
     }
@@ -166,16 +166,16 @@ import Testing
             $0[1] == 0 ? 0 : at($0[0], $0[1] - 1, $0[2])
         }
         #expect(x.split(parts: 3, axis: 1).map(\.shape) == Array(repeating: [2, 1, 4], count: 3))
-        #expect(x.flattened().asArray(Float.self) == (0..<24).map { Float($0) })
+        #expect(x.flattened().asArray(Float.self) == (0 ..< 24).map { Float($0) })
     }
 
     @Test func matrices() {
         let (a, b) = (x[0], x[1].T)
         expect(a.matmul(b), [3, 3]) { i in
-            (0..<4).map { at(0, i[0], $0) * at(1, i[1], $0) }.reduce(0, +)
+            (0 ..< 4).map { at(0, i[0], $0) * at(1, i[1], $0) }.reduce(0, +)
         }
         expect(einsum("ij,kj->ik", x[0], x[1]), [3, 3]) { i in
-            (0..<4).map { at(0, i[0], $0) * at(1, i[1], $0) }.reduce(0, +)
+            (0 ..< 4).map { at(0, i[0], $0) * at(1, i[1], $0) }.reduce(0, +)
         }
         expect(tril(MLXArray.ones([3, 3])), [3, 3]) { $0[0] >= $0[1] ? 1 : 0 }
     }
