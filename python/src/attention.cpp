@@ -101,17 +101,18 @@ class Plan {
     for (int b = 0; b < a.B; ++b)
       for (int h = 0; h < a.Hk; ++h)
         for (int rb = 0; rb < row_blocks_; ++rb) {
-          const int blocks =
+          const int own =
               row_blocks_ > 1 ? 1 : std::max(1, ceil_div(a.heads[h].length, kSlotBlock));
+          const int blocks = own + ceil_div(a.recent, kSlotBlock);
           for (int sb = 0; sb < blocks; ++sb)
             items_.push_back({static_cast<int>(states_.size()), sb});
-          states_.emplace_back(b, h, rb, blocks);
+          states_.emplace_back(b, h, rb, blocks, own);
         }
     if (mass_) partial_mass_.resize(states_.size());
   }
 
   void run() {
-    int64_t slots = 0;
+    int64_t slots = int64_t(a_.Hk) * a_.recent;
     for (const auto& head : a_.heads) slots += head.length;
     const int64_t work = slots * (a_.D + a_.Dv) * 4 * a_.B * row_blocks_;
     auto& pool = ThreadPool::shared();
@@ -125,10 +126,11 @@ class Plan {
 
  private:
   struct State {
-    State(int b, int h, int rb, int blocks) : b(b), h(h), rb(rb), blocks(blocks), left(blocks) {}
-    State(State&& other) noexcept
-        : b(other.b), h(other.h), rb(other.rb), blocks(other.blocks), left(other.blocks) {}
+    State(int b, int h, int rb, int blocks, int own)
+        : b(b), h(h), rb(rb), blocks(blocks), own(own), left(blocks) {}
+    State(State&& other) noexcept : State(other.b, other.h, other.rb, other.blocks, other.own) {}
     int b, h, rb, blocks;
+    int own;  // of the blocks; the others are of recent rows
     std::atomic<int> left;
     Unit* unit = nullptr;
   };
@@ -140,6 +142,10 @@ class Plan {
     std::lock_guard lock(units_mutex_);
     if (!state.unit) state.unit = units_.take();
     return *state.unit;
+  }
+
+  int columns_of(const HeadSlots& head) const {
+    return a_.recent ? recent_column(head.length) + a_.recent : head.length;
   }
 
   // Row r of a KV head is query r / G of query head r % G, so that a block's queries are
@@ -158,22 +164,34 @@ class Plan {
     Unit& unit = unit_of(s);
     const int first_row = s.rb * kMaxRows;
     const int rows = std::min(kMaxRows, G_ * a_.L - first_row);
-    const int first_slot = sb * kSlotBlock;
-    const int last_slot =
-        s.blocks == 1 ? head.length : std::min(head.length, first_slot + kSlotBlock);
-    const int64_t stride = padded(head.length);
+    const bool recent = sb >= s.own;
+    const int length = recent ? a_.recent : head.length;
+    const int first_slot = (recent ? sb - s.own : sb) * kSlotBlock;
+    const int last_slot = s.blocks == 1 ? length : std::min(length, first_slot + kSlotBlock);
+    const int first_column = first_slot + (recent ? recent_column(head.length) : 0);
+    const int columns = columns_of(head);
+    const int64_t stride = padded(columns);
     const int D = padded(a_.D), Dv = padded(a_.Dv);
 
     AttentionBlock block{};
     block.rows = rows;
     block.D = a_.D;
     block.Dv = a_.Dv;
-    block.k = from(
-        a_.k, s.b * a_.k_batch + head.k_start + first_slot * a_.k.stride,
-        s.b * a_.k_scale_batch + head.k_scales + first_slot * a_.k.scale_stride);
-    block.v = from(
-        a_.v, s.b * a_.v_batch + head.v_start + first_slot * a_.v.stride,
-        s.b * a_.v_scale_batch + head.v_scales + first_slot * a_.v.scale_stride);
+    if (recent) {
+      const int64_t row = (int64_t(s.b) * a_.Hk + s.h) * a_.recent_rows + first_slot;
+      const auto rows_from = [row](const Rows& r) {
+        return from(r, row * r.stride, row * r.scale_stride);
+      };
+      block.k = rows_from(a_.recent_k);
+      block.v = rows_from(a_.recent_v);
+    } else {
+      block.k = from(
+          a_.k, s.b * a_.k_batch + head.k_start + first_slot * a_.k.stride,
+          s.b * a_.k_scale_batch + head.k_scales + first_slot * a_.k.scale_stride);
+      block.v = from(
+          a_.v, s.b * a_.v_batch + head.v_start + first_slot * a_.v.stride,
+          s.b * a_.v_scale_batch + head.v_scales + first_slot * a_.v.scale_stride);
+    }
     block.acc_stride = Dv;
     {
       std::lock_guard lock(units_mutex_);
@@ -181,16 +199,16 @@ class Plan {
       block.l = unit.l.reserve(s.blocks * kMaxRows) + sb * rows;
       block.acc = unit.acc.reserve(int64_t(s.blocks) * rows * Dv) + int64_t(sb) * rows * Dv;
       if (keeps_weights_) {
-        const int tiles = ceil_div(head.length, kTile);
-        block.weights = unit.weights.reserve(rows * stride) + first_slot;
+        const int tiles = ceil_div(columns, kTile);
+        block.weights = unit.weights.reserve(rows * stride) + first_column;
         block.weights_stride = stride;
-        block.tile_max = unit.tile_max.reserve(tiles * rows) + first_slot / kTile * rows;
+        block.tile_max = unit.tile_max.reserve(tiles * rows) + first_column / kTile * rows;
       }
       if (a_.keep_logits) {
-        block.logits = unit.logits.reserve(rows * stride) + first_slot;
+        block.logits = unit.logits.reserve(rows * stride) + first_column;
         block.logits_stride = stride;
       }
-      if (a_.centers) {
+      if (a_.centers && !recent) {
         block.center = a_.centers + (int64_t(s.b) * a_.Hk + s.h) * a_.D;
         block.distance = unit.distance.reserve(head.length) + first_slot;
       }
@@ -200,7 +218,7 @@ class Plan {
     float* q = queries.reserve(int64_t(rows) * D);
     std::fill(q, q + int64_t(rows) * D, 0.0f);
     const bool pairs = kernels().bf16_dot && a_.q_dtype == Dtype::bfloat16 &&
-        a_.k.dtype == Dtype::bfloat16 && !a_.k.bits;
+        block.k.dtype == Dtype::bfloat16 && !block.k.bits;
     auto* q16 =
         pairs ? reinterpret_cast<uint16_t*>(raw_queries.reserve(int64_t(rows) * D)) : nullptr;
     RowMask masks[kMaxRows];
@@ -313,8 +331,8 @@ class Plan {
     }
     if (after_head_)
       after_head_(
-          {s.b, s.h, rows, unit.weights.reserve(0), unit.logits.reserve(0), padded(head.length),
-           unit.tile_max.reserve(0), lse, unit.distance.reserve(0)});
+          {s.b, s.h, rows, unit.weights.reserve(0), unit.logits.reserve(0),
+           padded(columns_of(head)), unit.tile_max.reserve(0), lse, unit.distance.reserve(0)});
     std::lock_guard lock(units_mutex_);
     units_.give_back(&unit);
   }

@@ -21,7 +21,7 @@ public func scaledDotProductAttentionWithScores(
         queries: queries, keys: .plain(keys), values: .plain(values), scale: scale,
         mask: Mask(mask), sinks: sinks)
     call.check()
-    return Backends.current.attentionWithScores(call)
+    return Backend.current.attentionWithScores(call)
 }
 
 /// ``scaledDotProductAttentionWithScores(queries:keys:values:scale:mask:sinks:)`` of keys and values
@@ -55,7 +55,7 @@ public func quantizedScaledDotProductAttentionWithScores(
         queries: queries, keys: rows(quantizedKeys, keyBits),
         values: rows(quantizedValues, valueBits), scale: scale, mask: Mask(mask), sinks: sinks)
     call.check()
-    return Backends.current.attentionWithScores(call)
+    return Backend.current.attentionWithScores(call)
 }
 
 /// The attention that each key received: sum over queries, mean over the G query heads of each KV

@@ -164,7 +164,7 @@ extension H2OKVCache {
 
         var outputs: [MLXArray] = [], scores = fields["scores"], windowMass: MLXArray?
         if firstSeen > 0 {
-            outputs.append(Backends.current.attention(operands(0 ..< firstSeen)))
+            outputs.append(Backend.current.attention(operands(0 ..< firstSeen)))
         }
         // A window is one block, and so is whatever leaves no logits behind.
         let sums = type(of: policy).sumsMass
@@ -173,11 +173,11 @@ extension H2OKVCache {
             let call = operands(start ..< min(start + step, L)), length = call.keys.shape[2]
             let seen: Observation
             if sums {
-                let result = Backends.current.attentionWithMass(call)
+                let result = Backend.current.attentionWithMass(call)
                 outputs.append(result.output)
                 seen = Observation(mass: result.mass)
             } else {
-                let result = Backends.current.attentionWithScores(call)
+                let result = Backend.current.attentionWithScores(call)
                 outputs.append(result.output)
                 seen = Observation(
                     logits: result.scores, logSumExp: result.logSumExp, heads: run.heads)
