@@ -5,16 +5,16 @@ extension MLXArray {
     /// The value of an array of one element, converted when T is another type.
     public func item<T: HasDType>() -> T { item(T.self) }
 
-    public func item<T: HasDType>(_ type: T.Type) -> T { contiguousValues(type)[0] }
+    public func item<T: HasDType>(_ type: T.Type) -> T {
+        precondition(size == 1, "item() of an array of \(size) elements")
+        return asArray(type)[0]
+    }
 
     /// All values in row-major order, converted when T is another type.
-    public func asArray<T: HasDType>(_ type: T.Type) -> [T] { contiguousValues(type) }
-
-    private func contiguousValues<T: HasDType>(_ type: T.Type) -> [T] {
+    public func asArray<T: HasDType>(_ type: T.Type) -> [T] {
         let array = asType(T.dtype).contiguous()
         array.eval()
-        let count = Swift.max(array.size, size)
-        return [T](unsafeUninitializedCapacity: count) { values, initialized in
+        return [T](unsafeUninitializedCapacity: size) { values, initialized in
             let bytes = UnsafeMutableRawBufferPointer(values)
             if let data = mlx_array_data_uint8(array.ctx) {
                 bytes.copyMemory(from: UnsafeRawBufferPointer(start: data, count: array.nbytes))
@@ -22,7 +22,7 @@ extension MLXArray {
                 // The error has been reported; the caller's withError will throw it.
                 bytes.initializeMemory(as: UInt8.self, repeating: 0)
             }
-            initialized = count
+            initialized = size
         }
     }
 

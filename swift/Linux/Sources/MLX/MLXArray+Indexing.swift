@@ -197,14 +197,13 @@ private struct Selection {
         starts.allSatisfy { $0 == 0 } && ends == shape.asInt32 && strides.allSatisfy { $0 == 1 }
     }
 
+    /// A new object even where nothing is cut off: assigning to one must not change the other.
     func sliced(_ source: MLXArray) -> MLXArray {
-        slicesAll
-            ? source
-            : result {
-                mlx_slice(
-                    &$0, source.ctx, starts, starts.count, ends, ends.count, strides, strides.count,
-                    stream.ctx)
-            }
+        result {
+            mlx_slice(
+                &$0, source.ctx, starts, starts.count, ends, ends.count, strides, strides.count,
+                stream.ctx)
+        }
     }
 
     func value(in source: MLXArray) -> MLXArray {

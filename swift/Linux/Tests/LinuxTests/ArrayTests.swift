@@ -116,7 +116,9 @@ import Testing
         let z = x + 0
         let w = z + 0
         w[0] = seven
-        expect(z, [2, 3, 4]) { at($0[0], $0[1], $0[2]) }
+        let all = z[.ellipsis]
+        z[1] = seven
+        expect(all, [2, 3, 4]) { at($0[0], $0[1], $0[2]) }
     }
 
     @Test func reductions() {

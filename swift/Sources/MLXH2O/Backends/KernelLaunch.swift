@@ -1,0 +1,88 @@
+import Foundation
+import MLX
+
+/// A call of a custom kernel by the names of its buffers.
+///
+/// MLX writes a kernel's signature from the arrays that it gets, so a buffer that a launch does
+/// without has no name there. Its declaration as a null pointer goes before the body instead, and the
+/// template arguments say that nobody looks.
+struct KernelLaunch {
+    /// A kernel's buffers, in order.
+    struct Interface: Sendable {
+        /// Of its file in metal/.
+        let name: String
+        let inputs: [String]
+        let outputs: [String]
+        /// Those that a launch may do without, with the declarations that then stand in.
+        var optional: [(name: String, declaration: String)] = []
+    }
+
+    /// What is to be written.
+    struct Output {
+        let name: String
+        let shape: [Int]
+        let dtype: DType
+    }
+
+    /// Lanes of a simdgroup.
+    static let simdgroup = 32
+
+    let interface: Interface
+    let inputs: [String: MLXArray]
+    let outputs: [Output]
+    let template: [(String, any KernelTemplateArg)]
+    let threadgroups: (Int, Int, Int)
+    /// Of each threadgroup, along x.
+    let threads: Int
+
+    var reads: [String] { interface.inputs.filter { inputs[$0] != nil } }
+
+    /// One name for one text, since MLX keeps compiled kernels by name.
+    var name: String {
+        let passed = Set(reads + outputs.map(\.name))
+        let features = interface.optional.map(\.name).filter(passed.contains)
+        return (["mlx_h2o", interface.name] + features + ["\(threads)"]).joined(separator: "_")
+    }
+
+    var header: String {
+        "#define THREADGROUP_SIZE \(threads)\n" + KernelText(interface.name).header
+    }
+
+    var source: String {
+        let passed = Set(reads + outputs.map(\.name))
+        let absent = interface.optional.filter { !passed.contains($0.name) }.map(\.declaration)
+        return (absent + [KernelText(interface.name).body]).joined(separator: "\n")
+    }
+
+    /// Run the kernel, on Metal.
+    func run() -> [String: MLXArray] {
+        let kernel = KernelLaunch.built.kernel(name) {
+            MLXFast.metalKernel(
+                name: name, inputNames: reads, outputNames: outputs.map(\.name), source: source,
+                header: header, ensureRowContiguous: false)
+        }
+        let written = kernel(
+            reads.map { inputs[$0]! }, template: template,
+            grid: (threadgroups.0 * threads, threadgroups.1, threadgroups.2),
+            threadGroup: (threads, 1, 1), outputShapes: outputs.map(\.shape),
+            outputDTypes: outputs.map(\.dtype))
+        return Dictionary(uniqueKeysWithValues: zip(outputs.map(\.name), written))
+    }
+
+    private static let built = BuiltKernels()
+
+    /// Kernels by name: their texts are long, and a step launches one per layer.
+    private final class BuiltKernels: @unchecked Sendable {
+        private let lock = NSLock()
+        private var kernels: [String: MLXFast.MLXFastKernel] = [:]
+
+        func kernel(_ name: String, _ build: () -> MLXFast.MLXFastKernel) -> MLXFast.MLXFastKernel {
+            lock.lock()
+            defer { lock.unlock() }
+            if let kernel = kernels[name] { return kernel }
+            let kernel = build()
+            kernels[name] = kernel
+            return kernel
+        }
+    }
+}

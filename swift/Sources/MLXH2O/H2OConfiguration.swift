@@ -1,0 +1,107 @@
+import MLX
+import MLXLMCommon
+
+/// How a model's caches are to be bounded: a value, checked when it is made.
+public struct H2OConfiguration: Sendable {
+    /// How much memory.
+    public enum Budget: Sendable, Equatable {
+        /// Tokens' worth of memory per KV head and layer, on average; the remainder of the evicted
+        /// is charged against it.
+        case tokens(Int)
+        /// Bytes for all bounded layers together and one sequence, everything counted.
+        case bytes(Int)
+    }
+
+    /// How slots are shared out among heads.
+    public enum HeadBudgets: Sendable {
+        /// All the same.
+        case uniform
+        /// By this profile; a model that it was not made for is an error.
+        case profile(Profile)
+        /// By the first of these that was made for the model, else all the same.
+        case matching([Profile])
+    }
+
+    /// What to do about layers that cannot be bounded.
+    public enum Compatibility: Sendable {
+        /// Every layer must be bounded, by this library or by itself, else it is an error.
+        case requireAllLayers
+        /// Bound what can be bounded and leave other layers as they are.
+        case allowPartial
+    }
+
+    /// How much memory.
+    public var budget: Budget
+    /// What chooses; nil is ``Distinct`` in the form that the model can run.
+    public var policy: (any Policy)?
+    /// Whether evicted tokens go on answering.
+    public var remainder: Bool
+    /// How slots are shared out among heads; in stock models always uniformly.
+    public var headBudgets: HeadBudgets
+    /// How keys and values are stored.
+    public var packing: Packing
+    /// What to do about layers that cannot be bounded.
+    public var compatibility: Compatibility
+    /// What may ask for less memory while caches are in use.
+    public var pressure: MemoryPressure?
+
+    /// - Throws: ``H2OError/configuration(_:)`` for settings out of range.
+    public init(
+        budget: Budget, policy: (any Policy)? = nil, remainder: Bool = true,
+        headBudgets: HeadBudgets = .uniform, packing: Packing = .dense,
+        compatibility: Compatibility = .requireAllLayers, pressure: MemoryPressure? = nil
+    ) throws {
+        self.init(
+            unchecked: budget, policy: policy, remainder: remainder, headBudgets: headBudgets,
+            packing: packing, compatibility: compatibility, pressure: pressure)
+        try validate()
+    }
+
+    private init(
+        unchecked budget: Budget, policy: (any Policy)? = nil, remainder: Bool = true,
+        headBudgets: HeadBudgets = .uniform, packing: Packing = .dense,
+        compatibility: Compatibility = .requireAllLayers, pressure: MemoryPressure? = nil
+    ) {
+        (self.budget, self.policy, self.remainder) = (budget, policy, remainder)
+        (self.headBudgets, self.packing) = (headBudgets, packing)
+        (self.compatibility, self.pressure) = (compatibility, pressure)
+    }
+
+    /// Throw ``H2OError/configuration(_:)`` for settings out of range, after changing some.
+    public func validate() throws {
+        let policy = policy ?? Distinct()
+        try policy.validate()
+        switch budget {
+        case .tokens(let count): try policy.checkBudget(count)
+        case .bytes(let count) where count < 1:
+            throw H2OError.configuration("A budget of \(count) bytes holds nothing.")
+        case .bytes: break
+        }
+    }
+
+    /// ``Distinct`` and the remainder in 1024 tokens: the best of what is known here.
+    public static let `default` = H2OConfiguration(unchecked: .tokens(1024))
+
+    /// The AtomGradient report: 4 sink, 128 recent and 124 heavy of 256 tokens, no remainder.
+    public static let paper = H2OConfiguration(
+        unchecked: .tokens(256), policy: EMALogits.paper, remainder: false)
+
+    /// Zhang et al. 2023: half heavy hitters, half recent, in 1024 tokens, no remainder.
+    public static let h2o = H2OConfiguration(
+        unchecked: .tokens(1024), policy: H2O.paper, remainder: false)
+
+    /// StreamingLLM: 4 sinks and a window of 1024 tokens; the remainder answers for the rest. Runs in
+    /// every model.
+    public static let streaming = H2OConfiguration(
+        unchecked: .tokens(1024), policy: Streaming())
+
+    /// The configuration with another budget.
+    ///
+    /// - Throws: ``H2OError/configuration(_:)`` for one without room to evict.
+    public func with(budget: Budget) throws -> H2OConfiguration {
+        var changed = self
+        changed.budget = budget
+        try changed.validate()
+        return changed
+    }
+}

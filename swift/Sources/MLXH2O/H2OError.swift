@@ -1,0 +1,29 @@
+import Foundation
+
+/// What can go wrong before anything is computed; each message says what to do.
+public enum H2OError: Error, Equatable, Sendable, LocalizedError {
+    /// A setting is out of range, or settings do not fit together.
+    case configuration(String)
+    /// The policy must see attention and the model computes it by itself.
+    case policyNeedsAttention(policy: String, model: String)
+    /// Some layers of the model cannot be bounded.
+    case partial(String)
+    /// A profile is damaged, or another model's.
+    case profile(String)
+    /// A file is no readable prompt cache.
+    case file(String)
+
+    /// The message for people.
+    public var errorDescription: String? {
+        switch self {
+        case .configuration(let message), .partial(let message), .profile(let message),
+            .file(let message):
+            message
+        case .policyNeedsAttention(let policy, let model):
+            "Policy \"\(policy)\" must see attention, which \(model) computes by itself. Call "
+                + "H2OModels.register() before loading a Llama or Qwen model, let your own model "
+                + "attend through h2oAttention(...), or choose a policy that looks at keys only: "
+                + "KeyDiff(), Streaming() or Distinct.keysOnly."
+        }
+    }
+}

@@ -1,0 +1,56 @@
+import MLX
+
+/// What a mask may be: nothing, causal (aligned at the end), or an array of booleans or numbers.
+enum Mask {
+    case none
+    case causal
+    case array(MLXArray)
+
+    init(_ mode: MLXFast.ScaledDotProductAttentionMaskMode) {
+        if let array = mode.mask {
+            self = .array(array)
+        } else if case .causal = mode {
+            self = .causal
+        } else {
+            self = .none
+        }
+    }
+
+    /// The mask as MLX's fused attention takes it: additive ones in the queries' dtype.
+    func fast(_ dtype: DType) -> MLXFast.ScaledDotProductAttentionMaskMode {
+        switch self {
+        case .none: .none
+        case .causal: .causal
+        case .array(let mask): .array(mask.dtype == .bool ? mask : mask.asType(dtype))
+        }
+    }
+
+    /// Cut a mask over L queries and N keys to some of the queries.
+    ///
+    /// - Parameters:
+    ///   - queries: Which.
+    ///   - L: Queries of the whole call.
+    ///   - N: Keys of the whole call.
+    ///   - own: Whether only the last L columns of an array mask are to be read.
+    /// - Returns: How many keys (the first so many) those queries see, and their mask.
+    func block(_ queries: Range<Int>, L: Int, N: Int, own: Bool) -> (keys: Int, mask: Mask) {
+        switch self {
+        case .none: return (N, .none)
+        case .causal: return (N - L + queries.upperBound, .causal)
+        case .array(var mask):
+            if mask.dim(-2) > 1 {
+                mask = mask.sliced(queries, axis: mask.ndim - 2)
+            }
+            if own && mask.dim(-1) > 1 && N > L {
+                let new = mask.slicedLast(mask.dim(-1) - L ..< mask.dim(-1))
+                let visible = Array(new.shape.dropLast()) + [N - L]
+                let old =
+                    mask.dtype == .bool
+                    ? MLXArray.ones(visible, dtype: .bool)
+                    : MLXArray.zeros(visible, dtype: mask.dtype)
+                mask = concatenated([old, new], axis: -1)
+            }
+            return (N, .array(mask))
+        }
+    }
+}

@@ -1,0 +1,62 @@
+import Foundation
+import MLX
+import MLXLLM
+import MLXLMCommon
+import MLXNN
+
+/// A model that attends through ``h2oAttention(queries:keys:values:cache:scale:mask:sinks:)`` and so
+/// runs every policy.
+public protocol H2OModel: LanguageModel, ProfiledModel {
+    /// Caches without a bound, as a stock model's `newCache` makes them.
+    func plainCaches() -> [any KVCache]
+}
+
+/// H2O-aware model types in the place of mlx-swift-lm's own.
+public enum H2OModels {
+    /// The model types that ``register(_:)`` replaces.
+    public static let modelTypes = ["llama", "mistral", "qwen2", "qwen3"]
+
+    /// Have `LLMModelFactory` make H2O-aware models for ``modelTypes``, whose `newCache` gives bounded
+    /// caches.
+    ///
+    /// Call it once, before a model is loaded. Weights, configurations and tokenizers are the same as
+    /// those of the stock models.
+    ///
+    /// - Parameter configuration: How caches are bounded. A model that cannot follow it (a profile of
+    ///   another model, a budget without room) stops the program when its first cache is made; ask
+    ///   ``H2OConfiguration/caches(for:)`` for an error instead.
+    public static func register(_ configuration: H2OConfiguration = .default) async {
+        for type in modelTypes {
+            await LLMTypeRegistry.shared.registerModelType(type) { data in
+                try H2OTransformer(configurationData: data, h2o: configuration)
+            }
+        }
+    }
+
+    /// A model from a folder with `config.json` and safetensors, without a registry.
+    ///
+    /// - Parameters:
+    ///   - folder: Of an unquantized model of one of ``modelTypes``.
+    ///   - dtype: Cast the weights to it; nil leaves them.
+    ///   - configuration: How caches are bounded.
+    public static func load(
+        folder: URL, dtype: DType? = nil, configuration: H2OConfiguration = .default
+    ) throws -> any H2OModel {
+        let data = try Data(contentsOf: folder.appendingPathComponent("config.json"))
+        let model = try H2OTransformer(configurationData: data, h2o: configuration)
+        var weights: [String: MLXArray] = [:]
+        let files = try FileManager.default.contentsOfDirectory(
+            at: folder, includingPropertiesForKeys: nil)
+        for file in files where file.pathExtension == "safetensors" {
+            weights.merge(try loadArrays(url: file)) { $1 }
+        }
+        weights = model.sanitize(weights: weights)
+        if let dtype {
+            weights = weights.mapValues { $0.dtype.isFloatingPoint ? $0.asType(dtype) : $0 }
+        }
+        try model.update(
+            parameters: ModuleParameters.unflattened(weights), verify: [.noUnusedKeys])
+        eval(model)
+        return model
+    }
+}

@@ -1,0 +1,175 @@
+import Foundation
+import MLX
+import MLXLLM
+import MLXLMCommon
+import MLXNN
+
+/// Llama, Mistral, Qwen2 and Qwen3: one family, told apart by its configuration.
+final class H2OTransformer: Module, LLMModel, H2OModel {
+    let configuration: TransformerConfiguration
+    let h2o: H2OConfiguration
+    let model: TransformerLayers
+    @ModuleInfo(key: "lm_head") var head: Linear?
+    // How the model attends to its caches, found out when the first ones are made.
+    private let kinds = Kinds()
+
+    init(configurationData: Data, h2o: H2OConfiguration) throws {
+        configuration = try JSONDecoder().decode(
+            TransformerConfiguration.self, from: configurationData)
+        self.h2o = h2o
+        model = TransformerLayers(configuration)
+        super.init()
+        if !configuration.tiesEmbeddings {
+            _head.wrappedValue = Linear(
+                configuration.hiddenSize, configuration.vocabularySize, bias: false)
+        }
+    }
+
+    var modelType: String { configuration.modelType }
+    var vocabularySize: Int { configuration.vocabularySize }
+    var loraLayers: [Module] { model.layers }
+
+    func embedded(_ tokens: MLXArray) -> MLXArray { model.embedding(tokens) }
+
+    func callAsFunction(_ inputs: MLXArray, cache: [any KVCache]?) -> MLXArray {
+        let hidden = model(inputs, caches: cache)
+        return head.map { $0(hidden) } ?? model.embedding.asLinear(hidden)
+    }
+
+    func sanitize(weights: [String: MLXArray]) -> [String: MLXArray] {
+        weights.filter { name, _ in
+            !name.contains("rotary_emb.inv_freq")
+                && !(configuration.tiesEmbeddings && name == "lm_head.weight")
+        }
+    }
+
+    func plainCaches() -> [any KVCache] { model.layers.map { _ in KVCacheSimple() } }
+
+    func newCache(parameters: GenerateParameters?) -> [any KVCache] {
+        do {
+            let h2o = try parameters?.maxKVSize.map { try self.h2o.with(budget: .tokens($0)) }
+            return try (h2o ?? self.h2o).caches(
+                for: self, plain: plainCaches(), kinds: kinds.found(for: self, self.h2o))
+        } catch {
+            fatalError(error.localizedDescription)
+        }
+    }
+
+    private final class Kinds {
+        private var known: [LayerKind?]?
+
+        func found(for model: H2OTransformer, _ h2o: H2OConfiguration) throws -> [LayerKind?] {
+            if let known { return known }
+            let kinds = try h2o.layerKinds(of: model, plain: model.plainCaches())
+            known = kinds
+            return kinds
+        }
+    }
+}
+
+final class TransformerLayers: Module {
+    @ModuleInfo(key: "embed_tokens") var embedding: Embedding
+    let layers: [TransformerLayer]
+    let norm: RMSNorm
+
+    init(_ c: TransformerConfiguration) {
+        layers = (0 ..< c.layers).map { _ in TransformerLayer(c) }
+        norm = RMSNorm(dimensions: c.hiddenSize, eps: c.normEpsilon)
+        super.init()
+        _embedding.wrappedValue = Embedding(
+            embeddingCount: c.vocabularySize, dimensions: c.hiddenSize)
+    }
+
+    func callAsFunction(_ tokens: MLXArray, caches: [any KVCache]?) -> MLXArray {
+        var hidden = embedding(tokens)
+        let mask = createAttentionMask(h: hidden, cache: caches?.first)
+        for (i, layer) in layers.enumerated() {
+            hidden = layer(hidden, mask: mask, cache: caches?[i])
+        }
+        return norm(hidden)
+    }
+}
+
+final class TransformerLayer: Module {
+    @ModuleInfo(key: "self_attn") var attention: TransformerAttention
+    let mlp: TransformerMLP
+    @ModuleInfo(key: "input_layernorm") var inputNorm: RMSNorm
+    @ModuleInfo(key: "post_attention_layernorm") var outputNorm: RMSNorm
+
+    init(_ c: TransformerConfiguration) {
+        mlp = TransformerMLP(c)
+        super.init()
+        _attention.wrappedValue = TransformerAttention(c)
+        _inputNorm.wrappedValue = RMSNorm(dimensions: c.hiddenSize, eps: c.normEpsilon)
+        _outputNorm.wrappedValue = RMSNorm(dimensions: c.hiddenSize, eps: c.normEpsilon)
+    }
+
+    func callAsFunction(
+        _ x: MLXArray, mask: MLXFast.ScaledDotProductAttentionMaskMode, cache: (any KVCache)?
+    ) -> MLXArray {
+        let x = x + attention(inputNorm(x), mask: mask, cache: cache)
+        return x + mlp(outputNorm(x))
+    }
+}
+
+final class TransformerAttention: Module {
+    let configuration: TransformerConfiguration
+    let rope: any RoPELayer
+    @ModuleInfo(key: "q_proj") var queryProjection: Linear
+    @ModuleInfo(key: "k_proj") var keyProjection: Linear
+    @ModuleInfo(key: "v_proj") var valueProjection: Linear
+    @ModuleInfo(key: "o_proj") var outputProjection: Linear
+    @ModuleInfo(key: "q_norm") var queryNorm: RMSNorm?
+    @ModuleInfo(key: "k_norm") var keyNorm: RMSNorm?
+
+    init(_ c: TransformerConfiguration) {
+        configuration = c
+        rope = initializeRope(
+            dims: c.headWidth, base: c.ropeBase, traditional: c.ropeTraditional,
+            scalingConfig: c.ropeScaling, maxPositionEmbeddings: c.maxPositions)
+        super.init()
+        let (width, bias) = (c.hiddenSize, c.projectionBias)
+        _queryProjection.wrappedValue = Linear(width, c.heads * c.headWidth, bias: bias)
+        _keyProjection.wrappedValue = Linear(width, c.kvHeads * c.headWidth, bias: bias)
+        _valueProjection.wrappedValue = Linear(width, c.kvHeads * c.headWidth, bias: bias)
+        _outputProjection.wrappedValue = Linear(
+            c.heads * c.headWidth, width, bias: c.outputBias)
+        if c.normalisesHeads {
+            _queryNorm.wrappedValue = RMSNorm(dimensions: c.headWidth, eps: c.normEpsilon)
+            _keyNorm.wrappedValue = RMSNorm(dimensions: c.headWidth, eps: c.normEpsilon)
+        }
+    }
+
+    func callAsFunction(
+        _ x: MLXArray, mask: MLXFast.ScaledDotProductAttentionMaskMode, cache: (any KVCache)?
+    ) -> MLXArray {
+        let (B, L) = (x.dim(0), x.dim(1))
+        func heads(_ rows: MLXArray, _ norm: RMSNorm?) -> MLXArray {
+            let split = rows.reshaped([B, L, -1, configuration.headWidth])
+            return (norm.map { $0(split) } ?? split).transposed(0, 2, 1, 3)
+        }
+        let offset = cache?.ropeOffset
+        let output = h2oAttention(
+            queries: applyRotaryPosition(
+                rope, to: heads(queryProjection(x), queryNorm), offset: offset),
+            keys: applyRotaryPosition(rope, to: heads(keyProjection(x), keyNorm), offset: offset),
+            values: heads(valueProjection(x), nil), cache: cache,
+            scale: 1 / Float(configuration.headWidth).squareRoot(), mask: mask)
+        return outputProjection(output.transposed(0, 2, 1, 3).reshaped([B, L, -1]))
+    }
+}
+
+final class TransformerMLP: Module {
+    @ModuleInfo(key: "gate_proj") var gate: Linear
+    @ModuleInfo(key: "up_proj") var up: Linear
+    @ModuleInfo(key: "down_proj") var down: Linear
+
+    init(_ c: TransformerConfiguration) {
+        super.init()
+        _gate.wrappedValue = Linear(c.hiddenSize, c.intermediateSize, bias: c.mlpBias)
+        _up.wrappedValue = Linear(c.hiddenSize, c.intermediateSize, bias: c.mlpBias)
+        _down.wrappedValue = Linear(c.intermediateSize, c.hiddenSize, bias: c.mlpBias)
+    }
+
+    func callAsFunction(_ x: MLXArray) -> MLXArray { down(silu(gate(x)) * up(x)) }
+}

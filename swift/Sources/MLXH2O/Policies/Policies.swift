@@ -1,0 +1,74 @@
+import Foundation
+
+/// Policies and presets by name.
+public enum Policies {
+    private static let known = Known()
+
+    /// Registered policies, then presets.
+    public static var names: [String] {
+        known.read { $0.policies.map { $0.name } + $0.presets.map(\.name) }
+    }
+
+    /// Make a policy available by its name, in saved caches too.
+    public static func register(_ policy: any Policy.Type) {
+        known.change { lists in
+            lists.policies.removeAll { $0.name == policy.name }
+            lists.policies.append(policy)
+        }
+    }
+
+    /// A policy or preset by name, with settings changed.
+    ///
+    /// - Parameters:
+    ///   - name: A registered name, or a preset's.
+    ///   - settings: Fields to change, by their names in files (`sink`, `recent`, `evict_every` ...).
+    /// - Throws: ``H2OError/configuration(_:)``: the name or a setting is unknown, or out of range.
+    public static func make(
+        _ name: String, settings: [String: SettingValue] = [:]
+    ) throws -> any Policy {
+        let found: (any Policy)? = known.read { lists in
+            lists.presets.first { $0.name == name }?.policy
+                ?? lists.policies.first { $0.name == name }?.init()
+        }
+        guard var policy = found else {
+            throw H2OError.configuration(
+                "Unknown policy \"\(name)\"; choose from \(names.joined(separator: ", ")).")
+        }
+        for (key, value) in settings.sorted(by: { $0.key < $1.key }) {
+            guard policy.options.set(key, to: value) || policy.setOwn(key, to: value) else {
+                throw H2OError.configuration(
+                    "Policy \"\(name)\" has no setting \(key) that could be \(value.text); it has "
+                        + policy.settings.keys.sorted().joined(separator: ", ") + ".")
+            }
+        }
+        try policy.validate()
+        return policy
+    }
+
+    private struct Lists: Sendable {
+        var policies: [any Policy.Type] = [
+            Distinct.self, EMA.self, EMALogits.self, H2O.self, KeyDiff.self, Streaming.self,
+            TOVA.self,
+        ]
+        let presets: [(name: String, policy: any Policy)] = [
+            ("paper", EMALogits.paper), ("h2o-paper", H2O.paper),
+        ]
+    }
+
+    private final class Known: @unchecked Sendable {
+        private var lists = Lists()
+        private let lock = NSLock()
+
+        func read<Result>(_ body: (Lists) -> Result) -> Result {
+            lock.lock()
+            defer { lock.unlock() }
+            return body(lists)
+        }
+
+        func change(_ body: (inout Lists) -> Void) {
+            lock.lock()
+            defer { lock.unlock() }
+            body(&lists)
+        }
+    }
+}

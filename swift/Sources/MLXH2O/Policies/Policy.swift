@@ -1,0 +1,324 @@
+import Foundation
+import MLX
+
+/// How many of the last positions a policy protects.
+public enum Recent: Sendable, Equatable {
+    /// So many.
+    case count(Int)
+    /// A share of the head's own budget.
+    case share(Double)
+}
+
+/// What every policy can be told.
+public struct PolicyOptions: Sendable, Equatable {
+    /// Who chooses.
+    public enum Unit: String, Sendable {
+        /// Each KV head for itself.
+        case head
+        /// All heads drop the same token.
+        case layer
+    }
+
+    /// How prompt chunks are scored.
+    public enum Prompt: String, Sendable {
+        /// By the mass that the last ``PolicyOptions/window`` queries give (SnapKV,
+        /// arXiv 2404.14469).
+        case window
+        /// By what the policy accumulated over all of them.
+        case full
+    }
+
+    /// The first positions, never evicted (StreamingLLM, arXiv 2309.17453).
+    public var sink = 4
+    /// The last positions, never evicted.
+    public var recent = Recent.share(0.5)
+    /// Who chooses.
+    public var unit = Unit.head
+    /// Victims chosen at once: 1 is the most exact, more spreads the choice's cost.
+    public var evictEvery = 1
+    /// Divide scores by the steps since the token came.
+    public var ageNormalised = false
+    /// Multiply scores by ||v|| (VATP, arXiv 2406.12335).
+    public var valueWeighted = false
+    /// How prompt chunks are scored.
+    public var prompt = Prompt.window
+    /// Queries in the prompt's window.
+    public var window = 64
+    /// Width of the average pool along positions that smooths the window's mass; odd.
+    public var pool = 5
+
+    /// The usual options.
+    public init() {}
+
+    static let names = [
+        "sink", "recent", "unit", "evict_every", "age_normalised", "value_weighted", "prompt",
+        "window", "pool",
+    ]
+
+    var settings: [String: SettingValue] {
+        let recentValue: SettingValue =
+            switch recent {
+            case .count(let count): .int(count)
+            case .share(let share): .double(share)
+            }
+        return [
+            "sink": .int(sink), "recent": recentValue, "unit": .string(unit.rawValue),
+            "evict_every": .int(evictEvery), "age_normalised": .bool(ageNormalised),
+            "value_weighted": .bool(valueWeighted), "prompt": .string(prompt.rawValue),
+            "window": .int(window), "pool": .int(pool),
+        ]
+    }
+
+    /// Change an option by its name in files; false if there is none such.
+    mutating func set(_ name: String, to value: SettingValue) -> Bool {
+        switch (name, value) {
+        case ("sink", .int(let count)): sink = count
+        case ("recent", .int(let count)): recent = .count(count)
+        case ("recent", .double(let share)): recent = .share(share)
+        case ("unit", .string(let text)):
+            guard let unit = Unit(rawValue: text) else { return false }
+            self.unit = unit
+        case ("evict_every", .int(let count)): evictEvery = count
+        case ("age_normalised", .bool(let flag)): ageNormalised = flag
+        case ("value_weighted", .bool(let flag)): valueWeighted = flag
+        case ("prompt", .string(let text)):
+            guard let prompt = Prompt(rawValue: text) else { return false }
+            self.prompt = prompt
+        case ("window", .int(let count)): window = count
+        case ("pool", .int(let count)): pool = count
+        default: return false
+        }
+        return true
+    }
+}
+
+/// What one call of the attention told about N slots.
+public final class Observation {
+    /// `[B, Hq, L, N]` float32, minus infinity where masked; nil where a policy only sums masses.
+    public let logits: MLXArray?
+    /// `[B, Hq, L]` float32, with every column that answered (remainder, attention sinks).
+    public let logSumExp: MLXArray?
+    /// H, the KV heads of these slots.
+    public let heads: Int
+    /// How many queries each observed one stands for, per slot `[N]`; nil is 1 each.
+    public var standsFor: MLXArray?
+
+    /// Attention that each slot received from the observed queries, `[B, H, N]`.
+    public private(set) lazy var mass: MLXArray = Reference.attentionMass(
+        logits!, logSumExp: logSumExp!, heads: heads)
+
+    /// What logits tell.
+    public init(logits: MLXArray, logSumExp: MLXArray, heads: Int) {
+        self.logits = logits
+        self.logSumExp = logSumExp
+        self.heads = heads
+    }
+
+    /// Logits that were never written: only their mass is known.
+    init(mass: MLXArray) {
+        (logits, logSumExp, heads) = (nil, nil, mass.dim(1))
+        self.mass = mass
+    }
+
+    /// One observation per query, oldest first.
+    public var perQuery: [Observation] {
+        (0 ..< logits!.dim(2)).map {
+            Observation(
+                logits: logits!.sliced($0 ..< $0 + 1, axis: 2),
+                logSumExp: logSumExp!.sliced($0 ..< $0 + 1, axis: 2), heads: heads)
+        }
+    }
+}
+
+/// The attended slots of H KV heads, as a policy sees them.
+public struct Slots {
+    /// `[B, H, N, D]`.
+    public let keys: MLXArray
+    /// `[B, H, N, Dv]`.
+    public let values: MLXArray
+    /// Logical position of each slot's token, `[B, H, N]` int32.
+    public let positions: MLXArray
+    /// What the policy has accumulated, `[B, H, N]` float32.
+    public let scores: MLXArray
+    /// The next logical position.
+    public let offset: Int
+    /// True where the slot may go, `[B, H, N]`.
+    public let evictable: MLXArray
+    /// How many tokens each head has lost so far.
+    public let evicted: Int
+    /// Their mean key `[B, H, D]` float32 (zeros while there are none).
+    public let evictedMeanKey: MLXArray
+
+    /// Steps since each token came, itself included: `[B, H, N]` float32, at least 1.
+    public var ages: MLXArray { (MLXArray(Int32(offset)) - positions).float32 }
+}
+
+/// A way to choose what to forget; its properties are its hyper-parameters.
+///
+/// A policy sees slots as arrays `[B, H, N]` and never learns how they are stored. To write your
+/// own, conform a struct, override ``priority(_:)`` (and ``accumulate(_:seen:)`` if it needs
+/// something other than the summed attention mass), and make it known by ``Policies/register(_:)``.
+public protocol Policy: Sendable {
+    /// Its name in files and on command lines.
+    static var name: String { get }
+    /// Whether its priority is made of accumulated scores, which the options can weigh.
+    static var ranksScores: Bool { get }
+    /// Whether the mean key of the evicted is kept even when the remainder does not answer.
+    static var usesEvictedMean: Bool { get }
+    /// Whether ``accumulate(_:seen:)`` only sums masses, so that no logits need be written for it.
+    static var sumsMass: Bool { get }
+
+    /// The policy with its usual settings.
+    init()
+
+    /// What every policy can be told.
+    var options: PolicyOptions { get set }
+    /// Its own hyper-parameters, by their names in files.
+    var ownSettings: [String: SettingValue] { get }
+    /// Change one of its own hyper-parameters; false if there is none such.
+    mutating func setOwn(_ name: String, to value: SettingValue) -> Bool
+    /// Throw ``H2OError/configuration(_:)`` unless its own hyper-parameters are in range.
+    func validateOwn() throws
+
+    /// Whether it must see attention; a policy that looks at keys only runs in any model.
+    var needsAttention: Bool { get }
+    /// Scores `[B, H, N]` after an observation; new slots start at 0.
+    func accumulate(_ scores: MLXArray, seen: Observation) -> MLXArray
+    /// Each slot's mean mass per step, `[B, H, N]`, as far as its score tells.
+    func meanMass(_ scores: MLXArray, ages: MLXArray) -> MLXArray
+    /// What each slot is worth keeping, `[B, H, N]`; the lowest goes first.
+    func priority(_ slots: Slots) -> MLXArray
+    /// The same for a prompt chunk. `windowMass` `[B, H, N]` is nil when the prompt is scored in full.
+    func promptPriority(_ slots: Slots, windowMass: MLXArray?) -> MLXArray
+}
+
+extension Policy {
+    public static var ranksScores: Bool { true }
+    public static var usesEvictedMean: Bool { false }
+    public static var sumsMass: Bool { false }
+    public var ownSettings: [String: SettingValue] { [:] }
+    public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool { false }
+    public func validateOwn() throws {}
+    public var needsAttention: Bool { true }
+
+    public func accumulate(_ scores: MLXArray, seen: Observation) -> MLXArray {
+        scores + (seen.standsFor.map { seen.mass * $0 } ?? seen.mass)
+    }
+
+    public func meanMass(_ scores: MLXArray, ages: MLXArray) -> MLXArray { scores / ages }
+
+    public func priority(_ slots: Slots) -> MLXArray { weighted(slots.scores, slots) }
+
+    public func promptPriority(_ slots: Slots, windowMass: MLXArray?) -> MLXArray {
+        guard let windowMass else { return priority(slots) }
+        let pooled = averagePool(windowMass, positions: slots.positions, width: options.pool)
+        return options.valueWeighted ? valueWeighted(pooled, slots) : pooled
+    }
+
+    /// Scores with the options `ageNormalised` and `valueWeighted` applied.
+    func weighted(_ scores: MLXArray, _ slots: Slots) -> MLXArray {
+        let scores = options.ageNormalised ? scores / slots.ages : scores
+        return options.valueWeighted ? valueWeighted(scores, slots) : scores
+    }
+
+    /// How many of the last positions a head of `budget` slots protects.
+    public func recentSlots(_ budget: Int) -> Int {
+        switch options.recent {
+        case .count(let count): count
+        case .share(let share): Int((share * Double(budget)).rounded(.down))
+        }
+    }
+
+    /// The fewest slots from which a head can always evict.
+    public var leastBudget: Int {
+        var slots = options.sink + options.evictEvery
+        while slots < options.sink + recentSlots(slots) + options.evictEvery { slots += 1 }
+        return slots
+    }
+
+    /// Throw ``H2OError/configuration(_:)`` if a head of `budget` slots would have nothing left to
+    /// evict.
+    public func checkBudget(_ budget: Int) throws {
+        let recent = recentSlots(budget)
+        guard budget >= options.sink + recent + options.evictEvery else {
+            throw H2OError.configuration(
+                "A budget of \(budget) slots cannot hold \(options.sink) sink and \(recent) recent "
+                    + "tokens and \(options.evictEvery) to evict: make it at least \(leastBudget), "
+                    + "or lower sink, recent or evictEvery.")
+        }
+    }
+
+    /// Throw ``H2OError/configuration(_:)`` unless all settings are in range.
+    public func validate() throws {
+        let name = Self.name
+        func fail(_ message: String) -> H2OError { .configuration("Policy \"\(name)\": \(message)") }
+        switch options.recent {
+        case .count(let count) where count < 0:
+            throw fail("recent is a count of at least 0; got \(count).")
+        case .share(let share) where !(share >= 0 && share < 1):
+            throw fail("recent is a share of at least 0 and below 1; got \(share).")
+        default: break
+        }
+        if options.sink < 0 { throw fail("sink is at least 0; got \(options.sink).") }
+        if (options.ageNormalised || options.valueWeighted) && !Self.ranksScores {
+            throw fail(
+                "it accumulates no scores that ageNormalised or valueWeighted could weigh; leave "
+                    + "them off.")
+        }
+        if options.evictEvery < 1 || options.window < 1 || options.pool < 1
+            || options.pool.isMultiple(of: 2)
+        {
+            throw fail(
+                "evictEvery and window are at least 1 and pool is odd; got \(options.evictEvery), "
+                    + "\(options.window) and \(options.pool).")
+        }
+        try validateOwn()
+    }
+
+    /// All settings by their names in files.
+    public var settings: [String: SettingValue] {
+        options.settings.merging(ownSettings) { _, own in own }
+    }
+
+    /// The policy with options changed.
+    public func with(_ change: (inout PolicyOptions) -> Void) -> Self {
+        var policy = self
+        change(&policy.options)
+        return policy
+    }
+}
+
+// Below this a key's mean mass per step counts as nothing: it keeps log masses of never-used slots
+// from stretching the scale on which all others are compared.
+let massFloor: Float = 1e-6
+
+/// Scores times ||v||, `[B, H, N]`.
+func valueWeighted(_ scores: MLXArray, _ slots: Slots) -> MLXArray {
+    scores * sqrt(square(slots.values.float32).sum(axis: -1))
+}
+
+/// Mean over `width` neighbours in order of position, zero-padded (SnapKV, section 4).
+///
+/// - Parameters:
+///   - mass: `[B, H, N]`.
+///   - positions: `[B, H, N]`; slots lie in any order.
+///   - width: Odd.
+func averagePool(_ mass: MLXArray, positions: MLXArray, width: Int) -> MLXArray {
+    let order = argSort(positions, axis: -1), half = width / 2, N = mass.dim(-1)
+    let padded = zeroPadded(
+        takeAlong(mass, order, axis: -1), axis: mass.ndim - 1, before: half, after: half)
+    var pooled = padded.slicedLast(0 ..< N)
+    for first in 1 ..< max(width, 1) {
+        pooled = pooled + padded.slicedLast(first ..< first + N)
+    }
+    return takeAlong(pooled / Float(width), argSort(order, axis: -1), axis: -1)
+}
+
+/// z-scores `[B, H, N]` of x by the mean and deviation among the slots marked true.
+func standardised(_ x: MLXArray, among: MLXArray) -> MLXArray {
+    var weight = among.asType(.float32)
+    weight = weight / maximum(weight.sum(axis: -1, keepDims: true), Float(1))
+    let mean = (x * weight).sum(axis: -1, keepDims: true)
+    let deviation = sqrt((square(x - mean) * weight).sum(axis: -1, keepDims: true))
+    return (x - mean) / (deviation + Float(1e-6))
+}

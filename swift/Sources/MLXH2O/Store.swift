@@ -1,0 +1,209 @@
+import MLX
+
+/// Arrays by field name: "keys", "values", "positions", "scores", and what packs keys and values.
+typealias Fields = [String: MLXArray]
+
+/// Neighbouring KV heads with the same budget.
+struct Run: Equatable {
+    /// First KV head.
+    let first: Int
+    /// One past the last KV head.
+    var last: Int
+    /// Slots each head may use.
+    let budget: Int
+    /// Slots each head uses.
+    var length = 0
+    /// Slots each head has memory for.
+    var allocated = 0
+    /// Where the first head's range begins in the flat buffers.
+    var start = 0
+    /// How many slots are named to be overwritten next and were not yet.
+    var victims = 0
+
+    var heads: Int { last - first }
+    var range: Range<Int> { first ..< last }
+
+    /// Group a layer's heads, by budget and slots in use (0 each when not given), into runs.
+    static func grouping(_ budgets: [Int], lengths: [Int]? = nil) -> [Run] {
+        var runs: [Run] = []
+        for (head, budget) in budgets.enumerated() {
+            let length = lengths?[head] ?? 0
+            if let last = runs.last, last.budget == budget, last.length == length {
+                runs[runs.count - 1].last = head + 1
+            } else {
+                runs.append(Run(first: head, last: head + 1, budget: budget, length: length))
+            }
+        }
+        return runs
+    }
+}
+
+/// Where the rows of a layer's kept tokens lie.
+///
+/// Each field is one flat buffer `[B, S, ...]`. KV head k owns a range of slots in it, and the first
+/// `length` of them (after `reserved` ones) are in use. Equal budgets are the special case in which
+/// the same memory reads `[B, H, N, ...]`. Neighbouring heads with equal budgets form a run, and are
+/// worked on together.
+struct SlotStore {
+    /// Slots allocated at a time until the budget is reached, as mlx-lm's cache grows.
+    static let growthStep = 256
+
+    var runs: [Run]
+    /// Slots at the head of each range that hold no token (the remainder's plain rows).
+    let reserved: Int
+    var fields: Fields = [:]
+
+    init(budgets: [Int], reserved: Int = 0) {
+        runs = Run.grouping(budgets)
+        self.reserved = reserved
+    }
+
+    init(runs: [Run], reserved: Int, fields: Fields) {
+        (self.runs, self.reserved, self.fields) = (runs, reserved, fields)
+    }
+
+    var heads: Int { runs.last!.last }
+
+    /// Slots of each head, plain rows included.
+    var budgetsWithReserved: [Int] {
+        runs.flatMap { Array(repeating: $0.budget + reserved, count: $0.heads) }
+    }
+
+    /// A run's slots in use, `[B, heads, length, ...]`.
+    func view(_ run: Run, _ name: String, withReserved: Bool = false) -> MLXArray {
+        range(of: fields[name]!, run).sliced(
+            (withReserved ? 0 : reserved) ..< reserved + run.length, axis: 2)
+    }
+
+    /// All fields of a run's slots in use.
+    func views(_ run: Run) -> Fields {
+        Dictionary(uniqueKeysWithValues: fields.keys.map { ($0, view(run, $0)) })
+    }
+
+    private func range(of field: MLXArray, _ run: Run) -> MLXArray {
+        var field = field
+        if runs.count > 1 {
+            field = field.sliced(run.start ..< run.start + run.heads * run.allocated, axis: 1)
+            if run.heads == 1 {
+                return field.expandedDimensions(axis: 1)  // a view, where reshaping copies
+            }
+        }
+        return field.reshaped([field.dim(0), run.heads, run.allocated] + field.shape.dropFirst(2))
+    }
+
+    /// Indices into the flat buffers of a run's slots `[..., heads, M]` (0: the first used).
+    func flatIndex(_ run: Run, _ slots: MLXArray) -> MLXArray {
+        let starts = (0 ..< run.heads).map { Int32(run.start + reserved + run.allocated * $0) }
+        return slots + MLXArray(starts).column
+    }
+
+    /// Flat indices `[heads, count]` of the next unused slots of a run.
+    func nextIndex(_ run: Run, _ count: Int) -> MLXArray {
+        flatIndex(
+            run, broadcast(positions(run.length ..< run.length + count), to: [run.heads, count]))
+    }
+
+    /// Make room for `extra` more slots per head, in steps, up to each head's budget.
+    ///
+    /// - Parameters:
+    ///   - extra: Slots that are about to be appended.
+    ///   - like: A row per field, `[B, H, M, ...]`, whose widths and dtypes new buffers take.
+    mutating func reserve(_ extra: Int, like: Fields) {
+        let room = runs.map { run in
+            let step = SlotStore.growthStep
+            let steps = (run.length + extra + step - 1) / step * step
+            return reserved + min(run.budget, steps)
+        }
+        if !fields.isEmpty && zip(room, runs).allSatisfy({ $0 <= $1.allocated }) { return }
+        let allocated = zip(room, runs).map { max($0, $1.allocated) }
+        let grown = like.map { name, row in
+            let parts = zip(runs, allocated).map { run, slots in
+                let tail = Array(row.shape.dropFirst(3))
+                let new = MLXArray.zeros(
+                    [row.dim(0), run.heads, slots - run.allocated] + tail, dtype: row.dtype)
+                guard run.allocated > 0 else { return new }
+                return concatenated([range(of: fields[name]!, run), new], axis: 2)
+            }
+            return (name, flattened(parts))
+        }
+        set(Dictionary(uniqueKeysWithValues: grown), allocated)
+    }
+
+    /// Overwrite slots, in place while nobody else holds the buffers.
+    ///
+    /// - Parameters:
+    ///   - index: Flat indices `[B or 1, M]`.
+    ///   - rows: Per field `[B, M, ...]`.
+    mutating func put(_ index: MLXArray, _ rows: Fields) {
+        for (name, row) in rows {
+            let field = fields[name]!
+            let ones = Array(repeating: 1, count: row.ndim - 2)
+            let places = broadcast(index.reshaped(index.shape + ones), to: row.shape)
+            fields[name] = putAlong(field, places, values: row.asType(field.dtype), axis: 1)
+        }
+    }
+
+    /// Rows `[B, M, ...]` of a field at flat indices `[B or 1, M]`.
+    func take(_ index: MLXArray, _ name: String) -> MLXArray {
+        let field = fields[name]!
+        let ones = Array(repeating: 1, count: field.ndim - 2)
+        let shape = [field.dim(0), index.dim(1)] + field.shape.dropFirst(2)
+        return takeAlong(field, broadcast(index.reshaped(index.shape + ones), to: shape), axis: 1)
+    }
+
+    /// Replace all slots: per run its new rows by field, `[B, heads, length, ...]`.
+    mutating func replace(_ rows: [Fields]) {
+        let lengths = rows.map { $0["positions"]!.dim(2) }
+        var replaced: Fields = [:]
+        for name in rows[0].keys {
+            replaced[name] = flattened(
+                rows.map { zeroPadded($0[name]!, axis: 2, before: reserved, after: 0) })
+        }
+        set(replaced, lengths.map { reserved + $0 })
+        for i in runs.indices { runs[i].length = lengths[i] }
+    }
+
+    /// Give the heads new budgets, and form runs anew; a run may then exceed its budget.
+    mutating func regroup(_ budgets: [Int]) {
+        let rows = runs.flatMap { run in
+            let views = views(run)
+            return (0 ..< run.heads).map { head in
+                views.mapValues { $0.sliced(head ..< head + 1, axis: 1) }
+            }
+        }
+        runs = Run.grouping(budgets, lengths: rows.map { $0["positions"]!.dim(2) })
+        replace(
+            runs.map { run in
+                let ofRun = rows[run.range]
+                return ofRun.first!.keys.reduce(into: Fields()) { fields, name in
+                    fields[name] = joined(ofRun.map { $0[name]! }, axis: 1)
+                }
+            })
+    }
+
+    /// Replace a field's slots in use: per run `[B, heads, length, ...]`.
+    mutating func write(_ name: String, _ parts: [MLXArray]) {
+        fields[name] = flattened(
+            zip(runs, parts).map { run, part in
+                zeroPadded(
+                    part, axis: 2, before: reserved,
+                    after: run.allocated - reserved - run.length)
+            })
+    }
+
+    private func flattened(_ parts: [MLXArray]) -> MLXArray {
+        joined(
+            parts.map { part in
+                part.reshaped([part.dim(0), part.dim(1) * part.dim(2)] + part.shape.dropFirst(3))
+            }, axis: 1)
+    }
+
+    private mutating func set(_ fields: Fields, _ allocated: [Int]) {
+        self.fields = fields
+        var start = 0
+        for (i, slots) in allocated.enumerated() {
+            (runs[i].start, runs[i].allocated) = (start, slots)
+            start += runs[i].heads * slots
+        }
+    }
+}

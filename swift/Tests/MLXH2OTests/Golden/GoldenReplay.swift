@@ -1,0 +1,287 @@
+import Foundation
+import MLX
+import MLXLMCommon
+
+@testable import MLXH2O
+
+/// What each group of golden cases is, as docs/golden.md says.
+enum GoldenReplay {
+    static func run(_ golden: GoldenCase, _ inputs: Arrays) throws -> Arrays {
+        switch golden.group {
+        case "attention": attention(golden, inputs)
+        case "quantized": quantized(golden, inputs)
+        case "remainder": remainder(golden)
+        case "accumulate": try accumulate(golden, inputs)
+        case "selection": try selection(golden, inputs)
+        case "trajectory": try trajectory(golden)
+        case "model": try model(golden, inputs)
+        default: throw GoldenError("Unknown group \(golden.group).")
+        }
+    }
+
+    // MARK: 1 and 2
+
+    private static func attention(_ p: GoldenCase, _ inputs: Arrays) -> Arrays {
+        let (B, Hk, N) = (p.int("batch"), p.int("kv_heads"), p.int("keys"))
+        let result = scaledDotProductAttentionWithScores(
+            queries: queries(p),
+            keys: p.tensor(.k, [B, Hk, N, p.int("key_width")], dtype: p.dtype),
+            values: p.tensor(.v, [B, Hk, N, p.int("value_width")], dtype: p.dtype),
+            scale: p.scale, mask: mask(p, inputs), sinks: sinks(p))
+        return [
+            "out": result.output, "scores": result.scores, "lse": result.logSumExp,
+            "mass": attentionMass(scores: result.scores, logSumExp: result.logSumExp, heads: Hk),
+        ]
+    }
+
+    private static func quantized(_ p: GoldenCase, _ inputs: Arrays) -> Arrays {
+        let result = quantizedScaledDotProductAttentionWithScores(
+            queries: queries(p),
+            quantizedKeys: (inputs["k_w"]!, inputs["k_s"]!, inputs["k_b"]!),
+            quantizedValues: (inputs["v_w"]!, inputs["v_s"]!, inputs["v_b"]!),
+            scale: p.scale, mask: mask(p, inputs), sinks: sinks(p), groupSize: p.int("group_size"),
+            keyBits: p.int("k_bits"), valueBits: p.int("v_bits"))
+        return ["out": result.output, "scores": result.scores, "lse": result.logSumExp]
+    }
+
+    private static func queries(_ p: GoldenCase) -> MLXArray {
+        p.tensor(
+            .q, [p.int("batch"), p.int("query_heads"), p.int("queries"), p.int("key_width")],
+            dtype: p.dtype)
+    }
+
+    private static func sinks(_ p: GoldenCase, layer: Int = 0) -> MLXArray? {
+        p["sinks"].bool! ? p.tensor(.sinks, [p.int("query_heads")], layer: layer) : nil
+    }
+
+    private static func mask(
+        _ p: GoldenCase, _ inputs: Arrays
+    ) -> MLXFast.ScaledDotProductAttentionMaskMode {
+        switch p.text("mask") {
+        case "none": .none
+        case "causal": .causal
+        default: .array(inputs["mask"]!)
+        }
+    }
+
+    // MARK: 3
+
+    private static func remainder(_ p: GoldenCase) -> Arrays {
+        let (B, H) = (p.int("batch"), p.int("kv_heads"))
+        let (D, Dv) = (p.int("key_width"), p.int("value_width"))
+        func statistics(count: Int, variancePower: Int) -> Remainder {
+            Remainder(
+                count: MLXArray.full([B, H], values: MLXArray(Float(count))),
+                meanKey: p.tensor(.meanKey, [B, H, D]),
+                varKey: square(p.tensor(.variance, [B, H, D]))
+                    * Float(sign: .plus, exponent: variancePower, significand: 1),
+                meanValue: p.tensor(.meanValue, [B, H, Dv]))
+        }
+        switch p.text("kind") {
+        case "fold":
+            let rows = p["rows"].array!.map { $0.int! }, T = rows.reduce(0, +)
+            let keys = p.tensor(.k, [B, H, T, D], power: p.int("power"))
+            let values = p.tensor(.v, [B, H, T, Dv], power: p.int("power"))
+            let counted = p.hashed(.weight, B * H * T).map { Float($0 >= 1 << 63 ? 1 : 0) }
+            let weights = p["weighted"].bool! ? MLXArray(counted, [B, H, T]) : nil
+            var folded = Remainder(batch: B, heads: H, keyWidth: D, valueWidth: Dv), first = 0
+            for count in rows {
+                let part = first ..< first + count
+                folded = folded.fold(
+                    keys: keys[0..., 0..., part], values: values[0..., 0..., part],
+                    weights: weights?[0..., 0..., part])
+                first += count
+            }
+            return Dictionary(uniqueKeysWithValues: zip(Remainder.names, folded.arrays))
+        case "column":
+            let q = p.tensor(
+                .q, [B, p.int("query_heads"), p.int("queries"), D], power: p.int("q_power"))
+            let remainder = statistics(
+                count: p.int("count"), variancePower: p.int("variance_power"))
+            return ["logit": remainder.column(queries: q, scale: p.scale)]
+        case "join":
+            let shape = [B, p.int("query_heads"), p.int("queries")]
+            func logits(_ which: Tensor, _ kind: String) -> MLXArray {
+                let numbers = p.tensor(which, shape)
+                switch kind {
+                case "nothing": return MLXArray.full(shape, values: MLXArray(-Float.infinity))
+                case "far above": return numbers + Float(200)
+                default: return numbers
+                }
+            }
+            var out = p.tensor(.v, shape + [Dv], dtype: p.dtype)
+            if p.text("lse") == "nothing" { out = MLXArray.zeros(out.shape, dtype: p.dtype) }
+            let joint = Reference.join(
+                out, logits(.lse, p.text("lse")),
+                (logits(.logit, p.text("logit")), p.tensor(.meanValue, [B, H, Dv])))
+            return ["out": joint.0, "lse": joint.1]
+        default:
+            let rows = statistics(count: 40, variancePower: 0).plainRows(p.int("rows"))
+            return ["keys": rows.keys, "values": rows.values]
+        }
+    }
+
+    private static func accumulate(_ p: GoldenCase, _ inputs: Arrays) throws -> Arrays {
+        let seen = Observation(
+            logits: inputs["logits"]!, logSumExp: inputs["lse"]!, heads: p.int("kv_heads"))
+        return ["scores": try p.policy().accumulate(inputs["scores"]!, seen: seen)]
+    }
+
+    private static func selection(_ p: GoldenCase, _ inputs: Arrays) throws -> Arrays {
+        let policy = try p.policy(), options = policy.options
+        let (B, H, N) = (p.int("batch"), p.int("kv_heads"), p.int("slots"))
+        let places = inputs["positions"]!, offset = N + p.int("evicted")
+        let slots = Slots(
+            keys: p.tensor(.k, [B, H, N, p.int("key_width")]),
+            values: p.tensor(.v, [B, H, N, p.int("value_width")]), positions: places,
+            scores: inputs["scores"] ?? MLXArray.zeros(places.shape, dtype: .float32),
+            offset: offset,
+            evictable: Selection.evictable(
+                positions: places, offset: offset, sink: options.sink,
+                recent: policy.recentSlots(N)),
+            evicted: p.int("evicted"),
+            evictedMeanKey: p.tensor(.meanKey, [B, H, p.int("key_width")]))
+        func victims(_ priority: MLXArray) -> MLXArray {
+            Selection.victims(
+                priority: priority, positions: places, evictable: slots.evictable,
+                count: p.int("count"), unit: options.unit)
+        }
+        switch p.text("kind") {
+        case "kept":
+            let priority = policy.promptPriority(slots, windowMass: inputs["window_mass"])
+            let kept = Selection.kept(
+                priority: priority, positions: places, evictable: slots.evictable,
+                count: p.int("count"), unit: options.unit)
+            return ["priority": priority, "kept": kept]
+        case "extremes":
+            return ["victims": victims(inputs["priority"]!)]
+        default:
+            let priority = policy.priority(slots)
+            return ["priority": priority, "victims": victims(priority)]
+        }
+    }
+
+    // MARK: 4
+
+    private static func trajectory(_ p: GoldenCase) throws -> Arrays {
+        let budgets = integers(p["cache"]["budgets"]!)
+        let caches = try budgets.map { try cache(p, budgets: $0) }
+        let calls = p["calls"].array!.flatMap { call in
+            Array(repeating: call.array![0].int!, count: call.array![1].int!)
+        }
+        let recorded = p["recorded"].array!.map { $0.int! }
+        let chunks = p["chunks"].array!.map { $0.int! }
+        let (B, T) = (p.int("batch"), calls.reduce(0, +))
+        func streams(_ which: Tensor, _ heads: String, _ width: String) -> [MLXArray] {
+            caches.indices.map {
+                p.tensor(which, [B, p.int(heads), T, p.int(width)], layer: $0)
+            }
+        }
+        let q = streams(.q, "query_heads", "key_width")
+        let k = streams(.k, "kv_heads", "key_width"), v = streams(.v, "kv_heads", "value_width")
+        var outs: [MLXArray] = [], kept: [MLXArray] = [], scores: [MLXArray] = []
+        var results = Arrays()
+        for (call, L) in calls.enumerated() {
+            let layers = caches.enumerated().map { layer, cache in
+                let part = cache.offset ..< cache.offset + L
+                return h2oAttention(
+                    queries: q[layer][0..., 0..., part], keys: k[layer][0..., 0..., part],
+                    values: v[layer][0..., 0..., part], cache: cache, scale: p.scale,
+                    mask: cache.makeMask(n: L, windowSize: nil, returnArray: false),
+                    sinks: sinks(p, layer: layer))
+            }
+            eval(layers)
+            if chunks.contains(call) { results["chunk.\(call)"] = stacked(layers) }
+            guard recorded.contains(call) else { continue }
+            outs.append(stacked(layers.map { $0[0..., 0..., L - 1] }))
+            let most = max(
+                caches.map(\.physicalLength).max()!, budgets.flatMap { $0 }.max()!)
+            kept.append(stacked(caches.map { held($0, most) }))
+            if caches[0].policy.needsAttention {
+                scores.append(
+                    stacked(
+                        caches.map { cache in
+                            MLXArray(
+                                cache.keptScores().flatMap {
+                                    $0.flatMap {
+                                        $0 + Array(repeating: 0, count: most - $0.count)
+                                    }
+                                }, [B, p.int("kv_heads"), most])
+                        }))
+            }
+        }
+        results["out"] = stacked(outs)
+        results["kept"] = stacked(kept)
+        if !scores.isEmpty { results["scores"] = stacked(scores) }
+        if caches[0].remembers {
+            for (i, name) in Remainder.names.enumerated() {
+                results["remainder.\(name)"] = stacked(caches.map { $0.remainder!.arrays[i] })
+            }
+        }
+        return results
+    }
+
+    private static func cache(_ p: GoldenCase, budgets: [Int]) throws -> H2OKVCache {
+        let settings = p["cache"], bits = settings["bits"]?.int
+        return try H2OKVCache(
+            .heads(budgets), policy: p.policy(), remainder: settings["remainder"]?.bool ?? true,
+            attends: settings["attending"]?.bool ?? true,
+            packing: Packing(
+                keyBits: settings["k_bits"]?.int ?? bits,
+                valueBits: settings["v_bits"]?.int ?? bits,
+                groupSize: settings["group_size"]?.int ?? 64))
+    }
+
+    /// Positions `[B, H, most]`, ascending, then -1.
+    private static func held(_ cache: H2OKVCache, _ most: Int) -> MLXArray {
+        let kept = cache.keptPositions()
+        let padded = kept.flatMap {
+            $0.flatMap { $0.map(Int32.init) + Array(repeating: -1, count: most - $0.count) }
+        }
+        return MLXArray(padded, [kept.count, kept[0].count, most])
+    }
+
+    private static func integers(_ lists: SettingValue) -> [[Int]] {
+        lists.array!.map { $0.array!.map { $0.int! } }
+    }
+
+    // MARK: 5
+
+    static let embeddedModel = checkout.appendingPathComponent("python/mlx_h2o/models/recall-4m")
+
+    nonisolated(unsafe) private static let embedded = Result {
+        try H2OModels.load(folder: embeddedModel, dtype: .float32)
+    }
+
+    private static func model(_ p: GoldenCase, _ inputs: Arrays) throws -> Arrays {
+        let model = try embedded.get(), prompt = inputs["prompt"]!
+        let caches = try integers(p["slots"]).map {
+            try H2OKVCache(
+                .heads($0), policy: p.policy(), remainder: p["remainder"].bool!)
+        }
+        func next(_ tokens: MLXArray) -> MLXArray {
+            let logits = model(tokens.reshaped([1, -1]), cache: caches)
+            return logits[0, logits.dim(1) - 1]
+        }
+        func kept() -> MLXArray {
+            let most = caches.map(\.physicalLength).max()!
+            return stacked(caches.map { held($0, most) })
+        }
+        var logits = MLXArray(Float(0))
+        for first in stride(from: 0, to: prompt.size, by: p.int("prefill")) {
+            logits = next(prompt[first ..< min(first + p.int("prefill"), prompt.size)])
+            eval(logits)
+        }
+        let afterPrompt = kept()
+        var tokens: [Int32] = []
+        while true {
+            tokens.append(argMax(logits, axis: -1).item(Int32.self))
+            if tokens.count == p.int("tokens") { break }
+            logits = next(MLXArray([tokens.last!]))
+        }
+        return [
+            "tokens": MLXArray(tokens), "kept.prompt": afterPrompt, "kept": kept(),
+            "logits": logits,
+        ]
+    }
+}

@@ -1,0 +1,65 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MLXH2O
+
+/// Golden vectors 1 to 5: kept positions exactly, outputs within the manifest's tolerances.
+@Suite(.serialized) struct GoldenTests {
+    @Test(arguments: [
+        "attention", "quantized", "remainder", "accumulate", "selection", "trajectory", "model",
+    ])
+    func replays(group: String) throws {
+        let golden = try Golden.shipped.get()
+        let cases = golden.cases.filter { $0.group == group }
+        #expect(!cases.isEmpty)
+        for one in cases {
+            let found = try GoldenReplay.run(one, golden.of(one, "in"))
+            let differences = golden.differences(found, one)
+            #expect(differences.isEmpty, "\(group)/\(differences.joined(separator: "; "))")
+        }
+    }
+
+    @Test func groupsAreAllKnown() throws {
+        let golden = try Golden.shipped.get()
+        #expect(Set(golden.cases.map(\.group)).count == 7)
+    }
+
+    /// Every kind of array of a case, changed by a little, is noticed.
+    @Test func perturbedResultsDiffer() throws {
+        let golden = try Golden.shipped.get()
+        for name in ["h2o-ragged-dense", "distinct-uniform-8bit"] {
+            let one = try #require(golden.cases.first { $0.name == name })
+            let found = golden.of(one, "out")
+            #expect(golden.differences(found, one).isEmpty)
+            for (array, values) in found {
+                var changed = found
+                changed[array] =
+                    values.dtype.isFloatingPoint
+                    ? values + Float(1e-3) * maximum(Float(1), abs(values)) : values + Int32(1)
+                #expect(golden.differences(changed, one).count == 1, "\(array)")
+                changed[array] = nil
+                #expect(golden.differences(changed, one).count == 1, "\(array)")
+            }
+        }
+    }
+
+    @Test func damagedFilesAreRefused() throws {
+        let manager = FileManager.default
+        let folder = manager.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+        try manager.copyItem(at: checkout.appendingPathComponent("golden"), to: folder)
+        defer { try? manager.removeItem(at: folder) }
+        _ = try Golden(folder: folder)
+        let manifest = folder.appendingPathComponent("manifest.json")
+        let text = try String(contentsOf: manifest, encoding: .utf8)
+        try text.replacingOccurrences(of: "\"schema\": 1", with: "\"schema\": 99")
+            .write(to: manifest, atomically: true, encoding: .utf8)
+        #expect(throws: GoldenError.self) { try Golden(folder: folder) }
+        try text.write(to: manifest, atomically: true, encoding: .utf8)
+        let file = folder.appendingPathComponent("remainder.safetensors")
+        var bytes = try Data(contentsOf: file)
+        bytes[bytes.count - 5] ^= 1
+        try bytes.write(to: file)
+        #expect(throws: GoldenError.self) { try Golden(folder: folder) }
+    }
+}
