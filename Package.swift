@@ -33,6 +33,7 @@ let package = Package(
         .testTarget(
             name: "MLXH2OTests",
             dependencies: ["MLXH2O"],
-            path: "swift/Tests/MLXH2OTests"),
+            path: "swift/Tests/MLXH2OTests",
+            exclude: ["Fixtures"]),
     ]
 )

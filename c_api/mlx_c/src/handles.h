@@ -116,6 +116,9 @@ T guarded(T otherwise, F&& run) {
   return otherwise;
 }
 
+// The default stream of a device, one for all threads. streams.cpp.
+mx::Stream shared_stream(mx::Device device);
+
 // Evaluation, by one thread at a time: the streams are shared (see stream.h), and an encoder is not
 // made for two. transforms.cpp.
 void evaluate(std::vector<mx::array> arrays, bool async = false);

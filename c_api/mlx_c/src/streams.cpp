@@ -9,19 +9,13 @@ namespace {
 
 std::mutex mutex;
 
-// The one default stream of a device, for all threads.
-mx::Stream& shared_stream(mx::Device device) {
+mx::Stream& default_of(mx::Device device) {
   if (device == mx::Device::gpu) {
     static auto gpu = mx::new_thread_unsafe_stream(mx::Device::gpu);
     return gpu;
   }
   static auto cpu = mx::new_thread_unsafe_stream(mx::Device::cpu);
   return cpu;
-}
-
-mx::Stream shared_default(mx::Device device) {
-  std::lock_guard lock(mutex);
-  return shared_stream(device);
 }
 
 mlx_device_type type(mx::Device device) {
@@ -36,6 +30,11 @@ std::string text(const T& value) {
 }
 
 }  // namespace
+
+mx::Stream mlxc::shared_stream(mx::Device device) {
+  std::lock_guard lock(mutex);
+  return default_of(device);
+}
 
 extern "C" {
 
@@ -104,21 +103,21 @@ int mlx_synchronize(mlx_stream stream) {
   return guard([&] { mx::synchronize(get(stream)); });
 }
 int mlx_get_default_stream(mlx_stream* stream, mlx_device dev) {
-  return guard([&] { set(stream, shared_default(get(dev))); });
+  return guard([&] { set(stream, shared_stream(get(dev))); });
 }
 int mlx_set_default_stream(mlx_stream stream) {
   return guard([&] {
     std::lock_guard lock(mutex);
-    shared_stream(get(stream).device) = get(stream);
+    default_of(get(stream).device) = get(stream);
   });
 }
 mlx_stream mlx_default_cpu_stream_new(void) {
   return guarded<mlx_stream>(
-      {nullptr}, [] { return make<mlx_stream>(shared_default(mx::Device::cpu)); });
+      {nullptr}, [] { return make<mlx_stream>(shared_stream(mx::Device::cpu)); });
 }
 mlx_stream mlx_default_gpu_stream_new(void) {
   return guarded<mlx_stream>(
-      {nullptr}, [] { return make<mlx_stream>(shared_default(mx::Device::gpu)); });
+      {nullptr}, [] { return make<mlx_stream>(shared_stream(mx::Device::gpu)); });
 }
 
 }  // extern "C"

@@ -9,6 +9,9 @@ namespace mlxc {
 void evaluate(std::vector<mx::array> arrays, bool async) {
   static std::mutex mutex;
   std::lock_guard lock(mutex);
+  // Without one MLX makes a stream for every thread that evaluates.
+  auto device = mx::default_device();
+  if (!mx::peek_default_stream(device)) mx::set_default_stream(shared_stream(device));
   if (async)
     mx::async_eval(std::move(arrays));
   else

@@ -136,8 +136,8 @@ public func remainder(
     _ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default
 ) -> MLXArray { binary(mlx_remainder, a, b, stream) }
 public func floorDivide(
-    _ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default
-) -> MLXArray { binary(mlx_floor_divide, a, b, stream) }
+    _ array: MLXArray, _ other: some ScalarOrArray, stream: StreamOrDevice = .default
+) -> MLXArray { binary(mlx_floor_divide, array, other, stream) }
 public func maximum(
     _ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default
 ) -> MLXArray { binary(mlx_maximum, a, b, stream) }

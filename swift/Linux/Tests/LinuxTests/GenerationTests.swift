@@ -117,6 +117,44 @@ import Testing
         #expect(Array(iterator) == withoutCache(model, prompt, 12))
     }
 
+    /// Llama 3.1's rule in the words of its paper: wavelengths above the trained length over `low`
+    /// are stretched by the factor, those below it over `high` are not.
+    @Test func ropeTypes() throws {
+        let json = """
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4,
+             "original_max_position_embeddings": 64, "seen": [1, 2.5], "on": true}
+            """
+        let scaling = try JSONDecoder().decode(
+            [String: StringOrNumber].self, from: Data(json.utf8))
+        #expect(scaling["rope_type"] == .string("llama3"))
+        #expect(scaling["factor"]?.asFloat() == 8 && scaling["high_freq_factor"]?.asInt() == 4)
+        #expect(scaling["seen"]?.asFloats() == [1, 2.5] && scaling["on"] == .bool(true))
+        func rope(_ scaling: [String: StringOrNumber]?) -> any RoPELayer {
+            initializeRope(
+                dims: 16, base: 100, traditional: false, scalingConfig: scaling,
+                maxPositionEmbeddings: nil)
+        }
+        func angles(_ rope: any RoPELayer, _ offset: Int) -> [Float] {
+            let ones = concatenated([MLXArray.ones([8]), MLXArray.zeros([8])])
+            let turned = rope(ones[.newAxis, .newAxis, .newAxis], offset: offset)[0, 0, 0]
+            return (0 ..< 8).map {
+                atan2(turned[$0 + 8].item(Float.self), turned[$0].item(Float.self))
+            }
+        }
+        let (plain, stretched) = (angles(rope(nil), 1), angles(rope(scaling), 1))
+        for i in 0 ..< 8 {
+            let wavelength = 2 * .pi * pow(100, Float(i) / 8)
+            #expect(abs(plain[i] - pow(100, -Float(i) / 8)) < 1e-6)
+            switch wavelength {
+            case 64...: #expect(abs(stretched[i] - plain[i] / 8) < 1e-6)
+            case ..<16: #expect(abs(stretched[i] - plain[i]) < 1e-6)
+            default: #expect(stretched[i] < plain[i] && stretched[i] > plain[i] / 8)
+            }
+        }
+        let half = angles(rope(["type": .string("linear"), "factor": .float(2)]), 2)
+        #expect(zip(half, plain).allSatisfy { abs($0 - $1) < 1e-6 })
+    }
+
     @Test func registryReplaces() async throws {
         let registry = ModelTypeRegistry<Int>(creators: ["one": { _ in 1 }])
         await registry.registerModelType("one") { $0.count }

@@ -8,7 +8,9 @@ import Testing
         let a = MLXArray.ones([2, 3])
         #expect(throws: MLXError.self) { try withError { matmul(a, a).eval() } }
         // What a failed operation gives can be used until the body ends.
-        #expect(throws: MLXError.self) { try withError { matmul(a, a).reshaped(-1).asArray(Int.self) } }
+        #expect(throws: MLXError.self) {
+            try withError { matmul(a, a).reshaped(-1).asArray(Int.self) }
+        }
         let fine = try withError { (a + 1).sum().item(Float.self) }
         #expect(fine == 12)
     }
