@@ -55,7 +55,8 @@ sanitize: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(SANITIZED)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 MLX_H2O_EXTENSION=$$(echo $(SANITIZED)/_ext*.so) \
-	    $(BIN)/pytest -p no:cacheprovider tests/test_cpu_kernels.py
+	    $(BIN)/pytest -p no:cacheprovider tests/test_cpu_kernels.py tests/test_packed.py \
+	    tests/test_recent.py -k "test_cpu_kernels or fused or packed_once or threads"
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
