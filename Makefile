@@ -9,10 +9,13 @@ EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 # The oldest mlx-lm whose cache protocol is served: it still has meta_state.
 OLD_MLX_LM := 0.31.3
 CXX_SOURCES := $(wildcard python/src/*.* python/src/kernels/*.*)
+C_SOURCES := $(wildcard c_api/*/src/*.* c_api/*/include/mlx/c/*.h)
+SWIFT_SOURCES := Package.swift swift/Linux/Package.swift $(wildcard \
+    swift/Sources swift/Tests swift/Examples swift/Linux/Sources swift/Linux/Tests)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-old-mlx-lm sanitize bench lint format clean
+.PHONY: demo test test-swift test-old-mlx-lm sanitize bench lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx_h2o compare --out out
@@ -21,6 +24,24 @@ test: lint test-old-mlx-lm
 	$(BIN)/pytest
 	$(MAKE) sanitize
 	$(BIN)/python tools/check_macos_build.py
+	$(if $(HAS_SWIFT),$(MAKE) test-swift)
+
+# The Swift package, on Linux: over swift/Linux in the place of Apple's packages, and so over the
+# mlx-c subset and MLX's CPU backend. (On a Mac: xcodebuild, see .github/workflows/macos.yml.)
+HAS_SWIFT := $(if $(filter Linux,$(shell uname -s)),$(shell command -v swift))
+MLX_C := $(CURDIR)/build/mlx_c
+SWIFT_TEST := PKG_CONFIG_PATH="$(MLX_C)" swift test -Xlinker -rpath -Xlinker "$(MLX_C)"
+test-swift: mlx_c
+	swift-format lint --strict --parallel --recursive $(SWIFT_SOURCES)
+	MLX_H2O_PACKAGES=apple swift package dump-package | $(BIN)/python tools/check_swift_manifest.py
+	$(SWIFT_TEST) --package-path swift/Linux --scratch-path .build/linux
+	$(if $(wildcard swift/Sources/MLXH2O/*.swift),$(SWIFT_TEST))
+
+.PHONY: mlx_c
+mlx_c: $(VENV)/.installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S c_api/mlx_c -B $(MLX_C) \
+	    -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(MLX_C)
 
 bench: $(VENV)/.installed
 	$(BIN)/mlx_h2o bench --out out
@@ -40,7 +61,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES) $(C_SOURCES)
 
 # The seams with mlx-lm, on its older protocol. (Its own phi3small crashes with a current MLX.)
 test-old-mlx-lm: .compat/mlx_lm
@@ -53,7 +74,8 @@ test-old-mlx-lm: .compat/mlx_lm
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CXX_SOURCES)
+	$(BIN)/clang-format -i $(CXX_SOURCES) $(C_SOURCES)
+	$(if $(HAS_SWIFT),swift-format format --in-place --parallel --recursive $(SWIFT_SOURCES))
 
 # Editable, so that a changed source needs no new installation.
 $(VENV)/.installed: pyproject.toml python/CMakeLists.txt $(CXX_SOURCES)
@@ -64,4 +86,4 @@ $(VENV)/.installed: pyproject.toml python/CMakeLists.txt $(CXX_SOURCES)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .compat build out tests/metal/.build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .build .compat build out tests/metal/.build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -131,11 +131,11 @@ def test_the_command_writes_json_and_a_chart(tmp_path, capsys):
 
 def test_the_table_says_what_was_measured():
     protocol = Protocol("some/model", "text", 48, 1, 64, 32, 4, 100)
-    result = Result(WINDOW, [1.0], 2.718, 0.0953, 3, 4, 123.4, 65536)
+    result = Result(WINDOW, [1.0], 2.718, 0.0953, 3, 4, 123.4, 65536, 3.25)
     console = Console(width=120, file=io.StringIO())
     console.print(table([result], protocol))
     printed = console.file.getvalue()
-    for shown in ("some/model", WINDOW, "2.72", "+9.5 %", "3/4", "123", "65,536"):
+    for shown in ("some/model", WINDOW, "2.72", "+9.53 %", "3/4", "123", "65,536", "3.2x"):
         assert shown in printed
 
 
@@ -167,13 +167,15 @@ def test_the_first_arm_must_be_the_full_one():
         compare([Arm(WINDOW)], protocol)
 
 
-def test_ctrl_c_leaves_nothing_behind(tmp_path):
+@pytest.mark.parametrize("seconds", [0, 5], ids=["workers starting", "workers at work"])
+def test_ctrl_c_leaves_nothing_behind(seconds, tmp_path):
     """Neither files nor worker processes, and one line instead of tracebacks."""
     command = [sys.executable, "-m", "mlx_h2o", *SMALL, "--samples", "40", "--out", str(tmp_path)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    time.sleep(8)  # long enough for the workers to be at work
+    assert any(members(process.pid) > 1 or time.sleep(0.05) for _ in range(2000))
+    time.sleep(seconds)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -182,6 +184,12 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
     assert not list(tmp_path.iterdir())
     # Python's own resource tracker takes a moment to notice.
     assert any(is_gone(process.pid) or time.sleep(0.1) for _ in range(100))
+
+
+def members(group):
+    """Processes of a group."""
+    found = subprocess.run(["pgrep", "-g", str(group)], capture_output=True, text=True)
+    return len(found.stdout.split())
 
 
 def is_gone(group):

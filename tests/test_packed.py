@@ -84,6 +84,25 @@ def test_a_packed_row_is_the_numbers_it_stands_for(dtype, group, L, N, bits, gro
     )
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("N", [64, 257, 1024, 4096])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_in_registers_or_beforehand_makes_no_difference(dtype, bits, N, sinks):
+    """Dequantizing while attending, against dequantizing first, in half precision."""
+    q, k, v = operands(2, 4, 1, N, dtype)
+    column = mx.random.normal((8,)) if sinks else None
+    packed = PackedRows.of(k, bits, 64), PackedRows.of(v, bits, 64)
+    plain = (rows.dequantized() for rows in packed)
+    expected, _, _ = reference.attention_with_scores(
+        q.astype(mx.float32), *plain, scale=SCALE, sinks=column
+    )
+    out, _, _ = scaled_dot_product_attention_with_scores(q, *packed, scale=SCALE, sinks=column)
+    error = np.abs(numbers(out) - numbers(expected)).max()
+    # One rounding of the output to bfloat16 may alone be more than 1e-3.
+    assert error < (1e-3 if dtype == mx.float16 else 1e-3 + numbers(mx.abs(expected)).max() / 256)
+
+
 def test_one_side_may_be_packed_alone():
     q, k, v = operands(2, 2, 1, 50, mx.float16)
     keys, values = PackedRows.of(k, 8, 64), PackedRows.of(v, 4, 32)
@@ -232,6 +251,38 @@ def test_max_bytes_holds_more_packed_tokens():
         assert cache.nbytes <= 60_000
         sizes.append(cache.size())
     assert sizes[0] < sizes[1] < sizes[2]
+
+
+def peak_of_a_prompt(policy: str, packing: dict[str, int]) -> int:
+    """Most bytes while chunks of a prompt are read, the later ones far beyond the budget."""
+    cache = H2OKVCache(1024, policy=policy, **packing)
+    layer = TinyLayer(heads=8, group=2, key_width=128, value_width=128, dtype=mx.bfloat16)
+    assert layer.tokens[0].shape[2] == 512
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    for _ in range(4):
+        q, k, v = layer.at(0, 512)
+        mask = cache.make_mask(512)
+        keys, values = cache.update_and_fetch(k, v)
+        out = cache.attend(q, keys, values, scale=layer.scale, mask=mask)
+        mx.eval(out, *cache.arrays().values())
+        del out, keys, values
+    return mx.get_peak_memory() - mx.get_active_memory() + cache.nbytes
+
+
+@pytest.mark.parametrize("policy", ["distinct", "h2o", "keydiff"])
+@pytest.mark.parametrize(
+    "packing",
+    [{"bits": 8}, {"bits": 4}, {"k_bits": 8, "v_bits": 3}, {"bits": 4, "recent_bits": 8}],
+    ids=str,
+)
+def test_a_prompt_takes_no_more_memory_than_with_dense_rows(packing, policy):
+    """Rows are dequantized tile by tile or head by head, and never the whole cache at once."""
+    # What is freed when depends on how far MLX runs ahead of its own threads.
+    packed, plain = (
+        min(peak_of_a_prompt(policy, kind) for _ in range(3)) for kind in (packing, {})
+    )
+    assert packed <= plain
 
 
 def test_models_that_attend_by_themselves_are_refused_bits():

@@ -256,7 +256,5 @@ stock_attention = mx.fast.scaled_dot_product_attention
 def kept_positions(cache: H2OKVCache) -> list[list[int]]:
     """Logical positions held by each KV head of the first sequence, ascending."""
     return [
-        sorted(head)
-        for run in cache.store.runs
-        for head in cache.store.view(run, "positions")[0].tolist()
+        sorted(head) for run in cache.store.runs for head in cache.slots(run).positions[0].tolist()
     ]

@@ -57,6 +57,9 @@ class PolicyForm:
         age_weight: float,
     ) -> None: ...
 
+class Recent:
+    def __init__(self, keys: Stored, values: Stored, scores: mx.array) -> None: ...
+
 class DecodingLayer:
     def __init__(
         self,
@@ -68,6 +71,7 @@ class DecodingLayer:
         remembers: bool,
         answers: bool,
         saturation: float,
+        recent: Recent | None = None,
         stream: mx.Stream | mx.Device | None = None,
     ) -> None: ...
     def step(
@@ -80,6 +84,7 @@ class DecodingLayer:
         sinks: mx.array | None = None,
         offset: int,
         heads: list[tuple[int, int, int, int, int, bool]],
+        recent: tuple[int, int, bool] | None = None,
         stream: mx.Stream | mx.Device | None = None,
     ) -> mx.array: ...
     def close(self, stream: mx.Stream | mx.Device | None = None) -> list[mx.array]: ...

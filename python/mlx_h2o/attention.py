@@ -10,19 +10,19 @@ from contextlib import AbstractContextManager, nullcontext
 
 import mlx.core as mx
 
-from mlx_h2o.backends import reference
+from mlx_h2o.backends import joined, reference
 from mlx_h2o.backends.choice import backend
 from mlx_h2o.backends.reference import Ranges, Seed
 from mlx_h2o.masks import Mask
-from mlx_h2o.packed import PackedRows, Rows
+from mlx_h2o.packed import AnyRows, JoinedRows, PackedRows
 
 FLOAT_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def scaled_dot_product_attention(
     q: mx.array,
-    k: Rows,
-    v: Rows,
+    k: AnyRows,
+    v: AnyRows,
     *,
     scale: float,
     mask: Mask = None,
@@ -34,6 +34,10 @@ def scaled_dot_product_attention(
     """Softmax attention `[B, Hq, L, Dv]`; arguments as in the form with scores."""
     check_attention(q, k, v, mask, sinks, seed, ranges)
     with on(stream):
+        if isinstance(k, JoinedRows) or isinstance(v, JoinedRows):
+            return joined.attention(
+                backend(), q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed
+            )
         out: mx.array = backend().attention(
             q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
         )
@@ -42,8 +46,8 @@ def scaled_dot_product_attention(
 
 def scaled_dot_product_attention_with_scores(
     q: mx.array,
-    k: Rows,
-    v: Rows,
+    k: AnyRows,
+    v: AnyRows,
     *,
     scale: float,
     mask: Mask = None,
@@ -81,6 +85,10 @@ def scaled_dot_product_attention_with_scores(
     """
     check_attention(q, k, v, mask, sinks, seed, ranges)
     with on(stream):
+        if isinstance(k, JoinedRows) or isinstance(v, JoinedRows):
+            return joined.attention_with_scores(
+                backend(), q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed
+            )
         out, scores, lse = backend().attention_with_scores(
             q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
         )
@@ -89,8 +97,8 @@ def scaled_dot_product_attention_with_scores(
 
 def scaled_dot_product_attention_with_mass(
     q: mx.array,
-    k: Rows,
-    v: Rows,
+    k: AnyRows,
+    v: AnyRows,
     *,
     scale: float,
     mask: Mask = None,
@@ -109,6 +117,10 @@ def scaled_dot_product_attention_with_mass(
     """
     check_attention(q, k, v, mask, sinks, seed, ranges)
     with on(stream):
+        if isinstance(k, JoinedRows) or isinstance(v, JoinedRows):
+            return joined.attention_with_mass(
+                backend(), q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed
+            )
         out, mass, lse = backend().attention_with_mass(
             q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
         )
@@ -201,8 +213,8 @@ def on(stream: mx.Stream | mx.Device | None) -> AbstractContextManager[object]:
 
 def check_attention(
     q: mx.array,
-    k: Rows,
-    v: Rows,
+    k: AnyRows,
+    v: AnyRows,
     mask: Mask,
     sinks: mx.array | None,
     seed: Seed | None = None,
@@ -217,6 +229,9 @@ def check_attention(
             raise ValueError(f"{name} must be {axes}; got {x.shape}.")
         if x.dtype not in FLOAT_DTYPES:
             raise ValueError(f"{name} must be float32, float16 or bfloat16; got {x.dtype}.")
+    lengths = [[p.shape[2] for p in x.parts] if isinstance(x, JoinedRows) else None for x in (k, v)]
+    if lengths[0] != lengths[1] or (ranges is not None and lengths[0]):
+        raise ValueError("Joined keys need values joined likewise, and no ranges.")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"k {k.shape} and v {v.shape} must agree in batch, heads and tokens.")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[-1]:

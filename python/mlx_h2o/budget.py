@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy
@@ -34,6 +34,12 @@ class RowWidths:
             "values", self.value, self.value_size
         )
 
+    @property
+    def recent_row_bytes(self) -> int:
+        """The same of one of the newest tokens."""
+        recent = self.packing.recent
+        return replace(self, packing=recent).row_bytes if recent else self.row_bytes
+
     def remainder_slots(self, remembers: bool) -> int:
         """Slots whose memory the remainder of one head takes (rounded up)."""
         return -(-Remainder.bytes_per_head(self.key, self.value) // self.row_bytes) * remembers
@@ -58,6 +64,13 @@ def slots_for_bytes(
     """
     per_head = max_bytes // heads - widths.head_bytes(policy, remembers)
     slots = per_head // widths.slot_bytes(policy)
+    # A recent zone of wider rows leaves room for fewer. (Of narrower ones it gives none back: with
+    # a profile the zone is as small as the smallest head's.)
+    extra = max(widths.recent_row_bytes - widths.row_bytes, 0)
+    while slots > 0 and slots * widths.slot_bytes(policy) > (
+        per_head - policy.recent_slots(slots) * extra
+    ):
+        slots -= 1
     if slots < 1:
         raise ValueError(
             f"max_bytes={max_bytes} leaves no slot for each of {heads} KV heads of "

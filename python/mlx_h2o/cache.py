@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import mlx.core as mx
@@ -28,8 +28,9 @@ from mlx_h2o.decoding import (
     start_decoding,
 )
 from mlx_h2o.masks import Mask, block_of
-from mlx_h2o.packed import Packing, Rows, dense
+from mlx_h2o.packed import AnyRows, Packing, dense, first_rows
 from mlx_h2o.policies import Observation, ObservedMass, Policy, Slots, make_policy
+from mlx_h2o.recent import RecentZone
 from mlx_h2o.remainder import Remainder, plain_rows_for
 from mlx_h2o.store import Run, SlotStore
 
@@ -57,6 +58,9 @@ class H2OKVCache:
         k_bits: Of keys alone, instead of `bits`.
         v_bits: Of values alone, instead of `bits`.
         group_size: Elements that share a scale and a bias.
+        recent_bits: Store the newest tokens, as many as every head of the layer protects, in so
+            many bits instead; 16: in the model's own dtype. `recent.py` says what becomes of a
+            token that is recent no longer.
 
     Raises:
         ValueError: No or several sizes, an unknown policy, or a budget without room to evict.
@@ -75,6 +79,7 @@ class H2OKVCache:
         k_bits: int | None = None,
         v_bits: int | None = None,
         group_size: int = 64,
+        recent_bits: int | None = None,
     ):
         if sum(size is not None for size in (max_size, max_bytes, budgets)) != 1:
             raise ValueError("Give exactly one of max_size, max_bytes and budgets.")
@@ -87,7 +92,7 @@ class H2OKVCache:
                 'itself: choose one that looks at keys only ("keydiff", "streaming", or "distinct" '
                 "with mass_weight=0)."
             )
-        self.packing = Packing(k_bits or bits, v_bits or bits, group_size)
+        self.packing = Packing(k_bits or bits, v_bits or bits, group_size, recent_bits)
         if self.packing.packs and not attending:
             raise ValueError("A model that attends by itself cannot read packed keys and values.")
         self.max_size = max_size
@@ -99,6 +104,8 @@ class H2OKVCache:
         self._check_budgets(self.budgets or ([max_size] if max_size is not None else []))
         self.offset = 0
         self._store: SlotStore | None = None
+        # The newest tokens, where they are stored in another width; all others are in the store.
+        self._recent: RecentZone | None = None
         self._remainder: Remainder | None = None
         # Slots to overwrite next, [B, H, evict_every]; each run knows how many it has used.
         self._victims: mx.array | None = None
@@ -155,13 +162,7 @@ class H2OKVCache:
             self.offset += 1
             return self._handed
         store = self._start(keys, values)
-        rows = self._rows(keys, values, self.offset)
-        if L == 1:
-            self._write_one(store, rows)
-        elif all(run.length + L <= run.budget for run in store.runs):
-            self._append(store, rows)
-        else:
-            self._pending = rows
+        self._take_in(store, keys, values, self.offset)
         self.offset += L
         fetched = self._fetch(store, keys, values)
         if self.attending:
@@ -209,7 +210,7 @@ class H2OKVCache:
                     "This model attended to the cached keys before and now attends to keys made of "
                     "them, which a bounded cache cannot follow."
                 )
-            self._write_one(self._taken_back(), self._rows(new_keys, new_values, self.offset - 1))
+            self._take_in(self._taken_back(), new_keys, new_values, self.offset - 1)
         store = self._taken_back()
         self._own = own
         remembered = self.answers and self._evicted(store.runs[0])
@@ -219,26 +220,30 @@ class H2OKVCache:
                 'budgets="uniform", remainder=False and no bits.'
             )
         group = q.shape[1] // store.heads
-        outs, seen, window_masses = [], [], []
+        outs, seen, window_masses, recent_scores = [], [], [], []
         for run in store.runs:
             fields = self._attended(store, run)
+            kept = fields["positions"].shape[2]
             heads = slice(run.first * group, run.last * group)
             whole = len(store.runs) == 1
             out, scores, window_mass = self._attend_run(
                 run,
-                fields,
+                self._positions_and_scores(run, fields),
                 q if whole else q[:, heads],
-                self._keys_and_values(fields) if own else (keys, values),
+                self._keys_and_values(run, fields) if own else (keys, values),
                 scale,
                 mask,
                 sinks if sinks is None or whole else sinks[heads],
                 own,
             )
             if scores is not None:
-                fields["scores"] = scores
+                fields["scores"] = scores[..., :kept]
+                recent_scores.append(scores[..., kept:])
             outs.append(out)
             seen.append(fields)
             window_masses.append(window_mass)
+        if self._recent is not None and recent_scores:
+            self._recent.write_scores(mx.concatenate(recent_scores, axis=1))
         self._settle(store, seen, window_masses)
         out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
         tied: mx.array = mx.depends(out, self._side_state())
@@ -269,7 +274,9 @@ class H2OKVCache:
 
     def size(self) -> int:
         """Tokens physically held by the head that holds most."""
-        return max((run.length for run in self._store.runs), default=0) if self._store else 0
+        if self._store is None:
+            return 0
+        return self._recently_held + max(run.length for run in self._store.runs)
 
     def empty(self) -> bool:
         return self._store is None
@@ -305,8 +312,12 @@ class H2OKVCache:
         if n <= 0:
             return 0
         self.offset -= n
+        older = n
+        if self._recent is not None:
+            self._take_back()
+            older -= self._recent.trim(n)
         for run in self._store.runs:
-            run.length -= n
+            run.length -= older
         self._forget_victims()
         return n
 
@@ -328,9 +339,11 @@ class H2OKVCache:
             if isinstance(max_size, int):
                 self.max_size, self.budgets = max_size, None
             return
+        if self._recent is not None:
+            budgets = self._resize_recent(budgets)
         store.regroup(budgets)
         self._forget_victims()
-        self._settle(store, [store.views(run) for run in store.runs])
+        self._settle(store, [self._attended(store, run) for run in store.runs])
         # Heads that have become alike form one run again.
         store.regroup(budgets)
         self._forget_victims()
@@ -356,6 +369,8 @@ class H2OKVCache:
                 arrays |= {f"remainder.{k}": array for k, array in self.remainder.arrays.items()}
             if self._victims is not None:
                 arrays["victims"] = self._victims
+        if self._recent is not None:
+            arrays |= {f"recent.{name}": field for name, field in self._recent.fields.items()}
         return arrays
 
     def config(self) -> dict[str, Any]:
@@ -373,6 +388,7 @@ class H2OKVCache:
             "own": self._own,
             "reserved": store.reserved if store else 0,
             "runs": [asdict(run) for run in store.runs] if store else [],
+            "recent": self._recent.config() if self._recent else None,
         }
 
     @property
@@ -424,6 +440,18 @@ class H2OKVCache:
             if store.fields[name].shape[1] != slots:
                 raise ValueError(f"The field {name!r} does not hold {slots} slots.")
         cache._store = store
+        if config["recent"]:
+            cache._recent = zone = cache._recent_zone(config["recent"]["size"])
+            zone.length, zone.oldest = config["recent"]["length"], config["recent"]["oldest"]
+            zone.fields = {
+                name.removeprefix("recent."): array
+                for name, array in arrays.items()
+                if name.startswith("recent.")
+            }
+            if not 0 <= zone.oldest < zone.size or any(
+                not zone.length <= field.shape[2] <= zone.size for field in zone.fields.values()
+            ):
+                raise ValueError(f"The recent zone does not hold {zone.length} tokens.")
         for name in ("keys", "values"):
             held = cache.packing.rows(name, store.fields)
             cache._row_types[name] = (held.shape[0], store.heads, held.shape[2], held.dtype)
@@ -504,27 +532,40 @@ class H2OKVCache:
                 self.policy,
                 self._remembers,
                 self.answers,
+                self._recent,
             )
             # The kernel may write in place only what nobody else holds.
             self._remainder = self._victims = None
+        recent = self._recent.advance() if self._recent is not None else None
+        # With a recent zone that is not full yet, no token comes into the slots.
+        full = self._recent is None or self._recent.length == self._recent.size
         heads = []
         for run in store.runs:
             victim = -1
-            if run.length < run.budget:
+            if recent is not None and not recent.leaving:
+                pass
+            elif run.length < run.budget:
                 run.length += 1
             else:
                 victim = self.policy.evict_every - run.victims
                 run.victims -= 1
-            choose = run.length == run.budget and run.victims == 0
+            choose = full and run.length == run.budget and run.victims == 0
             if choose:
                 run.victims = self.policy.evict_every
-            recent, evicted = self.policy.recent_slots(run.budget), self._evicted(run)
+            protected, evicted = self._recent_slots(run), self._evicted(run)
             heads += [
-                HeadStep(start, run.length, victim, recent, evicted, choose)
+                HeadStep(start, run.length, victim, protected, evicted, choose)
                 for start in range(run.start, run.start + run.heads * run.allocated, run.allocated)
             ]
         return self._decoding.step(
-            q, keys, values, scale=scale, sinks=sinks, offset=self.offset, heads=heads
+            q,
+            keys,
+            values,
+            scale=scale,
+            sinks=sinks,
+            offset=self.offset,
+            heads=heads,
+            recent=recent,
         )
 
     def _check_rows(self, keys: mx.array, values: mx.array) -> None:
@@ -565,12 +606,19 @@ class H2OKVCache:
             reserved = plain_rows_for(min(budgets))
             budgets = [budget - reserved for budget in budgets]
         self._check_budgets(budgets)
+        if self.packing.recent is not None:
+            size = self._recent_size(budgets)
+            self._recent = self._recent_zone(size)
+            budgets = [budget - size for budget in budgets]
         self._remainder = Remainder.empty(B, H, D, values.shape[-1])
         self._row_types = {
             name: (B, H, rows.shape[-1], rows.dtype)
             for name, rows in (("keys", keys), ("values", values))
         }
         self._store = SlotStore(budgets, reserved)
+        if self._recent is not None:
+            # So that there are fields to look at while all tokens are recent.
+            self._store.reserve(1, self._rows(keys[:, :, :1], values[:, :, :1], 0))
         return self._store
 
     def _rows(self, keys: mx.array, values: mx.array, first: int) -> dict[str, mx.array]:
@@ -585,6 +633,23 @@ class H2OKVCache:
         if self.policy.needs_attention:
             rows["scores"] = mx.zeros((B, H, L))
         return rows
+
+    def _take_in(self, store: SlotStore, keys: mx.array, values: mx.array, first: int) -> None:
+        """Store new rows `[B, H, L, ...]`, or hold them until attention has seen what must go."""
+        if self._recent is None:
+            rows = self._rows(keys, values, first)
+        else:
+            leaving = self._recent.push(keys, values, first)
+            if leaving is None:
+                return
+            rows = leaving
+        count = rows["positions"].shape[2]
+        if keys.shape[2] == 1:  # for which victims are named already
+            self._write_one(store, rows)
+        elif all(run.length + count <= run.budget for run in store.runs):
+            self._append(store, rows)
+        else:
+            self._pending = rows
 
     def _write_one(self, store: SlotStore, rows: dict[str, mx.array]) -> None:
         """Store one row per head: into the next unused slot, or over a victim, which is folded."""
@@ -609,8 +674,11 @@ class H2OKVCache:
             assert self._remainder is not None
             weights = None if all(overwritten) else mx.array(overwritten)[None, :, None]
             overwritten_rows = {name: store.take(flat, name)[:, :, None] for name in rows}
-            keys, values = self._keys_and_values(overwritten_rows)
-            self._remainder = self._remainder.fold(dense(keys), dense(values), weights)
+            self._remainder = self._remainder.fold(
+                dense(self.packing.rows("keys", overwritten_rows)),
+                dense(self.packing.rows("values", overwritten_rows)),
+                weights,
+            )
             # Read before written: a row still to be read would make the write copy everything.
             flat = mx.depends(flat, list(self._remainder.arrays.values()))
         store.put(flat, {name: row.squeeze(2) for name, row in rows.items()})
@@ -661,7 +729,7 @@ class H2OKVCache:
         run: Run,
         fields: dict[str, mx.array],
         q: mx.array,
-        kv: tuple[Rows, Rows],
+        kv: tuple[AnyRows, AnyRows],
         scale: float,
         mask: Mask,
         sinks: mx.array | None,
@@ -689,8 +757,8 @@ class H2OKVCache:
                 seed = remainder.column(q[:, :, start:end], scale), remainder.mean_value
             return block.keys, {
                 "q": q[:, :, start:end],
-                "k": keys[:, :, : block.keys],
-                "v": values[:, :, : block.keys],
+                "k": first_rows(keys, block.keys),
+                "v": first_rows(values, block.keys),
                 "scale": scale,
                 "mask": block.mask,
                 "sinks": sinks,
@@ -756,7 +824,7 @@ class H2OKVCache:
         if self._pending is not None or any(
             run.budget < N for N, run in zip(counts, store.runs, strict=True)
         ):
-            evicted = [self.offset - N for N in counts]
+            evicted = [self.offset - self._recently_held - N for N in counts]
             self._pending = None
             kept = [
                 self._reduced(run, fields, mass, lost)
@@ -781,23 +849,41 @@ class H2OKVCache:
         N = fields["positions"].shape[2]
         if run.budget >= N:
             return fields
-        slots = self._slots(run, fields, evicted)
+        # Head by head, so that float32 copies are never of more than one head's rows.
+        heads = range(run.heads)
+        priorities = []
+        for i in heads:
+            one = replace(run, first=run.first + i, last=run.first + i + 1)
+            slots = self._slots(
+                one, {n: field[:, i : i + 1] for n, field in fields.items()}, evicted
+            )
+            mass = None if window_mass is None else window_mass[:, i : i + 1]
+            priorities.append(self.policy.prompt_priority(slots, mass)[..., :N])
+        positions = fields["positions"]
         kept = selection.select_kept(
-            self.policy.prompt_priority(slots, window_mass),
-            slots.positions,
-            slots.evictable,
+            mx.concatenate(priorities, axis=1),
+            positions,
+            selection.evictable_slots(
+                positions, self.offset, self.policy.sink, self._recent_slots(run)
+            ),
             run.budget,
             self.policy.unit,
         )
         if self._remembers:
             assert self._remainder is not None
             dropped = mx.put_along_axis(
-                mx.ones(slots.positions.shape), kept, mx.zeros(kept.shape), axis=-1
+                mx.ones(positions.shape), kept, mx.zeros(kept.shape), axis=-1
             )
-            folded = self._remainder.heads(run.first, run.last).fold(
-                slots.keys, slots.values, dropped
-            )
-            self._remainder = self._remainder.with_heads(run.first, folded)
+            for i in heads:
+                keys, values = (
+                    dense(self.packing.rows(name, fields)[:, i : i + 1])
+                    for name in ("keys", "values")
+                )
+                head = run.first + i
+                folded = self._remainder.heads(head, head + 1).fold(
+                    keys, values, dropped[:, i : i + 1]
+                )
+                self._remainder = self._remainder.with_heads(head, folded)
         return {
             name: mx.take_along_axis(
                 field, kept.reshape(*kept.shape, *[1] * (field.ndim - 3)), axis=2
@@ -807,6 +893,8 @@ class H2OKVCache:
 
     def _choose_victims(self, store: SlotStore) -> None:
         """For every full run without victims left, choose the next `evict_every`."""
+        if self._recent is not None and self._recent.length < self._recent.size:
+            return  # the next token pushes none out
         due = [run for run in store.runs if run.length == run.budget and not run.victims]
         if not due:
             return
@@ -817,9 +905,9 @@ class H2OKVCache:
                 slots = self._slots(run, store.views(run), self._evicted(run))
                 chosen.append(
                     selection.select_victims(
-                        self.policy.priority(slots),
-                        slots.positions,
-                        slots.evictable,
+                        self.policy.priority(slots)[..., : run.length],
+                        slots.positions[..., : run.length],
+                        slots.evictable[..., : run.length],
                         E,
                         self.policy.unit,
                     )
@@ -839,9 +927,9 @@ class H2OKVCache:
     def _slots(self, run: Run, fields: dict[str, mx.array], evicted: int) -> Slots:
         """A run's slots as policies see them."""
         assert self._remainder is not None
-        positions = fields["positions"]
-        scores = fields.get("scores")
-        keys, values = self._keys_and_values(fields)
+        whole = self._positions_and_scores(run, fields)
+        positions, scores = whole["positions"], whole.get("scores")
+        keys, values = self._keys_and_values(run, fields)
         return Slots(
             keys=dense(keys),
             values=dense(values),
@@ -849,20 +937,75 @@ class H2OKVCache:
             scores=mx.zeros(positions.shape) if scores is None else scores,
             offset=self.offset,
             evictable=selection.evictable_slots(
-                positions, self.offset, self.policy.sink, self.policy.recent_slots(run.budget)
+                positions, self.offset, self.policy.sink, self._recent_slots(run)
             ),
             evicted=evicted,
             evicted_mean_key=self._remainder.mean_key[:, run.first : run.last],
         )
 
-    def _keys_and_values(self, fields: dict[str, mx.array]) -> tuple[Rows, Rows]:
-        """The rows out of fields of slots."""
-        return self.packing.rows("keys", fields), self.packing.rows("values", fields)
+    def _keys_and_values(self, run: Run, fields: dict[str, mx.array]) -> tuple[AnyRows, AnyRows]:
+        """All rows of a run: those of its slots, by field, and the newest tokens'."""
+        keys = self.packing.rows("keys", fields)
+        values = self.packing.rows("values", fields)
+        zone = self._recent
+        if zone is None:
+            return keys, values
+        views = zone.views(run.first, run.last, self.offset)
+        return zone.rows("keys", keys, views), zone.rows("values", values, views)
+
+    def _positions_and_scores(self, run: Run, fields: dict[str, mx.array]) -> dict[str, mx.array]:
+        """The same of the fields that policies work on."""
+        if self._recent is None:
+            return fields
+        views = self._recent.views(run.first, run.last, self.offset)
+        return {
+            name: mx.concatenate([fields[name], views[name]], axis=2)
+            for name in ("positions", "scores")
+            if name in fields
+        }
 
     def _evicted(self, run: Run) -> int:
         """Tokens that each head of a run has lost."""
         pending = self._pending["positions"].shape[2] if self._pending is not None else 0
-        return self.offset - run.length - pending
+        return self.offset - run.length - pending - self._recently_held
+
+    @property
+    def _recently_held(self) -> int:
+        """Tokens in the recent zone."""
+        return self._recent.length if self._recent else 0
+
+    def budget_of(self, run: Run) -> int:
+        """Tokens that each head of a run may hold, the newest included."""
+        return run.budget + (self._recent.size if self._recent else 0)
+
+    def _recent_slots(self, run: Run) -> int:
+        """Last positions that a run protects."""
+        return self.policy.recent_slots(self.budget_of(run))
+
+    def _recent_size(self, budgets: Sequence[int]) -> int:
+        """Tokens that every head protects, for the recent zone."""
+        size = min(self.policy.recent_slots(budget) for budget in budgets)
+        if size < 1:
+            raise ValueError(
+                f"recent_bits needs protected tokens: policy {self.policy.name!r} with "
+                f"recent={self.policy.recent} protects none in a head of {min(budgets)} slots."
+            )
+        return size
+
+    def _recent_zone(self, size: int) -> RecentZone:
+        return RecentZone(size, self.packing, self.policy.needs_attention)
+
+    def _resize_recent(self, budgets: Sequence[int]) -> list[int]:
+        """Fit the recent zone to new budgets of whole heads; the budgets of their other slots."""
+        zone = self._recent
+        assert zone is not None
+        first = self.offset - zone.length
+        gone = zone.resize(self._recent_size(budgets))
+        if gone is not None:
+            shape = gone["keys"].shape[:3]
+            positions = mx.arange(first, first + shape[2], dtype=mx.int32)
+            self._pending = {**gone, "positions": mx.broadcast_to(positions, shape)}
+        return [budget - zone.size for budget in budgets]
 
     def _evicted_after(self, N: int) -> int:
         """How many tokens plain rows will stand for when N new ones attend."""

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.backends import choice
+from mlx_h2o.backends import choice, reference
 from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy
 from mlx_h2o.policies.base import kernel_form_of
+from mlx_h2o.recent import RecentStep, RecentZone
 from mlx_h2o.remainder import SATURATION, Remainder
 from mlx_h2o.store import SlotStore
 
@@ -48,9 +49,10 @@ def can_decode(policy: Policy, keys: mx.array, values: mx.array, packing: Packin
     """Whether the default device has a fused step for this policy and rows like these."""
     gpu = choice.gpu()
     if gpu is not None:
-        return gpu.can_decode(policy, keys, values)
+        # Two kinds of rows in one step are the CPU kernel's alone.
+        return packing.recent_bits is None and gpu.can_decode(policy, keys, values)
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    return on_cpu and kernel_form_of(policy) is not None and choice.cpu() is not None
+    return on_cpu and kernel_form_of(policy) is not None and choice.backend() is not reference
 
 
 def on_default_device(decoding: Decoding) -> bool:
@@ -78,6 +80,7 @@ class Decoding(ABC):
         sinks: mx.array | None,
         offset: int,
         heads: list[HeadStep],
+        recent: RecentStep | None = None,
     ) -> mx.array:
         """One token: fold, write, attend, accumulate, choose.
 
@@ -89,6 +92,7 @@ class Decoding(ABC):
             sinks: Attention-sink logits `[Hq]`.
             offset: The next logical position.
             heads: One plan for each KV head.
+            recent: What happens in the recent zone, if there is one.
 
         Returns:
             `[B, Hq, 1, Dv]`.
@@ -107,12 +111,13 @@ def start_decoding(
     policy: Policy,
     remembers: bool,
     answers: bool,
+    recent: RecentZone | None = None,
 ) -> Decoding:
     """Give a layer's arrays to the kernels of the default device; arguments as of `CPUDecoding`."""
     gpu = choice.gpu()
     if gpu is not None:
         return gpu.start_decoding(store, packing, remainder, victims, policy, remembers, answers)
-    return CPUDecoding(store, packing, remainder, victims, policy, remembers, answers)
+    return CPUDecoding(store, packing, remainder, victims, policy, remembers, answers, recent)
 
 
 class CPUDecoding(Decoding):
@@ -126,6 +131,7 @@ class CPUDecoding(Decoding):
         policy: One that `can_decode`.
         remembers: Whether evicted rows are folded into the remainder.
         answers: Whether it answers queries.
+        recent: The newest tokens where they are stored apart; its fields are taken out.
     """
 
     def __init__(
@@ -137,6 +143,7 @@ class CPUDecoding(Decoding):
         policy: Policy,
         remembers: bool,
         answers: bool,
+        recent: RecentZone | None = None,
     ):
         from mlx_h2o import _ext
         from mlx_h2o.backends.cpu import stored
@@ -154,6 +161,17 @@ class CPUDecoding(Decoding):
         self.nbytes = sum(field.nbytes for field in fields.values()) + victims.nbytes
         self.nbytes += remainder.nbytes if remembers else 0
         store.fields = {}
+        self._recent, self._recent_names, newest = recent, list[str](), None
+        if recent is not None:
+            recent.reserve()
+            self._recent_names = list(recent.fields)
+            self.nbytes += sum(field.nbytes for field in recent.fields.values())
+            newest = _ext.Recent(
+                stored(recent.stored("keys")),
+                stored(recent.stored("values")),
+                recent.fields.get("scores", mx.zeros((0,))),
+            )
+            recent.fields = {}
         self._layer = _ext.DecodingLayer(
             stored(packing.rows("keys", fields)),
             stored(packing.rows("values", fields)),
@@ -172,6 +190,7 @@ class CPUDecoding(Decoding):
             remembers=remembers,
             answers=answers,
             saturation=SATURATION,
+            recent=newest,
         )
 
     def step(
@@ -184,9 +203,13 @@ class CPUDecoding(Decoding):
         sinks: mx.array | None,
         offset: int,
         heads: list[HeadStep],
+        recent: RecentStep | None = None,
     ) -> mx.array:
         plans = [(h.start, h.length, h.victim, h.recent, h.evicted, h.choose) for h in heads]
-        return self._layer.step(q, k, v, scale=scale, sinks=sinks, offset=offset, heads=plans)
+        zone = (recent.slot, recent.length, recent.leaving) if recent else None
+        return self._layer.step(
+            q, k, v, scale=scale, sinks=sinks, offset=offset, heads=plans, recent=zone
+        )
 
     def end(self, store: SlotStore) -> tuple[Remainder, mx.array]:
         arrays = iter(self._layer.close())
@@ -194,6 +217,10 @@ class CPUDecoding(Decoding):
         # In the order of the extension: keys, values (and what packs them), then the others.
         fields = {name: next(arrays) for name in (*rows, "positions", "scores")}
         store.fields = {name: fields[name] for name in self._names}
-        rest = list(arrays)
-        *statistics, victims = rest
+        statistics = [next(arrays) for _ in range(4)]
+        victims = next(arrays)
+        if self._recent is not None:
+            # Scores, where there are none, are an empty array.
+            newest = dict(zip([*self._recent_names, "scores"], arrays, strict=False))
+            self._recent.fields = {name: newest[name] for name in self._recent_names}
         return Remainder(*statistics), victims

@@ -28,6 +28,7 @@ from mlx_h2o.packed import Packing, dense
 from mlx_h2o.policies import Policy
 from mlx_h2o.policies.base import kernel_form_of
 from mlx_h2o.policies.distinct import FEWEST_FOR_A_MEAN
+from mlx_h2o.recent import RecentStep
 from mlx_h2o.remainder import Remainder
 from mlx_h2o.store import SlotStore
 
@@ -110,7 +111,9 @@ class GPUDecoding(Decoding):
         sinks: mx.array | None,
         offset: int,
         heads: list[HeadStep],
+        recent: RecentStep | None = None,
     ) -> mx.array:
+        assert recent is None
         policy, slots = self._policy, self._slots
         plan = StepPlan(offset, slots.keys.shape[1], policy.sink, policy.evict_every, tuple(heads))
         written, remainder = overwrite(

@@ -243,7 +243,7 @@ def runs_of(cache: H2OKVCache) -> list[Run]:
 def heads_of(layer: str, cache: H2OKVCache) -> list[Head]:
     """The heads of a layer that has seen tokens."""
     return [
-        Head(layer, head, run.budget, cache.policy.recent_slots(run.budget))
+        Head(layer, head, cache.budget_of(run), cache.policy.recent_slots(cache.budget_of(run)))
         for run in runs_of(cache)
         for head in range(run.first, run.last)
     ]

@@ -42,6 +42,17 @@ def block_of(mask: Mask, start: int, end: int, L: int, N: int, own: bool) -> Blo
     return Block(N, mask)
 
 
+def columns_of(mask: Mask, start: int, end: int, L: int, N: int) -> Mask:
+    """The mask of L queries over the keys start to end - 1 of N."""
+    if isinstance(mask, mx.array):
+        return mask[..., start:end] if mask.shape[-1] > 1 else mask
+    if mask is None or end <= N - L + 1:  # the first query sees them all
+        return None
+    if end == N and end - start >= L:
+        return "causal"
+    return mx.arange(start, end) <= mx.arange(N - L, N)[:, None]
+
+
 def fast_mask(mask: Mask, dtype: mx.Dtype) -> Mask:
     """A mask as mx.fast takes it: additive ones in the queries' dtype."""
     if isinstance(mask, mx.array) and mask.dtype != mx.bool_:

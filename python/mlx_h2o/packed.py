@@ -9,6 +9,8 @@ import mlx.core as mx
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
+# What `recent_bits` calls rows in the model's own dtype.
+UNPACKED = 16
 
 
 @dataclass(frozen=True)
@@ -97,14 +99,99 @@ class PackedRows:
         scales, biases = self.scales.astype(mx.float32), self.biases.astype(mx.float32)
         return mx.dequantize(self.words, scales, biases, group_size=self.group_size, bits=self.bits)
 
+    def with_bits(self, bits: int) -> PackedRows:
+        """The same rows in another width, from their levels and without a second quantization.
 
-#: Keys or values, dense or packed.
+        More bits hold the same levels: every number stays what it is, and nothing that was lost
+        comes back. Fewer bits keep a level's highest bits, and the bias moves to the middle of the
+        numbers that now share a level; the error is at most that of quantizing anew (2^bits
+        intervals over the group's range, where `mx.quantize` has 2^bits - 1).
+        """
+        if bits == self.bits:
+            return self
+        scales, biases, levels = self.scales, self.biases, self._levels()
+        if bits < self.bits:
+            dropped = self.bits - bits
+            levels = levels >> dropped
+            middle = (2**dropped - 1) / 2 * scales.astype(mx.float32)
+            biases = (biases.astype(mx.float32) + middle).astype(biases.dtype)
+            scales = scales * 2**dropped
+        return PackedRows(_words(levels, bits), scales, biases, bits, self.group_size)
+
+    def _levels(self) -> mx.array:
+        """What is stored of each element, `[..., rows, width]` uint32."""
+        scales = mx.ones(self.scales.shape)
+        unscaled = mx.dequantize(
+            self.words, scales, mx.zeros_like(scales), group_size=self.group_size, bits=self.bits
+        )
+        return unscaled.astype(mx.uint32)
+
+
+def _words(levels: mx.array, bits: int) -> mx.array:
+    """Levels `[..., width]` uint32 as words: one stream of bits, each level's lowest bit first."""
+    # 32 levels fill so many words that every level's place in them is the same in all rows.
+    by_32 = levels.reshape(*levels.shape[:-1], -1, 32)
+    words = []
+    for word in range(bits):
+        first, last = 32 * word // bits, -(-32 * (word + 1) // bits)
+        shifts = [level * bits - 32 * word for level in range(first, last)]
+        left, right = (mx.array([max(sign * s, 0) for s in shifts], mx.uint32) for sign in (1, -1))
+        words.append(((by_32[..., first:last] << left) >> right).sum(axis=-1))
+    return mx.stack(words, axis=-1).flatten(-2)
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """Rows of different kinds, one after the other: `[B, H, N, width]`.
+
+    Attributes:
+        parts: Dense or packed, alike in all but the number of rows.
+    """
+
+    parts: tuple[Rows, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.parts[0].shape
+        return (*first[:-2], sum(part.shape[-2] for part in self.parts), first[-1])
+
+    @property
+    def ndim(self) -> int:
+        return self.parts[0].ndim
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.parts[0].dtype
+
+    def first(self, count: int) -> JoinedRows:
+        """The first `count` rows."""
+        kept: list[Rows] = []
+        for part in self.parts:
+            kept.append(part[:, :, :count])
+            count = max(count - part.shape[2], 0)
+        return JoinedRows(tuple(kept))
+
+    def dequantized(self) -> mx.array:
+        """All rows as float32."""
+        parts = [dense(part).astype(mx.float32) for part in self.parts if part.shape[-2]]
+        return mx.concatenate(parts, axis=-2)
+
+
+#: Keys or values of one kind, dense or packed.
 Rows = mx.array | PackedRows
 
+#: The same, or rows of several kinds.
+AnyRows = Rows | JoinedRows
 
-def dense(rows: Rows) -> mx.array:
+
+def dense(rows: AnyRows) -> mx.array:
     """Rows as an array of numbers."""
-    return rows.dequantized() if isinstance(rows, PackedRows) else rows
+    return rows if isinstance(rows, mx.array) else rows.dequantized()
+
+
+def first_rows(rows: AnyRows, count: int) -> AnyRows:
+    """The first `count` of rows `[B, H, N, width]`."""
+    return rows.first(count) if isinstance(rows, JoinedRows) else rows[:, :, :count]
 
 
 # Names, beside a field's own, under which a store keeps the scales and biases of packed rows.
@@ -120,6 +207,9 @@ class Packing:
         v_bits: Bits of a value's element, likewise. Keys are the sensitive half: their errors go
             through the exponential.
         group_size: Elements that share a scale and a bias.
+        recent_bits: Bits of the newest tokens where they are stored in another width (`recent.py`),
+            16 for the model's own dtype, or None: as all others. What k_bits or v_bits leave
+            unpacked stays so.
 
     Raises:
         ValueError: Bits or group_size that `mx.quantize` does not know.
@@ -128,6 +218,7 @@ class Packing:
     k_bits: int | None = None
     v_bits: int | None = None
     group_size: int = 64
+    recent_bits: int | None = None
 
     def __post_init__(self) -> None:
         for name, bits in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
@@ -135,6 +226,27 @@ class Packing:
                 raise ValueError(f"{name} must be one of {BITS}, or None; got {bits}.")
         if self.group_size not in GROUP_SIZES:
             raise ValueError(f"group_size must be one of {GROUP_SIZES}; got {self.group_size}.")
+        if self.recent_bits not in (None, *BITS, UNPACKED):
+            raise ValueError(
+                f"recent_bits must be one of {BITS}, {UNPACKED} (the model's own dtype), or None; "
+                f"got {self.recent_bits}."
+            )
+        if self.recent_bits is not None and not self.packs:
+            raise ValueError("recent_bits needs bits (or k_bits or v_bits) for the other tokens.")
+
+    def __str__(self) -> str:
+        """For people: " in 8 bits", " with keys in 8 and values in 4 bits", or nothing."""
+        if not self.packs:
+            return ""
+        if self.k_bits == self.v_bits:
+            text = f" in {self.k_bits} bits"
+        else:
+            named = (("keys", self.k_bits), ("values", self.v_bits))
+            text = " with " + " and ".join(f"{n} in {bits} bits" for n, bits in named if bits)
+        if self.recent_bits is None:
+            return text
+        recent = "unpacked" if self.recent_bits == UNPACKED else f"in {self.recent_bits} bits"
+        return f"{text}, the newest {recent}"
 
     def bits(self, name: str) -> int | None:
         """Bits of the field "keys" or "values"."""
@@ -144,16 +256,33 @@ class Packing:
     def packs(self) -> bool:
         return self.k_bits is not None or self.v_bits is not None
 
-    def fields(self, name: str, rows: mx.array) -> dict[str, mx.array]:
-        """What a store keeps of new rows `[..., width]` of a field, by name.
+    @property
+    def recent(self) -> Packing | None:
+        """How the newest tokens are stored, or None: as all others."""
+        if self.recent_bits is None:
+            return None
+        bits = None if self.recent_bits == UNPACKED else self.recent_bits
+        return Packing(
+            bits if self.k_bits else None, bits if self.v_bits else None, self.group_size
+        )
+
+    def fields(self, name: str, rows: Rows) -> dict[str, mx.array]:
+        """What a store keeps of rows `[..., width]` of a field, by name.
+
+        Args:
+            name: "keys" or "values".
+            rows: New ones, which are quantized now, or packed ones of any width.
 
         Raises:
             ValueError: The groups do not divide the width.
         """
         bits = self.bits(name)
         if bits is None:
-            return {name: rows}
-        packed = PackedRows.of(rows, bits, self.group_size)
+            return {name: dense(rows)}
+        if isinstance(rows, PackedRows):
+            packed = rows.with_bits(bits)
+        else:
+            packed = PackedRows.of(rows, bits, self.group_size)
         return {name: packed.words, name + SCALES: packed.scales, name + BIASES: packed.biases}
 
     def rows(self, name: str, fields: dict[str, mx.array]) -> Rows:

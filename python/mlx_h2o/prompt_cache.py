@@ -112,6 +112,7 @@ def make_prompt_cache(
     k_bits: int | None = None,
     v_bits: int | None = None,
     group_size: int = 64,
+    recent_bits: int | None = None,
     **settings: Any,
 ) -> list[Any]:
     """The model's own caches, with every plain KV cache replaced by a bounded one.
@@ -135,6 +136,7 @@ def make_prompt_cache(
         k_bits: Of keys alone, instead of `bits`.
         v_bits: Of values alone, instead of `bits`.
         group_size: Elements that share a scale and a bias: 32, 64 or 128.
+        recent_bits: Of the newest tokens, where that is to differ (16: the model's own dtype).
         settings: Fields of the policy to change, such as `sink`, `recent` or `evict_every`.
 
     Raises:
@@ -160,7 +162,7 @@ def make_prompt_cache(
             'choose one that looks at keys only ("keydiff", "streaming", or "distinct" with '
             "mass_weight=0)."
         )
-    packing = Packing(k_bits or bits, v_bits or bits, group_size)
+    packing = Packing(k_bits or bits, v_bits or bits, group_size, recent_bits)
     if packing.packs and (derived or not attending):
         raise ValueError(
             f"{name} attends to keys that this library does not hand out, so they cannot be "
@@ -203,6 +205,7 @@ def make_prompt_cache(
             k_bits=packing.k_bits,
             v_bits=packing.v_bits,
             group_size=group_size,
+            recent_bits=recent_bits,
         )
 
     return [replaced(entry, bounded) for entry in mlx_lm_cache.make_prompt_cache(model)]
@@ -298,7 +301,7 @@ def _described(layer: str, entry: Any) -> LayerDescription:
             answer += ", as plain rows" if entry.answers else ""
         sizes = entry.budgets or [entry.max_size or 0]
         spread = f"{sizes[0]}" if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
-        reason = f"{spread} slots a KV head, policy {policy}, {answer}"
+        reason = f"{spread} slots a KV head{entry.packing}, policy {policy}, {answer}"
         return LayerDescription(layer, name, True, reason, entry.budgets, nbytes)
     if isinstance(entry, mlx_lm_cache.RotatingKVCache):
         reason = f"the model's own sliding window of {entry.max_size} tokens"

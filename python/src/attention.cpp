@@ -7,6 +7,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <new>
 
 #include "thread_pool.h"
 
@@ -45,22 +46,35 @@ Rows from(const Rows& rows, int64_t element, int64_t scale) {
   return r;
 }
 
-// A buffer of floats that starts on a cache line.
+// A buffer of floats that starts on a cache line; growing forgets what it held.
 class Floats {
  public:
   float* reserve(int64_t count) {
 #if defined(MLX_H2O_SANITIZE)
     // As many as were asked for, so that reading behind them is not covered by an earlier use.
-    if (count && count != static_cast<int64_t>(held_.size())) held_ = std::vector<float>(count);
-    return held_.data();
+    const bool fits = count == 0 || count == size_;
+#else
+    const bool fits = count <= size_;
 #endif
-    if (static_cast<int64_t>(held_.size()) < count + kPad) held_.resize(count + kPad);
-    const auto address = reinterpret_cast<uintptr_t>(held_.data());
-    return held_.data() + (64 - address % 64) % 64 / sizeof(float);
+    if (!fits) {
+      held_.reset(static_cast<float*>(::operator new(count * sizeof(float), kLine)));
+      size_ = count;
+    }
+    return held_.get();
+  }
+  int64_t size() const {
+    return size_;
   }
 
  private:
-  std::vector<float> held_;
+  static constexpr std::align_val_t kLine{64};
+  struct Free {
+    void operator()(float* p) const {
+      ::operator delete(p, kLine);
+    }
+  };
+  std::unique_ptr<float, Free> held_;
+  int64_t size_ = 0;
 };
 
 // What belongs to a KV head's query rows from their first block of slots to the merge.
@@ -68,22 +82,36 @@ struct Unit {
   Floats weights, logits, tile_max, distance, m, l, acc;
 };
 
-// Units are few: a thread finishes the head it works on before the next one, so there are never
-// more unfinished heads than threads, and their memory stays in the caches.
+// Units stay from call to call: new memory would be filled by the kernel page by page, which takes
+// as long as a few percent of a decode step. They are few: a thread finishes the head it works on
+// before the next one, so there are never more unfinished heads than threads, and their memory
+// stays in the caches.
 class Units {
  public:
+  // Never destroyed: MLX's stream threads may still run while the process exits.
+  static Units& shared() {
+    static Units* units = new Units;
+    return *units;
+  }
+
   Unit* take() {
-    if (free_.empty()) return all_.emplace_back(std::make_unique<Unit>()).get();
+    std::lock_guard lock(mutex_);
+    if (free_.empty()) return new Unit;
     Unit* unit = free_.back();
     free_.pop_back();
     return unit;
   }
   void give_back(Unit* unit) {
+    // What a long prompt's queries needed is not kept.
+    if (unit->weights.size() + unit->logits.size() > kMostKept) *unit = Unit{};
+    std::lock_guard lock(mutex_);
     free_.push_back(unit);
   }
 
  private:
-  std::vector<std::unique_ptr<Unit>> all_;
+  static constexpr int64_t kMostKept = 1 << 20;
+
+  std::mutex mutex_;
   std::vector<Unit*> free_;
 };
 
@@ -101,17 +129,18 @@ class Plan {
     for (int b = 0; b < a.B; ++b)
       for (int h = 0; h < a.Hk; ++h)
         for (int rb = 0; rb < row_blocks_; ++rb) {
-          const int blocks =
+          const int own =
               row_blocks_ > 1 ? 1 : std::max(1, ceil_div(a.heads[h].length, kSlotBlock));
+          const int blocks = own + ceil_div(a.recent, kSlotBlock);
           for (int sb = 0; sb < blocks; ++sb)
             items_.push_back({static_cast<int>(states_.size()), sb});
-          states_.emplace_back(b, h, rb, blocks);
+          states_.emplace_back(b, h, rb, blocks, own);
         }
     if (mass_) partial_mass_.resize(states_.size());
   }
 
   void run() {
-    int64_t slots = 0;
+    int64_t slots = int64_t(a_.Hk) * a_.recent;
     for (const auto& head : a_.heads) slots += head.length;
     const int64_t work = slots * (a_.D + a_.Dv) * 4 * a_.B * row_blocks_;
     auto& pool = ThreadPool::shared();
@@ -125,10 +154,11 @@ class Plan {
 
  private:
   struct State {
-    State(int b, int h, int rb, int blocks) : b(b), h(h), rb(rb), blocks(blocks), left(blocks) {}
-    State(State&& other) noexcept
-        : b(other.b), h(other.h), rb(other.rb), blocks(other.blocks), left(other.blocks) {}
+    State(int b, int h, int rb, int blocks, int own)
+        : b(b), h(h), rb(rb), blocks(blocks), own(own), left(blocks) {}
+    State(State&& other) noexcept : State(other.b, other.h, other.rb, other.blocks, other.own) {}
     int b, h, rb, blocks;
+    int own;  // of the blocks; the others are of recent rows
     std::atomic<int> left;
     Unit* unit = nullptr;
   };
@@ -138,8 +168,12 @@ class Plan {
 
   Unit& unit_of(State& state) {
     std::lock_guard lock(units_mutex_);
-    if (!state.unit) state.unit = units_.take();
+    if (!state.unit) state.unit = Units::shared().take();
     return *state.unit;
+  }
+
+  int columns_of(const HeadSlots& head) const {
+    return a_.recent ? recent_column(head.length) + a_.recent : head.length;
   }
 
   // Row r of a KV head is query r / G of query head r % G, so that a block's queries are
@@ -158,22 +192,34 @@ class Plan {
     Unit& unit = unit_of(s);
     const int first_row = s.rb * kMaxRows;
     const int rows = std::min(kMaxRows, G_ * a_.L - first_row);
-    const int first_slot = sb * kSlotBlock;
-    const int last_slot =
-        s.blocks == 1 ? head.length : std::min(head.length, first_slot + kSlotBlock);
-    const int64_t stride = padded(head.length);
+    const bool recent = sb >= s.own;
+    const int length = recent ? a_.recent : head.length;
+    const int first_slot = (recent ? sb - s.own : sb) * kSlotBlock;
+    const int last_slot = s.blocks == 1 ? length : std::min(length, first_slot + kSlotBlock);
+    const int first_column = first_slot + (recent ? recent_column(head.length) : 0);
+    const int columns = columns_of(head);
+    const int64_t stride = padded(columns);
     const int D = padded(a_.D), Dv = padded(a_.Dv);
 
     AttentionBlock block{};
     block.rows = rows;
     block.D = a_.D;
     block.Dv = a_.Dv;
-    block.k = from(
-        a_.k, s.b * a_.k_batch + head.k_start + first_slot * a_.k.stride,
-        s.b * a_.k_scale_batch + head.k_scales + first_slot * a_.k.scale_stride);
-    block.v = from(
-        a_.v, s.b * a_.v_batch + head.v_start + first_slot * a_.v.stride,
-        s.b * a_.v_scale_batch + head.v_scales + first_slot * a_.v.scale_stride);
+    if (recent) {
+      const int64_t row = (int64_t(s.b) * a_.Hk + s.h) * a_.recent_rows + first_slot;
+      const auto rows_from = [row](const Rows& r) {
+        return from(r, row * r.stride, row * r.scale_stride);
+      };
+      block.k = rows_from(a_.recent_k);
+      block.v = rows_from(a_.recent_v);
+    } else {
+      block.k = from(
+          a_.k, s.b * a_.k_batch + head.k_start + first_slot * a_.k.stride,
+          s.b * a_.k_scale_batch + head.k_scales + first_slot * a_.k.scale_stride);
+      block.v = from(
+          a_.v, s.b * a_.v_batch + head.v_start + first_slot * a_.v.stride,
+          s.b * a_.v_scale_batch + head.v_scales + first_slot * a_.v.scale_stride);
+    }
     block.acc_stride = Dv;
     {
       std::lock_guard lock(units_mutex_);
@@ -181,16 +227,16 @@ class Plan {
       block.l = unit.l.reserve(s.blocks * kMaxRows) + sb * rows;
       block.acc = unit.acc.reserve(int64_t(s.blocks) * rows * Dv) + int64_t(sb) * rows * Dv;
       if (keeps_weights_) {
-        const int tiles = ceil_div(head.length, kTile);
-        block.weights = unit.weights.reserve(rows * stride) + first_slot;
+        const int tiles = ceil_div(columns, kTile);
+        block.weights = unit.weights.reserve(rows * stride) + first_column;
         block.weights_stride = stride;
-        block.tile_max = unit.tile_max.reserve(tiles * rows) + first_slot / kTile * rows;
+        block.tile_max = unit.tile_max.reserve(tiles * rows) + first_column / kTile * rows;
       }
       if (a_.keep_logits) {
-        block.logits = unit.logits.reserve(rows * stride) + first_slot;
+        block.logits = unit.logits.reserve(rows * stride) + first_column;
         block.logits_stride = stride;
       }
-      if (a_.centers) {
+      if (a_.centers && !recent) {
         block.center = a_.centers + (int64_t(s.b) * a_.Hk + s.h) * a_.D;
         block.distance = unit.distance.reserve(head.length) + first_slot;
       }
@@ -200,7 +246,7 @@ class Plan {
     float* q = queries.reserve(int64_t(rows) * D);
     std::fill(q, q + int64_t(rows) * D, 0.0f);
     const bool pairs = kernels().bf16_dot && a_.q_dtype == Dtype::bfloat16 &&
-        a_.k.dtype == Dtype::bfloat16 && !a_.k.bits;
+        block.k.dtype == Dtype::bfloat16 && !block.k.bits;
     auto* q16 =
         pairs ? reinterpret_cast<uint16_t*>(raw_queries.reserve(int64_t(rows) * D)) : nullptr;
     RowMask masks[kMaxRows];
@@ -240,13 +286,14 @@ class Plan {
               masks, masks + rows, [&](const RowMask& m) { return m.visible >= block.slots; }))
         block.mask = MaskKind::none;
     }
-    const bool direct = a_.logits && rows == 1;
+    // One query's logits are written where they are wanted: a copy would have to wait for memory.
+    const bool direct = a_.logits && a_.L == 1;
     if (a_.logits && !direct) {
       block.logits_stride = padded(block.slots);
       block.logits = wide_logits.reserve(rows * block.logits_stride);
     } else if (direct) {
       block.logits = logits_row(s, first_row) + first_slot;
-      block.logits_stride = block.slots;
+      block.logits_stride = a_.logits_group;
     }
     block.scratch = scratch.reserve(scratch_floats(a_.D, a_.Dv));
     kernels().attend(block);
@@ -313,10 +360,9 @@ class Plan {
     }
     if (after_head_)
       after_head_(
-          {s.b, s.h, rows, unit.weights.reserve(0), unit.logits.reserve(0), padded(head.length),
-           unit.tile_max.reserve(0), lse, unit.distance.reserve(0)});
-    std::lock_guard lock(units_mutex_);
-    units_.give_back(&unit);
+          {s.b, s.h, rows, unit.weights.reserve(0), unit.logits.reserve(0),
+           padded(columns_of(head)), unit.tile_max.reserve(0), lse, unit.distance.reserve(0)});
+    Units::shared().give_back(&unit);
   }
 
   // Query blocks of one head may end in any order, so each has a mass of its own until all have.
@@ -345,7 +391,6 @@ class Plan {
   std::vector<Item> items_;
   std::vector<std::vector<float>> partial_mass_;
   std::mutex units_mutex_;
-  Units units_;
 };
 
 }  // namespace

@@ -37,6 +37,13 @@ struct Attention {
   int64_t k_scale_batch = 0, v_scale_batch = 0;
   std::vector<HeadSlots> heads;  // [Hk]
 
+  // More slots of every head, stored apart and attended after its own: rows [B, Hk, recent_rows],
+  // `recent` of each head's in use. Only while decoding (one block of query rows a KV head), and
+  // their logits and masses are seen by after_head alone.
+  Rows recent_k, recent_v;
+  int recent = 0;
+  int64_t recent_rows = 0;
+
   Mask mask;
   const float* sinks = nullptr;        // [Hq]
   const float* seed_logits = nullptr;  // [B, Hq, L]: one more column ...
@@ -61,6 +68,7 @@ struct Attention {
 };
 
 // What `after_head` may look at: the query rows of one KV head, after the softmax was merged.
+// Columns are the head's slots and, from recent_column on, those of the recent rows.
 struct AttendedHead {
   int batch, head, rows;
   const float* weights;  // [rows, stride], e^(s - tile_max)
@@ -70,6 +78,11 @@ struct AttendedHead {
   const float* lse;       // [rows]
   float* distance;        // [slots]
 };
+
+// Where recent rows begin among a head's columns: a tile has one kind of rows.
+constexpr int recent_column(int length) {
+  return (length + kTile - 1) / kTile * kTile;
+}
 
 // Computes all of it on the shared thread pool. How the work is cut depends on shapes alone, and
 // partial results are merged in slot order, so every number of threads gives the same bits.

@@ -69,28 +69,41 @@ NB_MODULE(_ext, m) {
           nb::kw_only(), "score"_a, "priority"_a, "per_layer"_a, "age_normalised"_a, "sink"_a,
           "evict_every"_a, "decay"_a, "mass_weight"_a, "age_weight"_a);
 
+  nb::class_<Recent>(m, "Recent")
+      .def(
+          "__init__",
+          [](Recent* self, Stored keys, Stored values, mx::array scores) {
+            new (self) Recent{std::move(keys), std::move(values), std::move(scores)};
+          },
+          "keys"_a, "values"_a, "scores"_a, "The newest tokens, stored apart.");
+
+  using RecentTuple = std::tuple<int, int, bool>;
   using HeadTuple = std::tuple<int64_t, int, int, int, int, bool>;
   nb::class_<DecodingLayer>(m, "DecodingLayer")
       .def(
           nb::init<
               const Stored&, const Stored&, std::vector<mx::array>, PolicyForm, bool, bool, float,
-              mx::StreamOrDevice>(),
+              const std::optional<Recent>&, mx::StreamOrDevice>(),
           "keys"_a, "values"_a, "fields"_a, "policy"_a, nb::kw_only(), "remembers"_a, "answers"_a,
-          "saturation"_a, "stream"_a = nb::none())
+          "saturation"_a, "recent"_a = nb::none(), "stream"_a = nb::none())
       .def(
           "step",
           [](DecodingLayer& self, const mx::array& q, const mx::array& k, const mx::array& v,
              float scale, const std::optional<mx::array>& sinks, int offset,
-             const std::vector<HeadTuple>& heads, mx::StreamOrDevice s) {
+             const std::vector<HeadTuple>& heads, const std::optional<RecentTuple>& recent,
+             mx::StreamOrDevice s) {
             std::vector<StepHead> plan;
             plan.reserve(heads.size());
             for (const auto& [start, length, victim, recent, evicted, choose] : heads)
               plan.push_back({start, length, victim, recent, evicted, choose});
-            return self.step(q, k, v, scale, sinks, offset, std::move(plan), s);
+            std::optional<RecentStep> newest;
+            if (recent) newest = {std::get<0>(*recent), std::get<1>(*recent), std::get<2>(*recent)};
+            return self.step(q, k, v, scale, sinks, offset, std::move(plan), newest, s);
           },
           "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "offset"_a,
-          "heads"_a, "stream"_a = nb::none(),
-          "One token; heads are (start, length, victim, recent, evicted, choose).")
+          "heads"_a, "recent"_a = nb::none(), "stream"_a = nb::none(),
+          "One token; heads are (start, length, victim, recent, evicted, choose), recent is "
+          "(slot, length, leaving).")
       .def(
           "close", &DecodingLayer::close, "stream"_a = nb::none(),
           "The fields as arrays again; no step may follow.")

@@ -48,6 +48,12 @@ class DecodeStep {
       a.heads.push_back(
           {head.start * a.k.stride, head.start * a.v.stride, head.start, head.length,
            head.start * a.k.scale_stride, head.start * a.v.scale_stride});
+    if (state_.recent.size) {
+      a.recent_k = state_.recent.keys.rows();
+      a.recent_v = state_.recent.values.rows();
+      a.recent = step_.recent_length;
+      a.recent_rows = state_.recent.size;
+    }
     a.sinks = step_.sinks;
     a.out = step_.out;
     a.out_dtype = layer_.out_dtype;
@@ -76,8 +82,46 @@ class DecodeStep {
   int64_t slot(int b, int h, int n = 0) const {
     return b * layer_.S + step_.heads[h].start + n;
   }
-  // The new row takes the victim's slot, or the next unused one.
+  int64_t recent_slot(int b, int h, int n) const {
+    return of_head(b, h) * state_.recent.size + n;
+  }
+
+  // The new row takes the victim's slot, or the next unused one; where the newest tokens are stored
+  // apart, the oldest of them does, and the new row follows it there.
   void write(int b, int h) {
+    const RecentState& recent = state_.recent;
+    const void* key = row_at(step_.k, b * step_.k_batch + h * step_.k_head, state_.keys.dtype);
+    const void* value = row_at(step_.v, b * step_.v_batch + h * step_.v_head, state_.values.dtype);
+    if (!recent.size) {
+      const int64_t where = free_slot(b, h);
+      state_.keys.write(where, key);
+      state_.values.write(where, value);
+      note(where, step_.offset - 1, 0);
+      return;
+    }
+    const int64_t slot = recent_slot(b, h, step_.recent_slot);
+    if (step_.leaving) {
+      const int64_t where = free_slot(b, h);
+      state_.keys.take_over(where, recent.keys, slot);
+      state_.values.take_over(where, recent.values, slot);
+      note(where, step_.offset - 1 - recent.size, recent.scores ? recent.scores[slot] : 0);
+    }
+    recent.keys.write(slot, key);
+    recent.values.write(slot, value);
+    if (recent.scores) recent.scores[slot] = 0;
+  }
+
+  static const void* row_at(const void* rows, int64_t element, Dtype dtype) {
+    return static_cast<const char*>(rows) + element * size_of(dtype);
+  }
+
+  void note(int64_t slot, int position, float score) {
+    state_.positions[slot] = position;
+    if (state_.scores) state_.scores[slot] = score;
+  }
+
+  // The victim's slot, its row folded, or the next unused one.
+  int64_t free_slot(int b, int h) {
     const StepHead& head = step_.heads[h];
     int n = head.length - 1;
     if (head.victim >= 0) {
@@ -85,15 +129,7 @@ class DecodeStep {
       n = std::clamp(victims_of(b, h)[head.victim], 0, head.length - 1);
       if (layer_.remembers) fold(b, h, slot(b, h, n));
     }
-    const int64_t where = slot(b, h, n);
-    const auto row = [](const void* rows, int64_t element, Dtype dtype) {
-      return static_cast<const char*>(rows) + element * size_of(dtype);
-    };
-    state_.keys.write(where, row(step_.k, b * step_.k_batch + h * step_.k_head, state_.keys.dtype));
-    state_.values.write(
-        where, row(step_.v, b * step_.v_batch + h * step_.v_head, state_.values.dtype));
-    state_.positions[where] = step_.offset - 1;
-    if (state_.scores) state_.scores[where] = 0;
+    return slot(b, h, n);
   }
 
   // Remainder.fold of one row.
@@ -153,11 +189,23 @@ class DecodeStep {
           continue;
         }
         std::fill_n(center, layer_.D, 0.0f);
-        for (int n = 0; n < head.length; ++n) {
-          kernels().read_row(row_.data(), state_.keys.rows(), slot(b, h, n), layer_.D);
-          kernels().blend(center, row_.data(), 1, 1.0f / head.length, layer_.D);
-        }
+        const float share = 1.0f / (head.length + step_.recent_length);
+        each_key(
+            b, h, row_.data(), [&] { kernels().blend(center, row_.data(), 1, share, layer_.D); });
       }
+  }
+
+  // Every key of a head, one after the other, in `row`.
+  template <class F>
+  void each_key(int b, int h, float* row, F use) const {
+    for (int n = 0; n < step_.heads[h].length; ++n) {
+      kernels().read_row(row, state_.keys.rows(), slot(b, h, n), layer_.D);
+      use();
+    }
+    for (int n = 0; n < step_.recent_length; ++n) {
+      kernels().read_row(row, state_.recent.keys.rows(), recent_slot(b, h, n), layer_.D);
+      use();
+    }
   }
 
   // Scores, priorities and victims of one head, on the thread that attended to its last slots.
@@ -184,8 +232,8 @@ class DecodeStep {
         priorities.resize(head.length);
         update.priority = priorities.data();
       }
-      terms.resize(head.length);
-      update.term = terms.data();
+      terms.resize(int64_t(kTerms) * head.length);
+      update.terms = terms.data();
       if (layer_.policy.priority == Priority::distance) {
         const float* center = centers_.data() + of_head(b, h) * layer_.D;
         update.least_distance = 1e-6f * kernels().dot(center, center, layer_.D) + 1e-12f;
@@ -199,6 +247,16 @@ class DecodeStep {
     kernels().update(update, layer_.policy);
     if (head.choose && !layer_.policy.per_layer)
       kernels().select_victims(update, layer_.policy, victims_of(b, h));
+    if (state_.recent.scores) {  // whose slots are nobody's victims
+      const int column = recent_column(head.length);
+      update.slots = step_.recent_length;
+      if (update.weights) update.weights += column;
+      if (update.logits) update.logits += column;
+      update.tile_max += column / kTile * attended.rows;
+      update.scores = state_.recent.scores + recent_slot(b, h, 0);
+      update.priority = nullptr;
+      kernels().update(update, layer_.policy);
+    }
   }
 
   // KeyDiff.priority
@@ -207,18 +265,17 @@ class DecodeStep {
     thread_local std::vector<float> anchor, row;
     anchor.assign(D, 0);
     row.resize(D);
-    const auto direction = [&](int n) {
-      kernels().read_row(row.data(), state_.keys.rows(), slot(b, h, n), D);
+    const auto over_norm = [&] {
       return 1 / std::sqrt(kernels().dot(row.data(), row.data(), D) + 1e-12f);
     };
-    for (int n = 0; n < length; ++n) {
-      const float norm = direction(n);
-      kernels().blend(anchor.data(), row.data(), 1, norm / length, D);
-    }
+    const int all = length + step_.recent_length;
+    each_key(b, h, row.data(), [&] {
+      kernels().blend(anchor.data(), row.data(), 1, over_norm() / all, D);
+    });
     const float size = 1 / std::sqrt(kernels().dot(anchor.data(), anchor.data(), D) + 1e-12f);
     for (int n = 0; n < length; ++n) {
-      const float norm = direction(n);
-      out[n] = 1 - kernels().dot(row.data(), anchor.data(), D) * size * norm;
+      kernels().read_row(row.data(), state_.keys.rows(), slot(b, h, n), D);
+      out[n] = 1 - kernels().dot(row.data(), anchor.data(), D) * size * over_norm();
     }
   }
 
@@ -280,6 +337,41 @@ void SlotRows::write(int64_t slot, const void* row) const {
       wide.data(), width,
       {home, static_cast<char*>(scales) + scale, static_cast<char*>(biases) + scale, dtype, bits,
        group_size});
+}
+
+const void* SlotRows::row(int64_t slot) const {
+  const Rows r = rows();
+  return static_cast<const char*>(data) + slot * r.stride * (bits ? 4 : size_of(dtype));
+}
+
+void SlotRows::take_over(int64_t slot, const SlotRows& others, int64_t other) const {
+  if (!others.bits) return write(slot, others.row(other));
+  // PackedRows.with_bits: the levels, without their lowest bits if there are fewer.
+  const int dropped = std::max(others.bits - bits, 0);
+  const auto* in = static_cast<const uint8_t*>(others.row(other));
+  auto* out = static_cast<uint8_t*>(const_cast<void*>(row(slot)));
+  uint64_t levels = 0, packed = 0;
+  int held = 0, ready = 0;
+  for (int d = 0; d < width; ++d) {
+    for (; held < others.bits; held += 8) levels |= uint64_t(*in++) << held;
+    packed |= ((levels & ((1u << others.bits) - 1)) >> dropped) << ready;
+    levels >>= others.bits;
+    held -= others.bits;
+    for (ready += bits; ready >= 8; ready -= 8, packed >>= 8) *out++ = uint8_t(packed);
+  }
+  const int groups = width / group_size, size = size_of(dtype);
+  const auto at = [&](void* parts, int64_t i) {
+    return static_cast<char*>(parts) + i * groups * size;
+  };
+  std::vector<float> scale(groups), bias(groups);
+  kernels().widen(scale.data(), at(others.scales, other), dtype, 1, groups);
+  kernels().widen(bias.data(), at(others.biases, other), dtype, 1, groups);
+  for (int g = 0; g < groups; ++g) {
+    const float middle = ((1 << dropped) - 1) * 0.5f * scale[g];
+    bias[g] += middle;
+  }
+  kernels().narrow(at(scales, slot), dtype, scale.data(), 1 << dropped, groups);
+  kernels().narrow(at(biases, slot), dtype, bias.data(), 1, groups);
 }
 
 void decode_step(const Layer& layer, const LayerState& state, const Step& step) {

@@ -30,8 +30,19 @@ struct SlotRows {
   void* biases = nullptr;
 
   Rows rows() const;
+  const void* row(int64_t slot) const;
   // A new row, dense and in `dtype`; packed here from full precision, once.
   void write(int64_t slot, const void* row) const;
+  // A row out of others of the same width and dtype (recent.py says what becomes of it).
+  void take_over(int64_t slot, const SlotRows& others, int64_t other) const;
+};
+
+// The newest tokens where they are stored apart (recent.py): [B, Hk, size] rows.
+struct RecentState {
+  SlotRows keys;
+  SlotRows values;
+  float* scores;  // [B, Hk, size], or nullptr
+  int size = 0;   // 0: they are stored with all others
 };
 
 // The layer's memory (store.py and remainder.py name the fields).
@@ -45,6 +56,7 @@ struct LayerState {
   float* var_key;      // [B, Hk, D]
   float* mean_value;   // [B, Hk, Dv]
   int32_t* victims;    // [B, Hk, evict_every]
+  RecentState recent;
 };
 
 // What changes from step to step, for each KV head.
@@ -59,6 +71,9 @@ struct StepHead {
 
 struct Step {
   std::vector<StepHead> heads;  // [Hk]
+  int recent_slot = 0;          // of the newest tokens: the new one's, and the leaving one's before
+  int recent_length = 0;        // the new one included
+  bool leaving = true;          // whether a token comes into the heads' slots
   int offset;                   // the next logical position; the new token's is one less
   const void* q;                // [B, Hq, 1, D], by strides
   int64_t q_batch, q_head;

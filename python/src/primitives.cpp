@@ -313,14 +313,14 @@ class OpenSlots : public NoGradients {
 class DecodeStepOnSlots : public NoGradients {
  public:
   DecodeStepOnSlots(
-      mx::Stream stream, std::shared_ptr<SlotMemory> memory, SlotLayout layout, Layer layer,
-      int offset, std::vector<StepHead> heads)
+      mx::Stream stream, std::shared_ptr<SlotMemory> memory, SlotLayout layout,
+      std::optional<SlotLayout> recent_layout, Layer layer, Step step)
       : NoGradients(stream),
         memory_(std::move(memory)),
         layout_(layout),
+        recent_layout_(recent_layout),
         layer_(layer),
-        offset_(offset),
-        heads_(std::move(heads)) {}
+        step_(std::move(step)) {}
 
   const char* name() const override {
     return "H2ODecodeStep";
@@ -345,9 +345,16 @@ class DecodeStepOnSlots : public NoGradients {
     state.var_key = field(var_key).data<float>();
     state.mean_value = field(mean_value).data<float>();
     state.victims = field(victims).data<int32_t>();
-    Step step{};
-    step.heads = std::move(heads_);
-    step.offset = offset_;
+    if (recent_layout_) {
+      next += kFields;
+      state.recent.size = fields[next].shape(2);
+      state.recent.keys =
+          slot_rows(next, layer_.D, recent_layout_->k_bits, recent_layout_->k_group_size);
+      state.recent.values =
+          slot_rows(next, layer_.Dv, recent_layout_->v_bits, recent_layout_->v_group_size);
+      state.recent.scores = fields[next].size() ? fields[next].data<float>() : nullptr;
+    }
+    Step step = std::move(step_);
     step.q = q.data<void>(), step.q_dtype = dtype_of(q);
     step.q_batch = q.strides(0), step.q_head = q.strides(1);
     step.k = k.data<void>(), step.k_batch = k.strides(0), step.k_head = k.strides(1);
@@ -374,9 +381,9 @@ class DecodeStepOnSlots : public NoGradients {
 
   std::shared_ptr<SlotMemory> memory_;
   SlotLayout layout_;
+  std::optional<SlotLayout> recent_layout_;
   Layer layer_;
-  int offset_;
-  std::vector<StepHead> heads_;
+  Step step_;  // what is known before the arrays are
 };
 
 class CloseSlots : public NoGradients {
@@ -401,7 +408,8 @@ class CloseSlots : public NoGradients {
 
 DecodingLayer::DecodingLayer(
     const Stored& k, const Stored& v, std::vector<mx::array> others, PolicyForm policy,
-    bool remembers, bool answers, float saturation, mx::StreamOrDevice s)
+    bool remembers, bool answers, float saturation, const std::optional<Recent>& recent,
+    mx::StreamOrDevice s)
     : layer_{},
       layout_(layout_of(k, v)),
       row_dtype_(k.arrays.back().dtype()),
@@ -442,6 +450,27 @@ DecodingLayer::DecodingLayer(
   fields.insert(fields.end(), v.arrays.begin(), v.arrays.end());
   fields.insert(fields.end(), others.begin(), others.end());
   others.clear();
+  if (recent) {
+    check_stored(recent->keys);
+    check_stored(recent->values);
+    recent_layout_ = layout_of(recent->keys, recent->values);
+    recent_size_ = recent->keys.arrays[0].shape(2);
+    const mx::Shape rows{B, Hk, recent_size_};
+    const auto fit = [&](const Stored& kept, const Stored& x) {
+      const mx::array& first = x.arrays[0];
+      return first.ndim() == 4 &&
+          mx::Shape(first.shape().begin(), first.shape().end() - 1) == rows &&
+          x.width() == kept.width() && x.arrays.back().dtype() == row_dtype_ &&
+          (!x.bits || (kept.bits && x.group_size == kept.group_size));
+    };
+    require(
+        recent_size_ > 0 && fit(k, recent->keys) && fit(v, recent->values) &&
+            (accumulates ? recent->scores.shape() == rows : recent->scores.size() == 0),
+        "The newest tokens do not fit the others.");
+    fields.insert(fields.end(), recent->keys.arrays.begin(), recent->keys.arrays.end());
+    fields.insert(fields.end(), recent->values.arrays.begin(), recent->values.arrays.end());
+    fields.push_back(recent->scores);
+  }
   for (mx::array& field : fields) {
     shapes_.push_back(field.shape());
     dtypes_.push_back(field.dtype());
@@ -454,7 +483,7 @@ DecodingLayer::DecodingLayer(
 mx::array DecodingLayer::step(
     const mx::array& q, const mx::array& k, const mx::array& v, float scale,
     const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads,
-    mx::StreamOrDevice s) {
+    const std::optional<RecentStep>& recent, mx::StreamOrDevice s) {
   const int B = layer_.B, Hk = layer_.Hk, D = layer_.D, Dv = layer_.Dv;
   require(memory_ != nullptr, "This layer was closed.");
   require(
@@ -467,16 +496,30 @@ mx::array DecodingLayer::step(
       "k and v must be [B, Hk, 1, D] and [B, Hk, 1, Dv].");
   require(k.dtype() == row_dtype_ && v.dtype() == row_dtype_, "k and v have another dtype.");
   require(int(heads.size()) == Hk, "One plan for each KV head.");
+  require(recent.has_value() == recent_layout_.has_value(), "Newest tokens, or none.");
+  require(
+      !recent ||
+          (recent->slot >= 0 && recent->slot < recent->length && recent->length <= recent_size_),
+      "The newest token leaves its ring.");
+  const bool writes = !recent || recent->leaving;
   for (const StepHead& head : heads)
     require(
-        head.start >= 0 && head.length > 0 && head.start + head.length <= layer_.S &&
-            head.victim < layer_.policy.evict_every,
+        head.start >= 0 && head.length >= (writes ? 1 : 0) &&
+            head.start + head.length <= layer_.S && head.victim < layer_.policy.evict_every,
         "A head leaves its slots.");
   for (const StepHead& head : heads)
     require(
         !layer_.policy.per_layer ||
             (head.length == heads[0].length && head.choose == heads[0].choose),
         "Heads that choose together must be alike.");
+  Step step{};
+  step.heads = std::move(heads);
+  step.offset = offset;
+  if (recent) {
+    step.recent_slot = recent->slot;
+    step.recent_length = recent->length;
+    step.leaving = recent->leaving;
+  }
   Layer layer = layer_;
   layer.Hq = q.shape(1);
   layer.out_dtype = dtype_of(q);
@@ -489,7 +532,7 @@ mx::array DecodingLayer::step(
   auto outputs = mx::array::make_arrays(
       {{B, layer.Hq, 1, Dv}, {1}}, {q.dtype(), mx::int32},
       std::make_shared<DecodeStepOnSlots>(
-          mx::to_stream(s), memory_, layout_, layer, offset, std::move(heads)),
+          mx::to_stream(s), memory_, layout_, recent_layout_, layer, std::move(step)),
       inputs);
   last_step_ = outputs[1];
   return outputs[0];

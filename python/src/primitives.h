@@ -64,6 +64,19 @@ struct SlotLayout {
   }
 };
 
+// The newest tokens where they are stored apart (recent.py).
+struct Recent {
+  Stored keys, values;  // [B, Hk, size, D] and [B, Hk, size, Dv]
+  mx::array scores;     // [B, Hk, size], or of size 0
+};
+
+// What a step does with them: the new token's slot, the tokens held after it, and whether one
+// leaves.
+struct RecentStep {
+  int slot, length;
+  bool leaving;
+};
+
 // A layer's slots, remainder and victims while it decodes.
 //
 // MLX reuses an input's buffer only if nothing else refers to it, and a task that is still queued
@@ -76,16 +89,18 @@ class DecodingLayer {
  public:
   // keys [B, S, D], values [B, S, Dv], and the other fields: positions [B, S] int32, scores [B, S]
   // (or size 0), count [B, Hk], mean_key, var_key [B, Hk, D], mean_value [B, Hk, Dv], victims
-  // [B, Hk, evict_every] int32. `close` gives all arrays back in this order.
+  // [B, Hk, evict_every] int32. `close` gives all arrays back in this order, those of the newest
+  // tokens (keys, values, scores) last.
   DecodingLayer(
       const Stored& keys, const Stored& values, std::vector<mx::array> fields, PolicyForm policy,
-      bool remembers, bool answers, float saturation, mx::StreamOrDevice s);
+      bool remembers, bool answers, float saturation, const std::optional<Recent>& recent,
+      mx::StreamOrDevice s);
 
   // Out [B, Hq, 1, Dv] of one token's q [B, Hq, 1, D], k [B, Hk, 1, D] and v [B, Hk, 1, Dv].
   mx::array step(
       const mx::array& q, const mx::array& k, const mx::array& v, float scale,
       const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads,
-      mx::StreamOrDevice s);
+      const std::optional<RecentStep>& recent, mx::StreamOrDevice s);
 
   // The fields as arrays again; no step may follow.
   std::vector<mx::array> close(mx::StreamOrDevice s);
@@ -98,6 +113,8 @@ class DecodingLayer {
  private:
   Layer layer_;
   SlotLayout layout_;
+  std::optional<SlotLayout> recent_layout_;
+  int recent_size_ = 0;
   mx::Dtype row_dtype_;
   std::vector<mx::Shape> shapes_;
   std::vector<mx::Dtype> dtypes_;

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -15,9 +17,27 @@ from mlx_h2o.backends import reference
 if TYPE_CHECKING:
     from mlx_h2o.backends.gpu import Gpu
 
+_reference_only = False
+
+
+@contextmanager
+def only_reference() -> Iterator[None]:
+    """Within it the definition computes everything, on the CPU."""
+    global _reference_only
+    before, device = _reference_only, mx.default_device()
+    _reference_only = True
+    mx.set_default_device(mx.Device(mx.cpu))
+    try:
+        yield
+    finally:
+        _reference_only = before
+        mx.set_default_device(device)
+
 
 def backend() -> ModuleType | Gpu:
     """Whose functions compute on the default device."""
+    if _reference_only:
+        return reference
     if mx.default_device().type == mx.DeviceType.cpu:
         return cpu() or reference
     return gpu() or reference

@@ -40,6 +40,12 @@ def add_parser(commands: Any) -> None:
         "--text", type=Path, default=SAMPLE_TEXT, metavar="FILE", help="default: a bundled story"
     )
     number("--max-kv-size", 128, "tokens whose bytes every bounded cache gets")
+    parser.add_argument(
+        "--equal",
+        choices=("bytes", "slots"),
+        default="bytes",
+        help="give every bounded cache those bytes, or so many slots (default: %(default)s)",
+    )
     number("--samples", 4, "samples of the text")
     number("--tokens", 640, "tokens of a sample")
     number("--prefill", 128, "tokens of a sample given at once")
@@ -51,6 +57,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--policies", nargs="*", default=["h2o"], metavar="NAME[:FIELD=VALUE...]",
         help="policies to add, each with and without remainder, e.g. h2o distinct:recent=0.25 "
+        "h2o:bits=4 "
         f"(default: h2o; there are {', '.join(policy_names())})",
     )  # fmt: skip
     parser.add_argument("--budgets", metavar="FILE", help="a profile (default: the model's own)")
@@ -74,6 +81,7 @@ def run(args: argparse.Namespace) -> None:
         prompts=args.prompts,
         prompt_tokens=args.prompt_tokens,
         compressed=args.compressed,
+        equal=args.equal,
     )
     arms = default_arms(args.policies, args.budgets)
     with Progress(
@@ -96,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         with replacing(args.out / "compare.json") as path:
             path.write_text(json.dumps(report, indent=1) + "\n")
-        title = f"{args.model}, the bytes of {args.max_kv_size} tokens"
+        title = f"{args.model}, {what_is_equal(protocol)}"
         with replacing(args.out / "compare.png", ".png") as path:
             chart.draw(results, title, path)
         print(f"The chart is {args.out / 'compare.png'}.", file=sys.stderr)
@@ -113,22 +121,30 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--prefill must leave tokens to score: make it less than --tokens.")
 
 
+def what_is_equal(protocol: Protocol) -> str:
+    """What every bounded cache gets, in words."""
+    if protocol.equal == "slots":
+        return f"{protocol.max_size} slots"
+    return f"the bytes of {protocol.max_size} tokens"
+
+
 def table(results: list[Result], protocol: Protocol) -> Table:
     """The results for a terminal."""
     rows = Table(
-        title=f"{protocol.model}, {protocol.samples} x {protocol.tokens} tokens, bounded caches "
-        f"within the bytes of {protocol.max_size} tokens"
+        title=f"{protocol.model}, {protocol.samples} x {protocol.tokens} tokens, bounded caches: "
+        f"{what_is_equal(protocol)}"
     )
     rows.add_column("cache")
-    for column in ("perplexity", "loss", "facts", "tokens/s", "KV bytes"):
+    for column in ("perplexity", "loss", "facts", "tokens/s", "KV bytes", "less"):
         rows.add_column(column, justify="right")
     for result in results:
         rows.add_row(
             result.arm,
             f"{result.perplexity:.2f}",
-            f"{100 * result.loss:+.1f} %",
+            f"{100 * result.loss:+.2f} %",
             f"{result.recalled}/{result.asked}" if result.asked else "-",
             f"{result.tokens_per_second:.0f}",
             f"{result.nbytes:,}",
+            f"{result.compression:.1f}x",
         )
     return rows

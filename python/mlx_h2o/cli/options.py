@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o.builtin import DEFAULT_MODEL, load
-from mlx_h2o.packed import BITS, GROUP_SIZES
+from mlx_h2o.packed import BITS, GROUP_SIZES, UNPACKED
 from mlx_h2o.policies import policy_names
 from mlx_h2o.policies.settings import count_or_share, setting_of
 from mlx_h2o.prompt_cache import make_prompt_cache
@@ -61,6 +61,13 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--k-bits", type=int, choices=BITS, metavar="N", help="pack keys alone")
     group.add_argument("--v-bits", type=int, choices=BITS, metavar="N", help="pack values alone")
     group.add_argument(
+        "--recent-bits",
+        type=int,
+        choices=(*BITS, UNPACKED),
+        metavar="N",
+        help=f"the newest tokens' own width; {UNPACKED}: not packed",
+    )
+    group.add_argument(
         "--kv-group-size",
         type=int,
         choices=GROUP_SIZES,
@@ -100,6 +107,7 @@ def bounded_cache(args: argparse.Namespace, model: nn.Module) -> list[Any]:
         k_bits=args.k_bits,
         v_bits=args.v_bits,
         group_size=args.kv_group_size,
+        recent_bits=args.recent_bits,
         **policy_settings(args),
     )
 

@@ -52,8 +52,15 @@ class Arm:
     budgets: str | None = None
     settings: tuple[tuple[str, Any], ...] = ()
 
-    def make(self, model: nn.Module, max_size: int) -> list[Any]:
-        """An empty cache of the bytes that a plain one takes for max_size tokens."""
+    def make(self, model: nn.Module, max_size: int, equal: str = "bytes") -> list[Any]:
+        """An empty cache.
+
+        Args:
+            model: Whose.
+            max_size: Tokens that the window holds.
+            equal: "bytes": no more bytes than those take; "slots": as many slots a KV head, on
+                average, whatever they are stored in.
+        """
         if self.name == FULL:
             return mlx_lm_cache.make_prompt_cache(model)
         if self.policy is None:
@@ -65,7 +72,8 @@ class Arm:
             ]
         return make_prompt_cache(
             model,
-            max_bytes=plain_bytes(model, max_size),
+            max_size if equal == "slots" else None,
+            max_bytes=plain_bytes(model, max_size) if equal == "bytes" else None,
             policy=self.policy,
             remainder=self.remainder,
             budgets=self.budgets,
@@ -82,7 +90,8 @@ def default_arms(policies: Sequence[str] = (), budgets: str | None = None) -> li
     """Full, window, the default with and without remainder and profile, and any policies named.
 
     Args:
-        policies: Names, with settings if wanted: `h2o`, `distinct:recent=0.25:evict_every=8`.
+        policies: Names, with settings if wanted: `h2o`, `distinct:recent=0.25:evict_every=8`,
+            `h2o:bits=4:recent_bits=8`.
         budgets: A profile's path instead of the model's own.
     """
     arms = [
@@ -115,6 +124,7 @@ class Protocol:
         prompts: Prompts with planted facts; 0 leaves recall out.
         prompt_tokens: Length of each.
         compressed: Give the prompts' prose in one chunk instead of token by token.
+        equal: What the bounded caches have the same of: "bytes" or "slots" (`Arm.make`).
     """
 
     model: str
@@ -126,6 +136,7 @@ class Protocol:
     prompts: int
     prompt_tokens: int
     compressed: bool = False
+    equal: str = "bytes"
 
 
 @dataclass
@@ -141,6 +152,7 @@ class Result:
         asked: Facts asked for.
         tokens_per_second: Decoding, eviction active, side by side with the other arms.
         nbytes: Bytes held at the end of a sample, per sample.
+        compression: How many times less that is than the full cache holds.
     """
 
     arm: str
@@ -151,31 +163,46 @@ class Result:
     asked: int
     tokens_per_second: float
     nbytes: int
+    compression: float
 
 
 #: Called with the tokens done and the tokens in all.
 Progress = Callable[[int, int], None]
 
+# A worker's: given once, when it starts. (A text in every job would fill the pipe between the
+# processes, and a stop while nobody reads it would never end.)
+_protocol: Protocol
 _counter: Any = None  # of the tokens that all worker processes have done
 _loaded: dict[str, tuple[nn.Module, Any]] = {}
 
 
-def _start_worker(counter: Any) -> None:
-    global _counter
-    _counter = counter
+def _start_worker(counter: Any, protocol: Protocol) -> None:
+    global _counter, _protocol
+    _counter, _protocol = counter, protocol
 
 
 @contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Ctrl-C does nothing meanwhile (signals can be set in the main thread only)."""
-    if threading.current_thread() is not threading.main_thread():
+def _postponing_interrupts() -> Iterator[None]:
+    """Ctrl-C takes effect afterwards, and never in processes that are started meanwhile."""
+    if threading.current_thread() is not threading.main_thread():  # it gets no Ctrl-C
         yield
         return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupted = False
+
+    def note(*_: Any) -> None:
+        nonlocal interrupted
+        interrupted = True
+
+    # New processes inherit the mask; other threads of this one may let the signal through.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handler = signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _model(name: str) -> tuple[nn.Module, Any]:
@@ -210,21 +237,23 @@ def _task(protocol: Protocol) -> RecallTask:
     )
 
 
-def _perplexity_of(arm: Arm, protocol: Protocol) -> tuple[list[float], int]:
+def _perplexity_of(arm: Arm) -> tuple[list[float], int]:
+    protocol = _protocol
     model, _ = _model(protocol.model)
-    cache = arm.make(model, protocol.max_size)
+    cache = arm.make(model, protocol.max_size, protocol.equal)
     note = _counted(protocol.samples)
     result = perplexity(model, cache, _samples(protocol), prefill=protocol.prefill, progress=note)
     return result.nll, sum(entry.nbytes for entry in cache) // protocol.samples
 
 
-def _recalled_by(arm: Arm, protocol: Protocol) -> int:
+def _recalled_by(arm: Arm) -> int:
+    protocol = _protocol
     if not protocol.prompts:
         return 0
     model, _ = _model(protocol.model)
     right = recalled(
         model,
-        lambda: arm.make(model, protocol.max_size),
+        lambda: arm.make(model, protocol.max_size, protocol.equal),
         _task(protocol),
         prefill=protocol.prompt_tokens if protocol.compressed else protocol.prefill,
         progress=_counted(1),
@@ -253,7 +282,7 @@ def compare(
     if protocol.prompts:
         _task(protocol)
     for arm in arms:
-        arm.make(model, protocol.max_size)
+        arm.make(model, protocol.max_size, protocol.equal)
     whole = len(arms) * (
         protocol.samples * protocol.tokens + protocol.prompts * protocol.prompt_tokens
     )
@@ -261,12 +290,12 @@ def compare(
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
     workers = (os.cpu_count() or 1) if on_cpu else 1
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (counter,))
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (counter, protocol))
     try:
         # The longest jobs first, so that no core idles at the end.
-        with _ignoring_interrupts():  # which the workers, started here, inherit
-            recalls = [pool.submit(_recalled_by, arm, protocol) for arm in arms]
-            losses = [pool.submit(_perplexity_of, arm, protocol) for arm in arms]
+        with _postponing_interrupts():
+            recalls = [pool.submit(_recalled_by, arm) for arm in arms]
+            losses = [pool.submit(_perplexity_of, arm) for arm in arms]
         pending: set[Future[Any]] = {*recalls, *losses}
         while pending:
             done, pending = wait(pending, timeout=0.2)
@@ -293,6 +322,7 @@ def compare(
             protocol.prompts,
             speed,
             nbytes,
+            measured[0][1] / nbytes,
         )
         for arm, (nll, nbytes), recall, speed in zip(arms, measured, recalls, speeds, strict=True)
     ]
@@ -301,7 +331,7 @@ def compare(
 def speeds_of(model: nn.Module, arms: Sequence[Arm], protocol: Protocol) -> list[float]:
     """Tokens per second of decoding one sequence, by turns: the median turn of each arm."""
     tokens = mx.zeros((1, 2 * protocol.max_size), dtype=mx.int32)
-    caches = [arm.make(model, protocol.max_size) for arm in arms]
+    caches = [arm.make(model, protocol.max_size, protocol.equal) for arm in arms]
     seconds: list[list[float]] = [[] for _ in arms]
     for cache in caches:
         mx.eval(model(tokens, cache=cache))  # twice the budget, so that eviction is active

@@ -16,6 +16,7 @@ namespace mlx_h2o::MLX_H2O_ISA {
 template <class T>
 struct DenseRows {
   static constexpr bool kPacked = false;
+  static constexpr bool kStarts = false;
   static constexpr bool kNarrow = sizeof(T) < 4;
   struct Group {
     float scale = 1;
@@ -80,6 +81,12 @@ inline vf unpacked(const uint8_t* row, int d) {
   if constexpr (BITS == 8)
     return __builtin_convertvector(
         (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + d))), vf);
+  if constexpr (BITS == 4) {
+    // (One load that fills all lanes; gcc 12 goes through a general register otherwise.)
+    const vu word =
+        (vu)_mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(row + d / 2)));
+    return __builtin_convertvector((vi)((word >> vu{0, 4, 8, 12, 16, 20, 24, 28}) & 15), vf);
+  }
 #endif
   // Several lanes share a 32-bit window: as many as it holds, eight or four.
   constexpr int shared = W >= 8 && 8 * BITS <= 32 ? 8 : 4;
@@ -138,10 +145,14 @@ struct PackedRows {
 // Packed rows whose scales and biases are taken care of elsewhere.
 template <int BITS>
 struct PackedRaw {
-  const PackedRows<BITS>& rows;
+  static constexpr bool kStarts = true;
+
+  const uint8_t* data;
+  int64_t stride;       // bytes
+  const float* starts;  // per query row: what its sums begin with
 
   vf raw(int j, int d) const {
-    return rows.raw(j, d);
+    return unpacked<BITS>(data + j * stride, d);
   }
   vf some(int, int, int) const {
     return vf{};
@@ -164,8 +175,17 @@ inline void widen_scales(
     widen(rows, row(0), r.dtype, 1, count * groups);
   else
     for (int j = 0; j < count; ++j) widen(rows + j * groups, row(j), r.dtype, 1, groups);
-  for (int j = 0; j < count; ++j)
-    for (int g = 0; g < groups; ++g) to[g * kTile + j] = rows[j * groups + g];
+  // A constant number of groups is shuffled in registers.
+  const auto part = [&](int n) {
+    for (int g = 0; g < n; ++g)
+      for (int j = 0; j < count; ++j) to[g * kTile + j] = rows[j * n + g];
+  };
+  switch (groups) {
+    case 1: return part(1);
+    case 2: return part(2);
+    case 4: return part(4);
+    default: return part(groups);
+  }
 }
 
 // Rows `first` to `first + count - 1`, as their kind. `room` holds a tile's scales and biases.

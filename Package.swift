@@ -1,0 +1,38 @@
+// swift-tools-version: 6.1
+import PackageDescription
+
+// On Linux swift/Linux stands in for Apple's packages, so that everything builds and is tested
+// without a Mac. MLX_H2O_PACKAGES=apple or =linux chooses otherwise.
+#if os(Linux)
+    let usual = "linux"
+#else
+    let usual = "apple"
+#endif
+let isLinux = (Context.environment["MLX_H2O_PACKAGES"] ?? usual) == "linux"
+
+let package = Package(
+    name: "mlx-h2o",
+    platforms: [.macOS(.v14), .iOS(.v17), .visionOS(.v1)],
+    products: [.library(name: "MLXH2O", targets: ["MLXH2O"])],
+    dependencies: isLinux
+        ? [.package(path: "swift/Linux")]
+        : [
+            .package(url: "https://github.com/ml-explore/mlx-swift", from: "0.31.6"),
+            .package(url: "https://github.com/ml-explore/mlx-swift-lm", from: "3.31.4"),
+        ],
+    targets: [
+        .target(
+            name: "MLXH2O",
+            dependencies: [
+                .product(name: "MLX", package: isLinux ? "Linux" : "mlx-swift"),
+                .product(name: "MLXNN", package: isLinux ? "Linux" : "mlx-swift"),
+                .product(name: "MLXLMCommon", package: isLinux ? "Linux" : "mlx-swift-lm"),
+                .product(name: "MLXLLM", package: isLinux ? "Linux" : "mlx-swift-lm"),
+            ],
+            path: "swift/Sources/MLXH2O"),
+        .testTarget(
+            name: "MLXH2OTests",
+            dependencies: ["MLXH2O"],
+            path: "swift/Tests/MLXH2OTests"),
+    ]
+)

@@ -1,0 +1,91 @@
+"""`mlx_h2o golden`: write golden vectors, or replay them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+from mlx_h2o.golden.generate import generate
+from mlx_h2o.golden.groups import GROUPS
+from mlx_h2o.golden.manifest import GoldenError
+from mlx_h2o.golden.verify import Verdict, verify
+
+
+def add_parser(commands: Any) -> None:
+    """Add `golden` to the command's subparsers."""
+    parser = commands.add_parser(
+        "golden",
+        help="write or replay golden vectors",
+        description="Golden vectors record what the library computes, so that Python, C and Swift "
+        "can be held to one behaviour (docs/golden.md).",
+    )
+    parser.add_argument(
+        "action", choices=("generate", "verify"),
+        help="generate: write them, by the definition; verify: replay them here",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=Path("golden"), metavar="DIR",
+        help="where they lie (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--groups", nargs="+", choices=GROUPS, metavar="NAME",
+        help=f"generate: only some of {', '.join(GROUPS)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backend", choices=("reference", "kernels"), action="append",
+        help="verify: only this one",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write or replay, and say what came of it."""
+    with Status(args.action, console=Console(stderr=True)) as status:
+        if args.action == "generate":
+            cases = generate(args.out, args.groups or tuple(GROUPS), status.update)
+            counts = {name: sum(case.group == name for case in cases) for name in GROUPS}
+        else:
+            verdicts = verify(args.out, args.backend, status.update)
+    if args.action == "generate":
+        size = sum(path.stat().st_size for path in args.out.iterdir())
+        if args.json:
+            print(json.dumps({"out": str(args.out), "cases": counts, "bytes": size}))
+        else:
+            print(f"{len(cases)} cases, {size:,} bytes in {args.out}.")
+        return
+    differences = [difference for verdict in verdicts for difference in verdict.differences]
+    if args.json:
+        print(json.dumps([asdict(verdict) for verdict in verdicts]))
+    else:
+        Console().print(table(verdicts))
+    for difference in differences:
+        print(difference, file=sys.stderr)
+    if differences:
+        raise GoldenError(f"{len(differences)} results differ from the golden ones.")
+
+
+def table(verdicts: list[Verdict]) -> Table:
+    """The verdicts for a terminal."""
+    rows = Table(title="golden vectors")
+    for column in ("backend", "group"):
+        rows.add_column(column)
+    for column in ("cases", "worst error / tolerated", "differences"):
+        rows.add_column(column, justify="right")
+    for verdict in verdicts:
+        rows.add_row(
+            verdict.backend,
+            verdict.group,
+            str(verdict.cases),
+            f"{verdict.worst:.2f}",
+            str(len(verdict.differences)),
+        )
+    return rows

@@ -1,0 +1,21 @@
+"""All groups, in the order of the files."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from mlx_h2o.golden import (
+    accumulate,
+    attention,
+    model,
+    quantized,
+    remainder,
+    selection,
+    trajectory,
+)
+from mlx_h2o.golden.group import Group
+
+GROUPS: dict[str, Group] = {
+    module.NAME: cast(Group, module)
+    for module in (attention, quantized, remainder, accumulate, selection, trajectory, model)
+}

@@ -1,0 +1,122 @@
+"""Golden 5: the embedded model. Prompt tokens, the next 64 greedy tokens, and what was kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache as once
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_h2o import routing
+from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT, load
+from mlx_h2o.cache import H2OKVCache
+from mlx_h2o.golden.group import Arrays, Parameters, parameters_of, policy_of
+from mlx_h2o.golden.margins import WatchedCache, least_margin
+from mlx_h2o.golden.trajectory import held
+from mlx_h2o.policies import Policy, make_policy
+from mlx_h2o.prompt_cache import make_prompt_cache
+
+NAME = "model"
+
+# Nats between the most likely token and the next: float32 logits agree to 1e-4 or so.
+LEAST_LOGIT_GAP = 2e-3
+
+MAX_SIZE = 96
+
+
+def cases() -> Iterator[tuple[str, Parameters]]:
+    seed = 100
+    for name in ("distinct", "h2o", "streaming", "keydiff"):
+        for budgets in ("uniform", "profile"):
+            seed += 16
+            policy = make_policy(name)
+            yield (
+                f"{name}-{budgets}",
+                {
+                    "seed": seed,
+                    "model": DEFAULT_MODEL,
+                    "dtype": "float32",
+                    "prompt_tokens": 200,
+                    "prefill": 128,
+                    "tokens": 64,
+                    "max_size": MAX_SIZE,
+                    "budgets": budgets,
+                    "policy": parameters_of(policy),
+                    "remainder": True,
+                    "slots": shared_out(policy, budgets),
+                },
+            )
+
+
+def shared_out(policy: Policy, budgets: str) -> list[list[int]]:
+    """The slots of each layer and head, so that nobody needs to read the profile."""
+    caches = make_prompt_cache(
+        embedded()[0], MAX_SIZE, policy=policy, budgets="uniform" if budgets == "uniform" else None
+    )
+    return [list(cache.budgets) for cache in caches]
+
+
+@once
+def embedded() -> tuple[Any, Any]:
+    """The model in float32, and its tokenizer."""
+    routing.install()
+    return load(DEFAULT_MODEL, mx.float32)
+
+
+def inputs(parameters: Parameters) -> Arrays:
+    """The prompt: tokens of the sample text, from 7 times the seed on."""
+    p = parameters
+    tokens = embedded()[1].encode(SAMPLE_TEXT.read_text(encoding="utf-8"))
+    first = 7 * p["seed"]
+    return {"prompt": mx.array(tokens[first : first + p["prompt_tokens"]], dtype=mx.int32)}
+
+
+def run(parameters: Parameters, inputs: Arrays) -> Arrays:
+    return continued(parameters, inputs["prompt"], H2OKVCache)[0]
+
+
+def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
+    results, caches, gap = continued(parameters, inputs["prompt"], WatchedCache)
+    return results, least_margin(caches) if gap >= LEAST_LOGIT_GAP else 0.0
+
+
+def continued(
+    p: Parameters, prompt: mx.array, kind: type[H2OKVCache]
+) -> tuple[Arrays, list[H2OKVCache], float]:
+    """Greedy continuation: results, the caches, and the least gap between the first two logits."""
+    model, _ = embedded()
+    caches = [
+        kind(budgets=slots, policy=policy_of(p["policy"]), remainder=p["remainder"])
+        for slots in p["slots"]
+    ]
+    logits = mx.zeros(0)
+    for first in range(0, prompt.size, p["prefill"]):
+        logits = model(prompt[None, first : first + p["prefill"]], cache=caches)[0, -1]
+        mx.eval(logits)
+    after_prompt = kept(caches)
+    tokens, gap = [], float("inf")
+    while True:
+        best = np.sort(np.array(logits))[-2:]
+        gap = min(gap, float(best[1] - best[0]))
+        tokens.append(int(np.argmax(np.array(logits))))
+        if len(tokens) == p["tokens"]:
+            break
+        logits = model(mx.array([[tokens[-1]]]), cache=caches)[0, -1]
+    return (
+        {
+            "tokens": mx.array(tokens, dtype=mx.int32),
+            "kept.prompt": after_prompt,
+            "kept": kept(caches),
+            "logits": logits,
+        },
+        caches,
+        gap,
+    )
+
+
+def kept(caches: list[H2OKVCache]) -> mx.array:
+    """Positions `[layers, 1, H, most]`, ascending, then -1."""
+    most = max(cache.size() for cache in caches)
+    return mx.stack([mx.array(held(cache, "kept", most)) for cache in caches])

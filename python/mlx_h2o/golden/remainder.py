@@ -1,0 +1,181 @@
+"""Golden 3: the remainder. Folding, its column, joining, plain rows; and the extremes of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from mlx_h2o.golden.group import Arrays, Parameters
+from mlx_h2o.golden.numbers import (
+    LOGIT,
+    LSE,
+    MEAN_KEY,
+    MEAN_VALUE,
+    VARIANCE,
+    WEIGHT,
+    K,
+    Q,
+    V,
+    hashed,
+    seed_of,
+    tensor,
+)
+from mlx_h2o.remainder import Remainder
+
+NAME = "remainder"
+
+
+def cases() -> Iterator[tuple[str, Parameters]]:
+    shape = {"batch": 2, "kv_heads": 2, "key_width": 32, "value_width": 48}
+    folds = {
+        "one": [1],
+        "one-by-one": [1] * 9,
+        "chunk": [17],
+        "chunks": [5, 1, 30, 2],
+    }
+    seed = 3000
+    for name, rows in folds.items():
+        for weighted in (False, True):
+            for power in (0, 12, -12):
+                seed += 1
+                yield (
+                    f"fold-{name}{'-weighted' if weighted else ''}-2^{power}",
+                    {
+                        "kind": "fold",
+                        "seed": seed,
+                        **shape,
+                        "rows": rows,
+                        "weighted": weighted,
+                        "power": power,
+                    },
+                )
+    columns = {
+        "plain": (0, 0, 40),
+        "sharp": (3, 6, 4000),
+        "faint": (-8, -8, 1),
+        "empty": (0, 0, 0),
+        "huge-queries": (70, 0, 7),
+        "huge-variance": (3, 100, 7),
+        "no-variance": (2, -100, 16777216),
+    }
+    for name, (q_power, variance_power, count) in columns.items():
+        seed += 1
+        yield (
+            f"column-{name}",
+            {
+                "kind": "column",
+                "seed": seed,
+                **shape,
+                "query_heads": 4,
+                "queries": 3,
+                "scale": 0.1875,
+                "count": count,
+                "q_power": q_power,
+                "variance_power": variance_power,
+            },
+        )
+    for name, (lse, r) in {
+        "plain": ("numbers", "numbers"),
+        "nothing-kept": ("nothing", "numbers"),
+        "nothing-evicted": ("numbers", "nothing"),
+        "nothing": ("nothing", "nothing"),
+        "kept-far-above": ("far above", "numbers"),
+        "evicted-far-above": ("numbers", "far above"),
+    }.items():
+        for dtype in ("float32", "float16", "bfloat16"):
+            seed += 1
+            yield (
+                f"join-{name}-{dtype}",
+                {
+                    "kind": "join",
+                    "seed": seed,
+                    **shape,
+                    "query_heads": 4,
+                    "queries": 3,
+                    "dtype": dtype,
+                    "lse": lse,
+                    "logit": r,
+                },
+            )
+    for count in (1, 2, 4, 8):
+        seed += 1
+        yield f"rows-{count}", {"kind": "rows", "seed": seed, **shape, "rows": count}
+
+
+def inputs(parameters: Parameters) -> Arrays:
+    return {}
+
+
+def run(parameters: Parameters, inputs: Arrays) -> Arrays:
+    return {"fold": fold, "column": column, "join": join, "rows": rows}[parameters["kind"]](
+        parameters
+    )
+
+
+def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
+    return run(parameters, inputs), math.inf
+
+
+def fold(p: Parameters) -> Arrays:
+    """Rows `[B, H, sum(rows), width]`, folded in parts of so many rows."""
+    B, H, T = p["batch"], p["kv_heads"], sum(p["rows"])
+    keys = tensor(p["seed"], K, (B, H, T, p["key_width"]), power=p["power"])
+    values = tensor(p["seed"], V, (B, H, T, p["value_width"]), power=p["power"])
+    counted = hashed(seed_of(p["seed"], WEIGHT), B * H * T).reshape(B, H, T) >= 2**63
+    weights = mx.array(counted).astype(mx.float32)
+    remainder = Remainder.empty(B, H, p["key_width"], p["value_width"])
+    first = 0
+    for count in p["rows"]:
+        part = slice(first, first + count)
+        remainder = remainder.fold(
+            keys[:, :, part], values[:, :, part], weights[:, :, part] if p["weighted"] else None
+        )
+        first += count
+    return remainder.arrays
+
+
+def column(p: Parameters) -> Arrays:
+    """Variances are squares of the generated numbers, times 2^variance_power."""
+    B, H, D = p["batch"], p["kv_heads"], p["key_width"]
+    remainder = Remainder(
+        mx.full((B, H), float(p["count"])),
+        tensor(p["seed"], MEAN_KEY, (B, H, D)),
+        mx.square(tensor(p["seed"], VARIANCE, (B, H, D))) * 2.0 ** p["variance_power"],
+        tensor(p["seed"], MEAN_VALUE, (B, H, p["value_width"])),
+    )
+    q = tensor(p["seed"], Q, (B, p["query_heads"], p["queries"], D), power=p["q_power"])
+    return {"logit": remainder.column(q, p["scale"])}
+
+
+def join(p: Parameters) -> Arrays:
+    """`nothing` is minus infinity, `far above` the generated numbers plus 200."""
+    B, H, Hq, L = p["batch"], p["kv_heads"], p["query_heads"], p["queries"]
+
+    def logits(which: int, kind: str) -> mx.array:
+        numbers = tensor(p["seed"], which, (B, Hq, L))
+        if kind == "nothing":
+            return mx.full(numbers.shape, -mx.inf)
+        return numbers + 200 if kind == "far above" else numbers
+
+    remainder = Remainder.empty(B, H, p["key_width"], p["value_width"])
+    remainder.mean_value = tensor(p["seed"], MEAN_VALUE, (B, H, p["value_width"]))
+    out = tensor(p["seed"], V, (B, Hq, L, p["value_width"]), p["dtype"])
+    if p["lse"] == "nothing":
+        out = mx.zeros_like(out)
+    out, lse = remainder.join(out, logits(LSE, p["lse"]), logits(LOGIT, p["logit"]))
+    return {"out": out, "lse": lse}
+
+
+def rows(p: Parameters) -> Arrays:
+    """Plain rows of the statistics that `column` is asked with."""
+    B, H, D = p["batch"], p["kv_heads"], p["key_width"]
+    remainder = Remainder(
+        mx.full((B, H), 40.0),
+        tensor(p["seed"], MEAN_KEY, (B, H, D)),
+        mx.square(tensor(p["seed"], VARIANCE, (B, H, D))),
+        tensor(p["seed"], MEAN_VALUE, (B, H, p["value_width"])),
+    )
+    keys, values = remainder.plain_rows(p["rows"])
+    return {"keys": keys, "values": values}

@@ -1,0 +1,143 @@
+"""Replaying golden vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_h2o.backends import choice, reference
+from mlx_h2o.golden import manifest
+from mlx_h2o.golden.groups import GROUPS
+from mlx_h2o.golden.manifest import GoldenError
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A result that is not the golden one."""
+
+    backend: str
+    group: str
+    case: str
+    array: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.group}/{self.case}: {self.array}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What replaying a group by a backend showed.
+
+    Attributes:
+        backend: Its name.
+        group: Its name.
+        cases: How many.
+        worst: The largest error, in units of what is tolerated.
+        differences: What differs.
+    """
+
+    backend: str
+    group: str
+    cases: int
+    worst: float
+    differences: list[Difference]
+
+
+def backends() -> list[str]:
+    """What can replay here: the definition, and the kernels of the default device if there are."""
+    return ["reference"] if choice.backend() is reference else ["reference", "kernels"]
+
+
+@contextmanager
+def computing_by(backend: str) -> Iterator[None]:
+    """A context in which a backend of `backends` computes."""
+    if backend == "reference":
+        with choice.only_reference():
+            yield
+    elif backend in backends():
+        yield
+    else:
+        raise GoldenError(f"There is no backend {backend!r} here; choose from {backends()}.")
+
+
+def verify(
+    folder: Path,
+    by: list[str] | None = None,
+    progress: Callable[[str], None] = lambda case: None,
+) -> list[Verdict]:
+    """Replay the golden vectors of a folder.
+
+    Args:
+        folder: Where they lie.
+        by: Backends; all by default.
+        progress: Called with each case's name.
+
+    Raises:
+        GoldenError: The files cannot be used.
+    """
+    golden = manifest.read(folder)
+    unknown = sorted({case.group for case in golden.cases} - set(GROUPS))
+    if unknown:
+        raise GoldenError(f"The golden vectors hold unknown groups: {', '.join(unknown)}.")
+    verdicts = []
+    for backend in by or backends():
+        with computing_by(backend):
+            for group in dict.fromkeys(case.group for case in golden.cases):
+                cases = [case for case in golden.cases if case.group == group]
+                worst, differences = 0.0, []
+                for case in cases:
+                    progress(f"{backend}: {group}/{case.name}")
+                    found = GROUPS[group].run(case.parameters, golden.of(case, "in"))
+                    errors, what = compared(found, golden.of(case, "out"), golden.tolerances)
+                    worst = max(worst, errors)
+                    differences += [
+                        Difference(backend, group, case.name, array, text) for array, text in what
+                    ]
+                verdicts.append(Verdict(backend, group, len(cases), worst, differences))
+    return verdicts
+
+
+def compared(
+    found: Mapping[str, mx.array],
+    golden: Mapping[str, mx.array],
+    tolerances: Mapping[str, Mapping[str, float]],
+) -> tuple[float, list[tuple[str, str]]]:
+    """The largest error in units of what is tolerated, and what differs, by array."""
+    worst, differences = 0.0, []
+    for name in sorted(set(found) | set(golden)):
+        if name not in found or name not in golden:
+            differences.append((name, "found only " + ("here" if name in found else "in the file")))
+            continue
+        a, b = found[name], golden[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            differences.append((name, f"{a.shape} {a.dtype}, not {b.shape} {b.dtype}"))
+            continue
+        error = distance(a, b, tolerances)
+        worst = max(worst, error)
+        if not error <= 1:
+            how = "differs" if np.isinf(error) else f"is off by {error:.3g} times the tolerance"
+            differences.append((name, how))
+    return worst, differences
+
+
+def distance(
+    found: mx.array, golden: mx.array, tolerances: Mapping[str, Mapping[str, float]]
+) -> float:
+    """The largest error in units of what is tolerated; infinite where exactness is asked for."""
+    if not mx.issubdtype(golden.dtype, mx.floating):
+        return 0.0 if mx.array_equal(found, golden).item() else np.inf
+    tolerance = tolerances[str(golden.dtype).rpartition(".")[-1]]
+    a = np.array(found.astype(mx.float32)).astype(np.float64)
+    b = np.array(golden.astype(mx.float32)).astype(np.float64)
+    # Infinities of one sign agree; a NaN agrees with a NaN.
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        error = np.abs(a - b) / (tolerance["absolute"] + tolerance["relative"] * np.abs(b))
+    error = np.where(same, 0, np.where(np.isnan(error) | np.isinf(b), np.inf, error))
+    return float(error.max(initial=0))

@@ -1,0 +1,23 @@
+// swift-tools-version: 6.1
+import PackageDescription
+
+// Stand-ins for mlx-swift and mlx-swift-lm, so that MLXH2O builds and is tested without a Mac:
+// modules of the same names with the same signatures, as far as MLXH2O uses them, and real
+// arithmetic, by the mlx-c subset of c_api/mlx_c over the MLX wheel's CPU backend.
+let package = Package(
+    name: "Linux",
+    products: [
+        .library(name: "MLX", targets: ["MLX"]),
+        .library(name: "MLXNN", targets: ["MLXNN"]),
+        .library(name: "MLXLMCommon", targets: ["MLXLMCommon"]),
+        .library(name: "MLXLLM", targets: ["MLXLLM"]),
+    ],
+    targets: [
+        .systemLibrary(name: "Cmlx", pkgConfig: "mlxc"),
+        .target(name: "MLX", dependencies: ["Cmlx"]),
+        .target(name: "MLXNN", dependencies: ["MLX"]),
+        .target(name: "MLXLMCommon", dependencies: ["MLX", "MLXNN"]),
+        .target(name: "MLXLLM", dependencies: ["MLX", "MLXLMCommon", "MLXNN"]),
+        .testTarget(name: "LinuxTests", dependencies: ["MLX", "MLXNN", "MLXLMCommon", "MLXLLM"]),
+    ]
+)

@@ -1,0 +1,55 @@
+import Cmlx
+
+public enum DeviceType: String, Hashable, Sendable {
+    case cpu
+    case gpu
+}
+
+/// A processor that MLX computes on.
+public final class Device: @unchecked Sendable, Equatable, CustomStringConvertible {
+    let ctx: mlx_device
+
+    public static let cpu = Device(.cpu)
+    public static let gpu = Device(.gpu)
+
+    @TaskLocal private static var current: Device?
+
+    public init(_ deviceType: DeviceType, index: Int32 = 0) {
+        initError()
+        ctx = mlx_device_new_type(deviceType == .gpu ? MLX_GPU : MLX_CPU, index)
+    }
+
+    deinit { mlx_device_free(ctx) }
+
+    public var deviceType: DeviceType? {
+        var type = MLX_CPU
+        mlx_device_get_type(&type, ctx)
+        return type == MLX_GPU ? .gpu : .cpu
+    }
+
+    var defaultStream: Stream { deviceType == .gpu ? .gpu : .cpu }
+
+    public static func defaultDevice() -> Device { current ?? MLX.defaultDevice }
+
+    public static func withDefaultDevice<R>(
+        _ device: Device, _ body: () throws -> R
+    ) rethrows -> R { try $current.withValue(device, operation: body) }
+
+    public static func withDefaultDevice<R>(
+        _ device: Device, _ body: () async throws -> R
+    ) async rethrows -> R { try await $current.withValue(device, operation: body) }
+
+    public static func == (lhs: Device, rhs: Device) -> Bool { lhs.deviceType == rhs.deviceType }
+
+    public var description: String { text { mlx_device_tostring(&$0, ctx) } }
+}
+
+/// The device that MLX itself chose.
+private let defaultDevice: Device = {
+    var device = mlx_device_new()
+    defer { mlx_device_free(device) }
+    mlx_get_default_device(&device)
+    var type = MLX_CPU
+    mlx_device_get_type(&type, device)
+    return type == MLX_GPU ? .gpu : .cpu
+}()

@@ -1,0 +1,78 @@
+import Cmlx
+import Foundation
+
+/// Runs the body, then throws the first error that MLX reported in it.
+public func withError<R>(_ body: (ErrorBox) throws -> R) throws -> R {
+    let box = ErrorBox()
+    return try withErrorHandler({ box.firstError = MLXError.caught($0) }) {
+        let value = try body(box)
+        try box.check()
+        return value
+    }
+}
+
+public func withError<R>(_ body: () throws -> R) throws -> R { try withError { _ in try body() } }
+
+public func withError<R>(_ body: (ErrorBox) async throws -> R) async throws -> R {
+    let box = ErrorBox()
+    return try await withErrorHandler({ box.firstError = MLXError.caught($0) }) {
+        let value = try await body(box)
+        try box.check()
+        return value
+    }
+}
+
+public func withError<R>(_ body: () async throws -> R) async throws -> R {
+    try await withError { _ in try await body() }
+}
+
+/// Gives MLX's errors inside the body to the handler. Outside of any, an error ends the process.
+public func withErrorHandler<R>(
+    _ handler: @escaping @Sendable (String) -> Void, _ body: () throws -> R
+) rethrows -> R {
+    try ErrorHandler.$current.withValue(handler, operation: body)
+}
+
+public func withErrorHandler<R>(
+    _ handler: @escaping @Sendable (String) -> Void, _ body: () async throws -> R
+) async rethrows -> R {
+    try await ErrorHandler.$current.withValue(handler, operation: body)
+}
+
+public enum MLXError: LocalizedError, Sendable, Equatable {
+    case caught(String)
+
+    public var errorDescription: String? {
+        switch self {
+        case .caught(let message): "MLX Error: \(message)"
+        }
+    }
+}
+
+/// The first error of a `withError` body.
+public final class ErrorBox: @unchecked Sendable {
+    private let lock = NSLock()
+    private var stored: Error?
+
+    public var firstError: Error? {
+        get { lock.withLock { stored } }
+        set { lock.withLock { stored = stored ?? newValue } }
+    }
+
+    public func check() throws {
+        if let firstError { throw firstError }
+    }
+}
+
+private enum ErrorHandler {
+    @TaskLocal static var current: (@Sendable (String) -> Void)?
+
+    static let installed: Void = mlx_set_error_handler(
+        { message, _ in
+            let message = message.map { String(cString: $0) } ?? ""
+            guard let handler = ErrorHandler.current else { fatalError(message) }
+            handler(message)
+        }, nil, nil)
+}
+
+func initError() { ErrorHandler.installed }

@@ -1,0 +1,56 @@
+#!/usr/bin/env python3
+"""Checks the Swift package as Apple's tools will read it: `swift package dump-package` on stdin.
+
+The branch of Package.swift for Apple's platforms is never built on Linux; it is evaluated, and
+this says whether it still asks for what it should.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+PLATFORMS = {"macos": "14.0", "ios": "17.0", "visionos": "1.0"}
+PACKAGES = {
+    "https://github.com/ml-explore/mlx-swift": "0.31.6",
+    "https://github.com/ml-explore/mlx-swift-lm": "3.31.4",
+}
+MODULES = {
+    "MLX": "mlx-swift",
+    "MLXNN": "mlx-swift",
+    "MLXLMCommon": "mlx-swift-lm",
+    "MLXLLM": "mlx-swift-lm",
+}
+
+
+def found_packages(manifest: dict[str, Any]) -> dict[str, str]:
+    """Address and lowest version of each package that is depended on."""
+    controls = [d["sourceControl"][0] for d in manifest["dependencies"]]
+    return {
+        c["location"]["remote"][0]["urlString"]: c["requirement"]["range"][0]["lowerBound"]
+        for c in controls
+    }
+
+
+def found_modules(manifest: dict[str, Any]) -> dict[str, str]:
+    """Products that MLXH2O imports, and their packages."""
+    target = next(t for t in manifest["targets"] if t["name"] == "MLXH2O")
+    return {d["product"][0]: d["product"][1] for d in target["dependencies"]}
+
+
+def main() -> None:
+    manifest = json.load(sys.stdin)
+    platforms = {p["platformName"]: p["version"] for p in manifest["platforms"]}
+    for found, expected in (
+        (platforms, PLATFORMS),
+        (found_packages(manifest), PACKAGES),
+        (found_modules(manifest), MODULES),
+        ([p["name"] for p in manifest["products"]], ["MLXH2O"]),
+    ):
+        if found != expected:
+            sys.exit(f"Package.swift, for Apple's platforms: {found} where {expected} is expected")
+
+
+if __name__ == "__main__":
+    main()
