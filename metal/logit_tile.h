@@ -68,6 +68,7 @@ inline void logit_tile(
     Prompt<T, Keys, Mask> prompt, int first_row, int first_key, threadgroup float* query_chunk,
     threadgroup float* key_chunk, int thread_index, thread float* logits) {
   const int L = prompt.launch.queries, length = prompt.work.length;
+  const int lane = thread_index % CHUNK;
   UNROLL
   for (int i = 0; i < SQUARE * SQUARE; i++) {
     logits[i] = 0.0f;
@@ -77,8 +78,8 @@ inline void logit_tile(
     // A chunk is a simdgroup's width, so a simdgroup reads one row.
     const Rows<const device T*> query_columns = columns_from(prompt.queries, done);
     const Keys key_columns = columns_from(prompt.keys, done);
-    for (int e = thread_index; e < TILE * CHUNK; e += TILE_THREADS) {
-      const int i = e / CHUNK, lane = e % CHUNK, row = first_row + i, key = first_key + i;
+    for (int i = thread_index / CHUNK; i < TILE; i += TILE_THREADS / CHUNK) {
+      const int row = first_row + i, key = first_key + i;
       float query[1] = {0.0f}, held[1] = {0.0f};
       if (row < prompt.rows) {
         load_share<1>(from(query_columns, 0, row / L, row % L), 0, lane, query);

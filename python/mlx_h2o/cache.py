@@ -11,13 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o import selection
-from mlx_h2o.attention import (
-    FLOAT_DTYPES,
-    scaled_dot_product_attention,
-    scaled_dot_product_attention_with_mass,
-    scaled_dot_product_attention_with_scores,
-)
-from mlx_h2o.backends.reference import QUERY_BLOCK, Seed
+from mlx_h2o.attention import FLOAT_DTYPES
 from mlx_h2o.budget import RowWidths, slots_for_bytes
 from mlx_h2o.decoding import (
     MOST_QUERY_HEADS,
@@ -27,9 +21,10 @@ from mlx_h2o.decoding import (
     on_default_device,
     start_decoding,
 )
-from mlx_h2o.masks import Mask, block_of
-from mlx_h2o.packed import AnyRows, Packing, dense, first_rows
-from mlx_h2o.policies import Observation, ObservedMass, Policy, Slots, make_policy
+from mlx_h2o.masks import Mask
+from mlx_h2o.observing import observe
+from mlx_h2o.packed import AnyRows, Packing, dense
+from mlx_h2o.policies import Policy, Slots, make_policy
 from mlx_h2o.recent import RecentZone
 from mlx_h2o.remainder import Remainder, plain_rows_for
 from mlx_h2o.store import Run, SlotStore
@@ -226,15 +221,24 @@ class H2OKVCache:
             kept = fields["positions"].shape[2]
             heads = slice(run.first * group, run.last * group)
             whole = len(store.runs) == 1
-            out, scores, window_mass = self._attend_run(
-                run,
-                self._positions_and_scores(run, fields),
+            remainder = None
+            if own and self.answers and self._evicted(run):
+                assert self._remainder is not None
+                remainder = self._remainder.heads(run.first, run.last)
+            run_keys, run_values = self._keys_and_values(run, fields) if own else (keys, values)
+            out, scores, window_mass = observe(
+                self.policy,
                 q if whole else q[:, heads],
-                self._keys_and_values(run, fields) if own else (keys, values),
-                scale,
-                mask,
-                sinks if sinks is None or whole else sinks[heads],
-                own,
+                run_keys,
+                run_values,
+                self._positions_and_scores(run, fields),
+                heads=run.heads,
+                offset=self.offset,
+                scale=scale,
+                mask=mask,
+                sinks=sinks if sinks is None or whole else sinks[heads],
+                remainder=remainder,
+                own=own,
             )
             if scores is not None:
                 fields["scores"] = scores[..., :kept]
@@ -724,88 +728,6 @@ class H2OKVCache:
         store.put(index.reshape(1, -1), {name: row.flatten(1, 2) for name, row, _ in named})
         return store.view(run, "keys", True), store.view(run, "values", True)
 
-    def _attend_run(
-        self,
-        run: Run,
-        fields: dict[str, mx.array],
-        q: mx.array,
-        kv: tuple[AnyRows, AnyRows],
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-        own: bool,
-    ) -> tuple[mx.array, mx.array | None, mx.array | None]:
-        """Attention of one run: out, new scores, and the mass of the prompt's window."""
-        keys, values = kv
-        L, N = q.shape[2], keys.shape[2]
-        scores = fields.get("scores")
-        remainder = None
-        if own and self.answers and self._evicted(run):
-            assert self._remainder is not None
-            remainder = self._remainder.heads(run.first, run.last)
-        policy = self.policy
-        looks = policy.needs_attention
-        windowed = looks and L > 1 and policy.prompt == "window"
-        # Queries before this one are attended to and not looked at.
-        first_seen = (L - min(policy.window, L)) if windowed else (0 if looks else L)
-
-        def operands(start: int, end: int) -> tuple[int, dict[str, Any]]:
-            """How many keys the queries start to end - 1 see, and what attention needs for it."""
-            block = block_of(mask, start, end, L, N, own)
-            seed: Seed | None = None
-            if remainder is not None:
-                seed = remainder.column(q[:, :, start:end], scale), remainder.mean_value
-            return block.keys, {
-                "q": q[:, :, start:end],
-                "k": first_rows(keys, block.keys),
-                "v": first_rows(values, block.keys),
-                "scale": scale,
-                "mask": block.mask,
-                "sinks": sinks,
-                "seed": seed,
-            }
-
-        outs = []
-        if first_seen:
-            outs.append(scaled_dot_product_attention(**operands(0, first_seen)[1]))
-        window_mass = None
-        # A window is one block, and so is whatever leaves no logits behind.
-        step = L if windowed or policy.sums_mass else QUERY_BLOCK
-        for start in range(first_seen, L, step):
-            end = min(start + step, L)
-            n_keys, call = operands(start, end)
-            seen: Observation
-            if policy.sums_mass:
-                out, mass, _ = scaled_dot_product_attention_with_mass(**call)
-                # Keys made of the cached ones may have more heads than these (MLA).
-                of_heads = mass.reshape(mass.shape[0], run.heads, -1, n_keys).mean(axis=2)
-                seen = ObservedMass(of_heads)
-            else:
-                out, logits, lse = scaled_dot_product_attention_with_scores(**call)
-                seen = Observation(logits, lse, run.heads)
-            outs.append(out)
-            assert scores is not None
-            if windowed:
-                window_mass = self._window_mass(seen, fields, L)
-                seen.stands_for = stands_for(L, N, end - start)
-            part = policy.accumulate(scores[..., :n_keys], seen)
-            rest = scores[..., n_keys:]
-            scores = mx.concatenate([part, rest], axis=-1) if rest.size else part
-        out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
-        return out, scores, window_mass
-
-    def _window_mass(self, seen: Observation, fields: dict[str, mx.array], L: int) -> mx.array:
-        """Mass of the last `window` queries of the whole prompt, `[B, H, N]`.
-
-        A chunk shorter than the window lacks queries of earlier chunks; each slot's mean mass per
-        step stands in for them.
-        """
-        missing = self.policy.window - L
-        if missing <= 0:
-            return seen.mass
-        ages = mx.maximum(self.offset - L - fields["positions"], 1).astype(mx.float32)
-        return seen.mass + missing * self.policy.mean_mass(fields["scores"], ages)
-
     def _settle(
         self,
         store: SlotStore,
@@ -1038,14 +960,3 @@ class H2OKVCache:
             for name, array in self.arrays().items()
             if name not in ("slots.keys", "slots.values")
         ]
-
-
-def stands_for(L: int, N: int, window: int) -> mx.array:
-    """How many of a chunk's L queries each of a window's queries stands for, per slot `[N]`.
-
-    Every old slot was seen by all L queries and by `window` of them in the window; new row j by
-    L - j and by min(window, L - j).
-    """
-    new = mx.arange(L, 0, -1).astype(mx.float32)
-    old = mx.full((N - L,), L / window)
-    return mx.concatenate([old, new / mx.minimum(new, window)])

@@ -82,10 +82,9 @@ struct Unit {
   Floats weights, logits, tile_max, distance, m, l, acc;
 };
 
-// Units stay from call to call: new memory would be filled by the kernel page by page, which takes
-// as long as a few percent of a decode step. They are few: a thread finishes the head it works on
-// before the next one, so there are never more unfinished heads than threads, and their memory
-// stays in the caches.
+// Units stay from call to call: making them anew, filled with zeros, took a few percent of a decode
+// step. They are few: a thread finishes the head it works on before the next one, so there are
+// never more unfinished heads than threads, and their memory stays in the caches.
 class Units {
  public:
   // Never destroyed: MLX's stream threads may still run while the process exits.

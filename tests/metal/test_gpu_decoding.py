@@ -5,6 +5,7 @@ import copy
 import mlx.core as mx
 import numpy as np
 import pytest
+from harness import recorded
 
 from mlx_h2o import H2OKVCache, make_policy
 from mlx_h2o import decoding as decoding_module
@@ -219,3 +220,21 @@ def test_packed_rows_with_sinks_and_a_chunk_between(on_device):
         outs.append(mx.concatenate(steps, axis=2))
     on_device(True)
     assert_alike(ours, theirs, outs, 4e-3)
+
+
+def test_a_recent_zone(on_device, monkeypatch):
+    """No fused step; each of the two stores is read packed, in an attention of its own."""
+    store = {"bits": 8, "recent_bits": 4, "group_size": 32, "budgets": [24, 24]}
+    outs, caches = [], []
+    for kernels in (True, False):
+        on_device(kernels)
+        with monkeypatch.context() as patch:
+            if kernels:
+                patch.setattr("mlx_h2o.attention.backend", lambda: metal.GPU)
+            cache = H2OKVCache(policy=make_policy("h2o"), **store)
+            with recorded() as launches:
+                outs.append(trajectory(cache, 12, 30))
+        assert cache._decoding is None
+        assert kernels == any("attention_vector" in counts.kernel for counts in launches)
+        caches.append(cache)
+    assert_alike(*caches, outs)

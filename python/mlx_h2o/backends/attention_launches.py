@@ -18,7 +18,7 @@ from mlx_h2o.backends.launcher import (
 from mlx_h2o.backends.row_buffers import absent, buffers, names, packing, row_bytes
 from mlx_h2o.backends.tiling import MOST_QUERIES, WIDTHS, slots_per_block, tiling
 from mlx_h2o.backends.work import Ranges, params, work_of
-from mlx_h2o.packed import Rows
+from mlx_h2o.packed import PackedRows, Rows
 from mlx_h2o.remainder import SATURATION, Remainder
 
 # Kinds of masks and exports, as in attention_vector.metal.
@@ -120,7 +120,8 @@ def attend(
     else:
         lengths, k, v = ranges.lengths, k[:, None], v[:, None]
     G = Hq // len(lengths)
-    stored = row_bytes(k) + row_bytes(v)
+    packed = isinstance(k, PackedRows) or isinstance(v, PackedRows)
+    stored = row_bytes(k) + row_bytes(v) if packed else None
     block = slots_per_block(lengths, G, L, D, Dv, itemsize, architecture, stored)
     work = work_of(lengths, ranges, block)
     kind, columns = kind_of_mask(mask, L, max(lengths))
@@ -151,7 +152,7 @@ def attend(
         outputs["logits"] = ((B, G * L * work.slots), mx.float32)
     if means is not None:
         outputs["distances"] = ((B, work.slots), mx.float32)
-    tiles = tiling(D, Dv, G, L, itemsize)
+    tiles = tiling(D, Dv, G, L, itemsize, packed)
     written = launcher.launch(
         _VECTOR,
         inputs,

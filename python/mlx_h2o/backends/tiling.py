@@ -19,6 +19,8 @@ MOST_QUERIES = 8
 _SIMDGROUPS_BY_WORDS = ((12, 32), (30, 16), (76, 12))
 # What a row takes besides its share of the query and of the sum: logit, largest logit, weight.
 _WORDS_BESIDES = 3
+# What it takes to read packed rows, besides.
+_WORDS_TO_UNPACK = 6
 # Keys of a step where a simdgroup reads them itself: enough to make an exponential cheap, few
 # enough that short caches occupy all simdgroups.
 _KEYS = 16
@@ -59,7 +61,14 @@ class Tiling:
         return self.simdgroups // self.row_groups
 
 
-def tiling(key_width: int, value_width: int, group: int, queries: int, itemsize: int) -> Tiling:
+def tiling(
+    key_width: int,
+    value_width: int,
+    group: int,
+    queries: int,
+    itemsize: int,
+    packed: bool = False,
+) -> Tiling:
     """Share out the query rows of a KV head.
 
     Args:
@@ -67,7 +76,8 @@ def tiling(key_width: int, value_width: int, group: int, queries: int, itemsize:
         value_width: Dv.
         group: G, query heads per KV head.
         queries: L.
-        itemsize: Bytes per element of keys and values.
+        itemsize: Bytes per element of queries, and of keys and values unless they are packed.
+        packed: Whether keys or values are.
     """
     padded = 1 << (queries - 1).bit_length()
     needed = group * padded
@@ -77,7 +87,8 @@ def tiling(key_width: int, value_width: int, group: int, queries: int, itemsize:
     row_groups = min(_ceil(needed, rows), fewest_simdgroups)
     row_blocks = _ceil(needed, rows * row_groups)
     rows = _ceil(needed, row_groups * row_blocks)
-    simdgroups = next(count for most, count in _SIMDGROUPS_BY_WORDS if rows * words <= most)
+    taken = min(rows * words + (_WORDS_TO_UNPACK if packed else 0), most_words)
+    simdgroups = next(count for most, count in _SIMDGROUPS_BY_WORDS if taken <= most)
     if row_groups == 1:
         return Tiling(padded, rows, 1, row_blocks, simdgroups, _KEYS)
     slots = max(1, _STAGED_BYTES // ((key_width + value_width) * itemsize))
@@ -115,7 +126,7 @@ def slots_per_block(
         stored: Bytes of a slot's key and value, if they are packed.
     """
     longest = max(lengths)
-    tiles = tiling(key_width, value_width, group, queries, itemsize)
+    tiles = tiling(key_width, value_width, group, queries, itemsize, stored is not None)
     if architecture.startswith("sm_"):
         if longest <= _NVIDIA_ONE_PASS:
             return None

@@ -30,13 +30,13 @@ public func withError<R>(_ body: () async throws -> R) async throws -> R {
 public func withErrorHandler<R>(
     _ handler: @escaping @Sendable (String) -> Void, _ body: () throws -> R
 ) rethrows -> R {
-    try ErrorHandler.$current.withValue(handler, operation: body)
+    try ErrorHandler.$current.withValue(.init(call: handler), operation: body)
 }
 
 public func withErrorHandler<R>(
     _ handler: @escaping @Sendable (String) -> Void, _ body: () async throws -> R
 ) async rethrows -> R {
-    try await ErrorHandler.$current.withValue(handler, operation: body)
+    try await ErrorHandler.$current.withValue(.init(call: handler), operation: body)
 }
 
 public enum MLXError: LocalizedError, Sendable, Equatable {
@@ -64,14 +64,17 @@ public final class ErrorBox: @unchecked Sendable {
     }
 }
 
-private enum ErrorHandler {
-    @TaskLocal static var current: (@Sendable (String) -> Void)?
+/// (A struct, since a task-local closure has crashed in optimized builds of Swift 6.3.)
+private struct ErrorHandler: Sendable {
+    let call: @Sendable (String) -> Void
+
+    @TaskLocal static var current: ErrorHandler?
 
     static let installed: Void = mlx_set_error_handler(
         { message, _ in
             let message = message.map { String(cString: $0) } ?? ""
             guard let handler = ErrorHandler.current else { fatalError(message) }
-            handler(message)
+            handler.call(message)
         }, nil, nil)
 }
 

@@ -1,0 +1,288 @@
+// mlx-h2o for C: bounded KV memory that keeps what matters, in the conventions of mlx-c.
+//
+// Arrays are mlx_array handles of one reference; the caller frees those that it gets, and keeps
+// those that it gives. Results come first, as pointers to handles: an empty handle
+// (mlx_array_new()) or one that may be replaced, whose old array is released. The stream comes
+// last. A function returns 0, or 1 after an error, which leaves results as they were; what went
+// wrong is in mlx_h2o_last_error(). Nothing here exits, prints, or calls mlx-c's error handler.
+//
+// Arrays are lazy, as everywhere in MLX: evaluate the outputs of each step (mlx_array_eval), and
+// all that the step changed is evaluated with them.
+//
+// On CPU streams the CPU kernels compute (mlx_h2o_use_kernels), on others plain MLX operations. A
+// cache and a policy may be used by one thread at a time.
+//
+// Shapes: B batch, Hq query heads, Hk KV heads (Hq is a multiple), L queries, N keys, D and Dv the
+// widths of keys and values, S slots of all heads. "Floating" is float32, float16 or bfloat16; what
+// is not said to be otherwise is float32. An array that may be left out is an empty handle then.
+#ifndef MLX_H2O_H
+#define MLX_H2O_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "mlx/c/mlx.h"
+
+#if defined(__GNUC__)
+#define MLX_H2O_API __attribute__((visibility("default")))
+#else
+#define MLX_H2O_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// -- the library ----------------------------------------------------------------------------------
+
+// The version, "major.minor.patch"; not to be freed.
+MLX_H2O_API const char* mlx_h2o_version(void);
+
+// What went wrong in the last call of this thread that returned non-zero; "" before any. Valid
+// until the thread's next call that fails; not to be freed.
+MLX_H2O_API const char* mlx_h2o_last_error(void);
+
+// Whether the CPU kernels compute on CPU streams (true at first). With false plain MLX operations
+// do, everywhere: slower, and good for comparing.
+MLX_H2O_API int mlx_h2o_use_kernels(bool use);
+
+// -- attention ------------------------------------------------------------------------------------
+
+// Softmax attention, its logits and their log-sum-exp.
+//
+// q [B, Hq, L, D], k [B, Hk, N, D], v [B, Hk, N, Dv], all floating. mask_mode is "" (none, or
+// mask_arr if that is not empty), "causal" (the last query sees all N keys) or "array". mask_arr is
+// boolean (true is visible) or floating (added; the dtype's lowest number hides), and broadcasts to
+// [B, Hq, L, N]. sinks [Hq], if not empty, are logits of an extra softmax column without a value.
+//
+// out [B, Hq, L, Dv] in q's dtype; scores [B, Hq, L, N], minus infinity where masked; lse
+// [B, Hq, L], minus infinity in rows that see nothing (whose out is zero).
+MLX_H2O_API int mlx_h2o_attention_with_scores(
+    mlx_array* out, mlx_array* scores, mlx_array* lse, const mlx_array q, const mlx_array k,
+    const mlx_array v, float scale, const char* mask_mode, const mlx_array mask_arr,
+    const mlx_array sinks, const mlx_stream s);
+
+// The same, with the mass that each key received, mass [B, Hk, N], in the place of [L, N] scores.
+MLX_H2O_API int mlx_h2o_attention_with_mass(
+    mlx_array* out, mlx_array* mass, mlx_array* lse, const mlx_array q, const mlx_array k,
+    const mlx_array v, float scale, const char* mask_mode, const mlx_array mask_arr,
+    const mlx_array sinks, const mlx_stream s);
+
+// mlx_h2o_attention_with_scores over packed keys and values, as mlx_quantize packs them: words
+// [B, Hk, N, width * bits / 32] uint32, scales and biases [B, Hk, N, width / group_size] floating.
+// Bits are 2, 3, 4, 5, 6 or 8, group_size is 32, 64 or 128.
+MLX_H2O_API int mlx_h2o_attention_quantized_with_scores(
+    mlx_array* out, mlx_array* scores, mlx_array* lse, const mlx_array q, const mlx_array k_w,
+    const mlx_array k_scales, const mlx_array k_biases, const mlx_array v_w,
+    const mlx_array v_scales, const mlx_array v_biases, float scale, int k_bits, int v_bits,
+    int group_size, const char* mask_mode, const mlx_array mask_arr, const mlx_array sinks,
+    const mlx_stream s);
+
+// The attention that each key received: sum over queries, mean over the query heads of a KV head,
+// of exp(score - lse). scores [B, Hq, L, N], lse [B, Hq, L] -> [B, Hk, N].
+MLX_H2O_API int mlx_h2o_attention_mass(
+    mlx_array* res, const mlx_array scores, const mlx_array lse, int n_kv_heads,
+    const mlx_stream s);
+
+// -- the remainder --------------------------------------------------------------------------------
+
+// Statistics of evicted rows: count [B, Hk], mean_key and var_key [B, Hk, D], mean_value
+// [B, Hk, Dv]. A plain struct of four handles; all functions take and give all four.
+typedef struct mlx_h2o_remainder_ {
+  mlx_array count;
+  mlx_array mean_key;
+  mlx_array var_key;
+  mlx_array mean_value;
+} mlx_h2o_remainder;
+
+// Four empty handles, to be filled.
+MLX_H2O_API mlx_h2o_remainder mlx_h2o_remainder_new(void);
+MLX_H2O_API int mlx_h2o_remainder_free(mlx_h2o_remainder remainder);
+
+// Statistics of no rows.
+MLX_H2O_API int mlx_h2o_remainder_empty(
+    mlx_h2o_remainder* res, int batch, int n_kv_heads, int key_width, int value_width,
+    const mlx_stream s);
+
+// After rows keys [B, Hk, M, D] and values [B, Hk, M, Dv], floating, were added, in any order or
+// grouping. weights, if not empty, says how often each row counts and broadcasts to [B, Hk, M].
+MLX_H2O_API int mlx_h2o_remainder_fold(
+    mlx_h2o_remainder* res, const mlx_h2o_remainder remainder, const mlx_array keys,
+    const mlx_array values, const mlx_array weights, const mlx_stream s);
+
+// The logit [B, Hq, L] with which the evicted answer q [B, Hq, L, D]; minus infinity while there
+// are none.
+MLX_H2O_API int mlx_h2o_remainder_column(
+    mlx_array* res, const mlx_h2o_remainder remainder, const mlx_array q, float scale,
+    const mlx_stream s);
+
+// Attention and one more column together. out [B, Hq, L, Dv] floating, lse and logits [B, Hq, L],
+// values [B, Hk, Dv] (a remainder's mean_value) -> out and lse of the joint softmax.
+MLX_H2O_API int mlx_h2o_remainder_join(
+    mlx_array* res_out, mlx_array* res_lse, const mlx_array out, const mlx_array lse,
+    const mlx_array logits, const mlx_array values, const mlx_stream s);
+
+// The remainder as ordinary rows, for attention that is not ours: keys [B, Hk, rows, D] and values
+// [B, Hk, rows, Dv]; add log(count / rows) to their logits. rows is 1 or even.
+MLX_H2O_API int mlx_h2o_remainder_rows(
+    mlx_array* keys, mlx_array* values, const mlx_h2o_remainder remainder, int rows,
+    const mlx_stream s);
+
+// -- policies -------------------------------------------------------------------------------------
+
+// A way to choose what to forget (docs/policies.md).
+typedef struct mlx_h2o_policy_ {
+  void* ctx;
+} mlx_h2o_policy;
+
+// An empty handle, to be filled.
+MLX_H2O_API mlx_h2o_policy mlx_h2o_policy_new(void);
+MLX_H2O_API int mlx_h2o_policy_free(mlx_h2o_policy policy);
+
+// A policy or preset by name, with its default settings: "distinct", "h2o", "ema", "ema-logits",
+// "tova", "streaming", "keydiff"; "paper", "h2o-paper".
+MLX_H2O_API int mlx_h2o_policy_named(mlx_h2o_policy* res, const char* name);
+
+// Changes a setting, written as on the command line: ("recent", "0.25") is a share, ("recent",
+// "64") a count, ("unit", "layer"), ("age_normalised", "true"), ("evict_every", "4") ... A cache
+// keeps the settings it was made with.
+MLX_H2O_API int mlx_h2o_policy_set(mlx_h2o_policy policy, const char* setting, const char* value);
+
+// Whether it must see attention; one that looks at keys only accumulates no scores.
+MLX_H2O_API int mlx_h2o_policy_needs_attention(bool* res, const mlx_h2o_policy policy);
+
+// How many of the last positions a head of `budget` slots protects.
+MLX_H2O_API int mlx_h2o_policy_recent_slots(int* res, const mlx_h2o_policy policy, int budget);
+
+// The policy's scores [B, Hk, N] after attention: scores [B, Hk, N] from before (0 for new slots),
+// logits [B, Hq, L, N] and lse [B, Hq, L].
+MLX_H2O_API int mlx_h2o_accumulate(
+    mlx_array* res, const mlx_h2o_policy policy, const mlx_array scores, const mlx_array logits,
+    const mlx_array lse, const mlx_stream s);
+
+// Slots as a policy sees them. Handles are borrowed.
+typedef struct mlx_h2o_slots_ {
+  mlx_array keys;              // [B, Hk, N, D] floating
+  mlx_array values;            // [B, Hk, N, Dv] floating
+  mlx_array positions;         // [B, Hk, N] int32, logical, all different within a head
+  mlx_array scores;            // [B, Hk, N]; empty for policies that accumulate none
+  mlx_array evictable;         // [B, Hk, N] bool (mlx_h2o_evictable)
+  mlx_array evicted_mean_key;  // [B, Hk, D]; zeros while nothing was evicted
+  int offset;                  // the next logical position
+  int evicted;                 // tokens that each head has lost
+} mlx_h2o_slots;
+
+// True [B, Hk, N] where a slot is neither a sink nor among the last `recent` positions.
+MLX_H2O_API int mlx_h2o_evictable(
+    mlx_array* res, const mlx_array positions, int offset, int sink, int recent,
+    const mlx_stream s);
+
+// What each slot is worth keeping after a decode step, [B, Hk, N]; the lowest goes first.
+MLX_H2O_API int mlx_h2o_priority(
+    mlx_array* res, const mlx_h2o_policy policy, const mlx_h2o_slots slots, const mlx_stream s);
+
+// The same for a prompt. window_mass [B, Hk, N] is the mass that its last queries gave; empty where
+// the policy's prompt is "full".
+MLX_H2O_API int mlx_h2o_prompt_priority(
+    mlx_array* res, const mlx_h2o_policy policy, const mlx_h2o_slots slots,
+    const mlx_array window_mass, const mlx_stream s);
+
+// The `count` slots to free, [B, Hk, count] int32, worst first, ties to the oldest position.
+// priority, positions (int32) and evictable (bool) are [B, Hk, N], with at least `count` evictable
+// in each head. per_layer: the heads' mean priority decides for all.
+MLX_H2O_API int mlx_h2o_select_victims(
+    mlx_array* res, const mlx_array priority, const mlx_array positions, const mlx_array evictable,
+    int count, bool per_layer, const mlx_stream s);
+
+// The `count` slots to keep, [B, Hk, count] int32, in order of position; protected ones are always
+// among them.
+MLX_H2O_API int mlx_h2o_select_kept(
+    mlx_array* res, const mlx_array priority, const mlx_array positions, const mlx_array evictable,
+    int count, bool per_layer, const mlx_stream s);
+
+// Prompt compression: the `count` rows that the policy keeps of a prompt, [B, Hk, count] int32, in
+// order of position (mlx_h2o_prompt_priority and mlx_h2o_select_kept in one).
+MLX_H2O_API int mlx_h2o_compress_prompt(
+    mlx_array* res, const mlx_h2o_policy policy, const mlx_h2o_slots slots,
+    const mlx_array window_mass, int count, const mlx_stream s);
+
+// -- slots ----------------------------------------------------------------------------------------
+
+// Overwrites rows of a buffer [B, S, ...] at index [B or 1, M] int32 with rows [B, M, ...]. In
+// place if no other handle holds the buffer: free yours, or let `res` be it.
+MLX_H2O_API int mlx_h2o_write_rows(
+    mlx_array* res, const mlx_array buffer, const mlx_array index, const mlx_array rows,
+    const mlx_stream s);
+
+// Packs rows [B, M, width], floating, and writes them into packed buffers at index [B or 1, M]
+// int32: w [B, S, width * bits / 32] uint32, scales and biases [B, S, width / group_size].
+MLX_H2O_API int mlx_h2o_quantize_append(
+    mlx_array* res_w, mlx_array* res_scales, mlx_array* res_biases, const mlx_array w,
+    const mlx_array scales, const mlx_array biases, const mlx_array index, const mlx_array rows,
+    int bits, int group_size, const mlx_stream s);
+
+// -- a layer's cache ------------------------------------------------------------------------------
+
+// The bounded KV cache of one layer, which does all of the above in order.
+typedef struct mlx_h2o_cache_ {
+  void* ctx;
+} mlx_h2o_cache;
+
+typedef struct mlx_h2o_cache_options_ {
+  bool remainder;   // whether evicted tokens go on answering
+  int k_bits;       // of packed keys: 2, 3, 4, 5, 6 or 8; 0: in their own dtype
+  int v_bits;       // of packed values
+  int group_size;   // 32, 64 or 128
+  int recent_bits;  // of the newest tokens where they differ; 16: in their own dtype; 0: no
+} mlx_h2o_cache_options;
+
+// The remainder on, nothing packed, groups of 64.
+MLX_H2O_API mlx_h2o_cache_options mlx_h2o_cache_options_default(void);
+
+// An empty handle, to be filled.
+MLX_H2O_API mlx_h2o_cache mlx_h2o_cache_new(void);
+MLX_H2O_API int mlx_h2o_cache_free(mlx_h2o_cache cache);
+
+// A cache with so many slots for each of n_kv_heads KV heads. The policy's settings are copied.
+// Batch, widths and dtypes are those of the first rows.
+MLX_H2O_API int mlx_h2o_cache_make(
+    mlx_h2o_cache* res, const mlx_h2o_policy policy, const int* budgets, size_t n_kv_heads,
+    const mlx_h2o_cache_options options);
+
+// One call of a layer's attention: takes new rows in, attends (causally) to all that is held and,
+// through the remainder, to what was evicted, and chooses what to forget.
+//
+// q [B, Hq, L, D], keys [B, Hk, L, D] with RoPE applied at mlx_h2o_cache_offset, values
+// [B, Hk, L, Dv], floating; sinks [Hq] or empty. L > 1 is a prompt chunk, L = 1 a decode step.
+// out [B, Hq, L, Dv] in q's dtype.
+//
+// After an error the cache is as it was before the call, as long as it is the arguments that are
+// wrong.
+MLX_H2O_API int mlx_h2o_cache_update_and_attend(
+    mlx_array* out, mlx_h2o_cache cache, const mlx_array q, const mlx_array keys,
+    const mlx_array values, float scale, const mlx_array sinks, const mlx_stream s);
+
+// The next logical position: how many tokens came.
+MLX_H2O_API int mlx_h2o_cache_offset(int* res, const mlx_h2o_cache cache);
+// Tokens held by the head that holds most.
+MLX_H2O_API int mlx_h2o_cache_size(int* res, const mlx_h2o_cache cache);
+// Tokens dropped, mean over KV heads, rounded down.
+MLX_H2O_API int mlx_h2o_cache_evicted(int64_t* res, const mlx_h2o_cache cache);
+// Bytes of everything held: rows, positions, scores, remainder, victims.
+MLX_H2O_API int mlx_h2o_cache_nbytes(size_t* res, const mlx_h2o_cache cache);
+
+// Positions held [B, Hk, size] int32, ascending per head, then -1; and their scores in the same
+// order, then 0. Looking interrupts the fused decode steps: the next one is slower.
+MLX_H2O_API int mlx_h2o_cache_kept(mlx_array* res, mlx_h2o_cache cache, const mlx_stream s);
+MLX_H2O_API int mlx_h2o_cache_scores(mlx_array* res, mlx_h2o_cache cache, const mlx_stream s);
+
+// Statistics of the evicted.
+MLX_H2O_API int mlx_h2o_cache_remainder(
+    mlx_h2o_remainder* res, mlx_h2o_cache cache, const mlx_stream s);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,35 @@
+// Attention with scores over rows of one or several kinds, by the CPU kernels or by plain MLX.
+#pragma once
+
+#include "rows.h"
+
+namespace mlx_h2o {
+
+// Whether the kernels compute: on a CPU stream, unless they were switched off.
+bool kernels_compute();
+void use_kernels(bool use);
+
+struct Masking {
+  bool causal = false;  // aligned at the end
+  std::optional<mx::array> array;
+};
+
+struct Attended {
+  mx::array out;                    // [B, Hq, L, Dv]
+  mx::array lse;                    // [B, Hq, L]
+  std::optional<mx::array> logits;  // [B, Hq, L, N], of Export::logits
+  std::optional<mx::array> mass;    // [B, Hk, N], of Export::mass
+};
+
+// q [B, Hq, L, D] over keys and values joined alike; sinks [Hq]. Raises for what does not fit.
+Attended attend(
+    const mx::array& q, const Parts& k, const Parts& v, float scale, const Masking& mask,
+    const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted);
+
+// exp(scores - lse), zero in rows that see nothing.
+mx::array softmax_weights(const mx::array& scores, const mx::array& lse);
+
+// The attention that each key received, [B, Hk, N], of logits [B, Hq, L, N] and lse [B, Hq, L].
+mx::array attention_mass(const mx::array& logits, const mx::array& lse, int kv_heads);
+
+}  // namespace mlx_h2o

@@ -1,0 +1,569 @@
+#include "cache.h"
+
+namespace mlx_h2o {
+
+namespace {
+
+// How many of a chunk's L queries each of a window's queries stands for, per slot [N].
+mx::array stands_for(int L, int N, int window) {
+  const mx::array fresh = f32(mx::arange(L, 0, -1));
+  const mx::array of_new = fresh / mx::minimum(fresh, number(window));
+  if (N == L) return of_new;
+  return mx::concatenate({mx::full({N - L}, number(double(L) / window)), of_new}, 0);
+}
+
+// Names of the arrays of a field, in the order of the kernels.
+std::vector<std::string> names_of(const std::string& field, int bits) {
+  if (!bits) return {field};
+  return {field, field + ".scales", field + ".biases"};
+}
+
+Fields heads_of(const Fields& fields, int first, int last) {
+  Fields some;
+  for (const auto& [name, field] : fields) some.emplace(name, part(field, 1, first, last));
+  return some;
+}
+
+}  // namespace
+
+Cache::Cache(Policy policy, std::vector<int> budgets, bool remainder, Packing packing)
+    : policy_(std::move(policy)),
+      budgets_(std::move(budgets)),
+      answers_(remainder),
+      packing_(packing) {
+  check(!budgets_.empty(), "A cache needs one number of slots per KV head.");
+  packing_.check_widths();
+  for (int budget : budgets_) {
+    policy_.check_budget(budget);
+    check(
+        !policy_.per_layer || budget == budgets_[0],
+        "A policy whose unit is the layer needs one budget for all heads.");
+    check(
+        !packing_.recent_bits || policy_.recent_slots(budget) >= 1,
+        "recent_bits needs protected tokens: this policy protects none.");
+  }
+}
+
+mx::array Cache::update_and_attend(
+    const mx::array& q, const mx::array& keys, const mx::array& values, float scale,
+    const std::optional<mx::array>& sinks) {
+  check_rows(q, keys, values);
+  check(!sinks || sinks->shape() == mx::Shape{q.shape(1)}, "Attention sinks must be [Hq].");
+  const bool fused = store_ && can_decode(q, keys, values);
+  if (!store_) start(keys, values);
+  if (fused) {
+    ++offset_;
+    return decode(q, keys, values, scale, sinks);
+  }
+  take_back();
+  take_in(keys, values);
+  offset_ += keys.shape(2);
+
+  const int group = q.shape(1) / store_->heads();
+  std::vector<mx::array> outs, recent_scores;
+  std::vector<Fields> seen;
+  std::vector<std::optional<mx::array>> window_masses;
+  for (const Run& run : store_->runs) {
+    Fields fields = attended(run);
+    const int kept = fields.at("positions").shape(2);
+    const int first = run.first * group, last = run.last * group;
+    std::optional<mx::array> of_run;
+    if (sinks) of_run = part(*sinks, 0, first, last);
+    OfRun found = attend_run(run, fields, part(q, 1, first, last), scale, of_run);
+    if (found.scores) {
+      const int all = found.scores->shape(2);
+      fields.insert_or_assign("scores", part(*found.scores, 2, 0, kept));
+      recent_scores.push_back(part(*found.scores, 2, kept, all));
+    }
+    outs.push_back(found.out);
+    seen.push_back(std::move(fields));
+    window_masses.push_back(found.window_mass);
+  }
+  if (recent_ && !recent_scores.empty()) recent_->write_scores(join_along(recent_scores, 1));
+  settle(seen, window_masses);
+  // Evaluated with the output, or the graph would grow from step to step.
+  return mx::depends({join_along(std::move(outs), 1)}, arrays())[0];
+}
+
+// -- what is held ---------------------------------------------------------------------------------
+
+int Cache::size() const {
+  int longest = 0;
+  if (store_)
+    for (const Run& run : store_->runs) longest = std::max(longest, run.length);
+  return longest + recently_held();
+}
+
+int64_t Cache::evicted() const {
+  if (!store_) return 0;
+  int64_t lost = 0;
+  for (const Run& run : store_->runs) lost += int64_t(run.heads()) * evicted_of(run);
+  return lost / store_->heads();
+}
+
+size_t Cache::nbytes() {
+  if (decoding_) return decoding_bytes_;
+  size_t bytes = 0;
+  for (const mx::array& a : arrays()) bytes += a.nbytes();
+  return bytes;
+}
+
+std::vector<mx::array> Cache::arrays() const {
+  std::vector<mx::array> all;
+  if (!store_) return all;
+  for (const auto& [name, field] : store_->fields) all.push_back(field);
+  if (recent_)
+    for (const auto& [name, field] : recent_->fields) all.push_back(field);
+  if (remembers()) {
+    const Remainder& r = *remainder_;
+    all.insert(all.end(), {r.count, r.mean_key, r.var_key, r.mean_value});
+  }
+  if (victims_) all.push_back(*victims_);
+  return all;
+}
+
+mx::array Cache::kept() {
+  return by_position("positions", -1);
+}
+
+mx::array Cache::scores() {
+  check(policy_.needs_attention(), "Policy " + policy_.name + " accumulates no scores.");
+  return by_position("scores", 0);
+}
+
+mx::array Cache::by_position(const std::string& name, float unused) {
+  check(store_.has_value(), "This cache has seen no token.");
+  take_back();
+  std::vector<mx::array> parts;
+  for (const Run& run : store_->runs) {
+    const Fields fields = positions_and_scores(run, store_->views(run));
+    const mx::array& positions = fields.at("positions");
+    const mx::array field = mx::take_along_axis(fields.at(name), mx::argsort(positions, -1), -1);
+    const int missing = size() - field.shape(-1);
+    parts.push_back(
+        mx::pad(field, {{0, 0}, {0, 0}, {0, missing}}, mx::astype(number(unused), field.dtype())));
+  }
+  return join_along(std::move(parts), 1);
+}
+
+const Remainder& Cache::remainder() {
+  check(store_.has_value(), "This cache has seen no token.");
+  check(remembers(), "This cache keeps no statistics of the evicted.");
+  take_back();
+  return *remainder_;
+}
+
+// -- the fused step -------------------------------------------------------------------------------
+
+bool Cache::can_decode(const mx::array& q, const mx::array& keys, const mx::array& values) const {
+  return keys.shape(2) == 1 && keys.dtype() == values.dtype() && kernels_compute() &&
+      policy_.kernel_form() && q.shape(1) <= kMaxRows * keys.shape(1);
+}
+
+void Cache::start_decoding() {
+  SlotStore& store = *store_;
+  if (!victims_) victims_ = mx::zeros({batch_, store.heads(), policy_.evict_every}, mx::int32);
+  decoding_bytes_ = 0;
+  for (const mx::array& a : arrays()) decoding_bytes_ += a.nbytes();
+  const mx::array none = mx::zeros({0});
+  const bool scored = policy_.needs_attention();
+  const Remainder& r = *remainder_;
+  std::vector<mx::array> others{
+      store.fields.at("positions"),
+      scored ? store.fields.at("scores") : none,
+      r.count,
+      r.mean_key,
+      r.var_key,
+      r.mean_value,
+      *victims_};
+  std::optional<Recent> newest;
+  if (recent_) {
+    recent_->reserve();
+    newest = Recent{
+        recent_->stored("keys"), recent_->stored("values"),
+        scored ? recent_->fields.at("scores") : none};
+    recent_->fields.clear();
+  }
+  const Stored keys = packing_.rows("keys", store.fields);
+  const Stored values = packing_.rows("values", store.fields);
+  // The kernel may write in place only what nobody else holds.
+  store.fields.clear();
+  remainder_.reset();
+  victims_.reset();
+  decoding_ = std::make_unique<DecodingLayer>(
+      keys, values, std::move(others), *policy_.kernel_form(), remembers(), answers_, kSaturation,
+      newest, mx::default_stream(mx::default_device()));
+}
+
+void Cache::take_back() {
+  if (!decoding_) return;
+  const auto arrays = decoding_->close(mx::default_stream(mx::default_device()));
+  decoding_.reset();
+  size_t next = 0;
+  const auto fill = [&](Fields& fields, const Packing& packing) {
+    for (const char* field : {"keys", "values"})
+      for (const std::string& name : names_of(field, packing.bits(field)))
+        fields.insert_or_assign(name, arrays[next++]);
+  };
+  fill(store_->fields, packing_);
+  store_->fields.insert_or_assign("positions", arrays[next++]);
+  if (policy_.needs_attention()) store_->fields.insert_or_assign("scores", arrays[next]);
+  ++next;
+  remainder_ = Remainder{arrays[next], arrays[next + 1], arrays[next + 2], arrays[next + 3]};
+  victims_ = arrays[next + 4];
+  next += 5;
+  if (!recent_) return;
+  fill(recent_->fields, *packing_.recent());
+  if (policy_.needs_attention()) recent_->fields.insert_or_assign("scores", arrays[next]);
+}
+
+mx::array Cache::decode(
+    const mx::array& q, const mx::array& keys, const mx::array& values, float scale,
+    const std::optional<mx::array>& sinks) {
+  bool grows = false;
+  for (const Run& run : store_->runs)
+    grows = grows || (run.length == run.allocated && run.allocated < run.budget);
+  if (grows) {
+    take_back();
+    store_->reserve(1, new_rows(keys, values, offset_ - 1));
+  }
+  if (!decoding_) start_decoding();
+  std::optional<RecentStep> recent;
+  if (recent_) recent = recent_->advance();
+  // With a recent zone that is not full yet, no token comes into the slots.
+  const bool full = !recent_ || recent_->length == recent_->size;
+  std::vector<StepHead> heads;
+  for (Run& run : store_->runs) {
+    int victim = -1;
+    if (!recent || recent->leaving) {
+      if (run.length < run.budget) {
+        ++run.length;
+      } else {
+        victim = policy_.evict_every - run.victims;
+        --run.victims;
+      }
+    }
+    const bool choose = full && run.length == run.budget && run.victims == 0;
+    if (choose) run.victims = policy_.evict_every;
+    for (int head = 0; head < run.heads(); ++head)
+      heads.push_back(
+          {run.start + int64_t(head) * run.allocated, run.length, victim, recent_slots(run),
+           evicted_of(run), choose});
+  }
+  return decoding_->step(
+      q, keys, values, scale, sinks, offset_, std::move(heads), recent,
+      mx::default_stream(mx::default_device()));
+}
+
+// -- rows come ------------------------------------------------------------------------------------
+
+void Cache::check_rows(const mx::array& q, const mx::array& keys, const mx::array& values) const {
+  const auto is_float = [](const mx::array& a) {
+    return a.dtype() == mx::float32 || a.dtype() == mx::float16 || a.dtype() == mx::bfloat16;
+  };
+  check(
+      q.ndim() == 4 && keys.ndim() == 4 && values.ndim() == 4 && is_float(q) && is_float(keys) &&
+          is_float(values),
+      "q, keys and values must be [B, heads, L, width] and floating.");
+  const int H = static_cast<int>(budgets_.size());
+  check(
+      keys.shape(1) == H && values.shape(1) == H,
+      "This cache has budgets for " + std::to_string(H) + " KV heads; keys are " +
+          text(keys.shape()) + " and values " + text(values.shape()) + ".");
+  check(
+      keys.shape(0) == values.shape(0) && keys.shape(2) == values.shape(2) && keys.shape(2) > 0 &&
+          q.shape(0) == keys.shape(0) && q.shape(2) == keys.shape(2) &&
+          q.shape(3) == keys.shape(3) && q.shape(1) % H == 0,
+      "q " + text(q.shape()) + ", keys " + text(keys.shape()) + " and values " +
+          text(values.shape()) + " do not fit together.");
+  check(
+      !store_ ||
+          (keys.shape(0) == batch_ && keys.shape(3) == k_width_ && values.shape(3) == v_width_ &&
+           keys.dtype() == k_dtype_ && values.dtype() == v_dtype_),
+      "These rows differ in batch, width or dtype from those that this cache holds.");
+  for (const auto& [bits, width] :
+       {std::pair(packing_.k_bits, keys.shape(3)), std::pair(packing_.v_bits, values.shape(3))})
+    check(!bits || width % packing_.group_size == 0, "group_size must divide the packed widths.");
+}
+
+void Cache::start(const mx::array& keys, const mx::array& values) {
+  batch_ = keys.shape(0), k_width_ = keys.shape(3), v_width_ = values.shape(3);
+  k_dtype_ = keys.dtype(), v_dtype_ = values.dtype();
+  std::vector<int> budgets = budgets_;
+  if (packing_.recent_bits) {
+    int newest = budgets[0];
+    for (int budget : budgets) newest = std::min(newest, policy_.recent_slots(budget));
+    recent_.emplace(newest, packing_, policy_.needs_attention());
+    for (int& budget : budgets) budget -= newest;
+  }
+  store_.emplace(budgets);
+  remainder_ = Remainder::empty(batch_, static_cast<int>(budgets.size()), k_width_, v_width_);
+  // So that there are fields to look at while all tokens are recent.
+  if (recent_) store_->reserve(1, new_rows(part(keys, 2, 0, 1), part(values, 2, 0, 1), 0));
+}
+
+Fields Cache::new_rows(const mx::array& keys, const mx::array& values, int first) const {
+  const int B = keys.shape(0), H = keys.shape(1), L = keys.shape(2);
+  Fields rows;
+  packing_.put(rows, "keys", {{keys}});
+  packing_.put(rows, "values", {{values}});
+  rows.emplace("positions", mx::broadcast_to(range(first, first + L), {B, H, L}));
+  if (policy_.needs_attention()) rows.emplace("scores", mx::zeros({B, H, L}));
+  return rows;
+}
+
+void Cache::take_in(const mx::array& keys, const mx::array& values) {
+  Fields rows;
+  if (recent_) {
+    auto leaving = recent_->push(keys, values, offset_);
+    if (!leaving) return;
+    rows = std::move(*leaving);
+  } else {
+    rows = new_rows(keys, values, offset_);
+  }
+  const int count = rows.at("positions").shape(2);
+  bool fits = true;
+  for (const Run& run : store_->runs) fits = fits && run.length + count <= run.budget;
+  if (keys.shape(2) == 1)  // for which victims are named already
+    write_one(rows);
+  else if (fits)
+    append(rows);
+  else
+    pending_ = std::move(rows);
+}
+
+void Cache::write_one(const Fields& rows) {
+  SlotStore& store = *store_;
+  store.reserve(1, rows);
+  std::vector<mx::array> index;
+  std::vector<float> overwritten;
+  for (Run& run : store.runs) {
+    const bool full = run.length == run.budget;
+    overwritten.insert(overwritten.end(), run.heads(), full ? 1.0f : 0.0f);
+    if (full) {
+      const int next = policy_.evict_every - run.victims;
+      const mx::array slots = part(part(*victims_, 1, run.first, run.last), 2, next, next + 1);
+      index.push_back(mx::squeeze(store.flat_index(run, slots), -1));
+      --run.victims;
+    } else {
+      const mx::array slots = mx::squeeze(store.next_index(run, 1), -1);
+      index.push_back(mx::broadcast_to(slots, {batch_, run.heads()}));
+      ++run.length;
+    }
+  }
+  mx::array flat = join_along(std::move(index), 1);
+  const bool any = std::find(overwritten.begin(), overwritten.end(), 1.0f) != overwritten.end();
+  if (any && remembers()) {
+    const int heads = static_cast<int>(overwritten.size());
+    Fields old;
+    for (const auto& [name, row] : rows)
+      old.emplace(name, mx::expand_dims(store.take(flat, name), 2));
+    remainder_ = remainder_->fold(
+        dense(packing_.rows("keys", old)), dense(packing_.rows("values", old)),
+        mx::array(overwritten.begin(), {1, heads, 1}, mx::float32));
+    // Read before written: a row still to be read would make the write copy everything.
+    const Remainder& r = *remainder_;
+    flat = mx::depends({flat}, {r.count, r.mean_key, r.var_key, r.mean_value})[0];
+  }
+  Fields one;
+  for (const auto& [name, row] : rows) one.emplace(name, mx::squeeze(row, 2));
+  store.put(flat, one);
+}
+
+void Cache::append(const Fields& rows) {
+  SlotStore& store = *store_;
+  const int L = rows.at("positions").shape(2);
+  store.reserve(L, rows);
+  std::vector<mx::array> index;
+  for (const Run& run : store.runs) index.push_back(mx::reshape(store.next_index(run, L), {1, -1}));
+  Fields flat;
+  for (const auto& [name, row] : rows) flat.emplace(name, mx::flatten(row, 1, 2));
+  store.put(join_along(std::move(index), 1), flat);
+  for (Run& run : store.runs) run.length += L;
+}
+
+// -- attention ------------------------------------------------------------------------------------
+
+Fields Cache::attended(const Run& run) const {
+  if (!pending_) return store_->views(run);
+  Fields fresh = heads_of(*pending_, run.first, run.last);
+  if (!run.length) return fresh;
+  Fields all;
+  for (const auto& [name, row] : fresh)
+    all.emplace(name, mx::concatenate({store_->view(run, name), row}, 2));
+  return all;
+}
+
+Fields Cache::positions_and_scores(const Run& run, const Fields& fields) const {
+  Fields some{{"positions", fields.at("positions")}};
+  if (policy_.needs_attention()) some.emplace("scores", fields.at("scores"));
+  if (!recent_) return some;
+  const Fields views = recent_->views(run.first, run.last, offset_);
+  for (auto& [name, field] : some) field = mx::concatenate({field, views.at(name)}, 2);
+  return some;
+}
+
+std::pair<Parts, Parts> Cache::keys_and_values(const Run& run, const Fields& fields) const {
+  Parts keys{packing_.rows("keys", fields)}, values{packing_.rows("values", fields)};
+  if (recent_) {
+    const Fields views = recent_->views(run.first, run.last, offset_);
+    keys.push_back(recent_->rows("keys", views));
+    values.push_back(recent_->rows("values", views));
+  }
+  return {keys, values};
+}
+
+Cache::OfRun Cache::attend_run(
+    const Run& run, const Fields& fields, const mx::array& q, float scale,
+    const std::optional<mx::array>& sinks) const {
+  const auto [keys, values] = keys_and_values(run, fields);
+  const int L = q.shape(2), N = count(keys);
+  const Fields of_policy = positions_and_scores(run, fields);
+  std::optional<Remainder> answering;
+  if (answers_ && evicted_of(run)) answering = remainder_->heads(run.first, run.last);
+  const bool looks = policy_.needs_attention();
+  const bool windowed = looks && L > 1 && policy_.windowed;
+  // Queries before this one are attended to and not looked at.
+  const int first_seen = windowed ? L - std::min(policy_.window, L) : (looks ? 0 : L);
+
+  // Attention of the queries start to end - 1 over the keys that they can see.
+  const auto block = [&, &keys = keys, &values = values](int start, int end, Export wanted) {
+    const int visible = L == 1 ? N : N - L + end;
+    const mx::array of_block = part(q, 2, start, end);
+    std::optional<Seed> seed;
+    if (answering) seed = Seed{answering->column(of_block, scale), answering->mean_value};
+    return attend(
+        of_block, first_rows(keys, visible), first_rows(values, visible), scale,
+        {L > 1, std::nullopt}, sinks, seed, wanted);
+  };
+
+  std::vector<mx::array> outs;
+  OfRun found{q, std::nullopt, std::nullopt};
+  if (looks) found.scores = of_policy.at("scores");
+  if (first_seen) outs.push_back(block(0, first_seen, Export::none).out);
+  // A window is one block, and so is whatever leaves no logits behind.
+  constexpr int kQueryBlock = 256;
+  const int step = windowed || policy_.sums_mass() ? L : kQueryBlock;
+  for (int start = first_seen; start < L; start += step) {
+    const int end = std::min(start + step, L), visible = L == 1 ? N : N - L + end;
+    const Attended attended =
+        block(start, end, policy_.sums_mass() ? Export::mass : Export::logits);
+    outs.push_back(attended.out);
+    Observation seen{attended.logits, attended.lse, run.heads(), attended.mass, std::nullopt};
+    if (windowed) {
+      mx::array mass = seen.total_mass();
+      if (const int missing = policy_.window - L; missing > 0) {
+        const mx::array ages =
+            f32(mx::maximum(mx::array(offset_ - L) - of_policy.at("positions"), mx::array(1)));
+        mass = mass + number(missing) * policy_.mean_mass(*found.scores, ages);
+      }
+      found.window_mass = mass;
+      seen.stands_for = stands_for(L, N, end - start);
+    }
+    const mx::array before = *found.scores;
+    const mx::array after = policy_.accumulate(part(before, 2, 0, visible), seen);
+    found.scores = visible < N ? mx::concatenate({after, part(before, 2, visible, N)}, 2) : after;
+  }
+  found.out = join_along(std::move(outs), 2);
+  return found;
+}
+
+// -- choices --------------------------------------------------------------------------------------
+
+void Cache::settle(
+    const std::vector<Fields>& attended,
+    const std::vector<std::optional<mx::array>>& window_masses) {
+  SlotStore& store = *store_;
+  bool over = pending_.has_value();
+  for (size_t i = 0; i < attended.size(); ++i)
+    over = over || store.runs[i].budget < attended[i].at("positions").shape(2);
+  if (over) {
+    pending_.reset();
+    std::vector<Fields> kept;
+    for (size_t i = 0; i < attended.size(); ++i) {
+      const int N = attended[i].at("positions").shape(2);
+      const int lost = offset_ - recently_held() - N;
+      kept.push_back(reduced(store.runs[i], attended[i], window_masses[i], lost));
+    }
+    store.replace(kept);
+    forget_victims();
+  } else if (policy_.needs_attention()) {
+    std::vector<mx::array> scores;
+    for (const Fields& fields : attended) scores.push_back(fields.at("scores"));
+    store.write("scores", scores);
+  }
+  choose_victims();
+}
+
+Fields Cache::reduced(
+    const Run& run, const Fields& fields, const std::optional<mx::array>& window_mass,
+    int evicted) {
+  const int N = fields.at("positions").shape(2);
+  if (run.budget >= N) return fields;
+  const Slots seen = slots(run, fields, evicted);
+  const mx::array kept = select_kept(
+      part(policy_.prompt_priority(seen, window_mass), 2, 0, N), part(seen.positions, 2, 0, N),
+      part(seen.evictable, 2, 0, N), run.budget, policy_.per_layer);
+  if (remembers()) {
+    const mx::array dropped = mx::put_along_axis(
+        mx::ones(fields.at("positions").shape()), kept, mx::zeros(kept.shape()), -1);
+    const Remainder folded =
+        remainder_->heads(run.first, run.last)
+            .fold(part(seen.keys, 2, 0, N), part(seen.values, 2, 0, N), dropped);
+    remainder_ = remainder_->with_heads(run.first, folded);
+  }
+  Fields staying;
+  for (const auto& [name, field] : fields) {
+    mx::Shape index = kept.shape(), rows = field.shape();
+    index.resize(field.ndim(), 1);
+    rows[2] = run.budget;
+    staying.emplace(
+        name, mx::take_along_axis(field, mx::broadcast_to(mx::reshape(kept, index), rows), 2));
+  }
+  return staying;
+}
+
+void Cache::forget_victims() {
+  victims_.reset();
+  for (Run& run : store_->runs) run.victims = 0;
+}
+
+void Cache::choose_victims() {
+  if (recent_ && recent_->length < recent_->size) return;  // the next token pushes none out
+  const int E = policy_.evict_every;
+  bool due = false;
+  std::vector<mx::array> chosen;
+  for (Run& run : store_->runs) {
+    if (run.length == run.budget && !run.victims) {
+      const Slots seen = slots(run, store_->views(run), evicted_of(run));
+      chosen.push_back(select_victims(
+          part(policy_.priority(seen), 2, 0, run.length), part(seen.positions, 2, 0, run.length),
+          part(seen.evictable, 2, 0, run.length), E, policy_.per_layer));
+      run.victims = E;
+      due = true;
+    } else if (victims_) {
+      chosen.push_back(part(*victims_, 1, run.first, run.last));
+    } else {
+      chosen.push_back(mx::zeros({batch_, run.heads(), E}, mx::int32));
+    }
+  }
+  if (due) victims_ = join_along(std::move(chosen), 1);
+}
+
+Slots Cache::slots(const Run& run, const Fields& fields, int evicted) const {
+  const Fields whole = positions_and_scores(run, fields);
+  const mx::array& positions = whole.at("positions");
+  const auto [keys, values] = keys_and_values(run, fields);
+  return {
+      dense(keys), dense(values),
+      positions,   policy_.needs_attention() ? whole.at("scores") : mx::zeros(positions.shape()),
+      offset_,     evictable_slots(positions, offset_, policy_.sink, recent_slots(run)),
+      evicted,     part(remainder_->mean_key, 1, run.first, run.last)};
+}
+
+int Cache::evicted_of(const Run& run) const {
+  const int pending = pending_ ? pending_->at("positions").shape(2) : 0;
+  return offset_ - run.length - pending - recently_held();
+}
+
+}  // namespace mlx_h2o

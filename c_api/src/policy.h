@@ -1,0 +1,102 @@
+// Policies: how slots are scored, and which of them go (python/mlx_h2o/policies, selection.py).
+#pragma once
+
+#include "ops.h"
+#include "primitives.h"
+
+namespace mlx_h2o {
+
+enum class PolicyKind { distinct, h2o, ema, ema_logits, tova, streaming, keydiff };
+
+// What one call of the attention told about N slots.
+struct Observation {
+  std::optional<mx::array> logits;  // [B, Hq, L, N]
+  std::optional<mx::array> lse;     // [B, Hq, L]
+  int heads;                        // KV heads
+  std::optional<mx::array> mass;    // [B, H, N], of all queries
+  // How many queries each observed one stands for, per slot [N]; none: 1.
+  std::optional<mx::array> stands_for;
+
+  mx::array total_mass() const;
+  Observation query(int i) const;
+};
+
+// The slots of H KV heads as a policy sees them.
+struct Slots {
+  mx::array keys;              // [B, H, N, D]
+  mx::array values;            // [B, H, N, Dv]
+  mx::array positions;         // [B, H, N] int32
+  mx::array scores;            // [B, H, N]
+  int offset;                  // the next logical position
+  mx::array evictable;         // [B, H, N] bool
+  int evicted;                 // tokens that each head has lost
+  mx::array evicted_mean_key;  // [B, H, D]
+
+  mx::array ages() const;
+};
+
+struct Policy {
+  std::string name;
+  PolicyKind kind;
+  int sink = 4;
+  double recent = 0.5;
+  bool recent_is_share = true;
+  bool per_layer = false;
+  int evict_every = 1;
+  bool age_normalised = false;
+  bool value_weighted = false;
+  bool windowed = true;  // prompts are scored by their last `window` queries
+  int window = 64;
+  int pool = 5;
+  double decay = 0.95;
+  double mass_weight = 0.5;
+  double age_weight = 0.6;
+
+  // A policy by name, or a published preset. Raises for unknown names.
+  static Policy named(const std::string& name);
+  // Sets a field from its text, as the command line does. Raises for what makes no policy.
+  void set(const std::string& field, const std::string& value);
+
+  bool needs_attention() const;
+  // Whether the mean key of the evicted is kept even when the remainder does not answer.
+  bool uses_evicted_mean() const {
+    return kind == PolicyKind::distinct;
+  }
+  // Whether accumulate only sums masses, so that no logits need be written for it.
+  bool sums_mass() const {
+    return kind == PolicyKind::distinct || kind == PolicyKind::h2o;
+  }
+  int recent_slots(int budget) const;
+  void check_budget(int budget) const;
+  // This policy in the fused kernels' terms; none if only the methods below can run it.
+  std::optional<PolicyForm> kernel_form() const;
+
+  // Scores [B, H, N] after an observation.
+  mx::array accumulate(const mx::array& scores, const Observation& seen) const;
+  // Each slot's mean mass per step, as far as its score tells.
+  mx::array mean_mass(const mx::array& scores, const mx::array& ages) const;
+  // What each slot is worth keeping, [B, H, N]; the lowest goes first.
+  mx::array priority(const Slots& slots) const;
+  // The same for a prompt; window_mass is the mass of its last queries, or none.
+  mx::array prompt_priority(const Slots& slots, const std::optional<mx::array>& window_mass) const;
+
+ private:
+  mx::array distance(const Slots& slots, const mx::array& mean) const;
+  mx::array log_mass(const mx::array& mass, const Slots& slots) const;
+  void check_fields() const;
+};
+
+// True where a slot is neither among the first `sink` positions nor the last `recent`.
+mx::array evictable_slots(const mx::array& positions, int offset, int sink, int recent);
+
+// The `count` slots to free [B, H, count] int32, worst first, ties to the oldest position.
+mx::array select_victims(
+    const mx::array& priority, const mx::array& positions, const mx::array& evictable, int count,
+    bool per_layer);
+
+// The `count` slots to keep [B, H, count] int32, in order of position.
+mx::array select_kept(
+    const mx::array& priority, const mx::array& positions, const mx::array& evictable, int count,
+    bool per_layer);
+
+}  // namespace mlx_h2o

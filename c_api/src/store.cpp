@@ -1,0 +1,155 @@
+#include "store.h"
+
+namespace mlx_h2o {
+
+namespace {
+
+// Slots allocated at a time until the budget is reached.
+constexpr int kGrowthStep = 256;
+
+mx::Shape with_tail(mx::Shape head, const mx::Shape& like, size_t from) {
+  head.insert(head.end(), like.begin() + from, like.end());
+  return head;
+}
+
+// Indices [B or 1, M] spread over rows [B, M, ...].
+mx::array spread(const mx::array& index, const mx::Shape& rows) {
+  mx::Shape shape = index.shape();
+  shape.resize(rows.size(), 1);
+  return mx::broadcast_to(mx::reshape(index, shape), rows);
+}
+
+}  // namespace
+
+void check_rows_fit(const mx::array& buffer, const mx::array& index, const mx::array& rows) {
+  bool fits = rows.ndim() >= 2 && buffer.ndim() == rows.ndim() && index.ndim() == 2 &&
+      buffer.shape(0) == rows.shape(0) && index.shape(1) == rows.shape(1) &&
+      (index.shape(0) == 1 || index.shape(0) == rows.shape(0));
+  for (size_t axis = 2; fits && axis < rows.ndim(); ++axis)
+    fits = buffer.shape(axis) == rows.shape(axis);
+  check(
+      fits,
+      "A buffer " + text(buffer.shape()) + " cannot take rows " + text(rows.shape()) +
+          " at an index " + text(index.shape()) + ".");
+}
+
+mx::array with_rows(const mx::array& buffer, const mx::array& index, const mx::array& rows) {
+  return mx::put_along_axis(
+      buffer, spread(index, rows.shape()), mx::astype(rows, buffer.dtype()), 1);
+}
+
+SlotStore::SlotStore(const std::vector<int>& budgets) {
+  for (int head = 0; head < static_cast<int>(budgets.size()); ++head) {
+    if (!runs.empty() && runs.back().budget == budgets[head])
+      runs.back().last = head + 1;
+    else
+      runs.push_back({head, head + 1, budgets[head]});
+  }
+}
+
+mx::array SlotStore::of_run(const mx::array& field, const Run& run) const {
+  const int end = run.start + run.heads() * run.allocated;
+  const mx::array range = runs.size() > 1 ? part(field, 1, run.start, end) : field;
+  return mx::reshape(
+      range, with_tail({field.shape(0), run.heads(), run.allocated}, field.shape(), 2));
+}
+
+mx::array SlotStore::view(const Run& run, const std::string& name) const {
+  return part(of_run(fields.at(name), run), 2, 0, run.length);
+}
+
+Fields SlotStore::views(const Run& run) const {
+  Fields of_run;
+  for (const auto& [name, field] : fields) of_run.emplace(name, view(run, name));
+  return of_run;
+}
+
+mx::array SlotStore::flat_index(const Run& run, const mx::array& slots) const {
+  const mx::array starts = mx::array(run.start) + mx::array(run.allocated) * range(0, run.heads());
+  return slots + mx::expand_dims(starts, 1);
+}
+
+mx::array SlotStore::next_index(const Run& run, int count) const {
+  const mx::array next = range(run.length, run.length + count);
+  return flat_index(run, mx::broadcast_to(next, {run.heads(), count}));
+}
+
+void SlotStore::reserve(int extra, const Fields& like) {
+  std::vector<int> room;
+  bool fits = !fields.empty();
+  for (const Run& run : runs) {
+    const int steps = (run.length + extra + kGrowthStep - 1) / kGrowthStep * kGrowthStep;
+    room.push_back(std::max(std::min(run.budget, steps), run.allocated));
+    fits = fits && room.back() == run.allocated;
+  }
+  if (fits) return;
+  Fields grown;
+  for (const auto& [name, row] : like) {
+    std::vector<mx::array> parts;
+    for (size_t i = 0; i < runs.size(); ++i) {
+      const Run& run = runs[i];
+      const mx::Shape missing =
+          with_tail({row.shape(0), run.heads(), room[i] - run.allocated}, row.shape(), 3);
+      mx::array more = mx::zeros(missing, row.dtype());
+      if (run.allocated) more = mx::concatenate({of_run(fields.at(name), run), more}, 2);
+      parts.push_back(more);
+    }
+    grown.emplace(name, flattened(std::move(parts)));
+  }
+  set(std::move(grown), room);
+}
+
+void SlotStore::put(const mx::array& index, const Fields& rows) {
+  for (const auto& [name, row] : rows) {
+    // Taken out, so that the write finds a buffer that nobody else holds.
+    mx::array field = std::move(fields.at(name));
+    fields.erase(name);
+    fields.emplace(name, with_rows(field, index, row));
+  }
+}
+
+mx::array SlotStore::take(const mx::array& index, const std::string& name) const {
+  const mx::array& field = fields.at(name);
+  const mx::Shape rows = with_tail({field.shape(0), index.shape(1)}, field.shape(), 2);
+  return mx::take_along_axis(field, spread(index, rows), 1);
+}
+
+void SlotStore::replace(const std::vector<Fields>& rows) {
+  std::vector<int> lengths;
+  for (const Fields& of_run : rows) lengths.push_back(of_run.begin()->second.shape(2));
+  Fields replaced;
+  for (const auto& [name, row] : rows[0]) {
+    std::vector<mx::array> parts;
+    for (const Fields& of_run : rows) parts.push_back(of_run.at(name));
+    replaced.emplace(name, flattened(std::move(parts)));
+  }
+  set(std::move(replaced), lengths);
+  for (size_t i = 0; i < runs.size(); ++i) runs[i].length = lengths[i];
+}
+
+void SlotStore::write(const std::string& name, const std::vector<mx::array>& parts) {
+  std::vector<mx::array> padded;
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const int tail = runs[i].allocated - runs[i].length;
+    padded.push_back(tail ? mx::pad(parts[i], {{0, 0}, {0, 0}, {0, tail}}, number(0)) : parts[i]);
+  }
+  fields.insert_or_assign(name, flattened(std::move(padded)));
+}
+
+mx::array SlotStore::flattened(std::vector<mx::array> parts) {
+  for (mx::array& x : parts)
+    x = mx::reshape(x, with_tail({x.shape(0), x.shape(1) * x.shape(2)}, x.shape(), 3));
+  return join_along(std::move(parts), 1);
+}
+
+void SlotStore::set(Fields replaced, const std::vector<int>& allocated) {
+  fields = std::move(replaced);
+  int start = 0;
+  for (size_t i = 0; i < runs.size(); ++i) {
+    runs[i].start = start;
+    runs[i].allocated = allocated[i];
+    start += runs[i].heads() * allocated[i];
+  }
+}
+
+}  // namespace mlx_h2o

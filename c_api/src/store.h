@@ -1,0 +1,61 @@
+// Where the rows of a layer's kept tokens lie (python/mlx_h2o/store.py).
+#pragma once
+
+#include "rows.h"
+
+namespace mlx_h2o {
+
+// Neighbouring KV heads with the same budget.
+struct Run {
+  int first, last;  // KV heads first to last - 1
+  int budget;       // slots each may use
+  int length = 0;   // slots each uses
+  int allocated = 0;
+  int start = 0;    // where the first head's range begins in the flat buffers
+  int victims = 0;  // slots that are named to be overwritten next and were not yet
+
+  int heads() const {
+    return last - first;
+  }
+};
+
+// Flat buffers [B, S, ...] of a layer's slots, by field name.
+class SlotStore {
+ public:
+  explicit SlotStore(const std::vector<int>& budgets);
+
+  std::vector<Run> runs;
+  Fields fields;
+
+  int heads() const {
+    return runs.back().last;
+  }
+  // A run's slots in use, [B, heads, length, ...].
+  mx::array view(const Run& run, const std::string& name) const;
+  Fields views(const Run& run) const;
+  // Flat indices [..., heads, M] of a run's slots.
+  mx::array flat_index(const Run& run, const mx::array& slots) const;
+  mx::array next_index(const Run& run, int count) const;
+  // Makes room for `extra` more slots a head, in steps, up to the budgets.
+  void reserve(int extra, const Fields& like);
+  // Overwrites the slots at flat indices [B or 1, M] with rows [B, M, ...].
+  void put(const mx::array& index, const Fields& rows);
+  mx::array take(const mx::array& index, const std::string& name) const;
+  // Replaces all slots: per run its rows, [B, heads, length, ...].
+  void replace(const std::vector<Fields>& rows);
+  // Replaces a field's slots in use.
+  void write(const std::string& name, const std::vector<mx::array>& parts);
+
+ private:
+  mx::array of_run(const mx::array& field, const Run& run) const;
+  static mx::array flattened(std::vector<mx::array> parts);
+  void set(Fields fields, const std::vector<int>& allocated);
+};
+
+// Raises unless rows [B, M, ...] can be written into a buffer [B, S, ...] at an index [B or 1, M].
+void check_rows_fit(const mx::array& buffer, const mx::array& index, const mx::array& rows);
+
+// Overwrites rows of a flat buffer [B, S, ...] at indices [B or 1, M] with rows [B, M, ...].
+mx::array with_rows(const mx::array& buffer, const mx::array& index, const mx::array& rows);
+
+}  // namespace mlx_h2o
