@@ -8,7 +8,7 @@ comma := ,
 EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 # The oldest mlx-lm whose cache protocol is served: it still has meta_state.
 OLD_MLX_LM := 0.31.3
-CXX_SOURCES := $(wildcard python/src/*.* python/src/kernels/*.*)
+CXX_SOURCES := $(wildcard python/src/*.h python/src/*.cpp python/src/kernels/*.*)
 C_SOURCES := $(wildcard c_api/*/src/*.* c_api/*/include/mlx/c/*.h)
 SWIFT_SOURCES := Package.swift swift/Linux/Package.swift $(wildcard \
     swift/Sources swift/Tests swift/Examples swift/Linux/Sources swift/Linux/Tests)
@@ -55,7 +55,8 @@ sanitize: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(SANITIZED)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 MLX_H2O_EXTENSION=$$(echo $(SANITIZED)/_ext*.so) \
-	    $(BIN)/pytest -p no:cacheprovider tests/test_cpu_kernels.py
+	    $(BIN)/pytest -p no:cacheprovider tests/test_cpu_kernels.py tests/test_packed.py \
+	    tests/test_recent.py -k "test_cpu_kernels or fused or packed_once or threads"
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -15,9 +15,9 @@ namespace h2o {
 
 // Unscaled logits of the keys for each row, and distances from the mean: lane j gets key j's. Keys
 // that nobody sees are not read.
-template <bool MASKED, bool DISTANCES, typename T, int W, int WV, int ROWS, typename Elements>
+template <bool MASKED, bool DISTANCES, typename T, int W, int WV, int ROWS, typename Keys>
 inline void score(
-    Rows<Elements> keys,
+    Keys keys,
     int count,
     bool seen,
     thread QueryRows<T, W, WV, ROWS>& rows,
@@ -44,9 +44,9 @@ inline void score(
 }
 
 // Adds the values to each row's sum, with the weights that lane j holds for value j.
-template <bool MASKED, typename T, int W, int WV, int ROWS, typename Elements>
+template <bool MASKED, typename T, int W, int WV, int ROWS, typename Values>
 inline void add_values(
-    Rows<Elements> values,
+    Values values,
     int count,
     bool seen,
     const thread float* weights,
@@ -71,10 +71,10 @@ inline void add_values(
 
 // The keys and values of `count` slots from `first` (counted in the head) on.
 template <int G, int QUERIES, int MASK, bool DISTANCES, int EXPORT, typename T, int W,
-          int WV, int ROWS, typename Elements, typename Mask>
+          int WV, int ROWS, typename Keys, typename Values, typename Mask>
 inline void attend(
-    Rows<Elements> keys,
-    Rows<Elements> values,
+    Keys keys,
+    Values values,
     int first,
     int count,
     Launch launch,

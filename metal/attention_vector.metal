@@ -8,6 +8,7 @@
 // of a head give a partial one, which attention_merge.metal merges with others by their lse.
 
 #include "attention_step.h"
+#include "packed_rows.h"
 #include "remainder.h"
 #include "simdgroup_merge.h"
 
@@ -53,13 +54,14 @@ inline void join_other_columns(
 // Threadgroup (0, item, batch and block of rows) of a launch.
 template <typename T, int D, int DV, int G, int QUERIES, int ROWS, int ROW_GROUPS, int SIMDS,
           int KEYS, int MASK, bool SINKS, bool REMAINDER, bool DISTANCES, int EXPORT,
-          typename Factors, typename Mask, typename Sinks, typename Counts, typename Out>
+          typename Factors, typename Keys, typename Values, typename Mask, typename Sinks,
+          typename Counts, typename Out, typename StagedKeys, typename StagedValues>
 inline void attention_vector(
     const device int* params,
     Factors factors,  // scale, saturation of the remainder's term
     Rows<const device T*> queries,
-    Rows<const device T*> keys,
-    Rows<const device T*> values,
+    Keys keys,      // dense or packed, each
+    Values values,  // of the two
     Rows<Mask> mask,
     Sinks sinks,  // [Hq]
     Remainder<Counts> remainder,
@@ -71,8 +73,8 @@ inline void attention_vector(
     threadgroup float* scratch,
     threadgroup float* tops,
     threadgroup float* totals,
-    threadgroup T* staged_keys,
-    threadgroup T* staged_values,
+    StagedKeys staged_keys,
+    StagedValues staged_values,
     uint3 at,
     int thread_index) {
   constexpr int W = D / 32, WV = DV / 32;
@@ -109,7 +111,8 @@ inline void attention_vector(
       queries, launch.queries, block_first, scratch, thread_index, THREADS, rows);
   float mean[W];
   if (DISTANCES) {
-    stage<D>(dense_rows(means + kv_head * D, D), 1, scratch, thread_index, THREADS);
+    copy_rows<D>(
+        dense_rows(means + kv_head * D, D), 1, dense_rows(scratch, D), thread_index, THREADS);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     load_share<W>(dense_rows(scratch, D), 0, lane, mean);
   }
@@ -122,8 +125,8 @@ inline void attention_vector(
   for (int done = 0; done < work.count; done += STEP) {
     const int first = work.offset + done + first_of_simd;
     const int count = min(KEYS, work.count - done - first_of_simd);
-    const Rows<const device T*> keys_here = from(keys, 0, 0, done);
-    const Rows<const device T*> values_here = from(values, 0, 0, done);
+    const Keys keys_here = from(keys, 0, 0, done);
+    const Values values_here = from(values, 0, 0, done);
     if (ROW_GROUPS == 1) {
       if (count > 0) {
         attend<G, QUERIES, MASK, DISTANCES, EXPORT>(
@@ -138,9 +141,8 @@ inline void attention_vector(
       threadgroup_barrier(mem_flags::mem_threadgroup);
       if (count > 0) {
         attend<G, QUERIES, MASK, DISTANCES, EXPORT>(
-            from(dense_rows(staged_keys, D), 0, 0, first_of_simd),
-            from(dense_rows(staged_values, DV), 0, 0, first_of_simd), first, count, launch, work,
-            mask, mean, lane, factors[0], rows, logits, distances);
+            from(staged_keys, 0, 0, first_of_simd), from(staged_values, 0, 0, first_of_simd), first,
+            count, launch, work, mask, mean, lane, factors[0], rows, logits, distances);
       }
     }
   }
@@ -155,17 +157,42 @@ inline void attention_vector(
 
 //! body
 
+  typedef typename h2o::Stored<K_BITS, T>::Element Key;
+  typedef typename h2o::Stored<V_BITS, T>::Element Value;
+  const h2o::Packing<K_BITS, K_GROUP> of_keys = {};
+  const h2o::Packing<V_BITS, V_GROUP> of_values = {};
   constexpr int STAGED_ROWS = ROW_GROUPS > 1 ? SIMDS / ROW_GROUPS * KEYS : 0;
+  constexpr int KEY_ELEMENTS = ELEMENTS_OF(D, K_BITS), KEY_GROUPS = GROUPS_OF(D, K_BITS, K_GROUP);
+  constexpr int VALUE_ELEMENTS = ELEMENTS_OF(DV, V_BITS);
+  constexpr int VALUE_GROUPS = GROUPS_OF(DV, V_BITS, V_GROUP);
   THREADGROUP_ARRAY(float, scratch, SCRATCH);
   THREADGROUP_ARRAY(float, tops, SIMDS * ROWS);
   THREADGROUP_ARRAY(float, totals, SIMDS * ROWS);
-  THREADGROUP_ARRAY(T, staged_keys, STAGED_ROWS * D + 1);
-  THREADGROUP_ARRAY(T, staged_values, STAGED_ROWS * DV + 1);
+  THREADGROUP_ARRAY(Key, staged_keys, STAGED_ROWS * KEY_ELEMENTS + 1);
+  THREADGROUP_ARRAY(T, staged_key_scales, STAGED_ROWS * KEY_GROUPS + 1);
+  THREADGROUP_ARRAY(T, staged_key_biases, STAGED_ROWS * KEY_GROUPS + 1);
+  THREADGROUP_ARRAY(Value, staged_values, STAGED_ROWS * VALUE_ELEMENTS + 1);
+  THREADGROUP_ARRAY(T, staged_value_scales, STAGED_ROWS * VALUE_GROUPS + 1);
+  THREADGROUP_ARRAY(T, staged_value_biases, STAGED_ROWS * VALUE_GROUPS + 1);
   h2o::attention_vector<
       T, D, DV, G, QUERIES, ROWS, ROW_GROUPS, SIMDS, KEYS, MASK, SINKS, REMAINDER, DISTANCES,
       EXPORT>(
-      params, factors, ROWS_OF(queries, queries_strides), ROWS_OF(keys, keys_strides),
-      ROWS_OF(values, values_strides), ROWS_OF(mask, mask_strides), sinks,
+      params, factors, ROWS_OF(queries, queries_strides),
+      h2o::stored_rows(
+          of_keys, ROWS_OF(keys, keys_strides), ROWS_OF(key_scales, key_scales_strides),
+          ROWS_OF(key_biases, key_biases_strides)),
+      h2o::stored_rows(
+          of_values, ROWS_OF(values, values_strides), ROWS_OF(value_scales, value_scales_strides),
+          ROWS_OF(value_biases, value_biases_strides)),
+      ROWS_OF(mask, mask_strides), sinks,
       h2o::remainder_of(counts, mean_keys, var_keys, mean_values), means, out, lse, logits,
-      distances, scratch, tops, totals, staged_keys, staged_values, threadgroup_position_in_grid,
-      int(thread_index_in_threadgroup));
+      distances, scratch, tops, totals,
+      h2o::stored_rows(
+          of_keys, h2o::dense_rows(staged_keys, KEY_ELEMENTS),
+          h2o::dense_rows(staged_key_scales, KEY_GROUPS),
+          h2o::dense_rows(staged_key_biases, KEY_GROUPS)),
+      h2o::stored_rows(
+          of_values, h2o::dense_rows(staged_values, VALUE_ELEMENTS),
+          h2o::dense_rows(staged_value_scales, VALUE_GROUPS),
+          h2o::dense_rows(staged_value_biases, VALUE_GROUPS)),
+      threadgroup_position_in_grid, int(thread_index_in_threadgroup));

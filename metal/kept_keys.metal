@@ -3,7 +3,7 @@
 // direction (keydiff.py). A threadgroup per KV head.
 
 #include "decode_step.h"
-#include "rows.h"
+#include "packed_rows.h"
 
 namespace h2o {
 
@@ -14,10 +14,10 @@ inline float inverse_norm(const thread float* share) {
 }
 
 // Threadgroup (0, KV head, batch) of a launch.
-template <int D, bool DIRECTIONS, int SIMDS, typename T>
+template <int D, bool DIRECTIONS, int SIMDS, typename Keys>
 inline void kept_keys(
     const device int* plan,
-    const device T* keys,  // [B, S, D]
+    Keys keys,             // [B * S, D], dense or packed
     device float* means,   // [B, H, D]
     device float* worth,   // [B, attended slots]
     threadgroup float* scratch, uint3 at, int thread_index) {
@@ -25,8 +25,7 @@ inline void kept_keys(
   const int simd = thread_index / 32, lane = thread_index % 32;
   const DecodeStep step = decode_step_of(plan);
   const HeadStep head = head_step_of(plan, int(at.y));
-  const int64_t first = int64_t(at.z) * step.buffer_slots + head.start;
-  const Rows<const device T*> rows = dense_rows(keys + first * D, D);
+  const Keys rows = from(keys, 0, 0, int(at.z) * step.buffer_slots + head.start);
 
   float mean[W] = {0.0f}, key[W];
   for (int n = simd; n < head.length; n += SIMDS) {
@@ -77,5 +76,9 @@ inline void kept_keys(
 
   THREADGROUP_ARRAY(float, scratch, SIMDS * D);
   h2o::kept_keys<D, DIRECTIONS, SIMDS>(
-      plan, keys, means, worth, scratch, threadgroup_position_in_grid,
-      int(thread_index_in_threadgroup));
+      plan,
+      h2o::stored_rows(
+          h2o::Packing<K_BITS, K_GROUP>(), h2o::dense_rows(keys, ELEMENTS_OF(D, K_BITS)),
+          h2o::dense_rows(key_scales, GROUPS_OF(D, K_BITS, K_GROUP)),
+          h2o::dense_rows(key_biases, GROUPS_OF(D, K_BITS, K_GROUP))),
+      means, worth, scratch, threadgroup_position_in_grid, int(thread_index_in_threadgroup));

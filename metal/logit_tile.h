@@ -3,7 +3,7 @@
 // SQUARE x SQUARE. Row i of a KV head is query i % L of query head i / L of its group.
 
 #include "masks.h"
-#include "rows.h"
+#include "packed_rows.h"
 
 namespace h2o {
 
@@ -15,9 +15,10 @@ namespace h2o {
 #define PADDED_CHUNK (CHUNK + 1)  // so that lanes of a simdgroup read different banks
 
 // A KV head's operands.
-template <typename T, typename Mask>
+template <typename T, typename Keys, typename Mask>
 struct Prompt {
-  Rows<const device T*> queries, keys;
+  Rows<const device T*> queries;
+  Keys keys;  // dense or packed
   Rows<Mask> mask;
   Launch launch;
   Work work;
@@ -25,10 +26,10 @@ struct Prompt {
   float scale;
 };
 
-template <int G, typename T, typename Mask>
-inline Prompt<T, Mask> prompt_of(
-    const device int* params, Rows<const device T*> queries, Rows<const device T*> keys,
-    Rows<Mask> mask, float scale, uint3 at) {
+template <int G, typename T, typename Keys, typename Mask>
+inline Prompt<T, Keys, Mask> prompt_of(
+    const device int* params, Rows<const device T*> queries, Keys keys, Rows<Mask> mask,
+    float scale, uint3 at) {
   const Launch launch = launch_of(params);
   const Work work = work_of(params, int(at.y));
   const int batch = int(at.z), first = work.head * G;
@@ -51,8 +52,8 @@ inline int key_of_square(int thread_index, int k) {
 }
 
 // Whether a causal mask hides all keys from `first_key` on from all rows of a tile.
-template <int MASK, typename T, typename Mask>
-inline bool all_hidden(Prompt<T, Mask> prompt, int first_row, int first_key) {
+template <int MASK, typename T, typename Keys, typename Mask>
+inline bool all_hidden(Prompt<T, Keys, Mask> prompt, int first_row, int first_key) {
   if (MASK != CAUSAL) {
     return false;
   }
@@ -62,9 +63,9 @@ inline bool all_hidden(Prompt<T, Mask> prompt, int first_row, int first_key) {
 }
 
 // The thread's square of logits, minus infinity where masked or outside.
-template <int D, int MASK, typename T, typename Mask>
+template <int D, int MASK, typename T, typename Keys, typename Mask>
 inline void logit_tile(
-    Prompt<T, Mask> prompt, int first_row, int first_key, threadgroup float* query_chunk,
+    Prompt<T, Keys, Mask> prompt, int first_row, int first_key, threadgroup float* query_chunk,
     threadgroup float* key_chunk, int thread_index, thread float* logits) {
   const int L = prompt.launch.queries, length = prompt.work.length;
   UNROLL
@@ -73,14 +74,20 @@ inline void logit_tile(
   }
   for (int done = 0; done < D; done += CHUNK) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    // A chunk is a simdgroup's width, so a simdgroup reads one row.
+    const Rows<const device T*> query_columns = columns_from(prompt.queries, done);
+    const Keys key_columns = columns_from(prompt.keys, done);
     for (int e = thread_index; e < TILE * CHUNK; e += TILE_THREADS) {
-      const int i = e / CHUNK, column = e % CHUNK, row = first_row + i, key = first_key + i;
-      const Rows<const device T*> query = from(prompt.queries, 0, row / L, row % L);
-      const Rows<const device T*> held = from(prompt.keys, 0, 0, key);
-      query_chunk[i * PADDED_CHUNK + column] =
-          row < prompt.rows ? float(query.data[(done + column) * query.column]) : 0.0f;
-      key_chunk[i * PADDED_CHUNK + column] =
-          key < length ? float(held.data[(done + column) * held.column]) : 0.0f;
+      const int i = e / CHUNK, lane = e % CHUNK, row = first_row + i, key = first_key + i;
+      float query[1] = {0.0f}, held[1] = {0.0f};
+      if (row < prompt.rows) {
+        load_share<1>(from(query_columns, 0, row / L, row % L), 0, lane, query);
+      }
+      if (key < length) {
+        load_share<1>(key_columns, key, lane, held);
+      }
+      query_chunk[i * PADDED_CHUNK + lane] = query[0];
+      key_chunk[i * PADDED_CHUNK + lane] = held[0];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int d = 0; d < CHUNK; d++) {

@@ -1,8 +1,9 @@
-// The new row takes its slot, and the row that it overwrites joins the remainder
-// (python/mlx_h2o/remainder.py, fold). A simdgroup per KV head, each lane its share of the row, so
-// that every element is read and written by one lane.
+// The new row takes its slot, packed where rows are, and the row that it overwrites joins the
+// remainder (python/mlx_h2o/remainder.py, fold). A simdgroup per KV head, which holds rows by
+// columns (quantize.h).
 
 #include "decode_step.h"
+#include "quantize.h"
 #include "remainder.h"
 
 namespace h2o {
@@ -14,15 +15,24 @@ inline void join_moments(float x, float count, thread float& mean, thread float&
   variance += part * ((1.0f - part) * step * step - variance);
 }
 
+// The lane's i-th element of a row held by columns.
+template <typename Row>
+inline float column_of(Row row, int i, int lane) {
+  float column[1];
+  load_share<1>(columns_from(row, 32 * i), 0, lane, column);
+  return column[0];
+}
+
 // Threadgroup (0, KV head, batch) of a launch, one simdgroup.
-template <int D, int DV, bool REMEMBERS, bool NORMS, typename T, typename Victims, typename Counts>
+template <int D, int DV, bool REMEMBERS, bool NORMS, typename T, typename Victims, typename Keys,
+          typename Values, typename Counts>
 inline void overwrite(
     const device int* plan,
     Victims victims,                // [B, H, evict_every]
     Rows<const device T*> new_key,  // [B, H, 1, D]
     Rows<const device T*> new_value,
-    device T* keys,    // [B, S, D]
-    device T* values,  // [B, S, DV]
+    Keys keys,      // [B * S, D], dense or packed
+    Values values,  // [B * S, DV], likewise
     device int* positions,
     device float* norms,        // ||v|| of each slot
     Remainder<Counts> evicted,  // before and ...
@@ -39,52 +49,53 @@ inline void overwrite(
   const int last = head.length - 1;
   const int slot =
       full ? min(max(int(victims[kv_head * step.evict_every + head.victim]), 0), last) : last;
-  const int64_t row = int64_t(at.z) * step.buffer_slots + head.start + slot;
-  device T* key = keys + row * D + lane * W;
-  device T* value = values + row * DV + lane * WV;
+  const int row = int(at.z) * step.buffer_slots + head.start + slot;
+  keys = from(keys, 0, 0, row);
+  values = from(values, 0, 0, row);
 
   if (REMEMBERS) {
-    const int64_t key_at = int64_t(kv_head) * D + lane * W;
-    const int64_t value_at = int64_t(kv_head) * DV + lane * WV;
     const float count = evicted.counts[kv_head] + (full ? 1.0f : 0.0f);
     UNROLL
     for (int i = 0; i < W; i++) {
-      float mean = evicted.mean_keys[key_at + i], variance = evicted.var_keys[key_at + i];
+      const int64_t column = int64_t(kv_head) * D + 32 * i + lane;
+      float mean = evicted.mean_keys[column], variance = evicted.var_keys[column];
       if (full) {
-        join_moments(float(key[i]), count, mean, variance);
+        join_moments(column_of(keys, i, lane), count, mean, variance);
       }
-      mean_keys_out[key_at + i] = mean;
-      var_keys_out[key_at + i] = variance;
+      mean_keys_out[column] = mean;
+      var_keys_out[column] = variance;
     }
     UNROLL
     for (int i = 0; i < WV; i++) {
-      float mean = evicted.mean_values[value_at + i], variance = 0.0f;
+      const int64_t column = int64_t(kv_head) * DV + 32 * i + lane;
+      float mean = evicted.mean_values[column], variance = 0.0f;
       if (full) {
-        join_moments(float(value[i]), count, mean, variance);
+        join_moments(column_of(values, i, lane), count, mean, variance);
       }
-      mean_values_out[value_at + i] = mean;
+      mean_values_out[column] = mean;
     }
     if (lane == 0) {
       counts_out[kv_head] = count;
     }
+    // Levels of several lanes share a word.
+    simdgroup_barrier(mem_flags::mem_device);
   }
 
-  T new_share[W];
-  load_share<W>(from(new_key, int(at.z), int(at.y), 0), 0, lane, new_share);
+  float key[W], value[WV];
+  new_key = from(new_key, int(at.z), int(at.y), 0);
+  new_value = from(new_value, int(at.z), int(at.y), 0);
   UNROLL
   for (int i = 0; i < W; i++) {
-    key[i] = new_share[i];
+    key[i] = column_of(new_key, i, lane);
   }
-  T new_value_share[WV];
-  load_share<WV>(from(new_value, int(at.z), int(at.y), 0), 0, lane, new_value_share);
-  float square = 0.0f;
   UNROLL
   for (int i = 0; i < WV; i++) {
-    value[i] = new_value_share[i];
-    square += float(new_value_share[i]) * float(new_value_share[i]);
+    value[i] = column_of(new_value, i, lane);
   }
+  store_columns<W>(keys, lane, key);
+  store_columns<WV>(values, lane, value);
   if (NORMS) {
-    square = simd_sum(square);
+    const float square = simd_sum(dot<WV>(value, value));
     if (lane == 0) {
       norms[row] = sqrt(square);
     }
@@ -99,9 +110,23 @@ inline void overwrite(
 
 //! body
 
+  typedef typename h2o::Stored<K_BITS, T>::Element Key;
+  typedef typename h2o::Stored<V_BITS, T>::Element Value;
+  const h2o::Packing<K_BITS, K_GROUP> of_keys = {};
+  const h2o::Packing<V_BITS, V_GROUP> of_values = {};
+  constexpr int KEY_GROUPS = GROUPS_OF(D, K_BITS, K_GROUP);
+  constexpr int VALUE_GROUPS = GROUPS_OF(DV, V_BITS, V_GROUP);
   h2o::overwrite<D, DV, REMEMBERS, NORMS>(
       plan, victims, ROWS_OF(new_keys, new_keys_strides), ROWS_OF(new_values, new_values_strides),
-      IN_PLACE(T, keys), IN_PLACE(T, values), IN_PLACE(int, positions), IN_PLACE(float, norms),
+      h2o::stored_rows(
+          of_keys, h2o::dense_rows(IN_PLACE(Key, keys), ELEMENTS_OF(D, K_BITS)),
+          h2o::dense_rows(IN_PLACE(T, key_scales), KEY_GROUPS),
+          h2o::dense_rows(IN_PLACE(T, key_biases), KEY_GROUPS)),
+      h2o::stored_rows(
+          of_values, h2o::dense_rows(IN_PLACE(Value, values), ELEMENTS_OF(DV, V_BITS)),
+          h2o::dense_rows(IN_PLACE(T, value_scales), VALUE_GROUPS),
+          h2o::dense_rows(IN_PLACE(T, value_biases), VALUE_GROUPS)),
+      IN_PLACE(int, positions), IN_PLACE(float, norms),
       h2o::remainder_of(counts, mean_keys, var_keys, mean_values), counts_out, mean_keys_out,
       var_keys_out, mean_values_out, slots_out, threadgroup_position_in_grid,
       int(thread_index_in_threadgroup));

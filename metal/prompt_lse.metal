@@ -7,9 +7,9 @@
 namespace h2o {
 
 // Threadgroup (tile of rows, KV head, batch) of a launch.
-template <int D, int G, int MASK, typename T, typename Mask>
+template <int D, int G, int MASK, typename T, typename Keys, typename Mask>
 inline void prompt_lse(
-    Prompt<T, Mask> prompt,
+    Prompt<T, Keys, Mask> prompt,
     device float* lse,  // [B, H * G, L]
     threadgroup float* query_chunk, threadgroup float* key_chunk, uint3 at, int thread_index) {
   const int first_row = int(at.x) * TILE;
@@ -67,7 +67,10 @@ inline void prompt_lse(
   THREADGROUP_ARRAY(float, key_chunk, TILE * PADDED_CHUNK);
   h2o::prompt_lse<D, G, MASK>(
       h2o::prompt_of<G>(
-          params, ROWS_OF(queries, queries_strides), ROWS_OF(keys, keys_strides),
+          params, ROWS_OF(queries, queries_strides),
+          h2o::stored_rows(
+              h2o::Packing<K_BITS, K_GROUP>(), ROWS_OF(keys, keys_strides),
+              ROWS_OF(key_scales, key_scales_strides), ROWS_OF(key_biases, key_biases_strides)),
           ROWS_OF(mask, mask_strides), factors[0], threadgroup_position_in_grid),
       lse, query_chunk, key_chunk, threadgroup_position_in_grid,
       int(thread_index_in_threadgroup));

@@ -6,9 +6,9 @@
 namespace h2o {
 
 // Threadgroup (tile of keys, KV head, batch) of a launch.
-template <int D, int G, int MASK, typename T, typename Mask, typename Lse>
+template <int D, int G, int MASK, typename T, typename Keys, typename Mask, typename Lse>
 inline void prompt_mass(
-    Prompt<T, Mask> prompt,
+    Prompt<T, Keys, Mask> prompt,
     Lse lse,             // [B, H * G, L]
     device float* mass,  // [B, slots], head after head
     threadgroup float* query_chunk, threadgroup float* key_chunk, uint3 at, int thread_index) {
@@ -62,7 +62,10 @@ inline void prompt_mass(
   THREADGROUP_ARRAY(float, key_chunk, TILE * PADDED_CHUNK);
   h2o::prompt_mass<D, G, MASK>(
       h2o::prompt_of<G>(
-          params, ROWS_OF(queries, queries_strides), ROWS_OF(keys, keys_strides),
+          params, ROWS_OF(queries, queries_strides),
+          h2o::stored_rows(
+              h2o::Packing<K_BITS, K_GROUP>(), ROWS_OF(keys, keys_strides),
+              ROWS_OF(key_scales, key_scales_strides), ROWS_OF(key_biases, key_biases_strides)),
           ROWS_OF(mask, mask_strides), factors[0], threadgroup_position_in_grid),
       lse, mass, query_chunk, key_chunk, threadgroup_position_in_grid,
       int(thread_index_in_threadgroup));

@@ -22,10 +22,22 @@ inline Rows<Elements> dense_rows(Elements data, int width) {
   return {data, 0, 0, width, 1};
 }
 
+template <typename Elements>
+inline void move(thread Rows<Elements>& rows, int batch, int head, int row) {
+  rows.data += batch * rows.batch + head * rows.head + row * rows.row;
+}
+
 // The same array from another element on.
 template <typename Elements>
 inline Rows<Elements> from(Rows<Elements> rows, int batch, int head, int row) {
-  rows.data += batch * rows.batch + head * rows.head + row * rows.row;
+  move(rows, batch, head, row);
+  return rows;
+}
+
+// Of a row, the columns from `first` on.
+template <typename Elements>
+inline Rows<Elements> columns_from(Rows<Elements> rows, int first) {
+  rows.data += first * rows.column;
   return rows;
 }
 
@@ -47,10 +59,10 @@ inline void load_share(Rows<Elements> rows, int row, int lane, thread Share* sha
 
 // Copies `count` rows of D elements to threadgroup memory, all threads together.
 template <int D, typename Elements, typename T>
-inline void stage(
-    Rows<Elements> rows, int count, threadgroup T* to, int thread_index, int threads) {
+inline void copy_rows(
+    Rows<Elements> rows, int count, Rows<threadgroup T*> to, int thread_index, int threads) {
   for (int e = thread_index; e < count * D; e += threads) {
-    to[e] = rows.data[e / D * rows.row + e % D * rows.column];
+    to.data[e] = rows.data[e / D * rows.row + e % D * rows.column];
   }
 }
 

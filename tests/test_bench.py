@@ -6,7 +6,7 @@ import io
 import json
 import os
 import statistics
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from mlx_h2o.attention import scaled_dot_product_attention_with_scores
 from mlx_h2o.backends import choice
 from mlx_h2o.bench import attention, figures, machine, model, threads
 from mlx_h2o.bench.layers import full_layer
@@ -207,12 +208,38 @@ def test_figures_know_their_direction() -> None:
     assert figures.at_least("nothing", 1, []) == figures.at_most("nothing", 1, []) == []
 
 
+@needs_kernels
+def test_packed_rows_are_told_apart_by_their_bytes_alone() -> None:
+    """Ours and mlx-lm's composite attend to the same, and neither changes the queries."""
+    with mx.stream(mx.cpu):
+        q, k, v = (mx.random.normal((1, heads, n, 128)) for heads, n in ((4, 1), (2, 50), (2, 50)))
+        before = mx.array(q)
+        seen = set()
+        for packing in attention.PACKED.values():
+            (keys, values), (others, _) = islice(attention.packed_copies(k, v, packing), 2)
+            seen.add(keys.nbytes + values.nbytes)
+            assert mx.array_equal(keys.words, others.words)
+            ours, _, _ = scaled_dot_product_attention_with_scores(q, keys, values, scale=0.1)
+            theirs = mx.fast.scaled_dot_product_attention(
+                q, keys.dequantized(), values.dequantized(), scale=0.1
+            )
+            assert mx.allclose(ours, theirs, atol=1e-5)
+            if packing == attention.PACKINGS[attention.COMPOSITE]:
+                theirs = attention.composite(q, keys, values, scale=0.1)
+                assert mx.allclose(ours, theirs, atol=1e-5)
+        assert mx.array_equal(q, before)
+    case = attention.Case(attention.Shape(4, 2, 128, 128), 50, "float32")
+    assert seen == {case.packed_bytes(packing) for packing in attention.PACKED.values()}
+    assert len(seen) == 3
+
+
 def test_figures_are_told_as_aimed() -> None:
     case = attention.Case(attention.LARGE, 4096, "float32")
     seconds = dict.fromkeys((*attention.STEPS, attention.STEP_RAGGED), 2.0)
     seconds |= {
         attention.READ: 1.3, attention.MLX: 26.0, attention.OFF: 2.0, attention.SCORES: 2.1,
         attention.MASS: 2.02, attention.UNIFORM: 2.0, attention.RAGGED: 2.1,
+        attention.EIGHT: 1.0, attention.FOUR: 0.9, attention.MIXED: 1.0, attention.COMPOSITE: 100.0,
     }  # fmt: skip
     result = attention.Result(case, Samples({arm: [1e-3 * s] for arm, s in seconds.items()}))
     found = {f.name: f for f in figures.attention_figures([result])}
@@ -222,11 +249,11 @@ def test_figures_are_told_as_aimed() -> None:
     assert not reached.pop("time of scores over no scores, from 4096 slots")
     assert all(reached.values())
 
-    console = Console(width=160, file=io.StringIO())
+    console = Console(width=200, file=io.StringIO())
     for table in Report({}, {}, [result]).tables():
         console.print(table)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
-    for shown in ("(32, 8, 128)", "26.000", "13.0x, 65%", "+5.0%", ">= 12"):
+    for shown in ("(32, 8, 128)", "26.000", "13.0x, 65%", "+5.0%", ">= 12", "1.000, 2.10x"):
         assert shown in printed
 
 
@@ -273,12 +300,12 @@ def test_a_quick_run_writes_everything(
         assert case["bandwidth"] > 0
     assert set(report["decoding"]) == {
         model.DEFAULT, f"{model.DEFAULT}, evict_every 4", f"{model.DEFAULT}, evict_every 16",
-        model.H2O, model.STREAMING, model.WINDOW,
+        model.H2O, model.H2O_PACKED, model.STREAMING, model.WINDOW,
     }  # fmt: skip
     assert set(report["prompt"]) == {model.DEFAULT, model.H2O, model.PLAIN}
     assert len(report["threads"]) == len(threads.WORK) * len(threads.GAPS)
     # Two dtypes' speeds are missing.
-    assert len(report["figures"]) == 2 + 4 + 4 + 1
+    assert len(report["figures"]) == 2 + 4 + 2 + 4 + 1 + 1
 
 
 @needs_kernels

@@ -6,9 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
+import mlx_h2o
+from mlx_h2o.cache import H2OKVCache
+
 ROOT = Path(__file__).parents[1]
+FIXTURES = ROOT / "swift/Tests/MLXH2OTests/Fixtures"
 
 
 @pytest.mark.parametrize("tool", ["embed_metal.py", "record_launches.py"])
@@ -17,3 +22,19 @@ def test_generated_files_are_up_to_date(tool: str) -> None:
         [sys.executable, str(ROOT / "tools" / tool), "--check"], capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_what_swift_saved_is_what_python_saved() -> None:
+    ours, _ = mlx_h2o.load_prompt_cache(FIXTURES / "python-caches.safetensors", True)
+    theirs, metadata = mlx_h2o.load_prompt_cache(FIXTURES / "swift-caches.safetensors", True)
+    assert metadata == {"from": "swift"}
+    assert len(ours) == len(theirs) == 4
+    for a, b in zip(ours[:3], theirs[:3], strict=True):
+        assert isinstance(b, H2OKVCache)
+        assert a.config() == b.config()
+        assert a.arrays().keys() == b.arrays().keys()
+        for name, array in a.arrays().items():
+            assert array.dtype == b.arrays()[name].dtype
+            assert mx.array_equal(array, b.arrays()[name]).item(), name
+    for a, b in zip(ours[3].keys_and_values(), theirs[3].keys_and_values(), strict=True):
+        assert mx.array_equal(a, b).item()

@@ -27,14 +27,47 @@ std::vector<float> normal(size_t count) {
   return x;
 }
 
-// Rows in a dtype, and what they are as floats.
+// How rows are stored.
+struct Kind {
+  const char* name;
+  Dtype dtype;
+  int bits = 0;  // 0: dense
+};
+constexpr Kind kKinds[] = {
+    {"float32", Dtype::float32},
+    {"float16", Dtype::float16},
+    {"bfloat16", Dtype::bfloat16},
+    {"8 bits", Dtype::bfloat16, 8},
+    {"4 bits", Dtype::bfloat16, 4}};
+constexpr int kGroup = 64;
+
+// Rows of a kind, and what they are as floats.
 struct Matrix {
-  std::vector<char> data;
+  std::vector<char> data, scales, biases;
   std::vector<float> value;
   Rows rows;
 
-  Matrix(int count, int width, Dtype dtype) {
+  Matrix(int count, int width, const Kind& kind) {
     const std::vector<float> x = normal(size_t(count) * width);
+    const Dtype dtype = kind.dtype;
+    if (const int bits = kind.bits) {
+      const int groups = width / kGroup;
+      data.resize(x.size() * bits / 8);
+      scales.resize(size_t(count) * groups * size_of(dtype));
+      biases.resize(scales.size());
+      value.resize(x.size());
+      rows = {data.data(), width * bits / 32, dtype,         bits,
+              kGroup,      scales.data(),     biases.data(), groups};
+      for (int i = 0; i < count; ++i) {
+        const int64_t part = int64_t(i) * groups * size_of(dtype);
+        kernels().quantize(
+            x.data() + i * width, width,
+            {data.data() + int64_t(i) * width * bits / 8, scales.data() + part,
+             biases.data() + part, dtype, bits, kGroup});
+        kernels().read_row(value.data() + i * width, rows, i, width);
+      }
+      return;
+    }
     data.resize(x.size() * (dtype == Dtype::float32 ? 4 : 2));
     value.resize(x.size());
     kernels().narrow(data.data(), dtype, x.data(), 1, int(x.size()));
@@ -44,8 +77,8 @@ struct Matrix {
 };
 
 // The largest error of logits, outputs and distances on one block.
-double check(int rows, int slots, int D, int Dv, Dtype dtype) {
-  const Matrix k(slots, D, dtype), v(slots, Dv, dtype);
+double check(int rows, int slots, int D, int Dv, const Kind& kind) {
+  const Matrix k(slots, D, kind), v(slots, Dv, kind);
   const std::vector<float> plain = normal(size_t(rows) * D), center = normal(D);
   std::vector<float> q(size_t(rows) * padded(D)), logits(size_t(rows) * slots), m(rows), l(rows),
       acc(size_t(rows) * padded(Dv)), distance(slots), scratch(scratch_floats(D, Dv));
@@ -86,9 +119,9 @@ double check(int rows, int slots, int D, int Dv, Dtype dtype) {
 }
 
 // Billions of multiply-adds a second on one core, keys and values in its cache.
-double speed(int rows, Dtype dtype) {
+double speed(int rows, const Kind& kind) {
   constexpr int D = 128, slots = 256;
-  const Matrix k(slots, D, dtype), v(slots, D, dtype);
+  const Matrix k(slots, D, kind), v(slots, D, kind);
   const std::vector<float> q = normal(size_t(rows) * D);
   std::vector<float> m(rows), l(rows), acc(size_t(rows) * D), scratch(scratch_floats(D, D));
   AttentionBlock b{};
@@ -112,20 +145,20 @@ double speed(int rows, Dtype dtype) {
 int main(int count, char**) {
   if (count > 1) {  // any argument
     for (int rows : {1, 4, 32})
-      std::printf(
-          "%s, %d query rows: %.0f / %.0f / %.0f G multiply-adds a second in float32 / float16 / "
-          "bfloat16\n",
-          kernels().name, rows, speed(rows, Dtype::float32), speed(rows, Dtype::float16),
-          speed(rows, Dtype::bfloat16));
+      for (const Kind& kind : kKinds)
+        std::printf(
+            "%s, %d query rows, %s: %.1f G multiply-adds a second\n", kernels().name, rows,
+            kind.name, speed(rows, kind));
     return 0;
   }
   double worst = 0;
   int checked = 0;
-  for (Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16})
+  for (const Kind& kind : kKinds)
     for (int rows : {1, 2, 3, 4, 5, 8, 31})
       for (int slots : {1, 7, 31, 32, 33, 100})
         for (auto [D, Dv] : {std::pair{64, 64}, {128, 128}, {80, 96}, {33, 7}, {576, 512}}) {
-          worst = std::fmax(worst, check(rows, slots, D, Dv, dtype));
+          if (kind.bits && (D % kGroup || Dv % kGroup)) continue;
+          worst = std::fmax(worst, check(rows, slots, D, Dv, kind));
           ++checked;
         }
   std::printf("%s: %d blocks, largest error %.2g\n", kernels().name, checked, worst);

@@ -49,7 +49,8 @@ def can_decode(policy: Policy, keys: mx.array, values: mx.array, packing: Packin
     """Whether the default device has a fused step for this policy and rows like these."""
     gpu = choice.gpu()
     if gpu is not None:
-        return not packing.packs and gpu.can_decode(policy, keys, values)
+        # Two kinds of rows in one step are the CPU kernel's alone.
+        return packing.recent_bits is None and gpu.can_decode(policy, keys, values)
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
     return on_cpu and kernel_form_of(policy) is not None and choice.backend() is not reference
 
@@ -115,7 +116,7 @@ def start_decoding(
     """Give a layer's arrays to the kernels of the default device; arguments as of `CPUDecoding`."""
     gpu = choice.gpu()
     if gpu is not None:
-        return gpu.start_decoding(store, remainder, victims, policy, remembers, answers)
+        return gpu.start_decoding(store, packing, remainder, victims, policy, remembers, answers)
     return CPUDecoding(store, packing, remainder, victims, policy, remembers, answers, recent)
 
 

@@ -24,6 +24,7 @@ from mlx_h2o.backends.step_launches import (
 )
 from mlx_h2o.backends.tiling import WIDTHS
 from mlx_h2o.decoding import Decoding, HeadStep
+from mlx_h2o.packed import Packing, dense
 from mlx_h2o.policies import Policy
 from mlx_h2o.policies.base import kernel_form_of
 from mlx_h2o.policies.distinct import FEWEST_FOR_A_MEAN
@@ -68,6 +69,7 @@ class GPUDecoding(Decoding):
         launcher: Launcher,
         architecture: str,
         store: SlotStore,
+        packing: Packing,
         remainder: Remainder,
         victims: mx.array,
         policy: Policy,
@@ -82,13 +84,20 @@ class GPUDecoding(Decoding):
         self._remembers = remembers
         self._remainder = remainder
         self._victims = victims
-        self._names = list(store.fields)
         self._count = store.fields["keys"].shape[1]
         self.nbytes = sum(field.nbytes for field in store.fields.values()) + victims.nbytes
         self.nbytes += remainder.nbytes if remembers else 0
-        self._slots = SlotArrays(**{name: _own(field) for name, field in store.fields.items()})
+        # The kernels change these very arrays.
+        self._fields = {name: _own(field) for name, field in store.fields.items()}
+        self._slots = SlotArrays(
+            packing.rows("keys", self._fields),
+            packing.rows("values", self._fields),
+            self._fields["positions"],
+            self._fields.get("scores"),
+        )
         if policy.value_weighted:
-            self._slots.norms = mx.linalg.norm(self._slots.values.astype(mx.float32), axis=-1)
+            values = dense(self._slots.values).astype(mx.float32)
+            self._slots.norms = mx.linalg.norm(values, axis=-1)
             self.nbytes += self._slots.norms.nbytes
         store.fields = {}
 
@@ -154,8 +163,7 @@ class GPUDecoding(Decoding):
 
     def end(self, store: SlotStore) -> tuple[Remainder, mx.array]:
         mx.eval(self._victims, *self._remainder.arrays.values())
-        held = {name: getattr(self._slots, name) for name in self._names}
-        store.fields = {name: field[:, : self._count] for name, field in held.items()}
+        store.fields = {name: field[:, : self._count] for name, field in self._fields.items()}
         return self._remainder, self._victims
 
     def _means(self, plan: StepPlan, written: mx.array) -> mx.array:
@@ -184,9 +192,10 @@ def writes_in_place(launcher: Launcher) -> bool:
     """Whether a row that a kernel writes into its input is there for the next reader."""
     head = HeadStep(start=0, length=1, victim=-1, recent=0, evicted=0, choose=False)
     plan = StepPlan(offset=1, slots=8, sink=0, evict_every=1, heads=(head,))
-    slots = SlotArrays(mx.zeros((1, 8, 32)), mx.zeros((1, 8, 32)), mx.zeros((1, 8), mx.int32))
-    mx.eval(slots.keys, slots.values, slots.positions)
+    keys, values = mx.zeros((1, 8, 32)), mx.zeros((1, 8, 32))
+    slots = SlotArrays(keys, values, mx.zeros((1, 8), mx.int32))
+    mx.eval(keys, values, slots.positions)
     row = mx.ones((1, 1, 1, 32))
     written, _ = overwrite(launcher, plan, slots, mx.zeros((1, 1, 1), mx.int32), row, row, None)
     mx.eval(written)
-    return slots.keys[0, 0].sum().item() == slots.values[0, 0].sum().item() == 32
+    return keys[0, 0].sum().item() == values[0, 0].sum().item() == 32

@@ -7,6 +7,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <new>
 
 #include "thread_pool.h"
 
@@ -45,22 +46,35 @@ Rows from(const Rows& rows, int64_t element, int64_t scale) {
   return r;
 }
 
-// A buffer of floats that starts on a cache line.
+// A buffer of floats that starts on a cache line; growing forgets what it held.
 class Floats {
  public:
   float* reserve(int64_t count) {
 #if defined(MLX_H2O_SANITIZE)
     // As many as were asked for, so that reading behind them is not covered by an earlier use.
-    if (count && count != static_cast<int64_t>(held_.size())) held_ = std::vector<float>(count);
-    return held_.data();
+    const bool fits = count == 0 || count == size_;
+#else
+    const bool fits = count <= size_;
 #endif
-    if (static_cast<int64_t>(held_.size()) < count + kPad) held_.resize(count + kPad);
-    const auto address = reinterpret_cast<uintptr_t>(held_.data());
-    return held_.data() + (64 - address % 64) % 64 / sizeof(float);
+    if (!fits) {
+      held_.reset(static_cast<float*>(::operator new(count * sizeof(float), kLine)));
+      size_ = count;
+    }
+    return held_.get();
+  }
+  int64_t size() const {
+    return size_;
   }
 
  private:
-  std::vector<float> held_;
+  static constexpr std::align_val_t kLine{64};
+  struct Free {
+    void operator()(float* p) const {
+      ::operator delete(p, kLine);
+    }
+  };
+  std::unique_ptr<float, Free> held_;
+  int64_t size_ = 0;
 };
 
 // What belongs to a KV head's query rows from their first block of slots to the merge.
@@ -68,22 +82,36 @@ struct Unit {
   Floats weights, logits, tile_max, distance, m, l, acc;
 };
 
-// Units are few: a thread finishes the head it works on before the next one, so there are never
-// more unfinished heads than threads, and their memory stays in the caches.
+// Units stay from call to call: new memory would be filled by the kernel page by page, which takes
+// as long as a few percent of a decode step. They are few: a thread finishes the head it works on
+// before the next one, so there are never more unfinished heads than threads, and their memory
+// stays in the caches.
 class Units {
  public:
+  // Never destroyed: MLX's stream threads may still run while the process exits.
+  static Units& shared() {
+    static Units* units = new Units;
+    return *units;
+  }
+
   Unit* take() {
-    if (free_.empty()) return all_.emplace_back(std::make_unique<Unit>()).get();
+    std::lock_guard lock(mutex_);
+    if (free_.empty()) return new Unit;
     Unit* unit = free_.back();
     free_.pop_back();
     return unit;
   }
   void give_back(Unit* unit) {
+    // What a long prompt's queries needed is not kept.
+    if (unit->weights.size() + unit->logits.size() > kMostKept) *unit = Unit{};
+    std::lock_guard lock(mutex_);
     free_.push_back(unit);
   }
 
  private:
-  std::vector<std::unique_ptr<Unit>> all_;
+  static constexpr int64_t kMostKept = 1 << 20;
+
+  std::mutex mutex_;
   std::vector<Unit*> free_;
 };
 
@@ -140,7 +168,7 @@ class Plan {
 
   Unit& unit_of(State& state) {
     std::lock_guard lock(units_mutex_);
-    if (!state.unit) state.unit = units_.take();
+    if (!state.unit) state.unit = Units::shared().take();
     return *state.unit;
   }
 
@@ -258,13 +286,14 @@ class Plan {
               masks, masks + rows, [&](const RowMask& m) { return m.visible >= block.slots; }))
         block.mask = MaskKind::none;
     }
-    const bool direct = a_.logits && rows == 1;
+    // One query's logits are written where they are wanted: a copy would have to wait for memory.
+    const bool direct = a_.logits && a_.L == 1;
     if (a_.logits && !direct) {
       block.logits_stride = padded(block.slots);
       block.logits = wide_logits.reserve(rows * block.logits_stride);
     } else if (direct) {
       block.logits = logits_row(s, first_row) + first_slot;
-      block.logits_stride = block.slots;
+      block.logits_stride = a_.logits_group;
     }
     block.scratch = scratch.reserve(scratch_floats(a_.D, a_.Dv));
     kernels().attend(block);
@@ -333,8 +362,7 @@ class Plan {
       after_head_(
           {s.b, s.h, rows, unit.weights.reserve(0), unit.logits.reserve(0),
            padded(columns_of(head)), unit.tile_max.reserve(0), lse, unit.distance.reserve(0)});
-    std::lock_guard lock(units_mutex_);
-    units_.give_back(&unit);
+    Units::shared().give_back(&unit);
   }
 
   // Query blocks of one head may end in any order, so each has a mass of its own until all have.
@@ -363,7 +391,6 @@ class Plan {
   std::vector<Item> items_;
   std::vector<std::vector<float>> partial_mass_;
   std::mutex units_mutex_;
-  Units units_;
 };
 
 }  // namespace

@@ -232,8 +232,8 @@ class DecodeStep {
         priorities.resize(head.length);
         update.priority = priorities.data();
       }
-      terms.resize(head.length);
-      update.term = terms.data();
+      terms.resize(int64_t(kTerms) * head.length);
+      update.terms = terms.data();
       if (layer_.policy.priority == Priority::distance) {
         const float* center = centers_.data() + of_head(b, h) * layer_.D;
         update.least_distance = 1e-6f * kernels().dot(center, center, layer_.D) + 1e-12f;

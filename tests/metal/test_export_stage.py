@@ -8,6 +8,7 @@ from harness import compiler
 from harness.kernel import PRELUDE
 from harness.signature import generate
 
+from mlx_h2o.backends import row_buffers
 from mlx_h2o.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
 from mlx_h2o.backends.kernel_text import kernel_text
 
@@ -29,6 +30,7 @@ def compiled(dtype, rows, header, body, export):
     """The host compiler's code for the kernel that MLX would generate."""
     template = {"T": dtype, "D": 128, "DV": 128, "G": rows, "QUERIES": 1, "ROWS": rows}
     template |= {"ROW_GROUPS": 1, "SIMDS": 8, "KEYS": 16, "MASK": 0, "SINKS": False}
+    template |= {"K_BITS": 0, "K_GROUP": 1, "V_BITS": 0, "V_GROUP": 1}
     template |= {"REMAINDER": False, "DISTANCES": False, "EXPORT": export}
     arrays = {"params": mx.zeros(16, mx.int32), "factors": mx.zeros(2)}
     arrays |= {name: mx.zeros((1, 8, 1, 128), dtype) for name in ("queries", "keys", "values")}
@@ -38,6 +40,7 @@ def compiled(dtype, rows, header, body, export):
     )
     absent += "const device bool* mask = nullptr;\n const int64_t mask_strides[4] = {0};\n"
     absent += "device float* distances = nullptr;\n"
+    absent += "\n".join(row_buffers.absent("keys", "values").values())
     kernel = generate(
         "attention",
         header,

@@ -182,9 +182,40 @@ def test_the_backend_of_the_default_device(monkeypatch):
     assert choice.backend() is metal.GPU
 
 
-def test_packed_rows_are_not_for_these_kernels(on_device):
+@pytest.mark.parametrize(
+    ("policy", "settings", "store"),
+    [
+        ("distinct", {}, {"bits": 8}),
+        ("h2o", {"value_weighted": True}, {"k_bits": 5, "v_bits": 3}),
+        ("keydiff", {}, {"k_bits": 8, "v_bits": 2}),
+    ],
+)
+def test_packed_rows(on_device, policy, settings, store):
+    """Rows are packed as they come, by the kernel as by the reference."""
+    store |= {"group_size": 32, "budgets": [24, 30]}
+    ours, theirs, outs = both(on_device, 12, 40, policy=policy, settings=settings, **store)
+    assert_alike(ours, theirs, outs)
+    for run in theirs.store.runs:
+        order = [np.argsort(np.array(c.store.view(run, "positions"))) for c in (ours, theirs)]
+        for name in ("keys", "keys.scales", "values"):
+            rows = [np.array(c.store.view(run, name)) for c in (ours, theirs)]
+            assert np.array_equal(
+                *(np.take_along_axis(x, o[..., None], 2) for x, o in zip(rows, order, strict=True))
+            )
+    assert ours.nbytes == theirs.nbytes
+
+
+def test_packed_rows_with_sinks_and_a_chunk_between(on_device):
+    sinks = mx.array([0.5, -1.0, 2.0, 0.0])
+    store = {"bits": 8, "v_bits": 4, "group_size": 32, "budgets": [20, 20]}
+    shape = {"batch": 2, "dtype": mx.float16}
+    ours, theirs, outs = both(on_device, 12, 25, sinks, "streaming", shape=shape, **store)
+    assert_alike(ours, theirs, outs, 4e-3)
+    outs = []
+    for cache, kernels in ((ours, True), (theirs, False)):
+        on_device(kernels)
+        attend(cache, tokens(100, 12, **shape), sinks)
+        steps = [attend(cache, tokens(101 + i, 1, **shape), sinks) for i in range(8)]
+        outs.append(mx.concatenate(steps, axis=2))
     on_device(True)
-    k, v = mx.zeros((1, 1, 1, D)), mx.zeros((1, 1, 1, DV))
-    policy = make_policy("h2o")
-    assert decoding_module.can_decode(policy, k, v, Packing())
-    assert not decoding_module.can_decode(policy, k, v, Packing(k_bits=8))
+    assert_alike(ours, theirs, outs, 4e-3)

@@ -15,8 +15,10 @@ from mlx_h2o.backends.launcher import (
     absent_inputs,
     absent_outputs,
 )
+from mlx_h2o.backends.row_buffers import absent, buffers, names, packing, row_bytes
 from mlx_h2o.backends.tiling import MOST_QUERIES, WIDTHS, slots_per_block, tiling
 from mlx_h2o.backends.work import Ranges, params, work_of
+from mlx_h2o.packed import Rows
 from mlx_h2o.remainder import SATURATION, Remainder
 
 # Kinds of masks and exports, as in attention_vector.metal.
@@ -28,9 +30,13 @@ _COLUMNS = ("sinks", *_REMAINDER, "means")
 _EXPORTS = ("lse", "logits", "distances")
 _VECTOR = Interface(
     "attention_vector",
-    inputs=("params", "factors", "queries", "keys", "values", "mask", *_COLUMNS, "after"),
+    inputs=(
+        *("params", "factors", "queries", *names("keys"), *names("values"), "mask"),
+        *(*_COLUMNS, "after"),
+    ),
     outputs=("out", *_EXPORTS),
     optional={
+        **absent("keys", "values"),
         "mask": "const device bool* mask = nullptr;\nconst int64_t mask_strides[4] = {0};",
         **absent_inputs(*_COLUMNS),
         "after": "",
@@ -61,7 +67,7 @@ class Attended:
     distances: mx.array | None = None
 
 
-def supports(q: mx.array, k: mx.array, v: mx.array) -> bool:
+def supports(q: mx.array, k: Rows, v: Rows) -> bool:
     """Whether the kernels are written for these operands."""
     return (
         q.shape[2] <= MOST_QUERIES
@@ -74,8 +80,8 @@ def supports(q: mx.array, k: mx.array, v: mx.array) -> bool:
 def attend(
     launcher: Launcher,
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: Rows,
+    v: Rows,
     *,
     scale: float,
     mask: mx.array | str | None = None,
@@ -93,8 +99,8 @@ def attend(
     Args:
         launcher: Of the GPU.
         q: `[B, Hq, L, D]`, L at most 8.
-        k: `[B, Hk, N, D]`, or flat `[B, S, D]` with ranges.
-        v: `[B, Hk, N, Dv]`, or flat `[B, S, Dv]`.
+        k: `[B, Hk, N, D]`, or flat `[B, S, D]` with ranges; dense or packed.
+        v: `[B, Hk, N, Dv]`, or flat `[B, S, Dv]`; dense or packed.
         scale: Factor on q.k.
         mask: None, "causal" (aligned at the end), or an array that broadcasts to `[B, Hq, L, M]`:
             its last column is the last slot's, and slots before its first are visible.
@@ -114,15 +120,15 @@ def attend(
     else:
         lengths, k, v = ranges.lengths, k[:, None], v[:, None]
     G = Hq // len(lengths)
-    block = slots_per_block(lengths, G, L, D, Dv, itemsize, architecture)
+    stored = row_bytes(k) + row_bytes(v)
+    block = slots_per_block(lengths, G, L, D, Dv, itemsize, architecture, stored)
     work = work_of(lengths, ranges, block)
     kind, columns = kind_of_mask(mask, L, max(lengths))
     inputs = {
         "params": params(work, L, columns),
         "factors": _factors(scale, saturation),
         "queries": q,
-        "keys": k,
-        "values": v,
+        **buffers(keys=k, values=v),
     }
     if isinstance(mask, mx.array):
         inputs["mask"] = mask_rows(mask, (B, Hq, L, columns))
@@ -154,6 +160,7 @@ def attend(
             "T": k.dtype,
             "D": D,
             "DV": Dv,
+            **packing(keys=k, values=v),
             "G": G,
             "QUERIES": tiles.queries,
             "ROWS": tiles.rows,

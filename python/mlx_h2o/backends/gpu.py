@@ -39,9 +39,7 @@ class Gpu:
     launcher: Launcher
     architecture: Callable[[], str] = default_architecture
 
-    def attend(
-        self, q: mx.array, k: mx.array, v: mx.array, **options: Any
-    ) -> attention_launches.Attended:
+    def attend(self, q: mx.array, k: Rows, v: Rows, **options: Any) -> attention_launches.Attended:
         """See `attention_launches.attend`."""
         options.setdefault("architecture", self.architecture())
         return attention_launches.attend(self.launcher, q, k, v, **options)
@@ -60,13 +58,9 @@ class Gpu:
     ) -> mx.array:
         """See `mlx_h2o.attention.scaled_dot_product_attention`."""
         # Over plain rows MLX's own attention is the best there is.
-        plain = seed is None and ranges is None
-        if (
-            plain
-            or isinstance(k, PackedRows)
-            or isinstance(v, PackedRows)
-            or not prompt_launches.supports(q, k)
-        ):
+        packed = isinstance(k, PackedRows) or isinstance(v, PackedRows)
+        plain = seed is None and ranges is None and not packed
+        if plain or not prompt_launches.supports(q, k):
             return reference.attention(
                 q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
             )
@@ -85,11 +79,7 @@ class Gpu:
         ranges: Ranges | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """See `mlx_h2o.attention.scaled_dot_product_attention_with_scores`."""
-        if (
-            isinstance(k, PackedRows)
-            or isinstance(v, PackedRows)
-            or not attention_launches.supports(q, k, v)
-        ):
+        if not attention_launches.supports(q, k, v):
             return reference.attention_with_scores(
                 q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
             )
@@ -118,11 +108,7 @@ class Gpu:
         ranges: Ranges | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """See `mlx_h2o.attention.scaled_dot_product_attention_with_mass`."""
-        if (
-            isinstance(k, PackedRows)
-            or isinstance(v, PackedRows)
-            or not prompt_launches.supports(q, k)
-        ):
+        if not prompt_launches.supports(q, k):
             return reference.attention_with_mass(
                 q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
             )
@@ -137,8 +123,8 @@ class Gpu:
     def _out_and_lse(
         self,
         q: mx.array,
-        k: mx.array,
-        v: mx.array,
+        k: Rows,
+        v: Rows,
         scale: float,
         mask: Mask,
         sinks: mx.array | None,
@@ -160,7 +146,7 @@ class Gpu:
             assert attended.lse is not None
             out, lse = attended.out, attended.lse
         else:
-            out = reference.attention(q, k, v, scale=scale, mask=mask, sinks=sinks, ranges=ranges)
+            out = _attention_of_prompt(q, k, v, scale, mask, sinks, ranges)
             lse = prompt_launches.prompt_lse(
                 self.launcher, q, k, scale=scale, mask=mask, ranges=_ranges_of(ranges)
             )
@@ -180,6 +166,53 @@ class Gpu:
         return gpu_decoding.GPUDecoding(self.launcher, self.architecture(), *layer)
 
 
+def _attention_of_prompt(
+    q: mx.array,
+    k: Rows,
+    v: Rows,
+    scale: float,
+    mask: Mask,
+    sinks: mx.array | None,
+    ranges: Ranges | None,
+) -> mx.array:
+    """MLX's attention of many queries; packed rows are dequantized a KV head at a time."""
+    if not (isinstance(k, PackedRows) or isinstance(v, PackedRows)):
+        return reference.attention(q, k, v, scale=scale, mask=mask, sinks=sinks, ranges=ranges)
+    heads = k.shape[1] if ranges is None else len(ranges)
+    group = q.shape[1] // heads
+    outs = []
+    for h in range(heads):
+        # In a flat buffer the head's slots are its range, in another they are an axis.
+        where: Any = (slice(None), slice(h, h + 1))
+        if ranges is not None:
+            start, length = ranges[h]
+            where = (slice(None), None, slice(start, start + length))
+        queries = slice(h * group, (h + 1) * group)
+        of_head = mask
+        if isinstance(mask, mx.array) and mask.ndim > 2 and mask.shape[-3] > 1:
+            of_head = mask[..., queries, :, :]
+        outs.append(
+            reference.attention(
+                q[:, queries],
+                _narrow(k[where]),
+                _narrow(v[where]),
+                scale=scale,
+                mask=of_head,
+                sinks=None if sinks is None else sinks[queries],
+            )
+        )
+    return mx.concatenate(outs, axis=1)
+
+
+def _narrow(rows: Rows) -> mx.array:
+    """Rows in the model's dtype."""
+    if not isinstance(rows, PackedRows):
+        return rows
+    return mx.dequantize(
+        rows.words, rows.scales, rows.biases, group_size=rows.group_size, bits=rows.bits
+    )
+
+
 def _ranges_of(ranges: Ranges | None) -> work.Ranges | None:
     """First slots and lengths, as launches want them."""
     if ranges is None:
@@ -188,7 +221,7 @@ def _ranges_of(ranges: Ranges | None) -> work.Ranges | None:
 
 
 def _placed(
-    flat: mx.array, ranges: Ranges, rows: tuple[int, ...], k: mx.array, filler: float
+    flat: mx.array, ranges: Ranges, rows: tuple[int, ...], k: Rows, filler: float
 ) -> mx.array:
     """What lies head after head, each `[*rows, length]`, at the heads' ranges `[B, *rows, S]`."""
     ends = accumulate(math.prod(rows) * length for _, length in ranges)

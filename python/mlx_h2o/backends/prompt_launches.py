@@ -8,20 +8,25 @@ import mlx.core as mx
 
 from mlx_h2o.backends.attention_launches import kind_of_mask, mask_rows
 from mlx_h2o.backends.launcher import Interface, Launcher, Outputs
+from mlx_h2o.backends.row_buffers import absent, buffers, names, packing
 from mlx_h2o.backends.tiling import WIDTHS
 from mlx_h2o.backends.work import Ranges, params, work_of
+from mlx_h2o.packed import Rows
 
 # Rows and keys of a threadgroup, and its threads, as in logit_tile.h.
 _TILE = 64
 _THREADS = 256
 
-_NO_MASK = {"mask": "const device bool* mask = nullptr;\nconst int64_t mask_strides[4] = {0};"}
-_OPERANDS = ("params", "factors", "queries", "keys", "mask")
-_LSE = Interface("prompt_lse", _OPERANDS, ("lse",), _NO_MASK)
-_MASS = Interface("prompt_mass", (*_OPERANDS, "lse"), ("mass",), _NO_MASK)
+_ABSENT = {
+    **absent("keys"),
+    "mask": "const device bool* mask = nullptr;\nconst int64_t mask_strides[4] = {0};",
+}
+_OPERANDS = ("params", "factors", "queries", *names("keys"), "mask")
+_LSE = Interface("prompt_lse", _OPERANDS, ("lse",), _ABSENT)
+_MASS = Interface("prompt_mass", (*_OPERANDS, "lse"), ("mass",), _ABSENT)
 
 
-def supports(q: mx.array, k: mx.array) -> bool:
+def supports(q: mx.array, k: Rows) -> bool:
     """Whether the kernels are written for these operands."""
     return k.shape[-1] in WIDTHS and k.shape[-2] > 0 and q.dtype == k.dtype
 
@@ -29,7 +34,7 @@ def supports(q: mx.array, k: mx.array) -> bool:
 def prompt_lse(
     launcher: Launcher,
     q: mx.array,
-    k: mx.array,
+    k: Rows,
     *,
     scale: float,
     mask: mx.array | str | None = None,
@@ -40,7 +45,7 @@ def prompt_lse(
     Args:
         launcher: Of the GPU.
         q: `[B, Hq, L, D]`.
-        k: `[B, Hk, N, D]`, or flat `[B, S, D]` with ranges.
+        k: `[B, Hk, N, D]`, or flat `[B, S, D]` with ranges; dense or packed.
         scale: Factor on q.k.
         mask: As in `attention_launches.attend`.
         ranges: Where each head's slots lie.
@@ -53,7 +58,7 @@ def prompt_lse(
 def prompt_mass(
     launcher: Launcher,
     q: mx.array,
-    k: mx.array,
+    k: Rows,
     lse: mx.array,
     *,
     scale: float,
@@ -65,7 +70,7 @@ def prompt_mass(
     Args:
         launcher: Of the GPU.
         q: `[B, Hq, L, D]`.
-        k: `[B, Hk, N, D]`, or flat `[B, S, D]` with ranges.
+        k: `[B, Hk, N, D]`, or flat `[B, S, D]` with ranges; dense or packed.
         lse: `[B, Hq, L]` over all columns that answered.
         scale: Factor on q.k.
         mask: As in `attention_launches.attend`.
@@ -84,7 +89,7 @@ class _Call:
     def __init__(
         self,
         q: mx.array,
-        k: mx.array,
+        k: Rows,
         scale: float,
         mask: mx.array | str | None,
         ranges: Ranges | None,
@@ -99,11 +104,16 @@ class _Call:
             "params": params(work_of(self.lengths, ranges, None), L, columns),
             "factors": mx.array([scale]),
             "queries": q,
-            "keys": k,
+            **buffers(keys=k),
         }
         if isinstance(mask, mx.array):
             self._inputs["mask"] = mask_rows(mask, (B, Hq, L, columns))
-        self._template: dict[str, Any] = {"D": D, "G": Hq // len(self.lengths), "MASK": kind}
+        self._template: dict[str, Any] = {
+            "D": D,
+            **packing(keys=k),
+            "G": Hq // len(self.lengths),
+            "MASK": kind,
+        }
         self._batch = B
 
     def launch(

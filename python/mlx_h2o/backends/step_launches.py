@@ -17,8 +17,10 @@ from mlx_h2o.backends.launcher import (
     absent_inputs,
     absent_outputs,
 )
+from mlx_h2o.backends.row_buffers import absent, buffers, names, packing
 from mlx_h2o.backends.work import Ranges
 from mlx_h2o.decoding import HeadStep
+from mlx_h2o.packed import Rows
 from mlx_h2o.remainder import Remainder
 
 # What is accumulated and what is ranked, as in priority.h.
@@ -30,17 +32,19 @@ _REMAINDER_OUT = tuple(f"{name}_out" for name in _REMAINDER)
 _OVERWRITE = Interface(
     "overwrite",
     inputs=(
-        *("plan", "victims", "new_keys", "new_values", "keys", "values", "positions", "norms"),
-        *_REMAINDER,
+        *("plan", "victims", "new_keys", "new_values", *names("keys"), *names("values")),
+        *("positions", "norms", *_REMAINDER),
     ),
     outputs=(*_REMAINDER_OUT, "slots_out"),
-    optional=absent_inputs("norms", *_REMAINDER) | absent_outputs(*_REMAINDER_OUT),
+    optional=absent("keys", "values")
+    | absent_inputs("norms", *_REMAINDER)
+    | absent_outputs(*_REMAINDER_OUT),
 )
 _KEPT_KEYS = Interface(
     "kept_keys",
-    inputs=("plan", "keys", "slots"),
+    inputs=("plan", *names("keys"), "slots"),
     outputs=("means", "worth"),
-    optional=absent_outputs("means", "worth"),
+    optional=absent("keys") | absent_outputs("means", "worth"),
 )
 _UPDATE = Interface(
     "update",
@@ -102,15 +106,15 @@ class SlotArrays:
     """A layer's slots in flat buffers, which the kernels change in place.
 
     Attributes:
-        keys: `[B, S, D]`.
-        values: `[B, S, Dv]`.
+        keys: `[B, S, D]`, dense or packed.
+        values: `[B, S, Dv]`, likewise.
         positions: `[B, S]` int32.
         scores: `[B, S]` float32, where the policy gathers some.
         norms: ||v|| `[B, S]` float32, where the policy weighs by it.
     """
 
-    keys: mx.array
-    values: mx.array
+    keys: Rows
+    values: Rows
     positions: mx.array
     scores: mx.array | None = None
     norms: mx.array | None = None
@@ -151,7 +155,7 @@ def overwrite(
         plan: Of the step.
         slots: Of the layer.
         victims: `[B, H, evict_every]` int32.
-        new_keys: `[B, H, 1, D]`, in the dtype of those held.
+        new_keys: `[B, H, 1, D]`, in the dtype of those held, which pack it if they are packed.
         new_values: `[B, H, 1, Dv]`, likewise.
         remainder: Statistics of the evicted, or None where nothing remembers them.
 
@@ -167,8 +171,7 @@ def overwrite(
         "victims": victims,
         "new_keys": new_keys,
         "new_values": new_values,
-        "keys": slots.keys,
-        "values": slots.values,
+        **buffers(keys=slots.keys, values=slots.values),
         "positions": slots.positions,
     }
     outputs: Outputs = {"slots_out": ((B, H), mx.int32)}
@@ -183,6 +186,7 @@ def overwrite(
         "T": slots.keys.dtype,
         "D": D,
         "DV": Dv,
+        **packing(keys=slots.keys, values=slots.values),
         "REMEMBERS": remainder is not None,
         "NORMS": slots.norms is not None,
     }
@@ -192,16 +196,14 @@ def overwrite(
     return written["slots_out"], remainder
 
 
-def mean_kept_keys(
-    launcher: Launcher, plan: StepPlan, keys: mx.array, written: mx.array
-) -> mx.array:
+def mean_kept_keys(launcher: Launcher, plan: StepPlan, keys: Rows, written: mx.array) -> mx.array:
     """The mean of each head's keys `[B, H, D]` float32."""
     shape = (keys.shape[0], len(plan.heads), keys.shape[-1])
     return _kept_keys(launcher, plan, keys, written, "means", shape)
 
 
 def unlike_directions(
-    launcher: Launcher, plan: StepPlan, keys: mx.array, written: mx.array
+    launcher: Launcher, plan: StepPlan, keys: Rows, written: mx.array
 ) -> mx.array:
     """1 - cos(key, mean direction of its head's keys) `[B, attended slots]` float32."""
     return _kept_keys(launcher, plan, keys, written, "worth", (keys.shape[0], plan.attended))
@@ -210,7 +212,7 @@ def unlike_directions(
 def _kept_keys(
     launcher: Launcher,
     plan: StepPlan,
-    keys: mx.array,
+    keys: Rows,
     written: mx.array,
     wanted: str,
     shape: tuple[int, ...],
@@ -218,11 +220,11 @@ def _kept_keys(
     B, _, D = keys.shape
     return launcher.launch(
         _KEPT_KEYS,
-        {"plan": plan_array(plan), "keys": keys, "slots": written},
+        {"plan": plan_array(plan), **buffers(keys=keys), "slots": written},
         {wanted: (shape, mx.float32)},
         {
-            "T": keys.dtype,
             "D": D,
+            **packing(keys=keys),
             "DIRECTIONS": wanted == "worth",
             "SIMDS": _KEPT_KEYS_SIMDGROUPS,
         },

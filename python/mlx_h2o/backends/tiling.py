@@ -94,6 +94,7 @@ def slots_per_block(
     value_width: int,
     itemsize: int,
     architecture: str,
+    stored: int | None = None,
 ) -> int | None:
     """The slots of a block where two passes pay, or None for one pass.
 
@@ -108,9 +109,10 @@ def slots_per_block(
         queries: L.
         key_width: D.
         value_width: Dv.
-        itemsize: Bytes per element of keys and values.
+        itemsize: Bytes per element of queries, and of keys and values unless they are packed.
         architecture: The GPU's: "sm_90" is one of NVIDIA's; in the last letter of "applegpu_g13s"
             is its size, of which "s" and "d" are the large ones.
+        stored: Bytes of a slot's key and value, if they are packed.
     """
     longest = max(lengths)
     tiles = tiling(key_width, value_width, group, queries, itemsize)
@@ -125,7 +127,8 @@ def slots_per_block(
         blocks = _ceil(_simdgroups_of_mlx(longest, group * queries, size), tiles.splits)
         # Queries are read, partial results and their lse written and read again.
         extra = group * queries * (key_width * itemsize + 2 * (value_width * itemsize + 4))
-        fewest = int(extra / (_BLOCK_SHARE * (key_width + value_width) * itemsize)) + 1
+        stored = stored or (key_width + value_width) * itemsize
+        fewest = int(extra / (_BLOCK_SHARE * stored)) + 1
     step = tiles.splits * tiles.keys
     slots = _ceil(max(_ceil(longest, blocks), fewest), step) * step
     return slots if slots < longest else None

@@ -8,11 +8,12 @@ the last-level cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, cycle
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from mlx_h2o.attention import (
     scaled_dot_product_attention,
@@ -23,6 +24,7 @@ from mlx_h2o.backends.reference import Ranges
 from mlx_h2o.bench.layers import full_layer
 from mlx_h2o.bench.machine import cache_bytes
 from mlx_h2o.bench.measuring import Arm, Progress, Samples, in_turns, timed
+from mlx_h2o.packed import PackedRows, Packing, Rows
 from mlx_h2o.policies import make_policy
 
 READ = "plain read"
@@ -36,6 +38,16 @@ STEP = "step, streaming"
 STEP_H2O = "step, h2o"
 STEP_DISTINCT = "step, distinct"
 STEP_RAGGED = "step, distinct, ragged"
+
+EIGHT = "8 bits"
+FOUR = "4 bits"
+MIXED = "8-bit keys, 4-bit values"
+COMPOSITE = "mlx-lm, 8 bits"
+
+#: Attention with scores over packed rows.
+PACKED = {EIGHT: Packing(8, 8), FOUR: Packing(4, 4), MIXED: Packing(8, 4)}
+# Of the arms that read packed rows.
+PACKINGS = {**PACKED, COMPOSITE: PACKED[EIGHT]}
 
 # The fused steps; `streaming` without a remainder is what a step costs without any choice.
 STEPS = {STEP: ("streaming", False), STEP_H2O: ("h2o", True), STEP_DISTINCT: ("distinct", True)}
@@ -66,6 +78,8 @@ class Shape:
 LARGE = Shape(32, 8, 128, 128)
 SHAPES = (LARGE, Shape(16, 8, 128, 128), Shape(4, 2, 64, 64), Shape(16, 1, 576, 512))
 SLOTS = (256, 1024, 4096, 16384)
+# The size at which packed rows are measured.
+PACKED_SLOTS = 4096
 
 
 @dataclass(frozen=True)
@@ -85,7 +99,18 @@ class Case:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        row = (self.shape.key_width + self.shape.value_width) * self.mx_dtype.size
+        return self.packed_bytes(Packing())
+
+    @property
+    def packs(self) -> bool:
+        """Whether packed rows are measured too."""
+        return (self.shape, self.slots) == (LARGE, PACKED_SLOTS)
+
+    def packed_bytes(self, packing: Packing) -> int:
+        """Bytes of keys and values that are stored so."""
+        size = self.mx_dtype.size
+        row = packing.row_bytes("keys", self.shape.key_width, size)
+        row += packing.row_bytes("values", self.shape.value_width, size)
         return self.shape.kv_heads * self.slots * row
 
     @property
@@ -102,7 +127,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What a case came to; some arms are missing where there is one KV head."""
+    """What a case came to; some arms are missing where there is one KV head or nothing packed."""
 
     case: Case
     samples: Samples
@@ -114,7 +139,8 @@ class Result:
 
     def share_of_bandwidth(self, arm: str) -> float:
         """Bytes of keys and values per second, over those of the plain read."""
-        return self.samples.speed(arm, READ)
+        stored = self.case.packed_bytes(PACKINGS.get(arm, Packing()))
+        return self.samples.speed(arm, READ) * stored / self.case.nbytes
 
     def price(self, arm: str, base: str) -> float:
         """The share by which an arm takes longer than another."""
@@ -177,7 +203,7 @@ def arms_of(case: Case) -> dict[str, Arm]:
 
     def over(
         attention: Callable[..., Any],
-        operands: Iterator[tuple[mx.array, mx.array]] = pair,
+        operands: Iterator[tuple[Rows, Rows]] | Iterator[tuple[mx.array, mx.array]] = pair,
         **options: Any,
     ) -> Arm:
         return timed(lambda: mx.eval(attention(q, *next(operands), scale=scale, **options)))
@@ -206,7 +232,43 @@ def arms_of(case: Case) -> dict[str, Arm]:
         arms[UNIFORM] = over(attention, flat, ranges=ranges_of([N] * Hk))
         arms[RAGGED] = over(attention, flat, ranges=ranges_of(case.ragged_lengths()))
         arms[STEP_RAGGED] = step("distinct", True, case.ragged_lengths())
+    if case.packs:
+        packed = {name: packed_copies(k, v, packing) for name, packing in PACKED.items()}
+        for name, operands in packed.items():
+            arms[name] = over(scaled_dot_product_attention_with_scores, operands)
+        arms[COMPOSITE] = over(composite, packed[EIGHT])
     return arms
+
+
+def packed_copies(k: mx.array, v: mx.array, packing: Packing) -> Iterator[tuple[Rows, Rows]]:
+    """Packed keys and values, for ever, out of more copies than the caches hold."""
+    keys = packing.rows("keys", packing.fields("keys", k))
+    values = packing.rows("values", packing.fields("values", v))
+    copies = min(MOST_COPIES, 1 + -(-2 * cache_bytes() // (keys.nbytes + values.nbytes)))
+    return cycle([(copied(keys), copied(values)) for _ in range(copies)])
+
+
+def copied(rows: Rows) -> Rows:
+    """The same rows in memory of their own."""
+    if not isinstance(rows, PackedRows):
+        return rows + 0
+    words, scales, biases = (array + 0 for array in rows.arrays)
+    mx.eval(words, scales, biases)
+    return replace(rows, words=words, scales=scales, biases=biases)
+
+
+def composite(q: mx.array, k: PackedRows, v: PackedRows, *, scale: float) -> mx.array:
+    """mlx-lm's attention over a quantized cache: three operations, and no scores."""
+    out: mx.array = quantized_scaled_dot_product_attention(
+        q[...],  # mlx-lm scales the array it gets in place
+        (k.words, k.scales, k.biases),
+        (v.words, v.scales, v.biases),
+        scale,
+        None,
+        k.group_size,
+        k.bits,
+    )
+    return out
 
 
 def ranges_of(lengths: Sequence[int]) -> Ranges:

@@ -36,6 +36,8 @@ def draw(report: Report, path: str | Path) -> None:
         ValueError: matplotlib is not installed, or there is nothing to draw.
     """
     panels = [over_mlx, of_bandwidth] if report.attention else []
+    if packed_results(report):
+        panels.append(packed_rows)
     if report.decoding:
         panels.append(tokens_per_second)
     if not panels:
@@ -86,6 +88,28 @@ def of_bandwidth(report: Report, axes: Any) -> None:
     axes.set_ylabel("% of the bandwidth of a plain read")
     axes.set_ylim(bottom=0)
     with_slots(report, axes)
+
+
+def packed_results(report: Report) -> list[attention.Result]:
+    """The results that have packed rows."""
+    return [result for result in report.attention if result.case.packs]
+
+
+def packed_rows(report: Report, axes: Any) -> None:
+    """Milliseconds of attention with scores, dense and packed, by dtype."""
+    arms = (attention.SCORES, *attention.PACKED)
+    results = packed_results(report)
+    height = 0.8 / len(results)
+    for n, result in enumerate(results):
+        dtype = result.case.dtype
+        rows = [row + n * height for row in range(len(arms))]
+        times = [1e3 * result.samples.median(arm) for arm in arms]
+        axes.barh(rows, times, height, color=_COLOURS[dtype], label=dtype)
+    axes.set_yticks([row + 0.4 - height / 2 for row in range(len(arms))], ["dense", *arms[1:]])
+    axes.invert_yaxis()
+    axes.set_title(f"packed rows, {attention.PACKED_SLOTS} slots")
+    axes.set_xlabel("milliseconds")
+    axes.legend(fontsize=8, frameon=False)
 
 
 def with_slots(report: Report, axes: Any) -> None:

@@ -72,7 +72,7 @@ def attention_figures(results: Sequence[attention.Result]) -> list[Figure]:
                 if dtype is None
                 else (r.case.shape, r.case.slots, r.case.dtype) == (LARGE, MANY_SLOTS, dtype)
             )
-            and arm in r.samples.arms
+            and {arm, base} <= set(r.samples.arms)
         ]
 
     figures = []
@@ -89,6 +89,13 @@ def attention_figures(results: Sequence[attention.Result]) -> list[Figure]:
     ):
         cases = pairs(*attention.PRICES[price])
         figures += at_most(f"time of {text}, from {MANY_SLOTS} slots", bound, cases)
+    scores, eight, four = attention.SCORES, attention.EIGHT, attention.FOUR
+    for speed, bound, cases in (
+        ("8 bits over float32, both with scores", 1.5, pairs(scores, eight, "float32")),
+        ("8 bits over mlx-lm's, bfloat16", 20, pairs(attention.COMPOSITE, eight, "bfloat16")),
+        ("4 bits over 8 bits", 1, pairs(eight, four)),
+    ):
+        figures += at_least(f"speed of {speed}, {MANY_SLOTS} slots", bound, cases)
     return figures
 
 
@@ -99,5 +106,7 @@ def model_figures(decoding: Samples, prompt: Samples) -> list[Figure]:
         for base, bound in ((model.STREAMING, 0.97), (model.WINDOW, 1)):
             name = f"decoding speed of {arm} over {base}"
             figures += at_least(name, bound, [(decoding, base, arm)])
+    packed = (decoding, model.H2O, model.H2O_PACKED)
+    figures += at_least(f"decoding speed of {model.H2O_PACKED} over {model.H2O}", 0.98, [packed])
     reading = (prompt, model.DEFAULT, model.PLAIN)
     return figures + at_most(f"time to read a prompt over {model.PLAIN}", 1, [reading])

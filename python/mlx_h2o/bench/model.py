@@ -21,6 +21,7 @@ from mlx_h2o.prompt_cache import make_prompt_cache, replaced
 
 DEFAULT = "distinct"
 H2O = "h2o"
+H2O_PACKED = "h2o, 8 bits"
 STREAMING = "streaming, no remainder"
 WINDOW = "mlx-lm's RotatingKVCache"
 PLAIN = "mlx-lm's KVCache"
@@ -68,6 +69,7 @@ def decode_caches(model: nn.Module, budget: int) -> dict[str, MakeCache]:
         f"{DEFAULT}, evict_every 4": bounded(evict_every=4),
         f"{DEFAULT}, evict_every 16": bounded(evict_every=16),
         H2O: bounded(policy="h2o"),
+        H2O_PACKED: bounded(policy="h2o", bits=8),
         STREAMING: bounded(policy="streaming", remainder=False),
         WINDOW: lambda: window_cache(model, budget),
     }

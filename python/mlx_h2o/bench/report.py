@@ -62,6 +62,8 @@ class Report:
         tables = []
         if self.attention:
             tables += [table(self.attention) for table in (times_table, speeds_table, prices_table)]
+            if packed := [result for result in self.attention if result.case.packs]:
+                tables.append(packed_table(packed))
         if self.decoding:
             tables.append(decoding_table(self.decoding))
         if self.prompt:
@@ -164,6 +166,31 @@ def prices_table(results: list[attention.Result]) -> Table:
         return [
             f"{result.price(arm, base):+.1%}" if arm in measured and base in measured else "-"
             for arm, base in attention.PRICES.values()
+        ]
+
+    return of_cases(results, table, cells)
+
+
+def packed_table(results: list[attention.Result]) -> Table:
+    """Milliseconds with scores over dense and packed rows, and what they gain."""
+    arms = (attention.SCORES, *attention.PACKED, attention.COMPOSITE)
+    table = numbers(
+        "attention with scores over packed rows, milliseconds and times as fast as dense",
+        *CASE,
+        "dense",
+        *arms[1:],
+        "8 bits over mlx-lm",
+    )
+
+    def cells(result: attention.Result) -> list[str]:
+        samples = result.samples
+        return [
+            f"{1e3 * samples.median(attention.SCORES):.3f}",
+            *(
+                f"{1e3 * samples.median(arm):.3f}, {samples.speed(arm, attention.SCORES):.2f}x"
+                for arm in arms[1:]
+            ),
+            f"{samples.speed(attention.EIGHT, attention.COMPOSITE):.1f}x",
         ]
 
     return of_cases(results, table, cells)

@@ -59,7 +59,8 @@ class WatchedCache(H2OKVCache):
         return super()._reduced(run, fields, window_mass, evicted)
 
     def _choose_victims(self, store: SlotStore) -> None:
-        for run in store.runs:
+        waits = self._recent is not None and self._recent.length < self._recent.size
+        for run in [] if waits else store.runs:
             if run.length == run.budget and not run.victims:
                 slots = self._slots(run, store.views(run), self._evicted(run))
                 self._note(self.policy.priority(slots), slots, self.policy.evict_every)

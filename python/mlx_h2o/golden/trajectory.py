@@ -33,6 +33,8 @@ STORES: dict[str, dict[str, Any]] = {
     "8bit": {"bits": 8, "group_size": 32},
     "4bit": {"bits": 4, "group_size": 32},
     "k8v4": {"k_bits": 8, "v_bits": 4, "group_size": 32},
+    "mixed": {"bits": 4, "group_size": 32, "recent_bits": 8},
+    "mixed-dense": {"k_bits": 4, "v_bits": 2, "group_size": 32, "recent_bits": 16},
 }
 UNIFORM, RAGGED = [[24, 24], [24, 24]], [[18, 30], [26, 22]]
 
@@ -48,7 +50,7 @@ def policies() -> Iterator[tuple[str, Policy]]:
     yield "ema", make_policy("ema", sink=2, recent=6, decay=0.75)
     yield "ema-logits", make_policy("ema-logits", sink=2, recent=6, decay=0.75)
     yield "tova", make_policy("tova", sink=2, recent=6)
-    yield "streaming", make_policy("streaming", sink=4)
+    yield "streaming", make_policy("streaming", sink=4, recent=6)
     yield "keydiff", make_policy("keydiff", sink=2, recent=6)
 
 
@@ -219,8 +221,9 @@ def held(cache: H2OKVCache, name: str, most: int) -> np.ndarray:
     assert store is not None
     parts = []
     for run in store.runs:
-        positions = np.array(store.view(run, "positions"))
-        field = positions if name == "kept" else np.array(store.view(run, name))
+        slots = cache.slots(run)
+        positions = np.array(slots.positions)
+        field = positions if name == "kept" else np.array(slots.scores)
         part = np.take_along_axis(field, np.argsort(positions, axis=-1), axis=-1)
         unused = [(0, 0), (0, 0), (0, most - part.shape[-1])]
         parts.append(np.pad(part, unused, constant_values=-1 if name == "kept" else 0))

@@ -34,6 +34,15 @@ inline Ahead ahead_of(const Rows& rows, int width, int64_t first, int count) {
 
 // -- logits ---------------------------------------------------------------------------------------
 
+// What K keys have, for the accumulators i to i + 3 of which number n is key n % K's.
+template <int K>
+inline vf4 of_keys(const float* x, int i) {
+  if constexpr (K % 4 == 0) return load_as<vf4>(x + i % K);
+  static_assert(K == 2 || K % 4 == 0);
+  typedef double vd2 __attribute__((vector_size(16)));
+  return (vf4)(load_as<double>(x) - vd2{});
+}
+
 // s[r][j] = the sum of acc[r * K + j]; R * K is a multiple of 4.
 template <int R, int K>
 [[gnu::always_inline]] inline void store_sums(const vf (&acc)[R * K], float* s, int64_t s_stride) {
@@ -52,34 +61,45 @@ template <int R, int K>
 template <int R, int K, class Keys>
 [[gnu::always_inline]] inline void dots(
     const float* q, int64_t q_stride, const Keys& keys, int j, int D, float* s, int64_t s_stride) {
-  vf total[R * K] = {};
-  int d = 0;
-  for (int g = 0; d + W <= D; ++g) {
+  float total[R * K] = {};
+  for (int g = 0, d = 0; d < D; ++g) {
     vf acc[R * K] = {};
-    for (const int end = keys.group_end(g, D); d + W <= end; d += W) {
-      vf kd[K];
+    const int end = keys.group_end(g, D);
+    for (; d + Keys::kStep * W <= end; d += Keys::kStep * W) {
+      vf kd[K][Keys::kStep];
       UNROLL
-      for (int i = 0; i < K; ++i) kd[i] = keys.raw(j + i, d);
+      for (int i = 0; i < K; ++i) keys.summed(j + i, d, kd[i]);
       UNROLL
+      for (int t = 0; t < Keys::kStep; ++t) UNROLL
       for (int r = 0; r < R; ++r) {
-        const vf qd = in_register(load(q + r * q_stride + d));
+        const vf qd = in_register(load(q + r * q_stride + d + t * W));
         UNROLL
-        for (int i = 0; i < K; ++i) acc[r * K + i] += qd * kd[i];
+        for (int i = 0; i < K; ++i) {
+          acc[r * K + i] += qd * kd[i][t];
+          // (gcc 12 would spill some of them.)
+          if (Keys::kStep > 1) acc[r * K + i] = in_register(acc[r * K + i]);
+        }
       }
     }
-    UNROLL
-    for (int i = 0; i < R * K; ++i)
-      total[i] = Keys::kPacked ? total[i] + acc[i] * keys.group(j + i % K, g).scale : acc[i];
-  }
-  if (d < D) {
-    UNROLL
-    for (int i = 0; i < K; ++i) {
-      const vf kd = keys.some(j + i, d, D - d);
+    if (d < end) {
       UNROLL
-      for (int r = 0; r < R; ++r) total[r * K + i] += load(q + r * q_stride + d) * kd;
+      for (int i = 0; i < K; ++i) {
+        const vf kd = keys.some(j + i, d, end - d);
+        UNROLL
+        for (int r = 0; r < R; ++r) acc[r * K + i] += load(q + r * q_stride + d) * kd;
+      }
+      d = end;
+    }
+    UNROLL
+    for (int i = 0; i < R * K; i += 4) {
+      vf4 four = sums(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
+      if constexpr (Keys::kPacked)
+        four = load_as<vf4>(total + i) + four * of_keys<K>(keys.scales + g * kTile + j, i);
+      __builtin_memcpy(total + i, &four, sizeof(four));
     }
   }
-  store_sums<R, K>(total, s, s_stride);
+  UNROLL
+  for (int r = 0; r < R; ++r) __builtin_memcpy(s + r * s_stride, total + r * K, K * sizeof(float));
 }
 
 #if MLX_H2O_BF16_DOT
@@ -113,26 +133,34 @@ template <int R, int K>
 }
 #endif
 
-// What the biases of packed keys add: sum_g bias_jg sum_(d in g) q_d.
-template <int R, int BITS>
-inline void add_biases(
-    const float* q, int64_t q_stride, const PackedRows<BITS>& keys, int count, int D, float* s,
-    int64_t s_stride) {
-  for (int r = 0; r < R; ++r)
-    for (int d = 0, g = 0; d < D; d += keys.group_size, ++g) {
+// The sums of each group of each query row, [rows, groups].
+inline void sum_groups(const AttentionBlock& b, int group_size, float* sums_of_q) {
+  const int groups = b.D / group_size;
+  for (int r = 0; r < b.rows; ++r)
+    for (int g = 0; g < groups; ++g) {
       vf total{};
-      for (int i = 0; i < keys.group_size; i += W) total += load(q + r * q_stride + d + i);
-      const float of_group = sum(total);
-      each_vector(count, [&](int j, int some) {
-        float* out = s + r * s_stride + j;
-        const vf biases = load_some(keys.biases + g * kTile + j, some);
-        store_some(out, load_some(out, some) + of_group * biases, some);
-      });
+      const float* q = b.q + r * b.q_stride + g * group_size;
+      for (int i = 0; i < group_size; i += W) total += load(q + i);
+      sums_of_q[r * groups + g] = sum(total);
     }
 }
 
-template <int R, class Q, class T>
-inline void add_biases(const Q*, int64_t, const DenseRows<T>&, int, int, float*, int64_t) {}
+// What the biases of packed keys add: sum_g bias_jg sum_(d in g) q_d.
+template <class Keys>
+inline void add_biases(
+    const AttentionBlock& b, const Keys& keys, int count, float* s, int64_t s_stride,
+    const float* sums_of_q) {
+  if constexpr (Keys::kPacked) {
+    const int groups = b.D / keys.group_size;
+    for (int r = 0; r < b.rows; ++r, s += s_stride, sums_of_q += groups)
+      each_vector(count, [&](int j, int some) {
+        vf total = load_some(s + j, some);
+        for (int g = 0; g < groups; ++g)
+          total += sums_of_q[g] * load_some(keys.biases + g * kTile + j, some);
+        store_some(s + j, total, some);
+      });
+  }
+}
 
 template <int R, int K, class Q, class Keys>
 void logits_of_rows(
@@ -151,7 +179,6 @@ void logits_of_rows(
       s[r * s_stride + j] = same[0];
     }
   }
-  add_biases<R>(q, q_stride, keys, count, D, s, s_stride);
 }
 
 template <class Q, class Keys>
@@ -200,7 +227,7 @@ constexpr bool kDotsPairs<DenseRows<bfloat16>> = true;
 template <class Keys>
 void logits_of_tile(
     const AttentionBlock& b, const Keys& keys, int count, float* s, int64_t s_stride,
-    const Ahead& ahead, float* wide) {
+    const Ahead& ahead, float* wide, const float* sums_of_q) {
   if constexpr (kDotsPairs<Keys>) {
     if (b.q16) {
       logits_of_keys(b, b.q16, keys, count, s, s_stride, ahead);
@@ -209,30 +236,56 @@ void logits_of_tile(
       return;
     }
   }
-  if (Keys::kNarrow && b.rows > kRegisterRows)
+  if (Keys::kNarrow && b.rows > kRegisterRows) {
     logits_of_keys(b, b.q, widened(keys, b.D, count, wide), count, s, s_stride, ahead);
-  else
+  } else {
     logits_of_keys(b, b.q, keys, count, s, s_stride, ahead);
+    add_biases(b, keys, count, s, s_stride, sums_of_q);
+  }
 }
 
-// ||k - center||^2 of each key, while the tile lies in the nearest cache.
+// ||k - center||^2 of four keys from row j on.
 template <class Keys>
-void distances_of_tile(const AttentionBlock& b, const Keys& keys, int count, float* out) {
-  for (int j = 0; j < count; ++j) {
-    vf acc{};
-    int d = 0;
-    for (int g = 0; d + W <= b.D; ++g) {
-      const auto group = keys.group(j, g);
-      for (const int end = keys.group_end(g, b.D); d + W <= end; d += W) {
-        const vf x = keys.at(j, d, group) - load(b.center + d);
-        acc += x * x;
+inline void distances(const float* center, const Keys& keys, int j, int D, float (&out)[4]) {
+  vf acc[4] = {};
+  int d = 0;
+  for (int g = 0; d + W <= D; ++g) {
+    typename Keys::Group group[4];
+    UNROLL
+    for (int i = 0; i < 4; ++i) group[i] = keys.group(j + i, g);
+    for (const int end = keys.group_end(g, D); d + W <= end; d += W) {
+      const vf c = load(center + d);
+      UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const vf x = keys.at(j + i, d, group[i]) - c;
+        acc[i] += x * x;
       }
     }
-    if (d < b.D) {
-      const vf x = keys.some(j, d, b.D - d) - load_partial(b.center + d, b.D - d);
-      acc += x * x;
+  }
+  if (d < D) {
+    const vf c = load_partial(center + d, D - d);
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const vf x = keys.some(j + i, d, D - d) - c;
+      acc[i] += x * x;
     }
-    out[j] = sum(acc);
+  }
+  const vf4 four = sums(acc[0], acc[1], acc[2], acc[3]);
+  __builtin_memcpy(out, &four, sizeof(four));
+}
+
+// Of each key, while the tile lies in the nearest cache.
+template <class Keys>
+void distances_of_tile(const AttentionBlock& b, const Keys& keys, int count, float* out) {
+  float four[4];
+  int j = 0;
+  for (; j + 4 <= count; j += 4) {
+    distances(b.center, keys, j, b.D, four);
+    __builtin_memcpy(out + j, four, sizeof(four));
+  }
+  for (; j < count; ++j) {
+    distances(b.center, keys.only(j), 0, b.D, four);
+    out[j] = four[0];
   }
 }
 
@@ -325,11 +378,14 @@ template <int R, int VB, class Values>
   vf sum[R * VB];
   UNROLL
   for (int r = 0; r < R; ++r) UNROLL
-  for (int i = 0; i < VB; ++i) sum[r * VB + i] = load(acc + r * acc_stride + d + i * W);
+  for (int i = 0; i < VB; ++i) {
+    sum[r * VB + i] = load(acc + r * acc_stride + d + i * W);
+    if constexpr (Values::kStarts) sum[r * VB + i] += values.starts[r];
+  }
   for (int j = 0; j < count; ++j) {
     vf row[VB];
     UNROLL
-    for (int i = 0; i < VB; ++i) row[i] = values.raw(j, d + i * W);
+    for (int i = 0; i < VB; i += Values::kStep) values.summed(j, d + i * W, row + i);
     UNROLL
     for (int r = 0; r < R; ++r) {
       const vf weight = in_register(splat(p[r * p_stride + j]));
@@ -353,7 +409,9 @@ void values_of_rows(
     ahead.ask((d - from) / (VB * W) * share, share);
     add_values<R, VB>(p, p_stride, values, d, count, acc, acc_stride);
   }
-  for (; d + W <= end; d += W) add_values<R, 1>(p, p_stride, values, d, count, acc, acc_stride);
+  constexpr int step = Values::kStep;
+  for (; d + step * W <= end; d += step * W)
+    add_values<R, step>(p, p_stride, values, d, count, acc, acc_stride);
   if (d == end) return;
   for (int j = 0; j < count; ++j) {
     const vf row = values.some(j, d, end - d);
@@ -375,23 +433,22 @@ void values_of_rows(
   for (int d = from, g = 0; d < end; d += values.group_size, ++g) {
     const float* scales = values.scales + g * kTile;
     const float* biases = values.biases + g * kTile;
-    float weights[R * kTile];
-    for (int r = 0; r < R; ++r) {
-      vf total{};
+    float weights[R * kTile], starts[kRegisterRows];
+    vf total[kRegisterRows] = {};
+    for (int r = 0; r < R; ++r)
       each_vector(count, [&](int j, int some) {
         const vf weight = load_some(p + r * p_stride + j, some);
         store_some(weights + r * kTile + j, weight * load_some(scales + j, some), some);
-        total += weight * load_some(biases + j, some);
+        total[r] += weight * load_some(biases + j, some);
       });
-      const float bias = sum(total);
-      float* out = acc + r * acc_stride;
-      for (int i = d; i < d + values.group_size; i += W) store(out + i, load(out + i) + bias);
-    }
+    const vf4 four = sums(total[0], total[1], total[2], total[3]);
+    __builtin_memcpy(starts, &four, sizeof(four));
     Ahead part = ahead;
     part.rows += g * share * ahead.stride;
     part.count = ahead.count - g * share < share ? ahead.count - g * share : share;
     values_of_rows<R, VB, PackedRaw<BITS>>(
-        weights, kTile, {values}, count, d, d + values.group_size, acc, acc_stride, part);
+        weights, kTile, {values.data, values.stride, starts}, count, d, d + values.group_size, acc,
+        acc_stride, part);
   }
 }
 
@@ -435,7 +492,7 @@ void values_of_tile(
 // What the loop below asks of keys and of values, whatever they are stored as.
 using LogitsOfTile = void (*)(
     const AttentionBlock&, int64_t first, int count, float* s, int64_t s_stride, const Ahead&,
-    float* wide, float* scales);
+    float* wide, float* scales, const float* sums_of_q);
 using ValuesOfTile = void (*)(
     const AttentionBlock&, int64_t first, int count, const float* p, int64_t p_stride, const Ahead&,
     float* wide, float* scales);
@@ -443,9 +500,9 @@ using ValuesOfTile = void (*)(
 inline LogitsOfTile logits_of(const Rows& k) {
   return with_kind(k, [](auto kind) -> LogitsOfTile {
     return [](const AttentionBlock& b, int64_t first, int count, float* s, int64_t s_stride,
-              const Ahead& ahead, float* wide, float* scales) {
+              const Ahead& ahead, float* wide, float* scales, const float* sums_of_q) {
       const auto keys = decltype(kind)::rows(b.k, b.D, first, count, scales);
-      logits_of_tile(b, keys, count, s, s_stride, ahead, wide);
+      logits_of_tile(b, keys, count, s, s_stride, ahead, wide, sums_of_q);
       if (b.distance) distances_of_tile(b, keys, count, b.distance + first);
     };
   });
@@ -461,7 +518,13 @@ inline ValuesOfTile values_of(const Rows& v) {
   });
 }
 
-inline void attend(const AttentionBlock& b) {
+// Rows of four bits that are summed up by pairs, because they are not widened first.
+inline bool pairs(const AttentionBlock& b, const Rows& rows) {
+  return kPaired<4> && rows.bits == 4 && b.rows <= kRegisterRows;
+}
+
+inline void attend(const AttentionBlock& given) {
+  AttentionBlock b = given;
   const LogitsOfTile tile_logits = logits_of(b.k);
   const ValuesOfTile tile_values = values_of(b.v);
   float* tile_s = b.scratch;
@@ -470,6 +533,14 @@ inline void attend(const AttentionBlock& b) {
   float* wide_v = wide_k + kTile * padded(b.D);
   float* k_scales = wide_v + kTile * padded(b.Dv);
   float* v_scales = k_scales + tile_scales(b.k, b.D);
+  float* sums_of_q = v_scales + tile_scales(b.v, b.Dv);
+  if (b.k.bits) sum_groups(b, b.k.group_size, sums_of_q);
+  if (pairs(b, b.k)) {
+    float* paired = sums_of_q + kMaxRows * (b.D / kSmallestGroup);
+    for (int r = 0; r < b.rows; ++r) pair_queries(b.q + r * b.q_stride, b.D, paired + r * b.D);
+    b.q = paired;
+    b.q_stride = b.D;
+  }
   for (int r = 0; r < b.rows; ++r) {
     b.m[r] = -__builtin_inff();
     b.l[r] = 0;
@@ -487,7 +558,7 @@ inline void attend(const AttentionBlock& b) {
     // are added up.
     const Ahead values = ahead_of(b.v, b.Dv, first, count);
     const Ahead next_keys = ahead_of(b.k, b.D, first + count, left < kTile ? left : kTile);
-    tile_logits(b, first, count, s, s_stride, values, wide_k, k_scales);
+    tile_logits(b, first, count, s, s_stride, values, wide_k, k_scales, sums_of_q);
     if (b.mask != MaskKind::none) tile_mask(b, first, count, s, s_stride);
     for (int r = 0; r < b.rows; ++r) {
       const float shrink = tile_softmax(s + r * s_stride, p + r * p_stride, count, b.m[r], b.l[r]);
@@ -499,6 +570,8 @@ inline void attend(const AttentionBlock& b) {
     }
     tile_values(b, first, count, p, p_stride, next_keys, wide_v, v_scales);
   }
+  if (pairs(b, b.v))
+    for (int r = 0; r < b.rows; ++r) unpair_values(b.acc + r * b.acc_stride, b.Dv);
 }
 
 }  // namespace mlx_h2o::MLX_H2O_ISA

@@ -95,9 +95,11 @@ constexpr int padded(int width) {
 constexpr int kSmallestGroup = 32;
 constexpr int kMostGroups = 576 / kSmallestGroup;
 constexpr int64_t scratch_floats(int D, int Dv) {
-  // Logits and weights of a tile, its keys and values widened, and their scales and biases.
+  // Logits and weights of a tile, its keys and values widened, their scales and biases, the sums
+  // of the queries' groups, and four queries in another form.
   return 2 * kMaxRows * kTile + int64_t(kTile) * (padded(D) + padded(Dv)) +
-      2 * int64_t(kTile) * (D + Dv) / kSmallestGroup + 2 * kPad;
+      2 * int64_t(kTile) * (D + Dv) / kSmallestGroup + kMaxRows * D / kSmallestGroup +
+      4 * padded(D) + 2 * kPad;
 }
 
 // What a policy accumulates per slot.
@@ -118,6 +120,9 @@ struct PolicyForm {
   float age_weight = 0;
 };
 
+// Terms of Priority::distance: distance, mass, age.
+constexpr int kTerms = 3;
+
 // One KV head after attention: scores are brought up to date and, if `priority` is wanted, slots
 // are ranked.
 struct UpdateHead {
@@ -132,7 +137,7 @@ struct UpdateHead {
   const int32_t* positions;
   float* scores;    // [slots] in place
   float* priority;  // [slots] out, or nullptr
-  float* term;      // [slots] scratch, with priority
+  float* terms;     // [kTerms, slots] scratch, with priority
   int offset;       // the next logical position
   int recent;       // last positions that are protected
 };

@@ -11,11 +11,14 @@ namespace mlx_h2o::MLX_H2O_ISA {
 //   group(j, g)      what is the same for a whole group g of row j's elements
 //   at(j, d, group)  W elements from d on
 //   raw(j, d)        the same without scale and bias
+//   summed(j, d, x)  kStep vectors of them, as sums take them (of packed rows, see kPaired)
 //   some(j, d, n)    n < W elements, zeros behind them
 //   only(j)          every row is row j
 template <class T>
 struct DenseRows {
   static constexpr bool kPacked = false;
+  static constexpr bool kStarts = false;
+  static constexpr int kStep = 1;
   static constexpr bool kNarrow = sizeof(T) < 4;
   struct Group {
     float scale = 1;
@@ -32,6 +35,9 @@ struct DenseRows {
   }
   vf raw(int j, int d) const {
     return load(data + j * stride + d);
+  }
+  void summed(int j, int d, vf* x) const {
+    *x = raw(j, d);
   }
   vf at(int j, int d, Group) const {
     return raw(j, d);
@@ -80,6 +86,12 @@ inline vf unpacked(const uint8_t* row, int d) {
   if constexpr (BITS == 8)
     return __builtin_convertvector(
         (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + d))), vf);
+  if constexpr (BITS == 4) {
+    // (One load that fills all lanes; gcc 12 goes through a general register otherwise.)
+    const vu word =
+        (vu)_mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(row + d / 2)));
+    return __builtin_convertvector((vi)((word >> vu{0, 4, 8, 12, 16, 20, 24, 28}) & 15), vf);
+  }
 #endif
   // Several lanes share a 32-bit window: as many as it holds, eight or four.
   constexpr int shared = W >= 8 && 8 * BITS <= 32 ? 8 : 4;
@@ -101,10 +113,54 @@ inline vf unpacked(const uint8_t* row, int d) {
   return __builtin_convertvector((vi)((windows >> shifts) & ((1u << BITS) - 1)), vf);
 }
 
+// Whether sums take these rows by pairs of vectors: of 2 W elements first the even ones, then the
+// odd ones, since both are in the same bytes. The queries are put into that order first
+// (pair_queries), and the sums of values back in order at the end (unpair_values).
+template <int BITS>
+constexpr bool kPaired = false;
+#if defined(__AVX2__) && MLX_H2O_LANES == 8
+template <>
+constexpr bool kPaired<4> = true;
+#endif
+
+template <int BITS>
+inline void unpacked_for_sums(const uint8_t* row, unsigned d, vf* x) {
+  if constexpr (kPaired<BITS>) {
+    vi bytes{};
+#if defined(__AVX2__) && MLX_H2O_LANES == 8
+    bytes =
+        (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + d / 2)));
+#endif
+    x[0] = __builtin_convertvector(bytes & 15, vf);
+    x[1] = __builtin_convertvector((vi)((vu)bytes >> 4), vf);
+  } else {
+    *x = unpacked<BITS>(row, d);
+  }
+}
+
+inline void pair_queries(const float* q, int D, float* out) {
+  for (int d = 0; d < D; d += 2 * W)
+    for (int i = 0; i < W; ++i) {
+      out[d + i] = q[d + 2 * i];
+      out[d + W + i] = q[d + 2 * i + 1];
+    }
+}
+
+inline void unpair_values(float* acc, int D) {
+  for (int d = 0; d < D; d += 2 * W) {
+    const vf even = load(acc + d), odd = load(acc + d + W);
+    for (int i = 0; i < W; ++i) {
+      acc[d + 2 * i] = even[i];
+      acc[d + 2 * i + 1] = odd[i];
+    }
+  }
+}
+
 template <int BITS>
 struct PackedRows {
   static constexpr bool kPacked = true;
   static constexpr bool kNarrow = true;
+  static constexpr int kStep = kPaired<BITS> ? 2 : 1;
   struct Group {
     vf scale, bias;
   };
@@ -124,6 +180,9 @@ struct PackedRows {
   vf raw(int j, int d) const {
     return unpacked<BITS>(data + j * stride, d);
   }
+  void summed(int j, int d, vf* x) const {
+    unpacked_for_sums<BITS>(data + j * stride, d, x);
+  }
   vf at(int j, int d, const Group& g) const {
     return raw(j, d) * g.scale + g.bias;
   }
@@ -138,10 +197,15 @@ struct PackedRows {
 // Packed rows whose scales and biases are taken care of elsewhere.
 template <int BITS>
 struct PackedRaw {
-  const PackedRows<BITS>& rows;
+  static constexpr bool kStarts = true;
+  static constexpr int kStep = kPaired<BITS> ? 2 : 1;
 
-  vf raw(int j, int d) const {
-    return rows.raw(j, d);
+  const uint8_t* data;
+  int64_t stride;       // bytes
+  const float* starts;  // per query row: what its sums begin with
+
+  void summed(int j, int d, vf* x) const {
+    unpacked_for_sums<BITS>(data + j * stride, d, x);
   }
   vf some(int, int, int) const {
     return vf{};
@@ -164,8 +228,17 @@ inline void widen_scales(
     widen(rows, row(0), r.dtype, 1, count * groups);
   else
     for (int j = 0; j < count; ++j) widen(rows + j * groups, row(j), r.dtype, 1, groups);
-  for (int j = 0; j < count; ++j)
-    for (int g = 0; g < groups; ++g) to[g * kTile + j] = rows[j * groups + g];
+  // A constant number of groups is shuffled in registers.
+  const auto part = [&](int n) {
+    for (int g = 0; g < n; ++g)
+      for (int j = 0; j < count; ++j) to[g * kTile + j] = rows[j * n + g];
+  };
+  switch (groups) {
+    case 1: return part(1);
+    case 2: return part(2);
+    case 4: return part(4);
+    default: return part(groups);
+  }
 }
 
 // Rows `first` to `first + count - 1`, as their kind. `room` holds a tile's scales and biases.

@@ -18,18 +18,25 @@ inline float share_of(float top, float lse) {
 }
 
 inline void add_mass(const UpdateHead& h, float factor, float* mass) {
+  // A row's largest logit is the same for many tiles on end.
+  float tops[kMaxRows], scales[kMaxRows];
+  for (int r = 0; r < h.rows; ++r) tops[r] = -__builtin_inff(), scales[r] = 0;
   for (int first = 0, tile = 0; first < h.slots; first += kTile, ++tile) {
     const int keys = h.slots - first < kTile ? h.slots - first : kTile;
     for (int r = 0; r < h.rows; ++r) {
-      const float top = h.tile_max[tile * h.rows + r], lse = h.lse[r];
-      if (top == -__builtin_inff()) continue;
-      const float scale = factor * share_of(top, lse);
-      const float* w = h.weights + r * h.weights_stride + first;
-      each_vector(keys, [&](int n, int count) {
-        float* m = mass + first + n;
-        store_some(m, load_some(m, count) + scale * load_some(w + n, count), count);
-      });
+      const float top = h.tile_max[tile * h.rows + r];
+      if (top == tops[r]) continue;
+      tops[r] = top;
+      scales[r] = top == -__builtin_inff() ? 0 : factor * share_of(top, h.lse[r]);
     }
+    each_vector(keys, [&](int n, int count) {
+      float* m = mass + first + n;
+      const float* w = h.weights + first + n;
+      vf total = load_some(m, count);
+      for (int r = 0; r < h.rows; ++r, w += h.weights_stride)
+        total += scales[r] * load_some(w, count);
+      store_some(m, total, count);
+    });
   }
 }
 
@@ -71,63 +78,69 @@ inline void accumulate(const UpdateHead& h, const PolicyForm& form) {
   });
 }
 
+inline vi positions(const UpdateHead& h, int n, int count) {
+  if (count == W) return load_as<vi>(h.positions + n);
+  vi some{};
+  __builtin_memcpy(&some, h.positions + n, count * sizeof(int32_t));
+  return some;
+}
+
 inline vf ages(const UpdateHead& h, int n, int count) {
-  uint32_t positions[W] = {};
-  __builtin_memcpy(positions, h.positions + n, count * sizeof(int32_t));
   // (Unsigned, so that positions of a damaged state do no more harm than a wrong age.)
-  return __builtin_convertvector((vi)(uint32_t(h.offset) - load_as<vu>(positions)), vf);
+  return __builtin_convertvector((vi)(uint32_t(h.offset) - (vu)positions(h, n, count)), vf);
 }
 
 // 1 where a slot may go, 0 where it is protected (selection.evictable_slots); 0 beyond `count`.
 inline vf may_go(const UpdateHead& h, const PolicyForm& form, int n, int count) {
-  vi positions{};
-  __builtin_memcpy(&positions, h.positions + n, count * sizeof(int32_t));
+  const vi at = positions(h, n, count);
   vi lanes;
   for (int i = 0; i < W; ++i) lanes[i] = i;
-  const vi yes = (positions >= form.sink) & (positions < h.offset - h.recent) & (lanes < count);
+  const vi yes = (at >= form.sink) & (at < h.offset - h.recent) & (lanes < count);
   return yes ? splat(1) : splat(0);
 }
 
-// base.standardised over what may go, times a weight, added to h.priority; `value` gives x, once.
-template <class F>
-void add_standardised(const UpdateHead& h, const PolicyForm& form, float weight, F value) {
-  vf number{}, total{};
-  each_vector(h.slots, [&](int n, int count) {
-    const vf x = value(n, count), among = may_go(h, form, n, count);
-    store_some(h.term + n, x, count);
-    number += among;
-    total += among > 0 ? x : splat(0);
-  });
-  const float share = 1 / __builtin_fmaxf(sum(number), 1);
-  const float mean = sum(total) * share;
-  vf squares{};
-  each_vector(h.slots, [&](int n, int count) {
-    const vf apart = load_some(h.term + n, count) - mean;
-    squares += may_go(h, form, n, count) > 0 ? apart * apart : splat(0);
-  });
-  const float deviation = __builtin_sqrtf(sum(squares) * share);
-  const float factor = weight / (deviation + 1e-6f);
-  each_vector(h.slots, [&](int n, int count) {
-    const vf apart = load_some(h.term + n, count) - mean;
-    store_some(h.priority + n, load_some(h.priority + n, count) + apart * factor, count);
-  });
-}
-
-// Distinct.priority
+// Distinct.priority: three terms, each standardised over what may go (base.standardised) and
+// weighted. All are made in one pass: ages and what may go are the same for each.
 inline void rank_by_distance(const UpdateHead& h, const PolicyForm& form) {
-  __builtin_memset(h.priority, 0, h.slots * sizeof(float));
+  const float weights[kTerms] = {1, form.mass_weight, -form.age_weight};
+  float* terms[kTerms];
+  for (int t = 0; t < kTerms; ++t) terms[t] = h.terms + int64_t(t) * h.slots;
   // A key at the mean itself must not stretch the scale for all others.
   const vf least = splat(h.least_distance);
-  add_standardised(h, form, 1, [&](int n, int count) {
-    return log(max(least, load_some(h.distance + n, count)));
+  vf number{}, total[kTerms] = {}, squares[kTerms] = {};
+  each_vector(h.slots, [&](int n, int count) {
+    const vf among = may_go(h, form, n, count), age = ages(h, n, count);
+    const vf x[kTerms] = {
+        log(max(least, load_some(h.distance + n, count))),
+        form.mass_weight ? log(load_some(h.scores + n, count) / age + kMassFloor) : splat(0),
+        form.age_weight ? log(age) : splat(0)};
+    number += among;
+    UNROLL
+    for (int t = 0; t < kTerms; ++t) {
+      store_some(terms[t] + n, x[t], count);
+      total[t] += among > 0 ? x[t] : splat(0);
+    }
   });
-  if (form.mass_weight != 0)
-    add_standardised(h, form, form.mass_weight, [&](int n, int count) {
-      return log(load_some(h.scores + n, count) / ages(h, n, count) + kMassFloor);
-    });
-  if (form.age_weight != 0)
-    add_standardised(
-        h, form, -form.age_weight, [&](int n, int count) { return log(ages(h, n, count)); });
+  const float share = 1 / __builtin_fmaxf(sum(number), 1);
+  float mean[kTerms], factor[kTerms];
+  for (int t = 0; t < kTerms; ++t) mean[t] = sum(total[t]) * share;
+  each_vector(h.slots, [&](int n, int count) {
+    const vf among = may_go(h, form, n, count);
+    UNROLL
+    for (int t = 0; t < kTerms; ++t) {
+      const vf apart = load_some(terms[t] + n, count) - mean[t];
+      squares[t] += among > 0 ? apart * apart : splat(0);
+    }
+  });
+  for (int t = 0; t < kTerms; ++t)
+    factor[t] = weights[t] / (__builtin_sqrtf(sum(squares[t]) * share) + 1e-6f);
+  each_vector(h.slots, [&](int n, int count) {
+    vf priority{};
+    UNROLL
+    for (int t = 0; t < kTerms; ++t)
+      priority += (load_some(terms[t] + n, count) - mean[t]) * factor[t];
+    store_some(h.priority + n, priority, count);
+  });
 }
 
 // Policy.priority

@@ -17,6 +17,14 @@ struct RowWidths: Equatable {
             + packing.rowBytes("values", width: value, elementSize: valueSize)
     }
 
+    /// The same of one of the newest tokens.
+    var recentRowBytes: Int {
+        guard let recent = packing.recent else { return rowBytes }
+        var widths = self
+        widths.packing = recent
+        return widths.rowBytes
+    }
+
     /// Slots whose memory the remainder of one head takes (rounded up).
     func remainderSlots(_ remembers: Bool) -> Int {
         guard remembers else { return 0 }
@@ -31,11 +39,16 @@ struct RowWidths: Equatable {
         let remainder = remembers ? Remainder.bytesPerHead(keyWidth: key, valueWidth: value) : 0
         let perHead = bytes / heads - (remainder + 4 * policy.options.evictEvery)
         let slot = rowBytes + 4 + (policy.needsAttention ? 4 : 0)
-        guard perHead >= slot else {
+        var slots = perHead / slot
+        // A recent zone of wider rows leaves room for fewer. (Of narrower ones it gives none back:
+        // with a profile the zone is as small as the smallest head's.)
+        let extra = max(recentRowBytes - rowBytes, 0)
+        while slots > 0 && slots * slot > perHead - policy.recentSlots(slots) * extra { slots -= 1 }
+        guard slots >= 1 else {
             throw H2OError.configuration(
                 "\(bytes) bytes leave no slot for each of \(heads) KV heads of \(rowBytes) bytes a "
                     + "token; make the budget larger.")
         }
-        return perHead / slot
+        return slots
     }
 }

@@ -10,6 +10,7 @@ extension H2OKVCache {
         if remembers {
             named += zip(Remainder.names, remainder.arrays).map { ("remainder.\($0)", $1) }
         }
+        if let recent { named += recent.fields.map { ("recent.\($0)", $1) } }
         if let victims { named.append(("victims", victims)) }
         return named.sorted { $0.name < $1.name }
     }
@@ -31,7 +32,7 @@ extension H2OKVCache {
             "attending": .bool(attends),
             "packing": .object([
                 "k_bits": optional(packing.keyBits), "v_bits": optional(packing.valueBits),
-                "group_size": .int(packing.groupSize),
+                "group_size": .int(packing.groupSize), "recent_bits": optional(packing.recentBits),
             ]),
             "max_size": tokens,
             "max_bytes": bytes,
@@ -39,6 +40,7 @@ extension H2OKVCache {
             "offset": .int(offset),
             "own": attended ? .bool(true) : .null,
             "reserved": .int(store?.reserved ?? 0),
+            "recent": recent?.json ?? .null,
             "runs": .array(store?.runs.map(\.json) ?? []),
         ])
     }
@@ -94,7 +96,8 @@ extension H2OKVCache {
             remainder: answers, attends: attends,
             packing: try Packing(
                 keyBits: packing["k_bits"]?.int, valueBits: packing["v_bits"]?.int,
-                groupSize: packing["group_size"]?.int ?? 64))
+                groupSize: packing["group_size"]?.int ?? 64,
+                recentBits: packing["recent_bits"]?.int))
         try cache.restore(arrays, configuration)
         return cache
     }
@@ -136,6 +139,15 @@ extension H2OKVCache {
             }
             statistics = Remainder(
                 count: held[0], meanKey: held[1], varKey: held[2], meanValue: held[3])
+        }
+        if let zone = configuration["recent"], zone != .null {
+            let fields = arrays.reduce(into: Fields()) { fields, entry in
+                if entry.key.hasPrefix("recent.") {
+                    fields[String(entry.key.dropFirst(7))] = entry.value
+                }
+            }
+            recent = try RecentZone(
+                zone, fields: fields, kept: packing, isScored: policy.needsAttention)
         }
         (self.offset, store, remainder, rowTypes) = (offset, restored, statistics, types)
         victims = arrays["victims"]

@@ -6,15 +6,21 @@ extension H2OKVCache {
     func takeIn(keys: MLXArray, values: MLXArray) {
         start(keys, values)
         yieldToPressure()
-        let L = keys.dim(2), rows = rows(keys, values)
-        if L == 1 {
+        let isOne = keys.dim(2) == 1  // for which victims are named already
+        let rows =
+            recent == nil
+            ? rows(keys, values, from: offset)
+            : recent!.push(keys: keys, values: values, offset: offset)
+        offset += keys.dim(2)
+        guard let rows else { return }
+        let count = rows["positions"]!.dim(2)
+        if isOne {
             writeOne(rows)
-        } else if store!.runs.allSatisfy({ $0.length + L <= $0.budget }) {
+        } else if store!.runs.allSatisfy({ $0.length + count <= $0.budget }) {
             append(rows)
         } else {
             pending = rows
         }
-        offset += L
     }
 
     /// Make the store when the first rows tell the widths.
@@ -31,29 +37,44 @@ extension H2OKVCache {
                 [.float32, .float16, .bfloat16].contains(dtype),
                 "Keys and values must be float32, float16 or bfloat16; got \(dtype).")
         }
+        let given: [Int]
         do {
-            let (budgets, reserved) = try resolvedBudgets(types)
-            store = SlotStore(budgets: budgets, reserved: reserved)
+            var (budgets, reserved) = try resolvedBudgets(types)
             fullBudgets = budgets
+            given = budgets.map { $0 + reserved }
+            if packing.recent != nil {
+                let size = try recentSize(budgets)
+                recent = RecentZone(
+                    size: size, kept: packing, isScored: policy.needsAttention)
+                budgets = budgets.map { $0 - size }
+            }
+            store = SlotStore(budgets: budgets, reserved: reserved)
         } catch {
             fatalError(
                 error.localizedDescription + " (H2OConfiguration.caches(for:) tells in time.)")
         }
         // The file's form of a size that depends on widths: the slots of each head.
         if case .heads = size {} else {
-            size = .heads(store!.budgetsWithReserved)
+            size = .heads(given)
         }
         rowTypes = types
         remainder = Remainder(
             batch: types.batch, heads: types.heads, keyWidth: types.keyWidth,
             valueWidth: types.valueWidth)
+        if recent != nil {
+            // So that there are fields to look at while all tokens are recent.
+            let row = rows(
+                keys.sliced(0 ..< 1, axis: 2), values.sliced(0 ..< 1, axis: 2), from: 0)
+            store!.reserve(1, like: row)
+        }
     }
 
-    /// New rows by field, `[B, H, L, ...]`, for the positions from `offset` on.
-    private func rows(_ keys: MLXArray, _ values: MLXArray) -> Fields {
+    /// New rows by field, `[B, H, L, ...]`, for the positions from `first` on.
+    private func rows(_ keys: MLXArray, _ values: MLXArray, from first: Int) -> Fields {
         let (B, H, L) = (keys.dim(0), keys.dim(1), keys.dim(2))
-        var rows = packing.fields("keys", keys).merging(packing.fields("values", values)) { $1 }
-        rows["positions"] = broadcast(positions(offset ..< offset + L), to: [B, H, L])
+        var rows = packing.fields("keys", .plain(keys))
+        rows.merge(packing.fields("values", .plain(values))) { $1 }
+        rows["positions"] = broadcast(positions(first ..< first + L), to: [B, H, L])
         if policy.needsAttention {
             rows["scores"] = MLXArray.zeros([B, H, L], dtype: .float32)
         }
@@ -143,7 +164,8 @@ extension H2OKVCache {
     func attend(
         _ run: Run, _ fields: Fields, queries: MLXArray, scale: Float, mask: Mask, sinks: MLXArray?
     ) -> (output: MLXArray, scores: MLXArray?, windowMass: MLXArray?) {
-        let keys = packing.rows("keys", fields), values = packing.rows("values", fields)
+        let (keys, values) = keysAndValues(run, fields)
+        let whole = positionsAndScores(run, fields)
         let L = queries.dim(2), N = keys.shape[2]
         let answering =
             remainderAnswers && evicted(run) > 0 ? remainder!.heads(run.range) : nil
@@ -162,7 +184,7 @@ extension H2OKVCache {
                 seed: answering.map { ($0.column(queries: q, scale: scale), $0.meanValue) })
         }
 
-        var outputs: [MLXArray] = [], scores = fields["scores"], windowMass: MLXArray?
+        var outputs: [MLXArray] = [], scores = whole["scores"], windowMass: MLXArray?
         if firstSeen > 0 {
             outputs.append(Backend.current.attention(operands(0 ..< firstSeen)))
         }
@@ -183,7 +205,7 @@ extension H2OKVCache {
                     logits: result.scores, logSumExp: result.logSumExp, heads: run.heads)
             }
             if windowed {
-                windowMass = self.windowMass(seen, fields, L)
+                windowMass = self.windowMass(seen, whole, L)
                 seen.standsFor = standsFor(L: L, N: N, window: min(start + step, L) - start)
             }
             let part = policy.accumulate(scores!.slicedLast(0 ..< length), seen: seen)
@@ -217,7 +239,7 @@ extension H2OKVCache {
             let kept = runs.indices.map { i in
                 reduced(
                     runs[i], attended[i], windowMasses.isEmpty ? nil : windowMasses[i],
-                    evicted: offset - counts[i])
+                    evicted: offset - recentlyHeld - counts[i])
             }
             store!.replace(kept)
             forgetVictims()
@@ -232,19 +254,33 @@ extension H2OKVCache {
         _ run: Run, _ fields: Fields, _ windowMass: MLXArray?, evicted: Int
     ) -> Fields {
         if fields["positions"]!.dim(2) <= run.budget { return fields }
-        let slots = slots(run, fields, evicted: evicted)
+        let N = fields["positions"]!.dim(2), places = fields["positions"]!
+        // Head by head, so that float32 copies are never of more than one head's rows.
+        let priorities = (0 ..< run.heads).map { i in
+            var one = Run(first: run.first + i, last: run.first + i + 1, budget: run.budget)
+            one.length = run.length
+            let own = i ..< i + 1
+            let slots = slots(one, fields.mapValues { $0.sliced(own, axis: 1) }, evicted: evicted)
+            return policy.promptPriority(slots, windowMass: windowMass?.sliced(own, axis: 1))
+                .slicedLast(0 ..< N)
+        }
         let kept = Selection.kept(
-            priority: policy.promptPriority(slots, windowMass: windowMass),
-            positions: slots.positions, evictable: slots.evictable, count: run.budget,
-            unit: policy.options.unit)
+            priority: joined(priorities, axis: 1), positions: places,
+            evictable: evictable(run, places), count: run.budget, unit: policy.options.unit)
         if remembers {
             let dropped = putAlong(
-                MLXArray.ones(slots.positions.shape, dtype: .float32), kept,
+                MLXArray.ones(places.shape, dtype: .float32), kept,
                 values: MLXArray.zeros(kept.shape, dtype: .float32), axis: -1)
-            remainder = remainder!.withHeads(
-                run.first,
-                remainder!.heads(run.range).fold(
-                    keys: slots.keys, values: slots.values, weights: dropped))
+            let keys = packing.rows("keys", fields), values = packing.rows("values", fields)
+            for i in 0 ..< run.heads {
+                let own = i ..< i + 1, head = run.first + i
+                remainder = remainder!.withHeads(
+                    head,
+                    remainder!.heads(head ..< head + 1).fold(
+                        keys: keys.sliced(own, axis: 1).dense,
+                        values: values.sliced(own, axis: 1).dense,
+                        weights: dropped.sliced(own, axis: 1)))
+            }
         }
         return fields.mapValues { field in
             let places = kept.reshaped(kept.shape + Array(repeating: 1, count: field.ndim - 3))
@@ -255,6 +291,7 @@ extension H2OKVCache {
 
     /// For every full run without victims left, choose the next `evictEvery`.
     func chooseVictims() {
+        if let recent, recent.length < recent.size { return }  // the next token pushes none out
         func due(_ run: Run) -> Bool { run.length == run.budget && run.victims == 0 }
         guard store!.runs.contains(where: due) else { return }
         let count = policy.options.evictEvery
@@ -264,8 +301,10 @@ extension H2OKVCache {
                 let slots = slots(run, store!.views(run), evicted: evicted(run))
                 chosen.append(
                     Selection.victims(
-                        priority: policy.priority(slots), positions: slots.positions,
-                        evictable: slots.evictable, count: count, unit: policy.options.unit))
+                        priority: policy.priority(slots).slicedLast(0 ..< run.length),
+                        positions: slots.positions.slicedLast(0 ..< run.length),
+                        evictable: slots.evictable.slicedLast(0 ..< run.length), count: count,
+                        unit: policy.options.unit))
                 store!.runs[i].victims = count
             } else if let victims {
                 chosen.append(victims.sliced(run.range, axis: 1))
@@ -285,21 +324,72 @@ extension H2OKVCache {
 
     /// A run's slots as policies see them.
     private func slots(_ run: Run, _ fields: Fields, evicted: Int) -> Slots {
-        let places = fields["positions"]!
+        let whole = positionsAndScores(run, fields), places = whole["positions"]!
+        let (keys, values) = keysAndValues(run, fields)
         return Slots(
-            keys: packing.rows("keys", fields).dense, values: packing.rows("values", fields).dense,
-            positions: places,
-            scores: fields["scores"] ?? MLXArray.zeros(places.shape, dtype: .float32),
+            keys: keys.dense, values: values.dense, positions: places,
+            scores: whole["scores"] ?? MLXArray.zeros(places.shape, dtype: .float32),
             offset: offset,
-            evictable: Selection.evictable(
-                positions: places, offset: offset, sink: policy.options.sink,
-                recent: policy.recentSlots(run.budget)),
-            evicted: evicted, evictedMeanKey: remainder!.meanKey.sliced(run.range, axis: 1))
+            evictable: evictable(run, places), evicted: evicted, evictedMeanKey: remainder!.meanKey.sliced(run.range, axis: 1))
+    }
+
+    /// True where a run may lose the token.
+    private func evictable(_ run: Run, _ places: MLXArray) -> MLXArray {
+        Selection.evictable(
+            positions: places, offset: offset, sink: policy.options.sink,
+            recent: policy.recentSlots(budget(of: run)))
+    }
+
+    /// All rows of a run: those of its slots, by field, and the newest tokens'.
+    private func keysAndValues(_ run: Run, _ fields: Fields) -> (keys: Rows, values: Rows) {
+        let keys = packing.rows("keys", fields), values = packing.rows("values", fields)
+        guard let recent else { return (keys, values) }
+        let views = recent.views(run.range, offset: offset)
+        return (recent.rows("keys", keys, views), recent.rows("values", values, views))
+    }
+
+    /// The same of the fields that policies work on.
+    func positionsAndScores(_ run: Run, _ fields: Fields) -> Fields {
+        guard let recent else { return fields }
+        let views = recent.views(run.range, offset: offset)
+        return ["positions", "scores"].reduce(into: Fields()) { whole, name in
+            if let field = fields[name] {
+                whole[name] = concatenated([field, views[name]!], axis: 2)
+            }
+        }
     }
 
     /// Tokens that each head of a run has lost.
     func evicted(_ run: Run) -> Int {
-        offset - run.length - (pending?["positions"]!.dim(2) ?? 0)
+        offset - run.length - recentlyHeld - (pending?["positions"]!.dim(2) ?? 0)
+    }
+
+    /// Tokens in the recent zone.
+    private var recentlyHeld: Int { recent?.length ?? 0 }
+
+    /// Tokens that each head of a run may hold, the newest included.
+    func budget(of run: Run) -> Int { run.budget + (recent?.size ?? 0) }
+
+    /// Tokens that every head protects, for the recent zone.
+    private func recentSize(_ budgets: [Int]) throws -> Int {
+        let size = budgets.map { policy.recentSlots($0) }.min()!
+        guard size >= 1 else {
+            throw H2OError.configuration(
+                "recentBits needs protected tokens: policy \"\(type(of: policy).name)\" protects "
+                    + "none in a head of \(budgets.min()!) slots.")
+        }
+        return size
+    }
+
+    /// Fit the recent zone to new budgets of whole heads; the budgets of their other slots.
+    func resizeRecent(_ budgets: [Int]) throws -> [Int] {
+        let first = offset - recentlyHeld
+        if var gone = recent!.resize(try recentSize(budgets)) {
+            let shape = Array(gone["keys"]!.shape[0 ..< 3])
+            gone["positions"] = broadcast(positions(first ..< first + shape[2]), to: shape)
+            pending = gone
+        }
+        return budgets.map { $0 - recent!.size }
     }
 
     /// How many tokens plain rows will stand for when n new ones attend.

@@ -40,6 +40,8 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
 
     var store: SlotStore?
     var remainder: Remainder?
+    /// The newest tokens, where they are stored in another width; all others are in the store.
+    var recent: RecentZone?
     /// Slots to overwrite next, `[B, H, evictEvery]`; each run knows how many it has used.
     var victims: MLXArray?
     /// Rows of a chunk that goes over budget, while it is attended to.
@@ -147,17 +149,22 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
         attended = true
         let runs = store!.runs, group = queries.dim(1) / store!.heads
         var outputs: [MLXArray] = [], seen: [Fields] = [], windowMasses: [MLXArray?] = []
+        var recentScores: [MLXArray] = []
         for run in runs {
             var fields = attendedFields(run)
-            let heads = run.first * group ..< run.last * group
+            let heads = run.first * group ..< run.last * group, kept = fields["positions"]!.dim(2)
             let result = attend(
                 run, fields, queries: queries.sliced(heads, axis: 1), scale: scale,
                 mask: Mask(mask), sinks: sinks?.sliced(heads, axis: 0))
-            if let scores = result.scores { fields["scores"] = scores }
+            if let scores = result.scores {
+                fields["scores"] = scores.slicedLast(0 ..< kept)
+                if recent != nil { recentScores.append(scores.slicedLast(kept ..< scores.dim(2))) }
+            }
             outputs.append(result.output)
             seen.append(fields)
             windowMasses.append(result.windowMass)
         }
+        if !recentScores.isEmpty { recent!.writeScores(joined(recentScores, axis: 1)) }
         settle(seen, windowMasses)
         return depends(input: joined(outputs, axis: 1), dependencies: sideState())
     }
@@ -209,7 +216,8 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
         let n = min(n, offset)
         guard n > 0 else { return 0 }
         offset -= n
-        for i in store!.runs.indices { store!.runs[i].length -= n }
+        let older = n - (recent?.trim(n) ?? 0)
+        for i in store!.runs.indices { store!.runs[i].length -= older }
         forgetVictims()
         return n
     }
@@ -224,6 +232,7 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
         // Arrays are never changed in place while two hold them, so both may.
         (twin.offset, twin.store, twin.remainder) = (offset, store, remainder)
         (twin.victims, twin.rowTypes, twin.attended) = (victims, rowTypes, attended)
+        twin.recent = recent
         (twin.pressureShare, twin.fullBudgets) = (pressureShare, fullBudgets)
         return twin
     }
@@ -231,7 +240,9 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     // MARK: what is held
 
     /// Tokens physically held by the head that holds most.
-    public var physicalLength: Int { store?.runs.map(\.length).max() ?? 0 }
+    public var physicalLength: Int {
+        (store?.runs.map(\.length).max() ?? 0) + (recent?.length ?? 0)
+    }
 
     public var nbytes: Int { namedArrays.reduce(0) { $0 + $1.array.nbytes } }
 
@@ -242,7 +253,7 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
 
     public var budgets: [Int]? {
         if let store {
-            return store.runs.flatMap { Array(repeating: $0.budget, count: $0.heads) }
+            return store.runs.flatMap { Array(repeating: budget(of: $0), count: $0.heads) }
         }
         if case .heads(let budgets) = size { return budgets }
         return nil
@@ -252,36 +263,34 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     public var evictedRemainder: Remainder? { remainder }
 
     public func keptPositions() -> [[[Int]]] {
-        perHead { $0["positions"]! }.map { $0.map { $0.map(\.position) } }
+        held.map { $0.map { $0.map { Int($0.position) } } }
     }
 
     public func keptScores() -> [[[Float]]] {
-        perHead { $0["scores"] }.map { $0.map { $0.map(\.score) } }
+        held.map { $0.map { $0.map(\.score) } }
     }
 
-    private func perHead(
-        _ field: (Fields) -> MLXArray?
-    ) -> [[[(position: Int, score: Float)]]] {
-        guard let store else { return [] }
-        let batch = rowTypes!.batch
-        var result = Array(repeating: [[(position: Int, score: Float)]](), count: batch)
+    /// Positions and scores per batch entry and head, in order of position.
+    private var held: [[[(position: Int32, score: Float)]]] {
+        guard let store, let rowTypes else { return [] }
+        var held = Array(
+            repeating: [[(position: Int32, score: Float)]](), count: rowTypes.batch)
         for run in store.runs {
-            let places = store.view(run, "positions").asArray(Int32.self)
+            let fields = positionsAndScores(run, store.views(run))
+            let places = fields["positions"]!.asArray(Int32.self)
             let scores =
-                store.fields["scores"] == nil
-                ? Array(repeating: Float(0), count: places.count)
-                : store.view(run, "scores").asArray(Float.self)
-            for b in 0 ..< batch {
+                fields["scores"]?.asArray(Float.self) ?? Array(repeating: 0, count: places.count)
+            let length = fields["positions"]!.dim(2)
+            for b in 0 ..< rowTypes.batch {
                 for head in 0 ..< run.heads {
-                    let first = (b * run.heads + head) * run.length
-                    let range = first ..< first + run.length
-                    result[b].append(
-                        zip(places[range], scores[range]).map { (Int($0), $1) }
+                    let first = (b * run.heads + head) * length, range = first ..< first + length
+                    held[b].append(
+                        zip(places[range], scores[range]).map { (position: $0, score: $1) }
                             .sorted { $0.position < $1.position })
                 }
             }
         }
-        return result
+        return held
     }
 
     /// Change the budget; what no longer fits goes into the remainder.
@@ -303,11 +312,12 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
             return
         }
         size = .heads(budgets)
-        store!.regroup(budgets)
+        let slots = try recent == nil ? budgets : resizeRecent(budgets)
+        store!.regroup(slots)
         forgetVictims()
-        settle(store!.runs.map { store!.views($0) })
+        settle(store!.runs.map { attendedFields($0) })
         // Heads that have become alike form one run again.
-        store!.regroup(budgets)
+        store!.regroup(slots)
         forgetVictims()
         chooseVictims()
     }

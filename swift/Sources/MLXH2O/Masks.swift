@@ -25,6 +25,19 @@ enum Mask {
         }
     }
 
+    /// The mask of L queries over some of N keys.
+    func columns(_ range: Range<Int>, L: Int, N: Int) -> Mask {
+        switch self {
+        case .none: return .none
+        case .array(let mask): return mask.dim(-1) > 1 ? .array(mask.slicedLast(range)) : self
+        case .causal:
+            // The first query sees them all.
+            if range.upperBound <= N - L + 1 { return .none }
+            if range.upperBound == N && range.count >= L { return .causal }
+            return .array(positions(range) .<= positions(N - L ..< N).column)
+        }
+    }
+
     /// Cut a mask over L queries and N keys to some of the queries.
     ///
     /// - Parameters:

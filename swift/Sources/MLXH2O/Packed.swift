@@ -21,6 +21,35 @@ struct PackedRows {
             words, scales: scales.float32, biases: biases.float32, groupSize: groupSize, bits: bits)
     }
 
+    /// The same rows in another width, from their levels and without a second quantization.
+    ///
+    /// More bits hold the same levels: every number stays what it is, and nothing that was lost comes
+    /// back. Fewer bits keep a level's highest bits, and the bias moves to the middle of the numbers
+    /// that now share a level.
+    func with(bits: Int) -> PackedRows {
+        guard bits != self.bits else { return self }
+        var scales = scales, biases = biases
+        var levels = dequantized(
+            words, scales: MLXArray.ones(scales.shape, dtype: .float32),
+            biases: MLXArray.zeros(scales.shape, dtype: .float32), groupSize: groupSize,
+            bits: self.bits
+        ).asType(.uint32)
+        if bits < self.bits {
+            let dropped = self.bits - bits, shared = 1 << dropped
+            levels = levels >> MLXArray(UInt32(dropped))
+            let middle = Float(shared - 1) / 2 * scales.float32
+            biases = (biases.float32 + middle).asType(biases.dtype)
+            scales = scales * Float(shared)
+        }
+        // A row is one stream of bits, the lowest bit of the first level first.
+        func counted(_ count: Int) -> MLXArray { MLXArray((0 ..< UInt32(count)).map { $0 }) }
+        let stream = (levels.column >> counted(bits)) & MLXArray(UInt32(1))
+        let words = stream.reshaped(Array(levels.shape.dropLast()) + [-1, 32]) << counted(32)
+        return PackedRows(
+            words: words.sum(axis: -1), scales: scales, biases: biases, bits: bits,
+            groupSize: groupSize)
+    }
+
     func sliced(_ range: Range<Int>, axis: Int) -> PackedRows {
         PackedRows(
             words: words.sliced(range, axis: axis), scales: scales.sliced(range, axis: axis),
@@ -29,15 +58,21 @@ struct PackedRows {
 }
 
 /// Keys or values, dense or packed.
-enum Rows {
+indirect enum Rows {
     case plain(MLXArray)
     case packed(PackedRows)
+    /// Rows of different kinds, one after the other, alike in all but their number.
+    case joined([Rows])
 
     /// Of the rows as numbers, `[..., rows, width]`.
     var shape: [Int] {
         switch self {
-        case .plain(let rows): rows.shape
-        case .packed(let rows): rows.shape
+        case .plain(let rows): return rows.shape
+        case .packed(let rows): return rows.shape
+        case .joined(let parts):
+            var shape = parts[0].shape
+            shape[shape.count - 2] = parts.reduce(0) { $0 + $1.shape[shape.count - 2] }
+            return shape
         }
     }
 
@@ -46,6 +81,7 @@ enum Rows {
         switch self {
         case .plain(let rows): rows.dtype
         case .packed(let rows): rows.scales.dtype
+        case .joined(let parts): parts[0].dtype
         }
     }
 
@@ -54,13 +90,26 @@ enum Rows {
         switch self {
         case .plain(let rows): rows
         case .packed(let rows): rows.dequantizedRows
+        case .joined(let parts):
+            MLXH2O.joined(
+                parts.filter { $0.shape[$0.shape.count - 2] > 0 }.map { $0.dense.float32 },
+                axis: -2)
         }
     }
 
     func sliced(_ range: Range<Int>, axis: Int) -> Rows {
         switch self {
-        case .plain(let rows): .plain(rows.sliced(range, axis: axis))
-        case .packed(let rows): .packed(rows.sliced(range, axis: axis))
+        case .plain(let rows): return .plain(rows.sliced(range, axis: axis))
+        case .packed(let rows): return .packed(rows.sliced(range, axis: axis))
+        case .joined(let parts):
+            guard axis == 2 else { return .joined(parts.map { $0.sliced(range, axis: axis) }) }
+            var start = 0
+            return .joined(
+                parts.map { part in
+                    let count = part.shape[2], here = range.clamped(to: start ..< start + count)
+                    defer { start += count }
+                    return part.sliced(here.lowerBound - start ..< here.upperBound - start, axis: 2)
+                })
         }
     }
 }
@@ -74,16 +123,21 @@ public struct Packing: Sendable, Equatable {
     public let valueBits: Int?
     /// Elements that share a scale and a bias: 32, 64 or 128.
     public let groupSize: Int
+    /// Bits of the newest tokens, as many as every head of a layer protects, where they are stored in
+    /// another width; 16 for the model's own dtype, or nil: as all others.
+    public let recentBits: Int?
 
     /// Rows as they come.
     public static let dense = Packing()
 
     private init() {
-        (keyBits, valueBits, groupSize) = (nil, nil, 64)
+        (keyBits, valueBits, groupSize, recentBits) = (nil, nil, 64, nil)
     }
 
     /// - Throws: ``H2OError/configuration(_:)`` for bits or group sizes that MLX does not know.
-    public init(keyBits: Int? = nil, valueBits: Int? = nil, groupSize: Int = 64) throws {
+    public init(
+        keyBits: Int? = nil, valueBits: Int? = nil, groupSize: Int = 64, recentBits: Int? = nil
+    ) throws {
         for (name, bits) in [("keyBits", keyBits), ("valueBits", valueBits)] {
             if let bits, ![2, 3, 4, 5, 6, 8].contains(bits) {
                 throw H2OError.configuration(
@@ -94,7 +148,29 @@ public struct Packing: Sendable, Equatable {
             throw H2OError.configuration(
                 "groupSize must be one of 32, 64, 128; got \(groupSize).")
         }
-        (self.keyBits, self.valueBits, self.groupSize) = (keyBits, valueBits, groupSize)
+        if let recentBits, ![2, 3, 4, 5, 6, 8, 16].contains(recentBits) {
+            throw H2OError.configuration(
+                "recentBits must be one of 2, 3, 4, 5, 6, 8, 16 (the model's own dtype), or nil; got "
+                    + "\(recentBits).")
+        }
+        if recentBits != nil && keyBits == nil && valueBits == nil {
+            throw H2OError.configuration(
+                "recentBits needs keyBits or valueBits for the other tokens.")
+        }
+        self.init(keyBits, valueBits, groupSize, recentBits)
+    }
+
+    private init(_ keyBits: Int?, _ valueBits: Int?, _ groupSize: Int, _ recentBits: Int?) {
+        (self.keyBits, self.valueBits) = (keyBits, valueBits)
+        (self.groupSize, self.recentBits) = (groupSize, recentBits)
+    }
+
+    /// How the newest tokens are stored, or nil: as all others.
+    var recent: Packing? {
+        guard let recentBits else { return nil }
+        let bits = recentBits == 16 ? nil : recentBits
+        return Packing(
+            keyBits == nil ? nil : bits, valueBits == nil ? nil : bits, groupSize, nil)
     }
 
     /// Whether anything is packed.
@@ -102,9 +178,18 @@ public struct Packing: Sendable, Equatable {
 
     func bits(_ name: String) -> Int? { name == "keys" ? keyBits : valueBits }
 
-    /// What a store keeps of new rows `[..., width]` of a field, by name.
-    func fields(_ name: String, _ rows: MLXArray) -> Fields {
-        guard let bits = bits(name) else { return [name: rows] }
+    /// What a store keeps of rows `[..., width]` of a field, by name: new ones, which are quantized
+    /// now, or packed ones of any width.
+    func fields(_ name: String, _ rows: Rows) -> Fields {
+        guard let bits = bits(name) else { return [name: rows.dense] }
+        if case .packed(let rows) = rows {
+            let packed = rows.with(bits: bits)
+            return [
+                name: packed.words, name + ".scales": packed.scales,
+                name + ".biases": packed.biases,
+            ]
+        }
+        let rows = rows.dense
         precondition(
             rows.dim(-1) % groupSize == 0,
             "Rows of width \(rows.dim(-1)) cannot be packed in groups of \(groupSize).")

@@ -64,11 +64,6 @@ struct SlotStore {
 
     var heads: Int { runs.last!.last }
 
-    /// Slots of each head, plain rows included.
-    var budgetsWithReserved: [Int] {
-        runs.flatMap { Array(repeating: $0.budget + reserved, count: $0.heads) }
-    }
-
     /// A run's slots in use, `[B, heads, length, ...]`.
     func view(_ run: Run, _ name: String, withReserved: Bool = false) -> MLXArray {
         range(of: fields[name]!, run).sliced(

@@ -216,6 +216,9 @@ inline float log(float x) {
 inline float sqrt(float x) {
   return __builtin_sqrtf(x);
 }
+inline float rint(float x) {
+  return __builtin_rintf(x);
+}
 inline float rsqrt(float x) {
   return 1.0f / __builtin_sqrtf(x);
 }

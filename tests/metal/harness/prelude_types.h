@@ -63,6 +63,7 @@ float abs(float);
 float exp(float);
 float log(float);
 float sqrt(float);
+float rint(float);
 float rsqrt(float);
 bool isnan(float);
 

@@ -23,6 +23,7 @@ enum Backend {
 
     /// Softmax attention `[B, Hq, L, Dv]`.
     func attention(_ call: AttentionOperands) -> MLXArray {
+        if case .joined = call.keys { return joinedWithMass(call).output }
         // Over plain rows MLX's own attention is the best there is.
         if call.seed != nil, let launch = launch(call) { return launch.run().output }
         return Reference.attention(call)
@@ -32,6 +33,7 @@ enum Backend {
     func attentionWithMass(
         _ call: AttentionOperands
     ) -> (output: MLXArray, mass: MLXArray, logSumExp: MLXArray) {
+        if case .joined = call.keys { return joinedWithMass(call) }
         guard let launch = launch(call) else { return Reference.attentionWithMass(call) }
         let (output, scores, lse) = launch.run()
         let heads = call.keys.shape[1]
@@ -42,7 +44,10 @@ enum Backend {
     func attentionWithScores(
         _ call: AttentionOperands
     ) -> (output: MLXArray, scores: MLXArray, logSumExp: MLXArray) {
-        launch(call)?.run() ?? Reference.attentionWithScores(call)
+        if case .joined(let keys) = call.keys, case .joined(let values) = call.values {
+            return joinedWithScores(call, keys, values)
+        }
+        return launch(call)?.run() ?? Reference.attentionWithScores(call)
     }
 
     private func launch(_ call: AttentionOperands) -> AttentionLaunch? {

@@ -18,6 +18,20 @@ struct AttentionOperands {
     var seed: Seed?
 }
 
+extension AttentionOperands {
+    /// The operands of some queries, over the keys that they can see.
+    func queries(_ range: Range<Int>) -> AttentionOperands {
+        let block = mask.block(range, L: queries.dim(2), N: keys.shape[2], own: false)
+        var part = self
+        part.queries = queries.sliced(range, axis: 2)
+        part.keys = keys.sliced(0 ..< block.keys, axis: 2)
+        part.values = values.sliced(0 ..< block.keys, axis: 2)
+        part.mask = block.mask
+        part.seed = seed.map { ($0.logits.sliced(range, axis: 2), $0.values) }
+        return part
+    }
+}
+
 /// The definition, in plain MLX ops. Slow on purpose where clarity asks for it.
 enum Reference {
     /// Queries whose logits are held at a time where only their sum is wanted: bounds `[L, N]`.
@@ -55,20 +69,12 @@ enum Reference {
     private static func blocks(
         _ call: AttentionOperands
     ) -> [(output: MLXArray, scores: MLXArray, logSumExp: MLXArray)] {
-        let L = call.queries.dim(2), N = call.keys.shape[2]
+        let L = call.queries.dim(2)
         var call = call
         call.keys = .plain(call.keys.dense)
         call.values = .plain(call.values.dense)
-        return stride(from: 0, to: L, by: queryBlock).map { start in
-            let range = start ..< min(start + queryBlock, L)
-            let block = call.mask.block(range, L: L, N: N, own: false)
-            var part = call
-            part.queries = call.queries.sliced(range, axis: 2)
-            part.keys = call.keys.sliced(0 ..< block.keys, axis: 2)
-            part.values = call.values.sliced(0 ..< block.keys, axis: 2)
-            part.mask = block.mask
-            part.seed = call.seed.map { ($0.logits.sliced(range, axis: 2), $0.values) }
-            return attentionWithScores(part)
+        return stride(from: 0, to: L, by: queryBlock).map {
+            attentionWithScores(call.queries($0 ..< min($0 + queryBlock, L)))
         }
     }
 
@@ -122,7 +128,7 @@ enum Reference {
     }
 
     /// exp(scores - lse) `[..., N]`, zero in rows that see nothing (lse minus infinity).
-    private static func softmaxWeights(_ scores: MLXArray, _ lse: MLXArray) -> MLXArray {
+    static func softmaxWeights(_ scores: MLXArray, _ lse: MLXArray) -> MLXArray {
         let finite = which(lse .== -Float.infinity, Float(0), lse)
         return exp(scores - finite.column)
     }

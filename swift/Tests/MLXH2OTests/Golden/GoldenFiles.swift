@@ -4,7 +4,7 @@ import MLX
 @testable import MLXH2O
 
 /// The root of the checkout.
-let checkout = URL(fileURLWithPath: #filePath)
+let checkout = URL(fileURLWithPath: #filePath).resolvingSymlinksInPath()
     .deletingLastPathComponent().deletingLastPathComponent()
     .deletingLastPathComponent().deletingLastPathComponent().deletingLastPathComponent()
 

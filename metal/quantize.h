@@ -1,0 +1,73 @@
+// Rows that are written as they are stored. A simdgroup holds a row by columns: lane j has elements
+// j, j + 32, ..., so that 32 lanes have a whole group's elements, or a part of one.
+
+#include "packed_rows.h"
+
+namespace h2o {
+
+// Writes a row; `columns` become what a reader will find.
+template <int W, typename T>
+inline void store_columns(Rows<device T*> row, int lane, thread float* columns) {
+  UNROLL
+  for (int i = 0; i < W; i++) {
+    row.data[32 * i + lane] = T(columns[i]);
+  }
+}
+
+// Packs it as mx.quantize does, bit for bit: scale and bias are rounded to the row's dtype after the
+// levels were found with them unrounded (mlx/backend/cpu/quantized.cpp). MLX's GPU kernels differ
+// from that, and so from this, in groups that are negative throughout, whose largest element they
+// take for 0, and in ties, which they round away from zero.
+template <int W, int BITS, int GROUP, typename T>
+inline void store_columns(
+    PackedRows<BITS, GROUP, device uint*, device T*> row, int lane, thread float* columns) {
+  constexpr int COLUMNS = GROUP / 32;
+  const float bins = float((1 << BITS) - 1);
+  UNROLL
+  for (int first = 0; first < W; first += COLUMNS) {
+    float low = INFINITY, high = -INFINITY;
+    UNROLL
+    for (int i = first; i < first + COLUMNS; i++) {
+      low = min(low, columns[i]);
+      high = max(high, columns[i]);
+    }
+    low = simd_min(low);
+    high = simd_max(high);
+    const bool from_low = abs(low) > abs(high);
+    const float edge = from_low ? low : high;
+    const float least = max((high - low) / bins, 1e-7f);
+    float scale = from_low ? least : -least, bias = 0.0f;
+    const float steps = rint(edge / scale);
+    if (steps != 0.0f) {
+      scale = edge / steps;
+      bias = edge;
+    }
+    const T scale_stored = T(scale), bias_stored = T(bias);
+    if (lane == 0) {
+      row.scales.data[first / COLUMNS] = scale_stored;
+      row.biases.data[first / COLUMNS] = bias_stored;
+    }
+    UNROLL
+    for (int i = first; i < first + COLUMNS; i++) {
+      const float nearest = rint((columns[i] - bias) / scale);
+      const float level = nearest > 0.0f ? min(nearest, bins) : 0.0f;
+      columns[i] = level * float(scale_stored) + float(bias_stored);
+      // Levels share no bit, so their sum is their union.
+      uint word = 0;
+      UNROLL
+      for (int w = 0; w < BITS; w++) {
+        const int shift = lane * BITS - 32 * w;
+        const uint part = shift >= 32 || shift <= -BITS ? 0
+            : shift >= 0                               ? uint(level) << shift
+                                                       : uint(level) >> -shift;
+        const uint whole = simd_sum(part);
+        word = lane == w ? whole : word;
+      }
+      if (lane < BITS) {
+        row.words.data[BITS * i + lane] = word;
+      }
+    }
+  }
+}
+
+}  // namespace h2o

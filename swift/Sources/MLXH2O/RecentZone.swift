@@ -1,0 +1,183 @@
+import MLX
+
+/// The recent zone: a layer's newest tokens, stored in a width of their own.
+///
+/// They are in a ring of the same size for all heads: the tokens that every head of the layer
+/// protects. None of them can be a victim, so the ring needs no positions and no choices; the oldest
+/// token leaves it for the slots proper when a new one comes.
+///
+/// A token is quantized once, from full precision: on arrival if the zone is packed, on leaving if it
+/// holds the model's own dtype. What leaves a packed zone takes its levels along
+/// (``PackedRows/with(bits:)``).
+struct RecentZone {
+    /// Tokens it can hold.
+    private(set) var size: Int
+    /// Tokens it holds.
+    private(set) var length = 0
+    /// The slot of the oldest; the others follow, around the end.
+    private(set) var oldest = 0
+    /// `[B, H, size, ...]` per name: keys, values and what packs them, and scores if the policy
+    /// accumulates any.
+    private(set) var fields: Fields = [:]
+    private let kept: Packing
+    private let recent: Packing
+    private let isScored: Bool
+
+    init(size: Int, kept: Packing, isScored: Bool) {
+        (self.size, self.kept, self.isScored) = (size, kept, isScored)
+        recent = kept.recent!
+    }
+
+    /// A zone as it was saved.
+    init(
+        _ json: SettingValue, fields: Fields, kept: Packing, isScored: Bool
+    ) throws {
+        guard let size = json["size"]?.int, let length = json["length"]?.int,
+            let oldest = json["oldest"]?.int, kept.recent != nil, 0 ..< size ~= oldest,
+            fields.values.allSatisfy({ $0.ndim > 2 && length ... size ~= $0.dim(2) })
+        else {
+            throw H2OError.file("The recent zone is not whole.")
+        }
+        self.init(size: size, kept: kept, isScored: isScored)
+        (self.length, self.oldest, self.fields) = (length, oldest, fields)
+    }
+
+    var json: SettingValue {
+        .object(["size": .int(size), "length": .int(length), "oldest": .int(oldest)])
+    }
+
+    /// Take new rows in.
+    ///
+    /// - Parameters:
+    ///   - keys: `[B, H, L, D]`.
+    ///   - values: `[B, H, L, Dv]`.
+    ///   - offset: The logical position of the first.
+    /// - Returns: The rows that are recent no longer, oldest first, as the slots proper store them:
+    ///   `[B, H, M, ...]` by field, positions and scores too; nil if there are none.
+    mutating func push(keys: MLXArray, values: MLXArray, offset: Int) -> Fields? {
+        let L = keys.dim(2)
+        let leaving = max(length + L - size, 0), firstLeaving = offset - length
+        // Of the new rows, those that are recent only after even newer ones came with them.
+        let passing = max(L - size, 0)
+        func new(_ range: Range<Int>) -> [String: Rows] {
+            ["keys": keys, "values": values].mapValues { .plain($0.sliced(range, axis: 2)) }
+        }
+        var parts: [Fields] = []
+        if leaving > passing { parts.append(left(oldestFirst(leaving - passing))) }
+        if passing > 0 { parts.append(packed(kept, new(0 ..< passing))) }
+        let rows = packed(recent, new(passing ..< L))
+        if L == 1 && length == size {
+            put(oldest, rows)
+            oldest = (oldest + 1) % size
+        } else {
+            replace(leaving: leaving - passing, rows)
+        }
+        guard var gone = parts.first else { return nil }
+        if parts.count > 1 { gone.merge(parts[1]) { concatenated([$0, $1], axis: 2) } }
+        gone["positions"] = broadcast(
+            positions(firstLeaving ..< firstLeaving + leaving),
+            to: [keys.dim(0), keys.dim(1), leaving])
+        return gone
+    }
+
+    /// The fields of some heads, oldest first, with positions.
+    func views(_ heads: Range<Int>, offset: Int) -> Fields {
+        var views = oldestFirst(length).mapValues { $0.sliced(heads, axis: 1) }
+        let keys = views["keys"]!
+        views["positions"] = broadcast(
+            positions(offset - length ..< offset), to: [keys.dim(0), keys.dim(1), length])
+        return views
+    }
+
+    /// Keys or values of all slots: the kept ones, then those of views.
+    func rows(_ name: String, _ kept: Rows, _ views: Fields) -> Rows {
+        .joined([kept, recent.rows(name, views)])
+    }
+
+    /// New scores `[B, H, length]`, oldest first.
+    mutating func writeScores(_ scores: MLXArray) {
+        let field = fields["scores"]!, turn = oldest == 0 ? 0 : length - oldest
+        var parts: [MLXArray] = []
+        if turn > 0 { parts.append(scores.slicedLast(turn ..< length)) }
+        if turn < length { parts.append(scores.slicedLast(0 ..< (turn == 0 ? length : turn))) }
+        if length < field.dim(2) { parts.append(field.slicedLast(length ..< field.dim(2))) }
+        fields["scores"] = joined(parts, axis: 2)
+    }
+
+    /// Forget the newest n tokens, or all; how many that were.
+    mutating func trim(_ n: Int) -> Int {
+        let n = min(n, length)
+        if n > 0 {
+            (fields, oldest) = (oldestFirst(length - n), 0)
+            length -= n
+        }
+        return n
+    }
+
+    /// Change how many tokens it can hold; the rows that leave, without positions, or nil.
+    mutating func resize(_ size: Int) -> Fields? {
+        let leaving = max(length - size, 0)
+        let gone = leaving > 0 ? left(oldestFirst(leaving)) : nil
+        fields = oldestFirst(length).mapValues { $0.sliced(leaving ..< length, axis: 2) }
+        (oldest, self.size) = (0, size)
+        length -= leaving
+        return gone
+    }
+
+    /// The oldest tokens.
+    private func oldestFirst(_ count: Int) -> Fields {
+        let end = oldest + count
+        return fields.mapValues { field in
+            if end <= length { return field.sliced(oldest ..< end, axis: 2) }
+            return concatenated(
+                [
+                    field.sliced(oldest ..< length, axis: 2),
+                    field.sliced(0 ..< end - length, axis: 2),
+                ], axis: 2)
+        }
+    }
+
+    private func packed(
+        _ packing: Packing, _ rows: [String: Rows], scores: MLXArray? = nil
+    ) -> Fields {
+        var fields = packing.fields("keys", rows["keys"]!)
+        fields.merge(packing.fields("values", rows["values"]!)) { $1 }
+        if isScored {
+            let shape = Array(rows["keys"]!.shape[0 ..< 3])
+            fields["scores"] = scores ?? MLXArray.zeros(shape, dtype: .float32)
+        }
+        return fields
+    }
+
+    /// Rows of the zone as the slots proper store them.
+    private func left(_ fields: Fields) -> Fields {
+        packed(
+            kept, ["keys": recent.rows("keys", fields), "values": recent.rows("values", fields)],
+            scores: fields["scores"])
+    }
+
+    /// Overwrite one slot of every head.
+    private mutating func put(_ slot: Int, _ rows: Fields) {
+        for (name, row) in rows {
+            let place = MLXArray([Int32(slot)]).reshaped(Array(repeating: 1, count: row.ndim))
+            fields[name] = putAlong(
+                fields[name]!, broadcast(place, to: row.shape), values: row, axis: 2)
+        }
+    }
+
+    /// Drop the oldest rows, append new ones; unused slots come last.
+    private mutating func replace(leaving: Int, _ rows: Fields) {
+        let staying = length - leaving
+        let old = oldestFirst(length)
+        let length = staying + rows["keys"]!.dim(2)
+        for (name, row) in rows {
+            var parts = [row]
+            if staying > 0 {
+                parts.insert(old[name]!.sliced(leaving ..< self.length, axis: 2), at: 0)
+            }
+            fields[name] = zeroPadded(
+                joined(parts, axis: 2), axis: 2, before: 0, after: size - length)
+        }
+        (self.length, oldest) = (length, 0)
+    }
+}

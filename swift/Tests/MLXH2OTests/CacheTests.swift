@@ -1,0 +1,187 @@
+import Foundation
+import MLX
+import MLXLMCommon
+import Testing
+
+@testable import MLXH2O
+
+/// Properties of the cache that hold for every policy and store.
+@Suite(.serialized) struct CacheTests {
+    static let stores: [(name: String, packing: Packing)] = [
+        ("dense", .dense),
+        ("packed", try! Packing(keyBits: 8, valueBits: 4, groupSize: 32)),
+        ("mixed", try! Packing(keyBits: 4, valueBits: 4, groupSize: 32, recentBits: 16)),
+    ]
+
+    private func policies() throws -> [any Policy] {
+        try Policies.names.map { name in
+            let recent: [String: SettingValue] = name == "paper" ? ["recent": .int(8)] : [:]
+            return try Policies.make(name, settings: recent)
+        }
+    }
+
+    @Test func budgetHoldsAndNothingIsLost() throws {
+        for policy in try policies() {
+            for (name, packing) in Self.stores where packing.recent == nil || name == "mixed" {
+                if packing.recent != nil && policy.recentSlots(20) == 0 { continue }
+                let budgets = policy.options.unit == .layer ? [24, 24] : [20, 28]
+                let cache = try H2OKVCache(
+                    .heads(budgets), policy: policy, packing: packing)
+                RowStream(tokens: 80).run(cache, [30, 10] + ones(40))
+                let kept = cache.keptPositions()[0], label = "\(type(of: policy).name) \(name)"
+                #expect(kept.map(\.count) == budgets, "\(label)")
+                let sinks = Array(0 ..< policy.options.sink)
+                for (head, budget) in zip(kept, budgets) {
+                    #expect(Array(head.prefix(policy.options.sink)) == sinks, "\(label)")
+                    let recent = policy.recentSlots(budget)
+                    #expect(Array(head.suffix(recent)) == Array(80 - recent ..< 80), "\(label)")
+                }
+                // Every token is a slot's or the remainder's.
+                let folded = cache.remainder!.count.asArray(Float.self)
+                #expect(
+                    zip(folded, budgets).allSatisfy { $0 + Float($1) == 80 }, "\(label) \(folded)")
+            }
+        }
+    }
+
+    @Test func underBudgetItIsPlainAttention() throws {
+        for (_, packing) in Self.stores.prefix(1) {
+            let rows = RowStream(tokens: 40), plain = KVCacheSimple()
+            let cache = try H2OKVCache(.tokens(80), packing: packing)
+            for length in [20, 7] + ones(13) {
+                let range = plain.offset ..< plain.offset + length
+                let expected = h2oAttention(
+                    queries: rows.queries[0..., 0..., range], keys: rows.keys[0..., 0..., range],
+                    values: rows.values[0..., 0..., range], cache: plain, scale: 0.18,
+                    mask: length == 1 ? .none : .causal)
+                let found = rows.run(cache, [length])
+                #expect(abs(found - expected).max().item(Float.self) < 1e-5)
+            }
+        }
+    }
+
+    @Test func copyIsIndependent() throws {
+        for (name, packing) in Self.stores {
+            let rows = RowStream(tokens: 70)
+            let cache = try H2OKVCache(.heads([20, 28]), policy: H2O(), packing: packing)
+            rows.run(cache, [30] + ones(9))
+            let copy = cache.copy() as! H2OKVCache
+            let first = rows.run(cache, ones(20))
+            #expect(copy.offset == 39)
+            #expect(same(rows.run(copy, ones(20)), first), "\(name)")
+            #expect(copy.keptPositions() == cache.keptPositions())
+        }
+    }
+
+    @Test func stateAndMetaStateGoThroughAnotherCache() throws {
+        for (name, packing) in Self.stores {
+            let rows = RowStream(tokens: 60)
+            let cache = try H2OKVCache(.heads([20, 28]), packing: packing)
+            rows.run(cache, [30] + ones(10))
+            let twin = try H2OKVCache(.heads([20, 28]), packing: packing)
+            twin.state = cache.state
+            twin.metaState = cache.metaState
+            #expect(twin.nbytes == cache.nbytes)
+            #expect(same(rows.run(twin, ones(15)), rows.run(cache, ones(15))), "\(name)")
+        }
+    }
+
+    @Test func trimsUntilTheFirstEviction() throws {
+        for (name, packing) in Self.stores {
+            let rows = RowStream(tokens: 60)
+            let cache = try H2OKVCache(.heads([24, 24]), packing: packing)
+            rows.run(cache, [10] + ones(6))
+            #expect(cache.isTrimmable && cache.trim(9) == 9 && cache.offset == 7, "\(name)")
+            #expect(cache.keptPositions()[0] == [Array(0 ..< 7), Array(0 ..< 7)], "\(name)")
+            rows.run(cache, ones(17))
+            #expect(cache.isTrimmable)
+            rows.run(cache, [1])
+            #expect(!cache.isTrimmable && cache.trim(1) == 0 && cache.offset == 25, "\(name)")
+        }
+    }
+
+    @Test func resizingFoldsWhatNoLongerFits() throws {
+        for (name, packing) in Self.stores {
+            let rows = RowStream(tokens: 90)
+            let cache = try H2OKVCache(.heads([40, 40]), packing: packing)
+            rows.run(cache, [50] + ones(10))
+            try cache.resize([16, 28])
+            #expect(cache.keptPositions()[0].map(\.count) == [16, 28], "\(name)")
+            #expect(cache.remainder!.count.asArray(Float.self) == [44, 32], "\(name)")
+            rows.run(cache, ones(20))
+            #expect(cache.keptPositions()[0].map(\.count) == [16, 28], "\(name)")
+            #expect(cache.remainder!.count.asArray(Float.self) == [64, 52], "\(name)")
+            #expect(throws: H2OError.self) { try cache.resize([3, 3]) }
+        }
+    }
+
+    @Test func pressureLowersAllLayersAtTheSameStep() throws {
+        let pressure = MemoryPressure(), rows = RowStream(tokens: 90)
+        let layers = try (0 ..< 3).map { _ in
+            try H2OKVCache(
+                .heads([48, 48]), policy: Distinct.keysOnly, attends: false, pressure: pressure)
+        }
+        for layer in layers { rows.run(layer, [60] + ones(5)) }
+        let before = layers[0].nbytes
+        rows.run(layers[0], [1])
+        pressure.lower(to: 0.5)
+        // The other layers finish the step as it began.
+        for layer in layers.dropFirst() { rows.run(layer, [1]) }
+        #expect(layers.allSatisfy { $0.budgets == layers[0].budgets && $0.nbytes == before })
+        for layer in layers { rows.run(layer, [1]) }
+        for layer in layers {
+            let full = layer.fullBudgets![0]
+            #expect(layer.budgets == [full / 2, full / 2])
+            #expect(layer.nbytes < before * 6 / 10)
+            #expect(layer.maxSize == full)
+            let held = layer.keptPositions()[0].map { Float($0.count) }
+            let folded = layer.remainder!.count.asArray(Float.self)
+            #expect(zip(held, folded).allSatisfy { $0 + $1 == 67 })
+        }
+    }
+
+    @Test func bytesAreABound() throws {
+        for (name, packing) in Self.stores {
+            let cache = try H2OKVCache(.bytes(12_000), packing: packing)
+            RowStream(tokens: 200).run(cache, [90] + ones(110))
+            #expect(cache.nbytes <= 12_000, "\(name)")
+            #expect(cache.nbytes > 9_000, "\(name)")
+        }
+    }
+
+    @Test func settingsOutOfRangeAreRefused() throws {
+        #expect(throws: H2OError.self) { try H2OKVCache(.tokens(4)) }
+        #expect(throws: H2OError.self) { try H2OKVCache(.heads([])) }
+        #expect(throws: H2OError.self) { try H2OKVCache(.heads([20, 30]), policy: EMALogits.paper) }
+        #expect(throws: H2OError.self) { try Packing(keyBits: 7) }
+        #expect(throws: H2OError.self) { try Packing(recentBits: 8) }
+        #expect(throws: H2OError.self) {
+            try H2OKVCache(.heads([20, 30]), policy: Streaming(), attends: false)
+        }
+        #expect(throws: H2OError.policyNeedsAttention(policy: "h2o", model: "a stock model")) {
+            try H2OKVCache(.tokens(64), policy: H2O(), attends: false)
+        }
+    }
+
+    @Test func tenThousandStepsAtFlatMemory() throws {
+        for attends in [true, false] {
+            let cache = try H2OKVCache(
+                .tokens(64), policy: attends ? Distinct() : Distinct.keysOnly, attends: attends)
+            let rows = RowStream(tokens: 16)
+            func step() {
+                let place = cache.offset % 16 ..< cache.offset % 16 + 1
+                let output = h2oAttention(
+                    queries: rows.queries[0..., 0..., place], keys: rows.keys[0..., 0..., place],
+                    values: rows.values[0..., 0..., place], cache: cache, scale: 0.18,
+                    mask: cache.makeMask(n: 1, windowSize: nil, returnArray: false))
+                eval(output)
+            }
+            for _ in 0 ..< 1000 { step() }
+            let bytes = cache.nbytes, active = Memory.activeMemory
+            for _ in 0 ..< 9000 { step() }
+            #expect(cache.offset == 10_000)
+            #expect(cache.nbytes == bytes)
+            #expect(Memory.activeMemory <= active + 4096)
+        }
+    }
+}

@@ -1,0 +1,200 @@
+import Foundation
+import MLX
+import MLXLLM
+import MLXLMCommon
+import MLXNN
+import Testing
+
+@testable import MLXH2O
+
+/// Whole models: stock ones unmodified, and those that this package registers.
+@Suite(.serialized) struct ModelTests {
+    static let config = """
+        {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128,
+         "rms_norm_eps": 1e-6, "tie_word_embeddings": true}
+        """
+
+    private func stock() throws -> Qwen3Model {
+        MLXRandom.seed(7)
+        let model = Qwen3Model(
+            try JSONDecoder().decode(Qwen3Configuration.self, from: Data(Self.config.utf8)))
+        eval(model)
+        return model
+    }
+
+    private func own(_ type: String = "qwen3") throws -> H2OTransformer {
+        MLXRandom.seed(7)
+        let text = Self.config.replacingOccurrences(of: "qwen3", with: type)
+        return try H2OTransformer(
+            configurationData: Data(text.utf8), h2o: H2OConfiguration(budget: .tokens(40)))
+    }
+
+    private func generated(
+        _ model: any LanguageModel, _ caches: [any KVCache]?, prompt: Int = 30, tokens: Int = 60
+    ) throws -> [Int] {
+        let input = LMInput(tokens: MLXArray((0 ..< Int32(prompt)).map { $0 * 37 % 128 }))
+        let iterator = try TokenIterator(
+            input: input, model: model, cache: caches,
+            parameters: GenerateParameters(maxTokens: tokens, temperature: 0, prefillStepSize: 16))
+        return Array(iterator)
+    }
+
+    @Test func stockModelGeneratesTheSameUnderBudget() throws {
+        let model = try stock()
+        let caches = try H2OConfiguration(budget: .tokens(128)).caches(for: model)
+        #expect(try generated(model, caches) == generated(model, nil))
+    }
+
+    @Test func stockModelsAreBoundedByEveryPolicyOfKeys() throws {
+        let model = try stock()
+        for policy in [Distinct.keysOnly, KeyDiff(), Streaming()] as [any Policy] {
+            for remainder in [true, false] {
+                let configuration = try H2OConfiguration(
+                    budget: .tokens(40), policy: policy, remainder: remainder)
+                let caches = try configuration.caches(for: model)
+                #expect(try generated(model, caches).count == 60)
+                for cache in caches.map({ $0 as! H2OKVCache }) {
+                    #expect(!cache.attends)
+                    #expect(cache.physicalLength <= 40 && cache.evicted > 0)
+                    // The iterator computes one token ahead.
+                    #expect(90 ... 91 ~= cache.offset)
+                }
+            }
+        }
+    }
+
+    @Test func stockModelsRefusePoliciesThatNeedAttention() throws {
+        let model = try stock()
+        #expect(throws: H2OError.policyNeedsAttention(policy: "h2o", model: "Qwen3Model")) {
+            try H2OConfiguration.h2o.caches(for: model)
+        }
+        let message = H2OError.policyNeedsAttention(policy: "h2o", model: "Qwen3Model")
+            .localizedDescription
+        #expect(message.contains("H2OModels.register()") && message.contains("KeyDiff()"))
+        #expect(throws: H2OError.self) {
+            try H2OConfiguration(budget: .tokens(40), packing: Packing(keyBits: 8))
+                .caches(for: model)
+        }
+    }
+
+    /// What is asked for too late to throw stops with the same words.
+    @Test func attendingCachesStopInStockModels() async {
+        await #expect(processExitsWith: .failure) {
+            let cache = try H2OKVCache(.tokens(40), policy: H2O())
+            let rows = MLXArray.zeros([1, 2, 1, 32], dtype: .float32)
+            _ = cache.update(keys: rows, values: rows)
+        }
+    }
+
+    @Test func ownModelIsTheStockModel() throws {
+        let stock = try stock(), own = try own()
+        try own.update(parameters: stock.parameters(), verify: .all)
+        let tokens = MLXArray((0 ..< Int32(20)).map { $0 * 11 % 128 }, [1, 20])
+        let caches = stock.newCache(parameters: nil)
+        let expected = stock(tokens, cache: caches)
+        #expect(same(own(tokens, cache: own.plainCaches()), expected))
+        #expect(
+            try generated(own, own.plainCaches()) == generated(stock, nil))
+    }
+
+    @Test func ownModelsRunEveryPolicyAndRagged() throws {
+        for type in H2OModels.modelTypes {
+            let model = try own(type)
+            eval(model)
+            for name in Policies.names where name != "newest" {
+                let recent: [String: SettingValue] = name == "paper" ? ["recent": .int(8)] : [:]
+                let policy = try Policies.make(name, settings: recent)
+                let configuration = try H2OConfiguration(budget: .tokens(40), policy: policy)
+                let caches = try configuration.caches(for: model)
+                #expect(try generated(model, caches, tokens: 20).count == 20)
+                #expect(caches.allSatisfy { ($0 as! H2OKVCache).attends })
+            }
+            #expect(model.newCache(parameters: nil).allSatisfy { $0 is H2OKVCache })
+        }
+    }
+
+    @Test func registeredModelsReplaceTheStockOnes() async throws {
+        await H2OModels.register(try H2OConfiguration(budget: .tokens(40)))
+        let model = try await LLMTypeRegistry.shared.createModel(
+            configuration: Data(Self.config.utf8), modelType: "qwen3")
+        #expect(model is any H2OModel)
+        let caches = model.newCache(parameters: nil).map { $0 as! H2OKVCache }
+        #expect(caches.count == 3 && caches.allSatisfy { $0.attends })
+        let smaller = model.newCache(parameters: GenerateParameters(maxKVSize: 30))
+        #expect((smaller[0] as! H2OKVCache).maxSize! < caches[0].maxSize!)
+    }
+
+    @Test func profilesShareSlotsOut() throws {
+        let folder = GoldenReplay.embeddedModel
+        let profile = try Profile(contentsOf: folder.appendingPathComponent(Profile.fileName))
+        let configuration = try H2OConfiguration(
+            budget: .tokens(96), headBudgets: .profile(profile))
+        let model = try H2OModels.load(
+            folder: folder, dtype: .float32, configuration: configuration)
+        let budgets = try configuration.caches(for: model).map { ($0 as! H2OKVCache).budgets! }
+        // As Python shares them out, noted with the golden vectors.
+        let golden = try Golden.shipped.get()
+        let expected = golden.cases.first { $0.name == "distinct-profile" }!["slots"]
+        #expect(budgets == expected.array!.map { $0.array!.map { $0.int! } })
+        #expect(throws: H2OError.self) { try configuration.caches(for: try own()) }
+        let matching = try H2OConfiguration(
+            budget: .tokens(96), headBudgets: .matching([profile]))
+        let uniform = try matching.caches(for: try own()).map { ($0 as! H2OKVCache).budgets! }
+        #expect(uniform.allSatisfy { $0[0] == $0[1] })
+    }
+
+    @Test func layersThatCannotBeBoundedAreTold() throws {
+        let model = Mixed(try stock())
+        #expect(throws: H2OError.self) {
+            try H2OConfiguration.default.caches(for: model)
+        }
+        let partial = try H2OConfiguration(
+            budget: .tokens(40), compatibility: .allowPartial)
+        let caches = try partial.caches(for: model)
+        #expect(caches.map { $0 is H2OKVCache } == [true, false, true])
+        #expect(describe(caches).map(\.isBounded) == [true, false, true])
+    }
+}
+
+/// A stock model one of whose layers has a cache of its own kind.
+private final class Mixed: Module, LanguageModel {
+    let inner: Qwen3Model
+
+    init(_ inner: Qwen3Model) { self.inner = inner }
+
+    func prepare(_ input: LMInput, cache: [any KVCache], windowSize: Int?) throws -> PrepareResult {
+        .tokens(input.text)
+    }
+
+    func callAsFunction(_ inputs: MLXArray, cache: [any KVCache]?) -> MLXArray {
+        inner(inputs, cache: cache)
+    }
+
+    func newCache(parameters: GenerateParameters?) -> [any KVCache] {
+        [KVCacheSimple(), OwnCache(), KVCacheSimple()]
+    }
+}
+
+private final class OwnCache: KVCache {
+    private let plain = KVCacheSimple()
+    var offset: Int { plain.offset }
+    let maxSize: Int? = nil
+    var state: [MLXArray] = []
+    var metaState: [String] = []
+    let isTrimmable = false
+
+    func innerState() -> [MLXArray] { plain.innerState() }
+    func trim(_ n: Int) -> Int { 0 }
+    func copy() -> any KVCache { OwnCache() }
+
+    func update(keys: MLXArray, values: MLXArray) -> (MLXArray, MLXArray) {
+        plain.update(keys: keys, values: values)
+    }
+
+    func makeMask(
+        n: Int, windowSize: Int?, returnArray: Bool
+    ) -> MLXFast.ScaledDotProductAttentionMaskMode {
+        plain.makeMask(n: n, windowSize: windowSize, returnArray: returnArray)
+    }
+}

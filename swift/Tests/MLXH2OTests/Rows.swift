@@ -1,0 +1,42 @@
+import MLX
+
+@testable import MLXH2O
+
+/// A seeded stream of queries, keys and values for one layer.
+struct RowStream {
+    let queries: MLXArray
+    let keys: MLXArray
+    let values: MLXArray
+
+    init(seed: Int = 1, batch: Int = 1, heads: Int = 4, kvHeads: Int = 2, tokens: Int, width: Int = 32)
+    {
+        let numbers = GoldenCase(
+            group: "", name: "", parameters: .object(["seed": .int(seed)]))
+        queries = numbers.tensor(.q, [batch, heads, tokens, width])
+        keys = numbers.tensor(.k, [batch, kvHeads, tokens, width])
+        values = numbers.tensor(.v, [batch, kvHeads, tokens, width])
+    }
+
+    /// The outputs of a cache for chunks of so many tokens, from its offset on.
+    @discardableResult
+    func run(_ cache: H2OKVCache, _ chunks: [Int]) -> MLXArray {
+        joined(
+            chunks.map { length in
+                let range = cache.offset ..< cache.offset + length
+                let output = h2oAttention(
+                    queries: queries[0..., 0..., range], keys: keys[0..., 0..., range],
+                    values: values[0..., 0..., range], cache: cache, scale: 0.18,
+                    mask: cache.makeMask(n: length, windowSize: nil, returnArray: false))
+                eval(output)
+                return output
+            }, axis: 2)
+    }
+}
+
+let ones = { (count: Int) in Array(repeating: 1, count: count) }
+
+/// Whether two arrays are the same numbers.
+func same(_ a: MLXArray, _ b: MLXArray) -> Bool {
+    a.shape == b.shape && a.dtype == b.dtype
+        && a.asType(.float32).asArray(Float.self) == b.asType(.float32).asArray(Float.self)
+}

@@ -1,0 +1,47 @@
+"""Write the caches that Swift's tests load, so that files are known to go from one to the other.
+
+    tools/record_caches.py            write swift/Tests/MLXH2OTests/Fixtures/python-caches.safetensors
+
+What Swift makes of them is swift-caches.safetensors beside it: `MLX_H2O_RECORD=1 swift test --filter
+FileTests` writes it, and tests/test_swift_package.py reads it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+import mlx_h2o
+from mlx_h2o.backends.choice import only_reference
+from mlx_h2o.cache import H2OKVCache
+
+FIXTURES = Path(__file__).parents[1] / "swift/Tests/MLXH2OTests/Fixtures"
+
+
+def main() -> None:
+    mx.random.seed(11)
+    caches = [
+        H2OKVCache(budgets=[20, 28], policy="distinct"),
+        H2OKVCache(budgets=[24, 24], policy="h2o", bits=8, group_size=32, remainder=False),
+        H2OKVCache(budgets=[20, 28], policy="ema", k_bits=8, v_bits=4, group_size=32, recent_bits=16),
+    ]
+    with only_reference():
+        for cache in caches:
+            for length in [40] + [1] * 50:
+                q = mx.random.normal((1, 4, length, 32)).astype(mx.bfloat16)
+                k, v = (mx.random.normal((1, 2, length, 32)).astype(mx.bfloat16) for _ in range(2))
+                keys, values = cache.update_and_fetch(k, v)
+                mask = "causal" if length > 1 else None
+                mx.eval(cache.attend(q, keys, values, scale=0.18, mask=mask))
+    plain = KVCache()
+    plain.update_and_fetch(mx.random.normal((1, 2, 9, 32)), mx.random.normal((1, 2, 9, 32)))
+    FIXTURES.mkdir(parents=True, exist_ok=True)
+    mlx_h2o.save_prompt_cache(
+        FIXTURES / "python-caches.safetensors", [*caches, plain], {"from": "python"}
+    )
+
+
+if __name__ == "__main__":
+    main()
