@@ -30,6 +30,10 @@ let package = Package(
                 .product(name: "MLXLLM", package: isLinux ? "Linux" : "mlx-swift-lm"),
             ],
             path: "swift/Sources/MLXH2O"),
+        .executableTarget(
+            name: "h2o-step-overhead",
+            dependencies: ["MLXH2O"],
+            path: "swift/Benchmarks/StepOverhead"),
         .testTarget(
             name: "MLXH2OTests",
             dependencies: ["MLXH2O"],

@@ -1,9 +1,8 @@
 """Write the caches that Swift's tests load, so that files are known to go from one to the other.
 
-    tools/record_caches.py            write swift/Tests/MLXH2OTests/Fixtures/python-caches.safetensors
-
-What Swift makes of them is swift-caches.safetensors beside it: `MLX_H2O_RECORD=1 swift test --filter
-FileTests` writes it, and tests/test_swift_package.py reads it.
+They are python-caches.safetensors in swift/Tests/MLXH2OTests/Fixtures. What Swift makes of them is
+swift-caches.safetensors beside it: `MLX_H2O_RECORD=1 swift test --filter FileTests` writes it, and
+tests/test_swift_package.py reads it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,9 @@ def main() -> None:
     caches = [
         H2OKVCache(budgets=[20, 28], policy="distinct"),
         H2OKVCache(budgets=[24, 24], policy="h2o", bits=8, group_size=32, remainder=False),
-        H2OKVCache(budgets=[20, 28], policy="ema", k_bits=8, v_bits=4, group_size=32, recent_bits=16),
+        H2OKVCache(
+            budgets=[20, 28], policy="ema", k_bits=8, v_bits=4, group_size=32, recent_bits=16
+        ),
     ]
     with only_reference():
         for cache in caches:

@@ -123,7 +123,8 @@ private func checkSafetensors(_ url: URL) throws {
         throw H2OError.file("it is truncated.")
     }
     for (name, entry) in entries where name != "__metadata__" {
-        guard let end = entry["data_offsets"]?.array?.last?.int, 8 + Int(size) + end <= length else {
+        guard let end = entry["data_offsets"]?.array?.last?.int, 8 + Int(size) + end <= length
+        else {
             throw H2OError.file("it is truncated.")
         }
     }

@@ -112,7 +112,9 @@ extension H2OKVCache {
         }
         guard !runs.isEmpty else { return }
         let fields = arrays.reduce(into: Fields()) { fields, entry in
-            if entry.key.hasPrefix("slots.") { fields[String(entry.key.dropFirst(6))] = entry.value }
+            if entry.key.hasPrefix("slots.") {
+                fields[String(entry.key.dropFirst(6))] = entry.value
+            }
         }
         let restored = SlotStore(runs: runs.map { $0! }, reserved: reserved, fields: fields)
         let slots = restored.runs.reduce(0) { $0 + $1.heads * $1.allocated }

@@ -54,7 +54,8 @@ extension H2OKVCache {
                 error.localizedDescription + " (H2OConfiguration.caches(for:) tells in time.)")
         }
         // The file's form of a size that depends on widths: the slots of each head.
-        if case .heads = size {} else {
+        if case .heads = size {
+        } else {
             size = .heads(given)
         }
         rowTypes = types
@@ -330,7 +331,8 @@ extension H2OKVCache {
             keys: keys.dense, values: values.dense, positions: places,
             scores: whole["scores"] ?? MLXArray.zeros(places.shape, dtype: .float32),
             offset: offset,
-            evictable: evictable(run, places), evicted: evicted, evictedMeanKey: remainder!.meanKey.sliced(run.range, axis: 1))
+            evictable: evictable(run, places), evicted: evicted,
+            evictedMeanKey: remainder!.meanKey.sliced(run.range, axis: 1))
     }
 
     /// True where a run may lose the token.

@@ -85,8 +85,12 @@ public struct Profile: Sendable, Equatable {
             throw H2OError.profile(
                 "This profile has version \(json["version"]?.text ?? "unknown"); this reads 1.")
         }
-        func integers(_ value: SettingValue?) -> [Int]? { value?.array.flatMap { whole($0.map(\.int)) } }
-        func numbers(_ value: SettingValue?) -> [Double]? { value?.array.flatMap { whole($0.map(\.double)) } }
+        func integers(_ value: SettingValue?) -> [Int]? {
+            value?.array.flatMap { whole($0.map(\.int)) }
+        }
+        func numbers(_ value: SettingValue?) -> [Double]? {
+            value?.array.flatMap { whole($0.map(\.double)) }
+        }
         guard let model = json["model"], let type = model["model_type"]?.string,
             let heads = integers(model["kv_heads"]), let widths = integers(model["key_widths"]),
             let vocabulary = model["vocab_size"]?.int, let probe = numbers(model["probe"]),
@@ -100,7 +104,8 @@ public struct Profile: Sendable, Equatable {
         let ascends = zip(grid, grid.dropFirst()).allSatisfy { $0 < $1 }
         let curves = losses.flatMap { $0 }
         guard let first = grid.first, first >= 1, ascends, losses.map(\.count) == heads,
-            curves.allSatisfy({ $0.count == grid.count && $0.allSatisfy { $0 >= 0 && $0.isFinite } })
+            curves.allSatisfy({ $0.count == grid.count && $0.allSatisfy { $0 >= 0 && $0.isFinite } }
+            )
         else {
             throw H2OError.profile(
                 "A profile's grid must ascend from at least 1, and every head needs one finite loss "

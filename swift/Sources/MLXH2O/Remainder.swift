@@ -115,7 +115,9 @@ public struct Remainder {
         queries: MLXArray, scale: Float, saturation: Float = Remainder.saturation
     ) -> MLXArray {
         let (B, Hq, L, D) = (queries.dim(0), queries.dim(1), queries.dim(2), queries.dim(3))
-        let grouped = (queries.float32 * scale).reshaped([B, count.dim(1), Hq / count.dim(1) * L, D])
+        let grouped = (queries.float32 * scale).reshaped([
+            B, count.dim(1), Hq / count.dim(1) * L, D,
+        ])
         let mean = matmul(grouped, meanKey.column)
         let clipped = minimum(
             maximum(grouped, -Remainder.largestQuery), Remainder.largestQuery)

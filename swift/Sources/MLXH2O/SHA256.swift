@@ -41,7 +41,8 @@ struct PlainSHA256 {
         let whole = bytes.count / 64 * 64
         bytes.withUnsafeBufferPointer { buffer in
             for first in stride(from: 0, to: whole, by: 64) {
-                PlainSHA256.compress(&state, UnsafeBufferPointer(rebasing: buffer[first ..< first + 64]))
+                PlainSHA256.compress(
+                    &state, UnsafeBufferPointer(rebasing: buffer[first ..< first + 64]))
             }
         }
         rest = Array(bytes[whole...])

@@ -152,7 +152,9 @@ import Testing
     @Test func settingsOutOfRangeAreRefused() throws {
         #expect(throws: H2OError.self) { try H2OKVCache(.tokens(4)) }
         #expect(throws: H2OError.self) { try H2OKVCache(.heads([])) }
-        #expect(throws: H2OError.self) { try H2OKVCache(.heads([20, 30]), policy: EMALogits.paper) }
+        #expect(throws: H2OError.self) {
+            try H2OKVCache(.heads([20, 30]), policy: EMALogits.paper)
+        }
         #expect(throws: H2OError.self) { try Packing(keyBits: 7) }
         #expect(throws: H2OError.self) { try Packing(recentBits: 8) }
         #expect(throws: H2OError.self) {

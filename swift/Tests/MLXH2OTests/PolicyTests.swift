@@ -28,7 +28,8 @@ import Testing
     @Test func wrongSettingsAreRefused() {
         let wrong: [(String, [String: SettingValue])] = [
             ("heavy", [:]), ("h2o", ["decay": .double(0.5)]), ("ema", ["decay": .double(1)]),
-            ("h2o", ["sink": .int(-1)]), ("h2o", ["recent": .double(1)]), ("h2o", ["pool": .int(4)]),
+            ("h2o", ["sink": .int(-1)]), ("h2o", ["recent": .double(1)]),
+            ("h2o", ["pool": .int(4)]),
             ("h2o", ["unit": .string("model")]), ("streaming", ["age_normalised": .bool(true)]),
             ("tova", ["evict_every": .int(0)]),
         ]

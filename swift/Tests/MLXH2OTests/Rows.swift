@@ -8,8 +8,10 @@ struct RowStream {
     let keys: MLXArray
     let values: MLXArray
 
-    init(seed: Int = 1, batch: Int = 1, heads: Int = 4, kvHeads: Int = 2, tokens: Int, width: Int = 32)
-    {
+    init(
+        seed: Int = 1, batch: Int = 1, heads: Int = 4, kvHeads: Int = 2, tokens: Int,
+        width: Int = 32
+    ) {
         let numbers = GoldenCase(
             group: "", name: "", parameters: .object(["seed": .int(seed)]))
         queries = numbers.tensor(.q, [batch, heads, tokens, width])
@@ -33,7 +35,8 @@ struct RowStream {
     }
 }
 
-let ones = { (count: Int) in Array(repeating: 1, count: count) }
+/// So many decode steps.
+func ones(_ count: Int) -> [Int] { Array(repeating: 1, count: count) }
 
 /// Whether two arrays are the same numbers.
 func same(_ a: MLXArray, _ b: MLXArray) -> Bool {

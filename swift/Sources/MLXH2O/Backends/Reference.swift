@@ -39,7 +39,8 @@ enum Reference {
 
     /// Softmax attention `[B, Hq, L, Dv]`.
     static func attention(_ call: AttentionOperands) -> MLXArray {
-        if call.seed == nil, case .plain(let keys) = call.keys, case .plain(let values) = call.values
+        if call.seed == nil, case .plain(let keys) = call.keys,
+            case .plain(let values) = call.values
         {
             return MLXFast.scaledDotProductAttention(
                 queries: call.queries, keys: keys, values: values, scale: call.scale,

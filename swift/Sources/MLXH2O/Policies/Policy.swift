@@ -251,7 +251,9 @@ extension Policy {
     /// Throw ``H2OError/configuration(_:)`` unless all settings are in range.
     public func validate() throws {
         let name = Self.name
-        func fail(_ message: String) -> H2OError { .configuration("Policy \"\(name)\": \(message)") }
+        func fail(_ message: String) -> H2OError {
+            .configuration("Policy \"\(name)\": \(message)")
+        }
         switch options.recent {
         case .count(let count) where count < 0:
             throw fail("recent is a count of at least 0; got \(count).")

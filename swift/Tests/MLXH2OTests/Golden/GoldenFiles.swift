@@ -73,7 +73,9 @@ struct Golden {
     let tolerances: SettingValue
     let arrays: [String: Arrays]
 
-    nonisolated(unsafe) static let shipped = Result { try Golden(folder: checkout.appendingPathComponent("golden")) }
+    nonisolated(unsafe) static let shipped = Result {
+        try Golden(folder: checkout.appendingPathComponent("golden"))
+    }
 
     init(folder: URL) throws {
         let url = folder.appendingPathComponent("manifest.json")

@@ -229,7 +229,8 @@ enum GoldenReplay {
             packing: Packing(
                 keyBits: settings["k_bits"]?.int ?? bits,
                 valueBits: settings["v_bits"]?.int ?? bits,
-                groupSize: settings["group_size"]?.int ?? 64))
+                groupSize: settings["group_size"]?.int ?? 64,
+                recentBits: settings["recent_bits"]?.int))
     }
 
     /// Positions `[B, H, most]`, ascending, then -1.

@@ -1,0 +1,25 @@
+// swift-tools-version: 6.1
+import PackageDescription
+
+// Needs a Mac: mlx-swift, and swift-transformers for tokenizers.
+let package = Package(
+    name: "Chat",
+    platforms: [.macOS(.v14), .iOS(.v17), .visionOS(.v1)],
+    products: [.library(name: "ChatEngine", targets: ["ChatEngine"])],
+    dependencies: [
+        .package(name: "mlx-h2o", path: "../../.."),
+        .package(url: "https://github.com/ml-explore/mlx-swift-lm", from: "3.31.4"),
+        .package(url: "https://github.com/huggingface/swift-transformers", from: "1.3.0"),
+    ],
+    targets: [
+        .target(
+            name: "ChatEngine",
+            dependencies: [
+                .product(name: "MLXH2O", package: "mlx-h2o"),
+                .product(name: "MLXLLM", package: "mlx-swift-lm"),
+                .product(name: "MLXLMCommon", package: "mlx-swift-lm"),
+                .product(name: "Tokenizers", package: "swift-transformers"),
+            ]),
+        .executableTarget(name: "Chat", dependencies: ["ChatEngine"]),
+    ]
+)

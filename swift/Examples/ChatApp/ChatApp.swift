@@ -1,0 +1,8 @@
+import SwiftUI
+
+@main
+struct ChatApp: App {
+    var body: some Scene {
+        WindowGroup { ChatView() }
+    }
+}
