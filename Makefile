@@ -12,7 +12,7 @@ CXX_SOURCES := $(wildcard python/src/*.h python/src/*.cpp python/src/kernels/*.*
 C_SOURCES := $(wildcard c_api/include/*.h c_api/src/*.* c_api/tests/*.[ch] c_api/examples/*.c \
     c_api/*/src/*.* c_api/*/include/mlx/c/*.h)
 SWIFT_SOURCES := Package.swift swift/Linux/Package.swift $(wildcard \
-    swift/Sources swift/Tests swift/Examples swift/Linux/Sources swift/Linux/Tests)
+    swift/Sources swift/Tests swift/Benchmarks swift/Examples swift/Linux/Sources swift/Linux/Tests)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
