@@ -249,6 +249,17 @@ def test_it_survives_a_file_and_a_copy(tmp_path):
     assert mx.array_equal(outs[0], outs[2])
 
 
+def test_a_state_once_taken_stays_as_it_was(monkeypatch):
+    monkeypatch.setattr(choice, "cpu", lambda: None)
+    cache = mixed(bits=8, recent_bits=UNPACKED)
+    LAYER.feed(cache, 60)
+    taken, _ = cache.state
+    before = {name: numbers(array) for name, array in taken.items()}
+    LAYER.feed(cache, 5)
+    for name, array in taken.items():
+        np.testing.assert_array_equal(numbers(array), before[name], err_msg=name)
+
+
 def test_a_file_with_too_few_recent_tokens_is_refused():
     cache = mixed(bits=8, recent_bits=UNPACKED)
     LAYER.feed(cache, 80)

@@ -187,9 +187,9 @@ class RecentZone:
 
     def _put(self, slot: int, rows: dict[str, mx.array]) -> None:
         """Overwrite one slot of every head."""
+        start = mx.array([slot])
         for name, row in rows.items():
-            # Read before written, so that the write need not copy.
-            self.fields[name][:, :, slot : slot + 1] = row
+            self.fields[name] = mx.slice_update(self.fields[name], row, start, [2])
 
     def _replace(self, leaving: int, rows: dict[str, mx.array]) -> None:
         """Drop the oldest rows, append new ones; unused slots come last."""
