@@ -13,10 +13,9 @@ import mlx.core as mx
 from mlx_h2o import selection
 from mlx_h2o.attention import FLOAT_DTYPES
 from mlx_h2o.budget import RowWidths, slots_for_bytes
+from mlx_h2o.decode_step import Decoding, HeadStep
 from mlx_h2o.decoding import (
     MOST_QUERY_HEADS,
-    Decoding,
-    HeadStep,
     can_decode,
     on_default_device,
     start_decoding,

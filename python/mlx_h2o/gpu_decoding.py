@@ -23,7 +23,7 @@ from mlx_h2o.backends.step_launches import (
     update,
 )
 from mlx_h2o.backends.tiling import WIDTHS
-from mlx_h2o.decoding import Decoding, HeadStep
+from mlx_h2o.decode_step import Decoding, HeadStep
 from mlx_h2o.packed import Packing, dense
 from mlx_h2o.policies import Policy
 from mlx_h2o.policies.base import kernel_form_of

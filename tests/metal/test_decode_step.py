@@ -12,7 +12,7 @@ from mlx_h2o import Remainder, make_policy, selection
 from mlx_h2o.backends import step_launches
 from mlx_h2o.backends.attention_launches import Attended
 from mlx_h2o.backends.step_launches import SlotArrays, StepPlan
-from mlx_h2o.decoding import HeadStep
+from mlx_h2o.decode_step import HeadStep
 from mlx_h2o.gpu_decoding import ranking_of
 from mlx_h2o.policies import Observation, Slots
 

@@ -15,7 +15,7 @@ from mlx_h2o import gpu_decoding
 from mlx_h2o.backends import attention_launches, prompt_launches, reference, work
 from mlx_h2o.backends.launcher import Launcher
 from mlx_h2o.backends.reference import Ranges, Seed
-from mlx_h2o.decoding import Decoding
+from mlx_h2o.decode_step import Decoding
 from mlx_h2o.masks import Mask
 from mlx_h2o.packed import PackedRows, Rows
 from mlx_h2o.policies import Policy

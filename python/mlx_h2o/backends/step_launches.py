@@ -19,7 +19,7 @@ from mlx_h2o.backends.launcher import (
 )
 from mlx_h2o.backends.row_buffers import absent, buffers, names, packing
 from mlx_h2o.backends.work import Ranges
-from mlx_h2o.decoding import HeadStep
+from mlx_h2o.decode_step import HeadStep
 from mlx_h2o.packed import Rows
 from mlx_h2o.remainder import Remainder
 

@@ -7,7 +7,8 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from mlx_h2o.decoding import CPUDecoding, HeadStep
+from mlx_h2o.decode_step import HeadStep
+from mlx_h2o.decoding import CPUDecoding
 from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy
 from mlx_h2o.remainder import Remainder
