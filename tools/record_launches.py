@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from mlx_h2o.backends.attention_launches import attend
 from mlx_h2o.backends.launcher import Launcher
+from mlx_h2o.packed import PackedRows, Rows
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "swift/Tests/MLXH2OTests/Fixtures/launches.json"
@@ -44,6 +45,8 @@ def calls() -> Iterator[dict[str, Any]]:
             "dtype": ("float16", "bfloat16", "float32")[i % 3],
             "mask": ("none", "causal", "bool", "row")[i % 4],
             "sinks": i % 5 == 0,
+            "k_bits": (0, 0, 4, 8)[i % 4] if D < 576 else 0,
+            "v_bits": (0, 3, 4, 0)[i % 4] if D < 576 else 0,
             "architecture": "applegpu_g13" + "psgd"[i // 3 % 4],
         }
 
@@ -89,11 +92,16 @@ def launches(call: dict[str, Any]) -> list[dict[str, Any]]:
         "bool": mx.zeros((B, 1, L, N), mx.bool_),
         "row": mx.zeros((L, 1), dtype),
     }[call["mask"]]
+
+    def rows(heads: int, width: int, bits: int) -> Rows:
+        zeros = mx.zeros((B, heads, N, width), dtype)
+        return PackedRows.of(zeros, bits, 32) if bits else zeros
+
     attend(
         Launcher(make, "metal"),
         mx.zeros((B, Hq, L, call["key_width"]), dtype),
-        mx.zeros((B, call["kv_heads"], N, call["key_width"]), dtype),
-        mx.zeros((B, call["kv_heads"], N, call["value_width"]), dtype),
+        rows(call["kv_heads"], call["key_width"], call["k_bits"]),
+        rows(call["kv_heads"], call["value_width"], call["v_bits"]),
         scale=0.125,
         mask=mask,
         sinks=mx.zeros(Hq) if call["sinks"] else None,

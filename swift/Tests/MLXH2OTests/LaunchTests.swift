@@ -44,6 +44,11 @@ import Testing
         func int(_ name: String) -> Int { call[name]!.int! }
         let dtype = ["float16": DType.float16, "bfloat16": .bfloat16][call["dtype"]!.string!]
         func zeros(_ shape: [Int]) -> MLXArray { MLXArray.zeros(shape, dtype: dtype ?? .float32) }
+        func rows(_ shape: [Int], _ bits: Int) -> Rows {
+            guard bits > 0 else { return .plain(zeros(shape)) }
+            let packing = try! Packing(keyBits: bits, groupSize: 32)
+            return packing.rows("keys", packing.fields("keys", .plain(zeros(shape))))
+        }
         let (B, L, N) = (int("batch"), int("queries"), int("keys"))
         let masks: [String: Mask] = [
             "none": .none, "causal": .causal,
@@ -52,8 +57,8 @@ import Testing
         ]
         return AttentionOperands(
             queries: zeros([B, int("query_heads"), L, int("key_width")]),
-            keys: .plain(zeros([B, int("kv_heads"), N, int("key_width")])),
-            values: .plain(zeros([B, int("kv_heads"), N, int("value_width")])), scale: 0.125,
+            keys: rows([B, int("kv_heads"), N, int("key_width")], int("k_bits")),
+            values: rows([B, int("kv_heads"), N, int("value_width")], int("v_bits")), scale: 0.125,
             mask: masks[call["mask"]!.string!]!,
             sinks: call["sinks"]!.bool!
                 ? MLXArray.zeros([int("query_heads")], dtype: .float32) : nil)

@@ -9,14 +9,16 @@ struct AttentionLaunch {
 
     static let vector = KernelLaunch.Interface(
         name: "attention_vector",
-        inputs: ["params", "factors", "queries", "keys", "values", "mask"] + columns + ["after"],
+        inputs: ["params", "factors", "queries"] + Rows.bufferNames("keys")
+            + Rows.bufferNames("values") + ["mask"] + columns + ["after"],
         outputs: ["out"] + exports,
-        optional: [
-            (
-                "mask",
-                "const device bool* mask = nullptr;\nconst int64_t mask_strides[4] = {0};"
-            )
-        ] + columns.map { ($0, "const device float* \($0) = nullptr;") } + [("after", "")]
+        optional: Rows.absentBuffers("keys") + Rows.absentBuffers("values")
+            + [
+                (
+                    "mask",
+                    "const device bool* mask = nullptr;\nconst int64_t mask_strides[4] = {0};"
+                )
+            ] + columns.map { ($0, "const device float* \($0) = nullptr;") } + [("after", "")]
             + exports.map { ($0, "device float* \($0) = nullptr;") })
 
     static let merge = KernelLaunch.Interface(
@@ -25,40 +27,36 @@ struct AttentionLaunch {
     private static let mergeSimdgroups = 8
 
     let call: AttentionOperands
-    let keys: MLXArray
-    let values: MLXArray
     let block: Int?
     /// The only launch, or the first of two.
     let first: KernelLaunch
 
     /// Whether the kernels are written for these operands.
     static func supports(_ call: AttentionOperands) -> Bool {
-        guard case .plain(let keys) = call.keys, case .plain(let values) = call.values else {
-            return false
-        }
+        if case .joined = call.keys { return false }
+        let (keys, values) = (call.keys, call.values)
         return call.queries.dim(2) <= Tiling.mostQueries
-            && Tiling.widths.contains(keys.dim(-1)) && Tiling.widths.contains(values.dim(-1))
+            && Tiling.widths.contains(keys.shape[3]) && Tiling.widths.contains(values.shape[3])
             && call.queries.dtype == keys.dtype && keys.dtype == values.dtype
     }
 
     init(_ call: AttentionOperands, architecture: String) {
-        guard case .plain(let k) = call.keys, case .plain(let v) = call.values else {
-            preconditionFailure("The kernels read no packed rows.")
-        }
-        (self.call, keys, values) = (call, k, v)
-        let q = call.queries
+        self.call = call
+        let (q, k, v) = (call.queries, call.keys, call.values)
         let (B, Hq, L, D) = (q.dim(0), q.dim(1), q.dim(2), q.dim(3))
-        let (Hk, N, Dv) = (k.dim(1), k.dim(2), v.dim(3))
+        let (Hk, N, Dv) = (k.shape[1], k.shape[2], v.shape[3])
         let (G, size) = (Hq / Hk, k.dtype.size)
+        let packed = k.isPacked || v.isPacked
         block = Tiling.slotsPerBlock(
             lengths: Array(repeating: N, count: Hk), group: G, queries: L, keyWidth: D,
-            valueWidth: Dv, itemSize: size, architecture: architecture)
+            valueWidth: Dv, itemSize: size, architecture: architecture,
+            stored: packed ? k.rowBytes + v.rowBytes : nil)
         let work = Work(lengths: Array(repeating: N, count: Hk), block: block)
         var kind = 0, maskColumns = 0
         var inputs = [
-            "factors": MLXArray([call.scale, Remainder.saturation]), "queries": q, "keys": k,
-            "values": v,
+            "factors": MLXArray([call.scale, Remainder.saturation]), "queries": q,
         ]
+        for buffers in [k.buffers("keys"), v.buffers("values")] { inputs.merge(buffers) { $1 } }
         switch call.mask {
         case .none: break
         case .causal: kind = L == 1 ? 0 : 1
@@ -73,7 +71,7 @@ struct AttentionLaunch {
         if let sinks = call.sinks { inputs["sinks"] = sinks.contiguous() }
         let items = work.lines.count
         let tiles = Tiling(
-            keyWidth: D, valueWidth: Dv, group: G, queries: L, itemSize: size)
+            keyWidth: D, valueWidth: Dv, group: G, queries: L, itemSize: size, packed: packed)
         first = KernelLaunch(
             interface: Self.vector, inputs: inputs,
             outputs: [
@@ -82,7 +80,9 @@ struct AttentionLaunch {
                 .init(name: "logits", shape: [B, G * L * work.slots], dtype: .float32),
             ],
             template: [
-                ("T", k.dtype), ("D", D), ("DV", Dv), ("G", G), ("QUERIES", tiles.queries),
+                ("T", k.dtype), ("D", D), ("DV", Dv),
+            ] + k.packing("K") + v.packing("V") + [
+                ("G", G), ("QUERIES", tiles.queries),
                 ("ROWS", tiles.rows), ("ROW_GROUPS", tiles.rowGroups),
                 ("SIMDS", tiles.simdgroups), ("KEYS", tiles.keys), ("MASK", kind),
                 ("SINKS", call.sinks != nil), ("REMAINDER", false), ("DISTANCES", false),
@@ -95,7 +95,7 @@ struct AttentionLaunch {
     /// The second pass over the results of blocks.
     func second(_ partials: MLXArray, _ lses: MLXArray) -> KernelLaunch {
         let (B, Hq, L) = (call.queries.dim(0), call.queries.dim(1), call.queries.dim(2))
-        let (Hk, Dv) = (keys.dim(1), values.dim(3)), rows = Hq / Hk * L
+        let (Hk, Dv) = (call.keys.shape[1], call.values.shape[3]), rows = Hq / Hk * L
         return KernelLaunch(
             interface: Self.merge,
             inputs: [
@@ -116,9 +116,9 @@ struct AttentionLaunch {
             written.merge(second(written["out"]!, written["lse"]!).run()) { $1 }
         }
         let (B, Hq, L) = (call.queries.dim(0), call.queries.dim(1), call.queries.dim(2))
-        var out = written["out"]!.reshaped([B, Hq, L, values.dim(3)])
+        var out = written["out"]!.reshaped([B, Hq, L, call.values.shape[3]])
         var lse = written["lse"]!.reshaped([B, Hq, L])
         if let seed = call.seed { (out, lse) = Reference.join(out, lse, seed) }
-        return (out, written["logits"]!.reshaped([B, Hq, L, keys.dim(2)]), lse)
+        return (out, written["logits"]!.reshaped([B, Hq, L, call.keys.shape[2]]), lse)
     }
 }

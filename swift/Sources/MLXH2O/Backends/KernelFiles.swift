@@ -98,9 +98,9 @@ namespace h2o {
 
 // Unscaled logits of the keys for each row, and distances from the mean: lane j gets key j's. Keys
 // that nobody sees are not read.
-template <bool MASKED, bool DISTANCES, typename T, int W, int WV, int ROWS, typename Elements>
+template <bool MASKED, bool DISTANCES, typename T, int W, int WV, int ROWS, typename Keys>
 inline void score(
-    Rows<Elements> keys,
+    Keys keys,
     int count,
     bool seen,
     thread QueryRows<T, W, WV, ROWS>& rows,
@@ -127,9 +127,9 @@ inline void score(
 }
 
 // Adds the values to each row's sum, with the weights that lane j holds for value j.
-template <bool MASKED, typename T, int W, int WV, int ROWS, typename Elements>
+template <bool MASKED, typename T, int W, int WV, int ROWS, typename Values>
 inline void add_values(
-    Rows<Elements> values,
+    Values values,
     int count,
     bool seen,
     const thread float* weights,
@@ -154,10 +154,10 @@ inline void add_values(
 
 // The keys and values of `count` slots from `first` (counted in the head) on.
 template <int G, int QUERIES, int MASK, bool DISTANCES, int EXPORT, typename T, int W,
-          int WV, int ROWS, typename Elements, typename Mask>
+          int WV, int ROWS, typename Keys, typename Values, typename Mask>
 inline void attend(
-    Rows<Elements> keys,
-    Rows<Elements> values,
+    Keys keys,
+    Values values,
     int first,
     int count,
     Launch launch,
@@ -224,6 +224,7 @@ inline void attend(
 // of a head give a partial one, which attention_merge.metal merges with others by their lse.
 
 #include "attention_step.h"
+#include "packed_rows.h"
 #include "remainder.h"
 #include "simdgroup_merge.h"
 
@@ -269,13 +270,14 @@ inline void join_other_columns(
 // Threadgroup (0, item, batch and block of rows) of a launch.
 template <typename T, int D, int DV, int G, int QUERIES, int ROWS, int ROW_GROUPS, int SIMDS,
           int KEYS, int MASK, bool SINKS, bool REMAINDER, bool DISTANCES, int EXPORT,
-          typename Factors, typename Mask, typename Sinks, typename Counts, typename Out>
+          typename Factors, typename Keys, typename Values, typename Mask, typename Sinks,
+          typename Counts, typename Out, typename StagedKeys, typename StagedValues>
 inline void attention_vector(
     const device int* params,
     Factors factors,  // scale, saturation of the remainder's term
     Rows<const device T*> queries,
-    Rows<const device T*> keys,
-    Rows<const device T*> values,
+    Keys keys,      // dense or packed, each
+    Values values,  // of the two
     Rows<Mask> mask,
     Sinks sinks,  // [Hq]
     Remainder<Counts> remainder,
@@ -287,8 +289,8 @@ inline void attention_vector(
     threadgroup float* scratch,
     threadgroup float* tops,
     threadgroup float* totals,
-    threadgroup T* staged_keys,
-    threadgroup T* staged_values,
+    StagedKeys staged_keys,
+    StagedValues staged_values,
     uint3 at,
     int thread_index) {
   constexpr int W = D / 32, WV = DV / 32;
@@ -325,7 +327,8 @@ inline void attention_vector(
       queries, launch.queries, block_first, scratch, thread_index, THREADS, rows);
   float mean[W];
   if (DISTANCES) {
-    stage<D>(dense_rows(means + kv_head * D, D), 1, scratch, thread_index, THREADS);
+    copy_rows<D>(
+        dense_rows(means + kv_head * D, D), 1, dense_rows(scratch, D), thread_index, THREADS);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     load_share<W>(dense_rows(scratch, D), 0, lane, mean);
   }
@@ -338,8 +341,8 @@ inline void attention_vector(
   for (int done = 0; done < work.count; done += STEP) {
     const int first = work.offset + done + first_of_simd;
     const int count = min(KEYS, work.count - done - first_of_simd);
-    const Rows<const device T*> keys_here = from(keys, 0, 0, done);
-    const Rows<const device T*> values_here = from(values, 0, 0, done);
+    const Keys keys_here = from(keys, 0, 0, done);
+    const Values values_here = from(values, 0, 0, done);
     if (ROW_GROUPS == 1) {
       if (count > 0) {
         attend<G, QUERIES, MASK, DISTANCES, EXPORT>(
@@ -354,9 +357,8 @@ inline void attention_vector(
       threadgroup_barrier(mem_flags::mem_threadgroup);
       if (count > 0) {
         attend<G, QUERIES, MASK, DISTANCES, EXPORT>(
-            from(dense_rows(staged_keys, D), 0, 0, first_of_simd),
-            from(dense_rows(staged_values, DV), 0, 0, first_of_simd), first, count, launch, work,
-            mask, mean, lane, factors[0], rows, logits, distances);
+            from(staged_keys, 0, 0, first_of_simd), from(staged_values, 0, 0, first_of_simd), first,
+            count, launch, work, mask, mean, lane, factors[0], rows, logits, distances);
       }
     }
   }
@@ -371,20 +373,45 @@ inline void attention_vector(
 
 //! body
 
+  typedef typename h2o::Stored<K_BITS, T>::Element Key;
+  typedef typename h2o::Stored<V_BITS, T>::Element Value;
+  const h2o::Packing<K_BITS, K_GROUP> of_keys = {};
+  const h2o::Packing<V_BITS, V_GROUP> of_values = {};
   constexpr int STAGED_ROWS = ROW_GROUPS > 1 ? SIMDS / ROW_GROUPS * KEYS : 0;
+  constexpr int KEY_ELEMENTS = ELEMENTS_OF(D, K_BITS), KEY_GROUPS = GROUPS_OF(D, K_BITS, K_GROUP);
+  constexpr int VALUE_ELEMENTS = ELEMENTS_OF(DV, V_BITS);
+  constexpr int VALUE_GROUPS = GROUPS_OF(DV, V_BITS, V_GROUP);
   THREADGROUP_ARRAY(float, scratch, SCRATCH);
   THREADGROUP_ARRAY(float, tops, SIMDS * ROWS);
   THREADGROUP_ARRAY(float, totals, SIMDS * ROWS);
-  THREADGROUP_ARRAY(T, staged_keys, STAGED_ROWS * D + 1);
-  THREADGROUP_ARRAY(T, staged_values, STAGED_ROWS * DV + 1);
+  THREADGROUP_ARRAY(Key, staged_keys, STAGED_ROWS * KEY_ELEMENTS + 1);
+  THREADGROUP_ARRAY(T, staged_key_scales, STAGED_ROWS * KEY_GROUPS + 1);
+  THREADGROUP_ARRAY(T, staged_key_biases, STAGED_ROWS * KEY_GROUPS + 1);
+  THREADGROUP_ARRAY(Value, staged_values, STAGED_ROWS * VALUE_ELEMENTS + 1);
+  THREADGROUP_ARRAY(T, staged_value_scales, STAGED_ROWS * VALUE_GROUPS + 1);
+  THREADGROUP_ARRAY(T, staged_value_biases, STAGED_ROWS * VALUE_GROUPS + 1);
   h2o::attention_vector<
       T, D, DV, G, QUERIES, ROWS, ROW_GROUPS, SIMDS, KEYS, MASK, SINKS, REMAINDER, DISTANCES,
       EXPORT>(
-      params, factors, ROWS_OF(queries, queries_strides), ROWS_OF(keys, keys_strides),
-      ROWS_OF(values, values_strides), ROWS_OF(mask, mask_strides), sinks,
+      params, factors, ROWS_OF(queries, queries_strides),
+      h2o::stored_rows(
+          of_keys, ROWS_OF(keys, keys_strides), ROWS_OF(key_scales, key_scales_strides),
+          ROWS_OF(key_biases, key_biases_strides)),
+      h2o::stored_rows(
+          of_values, ROWS_OF(values, values_strides), ROWS_OF(value_scales, value_scales_strides),
+          ROWS_OF(value_biases, value_biases_strides)),
+      ROWS_OF(mask, mask_strides), sinks,
       h2o::remainder_of(counts, mean_keys, var_keys, mean_values), means, out, lse, logits,
-      distances, scratch, tops, totals, staged_keys, staged_values, threadgroup_position_in_grid,
-      int(thread_index_in_threadgroup));
+      distances, scratch, tops, totals,
+      h2o::stored_rows(
+          of_keys, h2o::dense_rows(staged_keys, KEY_ELEMENTS),
+          h2o::dense_rows(staged_key_scales, KEY_GROUPS),
+          h2o::dense_rows(staged_key_biases, KEY_GROUPS)),
+      h2o::stored_rows(
+          of_values, h2o::dense_rows(staged_values, VALUE_ELEMENTS),
+          h2o::dense_rows(staged_value_scales, VALUE_GROUPS),
+          h2o::dense_rows(staged_value_biases, VALUE_GROUPS)),
+      threadgroup_position_in_grid, int(thread_index_in_threadgroup));
 
 """##,
     "masks.h": ##"""
@@ -505,6 +532,162 @@ inline float join_lanes(thread OnlineSoftmax<WV>& row, float logit) {
   const float weight = weight_of(logit, row.top);
   row.sum += weight;
   return weight;
+}
+
+}  // namespace h2o
+
+"""##,
+    "packed_rows.h": ##"""
+// Rows as mx.quantize packs them (python/mlx_h2o/packed.py): levels of BITS bits each, and a scale
+// and a bias for every GROUP of a row's elements. The levels of a row are a stream of bits, lowest
+// first, so 32 of them are BITS words. They become numbers in registers.
+
+#include "rows.h"
+
+namespace h2o {
+
+// How rows are stored: packed, or dense where BITS is 0.
+template <int BITS, int GROUP>
+struct Packing {};
+
+// The type of a stored row's elements, and how many it has, of those and of groups.
+template <int BITS, typename T>
+struct Stored {
+  typedef uint Element;
+};
+template <typename T>
+struct Stored<0, T> {
+  typedef T Element;
+};
+#define ELEMENTS_OF(width, bits) ((bits) == 0 ? (width) : (width) / 32 * (bits))
+#define GROUPS_OF(width, bits, group) ((bits) == 0 ? 0 : (width) / (group))
+
+template <int BITS, int GROUP, typename Words, typename Scales>
+struct PackedRows {
+  Rows<Words> words;
+  Rows<Scales> scales, biases;
+};
+
+// Rows of either kind, as what they are.
+template <int GROUP, typename Elements, typename Scales>
+inline Rows<Elements> stored_rows(
+    Packing<0, GROUP>, Rows<Elements> rows, Rows<Scales>, Rows<Scales>) {
+  return rows;
+}
+
+template <int BITS, int GROUP, typename Words, typename Scales>
+inline PackedRows<BITS, GROUP, Words, Scales> stored_rows(
+    Packing<BITS, GROUP>, Rows<Words> words, Rows<Scales> scales, Rows<Scales> biases) {
+  return {words, scales, biases};
+}
+
+template <int BITS, int GROUP, typename Words, typename Scales>
+inline PackedRows<BITS, GROUP, Words, Scales> from(
+    PackedRows<BITS, GROUP, Words, Scales> rows, int batch, int head, int row) {
+  move(rows.words, batch, head, row);
+  move(rows.scales, batch, head, row);
+  move(rows.biases, batch, head, row);
+  return rows;
+}
+
+// Of a row, the 32 columns from `first`, a multiple of 32; they lie in one group.
+template <int BITS, int GROUP, typename Words, typename Scales>
+inline PackedRows<BITS, GROUP, Words, Scales> columns_from(
+    PackedRows<BITS, GROUP, Words, Scales> rows, int first) {
+  rows.words.data += first / 32 * BITS * rows.words.column;
+  rows.scales.data += first / GROUP * rows.scales.column;
+  rows.biases.data += first / GROUP * rows.biases.column;
+  return rows;
+}
+
+// 32 bits of a stream, from bit `shift` (below 32) of one word on to the next word.
+inline uint window(uint low, uint high, uint shift) {
+  return low >> shift | high << 1 << (31 - shift);
+}
+
+// This lane's share of a row, in windows of 32 bits. The device gives each word once: a lane reads
+// those that begin in its share and the one that its share begins in, and its share's end is what
+// the next lane's begins with.
+template <int W, int BITS, typename Words>
+inline void load_windows(Rows<Words> rows, int row, int lane, thread uint* windows) {
+  constexpr int SHARE = W * BITS, WHOLE = SHARE / 32;
+  const int first = lane * SHARE / 32, owned = (lane + 1) * SHARE / 32 - first;
+  const Words at = rows.data + row * rows.row + first * rows.column;
+  uint words[WHOLE + 2];
+  UNROLL
+  for (int i = 0; i < WHOLE; i++) {
+    words[i] = at[i * rows.column];
+  }
+  if (SHARE % 32 != 0) {
+    if (WHOLE == 0) {
+      words[0] = at[0];
+    }
+    if (32 % SHARE != 0) {
+      const uint next = simd_shuffle(words[0], ushort((lane + 1) % 32));
+      words[WHOLE + 1] = next;
+      if (WHOLE > 0) {
+        words[WHOLE] = owned > WHOLE ? uint(at[WHOLE * rows.column]) : next;
+      }
+    } else {
+      words[1] = 0;
+    }
+  }
+  UNROLL
+  for (int i = 0; i * 32 < SHARE; i++) {
+    windows[i] =
+        SHARE % 32 == 0 ? words[i] : window(words[i], words[i + 1], uint(lane * SHARE % 32));
+  }
+}
+
+// All lanes of a simdgroup must arrive.
+template <int W, int BITS, int GROUP, typename Words, typename Scales, typename Share>
+inline void load_share(
+    PackedRows<BITS, GROUP, Words, Scales> rows, int row, int lane, thread Share* share) {
+  constexpr uint LEVELS = 1u << BITS;
+  uint windows[(W * BITS + 31) / 32 + 1];
+  windows[(W * BITS + 31) / 32] = 0;
+  load_windows<W, BITS>(rows.words, row, lane, windows);
+
+  const int group = lane * W / GROUP;
+  const float scale = float(rows.scales.data[row * rows.scales.row + group * rows.scales.column]);
+  const float bias = float(rows.biases.data[row * rows.biases.row + group * rows.biases.column]);
+  float next_scale = scale, next_bias = bias;
+  // Where shares do not divide a group, one may reach into that which the next lane begins in.
+  constexpr bool DIVIDES = GROUP % W == 0;
+  if (!DIVIDES) {
+    next_scale = simd_shuffle(scale, ushort((lane + 1) % 32));
+    next_bias = simd_shuffle(bias, ushort((lane + 1) % 32));
+  }
+  const int here = GROUP - lane * W % GROUP;
+  UNROLL
+  for (int i = 0; i < W; i++) {
+    const int at = i * BITS / 32, shift = i * BITS % 32;
+    uint level = windows[at] >> shift;
+    if (shift + BITS > 32) {
+      level |= windows[at + 1] << (32 - shift);
+    }
+    const bool in_first = DIVIDES || i < here;
+    share[i] = Share(
+        float(level & (LEVELS - 1)) * (in_first ? scale : next_scale) +
+        (in_first ? bias : next_bias));
+  }
+}
+
+// Copies `count` rows to threadgroup memory as they are stored, all threads together.
+template <int D, typename Elements, typename T>
+inline void stage(
+    Rows<Elements> rows, int count, Rows<threadgroup T*> to, int thread_index, int threads) {
+  copy_rows<D>(rows, count, to, thread_index, threads);
+}
+
+template <int D, int BITS, int GROUP, typename Words, typename Scales, typename ToWords,
+          typename ToScales>
+inline void stage(
+    PackedRows<BITS, GROUP, Words, Scales> rows, int count,
+    PackedRows<BITS, GROUP, ToWords, ToScales> to, int thread_index, int threads) {
+  copy_rows<D / 32 * BITS>(rows.words, count, to.words, thread_index, threads);
+  copy_rows<D / GROUP>(rows.scales, count, to.scales, thread_index, threads);
+  copy_rows<D / GROUP>(rows.biases, count, to.biases, thread_index, threads);
 }
 
 }  // namespace h2o
@@ -670,10 +853,22 @@ inline Rows<Elements> dense_rows(Elements data, int width) {
   return {data, 0, 0, width, 1};
 }
 
+template <typename Elements>
+inline void move(thread Rows<Elements>& rows, int batch, int head, int row) {
+  rows.data += batch * rows.batch + head * rows.head + row * rows.row;
+}
+
 // The same array from another element on.
 template <typename Elements>
 inline Rows<Elements> from(Rows<Elements> rows, int batch, int head, int row) {
-  rows.data += batch * rows.batch + head * rows.head + row * rows.row;
+  move(rows, batch, head, row);
+  return rows;
+}
+
+// Of a row, the columns from `first` on.
+template <typename Elements>
+inline Rows<Elements> columns_from(Rows<Elements> rows, int first) {
+  rows.data += first * rows.column;
   return rows;
 }
 
@@ -695,10 +890,10 @@ inline void load_share(Rows<Elements> rows, int row, int lane, thread Share* sha
 
 // Copies `count` rows of D elements to threadgroup memory, all threads together.
 template <int D, typename Elements, typename T>
-inline void stage(
-    Rows<Elements> rows, int count, threadgroup T* to, int thread_index, int threads) {
+inline void copy_rows(
+    Rows<Elements> rows, int count, Rows<threadgroup T*> to, int thread_index, int threads) {
   for (int e = thread_index; e < count * D; e += threads) {
-    to[e] = rows.data[e / D * rows.row + e % D * rows.column];
+    to.data[e] = rows.data[e / D * rows.row + e % D * rows.column];
   }
 }
 

@@ -8,6 +8,7 @@ struct Tiling: Equatable {
 
     private static let simdgroupsByWords = [(12, 32), (30, 16), (76, 12)]
     private static let wordsBesides = 3
+    private static let wordsToUnpack = 6
     private static let usualKeys = 16
     private static let stagedBytes = 16384
     private static let blockShare = 0.015
@@ -35,8 +36,12 @@ struct Tiling: Equatable {
     ///   - valueWidth: Dv.
     ///   - group: G, query heads per KV head.
     ///   - queries: L.
-    ///   - itemSize: Bytes per element of keys and values.
-    init(keyWidth: Int, valueWidth: Int, group: Int, queries: Int, itemSize: Int) {
+    ///   - itemSize: Bytes per element of queries, and of keys and values unless they are packed.
+    ///   - packed: Whether keys or values are.
+    init(
+        keyWidth: Int, valueWidth: Int, group: Int, queries: Int, itemSize: Int,
+        packed: Bool = false
+    ) {
         var padded = 1
         while padded < queries { padded *= 2 }
         self.queries = padded
@@ -47,7 +52,7 @@ struct Tiling: Equatable {
         rowGroups = min(ceil(needed, most), fewestSimdgroups)
         rowBlocks = ceil(needed, most * rowGroups)
         rows = ceil(needed, rowGroups * rowBlocks)
-        let held = rows * words
+        let held = min(rows * words + (packed ? Self.wordsToUnpack : 0), mostWords)
         let fitting = Self.simdgroupsByWords.first { held <= $0.0 }!.1
         if rowGroups == 1 {
             (simdgroups, keys) = (fitting, Self.usualKeys)
@@ -63,22 +68,23 @@ struct Tiling: Equatable {
     /// - Parameters:
     ///   - lengths: Slots of each KV head.
     ///   - architecture: The GPU's: in the last letter of "applegpu_g13s" is its size.
+    ///   - stored: Bytes of a slot's key and value, if they are packed.
     static func slotsPerBlock(
         lengths: [Int], group: Int, queries: Int, keyWidth: Int, valueWidth: Int, itemSize: Int,
-        architecture: String
+        architecture: String, stored: Int? = nil
     ) -> Int? {
         let longest = lengths.max()!, size = architecture.last ?? " "
         let large = (size == "s" || size == "d") && longest >= 1024
         guard large || (group > 1 && longest >= 4096) else { return nil }
         let tiles = Tiling(
             keyWidth: keyWidth, valueWidth: valueWidth, group: group, queries: queries,
-            itemSize: itemSize)
+            itemSize: itemSize, packed: stored != nil)
         let rows = group * queries
         let blocks = ceil(simdgroupsOfMLX(longest, rows, size), tiles.splits)
         // Queries are read, partial results and their lse written and read again.
         let extra = rows * (keyWidth * itemSize + 2 * (valueWidth * itemSize + 4))
-        let perSlot = blockShare * Double(keyWidth + valueWidth) * Double(itemSize)
-        let fewest = Int(Double(extra) / perSlot) + 1
+        let stored = stored ?? (keyWidth + valueWidth) * itemSize
+        let fewest = Int(Double(extra) / (blockShare * Double(stored))) + 1
         let step = tiles.splits * tiles.keys
         let slots = ceil(max(ceil(longest, blocks), fewest), step) * step
         return slots < longest ? slots : nil

@@ -1,0 +1,49 @@
+import MLX
+
+/// Keys and values as kernels get them: buffers, and template arguments by which to read them.
+extension Rows {
+    /// Names of the buffers of "keys" or "values".
+    static func bufferNames(_ field: String) -> [String] {
+        let one = field.dropLast()
+        return [field, "\(one)_scales", "\(one)_biases"]
+    }
+
+    /// Declarations for what dense rows lack.
+    static func absentBuffers(_ field: String) -> [(name: String, declaration: String)] {
+        bufferNames(field).dropFirst().map { name in
+            let strides = "const int64_t \(name)_strides[4] = {0};"
+            return (name, "const device float* \(name) = nullptr;\n\(strides)")
+        }
+    }
+
+    /// Buffers by name.
+    func buffers(_ field: String) -> [String: MLXArray] {
+        Dictionary(uniqueKeysWithValues: zip(Rows.bufferNames(field), arrays))
+    }
+
+    /// Template arguments, in the terms of metal/packed_rows.h: 0 bits are dense rows.
+    func packing(_ letter: String) -> [(String, any KernelTemplateArg)] {
+        let (bits, group) =
+            if case .packed(let rows) = self {
+                (rows.bits, rows.groupSize)
+            } else {
+                (0, 1)
+            }
+        return [("\(letter)_BITS", bits), ("\(letter)_GROUP", group)]
+    }
+
+    /// Bytes of one row.
+    var rowBytes: Int { arrays.reduce(0) { $0 + $1.dim(-1) * $1.dtype.size } }
+
+    var isPacked: Bool {
+        if case .packed = self { true } else { false }
+    }
+
+    private var arrays: [MLXArray] {
+        switch self {
+        case .plain(let rows): [rows]
+        case .packed(let rows): [rows.words, rows.scales, rows.biases]
+        case .joined: preconditionFailure("The kernels read rows of one kind.")
+        }
+    }
+}
