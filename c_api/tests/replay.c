@@ -1,8 +1,10 @@
-// Replays golden vectors through the C API: replay GOLDEN [--group NAME] [--plain] [--steps N]
+// Replays golden vectors through the C API:
 //
-// --group replays one group only; --plain computes without the CPU kernels; --steps N decodes N
-// tokens afterwards and fails if memory grows. Ends with 0 if all agree, 1 if something differs, 2
-// if it could not be tried.
+//   replay GOLDEN [--group NAME] [--every N] [--plain] [--steps N]
+//
+// --group replays one group only, --every each N-th case; --plain computes without the CPU kernels;
+// --steps N decodes N tokens afterwards and fails if memory grows. Ends with 0 if all agree, 1 if
+// something differs, 2 if it could not be tried.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,7 +26,7 @@ static const Group kGroups[] = {
     {"model", NULL},  // models are Python's and Swift's
 };
 
-static void replay_group(Replay* r, const char* folder, const Group* group) {
+static void replay_group(Replay* r, const char* folder, const Group* group, int every) {
   char path[4096];
   snprintf(path, sizeof path, "%s/%s.safetensors", folder, group->name);
   mlx_map_string_to_string metadata = mlx_map_string_to_string_new();
@@ -36,11 +38,11 @@ static void replay_group(Replay* r, const char* folder, const Group* group) {
     exit(2);
   }
   const int before = r->differences;
-  int replayed = 0;
+  int replayed = 0, seen = 0;
   r->worst = 0;
   for (size_t i = 0; i < r->cases.count; ++i) {
     r->c = &r->cases.cases[i];
-    if (strcmp(r->c->group, group->name)) continue;
+    if (strcmp(r->c->group, group->name) || seen++ % every) continue;
     group->replay(r);
     ++replayed;
     text_or_null(r->c, "seed"), text_or_null(r->c, "kind");
@@ -61,19 +63,21 @@ static void print_error(const char* message, void* data) {
 
 int main(int argc, char** argv) {
   const char *folder = NULL, *only = NULL;
-  int steps = 0;
+  int steps = 0, every = 1;
   for (int i = 1; i < argc; ++i) {
     if (!strcmp(argv[i], "--plain"))
       mlx_h2o_use_kernels(false);
     else if (!strcmp(argv[i], "--steps") && i + 1 < argc)
       steps = atoi(argv[++i]);
+    else if (!strcmp(argv[i], "--every") && i + 1 < argc)
+      every = atoi(argv[++i]);
     else if (!strcmp(argv[i], "--group") && i + 1 < argc)
       only = argv[++i];
     else
       folder = argv[i];
   }
-  if (!folder) {
-    fprintf(stderr, "replay GOLDEN [--group NAME] [--plain] [--steps N]\n");
+  if (!folder || every < 1) {
+    fprintf(stderr, "replay GOLDEN [--group NAME] [--every N] [--plain] [--steps N]\n");
     return 2;
   }
   mlx_set_error_handler(print_error, NULL, NULL);
@@ -92,7 +96,7 @@ int main(int argc, char** argv) {
   int groups = 0;
   for (size_t g = 0; g < sizeof kGroups / sizeof *kGroups; ++g)
     if (kGroups[g].replay && (!only || !strcmp(only, kGroups[g].name))) {
-      replay_group(&r, folder, &kGroups[g]);
+      replay_group(&r, folder, &kGroups[g], every);
       ++groups;
     }
   if (!groups) return 2;
