@@ -231,13 +231,14 @@ typedef struct mlx_h2o_cache_ {
 
 typedef struct mlx_h2o_cache_options_ {
   bool remainder;   // whether evicted tokens go on answering
+  bool attending;   // whether mlx_h2o_cache_update_and_attend attends, or the model by itself
   int k_bits;       // of packed keys: 2, 3, 4, 5, 6 or 8; 0: in their own dtype
   int v_bits;       // of packed values
   int group_size;   // 32, 64 or 128
   int recent_bits;  // of the newest tokens where they differ; 16: in their own dtype; 0: no
 } mlx_h2o_cache_options;
 
-// The remainder on, nothing packed, groups of 64.
+// The remainder on, attention ours, nothing packed, groups of 64.
 MLX_H2O_API mlx_h2o_cache_options mlx_h2o_cache_options_default(void);
 
 // An empty handle, to be filled.
@@ -262,6 +263,17 @@ MLX_H2O_API int mlx_h2o_cache_make(
 MLX_H2O_API int mlx_h2o_cache_update_and_attend(
     mlx_array* out, mlx_h2o_cache cache, const mlx_array q, const mlx_array keys,
     const mlx_array values, float scale, const mlx_array sinks, const mlx_stream s);
+
+// The same for a model that attends by itself (options.attending false; a policy that looks at keys
+// only, all heads alike, nothing packed): takes new rows in, chooses what to forget, and gives out
+// what to attend to, the evicted as plain rows that come first and are taken from the budget.
+//
+// keys [B, Hk, L, D], values [B, Hk, L, Dv], floating. res_keys [B, Hk, N, D] and res_values
+// [B, Hk, N, Dv]; res_mask [1, 1, L, N] in the keys' dtype, to be added to the logits, or an empty
+// handle: then L = 1 needs no mask, and L > 1 a causal one aligned at the end.
+MLX_H2O_API int mlx_h2o_cache_update_and_fetch(
+    mlx_array* res_keys, mlx_array* res_values, mlx_array* res_mask, mlx_h2o_cache cache,
+    const mlx_array keys, const mlx_array values, const mlx_stream s);
 
 // The next logical position: how many tokens came.
 MLX_H2O_API int mlx_h2o_cache_offset(int* res, const mlx_h2o_cache cache);

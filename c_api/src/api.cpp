@@ -342,7 +342,7 @@ int mlx_h2o_quantize_append(
 // -- a layer's cache ------------------------------------------------------------------------------
 
 mlx_h2o_cache_options mlx_h2o_cache_options_default(void) {
-  return {true, 0, 0, 64, 0};
+  return {true, true, 0, 0, 64, 0};
 }
 
 mlx_h2o_cache mlx_h2o_cache_new(void) {
@@ -361,7 +361,8 @@ int mlx_h2o_cache_make(
     check(res && budgets, "A cache's result or budgets are missing.");
     const Packing packing{options.k_bits, options.v_bits, options.group_size, options.recent_bits};
     auto cache = std::make_unique<Cache>(
-        of(policy), std::vector<int>(budgets, budgets + n_kv_heads), options.remainder, packing);
+        of(policy), std::vector<int>(budgets, budgets + n_kv_heads), options.remainder,
+        options.attending, packing);
     delete static_cast<Cache*>(res->ctx);
     res->ctx = cache.release();
   });
@@ -373,6 +374,23 @@ int mlx_h2o_cache_update_and_attend(
   return guarded_on(s, [&] {
     check(out, "A result is missing: a pointer is null.");
     give(out, of(cache).update_and_attend(of(q), of(keys), of(values), scale, maybe(sinks)));
+  });
+}
+
+int mlx_h2o_cache_update_and_fetch(
+    mlx_array* res_keys, mlx_array* res_values, mlx_array* res_mask, mlx_h2o_cache cache,
+    const mlx_array keys, const mlx_array values, const mlx_stream s) {
+  return guarded_on(s, [&] {
+    check(res_keys && res_values && res_mask, "A result is missing: a pointer is null.");
+    Cache::Fetched fetched = of(cache).update_and_fetch(of(keys), of(values));
+    give(res_keys, fetched.keys);
+    give(res_values, fetched.values);
+    if (fetched.mask) {
+      give(res_mask, *fetched.mask);
+    } else {
+      mlx_array_free(*res_mask);
+      *res_mask = mlx_array_new();
+    }
   });
 }
 

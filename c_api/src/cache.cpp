@@ -12,6 +12,11 @@ mx::array stands_for(int L, int N, int window) {
   return mx::concatenate({mx::full({N - L}, number(double(L) / window)), of_new}, 0);
 }
 
+// How many plain rows a head can afford: 8 of 128 pays, 8 of 64 does not.
+int plain_rows_for(int budget) {
+  return std::max(1, std::min(8, budget / 16 / 2 * 2));
+}
+
 // Names of the arrays of a field, in the order of the kernels.
 std::vector<std::string> names_of(const std::string& field, int bits) {
   if (!bits) return {field};
@@ -26,18 +31,28 @@ Fields heads_of(const Fields& fields, int first, int last) {
 
 }  // namespace
 
-Cache::Cache(Policy policy, std::vector<int> budgets, bool remainder, Packing packing)
+Cache::Cache(
+    Policy policy, std::vector<int> budgets, bool remainder, bool attending, Packing packing)
     : policy_(std::move(policy)),
       budgets_(std::move(budgets)),
       answers_(remainder),
+      attending_(attending),
       packing_(packing) {
   check(!budgets_.empty(), "A cache needs one number of slots per KV head.");
   packing_.check_widths();
-  for (int budget : budgets_) {
-    policy_.check_budget(budget);
+  if (!attending_) {
     check(
-        !policy_.per_layer || budget == budgets_[0],
-        "A policy whose unit is the layer needs one budget for all heads.");
+        !policy_.needs_attention(),
+        "Policy " + policy_.name + " must see attention: for models that attend by themselves " +
+            "choose keydiff, streaming, or distinct with mass_weight 0.");
+    check(!packing_.packs(), "A model that attends by itself cannot read packed rows.");
+    if (answers_) plain_rows_ = plain_rows_for(budgets_[0]);
+  }
+  for (int budget : budgets_) {
+    policy_.check_budget(budget - plain_rows_);
+    check(
+        (attending_ && !policy_.per_layer) || budget == budgets_[0],
+        "All heads need one budget where the policy's unit is the layer, or the model attends.");
     check(
         !packing_.recent_bits || policy_.recent_slots(budget) >= 1,
         "recent_bits needs protected tokens: this policy protects none.");
@@ -47,7 +62,13 @@ Cache::Cache(Policy policy, std::vector<int> budgets, bool remainder, Packing pa
 mx::array Cache::update_and_attend(
     const mx::array& q, const mx::array& keys, const mx::array& values, float scale,
     const std::optional<mx::array>& sinks) {
-  check_rows(q, keys, values);
+  check(attending_, "This cache is for a model that attends by itself: update_and_fetch.");
+  check_rows(keys, values);
+  check(
+      q.ndim() == 4 && q.shape(0) == keys.shape(0) && q.shape(2) == keys.shape(2) &&
+          q.shape(3) == keys.shape(3) && q.shape(1) % keys.shape(1) == 0 &&
+          (q.dtype() == mx::float32 || q.dtype() == mx::float16 || q.dtype() == mx::bfloat16),
+      "q " + text(q.shape()) + " must be floating and fit the keys " + text(keys.shape()) + ".");
   check(!sinks || sinks->shape() == mx::Shape{q.shape(1)}, "Attention sinks must be [Hq].");
   const bool fused = store_ && can_decode(q, keys, values);
   if (!store_) start(keys, values);
@@ -83,6 +104,32 @@ mx::array Cache::update_and_attend(
   settle(seen, window_masses);
   // Evaluated with the output, or the graph would grow from step to step.
   return mx::depends({join_along(std::move(outs), 1)}, arrays())[0];
+}
+
+Cache::Fetched Cache::update_and_fetch(const mx::array& keys, const mx::array& values) {
+  check(!attending_, "This cache attends: update_and_attend.");
+  check_rows(keys, values);
+  if (!store_) start(keys, values);
+  take_in(keys, values);
+  const int L = keys.shape(2);
+  offset_ += L;
+  const Run& run = store_->runs[0];
+  const Fields fields = attended(run);
+  Fetched fetched{fields.at("keys"), fields.at("values"), std::nullopt};
+  if (const int lost = evicted_of(run); plain_rows_ && lost) {
+    const int R = plain_rows_, N = fetched.keys.shape(2);
+    const auto [plain_keys, plain_values] = remainder_->plain_rows(R);
+    fetched.keys = mx::concatenate({mx::astype(plain_keys, k_dtype_), fetched.keys}, 2);
+    fetched.values = mx::concatenate({mx::astype(plain_values, v_dtype_), fetched.values}, 2);
+    const mx::array bias = mx::log(number(double(lost) / R));
+    mx::array mask = mx::concatenate({mx::broadcast_to(bias, {R}), mx::zeros({N})}, 0);
+    const mx::array visible = mx::less_equal(range(-R, N), mx::expand_dims(range(N - L, N), 1));
+    mask = mx::where(visible, mask, number(mx::finfo(k_dtype_).min));
+    fetched.mask = mx::astype(mx::reshape(mask, {1, 1, L, R + N}), k_dtype_);
+  }
+  settle({fields}, {std::nullopt});
+  fetched.keys = mx::depends({fetched.keys}, arrays())[0];
+  return fetched;
 }
 
 // -- what is held ---------------------------------------------------------------------------------
@@ -257,25 +304,22 @@ mx::array Cache::decode(
 
 // -- rows come ------------------------------------------------------------------------------------
 
-void Cache::check_rows(const mx::array& q, const mx::array& keys, const mx::array& values) const {
+void Cache::check_rows(const mx::array& keys, const mx::array& values) const {
   const auto is_float = [](const mx::array& a) {
     return a.dtype() == mx::float32 || a.dtype() == mx::float16 || a.dtype() == mx::bfloat16;
   };
   check(
-      q.ndim() == 4 && keys.ndim() == 4 && values.ndim() == 4 && is_float(q) && is_float(keys) &&
-          is_float(values),
-      "q, keys and values must be [B, heads, L, width] and floating.");
+      keys.ndim() == 4 && values.ndim() == 4 && is_float(keys) && is_float(values),
+      "keys and values must be [B, Hk, L, width] and floating.");
   const int H = static_cast<int>(budgets_.size());
   check(
       keys.shape(1) == H && values.shape(1) == H,
       "This cache has budgets for " + std::to_string(H) + " KV heads; keys are " +
           text(keys.shape()) + " and values " + text(values.shape()) + ".");
   check(
-      keys.shape(0) == values.shape(0) && keys.shape(2) == values.shape(2) && keys.shape(2) > 0 &&
-          q.shape(0) == keys.shape(0) && q.shape(2) == keys.shape(2) &&
-          q.shape(3) == keys.shape(3) && q.shape(1) % H == 0,
-      "q " + text(q.shape()) + ", keys " + text(keys.shape()) + " and values " +
-          text(values.shape()) + " do not fit together.");
+      keys.shape(0) == values.shape(0) && keys.shape(2) == values.shape(2) && keys.shape(2) > 0,
+      "keys " + text(keys.shape()) + " and values " + text(values.shape()) +
+          " must agree in batch and tokens.");
   check(
       !store_ ||
           (keys.shape(0) == batch_ && keys.shape(3) == k_width_ && values.shape(3) == v_width_ &&
@@ -296,6 +340,7 @@ void Cache::start(const mx::array& keys, const mx::array& values) {
     recent_.emplace(newest, packing_, policy_.needs_attention());
     for (int& budget : budgets) budget -= newest;
   }
+  for (int& budget : budgets) budget -= plain_rows_;
   store_.emplace(budgets);
   remainder_ = Remainder::empty(batch_, static_cast<int>(budgets.size()), k_width_, v_width_);
   // So that there are fields to look at while all tokens are recent.

@@ -12,13 +12,23 @@ namespace mlx_h2o {
 // python/mlx_h2o/cache.py, for models whose attention is ours.
 class Cache {
  public:
-  // Slots of each KV head; whether the evicted go on answering. Raises for budgets without room.
-  Cache(Policy policy, std::vector<int> budgets, bool remainder, Packing packing);
+  // Slots of each KV head; whether the evicted go on answering; whether attention is ours. Raises
+  // for budgets without room.
+  Cache(Policy policy, std::vector<int> budgets, bool remainder, bool attending, Packing packing);
 
   // Takes rows [B, Hk, L, width] in, attends to all (causal), chooses what to forget.
   mx::array update_and_attend(
       const mx::array& q, const mx::array& keys, const mx::array& values, float scale,
       const std::optional<mx::array>& sinks);
+
+  // For models that attend by themselves: takes rows in, gives out what to attend to, the evicted
+  // as plain rows, with what to add to the logits (none: nothing before a decode step, and a causal
+  // mask aligned at the end before a chunk).
+  struct Fetched {
+    mx::array keys, values;         // [B, Hk, N, D] and [B, Hk, N, Dv]
+    std::optional<mx::array> mask;  // [1, 1, L, N] in the keys' dtype
+  };
+  Fetched update_and_fetch(const mx::array& keys, const mx::array& values);
 
   int offset() const {
     return offset_;
@@ -36,7 +46,7 @@ class Cache {
     return answers_ || policy_.uses_evicted_mean();
   }
   void start(const mx::array& keys, const mx::array& values);
-  void check_rows(const mx::array& q, const mx::array& keys, const mx::array& values) const;
+  void check_rows(const mx::array& keys, const mx::array& values) const;
   bool can_decode(const mx::array& q, const mx::array& keys, const mx::array& values) const;
   mx::array decode(
       const mx::array& q, const mx::array& keys, const mx::array& values, float scale,
@@ -81,8 +91,10 @@ class Cache {
   const Policy policy_;
   const std::vector<int> budgets_;
   const bool answers_;
+  const bool attending_;
   const Packing packing_;
   int offset_ = 0;
+  int plain_rows_ = 0;  // slots of a head's budget that the evicted take as plain rows
   std::optional<SlotStore> store_;
   std::optional<RecentZone> recent_;
   std::optional<Remainder> remainder_;

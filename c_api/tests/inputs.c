@@ -1,0 +1,65 @@
+#include "inputs.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+size_t size_of(const int* shape, int rank) {
+  size_t size = 1;
+  for (int i = 0; i < rank; ++i) size *= (size_t)shape[i];
+  return size;
+}
+
+float* numbers_of(Case* c, enum Which which, int layer, size_t n, int power) {
+  float* numbers = malloc((n ? n : 1) * sizeof *numbers);
+  if (!numbers) exit(2);
+  fill_numbers(numbers, n, seed_of(int_of(c, "seed"), which, layer), power);
+  return numbers;
+}
+
+mlx_dtype dtype_of(const char* name) {
+  if (!strcmp(name, "float16")) return MLX_FLOAT16;
+  return strcmp(name, "bfloat16") ? MLX_FLOAT32 : MLX_BFLOAT16;
+}
+
+mlx_array array_of(
+    const Replay* r, const float* data, const int* shape, int rank, mlx_dtype dtype) {
+  mlx_array exact = mlx_array_new_data(data, shape, rank, MLX_FLOAT32), cast = mlx_array_new();
+  TRY(mlx_astype(&cast, exact, dtype, r->s));
+  mlx_array_free(exact);
+  return cast;
+}
+
+mlx_array tensor(
+    const Replay* r, enum Which which, const int* shape, int rank, mlx_dtype dtype, int power) {
+  float* numbers = numbers_of(r->c, which, 0, size_of(shape, rank), power);
+  mlx_array made = array_of(r, numbers, shape, rank, dtype);
+  free(numbers);
+  return made;
+}
+
+mlx_h2o_policy policy_of(Case* c) {
+  mlx_h2o_policy policy = mlx_h2o_policy_new();
+  TRY(mlx_h2o_policy_named(&policy, text_of(c, "policy.name")));
+  for (size_t p = 0; p < c->count; ++p) {
+    Parameter* parameter = &c->parameters[p];
+    if (strncmp(parameter->name, "policy.", 7) || !strcmp(parameter->name, "policy.name")) continue;
+    parameter->read = true;
+    TRY(mlx_h2o_policy_set(policy, parameter->name + 7, parameter->value));
+  }
+  return policy;
+}
+
+mlx_array rows_of(
+    const Replay* r, const float* data, int batch, int heads, int rows, int width, int first,
+    int count) {
+  const int shape[] = {batch, heads, count, width};
+  float* part = malloc(size_of(shape, 4) * sizeof *part);
+  if (!part) exit(2);
+  for (int i = 0; i < batch * heads; ++i)
+    memcpy(
+        part + (size_t)i * count * width, data + ((size_t)i * rows + first) * width,
+        (size_t)count * width * sizeof *part);
+  mlx_array made = array_of(r, part, shape, width == 1 ? 3 : 4, MLX_FLOAT32);
+  free(part);
+  return made;
+}

@@ -1,0 +1,205 @@
+// Whole conversations in caches.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "replays.h"
+
+// A layer's stream and cache.
+typedef struct Layer_ {
+  mlx_h2o_cache cache;
+  float *q, *k, *v;
+  mlx_array sinks;
+} Layer;
+
+typedef struct Trajectory_ {
+  int B, Hq, Hk, D, Dv, T, layers, most;
+  float scale;
+  bool attending;
+  Layer* of;
+} Trajectory;
+
+static Trajectory trajectory_of(const Replay* r) {
+  Case* c = r->c;
+  Trajectory t = {
+      .B = int_of(c, "batch"),
+      .Hq = int_of(c, "query_heads"),
+      .Hk = int_of(c, "kv_heads"),
+      .D = int_of(c, "key_width"),
+      .Dv = int_of(c, "value_width"),
+      .scale = (float)number_of(c, "scale")};
+  size_t calls, slots;
+  int *lengths = ints_of(c, "calls", &calls), *budgets = ints_of(c, "cache.budgets", &slots);
+  for (size_t i = 0; i < calls; i += 2) t.T += lengths[i] * lengths[i + 1];
+  for (size_t i = 0; i < slots; ++i)
+    if (budgets[i] > t.most) t.most = budgets[i];
+  t.layers = (int)slots / t.Hk;
+  t.of = calloc((size_t)t.layers, sizeof *t.of);
+  mlx_h2o_policy policy = policy_of(c);
+  mlx_h2o_cache_options options = mlx_h2o_cache_options_default();
+  options.remainder = flag_of(c, "cache.remainder");
+  if (text_or_null(c, "cache.attending")) options.attending = flag_of(c, "cache.attending");
+  t.attending = options.attending;
+  if (text_or_null(c, "cache.bits")) options.k_bits = options.v_bits = int_of(c, "cache.bits");
+  if (text_or_null(c, "cache.k_bits")) options.k_bits = int_of(c, "cache.k_bits");
+  if (text_or_null(c, "cache.v_bits")) options.v_bits = int_of(c, "cache.v_bits");
+  if (text_or_null(c, "cache.group_size")) options.group_size = int_of(c, "cache.group_size");
+  if (text_or_null(c, "cache.recent_bits")) options.recent_bits = int_of(c, "cache.recent_bits");
+  const bool sinks = flag_of(c, "sinks");
+  for (int l = 0; l < t.layers; ++l) {
+    Layer* layer = &t.of[l];
+    layer->cache = mlx_h2o_cache_new();
+    TRY(mlx_h2o_cache_make(
+        &layer->cache, policy, budgets + (size_t)l * t.Hk, (size_t)t.Hk, options));
+    const size_t rows = (size_t)t.B * t.T;
+    layer->q = numbers_of(c, Q, l, rows * t.Hq * t.D, 0);
+    layer->k = numbers_of(c, K, l, rows * t.Hk * t.D, 0);
+    layer->v = numbers_of(c, V, l, rows * t.Hk * t.Dv, 0);
+    if (sinks) {
+      float* numbers = numbers_of(c, SINKS, l, (size_t)t.Hq, 0);
+      layer->sinks = array_of(r, numbers, &t.Hq, 1, MLX_FLOAT32);
+      free(numbers);
+    }
+  }
+  mlx_h2o_policy_free(policy);
+  free(lengths), free(budgets);
+  return t;
+}
+
+static void trajectory_free(Trajectory t) {
+  for (int l = 0; l < t.layers; ++l) {
+    mlx_h2o_cache_free(t.of[l].cache);
+    mlx_array_free(t.of[l].sinks);
+    free(t.of[l].q), free(t.of[l].k), free(t.of[l].v);
+  }
+  free(t.of);
+}
+
+// One call of a layer's attention: the next L tokens of its stream.
+static float* call(const Replay* r, const Trajectory* t, Layer* layer, int L) {
+  int first;
+  TRY(mlx_h2o_cache_offset(&first, layer->cache));
+  mlx_array q = rows_of(r, layer->q, t->B, t->Hq, t->T, t->D, first, L);
+  mlx_array k = rows_of(r, layer->k, t->B, t->Hk, t->T, t->D, first, L);
+  mlx_array v = rows_of(r, layer->v, t->B, t->Hk, t->T, t->Dv, first, L), out = kNone;
+  if (t->attending) {
+    TRY(mlx_h2o_cache_update_and_attend(&out, layer->cache, q, k, v, t->scale, layer->sinks, r->s));
+  } else {
+    mlx_array mask = kNone;
+    TRY(mlx_h2o_cache_update_and_fetch(&k, &v, &mask, layer->cache, k, v, r->s));
+    const char* mode = mask.ctx ? "array" : L > 1 ? "causal" : "";
+    TRY(mlx_fast_scaled_dot_product_attention(
+        &out, q, k, v, t->scale, mode, mask, layer->sinks, r->s));
+    mlx_array_free(mask);
+  }
+  float* numbers = floats_of(r, out);
+  mlx_array_free(q), mlx_array_free(k), mlx_array_free(v), mlx_array_free(out);
+  return numbers;
+}
+
+static bool contains(const int* numbers, size_t count, int wanted) {
+  for (size_t i = 0; i < count; ++i)
+    if (numbers[i] == wanted) return true;
+  return false;
+}
+
+// Copies rows of `from` numbers into rows of `to`, which is at least as much.
+static void widen(void* to, size_t to_width, const void* from, size_t from_width, size_t rows) {
+  for (size_t i = 0; i < rows; ++i)
+    memcpy((char*)to + i * to_width * 4, (const char*)from + i * from_width * 4, from_width * 4);
+}
+
+void replay_trajectory(Replay* r) {
+  Case* c = r->c;
+  Trajectory t = trajectory_of(r);
+  size_t calls, recorded, chunks;
+  int* lengths = ints_of(c, "calls", &calls);
+  int *records = ints_of(c, "recorded", &recorded), *whole = ints_of(c, "chunks", &chunks);
+  const size_t heads = (size_t)t.B * t.Hk, queries = (size_t)t.B * t.Hq;
+  const size_t out_size = queries * t.Dv, kept_size = heads * t.most;
+  const size_t of_all = recorded * (size_t)t.layers;
+  float* outs = calloc(of_all * out_size, sizeof *outs);
+  float* scores = calloc(of_all * kept_size, sizeof *scores);
+  int32_t* kept = malloc(of_all * kept_size * sizeof *kept);
+  for (size_t i = 0; i < of_all * kept_size; ++i) kept[i] = -1;
+  bool scored = false;
+  int number = 0;
+  size_t record = 0;
+  for (size_t turn = 0; turn < calls; turn += 2)
+    for (int time = 0; time < lengths[turn + 1]; ++time, ++number) {
+      const int L = lengths[turn];
+      const bool chunk = contains(whole, chunks, number),
+                 records_it = contains(records, recorded, number);
+      float* chunk_out = chunk ? malloc(t.layers * out_size * L * sizeof *chunk_out) : NULL;
+      for (int l = 0; l < t.layers; ++l) {
+        Layer* layer = &t.of[l];
+        float* out = call(r, &t, layer, L);
+        if (chunk) memcpy(chunk_out + l * out_size * L, out, out_size * L * sizeof *out);
+        if (records_it) {
+          const size_t at = record * t.layers + l;
+          for (size_t i = 0; i < queries; ++i)
+            memcpy(
+                outs + at * out_size + i * t.Dv, out + (i * L + L - 1) * t.Dv,
+                (size_t)t.Dv * sizeof *out);
+          mlx_array positions = kNone, of_slots = kNone;
+          TRY(mlx_h2o_cache_kept(&positions, layer->cache, r->s));
+          const size_t held = (size_t)mlx_array_dim(positions, 2);
+          int32_t* p = int32s_of(r, positions);
+          widen(kept + at * kept_size, t.most, p, held, heads);
+          free(p);
+          // A policy that looks at keys only has none, and says so.
+          if (!mlx_h2o_cache_scores(&of_slots, layer->cache, r->s)) {
+            float* s = floats_of(r, of_slots);
+            widen(scores + at * kept_size, t.most, s, held, heads);
+            free(s);
+            scored = true;
+          }
+          mlx_array_free(positions), mlx_array_free(of_slots);
+        }
+        free(out);
+      }
+      if (chunk) {
+        char name[32];
+        snprintf(name, sizeof name, "chunk.%d", number);
+        expect_floats(r, name, chunk_out, t.layers * out_size * L);
+        free(chunk_out);
+      }
+      record += records_it;
+    }
+  expect_floats(r, "out", outs, of_all * out_size);
+  expect_int32s(r, "kept", kept, of_all * kept_size);
+  mlx_array has_scores = golden(r, "out", "scores");
+  if ((has_scores.ctx != NULL) != scored) differs(r, "scores", "are on one side only");
+  if (scored) expect_floats(r, "scores", scores, of_all * kept_size);
+  mlx_array_free(has_scores);
+
+  const char* const names[] = {"count", "mean_key", "var_key", "mean_value"};
+  const size_t widths[] = {1, (size_t)t.D, (size_t)t.D, (size_t)t.Dv};
+  mlx_h2o_remainder remainder = mlx_h2o_remainder_new();
+  const bool remembers = !mlx_h2o_cache_remainder(&remainder, t.of[0].cache, r->s);
+  for (int i = 0; i < 4; ++i) {
+    char name[32];
+    snprintf(name, sizeof name, "remainder.%s", names[i]);
+    if (!remembers) {
+      mlx_array has = golden(r, "out", name);
+      if (has.ctx) differs(r, name, "is not kept here");
+      mlx_array_free(has);
+      continue;
+    }
+    const size_t size = heads * widths[i];
+    float* all = malloc(t.layers * size * sizeof *all);
+    for (int l = 0; l < t.layers; ++l) {
+      TRY(mlx_h2o_cache_remainder(&remainder, t.of[l].cache, r->s));
+      const mlx_array arrays[] = {
+          remainder.count, remainder.mean_key, remainder.var_key, remainder.mean_value};
+      float* of_layer = floats_of(r, arrays[i]);
+      memcpy(all + l * size, of_layer, size * sizeof *all);
+      free(of_layer);
+    }
+    expect_floats(r, name, all, t.layers * size);
+    free(all);
+  }
+  mlx_h2o_remainder_free(remainder);
+  free(outs), free(scores), free(kept), free(lengths), free(records), free(whole);
+  trajectory_free(t);
+}
