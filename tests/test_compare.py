@@ -172,7 +172,13 @@ def test_ctrl_c_leaves_nothing_behind(seconds, tmp_path):
     """Neither files nor worker processes, and one line instead of tracebacks."""
     command = [sys.executable, "-m", "mlx_h2o", *SMALL, "--samples", "40", "--out", str(tmp_path)]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # Background jobs of a shell ignore the signal, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert any(members(process.pid) > 1 or time.sleep(0.05) for _ in range(2000))
     time.sleep(seconds)
