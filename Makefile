@@ -16,13 +16,19 @@ SWIFT_SOURCES := Package.swift swift/Linux/Package.swift $(wildcard \
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-swift test-old-mlx-lm sanitize bench lint format clean
+.PHONY: demo test test-python test-native test-swift test-old-mlx-lm sanitize bench lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx_h2o compare --out out
 
 test: lint test-old-mlx-lm
+	$(MAKE) -j2 test-python test-native
+
+test-python: $(VENV)/.installed
 	$(BIN)/pytest
+
+# Compilers for the most part, and so beside the tests, which leave a core free.
+test-native: $(VENV)/.installed
 	$(MAKE) sanitize
 	$(BIN)/python tools/check_macos_build.py
 	$(if $(HAS_SWIFT),$(MAKE) test-swift)
