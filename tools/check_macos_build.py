@@ -109,11 +109,15 @@ def sources() -> list[Path]:
     Raises:
         BuildError: CMake has not all of them.
     """
-    named = re.findall(r"\bsrc/[\w/]+\.cpp\b", (PYTHON / "CMakeLists.txt").read_text())
-    found = {PYTHON / name for name in named}
+    lists = [folder / "CMakeLists.txt" for folder in (PYTHON, PYTHON / "src")]
+    found = {
+        cmake.parent / name
+        for cmake in lists
+        for name in re.findall(r"[\w/]+\.cpp\b", re.sub(r"#.*", "", cmake.read_text()))
+    }
     missing = sorted(set((PYTHON / "src").rglob("*.cpp")) ^ found)
     if missing:
-        raise BuildError(f"not both in python/src and in CMakeLists.txt: {missing}")
+        raise BuildError(f"not both in python/src and in a CMakeLists.txt: {missing}")
     return sorted(found)
 
 
