@@ -540,8 +540,6 @@ class H2OKVCache:
             # The kernel may write in place only what nobody else holds.
             self._remainder = self._victims = None
         recent = self._recent.advance() if self._recent is not None else None
-        # With a recent zone that is not full yet, no token comes into the slots.
-        full = self._recent is None or self._recent.length == self._recent.size
         heads = []
         for run in store.runs:
             victim = -1
@@ -552,7 +550,7 @@ class H2OKVCache:
             else:
                 victim = self.policy.evict_every - run.victims
                 run.victims -= 1
-            choose = full and run.length == run.budget and run.victims == 0
+            choose = self._slots_are_next and run.length == run.budget and run.victims == 0
             if choose:
                 run.victims = self.policy.evict_every
             protected, evicted = self._recent_slots(run), self._evicted(run)
@@ -784,9 +782,7 @@ class H2OKVCache:
         kept = selection.select_kept(
             mx.concatenate(priorities, axis=1),
             positions,
-            selection.evictable_slots(
-                positions, self.offset, self.policy.sink, self._recent_slots(run)
-            ),
+            self._evictable(run, positions),
             run.budget,
             self.policy.unit,
         )
@@ -814,8 +810,8 @@ class H2OKVCache:
 
     def _choose_victims(self, store: SlotStore) -> None:
         """For every full run without victims left, choose the next `evict_every`."""
-        if self._recent is not None and self._recent.length < self._recent.size:
-            return  # the next token pushes none out
+        if not self._slots_are_next:
+            return
         due = [run for run in store.runs if run.length == run.budget and not run.victims]
         if not due:
             return
@@ -857,12 +853,15 @@ class H2OKVCache:
             positions=positions,
             scores=mx.zeros(positions.shape) if scores is None else scores,
             offset=self.offset,
-            evictable=selection.evictable_slots(
-                positions, self.offset, self.policy.sink, self._recent_slots(run)
-            ),
+            evictable=self._evictable(run, positions),
             evicted=evicted,
             evicted_mean_key=self._remainder.mean_key[:, run.first : run.last],
         )
+
+    def _evictable(self, run: Run, positions: mx.array) -> mx.array:
+        """Which of a run's slots, by their positions `[B, H, N]`, are not protected."""
+        recent = self._recent_slots(run)
+        return selection.evictable_slots(positions, self.offset, self.policy.sink, recent)
 
     def _keys_and_values(self, run: Run, fields: dict[str, mx.array]) -> tuple[AnyRows, AnyRows]:
         """All rows of a run: those of its slots, by field, and the newest tokens'."""
@@ -894,6 +893,11 @@ class H2OKVCache:
     def _recently_held(self) -> int:
         """Tokens in the recent zone."""
         return self._recent.length if self._recent else 0
+
+    @property
+    def _slots_are_next(self) -> bool:
+        """Whether the next token takes a slot, or makes an older one take it."""
+        return self._recent is None or self._recent.full
 
     def budget_of(self, run: Run) -> int:
         """Tokens that each head of a run may hold, the newest included."""

@@ -54,6 +54,11 @@ class RecentZone:
         self.fields: dict[str, mx.array] = {}
         self._kept, self._recent, self._scored = kept, recent, scored
 
+    @property
+    def full(self) -> bool:
+        """Whether the next token pushes the oldest out."""
+        return self.length == self.size
+
     def config(self) -> dict[str, Any]:
         """Its numbers, as JSON types."""
         return {"size": self.size, "length": self.length, "oldest": self.oldest}
@@ -82,7 +87,7 @@ class RecentZone:
         if passing:
             parts.append(self._packed(self._kept, {n: r[:, :, :passing] for n, r in new.items()}))
         rows = self._packed(self._recent, {n: r[:, :, passing:] for n, r in new.items()})
-        if L == 1 and self.length == self.size:
+        if L == 1 and self.full:
             self._put(self.oldest, rows)
             self.oldest = (self.oldest + 1) % self.size
         else:
@@ -99,7 +104,7 @@ class RecentZone:
 
     def advance(self) -> RecentStep:
         """Make room for one token, whose row somebody else writes."""
-        if self.length == self.size:
+        if self.full:
             slot, self.oldest = self.oldest, (self.oldest + 1) % self.size
             return RecentStep(slot, self.size, True)
         self.length += 1

@@ -59,8 +59,7 @@ class WatchedCache(H2OKVCache):
         return super()._reduced(run, fields, window_mass, evicted)
 
     def _choose_victims(self, store: SlotStore) -> None:
-        waits = self._recent is not None and self._recent.length < self._recent.size
-        for run in [] if waits else store.runs:
+        for run in store.runs if self._slots_are_next else []:
             if run.length == run.budget and not run.victims:
                 slots = self._slots(run, store.views(run), self._evicted(run))
                 self._note(self.policy.priority(slots), slots, self.policy.evict_every)
