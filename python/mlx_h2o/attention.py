@@ -7,6 +7,7 @@ They check their arguments and then ask the backend of the device that computes;
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import mlx.core as mx
 
@@ -34,11 +35,7 @@ def scaled_dot_product_attention(
     """Softmax attention `[B, Hq, L, Dv]`; arguments as in the form with scores."""
     check_attention(q, k, v, mask, sinks, seed, ranges)
     with on(stream):
-        if isinstance(k, JoinedRows) or isinstance(v, JoinedRows):
-            return joined.attention(
-                backend(), q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed
-            )
-        out: mx.array = backend().attention(
+        out: mx.array = _computing(k).attention(
             q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
         )
     return out
@@ -85,11 +82,7 @@ def scaled_dot_product_attention_with_scores(
     """
     check_attention(q, k, v, mask, sinks, seed, ranges)
     with on(stream):
-        if isinstance(k, JoinedRows) or isinstance(v, JoinedRows):
-            return joined.attention_with_scores(
-                backend(), q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed
-            )
-        out, scores, lse = backend().attention_with_scores(
+        out, scores, lse = _computing(k).attention_with_scores(
             q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
         )
     return out, scores, lse
@@ -117,11 +110,7 @@ def scaled_dot_product_attention_with_mass(
     """
     check_attention(q, k, v, mask, sinks, seed, ranges)
     with on(stream):
-        if isinstance(k, JoinedRows) or isinstance(v, JoinedRows):
-            return joined.attention_with_mass(
-                backend(), q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed
-            )
-        out, mass, lse = backend().attention_with_mass(
+        out, mass, lse = _computing(k).attention_with_mass(
             q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
         )
     return out, mass, lse
@@ -204,6 +193,11 @@ def attention_mass(scores: mx.array, lse: mx.array, n_kv_heads: int) -> mx.array
             f"{scores.shape[1]} query heads cannot be grouped over {n_kv_heads} KV heads."
         )
     return reference.attention_mass(scores, lse, n_kv_heads)
+
+
+def _computing(k: AnyRows) -> Any:
+    """What attends to rows like these on the default device."""
+    return joined.Joined(backend()) if isinstance(k, JoinedRows) else backend()
 
 
 def on(stream: mx.Stream | mx.Device | None) -> AbstractContextManager[object]:

@@ -15,66 +15,66 @@ from mlx_h2o.packed import AnyRows, JoinedRows, first_rows
 BLOCK = 32
 
 
-def attention_with_scores(
-    backend: Any,
-    q: mx.array,
-    k: AnyRows,
-    v: AnyRows,
-    *,
-    scale: float,
-    mask: Mask = None,
-    sinks: mx.array | None = None,
-    seed: Seed | None = None,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """See `mlx_h2o.attention.scaled_dot_product_attention_with_scores`; `backend` attends."""
-    parts = _parts(
-        backend.attention_with_scores, q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed
-    )
-    out, lse = _joined(parts)
-    return out.astype(q.dtype), mx.concatenate([scores for _, scores, _ in parts], axis=-1), lse
+class Joined:
+    """Another backend's attention, over each kind of rows by itself.
 
+    Its methods are those of `mlx_h2o.attention`; calls are (q, k, v) and, by name, scale, mask,
+    sinks and seed. Ranges are refused before.
+    """
 
-def attention(
-    backend: Any,
-    q: mx.array,
-    k: AnyRows,
-    v: AnyRows,
-    *,
-    scale: float,
-    mask: Mask = None,
-    sinks: mx.array | None = None,
-    seed: Seed | None = None,
-) -> mx.array:
-    """See `mlx_h2o.attention.scaled_dot_product_attention`."""
-    outs = []
-    for block in _blocks(q, k, v, mask, seed):
-        # The form with masses hands out lse and writes no logits.
-        parts = _parts(backend.attention_with_mass, **block, scale=scale, sinks=sinks)
-        outs.append(_joined(parts)[0].astype(q.dtype))
-    return mx.concatenate(outs, axis=2)
+    def __init__(self, backend: Any):
+        self._backend = backend
 
+    def attention_with_scores(
+        self, q: mx.array, k: AnyRows, v: AnyRows, *, ranges: None = None, **call: Any
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """See `mlx_h2o.attention.scaled_dot_product_attention_with_scores`."""
+        parts = _parts(self._backend.attention_with_scores, q, k, v, **call)
+        out, lse = _joined(parts)
+        return out.astype(q.dtype), mx.concatenate([scores for _, scores, _ in parts], axis=-1), lse
 
-def attention_with_mass(
-    backend: Any,
-    q: mx.array,
-    k: AnyRows,
-    v: AnyRows,
-    *,
-    scale: float,
-    mask: Mask = None,
-    sinks: mx.array | None = None,
-    seed: Seed | None = None,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """See `mlx_h2o.attention.scaled_dot_product_attention_with_mass`."""
-    outs, lses = [], []
-    mass = mx.zeros(k.shape[:3])
-    for block in _blocks(q, k, v, mask, seed):
-        out, scores, lse = attention_with_scores(backend, **block, scale=scale, sinks=sinks)
-        outs.append(out)
-        lses.append(lse)
-        part = attention_mass(scores, lse, k.shape[1])
-        mass = mass + mx.pad(part, [(0, 0), (0, 0), (0, k.shape[2] - part.shape[2])])
-    return mx.concatenate(outs, axis=2), mass, mx.concatenate(lses, axis=2)
+    def attention(
+        self,
+        q: mx.array,
+        k: AnyRows,
+        v: AnyRows,
+        *,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
+        seed: Seed | None,
+        ranges: None = None,
+    ) -> mx.array:
+        """See `mlx_h2o.attention.scaled_dot_product_attention`."""
+        outs = []
+        for block in _blocks(q, k, v, mask, seed):
+            # The form with masses hands out lse and writes no logits.
+            parts = _parts(self._backend.attention_with_mass, **block, scale=scale, sinks=sinks)
+            outs.append(_joined(parts)[0].astype(q.dtype))
+        return mx.concatenate(outs, axis=2)
+
+    def attention_with_mass(
+        self,
+        q: mx.array,
+        k: AnyRows,
+        v: AnyRows,
+        *,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
+        seed: Seed | None,
+        ranges: None = None,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """See `mlx_h2o.attention.scaled_dot_product_attention_with_mass`."""
+        outs, lses = [], []
+        mass = mx.zeros(k.shape[:3])
+        for block in _blocks(q, k, v, mask, seed):
+            out, scores, lse = self.attention_with_scores(**block, scale=scale, sinks=sinks)
+            outs.append(out)
+            lses.append(lse)
+            part = attention_mass(scores, lse, k.shape[1])
+            mass = mass + mx.pad(part, [(0, 0), (0, 0), (0, k.shape[2] - part.shape[2])])
+        return mx.concatenate(outs, axis=2), mass, mx.concatenate(lses, axis=2)
 
 
 def _parts(
