@@ -51,34 +51,44 @@ def calls() -> Iterator[dict[str, Any]]:
         }
 
 
+def described(
+    name: str, header: str, source: str, options: dict[str, Any], launch: dict[str, Any]
+) -> dict[str, Any]:
+    """A launch as JSON: texts and integers by their digests.
+
+    Args:
+        name: Of the kernel.
+        header: What goes before it.
+        source: Its body.
+        options: The names that `mx.fast.metal_kernel` got.
+        launch: The arguments that the kernel got.
+    """
+    names = options["input_names"]
+    params = launch["inputs"][names.index("plan" if "plan" in names else "params")]
+    dtypes = launch["output_dtypes"]
+    return {
+        "name": name,
+        "inputs": names,
+        "outputs": options["output_names"],
+        "shapes": [list(shape) for shape in launch["output_shapes"]],
+        "dtypes": [str(dtype).removeprefix("mlx.core.") for dtype in dtypes],
+        "template": [
+            [key, str(value).removeprefix("mlx.core.")] for key, value in launch["template"]
+        ],
+        "grid": list(launch["grid"]),
+        "threads": launch["threadgroup"][0],
+        "params": hashlib.sha256(str(params.tolist()).encode()).hexdigest(),
+        "text": hashlib.sha256(f"{header}\0{source}".encode()).hexdigest(),
+    }
+
+
 def launches(call: dict[str, Any]) -> list[dict[str, Any]]:
     """What is launched for a call."""
     found: list[dict[str, Any]] = []
 
     def make(name: str, header: str, source: str, **options: Any) -> Any:
         def kernel(**launch: Any) -> list[mx.array]:
-            names = options["input_names"]
-            params = launch["inputs"][names.index("params")]
-            text = hashlib.sha256(f"{header}\0{source}".encode()).hexdigest()
-            found.append(
-                {
-                    "name": name,
-                    "inputs": names,
-                    "outputs": options["output_names"],
-                    "shapes": [list(shape) for shape in launch["output_shapes"]],
-                    "dtypes": [
-                        str(dtype).removeprefix("mlx.core.") for dtype in launch["output_dtypes"]
-                    ],
-                    "template": [
-                        [key, str(value).removeprefix("mlx.core.")]
-                        for key, value in launch["template"]
-                    ],
-                    "grid": list(launch["grid"]),
-                    "threads": launch["threadgroup"][0],
-                    "params": hashlib.sha256(str(params.tolist()).encode()).hexdigest(),
-                    "text": text,
-                }
-            )
+            found.append(described(name, header, source, options, launch))
             outputs = zip(launch["output_shapes"], launch["output_dtypes"], strict=True)
             return [mx.zeros(shape, dtype) for shape, dtype in outputs]
 

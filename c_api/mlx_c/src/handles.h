@@ -7,6 +7,7 @@
 #include <string>
 #include <unordered_map>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "mlx/c/mlx.h"
@@ -45,6 +46,10 @@ struct Pointee<mlx_map_string_to_string> {
 template <>
 struct Pointee<mlx_device> {
   using type = mx::Device;
+};
+template <>
+struct Pointee<mlx_device_info> {
+  using type = std::unordered_map<std::string, std::variant<std::string, size_t>>;
 };
 template <>
 struct Pointee<mlx_stream> {

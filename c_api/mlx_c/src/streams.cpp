@@ -73,6 +73,25 @@ int mlx_device_is_available(bool* avail, mlx_device dev) {
   return guard([&] { *avail = mx::is_available(get(dev)); });
 }
 
+mlx_device_info mlx_device_info_new(void) {
+  return {nullptr};
+}
+int mlx_device_info_get(mlx_device_info* info, mlx_device dev) {
+  return guard([&] { set(info, mx::device_info(get(dev))); });
+}
+int mlx_device_info_free(mlx_device_info info) {
+  release(info);
+  return 0;
+}
+int mlx_device_info_get_string(const char** value, mlx_device_info info, const char* key) {
+  return guarded(1, [&] {
+    const auto found = get(info).find(key);
+    if (found == get(info).end() || !std::holds_alternative<std::string>(found->second)) return 2;
+    *value = std::get<std::string>(found->second).c_str();
+    return 0;
+  });
+}
+
 mlx_stream mlx_stream_new(void) {
   return {nullptr};
 }

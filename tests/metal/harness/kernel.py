@@ -25,6 +25,11 @@ _IN_PLACE = re.compile(r"\bIN_PLACE\(\w+, (\w+)\)")
 _recorders: list[list[Counts]] = []
 
 
+def changed_inputs(source: str) -> set[str]:
+    """Names of the inputs that a kernel's body changes in place."""
+    return set(_IN_PLACE.findall(source))
+
+
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Counts]]:
     """What the launches inside the block counted, in order."""
@@ -94,7 +99,7 @@ class HostKernel:
                 self.output_names, output_shapes, output_dtypes, strict=True
             )
         }
-        changed = set(_IN_PLACE.findall(self.source))
+        changed = changed_inputs(self.source)
         operands = []
         for argument in generated.arguments:
             if argument.output:

@@ -28,6 +28,17 @@ int mlx_get_default_device(mlx_device* dev);
 int mlx_set_default_device(mlx_device dev);
 int mlx_device_is_available(bool* avail, mlx_device dev);
 
+// What MLX knows of a device: "architecture", "device_name" ...
+typedef struct mlx_device_info_ {
+  void* ctx;
+} mlx_device_info;
+
+mlx_device_info mlx_device_info_new(void);
+int mlx_device_info_get(mlx_device_info* info, mlx_device dev);
+int mlx_device_info_free(mlx_device_info info);
+// 2 if there is no such key, or it is a number. The text belongs to the info.
+int mlx_device_info_get_string(const char** value, mlx_device_info info, const char* key);
+
 #ifdef __cplusplus
 }
 #endif
