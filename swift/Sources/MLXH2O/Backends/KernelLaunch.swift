@@ -22,6 +22,20 @@ struct KernelLaunch {
         let name: String
         let shape: [Int]
         let dtype: DType
+
+        init(_ name: String, _ shape: [Int], _ dtype: DType) {
+            (self.name, self.shape, self.dtype) = (name, shape, dtype)
+        }
+    }
+
+    /// Declarations for optional inputs of floats.
+    static func absentInputs(_ names: [String]) -> [(name: String, declaration: String)] {
+        names.map { ($0, "const device float* \($0) = nullptr;") }
+    }
+
+    /// Declarations for optional outputs of floats.
+    static func absentOutputs(_ names: [String]) -> [(name: String, declaration: String)] {
+        names.map { ($0, "device float* \($0) = nullptr;") }
     }
 
     /// Lanes of a simdgroup.
@@ -54,19 +68,26 @@ struct KernelLaunch {
         return (absent + [KernelText(interface.name).body]).joined(separator: "\n")
     }
 
-    /// Run the kernel, on Metal.
+    /// Who runs launches: Metal, or in tests who writes them down.
+    @TaskLocal static var perform: @Sendable (KernelLaunch) -> [MLXArray] = { $0.onMetal() }
+
+    /// Run the kernel; what it writes, by name.
     func run() -> [String: MLXArray] {
+        let written = KernelLaunch.perform(self)
+        return Dictionary(uniqueKeysWithValues: zip(outputs.map(\.name), written))
+    }
+
+    private func onMetal() -> [MLXArray] {
         let kernel = KernelLaunch.built.kernel(name) {
             MLXFast.metalKernel(
                 name: name, inputNames: reads, outputNames: outputs.map(\.name), source: source,
                 header: header, ensureRowContiguous: false)
         }
-        let written = kernel(
+        return kernel(
             reads.map { inputs[$0]! }, template: template,
             grid: (threadgroups.0 * threads, threadgroups.1, threadgroups.2),
             threadGroup: (threads, 1, 1), outputShapes: outputs.map(\.shape),
             outputDTypes: outputs.map(\.dtype))
-        return Dictionary(uniqueKeysWithValues: zip(outputs.map(\.name), written))
     }
 
     private static let built = BuiltKernels()
