@@ -177,16 +177,19 @@ def conversations() -> Iterator[dict[str, Any]]:
         ("h2o", {}, {"bits": 8, "recent_bits": 4}, [12, [14, 1]]),
     ]
     for policy, settings, other, turns in policies:
-        defaults = {
-            **{"batch": 1, "dtype": "float32", "key_width": 64, "value_width": 32},
-            **{"architecture": g, "sinks": False, "budgets": [24, 24], "remainder": True},
-            **{"bits": None, "k_bits": None, "v_bits": None, "recent_bits": None},
-        }
         yield {
             "kind": "conversation",
             "policy": policy,
             "settings": settings,
-            **defaults,
+            "batch": 1,
+            "dtype": "float32",
+            "key_width": 64,
+            "value_width": 32,
+            "architecture": g,
+            "sinks": False,
+            "budgets": [24, 24],
+            "remainder": True,
+            **dict.fromkeys(("bits", "k_bits", "v_bits", "recent_bits")),
             **other,
             "turns": turns,
         }
@@ -311,9 +314,7 @@ def of_conversation(call: dict[str, Any]) -> list[str]:
         dtype = getattr(mx, call["dtype"])
         q, k, v = (mx.zeros((call["batch"], heads, length, D), dtype) for heads, D in rows)
         mask = mask or cache.make_mask(length)
-        mx.eval(
-            cache.attend(q, *cache.update_and_fetch(k, v), scale=scale, mask=mask, sinks=sinks)
-        )
+        mx.eval(cache.attend(q, *cache.update_and_fetch(k, v), scale=scale, mask=mask, sinks=sinks))
         chooses = any("PRIORITY=" in line and "PRIORITY=1" not in line for line in found)
         if chooses and not shown:
             shown = True
@@ -329,9 +330,9 @@ def of_conversation(call: dict[str, Any]) -> list[str]:
         return H2OKVCache.from_state(cache.state)
 
     with (
-        mock.patch("mlx_h2o.backends.choice.gpu", lambda: gpu),
-        mock.patch("mlx_h2o.attention.backend", lambda: gpu),
-        mock.patch.object(gpu_decoding, "writes_in_place", lambda _: True),
+        mock.patch("mlx_h2o.backends.choice.gpu", return_value=gpu),
+        mock.patch("mlx_h2o.attention.backend", return_value=gpu),
+        mock.patch.object(gpu_decoding, "writes_in_place", return_value=True),
     ):
         others: dict[str, Callable[[H2OKVCache], H2OKVCache]] = {"copy": copied, "save": saved}
         for turn in call["turns"]:
@@ -370,9 +371,7 @@ def recorded() -> str:
         "conversation": of_conversation,
         "probe": of_probe,
     }
-    calls = itertools.chain(
-        attention_calls(), prompt_calls(), conversations(), [{"kind": "probe"}]
-    )
+    calls = itertools.chain(attention_calls(), prompt_calls(), conversations(), [{"kind": "probe"}])
     lines = [
         json.dumps({"call": call, "launches": kinds[call["kind"]](call)}, separators=(",", ":"))
         for call in calls

@@ -43,7 +43,8 @@ struct StepPlan: Equatable {
         var before = 0
         for head in heads {
             integers += [
-                head.start, head.length, before, head.recent, head.victim, head.choose ? 1 : 0, 0, 0,
+                head.start, head.length, before, head.recent, head.victim, head.choose ? 1 : 0, 0,
+                0,
             ]
             before += head.length
         }
