@@ -10,18 +10,19 @@ import Testing
 /// lane (`make test-swift`).
 @Suite(.serialized, .enabled(if: Backend.current.metal != nil)) struct GPUDecodingTests {
     /// From below the budget to far beyond it, with every kernel form.
-    @Test(arguments: [
-        ("distinct", [:], [24, 24]),
-        ("distinct", ["mass_weight": .double(0), "evict_every": .int(3)], [24, 24]),
-        ("distinct", ["unit": .string("layer")], [24, 24]),
-        ("distinct", ["value_weighted": .bool(true)], [16, 30]),
-        ("h2o", ["age_normalised": .bool(true), "evict_every": .int(4)], [24, 24]),
-        ("ema", ["unit": .string("layer")], [24, 24]),
-        ("ema-logits", [:], [24, 24]),
-        ("tova", [:], [16, 30]),
-        ("streaming", [:], [6, 40]),
-        ("keydiff", [:], [24, 24]),
-    ] as [(String, [String: SettingValue], [Int])])
+    @Test(
+        arguments: [
+            ("distinct", [:], [24, 24]),
+            ("distinct", ["mass_weight": .double(0), "evict_every": .int(3)], [24, 24]),
+            ("distinct", ["unit": .string("layer")], [24, 24]),
+            ("distinct", ["value_weighted": .bool(true)], [16, 30]),
+            ("h2o", ["age_normalised": .bool(true), "evict_every": .int(4)], [24, 24]),
+            ("ema", ["unit": .string("layer")], [24, 24]),
+            ("ema-logits", [:], [24, 24]),
+            ("tova", [:], [16, 30]),
+            ("streaming", [:], [6, 40]),
+            ("keydiff", [:], [24, 24]),
+        ] as [(String, [String: SettingValue], [Int])])
     func policiesChooseAlike(
         name: String, settings: [String: SettingValue], budgets: [Int]
     ) throws {
