@@ -10,7 +10,7 @@ EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 OLD_MLX_LM := 0.31.3
 CXX_SOURCES := $(wildcard python/src/*.h python/src/*.cpp python/src/kernels/*.*)
 C_SOURCES := $(wildcard c_api/include/*.h c_api/src/*.* c_api/tests/*.[ch] c_api/examples/*.c \
-    c_api/*/src/*.* c_api/*/include/mlx/c/*.h)
+    c_api/*/src/*.* c_api/*/include/mlx/c/*.h tests/host_gpu/*.c)
 SWIFT_SOURCES := Package.swift swift/Linux/Package.swift $(wildcard \
     swift/Sources swift/Tests swift/Benchmarks swift/Examples swift/Linux/Sources swift/Linux/Tests)
 export HF_HUB_OFFLINE ?= 1
@@ -34,15 +34,21 @@ test-native: $(VENV)/.installed
 	$(if $(HAS_SWIFT),$(MAKE) test-swift)
 
 # The Swift package, on Linux: over swift/Linux in the place of Apple's packages, and so over the
-# mlx-c subset and MLX's CPU backend. (On a Mac: xcodebuild, see .github/workflows/macos.yml.)
+# mlx-c subset and MLX's CPU backend; then what it does on a GPU, over the one of tests/host_gpu, which
+# is the kernels' host harness. (On a Mac: xcodebuild, see .github/workflows/macos.yml.)
 HAS_SWIFT := $(if $(filter Linux,$(shell uname -s)),$(shell command -v swift))
 MLX_C := $(CURDIR)/build/mlx_c
+HOST_GPU := $(CURDIR)/build/host_gpu.so
 SWIFT_TEST := PKG_CONFIG_PATH="$(MLX_C)" swift test -Xlinker -rpath -Xlinker "$(MLX_C)"
 test-swift: mlx_c
 	swift-format lint --strict --parallel --recursive $(SWIFT_SOURCES)
 	MLX_H2O_PACKAGES=apple swift package dump-package | $(BIN)/python tools/check_swift_manifest.py
 	$(SWIFT_TEST) --package-path swift/Linux --scratch-path .build/linux
 	$(SWIFT_TEST)
+	$(CC) -O2 -Wall -Wextra -Werror -shared -fPIC -I c_api/mlx_c/include -o $(HOST_GPU) \
+	    tests/host_gpu/host_gpu.c -L$(MLX_C) -lmlxc -Wl,-rpath,$(MLX_C)
+	LD_PRELOAD=$(HOST_GPU) HOST_GPU_SERVER="$(CURDIR)/$(BIN)/python $(CURDIR)/tests/host_gpu/serve.py" \
+	    $(SWIFT_TEST) --skip-build --filter GPUDecodingTests
 
 .PHONY: mlx_c
 mlx_c: $(VENV)/.installed

@@ -1,13 +1,12 @@
 """Runs the launches that host_gpu.c sends on the host harness, or only writes them down.
 
 Messages are blobs: a length (8 bytes) and so many bytes. HOST_GPU_RECORD names a file to which each
-launch is written as a line of JSON (tools/record_launches.py says in which form), with zeros for
-results; without it kernels run.
+launch is written as a line (tools/record_launches.py says in which form), with zeros for results;
+without it kernels run.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import sys
@@ -101,7 +100,7 @@ def _run(messages: Messages, record: Path | None) -> None:
     changed: Sequence[str] = ()
     if record is not None:
         with record.open("a") as lines:
-            lines.write(json.dumps(described(name, header, source, options, launch)) + "\n")
+            lines.write(described(name, header, source, options, launch) + "\n")
         shapes = zip(launch["output_shapes"], launch["output_dtypes"], strict=True)
         results = [mx.zeros(shape, dtype) for shape, dtype in shapes]
     else:

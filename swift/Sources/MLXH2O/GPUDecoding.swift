@@ -12,6 +12,8 @@ final class GPUDecoding {
 
     /// Bytes of all that the kernels hold.
     let nbytes: Int
+    /// Tokens decoded.
+    private(set) var steps = 0
 
     private let architecture: String
     private let policy: any Policy
@@ -80,6 +82,7 @@ final class GPUDecoding {
         queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float, sinks: MLXArray?,
         offset: Int, heads: [HeadStep]
     ) -> MLXArray {
+        steps += 1
         let plan = StepPlan(
             offset: offset, slots: slots.keys.shape[1], sink: policy.options.sink,
             evictEvery: policy.options.evictEvery, heads: heads)

@@ -7,6 +7,10 @@ import MLX
 extension H2OKVCache {
     // Query heads of one KV head that a fused step takes at once.
     private static let mostQueryHeads = 32
+    // Where somebody reads the cache after every step (as the token iterator of mlx-swift-lm's main
+    // branch does), each would wait for the GPU and copy all rows: so often, then no more before the
+    // next prompt.
+    private static let mostBriefDecodings = 3
 
     /// Where the rows lie, once the first have come.
     var store: SlotStore? {
@@ -39,6 +43,7 @@ extension H2OKVCache {
     private func takeBack() {
         guard let decoding else { return }
         self.decoding = nil
+        briefDecodings = decoding.steps > 1 ? 0 : briefDecodings + 1
         (heldRemainder, heldVictims) = decoding.end(&heldStore!)
     }
 
@@ -49,7 +54,7 @@ extension H2OKVCache {
         mask: MLXFast.ScaledDotProductAttentionMaskMode, sinks: MLXArray?
     ) -> MLXArray? {
         guard keys.dim(2) == 1, attended, keys.dtype == values.dtype, packing.recent == nil,
-            case .none = Mask(mask), queries.dim(1) <= Self.mostQueryHeads * keys.dim(1),
+            briefDecodings < Self.mostBriefDecodings, case .none = Mask(mask), queries.dim(1) <= Self.mostQueryHeads * keys.dim(1),
             let policy = policy as? any KernelPolicy, let metal = Backend.current.metal,
             metal.canDecode(policy, keyWidth: keys.dim(3), valueWidth: values.dim(3))
         else { return nil }

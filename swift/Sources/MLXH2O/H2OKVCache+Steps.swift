@@ -7,6 +7,7 @@ extension H2OKVCache {
         start(keys, values)
         yieldToPressure()
         let isOne = keys.dim(2) == 1  // for which victims are named already
+        if !isOne { briefDecodings = 0 }
         let rows =
             recent == nil
             ? rows(keys, values, from: offset)

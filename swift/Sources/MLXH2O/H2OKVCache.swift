@@ -44,6 +44,8 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     var heldRemainder: Remainder?
     var heldVictims: MLXArray?
     var decoding: GPUDecoding?
+    /// How often in a row the arrays were taken back after a single step.
+    var briefDecodings = 0
     /// The newest tokens, where they are stored in another width; all others are in the store.
     var recent: RecentZone?
     /// Rows of a chunk that goes over budget, while it is attended to.

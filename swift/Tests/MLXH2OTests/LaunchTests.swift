@@ -39,6 +39,29 @@ import Testing
         #expect(!metal.canDecode(H2O(), keyWidth: 64, valueWidth: 64))
     }
 
+    /// Whoever looks after every step is served by plain ops, until the next prompt.
+    @Test func readersOfEveryStepEndFusedDecoding() throws {
+        let cache = try H2OKVCache(.heads([24, 24])), rows = RowStream(tokens: 60, width: 64)
+        var fused: [Bool] = []
+        func step() {
+            rows.run(cache, [1])
+            fused.append(cache.decoding != nil)
+        }
+        _ = LaunchRecord.of { _ in
+            let metal = Metal(architecture: "applegpu_g13g", writesInPlace: { true })
+            Backend.$chosen.withValue(.metal(metal)) {
+                rows.run(cache, [12])
+                for _ in 0 ..< 5 {
+                    step()
+                    _ = cache.state
+                }
+                rows.run(cache, [3])
+                step()
+            }
+        }
+        #expect(fused == [true, true, true, false, false, true])
+    }
+
     private func launches(_ call: SettingValue) throws -> [String] {
         switch call["kind"]!.string! {
         case "attention": ofAttention(call)
