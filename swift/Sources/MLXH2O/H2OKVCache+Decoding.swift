@@ -54,7 +54,8 @@ extension H2OKVCache {
         mask: MLXFast.ScaledDotProductAttentionMaskMode, sinks: MLXArray?
     ) -> MLXArray? {
         guard keys.dim(2) == 1, attended, keys.dtype == values.dtype, packing.recent == nil,
-            briefDecodings < Self.mostBriefDecodings, case .none = Mask(mask), queries.dim(1) <= Self.mostQueryHeads * keys.dim(1),
+            briefDecodings < Self.mostBriefDecodings, case .none = Mask(mask),
+            queries.dim(1) <= Self.mostQueryHeads * keys.dim(1),
             let policy = policy as? any KernelPolicy, let metal = Backend.current.metal,
             metal.canDecode(policy, keyWidth: keys.dim(3), valueWidth: values.dim(3))
         else { return nil }
