@@ -5,7 +5,6 @@ Address spaces are checked by a compiler (`compiler.check_types`).
 
 from __future__ import annotations
 
-import functools
 import re
 
 FORBIDDEN = {
@@ -24,7 +23,6 @@ class DialectError(Exception):
     """A kernel's text leaves the dialect."""
 
 
-@functools.cache
 def check(text: str) -> None:
     """Raise DialectError where the text of a kernel says what not all three preludes can."""
     text = stripped(text)
