@@ -3,9 +3,9 @@
 tools/record_launches.py            write swift/Tests/MLXH2OTests/Fixtures/launches.json
 tools/record_launches.py --check    fail unless it is up to date
 
-Nothing is run: kernels write zeros. Three kinds of calls are recorded: attention of a few queries,
-prompts, and conversations, in which caches go into fused decoding and out of it. Of a conversation
-most calls are recorded as digests of their launches.
+Nothing is run: kernels write zeros. Recorded are attention of a few queries, by itself and as
+decode steps want it, prompts, and conversations, in which caches go into fused decoding and out of
+it. Of a conversation most turns are recorded as digests of their launches.
 """
 
 from __future__ import annotations
@@ -111,12 +111,23 @@ def attention_calls() -> Iterator[dict[str, Any]]:
             "k_bits": (0, 0, 4, 8)[i % 4] if D < 576 else 0,
             "v_bits": (0, 3, 4, 0)[i % 4] if D < 576 else 0,
             "architecture": "applegpu_g13" + "psgd"[i // 3 % 4],
-            # Heads of different lengths in one flat buffer, which another kernel changed.
-            "ragged": i % 7 in (1, 3, 5),
-            "remainder": i % 5 in (1, 2),
-            "means": i % 6 in (2, 3),
-            "export": (2, 2, 1, 0)[i // 2 % 4],
         }
+
+
+def step_calls() -> Iterator[dict[str, Any]]:
+    """Of the same sizes, attention as decode steps want it."""
+    for i, call in enumerate(attention_calls()):
+        if i % 3 == 0:
+            yield {
+                **call,
+                "kind": "step",
+                # Heads of different lengths in one flat buffer, which another kernel changed.
+                "ragged": i % 7 < 4,
+                "keys": call["keys"] + 2000 * (i % 2),
+                "remainder": i % 5 in (1, 2),
+                "means": i % 6 == 3,
+                "export": (2, 2, 1, 0)[i // 3 % 4],
+            }
 
 
 def prompt_calls() -> Iterator[dict[str, Any]]:
@@ -229,7 +240,7 @@ class Operands:
         dtype = getattr(mx, call["dtype"])
         self.ranges: Ranges | None = None
         slots: tuple[int, ...] = (Hk, N)
-        if call["ragged"]:
+        if call.get("ragged"):
             lengths = [max(N // (1 + h % 3), L) for h in range(Hk)]
             # A range may be larger than what is attended to.
             ends = list(itertools.accumulate(length + 4 for length in lengths))
@@ -266,12 +277,12 @@ def of_attention(call: dict[str, Any]) -> list[str]:
         x.k,
         x.v,
         **x.options,
-        remainder=x.remainder if call["remainder"] else None,
-        means=x.means if call["means"] else None,
+        remainder=x.remainder if call.get("remainder") else None,
+        means=x.means if call.get("means") else None,
         ranges=x.ranges,
-        export=call["export"],
+        export=call.get("export", attention_launches.EXPORT_LOGITS),
         architecture=call["architecture"],
-        after=mx.zeros((1, 1), mx.int32) if call["ragged"] else None,
+        after=mx.zeros((1, 1), mx.int32) if x.ranges else None,
     )
     return found
 
@@ -367,11 +378,14 @@ def recorded() -> str:
     """The fixture."""
     kinds = {
         "attention": of_attention,
+        "step": of_attention,
         "prompt": of_prompt,
         "conversation": of_conversation,
         "probe": of_probe,
     }
-    calls = itertools.chain(attention_calls(), prompt_calls(), conversations(), [{"kind": "probe"}])
+    calls = itertools.chain(
+        *(attention_calls(), step_calls(), prompt_calls(), conversations(), [{"kind": "probe"}])
+    )
     lines = [
         json.dumps({"call": call, "launches": kinds[call["kind"]](call)}, separators=(",", ":"))
         for call in calls

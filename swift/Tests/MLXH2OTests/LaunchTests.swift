@@ -9,7 +9,7 @@ import Testing
     static let recorded = checkout.appendingPathComponent(
         "swift/Tests/MLXH2OTests/Fixtures/launches.json")
 
-    @Test(arguments: ["attention", "prompt", "conversation", "probe"])
+    @Test(arguments: ["attention", "step", "prompt", "conversation", "probe"])
     func launchesAreThoseOfPython(kind: String) throws {
         let cases = try SettingValue(parsing: String(contentsOf: Self.recorded, encoding: .utf8))
         let ofKind = cases.array!.filter { $0["call"]!["kind"]!.string == kind }
@@ -64,7 +64,7 @@ import Testing
 
     private func launches(_ call: SettingValue) throws -> [String] {
         switch call["kind"]!.string! {
-        case "attention": ofAttention(call)
+        case "attention", "step": ofAttention(call)
         case "prompt": ofPrompt(call)
         case "conversation": try ofConversation(call)
         default: LaunchRecord.of { _ in #expect(!GPUDecoding.triesToWriteInPlace()) }
@@ -72,15 +72,14 @@ import Testing
     }
 
     private func ofAttention(_ call: SettingValue) -> [String] {
-        let x = Operands(call), ragged = call["ragged"]!.bool!
+        let x = Operands(call), export = call["export"]?.int.flatMap(AttentionLaunch.Export.init)
         return LaunchRecord.of { _ in
-            #expect(ragged || AttentionLaunch.supports(x.operands))
+            #expect(x.ranges != nil || AttentionLaunch.supports(x.operands))
             _ = AttentionLaunch(
-                x.operands, remainder: call["remainder"]!.bool! ? x.remainder : nil,
-                means: call["means"]!.bool! ? x.means : nil, ranges: x.ranges,
-                export: .init(rawValue: call["export"]!.int!)!,
-                architecture: call["architecture"]!.string!,
-                after: ragged ? MLXArray.zeros([1, 1], dtype: .int32) : nil
+                x.operands, remainder: call["remainder"]?.bool == true ? x.remainder : nil,
+                means: call["means"]?.bool == true ? x.means : nil, ranges: x.ranges,
+                export: export ?? .logits, architecture: call["architecture"]!.string!,
+                after: x.ranges == nil ? nil : MLXArray.zeros([1, 1], dtype: .int32)
             ).run()
         }
     }
@@ -193,7 +192,7 @@ private struct Operands {
         let (B, Hq, Hk) = (int("batch"), int("query_heads"), int("kv_heads"))
         let (L, N, D) = (int("queries"), int("keys"), int("key_width"))
         var slots = [Hk, N], ranges: Ranges?
-        if call["ragged"]!.bool! {
+        if call["ragged"]?.bool == true {
             let lengths = (0 ..< Hk).map { max(N / (1 + $0 % 3), L) }
             // A range may be larger than what is attended to.
             var starts = [0]
