@@ -71,7 +71,7 @@ extension H2OKVCache {
             offset: offset, heads: headSteps())
     }
 
-    private func startDecoding(_ policy: any KernelPolicy, _ metal: Metal) {
+    private func startDecoding(_ policy: any KernelPolicy, _ metal: MetalKernels) {
         let none = MLXArray.zeros(
             [rowTypes!.batch, heldStore!.heads, policy.options.evictEvery], dtype: .int32)
         decoding = GPUDecoding(

@@ -161,7 +161,7 @@ import Testing
         let call = AttentionOperands(
             queries: rows.queries[0..., 0..., 0 ..< 1], keys: .plain(rows.keys),
             values: .plain(rows.values), scale: 0.18)
-        let large = Backend.metal(Metal(architecture: "applegpu_g13s"))
+        let large = Backend.metal(MetalKernels(architecture: "applegpu_g13s"))
         let (output, scores, lse) = large.attentionWithScores(call)
         let plain = Backend.plain.attentionWithScores(call)
         for (found, expected) in [

@@ -35,7 +35,7 @@ import Testing
 
     /// Where kernels cannot write in place the fused step is not used.
     @Test func withoutWritingInPlaceNothingIsFused() {
-        let metal = Metal(architecture: "applegpu_g13g", writesInPlace: { false })
+        let metal = MetalKernels(architecture: "applegpu_g13g", writesInPlace: { false })
         #expect(!metal.canDecode(H2O(), keyWidth: 64, valueWidth: 64))
     }
 
@@ -48,7 +48,7 @@ import Testing
             fused.append(cache.decoding != nil)
         }
         _ = LaunchRecord.of { _ in
-            let metal = Metal(architecture: "applegpu_g13g", writesInPlace: { true })
+            let metal = MetalKernels(architecture: "applegpu_g13g", writesInPlace: { true })
             Backend.$chosen.withValue(.metal(metal)) {
                 rows.run(cache, [12])
                 for _ in 0 ..< 5 {
@@ -93,7 +93,7 @@ import Testing
                 _ = prompt.mass(prompt.logSumExp())
                 return
             }
-            let backend = Backend.metal(Metal(architecture: call["architecture"]!.string!))
+            let backend = Backend.metal(MetalKernels(architecture: call["architecture"]!.string!))
             if call["remainder"]!.bool! {
                 let column = x.remainder.column(queries: operands.queries, scale: 0.125)
                 operands.seed = (column, x.remainder.meanValue)
@@ -110,7 +110,7 @@ import Testing
     /// Per turn the digest of its launches; all of them of the first step that chooses victims.
     private func ofConversation(_ call: SettingValue) throws -> [String] {
         var turns: [String] = [], shown = false
-        let metal = Metal(
+        let metal = MetalKernels(
             architecture: call["architecture"]!.string!, writesInPlace: { true })
         _ = try LaunchRecord.of { record in
             var cache = try cache(call)

@@ -4,7 +4,7 @@ import MLX
 /// say what is right.
 enum Backend: Sendable {
     case plain
-    case metal(Metal)
+    case metal(MetalKernels)
 
     /// Within `withValue`, who computes whatever the device.
     @TaskLocal static var chosen: Backend?
@@ -21,11 +21,11 @@ enum Backend: Sendable {
     }
 
     #if (canImport(Metal) && (os(macOS) || os(iOS) || os(visionOS))) || STAND_INS
-        private static let ofDevice = Metal(architecture: GPU.deviceInfo().architecture)
+        private static let ofDevice = MetalKernels(architecture: GPU.deviceInfo().architecture)
     #endif
 
     /// The kernels, if they compute.
-    var metal: Metal? {
+    var metal: MetalKernels? {
         if case .metal(let metal) = self { metal } else { nil }
     }
 

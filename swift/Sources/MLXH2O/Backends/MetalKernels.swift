@@ -1,11 +1,11 @@
 import MLX
 
 /// The kernels of metal/ on a GPU.
-struct Metal: Sendable {
+struct MetalKernels: Sendable {
     /// Names the GPU ("applegpu_g13s"), by which work is shared out (``Tiling``).
     let architecture: String
     /// Whether a row that a kernel writes into its input is there for the next reader.
-    var writesInPlace: @Sendable () -> Bool = { Metal.deviceWritesInPlace }
+    var writesInPlace: @Sendable () -> Bool = { MetalKernels.deviceWritesInPlace }
 
     // Tried once.
     private static let deviceWritesInPlace = GPUDecoding.triesToWriteInPlace()
