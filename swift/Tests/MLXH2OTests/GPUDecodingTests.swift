@@ -155,6 +155,16 @@ import Testing
         }
     }
 
+    /// A golden conversation: what Python's CPU kept, exactly. (The others take many minutes.)
+    @Test func goldenTrajectory() throws {
+        let golden = try Golden.shipped.get()
+        let one = try #require(
+            golden.cases.first { $0.group == "trajectory" && $0.name == "distinct-ragged-k8v4" })
+        let found = try GoldenReplay.run(one, golden.of(one, "in"))
+        let differences = golden.differences(found, one)
+        #expect(differences.isEmpty, "\(differences.joined(separator: "; "))")
+    }
+
     /// A long cache of a large GPU is cut into blocks, and their results are merged.
     @Test func twoPasses() throws {
         let rows = RowStream(tokens: 1300, width: 64)

@@ -24,9 +24,11 @@ final class LaunchRecord: @unchecked Sendable {
     func note(_ line: String) { lines.append(line) }
 
     private func zeros(of launch: KernelLaunch) -> [MLXArray] {
-        let text = "\(launch.header)\0\(launch.source)"
-        let digest = textDigests[text] ?? shortDigest(Data(text.utf8))
-        textDigests[text] = digest
+        // A name stands for one text.
+        let digest =
+            textDigests[launch.name]
+            ?? shortDigest(Data("\(launch.header)\0\(launch.source)".utf8))
+        textDigests[launch.name] = digest
         lines.append(described(launch, text: digest))
         return launch.outputs.map { MLXArray.zeros($0.shape, dtype: $0.dtype) }
     }
