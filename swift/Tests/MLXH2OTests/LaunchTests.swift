@@ -35,7 +35,7 @@ import Testing
 
     /// Where kernels cannot write in place the fused step is not used.
     @Test func withoutWritingInPlaceNothingIsFused() {
-        let metal = MetalKernels(architecture: "applegpu_g13g", writesInPlace: { false })
+        let metal = MetalKernels(architecture: "applegpu_g13g", writesInPlace: false)
         #expect(!metal.canDecode(H2O(), keyWidth: 64, valueWidth: 64))
     }
 
@@ -48,7 +48,7 @@ import Testing
             fused.append(cache.decoding != nil)
         }
         _ = LaunchRecord.of { _ in
-            let metal = MetalKernels(architecture: "applegpu_g13g", writesInPlace: { true })
+            let metal = MetalKernels(architecture: "applegpu_g13g", writesInPlace: true)
             Backend.$chosen.withValue(.metal(metal)) {
                 rows.run(cache, [12])
                 for _ in 0 ..< 5 {
@@ -111,7 +111,7 @@ import Testing
     private func ofConversation(_ call: SettingValue) throws -> [String] {
         var turns: [String] = [], shown = false
         let metal = MetalKernels(
-            architecture: call["architecture"]!.string!, writesInPlace: { true })
+            architecture: call["architecture"]!.string!, writesInPlace: true)
         _ = try LaunchRecord.of { record in
             var cache = try cache(call)
             func say(_ length: Int, scale: Float = 0.125, isCausal: Bool = false) {

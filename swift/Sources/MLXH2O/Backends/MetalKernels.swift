@@ -4,8 +4,8 @@ import MLX
 struct MetalKernels: Sendable {
     /// Names the GPU ("applegpu_g13s"), by which work is shared out (``Tiling``).
     let architecture: String
-    /// Whether a row that a kernel writes into its input is there for the next reader.
-    var writesInPlace: @Sendable () -> Bool = { MetalKernels.deviceWritesInPlace }
+    /// Whether a row that a kernel writes into its input is there for the next reader; nil to try it.
+    var writesInPlace: Bool?
 
     // Tried once.
     private static let deviceWritesInPlace = GPUDecoding.triesToWriteInPlace()
@@ -88,6 +88,6 @@ struct MetalKernels: Sendable {
     /// Whether there is a fused step for this policy and rows like these.
     func canDecode(_ policy: any Policy, keyWidth: Int, valueWidth: Int) -> Bool {
         policy is any KernelPolicy && Tiling.widths.contains(keyWidth)
-            && Tiling.widths.contains(valueWidth) && writesInPlace()
+            && Tiling.widths.contains(valueWidth) && (writesInPlace ?? Self.deviceWritesInPlace)
     }
 }
