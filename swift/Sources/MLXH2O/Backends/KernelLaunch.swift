@@ -78,7 +78,10 @@ struct KernelLaunch {
     }
 
     private func onMetal() -> [MLXArray] {
-        let kernel = KernelLaunch.built.kernel(name) {
+        let reads = reads
+        let key = BuiltKernels.Key(
+            interface: interface.name, reads: reads, writes: outputs.map(\.name), threads: threads)
+        let kernel = KernelLaunch.built.kernel(key) {
             MLXFast.metalKernel(
                 name: name, inputNames: reads, outputNames: outputs.map(\.name), source: source,
                 header: header, ensureRowContiguous: false)
@@ -92,17 +95,24 @@ struct KernelLaunch {
 
     private static let built = BuiltKernels()
 
-    /// Kernels by name: their texts are long, and a step launches one per layer.
+    /// Kernels by what makes their texts: those are long, and a step launches some in every layer.
     private final class BuiltKernels: @unchecked Sendable {
-        private let lock = NSLock()
-        private var kernels: [String: MLXFast.MLXFastKernel] = [:]
+        struct Key: Hashable {
+            let interface: String
+            let reads: [String]
+            let writes: [String]
+            let threads: Int
+        }
 
-        func kernel(_ name: String, _ build: () -> MLXFast.MLXFastKernel) -> MLXFast.MLXFastKernel {
+        private let lock = NSLock()
+        private var kernels: [Key: MLXFast.MLXFastKernel] = [:]
+
+        func kernel(_ key: Key, _ build: () -> MLXFast.MLXFastKernel) -> MLXFast.MLXFastKernel {
             lock.lock()
             defer { lock.unlock() }
-            if let kernel = kernels[name] { return kernel }
+            if let kernel = kernels[key] { return kernel }
             let kernel = build()
-            kernels[name] = kernel
+            kernels[key] = kernel
             return kernel
         }
     }

@@ -2,10 +2,12 @@ import MLX
 
 /// Keys and values as kernels get them: buffers, and template arguments by which to read them.
 extension Rows {
+    private static let keyNames = ["keys", "key_scales", "key_biases"]
+    private static let valueNames = ["values", "value_scales", "value_biases"]
+
     /// Names of the buffers of "keys" or "values".
     static func bufferNames(_ field: String) -> [String] {
-        let one = field.dropLast()
-        return [field, "\(one)_scales", "\(one)_biases"]
+        field == "keys" ? keyNames : valueNames
     }
 
     /// Declarations for what dense rows lack.
