@@ -9,12 +9,9 @@ namespace {
 
 constexpr int kMergeSimdgroups = 8;
 
-const std::vector<std::string> kRemainder{"counts", "mean_keys", "var_keys", "mean_values"};
 const std::vector<std::string> kColumns{"sinks",    "counts",      "mean_keys",
                                         "var_keys", "mean_values", "means"};
 const std::vector<std::string> kExports{"lse", "logits", "distances"};
-const Absent kAbsentMask{
-    {"mask", "const device bool* mask = nullptr;\nconst int64_t mask_strides[4] = {0};"}};
 
 const Interface& vector_interface() {
   static const Interface interface{
@@ -56,6 +53,18 @@ Buffers merged(
 
 }  // namespace
 
+const Absent kAbsentMask{
+    {"mask", "const device bool* mask = nullptr;\nconst int64_t mask_strides[4] = {0};"}};
+
+const std::vector<std::string> kRemainderBuffers{"counts", "mean_keys", "var_keys", "mean_values"};
+
+void add_remainder(Buffers& buffers, const Remainder& remainder) {
+  const Remainder& r = remainder;
+  size_t i = 0;
+  for (const mx::array* statistics : {&r.count, &r.mean_key, &r.var_key, &r.mean_value})
+    buffers.emplace(kRemainderBuffers[i++], mx::contiguous(*statistics));
+}
+
 bool vector_kernel_takes(const mx::array& q, const Stored& k, const Stored& v) {
   return q.shape(2) <= kMostQueries && is_kernel_width(k.width()) && is_kernel_width(v.width()) &&
       q.dtype() == row_dtype(k) && q.dtype() == row_dtype(v);
@@ -95,11 +104,7 @@ VectorAttended vector_attend(
   add_buffers(inputs, "values", v);
   if (mask.array) inputs.emplace("mask", *mask.array);
   if (call.sinks) inputs.emplace("sinks", mx::contiguous(*call.sinks));
-  if (const auto& r = call.remainder) {
-    const mx::array* statistics[] = {&r->count, &r->mean_key, &r->var_key, &r->mean_value};
-    for (size_t i = 0; i < kRemainder.size(); ++i)
-      inputs.emplace(kRemainder[i], mx::contiguous(*statistics[i]));
-  }
+  if (call.remainder) add_remainder(inputs, *call.remainder);
   if (call.means) inputs.emplace("means", mx::contiguous(*call.means));
   if (call.after) inputs.emplace("after", *call.after);
 

@@ -4,6 +4,7 @@
 
 #include "../attend.h"
 #include "../remainder.h"
+#include "launcher.h"
 #include "work.h"
 
 namespace mlx_h2o {
@@ -47,5 +48,11 @@ struct KernelMask {
   std::optional<mx::array> array = std::nullopt;
 };
 KernelMask kernel_mask(const Masking& mask, int batch, int query_heads, int queries, int slots);
+// What stands in for an array.
+extern const Absent kAbsentMask;
+
+// A remainder's buffers.
+extern const std::vector<std::string> kRemainderBuffers;
+void add_remainder(Buffers& buffers, const Remainder& remainder);
 
 }  // namespace mlx_h2o

@@ -100,8 +100,8 @@ Buffers launch(
   // One name for one text, since MLX keeps compiled kernels by name.
   std::string name = "mlx_h2o_" + interface.name;
   for (const auto& [buffer, declaration] : interface.optional)
-    if (passed.contains(buffer)) name += "_" + buffer;
-  name += "_" + std::to_string(threads);
+    if (passed.contains(buffer)) name.append("_").append(buffer);
+  name.append("_").append(std::to_string(threads));
   const auto kernel = built(name, interface, reads, writes, passed, threads);
 
   const OwnedConfig config(mlx_fast_metal_kernel_config_new());

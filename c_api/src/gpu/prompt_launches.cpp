@@ -13,14 +13,12 @@ constexpr int kThreads = 256;
 
 Interface interface_of(
     const std::string& name, const std::vector<std::string>& more, const std::string& output) {
-  const Absent mask{
-      {"mask", "const device bool* mask = nullptr;\nconst int64_t mask_strides[4] = {0};"}};
   return {
       name,
       joined_lists<std::string>(
           {{"params", "factors", "queries"}, buffer_names("keys"), {"mask"}, more}),
       {output},
-      joined_lists<Absent::value_type>({absent_packing("keys"), mask})};
+      joined_lists<Absent::value_type>({absent_packing("keys"), kAbsentMask})};
 }
 
 // One threadgroup per tile of what is counted along x.

@@ -9,7 +9,6 @@ namespace {
 constexpr int kKeptKeysSimdgroups = 8;
 constexpr int kUpdateSimdgroups = 16;
 
-const std::vector<std::string> kRemainder{"counts", "mean_keys", "var_keys", "mean_values"};
 const std::vector<std::string> kRemainderOut{
     "counts_out", "mean_keys_out", "var_keys_out", "mean_values_out"};
 
@@ -21,11 +20,11 @@ const Interface& overwrite_interface() {
            buffer_names("keys"),
            buffer_names("values"),
            {"positions", "norms"},
-           kRemainder}),
+           kRemainderBuffers}),
       joined_lists<std::string>({kRemainderOut, {"slots_out"}}),
       joined_lists<Absent::value_type>(
           {absent_packing("keys"), absent_packing("values"), absent_inputs({"norms"}),
-           absent_inputs(kRemainder), absent_outputs(kRemainderOut)})};
+           absent_inputs(kRemainderBuffers), absent_outputs(kRemainderOut)})};
   return interface;
 }
 
@@ -110,12 +109,10 @@ mx::array overwrite(
   if (slots.norms) inputs.emplace("norms", *slots.norms);
   Outputs outputs{{"slots_out", {{B, H}, mx::int32}}};
   if (remainder) {
-    const mx::array* statistics[] = {
-        &remainder->count, &remainder->mean_key, &remainder->var_key, &remainder->mean_value};
-    for (size_t i = 0; i < kRemainder.size(); ++i) {
-      inputs.emplace(kRemainder[i], mx::contiguous(*statistics[i]));
-      outputs.emplace(kRemainderOut[i], std::pair(statistics[i]->shape(), mx::float32));
-    }
+    add_remainder(inputs, *remainder);
+    for (size_t i = 0; i < kRemainderOut.size(); ++i)
+      outputs.emplace(
+          kRemainderOut[i], std::pair(inputs.at(kRemainderBuffers[i]).shape(), mx::float32));
   }
   const Buffers written = launch(
       overwrite_interface(), inputs, outputs,
