@@ -34,15 +34,21 @@ test-native: $(VENV)/.installed
 	$(if $(HAS_SWIFT),$(MAKE) test-swift)
 
 # The Swift package, on Linux: over swift/Linux in the place of Apple's packages, and so over the
-# mlx-c subset and MLX's CPU backend. (On a Mac: xcodebuild, see .github/workflows/macos.yml.)
+# mlx-c subset and MLX's CPU backend; then what it does on a GPU, over the one of tests/host_gpu, which
+# is the kernels' host harness. (On a Mac: xcodebuild, see .github/workflows/macos.yml.)
 HAS_SWIFT := $(if $(filter Linux,$(shell uname -s)),$(shell command -v swift))
 MLX_C := $(CURDIR)/build/mlx_c
+HOST_GPU := $(CURDIR)/build/host_gpu.so
 SWIFT_TEST := PKG_CONFIG_PATH="$(MLX_C)" swift test -Xlinker -rpath -Xlinker "$(MLX_C)"
 test-swift: mlx_c
 	swift-format lint --strict --parallel --recursive $(SWIFT_SOURCES)
 	MLX_H2O_PACKAGES=apple swift package dump-package | $(BIN)/python tools/check_swift_manifest.py
 	$(SWIFT_TEST) --package-path swift/Linux --scratch-path .build/linux
 	$(SWIFT_TEST)
+	$(CC) -std=gnu11 -O1 -fPIC -shared -Wl,-z,lazy -I c_api/mlx_c/include -o $(HOST_GPU) \
+	    tests/host_gpu/host_gpu.c
+	LD_PRELOAD=$(HOST_GPU) HOST_GPU_SERVER="$(CURDIR)/$(BIN)/python $(CURDIR)/tests/host_gpu/serve.py" \
+	    $(SWIFT_TEST) --skip-build --filter GPUDecodingTests
 
 .PHONY: mlx_c
 mlx_c: $(VENV)/.installed

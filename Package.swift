@@ -29,7 +29,8 @@ let package = Package(
                 .product(name: "MLXLMCommon", package: isLinux ? "Linux" : "mlx-swift-lm"),
                 .product(name: "MLXLLM", package: isLinux ? "Linux" : "mlx-swift-lm"),
             ],
-            path: "swift/Sources/MLXH2O"),
+            path: "swift/Sources/MLXH2O",
+            swiftSettings: isLinux ? [.define("STAND_INS")] : []),
         .executableTarget(
             name: "h2o-step-overhead",
             dependencies: ["MLXH2O"],

@@ -13,7 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "swift/Sources/MLXH2O/Backends/KernelFiles.swift"
 # Swift launches these; what they include comes with them.
-KERNELS = ("attention_vector.metal", "attention_merge.metal", "prelude_metal.h")
+KERNELS = (
+    *("attention_vector.metal", "attention_merge.metal", "prompt_lse.metal", "prompt_mass.metal"),
+    *("overwrite.metal", "kept_keys.metal", "update.metal", "prelude_metal.h"),
+)
 
 
 def embedded() -> str:

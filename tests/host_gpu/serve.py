@@ -1,13 +1,12 @@
 """Runs the launches that host_gpu.c sends on the host harness.
 
 Messages are blobs: a length (8 bytes) and so many bytes. HOST_GPU_RECORD names a file to which each
-launch is written as a line of JSON, in the form of tools/record_launches.py. With HOST_GPU_RUN=0
-nothing is run, and results are zeros.
+launch is written as a line, in the form of tools/record_launches.py. With HOST_GPU_RUN=0 nothing is
+run, and results are zeros.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import sys
@@ -104,7 +103,7 @@ def _launch(messages: Messages, record: Path | None, run: bool) -> None:
     options = {"input_names": list(inputs), "output_names": list(outputs)}
     if record is not None:
         with record.open("a") as lines:
-            lines.write(json.dumps(described(name, header, source, options, launch)) + "\n")
+            lines.write(described(name, header, source, options, launch) + "\n")
     if run:
         kernel = metal_kernel(
             name, **options, source=source, header=header, ensure_row_contiguous=False

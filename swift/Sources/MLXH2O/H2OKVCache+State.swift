@@ -39,15 +39,15 @@ extension H2OKVCache {
             "budgets": budgets,
             "offset": .int(offset),
             "own": attended ? .bool(true) : .null,
-            "reserved": .int(store?.reserved ?? 0),
+            "reserved": .int(heldStore?.reserved ?? 0),
             "recent": recent?.json ?? .null,
-            "runs": .array(store?.runs.map(\.json) ?? []),
+            "runs": .array(heldStore?.runs.map(\.json) ?? []),
         ])
     }
 
     /// Arrays in the order in which ``metaState`` names them.
     public var state: [MLXArray] {
-        get { innerState() }
+        get { namedArrays.map(\.array) }
         set { unnamed = newValue }
     }
 

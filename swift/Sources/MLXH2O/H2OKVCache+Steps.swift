@@ -7,6 +7,7 @@ extension H2OKVCache {
         start(keys, values)
         yieldToPressure()
         let isOne = keys.dim(2) == 1  // for which victims are named already
+        if !isOne { briefDecodings = 0 }
         let rows =
             recent == nil
             ? rows(keys, values, from: offset)
@@ -24,7 +25,7 @@ extension H2OKVCache {
     }
 
     /// Make the store when the first rows tell the widths.
-    private func start(_ keys: MLXArray, _ values: MLXArray) {
+    func start(_ keys: MLXArray, _ values: MLXArray) {
         precondition(unnamed == nil, "The state of this cache was set without its metaState.")
         let types = RowTypes(keys: keys, values: values)
         if let rowTypes {
@@ -71,7 +72,7 @@ extension H2OKVCache {
     }
 
     /// New rows by field, `[B, H, L, ...]`, for the positions from `first` on.
-    private func rows(_ keys: MLXArray, _ values: MLXArray, from first: Int) -> Fields {
+    func rows(_ keys: MLXArray, _ values: MLXArray, from first: Int) -> Fields {
         let (B, H, L) = (keys.dim(0), keys.dim(1), keys.dim(2))
         var rows = packing.fields("keys", .plain(keys))
         rows.merge(packing.fields("values", .plain(values))) { $1 }
@@ -396,7 +397,7 @@ extension H2OKVCache {
 
     /// How many tokens plain rows will stand for when n new ones attend.
     func evictedAfter(_ n: Int) -> Int {
-        guard let run = store?.runs[0] else { return 0 }
+        guard let run = heldStore?.runs[0] else { return 0 }
         return n == 1 ? offset + 1 - min(run.length + 1, run.budget) : evicted(run)
     }
 

@@ -38,12 +38,16 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     /// The next logical position.
     public internal(set) var offset = 0
 
-    var store: SlotStore?
-    var remainder: Remainder?
+    // Where the rows lie, what stays of the evicted, and which slots go next. While kernels decode,
+    // only how many rows there are is known here, and `decoding` has all else.
+    var heldStore: SlotStore?
+    var heldRemainder: Remainder?
+    var heldVictims: MLXArray?
+    var decoding: GPUDecoding?
+    /// How often in a row the arrays were taken back after a single step.
+    var briefDecodings = 0
     /// The newest tokens, where they are stored in another width; all others are in the store.
     var recent: RecentZone?
-    /// Slots to overwrite next, `[B, H, evictEvery]`; each run knows how many it has used.
-    var victims: MLXArray?
     /// Rows of a chunk that goes over budget, while it is attended to.
     var pending: Fields?
     /// Batch, heads, widths and dtypes that rows must have.
@@ -145,6 +149,11 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
         mask: MLXFast.ScaledDotProductAttentionMaskMode = .none, sinks: MLXArray? = nil
     ) -> MLXArray {
         precondition(attends, "This cache was made for stock attention (attends: false).")
+        if let output = decode(
+            queries: queries, keys: keys, values: values, scale: scale, mask: mask, sinks: sinks)
+        {
+            return output
+        }
         takeIn(keys: keys, values: values)
         attended = true
         let runs = store!.runs, group = queries.dim(1) / store!.heads
@@ -182,7 +191,7 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
                 + "serve: leave that layer's own cache in place.")
         yieldToPressure()
         let kept = physicalLength
-        if let store, store.reserved > 0, evictedAfter(n) > 0 {
+        if let heldStore, heldStore.reserved > 0, evictedAfter(n) > 0 {
             return .array(plainRowsMask(n, kept: kept))
         }
         if n == 1 { return .none }
@@ -204,7 +213,7 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
 
     /// Whether the newest tokens can be taken back: until the first eviction.
     public var isTrimmable: Bool {
-        store?.runs.allSatisfy { evicted($0) == 0 } ?? true
+        heldStore?.runs.allSatisfy { evicted($0) == 0 } ?? true
     }
 
     /// Take back the newest n tokens; their attention stays in the scores of older ones.
@@ -212,7 +221,7 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     /// - Returns: How many were taken back: 0 once anything was evicted.
     @discardableResult
     public func trim(_ n: Int) -> Int {
-        guard store != nil, isTrimmable else { return 0 }
+        guard heldStore != nil, isTrimmable else { return 0 }
         let n = min(n, offset)
         guard n > 0 else { return 0 }
         offset -= n
@@ -222,8 +231,11 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
         return n
     }
 
-    /// Every array held: evaluated after each prompt chunk, or the graph grows.
-    public func innerState() -> [MLXArray] { namedArrays.map(\.array) }
+    /// Every array held: evaluated after each prompt chunk, or the graph grows. Of what kernels change
+    /// in place nobody else gets hold: their last outputs stand for it.
+    public func innerState() -> [MLXArray] {
+        decoding?.sideState ?? namedArrays.map(\.array)
+    }
 
     public func copy() -> any KVCache {
         let twin = try! H2OKVCache(
@@ -241,19 +253,21 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
 
     /// Tokens physically held by the head that holds most.
     public var physicalLength: Int {
-        (store?.runs.map(\.length).max() ?? 0) + (recent?.length ?? 0)
+        (heldStore?.runs.map(\.length).max() ?? 0) + (recent?.length ?? 0)
     }
 
-    public var nbytes: Int { namedArrays.reduce(0) { $0 + $1.array.nbytes } }
+    public var nbytes: Int {
+        decoding?.nbytes ?? namedArrays.reduce(0) { $0 + $1.array.nbytes }
+    }
 
     public var evicted: Int {
-        guard let store else { return 0 }
-        return store.runs.reduce(0) { $0 + $1.heads * evicted($1) } / store.heads
+        guard let heldStore else { return 0 }
+        return heldStore.runs.reduce(0) { $0 + $1.heads * evicted($1) } / heldStore.heads
     }
 
     public var budgets: [Int]? {
-        if let store {
-            return store.runs.flatMap { Array(repeating: budget(of: $0), count: $0.heads) }
+        if let heldStore {
+            return heldStore.runs.flatMap { Array(repeating: budget(of: $0), count: $0.heads) }
         }
         if case .heads(let budgets) = size { return budgets }
         return nil

@@ -64,7 +64,7 @@ extension H2OKVCache {
 
     /// Obey a lowered share, if there is one.
     func yieldToPressure() {
-        guard let pressure, store != nil, let fullBudgets, pending == nil else { return }
+        guard let pressure, heldStore != nil, let fullBudgets, pending == nil else { return }
         let share = pressure.share(at: offset)
         guard share < pressureShare else { return }
         pressureShare = share

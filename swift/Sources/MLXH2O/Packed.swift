@@ -21,6 +21,11 @@ struct PackedRows {
             words, scales: scales.float32, biases: biases.float32, groupSize: groupSize, bits: bits)
     }
 
+    /// The rows in the model's dtype.
+    var narrowRows: MLXArray {
+        dequantized(words, scales: scales, biases: biases, groupSize: groupSize, bits: bits)
+    }
+
     /// The same rows in another width, from their levels and without a second quantization.
     ///
     /// More bits hold the same levels: every number stays what it is, and nothing that was lost comes
@@ -95,6 +100,11 @@ indirect enum Rows {
                 parts.filter { $0.shape[$0.shape.count - 2] > 0 }.map { $0.dense.float32 },
                 axis: -2)
         }
+    }
+
+    /// The rows as an array in the model's dtype.
+    var narrow: MLXArray {
+        if case .packed(let rows) = self { rows.narrowRows } else { dense }
     }
 
     func sliced(_ range: Range<Int>, axis: Int) -> Rows {

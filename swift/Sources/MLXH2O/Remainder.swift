@@ -52,7 +52,7 @@ public struct Remainder {
     /// In the order of ``names``.
     var arrays: [MLXArray] { [count, meanKey, varKey, meanValue] }
 
-    private init(_ arrays: [MLXArray]) {
+    init(_ arrays: [MLXArray]) {
         self.init(count: arrays[0], meanKey: arrays[1], varKey: arrays[2], meanValue: arrays[3])
     }
 

@@ -9,26 +9,19 @@ import Testing
     static let recorded = checkout.appendingPathComponent(
         "swift/Tests/MLXH2OTests/Fixtures/launches.json")
 
-    @Test func launchesAreThoseOfPython() throws {
+    @Test(arguments: ["attention", "step", "prompt", "conversation", "probe"])
+    func launchesAreThoseOfPython(kind: String) throws {
         let cases = try SettingValue(parsing: String(contentsOf: Self.recorded, encoding: .utf8))
-        var merges = 0
-        for one in cases.array! {
-            let expected = one["launches"]!.array!, call = one["call"]!
-            let operands = operands(call)
-            #expect(AttentionLaunch.supports(operands))
-            let launch = AttentionLaunch(
-                operands, architecture: call["architecture"]!.string!)
-            var prepared = [launch.first]
-            if launch.block != nil {
-                merges += 1
-                let outputs = launch.first.outputs.map {
-                    MLXArray.zeros($0.shape, dtype: $0.dtype)
-                }
-                prepared.append(launch.second(outputs[0], outputs[1]))
+        let ofKind = cases.array!.filter { $0["call"]!["kind"]!.string == kind }
+        #expect(!ofKind.isEmpty)
+        for one in ofKind {
+            let expected = one["launches"]!.array!.map { $0.string! }, call = one["call"]!
+            let found = try launches(call)
+            #expect(found.count == expected.count, "\(call.text)")
+            for (i, (found, expected)) in zip(found, expected).enumerated() {
+                #expect(found == expected, "\(i) of \(call.text)")
             }
-            #expect(prepared.map(described) == expected, "\(call.text)")
         }
-        #expect(merges > 10)
     }
 
     @Test func otherWidthsAreLeftToPlainOps() {
@@ -40,56 +33,197 @@ import Testing
         }
     }
 
-    private func operands(_ call: SettingValue) -> AttentionOperands {
-        func int(_ name: String) -> Int { call[name]!.int! }
-        let dtype = ["float16": DType.float16, "bfloat16": .bfloat16][call["dtype"]!.string!]
-        func zeros(_ shape: [Int]) -> MLXArray { MLXArray.zeros(shape, dtype: dtype ?? .float32) }
-        func rows(_ shape: [Int], _ bits: Int) -> Rows {
-            guard bits > 0 else { return .plain(zeros(shape)) }
-            let packing = try! Packing(keyBits: bits, groupSize: 32)
-            return packing.rows("keys", packing.fields("keys", .plain(zeros(shape))))
+    /// Where kernels cannot write in place the fused step is not used.
+    @Test func withoutWritingInPlaceNothingIsFused() {
+        let metal = MetalKernels(architecture: "applegpu_g13g", writesInPlace: false)
+        #expect(!metal.canDecode(H2O(), keyWidth: 64, valueWidth: 64))
+    }
+
+    /// Whoever looks after every step is served by plain ops, until the next prompt.
+    @Test func readersOfEveryStepEndFusedDecoding() throws {
+        let cache = try H2OKVCache(.heads([24, 24])), rows = RowStream(tokens: 60, width: 64)
+        var fused: [Bool] = []
+        func step() {
+            rows.run(cache, [1])
+            fused.append(cache.decoding != nil)
         }
-        let (B, L, N) = (int("batch"), int("queries"), int("keys"))
+        _ = LaunchRecord.of { _ in
+            let metal = MetalKernels(architecture: "applegpu_g13g", writesInPlace: true)
+            Backend.$chosen.withValue(.metal(metal)) {
+                rows.run(cache, [12])
+                for _ in 0 ..< 5 {
+                    step()
+                    _ = cache.state
+                }
+                rows.run(cache, [3])
+                step()
+            }
+        }
+        #expect(fused == [true, true, true, false, false, true])
+    }
+
+    private func launches(_ call: SettingValue) throws -> [String] {
+        switch call["kind"]!.string! {
+        case "attention", "step": ofAttention(call)
+        case "prompt": ofPrompt(call)
+        case "conversation": try ofConversation(call)
+        default: LaunchRecord.of { _ in #expect(!GPUDecoding.triesToWriteInPlace()) }
+        }
+    }
+
+    private func ofAttention(_ call: SettingValue) -> [String] {
+        let x = Operands(call), export = call["export"]?.int.flatMap(AttentionLaunch.Export.init)
+        return LaunchRecord.of { _ in
+            #expect(x.ranges != nil || AttentionLaunch.supports(x.operands))
+            _ = AttentionLaunch(
+                x.operands, remainder: call["remainder"]?.bool == true ? x.remainder : nil,
+                means: call["means"]?.bool == true ? x.means : nil, ranges: x.ranges,
+                export: export ?? .logits, architecture: call["architecture"]!.string!,
+                after: x.ranges == nil ? nil : MLXArray.zeros([1, 1], dtype: .int32)
+            ).run()
+        }
+    }
+
+    private func ofPrompt(_ call: SettingValue) -> [String] {
+        let x = Operands(call)
+        var operands = x.operands
+        return LaunchRecord.of { record in
+            if let ranges = x.ranges {
+                let prompt = PromptLaunch(operands, ranges: ranges)
+                _ = prompt.mass(prompt.logSumExp())
+                return
+            }
+            let backend = Backend.metal(MetalKernels(architecture: call["architecture"]!.string!))
+            if call["remainder"]!.bool! {
+                let column = x.remainder.column(queries: operands.queries, scale: 0.125)
+                operands.seed = (column, x.remainder.meanValue)
+            }
+            _ = backend.attention(operands)
+            record.note("")
+            _ = backend.attentionWithScores(operands)
+            record.note("")
+            _ = backend.attentionWithMass(operands)
+            record.note("")
+        }
+    }
+
+    /// Per turn the digest of its launches; all of them of the first step that chooses victims.
+    private func ofConversation(_ call: SettingValue) throws -> [String] {
+        var turns: [String] = [], shown = false
+        let metal = MetalKernels(
+            architecture: call["architecture"]!.string!, writesInPlace: true)
+        _ = try LaunchRecord.of { record in
+            var cache = try cache(call)
+            func say(_ length: Int, scale: Float = 0.125, isCausal: Bool = false) {
+                func rows(_ heads: Int, _ width: String) -> MLXArray {
+                    MLXArray.zeros(
+                        [call["batch"]!.int!, heads, length, call[width]!.int!],
+                        dtype: dtype(call))
+                }
+                let mask = cache.makeMask(n: length, windowSize: nil, returnArray: false)
+                eval(
+                    cache.attend(
+                        queries: rows(4, "key_width"), keys: rows(2, "key_width"),
+                        values: rows(2, "value_width"), scale: scale,
+                        mask: isCausal ? .causal : mask,
+                        sinks: call["sinks"]!.bool!
+                            ? MLXArray.zeros([4], dtype: .float32) : nil))
+                let lines = record.taken()
+                let chooses = lines.contains {
+                    $0.contains("PRIORITY=") && !$0.contains("PRIORITY=1")
+                }
+                if chooses && !shown {
+                    shown = true
+                    turns += lines
+                } else {
+                    let text = Data(lines.joined(separator: "\n").utf8)
+                    turns.append("\(lines.count):\(shortDigest(text))")
+                }
+            }
+            try Backend.$chosen.withValue(.metal(metal)) {
+                for turn in call["turns"]!.array! {
+                    switch turn.string {
+                    case "look": _ = cache.state
+                    case "trim": cache.trim(2)
+                    case "resize": try cache.resize([14, 20])
+                    case "masked": say(1, isCausal: true)
+                    case "rescaled": say(1, scale: 0.25)
+                    case "copy": cache = cache.copy() as! H2OKVCache
+                    case "save":
+                        let arrays = Dictionary(
+                            uniqueKeysWithValues: cache.namedArrays.map { ($0.name, $0.array) })
+                        cache = try H2OKVCache.restored(arrays, cache.configuration)
+                    default:
+                        let steps = turn.array?.map { $0.int! } ?? [1, turn.int!]
+                        for _ in 0 ..< steps[0] { say(steps[1]) }
+                    }
+                }
+            }
+        }
+        return turns
+    }
+
+    private func cache(_ call: SettingValue) throws -> H2OKVCache {
+        let bits = call["bits"]!.int
+        return try H2OKVCache(
+            .heads(call["budgets"]!.array!.map { $0.int! }),
+            policy: Policies.make(call["policy"]!.string!, settings: call["settings"]!.object!),
+            remainder: call["remainder"]!.bool!,
+            packing: Packing(
+                keyBits: call["k_bits"]!.int ?? bits, valueBits: call["v_bits"]!.int ?? bits,
+                groupSize: 32, recentBits: call["recent_bits"]!.int))
+    }
+}
+
+/// Zeros of a call's sizes.
+private struct Operands {
+    /// Flat keys and values where the call is ragged.
+    let operands: AttentionOperands
+    /// Where the heads' slots lie then.
+    let ranges: Ranges?
+    /// Of all heads.
+    let remainder: Remainder
+    /// A mean key for each of them.
+    let means: MLXArray
+
+    init(_ call: SettingValue) {
+        func int(_ name: String) -> Int { call[name]!.int! }
+        func zeros(_ shape: [Int]) -> MLXArray { MLXArray.zeros(shape, dtype: dtype(call)) }
+        let (B, Hq, Hk) = (int("batch"), int("query_heads"), int("kv_heads"))
+        let (L, N, D) = (int("queries"), int("keys"), int("key_width"))
+        var slots = [Hk, N], ranges: Ranges?
+        if call["ragged"]?.bool == true {
+            let lengths = (0 ..< Hk).map { max(N / (1 + $0 % 3), L) }
+            // A range may be larger than what is attended to.
+            var starts = [0]
+            for length in lengths { starts.append(starts.last! + length + 4) }
+            slots = [starts.removeLast()]
+            ranges = Ranges(starts: starts, lengths: lengths)
+        }
+        func rows(_ width: String, _ bits: String) -> Rows {
+            let rows = Rows.plain(zeros([B] + slots + [int(width)]))
+            guard int(bits) > 0 else { return rows }
+            let packing = try! Packing(keyBits: int(bits), groupSize: 32)
+            return packing.rows("keys", packing.fields("keys", rows))
+        }
         let masks: [String: Mask] = [
             "none": .none, "causal": .causal,
             "bool": .array(MLXArray.zeros([B, 1, L, N], dtype: .bool)),
             "row": .array(zeros([L, 1])),
         ]
-        return AttentionOperands(
-            queries: zeros([B, int("query_heads"), L, int("key_width")]),
-            keys: rows([B, int("kv_heads"), N, int("key_width")], int("k_bits")),
-            values: rows([B, int("kv_heads"), N, int("value_width")], int("v_bits")), scale: 0.125,
+        operands = AttentionOperands(
+            queries: zeros([B, Hq, L, D]), keys: rows("key_width", "k_bits"),
+            values: rows("value_width", "v_bits"), scale: 0.125,
             mask: masks[call["mask"]!.string!]!,
-            sinks: call["sinks"]!.bool!
-                ? MLXArray.zeros([int("query_heads")], dtype: .float32) : nil)
+            sinks: call["sinks"]!.bool! ? MLXArray.zeros([Hq], dtype: .float32) : nil)
+        self.ranges = ranges
+        remainder = Remainder(
+            batch: B, heads: Hk, keyWidth: D, valueWidth: int("value_width"))
+        means = MLXArray.zeros([B, Hk, D], dtype: .float32)
     }
+}
 
-    private func described(_ launch: KernelLaunch) -> SettingValue {
-        func digest(_ text: String) -> SettingValue {
-            var digest = SHA256Digest()
-            digest.update(Data(text.utf8))
-            return .string(digest.hexadecimal())
-        }
-        let template = launch.template.map { name, value -> SettingValue in
-            let text =
-                (value as? Bool).map { $0 ? "True" : "False" } ?? "\(value)"
-            return .array([.string(name), .string(text)])
-        }
-        let params = launch.inputs["params"]!.asArray(Int32.self).map(String.init)
-        let grid = [
-            launch.threadgroups.0 * launch.threads, launch.threadgroups.1, launch.threadgroups.2,
-        ]
-        return .object([
-            "name": .string(launch.name),
-            "inputs": .array(launch.reads.map { .string($0) }),
-            "outputs": .array(launch.outputs.map { .string($0.name) }),
-            "shapes": .array(launch.outputs.map { .array($0.shape.map { .int($0) }) }),
-            "dtypes": .array(launch.outputs.map { .string("\($0.dtype)") }),
-            "template": .array(template),
-            "grid": .array(grid.map { .int($0) }),
-            "threads": .int(launch.threads),
-            "params": digest("[" + params.joined(separator: ", ") + "]"),
-            "text": digest(launch.header + "\0" + launch.source),
-        ])
-    }
+private func dtype(_ call: SettingValue) -> DType {
+    let dtypes = ["float16": DType.float16, "bfloat16": .bfloat16]
+    return dtypes[call["dtype"]!.string!] ?? .float32
 }

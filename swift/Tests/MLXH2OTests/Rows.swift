@@ -10,25 +10,27 @@ struct RowStream {
 
     init(
         seed: Int = 1, batch: Int = 1, heads: Int = 4, kvHeads: Int = 2, tokens: Int,
-        width: Int = 32
+        width: Int = 32, valueWidth: Int? = nil, dtype: DType = .float32
     ) {
         let numbers = GoldenCase(
             group: "", name: "", parameters: .object(["seed": .int(seed)]))
-        queries = numbers.tensor(.q, [batch, heads, tokens, width])
-        keys = numbers.tensor(.k, [batch, kvHeads, tokens, width])
-        values = numbers.tensor(.v, [batch, kvHeads, tokens, width])
+        queries = numbers.tensor(.q, [batch, heads, tokens, width], dtype: dtype)
+        keys = numbers.tensor(.k, [batch, kvHeads, tokens, width], dtype: dtype)
+        values = numbers.tensor(
+            .v, [batch, kvHeads, tokens, valueWidth ?? width], dtype: dtype)
     }
 
     /// The outputs of a cache for chunks of so many tokens, from its offset on.
     @discardableResult
-    func run(_ cache: H2OKVCache, _ chunks: [Int]) -> MLXArray {
+    func run(_ cache: H2OKVCache, _ chunks: [Int], sinks: MLXArray? = nil) -> MLXArray {
         joined(
             chunks.map { length in
                 let range = cache.offset ..< cache.offset + length
                 let output = h2oAttention(
                     queries: queries[0..., 0..., range], keys: keys[0..., 0..., range],
                     values: values[0..., 0..., range], cache: cache, scale: 0.18,
-                    mask: cache.makeMask(n: length, windowSize: nil, returnArray: false))
+                    mask: cache.makeMask(n: length, windowSize: nil, returnArray: false),
+                    sinks: sinks)
                 eval(output)
                 return output
             }, axis: 2)

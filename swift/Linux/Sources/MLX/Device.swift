@@ -14,6 +14,8 @@ public final class Device: @unchecked Sendable, Equatable, CustomStringConvertib
 
     @TaskLocal private static var current: Device?
 
+    init(_ ctx: mlx_device) { self.ctx = ctx }
+
     public init(_ deviceType: DeviceType, index: Int32 = 0) {
         initError()
         ctx = mlx_device_new_type(deviceType == .gpu ? MLX_GPU : MLX_CPU, index)
@@ -27,7 +29,8 @@ public final class Device: @unchecked Sendable, Equatable, CustomStringConvertib
         return type == MLX_GPU ? .gpu : .cpu
     }
 
-    var defaultStream: Stream { deviceType == .gpu ? .gpu : .cpu }
+    // By what it is to MLX: a GPU that tests provide is the CPU in truth.
+    var defaultStream: Stream { mlx_device_equal(ctx, Device.cpu.ctx) ? .cpu : .gpu }
 
     public static func defaultDevice() -> Device { current ?? MLX.defaultDevice }
 
@@ -47,9 +50,6 @@ public final class Device: @unchecked Sendable, Equatable, CustomStringConvertib
 /// The device that MLX itself chose.
 private let defaultDevice: Device = {
     var device = mlx_device_new()
-    defer { mlx_device_free(device) }
     mlx_get_default_device(&device)
-    var type = MLX_CPU
-    mlx_device_get_type(&type, device)
-    return type == MLX_GPU ? .gpu : .cpu
+    return Device(device)
 }()

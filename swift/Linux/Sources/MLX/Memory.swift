@@ -54,8 +54,27 @@ public enum Memory {
     }
 }
 
-/// Older names for `Memory`.
+/// Older names for `Memory`, and what MLX knows of the default device.
 public enum GPU {
+    public struct DeviceInfo: Sendable {
+        public let architecture: String
+    }
+
+    public static func deviceInfo() -> DeviceInfo {
+        initError()
+        var device = mlx_device_new()
+        var info = mlx_device_info_new()
+        defer {
+            mlx_device_free(device)
+            mlx_device_info_free(info)
+        }
+        var architecture: UnsafePointer<CChar>?
+        mlx_get_default_device(&device)
+        mlx_device_info_get(&info, device)
+        mlx_device_info_get_string(&architecture, info, "architecture")
+        return DeviceInfo(architecture: architecture.map { String(cString: $0) } ?? "Unknown")
+    }
+
     public typealias Snapshot = Memory.Snapshot
 
     public static var activeMemory: Int { Memory.activeMemory }

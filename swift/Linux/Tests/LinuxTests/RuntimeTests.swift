@@ -70,6 +70,11 @@ import Testing
         #expect(Set(dice) == Set(1 ... 6))
     }
 
+    @Test func devices() {
+        #expect(Device.defaultDevice() == .cpu && Device.defaultDevice().deviceType == .cpu)
+        #expect(!GPU.deviceInfo().architecture.isEmpty)
+    }
+
     @Test func memory() {
         let x = MLXArray.ones([1 << 20])
         let y = x + 1

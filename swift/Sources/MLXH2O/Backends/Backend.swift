@@ -2,31 +2,37 @@ import MLX
 
 /// Who computes an attention: the kernels of metal/ where there is Metal, else plain MLX ops, which
 /// say what is right.
-enum Backend {
+enum Backend: Sendable {
     case plain
-    /// On a GPU of this architecture ("applegpu_g13s").
-    case metal(architecture: String)
+    case metal(MetalKernels)
+
+    /// Within `withValue`, who computes whatever the device.
+    @TaskLocal static var chosen: Backend?
 
     /// That of the default device.
-    static var current: Backend {
-        #if canImport(Metal) && (os(macOS) || os(iOS) || os(visionOS))
-            if Device.defaultDevice().deviceType == .gpu {
-                return .metal(architecture: architecture)
-            }
+    static var current: Backend { chosen ?? ofDefaultDevice }
+
+    private static var ofDefaultDevice: Backend {
+        // swift/Linux stands in for Apple's packages, with a GPU that its tests provide.
+        #if (canImport(Metal) && (os(macOS) || os(iOS) || os(visionOS))) || STAND_INS
+            if Device.defaultDevice().deviceType == .gpu { return .metal(ofDevice) }
         #endif
         return .plain
     }
 
-    #if canImport(Metal) && (os(macOS) || os(iOS) || os(visionOS))
-        private static let architecture = GPU.deviceInfo().architecture
+    #if (canImport(Metal) && (os(macOS) || os(iOS) || os(visionOS))) || STAND_INS
+        private static let ofDevice = MetalKernels(architecture: GPU.deviceInfo().architecture)
     #endif
+
+    /// The kernels, if they compute.
+    var metal: MetalKernels? {
+        if case .metal(let metal) = self { metal } else { nil }
+    }
 
     /// Softmax attention `[B, Hq, L, Dv]`.
     func attention(_ call: AttentionOperands) -> MLXArray {
-        if case .joined = call.keys { return joinedWithMass(call).output }
-        // Over plain rows MLX's own attention is the best there is.
-        if call.seed != nil, let launch = launch(call) { return launch.run().output }
-        return Reference.attention(call)
+        if case .joined = call.keys { return joinedAttention(call) }
+        return metal?.attention(call) ?? Reference.attention(call)
     }
 
     /// Attention and the mass `[B, Hk, N]` that each key received.
@@ -34,26 +40,14 @@ enum Backend {
         _ call: AttentionOperands
     ) -> (output: MLXArray, mass: MLXArray, logSumExp: MLXArray) {
         if case .joined = call.keys { return joinedWithMass(call) }
-        guard let launch = launch(call) else { return Reference.attentionWithMass(call) }
-        let (output, scores, lse) = launch.run()
-        let heads = call.keys.shape[1]
-        return (output, Reference.attentionMass(scores, logSumExp: lse, heads: heads), lse)
+        return metal?.attentionWithMass(call) ?? Reference.attentionWithMass(call)
     }
 
     /// Attention, its logits `[B, Hq, L, N]` and their log-sum-exp `[B, Hq, L]`.
     func attentionWithScores(
         _ call: AttentionOperands
     ) -> (output: MLXArray, scores: MLXArray, logSumExp: MLXArray) {
-        if case .joined(let keys) = call.keys, case .joined(let values) = call.values {
-            return joinedWithScores(call, keys, values)
-        }
-        return launch(call)?.run() ?? Reference.attentionWithScores(call)
-    }
-
-    private func launch(_ call: AttentionOperands) -> AttentionLaunch? {
-        guard case .metal(let architecture) = self, AttentionLaunch.supports(call) else {
-            return nil
-        }
-        return AttentionLaunch(call, architecture: architecture)
+        if case .joined = call.keys { return joinedWithScores(call) }
+        return metal?.attentionWithScores(call) ?? Reference.attentionWithScores(call)
     }
 }

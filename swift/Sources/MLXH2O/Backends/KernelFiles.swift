@@ -414,6 +414,262 @@ inline void attention_vector(
       threadgroup_position_in_grid, int(thread_index_in_threadgroup));
 
 """##,
+    "decode_step.h": ##"""
+// A decode step as the host plans it: integers of the layer, then a line per KV head. The slots of
+// all heads lie in one flat buffer [B, S, ...].
+//
+// What a step changes per slot (a row, its position, its scores) it writes in place, into inputs,
+// since MLX gives kernels fresh outputs only. README.md says what keeps that in order.
+
+namespace h2o {
+
+#define IN_PLACE(type, buffer) ((device type*)(buffer))
+
+struct DecodeStep {
+  int offset;          // the next logical position; the new token's is one less
+  int buffer_slots;    // S
+  int attended_slots;  // of all heads, at this step
+  int kv_heads, evict_every, sink;
+};
+
+struct HeadStep {
+  int start, length, prefix;  // slots in the buffer; attended slots of the heads before
+  int recent;                 // last positions that are protected
+  int victim;                 // which of its victims makes room, or -1: the next unused slot does
+  bool choose;                // name the next victims
+};
+
+#define STEP_INTS 8
+
+inline DecodeStep decode_step_of(const device int* plan) {
+  return {plan[0], plan[1], plan[2], plan[3], plan[4], plan[5]};
+}
+
+inline HeadStep head_step_of(const device int* plan, int head) {
+  const device int* line = plan + STEP_INTS * (1 + head);
+  return {line[0], line[1], line[2], line[3], line[4], line[5] != 0};
+}
+
+}  // namespace h2o
+
+"""##,
+    "kept_keys.metal": ##"""
+// What a policy asks of the kept keys themselves: their mean, while too few were evicted to have
+// one (python/mlx_h2o/policies/distinct.py), or 1 less the cosine between each key and the mean
+// direction (keydiff.py). A threadgroup per KV head.
+
+#include "decode_step.h"
+#include "packed_rows.h"
+
+namespace h2o {
+
+// 1 / ||x|| of a row that a simdgroup holds.
+template <int W>
+inline float inverse_norm(const thread float* share) {
+  return rsqrt(simd_sum(dot<W>(share, share)) + 1e-12f);
+}
+
+// Threadgroup (0, KV head, batch) of a launch.
+template <int D, bool DIRECTIONS, int SIMDS, typename Keys>
+inline void kept_keys(
+    const device int* plan,
+    Keys keys,             // [B * S, D], dense or packed
+    device float* means,   // [B, H, D]
+    device float* worth,   // [B, attended slots]
+    threadgroup float* scratch, uint3 at, int thread_index) {
+  constexpr int W = D / 32;
+  const int simd = thread_index / 32, lane = thread_index % 32;
+  const DecodeStep step = decode_step_of(plan);
+  const HeadStep head = head_step_of(plan, int(at.y));
+  const Keys rows = from(keys, 0, 0, int(at.z) * step.buffer_slots + head.start);
+
+  float mean[W] = {0.0f}, key[W];
+  for (int n = simd; n < head.length; n += SIMDS) {
+    load_share<W>(rows, n, lane, key);
+    const float factor = DIRECTIONS ? inverse_norm<W>(key) : 1.0f;
+    UNROLL
+    for (int i = 0; i < W; i++) {
+      mean[i] += key[i] * factor;
+    }
+  }
+  UNROLL
+  for (int i = 0; i < W; i++) {
+    scratch[simd * D + lane * W + i] = mean[i];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  UNROLL
+  for (int i = 0; i < W; i++) {
+    float sum = 0.0f;
+    UNROLL
+    for (int s = 0; s < SIMDS; s++) {
+      sum += scratch[s * D + lane * W + i];
+    }
+    mean[i] = sum / float(head.length);
+  }
+  if (!DIRECTIONS) {
+    const int64_t written = (int64_t(at.z) * step.kv_heads + at.y) * D + lane * W;
+    UNROLL
+    for (int i = 0; i < W; i++) {
+      if (simd == 0) {
+        means[written + i] = mean[i];
+      }
+    }
+    return;
+  }
+  const float size = inverse_norm<W>(mean);
+  for (int n = simd; n < head.length; n += SIMDS) {
+    load_share<W>(rows, n, lane, key);
+    const float cosine = simd_sum(dot<W>(key, mean)) * size * inverse_norm<W>(key);
+    if (lane == 0) {
+      worth[int64_t(at.z) * step.attended_slots + head.prefix + n] = 1.0f - cosine;
+    }
+  }
+}
+
+}  // namespace h2o
+
+//! body
+
+  THREADGROUP_ARRAY(float, scratch, SIMDS * D);
+  h2o::kept_keys<D, DIRECTIONS, SIMDS>(
+      plan,
+      h2o::stored_rows(
+          h2o::Packing<K_BITS, K_GROUP>(), h2o::dense_rows(keys, ELEMENTS_OF(D, K_BITS)),
+          h2o::dense_rows(key_scales, GROUPS_OF(D, K_BITS, K_GROUP)),
+          h2o::dense_rows(key_biases, GROUPS_OF(D, K_BITS, K_GROUP))),
+      means, worth, scratch, threadgroup_position_in_grid, int(thread_index_in_threadgroup));
+
+"""##,
+    "logit_tile.h": ##"""
+// Logits of many queries and keys at a time, for prompts: a threadgroup computes TILE query rows by
+// TILE keys from chunks of both that pass through threadgroup memory, each thread a square of
+// SQUARE x SQUARE. Row i of a KV head is query i % L of query head i / L of its group.
+
+#include "masks.h"
+#include "packed_rows.h"
+
+namespace h2o {
+
+#define TILE 64
+#define SQUARE 4
+#define SIDE (TILE / SQUARE)  // threads along each side
+#define TILE_THREADS (SIDE * SIDE)
+#define CHUNK 32
+#define PADDED_CHUNK (CHUNK + 1)  // so that lanes of a simdgroup read different banks
+
+// A KV head's operands.
+template <typename T, typename Keys, typename Mask>
+struct Prompt {
+  Rows<const device T*> queries;
+  Keys keys;  // dense or packed
+  Rows<Mask> mask;
+  Launch launch;
+  Work work;
+  int rows;  // G * L
+  float scale;
+};
+
+template <int G, typename T, typename Keys, typename Mask>
+inline Prompt<T, Keys, Mask> prompt_of(
+    const device int* params, Rows<const device T*> queries, Keys keys, Rows<Mask> mask,
+    float scale, uint3 at) {
+  const Launch launch = launch_of(params);
+  const Work work = work_of(params, int(at.y));
+  const int batch = int(at.z), first = work.head * G;
+  return {
+      from(queries, batch, first, 0),
+      from(keys, batch, work.memory_head, work.start),
+      from(mask, batch, first, 0),
+      launch,
+      work,
+      G * launch.queries,
+      scale};
+}
+
+// The thread's k-th row of a tile, or its k-th key.
+inline int row_of_square(int thread_index, int k) {
+  return thread_index / SIDE * SQUARE + k;
+}
+inline int key_of_square(int thread_index, int k) {
+  return thread_index % SIDE + k * SIDE;
+}
+
+// Whether a causal mask hides all keys from `first_key` on from all rows of a tile.
+template <int MASK, typename T, typename Keys, typename Mask>
+inline bool all_hidden(Prompt<T, Keys, Mask> prompt, int first_row, int first_key) {
+  if (MASK != CAUSAL) {
+    return false;
+  }
+  const int L = prompt.launch.queries, last_row = min(first_row + TILE, prompt.rows) - 1;
+  const int last_query = first_row / L == last_row / L ? last_row % L : L - 1;
+  return first_key > prompt.work.length - L + last_query;
+}
+
+// The thread's square of logits, minus infinity where masked or outside.
+template <int D, int MASK, typename T, typename Keys, typename Mask>
+inline void logit_tile(
+    Prompt<T, Keys, Mask> prompt, int first_row, int first_key, threadgroup float* query_chunk,
+    threadgroup float* key_chunk, int thread_index, thread float* logits) {
+  const int L = prompt.launch.queries, length = prompt.work.length;
+  const int lane = thread_index % CHUNK;
+  UNROLL
+  for (int i = 0; i < SQUARE * SQUARE; i++) {
+    logits[i] = 0.0f;
+  }
+  for (int done = 0; done < D; done += CHUNK) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    // A chunk is a simdgroup's width, so a simdgroup reads one row.
+    const Rows<const device T*> query_columns = columns_from(prompt.queries, done);
+    const Keys key_columns = columns_from(prompt.keys, done);
+    for (int i = thread_index / CHUNK; i < TILE; i += TILE_THREADS / CHUNK) {
+      const int row = first_row + i, key = first_key + i;
+      float query[1] = {0.0f}, held[1] = {0.0f};
+      if (row < prompt.rows) {
+        load_share<1>(from(query_columns, 0, row / L, row % L), 0, lane, query);
+      }
+      if (key < length) {
+        load_share<1>(key_columns, key, lane, held);
+      }
+      query_chunk[i * PADDED_CHUNK + lane] = query[0];
+      key_chunk[i * PADDED_CHUNK + lane] = held[0];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int d = 0; d < CHUNK; d++) {
+      float keys[SQUARE];
+      UNROLL
+      for (int k = 0; k < SQUARE; k++) {
+        keys[k] = key_chunk[key_of_square(thread_index, k) * PADDED_CHUNK + d];
+      }
+      UNROLL
+      for (int r = 0; r < SQUARE; r++) {
+        const float query = query_chunk[row_of_square(thread_index, r) * PADDED_CHUNK + d];
+        UNROLL
+        for (int k = 0; k < SQUARE; k++) {
+          logits[r * SQUARE + k] += query * keys[k];
+        }
+      }
+    }
+  }
+  UNROLL
+  for (int r = 0; r < SQUARE; r++) {
+    const int row = first_row + row_of_square(thread_index, r);
+    const Rows<Mask> mask = from(prompt.mask, 0, row / L, row % L);
+    UNROLL
+    for (int k = 0; k < SQUARE; k++) {
+      const int key = first_key + key_of_square(thread_index, k);
+      float bias = -INFINITY;
+      if (row < prompt.rows && key < length) {
+        bias = bias_of<MASK>(key, row % L, prompt.launch, prompt.work, mask.data, mask.column);
+      }
+      const float logit = prompt.scale * logits[r * SQUARE + k] + bias;
+      logits[r * SQUARE + k] = bias == -INFINITY ? -INFINITY : logit;
+    }
+  }
+}
+
+}  // namespace h2o
+
+"""##,
     "masks.h": ##"""
 // Masks: none, causal (aligned at the end), or an array of booleans (true is visible) or of numbers
 // to add, where the lowest number of the type stands for "masked" as minus infinity does.
@@ -535,6 +791,141 @@ inline float join_lanes(thread OnlineSoftmax<WV>& row, float logit) {
 }
 
 }  // namespace h2o
+
+"""##,
+    "overwrite.metal": ##"""
+// The new row takes its slot, packed where rows are, and the row that it overwrites joins the
+// remainder (python/mlx_h2o/remainder.py, fold). A simdgroup per KV head, which holds rows by
+// columns (quantize.h).
+
+#include "decode_step.h"
+#include "quantize.h"
+#include "remainder.h"
+
+namespace h2o {
+
+// A mean and a variance of `count` elements, the last of them `x`, from those of the others.
+inline void join_moments(float x, float count, thread float& mean, thread float& variance) {
+  const float part = 1.0f / count, step = x - mean;
+  mean += part * step;
+  variance += part * ((1.0f - part) * step * step - variance);
+}
+
+// The lane's i-th element of a row held by columns.
+template <typename Row>
+inline float column_of(Row row, int i, int lane) {
+  float column[1];
+  load_share<1>(columns_from(row, 32 * i), 0, lane, column);
+  return column[0];
+}
+
+// Threadgroup (0, KV head, batch) of a launch, one simdgroup.
+template <int D, int DV, bool REMEMBERS, bool NORMS, typename T, typename Victims, typename Keys,
+          typename Values, typename Counts>
+inline void overwrite(
+    const device int* plan,
+    Victims victims,                // [B, H, evict_every]
+    Rows<const device T*> new_key,  // [B, H, 1, D]
+    Rows<const device T*> new_value,
+    Keys keys,      // [B * S, D], dense or packed
+    Values values,  // [B * S, DV], likewise
+    device int* positions,
+    device float* norms,        // ||v|| of each slot
+    Remainder<Counts> evicted,  // before and ...
+    device float* counts_out,   // ... after
+    device float* mean_keys_out, device float* var_keys_out, device float* mean_values_out,
+    device int* slots_out,  // [B, H]: the slot that was written, counted in its head
+    uint3 at, int lane) {
+  constexpr int W = D / 32, WV = DV / 32;
+  const DecodeStep step = decode_step_of(plan);
+  const HeadStep head = head_step_of(plan, int(at.y));
+  const int kv_head = int(at.z) * step.kv_heads + int(at.y);
+  const bool full = head.victim >= 0;
+  // Clamped, so that no state, however damaged, makes a step write elsewhere.
+  const int last = head.length - 1;
+  const int slot =
+      full ? min(max(int(victims[kv_head * step.evict_every + head.victim]), 0), last) : last;
+  const int row = int(at.z) * step.buffer_slots + head.start + slot;
+  keys = from(keys, 0, 0, row);
+  values = from(values, 0, 0, row);
+
+  if (REMEMBERS) {
+    const float count = evicted.counts[kv_head] + (full ? 1.0f : 0.0f);
+    UNROLL
+    for (int i = 0; i < W; i++) {
+      const int64_t column = int64_t(kv_head) * D + 32 * i + lane;
+      float mean = evicted.mean_keys[column], variance = evicted.var_keys[column];
+      if (full) {
+        join_moments(column_of(keys, i, lane), count, mean, variance);
+      }
+      mean_keys_out[column] = mean;
+      var_keys_out[column] = variance;
+    }
+    UNROLL
+    for (int i = 0; i < WV; i++) {
+      const int64_t column = int64_t(kv_head) * DV + 32 * i + lane;
+      float mean = evicted.mean_values[column], variance = 0.0f;
+      if (full) {
+        join_moments(column_of(values, i, lane), count, mean, variance);
+      }
+      mean_values_out[column] = mean;
+    }
+    if (lane == 0) {
+      counts_out[kv_head] = count;
+    }
+    // Levels of several lanes share a word.
+    simdgroup_barrier(mem_flags::mem_device);
+  }
+
+  float key[W], value[WV];
+  new_key = from(new_key, int(at.z), int(at.y), 0);
+  new_value = from(new_value, int(at.z), int(at.y), 0);
+  UNROLL
+  for (int i = 0; i < W; i++) {
+    key[i] = column_of(new_key, i, lane);
+  }
+  UNROLL
+  for (int i = 0; i < WV; i++) {
+    value[i] = column_of(new_value, i, lane);
+  }
+  store_columns<W>(keys, lane, key);
+  store_columns<WV>(values, lane, value);
+  if (NORMS) {
+    const float square = simd_sum(dot<WV>(value, value));
+    if (lane == 0) {
+      norms[row] = sqrt(square);
+    }
+  }
+  if (lane == 0) {
+    positions[row] = step.offset - 1;
+    slots_out[kv_head] = slot;
+  }
+}
+
+}  // namespace h2o
+
+//! body
+
+  typedef typename h2o::Stored<K_BITS, T>::Element Key;
+  typedef typename h2o::Stored<V_BITS, T>::Element Value;
+  const h2o::Packing<K_BITS, K_GROUP> of_keys = {};
+  const h2o::Packing<V_BITS, V_GROUP> of_values = {};
+  constexpr int KEY_GROUPS = GROUPS_OF(D, K_BITS, K_GROUP);
+  constexpr int VALUE_GROUPS = GROUPS_OF(DV, V_BITS, V_GROUP);
+  h2o::overwrite<D, DV, REMEMBERS, NORMS>(
+      plan, victims, ROWS_OF(new_keys, new_keys_strides), ROWS_OF(new_values, new_values_strides),
+      h2o::stored_rows(
+          of_keys, h2o::dense_rows(IN_PLACE(Key, keys), ELEMENTS_OF(D, K_BITS)),
+          h2o::dense_rows(IN_PLACE(T, key_scales), KEY_GROUPS),
+          h2o::dense_rows(IN_PLACE(T, key_biases), KEY_GROUPS)),
+      h2o::stored_rows(
+          of_values, h2o::dense_rows(IN_PLACE(Value, values), ELEMENTS_OF(DV, V_BITS)),
+          h2o::dense_rows(IN_PLACE(T, value_scales), VALUE_GROUPS),
+          h2o::dense_rows(IN_PLACE(T, value_biases), VALUE_GROUPS)),
+      IN_PLACE(int, positions), IN_PLACE(float, norms),
+      h2o::remainder_of(counts, mean_keys, var_keys, mean_values), counts_out, mean_keys_out,
+      var_keys_out, mean_values_out, slots_out, threadgroup_position_in_grid,
+      int(thread_index_in_threadgroup));
 
 """##,
     "packed_rows.h": ##"""
@@ -708,6 +1099,337 @@ using namespace metal;
 #define UNROLL _Pragma("clang loop unroll(full)")
 
 #endif
+
+"""##,
+    "priority.h": ##"""
+// What a slot has gathered and what it is worth, by policy; each function names its counterpart in
+// python/mlx_h2o/policies.
+
+#include "decode_step.h"
+
+namespace h2o {
+
+// What is accumulated.
+#define SCORE_NONE 0
+#define SCORE_SUM 1
+#define SCORE_EMA 2
+#define SCORE_EMA_LOGITS 3
+#define SCORE_LAST 4
+
+// What is ranked.
+#define BY_SCORE 0
+#define BY_AGE 1
+#define BY_DISTANCE 2
+#define BY_WORTH 3
+
+#define MASS_FLOOR 1e-6f  // policies/base.py
+
+// What attention and the layer know of one KV head's slots; index 0 is its first.
+struct HeadSlots {
+  const device float* logits;  // [G, length]
+  const device float* distances;
+  const device int* positions;
+  device float* scores;
+  const device float* norms;
+  int length, offset;
+  int first_free, end_free;  // positions that may go: from the first on, before the end
+  float least_distance;
+};
+
+// Policy.accumulate after one query, whose evidence is the mean over G query heads.
+template <int SCORE, int G>
+inline float accumulated(
+    float score, HeadSlots head, int slot, const thread float* lse, float decay) {
+  float total = 0.0f;
+  UNROLL
+  for (int g = 0; g < G; g++) {
+    const float logit = head.logits[int64_t(g) * head.length + slot];
+    if (logit != -INFINITY && lse[g] != -INFINITY) {
+      total += SCORE == SCORE_EMA_LOGITS ? abs(logit) : exp(logit - lse[g]);
+    }
+  }
+  const float evidence = total / float(G);
+  return SCORE == SCORE_SUM ? score + evidence
+      : SCORE == SCORE_LAST ? evidence
+                            : decay * score + (1.0f - decay) * evidence;
+}
+
+// selection.evictable_slots
+inline bool may_go(HeadSlots head, int position) {
+  return position >= head.first_free && position < head.end_free;
+}
+
+// Policy.weighted; a score per step where AGE is set.
+template <bool AGE, bool VALUES>
+inline float weighted(HeadSlots head, int slot, int position) {
+  float score = head.scores[slot];
+  if (AGE) {
+    score /= float(head.offset - position);
+  }
+  return VALUES ? score * head.norms[slot] : score;
+}
+
+// The terms of Distinct.priority before they are standardised.
+#define TERMS 3
+
+template <bool MASS, bool VALUES>
+inline void terms_of(HeadSlots head, int slot, int position, thread float* terms) {
+  terms[0] = log(max(head.distances[slot], head.least_distance));
+  terms[1] = MASS ? log(weighted<true, VALUES>(head, slot, position) + MASS_FLOOR) : 0.0f;
+  terms[2] = log(float(head.offset - position));
+}
+
+// Policy.priority; `standards` has the mean and the weight over the deviation of each term.
+template <int SCORE, int PRIORITY, bool AGE, bool VALUES, typename Standards>
+inline float priority_of(HeadSlots head, int slot, int position, Standards standards) {
+  if (PRIORITY == BY_AGE) {
+    return float(position);
+  }
+  if (PRIORITY == BY_WORTH) {
+    return head.distances[slot];
+  }
+  if (PRIORITY == BY_SCORE) {
+    return weighted<AGE, VALUES>(head, slot, position);
+  }
+  float terms[TERMS], sum = 0.0f;
+  terms_of<SCORE != SCORE_NONE, VALUES>(head, slot, position, terms);
+  UNROLL
+  for (int i = 0; i < TERMS; i++) {
+    sum += (terms[i] - standards[2 * i]) * standards[2 * i + 1];
+  }
+  return sum;
+}
+
+}  // namespace h2o
+
+"""##,
+    "prompt_lse.metal": ##"""
+// Log-sum-exp of many queries' logits, none of which is written. A threadgroup per TILE query rows
+// of a KV head, over all keys.
+
+#include "logit_tile.h"
+#include "online_softmax.h"
+
+namespace h2o {
+
+// Threadgroup (tile of rows, KV head, batch) of a launch.
+template <int D, int G, int MASK, typename T, typename Keys, typename Mask>
+inline void prompt_lse(
+    Prompt<T, Keys, Mask> prompt,
+    device float* lse,  // [B, H * G, L]
+    threadgroup float* query_chunk, threadgroup float* key_chunk, uint3 at, int thread_index) {
+  const int first_row = int(at.x) * TILE;
+  lse += (int64_t(at.z) * prompt.launch.kv_heads + prompt.work.head) * prompt.rows;
+  float tops[SQUARE], sums[SQUARE];
+  UNROLL
+  for (int r = 0; r < SQUARE; r++) {
+    tops[r] = LOWEST_LOGIT;
+    sums[r] = 0.0f;
+  }
+  for (int first_key = 0; first_key < prompt.work.length; first_key += TILE) {
+    if (all_hidden<MASK>(prompt, first_row, first_key)) {
+      break;
+    }
+    float logits[SQUARE * SQUARE];
+    logit_tile<D, MASK>(prompt, first_row, first_key, query_chunk, key_chunk, thread_index, logits);
+    UNROLL
+    for (int r = 0; r < SQUARE; r++) {
+      float top = tops[r];
+      UNROLL
+      for (int k = 0; k < SQUARE; k++) {
+        top = max(top, logits[r * SQUARE + k]);
+      }
+      sums[r] *= fast::exp(tops[r] - top);
+      tops[r] = top;
+      UNROLL
+      for (int k = 0; k < SQUARE; k++) {
+        sums[r] += weight_of(logits[r * SQUARE + k], top);
+      }
+    }
+  }
+  // The SIDE threads with the same rows are neighbours in one simdgroup.
+  UNROLL
+  for (int r = 0; r < SQUARE; r++) {
+    float top = tops[r];
+    for (int apart = 1; apart < SIDE; apart *= 2) {
+      top = max(top, simd_shuffle_xor(top, ushort(apart)));
+    }
+    float sum = sums[r] * fast::exp(tops[r] - top);
+    for (int apart = 1; apart < SIDE; apart *= 2) {
+      sum += simd_shuffle_xor(sum, ushort(apart));
+    }
+    const int row = first_row + row_of_square(thread_index, r);
+    if (row < prompt.rows && thread_index % SIDE == 0) {
+      lse[row] = sum == 0.0f ? -INFINITY : top + log(sum);
+    }
+  }
+}
+
+}  // namespace h2o
+
+//! body
+
+  THREADGROUP_ARRAY(float, query_chunk, TILE * PADDED_CHUNK);
+  THREADGROUP_ARRAY(float, key_chunk, TILE * PADDED_CHUNK);
+  h2o::prompt_lse<D, G, MASK>(
+      h2o::prompt_of<G>(
+          params, ROWS_OF(queries, queries_strides),
+          h2o::stored_rows(
+              h2o::Packing<K_BITS, K_GROUP>(), ROWS_OF(keys, keys_strides),
+              ROWS_OF(key_scales, key_scales_strides), ROWS_OF(key_biases, key_biases_strides)),
+          ROWS_OF(mask, mask_strides), factors[0], threadgroup_position_in_grid),
+      lse, query_chunk, key_chunk, threadgroup_position_in_grid,
+      int(thread_index_in_threadgroup));
+
+"""##,
+    "prompt_mass.metal": ##"""
+// The attention that many queries give each key: their weights' sum over queries, mean over the
+// query heads. A threadgroup per TILE keys of a KV head, over all rows, whose lse is known.
+
+#include "logit_tile.h"
+
+namespace h2o {
+
+// Threadgroup (tile of keys, KV head, batch) of a launch.
+template <int D, int G, int MASK, typename T, typename Keys, typename Mask, typename Lse>
+inline void prompt_mass(
+    Prompt<T, Keys, Mask> prompt,
+    Lse lse,             // [B, H * G, L]
+    device float* mass,  // [B, slots], head after head
+    threadgroup float* query_chunk, threadgroup float* key_chunk, uint3 at, int thread_index) {
+  const int first_key = int(at.x) * TILE, length = prompt.work.length;
+  if (first_key >= length) {
+    return;
+  }
+  lse += (int64_t(at.z) * prompt.launch.kv_heads + prompt.work.head) * prompt.rows;
+  mass += int64_t(at.z) * prompt.launch.slots + prompt.work.prefix;
+  float sums[SQUARE] = {0.0f};
+  for (int first_row = 0; first_row < prompt.rows; first_row += TILE) {
+    if (all_hidden<MASK>(prompt, first_row, first_key)) {
+      continue;
+    }
+    float logits[SQUARE * SQUARE];
+    logit_tile<D, MASK>(prompt, first_row, first_key, query_chunk, key_chunk, thread_index, logits);
+    UNROLL
+    for (int r = 0; r < SQUARE; r++) {
+      const int row = first_row + row_of_square(thread_index, r);
+      const float of_row = row < prompt.rows ? float(lse[row]) : -INFINITY;
+      UNROLL
+      for (int k = 0; k < SQUARE; k++) {
+        const float logit = logits[r * SQUARE + k];
+        const bool seen = logit != -INFINITY && of_row != -INFINITY;
+        sums[k] += seen ? fast::exp(logit - of_row) : 0.0f;
+      }
+    }
+  }
+  // Added up in one order, so that the same prompt always gives the same masses.
+  threadgroup float* const partial = query_chunk;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  UNROLL
+  for (int k = 0; k < SQUARE; k++) {
+    partial[thread_index / SIDE * TILE + key_of_square(thread_index, k)] = sums[k];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (thread_index < TILE && first_key + thread_index < length) {
+    float sum = 0.0f;
+    for (int i = 0; i < SIDE; i++) {
+      sum += partial[i * TILE + thread_index];
+    }
+    mass[first_key + thread_index] = sum / float(G);
+  }
+}
+
+}  // namespace h2o
+
+//! body
+
+  THREADGROUP_ARRAY(float, query_chunk, TILE * PADDED_CHUNK);
+  THREADGROUP_ARRAY(float, key_chunk, TILE * PADDED_CHUNK);
+  h2o::prompt_mass<D, G, MASK>(
+      h2o::prompt_of<G>(
+          params, ROWS_OF(queries, queries_strides),
+          h2o::stored_rows(
+              h2o::Packing<K_BITS, K_GROUP>(), ROWS_OF(keys, keys_strides),
+              ROWS_OF(key_scales, key_scales_strides), ROWS_OF(key_biases, key_biases_strides)),
+          ROWS_OF(mask, mask_strides), factors[0], threadgroup_position_in_grid),
+      lse, mass, query_chunk, key_chunk, threadgroup_position_in_grid,
+      int(thread_index_in_threadgroup));
+
+"""##,
+    "quantize.h": ##"""
+// Rows that are written as they are stored. A simdgroup holds a row by columns: lane j has elements
+// j, j + 32, ..., so that 32 lanes have a whole group's elements, or a part of one.
+
+#include "packed_rows.h"
+
+namespace h2o {
+
+// Writes a row; `columns` become what a reader will find.
+template <int W, typename T>
+inline void store_columns(Rows<device T*> row, int lane, thread float* columns) {
+  UNROLL
+  for (int i = 0; i < W; i++) {
+    row.data[32 * i + lane] = T(columns[i]);
+  }
+}
+
+// Packs it as mx.quantize does, bit for bit: scale and bias are rounded to the row's dtype after the
+// levels were found with them unrounded (mlx/backend/cpu/quantized.cpp). MLX's GPU kernels differ
+// from that, and so from this, in groups that are negative throughout, whose largest element they
+// take for 0, and in ties, which they round away from zero.
+template <int W, int BITS, int GROUP, typename T>
+inline void store_columns(
+    PackedRows<BITS, GROUP, device uint*, device T*> row, int lane, thread float* columns) {
+  constexpr int COLUMNS = GROUP / 32;
+  const float bins = float((1 << BITS) - 1);
+  UNROLL
+  for (int first = 0; first < W; first += COLUMNS) {
+    float low = INFINITY, high = -INFINITY;
+    UNROLL
+    for (int i = first; i < first + COLUMNS; i++) {
+      low = min(low, columns[i]);
+      high = max(high, columns[i]);
+    }
+    low = simd_min(low);
+    high = simd_max(high);
+    const bool from_low = abs(low) > abs(high);
+    const float edge = from_low ? low : high;
+    const float least = max((high - low) / bins, 1e-7f);
+    float scale = from_low ? least : -least, bias = 0.0f;
+    const float steps = rint(edge / scale);
+    if (steps != 0.0f) {
+      scale = edge / steps;
+      bias = edge;
+    }
+    const T scale_stored = T(scale), bias_stored = T(bias);
+    if (lane == 0) {
+      row.scales.data[first / COLUMNS] = scale_stored;
+      row.biases.data[first / COLUMNS] = bias_stored;
+    }
+    UNROLL
+    for (int i = first; i < first + COLUMNS; i++) {
+      const float nearest = rint((columns[i] - bias) / scale);
+      const float level = nearest > 0.0f ? min(nearest, bins) : 0.0f;
+      columns[i] = level * float(scale_stored) + float(bias_stored);
+      // Levels share no bit, so their sum is their union.
+      uint word = 0;
+      UNROLL
+      for (int w = 0; w < BITS; w++) {
+        const int shift = lane * BITS - 32 * w;
+        const uint part = shift >= 32 || shift <= -BITS ? 0
+            : shift >= 0                               ? uint(level) << shift
+                                                       : uint(level) >> -shift;
+        const uint whole = simd_sum(part);
+        word = lane == w ? whole : word;
+      }
+      if (lane < BITS) {
+        row.words.data[BITS * i + lane] = word;
+      }
+    }
+  }
+}
+
+}  // namespace h2o
 
 """##,
     "query_rows.h": ##"""
@@ -1012,6 +1734,241 @@ inline void write_output(
 }
 
 }  // namespace h2o
+
+"""##,
+    "threadgroup_reduce.h": ##"""
+// Reductions over a threadgroup of SIMDS simdgroups, whose result every lane gets. Each begins with
+// a barrier, so that scratch memory can be used again and again.
+
+namespace h2o {
+
+template <int SIMDS>
+inline float sum_of_threadgroup(float x, threadgroup float* scratch, int simd, int lane) {
+  x = simd_sum(x);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (lane == 0) {
+    scratch[simd] = x;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return simd_sum(lane < SIMDS ? scratch[lane] : 0.0f);
+}
+
+// A slot with its rank. The lowest rank goes first, ties to the oldest position; positions differ,
+// so the order is strict.
+struct Candidate {
+  float rank;
+  int position, slot;
+};
+
+#define LARGEST_INT 0x7fffffff
+#define LARGEST_FLOAT 3.40282347e38f
+
+inline bool before(Candidate a, Candidate b) {
+  return a.rank < b.rank || (a.rank == b.rank && a.position < b.position);
+}
+
+inline Candidate first_of_simdgroup(Candidate own) {
+  const float rank = simd_min(own.rank);
+  const int position = simd_min(own.rank == rank ? own.position : LARGEST_INT);
+  const bool found = own.rank == rank && own.position == position;
+  return {rank, position, simd_min(found ? own.slot : LARGEST_INT)};
+}
+
+template <int SIMDS>
+inline Candidate first_of_threadgroup(
+    Candidate own, threadgroup float* ranks, threadgroup int* places, int simd, int lane) {
+  own = first_of_simdgroup(own);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (lane == 0) {
+    ranks[simd] = own.rank;
+    places[2 * simd] = own.position;
+    places[2 * simd + 1] = own.slot;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  Candidate theirs = {INFINITY, LARGEST_INT, LARGEST_INT};
+  if (lane < SIMDS) {
+    theirs = {ranks[lane], places[2 * lane], places[2 * lane + 1]};
+  }
+  return first_of_simdgroup(theirs);
+}
+
+}  // namespace h2o
+
+"""##,
+    "update.metal": ##"""
+// After attention: scores, priorities and the next victims, in one launch.
+//
+// A threadgroup chooses for HEADS KV heads together: one, or all of a layer when their mean
+// priority decides (unit="layer"). Its lanes share out the slots and keep theirs from pass to pass:
+// the first accumulates and measures the terms' mean and deviation, the others rank, one per
+// victim, so that no priority is ever stored.
+
+#include "priority.h"
+#include "threadgroup_reduce.h"
+
+namespace h2o {
+
+// Running mean and sum of squares around it (Welford).
+struct Moments {
+  float count, mean, squares;
+};
+
+inline void add(thread Moments& moments, float x) {
+  const float step = x - moments.mean;
+  moments.count += 1.0f;
+  moments.mean += step / moments.count;
+  moments.squares += step * (x - moments.mean);
+}
+
+// base.standardised over all lanes' slots, times a weight.
+template <int SIMDS>
+inline void standardise(
+    Moments own, float weight, threadgroup float* standard, threadgroup float* scratch, int simd,
+    int lane) {
+  const float total = sum_of_threadgroup<SIMDS>(own.count, scratch, simd, lane);
+  const float share = 1.0f / max(total, 1.0f);
+  const float mean = sum_of_threadgroup<SIMDS>(own.count * own.mean, scratch, simd, lane) * share;
+  const float apart = own.mean - mean;
+  const float squares =
+      sum_of_threadgroup<SIMDS>(own.squares + own.count * apart * apart, scratch, simd, lane);
+  if (simd == 0 && lane == 0) {
+    standard[0] = mean;
+    standard[1] = weight / (sqrt(squares * share) + 1e-6f);
+  }
+}
+
+template <int D, int SIMDS>
+inline float square_norm(const device float* x, threadgroup float* scratch, int simd, int lane) {
+  float sum = 0.0f;
+  for (int d = simd * 32 + lane; d < D; d += 32 * SIMDS) {
+    sum += x[d] * x[d];
+  }
+  return sum_of_threadgroup<SIMDS>(sum, scratch, simd, lane);
+}
+
+// Threadgroup (0, KV head or 0, batch) of a launch.
+template <
+    int D, int G, int SCORE, int PRIORITY, bool AGE, bool VALUES, int HEADS, int SIMDS,
+    typename Weights, typename Victims, typename Written, typename Lse>
+inline void update(
+    const device int* plan,
+    Weights weights,                // decay; of the terms: distance, mass, age
+    Victims victims,                // [B, H, evict_every]
+    const device float* logits,     // [B, attended slots * G]: head after head [G, length]
+    Lse lse,                        // [B, H * G, 1]
+    const device float* distances,  // [B, attended slots], from ...
+    const device float* means,      // ... [B, H, D]; or what else ranks the slots
+    const device int* positions,    // [B, S]
+    device float* scores,           // [B, S]
+    const device float* norms,      // [B, S]
+    Written slots,                  // [B, H]: those just written, counted in their heads
+    device int* victims_out,        // [B, H, evict_every]
+    threadgroup float* standards, threadgroup float* scratch, threadgroup int* places, uint3 at,
+    int thread_index) {
+  constexpr int THREADS = 32 * SIMDS;
+  const int simd = thread_index / 32, lane = thread_index % 32;
+  const DecodeStep step = decode_step_of(plan);
+  const int first_head = int(at.y);
+  const float decay = weights[0];
+  const int64_t heads_before = int64_t(at.z) * step.kv_heads;
+  const HeadStep lead = head_step_of(plan, first_head);
+
+  HeadSlots heads[HEADS];
+  for (int h = 0; h < HEADS; h++) {
+    const HeadStep line = head_step_of(plan, first_head + h);
+    const int64_t kv_head = heads_before + first_head + h;
+    const int64_t first = int64_t(at.z) * step.buffer_slots + line.start;
+    const int64_t attended = int64_t(at.z) * step.attended_slots + line.prefix;
+    HeadSlots head = {
+        logits + attended * G,
+        distances + attended,
+        positions + first,
+        scores + first,
+        norms + first,
+        line.length,
+        step.offset,
+        step.sink,
+        step.offset - line.recent,
+        0.0f};
+    const int fresh = slots[kv_head];
+    float lses[G];
+    UNROLL
+    for (int g = 0; g < G; g++) {
+      lses[g] = lse[kv_head * G + g];
+    }
+    if (PRIORITY == BY_DISTANCE) {
+      // A key at the mean itself must not stretch the scale for all others (distinct.py).
+      const float square = square_norm<D, SIMDS>(means + kv_head * D, scratch, simd, lane);
+      head.least_distance = 1e-6f * square + 1e-12f;
+    }
+    heads[h] = head;
+
+    Moments moments[TERMS] = {};
+    for (int n = thread_index; n < line.length; n += THREADS) {
+      if (SCORE != SCORE_NONE) {
+        const float held = n == fresh ? 0.0f : head.scores[n];
+        head.scores[n] = accumulated<SCORE, G>(held, head, n, lses, decay);
+      }
+      if (PRIORITY == BY_DISTANCE && line.choose && may_go(head, head.positions[n])) {
+        float terms[TERMS];
+        terms_of<SCORE != SCORE_NONE, VALUES>(head, n, head.positions[n], terms);
+        UNROLL
+        for (int i = 0; i < TERMS; i++) {
+          add(moments[i], terms[i]);
+        }
+      }
+    }
+    if (PRIORITY == BY_DISTANCE && line.choose) {
+      UNROLL
+      for (int i = 0; i < TERMS; i++) {
+        standardise<SIMDS>(
+            moments[i], weights[1 + i], standards + 2 * (h * TERMS + i), scratch, simd, lane);
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  // selection.select_victims: each pass finds the first slot after the last one.
+  Candidate last = {-INFINITY, -1, 0};
+  for (int e = 0; e < step.evict_every; e++) {
+    if (lead.choose) {
+      Candidate own = {INFINITY, LARGEST_INT, LARGEST_INT};
+      for (int n = thread_index; n < lead.length; n += THREADS) {
+        const int position = heads[0].positions[n];
+        if (!may_go(heads[0], position)) {
+          continue;
+        }
+        float worth = 0.0f;
+        for (int h = 0; h < HEADS; h++) {
+          worth += priority_of<SCORE, PRIORITY, AGE, VALUES>(
+              heads[h], n, position, standards + 2 * h * TERMS);
+        }
+        worth = HEADS > 1 ? worth / float(HEADS) : worth;
+        // A NaN goes first; whatever may go is finite, and so before what may not.
+        const float rank = isnan(worth) ? -INFINITY : min(worth, LARGEST_FLOAT);
+        const Candidate candidate = {rank, position, n};
+        own = before(last, candidate) && before(candidate, own) ? candidate : own;
+      }
+      last = first_of_threadgroup<SIMDS>(own, scratch, places, simd, lane);
+    }
+    for (int h = thread_index; h < HEADS; h += THREADS) {
+      const int64_t written = (heads_before + first_head + h) * step.evict_every + e;
+      victims_out[written] = lead.choose ? last.slot : int(victims[written]);
+    }
+  }
+}
+
+}  // namespace h2o
+
+//! body
+
+  THREADGROUP_ARRAY(float, standards, HEADS * 2 * TERMS);
+  THREADGROUP_ARRAY(float, scratch, SIMDS);
+  THREADGROUP_ARRAY(int, places, 2 * SIMDS);
+  h2o::update<D, G, SCORE, PRIORITY, AGE, VALUES, HEADS, SIMDS>(
+      plan, weights, victims, logits, lse, distances, means, positions,
+      IN_PLACE(float, scores), norms, slots, victims_out, standards, scratch, places,
+      threadgroup_position_in_grid, int(thread_index_in_threadgroup));
 
 """##,
     "work.h": ##"""

@@ -22,6 +22,20 @@ struct KernelLaunch {
         let name: String
         let shape: [Int]
         let dtype: DType
+
+        init(_ name: String, _ shape: [Int], _ dtype: DType) {
+            (self.name, self.shape, self.dtype) = (name, shape, dtype)
+        }
+    }
+
+    /// Declarations for optional inputs of floats.
+    static func absentInputs(_ names: [String]) -> [(name: String, declaration: String)] {
+        names.map { ($0, "const device float* \($0) = nullptr;") }
+    }
+
+    /// Declarations for optional outputs of floats.
+    static func absentOutputs(_ names: [String]) -> [(name: String, declaration: String)] {
+        names.map { ($0, "device float* \($0) = nullptr;") }
     }
 
     /// Lanes of a simdgroup.
@@ -54,35 +68,58 @@ struct KernelLaunch {
         return (absent + [KernelText(interface.name).body]).joined(separator: "\n")
     }
 
-    /// Run the kernel, on Metal.
+    /// Who runs launches in the place of Metal: in tests, who writes them down.
+    @TaskLocal static var runner: (any KernelRunner)?
+
+    /// Run the kernel; what it writes, by name.
     func run() -> [String: MLXArray] {
-        let kernel = KernelLaunch.built.kernel(name) {
+        let written = KernelLaunch.runner?.run(self) ?? onMetal()
+        return Dictionary(uniqueKeysWithValues: zip(outputs.map(\.name), written))
+    }
+
+    private func onMetal() -> [MLXArray] {
+        let reads = reads
+        let key = BuiltKernels.Key(
+            interface: interface.name, reads: reads, writes: outputs.map(\.name), threads: threads)
+        let kernel = KernelLaunch.built.kernel(key) {
             MLXFast.metalKernel(
                 name: name, inputNames: reads, outputNames: outputs.map(\.name), source: source,
                 header: header, ensureRowContiguous: false)
         }
-        let written = kernel(
+        return kernel(
             reads.map { inputs[$0]! }, template: template,
             grid: (threadgroups.0 * threads, threadgroups.1, threadgroups.2),
             threadGroup: (threads, 1, 1), outputShapes: outputs.map(\.shape),
             outputDTypes: outputs.map(\.dtype))
-        return Dictionary(uniqueKeysWithValues: zip(outputs.map(\.name), written))
     }
 
     private static let built = BuiltKernels()
 
-    /// Kernels by name: their texts are long, and a step launches one per layer.
+    /// Kernels by what makes their texts: those are long, and a step launches some in every layer.
     private final class BuiltKernels: @unchecked Sendable {
-        private let lock = NSLock()
-        private var kernels: [String: MLXFast.MLXFastKernel] = [:]
+        struct Key: Hashable {
+            let interface: String
+            let reads: [String]
+            let writes: [String]
+            let threads: Int
+        }
 
-        func kernel(_ name: String, _ build: () -> MLXFast.MLXFastKernel) -> MLXFast.MLXFastKernel {
+        private let lock = NSLock()
+        private var kernels: [Key: MLXFast.MLXFastKernel] = [:]
+
+        func kernel(_ key: Key, _ build: () -> MLXFast.MLXFastKernel) -> MLXFast.MLXFastKernel {
             lock.lock()
             defer { lock.unlock() }
-            if let kernel = kernels[name] { return kernel }
+            if let kernel = kernels[key] { return kernel }
             let kernel = build()
-            kernels[name] = kernel
+            kernels[key] = kernel
             return kernel
         }
     }
+}
+
+/// Runs launches.
+protocol KernelRunner: Sendable {
+    /// What a kernel writes, in the order of its outputs.
+    func run(_ launch: KernelLaunch) -> [MLXArray]
 }

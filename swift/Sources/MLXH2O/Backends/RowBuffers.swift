@@ -2,10 +2,12 @@ import MLX
 
 /// Keys and values as kernels get them: buffers, and template arguments by which to read them.
 extension Rows {
+    private static let keyNames = ["keys", "key_scales", "key_biases"]
+    private static let valueNames = ["values", "value_scales", "value_biases"]
+
     /// Names of the buffers of "keys" or "values".
     static func bufferNames(_ field: String) -> [String] {
-        let one = field.dropLast()
-        return [field, "\(one)_scales", "\(one)_biases"]
+        field == "keys" ? keyNames : valueNames
     }
 
     /// Declarations for what dense rows lack.
@@ -32,6 +34,21 @@ extension Rows {
         return [("\(letter)_BITS", bits), ("\(letter)_GROUP", group)]
     }
 
+    /// Flat rows `[B, S, ...]` as those of one head, `[B, 1, S, ...]`.
+    var withHeadAxis: Rows {
+        switch self {
+        case .plain(let rows): .plain(rows.expandedDimensions(axis: 1))
+        case .packed(let rows):
+            .packed(
+                PackedRows(
+                    words: rows.words.expandedDimensions(axis: 1),
+                    scales: rows.scales.expandedDimensions(axis: 1),
+                    biases: rows.biases.expandedDimensions(axis: 1), bits: rows.bits,
+                    groupSize: rows.groupSize))
+        case .joined: preconditionFailure("The kernels read rows of one kind.")
+        }
+    }
+
     /// Bytes of one row.
     var rowBytes: Int { arrays.reduce(0) { $0 + $1.dim(-1) * $1.dtype.size } }
 
@@ -45,5 +62,15 @@ extension Rows {
         case .packed(let rows): [rows.words, rows.scales, rows.biases]
         case .joined: preconditionFailure("The kernels read rows of one kind.")
         }
+    }
+}
+
+extension Remainder {
+    static let bufferNames = ["counts", "mean_keys", "var_keys", "mean_values"]
+
+    /// Buffers by name.
+    var buffers: [String: MLXArray] {
+        Dictionary(
+            uniqueKeysWithValues: zip(Remainder.bufferNames, arrays.map { $0.contiguous() }))
     }
 }

@@ -17,7 +17,7 @@ public struct Distinct: Policy {
     public static let sumsMass = true
 
     // Fewer evicted keys than this give no mean worth measuring distances from.
-    private static let fewestForAMean = 16
+    static let fewestForAMean = 16
 
     public var options: PolicyOptions
     /// Of the mean mass per step.

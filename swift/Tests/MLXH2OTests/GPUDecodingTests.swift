@@ -1,0 +1,251 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MLXH2O
+
+/// A cache that decodes with the kernels keeps what plain MLX ops keep, and answers alike.
+///
+/// Where there is a GPU: Metal's, or the one of tests/host_gpu, which runs the kernels' text lane by
+/// lane (`make test-swift`).
+@Suite(.serialized, .enabled(if: Backend.current.metal != nil)) struct GPUDecodingTests {
+    /// From below the budget to far beyond it, with every kernel form.
+    @Test(
+        arguments: [
+            ("distinct", [:], [24, 24]),
+            ("distinct", ["mass_weight": .double(0), "evict_every": .int(3)], [24, 24]),
+            ("distinct", ["unit": .string("layer")], [24, 24]),
+            ("distinct", ["value_weighted": .bool(true)], [16, 30]),
+            ("h2o", ["age_normalised": .bool(true), "evict_every": .int(4)], [24, 24]),
+            ("ema", ["unit": .string("layer")], [24, 24]),
+            ("ema-logits", [:], [24, 24]),
+            ("tova", [:], [16, 30]),
+            ("streaming", [:], [6, 40]),
+            ("keydiff", [:], [24, 24]),
+        ] as [(String, [String: SettingValue], [Int])])
+    func policiesChooseAlike(
+        name: String, settings: [String: SettingValue], budgets: [Int]
+    ) throws {
+        let policy = try Policies.make(name, settings: settings)
+        try comparing("\(name)") { side in
+            let cache = try H2OKVCache(.heads(budgets), policy: policy)
+            side.follow(cache, side.rows(tokens: 46), [12] + ones(34))
+        }
+    }
+
+    @Test func rowsArePackedAsTheyCome() throws {
+        for (name, settings, k, v) in [
+            ("distinct", [:], 8, 8), ("h2o", ["value_weighted": SettingValue.bool(true)], 5, 3),
+            ("keydiff", [:], 8, 2),
+        ] {
+            let packing = try Packing(keyBits: k, valueBits: v, groupSize: 32)
+            let policy = try Policies.make(name, settings: settings)
+            try comparing("\(name) \(k) \(v)") { side in
+                let cache = try H2OKVCache(.heads([24, 30]), policy: policy, packing: packing)
+                side.follow(cache, side.rows(tokens: 52), [12] + ones(40))
+                side.note(stored: cache)
+            }
+        }
+    }
+
+    @Test func withoutRemainder() throws {
+        for policy in [Distinct() as any Policy, H2O()] {
+            try comparing("\(type(of: policy).name)") { side in
+                let cache = try H2OKVCache(.heads([24, 24]), policy: policy, remainder: false)
+                side.follow(cache, side.rows(tokens: 36), [12] + ones(24))
+            }
+        }
+    }
+
+    @Test func attentionSinksAndBatches() throws {
+        try comparing("sinks") { side in
+            let cache = try H2OKVCache(.heads([20, 20]))
+            let rows = side.rows(tokens: 40, batch: 2)
+            side.follow(
+                cache, rows, [12] + ones(28), sinks: MLXArray([0.5, -1, 2, 0] as [Float]))
+        }
+    }
+
+    /// Past the slots that are allocated at first, after a prompt that two passes score.
+    @Test func growth() throws {
+        try comparing("growth") { side in
+            let cache = try H2OKVCache(.heads([262, 262]))
+            side.follow(cache, side.rows(tokens: 265), [250] + ones(15))
+        }
+    }
+
+    /// Prompts beyond the budget, dense and packed; chunks in the midst of decoding.
+    @Test func chunksBetweenSteps() throws {
+        for packing in [Packing.dense, try Packing(keyBits: 8, valueBits: 8, groupSize: 32)] {
+            try comparing("bits \(packing.keyBits ?? 0)") { side in
+                let cache = try H2OKVCache(.heads([24, 24]), packing: packing)
+                side.follow(cache, side.rows(tokens: 92), [40] + ones(6) + [5] + ones(6) + [30, 1])
+            }
+        }
+    }
+
+    /// Whoever looks at the rows takes them back, and decoding goes on where it was.
+    @Test func readersAndResizing() throws {
+        try comparing("readers") { side in
+            let rows = side.rows(tokens: 90)
+            var cache = try H2OKVCache(.heads([24, 24]))
+            side.follow(cache, rows, [10, 1, 1])
+            #expect(cache.trim(2) == 2)
+            side.follow(cache, rows, ones(25))
+            cache = cache.copy() as! H2OKVCache
+            side.follow(cache, rows, ones(5))
+            try cache.resize([14, 20])
+            side.follow(cache, rows, ones(8))
+            let file = FileManager.default.temporaryDirectory
+                .appendingPathComponent("\(UUID().uuidString).safetensors")
+            defer { try? FileManager.default.removeItem(at: file) }
+            try saveCaches([cache], to: file)
+            cache = try loadCaches(from: file).caches[0] as! H2OKVCache
+            side.follow(cache, rows, ones(5))
+            let twin = try H2OKVCache(.heads([14, 20]))
+            twin.state = cache.state
+            twin.metaState = cache.metaState
+            side.follow(twin, rows, ones(5))
+        }
+    }
+
+    @Test func pressureEndsAndGoesOn() throws {
+        try comparing("pressure") { side in
+            let pressure = MemoryPressure(), rows = side.rows(tokens: 70)
+            let cache = try H2OKVCache(.heads([32, 32]), pressure: pressure)
+            side.follow(cache, rows, [40] + ones(5))
+            pressure.lower(to: 0.5)
+            side.follow(cache, rows, ones(12))
+            #expect(cache.budgets == [16, 16])
+        }
+    }
+
+    /// Arrays that were given out before, and twins, keep their values.
+    @Test func nobodySeesWhatIsWrittenInPlace() throws {
+        let rows = Side(isPlain: false).rows(tokens: 60), cache = try H2OKVCache(.heads([24, 24]))
+        rows.run(cache, [12] + ones(30))
+        #expect(cache.decoding != nil)
+        let seen = cache.state, twin = cache.copy() as! H2OKVCache
+        func numbers() -> [[Float]] {
+            (seen + twin.namedArrays.map(\.array)).map { $0.float32.asArray(Float.self) }
+        }
+        let before = numbers()
+        rows.run(cache, ones(5))
+        #expect(cache.decoding != nil)
+        #expect(numbers() == before)
+    }
+
+    /// Half precision, by a policy whose choices do not hang on it.
+    @Test func narrowRows() throws {
+        for (dtype, tolerance) in [(DType.float16, Float(4e-3)), (.bfloat16, 3e-2)] {
+            try comparing("\(dtype)", within: tolerance) { side in
+                let cache = try H2OKVCache(.heads([24, 24]), policy: Streaming())
+                side.follow(cache, side.rows(tokens: 42, dtype: dtype), [12] + ones(30))
+            }
+        }
+    }
+
+    /// Once another device is the default, its ops go on where the kernels were.
+    @Test func anotherDeviceTakesOver() throws {
+        try comparing("device") { side in
+            let rows = side.rows(tokens: 50), cache = try H2OKVCache(.heads([24, 24]))
+            side.follow(cache, rows, [12] + ones(20))
+            Backend.$chosen.withValue(.plain) { side.note(rows.run(cache, ones(8)), cache) }
+            #expect(cache.decoding == nil)
+        }
+    }
+
+    /// A golden conversation: what Python's CPU kept, exactly. (The others take many minutes.)
+    @Test func goldenTrajectory() throws {
+        let golden = try Golden.shipped.get()
+        let one = try #require(
+            golden.cases.first { $0.group == "trajectory" && $0.name == "distinct-ragged-k8v4" })
+        let found = try GoldenReplay.run(one, golden.of(one, "in"))
+        let differences = golden.differences(found, one)
+        #expect(differences.isEmpty, "\(differences.joined(separator: "; "))")
+    }
+
+    /// A long cache of a large GPU is cut into blocks, and their results are merged.
+    @Test func twoPasses() throws {
+        let rows = RowStream(tokens: 1300, width: 64)
+        let call = AttentionOperands(
+            queries: rows.queries[0..., 0..., 0 ..< 1], keys: .plain(rows.keys),
+            values: .plain(rows.values), scale: 0.18)
+        let large = Backend.metal(MetalKernels(architecture: "applegpu_g13s"))
+        let (output, scores, lse) = large.attentionWithScores(call)
+        let plain = Backend.plain.attentionWithScores(call)
+        for (found, expected) in [
+            (output, plain.output), (scores, plain.scores), (lse, plain.logSumExp),
+        ] {
+            #expect(abs(found - expected).max().item(Float.self) < 1e-4)
+        }
+    }
+
+    /// Run the same by the kernels and by plain ops.
+    private func comparing(
+        _ label: String, within tolerance: Float = 1e-5, _ body: (Side) throws -> Void
+    ) throws {
+        let kernels = Side(isPlain: false), plain = Side(isPlain: true)
+        try body(kernels)
+        try Backend.$chosen.withValue(.plain) { try body(plain) }
+        #expect(kernels.fused > 0 && plain.fused == 0, "\(label)")
+        #expect(kernels.kept == plain.kept, "\(label)")
+        #expect(kernels.words == plain.words, "\(label)")
+        #expect(kernels.numbers.count == plain.numbers.count)
+        for (i, (found, expected)) in zip(kernels.numbers, plain.numbers).enumerated() {
+            #expect(found.shape == expected.shape)
+            let apart = abs(found.float32 - expected.float32)
+            let relative = (apart / maximum(abs(expected.float32), Float(1))).max()
+            #expect(relative.item(Float.self) < tolerance, "\(label), number \(i)")
+        }
+    }
+}
+
+/// What one of the two sides came to.
+private final class Side {
+    private let isPlain: Bool
+    private(set) var kept: [[[[Int]]]] = []
+    private(set) var numbers: [MLXArray] = []
+    private(set) var words: [[UInt32]] = []
+    /// Decode steps that kernels took.
+    private(set) var fused = 0
+
+    init(isPlain: Bool) { self.isPlain = isPlain }
+
+    /// The sizes of tests/metal/test_gpu_decoding.py, for which kernels are built there.
+    func rows(tokens: Int, batch: Int = 1, dtype: DType = .float32) -> RowStream {
+        RowStream(batch: batch, tokens: tokens, width: 64, valueWidth: 32, dtype: dtype)
+    }
+
+    /// Take tokens in, and note the outputs and what is held in the end.
+    func follow(
+        _ cache: H2OKVCache, _ rows: RowStream, _ chunks: [Int], sinks: MLXArray? = nil
+    ) {
+        var outputs: [MLXArray] = []
+        for length in chunks {
+            outputs.append(rows.run(cache, [length], sinks: sinks))
+            if cache.decoding != nil { fused += 1 }
+            #expect((cache.decoding != nil) == (length == 1 && !isPlain))
+        }
+        note(joined(outputs, axis: 2), cache)
+    }
+
+    func note(_ outputs: MLXArray, _ cache: H2OKVCache) {
+        kept.append(cache.keptPositions())
+        numbers.append(outputs)
+        numbers.append(contentsOf: cache.remainder!.arrays)
+        numbers.append(contentsOf: cache.keptScores().flatMap { $0.map { MLXArray($0) } })
+    }
+
+    /// Packed rows, in order of position: the very bits.
+    func note(stored cache: H2OKVCache) {
+        for run in cache.store!.runs {
+            let views = cache.store!.views(run), order = argSort(views["positions"]!, axis: -1)
+            for name in ["keys", "values"] {
+                let field = views[name]!
+                let places = broadcast(order.column, to: field.shape)
+                words.append(takeAlong(field, places, axis: 2).asArray(UInt32.self))
+            }
+        }
+    }
+}
