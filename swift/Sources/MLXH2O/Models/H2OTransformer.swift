@@ -60,7 +60,7 @@ final class H2OTransformer: Module, LLMModel, H2OModel {
 
         func found(for model: H2OTransformer, _ h2o: H2OConfiguration) throws -> [LayerKind?] {
             if let known { return known }
-            let kinds = try h2o.layerKinds(of: model, plain: model.plainCaches())
+            let kinds = try h2o.layerKinds(of: model, trying: model.plainCaches())
             known = kinds
             return kinds
         }
