@@ -15,8 +15,8 @@ extension H2OConfiguration {
     /// - Throws: ``H2OError``: a policy that this model cannot run, a budget without room to evict, a
     ///   profile of another model, or a layer that cannot be bounded.
     public func caches(for model: any LanguageModel) throws -> [any KVCache] {
-        let kinds = try layerKinds(of: model, trying: plainCaches(of: model))
-        return try caches(for: model, plain: plainCaches(of: model), kinds: kinds)
+        let trial = try trial(of: model, with: plainCaches(of: model))
+        return try caches(for: model, plain: plainCaches(of: model), trial: trial)
     }
 
     /// The model's own caches, without a bound.
@@ -27,9 +27,9 @@ extension H2OConfiguration {
 
     /// The same, knowing how the model attends to each member of these caches, which are fresh.
     func caches(
-        for model: any LanguageModel, plain: [any KVCache], kinds: [LayerKind?]
+        for model: any LanguageModel, plain: [any KVCache], trial: TrialResult
     ) throws -> [any KVCache] {
-        let name = String(describing: type(of: model))
+        let name = String(describing: type(of: model)), kinds = trial.kinds
         if compatibility == .requireAllLayers {
             for ((layer, cache), kind) in zip(placedMembers(of: plain), kinds)
             where kind == nil && !isBoundedItself(cache) {
@@ -50,6 +50,18 @@ extension H2OConfiguration {
         if !attends && packing.packs {
             throw H2OError.configuration(
                 "\(name) attends by itself and cannot read packed keys and values.")
+        }
+        if !attends && remainder && trial.mayShareMasks {
+            // The mask that weighs plain rows fits a bounded cache's rows only.
+            guard compatibility == .allowPartial else {
+                throw H2OError.partial(
+                    "\(name) may give one mask to layers with caches of several kinds, where evicted "
+                        + "tokens cannot go on answering: pass remainder: false, or compatibility: "
+                        + ".allowPartial to do without them.")
+            }
+            var forgetful = self
+            forgetful.remainder = false
+            return try forgetful.caches(for: model, plain: plain, trial: trial)
         }
         var budgets = try sharedOut(model, bounded, policy: policy, attends: attends).makeIterator()
         let bound = try zip(placedMembers(of: plain), kinds).map { member, kind -> any KVCache in
@@ -113,14 +125,18 @@ extension H2OConfiguration {
         return candidates.first { $0.model.difference(from: identity) == nil }
     }
 
-    /// How the model attends to each of its plain caches, members of a `CacheList` too; nil for
-    /// other caches. A step is taken with the caches given, which are of no use afterwards.
-    func layerKinds(of model: any LanguageModel, trying plain: [any KVCache]) throws -> [LayerKind?]
-    {
+    /// What a step with these caches tells, which are of no use afterwards.
+    func trial(of model: any LanguageModel, with plain: [any KVCache]) throws -> TrialResult {
         let members = placedMembers(of: plain).map(\.cache)
-        let trials = members.map { type(of: $0) == KVCacheSimple.self ? TrialCache() : nil }
-        let tried = trials.compactMap { $0 }
-        guard !tried.isEmpty else { return members.map { _ in nil } }
+        // Caches of other kinds are what the model takes them for, and cannot be watched.
+        let trials = members.map { cache in
+            type(of: cache) == KVCacheSimple.self || type(of: cache) == RotatingKVCache.self
+                ? TrialCache(maxSize: cache.maxSize) : nil
+        }
+        let tried = trials.compactMap { $0 }.filter { $0.maxSize == nil }
+        guard !tried.isEmpty else {
+            return TrialResult(kinds: members.map { _ in nil }, mayShareMasks: false)
+        }
         let caches = replacingMembers(of: plain, with: zip(members, trials).map { $1 ?? $0 })
         let output = model(
             LMInput.Text(tokens: MLXArray([0] as [Int32], [1, 1])), cache: caches, state: nil)
@@ -142,7 +158,13 @@ extension H2OConfiguration {
                 "\(name) makes its masks without asking its caches, which a bounded cache cannot "
                     + "serve.")
         }
-        return trials.map { $0?.kind }
+        let windows = trials.compactMap { $0 }.filter { $0.maxSize != nil }
+        // A state of fixed size has no rows to mask.
+        let unwatched = zip(members, trials).contains { $1 == nil && !($0 is ArraysCache) }
+        return TrialResult(
+            kinds: trials.map { $0?.maxSize == nil ? $0?.kind : nil },
+            mayShareMasks: unwatched
+                || !windows.isEmpty && !windows.contains(where: \.isAskedForMasks))
     }
 
     /// Whether a cache's memory has a bound of its own: a window, chunks, or a state of fixed size.

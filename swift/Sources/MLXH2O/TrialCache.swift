@@ -10,7 +10,18 @@ struct LayerKind: Sendable {
     let attends: Bool
 }
 
-/// A plain cache for one step that notes what the model does with it.
+/// What a trial step told about a model.
+struct TrialResult {
+    /// How the model attends to each of its plain caches, members of a `CacheList` too; nil for other
+    /// caches.
+    let kinds: [LayerKind?]
+    /// Whether a mask that a plain cache makes may be given to a layer with a cache of another kind,
+    /// which holds other rows.
+    let mayShareMasks: Bool
+}
+
+/// A cache for one step, in the place of a plain one or of a window, that notes what the model does
+/// with it.
 final class TrialCache: AttendingKVCache {
     /// How the model attends; nil while it has not.
     private(set) var kind: LayerKind?
@@ -23,10 +34,12 @@ final class TrialCache: AttendingKVCache {
 
     let attends = true
     var offset = 0
-    let maxSize: Int? = nil
+    let maxSize: Int?
     var metaState: [String] = []
     let isTrimmable = false
     private var rows: [MLXArray] = []
+
+    init(maxSize: Int? = nil) { self.maxSize = maxSize }
 
     var state: [MLXArray] {
         get {
@@ -38,7 +51,7 @@ final class TrialCache: AttendingKVCache {
 
     func innerState() -> [MLXArray] { [] }
     func trim(_ n: Int) -> Int { 0 }
-    func copy() -> any KVCache { TrialCache() }
+    func copy() -> any KVCache { TrialCache(maxSize: maxSize) }
 
     private func note(_ keys: MLXArray, _ values: MLXArray, attends: Bool) {
         rows = [keys, values]

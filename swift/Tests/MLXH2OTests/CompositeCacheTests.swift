@@ -51,7 +51,7 @@ import Testing
         let bounded: [@Sendable () -> any KVCache] = [
             { KVCacheSimple() }, { RotatingKVCache(maxSize: 16) }, { MambaCache() },
             { CacheList(MambaCache(), RotatingKVCache(maxSize: 16)) },
-            { ChunkedKVCache(chunkSize: 16) }, { CacheList(ArraysCache(size: 1), KVCacheSimple()) },
+            { CacheList(ArraysCache(size: 1), KVCacheSimple()) },
         ]
         let unbounded: [@Sendable () -> any KVCache] = [
             { QuantizedKVCache(groupSize: 32) }, { ChunkedKVCache() },
@@ -65,12 +65,13 @@ import Testing
             #expect(
                 kinds(caches) == [
                     "H2OKVCache", "RotatingKVCache", "MambaCache", "MambaCache", "RotatingKVCache",
-                    "ChunkedKVCache", "ArraysCache", "H2OKVCache",
+                    "ArraysCache", "H2OKVCache",
                 ])
             #expect(try generated(model, caches).count == 60)
             for (_, cache) in placedMembers(of: caches) {
                 guard let cache = cache as? H2OKVCache else { continue }
                 #expect(cache.physicalLength <= 40 && cache.evicted > 0)
+                #expect(cache.remainderAnswers)
             }
         }
         for (i, made) in unbounded.enumerated() {
@@ -85,6 +86,35 @@ import Testing
             #expect(kinds(caches) == ["H2OKVCache"] + kinds([made()]))
             #expect(try generated(model, caches).count == 60)
             #expect((caches[0] as! H2OKVCache).physicalLength <= 40)
+        }
+    }
+
+    /// A mask that weighs plain rows would not fit what the others hold.
+    @Test func sharedMasksLeaveNoRoomForPlainRows() throws {
+        let others: [@Sendable () -> any KVCache] = [
+            { RotatingKVCache(maxSize: 16) }, { QuantizedKVCache(groupSize: 32) },
+            { ChunkedKVCache(chunkSize: 16) },
+        ]
+        for (i, made) in others.enumerated() {
+            let model = Hybrid { [KVCacheSimple(), made(), KVCacheSimple()] }
+            model.sharesMasks = true
+            if i != 1 {
+                #expect(throws: H2OError.self) {
+                    try H2OConfiguration(budget: .tokens(40)).caches(for: model)
+                }
+                let forgetful = try H2OConfiguration(budget: .tokens(40), remainder: false)
+                #expect(try generated(model, forgetful.caches(for: model)).count == 60)
+            }
+            let partial = try H2OConfiguration(
+                budget: .tokens(40), compatibility: .allowPartial)
+            let caches = try partial.caches(for: model)
+            #expect(describe(caches)[0].reason.hasSuffix("no remainder"))
+            for turn in 1 ... 2 {
+                #expect(try generated(model, caches).count == 60)
+                for cache in caches.compactMap({ $0 as? H2OKVCache }) {
+                    #expect(cache.physicalLength <= 40 && cache.offset == 90 * turn)
+                }
+            }
         }
     }
 
@@ -119,6 +149,7 @@ import Testing
 /// A stock model of attention layers that takes its caches as they come.
 private final class Hybrid: Module, LanguageModel {
     var asksForMasks = true
+    var sharesMasks = false
     var readsRows = false
     private(set) var steps = 0
     private let makeCaches: () -> [any KVCache]
@@ -139,6 +170,7 @@ private final class Hybrid: Module, LanguageModel {
     func callAsFunction(_ inputs: MLXArray, cache: [any KVCache]?) -> MLXArray {
         steps += 1
         var hidden = rows[inputs]
+        let shared = createAttentionMask(h: hidden, cache: sharesMasks ? cache![0] : nil)
         for cache in cache! {
             let list = cache as? CacheList
             for state in [cache, list?[0]].compactMap({ $0 as? ArraysCache }) {
@@ -146,13 +178,15 @@ private final class Hybrid: Module, LanguageModel {
             }
             let attended = list == nil ? cache : list![1]
             if attended is ArraysCache { continue }
-            let mask = createAttentionMask(h: hidden, cache: asksForMasks ? attended : nil)
+            let mask =
+                sharesMasks
+                ? shared : createAttentionMask(h: hidden, cache: asksForMasks ? attended : nil)
             (attended as? ChunkedKVCache)?.maybeTrimFront()
             let heads = hidden.reshaped([hidden.dim(0), hidden.dim(1), 2, 32])
                 .transposed(0, 2, 1, 3)
             let output = attentionWithCacheUpdate(
                 queries: heads, keys: heads, values: heads, cache: attended, scale: 0.2,
-                mask: attended is ChunkedKVCache ? .causal : mask)
+                mask: mask)
             if readsRows { _ = attended.state }
             let merged = output.transposed(0, 2, 1, 3).reshaped(hidden.shape)
             hidden = hidden + matmul(merged, mix)
