@@ -40,7 +40,8 @@ extension H2OConfiguration {
         }
         let bounded = kinds.compactMap { $0 }
         guard !bounded.isEmpty else {
-            throw H2OError.partial("\(name) has no plain KV cache to bound.")
+            throw H2OError.partial(
+                "\(name) has no plain KV cache to bound: its own caches are all there is.")
         }
         let attends = bounded.allSatisfy(\.attends)
         let policy = policy ?? (attends ? Distinct() : Distinct.keysOnly)

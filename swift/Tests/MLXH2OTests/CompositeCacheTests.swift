@@ -128,7 +128,8 @@ import Testing
             let configuration = try H2OConfiguration(
                 budget: .tokens(40), compatibility: compatibility)
             #expect(
-                throws: H2OError.partial("Hybrid has no plain KV cache to bound.")
+                throws: H2OError.partial(
+                    "Hybrid has no plain KV cache to bound: its own caches are all there is.")
             ) { try configuration.caches(for: nothing) }
             #expect(
                 throws: H2OError.partial(
