@@ -182,7 +182,6 @@ private final class Hybrid: Module, LanguageModel {
             let mask =
                 sharesMasks
                 ? shared : createAttentionMask(h: hidden, cache: asksForMasks ? attended : nil)
-            (attended as? ChunkedKVCache)?.maybeTrimFront()
             let heads = hidden.reshaped([hidden.dim(0), hidden.dim(1), 2, 32])
                 .transposed(0, 2, 1, 3)
             let output = attentionWithCacheUpdate(
