@@ -9,8 +9,8 @@ EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 # The oldest mlx-lm whose cache protocol is served: it still has meta_state.
 OLD_MLX_LM := 0.31.3
 CXX_SOURCES := $(wildcard python/src/*.h python/src/*.cpp python/src/kernels/*.*)
-C_SOURCES := $(wildcard c_api/include/*.h c_api/src/*.* c_api/tests/*.[ch] c_api/examples/*.c \
-    c_api/*/src/*.* c_api/*/include/mlx/c/*.h)
+C_SOURCES := $(wildcard c_api/include/*.h c_api/src/*.* c_api/src/gpu/*.* c_api/tests/*.[ch] c_api/examples/*.c \
+    c_api/*/src/*.* c_api/*/include/mlx/c/*.h tests/host_gpu/*.c)
 SWIFT_SOURCES := Package.swift swift/Linux/Package.swift $(wildcard \
     swift/Sources swift/Tests swift/Benchmarks swift/Examples swift/Linux/Sources swift/Linux/Tests)
 export HF_HUB_OFFLINE ?= 1

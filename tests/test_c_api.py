@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -13,15 +15,17 @@ import mlx.core as mx
 import pytest
 
 ROOT = Path(__file__).parents[1]
+HOST_GPU = ROOT / "tests" / "host_gpu"
 GOLDEN = ROOT / "golden"
 # Rebuilt only when sources change.
 BUILD = ROOT / "build" / "c_api"
 GROUPS = ("attention", "quantized", "remainder", "accumulate", "selection", "trajectory")
 
 
-def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*command: object, lines: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(word) for word in command],
+        input=lines,
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         | environment,
         text=True,
@@ -74,6 +78,88 @@ def a_number_more(arrays: dict[str, mx.array], name: str) -> None:
     flat = arrays[name].flatten()
     off = flat + (mx.arange(flat.size) == flat.size - 1).astype(flat.dtype)
     arrays[name] = off.reshape(arrays[name].shape)
+
+
+@pytest.fixture(scope="module")
+def host_gpu(sanitized: Path) -> dict[str, str]:
+    """Variables that let a program find an Apple GPU: the host harness (tests/host_gpu)."""
+    library = BUILD / "libhost_gpu.so"
+    headers = ROOT / "c_api" / "mlx_c" / "include"
+    # Bound when called: the shell that starts the program has no mlx-c.
+    options = ["-std=gnu11", "-O1", "-fPIC", "-shared", "-Wl,-z,lazy", f"-I{headers}"]
+    succeed("cc", *options, HOST_GPU / "host_gpu.c", "-o", library)
+    return {
+        "LD_PRELOAD": str(library),
+        "HOST_GPU_SERVER": f"{sys.executable} {HOST_GPU / 'serve.py'}",
+        "HOST_GPU_ARCHITECTURE": "applegpu_g13s",
+        "ASAN_OPTIONS": "verify_asan_link_order=0",
+    }
+
+
+ON_HOST_GPU = {
+    # Each kind of mask, dtype and of packed rows; groups of query heads; sinks.
+    "attention": ("--every", "41"),
+    "quantized": ("--every", "7"),
+    # Whole conversations: prompts in chunks, then fused steps, which must keep the same tokens.
+    "trajectory": (
+        *("--case", "distinct-ragged-dense", "--case", "ema-uniform-k8v4"),
+        *("--case", "keydiff-ragged-4bit"),
+    ),
+}
+# What must have run beside attention.
+RUN_BESIDES: dict[str, set[str]] = {
+    "attention": {"prompt"},
+    "quantized": set(),
+    "trajectory": {"prompt", "overwrite", "update", "kept"},
+}
+
+
+@pytest.mark.parametrize("group", ON_HOST_GPU)
+def test_golden_vectors_by_the_gpu_kernels(
+    sanitized: Path, host_gpu: dict[str, str], tmp_path: Path, group: str
+) -> None:
+    """The kernels' own text, launched from C, run lane by lane on the host harness."""
+    replayer, told = sanitized / "tests" / "replay", tmp_path / "launches"
+    done = run(
+        *(replayer, GOLDEN, "--group", group, *ON_HOST_GPU[group]),
+        **host_gpu,
+        HOST_GPU_RECORD=str(told),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    kernels = {json.loads(line)["name"].split("_")[2] for line in told.read_text().splitlines()}
+    assert kernels >= {"attention"} | RUN_BESIDES[group]
+
+
+def test_launches_are_those_of_python(
+    sanitized: Path, host_gpu: dict[str, str], tmp_path: Path
+) -> None:
+    """Sizes, template arguments, integers and texts, on four GPUs (tools/record_launches.py)."""
+    fixture = ROOT / "swift" / "Tests" / "MLXH2OTests" / "Fixtures" / "launches.json"
+    recorded = [
+        case
+        for case in json.loads(fixture.read_text())
+        # C takes keys and values packed alike.
+        if case["call"]["k_bits"] == case["call"]["v_bits"]
+    ]
+    for architecture, cases in itertools.groupby(
+        sorted(recorded, key=lambda case: str(case["call"]["architecture"])),
+        lambda case: case["call"]["architecture"],
+    ):
+        chosen = list(cases)
+        lines = [
+            " ".join(str(int(x) if isinstance(x, bool) else x) for x in list(call.values())[:-2])
+            for call in (case["call"] for case in chosen)
+        ]
+        told = tmp_path / architecture
+        environment = host_gpu | {
+            "HOST_GPU_RECORD": str(told),
+            "HOST_GPU_RUN": "0",
+            "HOST_GPU_ARCHITECTURE": architecture,
+        }
+        done = run(sanitized / "tests" / "launches", **environment, lines="\n".join(lines))
+        assert done.returncode == 0, done.stderr
+        launched = [json.loads(line) for line in told.read_text().splitlines()]
+        assert launched == [launch for case in chosen for launch in case["launches"]]
 
 
 PERTURBED = {

@@ -9,8 +9,9 @@
 // Arrays are lazy, as everywhere in MLX: evaluate the outputs of each step (mlx_array_eval), and
 // all that the step changed is evaluated with them.
 //
-// On CPU streams the CPU kernels compute (mlx_h2o_use_kernels), on others plain MLX operations. A
-// cache and a policy may be used by one thread at a time.
+// On CPU streams the CPU kernels compute, on those of Apple GPUs the kernels of metal/, elsewhere
+// and without kernels (mlx_h2o_use_kernels) plain MLX operations. A cache and a policy may be used
+// by one thread at a time.
 //
 // Shapes: B batch, Hq query heads, Hk KV heads (Hq is a multiple), L queries, N keys, D and Dv the
 // widths of keys and values, S slots of all heads. "Floating" is float32, float16 or bfloat16; what
@@ -43,8 +44,8 @@ MLX_H2O_API const char* mlx_h2o_version(void);
 // until the thread's next call that fails; not to be freed.
 MLX_H2O_API const char* mlx_h2o_last_error(void);
 
-// Whether the CPU kernels compute on CPU streams (true at first). With false plain MLX operations
-// do, everywhere: slower, and good for comparing.
+// Whether kernels compute where there are some (true at first). With false plain MLX operations do,
+// everywhere: slower, and good for comparing.
 MLX_H2O_API int mlx_h2o_use_kernels(bool use);
 
 // -- attention ------------------------------------------------------------------------------------

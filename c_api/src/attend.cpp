@@ -2,6 +2,9 @@
 
 #include <atomic>
 
+#include "gpu/gpu.h"
+#include "gpu/launcher.h"
+#include "gpu/prompt_launches.h"
 #include "remainder.h"
 
 namespace mlx_h2o {
@@ -93,7 +96,10 @@ Attended plain(
 Attended of_one_kind(
     const mx::array& q, const Stored& k, const Stored& v, float scale, const Masking& mask,
     const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted) {
-  if (!kernels_compute()) return plain(q, k, v, scale, mask, sinks, seed, wanted);
+  const Backend who = backend();
+  if (who == Backend::gpu)
+    if (auto found = gpu_attend(q, k, v, scale, mask, sinks, seed, wanted)) return *found;
+  if (who != Backend::cpu) return plain(q, k, v, scale, mask, sinks, seed, wanted);
   const auto arrays = attention(
       q, k, v, scale, mask.causal, mask.array, sinks, seed, std::nullopt, wanted,
       mx::default_stream(mx::default_device()));
@@ -146,10 +152,18 @@ Attended joined(
   return whole;
 }
 
+// Whether kernels sum masses over all queries without their logits in memory.
+bool kernels_take_any_length(const mx::array& q, const Stored& k) {
+  const Backend who = backend();
+  return who == Backend::cpu || (who == Backend::gpu && prompt_kernels_take(q, k));
+}
+
 }  // namespace
 
-bool kernels_compute() {
-  return kernels_wanted && mx::default_device() == mx::Device::cpu;
+Backend backend() {
+  if (!kernels_wanted) return Backend::plain;
+  if (gpu_architecture()) return Backend::gpu;
+  return mx::default_device() == mx::Device::cpu ? Backend::cpu : Backend::plain;
 }
 
 void use_kernels(bool use) {
@@ -162,7 +176,7 @@ Attended attend(
   check_operands(q, k, v, mask, sinks);
   const int L = q.shape(2), N = count(k);
   const bool blocks = L > kQueryBlock && wanted != Export::logits && !mask.array &&
-      (k.size() > 1 || !kernels_compute());
+      (k.size() > 1 || !kernels_take_any_length(q, k[0]));
   if (!blocks) {
     if (k.size() > 1) return joined(q, k, v, scale, mask, sinks, seed, wanted);
     return of_one_kind(q, k[0], v[0], scale, mask, sinks, seed, wanted);

@@ -1,12 +1,14 @@
-// Attention with scores over rows of one or several kinds, by the CPU kernels or by plain MLX.
+// Attention with scores over rows of one or several kinds, by kernels or by plain MLX.
 #pragma once
 
 #include "rows.h"
 
 namespace mlx_h2o {
 
-// Whether the kernels compute: on a CPU stream, unless they were switched off.
-bool kernels_compute();
+// Who computes on the stream of the call: the kernels for its device, or plain MLX where there are
+// none or they were switched off.
+enum class Backend { plain, cpu, gpu };
+Backend backend();
 void use_kernels(bool use);
 
 struct Masking {

@@ -1,8 +1,8 @@
 // Between mlx-c's handles and MLX's C++ classes.
 //
-// This is the one place that knows what mlx-c's ctx points to: an mlx::core::array or Stream, as in
-// mlx-c's own private headers. No function of mlx-c hands a C++ array out, and the CPU kernels are
-// operations on those.
+// This is the one place that knows what mlx-c's ctx points to: an mlx::core::array, Stream or
+// Device, as in mlx-c's own private headers. No function of mlx-c hands a C++ array out, and the
+// CPU kernels are operations on those.
 #pragma once
 
 #include <exception>
@@ -28,6 +28,17 @@ inline void give(mlx_array* res, mx::array value) {
     *static_cast<mx::array*>(res->ctx) = std::move(value);
   else
     res->ctx = new mx::array(std::move(value));
+}
+
+// Handles of mlx-c for what stays ours: not to be freed.
+inline mlx_array borrowed(const mx::array& value) {
+  return {const_cast<mx::array*>(&value)};
+}
+inline mlx_stream borrowed(const mx::Stream& value) {
+  return {const_cast<mx::Stream*>(&value)};
+}
+inline mlx_device borrowed(const mx::Device& value) {
+  return {const_cast<mx::Device*>(&value)};
 }
 
 inline std::string& last_error() {

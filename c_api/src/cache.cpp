@@ -70,7 +70,7 @@ mx::array Cache::update_and_attend(
           (q.dtype() == mx::float32 || q.dtype() == mx::float16 || q.dtype() == mx::bfloat16),
       "q " + text(q.shape()) + " must be floating and fit the keys " + text(keys.shape()) + ".");
   check(!sinks || sinks->shape() == mx::Shape{q.shape(1)}, "Attention sinks must be [Hq].");
-  const bool fused = store_ && can_decode(q, keys, values);
+  const bool fused = store_ && fuses(q, keys, values);
   if (!store_) start(keys, values);
   if (fused) {
     ++offset_;
@@ -202,9 +202,10 @@ const Remainder& Cache::remainder() {
 
 // -- the fused step -------------------------------------------------------------------------------
 
-bool Cache::can_decode(const mx::array& q, const mx::array& keys, const mx::array& values) const {
-  return keys.shape(2) == 1 && keys.dtype() == values.dtype() && kernels_compute() &&
-      policy_.kernel_form() && q.shape(1) <= kMaxRows * keys.shape(1);
+bool Cache::fuses(const mx::array& q, const mx::array& keys, const mx::array& values) const {
+  return keys.shape(2) == 1 && keys.dtype() == values.dtype() &&
+      q.shape(1) <= kMaxRows * keys.shape(1) &&
+      can_decode(keys, values, policy_.value_weighted, packing_.recent_bits);
 }
 
 void Cache::start_decoding() {
@@ -237,14 +238,15 @@ void Cache::start_decoding() {
   store.fields.clear();
   remainder_.reset();
   victims_.reset();
-  decoding_ = std::make_unique<DecodingLayer>(
-      keys, values, std::move(others), *policy_.kernel_form(), remembers(), answers_, kSaturation,
-      newest, mx::default_stream(mx::default_device()));
+  decoding_on_ = backend();
+  decoding_ = mlx_h2o::start_decoding(
+      {keys, values, std::move(others), policy_.kernel_form(), policy_.value_weighted, remembers(),
+       answers_, newest});
 }
 
 void Cache::take_back() {
   if (!decoding_) return;
-  const auto arrays = decoding_->close(mx::default_stream(mx::default_device()));
+  const auto arrays = decoding_->close();
   decoding_.reset();
   size_t next = 0;
   const auto fill = [&](Fields& fields, const Packing& packing) {
@@ -274,6 +276,7 @@ mx::array Cache::decode(
     take_back();
     store_->reserve(1, new_rows(keys, values, offset_ - 1));
   }
+  if (decoding_ && decoding_on_ != backend()) take_back();
   if (!decoding_) start_decoding();
   std::optional<RecentStep> recent;
   if (recent_) recent = recent_->advance();
@@ -297,9 +300,7 @@ mx::array Cache::decode(
           {run.start + int64_t(head) * run.allocated, run.length, victim, recent_slots(run),
            evicted_of(run), choose});
   }
-  return decoding_->step(
-      q, keys, values, scale, sinks, offset_, std::move(heads), recent,
-      mx::default_stream(mx::default_device()));
+  return decoding_->step(q, keys, values, scale, sinks, offset_, std::move(heads), recent);
 }
 
 // -- rows come ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attend.h"
+#include "decoding.h"
 #include "policy.h"
 #include "recent.h"
 #include "remainder.h"
@@ -47,7 +48,7 @@ class Cache {
   }
   void start(const mx::array& keys, const mx::array& values);
   void check_rows(const mx::array& keys, const mx::array& values) const;
-  bool can_decode(const mx::array& q, const mx::array& keys, const mx::array& values) const;
+  bool fuses(const mx::array& q, const mx::array& keys, const mx::array& values) const;
   mx::array decode(
       const mx::array& q, const mx::array& keys, const mx::array& values, float scale,
       const std::optional<mx::array>& sinks);
@@ -103,7 +104,8 @@ class Cache {
   int batch_ = 0, k_width_ = 0, v_width_ = 0;
   mx::Dtype k_dtype_ = mx::float32, v_dtype_ = mx::float32;
   // Where all these arrays are while the fused step decodes, and their names in its order.
-  std::unique_ptr<DecodingLayer> decoding_;
+  std::unique_ptr<Decoding> decoding_;
+  Backend decoding_on_ = Backend::plain;
   size_t decoding_bytes_ = 0;
 };
 

@@ -12,8 +12,6 @@ namespace {
 
 // Below this a key's mean mass per step counts as nothing.
 constexpr double kMassFloor = 1e-6;
-// Fewer evicted keys than this give no mean worth measuring distances from; the kept ones serve.
-constexpr int kFewestForAMean = 16;
 
 mx::array value_weighted_by(const mx::array& scores, const Slots& slots) {
   return scores * mx::sqrt(mx::sum(mx::square(f32(slots.values)), -1));
@@ -211,8 +209,7 @@ void Policy::check_budget(int budget) const {
           std::to_string(evict_every) + " to evict.");
 }
 
-std::optional<PolicyForm> Policy::kernel_form() const {
-  if (value_weighted) return std::nullopt;
+PolicyForm Policy::kernel_form() const {
   PolicyForm form;
   form.priority = Priority::score;
   switch (kind) {

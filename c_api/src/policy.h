@@ -6,6 +6,9 @@
 
 namespace mlx_h2o {
 
+// Fewer evicted keys than this give no mean worth measuring distances from; the kept ones serve.
+constexpr int kFewestForAMean = 16;
+
 enum class PolicyKind { distinct, h2o, ema, ema_logits, tova, streaming, keydiff };
 
 // What one call of the attention told about N slots.
@@ -68,8 +71,8 @@ struct Policy {
   }
   int recent_slots(int budget) const;
   void check_budget(int budget) const;
-  // This policy in the fused kernels' terms; none if only the methods below can run it.
-  std::optional<PolicyForm> kernel_form() const;
+  // This policy in the fused kernels' terms, which may leave the weighting by ||v|| out.
+  PolicyForm kernel_form() const;
 
   // Scores [B, H, N] after an observation.
   mx::array accumulate(const mx::array& scores, const Observation& seen) const;

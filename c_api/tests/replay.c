@@ -1,8 +1,9 @@
 // Replays golden vectors through the C API:
 //
-//   replay GOLDEN [--group NAME] [--every N] [--plain] [--steps N]
+//   replay GOLDEN [--group NAME] [--case NAME] [--every N] [--plain] [--steps N]
 //
-// --group replays one group only, --every each N-th case; --plain computes without the CPU kernels;
+// --group replays one group only, --case those cases (given several times), --every each N-th case;
+// --plain computes without kernels;
 // --steps N decodes N tokens afterwards and fails if memory grows. Ends with 0 if all agree, 1 if
 // something differs, 2 if it could not be tried.
 #include <stdio.h>
@@ -26,6 +27,16 @@ static const Group kGroups[] = {
     {"model", NULL},  // models are Python's and Swift's
 };
 
+// The cases that were asked for; all if none were.
+static const char* wanted[32];
+static size_t wanted_count = 0;
+
+static bool is_wanted(const char* name) {
+  bool found = !wanted_count;
+  for (size_t i = 0; i < wanted_count; ++i) found = found || !strcmp(wanted[i], name);
+  return found;
+}
+
 static void replay_group(Replay* r, const char* folder, const Group* group, int every) {
   char path[4096];
   snprintf(path, sizeof path, "%s/%s.safetensors", folder, group->name);
@@ -42,7 +53,7 @@ static void replay_group(Replay* r, const char* folder, const Group* group, int 
   r->worst = 0;
   for (size_t i = 0; i < r->cases.count; ++i) {
     r->c = &r->cases.cases[i];
-    if (strcmp(r->c->group, group->name) || seen++ % every) continue;
+    if (strcmp(r->c->group, group->name) || !is_wanted(r->c->name) || seen++ % every) continue;
     group->replay(r);
     ++replayed;
     text_or_null(r->c, "seed"), text_or_null(r->c, "kind");
@@ -73,11 +84,14 @@ int main(int argc, char** argv) {
       every = atoi(argv[++i]);
     else if (!strcmp(argv[i], "--group") && i + 1 < argc)
       only = argv[++i];
+    else if (!strcmp(argv[i], "--case") && i + 1 < argc && wanted_count < 32)
+      wanted[wanted_count++] = argv[++i];
     else
       folder = argv[i];
   }
   if (!folder || every < 1) {
-    fprintf(stderr, "replay GOLDEN [--group NAME] [--every N] [--plain] [--steps N]\n");
+    fprintf(
+        stderr, "replay GOLDEN [--group NAME] [--case NAME] [--every N] [--plain] [--steps N]\n");
     return 2;
   }
   mlx_set_error_handler(print_error, NULL, NULL);

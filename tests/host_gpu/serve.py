@@ -1,8 +1,8 @@
-"""Runs the launches that host_gpu.c sends on the host harness, or only writes them down.
+"""Runs the launches that host_gpu.c sends on the host harness.
 
 Messages are blobs: a length (8 bytes) and so many bytes. HOST_GPU_RECORD names a file to which each
-launch is written as a line of JSON (tools/record_launches.py says in which form), with zeros for
-results; without it kernels run.
+launch is written as a line of JSON, in the form of tools/record_launches.py. With HOST_GPU_RUN=0
+nothing is run, and results are zeros.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,11 +53,16 @@ class Messages:
     def array(self) -> mx.array:
         """A view with the strides that it had, of memory that holds nothing else."""
         dtype, axes, *sizes = self.numbers()
-        flat = _from_bytes(self.blob(), _DTYPES[dtype])
-        return mx.as_strided(flat, sizes[:axes], sizes[axes:])
+        blob = self.blob()
+        if not blob:
+            return mx.zeros(sizes[:axes], _DTYPES[dtype])
+        return mx.as_strided(_from_bytes(blob, _DTYPES[dtype]), sizes[:axes], sizes[axes:])
 
     def send(self, blob: bytes) -> None:
         self._sink.write(struct.pack("<Q", len(blob)) + blob)
+
+    def flush(self) -> None:
+        self._sink.flush()
 
 
 def _from_bytes(blob: bytes, dtype: mx.Dtype) -> mx.array:
@@ -80,7 +84,7 @@ def _span(view: mx.array) -> bytes:
     return np.lib.stride_tricks.as_strided(numbers, (size,), (numbers.itemsize,)).tobytes()
 
 
-def _run(messages: Messages, record: Path | None) -> None:
+def _launch(messages: Messages, record: Path | None, run: bool) -> None:
     name, header, source = (messages.text() for _ in range(3))
     (count,) = messages.numbers()
     inputs = {messages.text(): messages.array() for _ in range(count)}
@@ -98,18 +102,18 @@ def _run(messages: Messages, record: Path | None) -> None:
         "template": template,
     }
     options = {"input_names": list(inputs), "output_names": list(outputs)}
-    changed: Sequence[str] = ()
     if record is not None:
         with record.open("a") as lines:
             lines.write(json.dumps(described(name, header, source, options, launch)) + "\n")
-        shapes = zip(launch["output_shapes"], launch["output_dtypes"], strict=True)
-        results = [mx.zeros(shape, dtype) for shape, dtype in shapes]
-    else:
+    if run:
         kernel = metal_kernel(
             name, **options, source=source, header=header, ensure_row_contiguous=False
         )
         results = kernel(**launch)
         changed = changed_inputs(source)
+    else:
+        shapes = zip(launch["output_shapes"], launch["output_dtypes"], strict=True)
+        results, changed = [mx.zeros(shape, dtype) for shape, dtype in shapes], set()
     messages.send(b"")
     for result in results:
         messages.send(_to_bytes(result))
@@ -123,17 +127,18 @@ def _argument(kind: int, value: int) -> mx.Dtype | int | bool:
 
 def main() -> None:
     record = os.environ.get("HOST_GPU_RECORD")
+    run = os.environ.get("HOST_GPU_RUN") != "0"
     messages = Messages(sys.stdin.buffer, os.fdopen(os.dup(1), "wb"))
     sys.stdout = sys.stderr
     try:
         while True:
-            _run(messages, Path(record) if record else None)
-            messages._sink.flush()
+            _launch(messages, Path(record) if record else None, run)
+            messages.flush()
     except EOFError:
         pass
     except (BuildError, DialectError, KernelError) as error:
         messages.send(str(error).encode())
-        messages._sink.flush()
+        messages.flush()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -130,6 +131,7 @@ class HostKernel:
         return np.ascontiguousarray(view) if self.ensure_row_contiguous else view
 
 
+@functools.cache
 def build(generated: Generated) -> Path:
     """The library of a generated kernel, checked for the dialect first."""
     dialect.check(generated.text)

@@ -97,8 +97,8 @@ class Generated:
     name: str
     values: str
     text: str
-    arguments: list[Argument]
-    attributes: list[str]
+    arguments: tuple[Argument, ...]
+    attributes: tuple[str, ...]
 
     @property
     def call(self) -> str:
@@ -157,7 +157,7 @@ def generate(
     if template:
         text += f"template <{', '.join(f'{_kind(v)} {n}' for n, v in template)}>\n"
     text += f"[[kernel]] void {full_name}(\n" + ",\n".join(parameters) + ") {\n" + source + "\n}\n"
-    return Generated(full_name, values, text, arguments, attributes)
+    return Generated(full_name, values, text, tuple(arguments), tuple(attributes))
 
 
 def _of_input(name: str, array: mx.array, source: str) -> list[Argument]:

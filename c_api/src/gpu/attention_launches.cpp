@@ -1,0 +1,155 @@
+#include "attention_launches.h"
+
+#include "row_buffers.h"
+#include "tiling.h"
+
+namespace mlx_h2o {
+
+namespace {
+
+constexpr int kMergeSimdgroups = 8;
+
+const std::vector<std::string> kColumns{"sinks",    "counts",      "mean_keys",
+                                        "var_keys", "mean_values", "means"};
+const std::vector<std::string> kExports{"lse", "logits", "distances"};
+
+const Interface& vector_interface() {
+  static const Interface interface{
+      "attention_vector",
+      joined_lists<std::string>(
+          {{"params", "factors", "queries"},
+           buffer_names("keys"),
+           buffer_names("values"),
+           {"mask"},
+           kColumns,
+           {"after"}}),
+      joined_lists<std::string>({{"out"}, kExports}),
+      joined_lists<Absent::value_type>(
+          {absent_packing("keys"),
+           absent_packing("values"),
+           kAbsentMask,
+           absent_inputs(kColumns),
+           {{"after", ""}},
+           absent_outputs(kExports)})};
+  return interface;
+}
+
+const Interface& merge_interface() {
+  static const Interface interface{
+      "attention_merge", {"params", "partials", "partial_lses"}, {"out", "lse"}};
+  return interface;
+}
+
+// out [B, Hk, G * L, Dv] and lse [B, Hk, G * L] of the results of blocks.
+Buffers merged(
+    const mx::array& params, const mx::array& partials, const mx::array& lses, int heads) {
+  const int B = partials.shape(0), rows = partials.shape(2) * partials.shape(3);
+  const int Dv = partials.shape(4);
+  return launch(
+      merge_interface(), {{"params", params}, {"partials", partials}, {"partial_lses", lses}},
+      {{"out", {{B, heads, rows, Dv}, partials.dtype()}}, {"lse", {{B, heads, rows}, mx::float32}}},
+      {{"DV", Dv}, {"SIMDS", kMergeSimdgroups}}, {rows, heads, B}, kMergeSimdgroups * kSimdgroup);
+}
+
+}  // namespace
+
+const Absent kAbsentMask{
+    {"mask", "const device bool* mask = nullptr;\nconst int64_t mask_strides[4] = {0};"}};
+
+const std::vector<std::string> kRemainderBuffers{"counts", "mean_keys", "var_keys", "mean_values"};
+
+void add_remainder(Buffers& buffers, const Remainder& remainder) {
+  const Remainder& r = remainder;
+  size_t i = 0;
+  for (const mx::array* statistics : {&r.count, &r.mean_key, &r.var_key, &r.mean_value})
+    buffers.emplace(kRemainderBuffers[i++], mx::contiguous(*statistics));
+}
+
+bool vector_kernel_takes(const mx::array& q, const Stored& k, const Stored& v) {
+  return q.shape(2) <= kMostQueries && is_kernel_width(k.width()) && is_kernel_width(v.width()) &&
+      q.dtype() == row_dtype(k) && q.dtype() == row_dtype(v);
+}
+
+KernelMask kernel_mask(const Masking& mask, int batch, int query_heads, int queries, int slots) {
+  if (!mask.array) return {mask.causal && queries > 1 ? 1 : 0};
+  const mx::array& m = *mask.array;
+  const int last = m.ndim() ? m.shape(-1) : 1, columns = last > 1 ? last : slots;
+  mx::Shape whole(4 - m.ndim(), 1);
+  whole.insert(whole.end(), m.shape().begin(), m.shape().end());
+  return {
+      2, columns, mx::broadcast_to(mx::reshape(m, whole), {batch, query_heads, queries, columns})};
+}
+
+VectorAttended vector_attend(
+    const mx::array& q, const Stored& flat_k, const Stored& flat_v, const VectorCall& call) {
+  const Stored k = call.ranges ? as_one_head(flat_k) : flat_k;
+  const Stored v = call.ranges ? as_one_head(flat_v) : flat_v;
+  const int B = q.shape(0), Hq = q.shape(1), L = q.shape(2), D = q.shape(3), Dv = v.width();
+  const int N = k.arrays[0].shape(2), itemsize = static_cast<int>(mx::size_of(row_dtype(k)));
+  const std::vector<int> lengths =
+      call.ranges ? call.ranges->lengths : std::vector<int>(k.arrays[0].shape(1), N);
+  const int Hk = static_cast<int>(lengths.size()), G = Hq / Hk;
+  const bool packed = k.bits || v.bits;
+  const auto stored = packed ? std::optional(row_bytes(k) + row_bytes(v)) : std::nullopt;
+  const auto block = slots_per_block(lengths, G, L, D, Dv, itemsize, call.architecture, stored);
+  const Work work(lengths, call.ranges, block);
+  const int longest = *std::max_element(lengths.begin(), lengths.end());
+  const KernelMask mask = kernel_mask(call.mask, B, Hq, L, longest);
+
+  Buffers inputs{
+      {"params", work.params(L, mask.columns)},
+      {"factors", mx::array({call.scale, kSaturation})},
+      {"queries", q}};
+  add_buffers(inputs, "keys", k);
+  add_buffers(inputs, "values", v);
+  if (mask.array) inputs.emplace("mask", *mask.array);
+  if (call.sinks) inputs.emplace("sinks", mx::contiguous(*call.sinks));
+  if (call.remainder) add_remainder(inputs, *call.remainder);
+  if (call.means) inputs.emplace("means", mx::contiguous(*call.means));
+  if (call.after) inputs.emplace("after", *call.after);
+
+  const VectorExport wanted = block ? std::max(call.wanted, VectorExport::lse) : call.wanted;
+  Outputs outputs{{"out", {{B, work.items, G, L, Dv}, q.dtype()}}};
+  if (wanted >= VectorExport::lse)
+    outputs.emplace("lse", std::pair(mx::Shape{B, work.items, G, L}, mx::float32));
+  if (wanted == VectorExport::logits)
+    outputs.emplace("logits", std::pair(mx::Shape{B, G * L * work.slots}, mx::float32));
+  if (call.means) outputs.emplace("distances", std::pair(mx::Shape{B, work.slots}, mx::float32));
+  const Tiling tiles = tiling(D, Dv, G, L, itemsize, packed);
+  Buffers written = launch(
+      vector_interface(), inputs, outputs,
+      joined_lists<Template::value_type>(
+          {{{"T", row_dtype(k)}, {"D", D}, {"DV", Dv}},
+           packing_of("keys", k),
+           packing_of("values", v),
+           {{"G", G},
+            {"QUERIES", tiles.queries},
+            {"ROWS", tiles.rows},
+            {"ROW_GROUPS", tiles.row_groups},
+            {"SIMDS", tiles.simdgroups},
+            {"KEYS", tiles.keys},
+            {"MASK", mask.kind},
+            {"SINKS", call.sinks.has_value()},
+            {"REMAINDER", call.remainder.has_value()},
+            {"DISTANCES", call.means.has_value()},
+            {"EXPORT", static_cast<int>(wanted)}}}),
+      {1, work.items, B * tiles.row_blocks}, tiles.simdgroups * kSimdgroup);
+  if (block)
+    for (const auto& [name, array] :
+         merged(inputs.at("params"), written.at("out"), written.at("lse"), Hk))
+      written.insert_or_assign(name, array);
+
+  VectorAttended attended{mx::reshape(written.at("out"), {B, Hq, L, Dv}), {}, {}, {}};
+  if (wanted >= VectorExport::lse) attended.lse = mx::reshape(written.at("lse"), {B, Hq, L});
+  if (wanted == VectorExport::logits) {
+    attended.logits = written.at("logits");
+    if (!call.ranges) attended.logits = mx::reshape(*attended.logits, {B, Hq, L, N});
+  }
+  if (call.means) {
+    attended.distances = written.at("distances");
+    if (!call.ranges) attended.distances = mx::reshape(*attended.distances, {B, Hk, N});
+  }
+  return attended;
+}
+
+}  // namespace mlx_h2o

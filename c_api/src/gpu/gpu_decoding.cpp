@@ -1,0 +1,141 @@
+#include "gpu_decoding.h"
+
+#include "../policy.h"
+#include "../rows.h"
+#include "launcher.h"
+#include "step_launches.h"
+#include "tiling.h"
+
+namespace mlx_h2o {
+
+namespace {
+
+// MLX passes shorter arrays as constants, which nobody can write.
+constexpr int kFewestSlots = 8;
+
+// The same values in memory of their own: copied unless nobody else holds them.
+mx::array own(const mx::array& field) {
+  const int slots = field.shape(1);
+  const mx::array zero = mx::zeros({}, field.dtype());
+  if (slots >= kFewestSlots) return mx::where(mx::array(true), field, zero);
+  std::vector<std::pair<int, int>> more(field.ndim(), {0, 0});
+  more[1].second = kFewestSlots - slots;
+  return mx::pad(field, more, zero);
+}
+
+Stored own(const Stored& rows) {
+  Stored mine{{}, rows.bits, rows.group_size};
+  for (const mx::array& a : rows.arrays) mine.arrays.push_back(own(a));
+  return mine;
+}
+
+// The kernels change these very arrays. MLX knows nothing of that, so every kernel that reads slots
+// takes an array that the one before it wrote, and `close` waits for the last of them.
+class GpuDecoding : public Decoding {
+ public:
+  explicit GpuDecoding(const DecodingArguments& a)
+      : policy_(a.policy),
+        remembers_(a.remembers),
+        answers_(a.answers),
+        count_(a.keys.arrays[0].shape(1)),
+        slots_{own(a.keys), own(a.values), own(a.fields[0])},
+        remainder_{a.fields[2], a.fields[3], a.fields[4], a.fields[5]},
+        victims_(a.fields[6]) {
+    if (a.fields[1].size()) slots_.scores = own(a.fields[1]);
+    if (a.value_weighted) slots_.norms = mx::linalg::norm(dense(slots_.values), -1);
+  }
+
+  mx::array step(
+      const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+      const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads,
+      const std::optional<RecentStep>&) override {
+    const StepPlan plan{
+        offset, slots_.keys.arrays[0].shape(1), policy_.sink, policy_.evict_every,
+        std::move(heads)};
+    std::optional<Remainder> remembered;
+    if (remembers_) remembered = remainder_;
+    const mx::array written = overwrite(plan, slots_, victims_, k, v, remembered);
+    if (remembered) remainder_ = *remembered;
+    bool choose = false, evicted = false;
+    for (const StepHead& head : plan.heads) {
+      choose = choose || head.choose;
+      evicted = evicted || head.evicted > 0;
+    }
+    std::optional<mx::array> means, worth;
+    if (choose && policy_.priority == Priority::distance) means = evicted_means(plan, written);
+    if (choose && policy_.priority == Priority::direction)
+      worth = unlike_directions(plan, slots_.keys, written);
+    VectorCall call{scale, {}, sinks};
+    if (answers_ && evicted) call.remainder = remainder_;
+    call.means = means;
+    call.ranges = plan.ranges();
+    call.wanted = policy_.score == Score::none ? VectorExport::lse : VectorExport::logits;
+    call.architecture = *gpu_architecture();
+    call.after = written;
+    const VectorAttended attended =
+        vector_attend(mx::astype(q, k.dtype()), slots_.keys, slots_.values, call);
+    victims_ = update(plan, slots_, policy_, attended, victims_, written, means, worth);
+    // Whoever evaluates the output evaluates all of the step.
+    return mx::depends({mx::astype(attended.out, q.dtype())}, {victims_})[0];
+  }
+
+  std::vector<mx::array> close() override {
+    const Remainder& r = remainder_;
+    mx::eval({victims_, r.count, r.mean_key, r.var_key, r.mean_value});
+    std::vector<mx::array> arrays;
+    for (const Stored* rows : {&slots_.keys, &slots_.values})
+      for (const mx::array& a : rows->arrays) arrays.push_back(part(a, 1, 0, count_));
+    arrays.push_back(part(slots_.positions, 1, 0, count_));
+    arrays.push_back(slots_.scores ? part(*slots_.scores, 1, 0, count_) : mx::zeros({0}));
+    arrays.insert(arrays.end(), {r.count, r.mean_key, r.var_key, r.mean_value, victims_});
+    return arrays;
+  }
+
+ private:
+  // The mean evicted key, or that of the kept ones while too few were evicted.
+  mx::array evicted_means(const StepPlan& plan, const mx::array& written) const {
+    bool any = false;
+    std::vector<bool> few;
+    for (const StepHead& head : plan.heads) few.push_back(head.evicted < kFewestForAMean);
+    for (const bool one : few) any = any || one;
+    if (!any) return remainder_.mean_key;
+    const mx::array marks(few.begin(), {static_cast<int>(few.size()), 1}, mx::bool_);
+    return mx::where(marks, mean_kept_keys(plan, slots_.keys, written), remainder_.mean_key);
+  }
+
+  const PolicyForm policy_;
+  const bool remembers_, answers_;
+  const int count_;
+  SlotArrays slots_;
+  Remainder remainder_;
+  mx::array victims_;
+};
+
+// Whether a row that a kernel writes into its input is there for the next reader.
+bool writes_in_place() {
+  const StepPlan plan{1, kFewestSlots, 0, 1, {{0, 1, -1, 0, 0, false}}};
+  const auto zeros = [] { return mx::zeros({1, kFewestSlots, 32}); };
+  const SlotArrays slots{{{zeros()}}, {{zeros()}}, mx::zeros({1, kFewestSlots}, mx::int32)};
+  mx::eval({slots.keys.arrays[0], slots.values.arrays[0], slots.positions});
+  const mx::array row = mx::ones({1, 1, 1, 32});
+  std::optional<Remainder> none;
+  mx::eval({overwrite(plan, slots, mx::zeros({1, 1, 1}, mx::int32), row, row, none)});
+  const auto sum = [](const Stored& rows) {
+    return mx::sum(part(rows.arrays[0], 1, 0, 1)).item<float>();
+  };
+  return sum(slots.keys) == 32 && sum(slots.values) == 32;
+}
+
+}  // namespace
+
+bool gpu_can_decode(const mx::array& keys, const mx::array& values) {
+  if (!is_kernel_width(keys.shape(-1)) || !is_kernel_width(values.shape(-1))) return false;
+  static const bool in_place = writes_in_place();
+  return in_place;
+}
+
+std::unique_ptr<Decoding> start_gpu_decoding(DecodingArguments arguments) {
+  return std::make_unique<GpuDecoding>(arguments);
+}
+
+}  // namespace mlx_h2o

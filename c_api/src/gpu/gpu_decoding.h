@@ -1,0 +1,14 @@
+// Decoding in one fused step on a GPU: overwrite, attend, update; nothing is read back
+// (python/mlx_h2o/gpu_decoding.py).
+#pragma once
+
+#include "../decoding.h"
+
+namespace mlx_h2o {
+
+// Whether there are kernels for rows [..., D] and [..., Dv], and they write in place here.
+bool gpu_can_decode(const mx::array& keys, const mx::array& values);
+
+std::unique_ptr<Decoding> start_gpu_decoding(DecodingArguments arguments);
+
+}  // namespace mlx_h2o

@@ -1,0 +1,178 @@
+#include "step_launches.h"
+
+#include "row_buffers.h"
+
+namespace mlx_h2o {
+
+namespace {
+
+constexpr int kKeptKeysSimdgroups = 8;
+constexpr int kUpdateSimdgroups = 16;
+
+const std::vector<std::string> kRemainderOut{
+    "counts_out", "mean_keys_out", "var_keys_out", "mean_values_out"};
+
+const Interface& overwrite_interface() {
+  static const Interface interface{
+      "overwrite",
+      joined_lists<std::string>(
+          {{"plan", "victims", "new_keys", "new_values"},
+           buffer_names("keys"),
+           buffer_names("values"),
+           {"positions", "norms"},
+           kRemainderBuffers}),
+      joined_lists<std::string>({kRemainderOut, {"slots_out"}}),
+      joined_lists<Absent::value_type>(
+          {absent_packing("keys"), absent_packing("values"), absent_inputs({"norms"}),
+           absent_inputs(kRemainderBuffers), absent_outputs(kRemainderOut)})};
+  return interface;
+}
+
+const Interface& kept_keys_interface() {
+  static const Interface interface{
+      "kept_keys",
+      joined_lists<std::string>({{"plan"}, buffer_names("keys"), {"slots"}}),
+      {"means", "worth"},
+      joined_lists<Absent::value_type>(
+          {absent_packing("keys"), absent_outputs({"means", "worth"})})};
+  return interface;
+}
+
+const Interface& update_interface() {
+  static const Interface interface{
+      "update",
+      {"plan", "weights", "victims", "logits", "lse", "distances", "means", "positions", "scores",
+       "norms", "slots"},
+      {"victims_out"},
+      absent_inputs({"logits", "distances", "means", "scores", "norms"})};
+  return interface;
+}
+
+mx::array kept_keys(
+    const StepPlan& plan, const Stored& keys, const mx::array& written, const std::string& wanted,
+    const mx::Shape& shape) {
+  Buffers inputs{{"plan", plan.integers()}, {"slots", written}};
+  add_buffers(inputs, "keys", keys);
+  return launch(
+             kept_keys_interface(), inputs, {{wanted, {shape, mx::float32}}},
+             joined_lists<Template::value_type>(
+                 {{{"D", keys.width()}},
+                  packing_of("keys", keys),
+                  {{"DIRECTIONS", wanted == "worth"}, {"SIMDS", kKeptKeysSimdgroups}}}),
+             {1, static_cast<int>(plan.heads.size()), keys.arrays[0].shape(0)},
+             kKeptKeysSimdgroups * kSimdgroup)
+      .at(wanted);
+}
+
+}  // namespace
+
+HeadRanges StepPlan::ranges() const {
+  HeadRanges all;
+  for (const StepHead& head : heads) {
+    all.starts.push_back(static_cast<int>(head.start));
+    all.lengths.push_back(head.length);
+  }
+  return all;
+}
+
+int StepPlan::attended() const {
+  int count = 0;
+  for (const StepHead& head : heads) count += head.length;
+  return count;
+}
+
+mx::array StepPlan::integers() const {
+  std::vector<int> all{offset,      slots, attended(), static_cast<int>(heads.size()),
+                       evict_every, sink,  0,          0};
+  int before = 0;
+  for (const StepHead& head : heads) {
+    const int start = static_cast<int>(head.start);
+    all.insert(
+        all.end(), {start, head.length, before, head.recent, head.victim, int(head.choose), 0, 0});
+    before += head.length;
+  }
+  return mx::array(all.begin(), {static_cast<int>(all.size())}, mx::int32);
+}
+
+mx::array overwrite(
+    const StepPlan& plan, const SlotArrays& slots, const mx::array& victims,
+    const mx::array& new_keys, const mx::array& new_values, std::optional<Remainder>& remainder) {
+  const int B = new_keys.shape(0), H = new_keys.shape(1);
+  Buffers inputs{
+      {"plan", plan.integers()},
+      {"victims", victims},
+      {"new_keys", new_keys},
+      {"new_values", new_values},
+      {"positions", slots.positions}};
+  add_buffers(inputs, "keys", slots.keys);
+  add_buffers(inputs, "values", slots.values);
+  if (slots.norms) inputs.emplace("norms", *slots.norms);
+  Outputs outputs{{"slots_out", {{B, H}, mx::int32}}};
+  if (remainder) {
+    add_remainder(inputs, *remainder);
+    for (size_t i = 0; i < kRemainderOut.size(); ++i)
+      outputs.emplace(
+          kRemainderOut[i], std::pair(inputs.at(kRemainderBuffers[i]).shape(), mx::float32));
+  }
+  const Buffers written = launch(
+      overwrite_interface(), inputs, outputs,
+      joined_lists<Template::value_type>(
+          {{{"T", row_dtype(slots.keys)}, {"D", new_keys.shape(3)}, {"DV", new_values.shape(3)}},
+           packing_of("keys", slots.keys),
+           packing_of("values", slots.values),
+           {{"REMEMBERS", remainder.has_value()}, {"NORMS", slots.norms.has_value()}}}),
+      {1, H, B}, kSimdgroup);
+  if (remainder)
+    remainder = Remainder{
+        written.at(kRemainderOut[0]), written.at(kRemainderOut[1]), written.at(kRemainderOut[2]),
+        written.at(kRemainderOut[3])};
+  return written.at("slots_out");
+}
+
+mx::array mean_kept_keys(const StepPlan& plan, const Stored& keys, const mx::array& written) {
+  const int heads = static_cast<int>(plan.heads.size());
+  return kept_keys(plan, keys, written, "means", {keys.arrays[0].shape(0), heads, keys.width()});
+}
+
+mx::array unlike_directions(const StepPlan& plan, const Stored& keys, const mx::array& written) {
+  return kept_keys(plan, keys, written, "worth", {keys.arrays[0].shape(0), plan.attended()});
+}
+
+mx::array update(
+    const StepPlan& plan, const SlotArrays& slots, const PolicyForm& policy,
+    const VectorAttended& attended, const mx::array& victims, const mx::array& written,
+    const std::optional<mx::array>& means, const std::optional<mx::array>& worth) {
+  const int B = victims.shape(0), H = victims.shape(1);
+  const bool scored = policy.score != Score::none;
+  Buffers inputs{
+      {"plan", plan.integers()},
+      {"weights", mx::array({policy.decay, 1.0f, policy.mass_weight, -policy.age_weight})},
+      {"victims", victims},
+      {"lse", *attended.lse},
+      {"positions", slots.positions},
+      {"slots", written}};
+  const auto add = [&](const char* name, const std::optional<mx::array>& array) {
+    if (array) inputs.emplace(name, *array);
+  };
+  add("logits", scored ? attended.logits : std::nullopt);
+  add("distances", worth ? worth : attended.distances);
+  add("means", means);
+  add("scores", scored ? slots.scores : std::nullopt);
+  add("norms", slots.norms);
+  bool ranks = false;
+  for (const StepHead& head : plan.heads) ranks = ranks || head.choose;
+  return launch(
+             update_interface(), inputs, {{"victims_out", {victims.shape(), mx::int32}}},
+             {{"D", slots.keys.width()},
+              {"G", attended.lse->shape(1) / H},
+              {"SCORE", static_cast<int>(policy.score)},
+              {"PRIORITY", static_cast<int>(ranks ? policy.priority : Priority::age)},
+              {"AGE", policy.age_normalised},
+              {"VALUES", slots.norms.has_value()},
+              {"HEADS", policy.per_layer ? H : 1},
+              {"SIMDS", kUpdateSimdgroups}},
+             {1, policy.per_layer ? 1 : H, B}, kUpdateSimdgroups * kSimdgroup)
+      .at("victims_out");
+}
+
+}  // namespace mlx_h2o

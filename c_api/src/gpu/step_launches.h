@@ -1,0 +1,50 @@
+// Launches of the kernels around attention in a decode step
+// (python/mlx_h2o/backends/step_launches.py).
+#pragma once
+
+#include "attention_launches.h"
+
+namespace mlx_h2o {
+
+// What a layer does in a step.
+struct StepPlan {
+  int offset;  // the next logical position; the new token's is one less
+  int slots;   // S, of the flat buffers
+  int sink, evict_every;
+  std::vector<StepHead> heads;
+
+  HeadRanges ranges() const;
+  int attended() const;  // slots that all heads attend to
+  // In the layout of metal/decode_step.h.
+  mx::array integers() const;
+};
+
+// A layer's slots in flat buffers, which the kernels change in place.
+struct SlotArrays {
+  Stored keys, values;                             // [B, S, width]
+  mx::array positions;                             // [B, S] int32
+  std::optional<mx::array> scores = std::nullopt;  // [B, S]
+  std::optional<mx::array> norms = std::nullopt;   // ||v|| [B, S], where the policy weighs by it
+};
+
+// Writes each head's new row [B, H, 1, width], in place, and folds the row that was there into the
+// remainder, if there is one. What it returns [B, H] int32 are the slots that were written; any
+// kernel that reads the slots afterwards must take that array, or nothing says that it comes later.
+mx::array overwrite(
+    const StepPlan& plan, const SlotArrays& slots, const mx::array& victims,
+    const mx::array& new_keys, const mx::array& new_values, std::optional<Remainder>& remainder);
+
+// The mean of each head's keys [B, H, D].
+mx::array mean_kept_keys(const StepPlan& plan, const Stored& keys, const mx::array& written);
+
+// 1 - cos(key, mean direction of its head's keys) [B, attended slots].
+mx::array unlike_directions(const StepPlan& plan, const Stored& keys, const mx::array& written);
+
+// Brings the scores up to date, in place, and names the next victims [B, H, evict_every] int32.
+// `means` are those from which distances were measured, `worth` is for Priority::direction.
+mx::array update(
+    const StepPlan& plan, const SlotArrays& slots, const PolicyForm& policy,
+    const VectorAttended& attended, const mx::array& victims, const mx::array& written,
+    const std::optional<mx::array>& means, const std::optional<mx::array>& worth);
+
+}  // namespace mlx_h2o
