@@ -10,6 +10,14 @@ import PackageDescription
 #endif
 let isLinux = (Context.environment["MLX_H2O_PACKAGES"] ?? usual) == "linux"
 
+// What Apple's systems have.
+let system: [Target.Dependency] =
+    isLinux
+    ? [
+        .product(name: "CryptoKit", package: "Linux"),
+        .product(name: "DispatchMemoryPressure", package: "Linux"),
+    ] : []
+
 let package = Package(
     name: "mlx-h2o",
     platforms: [.macOS(.v14), .iOS(.v17), .visionOS(.v1)],
@@ -28,7 +36,7 @@ let package = Package(
                 .product(name: "MLXNN", package: isLinux ? "Linux" : "mlx-swift"),
                 .product(name: "MLXLMCommon", package: isLinux ? "Linux" : "mlx-swift-lm"),
                 .product(name: "MLXLLM", package: isLinux ? "Linux" : "mlx-swift-lm"),
-            ],
+            ] + system,
             path: "swift/Sources/MLXH2O",
             swiftSettings: isLinux ? [.define("STAND_INS")] : []),
         .executableTarget(

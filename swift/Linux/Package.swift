@@ -3,7 +3,8 @@ import PackageDescription
 
 // Stand-ins for mlx-swift and mlx-swift-lm, so that MLXH2O builds and is tested without a Mac:
 // modules of the same names with the same signatures, as far as MLXH2O uses them, and real
-// arithmetic, by the mlx-c subset of c_api/mlx_c over the MLX wheel's CPU backend.
+// arithmetic, by the mlx-c subset of c_api/mlx_c over the MLX wheel's CPU backend. And for two
+// things of Apple's systems: CryptoKit, and what Linux's Dispatch lacks.
 let package = Package(
     name: "Linux",
     products: [
@@ -11,6 +12,8 @@ let package = Package(
         .library(name: "MLXNN", targets: ["MLXNN"]),
         .library(name: "MLXLMCommon", targets: ["MLXLMCommon"]),
         .library(name: "MLXLLM", targets: ["MLXLLM"]),
+        .library(name: "CryptoKit", targets: ["CryptoKit"]),
+        .library(name: "DispatchMemoryPressure", targets: ["DispatchMemoryPressure"]),
     ],
     targets: [
         .systemLibrary(name: "Cmlx", pkgConfig: "mlxc"),
@@ -18,6 +21,12 @@ let package = Package(
         .target(name: "MLXNN", dependencies: ["MLX"]),
         .target(name: "MLXLMCommon", dependencies: ["MLX", "MLXNN"]),
         .target(name: "MLXLLM", dependencies: ["MLX", "MLXLMCommon", "MLXNN"]),
-        .testTarget(name: "LinuxTests", dependencies: ["MLX", "MLXNN", "MLXLMCommon", "MLXLLM"]),
+        .target(name: "CryptoKit"),
+        .target(name: "DispatchMemoryPressure"),
+        .testTarget(
+            name: "LinuxTests",
+            dependencies: [
+                "MLX", "MLXNN", "MLXLMCommon", "MLXLLM", "CryptoKit", "DispatchMemoryPressure",
+            ]),
     ]
 )

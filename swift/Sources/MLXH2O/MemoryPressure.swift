@@ -1,7 +1,9 @@
+import Dispatch
 import Foundation
 
-#if canImport(Dispatch)
-    import Dispatch
+#if canImport(DispatchMemoryPressure)
+    // What Linux's Dispatch lacks.
+    import DispatchMemoryPressure
 #endif
 
 /// Asks caches in use for less memory; rows that no longer fit go into the remainder, not away.
@@ -14,9 +16,7 @@ public final class MemoryPressure: @unchecked Sendable {
     private var wanted = 1.0
     private var agreed = 1.0
     private var agreedAt = -1
-    #if canImport(Dispatch) && !os(Linux)
-        private var source: (any DispatchSourceMemoryPressure)?
-    #endif
+    private var source: (any DispatchSourceMemoryPressure)?
 
     /// No pressure yet.
     public init() {}
@@ -32,20 +32,27 @@ public final class MemoryPressure: @unchecked Sendable {
     }
 
     /// Lower budgets to a half when the system warns, and to a quarter when memory is critical.
-    /// Does nothing where the system has no such events.
+    ///
+    /// Once is enough: it goes on for as long as this object lives.
     public func observeSystem() {
-        #if canImport(Dispatch) && !os(Linux)
-            let source = DispatchSource.makeMemoryPressureSource(
-                eventMask: [.warning, .critical], queue: .global())
-            source.setEventHandler { [weak self, weak source] in
-                guard let source else { return }
-                self?.lower(to: source.data.contains(.critical) ? 0.25 : 0.5)
-            }
-            source.activate()
-            lock.lock()
-            self.source = source
-            lock.unlock()
-        #endif
+        let source = DispatchSource.makeMemoryPressureSource(
+            eventMask: [.warning, .critical], queue: .global())
+        source.setEventHandler { [weak self] in self?.obeySystem() }
+        lock.lock()
+        self.source = source
+        lock.unlock()
+        source.activate()
+    }
+
+    private func obeySystem() {
+        lock.lock()
+        let event: DispatchSource.MemoryPressureEvent = source?.data ?? []
+        lock.unlock()
+        if event.contains(.critical) {
+            lower(to: 0.25)
+        } else if event.contains(.warning) {
+            lower(to: 0.5)
+        }
     }
 
     /// The share for the step at a position: the first layer's answer holds for all of them, since

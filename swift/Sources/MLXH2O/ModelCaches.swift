@@ -1,30 +1,22 @@
 import MLX
 import MLXLMCommon
 
-/// What a trial step told about a plain KV cache of a model.
-struct LayerKind: Sendable {
-    /// Hk.
-    let heads: Int
-    let widths: RowWidths
-    /// Whether the model asked the cache to attend.
-    let attends: Bool
-}
-
 extension H2OConfiguration {
     // A head of a profile that could only choose among one or two tokens would choose nothing.
     private static let fewestChoices = 4
 
-    /// The model's own caches, with every plain KV cache replaced by a bounded one.
+    /// The model's own caches, with every plain KV cache replaced by a bounded one, members of a
+    /// `CacheList` too.
     ///
-    /// Runs the model for one token to see how it attends. Sliding-window and state-space caches
-    /// stay as the model made them.
+    /// Runs the model for one token to see how it attends. Sliding-window, state-space and other
+    /// caches stay as the model made them.
     ///
     /// - Parameter model: Any model of mlx-swift-lm, or your own.
     /// - Throws: ``H2OError``: a policy that this model cannot run, a budget without room to evict, a
     ///   profile of another model, or a layer that cannot be bounded.
     public func caches(for model: any LanguageModel) throws -> [any KVCache] {
-        let plain = try plainCaches(of: model)
-        return try caches(for: model, plain: plain, kinds: layerKinds(of: model, plain: plain))
+        let trial = try trial(of: model, with: plainCaches(of: model))
+        return try caches(for: model, plain: plainCaches(of: model), trial: trial)
     }
 
     /// The model's own caches, without a bound.
@@ -33,13 +25,13 @@ extension H2OConfiguration {
         return try model.newCache(parameters: nil)
     }
 
-    /// The same, knowing how the model attends.
+    /// The same, knowing how the model attends to each member of these caches, which are fresh.
     func caches(
-        for model: any LanguageModel, plain: [any KVCache], kinds: [LayerKind?]
+        for model: any LanguageModel, plain: [any KVCache], trial: TrialResult
     ) throws -> [any KVCache] {
-        let name = String(describing: type(of: model))
+        let name = String(describing: type(of: model)), kinds = trial.kinds
         if compatibility == .requireAllLayers {
-            for (layer, (cache, kind)) in zip(plain, kinds).enumerated()
+            for ((layer, cache), kind) in zip(placedMembers(of: plain), kinds)
             where kind == nil && !isBoundedItself(cache) {
                 throw H2OError.partial(
                     "Layer \(layer) of \(name) has a \(type(of: cache)), which cannot be bounded: "
@@ -48,7 +40,8 @@ extension H2OConfiguration {
         }
         let bounded = kinds.compactMap { $0 }
         guard !bounded.isEmpty else {
-            throw H2OError.partial("\(name) has no plain KV cache to bound.")
+            throw H2OError.partial(
+                "\(name) has no plain KV cache to bound: its own caches are all there is.")
         }
         let attends = bounded.allSatisfy(\.attends)
         let policy = policy ?? (attends ? Distinct() : Distinct.keysOnly)
@@ -59,13 +52,26 @@ extension H2OConfiguration {
             throw H2OError.configuration(
                 "\(name) attends by itself and cannot read packed keys and values.")
         }
+        if !attends && remainder && trial.mayShareMasks {
+            // The mask that weighs plain rows fits a bounded cache's rows only.
+            guard compatibility == .allowPartial else {
+                throw H2OError.partial(
+                    "\(name) may give one mask to layers with caches of several kinds, where evicted "
+                        + "tokens cannot go on answering: pass remainder: false, or compatibility: "
+                        + ".allowPartial to do without them.")
+            }
+            var forgetful = self
+            forgetful.remainder = false
+            return try forgetful.caches(for: model, plain: plain, trial: trial)
+        }
         var budgets = try sharedOut(model, bounded, policy: policy, attends: attends).makeIterator()
-        return try zip(plain, kinds).map { cache, kind in
-            guard kind != nil else { return cache }
+        let bound = try zip(placedMembers(of: plain), kinds).map { member, kind -> any KVCache in
+            guard kind != nil else { return member.cache }
             return try H2OKVCache(
                 .heads(budgets.next()!), policy: policy, remainder: remainder, attends: attends,
                 packing: packing, pressure: pressure)
         }
+        return replacingMembers(of: plain, with: bound)
     }
 
     /// Slots per bounded layer and head.
@@ -120,118 +126,52 @@ extension H2OConfiguration {
         return candidates.first { $0.model.difference(from: identity) == nil }
     }
 
-    /// How the model attends to each of its plain caches; nil for other caches.
-    func layerKinds(of model: any LanguageModel, plain: [any KVCache]) throws -> [LayerKind?] {
-        let trials = plain.map { type(of: $0) == KVCacheSimple.self ? TrialCache() : nil }
-        let caches = zip(plain, trials).map { cache, trial in trial ?? cache.copy() }
+    /// What a step with these caches tells, which are of no use afterwards.
+    func trial(of model: any LanguageModel, with plain: [any KVCache]) throws -> TrialResult {
+        let members = placedMembers(of: plain).map(\.cache)
+        // Caches of other kinds are what the model takes them for, and cannot be watched.
+        let trials = members.map { cache in
+            type(of: cache) == KVCacheSimple.self || type(of: cache) == RotatingKVCache.self
+                ? TrialCache(maxSize: cache.maxSize) : nil
+        }
+        let tried = trials.compactMap { $0 }.filter { $0.maxSize == nil }
+        guard !tried.isEmpty else {
+            return TrialResult(kinds: members.map { _ in nil }, mayShareMasks: false)
+        }
+        let caches = replacingMembers(of: plain, with: zip(members, trials).map { $1 ?? $0 })
         let output = model(
             LMInput.Text(tokens: MLXArray([0] as [Int32], [1, 1])), cache: caches, state: nil)
         eval(output.logits)
-        if trials.contains(where: { $0?.windowed == true }) {
+        let name = String(describing: type(of: model))
+        if tried.contains(where: \.isWindowed) {
             throw H2OError.partial(
-                "\(type(of: model)) masks a sliding window over a full cache, which a bounded cache "
-                    + "cannot serve.")
+                "\(name) masks a sliding window over a full cache, which a bounded cache cannot serve."
+            )
         }
-        return trials.map { $0?.kind }
+        if tried.contains(where: \.isRead) {
+            throw H2OError.partial(
+                "\(name) reads the rows of its caches by itself, which a bounded cache cannot serve."
+            )
+        }
+        let stock = tried.contains { $0.kind?.attends == false }
+        if stock && !tried.contains(where: \.isAskedForMasks) {
+            throw H2OError.partial(
+                "\(name) makes its masks without asking its caches, which a bounded cache cannot "
+                    + "serve.")
+        }
+        let windows = trials.compactMap { $0 }.filter { $0.maxSize != nil }
+        // A state of fixed size has no rows to mask.
+        let unwatched = zip(members, trials).contains { $1 == nil && !($0 is ArraysCache) }
+        return TrialResult(
+            kinds: trials.map { $0?.maxSize == nil ? $0?.kind : nil },
+            mayShareMasks: unwatched
+                || !windows.isEmpty && !windows.contains(where: \.isAskedForMasks))
     }
 
-    /// Whether a cache's memory has a bound of its own: a window, or a state of fixed size.
+    /// Whether a cache's memory has a bound of its own: a window, chunks, or a state of fixed size.
     private func isBoundedItself(_ cache: any KVCache) -> Bool {
-        cache.maxSize != nil
-            || ["MambaCache", "ArraysCache"].contains(String(describing: type(of: cache)))
-    }
-}
-
-/// A plain cache for one step that notes how the model attends to it.
-private final class TrialCache: AttendingKVCache {
-    var kind: LayerKind?
-    var windowed = false
-    let attends = true
-    var offset = 0
-    let maxSize: Int? = nil
-    var state: [MLXArray] = []
-    var metaState: [String] = []
-    let isTrimmable = false
-
-    func innerState() -> [MLXArray] { [] }
-    func trim(_ n: Int) -> Int { 0 }
-    func copy() -> any KVCache { TrialCache() }
-
-    private func note(_ keys: MLXArray, _ values: MLXArray, attends: Bool) {
-        kind = LayerKind(
-            heads: keys.dim(1),
-            widths: RowWidths(
-                key: keys.dim(3), value: values.dim(3), keySize: keys.dtype.size,
-                valueSize: values.dtype.size),
-            attends: attends)
-    }
-
-    func update(keys: MLXArray, values: MLXArray) -> (MLXArray, MLXArray) {
-        note(keys, values, attends: false)
-        return (keys, values)
-    }
-
-    func attend(
-        queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float,
-        mask: MLXFast.ScaledDotProductAttentionMaskMode, sinks: MLXArray?
-    ) -> MLXArray {
-        note(keys, values, attends: true)
-        return MLXFast.scaledDotProductAttention(
-            queries: queries, keys: keys, values: values, scale: scale, mask: mask,
-            sinks: sinks?.asType(queries.dtype))
-    }
-
-    func makeMask(
-        n: Int, windowSize: Int?, returnArray: Bool
-    ) -> MLXFast.ScaledDotProductAttentionMaskMode {
-        windowed = windowed || windowSize != nil
-        return .none
-    }
-}
-
-/// One entry of a model's cache list.
-public struct LayerDescription: Sendable, CustomStringConvertible {
-    /// Its place in the list.
-    public let layer: Int
-    /// The cache's class.
-    public let kind: String
-    /// Whether its memory is bounded by this library.
-    public let isBounded: Bool
-    /// Why, or why not.
-    public let reason: String
-    /// Slots per KV head of a bounded cache, once known.
-    public let budgets: [Int]?
-    /// Bytes held now.
-    public let nbytes: Int
-
-    public var description: String {
-        "layer \(layer): \(kind), \(isBounded ? "bounded" : "left as it is"): \(reason) "
-            + "(\(nbytes) bytes)"
-    }
-}
-
-/// Per layer what is bounded and what is not, and why.
-public func describe(_ caches: [any KVCache]) -> [LayerDescription] {
-    caches.enumerated().map { layer, cache in
-        let kind = String(describing: type(of: cache))
-        guard let cache = cache as? H2OKVCache else {
-            let reason =
-                cache.maxSize.map { "the model's own window of \($0) tokens" }
-                ?? "a cache of the model's own kind"
-            let bytes = cache.innerState().reduce(0) { $0 + $1.nbytes }
-            return LayerDescription(
-                layer: layer, kind: kind, isBounded: false, reason: reason, budgets: nil,
-                nbytes: bytes)
-        }
-        var answer = cache.remainderAnswers ? "evicted tokens go on answering" : "no remainder"
-        if !cache.attends && cache.remainderAnswers { answer += ", as plain rows" }
-        let sizes = cache.budgets ?? [], spread = Set(sizes).sorted()
-        let slots =
-            spread.count > 1
-            ? "\(spread.first!) to \(spread.last!)" : (spread.first.map(String.init) ?? "unknown")
-        return LayerDescription(
-            layer: layer, kind: kind, isBounded: true,
-            reason: "\(slots) slots a KV head, policy \(type(of: cache.policy).name), \(answer)",
-            budgets: cache.budgets, nbytes: cache.nbytes)
+        // Its chunk size is told by nothing else.
+        if let cache = cache as? ChunkedKVCache { return cache.metaState.first != "None" }
+        return cache.maxSize != nil || cache is ArraysCache
     }
 }

@@ -5,6 +5,11 @@ import Testing
 
 @testable import MLXH2O
 
+#if canImport(DispatchMemoryPressure)
+    import Dispatch
+    import DispatchMemoryPressure
+#endif
+
 /// Properties of the cache that hold for every policy and store.
 @Suite(.serialized) struct CacheTests {
     static let stores: [(name: String, packing: Packing)] = [
@@ -139,6 +144,34 @@ import Testing
             #expect(zip(held, folded).allSatisfy { $0 + $1 == 67 })
         }
     }
+
+    #if canImport(DispatchMemoryPressure)  // where a test can have the system complain
+        @Test(.timeLimit(.minutes(1))) func theSystemsComplaintsAreObeyed() async throws {
+            let pressure = MemoryPressure(), rows = RowStream(tokens: 120)
+            pressure.observeSystem()
+            let cache = try H2OKVCache(.heads([64, 64]), pressure: pressure)
+            rows.run(cache, [80] + ones(5))
+            for (event, share) in [(DispatchSource.MemoryPressureEvent.warning, 2), (.critical, 4)]
+            {
+                DispatchSource.simulateMemoryPressure(event)
+                // The handler runs on a queue of its own.
+                while pressure.share(at: -2) > 1 / Double(share) {
+                    _ = pressure.share(at: -1)
+                    try await Task.sleep(for: .milliseconds(1))
+                }
+                rows.run(cache, ones(5))
+                #expect(cache.budgets == [64 / share, 64 / share])
+                #expect(cache.keptPositions()[0].map(\.count) == cache.budgets)
+                let folded = Float(cache.offset - 64 / share)
+                #expect(cache.remainder!.count.asArray(Float.self) == [folded, folded])
+            }
+            // A warning after a critical event gives nothing back.
+            DispatchSource.simulateMemoryPressure(.warning)
+            try await Task.sleep(for: .milliseconds(20))
+            rows.run(cache, ones(2))
+            #expect(cache.budgets == [16, 16])
+        }
+    #endif
 
     @Test func bytesAreABound() throws {
         for (name, packing) in Self.stores {

@@ -64,6 +64,40 @@ import Testing
         }
     }
 
+    /// As a chat does it: one list of caches, and an iterator over the new message for every turn.
+    @Test func conversationsGoOnInTheSameMemory() throws {
+        let stock = try stock(), own = try own()
+        try own.update(parameters: stock.parameters(), verify: .all)
+        for (model, policy) in [(stock, nil), (own, Distinct()), (own, H2O())]
+            as [(any LanguageModel, (any Policy)?)]
+        {
+            func answers(_ caches: [any KVCache], after: () -> Void = {}) throws -> [[Int]] {
+                try (0 ..< 5).map { turn in
+                    defer { after() }
+                    return try generated(model, caches, prompt: 20 + turn, tokens: 8)
+                }
+            }
+            let plain = (0 ..< 3).map { _ in KVCacheSimple() }
+            let wide = try H2OConfiguration(budget: .tokens(400), policy: policy)
+            let expected = try answers(plain)
+            #expect(try answers(wide.caches(for: model)) == expected)
+            let caches = try H2OConfiguration(budget: .tokens(48), policy: policy)
+                .caches(for: model).map { $0 as! H2OKVCache }
+            var said = 0, turn = 0
+            let found = try answers(caches) {
+                said += 20 + turn + 8
+                turn += 1
+                for cache in caches {
+                    #expect(cache.offset == said && cache.physicalLength <= 48)
+                    let kept = cache.keptPositions()[0].map { Float($0.count) }
+                    let folded = cache.evictedRemainder!.count.asArray(Float.self)
+                    #expect(zip(kept, folded).allSatisfy { $0 + $1 == Float(said) })
+                }
+            }
+            #expect(found.allSatisfy { $0.count == 8 } && found[0] == expected[0])
+        }
+    }
+
     @Test func stockModelsRefusePoliciesThatNeedAttention() throws {
         let model = try stock()
         #expect(throws: H2OError.policyNeedsAttention(policy: "h2o", model: "Qwen3Model")) {

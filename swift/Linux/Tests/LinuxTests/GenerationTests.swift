@@ -47,6 +47,47 @@ import Testing
         }
     }
 
+    @Test func chunkedCacheForgetsAllButAChunk() {
+        let cache = ChunkedKVCache(chunkSize: 4)
+        for range in [0 ..< 3, 3 ..< 9, 9 ..< 10] {
+            cache.maybeTrimFront()
+            let (keys, values) = cache.update(keys: rows(range), values: -rows(range))
+            let first = range.lowerBound == 9 ? 5 : 0
+            #expect(keys.asArray(Int.self) == Array(first ..< range.upperBound))
+            #expect(values.asArray(Int.self) == (first ..< range.upperBound).map { -$0 })
+        }
+        #expect(cache.offset == 10 && cache.metaState == ["4", "5"])
+        #expect(ChunkedKVCache().metaState == ["None", "0"])
+    }
+
+    @Test func quantizedCacheKeepsEverything() {
+        let cache = QuantizedKVCache(groupSize: 32, bits: 8)
+        let rows = MLXRandom.normal([1, 2, 5, 32], key: MLXRandom.key(0))
+        _ = cache.updateQuantized(keys: rows[0..., 0..., ..<3], values: rows[0..., 0..., ..<3])
+        let (keys, _) = cache.updateQuantized(
+            keys: rows[0..., 0..., 3...], values: rows[0..., 0..., 3...])
+        let found = dequantized(keys.0, scales: keys.1, biases: keys.2, groupSize: 32, bits: 8)
+        #expect(cache.offset == 5 && cache.innerState().count == 6)
+        #expect(allClose(found, rows, atol: 0.02).item(Bool.self))
+    }
+
+    @Test func listsOfCaches() {
+        let inner = CacheList(KVCacheSimple(), KVCacheSimple())
+        let list = CacheList(MambaCache(), inner)
+        (list[0] as! MambaCache)[1] = MLXArray(3)
+        let copy = list.copy() as! CacheList
+        var seen: [String] = []
+        list.mapChildren { child in
+            seen.append("\(type(of: child))")
+            return child is MambaCache ? child : RotatingKVCache(maxSize: 4)
+        }
+        #expect(seen == ["MambaCache", "KVCacheSimple", "KVCacheSimple"])
+        #expect((list[1] as! CacheList) === inner && inner[1] is RotatingKVCache)
+        #expect((copy[1] as! CacheList)[1] is KVCacheSimple)
+        #expect((copy[0] as! MambaCache)[1]?.item(Int.self) == 3)
+        #expect(list.innerState().count == 1 && !list.isTrimmable)
+    }
+
     @Test func masks() {
         let causal = createCausalMask(n: 2, offset: 3).asArray(Bool.self)
         #expect(causal == [true, true, true, true, false, true, true, true, true, true])

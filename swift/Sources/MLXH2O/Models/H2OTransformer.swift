@@ -11,7 +11,7 @@ final class H2OTransformer: Module, LLMModel, H2OModel {
     let model: TransformerLayers
     @ModuleInfo(key: "lm_head") var head: Linear?
     // How the model attends to its caches, found out when the first ones are made.
-    private let kinds = Kinds()
+    private let trial = Trial()
 
     init(configurationData: Data, h2o: H2OConfiguration) throws {
         configuration = try JSONDecoder().decode(
@@ -49,20 +49,20 @@ final class H2OTransformer: Module, LLMModel, H2OModel {
         do {
             let h2o = try parameters?.maxKVSize.map { try self.h2o.with(budget: .tokens($0)) }
             return try (h2o ?? self.h2o).caches(
-                for: self, plain: plainCaches(), kinds: kinds.found(for: self, self.h2o))
+                for: self, plain: plainCaches(), trial: trial.found(for: self, self.h2o))
         } catch {
             fatalError(error.localizedDescription)
         }
     }
 
-    private final class Kinds {
-        private var known: [LayerKind?]?
+    private final class Trial {
+        private var known: TrialResult?
 
-        func found(for model: H2OTransformer, _ h2o: H2OConfiguration) throws -> [LayerKind?] {
+        func found(for model: H2OTransformer, _ h2o: H2OConfiguration) throws -> TrialResult {
             if let known { return known }
-            let kinds = try h2o.layerKinds(of: model, plain: model.plainCaches())
-            known = kinds
-            return kinds
+            let result = try h2o.trial(of: model, with: model.plainCaches())
+            known = result
+            return result
         }
     }
 }

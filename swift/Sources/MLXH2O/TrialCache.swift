@@ -1,0 +1,88 @@
+import MLX
+import MLXLMCommon
+
+/// What a trial step told about a plain KV cache of a model.
+struct LayerKind: Sendable {
+    /// Hk.
+    let heads: Int
+    let widths: RowWidths
+    /// Whether the model asked the cache to attend.
+    let attends: Bool
+}
+
+/// What a trial step told about a model.
+struct TrialResult {
+    /// How the model attends to each of its plain caches, members of a `CacheList` too; nil for other
+    /// caches.
+    let kinds: [LayerKind?]
+    /// Whether a mask that a plain cache makes may be given to a layer with a cache of another kind,
+    /// which holds other rows.
+    let mayShareMasks: Bool
+}
+
+/// A cache for one step, in the place of a plain one or of a window, that notes what the model does
+/// with it.
+final class TrialCache: AttendingKVCache {
+    /// How the model attends; nil while it has not.
+    private(set) var kind: LayerKind?
+    /// Whether the model asked for a sliding window's mask.
+    private(set) var isWindowed = false
+    /// Whether the model asked for masks at all.
+    private(set) var isAskedForMasks = false
+    /// Whether the model reads the rows otherwise than by attending (layers that share them).
+    private(set) var isRead = false
+
+    let attends = true
+    var offset = 0
+    let maxSize: Int?
+    var metaState: [String] = []
+    let isTrimmable = false
+    private var rows: [MLXArray] = []
+
+    init(maxSize: Int? = nil) { self.maxSize = maxSize }
+
+    var state: [MLXArray] {
+        get {
+            isRead = true
+            return rows
+        }
+        set { rows = newValue }
+    }
+
+    func innerState() -> [MLXArray] { [] }
+    func trim(_ n: Int) -> Int { 0 }
+    func copy() -> any KVCache { TrialCache(maxSize: maxSize) }
+
+    private func note(_ keys: MLXArray, _ values: MLXArray, attends: Bool) {
+        rows = [keys, values]
+        kind = LayerKind(
+            heads: keys.dim(1),
+            widths: RowWidths(
+                key: keys.dim(3), value: values.dim(3), keySize: keys.dtype.size,
+                valueSize: values.dtype.size),
+            attends: attends)
+    }
+
+    func update(keys: MLXArray, values: MLXArray) -> (MLXArray, MLXArray) {
+        note(keys, values, attends: false)
+        return (keys, values)
+    }
+
+    func attend(
+        queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float,
+        mask: MLXFast.ScaledDotProductAttentionMaskMode, sinks: MLXArray?
+    ) -> MLXArray {
+        note(keys, values, attends: true)
+        return MLXFast.scaledDotProductAttention(
+            queries: queries, keys: keys, values: values, scale: scale, mask: mask,
+            sinks: sinks?.asType(queries.dtype))
+    }
+
+    func makeMask(
+        n: Int, windowSize: Int?, returnArray: Bool
+    ) -> MLXFast.ScaledDotProductAttentionMaskMode {
+        isAskedForMasks = true
+        isWindowed = isWindowed || windowSize != nil
+        return .none
+    }
+}
