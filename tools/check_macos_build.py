@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compiles and links the extension for Apple's computers, on any machine.
+"""Compiles and links the extension and the C API for Apple's computers, on any machine.
 
 Needs ziglang from PyPI, which is a compiler for macOS, and what pip downloads: MLX's macOS wheel
 and nanobind. Says so and succeeds where they cannot be had; fails where something does not compile
@@ -22,11 +22,14 @@ from wheels import NoWheel, fetch, fetch_macos_mlx
 
 ROOT = Path(__file__).parents[1]
 PYTHON = ROOT / "python"
+C_API = ROOT / "c_api"
 TARGET = "aarch64-macos.14.0"
 WARNINGS = ("-Wall", "-Wextra")
 # As python/CMakeLists.txt and nanobind's CMake functions have them for a Mac.
 KERNEL_OPTIONS = (*WARNINGS, "-fno-math-errno", "-ffp-contract=fast", "-DMLX_H2O_ISA=baseline")
 BINDINGS_OPTIONS = (*WARNINGS, "-DNB_DOMAIN=mlx", "-fvisibility=hidden")
+# Looked at and linked, not run: no time for optimisation.
+C_API_OPTIONS = (*WARNINGS, "-O0", '-DMLX_H2O_VERSION="0"', "-fvisibility=hidden")
 NANOBIND_OPTIONS = (
     *("-DNB_BUILD", "-DNB_COMPACT_ASSERTIONS", "-DNB_DOMAIN=mlx"),
     *("-fno-strict-aliasing", "-fvisibility=hidden"),
@@ -51,19 +54,39 @@ class Build:
     nanobind: Path
     folder: Path
 
-    def extension(self) -> Path:
-        """Build everything.
+    def libraries(self) -> list[Path]:
+        """Build the extension, and the C API over the kernels that are in it.
 
         Raises:
             BuildError: With what the compiler or the linker said.
         """
-        objects = [self._object(source, *_options(source)) for source in sources()]
+        objects = {source: self._object(source, *_options(source)) for source in sources()}
         core = self.nanobind / "src" / "nb_combined.cpp"
-        objects.append(self._object(core, *NANOBIND_OPTIONS))
-        library = self.folder / "_ext.so"
-        mlx = self.mlx / "lib" / "libmlx.dylib"
-        self._run("-shared", *objects, mlx, self._python_stub(), "-o", library)
+        extension = [*objects.values(), self._object(core, *NANOBIND_OPTIONS)]
+        kernels = [built for source, built in objects.items() if source.name != "bindings.cpp"]
+        c_api = [self._object(source, *C_API_OPTIONS) for source in self._c_api_sources()]
+        return [
+            self._linked("_ext.so", *extension, self._python_stub()),
+            self._linked("libmlx_h2o.dylib", *kernels, *c_api),
+        ]
+
+    def _linked(self, name: str, *objects: Path) -> Path:
+        library = self.folder / name
+        self._run("-shared", *objects, self.mlx / "lib" / "libmlx.dylib", "-o", library)
         return library
+
+    def _c_api_sources(self) -> list[Path]:
+        """The library's and those of the mlx-c subset, and the kernels' texts as CMake has them."""
+        texts = sorted((ROOT / "metal").glob("*.metal")) + sorted((ROOT / "metal").glob("*.h"))
+        lines = [f'      {{"{path.name}", R"metal({path.read_text()})metal"}},' for path in texts]
+        template = (C_API / "cmake" / "kernel_files.cpp.in").read_text()
+        generated = self.folder / "kernel_files.cpp"
+        generated.write_text(template.replace("@KERNEL_FILES@", "\n".join([*lines, ""])))
+        return [
+            *sorted((C_API / "src").rglob("*.cpp")),
+            *sorted(C_API.glob("mlx_c/src/*.cpp")),
+            generated,
+        ]
 
     def _object(self, source: Path, *options: str) -> Path:
         found = (
@@ -72,8 +95,9 @@ class Build:
             self.nanobind / "ext" / "robin_map" / "include",
             sysconfig.get_path("include"),
         )
-        includes = [f"-I{PYTHON / 'src'}", *(f"-isystem{path}" for path in found)]
-        compiled = self.folder / f"{source.stem}.o"
+        own = (PYTHON / "src", C_API / "src", C_API / "include", C_API / "mlx_c" / "include")
+        includes = [*(f"-I{path}" for path in own), *(f"-isystem{path}" for path in found)]
+        compiled = self.folder / f"{'_'.join(source.parts[-3:])}.o"
         print(source.name, flush=True)
         said = self._run("-std=c++20", "-O2", "-c", *options, *includes, source, "-o", compiled)
         print(said, end="")
@@ -147,10 +171,12 @@ def main() -> None:
             print(f"Not checked: {error}")
             return
         try:
-            library = Build(mlx, nanobind, folder).extension()
+            libraries = Build(mlx, nanobind, folder).libraries()
         except BuildError as error:
-            sys.exit(f"{error}\nThe extension does not build for macOS.")
-        print(f"The extension compiles and links for {TARGET} ({library.stat().st_size} bytes).")
+            sys.exit(f"{error}\nThis does not build for macOS.")
+        for library in libraries:
+            size = library.stat().st_size
+            print(f"{library.name} compiles and links for {TARGET} ({size} bytes).")
 
 
 if __name__ == "__main__":
