@@ -68,7 +68,7 @@ class GpuDecoding : public Decoding {
     VectorCall call{scale, {}, sinks};
     if (answers_ && evicted) call.remainder = remainder_;
     call.means = means;
-    call.ranges = plan.ranges();
+    call.ranges = plan.ranges;
     call.wanted = policy_.score == Score::none ? VectorExport::lse : VectorExport::logits;
     call.architecture = *gpu_architecture();
     call.after = written;

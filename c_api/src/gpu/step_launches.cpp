@@ -51,7 +51,7 @@ const Interface& update_interface() {
 mx::array kept_keys(
     const StepPlan& plan, const Stored& keys, const mx::array& written, const std::string& wanted,
     const mx::Shape& shape) {
-  Buffers inputs{{"plan", plan.integers()}, {"slots", written}};
+  Buffers inputs{{"plan", plan.integers}, {"slots", written}};
   add_buffers(inputs, "keys", keys);
   return launch(
              kept_keys_interface(), inputs, {{wanted, {shape, mx::float32}}},
@@ -66,32 +66,22 @@ mx::array kept_keys(
 
 }  // namespace
 
-HeadRanges StepPlan::ranges() const {
-  HeadRanges all;
-  for (const StepHead& head : heads) {
-    all.starts.push_back(static_cast<int>(head.start));
-    all.lengths.push_back(head.length);
-  }
-  return all;
-}
-
-int StepPlan::attended() const {
-  int count = 0;
-  for (const StepHead& head : heads) count += head.length;
-  return count;
-}
-
-mx::array StepPlan::integers() const {
-  std::vector<int> all{offset,      slots, attended(), static_cast<int>(heads.size()),
-                       evict_every, sink,  0,          0};
-  int before = 0;
+StepPlan::StepPlan(int offset, int slots, int sink, int evict_every, std::vector<StepHead> of_heads)
+    : heads(std::move(of_heads)), integers(0) {
+  std::vector<int> lines;
   for (const StepHead& head : heads) {
     const int start = static_cast<int>(head.start);
-    all.insert(
-        all.end(), {start, head.length, before, head.recent, head.victim, int(head.choose), 0, 0});
-    before += head.length;
+    ranges.starts.push_back(start);
+    ranges.lengths.push_back(head.length);
+    lines.insert(
+        lines.end(),
+        {start, head.length, attended, head.recent, head.victim, int(head.choose), 0, 0});
+    attended += head.length;
   }
-  return mx::array(all.begin(), {static_cast<int>(all.size())}, mx::int32);
+  std::vector<int> all{offset,      slots, attended, static_cast<int>(heads.size()),
+                       evict_every, sink,  0,        0};
+  all.insert(all.end(), lines.begin(), lines.end());
+  integers = mx::array(all.begin(), {static_cast<int>(all.size())}, mx::int32);
 }
 
 mx::array overwrite(
@@ -99,7 +89,7 @@ mx::array overwrite(
     const mx::array& new_keys, const mx::array& new_values, std::optional<Remainder>& remainder) {
   const int B = new_keys.shape(0), H = new_keys.shape(1);
   Buffers inputs{
-      {"plan", plan.integers()},
+      {"plan", plan.integers},
       {"victims", victims},
       {"new_keys", new_keys},
       {"new_values", new_values},
@@ -135,7 +125,7 @@ mx::array mean_kept_keys(const StepPlan& plan, const Stored& keys, const mx::arr
 }
 
 mx::array unlike_directions(const StepPlan& plan, const Stored& keys, const mx::array& written) {
-  return kept_keys(plan, keys, written, "worth", {keys.arrays[0].shape(0), plan.attended()});
+  return kept_keys(plan, keys, written, "worth", {keys.arrays[0].shape(0), plan.attended});
 }
 
 mx::array update(
@@ -145,7 +135,7 @@ mx::array update(
   const int B = victims.shape(0), H = victims.shape(1);
   const bool scored = policy.score != Score::none;
   Buffers inputs{
-      {"plan", plan.integers()},
+      {"plan", plan.integers},
       {"weights", mx::array({policy.decay, 1.0f, policy.mass_weight, -policy.age_weight})},
       {"victims", victims},
       {"lse", *attended.lse},

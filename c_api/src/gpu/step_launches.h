@@ -8,15 +8,14 @@ namespace mlx_h2o {
 
 // What a layer does in a step.
 struct StepPlan {
-  int offset;  // the next logical position; the new token's is one less
-  int slots;   // S, of the flat buffers
-  int sink, evict_every;
-  std::vector<StepHead> heads;
+  // offset is the next logical position (the new token's is one less), slots S of the flat buffers.
+  StepPlan(int offset, int slots, int sink, int evict_every, std::vector<StepHead> heads);
 
-  HeadRanges ranges() const;
-  int attended() const;  // slots that all heads attend to
-  // In the layout of metal/decode_step.h.
-  mx::array integers() const;
+  const std::vector<StepHead> heads;
+  HeadRanges ranges;
+  int attended = 0;  // slots that all heads attend to
+  // In the layout of metal/decode_step.h: made once, for all launches of the step.
+  mx::array integers;
 };
 
 // A layer's slots in flat buffers, which the kernels change in place.
