@@ -9,9 +9,10 @@
 
 #include <tuple>
 
-#include "bandwidth.h"
+#include "blas.h"
 #include "mlx/version.h"
-#include "primitives.h"
+#include "primitives/attention.h"
+#include "primitives/decoding_layer.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
@@ -91,23 +92,40 @@ NB_MODULE(_ext, m) {
           [](DecodingLayer& self, const mx::array& q, const mx::array& k, const mx::array& v,
              float scale, const std::optional<mx::array>& sinks, int offset,
              const std::vector<HeadTuple>& heads, const std::optional<RecentTuple>& recent,
-             mx::StreamOrDevice s) {
+             bool undo, mx::StreamOrDevice s) {
             std::vector<StepHead> plan;
             plan.reserve(heads.size());
             for (const auto& [start, length, victim, recent, evicted, choose] : heads)
               plan.push_back({start, length, victim, recent, evicted, choose});
             std::optional<RecentStep> newest;
             if (recent) newest = {std::get<0>(*recent), std::get<1>(*recent), std::get<2>(*recent)};
-            return self.step(q, k, v, scale, sinks, offset, std::move(plan), newest, s);
+            std::vector<mx::array> before;
+            mx::array out = self.step(
+                q, k, v, scale, sinks, offset, std::move(plan), newest, s,
+                undo ? &before : nullptr);
+            return std::pair(std::move(out), std::move(before));
           },
           "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "offset"_a,
-          "heads"_a, "recent"_a = nb::none(), "stream"_a = nb::none(),
+          "heads"_a, "recent"_a = nb::none(), "undo"_a = false, "stream"_a = nb::none(),
           "One token; heads are (start, length, victim, recent, evicted, choose), recent is "
-          "(slot, length, leaving).")
+          "(slot, length, leaving). Returns out, and with undo what the step changes, as it was.")
       .def(
           "close", &DecodingLayer::close, "stream"_a = nb::none(),
           "The fields as arrays again; no step may follow.")
       .def_prop_ro("last_step", &DecodingLayer::last_step, "Ready when the last step has run.");
+
+  m.def(
+      "tracing",
+      [] {
+        // MLX does not export its own answer; an array marked as a tracer has it.
+        static const mx::array* const probe = [] {
+          auto* marked = new mx::array(0);
+          marked->set_tracer(true);
+          return marked;
+        }();
+        return probe->is_tracer();
+      },
+      "Whether a function is being traced (mx.compile, mx.grad, mx.vmap) and not run.");
 
   m.def("isa", [] { return kernels().name; }, "The instruction set in use.");
   m.def("threads", [] { return mlx_h2o::ThreadPool::shared().size(); });
@@ -115,11 +133,9 @@ NB_MODULE(_ext, m) {
       "set_threads", [](int threads) { mlx_h2o::ThreadPool::shared().resize(threads); },
       "threads"_a);
 
+  m.def("blas_file", &blas_file, "The file whose matrix products MLX calls; empty: unknown.");
   m.def(
-      "read_bandwidth", &read_bandwidth, "bytes"_a, nb::call_guard<nb::gil_scoped_release>(),
-      "Bytes per second at which a buffer of so many bytes is read once.");
-  m.def(
-      "job_seconds", &job_seconds, nb::kw_only(), "pooled"_a, "jobs"_a, "items"_a, "steps"_a = 0,
-      "gap"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
-      "Seconds of each job of `items` times `steps` multiplications, `gap` of them before each.");
+      "redirect_blas", &redirect_blas, "library"_a, "prefix"_a,
+      "Make MLX call another BLAS and LAPACK; returns how many functions changed.");
+  m.def("restore_blas", &restore_blas, "Make MLX call the BLAS that it was linked with.");
 }

@@ -1,4 +1,4 @@
-#include "bandwidth.h"
+#include "machine.h"
 
 #include <algorithm>
 #include <atomic>
@@ -44,14 +44,21 @@ uint64_t worked(int steps, uint64_t x) {
   return x;
 }
 
+// This module's pool, of the kernels' kind.
+ThreadPool& pool_of(int threads) {
+  auto& pool = ThreadPool::shared();
+  if (pool.size() != threads) pool.resize(threads);
+  return pool;
+}
+
 }  // namespace
 
-double read_bandwidth(size_t bytes) {
+double read_bandwidth(size_t bytes, int threads) {
   // Kept for the next call, since getting memory takes longer than reading it.
   static std::mutex one_at_a_time;
   static std::vector<Line> memory;
   std::lock_guard lock(one_at_a_time);
-  auto& pool = ThreadPool::shared();
+  auto& pool = pool_of(threads);
   const int pieces = static_cast<int>(std::max<size_t>(1, bytes / kPiece));
   if (memory.size() != size_t(pieces) * kLines) {
     // (Vectors fill themselves; memory never written may be one and the same page of zeros.)
@@ -74,12 +81,12 @@ double read_bandwidth(size_t bytes) {
   return *median;
 }
 
-std::vector<double> job_seconds(bool pooled, int jobs, int items, int steps, int gap) {
+std::vector<double> job_seconds(bool pooled, int threads, int jobs, int items, int steps, int gap) {
   std::atomic<uint64_t> sink{0};
   const auto job = [&](int i) {
     if (worked(steps, i) == 1) sink = 1;
   };
-  auto& pool = ThreadPool::shared();
+  auto& pool = pool_of(threads);
   std::vector<double> seconds;
   seconds.reserve(jobs);
   for (int n = 0; n < jobs; ++n) {
