@@ -3,11 +3,16 @@
 // Arrays are mlx_array handles of one reference; the caller frees those that it gets, and keeps
 // those that it gives. Results come first, as pointers to handles: an empty handle
 // (mlx_array_new()) or one that may be replaced, whose old array is released. The stream comes
-// last. A function returns 0, or 1 after an error, which leaves results as they were; what went
-// wrong is in mlx_h2o_last_error(). Nothing here exits, prints, or calls mlx-c's error handler.
+// last. A function returns 0, or 1 after an error, which leaves results, policies and caches as
+// they were (unless memory ran out); what went wrong is in mlx_h2o_last_error(). Errors are: a null
+// pointer or an empty handle where something is wanted, an array of another shape or dtype than is
+// said here, an axis of length 0, a number out of its range or not finite, a cache that is changed
+// while a function is traced (mlx_compile ...). Nothing here exits, prints, or calls mlx-c's error
+// handler. As in mlx-c, a handle that was freed is not noticed.
 //
 // Arrays are lazy, as everywhere in MLX: evaluate the outputs of each step (mlx_array_eval), and
-// all that the step changed is evaluated with them.
+// all that the step changed is evaluated with them. Their numbers are not looked at (a NaN gives
+// NaNs), but for indices, which are evaluated when they are given.
 //
 // On CPU streams the CPU kernels compute, on those of Apple GPUs the kernels of metal/, elsewhere
 // and without kernels (mlx_h2o_use_kernels) plain MLX operations. A cache and a policy may be used
@@ -16,6 +21,8 @@
 // Shapes: B batch, Hq query heads, Hk KV heads (Hq is a multiple), L queries, N keys, D and Dv the
 // widths of keys and values, S slots of all heads. "Floating" is float32, float16 or bfloat16; what
 // is not said to be otherwise is float32. An array that may be left out is an empty handle then.
+//
+// The steps that a cache is made of, one by one, are in mlx_h2o_golden.h, which is not installed.
 #ifndef MLX_H2O_H
 #define MLX_H2O_H
 
@@ -80,57 +87,8 @@ MLX_H2O_API int mlx_h2o_attention_quantized_with_scores(
     int group_size, const char* mask_mode, const mlx_array mask_arr, const mlx_array sinks,
     const mlx_stream s);
 
-// The attention that each key received: sum over queries, mean over the query heads of a KV head,
-// of exp(score - lse). scores [B, Hq, L, N], lse [B, Hq, L] -> [B, Hk, N].
-MLX_H2O_API int mlx_h2o_attention_mass(
-    mlx_array* res, const mlx_array scores, const mlx_array lse, int n_kv_heads,
-    const mlx_stream s);
-
-// -- the remainder --------------------------------------------------------------------------------
-
-// Statistics of evicted rows: count [B, Hk], mean_key and var_key [B, Hk, D], mean_value
-// [B, Hk, Dv]. A plain struct of four handles; all functions take and give all four.
-typedef struct mlx_h2o_remainder_ {
-  mlx_array count;
-  mlx_array mean_key;
-  mlx_array var_key;
-  mlx_array mean_value;
-} mlx_h2o_remainder;
-
-// Four empty handles, to be filled.
-MLX_H2O_API mlx_h2o_remainder mlx_h2o_remainder_new(void);
-MLX_H2O_API int mlx_h2o_remainder_free(mlx_h2o_remainder remainder);
-
-// Statistics of no rows.
-MLX_H2O_API int mlx_h2o_remainder_empty(
-    mlx_h2o_remainder* res, int batch, int n_kv_heads, int key_width, int value_width,
-    const mlx_stream s);
-
-// After rows keys [B, Hk, M, D] and values [B, Hk, M, Dv], floating, were added, in any order or
-// grouping. weights, if not empty, says how often each row counts and broadcasts to [B, Hk, M].
-MLX_H2O_API int mlx_h2o_remainder_fold(
-    mlx_h2o_remainder* res, const mlx_h2o_remainder remainder, const mlx_array keys,
-    const mlx_array values, const mlx_array weights, const mlx_stream s);
-
-// The logit [B, Hq, L] with which the evicted answer q [B, Hq, L, D]; minus infinity while there
-// are none.
-MLX_H2O_API int mlx_h2o_remainder_column(
-    mlx_array* res, const mlx_h2o_remainder remainder, const mlx_array q, float scale,
-    const mlx_stream s);
-
-// Attention and one more column together. out [B, Hq, L, Dv] floating, lse and logits [B, Hq, L],
-// values [B, Hk, Dv] (a remainder's mean_value) -> out and lse of the joint softmax.
-MLX_H2O_API int mlx_h2o_remainder_join(
-    mlx_array* res_out, mlx_array* res_lse, const mlx_array out, const mlx_array lse,
-    const mlx_array logits, const mlx_array values, const mlx_stream s);
-
-// The remainder as ordinary rows, for attention that is not ours: keys [B, Hk, rows, D] and values
-// [B, Hk, rows, Dv]; add log(count / rows) to their logits. rows is 1 or even.
-MLX_H2O_API int mlx_h2o_remainder_rows(
-    mlx_array* keys, mlx_array* values, const mlx_h2o_remainder remainder, int rows,
-    const mlx_stream s);
-
-// -- policies -------------------------------------------------------------------------------------
+// -- policies and prompts
+// ---------------------------------------------------------------------------
 
 // A way to choose what to forget (docs/policies.md).
 typedef struct mlx_h2o_policy_ {
@@ -179,49 +137,12 @@ MLX_H2O_API int mlx_h2o_evictable(
     mlx_array* res, const mlx_array positions, int offset, int sink, int recent,
     const mlx_stream s);
 
-// What each slot is worth keeping after a decode step, [B, Hk, N]; the lowest goes first.
-MLX_H2O_API int mlx_h2o_priority(
-    mlx_array* res, const mlx_h2o_policy policy, const mlx_h2o_slots slots, const mlx_stream s);
-
-// The same for a prompt. window_mass [B, Hk, N] is the mass that its last queries gave; empty where
-// the policy's prompt is "full".
-MLX_H2O_API int mlx_h2o_prompt_priority(
-    mlx_array* res, const mlx_h2o_policy policy, const mlx_h2o_slots slots,
-    const mlx_array window_mass, const mlx_stream s);
-
-// The `count` slots to free, [B, Hk, count] int32, worst first, ties to the oldest position.
-// priority, positions (int32) and evictable (bool) are [B, Hk, N], with at least `count` evictable
-// in each head. per_layer: the heads' mean priority decides for all.
-MLX_H2O_API int mlx_h2o_select_victims(
-    mlx_array* res, const mlx_array priority, const mlx_array positions, const mlx_array evictable,
-    int count, bool per_layer, const mlx_stream s);
-
-// The `count` slots to keep, [B, Hk, count] int32, in order of position; protected ones are always
-// among them.
-MLX_H2O_API int mlx_h2o_select_kept(
-    mlx_array* res, const mlx_array priority, const mlx_array positions, const mlx_array evictable,
-    int count, bool per_layer, const mlx_stream s);
-
 // Prompt compression: the `count` rows that the policy keeps of a prompt, [B, Hk, count] int32, in
-// order of position (mlx_h2o_prompt_priority and mlx_h2o_select_kept in one).
+// order of position. window_mass [B, Hk, N] is the mass that its last queries gave
+// (mlx_h2o_attention_with_mass of those); empty where the policy's prompt is "full".
 MLX_H2O_API int mlx_h2o_compress_prompt(
     mlx_array* res, const mlx_h2o_policy policy, const mlx_h2o_slots slots,
     const mlx_array window_mass, int count, const mlx_stream s);
-
-// -- slots ----------------------------------------------------------------------------------------
-
-// Overwrites rows of a buffer [B, S, ...] at index [B or 1, M] int32 with rows [B, M, ...]. In
-// place if no other handle holds the buffer: free yours, or let `res` be it.
-MLX_H2O_API int mlx_h2o_write_rows(
-    mlx_array* res, const mlx_array buffer, const mlx_array index, const mlx_array rows,
-    const mlx_stream s);
-
-// Packs rows [B, M, width], floating, and writes them into packed buffers at index [B or 1, M]
-// int32: w [B, S, width * bits / 32] uint32, scales and biases [B, S, width / group_size].
-MLX_H2O_API int mlx_h2o_quantize_append(
-    mlx_array* res_w, mlx_array* res_scales, mlx_array* res_biases, const mlx_array w,
-    const mlx_array scales, const mlx_array biases, const mlx_array index, const mlx_array rows,
-    int bits, int group_size, const mlx_stream s);
 
 // -- a layer's cache ------------------------------------------------------------------------------
 
@@ -237,9 +158,11 @@ typedef struct mlx_h2o_cache_options_ {
   int v_bits;       // of packed values
   int group_size;   // 32, 64 or 128
   int recent_bits;  // of the newest tokens where they differ; 16: in their own dtype; 0: no
+  int undo;         // steps that mlx_h2o_cache_trim can take back after evictions (attending only)
 } mlx_h2o_cache_options;
 
-// The remainder on, attention ours, nothing packed, groups of 64.
+// The remainder on, attention ours, nothing packed, groups of 64, no undo. Start from these: later
+// versions have more fields.
 MLX_H2O_API mlx_h2o_cache_options mlx_h2o_cache_options_default(void);
 
 // An empty handle, to be filled.
@@ -256,11 +179,9 @@ MLX_H2O_API int mlx_h2o_cache_make(
 // through the remainder, to what was evicted, and chooses what to forget.
 //
 // q [B, Hq, L, D], keys [B, Hk, L, D] with RoPE applied at mlx_h2o_cache_offset, values
-// [B, Hk, L, Dv], floating; sinks [Hq] or empty. L > 1 is a prompt chunk, L = 1 a decode step.
-// out [B, Hq, L, Dv] in q's dtype.
-//
-// After an error the cache is as it was before the call, as long as it is the arguments that are
-// wrong.
+// [B, Hk, L, Dv], floating; sinks [Hq] floating, or empty. L > 1 is a prompt chunk, L = 1 a decode
+// step; with options.undo, 1 < L <= undo + 1 tokens are L decode steps, so that a draft is verified
+// as plain decoding would have gone. out [B, Hq, L, Dv] in q's dtype.
 MLX_H2O_API int mlx_h2o_cache_update_and_attend(
     mlx_array* out, mlx_h2o_cache cache, const mlx_array q, const mlx_array keys,
     const mlx_array values, float scale, const mlx_array sinks, const mlx_stream s);
@@ -282,13 +203,35 @@ MLX_H2O_API int mlx_h2o_cache_offset(int* res, const mlx_h2o_cache cache);
 MLX_H2O_API int mlx_h2o_cache_size(int* res, const mlx_h2o_cache cache);
 // Tokens dropped, mean over KV heads, rounded down.
 MLX_H2O_API int mlx_h2o_cache_evicted(int64_t* res, const mlx_h2o_cache cache);
-// Bytes of everything held: rows, positions, scores, remainder, victims.
+// Bytes of everything held: rows, positions, scores, remainder, victims, and what undo keeps.
 MLX_H2O_API int mlx_h2o_cache_nbytes(size_t* res, const mlx_h2o_cache cache);
+
+// How many of the newest tokens mlx_h2o_cache_trim can take back: those of the last steps that undo
+// remembers (a prompt chunk makes it forget them), and all while nothing was evicted before those.
+MLX_H2O_API int mlx_h2o_cache_trimmable(int* res, const mlx_h2o_cache cache);
+// Takes the newest n tokens back. Those that undo remembers exactly: rows, positions, scores,
+// remainder and victims are, bit for bit, what they were before. Of older ones, which nothing
+// evicted, the rows go and the attention that they gave stays in the scores of others. An error,
+// and nothing is taken back, if n is more than mlx_h2o_cache_trimmable.
+MLX_H2O_API int mlx_h2o_cache_trim(mlx_h2o_cache cache, int n, const mlx_stream s);
 
 // Positions held [B, Hk, size] int32, ascending per head, then -1; and their scores in the same
 // order, then 0. Looking interrupts the fused decode steps: the next one is slower.
 MLX_H2O_API int mlx_h2o_cache_kept(mlx_array* res, mlx_h2o_cache cache, const mlx_stream s);
 MLX_H2O_API int mlx_h2o_cache_scores(mlx_array* res, mlx_h2o_cache cache, const mlx_stream s);
+
+// Statistics of evicted rows: count [B, Hk], mean_key and var_key [B, Hk, D], mean_value
+// [B, Hk, Dv]. A plain struct of four handles.
+typedef struct mlx_h2o_remainder_ {
+  mlx_array count;
+  mlx_array mean_key;
+  mlx_array var_key;
+  mlx_array mean_value;
+} mlx_h2o_remainder;
+
+// Four empty handles, to be filled.
+MLX_H2O_API mlx_h2o_remainder mlx_h2o_remainder_new(void);
+MLX_H2O_API int mlx_h2o_remainder_free(mlx_h2o_remainder remainder);
 
 // Statistics of the evicted.
 MLX_H2O_API int mlx_h2o_cache_remainder(

@@ -15,7 +15,9 @@ namespace mlx_h2o {
 
 inline const mx::array& of(mlx_array handle) {
   check(handle.ctx, "An array is missing: a handle is empty.");
-  return *static_cast<const mx::array*>(handle.ctx);
+  const auto& given = *static_cast<const mx::array*>(handle.ctx);
+  check(given.size() > 0, "An array is empty: " + text(given.shape()) + " has an axis of 0.");
+  return given;
 }
 
 inline std::optional<mx::array> maybe(mlx_array handle) {

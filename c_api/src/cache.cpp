@@ -17,10 +17,8 @@ int plain_rows_for(int budget) {
   return std::max(1, std::min(8, budget / 16 / 2 * 2));
 }
 
-// Names of the arrays of a field, in the order of the kernels.
-std::vector<std::string> names_of(const std::string& field, int bits) {
-  if (!bits) return {field};
-  return {field, field + ".scales", field + ".biases"};
+bool is_float(const mx::array& a) {
+  return a.dtype() == mx::float32 || a.dtype() == mx::float16 || a.dtype() == mx::bfloat16;
 }
 
 Fields heads_of(const Fields& fields, int first, int last) {
@@ -32,13 +30,21 @@ Fields heads_of(const Fields& fields, int first, int last) {
 }  // namespace
 
 Cache::Cache(
-    Policy policy, std::vector<int> budgets, bool remainder, bool attending, Packing packing)
+    Policy policy, std::vector<int> budgets, bool remainder, bool attending, Packing packing,
+    int undo)
     : policy_(std::move(policy)),
       budgets_(std::move(budgets)),
       answers_(remainder),
       attending_(attending),
-      packing_(packing) {
+      packing_(packing),
+      undo_(undo) {
   check(!budgets_.empty(), "A cache needs one number of slots per KV head.");
+  check(undo >= 0, "undo is a number of steps, or 0.");
+  check(
+      !undo || attending_,
+      "undo needs attention of ours: a model that attends by itself cannot take a chunk token by "
+      "token.");
+  for (int budget : budgets_) check(budget > 0, "A head's budget must be at least 1 slot.");
   packing_.check_widths();
   if (!attending_) {
     check(
@@ -66,10 +72,23 @@ mx::array Cache::update_and_attend(
   check_rows(keys, values);
   check(
       q.ndim() == 4 && q.shape(0) == keys.shape(0) && q.shape(2) == keys.shape(2) &&
-          q.shape(3) == keys.shape(3) && q.shape(1) % keys.shape(1) == 0 &&
-          (q.dtype() == mx::float32 || q.dtype() == mx::float16 || q.dtype() == mx::bfloat16),
+          q.shape(3) == keys.shape(3) && q.shape(1) % keys.shape(1) == 0 && is_float(q),
       "q " + text(q.shape()) + " must be floating and fit the keys " + text(keys.shape()) + ".");
-  check(!sinks || sinks->shape() == mx::Shape{q.shape(1)}, "Attention sinks must be [Hq].");
+  check(
+      !sinks || (sinks->shape() == mx::Shape{q.shape(1)} && is_float(*sinks)),
+      "Attention sinks must be [Hq] and floating.");
+  const int L = keys.shape(2);
+  if (!steps_singly(L)) return attend_now(q, keys, values, scale, sinks);
+  std::vector<mx::array> outs;
+  for (int i = 0; i < L; ++i)
+    outs.push_back(attend_now(
+        part(q, 2, i, i + 1), part(keys, 2, i, i + 1), part(values, 2, i, i + 1), scale, sinks));
+  return join_along(std::move(outs), 2);
+}
+
+mx::array Cache::attend_now(
+    const mx::array& q, const mx::array& keys, const mx::array& values, float scale,
+    const std::optional<mx::array>& sinks) {
   const bool fused = store_ && fuses(q, keys, values);
   if (!store_) start(keys, values);
   if (fused) {
@@ -103,7 +122,7 @@ mx::array Cache::update_and_attend(
   if (recent_ && !recent_scores.empty()) recent_->write_scores(join_along(recent_scores, 1));
   settle(seen, window_masses);
   // Evaluated with the output, or the graph would grow from step to step.
-  return mx::depends({join_along(std::move(outs), 1)}, arrays())[0];
+  return mx::depends({join_along(std::move(outs), 1)}, changed())[0];
 }
 
 Cache::Fetched Cache::update_and_fetch(const mx::array& keys, const mx::array& values) {
@@ -128,7 +147,7 @@ Cache::Fetched Cache::update_and_fetch(const mx::array& keys, const mx::array& v
     fetched.mask = mx::astype(mx::reshape(mask, {1, 1, L, R + N}), k_dtype_);
   }
   settle({fields}, {std::nullopt});
-  fetched.keys = mx::depends({fetched.keys}, arrays())[0];
+  fetched.keys = mx::depends({fetched.keys}, changed())[0];
   return fetched;
 }
 
@@ -148,9 +167,9 @@ int64_t Cache::evicted() const {
   return lost / store_->heads();
 }
 
-size_t Cache::nbytes() {
+size_t Cache::nbytes() const {
   if (decoding_) return decoding_bytes_;
-  size_t bytes = 0;
+  size_t bytes = undo_.nbytes();
   for (const mx::array& a : arrays()) bytes += a.nbytes();
   return bytes;
 }
@@ -166,6 +185,16 @@ std::vector<mx::array> Cache::arrays() const {
     all.insert(all.end(), {r.count, r.mean_key, r.var_key, r.mean_value});
   }
   if (victims_) all.push_back(*victims_);
+  return all;
+}
+
+// What a call leaves to be evaluated: all arrays, and what the last step noted of them.
+std::vector<mx::array> Cache::changed() const {
+  std::vector<mx::array> all = arrays();
+  if (undo_.count()) {
+    const std::vector<mx::array> noted = undo_.steps.back().arrays();
+    all.insert(all.end(), noted.begin(), noted.end());
+  }
   return all;
 }
 
@@ -200,10 +229,103 @@ const Remainder& Cache::remainder() {
   return *remainder_;
 }
 
+// -- tokens are taken back ------------------------------------------------------------------------
+
+// Whether a chunk of L tokens is processed as L steps, so that each of them can be taken back and a
+// draft that is verified comes out as plain decoding would have it.
+bool Cache::steps_singly(int L) const {
+  return L > 1 && L - 1 <= undo_.most;
+}
+
+void Cache::note_step() {
+  StepBefore step{store_->runs, std::nullopt, {},          std::nullopt,
+                  std::nullopt, victims_,     std::nullopt};
+  if (store_->fields.count("scores")) step.scores = store_->fields.at("scores");
+  if (recent_) step.recent = recent_->before();
+  undo_.note(std::move(step));
+}
+
+int Cache::most_evicted() const {
+  int most = 0;
+  for (const Run& run : store_->runs) most = std::max(most, evicted_of(run));
+  return most;
+}
+
+int Cache::trimmable() const {
+  if (!store_) return 0;
+  if (!undo_.count()) return most_evicted() ? 0 : offset_;
+  const StepBefore& first = undo_.steps.front();
+  const int before = offset_ - undo_.count() - (recent_ ? first.recent->length : 0);
+  for (const Run& run : first.runs)
+    if (run.length < before) return undo_.count();
+  return offset_;
+}
+
+void Cache::trim(int n) {
+  const int most = trimmable();
+  check(n >= 0, "A number of tokens to take back is at least 0; got " + std::to_string(n) + ".");
+  check(
+      n <= most,
+      "Cannot take back " + std::to_string(n) + " tokens: the last " + std::to_string(most) +
+          " can be (of " + std::to_string(offset_) + "; undo is " + std::to_string(undo_.most) +
+          ", of single-token steps after evictions).");
+  if (!n) return;
+  if (n == offset_) return clear();
+  take_back();
+  for (; n && undo_.count(); --n) {
+    restore(undo_.steps.back());
+    undo_.steps.pop_back();
+  }
+  if (n) cut(n);
+}
+
+// As it was made.
+void Cache::clear() {
+  offset_ = 0;
+  decoding_.reset();
+  store_.reset(), recent_.reset(), remainder_.reset(), victims_.reset();
+  undo_.steps.clear();
+}
+
+void Cache::restore(const StepBefore& step) {
+  SlotStore& store = *store_;
+  --offset_;
+  for (size_t i = 0; i < store.runs.size(); ++i) {
+    store.runs[i].length = step.runs[i].length;
+    store.runs[i].victims = step.runs[i].victims;
+  }
+  if (recent_) recent_->restore(*step.recent);
+  if (!step.rows.empty()) {
+    std::vector<mx::array> index;
+    for (const Run& run : store.runs)
+      index.push_back(
+          mx::squeeze(
+              store.flat_index(run, mx::expand_dims(part(*step.slots, 1, run.first, run.last), -1)),
+              -1));
+    store.put(join_along(std::move(index), 1), step.rows);
+  }
+  if (step.scores) {
+    std::vector<mx::array> parts;
+    for (const Run& run : step.runs) parts.push_back(store.view(run, *step.scores));
+    store.write("scores", parts);
+  }
+  if (step.remainder) remainder_ = step.remainder;
+  victims_ = step.victims;
+}
+
+// Nothing was evicted: the newest tokens are the last of each head.
+void Cache::cut(int n) {
+  offset_ -= n;
+  if (recent_) n -= recent_->trim(n);
+  for (Run& run : store_->runs) run.length -= n;
+  forget_victims();
+}
+
 // -- the fused step -------------------------------------------------------------------------------
 
 bool Cache::fuses(const mx::array& q, const mx::array& keys, const mx::array& values) const {
-  return keys.shape(2) == 1 && keys.dtype() == values.dtype() &&
+  // Its arrays are with the kernels, where nothing is noted of them.
+  return !undo_.most && keys.shape(2) == 1 && keys.dtype() == values.dtype() &&
       q.shape(1) <= kMaxRows * keys.shape(1) &&
       can_decode(keys, values, policy_.value_weighted, packing_.recent_bits);
 }
@@ -213,57 +335,47 @@ void Cache::start_decoding() {
   if (!victims_) victims_ = mx::zeros({batch_, store.heads(), policy_.evict_every}, mx::int32);
   decoding_bytes_ = 0;
   for (const mx::array& a : arrays()) decoding_bytes_ += a.nbytes();
-  const mx::array none = mx::zeros({0});
   const bool scored = policy_.needs_attention();
-  const Remainder& r = *remainder_;
-  std::vector<mx::array> others{
+  DecodingArrays held{
+      packing_.rows("keys", store.fields),
+      packing_.rows("values", store.fields),
       store.fields.at("positions"),
-      scored ? store.fields.at("scores") : none,
-      r.count,
-      r.mean_key,
-      r.var_key,
-      r.mean_value,
-      *victims_};
-  std::optional<Recent> newest;
+      std::nullopt,
+      *remainder_,
+      *victims_,
+      std::nullopt};
+  if (scored) held.scores = store.fields.at("scores");
   if (recent_) {
     recent_->reserve();
-    newest = Recent{
+    held.recent = Recent{
         recent_->stored("keys"), recent_->stored("values"),
-        scored ? recent_->fields.at("scores") : none};
+        scored ? recent_->fields.at("scores") : mx::zeros({0})};
     recent_->fields.clear();
   }
-  const Stored keys = packing_.rows("keys", store.fields);
-  const Stored values = packing_.rows("values", store.fields);
   // The kernel may write in place only what nobody else holds.
   store.fields.clear();
   remainder_.reset();
   victims_.reset();
   decoding_on_ = backend();
   decoding_ = mlx_h2o::start_decoding(
-      {keys, values, std::move(others), policy_.kernel_form(), policy_.value_weighted, remembers(),
-       answers_, newest});
+      std::move(held), {policy_.kernel_form(), policy_.value_weighted, remembers(), answers_});
 }
 
 void Cache::take_back() {
   if (!decoding_) return;
-  const auto arrays = decoding_->close();
+  const DecodingArrays back = decoding_->close();
   decoding_.reset();
-  size_t next = 0;
-  const auto fill = [&](Fields& fields, const Packing& packing) {
-    for (const char* field : {"keys", "values"})
-      for (const std::string& name : names_of(field, packing.bits(field)))
-        fields.insert_or_assign(name, arrays[next++]);
-  };
-  fill(store_->fields, packing_);
-  store_->fields.insert_or_assign("positions", arrays[next++]);
-  if (policy_.needs_attention()) store_->fields.insert_or_assign("scores", arrays[next]);
-  ++next;
-  remainder_ = Remainder{arrays[next], arrays[next + 1], arrays[next + 2], arrays[next + 3]};
-  victims_ = arrays[next + 4];
-  next += 5;
+  packing_.put(store_->fields, "keys", back.keys);
+  packing_.put(store_->fields, "values", back.values);
+  store_->fields.insert_or_assign("positions", back.positions);
+  if (back.scores) store_->fields.insert_or_assign("scores", *back.scores);
+  remainder_ = back.remainder;
+  victims_ = back.victims;
   if (!recent_) return;
-  fill(recent_->fields, *packing_.recent());
-  if (policy_.needs_attention()) recent_->fields.insert_or_assign("scores", arrays[next]);
+  const Packing packing = *packing_.recent();
+  packing.put(recent_->fields, "keys", back.recent->keys);
+  packing.put(recent_->fields, "values", back.recent->values);
+  if (policy_.needs_attention()) recent_->fields.insert_or_assign("scores", back.recent->scores);
 }
 
 mx::array Cache::decode(
@@ -306,9 +418,6 @@ mx::array Cache::decode(
 // -- rows come ------------------------------------------------------------------------------------
 
 void Cache::check_rows(const mx::array& keys, const mx::array& values) const {
-  const auto is_float = [](const mx::array& a) {
-    return a.dtype() == mx::float32 || a.dtype() == mx::float16 || a.dtype() == mx::bfloat16;
-  };
   check(
       keys.ndim() == 4 && values.ndim() == 4 && is_float(keys) && is_float(values),
       "keys and values must be [B, Hk, L, width] and floating.");
@@ -321,6 +430,9 @@ void Cache::check_rows(const mx::array& keys, const mx::array& values) const {
       keys.shape(0) == values.shape(0) && keys.shape(2) == values.shape(2) && keys.shape(2) > 0,
       "keys " + text(keys.shape()) + " and values " + text(values.shape()) +
           " must agree in batch and tokens.");
+  check(
+      keys.shape(2) <= std::numeric_limits<int>::max() - offset_,
+      "There are no positions for so many tokens.");
   check(
       !store_ ||
           (keys.shape(0) == batch_ && keys.shape(3) == k_width_ && values.shape(3) == v_width_ &&
@@ -359,6 +471,12 @@ Fields Cache::new_rows(const mx::array& keys, const mx::array& values, int first
 }
 
 void Cache::take_in(const mx::array& keys, const mx::array& values) {
+  if (undo_.most) {
+    if (keys.shape(2) > 1)
+      undo_.steps.clear();
+    else
+      note_step();
+  }
   Fields rows;
   if (recent_) {
     auto leaving = recent_->push(keys, values, offset_);
@@ -381,35 +499,49 @@ void Cache::take_in(const mx::array& keys, const mx::array& values) {
 void Cache::write_one(const Fields& rows) {
   SlotStore& store = *store_;
   store.reserve(1, rows);
-  std::vector<mx::array> index;
+  std::vector<mx::array> within;
   std::vector<float> overwritten;
   for (Run& run : store.runs) {
     const bool full = run.length == run.budget;
     overwritten.insert(overwritten.end(), run.heads(), full ? 1.0f : 0.0f);
     if (full) {
       const int next = policy_.evict_every - run.victims;
-      const mx::array slots = part(part(*victims_, 1, run.first, run.last), 2, next, next + 1);
-      index.push_back(mx::squeeze(store.flat_index(run, slots), -1));
+      within.push_back(part(part(*victims_, 1, run.first, run.last), 2, next, next + 1));
       --run.victims;
     } else {
-      const mx::array slots = mx::squeeze(store.next_index(run, 1), -1);
-      index.push_back(mx::broadcast_to(slots, {batch_, run.heads()}));
+      within.push_back(mx::full({batch_, run.heads(), 1}, mx::array(run.length)));
       ++run.length;
     }
   }
+  std::vector<mx::array> index;
+  for (size_t i = 0; i < within.size(); ++i)
+    index.push_back(mx::squeeze(store.flat_index(store.runs[i], within[i]), -1));
   mx::array flat = join_along(std::move(index), 1);
   const bool any = std::find(overwritten.begin(), overwritten.end(), 1.0f) != overwritten.end();
-  if (any && remembers()) {
-    const int heads = static_cast<int>(overwritten.size());
+  const bool noted = undo_.count() > 0;
+  if (any && (noted || remembers())) {
     Fields old;
-    for (const auto& [name, row] : rows)
-      old.emplace(name, mx::expand_dims(store.take(flat, name), 2));
-    remainder_ = remainder_->fold(
-        dense(packing_.rows("keys", old)), dense(packing_.rows("values", old)),
-        mx::array(overwritten.begin(), {1, heads, 1}, mx::float32));
+    for (const auto& [name, row] : rows) old.emplace(name, store.take(flat, name));
+    std::vector<mx::array> reads;
+    if (noted) {
+      StepBefore& step = undo_.steps.back();
+      step.slots = mx::squeeze(join_along(std::move(within), 1), -1);
+      if (remembers()) step.remainder = remainder_;
+      for (const auto& [name, row] : old)
+        if (name != "scores") step.rows.emplace(name, row);
+      for (const auto& [name, row] : step.rows) reads.push_back(row);
+    }
+    if (remembers()) {
+      const int heads = static_cast<int>(overwritten.size());
+      for (auto& [name, row] : old) row = mx::expand_dims(row, 2);
+      remainder_ = remainder_->fold(
+          dense(packing_.rows("keys", old)), dense(packing_.rows("values", old)),
+          mx::array(overwritten.begin(), {1, heads, 1}, mx::float32));
+      const Remainder& r = *remainder_;
+      reads.insert(reads.end(), {r.count, r.mean_key, r.var_key, r.mean_value});
+    }
     // Read before written: a row still to be read would make the write copy everything.
-    const Remainder& r = *remainder_;
-    flat = mx::depends({flat}, {r.count, r.mean_key, r.var_key, r.mean_value})[0];
+    flat = mx::depends({flat}, reads)[0];
   }
   Fields one;
   for (const auto& [name, row] : rows) one.emplace(name, mx::squeeze(row, 2));
@@ -436,7 +568,7 @@ Fields Cache::attended(const Run& run) const {
   if (!run.length) return fresh;
   Fields all;
   for (const auto& [name, row] : fresh)
-    all.emplace(name, mx::concatenate({store_->view(run, name), row}, 2));
+    all.emplace(name, mx::concatenate({store_->view(run, store_->fields.at(name)), row}, 2));
   return all;
 }
 
@@ -546,17 +678,34 @@ Fields Cache::reduced(
     int evicted) {
   const int N = fields.at("positions").shape(2);
   if (run.budget >= N) return fields;
-  const Slots seen = slots(run, fields, evicted);
+  // Head by head, so that float32 copies are never of more than one head's rows.
+  std::vector<mx::array> priorities;
+  for (int i = 0; i < run.heads(); ++i) {
+    Run one = run;
+    one.first = run.first + i, one.last = one.first + 1;
+    std::optional<mx::array> mass;
+    if (window_mass) mass = part(*window_mass, 1, i, i + 1);
+    const Slots seen = slots(one, heads_of(fields, i, i + 1), evicted);
+    priorities.push_back(part(policy_.prompt_priority(seen, mass), 2, 0, N));
+  }
+  const mx::array& positions = fields.at("positions");
   const mx::array kept = select_kept(
-      part(policy_.prompt_priority(seen, window_mass), 2, 0, N), part(seen.positions, 2, 0, N),
-      part(seen.evictable, 2, 0, N), run.budget, policy_.per_layer);
+      join_along(std::move(priorities), 1), positions,
+      evictable_slots(positions, offset_, policy_.sink, recent_slots(run)), run.budget,
+      policy_.per_layer);
   if (remembers()) {
-    const mx::array dropped = mx::put_along_axis(
-        mx::ones(fields.at("positions").shape()), kept, mx::zeros(kept.shape()), -1);
-    const Remainder folded =
-        remainder_->heads(run.first, run.last)
-            .fold(part(seen.keys, 2, 0, N), part(seen.values, 2, 0, N), dropped);
-    remainder_ = remainder_->with_heads(run.first, folded);
+    const mx::array dropped =
+        mx::put_along_axis(mx::ones(positions.shape()), kept, mx::zeros(kept.shape()), -1);
+    for (int i = 0; i < run.heads(); ++i) {
+      const Fields own = heads_of(fields, i, i + 1);
+      const int head = run.first + i;
+      const Remainder folded =
+          remainder_->heads(head, head + 1)
+              .fold(
+                  dense(packing_.rows("keys", own)), dense(packing_.rows("values", own)),
+                  part(dropped, 1, i, i + 1));
+      remainder_ = remainder_->with_heads(head, folded);
+    }
   }
   Fields staying;
   for (const auto& [name, field] : fields) {

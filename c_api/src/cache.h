@@ -7,15 +7,18 @@
 #include "recent.h"
 #include "remainder.h"
 #include "store.h"
+#include "undo.h"
 
 namespace mlx_h2o {
 
 // python/mlx_h2o/cache.py, for models whose attention is ours.
 class Cache {
  public:
-  // Slots of each KV head; whether the evicted go on answering; whether attention is ours. Raises
-  // for budgets without room.
-  Cache(Policy policy, std::vector<int> budgets, bool remainder, bool attending, Packing packing);
+  // Slots of each KV head; whether the evicted go on answering; whether attention is ours; how many
+  // single-token steps can be taken back. Raises for budgets without room.
+  Cache(
+      Policy policy, std::vector<int> budgets, bool remainder, bool attending, Packing packing,
+      int undo);
 
   // Takes rows [B, Hk, L, width] in, attends to all (causal), chooses what to forget.
   mx::array update_and_attend(
@@ -36,7 +39,10 @@ class Cache {
   }
   int size() const;
   int64_t evicted() const;
-  size_t nbytes();
+  size_t nbytes() const;
+  // How many of the newest tokens can be taken back, and taking them back.
+  int trimmable() const;
+  void trim(int n);
   // Positions held, ascending per head, or their scores: [B, Hk, size()], unused -1 or 0.
   mx::array kept();
   mx::array scores();
@@ -49,11 +55,20 @@ class Cache {
   void start(const mx::array& keys, const mx::array& values);
   void check_rows(const mx::array& keys, const mx::array& values) const;
   bool fuses(const mx::array& q, const mx::array& keys, const mx::array& values) const;
+  mx::array attend_now(
+      const mx::array& q, const mx::array& keys, const mx::array& values, float scale,
+      const std::optional<mx::array>& sinks);
   mx::array decode(
       const mx::array& q, const mx::array& keys, const mx::array& values, float scale,
       const std::optional<mx::array>& sinks);
   void start_decoding();
   void take_back();
+
+  bool steps_singly(int L) const;
+  void note_step();
+  void restore(const StepBefore& step);
+  void cut(int n);
+  void clear();
 
   Fields new_rows(const mx::array& keys, const mx::array& values, int first) const;
   void take_in(const mx::array& keys, const mx::array& values);
@@ -80,6 +95,7 @@ class Cache {
   void choose_victims();
   Slots slots(const Run& run, const Fields& fields, int evicted) const;
   int evicted_of(const Run& run) const;
+  int most_evicted() const;
   int recently_held() const {
     return recent_ ? recent_->length : 0;
   }
@@ -87,6 +103,7 @@ class Cache {
     return policy_.recent_slots(run.budget + (recent_ ? recent_->size : 0));
   }
   std::vector<mx::array> arrays() const;
+  std::vector<mx::array> changed() const;
   mx::array by_position(const std::string& name, float unused);
 
   const Policy policy_;
@@ -101,9 +118,10 @@ class Cache {
   std::optional<Remainder> remainder_;
   std::optional<mx::array> victims_;  // slots to overwrite next, [B, H, evict_every]
   std::optional<Fields> pending_;     // rows of a chunk that goes over budget
+  Undo undo_;
   int batch_ = 0, k_width_ = 0, v_width_ = 0;
   mx::Dtype k_dtype_ = mx::float32, v_dtype_ = mx::float32;
-  // Where all these arrays are while the fused step decodes, and their names in its order.
+  // Where all these arrays are while the fused step decodes.
   std::unique_ptr<Decoding> decoding_;
   Backend decoding_on_ = Backend::plain;
   size_t decoding_bytes_ = 0;

@@ -1,12 +1,23 @@
 // A layer whose arrays are with kernels, which change them in place step after step
-// (python/mlx_h2o/decoding.py).
+// (python/mlx_h2o/backends/decoder.py).
 #pragma once
 
 #include <memory>
 
-#include "primitives.h"
+#include "primitives/decoding_layer.h"
+#include "remainder.h"
 
 namespace mlx_h2o {
+
+// A layer's arrays, by name: what the kernels get, and what they hand back.
+struct DecodingArrays {
+  Stored keys, values;              // flat, [B, S, ...]
+  mx::array positions;              // [B, S] int32
+  std::optional<mx::array> scores;  // [B, S]
+  Remainder remainder;
+  mx::array victims;             // [B, H, evict_every] int32
+  std::optional<Recent> recent;  // its scores of size 0 where there are none
+};
 
 class Decoding {
  public:
@@ -18,23 +29,18 @@ class Decoding {
       const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads,
       const std::optional<RecentStep>& recent) = 0;
 
-  // Keys, values, positions, scores (or size 0), count, mean_key, var_key, mean_value, victims, and
-  // keys, values and scores of the newest tokens; no step may follow.
-  virtual std::vector<mx::array> close() = 0;
+  // The arrays as the last step left them; no step may follow.
+  virtual DecodingArrays close() = 0;
 };
 
-// The arguments are those of DecodingLayer. `policy` multiplies scores by ||v|| if
-// `value_weighted`.
-struct DecodingArguments {
-  Stored keys, values;
-  std::vector<mx::array> fields;
+// What else a fused step needs to know. `policy` multiplies scores by ||v|| if `value_weighted`.
+struct DecodingRules {
   PolicyForm policy;
   bool value_weighted, remembers, answers;
-  std::optional<Recent> recent;
 };
 
 // Whether there is a fused step on the stream of the call for such rows [..., D] and [..., Dv].
 bool can_decode(const mx::array& keys, const mx::array& values, bool value_weighted, bool mixed);
-std::unique_ptr<Decoding> start_decoding(DecodingArguments arguments);
+std::unique_ptr<Decoding> start_decoding(DecodingArrays arrays, const DecodingRules& rules);
 
 }  // namespace mlx_h2o

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "mlx/mlx.h"
+#include "primitives/text.h"
 
 namespace mlx_h2o {
 
@@ -45,12 +46,6 @@ inline mx::array range(int first, int last) {
 // Raises unless it holds.
 inline void check(bool fits, const std::string& what) {
   if (!fits) throw std::invalid_argument(what);
-}
-
-inline std::string text(const mx::Shape& shape) {
-  std::string words = "[";
-  for (size_t i = 0; i < shape.size(); ++i) words += (i ? ", " : "") + std::to_string(shape[i]);
-  return words + "]";
 }
 
 }  // namespace mlx_h2o

@@ -20,11 +20,12 @@ mx::array value_weighted_by(const mx::array& scores, const Slots& slots) {
 // Mean over `width` neighbours in order of position, zeros beyond the ends.
 mx::array average_pool(const mx::array& mass, const mx::array& positions, int width) {
   const mx::array order = mx::argsort(positions, -1);
-  const int half = width / 2, N = mass.shape(-1);
+  const int N = mass.shape(-1);
+  const int half = std::min(width / 2, N - 1);  // farther neighbours are zeros
   const mx::array padded =
       mx::pad(mx::take_along_axis(mass, order, -1), {{0, 0}, {0, 0}, {half, half}}, number(0));
   mx::array pooled = mx::zeros({1});
-  for (int i = 0; i < width; ++i) pooled = pooled + part(padded, -1, i, i + N);
+  for (int i = 0; i < 2 * half + 1; ++i) pooled = pooled + part(padded, -1, i, i + N);
   return mx::take_along_axis(pooled / number(width), mx::argsort(order, -1), -1);
 }
 
@@ -185,6 +186,9 @@ void Policy::check_fields() const {
       evict_every >= 1 && window >= 1 && pool >= 1 && pool % 2 == 1,
       "evict_every and window must be at least 1 and pool odd.");
   check(decay >= 0 && decay < 1, "decay must be at least 0 and below 1.");
+  check(
+      std::isfinite(float(mass_weight)) && std::isfinite(float(age_weight)),
+      "mass_weight and age_weight must be finite numbers.");
   const bool ranks_scores = kind != PolicyKind::streaming && kind != PolicyKind::keydiff;
   check(
       ranks_scores || (!age_normalised && !value_weighted),
@@ -203,7 +207,7 @@ int Policy::recent_slots(int budget) const {
 void Policy::check_budget(int budget) const {
   const int protects = recent_slots(budget);
   check(
-      budget >= sink + protects + evict_every,
+      budget >= int64_t(sink) + protects + evict_every,
       "A budget of " + std::to_string(budget) + " slots cannot hold " + std::to_string(sink) +
           " sink and " + std::to_string(protects) + " recent tokens and " +
           std::to_string(evict_every) + " to evict.");

@@ -1,8 +1,8 @@
 // Policies: how slots are scored, and which of them go (python/mlx_h2o/policies, selection.py).
 #pragma once
 
+#include "kernels/kernels.h"
 #include "ops.h"
-#include "primitives.h"
 
 namespace mlx_h2o {
 

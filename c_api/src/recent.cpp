@@ -85,6 +85,44 @@ void RecentZone::write_scores(const mx::array& scores) {
   fields.insert_or_assign("scores", join_along(std::move(pieces), 2));
 }
 
+RecentZone::Before RecentZone::before() const {
+  Before before{length, {}, std::nullopt};
+  if (!length) return before;
+  if (length == size)
+    for (const auto& [name, field] : fields)
+      if (name != "scores")  // gathered, or one row would hold the whole ring
+        before.oldest.emplace(name, mx::take(field, range(oldest, oldest + 1), 2));
+  if (scored_) before.scores = oldest_first(length).at("scores");
+  return before;
+}
+
+void RecentZone::restore(const Before& before) {
+  const Fields held = oldest_first(length);
+  const int staying = length - 1;
+  for (const auto& [name, field] : held) {
+    std::vector<mx::array> pieces;
+    if (name == "scores") {
+      if (before.scores) pieces.push_back(*before.scores);
+    } else {
+      if (!before.oldest.empty()) pieces.push_back(before.oldest.at(name));
+      if (staying) pieces.push_back(part(field, 2, 0, staying));
+    }
+    mx::Shape unused = field.shape();
+    unused[2] = size - before.length;
+    if (unused[2]) pieces.push_back(mx::zeros(unused, field.dtype()));
+    fields.insert_or_assign(name, join_along(std::move(pieces), 2));
+  }
+  length = before.length, oldest = 0;
+}
+
+int RecentZone::trim(int count) {
+  count = std::min(count, length);
+  if (!count) return 0;
+  fields = oldest_first(length - count);
+  length -= count, oldest = 0;
+  return count;
+}
+
 Fields RecentZone::oldest_first(int wanted) const {
   Fields first;
   const int end = oldest + wanted;

@@ -1,6 +1,7 @@
-// The newest tokens of a layer, stored in a width of their own (python/mlx_h2o/recent.py).
+// The newest tokens of a layer, stored in a width of their own (python/mlx_h2o/recent_window.py).
 #pragma once
 
+#include "primitives/decoding_layer.h"
 #include "rows.h"
 
 namespace mlx_h2o {
@@ -33,6 +34,18 @@ class RecentZone {
   }
   // New scores [B, H, length], oldest first.
   void write_scores(const mx::array& scores);
+
+  // What a single token changes when it comes.
+  struct Before {
+    int length;
+    Fields oldest;                    // the row that leaves, [B, H, 1, ...], unless none does
+    std::optional<mx::array> scores;  // of all, [B, H, length], oldest first
+  };
+  Before before() const;
+  // As it was before the last token came.
+  void restore(const Before& before);
+  // Forgets the newest tokens, or all; how many that were.
+  int trim(int count);
 
  private:
   Fields oldest_first(int count) const;

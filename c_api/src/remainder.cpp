@@ -9,6 +9,9 @@ namespace {
 // Keep x finite whatever the queries and keys, so that the logit never becomes a NaN.
 constexpr float kLargestQuery = 1e15f, kLargestTerm = 1e30f;
 
+// Of keys up to 512 wide more rows would only repeat the signs of others.
+constexpr int kMostPlainRows = 1024;
+
 // (-1)^popcount((j + 1) & d) in pair j, and its negative.
 mx::array antithetic_signs(int rows, int width) {
   if (rows == 1) return mx::zeros({1, width});
@@ -87,7 +90,9 @@ mx::array Remainder::column(const mx::array& q, float scale) const {
 }
 
 std::pair<mx::array, mx::array> Remainder::plain_rows(int rows) const {
-  check(rows == 1 || (rows > 0 && rows % 2 == 0), "Plain rows are 1 or an even number.");
+  check(
+      rows == 1 || (rows > 0 && rows % 2 == 0 && rows <= kMostPlainRows),
+      "Plain rows are 1 or an even number up to " + std::to_string(kMostPlainRows) + ".");
   const mx::array signs = antithetic_signs(rows, mean_key.shape(-1));
   const mx::array keys =
       mx::expand_dims(mean_key, 2) + mx::expand_dims(mx::sqrt(var_key), 2) * signs;

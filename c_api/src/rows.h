@@ -4,7 +4,7 @@
 #include <map>
 
 #include "ops.h"
-#include "primitives.h"
+#include "primitives/attention.h"
 
 namespace mlx_h2o {
 

@@ -31,6 +31,12 @@ void check_rows_fit(const mx::array& buffer, const mx::array& index, const mx::a
       fits,
       "A buffer " + text(buffer.shape()) + " cannot take rows " + text(rows.shape()) +
           " at an index " + text(index.shape()) + ".");
+  check(index.dtype() == mx::int32, "An index must be int32.");
+  check(
+      rows.dtype() == buffer.dtype() ||
+          (mx::issubdtype(rows.dtype(), mx::floating) &&
+           mx::issubdtype(buffer.dtype(), mx::floating)),
+      "Rows must have the buffer's dtype, or both be floating.");
 }
 
 mx::array with_rows(const mx::array& buffer, const mx::array& index, const mx::array& rows) {
@@ -47,20 +53,20 @@ SlotStore::SlotStore(const std::vector<int>& budgets) {
   }
 }
 
-mx::array SlotStore::of_run(const mx::array& field, const Run& run) const {
+mx::array SlotStore::range_of(const mx::array& field, const Run& run) const {
   const int end = run.start + run.heads() * run.allocated;
   const mx::array range = runs.size() > 1 ? part(field, 1, run.start, end) : field;
   return mx::reshape(
       range, with_tail({field.shape(0), run.heads(), run.allocated}, field.shape(), 2));
 }
 
-mx::array SlotStore::view(const Run& run, const std::string& name) const {
-  return part(of_run(fields.at(name), run), 2, 0, run.length);
+mx::array SlotStore::view(const Run& run, const mx::array& field) const {
+  return part(range_of(field, run), 2, 0, run.length);
 }
 
 Fields SlotStore::views(const Run& run) const {
   Fields of_run;
-  for (const auto& [name, field] : fields) of_run.emplace(name, view(run, name));
+  for (const auto& [name, field] : fields) of_run.emplace(name, view(run, field));
   return of_run;
 }
 
@@ -91,7 +97,7 @@ void SlotStore::reserve(int extra, const Fields& like) {
       const mx::Shape missing =
           with_tail({row.shape(0), run.heads(), room[i] - run.allocated}, row.shape(), 3);
       mx::array more = mx::zeros(missing, row.dtype());
-      if (run.allocated) more = mx::concatenate({of_run(fields.at(name), run), more}, 2);
+      if (run.allocated) more = mx::concatenate({range_of(fields.at(name), run), more}, 2);
       parts.push_back(more);
     }
     grown.emplace(name, flattened(std::move(parts)));

@@ -30,8 +30,8 @@ class SlotStore {
   int heads() const {
     return runs.back().last;
   }
-  // A run's slots in use, [B, heads, length, ...].
-  mx::array view(const Run& run, const std::string& name) const;
+  // A run's slots in use, [B, heads, length, ...], of a flat field.
+  mx::array view(const Run& run, const mx::array& field) const;
   Fields views(const Run& run) const;
   // Flat indices [..., heads, M] of a run's slots.
   mx::array flat_index(const Run& run, const mx::array& slots) const;
@@ -47,12 +47,13 @@ class SlotStore {
   void write(const std::string& name, const std::vector<mx::array>& parts);
 
  private:
-  mx::array of_run(const mx::array& field, const Run& run) const;
+  mx::array range_of(const mx::array& field, const Run& run) const;
   static mx::array flattened(std::vector<mx::array> parts);
   void set(Fields fields, const std::vector<int>& allocated);
 };
 
-// Raises unless rows [B, M, ...] can be written into a buffer [B, S, ...] at an index [B or 1, M].
+// Raises unless rows [B, M, ...] can be written into a buffer [B, S, ...] at an index [B or 1, M],
+// whatever its numbers.
 void check_rows_fit(const mx::array& buffer, const mx::array& index, const mx::array& rows);
 
 // Overwrites rows of a flat buffer [B, S, ...] at indices [B or 1, M] with rows [B, M, ...].

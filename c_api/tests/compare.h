@@ -3,7 +3,7 @@
 #define COMPARE_H
 
 #include "cases.h"
-#include "mlx_h2o.h"
+#include "mlx_h2o_golden.h"
 
 // Ends the program, with the library's message, if a call fails.
 #define TRY(call) try_call((call), #call, __LINE__)

@@ -9,52 +9,18 @@ namespace {
 
 constexpr int kMergeSimdgroups = 8;
 
-const std::vector<std::string> kColumns{"sinks",    "counts",      "mean_keys",
-                                        "var_keys", "mean_values", "means"};
-const std::vector<std::string> kExports{"lse", "logits", "distances"};
-
-const Interface& vector_interface() {
-  static const Interface interface{
-      "attention_vector",
-      joined_lists<std::string>(
-          {{"params", "factors", "queries"},
-           buffer_names("keys"),
-           buffer_names("values"),
-           {"mask"},
-           kColumns,
-           {"after"}}),
-      joined_lists<std::string>({{"out"}, kExports}),
-      joined_lists<Absent::value_type>(
-          {absent_packing("keys"),
-           absent_packing("values"),
-           kAbsentMask,
-           absent_inputs(kColumns),
-           {{"after", ""}},
-           absent_outputs(kExports)})};
-  return interface;
-}
-
-const Interface& merge_interface() {
-  static const Interface interface{
-      "attention_merge", {"params", "partials", "partial_lses"}, {"out", "lse"}};
-  return interface;
-}
-
 // out [B, Hk, G * L, Dv] and lse [B, Hk, G * L] of the results of blocks.
 Buffers merged(
     const mx::array& params, const mx::array& partials, const mx::array& lses, int heads) {
   const int B = partials.shape(0), rows = partials.shape(2) * partials.shape(3);
   const int Dv = partials.shape(4);
   return launch(
-      merge_interface(), {{"params", params}, {"partials", partials}, {"partial_lses", lses}},
+      "attention_merge", {{"params", params}, {"partials", partials}, {"partial_lses", lses}},
       {{"out", {{B, heads, rows, Dv}, partials.dtype()}}, {"lse", {{B, heads, rows}, mx::float32}}},
       {{"DV", Dv}, {"SIMDS", kMergeSimdgroups}}, {rows, heads, B}, kMergeSimdgroups * kSimdgroup);
 }
 
 }  // namespace
-
-const Absent kAbsentMask{
-    {"mask", "const device bool* mask = nullptr;\nconst int64_t mask_strides[4] = {0};"}};
 
 const std::vector<std::string> kRemainderBuffers{"counts", "mean_keys", "var_keys", "mean_values"};
 
@@ -117,7 +83,7 @@ VectorAttended vector_attend(
   if (call.means) outputs.emplace("distances", std::pair(mx::Shape{B, work.slots}, mx::float32));
   const Tiling tiles = tiling(D, Dv, G, L, itemsize, packed);
   Buffers written = launch(
-      vector_interface(), inputs, outputs,
+      "attention_vector", inputs, outputs,
       joined_lists<Template::value_type>(
           {{{"T", row_dtype(k)}, {"D", D}, {"DV", Dv}},
            packing_of("keys", k),

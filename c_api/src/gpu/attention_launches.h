@@ -48,8 +48,6 @@ struct KernelMask {
   std::optional<mx::array> array = std::nullopt;
 };
 KernelMask kernel_mask(const Masking& mask, int batch, int query_heads, int queries, int slots);
-// What stands in for an array.
-extern const Absent kAbsentMask;
 
 // A remainder's buffers.
 extern const std::vector<std::string> kRemainderBuffers;

@@ -33,16 +33,16 @@ Stored own(const Stored& rows) {
 // takes an array that the one before it wrote, and `close` waits for the last of them.
 class GpuDecoding : public Decoding {
  public:
-  explicit GpuDecoding(const DecodingArguments& a)
-      : policy_(a.policy),
-        remembers_(a.remembers),
-        answers_(a.answers),
+  GpuDecoding(const DecodingArrays& a, const DecodingRules& rules)
+      : policy_(rules.policy),
+        remembers_(rules.remembers),
+        answers_(rules.answers),
         count_(a.keys.arrays[0].shape(1)),
-        slots_{own(a.keys), own(a.values), own(a.fields[0])},
-        remainder_{a.fields[2], a.fields[3], a.fields[4], a.fields[5]},
-        victims_(a.fields[6]) {
-    if (a.fields[1].size()) slots_.scores = own(a.fields[1]);
-    if (a.value_weighted) slots_.norms = mx::linalg::norm(dense(slots_.values), -1);
+        slots_{own(a.keys), own(a.values), own(a.positions)},
+        remainder_(a.remainder),
+        victims_(a.victims) {
+    if (a.scores) slots_.scores = own(*a.scores);
+    if (rules.value_weighted) slots_.norms = mx::linalg::norm(dense(slots_.values), -1);
   }
 
   mx::array step(
@@ -79,19 +79,27 @@ class GpuDecoding : public Decoding {
     return mx::depends({mx::astype(attended.out, q.dtype())}, {victims_})[0];
   }
 
-  std::vector<mx::array> close() override {
+  DecodingArrays close() override {
     const Remainder& r = remainder_;
     mx::eval({victims_, r.count, r.mean_key, r.var_key, r.mean_value});
-    std::vector<mx::array> arrays;
-    for (const Stored* rows : {&slots_.keys, &slots_.values})
-      for (const mx::array& a : rows->arrays) arrays.push_back(part(a, 1, 0, count_));
-    arrays.push_back(part(slots_.positions, 1, 0, count_));
-    arrays.push_back(slots_.scores ? part(*slots_.scores, 1, 0, count_) : mx::zeros({0}));
-    arrays.insert(arrays.end(), {r.count, r.mean_key, r.var_key, r.mean_value, victims_});
-    return arrays;
+    std::optional<mx::array> scores;
+    if (slots_.scores) scores = held(*slots_.scores);
+    return {held(slots_.keys), held(slots_.values), held(slots_.positions), scores, r,
+            victims_,          std::nullopt};
   }
 
  private:
+  // Without what `own` added.
+  mx::array held(const mx::array& field) const {
+    return part(field, 1, 0, count_);
+  }
+
+  Stored held(const Stored& rows) const {
+    Stored kept{{}, rows.bits, rows.group_size};
+    for (const mx::array& a : rows.arrays) kept.arrays.push_back(held(a));
+    return kept;
+  }
+
   // The mean evicted key, or that of the kept ones while too few were evicted.
   mx::array evicted_means(const StepPlan& plan, const mx::array& written) const {
     bool any = false;
@@ -134,8 +142,9 @@ bool gpu_can_decode(const mx::array& keys, const mx::array& values) {
   return in_place;
 }
 
-std::unique_ptr<Decoding> start_gpu_decoding(DecodingArguments arguments) {
-  return std::make_unique<GpuDecoding>(arguments);
+std::unique_ptr<Decoding> start_gpu_decoding(
+    const DecodingArrays& arrays, const DecodingRules& rules) {
+  return std::make_unique<GpuDecoding>(arrays, rules);
 }
 
 }  // namespace mlx_h2o

@@ -1,5 +1,5 @@
 // Decoding in one fused step on a GPU: overwrite, attend, update; nothing is read back
-// (python/mlx_h2o/gpu_decoding.py).
+// (python/mlx_h2o/backends/gpu_decoder.py).
 #pragma once
 
 #include "../decoding.h"
@@ -9,6 +9,7 @@ namespace mlx_h2o {
 // Whether there are kernels for rows [..., D] and [..., Dv], and they write in place here.
 bool gpu_can_decode(const mx::array& keys, const mx::array& values);
 
-std::unique_ptr<Decoding> start_gpu_decoding(DecodingArguments arguments);
+std::unique_ptr<Decoding> start_gpu_decoding(
+    const DecodingArrays& arrays, const DecodingRules& rules);
 
 }  // namespace mlx_h2o

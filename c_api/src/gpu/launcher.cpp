@@ -48,16 +48,15 @@ mlx_vector_string names_of(const std::vector<std::string>& names) {
 // Kernels by name, for the life of the process: their texts are long, and each step of each layer
 // launches some.
 mlx_fast_metal_kernel built(
-    const std::string& name, const Interface& interface, const std::vector<std::string>& reads,
+    const std::string& name, const KernelText& text, const std::vector<std::string>& reads,
     const std::vector<std::string>& writes, const std::set<std::string>& passed, int threads) {
   static std::mutex mutex;
   static auto& kernels = *new std::map<std::string, mlx_fast_metal_kernel>;
   const std::lock_guard lock(mutex);
   const auto found = kernels.find(name);
   if (found != kernels.end()) return found->second;
-  const KernelText text = kernel_text(interface.name);
   std::string source;
-  for (const auto& [buffer, declaration] : interface.optional)
+  for (const auto& [buffer, declaration] : text.buffers.optional)
     if (!passed.contains(buffer)) source += declaration + "\n";
   source += text.body;
   const std::string size = "#define THREADGROUP_SIZE " + std::to_string(threads) + "\n";
@@ -71,38 +70,38 @@ mlx_fast_metal_kernel built(
   return kernel;
 }
 
+// Raises unless of so many buffers all are declared, and none is missing that must be there.
+void check_buffers(
+    const std::string& kernel, const Interface& buffers, const std::set<std::string>& passed,
+    size_t given) {
+  if (passed.size() < given)
+    throw std::logic_error("A launch passes buffers that " + kernel + " does not declare.");
+  size_t left = buffers.inputs.size() + buffers.outputs.size() - passed.size();
+  for (const auto& [buffer, declaration] : buffers.optional)
+    if (!passed.contains(buffer)) --left;
+  if (left) throw std::logic_error("A launch lacks buffers that " + kernel + " must have.");
+}
+
 }  // namespace
 
-Absent absent_inputs(const std::vector<std::string>& names) {
-  Absent lines;
-  for (const std::string& name : names)
-    lines.emplace_back(name, "const device float* " + name + " = nullptr;");
-  return lines;
-}
-
-Absent absent_outputs(const std::vector<std::string>& names) {
-  Absent lines;
-  for (const std::string& name : names)
-    lines.emplace_back(name, "device float* " + name + " = nullptr;");
-  return lines;
-}
-
 Buffers launch(
-    const Interface& interface, const Buffers& inputs, const Outputs& outputs,
+    const std::string& kernel, const Buffers& inputs, const Outputs& outputs,
     const Template& arguments, std::array<int, 3> threadgroups, int threads) {
+  const KernelText& text = kernel_text(kernel);
   std::vector<std::string> reads, writes;
-  for (const std::string& name : interface.inputs)
+  for (const std::string& name : text.buffers.inputs)
     if (inputs.contains(name)) reads.push_back(name);
-  for (const std::string& name : interface.outputs)
+  for (const std::string& name : text.buffers.outputs)
     if (outputs.contains(name)) writes.push_back(name);
   std::set<std::string> passed(reads.begin(), reads.end());
   passed.insert(writes.begin(), writes.end());
+  check_buffers(kernel, text.buffers, passed, inputs.size() + outputs.size());
   // One name for one text, since MLX keeps compiled kernels by name.
-  std::string name = "mlx_h2o_" + interface.name;
-  for (const auto& [buffer, declaration] : interface.optional)
+  std::string name = "mlx_h2o_" + kernel;
+  for (const auto& [buffer, declaration] : text.buffers.optional)
     if (passed.contains(buffer)) name.append("_").append(buffer);
   name.append("_").append(std::to_string(threads));
-  const auto kernel = built(name, interface, reads, writes, passed, threads);
+  const auto compiled = built(name, text, reads, writes, passed, threads);
 
   const OwnedConfig config(mlx_fast_metal_kernel_config_new());
   for (const std::string& written : writes) {
@@ -114,13 +113,13 @@ Buffers launch(
       config.handle, threadgroups[0] * threads, threadgroups[1], threadgroups[2]);
   mlx_fast_metal_kernel_config_set_thread_group(config.handle, threads, 1, 1);
   for (const auto& [argument, value] : arguments) {
-    const char* text = argument.c_str();
+    const char* name = argument.c_str();
     if (const auto* dtype = std::get_if<mx::Dtype>(&value))
-      mlx_fast_metal_kernel_config_add_template_arg_dtype(config.handle, text, of(*dtype));
+      mlx_fast_metal_kernel_config_add_template_arg_dtype(config.handle, name, of(*dtype));
     else if (const auto* flag = std::get_if<bool>(&value))
-      mlx_fast_metal_kernel_config_add_template_arg_bool(config.handle, text, *flag);
+      mlx_fast_metal_kernel_config_add_template_arg_bool(config.handle, name, *flag);
     else
-      mlx_fast_metal_kernel_config_add_template_arg_int(config.handle, text, std::get<int>(value));
+      mlx_fast_metal_kernel_config_add_template_arg_int(config.handle, name, std::get<int>(value));
   }
   const OwnedArrays given(mlx_vector_array_new());
   for (const std::string& read : reads)
@@ -129,7 +128,7 @@ Buffers launch(
   const mx::Stream stream = mx::default_stream(mx::default_device());
   succeed(
       mlx_fast_metal_kernel_apply(
-          &results.handle, kernel, given.handle, config.handle, borrowed(stream)),
+          &results.handle, compiled, given.handle, config.handle, borrowed(stream)),
       "launch the kernel " + name);
   Buffers written;
   for (size_t i = 0; i < writes.size(); ++i) {

@@ -11,20 +11,10 @@ namespace {
 constexpr int kTile = 64;
 constexpr int kThreads = 256;
 
-Interface interface_of(
-    const std::string& name, const std::vector<std::string>& more, const std::string& output) {
-  return {
-      name,
-      joined_lists<std::string>(
-          {{"params", "factors", "queries"}, buffer_names("keys"), {"mask"}, more}),
-      {output},
-      joined_lists<Absent::value_type>({absent_packing("keys"), kAbsentMask})};
-}
-
 // One threadgroup per tile of what is counted along x.
 mx::array run(
-    const Interface& interface, const mx::array& q, const Stored& k, float scale,
-    const Masking& masking, const Buffers& more, const mx::Shape& shape, int along_x) {
+    const std::string& kernel, const std::string& output, const mx::array& q, const Stored& k,
+    float scale, const Masking& masking, const Buffers& more, const mx::Shape& shape, int along_x) {
   const int B = q.shape(0), Hq = q.shape(1), L = q.shape(2);
   const int Hk = k.arrays[0].shape(1), N = k.arrays[0].shape(2);
   const KernelMask mask = kernel_mask(masking, B, Hq, L, N);
@@ -34,9 +24,8 @@ mx::array run(
   add_buffers(inputs, "keys", k);
   if (mask.array) inputs.emplace("mask", *mask.array);
   inputs.insert(more.begin(), more.end());
-  const std::string& output = interface.outputs[0];
   return launch(
-             interface, inputs, {{output, {shape, mx::float32}}},
+             kernel, inputs, {{output, {shape, mx::float32}}},
              joined_lists<Template::value_type>(
                  {{{"D", q.shape(3)}},
                   packing_of("keys", k),
@@ -52,16 +41,16 @@ bool prompt_kernels_take(const mx::array& q, const Stored& k) {
 }
 
 mx::array prompt_lse(const mx::array& q, const Stored& k, float scale, const Masking& mask) {
-  static const Interface interface = interface_of("prompt_lse", {}, "lse");
   const int rows = q.shape(1) / k.arrays[0].shape(1) * q.shape(2);
-  return run(interface, q, k, scale, mask, {}, {q.shape(0), q.shape(1), q.shape(2)}, rows);
+  return run(
+      "prompt_lse", "lse", q, k, scale, mask, {}, {q.shape(0), q.shape(1), q.shape(2)}, rows);
 }
 
 mx::array prompt_mass(
     const mx::array& q, const Stored& k, const mx::array& lse, float scale, const Masking& mask) {
-  static const Interface interface = interface_of("prompt_mass", {"lse"}, "mass");
   const mx::Shape slots{k.arrays[0].shape(0), k.arrays[0].shape(1), k.arrays[0].shape(2)};
-  return run(interface, q, k, scale, mask, {{"lse", mx::contiguous(lse)}}, slots, slots[2]);
+  return run(
+      "prompt_mass", "mass", q, k, scale, mask, {{"lse", mx::contiguous(lse)}}, slots, slots[2]);
 }
 
 }  // namespace mlx_h2o

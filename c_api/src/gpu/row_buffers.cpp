@@ -7,17 +7,6 @@ std::vector<std::string> buffer_names(const std::string& field) {
   return {field, one + "_scales", one + "_biases"};
 }
 
-Absent absent_packing(const std::string& field) {
-  Absent lines;
-  for (const std::string& name : buffer_names(field))
-    if (name != field)
-      lines.emplace_back(
-          name,
-          "const device float* " + name + " = nullptr;\nconst int64_t " + name +
-              "_strides[4] = {0};");
-  return lines;
-}
-
 void add_buffers(Buffers& buffers, const std::string& field, const Stored& rows) {
   const auto names = buffer_names(field);
   for (size_t i = 0; i < rows.arrays.size(); ++i) buffers.emplace(names[i], rows.arrays[i]);

@@ -9,8 +9,6 @@ namespace mlx_h2o {
 
 // Names of a field's buffers.
 std::vector<std::string> buffer_names(const std::string& field);
-// Declarations for what dense rows lack.
-Absent absent_packing(const std::string& field);
 void add_buffers(Buffers& buffers, const std::string& field, const Stored& rows);
 // In the terms of metal/packed_rows.h: 0 bits are dense rows.
 Template packing_of(const std::string& field, const Stored& rows);

@@ -12,49 +12,13 @@ constexpr int kUpdateSimdgroups = 16;
 const std::vector<std::string> kRemainderOut{
     "counts_out", "mean_keys_out", "var_keys_out", "mean_values_out"};
 
-const Interface& overwrite_interface() {
-  static const Interface interface{
-      "overwrite",
-      joined_lists<std::string>(
-          {{"plan", "victims", "new_keys", "new_values"},
-           buffer_names("keys"),
-           buffer_names("values"),
-           {"positions", "norms"},
-           kRemainderBuffers}),
-      joined_lists<std::string>({kRemainderOut, {"slots_out"}}),
-      joined_lists<Absent::value_type>(
-          {absent_packing("keys"), absent_packing("values"), absent_inputs({"norms"}),
-           absent_inputs(kRemainderBuffers), absent_outputs(kRemainderOut)})};
-  return interface;
-}
-
-const Interface& kept_keys_interface() {
-  static const Interface interface{
-      "kept_keys",
-      joined_lists<std::string>({{"plan"}, buffer_names("keys"), {"slots"}}),
-      {"means", "worth"},
-      joined_lists<Absent::value_type>(
-          {absent_packing("keys"), absent_outputs({"means", "worth"})})};
-  return interface;
-}
-
-const Interface& update_interface() {
-  static const Interface interface{
-      "update",
-      {"plan", "weights", "victims", "logits", "lse", "distances", "means", "positions", "scores",
-       "norms", "slots"},
-      {"victims_out"},
-      absent_inputs({"logits", "distances", "means", "scores", "norms"})};
-  return interface;
-}
-
 mx::array kept_keys(
     const StepPlan& plan, const Stored& keys, const mx::array& written, const std::string& wanted,
     const mx::Shape& shape) {
   Buffers inputs{{"plan", plan.integers}, {"slots", written}};
   add_buffers(inputs, "keys", keys);
   return launch(
-             kept_keys_interface(), inputs, {{wanted, {shape, mx::float32}}},
+             "kept_keys", inputs, {{wanted, {shape, mx::float32}}},
              joined_lists<Template::value_type>(
                  {{{"D", keys.width()}},
                   packing_of("keys", keys),
@@ -105,7 +69,7 @@ mx::array overwrite(
           kRemainderOut[i], std::pair(inputs.at(kRemainderBuffers[i]).shape(), mx::float32));
   }
   const Buffers written = launch(
-      overwrite_interface(), inputs, outputs,
+      "overwrite", inputs, outputs,
       joined_lists<Template::value_type>(
           {{{"T", row_dtype(slots.keys)}, {"D", new_keys.shape(3)}, {"DV", new_values.shape(3)}},
            packing_of("keys", slots.keys),
@@ -152,7 +116,7 @@ mx::array update(
   bool ranks = false;
   for (const StepHead& head : plan.heads) ranks = ranks || head.choose;
   return launch(
-             update_interface(), inputs, {{"victims_out", {victims.shape(), mx::int32}}},
+             "update", inputs, {{"victims_out", {victims.shape(), mx::int32}}},
              {{"D", slots.keys.width()},
               {"G", attended.lse->shape(1) / H},
               {"SCORE", static_cast<int>(policy.score)},

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention_launches.h"
+#include "decode_step.h"
 
 namespace mlx_h2o {
 

@@ -1,0 +1,142 @@
+// mlx_h2o.h: a layer's cache.
+#include "handles.h"
+
+namespace mlx_h2o {
+
+// More KV heads than any model has: a number that went wrong, as -1 does.
+constexpr size_t kMostHeads = 1 << 16;
+
+}  // namespace mlx_h2o
+
+using namespace mlx_h2o;
+
+extern "C" {
+
+mlx_h2o_cache_options mlx_h2o_cache_options_default(void) {
+  return {true, true, 0, 0, 64, 0, 0};
+}
+
+mlx_h2o_cache mlx_h2o_cache_new(void) {
+  return {};
+}
+
+int mlx_h2o_cache_free(mlx_h2o_cache cache) {
+  delete static_cast<Cache*>(cache.ctx);
+  return 0;
+}
+
+int mlx_h2o_cache_make(
+    mlx_h2o_cache* res, const mlx_h2o_policy policy, const int* budgets, size_t n_kv_heads,
+    const mlx_h2o_cache_options options) {
+  return guarded([&] {
+    wants(res);
+    check(
+        budgets && n_kv_heads > 0 && n_kv_heads <= kMostHeads,
+        "A cache needs budgets for 1 to " + std::to_string(kMostHeads) + " KV heads.");
+    const Packing packing{options.k_bits, options.v_bits, options.group_size, options.recent_bits};
+    auto cache = std::make_unique<Cache>(
+        of(policy), std::vector<int>(budgets, budgets + n_kv_heads), options.remainder,
+        options.attending, packing, options.undo);
+    delete static_cast<Cache*>(res->ctx);
+    res->ctx = cache.release();
+  });
+}
+
+int mlx_h2o_cache_update_and_attend(
+    mlx_array* out, mlx_h2o_cache cache, const mlx_array q, const mlx_array keys,
+    const mlx_array values, float scale, const mlx_array sinks, const mlx_stream s) {
+  return guarded_on(s, [&] {
+    wants(out);
+    check_scale(scale);
+    give(out, changed(cache).update_and_attend(of(q), of(keys), of(values), scale, maybe(sinks)));
+  });
+}
+
+int mlx_h2o_cache_update_and_fetch(
+    mlx_array* res_keys, mlx_array* res_values, mlx_array* res_mask, mlx_h2o_cache cache,
+    const mlx_array keys, const mlx_array values, const mlx_stream s) {
+  return guarded_on(s, [&] {
+    wants(res_keys, res_values, res_mask);
+    Cache::Fetched fetched = changed(cache).update_and_fetch(of(keys), of(values));
+    give(res_keys, fetched.keys);
+    give(res_values, fetched.values);
+    if (fetched.mask) {
+      give(res_mask, *fetched.mask);
+    } else {
+      mlx_array_free(*res_mask);
+      *res_mask = mlx_array_new();
+    }
+  });
+}
+
+int mlx_h2o_cache_offset(int* res, const mlx_h2o_cache cache) {
+  return guarded([&] {
+    wants(res);
+    *res = of(cache).offset();
+  });
+}
+
+int mlx_h2o_cache_size(int* res, const mlx_h2o_cache cache) {
+  return guarded([&] {
+    wants(res);
+    *res = of(cache).size();
+  });
+}
+
+int mlx_h2o_cache_evicted(int64_t* res, const mlx_h2o_cache cache) {
+  return guarded([&] {
+    wants(res);
+    *res = of(cache).evicted();
+  });
+}
+
+int mlx_h2o_cache_nbytes(size_t* res, const mlx_h2o_cache cache) {
+  return guarded([&] {
+    wants(res);
+    *res = of(cache).nbytes();
+  });
+}
+
+int mlx_h2o_cache_trimmable(int* res, const mlx_h2o_cache cache) {
+  return guarded([&] {
+    wants(res);
+    *res = of(cache).trimmable();
+  });
+}
+
+int mlx_h2o_cache_trim(mlx_h2o_cache cache, int n, const mlx_stream s) {
+  return guarded_on(s, [&] { changed(cache).trim(n); });
+}
+
+int mlx_h2o_cache_kept(mlx_array* res, mlx_h2o_cache cache, const mlx_stream s) {
+  return guarded_on(s, [&] {
+    wants(res);
+    give(res, changed(cache).kept());
+  });
+}
+
+int mlx_h2o_cache_scores(mlx_array* res, mlx_h2o_cache cache, const mlx_stream s) {
+  return guarded_on(s, [&] {
+    wants(res);
+    give(res, changed(cache).scores());
+  });
+}
+
+mlx_h2o_remainder mlx_h2o_remainder_new(void) {
+  return {};
+}
+
+int mlx_h2o_remainder_free(mlx_h2o_remainder remainder) {
+  for (mlx_array a : {remainder.count, remainder.mean_key, remainder.var_key, remainder.mean_value})
+    mlx_array_free(a);
+  return 0;
+}
+
+int mlx_h2o_cache_remainder(mlx_h2o_remainder* res, mlx_h2o_cache cache, const mlx_stream s) {
+  return guarded_on(s, [&] {
+    wants(res);
+    give(res, changed(cache).remainder());
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,56 @@
+#include "handles.h"
+
+namespace mlx_h2o {
+
+Policy& of(mlx_h2o_policy handle) {
+  check(handle.ctx, "The policy is missing: a handle is empty.");
+  return *static_cast<Policy*>(handle.ctx);
+}
+
+Cache& of(mlx_h2o_cache handle) {
+  check(handle.ctx, "The cache is missing: a handle is empty.");
+  return *static_cast<Cache*>(handle.ctx);
+}
+
+Cache& changed(mlx_h2o_cache handle) {
+  refuse_tracing();
+  return of(handle);
+}
+
+Remainder of(mlx_h2o_remainder handles, Operands& operands) {
+  return {
+      operands.take("count", handles.count, "B Hk", Kind::float32),
+      operands.take("mean_key", handles.mean_key, "B Hk D", Kind::float32),
+      operands.take("var_key", handles.var_key, "B Hk D", Kind::float32),
+      operands.take("mean_value", handles.mean_value, "B Hk Dv", Kind::float32)};
+}
+
+void give(mlx_h2o_remainder* res, const Remainder& value) {
+  wants(res);
+  give(&res->count, value.count);
+  give(&res->mean_key, value.mean_key);
+  give(&res->var_key, value.var_key);
+  give(&res->mean_value, value.mean_value);
+}
+
+Slots of(const mlx_h2o_slots& slots, const Policy& policy, Operands& operands) {
+  const mx::array& keys = operands.take("keys", slots.keys, "B Hk N D", Kind::floating);
+  const mx::array& values = operands.take("values", slots.values, "B Hk N Dv", Kind::floating);
+  const mx::array& positions = operands.take("positions", slots.positions, "B Hk N", Kind::int32);
+  const auto scores = operands.take_if_any("scores", slots.scores, "B Hk N", Kind::float32);
+  const mx::array& evictable = operands.take("evictable", slots.evictable, "B Hk N", Kind::boolean);
+  const mx::array& mean =
+      operands.take("evicted_mean_key", slots.evicted_mean_key, "B Hk D", Kind::float32);
+  check(scores || !policy.needs_attention(), "Policy " + policy.name + " needs scores.");
+  check(slots.offset >= 0 && slots.evicted >= 0, "offset and evicted must be at least 0.");
+  return {keys,         values,    positions,     scores ? *scores : mx::zeros(positions.shape()),
+          slots.offset, evictable, slots.evicted, mean};
+}
+
+mx::array prompt_priority(
+    const Policy& policy, const Slots& seen, mlx_array window_mass, Operands& operands) {
+  return policy.prompt_priority(
+      seen, operands.take_if_any("window_mass", window_mass, "B Hk N", Kind::float32));
+}
+
+}  // namespace mlx_h2o

@@ -1,0 +1,25 @@
+// Between the handles and structs of mlx_h2o.h and the classes that do the work.
+#pragma once
+
+#include "cache.h"
+#include "operands.h"
+
+namespace mlx_h2o {
+
+// What a handle stands for. Raise for an empty one.
+Policy& of(mlx_h2o_policy handle);
+Cache& of(mlx_h2o_cache handle);
+// One that the call changes, be it only where its arrays are.
+Cache& changed(mlx_h2o_cache handle);
+
+// Its axes are B, Hk, D and Dv.
+Remainder of(mlx_h2o_remainder handles, Operands& operands);
+void give(mlx_h2o_remainder* res, const Remainder& value);
+
+// Its axes are B, Hk, N, D and Dv.
+Slots of(const mlx_h2o_slots& slots, const Policy& policy, Operands& operands);
+// What the slots of a prompt are worth [B, Hk, N].
+mx::array prompt_priority(
+    const Policy& policy, const Slots& seen, mlx_array window_mass, Operands& operands);
+
+}  // namespace mlx_h2o

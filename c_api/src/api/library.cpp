@@ -1,0 +1,22 @@
+// mlx_h2o.h: the library.
+#include "attend.h"
+#include "bridge.h"
+
+using namespace mlx_h2o;
+
+extern "C" {
+
+const char* mlx_h2o_version(void) {
+  return MLX_H2O_VERSION;
+}
+
+const char* mlx_h2o_last_error(void) {
+  return last_error().c_str();
+}
+
+int mlx_h2o_use_kernels(bool use) {
+  use_kernels(use);
+  return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,96 @@
+// One token of one layer: fold, write, attend, accumulate, choose victims; in place.
+#pragma once
+
+#include <vector>
+
+#include "kernels/kernels.h"
+
+namespace mlx_h2o {
+
+// What is the same at every step of a layer.
+struct Layer {
+  int B, Hq, Hk, D, Dv;
+  int64_t S;  // slots of all heads
+  Dtype out_dtype;
+  float scale;
+  bool remembers;  // statistics of the evicted are kept
+  bool answers;    // and go on answering
+  float saturation;
+  PolicyForm policy;
+};
+
+// Keys or values of all slots [B, S, width], dense or packed.
+struct SlotRows {
+  void* data;
+  Dtype dtype;  // of the rows, or of their scales and biases
+  int width;
+  int bits = 0;  // 0: dense
+  int group_size = 0;
+  void* scales = nullptr;
+  void* biases = nullptr;
+
+  Rows rows() const;
+  const void* row(int64_t slot) const;
+  // A new row, dense and in `dtype`; packed here from full precision, once.
+  void write(int64_t slot, const void* row) const;
+  // A row out of others of the same width and dtype (recent.py says what becomes of it).
+  void take_over(int64_t slot, const SlotRows& others, int64_t other) const;
+  // A row out of others that are stored alike.
+  void copy(int64_t slot, const SlotRows& others, int64_t other) const;
+};
+
+// The newest tokens where they are stored apart (recent.py): [B, Hk, size] rows.
+struct RecentState {
+  SlotRows keys;
+  SlotRows values;
+  float* scores;  // [B, Hk, size], or nullptr
+  int size = 0;   // 0: they are stored with all others
+};
+
+// The layer's memory (store.py and remainder.py name the fields).
+struct LayerState {
+  SlotRows keys;
+  SlotRows values;
+  int32_t* positions;  // [B, S]
+  float* scores;       // [B, S], or nullptr where the policy accumulates nothing
+  float* count;        // [B, Hk]
+  float* mean_key;     // [B, Hk, D]
+  float* var_key;      // [B, Hk, D]
+  float* mean_value;   // [B, Hk, Dv]
+  int32_t* victims;    // [B, Hk, evict_every]
+  RecentState recent;
+};
+
+// What changes from step to step, for each KV head.
+struct StepHead {
+  int64_t start;  // its first slot in the flat buffers
+  int length;     // slots in use, the new one included
+  int victim;     // which of its victims makes room, or -1 for the next unused slot
+  int recent;     // last positions that are protected
+  int evicted;    // tokens lost, this step's victim included
+  bool choose;    // name the next victims
+};
+
+struct Step {
+  std::vector<StepHead> heads;  // [Hk]
+  int recent_slot = 0;          // of the newest tokens: the new one's, and the leaving one's before
+  int recent_length = 0;        // the new one included
+  bool leaving = true;          // whether a token comes into the heads' slots
+  int offset;                   // the next logical position; the new token's is one less
+  const void* q;                // [B, Hq, 1, D], by strides
+  int64_t q_batch, q_head;
+  Dtype q_dtype;
+  const void* k;  // [B, Hk, 1, D], by strides, in the slots' dtype
+  int64_t k_batch, k_head;
+  const void* v;  // [B, Hk, 1, Dv], by strides, in the slots' dtype
+  int64_t v_batch, v_head;
+  const float* sinks;  // [Hq] or nullptr
+  void* out;           // [B, Hq, 1, Dv]
+};
+
+// Which slot of a head takes a row: the victim's, or the next unused one.
+int free_slot(const Layer& layer, const LayerState& state, const Step& step, int b, int h);
+
+void decode_step(const Layer& layer, const LayerState& state, const Step& step);
+
+}  // namespace mlx_h2o

@@ -1,0 +1,196 @@
+// After attention: mass, scores, priorities of one KV head's slots.
+//
+// The formulas are those of python/mlx_h2o/policies; each function names its counterpart.
+#pragma once
+
+#include "convert.h"
+#include "kernels.h"
+#include "simd.h"
+
+namespace mlx_h2o::MLX_H2O_ISA {
+
+constexpr float kMassFloor = 1e-6f;  // policies/base.py: MASS_FLOOR
+
+// What a weight e^(s - top) is multiplied by to become e^(s - lse). Equal infinities cancel: beside
+// an infinite logit all others weigh nothing.
+inline float share_of(float top, float lse) {
+  return top == lse ? 1 : exp(top - lse);
+}
+
+inline void add_mass(const UpdateHead& h, float factor, float* mass) {
+  // A row's largest logit is the same for many tiles on end.
+  float tops[kMaxRows], scales[kMaxRows];
+  for (int r = 0; r < h.rows; ++r) tops[r] = -__builtin_inff(), scales[r] = 0;
+  for (int first = 0, tile = 0; first < h.slots; first += kTile, ++tile) {
+    const int keys = h.slots - first < kTile ? h.slots - first : kTile;
+    for (int r = 0; r < h.rows; ++r) {
+      const float top = h.tile_max[tile * h.rows + r];
+      if (top == tops[r]) continue;
+      tops[r] = top;
+      scales[r] = top == -__builtin_inff() ? 0 : factor * share_of(top, h.lse[r]);
+    }
+    each_vector(keys, [&](int n, int count) {
+      float* m = mass + first + n;
+      const float* w = h.weights + first + n;
+      vf total = load_some(m, count);
+      for (int r = 0; r < h.rows; ++r, w += h.weights_stride)
+        total += scales[r] * load_some(w, count);
+      store_some(m, total, count);
+    });
+  }
+}
+
+// One step's evidence about a vector of slots, the mean over the query heads.
+struct Evidence {
+  const UpdateHead& h;
+  bool of_logits;
+  float mean;  // 1 / rows
+
+  vf operator()(int n, int count) const {
+    vf total{};
+    const float* w = (of_logits ? h.logits : h.weights) + n;
+    const int tile = n / kTile;
+    for (int r = 0; r < h.rows; ++r, w += h.weights_stride) {
+      const vf x = load_some(w, count);
+      if (of_logits) {
+        const vf size = x < 0 ? -x : x;
+        total += x == -__builtin_inff() ? splat(0) : size;
+      } else {
+        const float top = h.tile_max[tile * h.rows + r];
+        if (top != -__builtin_inff()) total += x * share_of(top, h.lse[r]);
+      }
+    }
+    return total * mean;
+  }
+};
+
+// Policy.accumulate
+inline void accumulate(const UpdateHead& h, const PolicyForm& form) {
+  if (form.score == Score::none) return;
+  const bool of_logits = form.score == Score::ema_logits;
+  if (!of_logits && form.score == Score::sum) return add_mass(h, 1.0f / h.rows, h.scores);
+  const Evidence evidence{h, of_logits, 1.0f / h.rows};
+  const float keep = form.score == Score::last ? 0 : form.decay;
+  each_vector(h.slots, [&](int n, int count) {
+    const vf fresh = evidence(n, count);
+    const vf old = load_some(h.scores + n, count);
+    store_some(h.scores + n, keep == 0 ? fresh : keep * old + (1 - keep) * fresh, count);
+  });
+}
+
+inline vi positions(const UpdateHead& h, int n, int count) {
+  if (count == W) return load_as<vi>(h.positions + n);
+  vi some{};
+  __builtin_memcpy(&some, h.positions + n, count * sizeof(int32_t));
+  return some;
+}
+
+inline vf ages(const UpdateHead& h, int n, int count) {
+  // (Unsigned, so that positions of a damaged state do no more harm than a wrong age.)
+  return __builtin_convertvector((vi)(uint32_t(h.offset) - (vu)positions(h, n, count)), vf);
+}
+
+// 1 where a slot may go, 0 where it is protected (selection.evictable_slots); 0 beyond `count`.
+inline vf may_go(const UpdateHead& h, const PolicyForm& form, int n, int count) {
+  const vi at = positions(h, n, count);
+  vi lanes;
+  for (int i = 0; i < W; ++i) lanes[i] = i;
+  const vi yes = (at >= form.sink) & (at < h.offset - h.recent) & (lanes < count);
+  return yes ? splat(1) : splat(0);
+}
+
+// Distinct.priority: three terms, each standardised over what may go (base.standardised) and
+// weighted. All are made in one pass: ages and what may go are the same for each.
+inline void rank_by_distance(const UpdateHead& h, const PolicyForm& form) {
+  const float weights[kTerms] = {1, form.mass_weight, -form.age_weight};
+  float* terms[kTerms];
+  for (int t = 0; t < kTerms; ++t) terms[t] = h.terms + int64_t(t) * h.slots;
+  // A key at the mean itself must not stretch the scale for all others.
+  const vf least = splat(h.least_distance);
+  vf number{}, total[kTerms] = {}, squares[kTerms] = {};
+  each_vector(h.slots, [&](int n, int count) {
+    const vf among = may_go(h, form, n, count), age = ages(h, n, count);
+    const vf x[kTerms] = {
+        log(max(least, load_some(h.distance + n, count))),
+        form.mass_weight ? log(load_some(h.scores + n, count) / age + kMassFloor) : splat(0),
+        form.age_weight ? log(age) : splat(0)};
+    number += among;
+    UNROLL
+    for (int t = 0; t < kTerms; ++t) {
+      store_some(terms[t] + n, x[t], count);
+      total[t] += among > 0 ? x[t] : splat(0);
+    }
+  });
+  const float share = 1 / __builtin_fmaxf(sum(number), 1);
+  float mean[kTerms], factor[kTerms];
+  for (int t = 0; t < kTerms; ++t) mean[t] = sum(total[t]) * share;
+  each_vector(h.slots, [&](int n, int count) {
+    const vf among = may_go(h, form, n, count);
+    UNROLL
+    for (int t = 0; t < kTerms; ++t) {
+      const vf apart = load_some(terms[t] + n, count) - mean[t];
+      squares[t] += among > 0 ? apart * apart : splat(0);
+    }
+  });
+  for (int t = 0; t < kTerms; ++t)
+    factor[t] = weights[t] / (__builtin_sqrtf(sum(squares[t]) * share) + 1e-6f);
+  each_vector(h.slots, [&](int n, int count) {
+    vf priority{};
+    UNROLL
+    for (int t = 0; t < kTerms; ++t)
+      priority += (load_some(terms[t] + n, count) - mean[t]) * factor[t];
+    store_some(h.priority + n, priority, count);
+  });
+}
+
+// Policy.priority
+inline void rank(const UpdateHead& h, const PolicyForm& form) {
+  switch (form.priority) {
+    case Priority::distance: return rank_by_distance(h, form);
+    case Priority::direction:
+      __builtin_memcpy(h.priority, h.distance, h.slots * sizeof(float));
+      return;
+    case Priority::age:
+      for (int n = 0; n < h.slots; ++n) h.priority[n] = float(h.positions[n]);
+      return;
+    case Priority::score:
+      each_vector(h.slots, [&](int n, int count) {
+        const vf c = load_some(h.scores + n, count);
+        store_some(h.priority + n, form.age_normalised ? c / ages(h, n, count) : c, count);
+      });
+      return;
+  }
+}
+
+// selection.select_victims
+inline void select_victims(const UpdateHead& h, const PolicyForm& form, int32_t* victims) {
+  // The protected come last, NaNs first; finite, so that no protected slot ties with another.
+  each_vector(h.slots, [&](int n, int count) {
+    const vf x = load_some(h.priority + n, count);
+    const vf ranked = x == x ? min(splat(0x1.fffffep127f), x) : splat(-__builtin_inff());
+    const vf out = may_go(h, form, n, count) > 0 ? ranked : splat(__builtin_inff());
+    store_some(h.priority + n, out, count);
+  });
+  for (int e = 0; e < form.evict_every; ++e) {
+    vf low = splat(__builtin_inff());
+    each_vector(h.slots, [&](int n, int count) {
+      vf x = load_some(h.priority + n, count);
+      for (int i = count; i < W; ++i) x[i] = __builtin_inff();
+      low = min(x, low);
+    });
+    float lowest = low[0];
+    for (int i = 1; i < W; ++i) lowest = low[i] < lowest ? low[i] : lowest;
+    int worst = -1;
+    for (int n = 0; n < h.slots; ++n)
+      if (h.priority[n] == lowest && (worst < 0 || h.positions[n] < h.positions[worst])) worst = n;
+    victims[e] = worst;
+    h.priority[worst] = __builtin_inff();
+  }
+}
+
+inline void update(const UpdateHead& h, const PolicyForm& form) {
+  accumulate(h, form);
+  if (h.priority) rank(h, form);
+}
+
+}  // namespace mlx_h2o::MLX_H2O_ISA

@@ -1,0 +1,93 @@
+// A layer that decodes by fused steps.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "decode_step.h"
+#include "stored.h"
+
+namespace mlx_h2o {
+
+struct Kept;
+struct SlotMemory;
+
+// The newest tokens where they are stored apart (recent.py).
+struct Recent {
+  Stored keys, values;  // [B, Hk, size, D] and [B, Hk, size, Dv]
+  mx::array scores;     // [B, Hk, size], or of size 0
+};
+
+// What a step does with the newest tokens: the new token's slot, the tokens held after it, and
+// whether one leaves.
+struct RecentStep {
+  int slot, length;
+  bool leaving;
+};
+
+// A layer's slots, remainder and victims while it decodes.
+//
+// MLX reuses an input's buffer only if nothing else refers to it, and a task that is still queued
+// does: with the usual one token of look-ahead every step would copy all keys and values. Here the
+// arrays are taken out of the graph when decoding starts (copied if anyone else holds them), steps
+// change them in the order in which they run, and `close` hands them back. A step depends on the
+// one before it, so the order is MLX's own, whichever streams they run on: streams belong to
+// threads, and a conversation may go on in another thread.
+class DecodingLayer {
+ public:
+  // keys [B, S, D], values [B, S, Dv], and the other fields: positions [B, S] int32, scores [B, S]
+  // (or size 0), count [B, Hk], mean_key, var_key [B, Hk, D], mean_value [B, Hk, Dv], victims
+  // [B, Hk, evict_every] int32. `close` gives all arrays back in this order, those of the newest
+  // tokens (keys, values, scores) last.
+  DecodingLayer(
+      const Stored& keys, const Stored& values, std::vector<mx::array> fields, PolicyForm policy,
+      bool remembers, bool answers, float saturation, const std::optional<Recent>& recent,
+      mx::StreamOrDevice s);
+
+  // Out [B, Hq, 1, Dv] of one token's q [B, Hq, 1, D], k [B, Hk, 1, D] and v [B, Hk, 1, Dv].
+  //
+  // `before` takes what the step changes, as it was, in this order: if a row is overwritten, slots
+  // [B, Hk] int32, the rows [B, Hk, width] of keys and values and positions [B, Hk]; scores, where
+  // there are any; count, mean_key, var_key and mean_value, if a row is folded; victims, if some
+  // are named; if one of the newest tokens leaves, the rows of its keys and values; scores of
+  // theirs, where there are any.
+  mx::array step(
+      const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+      const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads,
+      const std::optional<RecentStep>& recent, mx::StreamOrDevice s,
+      std::vector<mx::array>* before = nullptr);
+
+  // The fields as arrays again; no step may follow.
+  std::vector<mx::array> close(mx::StreamOrDevice s);
+
+  // Something to evaluate: it is ready when the last step has run.
+  const mx::array& last_step() const {
+    return last_step_;
+  }
+
+ private:
+  // Raise unless the fields, the newest tokens or the operands of a step fit together.
+  void check_fields(
+      const Stored& keys, const Stored& values, const std::vector<mx::array>& fields) const;
+  void check_recent(const Stored& keys, const Stored& values, const Recent& recent) const;
+  void check_token(const mx::array& q, const mx::array& k, const mx::array& v) const;
+  void check_plan(
+      const std::vector<StepHead>& heads, const std::optional<RecentStep>& recent) const;
+
+  // What `step` hands out in `before`, whose shapes and dtypes are appended.
+  Kept kept_by(
+      const Step& step, std::vector<mx::Shape>& shapes, std::vector<mx::Dtype>& dtypes) const;
+
+  Layer layer_;
+  SlotLayout layout_;
+  std::optional<SlotLayout> recent_layout_;
+  int recent_size_ = 0;
+  mx::Dtype row_dtype_;
+  std::vector<mx::Shape> shapes_;
+  std::vector<mx::Dtype> dtypes_;
+  std::shared_ptr<SlotMemory> memory_;
+  mx::array last_step_;
+};
+
+}  // namespace mlx_h2o

@@ -1,0 +1,57 @@
+// A layer's arrays outside of MLX's graph, and the operations on them.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "before.h"
+#include "stored.h"
+
+namespace mlx_h2o {
+
+// Arrays that one layer's steps overwrite in place: keys, values, then the fields below; where the
+// newest tokens are stored apart, then their keys, values and scores.
+struct SlotMemory {
+  std::vector<mx::array> fields;
+};
+struct Field {
+  enum { positions, scores, count, mean_key, var_key, mean_value, victims, number };
+};
+
+// What a step hands out beside its output: which of a layer's fields, as they were before.
+struct Kept {
+  bool overwritten = false;  // rows of slots, with their slots and positions
+  bool scores = false;
+  bool statistics = false;
+  bool victims = false;
+  bool recent_rows = false;
+  bool recent_scores = false;
+};
+
+// Takes arrays out of the graph: their buffers where no one else holds them, copies otherwise. The
+// array that it returns is ready when it is done; steps and `close_slots` take it.
+mx::array open_slots(
+    std::shared_ptr<SlotMemory> memory, std::vector<mx::array> fields, mx::Stream stream);
+
+// One step as far as it is known before its arrays are.
+struct PlannedStep {
+  SlotLayout layout;
+  std::optional<SlotLayout> recent_layout;
+  Layer layer;
+  Step step;
+  Kept kept;
+};
+
+// Out [B, Hq, 1, Dv], an array that is ready after the step, and what it changed, as it was, of
+// these shapes and dtypes. `inputs` are what the step comes after, q, k, v, and sinks if any.
+std::vector<mx::array> decode_step_on_slots(
+    std::shared_ptr<SlotMemory> memory, PlannedStep planned, std::vector<mx::array> inputs,
+    std::vector<mx::Shape> shapes, std::vector<mx::Dtype> dtypes, mx::Stream stream);
+
+// The arrays in the graph again, of these shapes and dtypes.
+std::vector<mx::array> close_slots(
+    std::shared_ptr<SlotMemory> memory, const mx::array& last_step, std::vector<mx::Shape> shapes,
+    std::vector<mx::Dtype> dtypes, mx::Stream stream);
+
+}  // namespace mlx_h2o
