@@ -66,6 +66,12 @@ inline void attention_merge(
 
 }  // namespace h2o
 
+//! buffers
+//! in params
+//! in partials
+//! in partial_lses
+//! out out
+//! out lse
 //! body
 
   THREADGROUP_ARRAY(float, scratch, SIMDS * DV);

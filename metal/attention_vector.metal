@@ -155,6 +155,28 @@ inline void attention_vector(
 
 }  // namespace h2o
 
+//! buffers
+//! in params
+//! in factors
+//! in queries
+//! in keys
+//! in key_scales optional float strided
+//! in key_biases optional float strided
+//! in values
+//! in value_scales optional float strided
+//! in value_biases optional float strided
+//! in mask optional bool strided
+//! in sinks optional float
+//! in counts optional float
+//! in mean_keys optional float
+//! in var_keys optional float
+//! in mean_values optional float
+//! in means optional float
+//! in after optional
+//! out out
+//! out lse optional float
+//! out logits optional float
+//! out distances optional float
 //! body
 
   typedef typename h2o::Stored<K_BITS, T>::Element Key;

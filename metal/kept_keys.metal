@@ -72,6 +72,14 @@ inline void kept_keys(
 
 }  // namespace h2o
 
+//! buffers
+//! in plan
+//! in keys
+//! in key_scales optional float strided
+//! in key_biases optional float strided
+//! in slots
+//! out means optional float
+//! out worth optional float
 //! body
 
   THREADGROUP_ARRAY(float, scratch, SIMDS * D);

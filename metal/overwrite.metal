@@ -108,6 +108,28 @@ inline void overwrite(
 
 }  // namespace h2o
 
+//! buffers
+//! in plan
+//! in victims
+//! in new_keys
+//! in new_values
+//! in keys
+//! in key_scales optional float strided
+//! in key_biases optional float strided
+//! in values
+//! in value_scales optional float strided
+//! in value_biases optional float strided
+//! in positions
+//! in norms optional float
+//! in counts optional float
+//! in mean_keys optional float
+//! in var_keys optional float
+//! in mean_values optional float
+//! out counts_out optional float
+//! out mean_keys_out optional float
+//! out var_keys_out optional float
+//! out mean_values_out optional float
+//! out slots_out
 //! body
 
   typedef typename h2o::Stored<K_BITS, T>::Element Key;

@@ -61,6 +61,15 @@ inline void prompt_lse(
 
 }  // namespace h2o
 
+//! buffers
+//! in params
+//! in factors
+//! in queries
+//! in keys
+//! in key_scales optional float strided
+//! in key_biases optional float strided
+//! in mask optional bool strided
+//! out lse
 //! body
 
   THREADGROUP_ARRAY(float, query_chunk, TILE * PADDED_CHUNK);

@@ -56,6 +56,16 @@ inline void prompt_mass(
 
 }  // namespace h2o
 
+//! buffers
+//! in params
+//! in factors
+//! in queries
+//! in keys
+//! in key_scales optional float strided
+//! in key_biases optional float strided
+//! in mask optional bool strided
+//! in lse
+//! out mass
 //! body
 
   THREADGROUP_ARRAY(float, query_chunk, TILE * PADDED_CHUNK);

@@ -162,6 +162,19 @@ inline void update(
 
 }  // namespace h2o
 
+//! buffers
+//! in plan
+//! in weights
+//! in victims
+//! in logits optional float
+//! in lse
+//! in distances optional float
+//! in means optional float
+//! in positions
+//! in scores optional float
+//! in norms optional float
+//! in slots
+//! out victims_out
 //! body
 
   THREADGROUP_ARRAY(float, standards, HEADS * 2 * TERMS);
