@@ -1,9 +1,16 @@
 """mlx-h2o: bounded KV memory that keeps what matters, for any mlx-lm model."""
 
+from mlx_h2o import interrupts  # noqa: F401  First: the other imports take seconds.
 from mlx_h2o.attention import attention_mass, scaled_dot_product_attention_with_scores
+from mlx_h2o.bounding import install, uninstall
 from mlx_h2o.builtin import load
 from mlx_h2o.cache import H2OKVCache
+from mlx_h2o.cache_file import load_prompt_cache, save_prompt_cache
 from mlx_h2o.calibration import calibrate, calibrate_exactly
+from mlx_h2o.description import describe
+from mlx_h2o.latent_cache import LatentKVCache
+from mlx_h2o.linear_algebra import blas, use_openblas
+from mlx_h2o.plain_rows_cache import PlainRowsKVCache
 from mlx_h2o.policies import (
     EMA,
     H2O,
@@ -21,17 +28,14 @@ from mlx_h2o.policies import (
     register_preset,
 )
 from mlx_h2o.profile import Profile
-from mlx_h2o.prompt_cache import (
-    describe,
-    load_prompt_cache,
-    make_prompt_cache,
-    save_prompt_cache,
-)
+from mlx_h2o.prompt_cache import make_prompt_cache
 from mlx_h2o.remainder import Remainder
-from mlx_h2o.routing import install, uninstall
+from mlx_h2o.resizing import resize
 from mlx_h2o.selection import accumulate, select_victims
 
 __version__ = "0.1.0"
+
+use_openblas()
 
 __all__ = [
     "EMA",
@@ -41,7 +45,9 @@ __all__ = [
     "EMALogits",
     "H2OKVCache",
     "KeyDiff",
+    "LatentKVCache",
     "Observation",
+    "PlainRowsKVCache",
     "Policy",
     "Profile",
     "Remainder",
@@ -49,6 +55,7 @@ __all__ = [
     "Streaming",
     "accumulate",
     "attention_mass",
+    "blas",
     "calibrate",
     "calibrate_exactly",
     "describe",
@@ -60,6 +67,7 @@ __all__ = [
     "policy_names",
     "register_policy",
     "register_preset",
+    "resize",
     "save_prompt_cache",
     "scaled_dot_product_attention_with_scores",
     "select_victims",

@@ -11,9 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.backends import joined, reference
+from mlx_h2o import softmax
+from mlx_h2o.backends import joined
 from mlx_h2o.backends.choice import backend
-from mlx_h2o.backends.reference import Ranges, Seed
+from mlx_h2o.backends.operands import Ranges, Seed
 from mlx_h2o.masks import Mask
 from mlx_h2o.packed import AnyRows, JoinedRows, PackedRows
 
@@ -169,7 +170,7 @@ def scaled_dot_product_attention_quantized_with_scores(
 
 
 def attention_mass(scores: mx.array, lse: mx.array, n_kv_heads: int) -> mx.array:
-    """The attention that each key received (DESIGN 1: mass).
+    """The attention that each key received (docs/design.md, Words: mass).
 
     Args:
         scores: Logits `[B, Hq, L, N]`, float32.
@@ -192,7 +193,7 @@ def attention_mass(scores: mx.array, lse: mx.array, n_kv_heads: int) -> mx.array
         raise ValueError(
             f"{scores.shape[1]} query heads cannot be grouped over {n_kv_heads} KV heads."
         )
-    return reference.attention_mass(scores, lse, n_kv_heads)
+    return softmax.attention_mass(scores, lse, n_kv_heads)
 
 
 def _computing(k: AnyRows) -> Any:

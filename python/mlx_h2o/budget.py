@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from mlx_h2o import checks
 from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy
+from mlx_h2o.profile import check_curves
 from mlx_h2o.remainder import Remainder
+from mlx_h2o.undo import step_bytes
+
+# Of a layer in a file.
+MOST_HEADS, WIDEST_ROW = 2**16, 2**20
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,7 @@ class RowWidths:
         key_size: Bytes of a key's element in the model's dtype.
         value_size: Bytes of a value's element, likewise.
         packing: How they are stored.
+        undo: Steps that can be taken back.
     """
 
     key: int
@@ -26,6 +34,7 @@ class RowWidths:
     key_size: int
     value_size: int
     packing: Packing = field(default_factory=Packing)
+    undo: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -45,35 +54,95 @@ class RowWidths:
         return -(-Remainder.bytes_per_head(self.key, self.value) // self.row_bytes) * remembers
 
     def slot_bytes(self, policy: Policy) -> int:
-        """Bytes of a slot with everything kept beside it: position and score."""
-        return self.row_bytes + 4 + 4 * policy.needs_attention
+        """Bytes of a slot with everything kept beside it: position and scores, now and before."""
+        return self.row_bytes + 4 + 4 * (1 + self.undo) * policy.needs_attention
 
     def head_bytes(self, policy: Policy, remembers: bool) -> int:
-        """Bytes of a head apart from its slots: the remainder and the next victims."""
+        """Bytes of a head apart from its slots: remainder, next victims, steps to undo."""
         remainder = Remainder.bytes_per_head(self.key, self.value) if remembers else 0
-        return remainder + 4 * policy.evict_every
+        recent = self.recent_row_bytes if self.packing.recent else 0
+        step = step_bytes(self.row_bytes, recent, remainder, policy.evict_every)
+        return remainder + 4 * policy.evict_every + self.undo * step
+
+
+@dataclass(frozen=True)
+class LayerShare:
+    """A layer's part in its model's budget, by which the whole can be shared out anew.
+
+    Attributes:
+        heads: H.
+        widths: Of its rows.
+        grid: Numbers of slots that the model's profile knows; empty without a profile.
+        losses: What each KV head loses at each of them (`Profile.losses`), or empty.
+    """
+
+    heads: int
+    widths: RowWidths
+    grid: tuple[int, ...] = ()
+    losses: tuple[tuple[float, ...], ...] = ()
+
+    def config(self) -> dict[str, Any]:
+        """As JSON types; packing and undo are the cache's own settings."""
+        own = ("packing", "undo")
+        widths = {name: value for name, value in vars(self.widths).items() if name not in own}
+        return {"heads": self.heads, "widths": widths, "grid": self.grid, "losses": self.losses}
+
+    @classmethod
+    def of_config(cls, config: dict[str, Any], packing: Packing, undo: int) -> LayerShare:
+        """What `config` gave, of a cache with these settings.
+
+        Raises:
+            ValueError: It gave something else.
+        """
+        heads = checks.whole("heads", config["heads"], 1)
+        sizes = {name: checks.whole(name, x, 1) for name, x in config["widths"].items()}
+        if heads > MOST_HEADS or max(sizes.values()) > WIDEST_ROW:
+            raise ValueError(f"No layer has {heads} KV heads with rows of {sizes}.")
+        grid, losses = tuple(config["grid"]), tuple(tuple(curve) for curve in config["losses"])
+        if losses:
+            check_curves(grid, losses)
+        if len(losses) not in (0, heads):
+            raise ValueError(f"There are losses of {len(losses)} heads for {heads} KV heads.")
+        return cls(heads, RowWidths(**sizes, packing=packing, undo=undo), grid, losses)
+
+
+def bytes_for_slots(
+    slots: int, heads: int, widths: RowWidths, policy: Policy, remembers: bool
+) -> int:
+    """Bytes of `heads` heads with so many slots each: the inverse of `slots_for_bytes`."""
+    # A recent window of wider rows leaves room for fewer. (Of narrower ones it gives none back:
+    # with a profile the window is as small as the smallest head's.)
+    extra = max(widths.recent_row_bytes - widths.row_bytes, 0)
+    rows = slots * widths.slot_bytes(policy) + policy.recent_slots(slots) * extra
+    return heads * (rows + widths.head_bytes(policy, remembers))
 
 
 def slots_for_bytes(
-    max_bytes: int, heads: int, widths: RowWidths, policy: Policy, remembers: bool
+    max_bytes: int,
+    heads: int,
+    widths: RowWidths,
+    policy: Policy,
+    remembers: bool,
+    least: int = 1,
 ) -> int:
     """Slots per head that fit into `max_bytes` of `heads` heads (batch included).
 
     Raises:
-        ValueError: Not even one slot fits.
+        ValueError: They are fewer than `least`.
     """
-    per_head = max_bytes // heads - widths.head_bytes(policy, remembers)
-    slots = per_head // widths.slot_bytes(policy)
-    # A recent zone of wider rows leaves room for fewer. (Of narrower ones it gives none back: with
-    # a profile the zone is as small as the smallest head's.)
-    extra = max(widths.recent_row_bytes - widths.row_bytes, 0)
-    while slots > 0 and slots * widths.slot_bytes(policy) > (
-        per_head - policy.recent_slots(slots) * extra
-    ):
-        slots -= 1
-    if slots < 1:
+    per_head = max_bytes // heads
+    # The most slots that fit: bytes grow with slots.
+    slots, too_many = 0, per_head // widths.slot_bytes(policy) + 1
+    while too_many - slots > 1:
+        middle = (slots + too_many) // 2
+        if bytes_for_slots(middle, 1, widths, policy, remembers) > per_head:
+            too_many = middle
+        else:
+            slots = middle
+    if slots < least:
+        enough = bytes_for_slots(least, heads, widths, policy, remembers)
         raise ValueError(
-            f"max_bytes={max_bytes} leaves no slot for each of {heads} KV heads of "
-            f"{widths.row_bytes} bytes a token; make it larger."
+            f"max_bytes={max_bytes} is too small: each of {heads} KV heads needs {least} slots of "
+            f"{widths.row_bytes} bytes: make it at least {enough}."
         )
     return slots

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_h2o import gguf, smollm2
+
 PACKAGE = Path(__file__).parent
 #: `--model builtin:NAME` means a folder of this one.
 MODELS = PACKAGE / "models"
 PREFIX = "builtin:"
 DEFAULT_MODEL = "builtin:recall-4m"
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 SAMPLE_TEXT = PACKAGE / "data" / "sample.txt"
 CALIBRATION_TEXT = PACKAGE / "data" / "calibration.txt"
 
+# MLX's CPU backend multiplies packed weights several times more slowly than plain float32 ones; a
+# model that takes no more than this when unpacked is unpacked there.
+MOST_UNPACKED_BYTES = 4 << 30
+
 
 def model_path(name: str) -> str:
-    """The folder of a `builtin:` model; any other name (a folder or hub id) as it is.
+    """The folder of a `builtin:` model, the file of `smollm2-135m`; any other name as it is.
 
     Raises:
-        ValueError: No such model is built in.
+        ValueError: No such model is built in, or it cannot be fetched.
     """
+    if name == smollm2.NAME:
+        return str(smollm2.path())
     if not name.startswith(PREFIX):
         return name
     folder = MODELS / name.removeprefix(PREFIX)
@@ -51,34 +61,60 @@ def laid_out_for_cpu(weight: mx.array) -> mx.array:
     return mx.contiguous(weight.T).T
 
 
+def require_model(name: str, path: str) -> None:
+    """Raise ValueError if a name is neither a folder nor could be a hub's id."""
+    if Path(path).is_dir():
+        return
+    if Path(path).exists():
+        raise ValueError(
+            f"The model {name!r} is a file: give the folder of its config.json, or a .gguf file."
+        )
+    if not HUB_ID.fullmatch(name):
+        raise ValueError(f"There is no folder {name!r}, and a model's id on the hub is OWNER/NAME.")
+
+
 def load(name: str = DEFAULT_MODEL, dtype: mx.Dtype | None = None) -> tuple[nn.Module, Any]:
-    """Load a model and its tokenizer with mlx-lm's own loader.
+    """Load a model and its tokenizer.
 
     Args:
-        name: A folder, a hub id, or `builtin:recall-4m`.
-        dtype: Cast the weights to it; built-in models default to float32 on the CPU, where 16-bit
-            arithmetic is slow, and to their own dtype elsewhere.
+        name: A folder or hub id (mlx-lm's own loader reads them), `builtin:recall-4m`,
+            `smollm2-135m` (fetched when it is first used), or a `.gguf` file of the llama or qwen2
+            family.
+        dtype: Cast the weights to it; built-in models and GGUF files default to float32 on the CPU,
+            where 16-bit arithmetic is slow, and to their own dtype elsewhere.
 
     Returns:
         The model, which remembers its folder so that a profile beside its weights is found, and the
         tokenizer.
 
     Raises:
-        ValueError: No such model can be found.
+        ValueError: No such model can be found or fetched.
     """
-    from mlx_lm import load as load_model
-
     path = model_path(name)
-    try:
-        model, tokenizer = load_model(path)[:2]
-    except FileNotFoundError as error:
-        raise ValueError(f"Cannot load the model {name!r}: {error}") from error
-    if dtype is None and name.startswith(PREFIX) and mx.default_device() == mx.Device(mx.cpu):
+    from_file = path.endswith(gguf.SUFFIX)
+    model, tokenizer = gguf.load(path) if from_file else _loaded_by_mlx_lm(path, name)
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    if dtype is None and on_cpu and (from_file or name.startswith(PREFIX)):
         dtype = mx.float32
     if dtype is not None:
         model.set_dtype(dtype)
-    if mx.default_device() == mx.Device(mx.cpu):
+    if on_cpu:
+        if from_file and gguf.unpacked_bytes(model) <= MOST_UNPACKED_BYTES:
+            gguf.unpack(model)
         model.apply(laid_out_for_cpu)
     if Path(path).is_dir():
         model.mlx_h2o_folder = str(Path(path))
+    return model, tokenizer
+
+
+def _loaded_by_mlx_lm(path: str, name: str) -> tuple[nn.Module, Any]:
+    from mlx_lm import load as load_model
+
+    require_model(name, path)
+    try:
+        model, tokenizer = load_model(path)[:2]
+    except OSError as error:  # the hub's errors too
+        here = "" if Path(path).is_dir() else "there is no such folder, and the hub says: "
+        told = " ".join(str(error).split())
+        raise ValueError(f"Cannot load the model {name!r}: {here}{told}") from error
     return model, tokenizer

@@ -21,15 +21,19 @@ import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o import routing
+from mlx_h2o.cache_lists import replaced
+from mlx_h2o.layer_kinds import LayerKind, layer_kinds
 from mlx_h2o.profile import SMALLEST_BUDGET, Profile, identity_of
-from mlx_h2o.prompt_cache import layer_kinds, replaced
 from mlx_h2o.remainder import SATURATION
+from mlx_h2o.stock import stock_caches
 
 # Slots tried per head, as far as the text is long.
 GRID = (SMALLEST_BUDGET, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 SINK = 4
 # Tokens of one pass; longer texts are cut into several.
 WINDOW = 1024
+# Fewer tell nothing.
+LEAST_TOKENS = 4 * SMALLEST_BUDGET
 # Queries worked on at a time: bounds the [G, block, T] logits to less than a prefill needs.
 QUERY_BLOCK = 128
 
@@ -120,7 +124,7 @@ def limited_attention(
 
 
 @dataclass
-class _Watcher:
+class Watcher:
     """What the measuring caches of one pass share."""
 
     grid: Sequence[int]
@@ -138,7 +142,7 @@ class _Measuring:
     attending = True
     offset = 0
 
-    def __init__(self, index: int, watcher: _Watcher):
+    def __init__(self, index: int, watcher: Watcher):
         self.index, self.watcher = index, watcher
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -249,7 +253,7 @@ def head_gram(
 class _Watched:
     """Stands in for a transformer block and shows its input to the watcher."""
 
-    def __init__(self, layer: nn.Module, watcher: _Watcher):
+    def __init__(self, layer: nn.Module, watcher: Watcher):
         self._layer, self._watcher = layer, watcher
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
@@ -261,7 +265,7 @@ class _Watched:
 
 
 @contextmanager
-def _watched(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
+def watched(model: nn.Module, watcher: Watcher) -> Iterator[None]:
     """Let the watcher see the input of every block."""
     layers = model.layers
     originals = list(layers)
@@ -284,13 +288,28 @@ def windows_of(tokens: Sequence[int], length: int) -> list[mx.array]:
     Raises:
         ValueError: The text is too short to tell anything.
     """
-    if len(tokens) < 4 * SMALLEST_BUDGET:
+    if len(tokens) < LEAST_TOKENS:
         raise ValueError(
             f"{len(tokens)} tokens are too few to calibrate on; give at least a page of text."
         )
     length = min(length, len(tokens))
     whole = len(tokens) // length
     return [mx.array([tokens[i * length : (i + 1) * length]]) for i in range(whole)]
+
+
+def profiled_kinds(model: nn.Module) -> list[LayerKind]:
+    """How the model uses its caches, if a profile would be used.
+
+    Raises:
+        ValueError: All its heads need one budget.
+    """
+    kinds = layer_kinds(model)
+    if any(not kind.routed or kind.derived for kind in kinds):
+        raise ValueError(
+            "This model attends by itself or to derived keys: all its heads need one budget, and "
+            "a profile would not be used."
+        )
+    return kinds
 
 
 def calibrate(
@@ -313,7 +332,7 @@ def calibrate(
     Raises:
         ValueError: The text is too short, or the model's heads cannot be weighed.
     """
-    kinds = layer_kinds(model)
+    kinds = profiled_kinds(model)
     passes = windows_of(tokens, min(window, trained_context(model)))
     done = 0
 
@@ -323,10 +342,10 @@ def calibrate(
         if progress:
             progress(done, len(passes) * sum(kind.heads for kind in kinds))
 
-    watcher = _Watcher(GRID, step=step)
+    watcher = Watcher(GRID, step=step)
     routing.install()
     for tokens_in in passes:
-        with _watched(model, watcher):
+        with watched(model, watcher):
             mx.eval(model(tokens_in, cache=_measuring_caches(model, watcher)))
     losses = [[[x / len(passes) for x in curve] for curve in layer] for layer in watcher.losses]
     return _profile(model, losses, "output error, one pass", passes, details)
@@ -341,12 +360,12 @@ def calibrate_exactly(
     progress: Progress | None = None,
 ) -> Profile:
     """Measure each head by the KL divergence that limiting it alone makes; arguments as above."""
-    kinds = layer_kinds(model)
+    kinds = profiled_kinds(model)
     passes = windows_of(tokens, min(window, trained_context(model)))
     routing.install()
     full = []
     for tokens_in in passes:
-        watcher = _Watcher(GRID, limited=(-1, 0, 0))
+        watcher = Watcher(GRID, limited=(-1, 0, 0))
         logits = model(tokens_in, cache=_measuring_caches(model, watcher)).astype(mx.float32)
         full.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         mx.eval(full)
@@ -358,7 +377,7 @@ def calibrate_exactly(
         losses.append([[0.0] * len(GRID) for _ in range(kind.heads)])
         for head in range(kind.heads):
             for i, budget in enumerate(budgets):
-                watcher = _Watcher(GRID, limited=(layer, head, budget))
+                watcher = Watcher(GRID, limited=(layer, head, budget))
                 total = mx.array(0.0)
                 for tokens_in, expected in zip(passes, full, strict=True):
                     logits = model(tokens_in, cache=_measuring_caches(model, watcher))
@@ -373,7 +392,7 @@ def calibrate_exactly(
     return _profile(model, losses, "KL divergence, one head at a time", passes, details)
 
 
-def _measuring_caches(model: nn.Module, watcher: _Watcher) -> list[Any]:
+def _measuring_caches(model: nn.Module, watcher: Watcher) -> list[Any]:
     count = 0
 
     def make() -> _Measuring:
@@ -381,7 +400,7 @@ def _measuring_caches(model: nn.Module, watcher: _Watcher) -> list[Any]:
         count += 1
         return _Measuring(count - 1, watcher)
 
-    return [replaced(entry, make) for entry in mlx_lm_cache.make_prompt_cache(model)]
+    return [replaced(entry, make) for entry in stock_caches(model)]
 
 
 def _profile(
@@ -392,11 +411,6 @@ def _profile(
     details: dict[str, Any] | None,
 ) -> Profile:
     kinds = layer_kinds(model)
-    if any(not kind.routed or kind.derived for kind in kinds):
-        raise ValueError(
-            "This model attends by itself or to derived keys: all its heads need one budget, and "
-            "a profile would not be used."
-        )
     # Slots beyond the text lose nothing that it could show; curves never rise.
     curves = []
     for layer in losses:

@@ -19,9 +19,9 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.builtin import PACKAGE
-from mlx_h2o.cache import H2OKVCache
-from mlx_h2o.prompt_cache import entries
+from mlx_h2o.cache_lists import entries
 from mlx_h2o.store import Run
 
 # The page's text, with {{names}} to fill in.
@@ -187,31 +187,20 @@ def trace(
         raise ValueError("Pass a fresh cache from make_prompt_cache, with a layer to look into.")
     if not tokens or prefill < 1:
         raise ValueError("Give at least one token of text, and a prefill of at least 1.")
-    T = len(tokens)
-    read = 0
+    T, read = len(tokens), 0
+    seen: _SoFar | None = None
     while read < T:
         chunk = tokens[read : read + (1 if read else prefill)]
         model(mx.array([chunk]), cache=cache)
         looks = [look(entry, run) for _, entry in layers for run in runs_of(entry)]
         mx.eval(looks, [entry.state for entry in cache])
-        if read == 0:
-            heads = [head for layer, entry in layers for head in heads_of(layer, entry)]
-            dropped_at = np.full((len(heads), T), -1, np.int32)
-            last_score = np.full((len(heads), T), np.nan, np.float32)
-            last_priority = last_score.copy()
         read += len(chunk)
-        held = np.zeros(dropped_at.shape, bool)
-        first = 0
-        for positions, scores, priority in looks:
-            rows = slice(first, first + positions.shape[0])
-            at = np.array(positions)
-            np.put_along_axis(held[rows], at, True, axis=1)
-            np.put_along_axis(last_score[rows], at, np.array(scores), axis=1)
-            np.put_along_axis(last_priority[rows], at, np.array(priority), axis=1)
-            first = rows.stop
-        dropped_at[(dropped_at < 0) & ~held & (np.arange(T) < read)] = read
+        if seen is None:
+            seen = _SoFar([h for layer, entry in layers for h in heads_of(layer, entry)], T)
+        seen.note(looks, read)
         if progress is not None:
             progress(read, T)
+    assert seen is not None
     entry = layers[0][1]
     return Trace(
         model=name or model_name(model),
@@ -222,25 +211,49 @@ def trace(
         prefill=min(prefill, T),
         nbytes=sum(entry.nbytes for _, entry in layers),
         texts=token_texts(tokenizer, tokens),
-        heads=heads,
-        dropped_at=dropped_at,
-        last_score=last_score,
-        last_priority=last_priority,
+        heads=seen.heads,
+        dropped_at=seen.dropped_at,
+        last_score=seen.last_score,
+        last_priority=seen.last_priority,
     )
 
 
-def bounded_layers(cache: Sequence[Any]) -> list[tuple[str, H2OKVCache]]:
+class _SoFar:
+    """What the heads held while a text of T tokens was read; arrays as in `Trace`."""
+
+    def __init__(self, heads: list[Head], T: int):
+        self.heads = heads
+        self.dropped_at = np.full((len(heads), T), -1, np.int32)
+        self.last_score = np.full((len(heads), T), np.nan, np.float32)
+        self.last_priority = self.last_score.copy()
+
+    def note(self, looks: Sequence[tuple[mx.array, mx.array, mx.array]], read: int) -> None:
+        """What all heads hold once `read` tokens were read, as `look` gives it of each run."""
+        held = np.zeros(self.dropped_at.shape, bool)
+        first = 0
+        for positions, scores, priority in looks:
+            rows = slice(first, first + positions.shape[0])
+            at = np.array(positions)
+            np.put_along_axis(held[rows], at, True, axis=1)
+            np.put_along_axis(self.last_score[rows], at, np.array(scores), axis=1)
+            np.put_along_axis(self.last_priority[rows], at, np.array(priority), axis=1)
+            first = rows.stop
+        gone = ~held & (np.arange(held.shape[1]) < read)
+        self.dropped_at[(self.dropped_at < 0) & gone] = read
+
+
+def bounded_layers(cache: Sequence[Any]) -> list[tuple[str, BoundedKVCache]]:
     """The bounded caches of a model, CacheList members too, by their place in the list."""
-    return [(layer, entry) for layer, entry in entries(cache) if isinstance(entry, H2OKVCache)]
+    return [(layer, entry) for layer, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
 
 
-def runs_of(cache: H2OKVCache) -> list[Run]:
+def runs_of(cache: BoundedKVCache) -> list[Run]:
     """Runs of a cache that has seen tokens."""
     assert cache.store is not None
     return cache.store.runs
 
 
-def heads_of(layer: str, cache: H2OKVCache) -> list[Head]:
+def heads_of(layer: str, cache: BoundedKVCache) -> list[Head]:
     """The heads of a layer that has seen tokens."""
     return [
         Head(layer, head, cache.budget_of(run), cache.policy.recent_slots(cache.budget_of(run)))
@@ -249,7 +262,7 @@ def heads_of(layer: str, cache: H2OKVCache) -> list[Head]:
     ]
 
 
-def look(cache: H2OKVCache, run: Run) -> tuple[mx.array, mx.array, mx.array]:
+def look(cache: BoundedKVCache, run: Run) -> tuple[mx.array, mx.array, mx.array]:
     """Positions, scores and priorities of what a run holds, `[heads, length]` each."""
     slots = cache.slots(run)
     sees_attention = cache.policy.needs_attention

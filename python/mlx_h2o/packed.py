@@ -7,8 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_h2o import checks
+
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
+DEFAULT_GROUP_SIZE = 64
 # What `recent_bits` calls rows in the model's own dtype.
 UNPACKED = 16
 
@@ -116,7 +119,7 @@ class PackedRows:
             middle = (2**dropped - 1) / 2 * scales.astype(mx.float32)
             biases = (biases.astype(mx.float32) + middle).astype(biases.dtype)
             scales = scales * 2**dropped
-        return PackedRows(_words(levels, bits), scales, biases, bits, self.group_size)
+        return PackedRows(words_of(levels, bits), scales, biases, bits, self.group_size)
 
     def _levels(self) -> mx.array:
         """What is stored of each element, `[..., rows, width]` uint32."""
@@ -127,7 +130,7 @@ class PackedRows:
         return unscaled.astype(mx.uint32)
 
 
-def _words(levels: mx.array, bits: int) -> mx.array:
+def words_of(levels: mx.array, bits: int) -> mx.array:
     """Levels `[..., width]` uint32 as words: one stream of bits, each level's lowest bit first."""
     # 32 levels fill so many words that every level's place in them is the same in all rows.
     by_32 = levels.reshape(*levels.shape[:-1], -1, 32)
@@ -217,20 +220,15 @@ class Packing:
 
     k_bits: int | None = None
     v_bits: int | None = None
-    group_size: int = 64
+    group_size: int = DEFAULT_GROUP_SIZE
     recent_bits: int | None = None
 
     def __post_init__(self) -> None:
-        for name, bits in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
-            if bits is not None and bits not in BITS:
-                raise ValueError(f"{name} must be one of {BITS}, or None; got {bits}.")
-        if self.group_size not in GROUP_SIZES:
-            raise ValueError(f"group_size must be one of {GROUP_SIZES}; got {self.group_size}.")
-        if self.recent_bits not in (None, *BITS, UNPACKED):
-            raise ValueError(
-                f"recent_bits must be one of {BITS}, {UNPACKED} (the model's own dtype), or None; "
-                f"got {self.recent_bits}."
-            )
+        checks.choice("k_bits", self.k_bits, (*BITS, None))
+        checks.choice("v_bits", self.v_bits, (*BITS, None))
+        checks.choice("group_size", self.group_size, GROUP_SIZES)
+        # UNPACKED: the model's own dtype.
+        checks.choice("recent_bits", self.recent_bits, (*BITS, UNPACKED, None))
         if self.recent_bits is not None and not self.packs:
             raise ValueError("recent_bits needs bits (or k_bits or v_bits) for the other tokens.")
 
@@ -266,6 +264,10 @@ class Packing:
             bits if self.k_bits else None, bits if self.v_bits else None, self.group_size
         )
 
+    def names(self, name: str) -> tuple[str, ...]:
+        """What a store calls the arrays of "keys" or "values", in the order of `PackedRows`."""
+        return (name,) if self.bits(name) is None else (name, name + SCALES, name + BIASES)
+
     def fields(self, name: str, rows: Rows) -> dict[str, mx.array]:
         """What a store keeps of rows `[..., width]` of a field, by name.
 
@@ -283,16 +285,15 @@ class Packing:
             packed = rows.with_bits(bits)
         else:
             packed = PackedRows.of(rows, bits, self.group_size)
-        return {name: packed.words, name + SCALES: packed.scales, name + BIASES: packed.biases}
+        return dict(zip(self.names(name), packed.arrays, strict=True))
 
     def rows(self, name: str, fields: dict[str, mx.array]) -> Rows:
         """A field's rows out of what a store keeps."""
         bits = self.bits(name)
         if bits is None:
             return fields[name]
-        return PackedRows(
-            fields[name], fields[name + SCALES], fields[name + BIASES], bits, self.group_size
-        )
+        words, scales, biases = (fields[part] for part in self.names(name))
+        return PackedRows(words, scales, biases, bits, self.group_size)
 
     def row_bytes(self, name: str, width: int, element_size: int) -> int:
         """Bytes of one row of a field whose dense elements take `element_size`."""

@@ -9,7 +9,6 @@ DuoAttention (arXiv 2410.10819), AdaKV (2407.11550), HeadKV (2410.19258).
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,12 +18,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_h2o import checks
+
 FORMAT = "mlx-h2o profile"
 VERSION = 1
 # The file name under which a profile is looked for beside a model's weights.
 FILE_NAME = "mlx_h2o_profile.json"
 # Below 4 sinks, a few recent tokens and some to choose from, a head is no use.
 SMALLEST_BUDGET = 12
+# Of numbers in a profile's file: beyond them sharing out would overflow or take its time.
+LONGEST_GRID, MOST_SLOTS = 1024, 2**40
+LARGEST_LOSS, LARGEST_PROBE = 1e100, 1e30
 # Two models are taken for the same when their probes point the same way: quantizing a model moves
 # it by a percent or two, another training run turns it anywhere.
 LEAST_LIKENESS = 0.9
@@ -48,17 +52,29 @@ class ModelIdentity:
     vocab_size: int
     probe: tuple[float, ...]
 
+    def check(self) -> None:
+        """Raise ValueError unless these are texts and numbers that a model can have."""
+        if not isinstance(self.model_type, str):
+            raise ValueError(f"A profile is damaged: model_type is {self.model_type!r}.")
+        for name in ("kv_heads", "key_widths"):
+            checks.wholes(name, getattr(self, name), 1)
+        checks.whole("vocab_size", self.vocab_size, 0)
+        if not all(type(x) in (int, float) and abs(x) <= LARGEST_PROBE for x in self.probe):
+            raise ValueError("A profile is damaged: its grid, losses and probe must be numbers.")
+
     def difference(self, other: ModelIdentity) -> str | None:
         """Why the other is another model, or None if it is not."""
         for name in ("model_type", "kv_heads", "key_widths", "vocab_size"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name} is {mine}, not {theirs}"
-        a, b = mx.array(self.probe), mx.array(other.probe)
-        likeness = (a * b).sum() / mx.maximum(mx.linalg.norm(a) * mx.linalg.norm(b), 1e-12)
-        if self.probe and not (likeness >= LEAST_LIKENESS).item():
+        if not self.probe:
+            return None
+        if len(self.probe) != len(other.probe):
             return "its embedding differs"
-        return None
+        a, b = (mx.array([float(x) for x in probe]) for probe in (self.probe, other.probe))
+        likeness = (a * b).sum() / mx.maximum(mx.linalg.norm(a) * mx.linalg.norm(b), 1e-12)
+        return None if (likeness >= LEAST_LIKENESS).item() else "its embedding differs"
 
 
 def identity_of(model: nn.Module, heads: Sequence[int], widths: Sequence[int]) -> ModelIdentity:
@@ -82,6 +98,22 @@ def identity_of(model: nn.Module, heads: Sequence[int], widths: Sequence[int]) -
     return ModelIdentity(str(kind), tuple(heads), tuple(widths), int(vocab), probe)
 
 
+def check_curves(grid: Sequence[int], curves: Sequence[Sequence[float]]) -> None:
+    """Raise ValueError unless every head has a loss at each number of slots."""
+    slots = all(type(x) is int for x in grid)
+    if not slots or not all(type(x) in (int, float) for curve in curves for x in curve):
+        raise ValueError("A profile is damaged: its grid, losses and probe must be numbers.")
+    if not grid or list(grid) != sorted(set(grid)) or grid[0] < 1:
+        raise ValueError(f"A profile's grid must ascend from at least 1; got {grid}.")
+    if len(grid) > LONGEST_GRID or grid[-1] > MOST_SLOTS:
+        raise ValueError(
+            f"A profile's grid has at most {LONGEST_GRID} points of at most {MOST_SLOTS} slots."
+        )
+    for curve in curves:
+        if len(curve) != len(grid) or not all(0 <= x <= LARGEST_LOSS for x in curve):
+            raise ValueError("Every head needs one finite loss >= 0 per grid point.")
+
+
 @dataclass(frozen=True)
 class Profile:
     """What each KV head loses at each number of slots.
@@ -102,20 +134,13 @@ class Profile:
     details: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        numbers = [*self.grid, *(x for layer in self.losses for curve in layer for x in curve)]
-        if not all(isinstance(x, int | float) for x in [*numbers, *self.model.probe]):
-            raise ValueError("A profile is damaged: its grid, losses and probe must be numbers.")
-        if not self.grid or list(self.grid) != sorted(set(self.grid)) or self.grid[0] < 1:
-            raise ValueError(f"A profile's grid must ascend from at least 1; got {self.grid}.")
+        self.model.check()
         shape = tuple(len(layer) for layer in self.losses)
         if shape != tuple(self.model.kv_heads):
             raise ValueError(f"A profile of {self.model.kv_heads} KV heads has losses for {shape}.")
-        for layer in self.losses:
-            for curve in layer:
-                if len(curve) != len(self.grid) or not all(
-                    math.isfinite(x) and x >= 0 for x in curve
-                ):
-                    raise ValueError("Every head needs one finite loss >= 0 per grid point.")
+        check_curves(self.grid, [curve for layer in self.losses for curve in layer])
+        if not isinstance(self.method, str) or not isinstance(self.details, dict):
+            raise ValueError("A profile is damaged: its method is a text, its details are a table.")
 
     def budgets(self, mean: int, least: int = SMALLEST_BUDGET) -> list[list[int]]:
         """Slots per layer and KV head, `mean` on average, exactly.
@@ -200,7 +225,7 @@ class Profile:
         """
         try:
             data = json.loads(Path(path).read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"Cannot read the profile {path}: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"{path} is no mlx-h2o profile.")
@@ -221,5 +246,5 @@ class Profile:
                 data["method"],
                 data["details"],
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"The profile {path} is damaged: {error!r}.") from error

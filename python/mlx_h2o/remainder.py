@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.backends.reference import join
+from mlx_h2o.softmax import join
 
 # Where the second-order term turns from x to sqrt(t x). Fitted on full-cache runs: 2 has the least
 # output error in models with very sharp heads, 4 elsewhere (docs/policies.md).
@@ -27,6 +27,9 @@ SATURATION = 4.0
 # Keep x finite whatever the queries and keys, so that r never becomes a NaN.
 LARGEST_QUERY = 1e15
 LARGEST_TERM = 1e30
+
+# The statistics' names, in the order in which kernels take them.
+STATISTICS = ("count", "mean_key", "var_key", "mean_value")
 
 
 @dataclass
@@ -63,7 +66,7 @@ class Remainder:
     @property
     def arrays(self) -> dict[str, mx.array]:
         """The statistics by name, for saving and evaluating."""
-        return dict(vars(self))
+        return {name: getattr(self, name) for name in STATISTICS}
 
     @property
     def nbytes(self) -> int:
@@ -71,17 +74,17 @@ class Remainder:
 
     def heads(self, first: int, last: int) -> Remainder:
         """The remainder of heads first to last - 1."""
-        return Remainder(*(array[:, first:last] for array in self.arrays.values()))
+        return Remainder(**{name: array[:, first:last] for name, array in self.arrays.items()})
 
     def with_heads(self, first: int, part: Remainder) -> Remainder:
         """This remainder with some heads' statistics replaced, from head `first` on."""
         last = first + part.count.shape[1]
-        merged = []
+        merged = {}
         for name, array in self.arrays.items():
             whole = (array[:, :first], getattr(part, name), array[:, last:])
             pieces = [piece for piece in whole if piece.shape[1]]
-            merged.append(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1))
-        return Remainder(*merged)
+            merged[name] = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
+        return Remainder(**merged)
 
     def fold(self, keys: mx.array, values: mx.array, weights: mx.array | None = None) -> Remainder:
         """The remainder after the rows were added, in any order or grouping.

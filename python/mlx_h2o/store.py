@@ -71,14 +71,25 @@ class SlotStore:
         self.reserved = reserved
         self.fields: dict[str, mx.array] = {}
 
+    @classmethod
+    def of(cls, runs: list[Run], reserved: int, fields: dict[str, mx.array]) -> SlotStore:
+        """A store with these runs and fields, which go together."""
+        store = cls([run.budget for run in runs for _ in range(run.heads)], reserved)
+        store.runs, store.fields = runs, fields
+        return store
+
     @property
     def heads(self) -> int:
         return self.runs[-1].last
 
     def view(self, run: Run, name: str, with_reserved: bool = False) -> mx.array:
         """A run's slots in use, `[B, heads, length, ...]`."""
+        return self.slots_of(self.fields[name], run, with_reserved)
+
+    def slots_of(self, field: mx.array, run: Run, with_reserved: bool = False) -> mx.array:
+        """The same of any field laid out as `run` says."""
         first = 0 if with_reserved else self.reserved
-        return self._range(self.fields[name], run)[:, :, first : self.reserved + run.length]
+        return self._range(field, run)[:, :, first : self.reserved + run.length]
 
     def views(self, run: Run) -> dict[str, mx.array]:
         """All fields of a run's slots in use."""
@@ -96,6 +107,14 @@ class SlotStore:
         """Indices into the flat buffers of a run's slots `[..., heads, M]` (0: the first used)."""
         starts = run.start + self.reserved + run.allocated * mx.arange(run.heads, dtype=mx.int32)
         return slots + starts[:, None]
+
+    def flat_index_of_heads(self, slots: Sequence[mx.array]) -> mx.array:
+        """Flat indices `[B, H]` of one slot of each head: per run `[B, heads]`, in use or next."""
+        index = [
+            self.flat_index(run, of_run[..., None]).squeeze(-1)
+            for run, of_run in zip(self.runs, slots, strict=True)
+        ]
+        return index[0] if len(index) == 1 else mx.concatenate(index, axis=1)
 
     def next_index(self, run: Run, count: int) -> mx.array:
         """Flat indices `[heads, count]` of the next unused slots of a run."""
@@ -128,8 +147,78 @@ class SlotStore:
             grown[name] = self._flatten(parts)
         self._set(grown, [max(r, run.allocated) for r, run in zip(room, self.runs, strict=True)])
 
+    def lend(self) -> dict[str, mx.array]:
+        """Give the fields away: to be changed in place they must have the only reference."""
+        fields, self.fields = self.fields, {}
+        return fields
+
+    def get_back(self, fields: dict[str, mx.array]) -> None:
+        """Take the fields back."""
+        self.fields = fields
+
+    def append(self, rows: dict[str, mx.array]) -> None:
+        """Store rows `[B, H, L, ...]` by field in unused slots."""
+        L = rows["positions"].shape[2]
+        self.reserve(L, rows)
+        index = [self.next_index(run, L).reshape(1, -1) for run in self.runs]
+        flat = index[0] if len(index) == 1 else mx.concatenate(index, axis=1)
+        self.put(flat, {name: row.flatten(1, 2) for name, row in rows.items()})
+        for run in self.runs:
+            run.length += L
+
+    def take_slots(self, victims: mx.array | None, batch: int) -> tuple[list[mx.array], list[bool]]:
+        """One slot for a new row of each head: the next unused one, or a victim's.
+
+        Args:
+            victims: `[B, H, evict_every]`, where a run is full.
+            batch: B.
+
+        Returns:
+            Per run `[B, heads]`, counted in the heads; and per head whether a row lies there.
+        """
+        slots, overwritten = [], []
+        for run in self.runs:
+            full = run.length == run.budget
+            overwritten += [full] * run.heads
+            if full:
+                assert victims is not None
+                next_victim = victims.shape[2] - run.victims
+                slots.append(victims[:, run.first : run.last, next_victim])
+                run.victims -= 1
+            else:
+                slots.append(mx.full((batch, run.heads), run.length, mx.int32))
+                run.length += 1
+        return slots, overwritten
+
+    def advance(self, run: Run, evict_every: int) -> int:
+        """The same of one run for a decoder, which knows the slots: which victim goes, or -1."""
+        if run.length < run.budget:
+            run.length += 1
+            return -1
+        run.victims -= 1
+        return evict_every - run.victims - 1
+
+    def shorten(self, count: int) -> None:
+        """Forget the last `count` slots of every head."""
+        for run in self.runs:
+            run.length -= count
+
+    def name_victims(self, run: Run, count: int) -> None:
+        """Of a run `count` slots are named to be overwritten next."""
+        run.victims = count
+
+    def forget_victims(self) -> None:
+        """No slots are named to be overwritten next."""
+        for run in self.runs:
+            run.victims = 0
+
+    def return_to(self, runs: Sequence[Run]) -> None:
+        """Lengths and named victims as these runs have them."""
+        for run, before in zip(self.runs, runs, strict=True):
+            run.length, run.victims = before.length, before.victims
+
     def put(self, index: mx.array, rows: dict[str, mx.array]) -> None:
-        """Overwrite slots, in place while nobody else holds the buffers.
+        """Overwrite slots, in place while there is no other reference to the buffers.
 
         Args:
             index: Flat indices `[B or 1, M]`.
@@ -140,6 +229,12 @@ class SlotStore:
             where = index.reshape(*index.shape, *[1] * (row.ndim - 2))
             where = mx.broadcast_to(where, row.shape)
             self.fields[name] = mx.put_along_axis(field, where, row.astype(field.dtype), axis=1)
+
+    def put_reserved(self, rows: dict[str, mx.array]) -> None:
+        """Fill the reserved slots of all heads, which form one run: `[B, H, reserved, ...]`."""
+        run, slots = self.runs[0], mx.arange(-self.reserved, 0, dtype=mx.int32)
+        index = self.flat_index(run, mx.broadcast_to(slots, (run.heads, self.reserved)))
+        self.put(index.reshape(1, -1), {name: row.flatten(1, 2) for name, row in rows.items()})
 
     def take(self, index: mx.array, name: str) -> mx.array:
         """Rows `[B, M, ...]` of a field at flat indices `[B or 1, M]`."""

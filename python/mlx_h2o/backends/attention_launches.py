@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.backends.launcher import (
-    SIMDGROUP,
-    Interface,
-    Launcher,
-    Outputs,
-    absent_inputs,
-    absent_outputs,
-)
-from mlx_h2o.backends.row_buffers import absent, buffers, names, packing, row_bytes
+from mlx_h2o.backends.launcher import SIMDGROUP, Launcher, Outputs
+from mlx_h2o.backends.row_buffers import buffers, packing, row_bytes
 from mlx_h2o.backends.tiling import MOST_QUERIES, WIDTHS, slots_per_block, tiling
-from mlx_h2o.backends.work import Ranges, params, work_of
+from mlx_h2o.backends.work import Ranges, Work, params, work_of
 from mlx_h2o.packed import PackedRows, Rows
 from mlx_h2o.remainder import SATURATION, Remainder
 
@@ -25,25 +19,13 @@ from mlx_h2o.remainder import SATURATION, Remainder
 NO_MASK, CAUSAL, ARRAY_MASK = range(3)
 EXPORT_NOTHING, EXPORT_LSE, EXPORT_LOGITS = range(3)
 
-_REMAINDER = ("counts", "mean_keys", "var_keys", "mean_values")
-_COLUMNS = ("sinks", *_REMAINDER, "means")
-_EXPORTS = ("lse", "logits", "distances")
-_VECTOR = Interface(
-    "attention_vector",
-    inputs=(
-        *("params", "factors", "queries", *names("keys"), *names("values"), "mask"),
-        *(*_COLUMNS, "after"),
-    ),
-    outputs=("out", *_EXPORTS),
-    optional={
-        **absent("keys", "values"),
-        "mask": "const device bool* mask = nullptr;\nconst int64_t mask_strides[4] = {0};",
-        **absent_inputs(*_COLUMNS),
-        "after": "",
-        **absent_outputs(*_EXPORTS),
-    },
-)
-_MERGE = Interface("attention_merge", ("params", "partials", "partial_lses"), ("out", "lse"))
+# The remainder's buffers, and which statistic each of them is.
+REMAINDER = {
+    "counts": "count",
+    "mean_keys": "mean_key",
+    "var_keys": "var_key",
+    "mean_values": "mean_value",
+}
 _MERGE_SIMDGROUPS = 8
 
 
@@ -77,27 +59,24 @@ def supports(q: mx.array, k: Rows, v: Rows) -> bool:
     )
 
 
-def attend(
-    launcher: Launcher,
-    q: mx.array,
-    k: Rows,
-    v: Rows,
-    *,
-    scale: float,
-    mask: mx.array | str | None = None,
-    sinks: mx.array | None = None,
-    remainder: Remainder | None = None,
-    saturation: float = SATURATION,
-    means: mx.array | None = None,
-    ranges: Ranges | None = None,
-    export: int = EXPORT_LOGITS,
-    architecture: str = "",
-    after: mx.array | None = None,
-) -> Attended:
+def attend(launcher: Launcher, q: mx.array, k: Rows, v: Rows, **options: Any) -> Attended:
     """Attention that reads keys and values once and writes what a policy asks for.
 
     Args:
         launcher: Of the GPU.
+        q: As in `AttentionLaunch`.
+        k: Likewise.
+        v: Likewise.
+        options: The other attributes of `AttentionLaunch`, by name.
+    """
+    return AttentionLaunch(q, k, v, **options).attended(launcher)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLaunch:
+    """One launch of the attention kernel.
+
+    Attributes:
         q: `[B, Hq, L, D]`, L at most 8.
         k: `[B, Hk, N, D]`, or flat `[B, S, D]` with ranges; dense or packed.
         v: `[B, Hk, N, Dv]`, or flat `[B, S, Dv]`; dense or packed.
@@ -113,73 +92,102 @@ def attend(
         architecture: The GPU's, see `slots_per_block`.
         after: What a kernel wrote that changed keys and values in place: read only after it.
     """
-    B, Hq, L, D = q.shape
-    Dv, itemsize = v.shape[-1], k.dtype.size
-    if ranges is None:
-        lengths = (k.shape[2],) * k.shape[1]
-    else:
-        lengths, k, v = ranges.lengths, k[:, None], v[:, None]
-    G = Hq // len(lengths)
-    packed = isinstance(k, PackedRows) or isinstance(v, PackedRows)
-    stored = row_bytes(k) + row_bytes(v) if packed else None
-    block = slots_per_block(lengths, G, L, D, Dv, itemsize, architecture, stored)
-    work = work_of(lengths, ranges, block)
-    kind, columns = kind_of_mask(mask, L, max(lengths))
-    inputs = {
-        "params": params(work, L, columns),
-        "factors": _factors(scale, saturation),
-        "queries": q,
-        **buffers(keys=k, values=v),
-    }
-    if isinstance(mask, mx.array):
-        inputs["mask"] = mask_rows(mask, (B, Hq, L, columns))
-    if sinks is not None:
-        inputs["sinks"] = mx.contiguous(sinks)
-    if remainder is not None:
-        statistics = map(mx.contiguous, remainder.arrays.values())
-        inputs |= zip(_REMAINDER, statistics, strict=True)
-    if means is not None:
-        inputs["means"] = mx.contiguous(means)
-    if after is not None:
-        inputs["after"] = after
-    if block is not None:
-        export = max(export, EXPORT_LSE)
 
-    outputs: Outputs = {"out": ((B, work.items, G, L, Dv), q.dtype)}
-    if export >= EXPORT_LSE:
-        outputs["lse"] = ((B, work.items, G, L), mx.float32)
-    if export == EXPORT_LOGITS:
-        outputs["logits"] = ((B, G * L * work.slots), mx.float32)
-    if means is not None:
-        outputs["distances"] = ((B, work.slots), mx.float32)
-    tiles = tiling(D, Dv, G, L, itemsize, packed)
-    written = launcher.launch(
-        _VECTOR,
-        inputs,
-        outputs,
-        {
-            "T": k.dtype,
-            "D": D,
-            "DV": Dv,
-            **packing(keys=k, values=v),
-            "G": G,
-            "QUERIES": tiles.queries,
-            "ROWS": tiles.rows,
-            "ROW_GROUPS": tiles.row_groups,
-            "SIMDS": tiles.simdgroups,
-            "KEYS": tiles.keys,
-            "MASK": kind,
-            "SINKS": sinks is not None,
-            "REMAINDER": remainder is not None,
-            "DISTANCES": means is not None,
-            "EXPORT": export,
-        },
-        (1, work.items, B * tiles.row_blocks),
-        tiles.simdgroups * SIMDGROUP,
-    )
-    if block is not None:
-        written |= _merged(launcher, inputs["params"], written["out"], written["lse"], len(lengths))
-    return _shaped(written, (B, Hq, L, Dv), len(lengths), lengths[0] if ranges is None else None)
+    q: mx.array = field(kw_only=False)
+    k: Rows = field(kw_only=False)
+    v: Rows = field(kw_only=False)
+    scale: float
+    mask: mx.array | str | None = None
+    sinks: mx.array | None = None
+    remainder: Remainder | None = None
+    saturation: float = SATURATION
+    means: mx.array | None = None
+    ranges: Ranges | None = None
+    export: int = EXPORT_LOGITS
+    architecture: str = ""
+    after: mx.array | None = None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Slots of each KV head."""
+        return (self.k.shape[2],) * self.k.shape[1] if self.ranges is None else self.ranges.lengths
+
+    def attended(self, launcher: Launcher) -> Attended:
+        """Launch it, and what joins the blocks that heads are cut into."""
+        (B, Hq, L, D), Dv, lengths = self.q.shape, self.v.shape[-1], self.lengths
+        G, itemsize = Hq // len(lengths), self.k.dtype.size
+        # In a flat buffer there is no axis of heads.
+        k, v = (r if self.ranges is None else r[:, None] for r in (self.k, self.v))
+        packed = isinstance(k, PackedRows) or isinstance(v, PackedRows)
+        stored = row_bytes(k) + row_bytes(v) if packed else None
+        block = slots_per_block(lengths, G, L, D, Dv, itemsize, self.architecture, stored)
+        work = work_of(lengths, self.ranges, block)
+        kind, columns = kind_of_mask(self.mask, L, max(lengths))
+        export = self.export if block is None else max(self.export, EXPORT_LSE)
+        inputs = {"params": params(work, L, columns), **self._inputs(k, v, columns)}
+        outputs = self._outputs(work, G, export)
+        tiles = tiling(D, Dv, G, L, itemsize, packed)
+        written = launcher.launch(
+            "attention_vector",
+            inputs,
+            outputs,
+            {
+                "T": k.dtype,
+                "D": D,
+                "DV": Dv,
+                **packing(keys=k, values=v),
+                "G": G,
+                "QUERIES": tiles.queries,
+                "ROWS": tiles.rows,
+                "ROW_GROUPS": tiles.row_groups,
+                "SIMDS": tiles.simdgroups,
+                "KEYS": tiles.keys,
+                "MASK": kind,
+                "SINKS": self.sinks is not None,
+                "REMAINDER": self.remainder is not None,
+                "DISTANCES": self.means is not None,
+                "EXPORT": export,
+            },
+            (1, work.items, B * tiles.row_blocks),
+            tiles.simdgroups * SIMDGROUP,
+        )
+        if block is not None:
+            out, lse, heads = written["out"], written["lse"], len(lengths)
+            written |= _merged(launcher, inputs["params"], out, lse, heads)
+        alike = lengths[0] if self.ranges is None else None
+        return _shaped(written, (B, Hq, L, Dv), len(lengths), alike)
+
+    def _inputs(self, k: Rows, v: Rows, columns: int) -> dict[str, mx.array]:
+        """Buffers by name, but for the table of the work."""
+        inputs = {
+            "factors": _factors(self.scale, self.saturation),
+            "queries": self.q,
+            **buffers(keys=k, values=v),
+        }
+        if isinstance(self.mask, mx.array):
+            inputs["mask"] = mask_rows(self.mask, (*self.q.shape[:3], columns))
+        if self.sinks is not None:
+            inputs["sinks"] = mx.contiguous(self.sinks)
+        if self.remainder is not None:
+            statistics = self.remainder.arrays
+            inputs |= {name: mx.contiguous(statistics[of]) for name, of in REMAINDER.items()}
+        if self.means is not None:
+            inputs["means"] = mx.contiguous(self.means)
+        if self.after is not None:
+            inputs["after"] = self.after
+        return inputs
+
+    def _outputs(self, work: Work, G: int, export: int) -> Outputs:
+        """Shapes and dtypes of what is written, by name."""
+        B, _, L, _ = self.q.shape
+        outputs: Outputs = {"out": ((B, work.items, G, L, self.v.shape[-1]), self.q.dtype)}
+        if export >= EXPORT_LSE:
+            outputs["lse"] = ((B, work.items, G, L), mx.float32)
+        if export == EXPORT_LOGITS:
+            outputs["logits"] = ((B, G * L * work.slots), mx.float32)
+        if self.means is not None:
+            outputs["distances"] = ((B, work.slots), mx.float32)
+        return outputs
 
 
 def _merged(
@@ -188,7 +196,7 @@ def _merged(
     """out `[B, Hk, G * L, Dv]` and lse `[B, Hk, G * L]` of the results of blocks."""
     B, _, G, L, Dv = partials.shape
     return launcher.launch(
-        _MERGE,
+        "attention_merge",
         {"params": launch_params, "partials": partials, "partial_lses": lses},
         {
             "out": ((B, heads, G * L, Dv), partials.dtype),

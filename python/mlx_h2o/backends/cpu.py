@@ -1,4 +1,4 @@
-"""The CPU kernels of python/src: attention that costs what reading the keys and values costs.
+"""The CPU kernels of c_api/src/cpu: attention that costs what reading the keys and values costs.
 
 Importing this raises ImportError, with the reason, where the extension is missing or was built for
 another MLX.
@@ -7,12 +7,13 @@ another MLX.
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import Unpack
 
 import mlx.core as mx
 
-from mlx_h2o.backends.reference import Ranges, Seed, attention_mass
-from mlx_h2o.masks import Mask
+from mlx_h2o.backends.operands import Operands, Options
 from mlx_h2o.packed import PackedRows, Rows
+from mlx_h2o.softmax import attention_mass
 
 try:
     from mlx_h2o import _ext
@@ -35,83 +36,50 @@ __all__ = [
     "attention_mass",
     "attention_with_mass",
     "attention_with_scores",
+    "tracing",
 ]
 
+tracing = _ext.tracing
 
-def attention(
-    q: mx.array,
-    k: Rows,
-    v: Rows,
-    *,
-    scale: float,
-    mask: Mask = None,
-    sinks: mx.array | None = None,
-    seed: Seed | None = None,
-    ranges: Ranges | None = None,
-) -> mx.array:
+
+def attention(q: mx.array, k: Rows, v: Rows, **options: Unpack[Options]) -> mx.array:
     """See `mlx_h2o.attention.scaled_dot_product_attention`."""
-    return _call(_ext.Export.none, q, k, v, scale, mask, sinks, seed, ranges)[0]
+    return _call(_ext.Export.none, Operands(q, k, v, **options))[0]
 
 
 def attention_with_scores(
-    q: mx.array,
-    k: Rows,
-    v: Rows,
-    *,
-    scale: float,
-    mask: Mask = None,
-    sinks: mx.array | None = None,
-    seed: Seed | None = None,
-    ranges: Ranges | None = None,
+    q: mx.array, k: Rows, v: Rows, **options: Unpack[Options]
 ) -> tuple[mx.array, mx.array, mx.array]:
     """See `mlx_h2o.attention.scaled_dot_product_attention_with_scores`."""
-    out, lse, scores = _call(_ext.Export.logits, q, k, v, scale, mask, sinks, seed, ranges)
+    out, lse, scores = _call(_ext.Export.logits, Operands(q, k, v, **options))
     return out, scores, lse
 
 
 def attention_with_mass(
-    q: mx.array,
-    k: Rows,
-    v: Rows,
-    *,
-    scale: float,
-    mask: Mask = None,
-    sinks: mx.array | None = None,
-    seed: Seed | None = None,
-    ranges: Ranges | None = None,
+    q: mx.array, k: Rows, v: Rows, **options: Unpack[Options]
 ) -> tuple[mx.array, mx.array, mx.array]:
     """See `mlx_h2o.attention.scaled_dot_product_attention_with_mass`."""
-    out, lse, mass = _call(_ext.Export.mass, q, k, v, scale, mask, sinks, seed, ranges)
+    out, lse, mass = _call(_ext.Export.mass, Operands(q, k, v, **options))
     return out, mass, lse
 
 
-def _call(
-    wanted: _ext.Export,
-    q: mx.array,
-    k: Rows,
-    v: Rows,
-    scale: float,
-    mask: Mask,
-    sinks: mx.array | None,
-    seed: Seed | None,
-    ranges: Ranges | None,
-) -> list[mx.array]:
+def _call(wanted: _ext.Export, call: Operands[Rows]) -> list[mx.array]:
     return _ext.attention(
-        q,
-        stored(k),
-        stored(v),
-        scale=scale,
-        causal=isinstance(mask, str),
-        mask=None if isinstance(mask, str) else mask,
-        sinks=sinks,
-        seed=seed,
-        ranges=None if ranges is None else list(ranges),
+        call.q,
+        stored(call.k),
+        stored(call.v),
+        scale=call.scale,
+        causal=isinstance(call.mask, str),
+        mask=None if isinstance(call.mask, str) else call.mask,
+        sinks=call.sinks,
+        seed=call.seed,
+        ranges=None if call.ranges is None else list(call.ranges),
         wanted=wanted,
     )
 
 
 def stored(rows: Rows) -> _ext.Stored:
-    """Keys or values as the extension takes them."""
+    """Keys or values of one kind as the extension takes them."""
     if isinstance(rows, PackedRows):
         return _ext.Stored(rows.arrays, rows.bits, rows.group_size)
     return _ext.Stored([rows])

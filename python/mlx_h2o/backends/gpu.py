@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 
-from mlx_h2o import gpu_decoding
-from mlx_h2o.backends import attention_launches, prompt_launches, reference, work
+from mlx_h2o.backends import (
+    attention_launches,
+    gpu_decoder,
+    prompt_launches,
+    reference,
+    work,
+)
+from mlx_h2o.backends.decoder import Decoder, Lent
 from mlx_h2o.backends.launcher import Launcher
-from mlx_h2o.backends.reference import Ranges, Seed
-from mlx_h2o.decode_step import Decoding
-from mlx_h2o.masks import Mask
+from mlx_h2o.backends.operands import Operands, Options, Ranges
 from mlx_h2o.packed import PackedRows, Rows
 from mlx_h2o.policies import Policy
+from mlx_h2o.settings import CacheSettings
+from mlx_h2o.softmax import join
 
 
 @cache
@@ -44,140 +50,94 @@ class Gpu:
         options.setdefault("architecture", self.architecture())
         return attention_launches.attend(self.launcher, q, k, v, **options)
 
-    def attention(
-        self,
-        q: mx.array,
-        k: Rows,
-        v: Rows,
-        *,
-        scale: float,
-        mask: Mask = None,
-        sinks: mx.array | None = None,
-        seed: Seed | None = None,
-        ranges: Ranges | None = None,
-    ) -> mx.array:
+    def attention(self, q: mx.array, k: Rows, v: Rows, **options: Unpack[Options]) -> mx.array:
         """See `mlx_h2o.attention.scaled_dot_product_attention`."""
+        call = Operands(q, k, v, **options)
         # Over plain rows MLX's own attention is the best there is.
-        packed = isinstance(k, PackedRows) or isinstance(v, PackedRows)
-        plain = seed is None and ranges is None and not packed
+        plain = call.seed is None and call.ranges is None and not call.packed
         if plain or not prompt_launches.supports(q, k):
-            return reference.attention(
-                q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
-            )
-        return self._out_and_lse(q, k, v, scale, mask, sinks, seed, ranges)[0]
+            return reference.attention(q, k, v, **options)
+        return self._out_and_lse(call)[0]
 
     def attention_with_scores(
-        self,
-        q: mx.array,
-        k: Rows,
-        v: Rows,
-        *,
-        scale: float,
-        mask: Mask = None,
-        sinks: mx.array | None = None,
-        seed: Seed | None = None,
-        ranges: Ranges | None = None,
+        self, q: mx.array, k: Rows, v: Rows, **options: Unpack[Options]
     ) -> tuple[mx.array, mx.array, mx.array]:
         """See `mlx_h2o.attention.scaled_dot_product_attention_with_scores`."""
         if not attention_launches.supports(q, k, v):
-            return reference.attention_with_scores(
-                q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
-            )
-        attended = self.attend(
-            q, k, v, scale=scale, mask=mask, sinks=sinks, ranges=_ranges_of(ranges)
-        )
+            return reference.attention_with_scores(q, k, v, **options)
+        call = Operands(q, k, v, **options)
+        attended = self._attended(call)
         out, scores, lse = attended.out, attended.logits, attended.lse
         assert scores is not None
         assert lse is not None
-        if seed is not None:
-            out, lse = reference.join(out, lse, *seed)
-        if ranges is not None:
-            scores = _placed(scores, ranges, (q.shape[1] // len(ranges), q.shape[2]), k, -mx.inf)
+        if call.seed is not None:
+            out, lse = join(out, lse, *call.seed)
+        if call.ranges is not None:
+            rows = q.shape[1] // len(call.ranges), q.shape[2]
+            scores = _placed(scores, call.ranges, rows, k, -mx.inf)
         return out, scores, lse
 
     def attention_with_mass(
-        self,
-        q: mx.array,
-        k: Rows,
-        v: Rows,
-        *,
-        scale: float,
-        mask: Mask = None,
-        sinks: mx.array | None = None,
-        seed: Seed | None = None,
-        ranges: Ranges | None = None,
+        self, q: mx.array, k: Rows, v: Rows, **options: Unpack[Options]
     ) -> tuple[mx.array, mx.array, mx.array]:
         """See `mlx_h2o.attention.scaled_dot_product_attention_with_mass`."""
         if not prompt_launches.supports(q, k):
-            return reference.attention_with_mass(
-                q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
-            )
-        out, lse = self._out_and_lse(q, k, v, scale, mask, sinks, seed, ranges)
+            return reference.attention_with_mass(q, k, v, **options)
+        call = Operands(q, k, v, **options)
+        out, lse = self._out_and_lse(call)
         mass = prompt_launches.prompt_mass(
-            self.launcher, q, k, lse, scale=scale, mask=mask, ranges=_ranges_of(ranges)
+            self.launcher, q, k, lse, scale=call.scale, mask=call.mask, ranges=_ranges_of(call)
         )
-        if ranges is not None:
-            mass = _placed(mass, ranges, (), k, 0.0)
+        if call.ranges is not None:
+            mass = _placed(mass, call.ranges, (), k, 0.0)
         return out, mass, lse
 
-    def _out_and_lse(
-        self,
-        q: mx.array,
-        k: Rows,
-        v: Rows,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-        seed: Seed | None,
-        ranges: Ranges | None,
-    ) -> tuple[mx.array, mx.array]:
+    def _attended(self, call: Operands[Rows], **export: Any) -> attention_launches.Attended:
+        """The kernel that reads keys and values once; the seed is to be joined."""
+        return self.attend(
+            call.q,
+            call.k,
+            call.v,
+            scale=call.scale,
+            mask=call.mask,
+            sinks=call.sinks,
+            ranges=_ranges_of(call),
+            **export,
+        )
+
+    def _out_and_lse(self, call: Operands[Rows]) -> tuple[mx.array, mx.array]:
         """Attention `[B, Hq, L, Dv]` and its log-sum-exp `[B, Hq, L]`, with all columns."""
-        if attention_launches.supports(q, k, v):
-            attended = self.attend(
-                q,
-                k,
-                v,
-                scale=scale,
-                mask=mask,
-                sinks=sinks,
-                ranges=_ranges_of(ranges),
-                export=attention_launches.EXPORT_LSE,
-            )
+        if attention_launches.supports(call.q, call.k, call.v):
+            attended = self._attended(call, export=attention_launches.EXPORT_LSE)
             assert attended.lse is not None
             out, lse = attended.out, attended.lse
         else:
-            out = _attention_of_prompt(q, k, v, scale, mask, sinks, ranges)
+            out = _attention_of_prompt(replace(call, seed=None))
+            ranges = _ranges_of(call)
             lse = prompt_launches.prompt_lse(
-                self.launcher, q, k, scale=scale, mask=mask, ranges=_ranges_of(ranges)
+                self.launcher, call.q, call.k, scale=call.scale, mask=call.mask, ranges=ranges
             )
             # MLX's attention says nothing about rows that see nothing.
             out = mx.where((lse == -mx.inf)[..., None], mx.zeros((), out.dtype), out)
-            if sinks is not None:
-                lse = mx.logaddexp(lse, sinks.astype(mx.float32)[:, None])
-        return (out, lse) if seed is None else reference.join(out, lse, *seed)
+            if call.sinks is not None:
+                lse = mx.logaddexp(lse, call.sinks.astype(mx.float32)[:, None])
+        return (out, lse) if call.seed is None else join(out, lse, *call.seed)
 
     def can_decode(self, policy: Policy, keys: mx.array, values: mx.array) -> bool:
-        """See `decoding.can_decode`."""
-        fits = gpu_decoding.supports(policy, keys, values)
-        return fits and gpu_decoding.writes_in_place(self.launcher)
+        """Whether there is a fused step for this policy and rows like these."""
+        fits = gpu_decoder.supports(policy, keys, values)
+        return fits and gpu_decoder.writes_in_place(self.launcher)
 
-    def start_decoding(self, *layer: Any) -> Decoding:
-        """See `decoding.start_decoding`."""
-        return gpu_decoding.GPUDecoding(self.launcher, self.architecture(), *layer)
+    def decoder(self, lent: Lent, settings: CacheSettings) -> Decoder:
+        """See `decoders.decoder_for`."""
+        return gpu_decoder.GPUDecoder(self.launcher, self.architecture(), lent, settings)
 
 
-def _attention_of_prompt(
-    q: mx.array,
-    k: Rows,
-    v: Rows,
-    scale: float,
-    mask: Mask,
-    sinks: mx.array | None,
-    ranges: Ranges | None,
-) -> mx.array:
+def _attention_of_prompt(call: Operands[Rows]) -> mx.array:
     """MLX's attention of many queries; packed rows are dequantized a KV head at a time."""
-    if not (isinstance(k, PackedRows) or isinstance(v, PackedRows)):
-        return reference.attention(q, k, v, scale=scale, mask=mask, sinks=sinks, ranges=ranges)
+    q, k, v, ranges, mask = call.q, call.k, call.v, call.ranges, call.mask
+    if not call.packed:
+        return reference.attention(q, k, v, **call.options)
     heads = k.shape[1] if ranges is None else len(ranges)
     group = q.shape[1] // heads
     outs = []
@@ -191,15 +151,10 @@ def _attention_of_prompt(
         of_head = mask
         if isinstance(mask, mx.array) and mask.ndim > 2 and mask.shape[-3] > 1:
             of_head = mask[..., queries, :, :]
+        sinks = None if call.sinks is None else call.sinks[queries]
+        rows = _narrow(k[where]), _narrow(v[where])
         outs.append(
-            reference.attention(
-                q[:, queries],
-                _narrow(k[where]),
-                _narrow(v[where]),
-                scale=scale,
-                mask=of_head,
-                sinks=None if sinks is None else sinks[queries],
-            )
+            reference.attention(q[:, queries], *rows, scale=call.scale, mask=of_head, sinks=sinks)
         )
     return mx.concatenate(outs, axis=1)
 
@@ -213,11 +168,12 @@ def _narrow(rows: Rows) -> mx.array:
     )
 
 
-def _ranges_of(ranges: Ranges | None) -> work.Ranges | None:
+def _ranges_of(call: Operands[Rows]) -> work.Ranges | None:
     """First slots and lengths, as launches want them."""
-    if ranges is None:
+    if call.ranges is None:
         return None
-    return work.Ranges(tuple(start for start, _ in ranges), tuple(length for _, length in ranges))
+    starts, lengths = zip(*call.ranges, strict=True)
+    return work.Ranges(starts, lengths)
 
 
 def _placed(

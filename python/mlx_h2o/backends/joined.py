@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import mlx.core as mx
 
-from mlx_h2o.backends.reference import Seed, attention_mass, softmax_weights
-from mlx_h2o.masks import Mask, block_of, columns_of
-from mlx_h2o.packed import AnyRows, JoinedRows, first_rows
+from mlx_h2o.backends.operands import Operands, Options
+from mlx_h2o.masks import columns_of
+from mlx_h2o.packed import AnyRows, JoinedRows
+from mlx_h2o.softmax import attention_mass, softmax_weights
 
 # Queries that are joined at a time: what is held of each part, in float32, stays small.
 BLOCK = 32
@@ -26,50 +27,34 @@ class Joined:
         self._backend = backend
 
     def attention_with_scores(
-        self, q: mx.array, k: AnyRows, v: AnyRows, *, ranges: None = None, **call: Any
+        self, q: mx.array, k: AnyRows, v: AnyRows, **options: Unpack[Options]
     ) -> tuple[mx.array, mx.array, mx.array]:
         """See `mlx_h2o.attention.scaled_dot_product_attention_with_scores`."""
-        parts = _parts(self._backend.attention_with_scores, q, k, v, **call)
+        parts = _parts(self._backend.attention_with_scores, Operands(q, k, v, **options))
         out, lse = _joined(parts)
         return out.astype(q.dtype), mx.concatenate([scores for _, scores, _ in parts], axis=-1), lse
 
     def attention(
-        self,
-        q: mx.array,
-        k: AnyRows,
-        v: AnyRows,
-        *,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-        seed: Seed | None,
-        ranges: None = None,
+        self, q: mx.array, k: AnyRows, v: AnyRows, **options: Unpack[Options]
     ) -> mx.array:
         """See `mlx_h2o.attention.scaled_dot_product_attention`."""
         outs = []
-        for block in _blocks(q, k, v, mask, seed):
+        for block in Operands(q, k, v, **options).of_queries(BLOCK):
             # The form with masses hands out lse and writes no logits.
-            parts = _parts(self._backend.attention_with_mass, **block, scale=scale, sinks=sinks)
+            parts = _parts(self._backend.attention_with_mass, block)
             outs.append(_joined(parts)[0].astype(q.dtype))
         return mx.concatenate(outs, axis=2)
 
     def attention_with_mass(
-        self,
-        q: mx.array,
-        k: AnyRows,
-        v: AnyRows,
-        *,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-        seed: Seed | None,
-        ranges: None = None,
+        self, q: mx.array, k: AnyRows, v: AnyRows, **options: Unpack[Options]
     ) -> tuple[mx.array, mx.array, mx.array]:
         """See `mlx_h2o.attention.scaled_dot_product_attention_with_mass`."""
         outs, lses = [], []
         mass = mx.zeros(k.shape[:3])
-        for block in _blocks(q, k, v, mask, seed):
-            out, scores, lse = self.attention_with_scores(**block, scale=scale, sinks=sinks)
+        for block in Operands(q, k, v, **options).of_queries(BLOCK):
+            out, scores, lse = self.attention_with_scores(
+                block.q, block.k, block.v, **block.options
+            )
             outs.append(out)
             lses.append(lse)
             part = attention_mass(scores, lse, k.shape[1])
@@ -78,37 +63,24 @@ class Joined:
 
 
 def _parts(
-    attend: Callable[..., tuple[mx.array, mx.array, mx.array]],
-    q: mx.array,
-    k: AnyRows,
-    v: AnyRows,
-    *,
-    scale: float,
-    mask: Mask,
-    sinks: mx.array | None,
-    seed: Seed | None,
+    attend: Callable[..., tuple[mx.array, mx.array, mx.array]], call: Operands[AnyRows]
 ) -> list[tuple[mx.array, mx.array, mx.array]]:
     """What `attend` returns (out first, lse last) over each kind of rows."""
-    assert isinstance(k, JoinedRows)
-    assert isinstance(v, JoinedRows)
+    assert isinstance(call.k, JoinedRows)
+    assert isinstance(call.v, JoinedRows)
     parts: list[tuple[mx.array, mx.array, mx.array]] = []
     start = 0
-    for keys, values in zip(k.parts, v.parts, strict=True):
+    for keys, values in zip(call.k.parts, call.v.parts, strict=True):
         end = start + keys.shape[2]
         if start == end:
             continue
-        parts.append(
-            attend(
-                q,
-                keys,
-                values,
-                scale=scale,
-                mask=columns_of(mask, start, end, q.shape[2], k.shape[2]),
-                # Once: they are columns of the whole.
-                sinks=None if parts else sinks,
-                seed=None if parts else seed,
-            )
-        )
+        options: Options = {
+            "scale": call.scale,
+            "mask": columns_of(call.mask, start, end, call.q.shape[2], call.k.shape[2]),
+        }
+        if not parts:  # once: they are columns of the whole
+            options |= {"sinks": call.sinks, "seed": call.seed}
+        parts.append(attend(call.q, keys, values, **options))
         start = end
     return parts
 
@@ -122,20 +94,3 @@ def _joined(parts: list[tuple[mx.array, mx.array, mx.array]]) -> tuple[mx.array,
     for of_part, _, part_lse in parts:
         out = out + of_part.astype(mx.float32) * softmax_weights(part_lse[..., None], lse)
     return out, lse
-
-
-def _blocks(
-    q: mx.array, k: AnyRows, v: AnyRows, mask: Mask, seed: Seed | None
-) -> Iterator[dict[str, Any]]:
-    """The operands of a few queries at a time, over the keys that they can see."""
-    L, N = q.shape[2], k.shape[2]
-    for start in range(0, L, BLOCK):
-        end = min(start + BLOCK, L)
-        block = block_of(mask, start, end, L, N, own=False)
-        yield {
-            "q": q[:, :, start:end],
-            "k": first_rows(k, block.keys),
-            "v": first_rows(v, block.keys),
-            "mask": block.mask,
-            "seed": None if seed is None else (seed[0][:, :, start:end], seed[1]),
-        }

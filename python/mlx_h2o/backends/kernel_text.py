@@ -1,8 +1,8 @@
 """The text of the kernels in metal/, as compilers get it.
 
 A `.metal` file holds functions and, after a line `//! body`, the body of the kernel itself, whose
-signature MLX writes. Headers are put in where they are included, since kernels are compiled from
-memory.
+signature MLX writes. Between them its buffers are declared (interface.py). Headers are put in where
+they are included, since kernels are compiled from memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-_BODY = "\n//! body\n"
+#: What begins the declarations of the buffers, and the body.
+BUFFERS = "\n//! buffers\n"
+BODY = "\n//! body\n"
 _INCLUDE = re.compile(r'^#include "(\w+\.h)"\n', re.MULTILINE)
 
 
@@ -32,6 +34,12 @@ def folder() -> Path:
 
 
 @cache
+def kernel_file(name: str) -> str:
+    """A file of metal/ as it stands there."""
+    return (folder() / name).read_text()
+
+
+@cache
 def kernel_text(name: str, prelude: str) -> KernelText:
     """A kernel by name, after a prelude.
 
@@ -39,7 +47,8 @@ def kernel_text(name: str, prelude: str) -> KernelText:
         name: Of the file, without `.metal`.
         prelude: `"metal"` or `"cuda"`.
     """
-    functions, body = (folder() / f"{name}.metal").read_text().split(_BODY)
+    declared, body = kernel_file(f"{name}.metal").split(BODY)
+    functions, _ = declared.split(BUFFERS)
     seen: set[str] = set()
     header = f'#include "prelude_{prelude}.h"\n{functions}\n'
     return KernelText(_with_includes(header, seen), body)
@@ -53,6 +62,6 @@ def _with_includes(text: str, seen: set[str]) -> str:
         if name in seen:
             return ""
         seen.add(name)
-        return _with_includes((folder() / name).read_text(), seen)
+        return _with_includes(kernel_file(name), seen)
 
     return _INCLUDE.sub(content, text)

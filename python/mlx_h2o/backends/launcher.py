@@ -2,18 +2,18 @@
 
 MLX writes a kernel's signature from the arrays that it gets, so a buffer that a launch does without
 has no name there. Its declaration as a null pointer goes before the body instead, and the template
-arguments say that nobody looks.
+arguments say that it is not read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
+from mlx_h2o.backends.interface import interface
 from mlx_h2o.backends.kernel_text import kernel_text
 
 #: Lanes of a simdgroup.
@@ -21,33 +21,6 @@ SIMDGROUP = 32
 
 #: Shape and dtype of what a kernel is to write, by name.
 Outputs = dict[str, tuple[tuple[int, ...], mx.Dtype]]
-
-
-@dataclass(frozen=True)
-class Interface:
-    """A kernel's buffers, in order.
-
-    Attributes:
-        name: Of its file in metal/.
-        inputs: All that it may read.
-        outputs: All that it may write.
-        optional: Those that a launch may do without, with the declarations that then stand in.
-    """
-
-    name: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    optional: dict[str, str] = field(default_factory=dict, hash=False)
-
-
-def absent_inputs(*names: str) -> dict[str, str]:
-    """Declarations for optional inputs of floats."""
-    return {name: f"const device float* {name} = nullptr;" for name in names}
-
-
-def absent_outputs(*names: str) -> dict[str, str]:
-    """Declarations for optional outputs of floats."""
-    return {name: f"device float* {name} = nullptr;" for name in names}
 
 
 class Launcher:
@@ -65,7 +38,7 @@ class Launcher:
 
     def launch(
         self,
-        interface: Interface,
+        kernel: str,
         inputs: dict[str, mx.array],
         outputs: Outputs,
         template: dict[str, Any],
@@ -75,16 +48,23 @@ class Launcher:
         """Run a kernel.
 
         Args:
-            interface: Whose buffers they are.
+            kernel: Its name.
             inputs: By name; optional ones may lack.
             outputs: Shape and dtype by name; optional ones may lack.
             template: Template arguments by name.
             threadgroups: How many along x, y and z.
             threads: Of each threadgroup, along x.
+
+        Raises:
+            ValueError: A buffer that the kernel does not declare, or none where it must have one.
         """
-        reads = tuple(name for name in interface.inputs if name in inputs)
-        writes = tuple(name for name in interface.outputs if name in outputs)
-        written = self._kernel(interface, reads, writes, threads)(
+        buffers = interface(kernel)
+        reads = tuple(name for name in buffers.inputs if name in inputs)
+        writes = tuple(name for name in buffers.outputs if name in outputs)
+        if len(reads) < len(inputs) or len(writes) < len(outputs):
+            unknown = {*inputs, *outputs} - {*reads, *writes}
+            raise ValueError(f"{kernel} has no buffers {', '.join(sorted(unknown))}.")
+        written = self._kernel(kernel, reads, writes, threads)(
             inputs=[inputs[name] for name in reads],
             output_shapes=[outputs[name][0] for name in writes],
             output_dtypes=[outputs[name][1] for name in writes],
@@ -95,15 +75,17 @@ class Launcher:
         return dict(zip(writes, written, strict=True))
 
     def _build(
-        self, interface: Interface, reads: tuple[str, ...], writes: tuple[str, ...], threads: int
+        self, kernel: str, reads: tuple[str, ...], writes: tuple[str, ...], threads: int
     ) -> Any:
-        text = kernel_text(interface.name, self._prelude)
+        text, buffers = kernel_text(kernel, self._prelude), interface(kernel)
         passed = {*reads, *writes}
-        absent = [line for name, line in interface.optional.items() if name not in passed]
+        if missing := buffers.required - passed:
+            raise ValueError(f"{kernel} must have the buffers {', '.join(sorted(missing))}.")
+        absent = [line for name, line in buffers.optional.items() if name not in passed]
         # One name for one text, since MLX keeps compiled kernels by name.
-        features = [name for name in interface.optional if name in passed]
+        features = [name for name in buffers.optional if name in passed]
         return self._make(
-            name="_".join(("mlx_h2o", interface.name, *features, str(threads))),
+            name="_".join(("mlx_h2o", kernel, *features, str(threads))),
             input_names=list(reads),
             output_names=list(writes),
             header=f"#define THREADGROUP_SIZE {threads}\n{text.header}",

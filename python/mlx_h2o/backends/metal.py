@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_h2o.backends.gpu import Gpu
 from mlx_h2o.backends.launcher import Launcher
-from mlx_h2o.backends.reference import attention_mass
+from mlx_h2o.softmax import attention_mass
 
 __all__ = [
     "attend",

@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o.backends.attention_launches import kind_of_mask, mask_rows
-from mlx_h2o.backends.launcher import Interface, Launcher, Outputs
-from mlx_h2o.backends.row_buffers import absent, buffers, names, packing
+from mlx_h2o.backends.launcher import Launcher, Outputs
+from mlx_h2o.backends.row_buffers import buffers, packing
 from mlx_h2o.backends.tiling import WIDTHS
 from mlx_h2o.backends.work import Ranges, params, work_of
 from mlx_h2o.packed import Rows
@@ -16,14 +16,6 @@ from mlx_h2o.packed import Rows
 # Rows and keys of a threadgroup, and its threads, as in logit_tile.h.
 _TILE = 64
 _THREADS = 256
-
-_ABSENT = {
-    **absent("keys"),
-    "mask": "const device bool* mask = nullptr;\nconst int64_t mask_strides[4] = {0};",
-}
-_OPERANDS = ("params", "factors", "queries", *names("keys"), "mask")
-_LSE = Interface("prompt_lse", _OPERANDS, ("lse",), _ABSENT)
-_MASS = Interface("prompt_mass", (*_OPERANDS, "lse"), ("mass",), _ABSENT)
 
 
 def supports(q: mx.array, k: Rows) -> bool:
@@ -52,7 +44,7 @@ def prompt_lse(
     """
     call = _Call(q, k, scale, mask, ranges)
     rows = q.shape[1] // len(call.lengths) * q.shape[2]
-    return call.launch(launcher, _LSE, {}, {"lse": (q.shape[:3], mx.float32)}, rows)["lse"]
+    return call.launch(launcher, "prompt_lse", {}, {"lse": (q.shape[:3], mx.float32)}, rows)["lse"]
 
 
 def prompt_mass(
@@ -80,7 +72,7 @@ def prompt_mass(
     shape = k.shape[:3] if ranges is None else (k.shape[0], sum(call.lengths))
     outputs: Outputs = {"mass": (shape, mx.float32)}
     inputs = {"lse": mx.contiguous(lse)}
-    return call.launch(launcher, _MASS, inputs, outputs, max(call.lengths))["mass"]
+    return call.launch(launcher, "prompt_mass", inputs, outputs, max(call.lengths))["mass"]
 
 
 class _Call:
@@ -119,14 +111,14 @@ class _Call:
     def launch(
         self,
         launcher: Launcher,
-        interface: Interface,
+        kernel: str,
         inputs: dict[str, mx.array],
         outputs: Outputs,
         along_x: int,
     ) -> dict[str, mx.array]:
         """One threadgroup per tile of what is counted along x."""
         return launcher.launch(
-            interface,
+            kernel,
             self._inputs | inputs,
             outputs,
             self._template,

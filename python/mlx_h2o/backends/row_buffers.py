@@ -16,20 +16,6 @@ _NAMES = {
 _LETTERS = {"keys": "K", "values": "V"}
 
 
-def names(field: str) -> tuple[str, ...]:
-    """Names of the buffers of "keys" or "values"."""
-    return _NAMES[field]
-
-
-def absent(*fields: str) -> dict[str, str]:
-    """Declarations for what dense rows lack."""
-    return {
-        name: f"const device float* {name} = nullptr;\nconst int64_t {name}_strides[4] = {{0}};"
-        for field in fields
-        for name in _NAMES[field][1:]
-    }
-
-
 def buffers(**fields: Rows) -> dict[str, mx.array]:
     """Buffers by name.
 

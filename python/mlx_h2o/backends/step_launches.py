@@ -5,56 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
+from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.backends.attention_launches import Attended
-from mlx_h2o.backends.launcher import (
-    SIMDGROUP,
-    Interface,
-    Launcher,
-    Outputs,
-    absent_inputs,
-    absent_outputs,
-)
-from mlx_h2o.backends.row_buffers import absent, buffers, names, packing
+from mlx_h2o.backends.attention_launches import REMAINDER, Attended
+from mlx_h2o.backends.decoder import HeadStep
+from mlx_h2o.backends.launcher import SIMDGROUP, Launcher, Outputs
+from mlx_h2o.backends.row_buffers import buffers, packing
 from mlx_h2o.backends.work import Ranges
-from mlx_h2o.decode_step import HeadStep
 from mlx_h2o.packed import Rows
+from mlx_h2o.policies.kernel_policy import KernelPolicy
 from mlx_h2o.remainder import Remainder
 
 # What is accumulated and what is ranked, as in priority.h.
 SCORES = ("none", "sum", "ema", "ema_logits", "last")
 PRIORITIES = ("score", "age", "distance", "direction")
 
-_REMAINDER = ("counts", "mean_keys", "var_keys", "mean_values")
-_REMAINDER_OUT = tuple(f"{name}_out" for name in _REMAINDER)
-_OVERWRITE = Interface(
-    "overwrite",
-    inputs=(
-        *("plan", "victims", "new_keys", "new_values", *names("keys"), *names("values")),
-        *("positions", "norms", *_REMAINDER),
-    ),
-    outputs=(*_REMAINDER_OUT, "slots_out"),
-    optional=absent("keys", "values")
-    | absent_inputs("norms", *_REMAINDER)
-    | absent_outputs(*_REMAINDER_OUT),
-)
-_KEPT_KEYS = Interface(
-    "kept_keys",
-    inputs=("plan", *names("keys"), "slots"),
-    outputs=("means", "worth"),
-    optional=absent("keys") | absent_outputs("means", "worth"),
-)
-_UPDATE = Interface(
-    "update",
-    inputs=(
-        *("plan", "weights", "victims", "logits", "lse", "distances", "means", "positions"),
-        *("scores", "norms", "slots"),
-    ),
-    outputs=("victims_out",),
-    optional=absent_inputs("logits", "distances", "means", "scores", "norms"),
-)
+_REMAINDER_OUT = {f"{name}_out": statistic for name, statistic in REMAINDER.items()}
 _KEPT_KEYS_SIMDGROUPS = 8
 _UPDATE_SIMDGROUPS = 16
 
@@ -120,25 +88,6 @@ class SlotArrays:
     norms: mx.array | None = None
 
 
-@dataclass(frozen=True)
-class Ranking:
-    """A policy in the kernels' terms.
-
-    Attributes:
-        score: What is accumulated, one of SCORES.
-        priority: What is ranked, one of PRIORITIES.
-        per_layer: Whether the heads' mean priority decides for all.
-        age_normalised: Whether scores are divided by the steps since the token came.
-        weights: Decay of the averages; of the distance, the mass and the age.
-    """
-
-    score: str
-    priority: str
-    per_layer: bool = False
-    age_normalised: bool = False
-    weights: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 0.0)
-
-
 def overwrite(
     launcher: Launcher,
     plan: StepPlan,
@@ -178,10 +127,9 @@ def overwrite(
     if slots.norms is not None:
         inputs["norms"] = slots.norms
     if remainder is not None:
-        statistics = list(map(mx.contiguous, remainder.arrays.values()))
-        inputs |= zip(_REMAINDER, statistics, strict=True)
-        shapes = [(array.shape, mx.float32) for array in statistics]
-        outputs |= zip(_REMAINDER_OUT, shapes, strict=True)
+        statistics = remainder.arrays
+        inputs |= {name: mx.contiguous(statistics[of]) for name, of in REMAINDER.items()}
+        outputs |= {name: (statistics[of].shape, mx.float32) for name, of in _REMAINDER_OUT.items()}
     template = {
         "T": slots.keys.dtype,
         "D": D,
@@ -190,9 +138,9 @@ def overwrite(
         "REMEMBERS": remainder is not None,
         "NORMS": slots.norms is not None,
     }
-    written = launcher.launch(_OVERWRITE, inputs, outputs, template, (1, H, B), SIMDGROUP)
+    written = launcher.launch("overwrite", inputs, outputs, template, (1, H, B), SIMDGROUP)
     if remainder is not None:
-        remainder = Remainder(*(written[name] for name in _REMAINDER_OUT))
+        remainder = Remainder(**{of: written[name] for name, of in _REMAINDER_OUT.items()})
     return written["slots_out"], remainder
 
 
@@ -219,7 +167,7 @@ def _kept_keys(
 ) -> mx.array:
     B, _, D = keys.shape
     return launcher.launch(
-        _KEPT_KEYS,
+        "kept_keys",
         {"plan": plan_array(plan), **buffers(keys=keys), "slots": written},
         {wanted: (shape, mx.float32)},
         {
@@ -237,7 +185,7 @@ def update(
     launcher: Launcher,
     plan: StepPlan,
     slots: SlotArrays,
-    ranking: Ranking,
+    policy: KernelPolicy,
     attended: Attended,
     victims: mx.array,
     written: mx.array,
@@ -250,7 +198,7 @@ def update(
         launcher: Of the GPU.
         plan: Of the step.
         slots: Of the layer.
-        ranking: The policy.
+        policy: What is accumulated and ranked.
         attended: What attention wrote; its logits where the policy accumulates, its distances
             where it ranks by them.
         victims: `[B, H, evict_every]` int32; heads that do not choose keep theirs.
@@ -265,39 +213,47 @@ def update(
     assert attended.lse is not None
     inputs = {
         "plan": plan_array(plan),
-        "weights": _weights(ranking.weights),
+        "weights": _weights(policy.weights),
         "victims": victims,
         "lse": attended.lse,
         "positions": slots.positions,
         "slots": written,
     }
+    scores = policy.score != "none"
     optional = {
-        "logits": attended.logits if ranking.score != "none" else None,
+        "logits": attended.logits if scores else None,
         "distances": attended.distances if worth is None else worth,
         "means": means,
-        "scores": slots.scores if ranking.score != "none" else None,
+        "scores": slots.scores if scores else None,
         "norms": slots.norms,
     }
     inputs |= {name: array for name, array in optional.items() if array is not None}
-    ranks = any(head.choose for head in plan.heads)
-    template = {
-        "D": slots.keys.shape[-1],
-        "G": attended.lse.shape[1] // H,
-        "SCORE": SCORES.index(ranking.score),
-        "PRIORITY": PRIORITIES.index(ranking.priority if ranks else "age"),
-        "AGE": ranking.age_normalised,
-        "VALUES": slots.norms is not None,
-        "HEADS": H if ranking.per_layer else 1,
-        "SIMDS": _UPDATE_SIMDGROUPS,
-    }
+    template = _update_template(plan, slots, policy, attended.lse.shape[1] // H)
     return launcher.launch(
-        _UPDATE,
+        "update",
         inputs,
         {"victims_out": (victims.shape, mx.int32)},
         template,
-        (1, 1 if ranking.per_layer else H, B),
+        (1, 1 if policy.per_layer else H, B),
         _UPDATE_SIMDGROUPS * SIMDGROUP,
     )["victims_out"]
+
+
+def _update_template(
+    plan: StepPlan, slots: SlotArrays, policy: KernelPolicy, group: int
+) -> dict[str, Any]:
+    """Template arguments of `update`, for `group` query heads a KV head."""
+    ranks = any(head.choose for head in plan.heads)
+    return {
+        "D": slots.keys.shape[-1],
+        "G": group,
+        "SCORE": SCORES.index(policy.score),
+        "PRIORITY": PRIORITIES.index(policy.priority if ranks else "age"),
+        "AGE": policy.age_normalised,
+        "VALUES": slots.norms is not None,
+        "HEADS": len(plan.heads) if policy.per_layer else 1,
+        "SIMDS": _UPDATE_SIMDGROUPS,
+    }
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,6 @@
 """How the attention kernels share out their work: pure functions of sizes.
 
-Whoever launches the kernels, from Python, C or Swift, decides by these rules.
+Every launcher of the kernels, in Python, C or Swift, decides by these rules.
 """
 
 from __future__ import annotations

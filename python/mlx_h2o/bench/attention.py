@@ -1,6 +1,6 @@
 """One layer's attention for one token: MLX's, ours in all its forms, and a plain read of as much.
 
-Every call reads keys and values that nobody has touched since more than the caches hold was read,
+Every call reads keys and values that were last read before more than the caches hold was read,
 as a layer of a large model finds them; small shapes have too few copies for that and are served by
 the last-level cache.
 """
@@ -20,7 +20,7 @@ from mlx_h2o.attention import (
     scaled_dot_product_attention_with_mass,
     scaled_dot_product_attention_with_scores,
 )
-from mlx_h2o.backends.reference import Ranges
+from mlx_h2o.backends.operands import Ranges
 from mlx_h2o.bench.layers import full_layer
 from mlx_h2o.bench.machine import cache_bytes
 from mlx_h2o.bench.measuring import Arm, Progress, Samples, in_turns, timed
@@ -279,6 +279,7 @@ def ranges_of(lengths: Sequence[int]) -> Ranges:
 def plain_read(nbytes: int) -> Arm:
     """Seconds that a plain read of so many bytes takes at the rate of one beyond the caches."""
     from mlx_h2o import _ext
+    from mlx_h2o.bench import _machine
 
     whole = max(256 << 20, 4 * cache_bytes())
-    return lambda: nbytes / _ext.read_bandwidth(whole)
+    return lambda: nbytes / _machine.read_bandwidth(whole, threads=_ext.threads())

@@ -8,25 +8,10 @@ from typing import Any
 from mlx_h2o.bench import attention, model
 from mlx_h2o.bench.measuring import Samples
 from mlx_h2o.bench.report import Report
+from mlx_h2o.drawing import drawing
 
 _COLOURS = {"float32": "#2a7f62", "float16": "#c44e52", "bfloat16": "#4c72b0"}
 _THEIRS, _OURS = "#8c8c8c", "#2a7f62"
-
-
-def drawing() -> Any:
-    """matplotlib's pyplot, drawing into files.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("A chart needs matplotlib: pip install 'mlx-h2o[plots]'.") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def draw(report: Report, path: str | Path) -> None:

@@ -7,12 +7,11 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from mlx_h2o.decode_step import HeadStep
-from mlx_h2o.decoding import CPUDecoding
-from mlx_h2o.packed import Packing
+from mlx_h2o.backends.cpu_decoder import CPUDecoder
+from mlx_h2o.backends.decoder import DecodeStep, HeadStep, Lent
 from mlx_h2o.policies import Policy
 from mlx_h2o.remainder import Remainder
-from mlx_h2o.store import SlotStore
+from mlx_h2o.settings import CacheSettings
 
 # Tokens that a layer has seen beyond those it holds.
 EVICTED = 1000
@@ -42,39 +41,29 @@ def full_layer(
     """
     heads, width, value_width = len(lengths), keys.shape[-1], values.shape[-1]
     positions = mx.concatenate([mx.arange(EVICTED, EVICTED + n) for n in lengths])
-    store = SlotStore(lengths)
-    store.fields = {"keys": keys + 0, "values": values + 0, "positions": positions[None]}
+    fields = {"keys": keys + 0, "values": values + 0, "positions": positions[None]}
     if policy.needs_attention:
-        store.fields["scores"] = mx.random.uniform(shape=positions[None].shape)
+        fields["scores"] = mx.random.uniform(shape=positions[None].shape)
     remembered = Remainder.empty(1, heads, width, value_width)
     remembered.count += EVICTED
     remembered.var_key += 1
     victims = mx.zeros((1, heads, 1), mx.int32)
     new_key = mx.random.normal((1, heads, 1, width)).astype(keys.dtype)
     new_value = mx.random.normal((1, heads, 1, value_width)).astype(values.dtype)
-    mx.eval(store.fields, remembered.arrays, victims, new_key, new_value)
-    layer = CPUDecoding(
-        store,
-        Packing(),
-        remembered,
-        victims,
-        policy,
-        remainder or policy.uses_evicted_mean,
-        remainder,
-    )
-    del victims, remembered
+    mx.eval(fields, remembered.arrays, victims, new_key, new_value)
+    settings = CacheSettings(budgets=tuple(lengths), policy=policy, remainder=remainder)
+    layer = CPUDecoder(Lent(fields, remembered, victims), settings)
+    del fields, victims, remembered
     starts = [0, *accumulate(lengths)]
     offset = EVICTED + max(lengths)
 
     def step() -> mx.array:
         nonlocal offset
         offset += 1
-        plan = [
+        plan = tuple(
             HeadStep(start, n, 0, policy.recent_slots(n), offset - n, True)
             for start, n in zip(starts, lengths, strict=False)
-        ]
-        return layer.step(
-            q, new_key, new_value, scale=width**-0.5, sinks=None, offset=offset, heads=plan
         )
+        return layer.step(DecodeStep(q, new_key, new_value, width**-0.5, None, offset, plan))
 
     return step

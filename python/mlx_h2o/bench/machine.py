@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_h2o.backends import choice
+from mlx_h2o.linear_algebra import blas
 
 # Where the system does not tell how large its caches are.
 USUAL_CACHE = 64 << 20
@@ -35,6 +36,7 @@ def describe() -> dict[str, Any]:
         "cores": os.cpu_count() or 1,
         "threads": _ext.threads(),
         "isa": _ext.isa(),
+        "blas": blas(),
         "cache_bytes": cache_bytes(),
         "load": load_average(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -79,7 +79,7 @@ def in_turns(
 ) -> Samples:
     """Visit every arm once in every round.
 
-    The order is another one in each round, since whoever comes after a slow arm finds other caches
+    The order is another one in each round, since the arm after a slow one finds other caches
     and sleeping threads.
 
     Args:

@@ -17,7 +17,9 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o.bench.measuring import Arm, Progress, Samples, in_turns
 from mlx_h2o.builtin import SAMPLE_TEXT
-from mlx_h2o.prompt_cache import make_prompt_cache, replaced
+from mlx_h2o.cache_lists import replaced
+from mlx_h2o.prompt_cache import make_prompt_cache
+from mlx_h2o.stock import stock_caches
 
 DEFAULT = "distinct"
 H2O = "h2o"
@@ -80,7 +82,7 @@ def prompt_caches(model: nn.Module, budget: int) -> dict[str, MakeCache]:
     return {
         DEFAULT: lambda: make_prompt_cache(model, budget),
         H2O: lambda: make_prompt_cache(model, budget, policy="h2o"),
-        PLAIN: lambda: mlx_lm_cache.make_prompt_cache(model),
+        PLAIN: lambda: stock_caches(model),
     }
 
 
@@ -88,7 +90,7 @@ def window_cache(model: nn.Module, budget: int) -> list[Any]:
     """The model's own caches with plain ones replaced by mlx-lm's sliding window."""
     return [
         replaced(entry, lambda: mlx_lm_cache.RotatingKVCache(budget, keep=WINDOW_KEEP))
-        for entry in mlx_lm_cache.make_prompt_cache(model)
+        for entry in stock_caches(model)
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mlx_h2o.bench import attention, model
+from mlx_h2o.bench import attention, model, products
 from mlx_h2o.bench.figures import Figure, attention_figures, model_figures
 from mlx_h2o.bench.measuring import Samples
 from mlx_h2o.bench.threads import ALONE, POOL, Handing
@@ -29,6 +29,7 @@ class Report:
         decoding: Seconds per token.
         prompt: Seconds to the first token.
         threads: Times of handing out work.
+        products: Times of matrix products.
     """
 
     machine: dict[str, Any]
@@ -37,6 +38,7 @@ class Report:
     decoding: Samples | None = None
     prompt: Samples | None = None
     threads: list[Handing] = field(default_factory=list)
+    products: list[products.Product] = field(default_factory=list)
 
     def figures(self) -> list[Figure]:
         """What was aimed at, as far as it was measured."""
@@ -54,6 +56,7 @@ class Report:
             "decoding": decoding_json(self.decoding),
             "prompt": prompt_json(self.prompt),
             "threads": [kind.as_json() for kind in self.threads],
+            "products": [product.as_json() for product in self.products],
             "figures": [{**asdict(f), "reached": f.reached} for f in self.figures()],
         }
 
@@ -70,6 +73,8 @@ class Report:
             tables.append(prompt_table(self.prompt))
         if self.threads:
             tables.append(threads_table(self.threads))
+        if self.products:
+            tables.append(products_table(self.products))
         if self.figures():
             tables.append(figures_table(self.figures()))
         return tables
@@ -237,6 +242,23 @@ def threads_table(kinds: list[Handing]) -> Table:
                 for gap in gaps
             ),
         )
+    return table
+
+
+def products_table(found: list[products.Product]) -> Table:
+    """Milliseconds with both BLAS."""
+    table = numbers(
+        "a float32 matrix product, milliseconds",
+        "rows, columns, terms",
+        products.LINKED,
+        products.OPENBLAS,
+        "times as fast",
+    )
+    for product in found:
+        samples = product.samples
+        times = (f"{1e3 * samples.median(arm):.3f}" for arm in samples.arms)
+        gain = samples.speed(products.OPENBLAS, products.LINKED)
+        table.add_row(", ".join(map(str, product.shape)), *times, f"{gain:.1f}")
     return table
 
 

@@ -66,21 +66,26 @@ def measure(rounds: int, progress: Progress | None = None) -> list[Handing]:
 
 def seconds_per_step() -> float:
     """The time of one multiplication, the unit in which jobs are told how long to be."""
-    from mlx_h2o import _ext
+    from mlx_h2o.bench import _machine
 
-    fastest = min(_ext.job_seconds(pooled=False, jobs=21, items=1, steps=CALIBRATION_STEPS))
-    return fastest / CALIBRATION_STEPS
+    fastest = _machine.job_seconds(
+        pooled=False, threads=1, jobs=21, items=1, steps=CALIBRATION_STEPS
+    )
+    return min(fastest) / CALIBRATION_STEPS
 
 
 def job(pooled: bool, work: int, gap: int, step: float) -> Arm:
     """An arm: the median job of a series."""
     from mlx_h2o import _ext
+    from mlx_h2o.bench import _machine
 
-    items = ITEMS_PER_THREAD * _ext.threads()
+    threads = _ext.threads()
+    items = ITEMS_PER_THREAD * threads
     jobs = int(VISIT / (1e-6 * (work + gap) + 1e-5))
     return lambda: statistics.median(
-        _ext.job_seconds(
+        _machine.job_seconds(
             pooled=pooled,
+            threads=threads,
             jobs=max(FEWEST_JOBS, min(MOST_JOBS, jobs)),
             items=items,
             steps=round(1e-6 * work / items / step),

@@ -3,30 +3,70 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
-from mlx_h2o import __version__
+from mlx_h2o import __version__, interrupts
+
+# A shell's numbers for a process that a signal ended: 128 and the signal.
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+EXAMPLES = """examples:
+  mlx_h2o generate --prompt "The house stood on the cliff, and" --max-kv-size 64
+  mlx_h2o compare --max-kv-size 128
+  mlx_h2o inspect --out inspect.html
+
+Without --model they use a small built-in model. `mlx_h2o COMMAND --help` explains each."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; user errors end in one line and exit code 2, Ctrl-C in 130."""
-    from mlx_h2o.cli import bench, calibrate, compare, generate, golden, inspect
+    """Run a subcommand.
 
-    parser = argparse.ArgumentParser(
-        prog="mlx_h2o", description="Bounded KV memory for mlx-lm models."
-    )
-    parser.add_argument("--version", action="version", version=f"mlx-h2o {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for module in (generate, compare, calibrate, inspect, bench, golden):
-        module.add_parser(commands)
-    args = parser.parse_args(argv)
+    Returns:
+        0; 2 after a user's error, which is told in one line; 130 after Ctrl-C; 141 where the
+        reader of the output went away.
+    """
+    try:
+        code = run(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Python flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return INTERRUPTED
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """The same, with Ctrl-C and broken pipes raised."""
+    commands = parser()
+    interrupts.handle_again()
+    args = commands.parse_args(argv)
     try:
         args.run(args)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"mlx_h2o {args.command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """What understands the command line."""
+    from mlx_h2o.cli import bench, calibrate, compare, demo, fetch, generate, golden, inspect
+
+    made = argparse.ArgumentParser(
+        prog="mlx_h2o",
+        description="Bounded KV memory for mlx-lm models.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--version", action="version", version=f"mlx-h2o {__version__}")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (demo, generate, compare, calibrate, inspect, bench, golden, fetch):
+        module.add_parser(commands)
+    return made

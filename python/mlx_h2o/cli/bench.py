@@ -10,23 +10,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from mlx_h2o.bench import attention, chart, machine, model, threads
+from mlx_h2o.bench import attention, chart, machine, model, products, threads
 from mlx_h2o.bench.measuring import Progress as Told
 from mlx_h2o.bench.report import Report
 from mlx_h2o.builtin import DEFAULT_MODEL, load
-from mlx_h2o.cli.options import DTYPES, replacing
+from mlx_h2o.cli.options import DTYPES
+from mlx_h2o.cli.tables import show
+from mlx_h2o.drawing import drawing
+from mlx_h2o.files import require_folder, write_kept
 
-PARTS = ("attention", "model", "threads")
+PARTS = ("attention", "model", "threads", "products")
+# A chart is made of these.
+DRAWN = {"attention", "model"}
 ROUNDS, QUICK_ROUNDS = 15, 5
 QUICK_CASES = ((attention.LARGE, 256), (attention.LARGE, 4096), (attention.SHAPES[2], 1024))
 QUICK_SIZES = model.Sizes(decode_from=768, prompt=1024, chunk=512, prompt_rounds=1)
-
-# No row of a Markdown table may be folded.
-MARKDOWN_WIDTH = 300
 
 
 def add_parser(commands: Any) -> None:
@@ -35,9 +36,9 @@ def add_parser(commands: Any) -> None:
         "bench",
         help="measure the CPU kernels side by side with MLX",
         description="Measure attention against MLX's own and against the machine's read "
-        "bandwidth, decoding of a whole model against mlx-lm's caches, and what handing work to "
-        "threads costs. Everything is visited by turns, so ratios hold on a busy machine; times "
-        "need an idle one.",
+        "bandwidth, decoding of a whole model against mlx-lm's caches, what handing work to "
+        "threads costs, and matrix products with either BLAS. Everything is "
+        "visited by turns, so ratios hold on a busy machine; times need an idle one.",
     )
     parser.add_argument(
         "--only", choices=PARTS, action="append", help="measure this part (may be given again)"
@@ -63,7 +64,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure, print, draw."""
-    parts = args.only or PARTS
+    parts = args.only or [
+        part for part in PARTS if part != "products" or products.can_be_measured()
+    ]
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
     check(args, parts)
     report = Report(
@@ -90,11 +93,16 @@ def run(args: argparse.Namespace) -> None:
         if "threads" in parts:
             with bar(bars, "threads") as told:
                 report.threads = threads.measure(rounds, told)
+        if "products" in parts:
+            with bar(bars, "products") as told:
+                report.products = products.measure(rounds, told)
     as_json = report.as_json()
     if args.json:
         print(json.dumps(as_json))
     else:
-        show(report, args.markdown)
+        print(f"BLAS: {report.machine['blas']}\n")
+        for table in report.tables():
+            show(table, args.markdown)
     if args.out:
         write(report, as_json, args.out)
 
@@ -105,10 +113,10 @@ def check(args: argparse.Namespace, parts: tuple[str, ...] | list[str]) -> None:
         raise ValueError("--rounds must be at least 1.")
     machine.require_kernels()
     if args.out:
-        if set(parts) == {"threads"}:
-            raise ValueError("--out draws attention or the model: leave it out, or --only threads.")
-        chart.drawing()
-        args.out.mkdir(parents=True, exist_ok=True)
+        if not DRAWN & set(parts):
+            raise ValueError("--out draws attention or the model: leave it out, or measure one.")
+        drawing()
+        require_folder("--out", args.out)
     if machine.is_busy():
         print(
             f"This machine is busy (load {machine.load_average()}): trust ratios, not times.",
@@ -162,20 +170,9 @@ def measure_model(report: Report, bars: Progress) -> None:
         report.prompt = model.measure_prompt(network, tokenizer, sizes, told)
 
 
-def show(report: Report, markdown: bool) -> None:
-    """Print the tables."""
-    console = Console(width=MARKDOWN_WIDTH if markdown else None)
-    for table in report.tables():
-        if markdown:
-            console.print(f"{table.title}\n", highlight=False)
-            table.title, table.box = None, box.MARKDOWN
-        console.print(table)
-
-
 def write(report: Report, as_json: dict[str, Any], folder: Path) -> None:
     """bench.json and bench.png."""
-    with replacing(folder / "bench.json") as path:
-        path.write_text(json.dumps(as_json, indent=1) + "\n")
-    with replacing(folder / "bench.png", ".png") as path:
-        chart.draw(report, path)
+    text = json.dumps(as_json, indent=1) + "\n"
+    write_kept(folder / "bench.json", lambda path: path.write_text(text))
+    write_kept(folder / "bench.png", lambda path: chart.draw(report, path), ".png")
     print(f"The chart is {folder / 'bench.png'}.", file=sys.stderr)

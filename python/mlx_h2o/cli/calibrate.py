@@ -15,10 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from mlx_h2o import calibration
+from mlx_h2o import calibration, checks
 from mlx_h2o.builtin import CALIBRATION_TEXT
-from mlx_h2o.cli.options import add_model_options, load_model, read_text, replacing
-from mlx_h2o.profile import FILE_NAME, Profile
+from mlx_h2o.calibration import LEAST_TOKENS
+from mlx_h2o.cli.options import add_model_options, load_model, read_text
+from mlx_h2o.cli.tables import show
+from mlx_h2o.files import require_writable, write_kept
+from mlx_h2o.profile import FILE_NAME, SMALLEST_BUDGET, Profile
 
 
 def add_parser(commands: Any) -> None:
@@ -57,8 +60,11 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Measure, write, show."""
     text = read_text(args.text)
-    model, tokenizer = load_model(args)
     out = args.out or destination(args.model)
+    require_writable("--out", out)
+    for name, least in (("tokens", LEAST_TOKENS), ("show", SMALLEST_BUDGET)):
+        checks.whole(f"--{name}", getattr(args, name), least)
+    model, tokenizer = load_model(args)
     tokens = tokenizer.encode(text)[: args.tokens]
     measure = calibration.calibrate_exactly if args.exact else calibration.calibrate
     with Progress(
@@ -79,12 +85,11 @@ def run(args: argparse.Namespace) -> None:
             },
             progress=lambda done, whole: bar.update(task, completed=done, total=whole),
         )
-    with replacing(out) as path:
-        profile.save(path)
+    write_kept(out, profile.save)
     if args.json:
         print(json.dumps({"profile": str(out), "budgets": profile.budgets(args.show)}))
         return
-    Console().print(heat_map(profile, args.show))
+    show(heat_map(profile, args.show))
     print(f"The profile is {out}.", file=sys.stderr)
 
 

@@ -13,9 +13,14 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT
-from mlx_h2o.cli.options import read_text, replacing
+from mlx_h2o.cli.options import named_options, read_text
+from mlx_h2o.cli.tables import show
+from mlx_h2o.drawing import drawing
 from mlx_h2o.evaluate import chart
 from mlx_h2o.evaluate.comparison import Protocol, Result, as_json, compare, default_arms
+from mlx_h2o.evaluate.recall import FORMS
+from mlx_h2o.files import require_folder, write_kept
+from mlx_h2o.linear_algebra import advice, blas
 from mlx_h2o.policies import policy_names
 
 
@@ -25,7 +30,8 @@ def add_parser(commands: Any) -> None:
         "compare",
         help="measure several caches on one text, at equal bytes",
         description="Perplexity (token by token, so that eviction happens), recall of planted "
-        "facts, speed and bytes of the full cache, mlx-lm's sliding window, and mlx-h2o.",
+        "facts, speed and bytes of mlx-lm's full cache, sliding window and packed caches, and of "
+        "mlx-h2o's.",
     )
 
     def number(name: str, default: int, text: str) -> None:
@@ -34,12 +40,14 @@ def add_parser(commands: Any) -> None:
         )
 
     parser.add_argument(
-        "--model", default=DEFAULT_MODEL, help="a folder, a hub id, or %(default)s (the default)"
+        "--model",
+        default=DEFAULT_MODEL,
+        help="a folder, a hub id, a .gguf file, smollm2-135m, or %(default)s (the default)",
     )
     parser.add_argument(
         "--text", type=Path, default=SAMPLE_TEXT, metavar="FILE", help="default: a bundled story"
     )
-    number("--max-kv-size", 128, "tokens whose bytes every bounded cache gets")
+    number("--max-kv-size", 128, "tokens whose bytes, in a 16-bit model, every bounded cache gets")
     parser.add_argument(
         "--equal",
         choices=("bytes", "slots"),
@@ -60,12 +68,26 @@ def add_parser(commands: Any) -> None:
         "h2o:bits=4 "
         f"(default: h2o; there are {', '.join(policy_names())})",
     )  # fmt: skip
+    parser.add_argument(
+        "--facts",
+        choices=FORMS,
+        help="how facts are asked for: questions (as recall-4m was trained) or cloze (words to "
+        "complete; default for other models). Only facts that the full cache knows count",
+    )
     parser.add_argument("--budgets", metavar="FILE", help="a profile (default: the model's own)")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="write compare.json and compare.png"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.set_defaults(run=run)
+    style = parser.add_mutually_exclusive_group()
+    style.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    style.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.set_defaults(run=run, settings=settings)
+
+
+def settings(args: argparse.Namespace) -> dict[str, str]:
+    """Everything that the figures depend on, by name."""
+    arms = default_arms(args.policies)
+    return named_options(args) | {arm.name: arm.described() for arm in arms}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -82,8 +104,12 @@ def run(args: argparse.Namespace) -> None:
         prompt_tokens=args.prompt_tokens,
         compressed=args.compressed,
         equal=args.equal,
+        facts=args.facts or ("questions" if args.model == DEFAULT_MODEL else "cloze"),
     )
     arms = default_arms(args.policies, args.budgets)
+    if args.out:
+        drawing()
+        require_folder("--out", args.out)
     with Progress(
         TextColumn("comparing {task.fields[caches]} caches"),
         BarColumn(),
@@ -92,21 +118,24 @@ def run(args: argparse.Namespace) -> None:
         console=Console(stderr=True),
     ) as bar:
         task = bar.add_task("", caches=len(arms))
-        results = compare(
-            arms, protocol, lambda done, whole: bar.update(task, completed=done, total=whole)
-        )
+        try:
+            results = compare(
+                arms, protocol, lambda done, whole: bar.update(task, completed=done, total=whole)
+            )
+        except ValueError as error:
+            raise ValueError(str(error).replace("max_size", "--max-kv-size", 1)) from error
     report = as_json(results, protocol)
     if args.json:
         print(json.dumps(report))
     else:
-        Console().print(table(results, protocol))
+        show(table(results, protocol), args.markdown)
+        if line := advice():
+            print(line, file=sys.stderr)
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        with replacing(args.out / "compare.json") as path:
-            path.write_text(json.dumps(report, indent=1) + "\n")
+        text = json.dumps(report, indent=1) + "\n"
+        write_kept(args.out / "compare.json", lambda path: path.write_text(text))
         title = f"{args.model}, {what_is_equal(protocol)}"
-        with replacing(args.out / "compare.png", ".png") as path:
-            chart.draw(results, title, path)
+        write_kept(args.out / "compare.png", lambda path: chart.draw(results, title, path), ".png")
         print(f"The chart is {args.out / 'compare.png'}.", file=sys.stderr)
 
 
@@ -132,7 +161,8 @@ def table(results: list[Result], protocol: Protocol) -> Table:
     """The results for a terminal."""
     rows = Table(
         title=f"{protocol.model}, {protocol.samples} x {protocol.tokens} tokens, bounded caches: "
-        f"{what_is_equal(protocol)}"
+        f"{what_is_equal(protocol)}",
+        caption=f"Bytes as a 16-bit model has them. BLAS: {blas()}",
     )
     rows.add_column("cache")
     for column in ("perplexity", "loss", "facts", "tokens/s", "KV bytes", "less"):

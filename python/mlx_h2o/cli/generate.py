@@ -11,18 +11,23 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import stream_generate
-from mlx_lm.models.cache import make_prompt_cache as make_plain_cache
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_h2o.cache_file import load_prompt_cache, require_savable, save_prompt_cache
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_options,
     bounded_cache,
+    cache_settings,
     load_model,
-    replacing,
+    truth,
+    typed,
 )
+from mlx_h2o.description import describe
+from mlx_h2o.files import require_writable, write_kept
 from mlx_h2o.inspection import bounded_layers
-from mlx_h2o.prompt_cache import describe, load_prompt_cache, save_prompt_cache
+from mlx_h2o.settings import ModelSettings
+from mlx_h2o.stock import stock_caches
 
 DEFAULT_MAX_KV_SIZE = 512
 
@@ -37,7 +42,7 @@ def add_parser(commands: Any) -> None:
     )
     add_model_options(parser)
     parser.add_argument(
-        "--prompt", "-p", default="hello", help='the message; "-" reads standard input'
+        "--prompt", "-p", metavar="TEXT", help='the message; "-" reads standard input'
     )
     parser.add_argument("--system-prompt", metavar="TEXT", help="for the model's chat template")
     parser.add_argument(
@@ -48,12 +53,22 @@ def add_parser(commands: Any) -> None:
         help="tokens to generate at most; -1 is no limit (default: %(default)s)",
     )  # fmt: skip
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--temp", type=float, default=0.0, help="0 takes the likeliest token")
-    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K")
-    sampling.add_argument("--seed", type=int, metavar="N")
-    add_cache_options(parser)
+    sampling.add_argument(
+        "--temp",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0 takes the likeliest token (the default)",
+    )
+    sampling.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="among the likeliest that make up P"
+    )
+    sampling.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="at least P times the likeliest"
+    )
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="among the K likeliest")
+    sampling.add_argument("--seed", type=int, metavar="N", help="makes sampling reproducible")
+    add_cache_options(parser, DEFAULT_MAX_KV_SIZE)
     parser.add_argument(
         "--prefill-step-size", type=int, default=2048, metavar="N",
         help="prompt tokens processed at a time (default: %(default)s)",
@@ -66,7 +81,7 @@ def add_parser(commands: Any) -> None:
         "--save-prompt-cache", metavar="FILE", type=Path, help="save the cache at the end"
     )
     parser.add_argument(
-        "--verbose", type=lambda text: text.lower() not in ("false", "f"), default=True,
+        "--verbose", type=typed(truth, "True or False"), default=True,
         metavar="BOOL", help="False leaves out the closing report",
     )  # fmt: skip
     parser.add_argument(
@@ -80,9 +95,21 @@ def run(args: argparse.Namespace) -> None:
     check_options(args)
     if args.seed is not None:
         mx.random.seed(args.seed)
-    model, tokenizer = load_model(args)
     resumed = args.prompt_cache_file is not None and args.prompt_cache_file.exists()
-    cache = resumed_cache(args, model) if resumed else new_cache(args, model)
+    # Whether a size was asked for is known only before a default takes its place.
+    asked = given_options(args)
+    settings = cache_settings(args, DEFAULT_MAX_KV_SIZE)
+    model, tokenizer = load_model(args)
+    if resumed:
+        cache = resumed_cache(args, model)
+        if asked:
+            print_differences(args, cache, model, settings)
+    else:
+        if args.prompt_cache_file is not None:
+            print(f"{args.prompt_cache_file} does not exist yet: starting anew", file=sys.stderr)
+        cache = bounded_cache(model, settings)
+    if args.save_prompt_cache is not None:
+        require_savable(cache)
     prompt = prompt_tokens(args, tokenizer, resumed)
     text, tokens = "", []
     for response in stream_generate(
@@ -102,7 +129,10 @@ def run(args: argparse.Namespace) -> None:
         print(flush=True)
     report = closing_report(cache, response) | {"text": text, "tokens": tokens}
     if args.save_prompt_cache is not None:
-        save_whole(args.save_prompt_cache, cache, {"model": args.model})
+        write_kept(
+            args.save_prompt_cache,
+            lambda path: save_prompt_cache(path, cache, {"model": args.model}),
+        )
     if args.json:
         print(json.dumps({"model": args.model, **report}))
     elif args.verbose:
@@ -119,18 +149,38 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--temp and --top-k must not be negative; 0 turns them off.")
     if not (0 < args.top_p <= 1 and 0 <= args.min_p <= 1):
         raise ValueError("--top-p must be above 0 and at most 1, --min-p between 0 and 1.")
-    folder = args.save_prompt_cache and args.save_prompt_cache.absolute().parent
-    if folder and not folder.is_dir():
-        raise ValueError(f"--save-prompt-cache: there is no folder {folder}; make it first.")
+    if args.prompt is None:
+        raise ValueError(
+            'a prompt is needed: --prompt "Once upon a time", or --prompt - to read it from '
+            "standard input."
+        )
+    if args.save_prompt_cache is not None:
+        require_writable("--save-prompt-cache", args.save_prompt_cache)
 
 
-def new_cache(args: argparse.Namespace, model: nn.Module) -> list[Any]:
-    """A cache as the options describe it."""
-    if args.prompt_cache_file is not None:
-        print(f"{args.prompt_cache_file} does not exist yet: starting anew", file=sys.stderr)
-    if args.max_kv_size is None and args.max_kv_bytes is None:
-        args.max_kv_size = DEFAULT_MAX_KV_SIZE
-    return bounded_cache(args, model)
+def given_options(args: argparse.Namespace) -> bool:
+    """Whether any option says what the memory shall be like."""
+    names = (
+        "max_kv_size max_kv_bytes policy sink recent evict_every unit set no_remainder budgets "
+        "kv_bits k_bits v_bits recent_bits kv_group_size"
+    )
+    return any(getattr(args, name) not in (None, False, []) for name in names.split())
+
+
+def print_differences(
+    args: argparse.Namespace, cache: list[Any], model: nn.Module, settings: ModelSettings
+) -> None:
+    """Say so if a saved cache has other settings than the options ask for: its own stay."""
+    held, wanted = (
+        [str(layer.reason) for layer in describe(entries)]
+        for entries in (cache, bounded_cache(model, settings))
+    )
+    if held != wanted:
+        print(
+            f"{args.prompt_cache_file} keeps the settings it was saved with, whatever the options "
+            f"say: {held[0]}",
+            file=sys.stderr,
+        )
 
 
 def resumed_cache(args: argparse.Namespace, model: nn.Module) -> list[Any]:
@@ -146,7 +196,7 @@ def resumed_cache(args: argparse.Namespace, model: nn.Module) -> list[Any]:
         raise ValueError(
             f"{args.prompt_cache_file} was saved with --model {saved_with}; this is {args.model}."
         )
-    if len(cache) != len(make_plain_cache(model)):
+    if len(cache) != len(stock_caches(model)):
         raise ValueError(f"{args.prompt_cache_file} is of another model than {args.model}.")
     return list(cache)
 
@@ -203,10 +253,3 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"{report['context_tokens']:,} tokens evicted (mean over heads)",
         *unbounded,
     ]
-
-
-def save_whole(path: Path, cache: list[Any], metadata: dict[str, str]) -> None:
-    """Save a prompt cache completely or not at all."""
-    # MLX appends .safetensors to any other name.
-    with replacing(path, ".safetensors") as temporary:
-        save_prompt_cache(temporary, cache, metadata)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
+from mlx_h2o.cli.tables import show
 from mlx_h2o.golden.generate import generate
 from mlx_h2o.golden.groups import GROUPS
 from mlx_h2o.golden.manifest import GoldenError
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps([asdict(verdict) for verdict in verdicts]))
     else:
-        Console().print(table(verdicts))
+        show(table(verdicts))
     for difference in differences:
         print(difference, file=sys.stderr)
     if differences:

@@ -15,10 +15,11 @@ from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_options,
     bounded_cache,
+    cache_settings,
     load_model,
     read_text,
-    replacing,
 )
+from mlx_h2o.files import require_writable, write_kept
 from mlx_h2o.inspection import Trace, trace
 
 DEFAULT_MAX_KV_SIZE = 128
@@ -51,7 +52,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print everything on the page as one JSON object"
     )
-    add_cache_options(parser)
+    add_cache_options(parser, DEFAULT_MAX_KV_SIZE)
     parser.set_defaults(run=run)
 
 
@@ -59,13 +60,11 @@ def run(args: argparse.Namespace) -> None:
     """Read the text, write the page, say what is on it."""
     if args.tokens < 1 or args.prefill < 1:
         raise ValueError("--tokens and --prefill must be at least 1.")
-    if not args.out.absolute().parent.is_dir():
-        raise ValueError(f"--out: there is no folder {args.out.absolute().parent}; make it first.")
-    if args.max_kv_size is None and args.max_kv_bytes is None:
-        args.max_kv_size = DEFAULT_MAX_KV_SIZE
+    require_writable("--out", args.out)
+    settings = cache_settings(args, DEFAULT_MAX_KV_SIZE)
     text = read_text(args.text)
     model, tokenizer = load_model(args)
-    cache = bounded_cache(args, model)
+    cache = bounded_cache(model, settings)
     tokens = tokenizer.encode(text, truncation=True, max_length=args.tokens)
     columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -79,8 +78,8 @@ def run(args: argparse.Namespace) -> None:
             name=args.model,
             progress=lambda read, _: bar.update(task, completed=read),
         )
-    with replacing(args.out) as temporary:
-        temporary.write_text(found.html(), encoding="utf-8")
+    page = found.html()
+    write_kept(args.out, lambda path: path.write_text(page, encoding="utf-8"))
     if args.json:
         print(json.dumps({"page": str(args.out.absolute()), **found.as_dict()}))
     else:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_h2o import checks
 from mlx_h2o.builtin import DEFAULT_MODEL, load
-from mlx_h2o.packed import BITS, GROUP_SIZES, UNPACKED
+from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, UNPACKED
 from mlx_h2o.policies import policy_names
 from mlx_h2o.policies.settings import count_or_share, setting_of
-from mlx_h2o.prompt_cache import make_prompt_cache
+from mlx_h2o.prompt_cache import bounded_caches
+from mlx_h2o.settings import DEFAULT_POLICY, ModelSettings
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -26,24 +26,38 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default=DEFAULT_MODEL,
-        help="a local folder, a hub id, or builtin:recall-4m (default: %(default)s)",
+        help="a local folder, a hub id, a .gguf file, smollm2-135m, or builtin:recall-4m "
+        "(default: %(default)s)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="cast the weights (default: as they are)")
 
 
-def add_cache_options(parser: argparse.ArgumentParser) -> None:
+def add_cache_options(parser: argparse.ArgumentParser, default_size: int) -> None:
     """The cache's size, policy and remainder."""
     group = parser.add_argument_group("memory")
     size = group.add_mutually_exclusive_group()
-    size.add_argument("--max-kv-size", type=int, metavar="N", help="tokens held per KV head, mean")
-    size.add_argument("--max-kv-bytes", type=int, metavar="N", help="bytes held in all")
-    group.add_argument("--policy", choices=policy_names(), help="what to keep (default: distinct)")
+    size.add_argument(
+        "--max-kv-size", type=int, metavar="N",
+        help=f"tokens held per KV head, on average (default: {default_size})",
+    )  # fmt: skip
+    size.add_argument("--max-kv-bytes", type=int, metavar="N", help="instead: bytes held in all")
+    group.add_argument(
+        "--policy", choices=policy_names(), metavar="NAME",
+        help=f"what to keep: {', '.join(policy_names())} (default: {DEFAULT_POLICY})",
+    )  # fmt: skip
     group.add_argument("--sink", type=int, metavar="N", help="first tokens that always stay")
     group.add_argument(
-        "--recent", type=count_or_share, metavar="N", help="last tokens that stay: 64, or 0.25"
+        "--recent", type=typed(count_or_share, "a count such as 64, or a share such as 0.25"),
+        metavar="N", help="last tokens that stay: 64, or 0.25",
+    )  # fmt: skip
+    group.add_argument(
+        "--evict-every", type=int, metavar="N", help="tokens given up at once (default: 1)"
     )
-    group.add_argument("--evict-every", type=int, metavar="N", help="tokens chosen at once")
-    group.add_argument("--unit", choices=("head", "layer"), help="who chooses for itself")
+    group.add_argument(
+        "--unit",
+        choices=("head", "layer"),
+        help="whether each KV head chooses for itself, or a layer's heads alike",
+    )
     group.add_argument(
         "--set",
         action="append",
@@ -51,12 +65,30 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
         metavar="FIELD=VALUE",
         help="any other setting of the policy, e.g. --set age_weight=1",
     )
-    group.add_argument("--no-remainder", action="store_true", help="evicted tokens fall silent")
+    group.add_argument(
+        "--no-remainder", action="store_true", help="evicted tokens no longer answer together"
+    )
     group.add_argument(
         "--budgets", metavar="FILE", help='"uniform", or a profile (default: the model\'s own)'
     )
+    _add_packing_options(group)
     group.add_argument(
-        "--kv-bits", type=int, choices=BITS, metavar="N", help=f"pack keys and values: {BITS}"
+        "--undo",
+        type=int,
+        default=0,
+        metavar="N",
+        help="last tokens that can be taken back, for speculative decoding (default: %(default)s)",
+    )
+
+
+def _add_packing_options(group: argparse._ArgumentGroup) -> None:
+    """In how many bits rows are stored."""
+    group.add_argument(
+        "--kv-bits",
+        type=int,
+        choices=BITS,
+        metavar="N",
+        help="pack keys and values in 2, 3, 4, 5, 6 or 8 bits",
     )
     group.add_argument("--k-bits", type=int, choices=BITS, metavar="N", help="pack keys alone")
     group.add_argument("--v-bits", type=int, choices=BITS, metavar="N", help="pack values alone")
@@ -71,10 +103,33 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
         "--kv-group-size",
         type=int,
         choices=GROUP_SIZES,
-        default=64,
         metavar="N",
-        help="elements that share a scale (default: %(default)s)",
+        help=f"with bits: elements that share a scale (default: {DEFAULT_GROUP_SIZE})",
     )
+
+
+def typed(convert: Callable[[str], Any], wanted: str) -> Callable[[str], Any]:
+    """An option's type that says what is wanted where it got something else."""
+
+    def converted(text: str) -> Any:
+        try:
+            return convert(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"it must be {wanted}; got {text!r}") from None
+
+    return converted
+
+
+def truth(text: str) -> bool:
+    """True or False, written in any of the usual ways.
+
+    Raises:
+        ValueError: Anything else.
+    """
+    for words, value in (("true t yes y 1", True), ("false f no n 0", False)):
+        if text.lower() in words.split():
+            return value
+    raise ValueError
 
 
 def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:
@@ -94,10 +149,20 @@ def policy_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def bounded_cache(args: argparse.Namespace, model: nn.Module) -> list[Any]:
-    """The cache that the options describe."""
-    return make_prompt_cache(
-        model,
+def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings:
+    """The settings that the options describe, with a size where they name none.
+
+    Raises:
+        ValueError: There are no such settings; the message names the option.
+    """
+    if args.max_kv_size is None and args.max_kv_bytes is None:
+        args.max_kv_size = default_size
+    for name in ("max_kv_size", "max_kv_bytes"):
+        if getattr(args, name) is not None:
+            checks.whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+    if args.kv_group_size and not (args.kv_bits or args.k_bits or args.v_bits):
+        raise ValueError("--kv-group-size needs --kv-bits (or --k-bits, --v-bits).")
+    return ModelSettings.of(
         args.max_kv_size,
         max_bytes=args.max_kv_bytes,
         policy=args.policy,
@@ -106,10 +171,37 @@ def bounded_cache(args: argparse.Namespace, model: nn.Module) -> list[Any]:
         bits=args.kv_bits,
         k_bits=args.k_bits,
         v_bits=args.v_bits,
-        group_size=args.kv_group_size,
+        group_size=args.kv_group_size or DEFAULT_GROUP_SIZE,
         recent_bits=args.recent_bits,
+        undo=args.undo,
         **policy_settings(args),
     )
+
+
+def bounded_cache(model: nn.Module, settings: ModelSettings) -> list[Any]:
+    """A cache of these settings; what a refusal speaks of is called by the option that said it."""
+    try:
+        return bounded_caches(model, settings)
+    except ValueError as error:
+        raise ValueError(in_options(str(error))) from error
+
+
+def in_options(message: str) -> str:
+    """A message about arguments, about options."""
+    for argument, option in (("max_size", "--max-kv-size"), ("max_bytes", "--max-kv-bytes")):
+        message = message.replace(f"{argument}=", f"{option} ").replace(argument, option)
+    return message
+
+
+def named_options(args: argparse.Namespace) -> dict[str, str]:
+    """What was asked for, defaults written out, but how it is printed."""
+    apart = ("command", "run", "settings", "json", "markdown")
+    named = {name: value for name, value in vars(args).items() if name not in apart}
+    return {
+        # Files of the package lie elsewhere on each machine.
+        name: value.name if isinstance(value, Path) and value.is_absolute() else str(value)
+        for name, value in named.items()
+    }
 
 
 def read_text(path: str | Path) -> str:
@@ -125,14 +217,3 @@ def read_text(path: str | Path) -> str:
     if not text.strip():
         raise ValueError(f"The text {path} is empty.")
     return text
-
-
-@contextmanager
-def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
-    """A temporary name beside `path`, moved over it if all goes well and removed if not."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{suffix}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_h2o.evaluate.comparison import FULL, WINDOW, Result
+from mlx_h2o.drawing import drawing
+from mlx_h2o.evaluate.comparison import FULL, PACKED, WINDOW, Result
 
-_COLOURS = {FULL: "#8c8c8c", WINDOW: "#c44e52"}
+_COLOURS = {FULL: "#8c8c8c", WINDOW: "#c44e52", **dict.fromkeys(PACKED, "#c9a227")}
 _OURS, _OURS_WITHOUT = "#2a7f62", "#9fcbb9"
 
 
@@ -17,13 +18,7 @@ def draw(results: Sequence[Result], title: str, path: str | Path) -> None:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("A chart needs matplotlib: pip install 'mlx-h2o[plots]'.") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = drawing()
     names = [result.arm for result in results]
     colours = [
         _COLOURS.get(name, _OURS_WITHOUT if "no remainder" in name else _OURS) for name in names

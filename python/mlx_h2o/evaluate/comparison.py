@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import os
 import signal
@@ -12,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -20,13 +20,19 @@ import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o.builtin import load
+from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, slots_in_16_bits
 from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
-from mlx_h2o.evaluate.recall import RecallTask, recall_task, recalled
+from mlx_h2o.evaluate.recall import FORMS, RecallTask, recall_task, recalled
+from mlx_h2o.linear_algebra import blas
 from mlx_h2o.policies.settings import setting_of
-from mlx_h2o.prompt_cache import layer_kinds, make_prompt_cache
+from mlx_h2o.prompt_cache import bounded_caches
+from mlx_h2o.settings import ModelSettings, profile_or_uniform
+from mlx_h2o.stock import stock_caches
 
 FULL = "full cache"
 WINDOW = "sliding window"
+# mlx-lm's own packed caches, which keep every token.
+PACKED = {"mlx-lm, 8 bits": 8, "mlx-lm, 4 bits": 4}
 # What RotatingKVCache keeps of the beginning in mlx-lm's own make_prompt_cache.
 WINDOW_KEEP = 4
 # Timed steps per turn: short turns, taken by turns, so that a machine's moods hit all caches alike.
@@ -58,22 +64,55 @@ class Arm:
         Args:
             model: Whose.
             max_size: Tokens that the window holds.
-            equal: "bytes": no more bytes than those take; "slots": as many slots a KV head, on
-                average, whatever they are stored in.
+            equal: "bytes": no more bytes than those take in a 16-bit model; "slots": as many slots
+                a KV head, on average, whatever they are stored in.
+
+        Raises:
+            ValueError: There is no such cache, or that is too small for it.
         """
         if self.name == FULL:
-            return mlx_lm_cache.make_prompt_cache(model)
+            return stock_caches(model)
+        if self.name in PACKED:
+            return [
+                mlx_lm_cache.QuantizedKVCache(group_size=64, bits=PACKED[self.name])
+                if type(entry) is mlx_lm_cache.KVCache
+                else entry
+                for entry in stock_caches(model)
+            ]
         if self.policy is None:
             return [
                 mlx_lm_cache.RotatingKVCache(max_size=max_size, keep=WINDOW_KEEP)
                 if type(entry) is mlx_lm_cache.KVCache
                 else entry
-                for entry in mlx_lm_cache.make_prompt_cache(model)
+                for entry in stock_caches(model)
             ]
-        return make_prompt_cache(
-            model,
-            max_size if equal == "slots" else None,
-            max_bytes=plain_bytes(model, max_size) if equal == "bytes" else None,
+        try:
+            settings = self.model_settings(max_size)
+            if equal == "bytes":
+                settings = replace(settings, max_size=slots_in_16_bits(model, settings, max_size))
+            return bounded_caches(model, settings)
+        except ValueError as error:
+            of = "slots" if equal == "slots" else "tokens' bytes"
+            given = f"a max_size of {max_size} {of}"
+            raise ValueError(f"{self.name}, with {given}: {error}") from error
+
+    def described(self) -> str:
+        """What it is, every default written out."""
+        if self.policy is None:
+            return "mlx-lm's own"
+        settings = self.model_settings(1)
+        policy = settings.policy_for(attending=True)
+        fields = ", ".join(f"{name}={value}" for name, value in asdict(policy).items())
+        budgets = Path(self.budgets).name if self.budgets else "the model's own profile"
+        remainder = "remainder" if self.remainder else "no remainder"
+        undo = f"undo {settings.undo}" if settings.undo else ""
+        parts = (remainder, budgets, str(settings.packing).strip(), undo)
+        return ", ".join([f"{policy.name}({fields})", *filter(None, parts)])
+
+    def model_settings(self, max_size: int) -> ModelSettings:
+        """What the caches of a policy are made with."""
+        return ModelSettings.of(
+            max_size,
             policy=self.policy,
             remainder=self.remainder,
             budgets=self.budgets,
@@ -81,22 +120,22 @@ class Arm:
         )
 
 
-def plain_bytes(model: nn.Module, tokens: int) -> int:
-    """Bytes of keys and values that plain caches hold for so many tokens."""
-    return sum(kind.heads * kind.widths.row_bytes * tokens for kind in layer_kinds(model))
-
-
 def default_arms(policies: Sequence[str] = (), budgets: str | None = None) -> list[Arm]:
-    """Full, window, the default with and without remainder and profile, and any policies named.
+    """Mlx-lm's own, the default with and without remainder and profile, and any policies named.
 
     Args:
         policies: Names, with settings if wanted: `h2o`, `distinct:recent=0.25:evict_every=8`,
             `h2o:bits=4:recent_bits=8`.
         budgets: A profile's path instead of the model's own.
+
+    Raises:
+        ValueError: A policy or a setting is unknown, or the profile cannot be read.
     """
+    profile_or_uniform(budgets)
     arms = [
         Arm(FULL),
         Arm(WINDOW),
+        *map(Arm, PACKED),
         Arm("distinct, profile", "distinct", budgets=budgets),
         Arm("distinct, profile, no remainder", "distinct", False, budgets=budgets),
         Arm("distinct, uniform", "distinct", budgets="uniform"),
@@ -105,6 +144,7 @@ def default_arms(policies: Sequence[str] = (), budgets: str | None = None) -> li
     for spec in policies:
         policy, *fields = spec.split(":")
         settings = tuple(setting_of(field) for field in fields)
+        ModelSettings.of(1, policy=policy, **dict(settings))  # raises for what there is not
         arms.append(Arm(f"{spec}, uniform", policy, True, "uniform", settings))
         arms.append(Arm(f"{spec}, uniform, no remainder", policy, False, "uniform", settings))
     return arms
@@ -117,7 +157,7 @@ class Protocol:
     Attributes:
         model: As in `mlx_h2o.load`.
         text: The text itself.
-        max_size: Tokens whose bytes each bounded cache may take.
+        max_size: Tokens whose bytes, in a 16-bit model, each bounded cache may take.
         samples: Samples of the text.
         tokens: Length of a sample.
         prefill: Tokens given at once before the rest goes token by token.
@@ -125,6 +165,7 @@ class Protocol:
         prompt_tokens: Length of each.
         compressed: Give the prompts' prose in one chunk instead of token by token.
         equal: What the bounded caches have the same of: "bytes" or "slots" (`Arm.make`).
+        facts: How facts are told and asked for: a name of `recall.FORMS`.
     """
 
     model: str
@@ -137,6 +178,7 @@ class Protocol:
     prompt_tokens: int
     compressed: bool = False
     equal: str = "bytes"
+    facts: str = "questions"
 
 
 @dataclass
@@ -148,10 +190,10 @@ class Result:
         nll: Nats per token of each sample.
         perplexity: exp of their mean.
         loss: Share by which that exceeds the full cache's.
-        recalled: Facts recalled.
-        asked: Facts asked for.
+        recalled: Facts recalled, of those that the full cache recalls.
+        asked: How many the full cache recalls.
         tokens_per_second: Decoding, eviction active, side by side with the other arms.
-        nbytes: Bytes held at the end of a sample, per sample.
+        nbytes: Bytes held at the end of a sample, per sample, as a 16-bit model has them.
         compression: How many times less that is than the full cache holds.
     """
 
@@ -170,7 +212,7 @@ class Result:
 Progress = Callable[[int, int], None]
 
 # A worker's: given once, when it starts. (A text in every job would fill the pipe between the
-# processes, and a stop while nobody reads it would never end.)
+# processes, and a stop while the queue is not read would never end.)
 _protocol: Protocol
 _counter: Any = None  # of the tokens that all worker processes have done
 _loaded: dict[str, tuple[nn.Module, Any]] = {}
@@ -233,7 +275,11 @@ def _samples(protocol: Protocol) -> mx.array:
 def _task(protocol: Protocol) -> RecallTask:
     _, tokenizer = _model(protocol.model)
     return recall_task(
-        tokenizer, protocol.text, prompts=protocol.prompts, tokens=protocol.prompt_tokens
+        tokenizer,
+        protocol.text,
+        prompts=protocol.prompts,
+        tokens=protocol.prompt_tokens,
+        form=FORMS[protocol.facts],
     )
 
 
@@ -243,22 +289,21 @@ def _perplexity_of(arm: Arm) -> tuple[list[float], int]:
     cache = arm.make(model, protocol.max_size, protocol.equal)
     note = _counted(protocol.samples)
     result = perplexity(model, cache, _samples(protocol), prefill=protocol.prefill, progress=note)
-    return result.nll, sum(entry.nbytes for entry in cache) // protocol.samples
+    return result.nll, bytes_in_16_bits(cache) // protocol.samples
 
 
-def _recalled_by(arm: Arm) -> int:
+def _recalled_by(arm: Arm) -> list[bool]:
     protocol = _protocol
     if not protocol.prompts:
-        return 0
+        return []
     model, _ = _model(protocol.model)
-    right = recalled(
+    return recalled(
         model,
         lambda: arm.make(model, protocol.max_size, protocol.equal),
         _task(protocol),
         prefill=protocol.prompt_tokens if protocol.compressed else protocol.prefill,
         progress=_counted(1),
     )
-    return sum(right)
 
 
 def compare(
@@ -311,15 +356,25 @@ def compare(
         pool.shutdown(wait=False, cancel_futures=True)
     speeds = speeds_of(model, arms, protocol)
     measured = [future.result() for future in losses]
-    full = Perplexity(measured[0][0])
+    return _results(arms, measured, [future.result() for future in recalls], speeds)
+
+
+def _results(
+    arms: Sequence[Arm],
+    measured: Sequence[tuple[Any, int]],
+    recalls: Sequence[Any],
+    speeds: Sequence[float],
+) -> list[Result]:
+    """One result an arm, against the first; what that arm does not know does not count."""
+    known, full = recalls[0], Perplexity(measured[0][0])
     return [
         Result(
             arm.name,
             nll,
             Perplexity(nll).value,
             Perplexity(nll).loss_against(full),
-            recall.result(),
-            protocol.prompts,
+            sum(knows and does for knows, does in zip(known, recall, strict=True)),
+            sum(known),
             speed,
             nbytes,
             measured[0][1] / nbytes,
@@ -347,6 +402,7 @@ def speeds_of(model: nn.Module, arms: Sequence[Arm], protocol: Protocol) -> list
 
 def as_json(results: Sequence[Result], protocol: Protocol) -> dict[str, Any]:
     """Everything measured, and how."""
-    how = dataclasses.asdict(protocol)
+    how = asdict(protocol)
     how["text"] = f"{len(protocol.text)} characters"
-    return {"protocol": how, "results": [dataclasses.asdict(result) for result in results]}
+    how["blas"] = blas()
+    return {"protocol": how, "results": [asdict(result) for result in results]}

@@ -1,6 +1,7 @@
 """Recall: facts planted in prose, and asked for when most of the prose has been evicted.
 
-The facts, questions and answers have the form that the embedded model was trained on.
+A form says how facts are told, asked for and counted as known: `QUESTIONS` as the embedded model
+was trained, `CLOZE` for any model, chatting or not.
 """
 
 from __future__ import annotations
@@ -49,12 +50,22 @@ class Fact:
     answer: str
 
 
+def person(rng: random.Random) -> str:
+    """A first and a last name."""
+    return f"{rng.choice(_FIRST)} {rng.choice(_LAST)}"
+
+
+def digits(rng: random.Random) -> str:
+    """A number of four or five digits."""
+    return "".join(rng.choice("0123456789") for _ in range(rng.choice([4, 4, 5])))
+
+
 def random_fact(rng: random.Random) -> Fact:
-    """A number, a place, a colour or a name, of somebody."""
-    who = f"{rng.choice(_FIRST)} {rng.choice(_LAST)}"
+    """A number, a place, a colour or a name, of a person."""
+    who = person(rng)
     kind = rng.randrange(4)
     if kind == 0:
-        number = "".join(rng.choice("0123456789") for _ in range(rng.choice([4, 4, 5])))
+        number = digits(rng)
         return Fact(
             f"The secret number of {who} is {number}.",
             f"What is the secret number of {who}?",
@@ -74,6 +85,38 @@ def random_fact(rng: random.Random) -> Fact:
     return Fact(f"The teacher of {who} is {teacher}.", f"Who is the teacher of {who}?", teacher)
 
 
+def secret_number(rng: random.Random) -> Fact:
+    """A number of a person, to be told in prose and asked for by words that must be completed."""
+    who, number = person(rng), digits(rng)
+    statement = f"It was no longer a secret to us. The secret number of {who} is {number}."
+    return Fact(
+        statement, f"Now I shall say what I remember. The secret number of {who} is", number
+    )
+
+
+@dataclass(frozen=True)
+class Form:
+    """How facts are told, asked for and counted as known.
+
+    Attributes:
+        fact: Makes one.
+        asking: Put around its question.
+        ending: Follows the answer, and belongs to it.
+        least: A fact is known if every token of the answer has more than this probability; 0: if
+            every one is the likeliest.
+    """
+
+    fact: Callable[[random.Random], Fact]
+    asking: str
+    ending: str
+    least: float
+
+
+QUESTIONS = Form(random_fact, "Question: {}\nAnswer:", "\n", 0.0)
+CLOZE = Form(secret_number, "{}", "", 0.5)
+FORMS = {"questions": QUESTIONS, "cloze": CLOZE}
+
+
 @dataclass(frozen=True)
 class RecallTask:
     """Prompts of one length, to be run side by side.
@@ -83,12 +126,47 @@ class RecallTask:
         questions: Where each prompt's question begins.
         answers: The token ids of each right answer.
         distances: How many tokens before the question each asked fact begins.
+        least: As in the form.
     """
 
     prompts: mx.array
     questions: tuple[int, ...]
     answers: tuple[tuple[int, ...], ...]
     distances: tuple[int, ...]
+    least: float = 0.0
+
+
+def _facts(form: Form, count: int, rng: random.Random) -> list[Fact]:
+    """So many facts, each with a question of its own."""
+    planted: list[Fact] = []
+    while len(planted) < count:
+        fact = form.fact(rng)
+        if all(fact.question != other.question for other in planted):
+            planted.append(fact)
+    return planted
+
+
+def _planted(
+    first: list[int],
+    prose: list[list[int]],
+    statements: list[list[int]],
+    asked: int,
+    rng: random.Random,
+) -> tuple[list[int], int]:
+    """Tokens of paragraphs with statements at random places between them; where `asked` begins."""
+    places = sorted(rng.randrange(len(prose) + 1) for _ in statements)
+    order = list(range(len(statements)))
+    rng.shuffle(order)
+    row, at = list(first), 0
+    for i in range(len(prose) + 1):
+        for place, which in zip(places, order, strict=True):
+            if place == i:
+                if which == asked:
+                    at = len(row)
+                row += statements[which]
+        if i < len(prose):
+            row += prose[i]
+    return row, at
 
 
 def recall_task(
@@ -99,6 +177,7 @@ def recall_task(
     tokens: int = 528,
     facts: int = 4,
     seed: int = 0,
+    form: Form = QUESTIONS,
 ) -> RecallTask:
     """Plant facts between the paragraphs of prose, and ask for one of them.
 
@@ -109,6 +188,7 @@ def recall_task(
         tokens: T, the length of each with its question.
         facts: Facts planted in each, at random places; one of them is asked for.
         seed: Same seed, same prompts.
+        form: How facts are told and asked for.
 
     Raises:
         ValueError: The text is too short for such prompts.
@@ -125,35 +205,22 @@ def recall_task(
     first = [] if bos is None else [bos]
     rows, questions, answers, distances = [], [], [], []
     for _ in range(prompts):
-        planted: list[Fact] = []
-        while len(planted) < facts:
-            fact = random_fact(rng)
-            if all(fact.question != other.question for other in planted):
-                planted.append(fact)
+        planted = _facts(form, facts, rng)
         asked = planted[rng.randrange(facts)]
         statements = [encode(fact.statement + "\n\n") for fact in planted]
-        question = encode(f"Question: {asked.question}\nAnswer:")
+        question = encode(form.asking.format(asked.question))
         room = tokens - len(first) - sum(map(len, statements)) - len(question)
         if room < 0:
             raise ValueError(f"{facts} facts do not fit into {tokens} tokens.")
         prose = _prose(paragraphs, room, rng)
-        places = sorted(rng.randrange(len(prose) + 1) for _ in statements)
-        order = list(range(facts))
-        rng.shuffle(order)
-        row, at = list(first), 0
-        for i in range(len(prose) + 1):
-            for place, which in zip(places, order, strict=True):
-                if place == i:
-                    if planted[which] is asked:
-                        at = len(row)
-                    row += statements[which]
-            if i < len(prose):
-                row += prose[i]
+        row, at = _planted(first, prose, statements, planted.index(asked), rng)
         questions.append(len(row))
         distances.append(len(row) - at)
         rows.append(row + question)
-        answers.append(tuple(encode(f" {asked.answer}\n")))
-    return RecallTask(mx.array(rows), tuple(questions), tuple(answers), tuple(distances))
+        answers.append(tuple(encode(f" {asked.answer}{form.ending}")))
+    return RecallTask(
+        mx.array(rows), tuple(questions), tuple(answers), tuple(distances), form.least
+    )
 
 
 def _prose(paragraphs: Sequence[list[int]], room: int, rng: random.Random) -> list[list[int]]:
@@ -181,7 +248,7 @@ def recalled(
     batch: int = 16,
     progress: Progress | None = None,
 ) -> list[bool]:
-    """Which prompts are answered rightly, every token of the answer being the likeliest one.
+    """Which prompts are answered rightly, in every token of the answer, as the task's form has it.
 
     Args:
         model: An mlx-lm model.
@@ -206,14 +273,26 @@ def recalled(
         for i in range(prefill, T + longest - 1):
             logits = model(tokens[:, i : i + 1], cache=cache)[:, -1]
             if i >= T - 1:
-                guesses.append(mx.argmax(logits, axis=-1))
-            # Before the answer nobody needs logits, and laziness leaves them out.
+                at = i - (T - 1)
+                guesses.append(is_known(logits, padded[:, at], task.least))
+            # Logits before the answer are not read, and laziness leaves them out.
             mx.eval([entry.state for entry in cache], guesses)
             if progress:
                 progress(first * (T + longest) + len(answers) * (i + 1))
-        guessed = cast(list[list[int]], mx.stack(guesses, axis=1).tolist())
-        right += [
-            tuple(guess[: len(answer)]) == answer
-            for guess, answer in zip(guessed, answers, strict=True)
-        ]
+        known = cast(list[list[bool]], mx.stack(guesses, axis=1).tolist())
+        right += [all(tokens[: len(answer)]) for tokens, answer in zip(known, answers, strict=True)]
     return right
+
+
+def is_known(logits: mx.array, right: mx.array, least: float) -> mx.array:
+    """Whether the right tokens `[B]` are the likeliest, or more likely than `least` if that is > 0.
+
+    Args:
+        logits: `[B, vocabulary]`.
+        right: `[B]` token ids.
+        least: A probability, or 0.
+    """
+    if not least:
+        return mx.argmax(logits, axis=-1) == right
+    p = mx.softmax(logits.astype(mx.float32), axis=-1)
+    return mx.take_along_axis(p, right[:, None], axis=-1).squeeze(-1) > least

@@ -35,7 +35,7 @@ class Group(Protocol):
 
 
 def parameters_of(policy: Policy) -> Parameters:
-    """A policy with all its settings, spelled out so that nobody needs to know the defaults."""
+    """A policy with all its settings, spelled out so that no reader needs the defaults."""
     return {"name": policy.name, **asdict(policy)}
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_h2o import selection
-from mlx_h2o.cache import H2OKVCache
-from mlx_h2o.policies import Slots
-from mlx_h2o.store import Run, SlotStore
+from mlx_h2o.selection import select_kept, select_victims
 
 # Of the largest priority. Implementations that sum in another order differ by 1e-6 or so of it.
 LEAST_MARGIN = 1e-5
@@ -39,37 +39,26 @@ def margin(
     return least
 
 
-class WatchedCache(H2OKVCache):
-    """A cache that notes the least margin of its choices.
+@contextmanager
+def watching() -> Iterator[list[float]]:
+    """Within it the margin of every choice is noted, beginning with infinity."""
+    found = [math.inf]
 
-    Attributes:
-        margin: The least so far.
-    """
+    def kept(
+        priority: mx.array, positions: mx.array, evictable: mx.array, count: int, unit: str = "head"
+    ) -> mx.array:
+        goes = positions.shape[-1] - count
+        found.append(margin(priority, evictable, unit, goes, ordered=False))
+        return select_kept(priority, positions, evictable, count, unit)
 
-    margin = math.inf
+    def victims(
+        priority: mx.array, positions: mx.array, evictable: mx.array, count: int, unit: str = "head"
+    ) -> mx.array:
+        found.append(margin(priority, evictable, unit, count))
+        return select_victims(priority, positions, evictable, count, unit)
 
-    def _reduced(
-        self, run: Run, fields: dict[str, mx.array], window_mass: mx.array | None, evicted: int
-    ) -> dict[str, mx.array]:
-        N = fields["positions"].shape[2]
-        if run.budget < N:
-            slots = self._slots(run, fields, evicted)
-            priority = self.policy.prompt_priority(slots, window_mass)
-            self._note(priority, slots, N - run.budget, ordered=False)
-        return super()._reduced(run, fields, window_mass, evicted)
-
-    def _choose_victims(self, store: SlotStore) -> None:
-        for run in store.runs if self._slots_are_next else []:
-            if run.length == run.budget and not run.victims:
-                slots = self._slots(run, store.views(run), self._evicted(run))
-                self._note(self.policy.priority(slots), slots, self.policy.evict_every)
-        super()._choose_victims(store)
-
-    def _note(self, priority: mx.array, slots: Slots, goes: int, ordered: bool = True) -> None:
-        found = margin(priority, slots.evictable, self.policy.unit, goes, ordered)
-        self.margin = min(self.margin, found)
-
-
-def least_margin(caches: Sequence[H2OKVCache]) -> float:
-    """The least margin of caches that were watched."""
-    return min(cache.margin for cache in caches if isinstance(cache, WatchedCache))
+    with (
+        mock.patch.object(selection, "select_kept", kept),
+        mock.patch.object(selection, "select_victims", victims),
+    ):
+        yield found

@@ -13,7 +13,7 @@ from mlx_h2o import routing
 from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT, load
 from mlx_h2o.cache import H2OKVCache
 from mlx_h2o.golden.group import Arrays, Parameters, parameters_of, policy_of
-from mlx_h2o.golden.margins import WatchedCache, least_margin
+from mlx_h2o.golden.margins import watching
 from mlx_h2o.golden.trajectory import held
 from mlx_h2o.policies import Policy, make_policy
 from mlx_h2o.prompt_cache import make_prompt_cache
@@ -51,7 +51,7 @@ def cases() -> Iterator[tuple[str, Parameters]]:
 
 
 def shared_out(policy: Policy, budgets: str) -> list[list[int]]:
-    """The slots of each layer and head, so that nobody needs to read the profile."""
+    """The slots of each layer and head, so that no reader needs the profile."""
     caches = make_prompt_cache(
         embedded()[0], MAX_SIZE, policy=policy, budgets="uniform" if budgets == "uniform" else None
     )
@@ -74,21 +74,20 @@ def inputs(parameters: Parameters) -> Arrays:
 
 
 def run(parameters: Parameters, inputs: Arrays) -> Arrays:
-    return continued(parameters, inputs["prompt"], H2OKVCache)[0]
+    return continued(parameters, inputs["prompt"])[0]
 
 
 def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
-    results, caches, gap = continued(parameters, inputs["prompt"], WatchedCache)
-    return results, least_margin(caches) if gap >= LEAST_LOGIT_GAP else 0.0
+    with watching() as margins:
+        results, gap = continued(parameters, inputs["prompt"])
+    return results, min(margins) if gap >= LEAST_LOGIT_GAP else 0.0
 
 
-def continued(
-    p: Parameters, prompt: mx.array, kind: type[H2OKVCache]
-) -> tuple[Arrays, list[H2OKVCache], float]:
-    """Greedy continuation: results, the caches, and the least gap between the first two logits."""
+def continued(p: Parameters, prompt: mx.array) -> tuple[Arrays, float]:
+    """Greedy continuation: results, and the least gap between the first two logits."""
     model, _ = embedded()
     caches = [
-        kind(budgets=slots, policy=policy_of(p["policy"]), remainder=p["remainder"])
+        H2OKVCache(budgets=slots, policy=policy_of(p["policy"]), remainder=p["remainder"])
         for slots in p["slots"]
     ]
     logits = mx.zeros(0)
@@ -111,7 +110,6 @@ def continued(
             "kept": kept(caches),
             "logits": logits,
         },
-        caches,
         gap,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -27,81 +28,47 @@ from mlx_h2o.remainder import Remainder
 NAME = "remainder"
 
 
+SHAPE = {"batch": 2, "kv_heads": 2, "key_width": 32, "value_width": 48}
+FOLDS = {"one": [1], "one-by-one": [1] * 9, "chunk": [17], "chunks": [5, 1, 30, 2]}
+# Powers of two of queries and variances, and tokens folded.
+COLUMNS = {
+    "plain": (0, 0, 40),
+    "sharp": (3, 6, 4000),
+    "faint": (-8, -8, 1),
+    "empty": (0, 0, 0),
+    "huge-queries": (70, 0, 7),
+    "huge-variance": (3, 100, 7),
+    "no-variance": (2, -100, 16777216),
+}
+# What lse and the column's logit are.
+JOINS = {
+    "plain": ("numbers", "numbers"),
+    "nothing-kept": ("nothing", "numbers"),
+    "nothing-evicted": ("numbers", "nothing"),
+    "nothing": ("nothing", "nothing"),
+    "kept-far-above": ("far above", "numbers"),
+    "evicted-far-above": ("numbers", "far above"),
+}
+QUERIES = {"query_heads": 4, "queries": 3}
+
+
 def cases() -> Iterator[tuple[str, Parameters]]:
-    shape = {"batch": 2, "kv_heads": 2, "key_width": 32, "value_width": 48}
-    folds = {
-        "one": [1],
-        "one-by-one": [1] * 9,
-        "chunk": [17],
-        "chunks": [5, 1, 30, 2],
-    }
-    seed = 3000
-    for name, rows in folds.items():
-        for weighted in (False, True):
-            for power in (0, 12, -12):
-                seed += 1
-                yield (
-                    f"fold-{name}{'-weighted' if weighted else ''}-2^{power}",
-                    {
-                        "kind": "fold",
-                        "seed": seed,
-                        **shape,
-                        "rows": rows,
-                        "weighted": weighted,
-                        "power": power,
-                    },
-                )
-    columns = {
-        "plain": (0, 0, 40),
-        "sharp": (3, 6, 4000),
-        "faint": (-8, -8, 1),
-        "empty": (0, 0, 0),
-        "huge-queries": (70, 0, 7),
-        "huge-variance": (3, 100, 7),
-        "no-variance": (2, -100, 16777216),
-    }
-    for name, (q_power, variance_power, count) in columns.items():
-        seed += 1
-        yield (
-            f"column-{name}",
-            {
-                "kind": "column",
-                "seed": seed,
-                **shape,
-                "query_heads": 4,
-                "queries": 3,
-                "scale": 0.1875,
-                "count": count,
-                "q_power": q_power,
-                "variance_power": variance_power,
-            },
-        )
-    for name, (lse, r) in {
-        "plain": ("numbers", "numbers"),
-        "nothing-kept": ("nothing", "numbers"),
-        "nothing-evicted": ("numbers", "nothing"),
-        "nothing": ("nothing", "nothing"),
-        "kept-far-above": ("far above", "numbers"),
-        "evicted-far-above": ("numbers", "far above"),
-    }.items():
+    seeds = itertools.count(3001)
+    for name, rows in FOLDS.items():
+        for weighted, power in itertools.product((False, True), (0, 12, -12)):
+            of_fold = {"rows": rows, "weighted": weighted, "power": power}
+            called = f"fold-{name}{'-weighted' if weighted else ''}-2^{power}"
+            yield called, {"kind": "fold", "seed": next(seeds), **SHAPE, **of_fold}
+    for name, (q_power, variance_power, count) in COLUMNS.items():
+        powers = {"q_power": q_power, "variance_power": variance_power}
+        of_column = {**QUERIES, "scale": 0.1875, "count": count, **powers}
+        yield f"column-{name}", {"kind": "column", "seed": next(seeds), **SHAPE, **of_column}
+    for name, (lse, r) in JOINS.items():
         for dtype in ("float32", "float16", "bfloat16"):
-            seed += 1
-            yield (
-                f"join-{name}-{dtype}",
-                {
-                    "kind": "join",
-                    "seed": seed,
-                    **shape,
-                    "query_heads": 4,
-                    "queries": 3,
-                    "dtype": dtype,
-                    "lse": lse,
-                    "logit": r,
-                },
-            )
+            of_join = {**QUERIES, "dtype": dtype, "lse": lse, "logit": r}
+            yield f"join-{name}-{dtype}", {"kind": "join", "seed": next(seeds), **SHAPE, **of_join}
     for count in (1, 2, 4, 8):
-        seed += 1
-        yield f"rows-{count}", {"kind": "rows", "seed": seed, **shape, "rows": count}
+        yield f"rows-{count}", {"kind": "rows", "seed": next(seeds), **SHAPE, "rows": count}
 
 
 def inputs(parameters: Parameters) -> Arrays:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -44,69 +45,34 @@ def policies() -> Iterator[tuple[str, Policy]]:
             yield f"{name}-{unit}", make_policy(name, unit=unit, sink=3, recent=5)
 
 
+SHAPE = {"batch": 2, "kv_heads": 2, "slots": 24, "key_width": 32, "value_width": 48}
+
+
 def cases() -> Iterator[tuple[str, Parameters]]:
-    seed = 5000
-    shape = {"batch": 2, "kv_heads": 2, "slots": 24, "key_width": 32, "value_width": 48}
+    seeds = itertools.count(5016, 16)
+
+    def case(kind: str, policy: Policy, **numbers: Any) -> Parameters:
+        of_case = {"kind": kind, "seed": next(seeds), "policy": parameters_of(policy)}
+        return {**of_case, **SHAPE, **numbers}
+
     for name, policy in policies():
         # Too few evicted for a mean, or enough: only `distinct` asks.
         for evicted in (15, 16) if policy.name == "distinct" else (16,):
             for count in (1, 3):
-                seed += 16
-                yield (
-                    f"victims-{name}-{count}-of-{evicted}",
-                    {
-                        "kind": "victims",
-                        "seed": seed,
-                        "policy": parameters_of(policy),
-                        **shape,
-                        "evicted": evicted,
-                        "count": count,
-                        "scores": "numbers",
-                    },
-                )
+                numbers = {"evicted": evicted, "count": count, "scores": "numbers"}
+                yield f"victims-{name}-{count}-of-{evicted}", case("victims", policy, **numbers)
         for prompt, pool in (("window", 5), ("full", 1), ("window", 1)):
-            seed += 16
             of_prompts = make_policy(policy, prompt=prompt, pool=pool)
-            yield (
-                f"kept-{name}-{prompt}-{pool}",
-                {
-                    "kind": "kept",
-                    "seed": seed,
-                    "policy": parameters_of(of_prompts),
-                    **shape,
-                    "evicted": 7,
-                    "count": 15,
-                    "scores": "numbers",
-                },
-            )
+            numbers = {"evicted": 7, "count": 15, "scores": "numbers"}
+            yield f"kept-{name}-{prompt}-{pool}", case("kept", of_prompts, **numbers)
     for name in ("h2o", "ema", "tova"):
         for unit, count in itertools.product(("head", "layer"), (1, 4)):
-            seed += 16
-            yield (
-                f"victims-{name}-{unit}-ties-{count}",
-                {
-                    "kind": "victims",
-                    "seed": seed,
-                    "policy": parameters_of(make_policy(name, unit=unit, sink=3, recent=5)),
-                    **shape,
-                    "evicted": 16,
-                    "count": count,
-                    "scores": "ties",
-                },
-            )
+            policy = make_policy(name, unit=unit, sink=3, recent=5)
+            numbers = {"evicted": 16, "count": count, "scores": "ties"}
+            yield f"victims-{name}-{unit}-ties-{count}", case("victims", policy, **numbers)
     for unit, count in itertools.product(("head", "layer"), (1, 6)):
-        seed += 16
-        yield (
-            f"extremes-{unit}-{count}",
-            {
-                "kind": "extremes",
-                "seed": seed,
-                "policy": parameters_of(make_policy("h2o", unit=unit, sink=3, recent=5)),
-                **shape,
-                "evicted": 16,
-                "count": count,
-            },
-        )
+        policy = make_policy("h2o", unit=unit, sink=3, recent=5)
+        yield f"extremes-{unit}-{count}", case("extremes", policy, evicted=16, count=count)
 
 
 def inputs(parameters: Parameters) -> Arrays:

@@ -14,7 +14,7 @@ import numpy as np
 
 from mlx_h2o.cache import H2OKVCache
 from mlx_h2o.golden.group import Arrays, Parameters, parameters_of, policy_of
-from mlx_h2o.golden.margins import WatchedCache, least_margin
+from mlx_h2o.golden.margins import watching
 from mlx_h2o.golden.numbers import SINKS, K, Q, V, tensor
 from mlx_h2o.policies import Policy, make_policy
 
@@ -145,19 +145,20 @@ def inputs(parameters: Parameters) -> Arrays:
 
 
 def run(parameters: Parameters, inputs: Arrays) -> Arrays:
-    return replayed(parameters, H2OKVCache)[0]
+    return replayed(parameters)[0]
 
 
 def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
-    results, caches = replayed(parameters, WatchedCache)
-    return results, least_margin(caches)
+    with watching() as margins:
+        results, _ = replayed(parameters)
+    return results, min(margins)
 
 
-def replayed(p: Parameters, kind: type[H2OKVCache]) -> tuple[Arrays, list[H2OKVCache]]:
-    """Replay a conversation in caches of a class; what is recorded, and the caches."""
+def replayed(p: Parameters) -> tuple[Arrays, list[H2OKVCache]]:
+    """Replay a conversation; what is recorded, and the caches."""
     settings = dict(p["cache"])
     caches = [
-        kind(budgets=budgets, policy=policy_of(p["policy"]), **settings)
+        H2OKVCache(budgets=budgets, policy=policy_of(p["policy"]), **settings)
         for budgets in settings.pop("budgets")
     ]
     layers = [Layer(p, layer, cache) for layer, cache in enumerate(caches)]

@@ -94,7 +94,9 @@ def verify(
                 for case in cases:
                     progress(f"{backend}: {group}/{case.name}")
                     found = GROUPS[group].run(case.parameters, golden.of(case, "in"))
-                    errors, what = compared(found, golden.of(case, "out"), golden.tolerances)
+                    errors, what = compared(
+                        found, golden.of(case, "out"), golden.tolerances, size_of(case)
+                    )
                     worst = max(worst, errors)
                     differences += [
                         Difference(backend, group, case.name, array, text) for array, text in what
@@ -103,12 +105,26 @@ def verify(
     return verdicts
 
 
+def size_of(case: manifest.Case) -> float:
+    """The size of a case's generated numbers: 1, or 2^power where that is larger."""
+    return float(2.0 ** max(0, case.parameters.get("power", 0)))
+
+
 def compared(
     found: Mapping[str, mx.array],
     golden: Mapping[str, mx.array],
     tolerances: Mapping[str, Mapping[str, float]],
+    size: float = 1.0,
 ) -> tuple[float, list[tuple[str, str]]]:
-    """The largest error in units of what is tolerated, and what differs, by array."""
+    """The largest error in units of what is tolerated, and what differs, by array.
+
+    Args:
+        found: What was computed.
+        golden: What the files hold.
+        tolerances: As in the manifest.
+        size: Of the numbers that went in; a sum of large ones may cancel, and its absolute error
+            is then theirs.
+    """
     worst, differences = 0.0, []
     for name in sorted(set(found) | set(golden)):
         if name not in found or name not in golden:
@@ -118,7 +134,7 @@ def compared(
         if a.shape != b.shape or a.dtype != b.dtype:
             differences.append((name, f"{a.shape} {a.dtype}, not {b.shape} {b.dtype}"))
             continue
-        error = distance(a, b, tolerances)
+        error = distance(a, b, tolerances, size)
         worst = max(worst, error)
         if not error <= 1:
             how = "differs" if np.isinf(error) else f"is off by {error:.3g} times the tolerance"
@@ -127,7 +143,10 @@ def compared(
 
 
 def distance(
-    found: mx.array, golden: mx.array, tolerances: Mapping[str, Mapping[str, float]]
+    found: mx.array,
+    golden: mx.array,
+    tolerances: Mapping[str, Mapping[str, float]],
+    size: float = 1.0,
 ) -> float:
     """The largest error in units of what is tolerated; infinite where exactness is asked for."""
     if not mx.issubdtype(golden.dtype, mx.floating):
@@ -138,6 +157,7 @@ def distance(
     # Infinities of one sign agree; a NaN agrees with a NaN.
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
-        error = np.abs(a - b) / (tolerance["absolute"] + tolerance["relative"] * np.abs(b))
+        allowed = size * tolerance["absolute"] + tolerance["relative"] * np.abs(b)
+        error = np.abs(a - b) / allowed
     error = np.where(same, 0, np.where(np.isnan(error) | np.isinf(b), np.inf, error))
     return float(error.max(initial=0))

@@ -2,7 +2,6 @@
 
 from mlx_h2o.policies import presets
 from mlx_h2o.policies.base import (
-    KernelForm,
     Observation,
     ObservedMass,
     Policy,
@@ -16,7 +15,9 @@ from mlx_h2o.policies.distinct import Distinct
 from mlx_h2o.policies.ema import EMA
 from mlx_h2o.policies.ema_logits import EMALogits
 from mlx_h2o.policies.h2o import H2O
+from mlx_h2o.policies.kernel_policy import KernelPolicy
 from mlx_h2o.policies.keydiff import KeyDiff
+from mlx_h2o.policies.salient import Salient
 from mlx_h2o.policies.streaming import Streaming
 from mlx_h2o.policies.tova import TOVA
 
@@ -26,11 +27,12 @@ __all__ = [
     "TOVA",
     "Distinct",
     "EMALogits",
-    "KernelForm",
+    "KernelPolicy",
     "KeyDiff",
     "Observation",
     "ObservedMass",
     "Policy",
+    "Salient",
     "Slots",
     "Streaming",
     "make_policy",

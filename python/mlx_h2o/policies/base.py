@@ -14,7 +14,12 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from mlx_h2o.backends.reference import attention_mass
+from mlx_h2o import checks
+from mlx_h2o.policies.kernel_policy import KernelPolicy
+from mlx_h2o.softmax import attention_mass
+
+# Of the counts among the settings.
+LEAST = {"sink": 0, "evict_every": 1, "window": 1, "pool": 1}
 
 # Below this a key's mean mass per step counts as nothing: it keeps log masses of never-used slots
 # from stretching the scale on which all others are compared.
@@ -90,26 +95,6 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class KernelForm:
-    """A policy as the fused kernels know it.
-
-    Attributes:
-        score: What is accumulated: "none", "sum" (of masses), "ema", "ema_logits" or "last".
-        priority: What is ranked: "score", "age", "distance" (`Distinct`) or "direction"
-            (`KeyDiff`).
-        decay: Of the averages.
-        mass_weight: Of `Distinct`.
-        age_weight: Of `Distinct`.
-    """
-
-    score: str
-    priority: str
-    decay: float = 0.0
-    mass_weight: float = 0.0
-    age_weight: float = 0.0
-
-
-@dataclass(frozen=True)
 class Policy:
     """A way to choose what to forget; its fields are its hyper-parameters.
 
@@ -144,29 +129,36 @@ class Policy:
     uses_evicted_mean: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        counts = (self.sink, self.evict_every, self.window, self.pool)
-        if not all(isinstance(count, int) for count in counts):
-            raise ValueError(f"sink, evict_every, window and pool are whole numbers; got {counts}.")
-        most = 1 if isinstance(self.recent, float) else math.inf
-        if self.sink < 0 or not 0 <= self.recent < most:
+        self._check_types()
+        if self.recent < 0 or (isinstance(self.recent, float) and self.recent >= 1):
             raise ValueError(
-                f"sink and recent are counts >= 0 (recent may be a share below 1.0); got "
-                f"sink={self.sink}, recent={self.recent}."
+                "recent must be a count such as 64, or a share of the budget from 0.0 to below "
+                f"1.0; got {self.recent}."
             )
-        if self.unit not in ("head", "layer"):
-            raise ValueError(f'unit must be "head" or "layer"; got {self.unit!r}.')
-        if self.prompt not in ("window", "full"):
-            raise ValueError(f'prompt must be "window" or "full"; got {self.prompt!r}.')
+        checks.choice("unit", self.unit, ("head", "layer"))
+        checks.choice("prompt", self.prompt, ("window", "full"))
         if (self.age_normalised or self.value_weighted) and not self.ranks_scores:
             raise ValueError(
                 f"Policy {self.name!r} accumulates no scores that age_normalised or value_weighted "
                 "could weigh; leave them off."
             )
-        if self.evict_every < 1 or self.window < 1 or self.pool < 1 or self.pool % 2 == 0:
-            raise ValueError(
-                f"evict_every and window must be at least 1 and pool odd; got "
-                f"{self.evict_every}, {self.window} and {self.pool}."
-            )
+        if self.pool % 2 == 0:
+            raise ValueError(f"pool must be odd; got {self.pool}.")
+
+    def _check_types(self) -> None:
+        """Raise ValueError unless every field is what its default is; make it Python's own type."""
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(one.default, bool):
+                value = checks.switch(one.name, value)
+            elif isinstance(one.default, float) or one.name == "recent":
+                # A count stays a count: `recent` is a share only as a float.
+                whole = hasattr(value, "__index__")
+                number = checks.finite(one.name, value)
+                value = int(number) if whole else number
+            elif isinstance(one.default, int):
+                value = checks.whole(one.name, value, LEAST.get(one.name))
+            object.__setattr__(self, one.name, value)
 
     @property
     def needs_attention(self) -> bool:
@@ -179,28 +171,42 @@ class Policy:
             return math.floor(self.recent * budget)
         return self.recent
 
-    def check_budget(self, budget: int) -> None:
-        """Raise ValueError if a head of `budget` slots would have nothing left to evict."""
+    def check_budget(self, budget: int, name: str = "max_size", given: int | None = None) -> None:
+        """Raise ValueError if a head of `budget` slots would have nothing left to evict.
+
+        Args:
+            budget: Slots of the head.
+            name: The setting that gave them, for the message.
+            given: What was given, where that is more than the slots: the rest is charged for
+                something else.
+        """
         recent = self.recent_slots(budget)
         if budget < self.sink + recent + self.evict_every:
+            given = budget if given is None else given
+            least = self.least_budget() + given - budget
             raise ValueError(
-                f"A budget of {budget} slots cannot hold {self.sink} sink and {recent} recent "
-                f"tokens and {self.evict_every} to evict: make max_size at least "
-                f"{self.least_budget()}, or lower sink, recent or evict_every."
+                f"{name}={given} is too small: it must hold {self.sink} sink and "
+                f"{self.recent_slots(self.least_budget())} recent tokens, {self.evict_every} to "
+                f"evict{' and the remainder' if given > budget else ''}: make {name} at least "
+                f"{least}, or lower sink, recent or evict_every."
             )
 
     def least_budget(self) -> int:
         """The fewest slots from which a head can always evict."""
-        slots = self.sink + self.evict_every
-        while slots < self.sink + self.recent_slots(slots) + self.evict_every:
+        needed = self.sink + self.evict_every
+        if not isinstance(self.recent, float):
+            return needed + self.recent
+        # A share leaves ceil((1 - recent) * slots) of them; near it rounding decides.
+        slots = max(math.floor((needed - 1) / (1 - self.recent)) - 1, needed)
+        while slots < needed + self.recent_slots(slots):
             slots += 1
         return slots
 
-    def kernel_form(self) -> KernelForm | None:
+    def kernel_policy(self) -> KernelPolicy | None:
         """This policy in the fused kernels' terms; None leaves every step to the methods below.
 
-        Only asked of the class that defines it: whoever overrides a method of a policy must not
-        inherit its form.
+        Only asked of the class that defines it: a subclass that overrides another method must not
+        inherit the answer. Unit and age_normalised are filled in from the policy's settings.
         """
         return None
 
@@ -238,7 +244,7 @@ class Policy:
         return value_weighted(scores, slots) if self.value_weighted else scores
 
 
-def kernel_form_of(policy: Policy, weigh_values: bool = False) -> KernelForm | None:
+def kernel_policy_of(policy: Policy, weigh_values: bool = False) -> KernelPolicy | None:
     """How the kernels can run a policy, or None if only its own methods can.
 
     Args:
@@ -247,9 +253,12 @@ def kernel_form_of(policy: Policy, weigh_values: bool = False) -> KernelForm | N
     """
     if policy.value_weighted and not weigh_values:
         return None
-    if "kernel_form" not in type(policy).__dict__:
+    if "kernel_policy" not in type(policy).__dict__:
         return None
-    return policy.kernel_form()
+    form = policy.kernel_policy()
+    if form is None:
+        return None
+    return replace(form, per_layer=policy.unit == "layer", age_normalised=policy.age_normalised)
 
 
 def value_weighted(scores: mx.array, slots: Slots) -> mx.array:
@@ -319,18 +328,22 @@ def make_policy(policy: str | Policy, **settings: Any) -> Policy:
         ValueError: The name or a setting is unknown, or a value is out of range.
     """
     settings = {key: value for key, value in settings.items() if value is not None}
+    preset: dict[str, Any] = {}
     if isinstance(policy, str):
         name, preset = _PRESETS.get(policy, (policy, {}))
         if name not in _POLICIES:
             raise ValueError(f"Unknown policy {policy!r}; choose from {', '.join(policy_names())}.")
         cls = _POLICIES[name]
-        settings = {**preset, **settings}
-    else:
+    elif isinstance(policy, Policy):
         cls = type(policy)
+    else:
+        raise ValueError(f"policy must be a name or a Policy; got {policy!r}.")
     known = [f.name for f in fields(cls)]
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise ValueError(
             f"Policy {cls.name!r} has no setting {', '.join(unknown)}; it has {', '.join(known)}."
         )
-    return cls(**settings) if isinstance(policy, str) else replace(policy, **settings)
+    if isinstance(policy, str):
+        return cls(**{**preset, **settings})
+    return replace(policy, **settings)

@@ -8,13 +8,13 @@ import mlx.core as mx
 
 from mlx_h2o.policies.base import (
     MASS_FLOOR,
-    KernelForm,
     Policy,
     Slots,
     register_policy,
     standardised,
     value_weighted,
 )
+from mlx_h2o.policies.kernel_policy import KernelPolicy
 
 # Fewer evicted keys than this give no mean worth measuring distances from; the kept ones serve.
 FEWEST_FOR_A_MEAN = 16
@@ -56,8 +56,8 @@ class Distinct(Policy):
     def needs_attention(self) -> bool:
         return self.mass_weight != 0
 
-    def kernel_form(self) -> KernelForm | None:
-        return KernelForm(
+    def kernel_policy(self) -> KernelPolicy | None:
+        return KernelPolicy(
             "sum" if self.needs_attention else "none",
             "distance",
             mass_weight=self.mass_weight,

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import KernelForm, Observation, Policy, register_policy
+from mlx_h2o.policies.base import Observation, Policy, register_policy
+from mlx_h2o.policies.kernel_policy import KernelPolicy
 
 
 @register_policy("ema")
@@ -25,8 +26,8 @@ class EMA(Policy):
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1; got {self.decay}.")
 
-    def kernel_form(self) -> KernelForm | None:
-        return KernelForm("ema", "score", decay=self.decay)
+    def kernel_policy(self) -> KernelPolicy | None:
+        return KernelPolicy("ema", "score", decay=self.decay)
 
     def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
         for query in seen.per_query():

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import KernelForm, Observation, register_policy
+from mlx_h2o.policies.base import Observation, register_policy
 from mlx_h2o.policies.ema import EMA
+from mlx_h2o.policies.kernel_policy import KernelPolicy
 
 
 @register_policy("ema-logits")
@@ -20,8 +21,8 @@ class EMALogits(EMA):
     policy here (docs/results.md). Not for use.
     """
 
-    def kernel_form(self) -> KernelForm | None:
-        return KernelForm("ema_logits", "score", decay=self.decay)
+    def kernel_policy(self) -> KernelPolicy | None:
+        return KernelPolicy("ema_logits", "score", decay=self.decay)
 
     def evidence(self, query: Observation) -> mx.array:
         B, Hq, L, N = query.logits.shape

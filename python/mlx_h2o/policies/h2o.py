@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlx_h2o.policies.base import KernelForm, Policy, register_policy
+from mlx_h2o.policies.base import Policy, register_policy
+from mlx_h2o.policies.kernel_policy import KernelPolicy
 
 
 @register_policy("h2o")
@@ -17,5 +18,5 @@ class H2O(Policy):
     poor, since a fact receives no attention until it is asked for.
     """
 
-    def kernel_form(self) -> KernelForm | None:
-        return KernelForm("sum", "score")
+    def kernel_policy(self) -> KernelPolicy | None:
+        return KernelPolicy("sum", "score")

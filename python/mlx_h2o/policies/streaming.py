@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import KernelForm, Policy, Slots, register_policy
+from mlx_h2o.policies.base import Policy, Slots, register_policy
+from mlx_h2o.policies.kernel_policy import KernelPolicy
 
 
 @register_policy("streaming")
@@ -27,8 +28,8 @@ class Streaming(Policy):
     def needs_attention(self) -> bool:
         return False
 
-    def kernel_form(self) -> KernelForm | None:
-        return KernelForm("none", "age")
+    def kernel_policy(self) -> KernelPolicy | None:
+        return KernelPolicy("none", "age")
 
     def priority(self, slots: Slots) -> mx.array:
         return slots.positions.astype(mx.float32)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import KernelForm, Observation, Policy, register_policy
+from mlx_h2o.policies.base import Observation, Policy, register_policy
+from mlx_h2o.policies.kernel_policy import KernelPolicy
 
 
 @register_policy("tova")
@@ -20,8 +21,8 @@ class TOVA(Policy):
 
     prompt: str = "full"
 
-    def kernel_form(self) -> KernelForm | None:
-        return KernelForm("last", "score")
+    def kernel_policy(self) -> KernelPolicy | None:
+        return KernelPolicy("last", "score")
 
     def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
         return seen.per_query()[-1].mass

@@ -1,28 +1,27 @@
-"""The recent zone: a layer's newest tokens, stored in a width of their own.
+"""The recent window: a layer's newest tokens, stored in a width of their own.
 
 They are in a ring of the same size for all heads: the tokens that every head of the layer protects.
 None of them can be a victim, so the ring needs no positions and no choices; the oldest token leaves
 it for the slots proper when a new one comes.
 
-A token is quantized once, from full precision: on arrival if the zone is packed, on leaving if it
-holds the model's own dtype. What leaves a packed zone takes its levels along
+A token is quantized once, from full precision: on arrival if the window is packed, on leaving if it
+holds the model's own dtype. What leaves a packed window takes its levels along
 (`PackedRows.with_bits`): into wider slots exactly as it is, so that nothing is restored; into
 narrower ones without its lowest bits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_h2o.packed import JoinedRows, Packing, Rows
+from mlx_h2o.store import GROWTH_STEP
 
 
-@dataclass(frozen=True)
-class RecentStep:
-    """What one new token does to the zone.
+class RecentStep(NamedTuple):
+    """What one new token does to the window.
 
     Attributes:
         slot: Where its row goes.
@@ -35,7 +34,7 @@ class RecentStep:
     leaving: bool
 
 
-class RecentZone:
+class RecentWindow:
     """A ring of the newest tokens of H KV heads.
 
     Attributes:
@@ -50,7 +49,7 @@ class RecentZone:
         recent = kept.recent
         assert recent is not None
         self.size = size
-        self.length = self.oldest = 0
+        self.length = self.oldest = self._lent_rows = 0
         self.fields: dict[str, mx.array] = {}
         self._kept, self._recent, self._scored = kept, recent, scored
 
@@ -103,17 +102,40 @@ class RecentZone:
         return gone
 
     def advance(self) -> RecentStep:
-        """Make room for one token, whose row somebody else writes."""
+        """Make room for one token, whose row a decoder writes."""
         if self.full:
             slot, self.oldest = self.oldest, (self.oldest + 1) % self.size
             return RecentStep(slot, self.size, True)
         self.length += 1
         return RecentStep(self.length - 1, self.length, False)
 
-    def reserve(self) -> None:
-        """Have memory for all tokens that it can hold."""
+    @property
+    def needs_room(self) -> bool:
+        """Whether there is no memory yet for one token more."""
+        return self.length == self._allocated() < self.size
+
+    def lend(self) -> dict[str, mx.array]:
+        """Give the fields away, with memory for one token more."""
+        self._reserve(self._rows_for(min(self.length + 1, self.size)))
+        self._lent_rows = self._allocated()
+        fields, self.fields = self.fields, {}
+        return fields
+
+    def get_back(self, fields: dict[str, mx.array]) -> None:
+        """Take the fields back, in which the tokens may have changed."""
+        self.fields = fields
+
+    def _allocated(self) -> int:
+        """Rows that there is memory for."""
+        return next(iter(self.fields.values())).shape[2] if self.fields else self._lent_rows
+
+    def _rows_for(self, tokens: int) -> int:
+        """Rows to have memory for so many tokens: in steps, as the slots grow."""
+        return min(-(-tokens // GROWTH_STEP) * GROWTH_STEP, self.size)
+
+    def _reserve(self, rows: int) -> None:
         for name, field in self.fields.items():
-            if missing := self.size - field.shape[2]:
+            if (missing := rows - field.shape[2]) > 0:
                 widths = [(0, 0), (0, 0), (0, missing), *[(0, 0)] * (field.ndim - 3)]
                 self.fields[name] = mx.pad(field, widths)
 
@@ -129,10 +151,6 @@ class RecentZone:
         positions = mx.arange(offset - self.length, offset, dtype=mx.int32)
         shape = (*views["keys"].shape[:2], self.length)
         return {**views, "positions": mx.broadcast_to(positions, shape)}
-
-    def stored(self, name: str) -> Rows:
-        """Keys or values `[B, H, size, width]`, in the order of their slots."""
-        return self._recent.rows(name, self.fields)
 
     def rows(self, name: str, kept: Rows, views: dict[str, mx.array]) -> JoinedRows:
         """Keys or values of all slots: the kept ones, then these."""
@@ -151,6 +169,31 @@ class RecentZone:
             self.fields, self.oldest = self._oldest_first(self.length - n), 0
             self.length -= n
         return n
+
+    def next_overwritten(self) -> dict[str, mx.array]:
+        """What the next token changes: a row `[B, H, ...]` per field if it is full; all scores."""
+        changed = {name: field for name, field in self.fields.items() if name == "scores"}
+        if self.full:
+            at = mx.array(self.oldest)
+            # Copied: a view would keep the whole ring.
+            changed |= {n: mx.take(f, at, 2) for n, f in self.fields.items() if n not in changed}
+        return changed
+
+    def put_back(self, length: int, oldest: int, changed: dict[str, mx.array]) -> None:
+        """Undo one token.
+
+        Args:
+            length: Tokens held before it.
+            oldest: The slot of the oldest then.
+            changed: What `next_overwritten` said then.
+        """
+        self.length, self.oldest = length, oldest
+        for name, before in changed.items():
+            if name == "scores":
+                unused = self.fields[name][..., before.shape[2] :]
+                self.fields[name] = mx.concatenate([before, unused], axis=2)
+            else:
+                self._put(oldest, {name: before[:, :, None]})
 
     def resize(self, size: int) -> dict[str, mx.array] | None:
         """Change how many tokens it can hold; the rows that leave, without positions, or None."""
@@ -184,7 +227,7 @@ class RecentZone:
         return fields
 
     def _left(self, fields: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Rows of the zone as the slots proper store them."""
+        """Rows of the window as the slots proper store them."""
         rows: dict[str, Any] = {n: self._recent.rows(n, fields) for n in ("keys", "values")}
         if self._scored:
             rows["scores"] = fields["scores"]
@@ -205,7 +248,8 @@ class RecentZone:
             old = {name: field[:, :, leaving:] for name, field in ordered.items()}
         length = staying + next(iter(rows.values())).shape[2]
         for name, row in rows.items():
-            unused = mx.zeros((*row.shape[:2], self.size - length, *row.shape[3:]), row.dtype)
+            more = self._rows_for(length) - length
+            unused = mx.zeros((*row.shape[:2], more, *row.shape[3:]), row.dtype)
             parts = [*([old[name]] if old else []), row, *([unused] if unused.size else [])]
             self.fields[name] = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
         self.length, self.oldest = length, 0

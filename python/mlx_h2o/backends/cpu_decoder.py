@@ -1,0 +1,127 @@
+"""Decoding in one fused step on the CPU: a layer's arrays in the extension's hands."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_h2o import _ext
+from mlx_h2o.backends.cpu import stored
+from mlx_h2o.backends.decoder import Decoder, DecodeStep, Lent
+from mlx_h2o.remainder import SATURATION, STATISTICS, Remainder
+from mlx_h2o.settings import CacheSettings
+
+
+class CPUDecoder(Decoder):
+    """A layer whose arrays are with the CPU's kernel.
+
+    Args:
+        lent: The arrays; there must be no other reference to them, or the kernel copies them once.
+        settings: Of the layer; `decoders.accepts` them.
+    """
+
+    def __init__(self, lent: Lent, settings: CacheSettings):
+        packing = settings.packing
+        absent = mx.zeros((0,))
+        others = {
+            "slots.positions": lent.fields["positions"],
+            "slots.scores": lent.fields.get("scores", absent),
+            **{f"remainder.{name}": array for name, array in lent.remainder.arrays.items()},
+            "victims": lent.victims,
+        }
+        # What the extension hands back, in its order; dicts of fields may be in any.
+        rows = [*packing.names("keys"), *packing.names("values")]
+        self._scored, self._remembers = "scores" in lent.fields, settings.remembers
+        self._returned = [*(f"slots.{name}" for name in rows), *others]
+        self._rows = [f"slots.{name}" for name in rows]
+        self._recent_rows = list[str]()
+        self.nbytes = lent.nbytes(settings.remembers)
+        newest = None
+        if lent.window is not None:
+            recent = packing.recent
+            assert recent is not None
+            rows = [*recent.names("keys"), *recent.names("values")]
+            self._recent_rows = [f"recent.{name}" for name in rows]
+            self._returned += [*self._recent_rows, "recent.scores"]
+            newest = _ext.Recent(
+                stored(recent.rows("keys", lent.window)),
+                stored(recent.rows("values", lent.window)),
+                lent.window.get("scores", absent),
+            )
+        self._layer = _ext.DecodingLayer(
+            stored(packing.rows("keys", lent.fields)),
+            stored(packing.rows("values", lent.fields)),
+            list(others.values()),
+            _form_of(settings),
+            remembers=settings.remembers,
+            answers=settings.remainder,
+            saturation=SATURATION,
+            recent=newest,
+        )
+
+    def step(self, step: DecodeStep) -> mx.array:
+        out, changed = self._layer.step(
+            step.q,
+            step.k,
+            step.v,
+            scale=step.scale,
+            sinks=step.sinks,
+            offset=step.offset,
+            heads=list(step.heads),
+            recent=step.recent,
+            undo=step.before is not None,
+        )
+        if step.before is not None:
+            step.before.arrays = dict(zip(self._changed_by(step), changed, strict=True))
+        return out
+
+    def _changed_by(self, step: DecodeStep) -> list[str]:
+        """What a step hands out, in the order of the extension."""
+        names = []
+        overwrites = any(head.victim >= 0 for head in step.heads)
+        if overwrites:
+            names += ["slot", *self._rows, "slots.positions"]
+        if self._scored:
+            names.append("slots.scores")
+        if overwrites and self._remembers:
+            names += [f"remainder.{name}" for name in STATISTICS]
+        if any(head.choose for head in step.heads):
+            names.append("victims")
+        if step.recent is not None:
+            names += self._recent_rows if step.recent.leaving else []
+            names += ["recent.scores"] if self._scored else []
+        return names
+
+    def end(self) -> Lent:
+        arrays = dict(zip(self._returned, self._layer.close(), strict=True))
+        if not self._scored:  # then what came back for them is empty
+            for name in ("slots.scores", "recent.scores"):
+                arrays.pop(name, None)
+        window = _named("recent.", arrays) if self._recent_rows else None
+        remainder = Remainder(**_named("remainder.", arrays))
+        return Lent(_named("slots.", arrays), remainder, arrays["victims"], window)
+
+
+def _form_of(settings: CacheSettings) -> _ext.PolicyForm:
+    """A policy as the extension takes it."""
+    policy, form = settings.policy, settings.kernel_policy
+    assert form is not None
+    return _ext.PolicyForm(
+        score=_ext.Score[form.score],
+        priority=_ext.Priority[form.priority],
+        per_layer=form.per_layer,
+        age_normalised=form.age_normalised,
+        sink=policy.sink,
+        evict_every=policy.evict_every,
+        decay=form.decay,
+        mass_weight=form.mass_weight,
+        age_weight=form.age_weight,
+    )
+
+
+def _named(prefix: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The arrays under a prefix, without it."""
+    return {
+        name.removeprefix(prefix): array
+        for name, array in arrays.items()
+        if name.startswith(prefix)
+    }

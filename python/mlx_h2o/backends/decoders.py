@@ -1,0 +1,51 @@
+"""Which decode steps are fused, and by which decoder: that of the default device."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_h2o.attention_call import AttentionCall
+from mlx_h2o.backends import choice, reference
+from mlx_h2o.backends.decoder import Decoder, Lent
+from mlx_h2o.backends.gpu_decoder import GPUDecoder
+from mlx_h2o.settings import CacheSettings
+
+# Query heads of one KV head that the kernel takes at once (kMaxRows in kernels.h).
+MOST_QUERY_HEADS = 32
+
+
+def accepts(settings: CacheSettings, call: AttentionCall, k: mx.array, v: mx.array) -> bool:
+    """Whether the default device has a fused step for this call; else it goes op by op.
+
+    Args:
+        settings: Of the layer.
+        call: Its queries and mask.
+        k: `[B, Hk, L, D]`, the new keys.
+        v: `[B, Hk, L, Dv]`, the new values.
+    """
+    one_token = k.shape[2] == 1 and call.mask is None
+    if not one_token or k.dtype != v.dtype:
+        return False
+    if call.q.shape[1] > MOST_QUERY_HEADS * k.shape[1]:
+        return False
+    gpu = choice.gpu()
+    if gpu is not None:
+        # Two kinds of rows in one step are the CPU kernel's alone.
+        return settings.packing.recent_bits is None and gpu.can_decode(settings.policy, k, v)
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    return on_cpu and settings.kernel_policy is not None and choice.backend() is not reference
+
+
+def fits_device(decoder: Decoder) -> bool:
+    """Whether a decoder is the default device's."""
+    return isinstance(decoder, GPUDecoder) == (choice.gpu() is not None)
+
+
+def decoder_for(lent: Lent, settings: CacheSettings) -> Decoder:
+    """Give a layer's arrays to the kernels of the default device."""
+    gpu = choice.gpu()
+    if gpu is not None:
+        return gpu.decoder(lent, settings)
+    from mlx_h2o.backends.cpu_decoder import CPUDecoder  # the extension may be missing
+
+    return CPUDecoder(lent, settings)

@@ -1,0 +1,320 @@
+"""What every bounded cache has, however its model attends: settings, size, trimming, saving."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import mlx.core as mx
+
+from mlx_h2o import checks, eviction, opening, saved_state
+from mlx_h2o.budget import LayerShare
+from mlx_h2o.layer import Layer
+from mlx_h2o.packed import Packing
+from mlx_h2o.policies import Policy, Slots
+from mlx_h2o.remainder import Remainder
+from mlx_h2o.settings import CacheSettings
+from mlx_h2o.store import Run, SlotStore
+from mlx_h2o.views import slots_of
+
+NOT_ASKED = (
+    "This model did not ask the cache to attend. Call mlx_h2o.install(), or, for a model that "
+    "attends by itself, choose a policy that looks at keys only and pass attending=False."
+)
+
+
+class BoundedKVCache:
+    """The bounded memory of one layer, with what mlx-lm asks of any cache.
+
+    Subclasses say how rows come in and how they are attended to.
+    """
+
+    #: Whether routed attention comes to this cache.
+    attending: ClassVar[bool] = True
+    #: What a file says of how the model attends: to the cached rows (True, once rows came), to keys
+    #: made of them (False) or by itself (None).
+    own: ClassVar[bool | None] = True
+    #: Classes by what they are for; a subclass enters itself.
+    kinds: ClassVar[dict[str, type[BoundedKVCache]]] = {}
+
+    def __init_subclass__(cls, kind: str | None = None, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if kind is not None:
+            cls.kinds[kind] = cls
+
+    @classmethod
+    def of(
+        cls, settings: CacheSettings, kind: str = "", share: LayerShare | None = None
+    ) -> BoundedKVCache:
+        """A cache with these settings.
+
+        Args:
+            settings: Checked already.
+            kind: "" for attention through this library to the cached rows, "plain rows" or
+                "latent".
+            share: Its part in its model's budget.
+        """
+        of_kind = cls.kinds[kind]
+        cache = object.__new__(cls if issubclass(cls, of_kind) else of_kind)
+        cache._begin(settings, share)
+        return cache
+
+    def _begin(self, settings: CacheSettings, share: LayerShare | None = None) -> None:
+        self._unopened = settings
+        self._layer: Layer | None = None
+        #: Its part in its model's budget, for `mlx_h2o.resize`; of a cache that was made by itself
+        #: it is known from the first rows on.
+        self.share = share
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__}: {self.policy.name or type(self.policy).__name__}, "
+            f"{self.settings.size}"
+            f"{self.packing}{'' if self.answers else ', no remainder'}; {self.size()} of "
+            f"{self.offset} tokens in {self.nbytes:,} bytes>"
+        )
+
+    # -- what it is -------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> CacheSettings:
+        """What it may hold, and how; from the first rows on as budgets of its heads."""
+        return self._layer.settings if self._layer else self._unopened
+
+    @property
+    def policy(self) -> Policy:
+        """What chooses."""
+        return self._unopened.policy
+
+    @property
+    def packing(self) -> Packing:
+        """How rows are stored."""
+        return self._unopened.packing
+
+    @property
+    def answers(self) -> bool:
+        """Whether evicted tokens go on answering."""
+        return self._unopened.remainder
+
+    @property
+    def undo(self) -> int:
+        """How many of the last tokens can be taken back after evictions."""
+        return self._unopened.undo
+
+    @property
+    def budgets(self) -> list[int] | None:
+        """Slots of each KV head, once they are known."""
+        budgets = self.settings.budgets
+        return None if budgets is None else list(budgets)
+
+    @property
+    def layer(self) -> Layer | None:
+        """What it holds, once rows have come."""
+        return self._layer
+
+    @property
+    def store(self) -> SlotStore | None:
+        """Where the rows lie, once the first have come."""
+        return self._layer.store if self._layer else None
+
+    @property
+    def remainder(self) -> Remainder | None:
+        """What stays of the evicted."""
+        return self._layer.evictions.remainder if self._layer else None
+
+    def slots(self, run: Run) -> Slots:
+        """What a run of `store.runs` holds, as its policy sees it."""
+        layer = self._held()
+        return slots_of(layer, run, layer.store.views(run), layer.lost(run))
+
+    def budget_of(self, run: Run) -> int:
+        """Tokens that each head of a run may hold, the newest included."""
+        return self._held().budget_of(run)
+
+    def _held(self) -> Layer:
+        if self._layer is None:
+            raise RuntimeError("This cache holds nothing yet.")
+        return self._layer
+
+    # -- mlx-lm's cache protocol ------------------------------------------------------------------
+
+    @property
+    def offset(self) -> int:
+        """The next logical position."""
+        return self._layer.offset if self._layer else 0
+
+    def size(self) -> int:
+        """Tokens physically held by the head that holds most."""
+        return self._layer.held if self._layer else 0
+
+    def empty(self) -> bool:
+        """Whether no rows have come yet."""
+        return self._layer is None
+
+    @property
+    def to_quantized(self) -> None:
+        """Refused, where mlx-lm first asks for it: at the first step with `kv_bits`."""
+        raise ValueError(
+            "kv_bits cannot pack a bounded cache later on: leave it away, and give bits=8 (or "
+            "k_bits, v_bits) to make_prompt_cache or install."
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything held: rows, positions, scores, remainder, victims, steps to undo."""
+        return self._layer.nbytes if self._layer else 0
+
+    @property
+    def evicted(self) -> int:
+        """Tokens dropped so far, mean over KV heads (rounded down)."""
+        if self._layer is None:
+            return 0
+        runs = self._layer.runs
+        return sum(run.heads * self._layer.lost(run) for run in runs) // runs[-1].last
+
+    def is_trimmable(self) -> bool:
+        """Whether any token can be taken back: nothing was evicted, or `undo` remembers steps."""
+        return self.offset == 0 or self.trimmable > 0
+
+    @property
+    def trimmable(self) -> int:
+        """How many of the newest tokens `trim` can take back now."""
+        return self._layer.trimmable if self._layer else 0
+
+    def trim(self, n: int) -> int:
+        """Take back the newest n tokens (all, if there are fewer).
+
+        Those that were steps within `undo` leave no trace. The attention of older ones, which go
+        only where nothing was evicted, stays in the scores.
+
+        Returns:
+            How many were taken back.
+
+        Raises:
+            ValueError: Something was evicted, and that many steps cannot be undone; nothing was
+                changed.
+        """
+        n = min(n, self.offset)
+        if n <= 0:
+            return 0
+        self.require_trimmable(n)
+        self._held().trim(n)
+        return n
+
+    def require_trimmable(self, n: int) -> None:
+        """Raise ValueError unless `trim` can take n tokens back."""
+        n = min(n, self.offset)
+        if n > self.trimmable:
+            raise ValueError(
+                f"Cannot take back {n} tokens: after evictions only the last {self.trimmable} "
+                f"steps can be undone (undo={self.undo}). Make the cache with undo={n} or more to "
+                "take back as many single-token steps."
+            )
+
+    def resize(self, max_size: int | Sequence[int]) -> None:
+        """Change the budget; what no longer fits goes into the remainder.
+
+        `mlx_h2o.resize` does so for a whole model, and shares the slots out by its profile.
+
+        Args:
+            max_size: Slots for every KV head, or a list with each head's. The remainder is not
+                charged again.
+
+        Raises:
+            ValueError: They are no whole numbers, too small, or not one for each head.
+        """
+        settings = self.resized_settings(max_size)
+        if self._layer is None:
+            self._unopened = settings
+        else:
+            eviction.resize(self._layer, settings)
+
+    def resized_settings(self, max_size: int | Sequence[int]) -> CacheSettings:
+        """What `resize` would set; arguments and errors are its own."""
+        counts = self._unopened.checked_budgets("max_size", max_size)
+        heads = self._layer.runs[-1].last if self._layer else 1
+        budgets = counts if checks.is_list(max_size) else counts * heads
+        if self._layer and len(budgets) != heads:
+            raise ValueError(
+                f"Give one budget for each of {heads} KV heads; got {len(budgets)}: "
+                f"{list(budgets)}."
+            )
+        if self.packing.recent is not None:
+            eviction.recent_size(self._unopened, budgets)
+        alike = self._layer is None and not checks.is_list(max_size)
+        return self.settings.resized(budgets, alike)
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Every array held, by name."""
+        return self._layer.arrays() if self._layer else {}
+
+    def config(self) -> dict[str, Any]:
+        """Everything else that a copy needs, as JSON types."""
+        self._refuse_between()
+        return {
+            **self.settings.config(),
+            "own": self.own if self._layer or not self.own else None,
+            **opening.config_of(self._layer),
+            "share": self.share.config() if self.share else None,
+        }
+
+    @property
+    def state(self) -> tuple[dict[str, mx.array], str]:
+        """Arrays by name, and the configuration as JSON."""
+        return self.arrays(), json.dumps(self.config())
+
+    @classmethod
+    def from_state(
+        cls, state: tuple[dict[str, mx.array], str], meta_state: Any = None
+    ) -> BoundedKVCache:
+        """A cache from another's `state`; `meta_state` is for mlx-lm before 0.32.1, and unused.
+
+        Raises:
+            ValueError: The state is not one that `state` gave.
+        """
+        try:
+            arrays, text = state
+            return cls._restored(arrays, json.loads(text))
+        except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            raise ValueError(f"This is no state of an H2OKVCache: {error!r}.") from error
+
+    @classmethod
+    def _restored(cls, arrays: dict[str, mx.array], config: dict[str, Any]) -> BoundedKVCache:
+        settings, share = saved_state.settings_of(config)
+        kind = "plain rows" if not settings.attending else "latent" * (config["own"] is False)
+        cache = cls.of(settings, kind, share)
+        if config["runs"]:
+            cache._layer, cache.share = opening.restored(settings, share, config, arrays)
+        return cache
+
+    @property
+    def meta_state(self) -> str:
+        """For mlx-lm before 0.32.1; everything is in `state`."""
+        return ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle and copy take along."""
+        self._refuse_between()
+        return vars(self)
+
+    def __copy__(self) -> Self:
+        return copy.deepcopy(self)  # two caches over one store would overwrite each other's slots
+
+    @property
+    def _between(self) -> bool:
+        """Whether rows came that were not attended to yet."""
+        return False
+
+    def _refuse_between(self) -> None:
+        """Raise RuntimeError unless every row that came was attended to."""
+        if self._between:
+            raise RuntimeError(
+                "This cache is in the middle of a step: the last rows were not attended to. Save "
+                "or copy it between two calls of the model."
+                if self._held().offset
+                else NOT_ASKED
+            )

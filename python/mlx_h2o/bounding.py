@@ -1,0 +1,113 @@
+"""Bounding every cache that mlx-lm makes: in its server, its chat, its generate, and for others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_h2o import routing
+from mlx_h2o.packed import DEFAULT_GROUP_SIZE
+from mlx_h2o.patching import replace_everywhere
+from mlx_h2o.policies import Policy
+from mlx_h2o.profile import Profile
+from mlx_h2o.prompt_cache import NothingToBound, bounded_caches
+from mlx_h2o.settings import ModelSettings
+from mlx_h2o.stock import asking, stock_caches, stock_function
+
+# What stands in the place of mlx-lm's function now.
+_bounded: Callable[..., list[Any]] | None = None
+# Arguments of `install` whose default is not None.
+_UNSAID = {"remainder": True, "group_size": DEFAULT_GROUP_SIZE, "undo": 0}
+
+
+def install(
+    max_size: int | None = None,
+    *,
+    max_bytes: int | None = None,
+    policy: str | Policy | None = None,
+    remainder: bool = True,
+    budgets: str | Path | Profile | None = None,
+    bits: int | None = None,
+    k_bits: int | None = None,
+    v_bits: int | None = None,
+    group_size: int = DEFAULT_GROUP_SIZE,
+    recent_bits: int | None = None,
+    undo: int = 0,
+    **settings: Any,
+) -> None:
+    """Route mlx-lm's attention, and, with a size, bound every cache that mlx-lm makes from now on.
+
+    With a size, `mlx_lm.models.cache.make_prompt_cache` gives bounded caches, in every module that
+    holds it: the server's, the chat's, those of `generate` and `stream_generate`, and your own
+    modules'. Models without a plain KV cache keep their own caches. A `max_kv_size` that a caller
+    passes takes the place of the size given here. Called again, it puts new settings in force;
+    called without arguments, it leaves them as they are.
+
+    Args:
+        max_size: As in `make_prompt_cache`, which explains the others too.
+        max_bytes: Likewise; for each list of caches that is made.
+        policy: Likewise.
+        remainder: Likewise.
+        budgets: Likewise.
+        bits: Likewise.
+        k_bits: Likewise.
+        v_bits: Likewise.
+        group_size: Likewise.
+        recent_bits: Likewise.
+        undo: Likewise.
+        settings: Likewise.
+
+    Raises:
+        ValueError: Settings without a size, or ones that are none.
+    """
+    stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
+    given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
+    given |= {"recent_bits": recent_bits, "undo": undo}
+    if max_size is None and max_bytes is None:
+        named = [name for name, value in given.items() if value != _UNSAID.get(name)]
+        if named:
+            raise ValueError(f"install() needs max_size or max_bytes with {', '.join(named)}.")
+        routing.install()
+        return
+    bound = ModelSettings.of(max_size, max_bytes=max_bytes, **given)
+    routing.install()
+    _replace(bounding(bound))
+
+
+def uninstall() -> None:
+    """Put mlx-lm's own functions back everywhere.
+
+    Bounded caches that exist cannot attend afterwards.
+    """
+    _replace(None)
+    routing.uninstall()
+
+
+def bounding(settings: ModelSettings) -> Callable[..., list[Any]]:
+    """mlx-lm's `make_prompt_cache`, but giving bounded caches."""
+
+    @functools.wraps(stock_function)
+    def make_prompt_cache(model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
+        if asking():  # a model's own make_cache, for a part of it
+            return list(stock_function(model, max_kv_size))
+        own = settings
+        if max_kv_size is not None:
+            own = replace(settings, max_size=max_kv_size, max_bytes=None)
+        try:
+            return bounded_caches(model, own)
+        except NothingToBound:
+            return stock_caches(model)
+
+    return make_prompt_cache
+
+
+def _replace(new: Callable[..., list[Any]] | None) -> None:
+    """Put a function in the place of mlx-lm's, or mlx-lm's back."""
+    global _bounded
+    replace_everywhere(_bounded or stock_function, new or stock_function)
+    _bounded = new

@@ -1,0 +1,24 @@
+"""Walking a model's list of caches, members of a CacheList too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mlx_lm.models import cache as mlx_lm_cache
+
+
+def entries(cache: Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The caches of a list, members of a CacheList too, each with its place ("3", "3.1")."""
+    for i, entry in enumerate(cache):
+        if isinstance(entry, mlx_lm_cache.CacheList):
+            yield from entries(entry.caches, f"{prefix}{i}.")
+        else:
+            yield f"{prefix}{i}", entry
+
+
+def replaced(entry: Any, make: Any) -> Any:
+    """A cache list's entry with its plain KV caches, members of a CacheList too, replaced."""
+    if isinstance(entry, mlx_lm_cache.CacheList):
+        return mlx_lm_cache.CacheList(*(replaced(member, make) for member in entry.caches))
+    return make() if type(entry) is mlx_lm_cache.KVCache else entry

@@ -1,0 +1,85 @@
+"""One token or one chunk of a layer: attention -> scores -> policy -> slots.
+
+`update_and_attend` has the signature that the C API and Swift have, and the same order of things:
+attend to old and new rows first, evict after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_h2o import eviction
+from mlx_h2o.attention_call import AttentionCall
+from mlx_h2o.backends.decoders import accepts
+from mlx_h2o.layer import Layer
+from mlx_h2o.memory import Fields
+from mlx_h2o.observe import Seen, observe, observe_derived
+from mlx_h2o.undo import single_steps
+
+
+def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> mx.array:
+    """Take new rows in, attend to all rows, choose what to forget.
+
+    Args:
+        layer: Its memory.
+        call: Queries `[B, Hq, L, D]` with scale, mask and attention sinks; of an array mask only
+            the last L columns are read, since kept slots are always visible.
+        k: New keys `[B, H, L, D]`, with RoPE applied at `layer.offset`, like those held
+            (`Layer.check_rows`).
+        v: New values `[B, H, L, Dv]`, likewise.
+
+    Returns:
+        `[B, Hq, L, Dv]`.
+
+    Raises:
+        ValueError: The call does not fit the rows.
+    """
+    if 1 < call.length <= layer.settings.undo + 1:
+        return _token_by_token(layer, call, k, v)
+    # The first token of all goes op by op: then there are arrays to lend.
+    if layer.offset and accepts(layer.settings, call, k, v):
+        return layer.decode(call, k, v)
+    attended = zip(layer.runs, layer.take_in(k, v), strict=True)
+    return _evicting(layer, [observe(layer, run, call, fields) for run, fields in attended])
+
+
+def attend_to_derived(
+    layer: Layer, call: AttentionCall, attended: Sequence[Fields], k: mx.array, v: mx.array
+) -> mx.array:
+    """Attend to keys and values that a model made of the rows attended to (MLA).
+
+    Args:
+        layer: Its memory, into which the rows were taken (`Layer.take_in`).
+        call: As in `update_and_attend`; an array mask covers all N.
+        attended: What `take_in` returned, of one run.
+        k: `[B, Hk, N, D]`, made of the cached keys or values.
+        v: `[B, Hk, N, Dv]`, likewise.
+
+    Returns:
+        `[B, Hq, L, Dv]`.
+    """
+    return _evicting(layer, [observe_derived(layer, call, attended[0], k, v)])
+
+
+def _evicting(layer: Layer, seen: Sequence[Seen]) -> mx.array:
+    """The output of all runs, after what they looked at has decided what goes."""
+    newest = [of_run.newest_scores for of_run in seen if of_run.newest_scores is not None]
+    if layer.window is not None and newest:
+        layer.write_newest_scores(mx.concatenate(newest, axis=1))
+    eviction.settle(layer, [of_run.fields for of_run in seen], [s.window_mass for s in seen])
+    outs = [of_run.out for of_run in seen]
+    out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
+    tied: mx.array = mx.depends(out, layer.side_state())
+    return tied
+
+
+def _token_by_token(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> mx.array:
+    """A chunk that can be taken back, as so many single steps."""
+    outs = []
+    for i, column in enumerate(single_steps(call.mask, call.length, not layer.held)):
+        token = slice(i, i + 1)
+        one = call.token(i, column)
+        outs.append(update_and_attend(layer, one, k[:, :, token], v[:, :, token]))
+    return mx.concatenate(outs, axis=2)

@@ -1,0 +1,155 @@
+"""Facts planted, buried and asked for: what each cache lets the model say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_h2o.drawing import drawing
+from mlx_h2o.evaluate.comparison import FULL, PACKED, WINDOW, Arm
+from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
+from mlx_h2o.evaluate.recall import RecallTask
+
+#: Tokens that an answer may take.
+ANSWER_TOKENS = 8
+
+#: Called with the tokens done and the tokens in all.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one cache let the model say.
+
+    Attributes:
+        arm: The cache's name.
+        said: One answer a prompt.
+        right: Whether each is the planted one.
+        nbytes: Bytes held for one prompt when it was answered, rows in 16 bits.
+    """
+
+    arm: str
+    said: tuple[str, ...]
+    right: tuple[bool, ...]
+    nbytes: int
+
+
+def demo_arms(ours: Arm) -> list[Arm]:
+    """What people use, H2O as published, and ours."""
+    packed = next(name for name, bits in PACKED.items() if bits == 4)
+    h2o = Arm("H2O", "h2o", remainder=False, budgets="uniform")
+    return [Arm(FULL), Arm(WINDOW), Arm(packed), h2o, ours]
+
+
+def answers_of(
+    model: nn.Module,
+    tokenizer: Any,
+    arm: Arm,
+    task: RecallTask,
+    *,
+    max_size: int,
+    prefill: int,
+    chunk: int,
+    step: Callable[[int], None],
+) -> Answers:
+    """Read the prompts through a cache, side by side, and let the model complete them.
+
+    Args:
+        model: An mlx-lm model.
+        tokenizer: Its tokenizer.
+        arm: The cache.
+        task: The prompts.
+        max_size: Tokens whose bytes a bounded cache may take.
+        prefill: Tokens given at once at the beginning.
+        chunk: Tokens of the rest that are given at once, evictions following each chunk; the
+            answer goes token by token.
+        step: Called with the number of tokens after each chunk.
+    """
+    P, T = task.prompts.shape
+    cache = arm.make(model, max_size)
+
+    def read(tokens: mx.array) -> mx.array:
+        logits: mx.array = model(tokens, cache=cache)[:, -1]
+        mx.eval(logits, [entry.state for entry in cache])
+        step(tokens.shape[1])
+        return logits
+
+    logits = read(task.prompts[:, :prefill])
+    for i in range(prefill, T, chunk):
+        logits = read(task.prompts[:, i : i + chunk])
+    said = []
+    for _ in range(ANSWER_TOKENS):
+        said.append(mx.argmax(logits, axis=-1))
+        logits = read(said[-1][:, None])
+    tokens = cast(list[list[int]], mx.stack(said, axis=1).tolist())
+    texts = tuple(_first_words(tokenizer.decode(row)) for row in tokens)
+    wanted = [tokenizer.decode(list(answer)).strip() for answer in task.answers]
+    right = tuple(text == want for text, want in zip(texts, wanted, strict=True))
+    return Answers(arm.name, texts, right, bytes_in_16_bits(cache) // P)
+
+
+def _first_words(text: str) -> str:
+    """An answer up to where its sentence or line ends."""
+    line = text.strip().split("\n")[0]
+    return line.split(".")[0].strip()
+
+
+def plant_and_ask(
+    model: nn.Module,
+    tokenizer: Any,
+    arms: Sequence[Arm],
+    task: RecallTask,
+    *,
+    max_size: int,
+    prefill: int,
+    chunk: int,
+    progress: Progress | None = None,
+) -> list[Answers]:
+    """Every arm's answers, one arm after the other; arguments as in `answers_of`."""
+    whole = len(arms) * (task.prompts.shape[1] + ANSWER_TOKENS)
+    done = 0
+
+    def step(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        if progress:
+            progress(done, whole)
+
+    sizes = {"max_size": max_size, "prefill": prefill, "chunk": chunk}
+    return [answers_of(model, tokenizer, arm, task, **sizes, step=step) for arm in arms]
+
+
+def draw(results: Sequence[Answers], title: str, path: str | Path) -> None:
+    """Facts known and bytes held, side by side, as a PNG.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    pyplot = drawing()
+    names = [result.arm for result in results]
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(10, 1.2 + 0.42 * len(names)), sharey=True, layout="constrained"
+    )
+    rows = range(len(names))
+    bars = (
+        (left, [sum(r.right) for r in results], f"facts answered, of {len(results[0].right)}"),
+        (right, [r.nbytes / 1e6 for r in results], "megabytes of keys and values"),
+    )
+    for axes, numbers, label in bars:
+        axes.barh(rows, numbers, color=["#8c8c8c"] * (len(names) - 1) + ["#2a7f62"])
+        axes.set_xlabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.12)
+        for row, number in enumerate(numbers):
+            text = f" {number:.1f}" if isinstance(number, float) else f" {number}"
+            axes.annotate(text, (number, row), va="center", fontsize=9)
+    left.set_yticks(rows, names)
+    left.invert_yaxis()
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

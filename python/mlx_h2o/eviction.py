@@ -1,0 +1,135 @@
+"""Scores -> slots: what a chunk keeps, and which slots are overwritten next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+
+from mlx_h2o import selection
+from mlx_h2o.layer import Layer
+from mlx_h2o.memory import Fields
+from mlx_h2o.settings import CacheSettings
+from mlx_h2o.store import Run
+from mlx_h2o.views import evictable_of, slots_of
+
+
+def settle(
+    layer: Layer, attended: Sequence[Fields], window_masses: Sequence[mx.array | None] | None = None
+) -> None:
+    """After attention: reduce a chunk that is over the budget, then choose the next victims.
+
+    Args:
+        layer: Whose slots they are.
+        attended: Per run the fields of all slots attended to, scores brought up to date.
+        window_masses: Per run the window's mass of a prompt chunk `[B, heads, M]`, None after a
+            decode step.
+    """
+    masses = window_masses or [None] * len(layer.runs)
+    held = list(zip(layer.runs, attended, masses, strict=True))
+    if any(run.budget < fields["positions"].shape[2] for run, fields, _ in held):
+        layer.keep([_reduced(layer, run, fields, mass) for run, fields, mass in held])
+    elif layer.policy.needs_attention:
+        layer.write_scores([fields["scores"] for fields in attended])
+    choose_victims(layer)
+
+
+def choose_victims(layer: Layer) -> None:
+    """For every full run without victims left, choose the next `evict_every`."""
+    if not layer.slots_are_next:
+        return
+    due = [run for run in layer.runs if run.length == run.budget and not run.victims]
+    if not due:
+        return
+    store, named = layer.store, layer.evictions.victims
+    chosen = []
+    for run in layer.runs:
+        if run in due:
+            chosen.append(_victims(layer, run, store.views(run)))
+        elif named is not None:
+            chosen.append(named[:, run.first : run.last])
+        else:
+            shape = (store.fields["keys"].shape[0], run.heads, layer.policy.evict_every)
+            chosen.append(mx.zeros(shape, mx.int32))
+    layer.name_victims(due, chosen[0] if len(chosen) == 1 else mx.concatenate(chosen, axis=1))
+
+
+def resize(layer: Layer, settings: CacheSettings) -> None:
+    """Give the heads the budgets of other settings; what no longer fits is evicted."""
+    assert settings.budgets is not None
+    layer.journal.clear()
+    beyond, size = None, 0
+    if layer.window is not None:
+        beyond = layer.resize_window(recent_size(settings, settings.budgets))
+        size = layer.window.size
+    budgets = [budget - size for budget in settings.budgets]
+    layer.regroup(settings, budgets)
+    settle(layer, layer.memory.attended(beyond))
+    # Heads that have become alike form one run again.
+    layer.regroup(settings, budgets)
+    choose_victims(layer)
+
+
+def recent_size(settings: CacheSettings, budgets: Sequence[int]) -> int:
+    """Tokens that every head protects, for the recent window.
+
+    Raises:
+        ValueError: There are none.
+    """
+    policy = settings.policy
+    size = min(policy.recent_slots(budget) for budget in budgets)
+    if size < 1:
+        raise ValueError(
+            f"recent_bits needs protected tokens: policy {policy.name!r} with "
+            f"recent={policy.recent} protects none in a head of {min(budgets)} slots."
+        )
+    return size
+
+
+def _victims(layer: Layer, run: Run, fields: Fields) -> mx.array:
+    """The slots of a full run to overwrite next, `[B, heads, evict_every]`."""
+    slots = slots_of(layer, run, fields, layer.lost(run))
+    return selection.select_victims(
+        layer.policy.priority(slots)[..., : run.length],
+        slots.positions[..., : run.length],
+        slots.evictable[..., : run.length],
+        layer.policy.evict_every,
+        layer.policy.unit,
+    )
+
+
+def _reduced(layer: Layer, run: Run, fields: Fields, window_mass: mx.array | None) -> Fields:
+    """The rows of a run that stay within its budget; the others are folded."""
+    positions = fields["positions"]
+    N = positions.shape[2]
+    if run.budget >= N:
+        return fields
+    evicted = layer.lost_beside(fields)
+    # Head by head, so that float32 copies are never of more than one head's rows.
+    priorities = []
+    for i in range(run.heads):
+        one = replace(run, first=run.first + i, last=run.first + i + 1)
+        slots = slots_of(layer, one, _head(fields, i), evicted)
+        mass = None if window_mass is None else window_mass[:, i : i + 1]
+        priorities.append(layer.policy.prompt_priority(slots, mass)[..., :N])
+    kept = selection.select_kept(
+        mx.concatenate(priorities, axis=1),
+        positions,
+        evictable_of(layer, run, positions),
+        run.budget,
+        layer.policy.unit,
+    )
+    if layer.settings.remembers:
+        dropped = mx.put_along_axis(mx.ones(positions.shape), kept, mx.zeros(kept.shape), axis=-1)
+        for i in range(run.heads):
+            layer.fold(_head(fields, i), dropped[:, i : i + 1], run.first + i)
+    return {
+        name: mx.take_along_axis(field, kept.reshape(*kept.shape, *[1] * (field.ndim - 3)), axis=2)
+        for name, field in fields.items()
+    }
+
+
+def _head(fields: Fields, index: int) -> Fields:
+    """One head of a run's fields."""
+    return {name: field[:, index : index + 1] for name, field in fields.items()}

@@ -1,0 +1,68 @@
+"""Files that are written whole or not at all, and whether they can be, known beforehand."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
+    """A temporary name beside `path`, moved over it if all goes well and removed if not."""
+    path = Path(os.path.realpath(path))  # a link stays one
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{suffix}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def require_writable(option: str, path: Path) -> None:
+    """Raise ValueError unless a file can be written at `path`; `option` asked for it."""
+    folder = Path(os.path.realpath(path)).parent
+    if not folder.is_dir():
+        raise ValueError(f"{option}: there is no folder {folder}; make it first.")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{option}: {path} is no file that could be replaced.")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option}: cannot write {path}: {error.strerror}.") from error
+
+
+def require_folder(option: str, folder: Path) -> None:
+    """Make a folder; raise ValueError unless files can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option}: cannot write into {folder}: {error.strerror}.") from error
+
+
+def write_kept(path: Path, write: Callable[[Path], object], suffix: str = "") -> None:
+    """Write a file that took long to compute; where that fails, write it elsewhere and say where.
+
+    Args:
+        path: Where it belongs.
+        write: Writes it to the path that it is given.
+        suffix: That the path given to `write` must have.
+
+    Raises:
+        OSError: It could not be written to `path`; the message says where it is.
+    """
+    try:
+        with replacing(path, suffix) as temporary:
+            write(temporary)
+    except (OSError, RuntimeError) as error:  # MLX's own writer raises RuntimeError
+        with tempfile.NamedTemporaryFile(
+            prefix=f"{path.stem}-", suffix=suffix or path.suffix, delete=False
+        ) as file:
+            elsewhere = Path(file.name)
+        write(elsewhere)
+        raise OSError(f"Cannot write {path} ({error}); it is in {elsewhere} instead.") from error

@@ -1,0 +1,81 @@
+"""The bounded cache of layers that attend to keys made of the cached ones (MLA)."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_h2o.attention_call import AttentionCall
+from mlx_h2o.budget import LayerShare
+from mlx_h2o.cache import H2OKVCache
+from mlx_h2o.core import attend_to_derived
+from mlx_h2o.masks import Mask
+from mlx_h2o.memory import Fields
+from mlx_h2o.settings import CacheSettings
+from mlx_h2o.tracing import refuse_tracing
+
+
+class LatentKVCache(H2OKVCache, kind="latent"):
+    """A bounded cache of latent rows, from which the model makes keys and values itself.
+
+    No mean key stands for such keys, so there is no remainder; one mask serves all layers, so all
+    heads have one budget; rows are handed out, so they are not packed; and a chunk cannot be taken
+    token by token, so there is no undo.
+
+    Raises:
+        ValueError: The settings ask for one of these.
+    """
+
+    own = False
+
+    def _begin(self, settings: CacheSettings, share: LayerShare | None = None) -> None:
+        alike = settings.budgets is None or len(set(settings.budgets)) == 1
+        if settings.remainder or settings.packing.packs or settings.undo or not alike:
+            raise ValueError(
+                "A cache of latent rows needs one budget for all heads, remainder=False, no bits "
+                "and no undo."
+            )
+        super()._begin(settings, share)
+        # What was handed out and is not attended to yet.
+        self._attended: list[Fields] | None = None
+
+    @property
+    def _between(self) -> bool:
+        return self._attended is not None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Take new rows in; return all to make keys and values of.
+
+        Args:
+            keys: `[B, Hk, L, D]`, with RoPE applied at `offset`.
+            values: `[B, Hk, L, Dv]`.
+
+        Returns:
+            `[B, Hk, N, D]` and `[B, Hk, N, Dv]`, old and new.
+
+        Raises:
+            RuntimeError: As in `H2OKVCache`.
+            ValueError: Likewise.
+        """
+        self._attended = self._opened(keys, values).take_in(keys, values)
+        return self._attended[0]["keys"], self._attended[0]["values"]
+
+    def attend(
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Mask = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend to keys and values `[B, H, N, ...]` made of the rows; others as in `H2OKVCache`.
+
+        An array mask covers all N.
+        """
+        refuse_tracing()
+        attended, self._attended = self._attended, None
+        if attended is None:
+            raise RuntimeError("attend() before update_and_fetch(): there is nothing to attend to.")
+        call = AttentionCall(q, scale, mask, sinks)
+        return attend_to_derived(self._held(), call, attended, keys, values)

@@ -1,0 +1,159 @@
+"""A layer's memory, made when its first rows tell the widths, or from what a file holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_h2o import saved_state
+from mlx_h2o.attention import FLOAT_DTYPES
+from mlx_h2o.budget import LayerShare, RowWidths, slots_for_bytes
+from mlx_h2o.eviction import recent_size
+from mlx_h2o.layer import Layer, RowType
+from mlx_h2o.memory import Evictions, Memory, fields_of
+from mlx_h2o.recent_window import RecentWindow
+from mlx_h2o.remainder import Remainder, plain_rows_for
+from mlx_h2o.settings import CacheSettings
+from mlx_h2o.store import SlotStore
+
+
+def open_layer(
+    settings: CacheSettings, keys: mx.array, values: mx.array
+) -> tuple[Layer, LayerShare]:
+    """An empty layer for rows like these, and what it takes of a model's budget.
+
+    Args:
+        settings: Its size in tokens, in bytes or per head.
+        keys: `[B, H, L, D]`.
+        values: `[B, H, L, Dv]`.
+
+    Raises:
+        ValueError: The rows are no floats, or the size does not suit them.
+    """
+    if keys.dtype not in FLOAT_DTYPES or values.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"Keys and values must be float32, float16 or bfloat16; got {keys.dtype} and "
+            f"{values.dtype}."
+        )
+    B, H, _, D = keys.shape
+    Dv, sizes = values.shape[-1], (keys.dtype.size, values.dtype.size)
+    widths = RowWidths(D, Dv, *sizes, settings.packing, settings.undo)
+    budgets = budgets_of(settings, B, H, widths)
+    reserved = 0
+    if not settings.attending and settings.remainder:
+        reserved = plain_rows_for(min(budgets))
+    of_slots = [budget - reserved for budget in budgets]
+    for budget in set(of_slots):
+        settings.policy.check_budget(budget, "max_size", settings.max_size)
+    window = None
+    if settings.packing.recent is not None:
+        window = window_of(settings, recent_size(settings, of_slots))
+        of_slots = [budget - window.size for budget in of_slots]
+    settings = settings.resized(budgets)
+    store = SlotStore(of_slots, reserved)
+    if window is not None:
+        # So that there are fields to look at while all tokens are recent.
+        store.reserve(1, fields_of(settings, keys[:, :, :1], values[:, :, :1], 0))
+    types = {"keys": RowType.of(keys), "values": RowType.of(values)}
+    evictions = Evictions(Remainder.empty(B, H, D, Dv))
+    return Layer(settings, types, Memory(store, window, evictions)), LayerShare(H, widths)
+
+
+def budgets_of(settings: CacheSettings, batch: int, heads: int, widths: RowWidths) -> list[int]:
+    """Slots of each KV head.
+
+    Raises:
+        ValueError: There are too few, or not one number for each head.
+    """
+    policy, remembers = settings.policy, settings.remembers
+    if settings.budgets is not None:
+        if len(settings.budgets) != heads:
+            raise ValueError(f"{len(settings.budgets)} budgets were given for {heads} KV heads.")
+        return list(settings.budgets)
+    if settings.max_bytes is not None:
+        least = policy.least_budget()
+        rows = batch * heads
+        size = slots_for_bytes(settings.max_bytes, rows, widths, policy, remembers, least)
+    else:
+        assert settings.max_size is not None
+        size = settings.max_size - widths.remainder_slots(remembers)
+    return [size] * heads
+
+
+def window_of(settings: CacheSettings, size: int) -> RecentWindow:
+    """An empty recent window."""
+    return RecentWindow(size, settings.packing, settings.policy.needs_attention)
+
+
+def config_of(layer: Layer | None) -> dict[str, Any]:
+    """What `restored` needs beside the arrays, as JSON types; None: no rows came yet."""
+    if layer is None:
+        return {"offset": 0, "reserved": 0, "runs": [], "recent": None}
+    return {
+        "offset": layer.offset,
+        "reserved": layer.store.reserved,
+        "runs": [vars(run).copy() for run in layer.runs],
+        "recent": layer.window.config() if layer.window else None,
+    }
+
+
+def restored(
+    settings: CacheSettings,
+    share: LayerShare | None,
+    config: dict[str, Any],
+    arrays: dict[str, mx.array],
+) -> tuple[Layer, LayerShare]:
+    """The layer that a file holds, and what it takes of a model's budget.
+
+    Args:
+        settings: Of the layer.
+        share: As the file says, if it does.
+        config: Of the cache; it has runs.
+        arrays: By name.
+
+    Raises:
+        ValueError: Numbers and arrays do not go together.
+    """
+    policy, packing, remembers = settings.policy, settings.packing, settings.remembers
+    numbers = saved_state.checked_window(config, policy, packing)
+    runs = saved_state.checked_runs(config, policy, numbers)
+    saved_state.check_arrays(arrays, runs, policy, packing, remembers, numbers)
+    newest = config["offset"] - (numbers["length"] if numbers else 0)
+    saved_state.check_indices(arrays, runs, config["reserved"], policy, newest)
+    store = SlotStore.of(runs, config["reserved"], _under("slots.", arrays))
+    window = None
+    if numbers:
+        window = window_of(settings, numbers["size"])
+        window.length, window.oldest = numbers["length"], numbers["oldest"]
+        window.get_back(_under("recent.", arrays))
+    types, widths = _types_and_widths(settings, store)
+    heads, B = store.heads, types["keys"].batch
+    share = share or LayerShare(heads, widths)
+    if (share.heads, share.widths) != (heads, widths):
+        raise ValueError(f"The share {share} is not that of {heads} heads of {widths}.")
+    remainder = Remainder.empty(B, heads, widths.key, widths.value)
+    if remembers:
+        remainder = Remainder(**_under("remainder.", arrays))
+    evictions = Evictions(remainder, arrays.get("victims"))
+    return Layer(settings, types, Memory(store, window, evictions), config["offset"]), share
+
+
+def _types_and_widths(
+    settings: CacheSettings, store: SlotStore
+) -> tuple[dict[str, RowType], RowWidths]:
+    """What the rows of a store are like before they are packed."""
+    types, widths, sizes = {}, [], []
+    for name in ("keys", "values"):
+        held = settings.packing.rows(name, store.fields)
+        batch, _, width = held.shape
+        types[name] = RowType(batch, store.heads, width, held.dtype)
+        widths.append(width)
+        sizes.append(held.dtype.size)
+    packing = settings.packing
+    return types, RowWidths(widths[0], widths[1], sizes[0], sizes[1], packing, settings.undo)
+
+
+def _under(prefix: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The arrays whose names begin with a prefix, by what follows it."""
+    return {n.removeprefix(prefix): array for n, array in arrays.items() if n.startswith(prefix)}

@@ -1,0 +1,20 @@
+"""Functions of mlx-lm that are replaced by ours, and put back."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def replace_everywhere(old: Any, new: Any) -> None:
+    """Let every loaded module that holds `old`, by whatever name, hold `new`.
+
+    Modules imported later find `new` where they import it from. Our own modules keep what they
+    hold: they are the ones that must still reach mlx-lm's.
+    """
+    for name, module in list(sys.modules.items()):
+        if name == "mlx_h2o" or name.startswith("mlx_h2o."):
+            continue
+        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+            if value is old:
+                setattr(module, attribute, new)

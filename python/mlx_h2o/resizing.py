@@ -1,0 +1,74 @@
+"""Another budget for a model's caches while they are in use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_h2o.bounded_cache import BoundedKVCache
+from mlx_h2o.budget import LayerShare
+from mlx_h2o.cache_lists import entries
+from mlx_h2o.profile import ModelIdentity, Profile
+from mlx_h2o.prompt_cache import NothingToBound, slots_of_layers
+from mlx_h2o.settings import ModelSettings
+
+
+def resize(
+    cache: Sequence[Any], max_size: int | None = None, *, max_bytes: int | None = None
+) -> None:
+    """Change the budget of a whole model's caches; what no longer fits goes into the remainders.
+
+    The slots are shared out as `make_prompt_cache` shares them out for this size: by the profile
+    that the caches were made with, which files remember too. Caches that are not bounded stay as
+    they are. (`H2OKVCache.resize` changes one layer alone.)
+
+    Args:
+        cache: From `make_prompt_cache` or `load_prompt_cache`.
+        max_size: As in `make_prompt_cache`.
+        max_bytes: Likewise.
+
+    Raises:
+        ValueError: No or two sizes, one that is too small, or no bounded cache in the list. Nothing
+            was changed then.
+    """
+    settings = ModelSettings(max_size, max_bytes)
+    layers = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
+    if not layers:
+        raise NothingToBound("There is no bounded cache in this list.")
+    first = layers[0]
+    for layer in layers:
+        if any(
+            getattr(layer, name) != getattr(first, name)
+            for name in ("policy", "packing", "answers", "attending")
+        ):
+            raise ValueError(
+                "These caches have different settings, so one size says nothing about them: resize "
+                "each one by itself."
+            )
+    shares = [layer.share for layer in layers if layer.share is not None]
+    if len(shares) < len(layers):
+        raise ValueError(
+            "Before its first token a cache that make_prompt_cache did not make cannot be resized "
+            "with others: how large its rows will be is not known. Make it anew."
+        )
+    remembers = first.answers or first.policy.uses_evicted_mean
+    profile = _profile_of(shares)
+    sizes = slots_of_layers(shares, settings, first.policy, remembers, first.attending, profile)
+    new = []
+    for layer, slots in zip(layers, sizes, strict=True):
+        # Plain rows of the remainder, where there are any yet, stay as many as they are.
+        reserved = layer.store.reserved if layer.store else 0
+        new.append([count - reserved for count in slots])
+        layer.resized_settings(new[-1])
+    for layer, slots in zip(layers, new, strict=True):
+        layer.resize(slots)
+
+
+def _profile_of(shares: Sequence[LayerShare]) -> Profile | None:
+    """What the layers remember of their model's profile, or None if there was none."""
+    if not all(share.losses for share in shares):
+        return None
+    heads = tuple(share.heads for share in shares)
+    widths = tuple(share.widths.key for share in shares)
+    model = ModelIdentity("remembered", heads, widths, 0, ())
+    return Profile(model, shares[0].grid, tuple(share.losses for share in shares), "remembered")

@@ -1,0 +1,269 @@
+"""The settings of bounded caches: values that exist only if they passed every check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mlx_h2o import checks
+from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, Packing
+from mlx_h2o.policies import KernelPolicy, Policy, make_policy
+from mlx_h2o.policies.base import kernel_policy_of
+from mlx_h2o.policies.distinct import KEYS_ONLY
+from mlx_h2o.profile import Profile
+from mlx_h2o.undo import MOST_STEPS
+
+DEFAULT_POLICY = "distinct"
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """What a layer's cache may hold, and how.
+
+    Attributes:
+        max_size: Slots per KV head, or None where one of the next two says it.
+        max_bytes: Bytes that the layer's cache may take.
+        budgets: Slots of each KV head.
+        policy: What chooses; a name is made a policy.
+        remainder: Whether evicted tokens go on answering.
+        packing: How rows are stored.
+        attending: Whether this library computes the attention.
+        undo: How many of the last tokens can be taken back after evictions.
+
+    Raises:
+        ValueError: A setting is none, or they do not go together; the message names it.
+    """
+
+    max_size: int | None = None
+    max_bytes: int | None = None
+    budgets: tuple[int, ...] | None = None
+    policy: Policy = field(default_factory=lambda: make_policy(DEFAULT_POLICY))
+    remainder: bool = True
+    packing: Packing = field(default_factory=Packing)
+    attending: bool = True
+    undo: int = 0
+
+    def __post_init__(self) -> None:
+        self._set("policy", make_policy(self.policy))
+        self._set("remainder", checks.switch("remainder", self.remainder))
+        self._set("attending", checks.switch("attending", self.attending))
+        one_size(max_size=self.max_size, max_bytes=self.max_bytes, budgets=self.budgets)
+        if self.max_bytes is not None:
+            self._set("max_bytes", checks.whole("max_bytes", self.max_bytes, 1))
+        if not self.attending and self.policy.needs_attention:
+            raise ValueError(
+                f"Policy {self.policy.name!r} must see attention, which this model computes by "
+                'itself: choose one that looks at keys only ("keydiff", "streaming", or "distinct" '
+                "with mass_weight=0)."
+            )
+        if self.packing.packs and not self.attending:
+            raise ValueError("A model that attends by itself cannot read packed keys and values.")
+        self._set("undo", checked_undo(self.undo))
+        if self.undo and not self.attending:
+            raise ValueError("A model that attends by itself cannot take tokens back one by one.")
+        if self.max_size is not None:
+            size = checks.whole("max_size", self.max_size)
+            self._set("max_size", self.checked_budgets("max_size", size)[0])
+        if self.budgets is not None:
+            self._set("budgets", self.checked_budgets("budgets", self.budgets))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def size(self) -> str:
+        """For people: "16 to 32 slots", "64 slots" or "at most 90,000 bytes"."""
+        if self.budgets is not None:
+            few, most = min(self.budgets), max(self.budgets)
+            return f"{few} to {most} slots" if few < most else f"{most} slots"
+        if self.max_size is not None:
+            return f"{self.max_size} slots"
+        return f"at most {self.max_bytes:,} bytes"
+
+    def config(self) -> dict[str, Any]:
+        """As JSON types; `saved_state.settings_of` reads them."""
+        return {
+            "policy": {"name": self.policy.name, **asdict(self.policy)},
+            "remainder": self.remainder,
+            "attending": self.attending,
+            "packing": asdict(self.packing),
+            "undo": self.undo,
+            "max_size": self.max_size,
+            "max_bytes": self.max_bytes,
+            "budgets": None if self.budgets is None else list(self.budgets),
+        }
+
+    @cached_property
+    def kernel_policy(self) -> KernelPolicy | None:
+        """The policy in the terms of the CPU's kernels; asked at every step."""
+        return kernel_policy_of(self.policy)
+
+    @cached_property
+    def remembers(self) -> bool:
+        """Whether statistics of the evicted are kept at all."""
+        return self.remainder or self.policy.uses_evicted_mean
+
+    def resized(self, budgets: Sequence[int], alike: bool = False) -> CacheSettings:
+        """The same settings with slots for each KV head; with `alike` the first is every head's."""
+        if alike:
+            return replace(self, max_size=budgets[0], max_bytes=None, budgets=None)
+        return replace(self, max_size=None, max_bytes=None, budgets=tuple(budgets))
+
+    def checked_budgets(self, name: str, budgets: Any) -> tuple[int, ...]:
+        """Slots of some KV heads, of all of them if one number is given.
+
+        Args:
+            name: What the caller calls them.
+            budgets: A number, or a list with each head's.
+
+        Raises:
+            ValueError: They are no whole numbers, or the policy cannot work with them.
+        """
+        if name == "budgets" or checks.is_list(budgets):
+            counts = checks.wholes(name, budgets)
+        else:
+            counts = (checks.whole(name, budgets),)
+        for count in counts:
+            self.policy.check_budget(count, name)
+        if len(set(counts)) > 1 and not self.attending:
+            raise ValueError("A model that attends by itself needs one budget for all heads.")
+        if len(set(counts)) > 1 and self.policy.unit == "layer":
+            raise ValueError('unit="layer" needs one budget for all heads: pass budgets="uniform".')
+        return counts
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What the caches of a whole model may hold, and how, before the model is known.
+
+    Attributes:
+        max_size: Tokens' worth of memory per KV head and layer, on average; or
+        max_bytes: Bytes for all bounded layers together.
+        policy: A policy, its name, or None: the best that the model can run.
+        policy_settings: Fields of a named policy to change.
+        remainder: Whether evicted tokens go on answering.
+        budgets: "uniform", a profile, the path of one, or None: the model's own.
+        packing: How rows are stored.
+        undo: How many of the last tokens can be taken back after evictions.
+
+    Raises:
+        ValueError: A setting is none, or they do not go together; the message names it.
+    """
+
+    max_size: int | None = None
+    max_bytes: int | None = None
+    policy: str | Policy | None = None
+    policy_settings: dict[str, Any] = field(default_factory=dict)
+    remainder: bool = True
+    budgets: str | Path | Profile | None = None
+    packing: Packing = field(default_factory=Packing)
+    undo: int = 0
+
+    def __post_init__(self) -> None:
+        one_size(max_size=self.max_size, max_bytes=self.max_bytes)
+        object.__setattr__(self, "undo", checked_undo(self.undo))
+        for name in ("max_size", "max_bytes"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, checks.whole(name, getattr(self, name), 1))
+        object.__setattr__(self, "remainder", checks.switch("remainder", self.remainder))
+        given = {name for name, value in self.policy_settings.items() if value is not None}
+        if isinstance(self.policy, Policy) and given:
+            names = ", ".join(sorted(given))
+            raise ValueError(
+                f"{names} would change a policy that is made already: make it with them, as in "
+                f"{type(self.policy).__name__}(...), or give its name {self.policy.name!r}."
+            )
+        self.policy_for(attending=True)
+        object.__setattr__(self, "budgets", profile_or_uniform(self.budgets))
+
+    @classmethod
+    def of(
+        cls,
+        max_size: int | None = None,
+        *,
+        max_bytes: int | None = None,
+        policy: str | Policy | None = None,
+        remainder: bool = True,
+        budgets: str | Path | Profile | None = None,
+        bits: int | None = None,
+        k_bits: int | None = None,
+        v_bits: int | None = None,
+        group_size: int = DEFAULT_GROUP_SIZE,
+        recent_bits: int | None = None,
+        undo: int = 0,
+        **settings: Any,
+    ) -> ModelSettings:
+        """From the arguments of `make_prompt_cache`, which explains them."""
+        packing = packing_of(bits, k_bits, v_bits, group_size, recent_bits)
+        if not packing.packs and group_size != DEFAULT_GROUP_SIZE:
+            raise ValueError("group_size needs bits (or k_bits or v_bits): nothing is packed.")
+        return cls(max_size, max_bytes, policy, settings, remainder, budgets, packing, undo)
+
+    def policy_for(self, attending: bool) -> Policy:
+        """The policy, for a model that attends through this library or by itself."""
+        settings = self.policy_settings
+        if self.policy is None and not attending:
+            settings = {**KEYS_ONLY, **settings}
+        return make_policy(self.policy or DEFAULT_POLICY, **settings)
+
+
+def profile_or_uniform(budgets: Any) -> Profile | str | None:
+    """What `budgets=` of a model means; a path is read.
+
+    Raises:
+        ValueError: It is neither, or the file is no profile.
+    """
+    if budgets is None or isinstance(budgets, Profile):
+        return budgets
+    if isinstance(budgets, str) and budgets == "uniform":
+        return "uniform"
+    if isinstance(budgets, str | Path):
+        return Profile.load(budgets)
+    raise ValueError(
+        'budgets must be "uniform", a Profile, or the path of one (slots of single heads go to '
+        f"H2OKVCache); got {budgets!r}."
+    )
+
+
+def checked_undo(undo: Any) -> int:
+    """How many of the last tokens can be taken back.
+
+    Raises:
+        ValueError: It is no whole number from 0 to `MOST_STEPS`.
+    """
+    steps = checks.whole("undo", undo, 0)
+    if steps > MOST_STEPS:
+        raise ValueError(f"undo must be at most {MOST_STEPS}; got {steps}.")
+    return steps
+
+
+def one_size(**sizes: Any) -> None:
+    """Raise ValueError unless exactly one of these sizes is given."""
+    given = [name for name, size in sizes.items() if size is not None]
+    if len(given) != 1:
+        got = f"both {' and '.join(given)}" if given else "none of them"
+        raise ValueError(f"Give exactly one of {', '.join(sizes)}; got {got}.")
+
+
+def packing_of(
+    bits: int | None,
+    k_bits: int | None,
+    v_bits: int | None,
+    group_size: int,
+    recent_bits: int | None,
+) -> Packing:
+    """How rows are stored, from the arguments that people give.
+
+    Raises:
+        ValueError: They are none of those that there are.
+    """
+    checks.choice("bits", bits, (*BITS, None))
+    return Packing(
+        bits if k_bits is None else k_bits,
+        bits if v_bits is None else v_bits,
+        group_size,
+        recent_bits,
+    )
