@@ -10,6 +10,14 @@ import PackageDescription
 #endif
 let isLinux = (Context.environment["MLX_H2O_PACKAGES"] ?? usual) == "linux"
 
+// What sources and tests import.
+let mlx: [Target.Dependency] = [
+    .product(name: "MLX", package: isLinux ? "Linux" : "mlx-swift"),
+    .product(name: "MLXNN", package: isLinux ? "Linux" : "mlx-swift"),
+    .product(name: "MLXLMCommon", package: isLinux ? "Linux" : "mlx-swift-lm"),
+    .product(name: "MLXLLM", package: isLinux ? "Linux" : "mlx-swift-lm"),
+]
+
 // What Apple's systems have.
 let system: [Target.Dependency] =
     isLinux
@@ -20,32 +28,28 @@ let system: [Target.Dependency] =
 
 let package = Package(
     name: "mlx-h2o",
-    platforms: [.macOS(.v14), .iOS(.v17), .visionOS(.v1)],
+    platforms: [.macOS(.v14), .iOS(.v17), .tvOS(.v17), .visionOS(.v1)],
     products: [.library(name: "MLXH2O", targets: ["MLXH2O"])],
     dependencies: isLinux
         ? [.package(path: "swift/Linux")]
         : [
-            .package(url: "https://github.com/ml-explore/mlx-swift", from: "0.31.6"),
+            // Swift 6.1 and 6.2 get 0.31.4: later versions are written for Swift 6.3.
+            .package(url: "https://github.com/ml-explore/mlx-swift", from: "0.31.4"),
             .package(url: "https://github.com/ml-explore/mlx-swift-lm", from: "3.31.4"),
         ],
     targets: [
         .target(
             name: "MLXH2O",
-            dependencies: [
-                .product(name: "MLX", package: isLinux ? "Linux" : "mlx-swift"),
-                .product(name: "MLXNN", package: isLinux ? "Linux" : "mlx-swift"),
-                .product(name: "MLXLMCommon", package: isLinux ? "Linux" : "mlx-swift-lm"),
-                .product(name: "MLXLLM", package: isLinux ? "Linux" : "mlx-swift-lm"),
-            ] + system,
+            dependencies: mlx + system,
             path: "swift/Sources/MLXH2O",
             swiftSettings: isLinux ? [.define("STAND_INS")] : []),
         .executableTarget(
             name: "h2o-step-overhead",
-            dependencies: ["MLXH2O"],
+            dependencies: ["MLXH2O"] + mlx,
             path: "swift/Benchmarks/StepOverhead"),
         .testTarget(
             name: "MLXH2OTests",
-            dependencies: ["MLXH2O"],
+            dependencies: ["MLXH2O"] + mlx + system,
             path: "swift/Tests/MLXH2OTests",
             exclude: ["Fixtures"]),
     ]

@@ -57,9 +57,10 @@ let folder = URL(
 let model = try H2OModels.load(folder: folder, dtype: .float32)
 let steps = 300
 for (name, policy, packing) in [
-    ("distinct", Distinct() as any Policy, Packing.dense), ("h2o", H2O(), .dense),
-    ("streaming", Streaming(), .dense),
-    ("distinct, 8 bits", Distinct(), try Packing(keyBits: 8, valueBits: 8)),
+    ("distinct", Policies.Distinct() as any Policy, H2OPacking.dense),
+    ("h2o", Policies.H2O(), .dense),
+    ("streaming", Policies.Streaming(), .dense),
+    ("distinct, 8 bits", Policies.Distinct(), try H2OPacking(keyBits: 8, valueBits: 8)),
 ] {
     let configuration = try H2OConfiguration(
         budget: .tokens(256), policy: policy, packing: packing)

@@ -4,7 +4,7 @@ import PackageDescription
 // Needs a Mac: mlx-swift, and swift-transformers for tokenizers.
 let package = Package(
     name: "Chat",
-    platforms: [.macOS(.v14), .iOS(.v17), .visionOS(.v1)],
+    platforms: [.macOS(.v14), .iOS(.v17), .tvOS(.v17), .visionOS(.v1)],
     products: [.library(name: "ChatEngine", targets: ["ChatEngine"])],
     dependencies: [
         .package(name: "mlx-h2o", path: "../../.."),

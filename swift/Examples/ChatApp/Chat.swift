@@ -1,5 +1,6 @@
 import ChatEngine
 import Foundation
+import MLX
 import MLXH2O
 import Observation
 import UIKit
@@ -20,12 +21,16 @@ final class Chat {
     private let pressure = MemoryPressure()
     private var engine: ChatEngine?
 
+    // Buffers that MLX keeps for later; without a limit it keeps as many as the device has room for.
+    private static let bufferPool = 64 << 20
+
     /// Load the model that lies in the app, in the memory of so many tokens.
     func load(tokens: Int = 1024) async {
+        Memory.cacheLimit = Self.bufferPool
         // What no longer fits after a warning goes on answering through the remainder.
         NotificationCenter.default.addObserver(
             forName: UIApplication.didReceiveMemoryWarningNotification, object: nil, queue: nil
-        ) { [pressure] _ in pressure.lower(to: 0.5) }
+        ) { [pressure] _ in try? pressure.lower(toFraction: 0.5) }
         do {
             guard let folder = Bundle.main.url(forResource: "Model", withExtension: nil) else {
                 problem = "The app holds no folder called Model."

@@ -21,16 +21,22 @@ struct ChatView: View {
                 }
             }
             .defaultScrollAnchor(.bottom)
-            TextField("Message", text: $draft, axis: .vertical)
-                .textFieldStyle(.roundedBorder)
-                .disabled(chat.isAnswering)
-                .onSubmit {
-                    let text = draft
-                    draft = ""
-                    Task { await chat.send(text) }
-                }
+            HStack(alignment: .bottom) {
+                // Of several lines, so that the return key begins the next one.
+                TextField("Message", text: $draft, axis: .vertical)
+                    .textFieldStyle(.roundedBorder)
+                Button("Send", systemImage: "arrow.up.circle.fill", action: send)
+                    .labelStyle(.iconOnly)
+                    .disabled(draft.isEmpty || chat.isAnswering)
+            }
         }
         .padding()
         .task { await chat.load() }
+    }
+
+    private func send() {
+        let text = draft
+        draft = ""
+        Task { await chat.send(text) }
     }
 }

@@ -17,7 +17,7 @@ public func scaledDotProductAttentionWithScores(
     queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float,
     mask: MLXFast.ScaledDotProductAttentionMaskMode = .none, sinks: MLXArray? = nil
 ) -> (output: MLXArray, scores: MLXArray, logSumExp: MLXArray) {
-    let call = AttentionOperands(
+    let call = AttentionCall(
         queries: queries, keys: .plain(keys), values: .plain(values), scale: scale,
         mask: Mask(mask), sinks: sinks)
     call.check()
@@ -51,7 +51,7 @@ public func quantizedScaledDotProductAttentionWithScores(
                 words: packed.0, scales: packed.1, biases: packed.2, bits: bits,
                 groupSize: groupSize))
     }
-    let call = AttentionOperands(
+    let call = AttentionCall(
         queries: queries, keys: rows(quantizedKeys, keyBits),
         values: rows(quantizedValues, valueBits), scale: scale, mask: Mask(mask), sinks: sinks)
     call.check()
@@ -68,31 +68,31 @@ public func quantizedScaledDotProductAttentionWithScores(
 ///   - heads: Hk.
 /// - Returns: `[B, Hk, N]` float32. Over N it sums to L, less what other columns took.
 public func attentionMass(scores: MLXArray, logSumExp: MLXArray, heads: Int) -> MLXArray {
-    precondition(
+    require(
         scores.ndim == 4 && logSumExp.shape == Array(scores.shape[0 ..< 3]),
         "scores must be [B, Hq, L, N] and logSumExp [B, Hq, L].")
-    precondition(heads > 0 && scores.dim(1) % heads == 0, "Hq is no multiple of Hk.")
+    require(heads > 0 && scores.dim(1) % heads == 0, "Hq is no multiple of Hk.")
     return Reference.attentionMass(scores, logSumExp: logSumExp, heads: heads)
 }
 
-extension AttentionOperands {
+extension AttentionCall {
     /// Stop with a message unless the operands fit together.
     func check() {
         let (q, k, v) = (queries.shape, keys.shape, values.shape)
-        precondition(
+        require(
             q.count == 4 && k.count == 4 && v.count == 4,
             "queries, keys and values are [batch, heads, tokens, width]; got \(q), \(k), \(v).")
-        precondition(
+        require(
             Array(k[0 ..< 3]) == Array(v[0 ..< 3]) && q[0] == k[0] && q[3] == k[3],
             "queries \(q), keys \(k) and values \(v) do not fit together.")
-        precondition(
+        require(
             k[1] > 0 && q[1] % k[1] == 0,
             "\(q[1]) query heads are no multiple of \(k[1]) KV heads.")
         if case .causal = mask {
-            precondition(k[2] >= q[2], "A causal mask needs at least as many keys as queries.")
+            require(k[2] >= q[2], "A causal mask needs at least as many keys as queries.")
         }
         if let sinks {
-            precondition(sinks.shape == [q[1]], "sinks must be [Hq]; got \(sinks.shape).")
+            require(sinks.shape == [q[1]], "sinks must be [Hq]; got \(sinks.shape).")
         }
     }
 }

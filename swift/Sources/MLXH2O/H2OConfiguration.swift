@@ -17,9 +17,9 @@ public struct H2OConfiguration: Sendable {
         /// All the same.
         case uniform
         /// By this profile; a model that it was not made for is an error.
-        case profile(Profile)
+        case profile(H2OProfile)
         /// By the first of these that was made for the model, else all the same.
-        case matching([Profile])
+        case matching([H2OProfile])
     }
 
     /// What to do about layers that cannot be bounded.
@@ -32,14 +32,16 @@ public struct H2OConfiguration: Sendable {
 
     /// How much memory.
     public var budget: Budget
-    /// What chooses; nil is ``Distinct`` in the form that the model can run.
+    /// What chooses; nil is ``Policies/Distinct`` in the form that the model can run.
     public var policy: (any Policy)?
     /// Whether evicted tokens go on answering.
     public var remainder: Bool
     /// How slots are shared out among heads; in stock models always uniformly.
     public var headBudgets: HeadBudgets
     /// How keys and values are stored.
-    public var packing: Packing
+    public var packing: H2OPacking
+    /// How many of the last steps can be taken back after evictions (``H2OKVCache/trim(_:)``).
+    public var undo: Int
     /// What to do about layers that cannot be bounded.
     public var compatibility: Compatibility
     /// What may ask for less memory while caches are in use.
@@ -48,52 +50,51 @@ public struct H2OConfiguration: Sendable {
     /// - Throws: ``H2OError/configuration(_:)`` for settings out of range.
     public init(
         budget: Budget, policy: (any Policy)? = nil, remainder: Bool = true,
-        headBudgets: HeadBudgets = .uniform, packing: Packing = .dense,
+        headBudgets: HeadBudgets = .uniform, packing: H2OPacking = .dense, undo: Int = 0,
         compatibility: Compatibility = .requireAllLayers, pressure: MemoryPressure? = nil
     ) throws {
         self.init(
             unchecked: budget, policy: policy, remainder: remainder, headBudgets: headBudgets,
-            packing: packing, compatibility: compatibility, pressure: pressure)
+            packing: packing, undo: undo, compatibility: compatibility, pressure: pressure)
         try validate()
     }
 
     private init(
         unchecked budget: Budget, policy: (any Policy)? = nil, remainder: Bool = true,
-        headBudgets: HeadBudgets = .uniform, packing: Packing = .dense,
+        headBudgets: HeadBudgets = .uniform, packing: H2OPacking = .dense, undo: Int = 0,
         compatibility: Compatibility = .requireAllLayers, pressure: MemoryPressure? = nil
     ) {
         (self.budget, self.policy, self.remainder) = (budget, policy, remainder)
-        (self.headBudgets, self.packing) = (headBudgets, packing)
+        (self.headBudgets, self.packing, self.undo) = (headBudgets, packing, undo)
         (self.compatibility, self.pressure) = (compatibility, pressure)
     }
 
     /// Throw ``H2OError/configuration(_:)`` for settings out of range, after changing some.
     public func validate() throws {
-        let policy = policy ?? Distinct()
+        let policy = policy ?? Policies.Distinct()
         try policy.validate()
+        try CacheSettings.check(undo: undo, attends: true)
         switch budget {
         case .tokens(let count): try policy.checkBudget(count)
-        case .bytes(let count) where count < 1:
-            throw H2OError.configuration("A budget of \(count) bytes holds nothing.")
-        case .bytes: break
+        case .bytes(let count): try policy.checkBytes(count)
         }
     }
 
-    /// ``Distinct`` and the remainder in 1024 tokens: the best of what is known here.
+    /// ``Policies/Distinct`` and the remainder in 1024 tokens: the best of what is known here.
     public static let `default` = H2OConfiguration(unchecked: .tokens(1024))
 
     /// The AtomGradient report: 4 sink, 128 recent and 124 heavy of 256 tokens, no remainder.
     public static let paper = H2OConfiguration(
-        unchecked: .tokens(256), policy: EMALogits.paper, remainder: false)
+        unchecked: .tokens(256), policy: Policies.EMALogits.paper, remainder: false)
 
     /// Zhang et al. 2023: half heavy hitters, half recent, in 1024 tokens, no remainder.
     public static let h2o = H2OConfiguration(
-        unchecked: .tokens(1024), policy: H2O.paper, remainder: false)
+        unchecked: .tokens(1024), policy: Policies.H2O.paper, remainder: false)
 
     /// StreamingLLM: 4 sinks and a window of 1024 tokens; the remainder answers for the rest. Runs in
     /// every model.
     public static let streaming = H2OConfiguration(
-        unchecked: .tokens(1024), policy: Streaming())
+        unchecked: .tokens(1024), policy: Policies.Streaming())
 
     /// The configuration with another budget.
     ///

@@ -23,7 +23,7 @@ public enum H2OError: Error, Equatable, Sendable, LocalizedError {
             "Policy \"\(policy)\" must see attention, which \(model) computes by itself. Call "
                 + "H2OModels.register() before loading a Llama or Qwen model, let your own model "
                 + "attend through h2oAttention(...), or choose a policy that looks at keys only: "
-                + "KeyDiff(), Streaming() or Distinct.keysOnly."
+                + "Policies.KeyDiff(), Policies.Streaming() or Policies.Distinct.keysOnly."
         }
     }
 }

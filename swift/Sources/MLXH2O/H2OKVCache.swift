@@ -1,4 +1,3 @@
-import Foundation
 import MLX
 import MLXLMCommon
 
@@ -25,60 +24,11 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
         case heads([Int])
     }
 
-    /// What chooses.
-    public let policy: any Policy
-    /// Whether evicted tokens go on answering.
-    public let remainderAnswers: Bool
-    /// Whether this library computes the attention.
-    public let attends: Bool
-    /// How keys and values are stored.
-    public let packing: Packing
-    /// As given; `resize` makes it `.heads`.
-    public internal(set) var size: Size
-    /// The next logical position.
-    public internal(set) var offset = 0
-
-    // Where the rows lie, what stays of the evicted, and which slots go next. While kernels decode,
-    // only how many rows there are is known here, and `decoding` has all else.
-    var heldStore: SlotStore?
-    var heldRemainder: Remainder?
-    var heldVictims: MLXArray?
-    var decoding: GPUDecoding?
-    /// How often in a row the arrays were taken back after a single step.
-    var briefDecodings = 0
-    /// The newest tokens, where they are stored in another width; all others are in the store.
-    var recent: RecentZone?
-    /// Rows of a chunk that goes over budget, while it is attended to.
-    var pending: Fields?
-    /// Batch, heads, widths and dtypes that rows must have.
-    var rowTypes: RowTypes?
-    /// Whether the model has attended through ``attend(queries:keys:values:scale:mask:sinks:)``.
-    var attended = false
+    private var core: Core
     /// Arrays set by `state` whose names `metaState` has not told yet.
-    var unnamed: [MLXArray]?
-    let pressure: MemoryPressure?
-    var pressureShare = 1.0
-    var fullBudgets: [Int]?
-
-    struct RowTypes: Equatable {
-        let batch, heads, keyWidth, valueWidth: Int
-        let keyDType, valueDType: DType
-
-        init(keys: MLXArray, values: MLXArray) {
-            (batch, heads) = (keys.dim(0), keys.dim(1))
-            (keyWidth, valueWidth) = (keys.dim(3), values.dim(3))
-            (keyDType, valueDType) = (keys.dtype, values.dtype)
-        }
-
-        init(
-            batch: Int, heads: Int, keyWidth: Int, valueWidth: Int, keyDType: DType,
-            valueDType: DType
-        ) {
-            (self.batch, self.heads) = (batch, heads)
-            (self.keyWidth, self.valueWidth) = (keyWidth, valueWidth)
-            (self.keyDType, self.valueDType) = (keyDType, valueDType)
-        }
-    }
+    private var unnamed: [MLXArray]?
+    /// Tokens that `trim` was asked for in vain.
+    private(set) var vainTrim: Int?
 
     /// A cache for one layer.
     ///
@@ -90,40 +40,44 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     ///     keys only, all heads of all layers must have one budget, and the remainder goes in as
     ///     plain rows.
     ///   - packing: How keys and values are stored.
+    ///   - undo: How many of the last steps can be taken back after evictions (``trim(_:)``): as many
+    ///     as a draft of speculative decoding has tokens. A chunk of up to one more goes token by token,
+    ///     and no step is fused on a GPU.
     ///   - pressure: What may ask for less memory while the cache is in use.
     /// - Throws: ``H2OError`` for settings out of range or a budget without room to evict.
-    public init(
-        _ size: Size, policy: any Policy = Distinct(), remainder: Bool = true, attends: Bool = true,
-        packing: Packing = .dense, pressure: MemoryPressure? = nil
+    public convenience init(
+        _ size: Size, policy: any Policy = Policies.Distinct(), remainder: Bool = true,
+        attends: Bool = true,
+        packing: H2OPacking = .dense, undo: Int = 0, pressure: MemoryPressure? = nil
     ) throws {
-        try policy.validate()
-        if !attends && policy.needsAttention {
-            throw H2OError.policyNeedsAttention(
-                policy: type(of: policy).name, model: "a stock model")
-        }
-        if !attends && packing.packs {
-            throw H2OError.configuration(
-                "A model that attends by itself cannot read packed keys and values.")
-        }
-        self.size = size
-        self.policy = policy
-        self.remainderAnswers = remainder
-        self.attends = attends
-        self.packing = packing
-        self.pressure = pressure
-        // Budgets are known now unless they depend on the model's widths.
-        switch size {
-        case .tokens(let count): try checkBudgets([count])
-        case .heads(let budgets):
-            guard !budgets.isEmpty else {
-                throw H2OError.configuration("Give one number of slots per KV head.")
-            }
-            try checkBudgets(budgets)
-        case .bytes: break
-        }
+        let settings = try CacheSettings(
+            size, policy: policy, remainder: remainder, attends: attends, packing: packing,
+            undo: undo)
+        self.init(settings, PressureShare(pressure, nil))
     }
 
-    // MARK: mlx-swift-lm's cache protocol
+    convenience init(_ settings: CacheSettings, _ pressure: PressureShare) {
+        self.init(Core(settings, pressure))
+    }
+
+    private init(_ core: Core) { self.core = core }
+
+    /// As given; the slots of each head once they are known.
+    public var size: Size { core.settings.size }
+    /// What chooses.
+    public var policy: any Policy { core.settings.policy }
+    /// Whether evicted tokens go on answering.
+    public var remainderAnswers: Bool { core.settings.remainderAnswers }
+    /// Whether this library computes the attention.
+    public var attends: Bool { core.settings.attends }
+    /// How keys and values are stored.
+    public var packing: H2OPacking { core.settings.packing }
+    /// How many of the last steps can be taken back after evictions.
+    public var undo: Int { core.settings.undo }
+    /// The next logical position.
+    public var offset: Int { core.offset }
+
+    // MARK: steps
 
     /// Take new rows in; return what stock attention is to attend to.
     ///
@@ -138,44 +92,30 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
                     policy: type(of: policy).name, model: "this model"
                 ).localizedDescription + " (H2OConfiguration.caches(for:) tells in time.)")
         }
-        takeIn(keys: keys, values: values)
-        let fetched = fetch()
-        settle(store!.runs.map { attendedFields($0) })
-        return (depends(input: fetched.0, dependencies: sideState()), fetched.1)
+        checkReady()
+        return core.update(keys: keys, values: values)
     }
 
     public func attend(
         queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float,
         mask: MLXFast.ScaledDotProductAttentionMaskMode = .none, sinks: MLXArray? = nil
     ) -> MLXArray {
-        precondition(attends, "This cache was made for stock attention (attends: false).")
-        if let output = decode(
-            queries: queries, keys: keys, values: values, scale: scale, mask: mask, sinks: sinks)
-        {
-            return output
+        require(attends, "This cache was made for stock attention (attends: false).")
+        checkReady()
+        return core.updateAndAttend(
+            NewTokens(
+                queries: queries, keys: keys, values: values, scale: scale, mask: Mask(mask),
+                sinks: sinks))
+    }
+
+    /// Stop with a message where what the cache holds is not what the model thinks.
+    private func checkReady() {
+        if let vainTrim {
+            fatalError(
+                "After trim(\(vainTrim)), which took nothing back: "
+                    + Self.tooFar(vainTrim, undoableSteps))
         }
-        takeIn(keys: keys, values: values)
-        attended = true
-        let runs = store!.runs, group = queries.dim(1) / store!.heads
-        var outputs: [MLXArray] = [], seen: [Fields] = [], windowMasses: [MLXArray?] = []
-        var recentScores: [MLXArray] = []
-        for run in runs {
-            var fields = attendedFields(run)
-            let heads = run.first * group ..< run.last * group, kept = fields["positions"]!.dim(2)
-            let result = attend(
-                run, fields, queries: queries.sliced(heads, axis: 1), scale: scale,
-                mask: Mask(mask), sinks: sinks?.sliced(heads, axis: 0))
-            if let scores = result.scores {
-                fields["scores"] = scores.slicedLast(0 ..< kept)
-                if recent != nil { recentScores.append(scores.slicedLast(kept ..< scores.dim(2))) }
-            }
-            outputs.append(result.output)
-            seen.append(fields)
-            windowMasses.append(result.windowMass)
-        }
-        if !recentScores.isEmpty { recent!.writeScores(joined(recentScores, axis: 1)) }
-        settle(seen, windowMasses)
-        return depends(input: joined(outputs, axis: 1), dependencies: sideState())
+        require(unnamed == nil, "The state of this cache was set without its metaState.")
     }
 
     /// The mask that models ask for before n new tokens.
@@ -185,126 +125,26 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     public func makeMask(
         n: Int, windowSize: Int?, returnArray: Bool
     ) -> MLXFast.ScaledDotProductAttentionMaskMode {
-        precondition(
+        require(
             windowSize == nil,
             "This model masks a sliding window over a full cache, which a bounded cache cannot "
                 + "serve: leave that layer's own cache in place.")
-        yieldToPressure()
-        let kept = physicalLength
-        if let heldStore, heldStore.reserved > 0, evictedAfter(n) > 0 {
-            return .array(plainRowsMask(n, kept: kept))
-        }
+        core.yieldToPressure()
+        if let mask = core.layer?.plainRowsMask(n) { return .array(mask) }
         if n == 1 { return .none }
         if returnArray {
+            let kept = physicalLength
             return .array(positions(0 ..< kept + n) .<= positions(kept ..< kept + n).column)
         }
         return .causal
     }
 
-    /// The mean number of slots of a KV head, once known.
-    public var maxSize: Int? {
-        if let fullBudgets { return fullBudgets.reduce(0, +) / fullBudgets.count }
-        return switch size {
-        case .tokens(let count): count
-        case .heads(let budgets): budgets.reduce(0, +) / budgets.count
-        case .bytes: nil
-        }
-    }
-
-    /// Whether the newest tokens can be taken back: until the first eviction.
-    public var isTrimmable: Bool {
-        heldStore?.runs.allSatisfy { evicted($0) == 0 } ?? true
-    }
-
-    /// Take back the newest n tokens; their attention stays in the scores of older ones.
-    ///
-    /// - Returns: How many were taken back: 0 once anything was evicted.
-    @discardableResult
-    public func trim(_ n: Int) -> Int {
-        guard heldStore != nil, isTrimmable else { return 0 }
-        let n = min(n, offset)
-        guard n > 0 else { return 0 }
-        offset -= n
-        let older = n - (recent?.trim(n) ?? 0)
-        for i in store!.runs.indices { store!.runs[i].length -= older }
-        forgetVictims()
-        return n
-    }
-
-    /// Every array held: evaluated after each prompt chunk, or the graph grows. Of what kernels change
-    /// in place nobody else gets hold: their last outputs stand for it.
-    public func innerState() -> [MLXArray] {
-        decoding?.sideState ?? namedArrays.map(\.array)
-    }
+    // MARK: between steps
 
     public func copy() -> any KVCache {
-        let twin = try! H2OKVCache(
-            size, policy: policy, remainder: remainderAnswers, attends: attends, packing: packing,
-            pressure: pressure)
-        // Arrays are never changed in place while two hold them, so both may.
-        (twin.offset, twin.store, twin.remainder) = (offset, store, remainder)
-        (twin.victims, twin.rowTypes, twin.attended) = (victims, rowTypes, attended)
-        twin.recent = recent
-        (twin.pressureShare, twin.fullBudgets) = (pressureShare, fullBudgets)
+        let twin = H2OKVCache(core.copied())
+        twin.vainTrim = vainTrim
         return twin
-    }
-
-    // MARK: what is held
-
-    /// Tokens physically held by the head that holds most.
-    public var physicalLength: Int {
-        (heldStore?.runs.map(\.length).max() ?? 0) + (recent?.length ?? 0)
-    }
-
-    public var nbytes: Int {
-        decoding?.nbytes ?? namedArrays.reduce(0) { $0 + $1.array.nbytes }
-    }
-
-    public var evicted: Int {
-        guard let heldStore else { return 0 }
-        return heldStore.runs.reduce(0) { $0 + $1.heads * evicted($1) } / heldStore.heads
-    }
-
-    public var budgets: [Int]? {
-        if let heldStore {
-            return heldStore.runs.flatMap { Array(repeating: budget(of: $0), count: $0.heads) }
-        }
-        if case .heads(let budgets) = size { return budgets }
-        return nil
-    }
-
-    /// What stays of the evicted; nil before the first rows.
-    public var evictedRemainder: Remainder? { remainder }
-
-    public func keptPositions() -> [[[Int]]] {
-        held.map { $0.map { $0.map { Int($0.position) } } }
-    }
-
-    public func keptScores() -> [[[Float]]] {
-        held.map { $0.map { $0.map(\.score) } }
-    }
-
-    /// Positions and scores per batch entry and head, in order of position.
-    private var held: [[[(position: Int32, score: Float)]]] {
-        guard let store, let rowTypes else { return [] }
-        var held = Array(
-            repeating: [[(position: Int32, score: Float)]](), count: rowTypes.batch)
-        for run in store.runs {
-            let fields = positionsAndScores(run, store.views(run))
-            let places = fields["positions"]!.asArray(Int32.self)
-            let scores =
-                fields["scores"]?.asArray(Float.self) ?? Array(repeating: 0, count: places.count)
-            let length = fields["positions"]!.dim(2)
-            for b in 0 ..< rowTypes.batch {
-                for head in 0 ..< run.heads {
-                    let first = (b * run.heads + head) * length, range = first ..< first + length
-                    held[b].append(
-                        zip(places[range], scores[range]).map { (position: $0, score: $1) }
-                            .sorted { $0.position < $1.position })
-                }
-            }
-        }
-        return held
     }
 
     /// Change the budget; what no longer fits goes into the remainder.
@@ -313,72 +153,161 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     ///
     /// - Parameter budgets: Slots of each KV head, or one number for all. The remainder is not
     ///   charged again.
-    /// - Throws: ``H2OError/configuration(_:)`` for a budget without room to evict.
-    public func resize(_ budgets: [Int]) throws {
-        let heads = rowTypes?.heads ?? 1
-        let budgets = budgets.count == 1 ? Array(repeating: budgets[0], count: heads) : budgets
-        if store != nil && budgets.count != heads {
-            throw H2OError.configuration("Give one budget for each of \(heads) KV heads.")
-        }
-        try checkBudgets(budgets)
-        guard store != nil else {
-            size = budgets.count == 1 ? .tokens(budgets[0]) : .heads(budgets)
-            return
-        }
-        size = .heads(budgets)
-        let slots = try recent == nil ? budgets : resizeRecent(budgets)
-        store!.regroup(slots)
-        forgetVictims()
-        settle(store!.runs.map { attendedFields($0) })
-        // Heads that have become alike form one run again.
-        store!.regroup(slots)
-        forgetVictims()
-        chooseVictims()
+    /// - Throws: ``H2OError/configuration(_:)`` for a budget without room to evict; nothing is changed.
+    public func resize(_ budgets: [Int]) throws { try core.resize(budgets) }
+
+    /// How many of the newest tokens can be taken back now.
+    ///
+    /// The last ``undo`` steps can be taken back exactly, evictions or not: what follows is what would
+    /// have followed without them. Before the first eviction any older token can go as well; its
+    /// attention then stays in the scores of older ones.
+    public var undoableSteps: Int { core.undoableSteps }
+
+    /// Whether the newest tokens can be taken back, as far as ``undoableSteps`` says.
+    ///
+    /// Without `undo` until the first eviction, and never while the cache is empty: speculative
+    /// decoding asks once, before the prompt, and would go on after an eviction with drafts that
+    /// stay. With it always.
+    public var isTrimmable: Bool { undo > 0 || offset > 0 && !core.hasEvicted }
+
+    /// Whether as many tokens can be taken back once they have come.
+    public func isTrimmable(after positions: Int) -> Bool {
+        if positions <= undo { return isTrimmable }
+        guard isTrimmable, let fewest = budgets?.min() else { return false }
+        return offset + positions <= fewest
     }
 
-    /// Throw unless the policy and the model can work with these budgets.
-    private func checkBudgets(_ budgets: [Int]) throws {
-        for budget in budgets { try policy.checkBudget(budget) }
-        guard Set(budgets).count > 1 else { return }
-        if !attends {
-            throw H2OError.configuration(
-                "A model that attends by itself needs one budget for all heads.")
+    /// Take back the newest n tokens, or all.
+    ///
+    /// Where not so many can be taken back nothing is. `ChatSession` then begins anew; code that goes
+    /// on with the cache, as speculative decoding does, would go on with tokens that were never
+    /// said: the next token ends the process with a message.
+    ///
+    /// - Returns: How many were taken back: n, or fewer where there were no more, or 0.
+    @discardableResult
+    public func trim(_ n: Int) -> Int {
+        let n = min(n, offset)
+        guard n > 0 else { return 0 }
+        guard n <= undoableSteps else {
+            vainTrim = n
+            return 0
         }
-        if policy.options.unit == .layer {
-            throw H2OError.configuration(
-                "A policy whose unit is the layer needs one budget for all heads.")
+        takeOff(n)
+        return n
+    }
+
+    /// Take back the newest n tokens.
+    ///
+    /// - Throws: ``H2OError/configuration(_:)`` if not so many can be taken back; nothing is then.
+    public func undoSteps(_ n: Int) throws {
+        guard 0 ... undoableSteps ~= n else {
+            throw H2OError.configuration(Self.tooFar(n, undoableSteps))
+        }
+        if n > 0 { takeOff(n) }
+    }
+
+    private func takeOff(_ n: Int) {
+        vainTrim = nil
+        core.takeOff(n)
+    }
+
+    private static func tooFar(_ n: Int, _ most: Int) -> String {
+        "\(n) tokens cannot be taken back, \(most) can: make the cache with undo: \(n) or more "
+            + "(speculative decoding needs the number of draft tokens)."
+    }
+
+    // MARK: what is held
+
+    /// The mean number of slots of a KV head, once known.
+    public var maxSize: Int? {
+        if let full = core.fullBudgets { return full.reduce(0, +) / full.count }
+        return switch size {
+        case .tokens(let count): count
+        case .heads(let budgets): budgets.reduce(0, +) / budgets.count
+        case .bytes: nil
         }
     }
 
-    /// Slots of each head for rows like these, and how many plain rows they reserve.
-    func resolvedBudgets(_ rows: RowTypes) throws -> (budgets: [Int], reserved: Int) {
-        let widths = RowWidths(
-            key: rows.keyWidth, value: rows.valueWidth, keySize: rows.keyDType.size,
-            valueSize: rows.valueDType.size, packing: packing)
-        var budgets: [Int]
-        switch size {
-        case .heads(let given): budgets = given
-        case .tokens(let count):
-            budgets = Array(
-                repeating: count - widths.remainderSlots(remembers), count: rows.heads)
-        case .bytes(let bytes):
-            let slots = try widths.slots(
-                bytes: bytes, heads: rows.batch * rows.heads, policy: policy, remembers: remembers)
-            budgets = Array(repeating: slots, count: rows.heads)
-        }
-        guard budgets.count == rows.heads else {
-            throw H2OError.configuration(
-                "\(budgets.count) budgets were given for \(rows.heads) KV heads.")
-        }
-        var reserved = 0
-        if !attends && remainderAnswers {
-            reserved = plainRows(forBudget: budgets.min()!)
-            budgets = budgets.map { $0 - reserved }
-        }
-        try checkBudgets(budgets)
-        return (budgets, reserved)
+    /// Tokens physically held by the head that holds most.
+    public var physicalLength: Int { core.layer?.longest ?? 0 }
+
+    public var budgets: [Int]? {
+        if let layer = core.layer { return layer.budgets }
+        if case .heads(let budgets) = size { return budgets }
+        return nil
     }
 
-    /// Whether statistics of the evicted are kept at all.
-    var remembers: Bool { remainderAnswers || type(of: policy).usesEvictedMean }
+    public var evicted: Int { core.layer?.meanEvicted ?? 0 }
+
+    public var nbytes: Int { core.nbytes }
+
+    /// Every array held: evaluated after each prompt chunk, or the graph grows. What kernels change in
+    /// place is not among them: their last outputs stand for it.
+    public func innerState() -> [MLXArray] { core.heldArrays }
+
+    /// What stays of the evicted; nil before the first rows.
+    public var evictedRemainder: Remainder? { layer?.remainder }
+
+    public func keptPositions() -> [[[Int]]] {
+        (layer?.held ?? []).map { $0.map { $0.map { Int($0.position) } } }
+    }
+
+    public func keptScores() -> [[[Float]]] {
+        (layer?.held ?? []).map { $0.map { $0.map(\.score) } }
+    }
+
+    /// The layer with all its rows; nil before the first.
+    var layer: Layer? { core.layerAtRest() }
+    /// Batch, heads, widths and dtypes that rows must have, once known.
+    var rowTypes: RowTypes? { core.layer?.rowTypes }
+    /// Slots of each head without memory pressure, once known.
+    var fullBudgets: [Int]? { core.fullBudgets }
+    /// Whether kernels have the rows.
+    var isDecoding: Bool { core.isDecoding }
+
+    // MARK: saving
+
+    /// Every array held, by name, names ascending.
+    var namedArrays: [(name: String, array: MLXArray)] { layer?.namedArrays ?? [] }
+
+    /// Everything else, in the form that Python's `H2OKVCache.config` has.
+    var configuration: SettingValue { core.configuration }
+
+    /// Arrays in the order in which ``metaState`` names them.
+    public var state: [MLXArray] {
+        get { namedArrays.map(\.array) }
+        set { unnamed = newValue }
+    }
+
+    /// The configuration as JSON, then the names of ``state``'s arrays. Set it after them.
+    public var metaState: [String] {
+        get { [configuration.text] + namedArrays.map(\.name) }
+        set {
+            let arrays = unnamed ?? []
+            unnamed = nil
+            guard newValue.count == arrays.count + 1,
+                let configuration = try? SettingValue(parsing: newValue[0])
+            else {
+                fatalError("This is no metaState of an H2OKVCache.")
+            }
+            do {
+                let named = zip(newValue.dropFirst(), arrays)
+                try core.restore(Dictionary(named) { first, _ in first }, configuration)
+                vainTrim = nil
+            } catch {
+                fatalError(error.localizedDescription)
+            }
+        }
+    }
+
+    /// A cache from another's arrays and configuration.
+    static func restored(
+        _ arrays: [String: MLXArray], _ configuration: SettingValue,
+        _ pressure: PressureShare = PressureShare(nil, nil)
+    ) throws -> H2OKVCache {
+        let settings = try CacheSettings(configuration)
+        let cache = H2OKVCache(settings, pressure)
+        try cache.core.restore(arrays, configuration)
+        return cache
+    }
 }

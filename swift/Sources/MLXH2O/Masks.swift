@@ -38,15 +38,32 @@ enum Mask {
         }
     }
 
+    /// The mask of some of L new tokens when only they are new.
+    func tokens(_ range: Range<Int>, of L: Int) -> Mask {
+        switch self {
+        case .none: return .none
+        case .causal: return range.count > 1 ? .causal : .none
+        case .array(var mask):
+            if mask.dim(-2) > 1 { mask = mask.sliced(range, axis: mask.ndim - 2) }
+            if mask.dim(-1) > 1 {
+                let first = mask.dim(-1) - L
+                mask = mask.slicedLast(first + range.lowerBound ..< first + range.upperBound)
+            }
+            return .array(mask)
+        }
+    }
+
     /// Cut a mask over L queries and N keys to some of the queries.
     ///
     /// - Parameters:
     ///   - queries: Which.
     ///   - L: Queries of the whole call.
     ///   - N: Keys of the whole call.
-    ///   - own: Whether only the last L columns of an array mask are to be read.
+    ///   - newColumnsOnly: Whether only the last L columns of an array mask are to be read.
     /// - Returns: How many keys (the first so many) those queries see, and their mask.
-    func block(_ queries: Range<Int>, L: Int, N: Int, own: Bool) -> (keys: Int, mask: Mask) {
+    func block(_ queries: Range<Int>, L: Int, N: Int, newColumnsOnly: Bool) -> (
+        keys: Int, mask: Mask
+    ) {
         switch self {
         case .none: return (N, .none)
         case .causal: return (N - L + queries.upperBound, .causal)
@@ -54,7 +71,7 @@ enum Mask {
             if mask.dim(-2) > 1 {
                 mask = mask.sliced(queries, axis: mask.ndim - 2)
             }
-            if own && mask.dim(-1) > 1 && N > L {
+            if newColumnsOnly && mask.dim(-1) > 1 && N > L {
                 let new = mask.slicedLast(mask.dim(-1) - L ..< mask.dim(-1))
                 let visible = Array(new.shape.dropLast()) + [N - L]
                 let old =

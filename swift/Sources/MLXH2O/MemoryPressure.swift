@@ -8,35 +8,61 @@ import Foundation
 
 /// Asks caches in use for less memory; rows that no longer fit go into the remainder, not away.
 ///
-/// Give one to ``H2OConfiguration/pressure`` and call ``lower(to:)`` from wherever the system
+/// Give one to ``H2OConfiguration/pressure`` and call ``lower(toFraction:)`` from wherever the system
 /// complains (on iOS `didReceiveMemoryWarning`), or let ``observeSystem()`` do it. Every cache obeys
-/// at the beginning of its next step, all layers of a model at the same one.
+/// at the beginning of its next step, all layers of a model at the same one; new conversations start
+/// with the lowered budgets, until ``end()``.
 public final class MemoryPressure: @unchecked Sendable {
+    // What to lower budgets to when the system warns, and when memory is critical.
+    private static let warningFraction = 0.5
+    private static let criticalFraction = 0.25
+
     private let lock = NSLock()
     private var wanted = 1.0
-    private var agreed = 1.0
-    private var agreedAt = -1
     private var source: (any DispatchSourceMemoryPressure)?
+    /// Of caches that were not made together for a model.
+    let agreement = PressureAgreement()
 
     /// No pressure yet.
     public init() {}
 
-    /// Ask for budgets of at most this share of the original ones, from the next step on.
-    ///
-    /// A policy's sinks and recent tokens stay whatever the share; budgets never grow again.
-    public func lower(to share: Double) {
-        precondition(share > 0 && share <= 1, "A share is above 0 and at most 1.")
+    /// The fraction of the original budgets that is asked for now.
+    public var fraction: Double {
         lock.lock()
-        wanted = min(wanted, share)
+        defer { lock.unlock() }
+        return wanted
+    }
+
+    /// Ask for budgets of at most this fraction of the original ones, from the next step on.
+    ///
+    /// A policy's sinks and recent tokens stay whatever the fraction.
+    ///
+    /// - Parameter fraction: Above 0 and at most 1.
+    /// - Throws: ``H2OError/configuration(_:)`` for any other number.
+    public func lower(toFraction fraction: Double) throws {
+        guard fraction > 0 && fraction <= 1 else {
+            throw H2OError.configuration(
+                "lower(toFraction:) takes a fraction of the budgets, above 0 and at most 1; got "
+                    + "\(fraction).")
+        }
+        lower(to: fraction)
+    }
+
+    /// The pressure is over: new conversations have their whole budgets again. Those in use keep the
+    /// lowered ones, since what they gave away has gone into the remainder.
+    public func end() {
+        lock.lock()
+        wanted = 1
         lock.unlock()
     }
 
-    /// Lower budgets to a half when the system warns, and to a quarter when memory is critical.
+    /// Lower budgets to a half when the system warns, to a quarter when memory is critical, and
+    /// ``end()`` when it is back to normal.
     ///
     /// Once is enough: it goes on for as long as this object lives.
     public func observeSystem() {
         let source = DispatchSource.makeMemoryPressureSource(
-            eventMask: [.warning, .critical], queue: .global())
+            eventMask: [.normal, .warning, .critical], queue: .global())
         source.setEventHandler { [weak self] in self?.obeySystem() }
         lock.lock()
         self.source = source
@@ -49,38 +75,88 @@ public final class MemoryPressure: @unchecked Sendable {
         let event: DispatchSource.MemoryPressureEvent = source?.data ?? []
         lock.unlock()
         if event.contains(.critical) {
-            lower(to: 0.25)
+            lower(to: Self.criticalFraction)
         } else if event.contains(.warning) {
-            lower(to: 0.5)
+            lower(to: Self.warningFraction)
+        } else if event.contains(.normal) {
+            end()
         }
     }
 
-    /// The share for the step at a position: the first layer's answer holds for all of them, since
-    /// one mask serves all layers.
-    func share(at offset: Int) -> Double {
+    private func lower(to fraction: Double) {
         lock.lock()
-        defer { lock.unlock() }
-        if offset != agreedAt { (agreed, agreedAt) = (wanted, offset) }
-        return agreed
+        wanted = min(wanted, fraction)
+        lock.unlock()
     }
 }
 
-extension H2OKVCache {
-    /// Fewest slots beyond its protected ones that a head keeps under pressure.
-    private static let fewestChoices = 4
+/// What the layers of one conversation obey: the first layer's answer at a position holds for all of
+/// them, since one mask serves all layers.
+final class PressureAgreement: @unchecked Sendable {
+    // Copies of a conversation share its agreement, and each is somewhere else.
+    private static let mostPositions = 8
 
-    /// Obey a lowered share, if there is one.
-    func yieldToPressure() {
-        guard let pressure, heldStore != nil, let fullBudgets, pending == nil else { return }
-        let share = pressure.share(at: offset)
-        guard share < pressureShare else { return }
-        pressureShare = share
-        let least = policy.leastBudget + H2OKVCache.fewestChoices
-        let now = budgets!
-        let lowered = zip(fullBudgets, now).map { full, now in
-            min(now, max(least, Int(Double(full) * share)))
+    private let lock = NSLock()
+    private var agreed: [(offset: Int, fraction: Double)] = []
+
+    /// The fraction for the step at a position.
+    func fraction(at offset: Int, of pressure: MemoryPressure) -> Double {
+        lock.lock()
+        defer { lock.unlock() }
+        if let known = agreed.first(where: { $0.offset == offset }) { return known.fraction }
+        if agreed.count == Self.mostPositions { agreed.removeFirst() }
+        agreed.append((offset, pressure.fraction))
+        return agreed.last!.fraction
+    }
+}
+
+/// What memory pressure asks of one cache, and what that has given.
+struct PressureShare {
+    private let pressure: MemoryPressure?
+    /// Shared by the caches of a conversation.
+    private let agreement: PressureAgreement?
+    /// The fraction of its budgets that the cache has.
+    private var fraction = 1.0
+    /// Slots of each head without pressure, once known.
+    private(set) var full: [Int]?
+
+    /// - Parameters:
+    ///   - pressure: What may ask for less memory.
+    ///   - agreement: Of the caches of a conversation; nil for caches that were not made together.
+    init(_ pressure: MemoryPressure?, _ agreement: PressureAgreement?) {
+        self.pressure = pressure
+        self.agreement = agreement ?? pressure?.agreement
+    }
+
+    /// The budgets of a cache whose first rows come.
+    ///
+    /// - Parameters:
+    ///   - full: Slots of each head without pressure.
+    ///   - fewest: That pressure leaves to a head.
+    mutating func begin(_ full: [Int], fewest: @autoclosure () -> Int) -> [Int] {
+        self.full = full
+        return lowered(full, at: 0, fewest: fewest()) ?? full
+    }
+
+    /// Note the budgets of a cache that was saved.
+    mutating func adopt(_ budgets: [Int]) { full = budgets }
+
+    /// Budgets for the step that begins, or nil where no less is asked for than before.
+    ///
+    /// - Parameters:
+    ///   - now: Slots of each head.
+    ///   - offset: The step's position.
+    ///   - fewest: As for ``begin(_:fewest:)``.
+    mutating func lowered(
+        _ now: @autoclosure () -> [Int], at offset: Int, fewest: @autoclosure () -> Int
+    ) -> [Int]? {
+        guard let pressure, let agreement, let full else { return nil }
+        let wanted = agreement.fraction(at: offset, of: pressure)
+        guard wanted < fraction else { return nil }
+        fraction = wanted
+        let fewest = fewest()
+        return zip(full, now()).map { full, now in
+            min(now, max(fewest, Int(Double(full) * wanted)))
         }
-        // The least budget is one that the policy can work with.
-        try! resize(lowered)
     }
 }

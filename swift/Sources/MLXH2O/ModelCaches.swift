@@ -44,7 +44,7 @@ extension H2OConfiguration {
                 "\(name) has no plain KV cache to bound: its own caches are all there is.")
         }
         let attends = bounded.allSatisfy(\.attends)
-        let policy = policy ?? (attends ? Distinct() : Distinct.keysOnly)
+        let policy = policy ?? (attends ? Policies.Distinct() : Policies.Distinct.keysOnly)
         if !attends && policy.needsAttention {
             throw H2OError.policyNeedsAttention(policy: type(of: policy).name, model: name)
         }
@@ -65,11 +65,13 @@ extension H2OConfiguration {
             return try forgetful.caches(for: model, plain: plain, trial: trial)
         }
         var budgets = try sharedOut(model, bounded, policy: policy, attends: attends).makeIterator()
+        let share = PressureShare(pressure, PressureAgreement())
         let bound = try zip(placedMembers(of: plain), kinds).map { member, kind -> any KVCache in
             guard kind != nil else { return member.cache }
-            return try H2OKVCache(
+            let settings = try CacheSettings(
                 .heads(budgets.next()!), policy: policy, remainder: remainder, attends: attends,
-                packing: packing, pressure: pressure)
+                packing: packing, undo: undo)
+            return H2OKVCache(settings, share)
         }
         return replacingMembers(of: plain, with: bound)
     }
@@ -91,7 +93,7 @@ extension H2OConfiguration {
             case .bytes(let bytes):
                 mean = try widths.slots(
                     bytes: bytes / kinds.count, heads: kind.heads, policy: policy,
-                    remembers: remembers)
+                    remembers: remembers, undo: undo)
             }
             guard let profile else { return Array(repeating: mean, count: kind.heads) }
             return try profile.budgets(mean: mean, least: least)[layer]
@@ -104,8 +106,8 @@ extension H2OConfiguration {
         return sizes
     }
 
-    private func profile(of model: any LanguageModel, _ kinds: [LayerKind]) throws -> Profile? {
-        let candidates: [Profile]
+    private func profile(of model: any LanguageModel, _ kinds: [LayerKind]) throws -> H2OProfile? {
+        let candidates: [H2OProfile]
         switch headBudgets {
         case .uniform: return nil
         case .profile(let profile): candidates = [profile]

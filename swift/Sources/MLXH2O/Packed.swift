@@ -125,7 +125,7 @@ indirect enum Rows {
 }
 
 /// How a cache stores its keys and values.
-public struct Packing: Sendable, Equatable {
+public struct H2OPacking: Sendable, Equatable {
     /// Bits of a key's element (2, 3, 4, 5, 6 or 8), or nil for the model's own dtype.
     public let keyBits: Int?
     /// Bits of a value's element, likewise. Keys are the sensitive half: their errors go through the
@@ -137,8 +137,12 @@ public struct Packing: Sendable, Equatable {
     /// another width; 16 for the model's own dtype, or nil: as all others.
     public let recentBits: Int?
 
+    /// Bytes of the smallest key and value: 32 elements in 2 bits each, with a scale and a bias in half
+    /// precision.
+    static let narrowestRow = 2 * (32 * 2 / 8 + 4)
+
     /// Rows as they come.
-    public static let dense = Packing()
+    public static let dense = H2OPacking()
 
     private init() {
         (keyBits, valueBits, groupSize, recentBits) = (nil, nil, 64, nil)
@@ -176,10 +180,10 @@ public struct Packing: Sendable, Equatable {
     }
 
     /// How the newest tokens are stored, or nil: as all others.
-    var recent: Packing? {
+    var recent: H2OPacking? {
         guard let recentBits else { return nil }
         let bits = recentBits == 16 ? nil : recentBits
-        return Packing(
+        return H2OPacking(
             keyBits == nil ? nil : bits, valueBits == nil ? nil : bits, groupSize, nil)
     }
 
@@ -200,7 +204,7 @@ public struct Packing: Sendable, Equatable {
             ]
         }
         let rows = rows.dense
-        precondition(
+        require(
             rows.dim(-1) % groupSize == 0,
             "Rows of width \(rows.dim(-1)) cannot be packed in groups of \(groupSize).")
         let packed = quantized(rows, groupSize: groupSize, bits: bits)

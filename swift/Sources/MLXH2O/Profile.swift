@@ -48,7 +48,7 @@ public protocol ProfiledModel {
 ///
 /// Heads differ more than policies do: a few copy and recall over long distances, most look at the
 /// last tokens. `mlx_h2o calibrate` writes profiles; the files are the same here.
-public struct Profile: Sendable, Equatable {
+public struct H2OProfile: Sendable, Equatable {
     /// The file name under which a profile lies beside a model's weights.
     public static let fileName = "mlx_h2o_profile.json"
     /// Below 4 sinks, a few recent tokens and some to choose from, a head is no use.
@@ -123,7 +123,7 @@ public struct Profile: Sendable, Equatable {
     /// up the grid, is bought next, until the slots are spent.
     ///
     /// - Throws: ``H2OError/profile(_:)``: `mean` is below `least`.
-    public func budgets(mean: Int, least: Int = Profile.smallestBudget) throws -> [[Int]] {
+    public func budgets(mean: Int, least: Int = H2OProfile.smallestBudget) throws -> [[Int]] {
         guard mean >= least else {
             throw H2OError.profile(
                 "A budget of \(mean) slots a head is below the \(least) that a head needs with this "

@@ -22,6 +22,8 @@ struct Run: Equatable {
 
     var heads: Int { last - first }
     var range: Range<Int> { first ..< last }
+    /// Whether the next token overwrites a slot that is not named yet.
+    var needsVictims: Bool { length == budget && victims == 0 }
 
     /// Group a layer's heads, by budget and slots in use (0 each when not given), into runs.
     static func grouping(_ budgets: [Int], lengths: [Int]? = nil) -> [Run] {
@@ -48,10 +50,10 @@ struct SlotStore {
     /// Slots allocated at a time until the budget is reached, as mlx-lm's cache grows.
     static let growthStep = 256
 
-    var runs: [Run]
+    private(set) var runs: [Run]
     /// Slots at the head of each range that hold no token (the remainder's plain rows).
     let reserved: Int
-    var fields: Fields = [:]
+    private(set) var fields: Fields = [:]
 
     init(budgets: [Int], reserved: Int = 0) {
         runs = Run.grouping(budgets)
@@ -92,11 +94,44 @@ struct SlotStore {
         return slots + MLXArray(starts).column
     }
 
-    /// Flat indices `[heads, count]` of the next unused slots of a run.
-    func nextIndex(_ run: Run, _ count: Int) -> MLXArray {
-        flatIndex(
-            run, broadcast(positions(run.length ..< run.length + count), to: [run.heads, count]))
+    // MARK: which slots are in use
+
+    /// Use up the next slot of a run's heads: an unused one (nil), or that of its victims.
+    ///
+    /// - Parameters:
+    ///   - i: The run.
+    ///   - named: How many victims are named at once.
+    /// - Returns: Which of the victims it is.
+    mutating func useNext(_ i: Int, named: Int) -> Int? {
+        if runs[i].length < runs[i].budget {
+            runs[i].length += 1
+            return nil
+        }
+        runs[i].victims -= 1
+        return named - runs[i].victims - 1
     }
+
+    /// Note that victims of a run were named, none of which is used.
+    mutating func nameVictims(_ i: Int, _ count: Int) { runs[i].victims = count }
+
+    /// Have every full run choose anew.
+    mutating func forgetVictims() {
+        for i in runs.indices { runs[i].victims = 0 }
+    }
+
+    /// Forget the newest n tokens of every head, where none was evicted.
+    mutating func shorten(by n: Int) {
+        for i in runs.indices { runs[i].length -= n }
+    }
+
+    /// Have as many slots in use, and as many victims left, as there were in these runs.
+    mutating func putBack(_ before: [Run]) {
+        for (i, run) in before.enumerated() {
+            (runs[i].length, runs[i].victims) = (run.length, run.victims)
+        }
+    }
+
+    // MARK: rows
 
     /// Make room for `extra` more slots per head, in steps, up to each head's budget.
     ///
@@ -124,7 +159,20 @@ struct SlotStore {
         set(Dictionary(uniqueKeysWithValues: grown), allocated)
     }
 
-    /// Overwrite slots, in place while nobody else holds the buffers.
+    /// Store rows `[B, H, L, ...]` by name in unused slots.
+    mutating func append(_ rows: Fields) {
+        let L = rows["positions"]!.dim(2)
+        reserve(L, like: rows)
+        let index = runs.map { run in
+            let next = broadcast(
+                positions(run.length ..< run.length + L), to: [run.heads, L])
+            return flatIndex(run, next).reshaped([1, -1])
+        }
+        put(joined(index, axis: 1), rows.mapValues { $0.flattened(start: 1, end: 2) })
+        for i in runs.indices { runs[i].length += L }
+    }
+
+    /// Overwrite slots, in place while nothing else holds the buffers.
     ///
     /// - Parameters:
     ///   - index: Flat indices `[B or 1, M]`.
@@ -138,12 +186,15 @@ struct SlotStore {
         }
     }
 
-    /// Rows `[B, M, ...]` of a field at flat indices `[B or 1, M]`.
-    func take(_ index: MLXArray, _ name: String) -> MLXArray {
-        let field = fields[name]!
-        let ones = Array(repeating: 1, count: field.ndim - 2)
-        let shape = [field.dim(0), index.dim(1)] + field.shape.dropFirst(2)
-        return takeAlong(field, broadcast(index.reshaped(index.shape + ones), to: shape), axis: 1)
+    /// Rows `[B, M, ...]` of some fields at flat indices `[B or 1, M]`.
+    func take(_ index: MLXArray, _ names: some Sequence<String>) -> Fields {
+        names.reduce(into: Fields()) { rows, name in
+            let field = fields[name]!
+            let ones = Array(repeating: 1, count: field.ndim - 2)
+            let shape = [field.dim(0), index.dim(1)] + field.shape.dropFirst(2)
+            let places = broadcast(index.reshaped(index.shape + ones), to: shape)
+            rows[name] = takeAlong(field, places, axis: 1)
+        }
     }
 
     /// Replace all slots: per run its new rows by field, `[B, heads, length, ...]`.
@@ -160,6 +211,10 @@ struct SlotStore {
 
     /// Give the heads new budgets, and form runs anew; a run may then exceed its budget.
     mutating func regroup(_ budgets: [Int]) {
+        guard !fields.isEmpty else {
+            runs = Run.grouping(budgets)
+            return
+        }
         let rows = runs.flatMap { run in
             let views = views(run)
             return (0 ..< run.heads).map { head in
@@ -186,6 +241,20 @@ struct SlotStore {
             })
     }
 
+    /// Have keys and values in other dtypes.
+    mutating func cast(keys: DType, values: DType, _ packing: H2OPacking) {
+        fields.cast(keys: keys, values: values, packing)
+    }
+
+    /// Give the buffers away, to be written in place.
+    mutating func lend() -> Fields {
+        defer { fields = [:] }
+        return fields
+    }
+
+    /// Have the buffers that were lent, or such as they were.
+    mutating func getBack(_ fields: Fields) { self.fields = fields }
+
     private func flattened(_ parts: [MLXArray]) -> MLXArray {
         joined(
             parts.map { part in
@@ -199,6 +268,17 @@ struct SlotStore {
         for (i, slots) in allocated.enumerated() {
             (runs[i].start, runs[i].allocated) = (start, slots)
             start += runs[i].heads * slots
+        }
+    }
+}
+
+extension Fields {
+    /// Have keys and values, or their scales and biases, in other dtypes.
+    mutating func cast(keys: DType, values: DType, _ packing: H2OPacking) {
+        for (name, dtype) in [("keys", keys), ("values", values)] {
+            let numbers =
+                packing.bits(name) == nil ? [name] : [name + ".scales", name + ".biases"]
+            for part in numbers { self[part] = self[part]!.asType(dtype) }
         }
     }
 }

@@ -12,10 +12,10 @@ import Testing
 
 /// Properties of the cache that hold for every policy and store.
 @Suite(.serialized) struct CacheTests {
-    static let stores: [(name: String, packing: Packing)] = [
+    static let stores: [(name: String, packing: H2OPacking)] = [
         ("dense", .dense),
-        ("packed", try! Packing(keyBits: 8, valueBits: 4, groupSize: 32)),
-        ("mixed", try! Packing(keyBits: 4, valueBits: 4, groupSize: 32, recentBits: 16)),
+        ("packed", try! H2OPacking(keyBits: 8, valueBits: 4, groupSize: 32)),
+        ("mixed", try! H2OPacking(keyBits: 4, valueBits: 4, groupSize: 32, recentBits: 16)),
     ]
 
     private func policies() throws -> [any Policy] {
@@ -42,7 +42,7 @@ import Testing
                     #expect(Array(head.suffix(recent)) == Array(80 - recent ..< 80), "\(label)")
                 }
                 // Every token is a slot's or the remainder's.
-                let folded = cache.remainder!.count.asArray(Float.self)
+                let folded = cache.evictedRemainder!.count.asArray(Float.self)
                 #expect(
                     zip(folded, budgets).allSatisfy { $0 + Float($1) == 80 }, "\(label) \(folded)")
             }
@@ -68,7 +68,7 @@ import Testing
     @Test func copyIsIndependent() throws {
         for (name, packing) in Self.stores {
             let rows = RowStream(tokens: 70)
-            let cache = try H2OKVCache(.heads([20, 28]), policy: H2O(), packing: packing)
+            let cache = try H2OKVCache(.heads([20, 28]), policy: Policies.H2O(), packing: packing)
             rows.run(cache, [30] + ones(9))
             let copy = cache.copy() as! H2OKVCache
             let first = rows.run(cache, ones(20))
@@ -112,24 +112,47 @@ import Testing
             rows.run(cache, [50] + ones(10))
             try cache.resize([16, 28])
             #expect(cache.keptPositions()[0].map(\.count) == [16, 28], "\(name)")
-            #expect(cache.remainder!.count.asArray(Float.self) == [44, 32], "\(name)")
+            #expect(cache.evictedRemainder!.count.asArray(Float.self) == [44, 32], "\(name)")
             rows.run(cache, ones(20))
             #expect(cache.keptPositions()[0].map(\.count) == [16, 28], "\(name)")
-            #expect(cache.remainder!.count.asArray(Float.self) == [64, 52], "\(name)")
+            #expect(cache.evictedRemainder!.count.asArray(Float.self) == [64, 52], "\(name)")
             #expect(throws: H2OError.self) { try cache.resize([3, 3]) }
         }
+    }
+
+    /// Budgets without room for the recent window leave the cache as it was.
+    @Test func resizingThatFailsChangesNothing() throws {
+        let rows = RowStream(tokens: 60), packing = Self.stores.last!.packing
+        let policy = Policies.Distinct().with { $0.recent = .share(0.1) }
+        let cache = try H2OKVCache(.heads([24, 24]), policy: policy, packing: packing, undo: 3)
+        rows.run(cache, [30] + ones(5))
+        #expect(throws: H2OError.self) { try cache.resize([9]) }
+        #expect(cache.budgets == [24, 24] && cache.size == .heads([24, 24]))
+        #expect(cache.undoableSteps == 3)
+    }
+
+    /// The state of an empty cache takes the place of whatever a cache holds.
+    @Test func stateOfAnEmptyCacheEmpties() throws {
+        let rows = RowStream(tokens: 60), empty = try H2OKVCache(.heads([20, 28]))
+        let cache = try H2OKVCache(.heads([20, 28]))
+        rows.run(cache, [30] + ones(5))
+        cache.state = empty.state
+        cache.metaState = empty.metaState
+        #expect(cache.offset == 0 && cache.physicalLength == 0 && cache.keptPositions() == [])
+        #expect(same(rows.run(cache, [30] + ones(5)), rows.run(empty, [30] + ones(5))))
     }
 
     @Test func pressureLowersAllLayersAtTheSameStep() throws {
         let pressure = MemoryPressure(), rows = RowStream(tokens: 90)
         let layers = try (0 ..< 3).map { _ in
             try H2OKVCache(
-                .heads([48, 48]), policy: Distinct.keysOnly, attends: false, pressure: pressure)
+                .heads([48, 48]), policy: Policies.Distinct.keysOnly, attends: false,
+                pressure: pressure)
         }
         for layer in layers { rows.run(layer, [60] + ones(5)) }
         let before = layers[0].nbytes
         rows.run(layers[0], [1])
-        pressure.lower(to: 0.5)
+        try pressure.lower(toFraction: 0.5)
         // The other layers finish the step as it began.
         for layer in layers.dropFirst() { rows.run(layer, [1]) }
         #expect(layers.allSatisfy { $0.budgets == layers[0].budgets && $0.nbytes == before })
@@ -140,7 +163,7 @@ import Testing
             #expect(layer.nbytes < before * 6 / 10)
             #expect(layer.maxSize == full)
             let held = layer.keptPositions()[0].map { Float($0.count) }
-            let folded = layer.remainder!.count.asArray(Float.self)
+            let folded = layer.evictedRemainder!.count.asArray(Float.self)
             #expect(zip(held, folded).allSatisfy { $0 + $1 == 67 })
         }
     }
@@ -155,15 +178,14 @@ import Testing
             {
                 DispatchSource.simulateMemoryPressure(event)
                 // The handler runs on a queue of its own.
-                while pressure.share(at: -2) > 1 / Double(share) {
-                    _ = pressure.share(at: -1)
+                while pressure.fraction > 1 / Double(share) {
                     try await Task.sleep(for: .milliseconds(1))
                 }
                 rows.run(cache, ones(5))
                 #expect(cache.budgets == [64 / share, 64 / share])
                 #expect(cache.keptPositions()[0].map(\.count) == cache.budgets)
                 let folded = Float(cache.offset - 64 / share)
-                #expect(cache.remainder!.count.asArray(Float.self) == [folded, folded])
+                #expect(cache.evictedRemainder!.count.asArray(Float.self) == [folded, folded])
             }
             // A warning after a critical event gives nothing back.
             DispatchSource.simulateMemoryPressure(.warning)
@@ -186,15 +208,15 @@ import Testing
         #expect(throws: H2OError.self) { try H2OKVCache(.tokens(4)) }
         #expect(throws: H2OError.self) { try H2OKVCache(.heads([])) }
         #expect(throws: H2OError.self) {
-            try H2OKVCache(.heads([20, 30]), policy: EMALogits.paper)
+            try H2OKVCache(.heads([20, 30]), policy: Policies.EMALogits.paper)
         }
-        #expect(throws: H2OError.self) { try Packing(keyBits: 7) }
-        #expect(throws: H2OError.self) { try Packing(recentBits: 8) }
+        #expect(throws: H2OError.self) { try H2OPacking(keyBits: 7) }
+        #expect(throws: H2OError.self) { try H2OPacking(recentBits: 8) }
         #expect(throws: H2OError.self) {
-            try H2OKVCache(.heads([20, 30]), policy: Streaming(), attends: false)
+            try H2OKVCache(.heads([20, 30]), policy: Policies.Streaming(), attends: false)
         }
         #expect(throws: H2OError.policyNeedsAttention(policy: "h2o", model: "a stock model")) {
-            try H2OKVCache(.tokens(64), policy: H2O(), attends: false)
+            try H2OKVCache(.tokens(64), policy: Policies.H2O(), attends: false)
         }
     }
 
@@ -210,7 +232,8 @@ import Testing
 
 private func takeTenThousandSteps(attends: Bool) throws {
     let cache = try H2OKVCache(
-        .tokens(64), policy: attends ? Distinct() : Distinct.keysOnly, attends: attends)
+        .tokens(64), policy: attends ? Policies.Distinct() : Policies.Distinct.keysOnly,
+        attends: attends)
     let rows = RowStream(tokens: 16)
     func step() {
         let place = cache.offset % 16 ..< cache.offset % 16 + 1

@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MLXLLM
 import MLXLMCommon
 import MLXNN
 import Testing
@@ -39,11 +40,11 @@ import Testing
             // What the layer keeps beside it is untouched.
             #expect((list[0] as! MambaCache)[0]?.shape == [1, 64])
         }
-        let told = describe(caches)
+        let told = H2OKVCache.describe(caches)
         #expect(told.map(\.layer) == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"])
         #expect(told.map(\.isBounded) == [false, true, false, true, false, true])
         #expect(throws: H2OError.file("Cannot save a CacheList.")) {
-            try saveCaches(caches, to: URL(fileURLWithPath: "/nowhere"))
+            try H2OKVCache.saveCaches(caches, to: URL(fileURLWithPath: "/nowhere"))
         }
     }
 
@@ -108,7 +109,7 @@ import Testing
             let partial = try H2OConfiguration(
                 budget: .tokens(40), compatibility: .allowPartial)
             let caches = try partial.caches(for: model)
-            #expect(describe(caches)[0].reason.hasSuffix("no remainder"))
+            #expect(H2OKVCache.describe(caches)[0].reason.hasSuffix("no remainder"))
             for turn in 1 ... 2 {
                 #expect(try generated(model, caches).count == 60)
                 for cache in caches.compactMap({ $0 as? H2OKVCache }) {
@@ -148,7 +149,7 @@ import Testing
 }
 
 /// A stock model of attention layers that takes its caches as they come.
-private final class Hybrid: Module, LanguageModel {
+private final class Hybrid: Module, LLMModel {
     var asksForMasks = true
     var sharesMasks = false
     var readsRows = false
@@ -164,9 +165,7 @@ private final class Hybrid: Module, LanguageModel {
 
     func newCache(parameters: GenerateParameters?) -> [any KVCache] { makeCaches() }
 
-    func prepare(_ input: LMInput, cache: [any KVCache], windowSize: Int?) throws -> PrepareResult {
-        .tokens(input.text)
-    }
+    var loraLayers: [Module] { [] }
 
     func callAsFunction(_ inputs: MLXArray, cache: [any KVCache]?) -> MLXArray {
         steps += 1

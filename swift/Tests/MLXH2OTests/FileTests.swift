@@ -11,21 +11,18 @@ import Testing
     static let python = fixtures.appendingPathComponent("python-caches.safetensors")
     static let swift = fixtures.appendingPathComponent("swift-caches.safetensors")
 
-    private func temporary() -> URL {
-        FileManager.default.temporaryDirectory
-            .appendingPathComponent("\(UUID().uuidString).safetensors")
-    }
-
     @Test func whatIsLoadedGoesOnAsBefore() throws {
-        let file = temporary()
+        let file = temporaryFile()
         defer { try? FileManager.default.removeItem(at: file) }
         for (name, packing) in CacheTests.stores {
             let rows = RowStream(tokens: 80)
             let cache = try H2OKVCache(
-                .heads([20, 28]), policy: H2O().with { $0.evictEvery = 3 }, packing: packing)
+                .heads([20, 28]), policy: Policies.H2O().with { $0.evictEvery = 3 },
+                packing: packing)
             rows.run(cache, [30] + ones(10))
-            try saveCaches([cache, KVCacheSimple()], to: file, metadata: ["chat": "über \"x\""])
-            let (loaded, metadata) = try loadCaches(from: file)
+            try H2OKVCache.saveCaches(
+                [cache, KVCacheSimple()], to: file, metadata: ["chat": "über \"x\""])
+            let (loaded, metadata) = try H2OKVCache.loadCaches(from: file)
             #expect(metadata == ["chat": "über \"x\""])
             #expect(loaded[1] is KVCacheSimple && loaded[1].offset == 0)
             let twin = loaded[0] as! H2OKVCache
@@ -37,15 +34,15 @@ import Testing
 
     /// Python's file is read, and what is written of it is what was written when Python last read it.
     @Test func filesGoBothWays() throws {
-        let (caches, metadata) = try loadCaches(from: Self.python)
+        let (caches, metadata) = try H2OKVCache.loadCaches(from: Self.python)
         #expect(metadata == ["from": "python"])
         let bounded = caches.compactMap { $0 as? H2OKVCache }
         #expect(bounded.count == 3 && caches.count == 4)
         #expect(bounded.allSatisfy { $0.offset == 90 && $0.evicted > 0 })
         #expect((caches[3] as! KVCacheSimple).offset == 9)
-        let file = temporary()
+        let file = temporaryFile()
         defer { try? FileManager.default.removeItem(at: file) }
-        try saveCaches(caches, to: file, metadata: ["from": "swift"])
+        try H2OKVCache.saveCaches(caches, to: file, metadata: ["from": "swift"])
         if ProcessInfo.processInfo.environment["MLX_H2O_RECORD"] != nil {
             try Data(contentsOf: file).write(to: Self.swift)
         }
@@ -57,7 +54,7 @@ import Testing
     }
 
     @Test func damagedFilesAreRefused() throws {
-        let whole = try Data(contentsOf: Self.python), file = temporary()
+        let whole = try Data(contentsOf: Self.python), file = temporaryFile()
         defer { try? FileManager.default.removeItem(at: file) }
         var damaged = [
             Data(), Data("no safetensors".utf8), whole.prefix(100), whole.dropLast(3),
@@ -68,9 +65,62 @@ import Testing
         damaged.append(changed)
         for bytes in damaged {
             try Data(bytes).write(to: file)
-            #expect(throws: H2OError.self) { try loadCaches(from: file) }
+            #expect(throws: H2OError.self) { try H2OKVCache.loadCaches(from: file) }
         }
-        #expect(throws: H2OError.self) { try loadCaches(from: temporary()) }
+        #expect(throws: H2OError.self) { try H2OKVCache.loadCaches(from: temporaryFile()) }
+    }
+
+    /// The model's own dtype takes the place of the one that was saved.
+    @Test(arguments: [DType.float16, .bfloat16])
+    func rowsOfAnotherDtypeAreTakenOver(dtype: DType) throws {
+        let file = temporaryFile()
+        defer { try? FileManager.default.removeItem(at: file) }
+        for (name, packing) in CacheTests.stores {
+            let cache = try H2OKVCache(.heads([20, 28]), packing: packing)
+            RowStream(tokens: 60).run(cache, [30] + ones(10))
+            try H2OKVCache.saveCaches([cache], to: file)
+            let twin = try H2OKVCache.loadCaches(from: file).caches[0] as! H2OKVCache
+            let output = RowStream(tokens: 60, dtype: dtype).run(twin, [5] + ones(15))
+            let expected = RowStream(tokens: 60).run(cache, [5] + ones(15))
+            #expect(output.dtype == dtype && twin.rowTypes!.keyDType == dtype)
+            // Four bits in bfloat16 choose other victims now and then.
+            let apart = abs(output.asType(.float32) - expected).mean().item(Float.self)
+            #expect(apart < 0.05, "\(name) \(apart)")
+        }
+    }
+
+    @Test func cachesOfAnotherModelAreRefused() throws {
+        let file = temporaryFile(), model = try ModelTests.stock()
+        defer { try? FileManager.default.removeItem(at: file) }
+        func load(_ caches: [any KVCache]) throws -> [any KVCache] {
+            try H2OKVCache.saveCaches(caches, to: file)
+            return try H2OKVCache.loadCaches(from: file, for: model).caches
+        }
+        let caches = try H2OConfiguration(budget: .tokens(40)).caches(for: model)
+        _ = try ModelTests.generated(model, caches, tokens: 5)
+        let loaded = try load(caches)
+        #expect(try ModelTests.generated(model, loaded, prompt: 5, tokens: 5).count == 5)
+        #expect(throws: H2OError.self) { try load(Array(caches.dropLast())) }
+        let wide = try H2OKVCache(
+            .tokens(40), policy: Policies.KeyDiff(), attends: false)
+        RowStream(tokens: 50, width: 64).run(wide, [30])
+        #expect(throws: H2OError.self) { try load([wide] + caches.dropFirst()) }
+        let attending = try H2OKVCache(.tokens(40))
+        RowStream(tokens: 50).run(attending, [30])
+        #expect(throws: H2OError.self) { try load([attending] + caches.dropFirst()) }
+    }
+
+    /// `precondition` and `assert` end a release build without a word, or not at all.
+    @Test func everyStopHasAMessageInReleaseBuilds() throws {
+        let sources = checkout.appendingPathComponent("swift/Sources")
+        let files = try #require(FileManager.default.enumerator(atPath: sources.path))
+        for case let name as String in files where name.hasSuffix(".swift") {
+            let text = try String(
+                contentsOf: sources.appendingPathComponent(name), encoding: .utf8)
+            for silent in ["precondition(", "preconditionFailure(", "assert(", "fatalError()"] {
+                #expect(!text.contains(silent), "\(name): \(silent)")
+            }
+        }
     }
 
     @Test(arguments: [

@@ -27,25 +27,35 @@ import Testing
     @Test func otherWidthsAreLeftToPlainOps() {
         for (width, queries) in [(48, 1), (640, 1), (64, 9)] {
             let q = MLXArray.zeros([1, 1, queries, width], dtype: .float16)
-            let call = AttentionOperands(
+            let call = AttentionCall(
                 queries: q, keys: .plain(q), values: .plain(q), scale: 1)
             #expect(!AttentionLaunch.supports(call))
         }
     }
 
     /// Where kernels cannot write in place the fused step is not used.
-    @Test func withoutWritingInPlaceNothingIsFused() {
-        let metal = MetalKernels(architecture: "applegpu_g13g", writesInPlace: false)
-        #expect(!metal.canDecode(H2O(), keyWidth: 64, valueWidth: 64))
+    @Test func withoutWritingInPlaceNothingIsFused() throws {
+        let settings = try CacheSettings(
+            .tokens(64), policy: Policies.H2O(), remainder: true, attends: true, packing: .dense,
+            undo: 0)
+        let row = MLXArray.zeros([1, 1, 1, 64], dtype: .float16)
+        let token = NewTokens(
+            queries: row, keys: row, values: row, scale: 1, mask: .none, sinks: nil)
+        for writes in [false, true] {
+            let metal = MetalKernels(architecture: "applegpu_g13g", writesInPlace: writes)
+            Backend.$chosen.withValue(.metal(metal)) {
+                #expect((GPUDecoder.kernels(for: token, settings) != nil) == writes)
+            }
+        }
     }
 
-    /// Whoever looks after every step is served by plain ops, until the next prompt.
+    /// A cache whose rows are read after every step goes on in plain ops, until the next prompt.
     @Test func readersOfEveryStepEndFusedDecoding() throws {
         let cache = try H2OKVCache(.heads([24, 24])), rows = RowStream(tokens: 60, width: 64)
         var fused: [Bool] = []
         func step() {
             rows.run(cache, [1])
-            fused.append(cache.decoding != nil)
+            fused.append(cache.isDecoding)
         }
         _ = LaunchRecord.of { _ in
             let metal = MetalKernels(architecture: "applegpu_g13g", writesInPlace: true)
@@ -62,12 +72,31 @@ import Testing
         #expect(fused == [true, true, true, false, false, true])
     }
 
+    /// Another cache's state takes the place of rows that kernels have.
+    @Test func stateIsSetInTheMidstOfFusedDecoding() throws {
+        let rows = RowStream(tokens: 60, width: 64), saved = try H2OKVCache(.heads([24, 24]))
+        rows.run(saved, [5])
+        let cache = try H2OKVCache(.heads([24, 24]))
+        _ = LaunchRecord.of { _ in
+            let metal = MetalKernels(architecture: "applegpu_g13g", writesInPlace: true)
+            Backend.$chosen.withValue(.metal(metal)) {
+                rows.run(cache, [12] + ones(3))
+                #expect(cache.isDecoding)
+                cache.state = saved.state
+                cache.metaState = saved.metaState
+                #expect(!cache.isDecoding)
+            }
+        }
+        #expect(cache.offset == 5 && cache.keptPositions() == saved.keptPositions())
+        #expect(same(rows.run(cache, ones(9)), rows.run(saved, ones(9))))
+    }
+
     private func launches(_ call: SettingValue) throws -> [String] {
         switch call["kind"]!.string! {
         case "attention", "step": ofAttention(call)
         case "prompt": ofPrompt(call)
         case "conversation": try ofConversation(call)
-        default: LaunchRecord.of { _ in #expect(!GPUDecoding.triesToWriteInPlace()) }
+        default: LaunchRecord.of { _ in #expect(!GPUDecoder.triesToWriteInPlace()) }
         }
     }
 
@@ -169,7 +198,7 @@ import Testing
             .heads(call["budgets"]!.array!.map { $0.int! }),
             policy: Policies.make(call["policy"]!.string!, settings: call["settings"]!.object!),
             remainder: call["remainder"]!.bool!,
-            packing: Packing(
+            packing: H2OPacking(
                 keyBits: call["k_bits"]!.int ?? bits, valueBits: call["v_bits"]!.int ?? bits,
                 groupSize: 32, recentBits: call["recent_bits"]!.int))
     }
@@ -178,7 +207,7 @@ import Testing
 /// Zeros of a call's sizes.
 private struct Operands {
     /// Flat keys and values where the call is ragged.
-    let operands: AttentionOperands
+    let operands: AttentionCall
     /// Where the heads' slots lie then.
     let ranges: Ranges?
     /// Of all heads.
@@ -203,7 +232,7 @@ private struct Operands {
         func rows(_ width: String, _ bits: String) -> Rows {
             let rows = Rows.plain(zeros([B] + slots + [int(width)]))
             guard int(bits) > 0 else { return rows }
-            let packing = try! Packing(keyBits: int(bits), groupSize: 32)
+            let packing = try! H2OPacking(keyBits: int(bits), groupSize: 32)
             return packing.rows("keys", packing.fields("keys", rows))
         }
         let masks: [String: Mask] = [
@@ -211,7 +240,7 @@ private struct Operands {
             "bool": .array(MLXArray.zeros([B, 1, L, N], dtype: .bool)),
             "row": .array(zeros([L, 1])),
         ]
-        operands = AttentionOperands(
+        operands = AttentionCall(
             queries: zeros([B, Hq, L, D]), keys: rows("key_width", "k_bits"),
             values: rows("value_width", "v_bits"), scale: 0.125,
             mask: masks[call["mask"]!.string!]!,

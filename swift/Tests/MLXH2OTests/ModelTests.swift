@@ -15,22 +15,22 @@ import Testing
          "rms_norm_eps": 1e-6, "tie_word_embeddings": true}
         """
 
-    private func stock() throws -> Qwen3Model {
+    static func stock() throws -> Qwen3Model {
         MLXRandom.seed(7)
         let model = Qwen3Model(
-            try JSONDecoder().decode(Qwen3Configuration.self, from: Data(Self.config.utf8)))
+            try JSONDecoder().decode(Qwen3Configuration.self, from: Data(config.utf8)))
         eval(model)
         return model
     }
 
-    private func own(_ type: String = "qwen3") throws -> H2OTransformer {
+    static func own(_ type: String = "qwen3") throws -> H2OTransformer {
         MLXRandom.seed(7)
-        let text = Self.config.replacingOccurrences(of: "qwen3", with: type)
+        let text = config.replacingOccurrences(of: "qwen3", with: type)
         return try H2OTransformer(
             configurationData: Data(text.utf8), h2o: H2OConfiguration(budget: .tokens(40)))
     }
 
-    private func generated(
+    static func generated(
         _ model: any LanguageModel, _ caches: [any KVCache]?, prompt: Int = 30, tokens: Int = 60
     ) throws -> [Int] {
         let input = LMInput(tokens: MLXArray((0 ..< Int32(prompt)).map { $0 * 37 % 128 }))
@@ -41,19 +41,21 @@ import Testing
     }
 
     @Test func stockModelGeneratesTheSameUnderBudget() throws {
-        let model = try stock()
+        let model = try Self.stock()
         let caches = try H2OConfiguration(budget: .tokens(128)).caches(for: model)
-        #expect(try generated(model, caches) == generated(model, nil))
+        #expect(try Self.generated(model, caches) == Self.generated(model, nil))
     }
 
     @Test func stockModelsAreBoundedByEveryPolicyOfKeys() throws {
-        let model = try stock()
-        for policy in [Distinct.keysOnly, KeyDiff(), Streaming()] as [any Policy] {
+        let model = try Self.stock()
+        for policy in [Policies.Distinct.keysOnly, Policies.KeyDiff(), Policies.Streaming()]
+            as [any Policy]
+        {
             for remainder in [true, false] {
                 let configuration = try H2OConfiguration(
                     budget: .tokens(40), policy: policy, remainder: remainder)
                 let caches = try configuration.caches(for: model)
-                #expect(try generated(model, caches).count == 60)
+                #expect(try Self.generated(model, caches).count == 60)
                 for cache in caches.map({ $0 as! H2OKVCache }) {
                     #expect(!cache.attends)
                     #expect(cache.physicalLength <= 40 && cache.evicted > 0)
@@ -66,15 +68,15 @@ import Testing
 
     /// As a chat does it: one list of caches, and an iterator over the new message for every turn.
     @Test func conversationsGoOnInTheSameMemory() throws {
-        let stock = try stock(), own = try own()
+        let stock = try Self.stock(), own = try Self.own()
         try own.update(parameters: stock.parameters(), verify: .all)
-        for (model, policy) in [(stock, nil), (own, Distinct()), (own, H2O())]
+        for (model, policy) in [(stock, nil), (own, Policies.Distinct()), (own, Policies.H2O())]
             as [(any LanguageModel, (any Policy)?)]
         {
             func answers(_ caches: [any KVCache], after: () -> Void = {}) throws -> [[Int]] {
                 try (0 ..< 5).map { turn in
                     defer { after() }
-                    return try generated(model, caches, prompt: 20 + turn, tokens: 8)
+                    return try Self.generated(model, caches, prompt: 20 + turn, tokens: 8)
                 }
             }
             let plain = (0 ..< 3).map { _ in KVCacheSimple() }
@@ -99,15 +101,15 @@ import Testing
     }
 
     @Test func stockModelsRefusePoliciesThatNeedAttention() throws {
-        let model = try stock()
+        let model = try Self.stock()
         #expect(throws: H2OError.policyNeedsAttention(policy: "h2o", model: "Qwen3Model")) {
             try H2OConfiguration.h2o.caches(for: model)
         }
         let message = H2OError.policyNeedsAttention(policy: "h2o", model: "Qwen3Model")
             .localizedDescription
-        #expect(message.contains("H2OModels.register()") && message.contains("KeyDiff()"))
+        #expect(message.contains("H2OModels.register()") && message.contains("Policies.KeyDiff()"))
         #expect(throws: H2OError.self) {
-            try H2OConfiguration(budget: .tokens(40), packing: Packing(keyBits: 8))
+            try H2OConfiguration(budget: .tokens(40), packing: H2OPacking(keyBits: 8))
                 .caches(for: model)
         }
     }
@@ -115,36 +117,36 @@ import Testing
     /// What is asked for too late to throw stops with the same words.
     @Test func attendingCachesStopInStockModels() async {
         await #expect(processExitsWith: .failure) {
-            let cache = try H2OKVCache(.tokens(40), policy: H2O())
+            let cache = try H2OKVCache(.tokens(40), policy: Policies.H2O())
             let rows = MLXArray.zeros([1, 2, 1, 32], dtype: .float32)
             _ = cache.update(keys: rows, values: rows)
         }
     }
 
     @Test func ownModelIsTheStockModel() throws {
-        let stock = try stock(), own = try own()
+        let stock = try Self.stock(), own = try Self.own()
         try own.update(parameters: stock.parameters(), verify: .all)
         let tokens = MLXArray((0 ..< Int32(20)).map { $0 * 11 % 128 }, [1, 20])
-        let caches = stock.newCache(parameters: nil)
+        let caches = try stock.newCache(parameters: nil)
         let expected = stock(tokens, cache: caches)
         #expect(same(own(tokens, cache: own.plainCaches()), expected))
         #expect(
-            try generated(own, own.plainCaches()) == generated(stock, nil))
+            try Self.generated(own, own.plainCaches()) == Self.generated(stock, nil))
     }
 
     @Test func ownModelsRunEveryPolicyAndRagged() throws {
         for type in H2OModels.modelTypes {
-            let model = try own(type)
+            let model = try Self.own(type)
             eval(model)
             for name in Policies.names where name != "newest" {
                 let recent: [String: SettingValue] = name == "paper" ? ["recent": .int(8)] : [:]
                 let policy = try Policies.make(name, settings: recent)
                 let configuration = try H2OConfiguration(budget: .tokens(40), policy: policy)
                 let caches = try configuration.caches(for: model)
-                #expect(try generated(model, caches, tokens: 20).count == 20)
+                #expect(try Self.generated(model, caches, tokens: 20).count == 20)
                 #expect(caches.allSatisfy { ($0 as! H2OKVCache).attends })
             }
-            #expect(model.newCache(parameters: nil).allSatisfy { $0 is H2OKVCache })
+            #expect(try model.newCache(parameters: nil).allSatisfy { $0 is H2OKVCache })
         }
     }
 
@@ -153,15 +155,15 @@ import Testing
         let model = try await LLMTypeRegistry.shared.createModel(
             configuration: Data(Self.config.utf8), modelType: "qwen3")
         #expect(model is any H2OModel)
-        let caches = model.newCache(parameters: nil).map { $0 as! H2OKVCache }
+        let caches = try model.newCache(parameters: nil).map { $0 as! H2OKVCache }
         #expect(caches.count == 3 && caches.allSatisfy { $0.attends })
-        let smaller = model.newCache(parameters: GenerateParameters(maxKVSize: 30))
+        let smaller = try model.newCache(parameters: GenerateParameters(maxKVSize: 30))
         #expect((smaller[0] as! H2OKVCache).maxSize! < caches[0].maxSize!)
     }
 
     @Test func profilesShareSlotsOut() throws {
         let folder = GoldenReplay.embeddedModel
-        let profile = try Profile(contentsOf: folder.appendingPathComponent(Profile.fileName))
+        let profile = try H2OProfile(contentsOf: folder.appendingPathComponent(H2OProfile.fileName))
         let configuration = try H2OConfiguration(
             budget: .tokens(96), headBudgets: .profile(profile))
         let model = try H2OModels.load(
@@ -171,15 +173,15 @@ import Testing
         let golden = try Golden.shipped.get()
         let expected = golden.cases.first { $0.name == "distinct-profile" }!["slots"]
         #expect(budgets == expected.array!.map { $0.array!.map { $0.int! } })
-        #expect(throws: H2OError.self) { try configuration.caches(for: try own()) }
+        #expect(throws: H2OError.self) { try configuration.caches(for: try Self.own()) }
         let matching = try H2OConfiguration(
             budget: .tokens(96), headBudgets: .matching([profile]))
-        let uniform = try matching.caches(for: try own()).map { ($0 as! H2OKVCache).budgets! }
+        let uniform = try matching.caches(for: try Self.own()).map { ($0 as! H2OKVCache).budgets! }
         #expect(uniform.allSatisfy { $0[0] == $0[1] })
     }
 
     @Test func layersThatCannotBeBoundedAreTold() throws {
-        let model = Mixed(try stock())
+        let model = Mixed(try Self.stock())
         #expect(throws: H2OError.self) {
             try H2OConfiguration.default.caches(for: model)
         }
@@ -187,19 +189,17 @@ import Testing
             budget: .tokens(40), compatibility: .allowPartial)
         let caches = try partial.caches(for: model)
         #expect(caches.map { $0 is H2OKVCache } == [true, false, true])
-        #expect(describe(caches).map(\.isBounded) == [true, false, true])
+        #expect(H2OKVCache.describe(caches).map(\.isBounded) == [true, false, true])
     }
 }
 
 /// A stock model one of whose layers has a cache of its own kind.
-private final class Mixed: Module, LanguageModel {
+private final class Mixed: Module, LLMModel {
     let inner: Qwen3Model
 
     init(_ inner: Qwen3Model) { self.inner = inner }
 
-    func prepare(_ input: LMInput, cache: [any KVCache], windowSize: Int?) throws -> PrepareResult {
-        .tokens(input.text)
-    }
+    var loraLayers: [Module] { [] }
 
     func callAsFunction(_ inputs: MLXArray, cache: [any KVCache]?) -> MLXArray {
         inner(inputs, cache: cache)

@@ -41,9 +41,9 @@ import Testing
     }
 
     @Test func presetsAreWhatTheySay() throws {
-        #expect(EMALogits.paper.recentSlots(256) == 128)
-        #expect(EMALogits.paper.options.unit == .layer)
-        #expect(H2O.paper.options.sink == 0)
+        #expect(Policies.EMALogits.paper.recentSlots(256) == 128)
+        #expect(Policies.EMALogits.paper.options.unit == .layer)
+        #expect(Policies.H2O.paper.options.sink == 0)
         for configuration in [H2OConfiguration.default, .paper, .h2o, .streaming] {
             try configuration.validate()
         }
@@ -56,13 +56,13 @@ import Testing
         static let name = "newest"
         var options = PolicyOptions()
         var needsAttention: Bool { false }
-        func priority(_ slots: Slots) -> MLXArray { -slots.ages }
+        func priority(_ slots: PolicySlots) -> MLXArray { -slots.ages }
     }
 
     @Test func ownPoliciesWorkLikeAnyOther() throws {
         Policies.register(Newest.self)
         let own = try H2OKVCache(.heads([24, 24]), policy: Newest())
-        let streaming = try H2OKVCache(.heads([24, 24]), policy: Streaming())
+        let streaming = try H2OKVCache(.heads([24, 24]), policy: Policies.Streaming())
         let rows = RowStream(tokens: 60)
         rows.run(own, [30] + ones(30))
         rows.run(streaming, [30] + ones(30))

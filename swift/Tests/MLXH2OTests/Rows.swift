@@ -1,3 +1,4 @@
+import Foundation
 import MLX
 
 @testable import MLXH2O
@@ -35,6 +36,12 @@ struct RowStream {
                 return output
             }, axis: 2)
     }
+}
+
+/// A place for a file that only this test knows.
+func temporaryFile() -> URL {
+    FileManager.default.temporaryDirectory
+        .appendingPathComponent("\(UUID().uuidString).safetensors")
 }
 
 /// So many decode steps.

@@ -2,9 +2,16 @@ import MLX
 import MLXLMCommon
 
 /// A model of text.
-public protocol LLMModel: LanguageModel, LoRAModel {}
+public protocol LLMModel: LanguageModel, LoRAModel {
+    /// How a chat becomes what the template is given.
+    func messageGenerator(tokenizer: Tokenizer) -> MessageGenerator
+}
 
 extension LLMModel {
+    public func messageGenerator(tokenizer: Tokenizer) -> MessageGenerator {
+        DefaultMessageGenerator()
+    }
+
     /// Takes the prompt in by chunks and leaves the last one to the iterator.
     public func prepare(
         _ input: LMInput, cache: [KVCache], windowSize: Int?

@@ -144,3 +144,12 @@ public class KVCacheSimple: BaseKVCache {
         return copy
     }
 }
+
+public func canTrimPromptCache(_ cache: [any KVCache]) -> Bool { cache.allSatisfy(\.isTrimmable) }
+
+/// Takes so many tokens back in all caches, if all of them can; how many the first one took.
+@discardableResult
+public func trimPromptCache(_ cache: [any KVCache], numTokens: Int) -> Int {
+    guard canTrimPromptCache(cache), !cache.isEmpty else { return 0 }
+    return cache.map { $0.trim(numTokens) }[0]
+}

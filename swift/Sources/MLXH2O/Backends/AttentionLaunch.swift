@@ -24,21 +24,8 @@ struct AttentionLaunch {
         static func < (a: Export, b: Export) -> Bool { a.rawValue < b.rawValue }
     }
 
-    private static let columns = ["sinks"] + Remainder.bufferNames + ["means"]
-    private static let exports = ["lse", "logits", "distances"]
-
-    static let vector = KernelLaunch.Interface(
-        name: "attention_vector",
-        inputs: ["params", "factors", "queries"] + Rows.bufferNames("keys")
-            + Rows.bufferNames("values") + ["mask"] + columns + ["after"],
-        outputs: ["out"] + exports,
-        optional: Rows.absentBuffers("keys") + Rows.absentBuffers("values")
-            + [Mask.absentBuffer] + KernelLaunch.absentInputs(columns) + [("after", "")]
-            + KernelLaunch.absentOutputs(exports))
-
-    static let merge = KernelLaunch.Interface(
-        name: "attention_merge", inputs: ["params", "partials", "partial_lses"],
-        outputs: ["out", "lse"])
+    static let vector = KernelLaunch.Interface("attention_vector")
+    static let merge = KernelLaunch.Interface("attention_merge")
     private static let mergeSimdgroups = 8
 
     /// The only launch, or the first of two.
@@ -52,7 +39,7 @@ struct AttentionLaunch {
     private let equal: Int?
 
     /// Whether the kernels are written for these operands.
-    static func supports(_ call: AttentionOperands) -> Bool {
+    static func supports(_ call: AttentionCall) -> Bool {
         if case .joined = call.keys { return false }
         let (keys, values) = (call.keys, call.values)
         return call.queries.dim(2) <= Tiling.mostQueries
@@ -74,7 +61,7 @@ struct AttentionLaunch {
     ///   - architecture: The GPU's, see ``Tiling``.
     ///   - after: What a kernel wrote that changed keys and values in place: read only after it.
     init(
-        _ call: AttentionOperands, remainder: Remainder? = nil, means: MLXArray? = nil,
+        _ call: AttentionCall, remainder: Remainder? = nil, means: MLXArray? = nil,
         ranges: Ranges? = nil, export: Export = .logits, architecture: String,
         after: MLXArray? = nil
     ) {

@@ -1,12 +1,12 @@
 import MLX
 
-/// Who computes an attention: the kernels of metal/ where there is Metal, else plain MLX ops, which
+/// What computes an attention: the kernels of metal/ where there is Metal, else plain MLX ops, which
 /// say what is right.
 enum Backend: Sendable {
     case plain
     case metal(MetalKernels)
 
-    /// Within `withValue`, who computes whatever the device.
+    /// Within `withValue`, what computes on every device.
     @TaskLocal static var chosen: Backend?
 
     /// That of the default device.
@@ -30,14 +30,14 @@ enum Backend: Sendable {
     }
 
     /// Softmax attention `[B, Hq, L, Dv]`.
-    func attention(_ call: AttentionOperands) -> MLXArray {
+    func attention(_ call: AttentionCall) -> MLXArray {
         if case .joined = call.keys { return joinedAttention(call) }
         return metal?.attention(call) ?? Reference.attention(call)
     }
 
     /// Attention and the mass `[B, Hk, N]` that each key received.
     func attentionWithMass(
-        _ call: AttentionOperands
+        _ call: AttentionCall
     ) -> (output: MLXArray, mass: MLXArray, logSumExp: MLXArray) {
         if case .joined = call.keys { return joinedWithMass(call) }
         return metal?.attentionWithMass(call) ?? Reference.attentionWithMass(call)
@@ -45,7 +45,7 @@ enum Backend: Sendable {
 
     /// Attention, its logits `[B, Hq, L, N]` and their log-sum-exp `[B, Hq, L]`.
     func attentionWithScores(
-        _ call: AttentionOperands
+        _ call: AttentionCall
     ) -> (output: MLXArray, scores: MLXArray, logSumExp: MLXArray) {
         if case .joined = call.keys { return joinedWithScores(call) }
         return metal?.attentionWithScores(call) ?? Reference.attentionWithScores(call)

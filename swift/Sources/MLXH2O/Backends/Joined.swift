@@ -10,7 +10,7 @@ extension Backend {
 
     /// Attention, logits and lse over all parts.
     func joinedWithScores(
-        _ call: AttentionOperands
+        _ call: AttentionCall
     ) -> (output: MLXArray, scores: MLXArray, logSumExp: MLXArray) {
         let parts = parts(call) {
             let part = attentionWithScores($0)
@@ -21,7 +21,7 @@ extension Backend {
     }
 
     /// Attention alone, a few queries at a time.
-    func joinedAttention(_ call: AttentionOperands) -> MLXArray {
+    func joinedAttention(_ call: AttentionCall) -> MLXArray {
         let outputs = blocks(call).map { block in
             // The form with masses hands out lse and writes no logits.
             let parts = parts(block) {
@@ -35,7 +35,7 @@ extension Backend {
 
     /// Attention and masses over all parts, a few queries at a time.
     func joinedWithMass(
-        _ call: AttentionOperands
+        _ call: AttentionCall
     ) -> (output: MLXArray, mass: MLXArray, logSumExp: MLXArray) {
         let N = call.keys.shape[2], heads = call.keys.shape[1]
         var mass = MLXArray.zeros(Array(call.keys.shape[0 ..< 3]), dtype: .float32)
@@ -52,9 +52,9 @@ extension Backend {
     }
 
     /// What `attend` finds over each kind of rows.
-    private func parts(_ call: AttentionOperands, _ attend: (AttentionOperands) -> Part) -> [Part] {
+    private func parts(_ call: AttentionCall, _ attend: (AttentionCall) -> Part) -> [Part] {
         guard case .joined(let keys) = call.keys, case .joined(let values) = call.values else {
-            preconditionFailure("Keys and values have the same kinds of rows.")
+            fatalError("Keys and values have the same kinds of rows.")
         }
         let L = call.queries.dim(2), N = call.keys.shape[2]
         var parts: [Part] = [], start = 0
@@ -82,7 +82,7 @@ extension Backend {
     }
 
     /// The operands of a few queries at a time, over the keys that they can see.
-    private func blocks(_ call: AttentionOperands) -> [AttentionOperands] {
+    private func blocks(_ call: AttentionCall) -> [AttentionCall] {
         let L = call.queries.dim(2)
         return stride(from: 0, to: L, by: Self.joinedQueries).map {
             call.queries($0 ..< min($0 + Self.joinedQueries, L))

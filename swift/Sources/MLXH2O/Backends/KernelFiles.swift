@@ -72,6 +72,12 @@ inline void attention_merge(
 
 }  // namespace h2o
 
+//! buffers
+//! in params
+//! in partials
+//! in partial_lses
+//! out out
+//! out lse
 //! body
 
   THREADGROUP_ARRAY(float, scratch, SIMDS * DV);
@@ -371,6 +377,28 @@ inline void attention_vector(
 
 }  // namespace h2o
 
+//! buffers
+//! in params
+//! in factors
+//! in queries
+//! in keys
+//! in key_scales optional float strided
+//! in key_biases optional float strided
+//! in values
+//! in value_scales optional float strided
+//! in value_biases optional float strided
+//! in mask optional bool strided
+//! in sinks optional float
+//! in counts optional float
+//! in mean_keys optional float
+//! in var_keys optional float
+//! in mean_values optional float
+//! in means optional float
+//! in after optional
+//! out out
+//! out lse optional float
+//! out logits optional float
+//! out distances optional float
 //! body
 
   typedef typename h2o::Stored<K_BITS, T>::Element Key;
@@ -528,6 +556,14 @@ inline void kept_keys(
 
 }  // namespace h2o
 
+//! buffers
+//! in plan
+//! in keys
+//! in key_scales optional float strided
+//! in key_biases optional float strided
+//! in slots
+//! out means optional float
+//! out worth optional float
 //! body
 
   THREADGROUP_ARRAY(float, scratch, SIMDS * D);
@@ -904,6 +940,28 @@ inline void overwrite(
 
 }  // namespace h2o
 
+//! buffers
+//! in plan
+//! in victims
+//! in new_keys
+//! in new_values
+//! in keys
+//! in key_scales optional float strided
+//! in key_biases optional float strided
+//! in values
+//! in value_scales optional float strided
+//! in value_biases optional float strided
+//! in positions
+//! in norms optional float
+//! in counts optional float
+//! in mean_keys optional float
+//! in var_keys optional float
+//! in mean_values optional float
+//! out counts_out optional float
+//! out mean_keys_out optional float
+//! out var_keys_out optional float
+//! out mean_values_out optional float
+//! out slots_out
 //! body
 
   typedef typename h2o::Stored<K_BITS, T>::Element Key;
@@ -1267,6 +1325,15 @@ inline void prompt_lse(
 
 }  // namespace h2o
 
+//! buffers
+//! in params
+//! in factors
+//! in queries
+//! in keys
+//! in key_scales optional float strided
+//! in key_biases optional float strided
+//! in mask optional bool strided
+//! out lse
 //! body
 
   THREADGROUP_ARRAY(float, query_chunk, TILE * PADDED_CHUNK);
@@ -1341,6 +1408,16 @@ inline void prompt_mass(
 
 }  // namespace h2o
 
+//! buffers
+//! in params
+//! in factors
+//! in queries
+//! in keys
+//! in key_scales optional float strided
+//! in key_biases optional float strided
+//! in mask optional bool strided
+//! in lse
+//! out mass
 //! body
 
   THREADGROUP_ARRAY(float, query_chunk, TILE * PADDED_CHUNK);
@@ -1960,6 +2037,19 @@ inline void update(
 
 }  // namespace h2o
 
+//! buffers
+//! in plan
+//! in weights
+//! in victims
+//! in logits optional float
+//! in lse
+//! in distances optional float
+//! in means optional float
+//! in positions
+//! in scores optional float
+//! in norms optional float
+//! in slots
+//! out victims_out
 //! body
 
   THREADGROUP_ARRAY(float, standards, HEADS * 2 * TERMS);

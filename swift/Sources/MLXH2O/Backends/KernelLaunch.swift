@@ -5,16 +5,39 @@ import MLX
 ///
 /// MLX writes a kernel's signature from the arrays that it gets, so a buffer that a launch does
 /// without has no name there. Its declaration as a null pointer goes before the body instead, and the
-/// template arguments say that nobody looks.
+/// template arguments say that the kernel never reads it.
 struct KernelLaunch {
-    /// A kernel's buffers, in order.
+    /// A kernel's buffers, in order, as its file in metal/ declares them.
     struct Interface: Sendable {
         /// Of its file in metal/.
         let name: String
         let inputs: [String]
         let outputs: [String]
         /// Those that a launch may do without, with the declarations that then stand in.
-        var optional: [(name: String, declaration: String)] = []
+        let optional: [(name: String, declaration: String)]
+
+        /// A line is `//! in NAME` or `//! out NAME`, and `optional TYPE strided` after it, without
+        /// the last words where nothing has to stand in for them.
+        init(_ name: String) {
+            var names: [Substring: [String]] = [:]
+            var optional: [(name: String, declaration: String)] = []
+            for line in KernelText(name).declarations.split(separator: "\n") {
+                let words = line.split(separator: " ")
+                let (way, buffer) = (words[1], String(words[2]))
+                names[way, default: []].append(buffer)
+                guard words.count > 3 else { continue }
+                var declaration = ""
+                if words.count > 4 {
+                    let const = way == "in" ? "const " : ""
+                    declaration = "\(const)device \(words[4])* \(buffer) = nullptr;"
+                }
+                if words.count > 5 { declaration += "\nconst int64_t \(buffer)_strides[4] = {0};" }
+                optional.append((buffer, declaration))
+            }
+            self.name = name
+            (inputs, outputs) = (names["in"] ?? [], names["out"] ?? [])
+            self.optional = optional
+        }
     }
 
     /// What is to be written.
@@ -26,16 +49,6 @@ struct KernelLaunch {
         init(_ name: String, _ shape: [Int], _ dtype: DType) {
             (self.name, self.shape, self.dtype) = (name, shape, dtype)
         }
-    }
-
-    /// Declarations for optional inputs of floats.
-    static func absentInputs(_ names: [String]) -> [(name: String, declaration: String)] {
-        names.map { ($0, "const device float* \($0) = nullptr;") }
-    }
-
-    /// Declarations for optional outputs of floats.
-    static func absentOutputs(_ names: [String]) -> [(name: String, declaration: String)] {
-        names.map { ($0, "device float* \($0) = nullptr;") }
     }
 
     /// Lanes of a simdgroup.
@@ -68,11 +81,15 @@ struct KernelLaunch {
         return (absent + [KernelText(interface.name).body]).joined(separator: "\n")
     }
 
-    /// Who runs launches in the place of Metal: in tests, who writes them down.
+    /// Runs launches in the place of Metal; in tests, writes them down.
     @TaskLocal static var runner: (any KernelRunner)?
 
     /// Run the kernel; what it writes, by name.
     func run() -> [String: MLXArray] {
+        guard reads.count == inputs.count else {
+            let unknown = inputs.keys.filter { !interface.inputs.contains($0) }.sorted()
+            fatalError("The kernel \(interface.name) declares no buffers \(unknown).")
+        }
         let written = KernelLaunch.runner?.run(self) ?? onMetal()
         return Dictionary(uniqueKeysWithValues: zip(outputs.map(\.name), written))
     }

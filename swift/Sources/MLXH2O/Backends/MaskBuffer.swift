@@ -2,12 +2,6 @@ import MLX
 
 /// A mask as kernels get it: a kind, and a buffer where it is an array.
 extension Mask {
-    /// The declaration where there is none.
-    static let absentBuffer = (
-        name: "mask",
-        declaration: "const device bool* mask = nullptr;\nconst int64_t mask_strides[4] = {0};"
-    )
-
     /// The template argument, as in masks.h, and how many columns an array mask has.
     func launched(queries: Int, slots: Int) -> (kind: Int, columns: Int) {
         switch self {

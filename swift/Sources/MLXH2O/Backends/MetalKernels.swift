@@ -8,10 +8,10 @@ struct MetalKernels: Sendable {
     var writesInPlace: Bool?
 
     // Tried once.
-    private static let deviceWritesInPlace = GPUDecoding.triesToWriteInPlace()
+    private static let deviceWritesInPlace = GPUDecoder.triesToWriteInPlace()
 
     /// Softmax attention `[B, Hq, L, Dv]`, or nil where the definition is as good or all there is.
-    func attention(_ call: AttentionOperands) -> MLXArray? {
+    func attention(_ call: AttentionCall) -> MLXArray? {
         // Over plain rows MLX's own attention is the best there is.
         let plain = call.seed == nil && !call.keys.isPacked && !call.values.isPacked
         guard !plain, PromptLaunch.supports(call) else { return nil }
@@ -21,7 +21,7 @@ struct MetalKernels: Sendable {
     /// Attention, its logits `[B, Hq, L, N]` and their log-sum-exp `[B, Hq, L]`, or nil where there
     /// is no kernel for it.
     func attentionWithScores(
-        _ call: AttentionOperands
+        _ call: AttentionCall
     ) -> (output: MLXArray, scores: MLXArray, logSumExp: MLXArray)? {
         guard AttentionLaunch.supports(call) else { return nil }
         let attended = AttentionLaunch(call, architecture: architecture).run()
@@ -32,7 +32,7 @@ struct MetalKernels: Sendable {
     /// Attention and the mass `[B, Hk, N]` that each key received, or nil where there is no kernel
     /// for it.
     func attentionWithMass(
-        _ call: AttentionOperands
+        _ call: AttentionCall
     ) -> (output: MLXArray, mass: MLXArray, logSumExp: MLXArray)? {
         guard PromptLaunch.supports(call) else { return nil }
         let (output, lse) = outputAndLogSumExp(call)
@@ -41,7 +41,7 @@ struct MetalKernels: Sendable {
 
     /// Attention `[B, Hq, L, Dv]` and its log-sum-exp `[B, Hq, L]`, with all columns.
     private func outputAndLogSumExp(
-        _ call: AttentionOperands
+        _ call: AttentionCall
     ) -> (output: MLXArray, logSumExp: MLXArray) {
         if AttentionLaunch.supports(call) {
             let attended = AttentionLaunch(
@@ -65,7 +65,7 @@ struct MetalKernels: Sendable {
     }
 
     /// MLX's attention of many queries; packed rows are dequantized a KV head at a time.
-    private func attentionOfPrompt(_ call: AttentionOperands) -> MLXArray {
+    private func attentionOfPrompt(_ call: AttentionCall) -> MLXArray {
         var call = call
         call.seed = nil
         guard call.keys.isPacked || call.values.isPacked else { return Reference.attention(call) }
@@ -85,9 +85,6 @@ struct MetalKernels: Sendable {
         return MLXH2O.joined(outputs, axis: 1)
     }
 
-    /// Whether there is a fused step for this policy and rows like these.
-    func canDecode(_ policy: any Policy, keyWidth: Int, valueWidth: Int) -> Bool {
-        policy is any KernelPolicy && Tiling.widths.contains(keyWidth)
-            && Tiling.widths.contains(valueWidth) && (writesInPlace ?? Self.deviceWritesInPlace)
-    }
+    /// Whether kernels may change a layer's rows where they lie.
+    var canWriteInPlace: Bool { writesInPlace ?? Self.deviceWritesInPlace }
 }

@@ -6,13 +6,8 @@ struct PromptLaunch {
     private static let tile = 64
     private static let threads = 256
 
-    private static let operands =
-        ["params", "factors", "queries"] + Rows.bufferNames("keys") + ["mask"]
-    private static let absent = Rows.absentBuffers("keys") + [Mask.absentBuffer]
-    static let logSumExp = KernelLaunch.Interface(
-        name: "prompt_lse", inputs: operands, outputs: ["lse"], optional: absent)
-    static let mass = KernelLaunch.Interface(
-        name: "prompt_mass", inputs: operands + ["lse"], outputs: ["mass"], optional: absent)
+    static let logSumExp = KernelLaunch.Interface("prompt_lse")
+    static let mass = KernelLaunch.Interface("prompt_mass")
 
     private let lengths: [Int]
     private let inputs: [String: MLXArray]
@@ -22,7 +17,7 @@ struct PromptLaunch {
     private let massShape: [Int]
 
     /// Whether the kernels are written for these operands.
-    static func supports(_ call: AttentionOperands) -> Bool {
+    static func supports(_ call: AttentionCall) -> Bool {
         if case .joined = call.keys { return false }
         let keys = call.keys.shape
         return Tiling.widths.contains(keys.last!) && keys[keys.count - 2] > 0
@@ -34,7 +29,7 @@ struct PromptLaunch {
     /// - Parameters:
     ///   - call: Queries, keys, scale and mask, as for ``AttentionLaunch``.
     ///   - ranges: Where each head's slots lie, of keys `[B, S, D]`.
-    init(_ call: AttentionOperands, ranges: Ranges? = nil) {
+    init(_ call: AttentionCall, ranges: Ranges? = nil) {
         let q = call.queries
         let (B, Hq, L, D) = (q.dim(0), q.dim(1), q.dim(2), q.dim(3))
         var keys = call.keys

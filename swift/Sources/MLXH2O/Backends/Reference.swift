@@ -4,7 +4,7 @@ import MLX
 typealias Seed = (logits: MLXArray, values: MLXArray)
 
 /// The operands of an attention.
-struct AttentionOperands {
+struct AttentionCall {
     /// `[B, Hq, L, D]`.
     var queries: MLXArray
     /// `[B, Hk, N, D]`.
@@ -18,10 +18,10 @@ struct AttentionOperands {
     var seed: Seed?
 }
 
-extension AttentionOperands {
+extension AttentionCall {
     /// The operands of some queries, over the keys that they can see.
-    func queries(_ range: Range<Int>) -> AttentionOperands {
-        let block = mask.block(range, L: queries.dim(2), N: keys.shape[2], own: false)
+    func queries(_ range: Range<Int>) -> AttentionCall {
+        let block = mask.block(range, L: queries.dim(2), N: keys.shape[2], newColumnsOnly: false)
         var part = self
         part.queries = queries.sliced(range, axis: 2)
         part.keys = keys.sliced(0 ..< block.keys, axis: 2)
@@ -38,7 +38,7 @@ enum Reference {
     static let queryBlock = 256
 
     /// Softmax attention `[B, Hq, L, Dv]`.
-    static func attention(_ call: AttentionOperands) -> MLXArray {
+    static func attention(_ call: AttentionCall) -> MLXArray {
         if call.seed == nil, case .plain(let keys) = call.keys,
             case .plain(let values) = call.values
         {
@@ -52,7 +52,7 @@ enum Reference {
 
     /// Attention and the mass `[B, Hk, N]` that each key received, a few queries at a time.
     static func attentionWithMass(
-        _ call: AttentionOperands
+        _ call: AttentionCall
     ) -> (output: MLXArray, mass: MLXArray, logSumExp: MLXArray) {
         let heads = call.keys.shape[1], N = call.keys.shape[2]
         var mass = MLXArray.zeros(Array(call.keys.shape[0 ..< 3]), dtype: .float32)
@@ -68,7 +68,7 @@ enum Reference {
 
     /// `attentionWithScores` of a few queries at a time, over the keys that they can see.
     private static func blocks(
-        _ call: AttentionOperands
+        _ call: AttentionCall
     ) -> [(output: MLXArray, scores: MLXArray, logSumExp: MLXArray)] {
         let L = call.queries.dim(2)
         var call = call
@@ -81,7 +81,7 @@ enum Reference {
 
     /// Attention, its logits `[B, Hq, L, N]` and their log-sum-exp `[B, Hq, L]`.
     static func attentionWithScores(
-        _ call: AttentionOperands
+        _ call: AttentionCall
     ) -> (output: MLXArray, scores: MLXArray, logSumExp: MLXArray) {
         let q = call.queries, keys = call.keys.dense, values = call.values.dense
         let (B, Hq, L, D) = (q.dim(0), q.dim(1), q.dim(2), q.dim(3))

@@ -10,14 +10,6 @@ extension Rows {
         field == "keys" ? keyNames : valueNames
     }
 
-    /// Declarations for what dense rows lack.
-    static func absentBuffers(_ field: String) -> [(name: String, declaration: String)] {
-        bufferNames(field).dropFirst().map { name in
-            let strides = "const int64_t \(name)_strides[4] = {0};"
-            return (name, "const device float* \(name) = nullptr;\n\(strides)")
-        }
-    }
-
     /// Buffers by name.
     func buffers(_ field: String) -> [String: MLXArray] {
         Dictionary(uniqueKeysWithValues: zip(Rows.bufferNames(field), arrays))
@@ -45,7 +37,7 @@ extension Rows {
                     scales: rows.scales.expandedDimensions(axis: 1),
                     biases: rows.biases.expandedDimensions(axis: 1), bits: rows.bits,
                     groupSize: rows.groupSize))
-        case .joined: preconditionFailure("The kernels read rows of one kind.")
+        case .joined: fatalError("The kernels read rows of one kind.")
         }
     }
 
@@ -60,7 +52,7 @@ extension Rows {
         switch self {
         case .plain(let rows): [rows]
         case .packed(let rows): [rows.words, rows.scales, rows.biases]
-        case .joined: preconditionFailure("The kernels read rows of one kind.")
+        case .joined: fatalError("The kernels read rows of one kind.")
         }
     }
 }

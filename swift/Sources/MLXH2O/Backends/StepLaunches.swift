@@ -14,41 +14,12 @@ struct SlotArrays {
     var norms: MLXArray?
 }
 
-/// A policy in the kernels' terms.
-struct Ranking {
-    let score: KernelForm.Score
-    let priority: KernelForm.Priority
-    /// Whether the heads' mean priority decides for all.
-    let perLayer: Bool
-    /// Whether scores are divided by the steps since the token came.
-    let ageNormalised: Bool
-    /// Decay of the averages; of the distance, the mass and the age.
-    let weights: [Float]
-}
-
 /// Launches of the kernels around attention in a decode step.
 struct StepLaunches {
     private static let remainderOut = Remainder.bufferNames.map { $0 + "_out" }
-    static let overwrite = KernelLaunch.Interface(
-        name: "overwrite",
-        inputs: ["plan", "victims", "new_keys", "new_values"] + Rows.bufferNames("keys")
-            + Rows.bufferNames("values") + ["positions", "norms"] + Remainder.bufferNames,
-        outputs: remainderOut + ["slots_out"],
-        optional: Rows.absentBuffers("keys") + Rows.absentBuffers("values")
-            + KernelLaunch.absentInputs(["norms"] + Remainder.bufferNames)
-            + KernelLaunch.absentOutputs(remainderOut))
-    static let keptKeys = KernelLaunch.Interface(
-        name: "kept_keys", inputs: ["plan"] + Rows.bufferNames("keys") + ["slots"],
-        outputs: ["means", "worth"],
-        optional: Rows.absentBuffers("keys") + KernelLaunch.absentOutputs(["means", "worth"]))
-    static let update = KernelLaunch.Interface(
-        name: "update",
-        inputs: [
-            "plan", "weights", "victims", "logits", "lse", "distances", "means", "positions",
-            "scores", "norms", "slots",
-        ],
-        outputs: ["victims_out"],
-        optional: KernelLaunch.absentInputs(["logits", "distances", "means", "scores", "norms"]))
+    static let overwrite = KernelLaunch.Interface("overwrite")
+    static let keptKeys = KernelLaunch.Interface("kept_keys")
+    static let update = KernelLaunch.Interface("update")
     private static let keptKeysSimdgroups = 8
     private static let updateSimdgroups = 16
 
@@ -131,7 +102,7 @@ struct StepLaunches {
     /// Bring the scores up to date, in place, and name the next victims.
     ///
     /// - Parameters:
-    ///   - ranking: The policy.
+    ///   - policy: In the kernels' terms.
     ///   - attended: What attention wrote; its logits where the policy accumulates, its distances
     ///     where it ranks by them.
     ///   - victims: `[B, H, evictEvery]` int32; heads that do not choose keep theirs.
@@ -140,13 +111,13 @@ struct StepLaunches {
     ///   - worth: `[B, attended slots]`, for the priority "direction".
     /// - Returns: Victims `[B, H, evictEvery]` int32.
     func update(
-        _ ranking: Ranking, _ attended: Attended, victims: MLXArray, written: MLXArray,
+        _ policy: KernelPolicy, _ attended: Attended, victims: MLXArray, written: MLXArray,
         means: MLXArray?, worth: MLXArray?
     ) -> MLXArray {
         let (B, H) = (victims.dim(0), victims.dim(1)), lse = attended.logSumExp!
-        let scores = ranking.score != .none
+        let scores = policy.score != .none
         var inputs = [
-            "plan": planArray, "weights": MLXArray(ranking.weights), "victims": victims,
+            "plan": planArray, "weights": MLXArray(policy.weights), "victims": victims,
             "lse": lse, "positions": slots.positions, "slots": written,
         ]
         inputs["logits"] = scores ? attended.logits : nil
@@ -154,17 +125,17 @@ struct StepLaunches {
         inputs["means"] = means
         inputs["scores"] = scores ? slots.scores : nil
         inputs["norms"] = slots.norms
-        let priority = plan.chooses ? ranking.priority : .age
+        let priority = plan.chooses ? policy.priority : .age
         return KernelLaunch(
             interface: Self.update, inputs: inputs,
             outputs: [.init("victims_out", victims.shape, .int32)],
             template: [
                 ("D", slots.keys.shape[2]), ("G", lse.dim(1) / H),
-                ("SCORE", ranking.score.rawValue), ("PRIORITY", priority.rawValue),
-                ("AGE", ranking.ageNormalised), ("VALUES", slots.norms != nil),
-                ("HEADS", ranking.perLayer ? H : 1), ("SIMDS", Self.updateSimdgroups),
+                ("SCORE", policy.score.rawValue), ("PRIORITY", priority.rawValue),
+                ("AGE", policy.ageNormalised), ("VALUES", slots.norms != nil),
+                ("HEADS", policy.perLayer ? H : 1), ("SIMDS", Self.updateSimdgroups),
             ],
-            threadgroups: (1, ranking.perLayer ? 1 : H, B),
+            threadgroups: (1, policy.perLayer ? 1 : H, B),
             threads: Self.updateSimdgroups * KernelLaunch.simdgroup
         ).run()["victims_out"]!
     }

@@ -1,7 +1,7 @@
 import MLX
 
 /// What one KV head does in a decode step.
-struct HeadStep: Equatable {
+struct HeadPlan: Equatable {
     /// Its first slot in the flat buffers.
     let start: Int
     /// Its slots in use, the new one included.
@@ -27,7 +27,7 @@ struct StepPlan: Equatable {
     /// Victims named at once.
     let evictEvery: Int
     /// Each KV head's part.
-    let heads: [HeadStep]
+    let heads: [HeadPlan]
 
     var ranges: Ranges { Ranges(starts: heads.map(\.start), lengths: heads.map(\.length)) }
 

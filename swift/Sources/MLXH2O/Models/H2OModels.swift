@@ -13,24 +13,44 @@ public protocol H2OModel: LanguageModel, ProfiledModel {
 
 /// H2O-aware model types in the place of mlx-swift-lm's own.
 public enum H2OModels {
-    /// The model types that ``register(_:)`` replaces.
+    /// The model types that ``register(_:for:)`` replaces.
     public static let modelTypes = ["llama", "mistral", "qwen2", "qwen3"]
 
-    /// Have `LLMModelFactory` make H2O-aware models for ``modelTypes``, whose `newCache` gives bounded
-    /// caches.
+    /// Have `LLMModelFactory` make H2O-aware models, whose `newCache` gives bounded caches.
     ///
-    /// Call it once, before a model is loaded. Weights, configurations and tokenizers are the same as
-    /// those of the stock models.
+    /// Call it once, before a model is loaded. Weights, configurations, tokenizers, message generators
+    /// and tool formats are those of the stock models. A reranker that has the type of one of them
+    /// ("qwen3", with mlx-swift-lm's main branch) is an error while that type is registered: leave the
+    /// type out, or use ``factory(_:)``.
     ///
-    /// - Parameter configuration: How caches are bounded. A model that cannot follow it (a profile of
-    ///   another model, a budget without room) stops the program when its first cache is made; ask
-    ///   ``H2OConfiguration/caches(for:)`` for an error instead.
-    public static func register(_ configuration: H2OConfiguration = .default) async {
-        for type in modelTypes {
+    /// - Parameters:
+    ///   - configuration: How caches are bounded. A model that cannot follow it goes on with uniform
+    ///     budgets (where the profile is another model's) or the fewest tokens that it can work with,
+    ///     and standard error says so; ask ``H2OConfiguration/caches(for:)-(LanguageModel)`` for an
+    ///     error instead.
+    ///   - types: Those of ``modelTypes`` to replace.
+    public static func register(
+        _ configuration: H2OConfiguration = .default, for types: [String] = modelTypes
+    ) async {
+        for type in types {
             await LLMTypeRegistry.shared.registerModelType(type) { data in
                 try H2OTransformer(configurationData: data, h2o: configuration)
             }
         }
+    }
+
+    /// A factory of H2O-aware models beside `LLMModelFactory.shared`, which stays as it is:
+    /// `try await H2OModels.factory(.default).loadContainer(from: folder, using: tokenizers)`.
+    ///
+    /// - Parameter configuration: As of ``register(_:for:)``.
+    public static func factory(_ configuration: H2OConfiguration = .default) -> LLMModelFactory {
+        let create: (Data) throws -> any LanguageModel = { data in
+            try H2OTransformer(configurationData: data, h2o: configuration)
+        }
+        let creators = modelTypes.map { ($0, create) }
+        return LLMModelFactory(
+            typeRegistry: ModelTypeRegistry(creators: Dictionary(uniqueKeysWithValues: creators)),
+            modelRegistry: LLMRegistry.shared)
     }
 
     /// A model from a folder with `config.json` and safetensors, without a registry.

@@ -10,12 +10,22 @@ final class H2OTransformer: Module, LLMModel, H2OModel {
     let h2o: H2OConfiguration
     let model: TransformerLayers
     @ModuleInfo(key: "lm_head") var head: Linear?
-    // How the model attends to its caches, found out when the first ones are made.
-    private let trial = Trial()
+    private let trial = KnownTrial()
+    private var stock = StockModel(model: nil)
+    // Of the types that these conventions have in the mlx-swift-lm at hand.
+    private(set) var toolCallFormat = (nil as LlamaModel?)?.toolCallFormat
+    private(set) var reasoningConfig = (nil as Qwen3Model?)?.reasoningConfig
+
+    /// The stock model beside this one, whose weights are never computed. No module, so that they are
+    /// not taken for this model's.
+    private struct StockModel {
+        let model: (any LLMModel)?
+    }
 
     init(configurationData: Data, h2o: H2OConfiguration) throws {
-        configuration = try JSONDecoder().decode(
-            TransformerConfiguration.self, from: configurationData)
+        let decoder = JSONDecoder()
+        decoder.allowsJSON5 = true
+        configuration = try decoder.decode(TransformerConfiguration.self, from: configurationData)
         self.h2o = h2o
         model = TransformerLayers(configuration)
         super.init()
@@ -23,6 +33,11 @@ final class H2OTransformer: Module, LLMModel, H2OModel {
             _head.wrappedValue = Linear(
                 configuration.hiddenSize, configuration.vocabularySize, bias: false)
         }
+        // After the layers: a seed gives them the weights that it gives the stock model's.
+        let stock = try stockModel(configurationData)
+        self.stock = StockModel(model: stock)
+        toolCallFormat = (stock as? LlamaModel)?.toolCallFormat
+        reasoningConfig = (stock as? Qwen3Model)?.reasoningConfig
     }
 
     var modelType: String { configuration.modelType }
@@ -46,24 +61,12 @@ final class H2OTransformer: Module, LLMModel, H2OModel {
     func plainCaches() -> [any KVCache] { model.layers.map { _ in KVCacheSimple() } }
 
     func newCache(parameters: GenerateParameters?) -> [any KVCache] {
-        do {
-            let h2o = try parameters?.maxKVSize.map { try self.h2o.with(budget: .tokens($0)) }
-            return try (h2o ?? self.h2o).caches(
-                for: self, plain: plainCaches(), trial: trial.found(for: self, self.h2o))
-        } catch {
-            fatalError(error.localizedDescription)
-        }
+        let known = trial.found { try h2o.trial(of: self, with: plainCaches()) }
+        return h2o.requestedCaches(for: self, plain: plainCaches, known, parameters)
     }
 
-    private final class Trial {
-        private var known: TrialResult?
-
-        func found(for model: H2OTransformer, _ h2o: H2OConfiguration) throws -> TrialResult {
-            if let known { return known }
-            let result = try h2o.trial(of: model, with: model.plainCaches())
-            known = result
-            return result
-        }
+    func messageGenerator(tokenizer: any Tokenizer) -> any MessageGenerator {
+        stock.model?.messageGenerator(tokenizer: tokenizer) ?? DefaultMessageGenerator()
     }
 }
 

@@ -1,81 +1,84 @@
 import MLX
 
-/// Keeps what has been attended to lately: c <- decay c + (1 - decay) mass, query by query.
-///
-/// Source: the exponential form of H2O's sum (arXiv 2306.14048). Use it when topics change within a
-/// conversation.
-public struct EMA: Policy {
-    public static let name = "ema"
+extension Policies {
+    /// Keeps what has been attended to lately: c <- decay c + (1 - decay) mass, query by query.
+    ///
+    /// Source: the exponential form of H2O's sum (arXiv 2306.14048). Use it when topics change within a
+    /// conversation.
+    public struct EMA: Policy {
+        public static let name = "ema"
 
-    public var options = PolicyOptions()
-    /// How much of the past stays at each query.
-    public var decay = 0.95
+        public var options = PolicyOptions()
+        /// How much of the past stays at each query.
+        public var decay = 0.95
 
-    /// The usual settings.
-    public init() {}
+        /// The usual settings.
+        public init() {}
 
-    public var ownSettings: [String: SettingValue] { ["decay": .double(decay)] }
+        public var ownSettings: [String: SettingValue] { ["decay": .double(decay)] }
 
-    public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool {
-        setDecay(&decay, name, value)
-    }
-
-    public func validateOwn() throws { try checkDecay(decay) }
-
-    public func accumulate(_ scores: MLXArray, seen: Observation) -> MLXArray {
-        averaged(scores, seen, decay: decay) { $0.mass }
-    }
-
-    public func meanMass(_ scores: MLXArray, ages: MLXArray) -> MLXArray { scores }
-}
-
-/// Keeps large |logits|: c <- decay c + (1 - decay) mean over query heads of |s|.
-///
-/// Source: the AtomGradient report on H2O for MLX; masked entries count 0. Kept for fidelity to it:
-/// a strongly negative logit means *no* attention, and ranking by |logit| loses to every other
-/// policy here. Not for use.
-public struct EMALogits: Policy {
-    public static let name = "ema-logits"
-
-    public var options = PolicyOptions()
-    /// How much of the past stays at each query.
-    public var decay = 0.95
-
-    /// The usual settings.
-    public init() {}
-
-    /// The report's: 4 sink, 128 recent and 124 heavy of 256 slots, averages per layer.
-    public static var paper: EMALogits {
-        EMALogits().with {
-            $0.recent = .count(128)
-            $0.unit = .layer
-            $0.prompt = .full
+        public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool {
+            setDecay(&decay, name, value)
         }
-    }
 
-    public var ownSettings: [String: SettingValue] { ["decay": .double(decay)] }
+        public func validateOwn() throws { try checkDecay(decay) }
 
-    public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool {
-        setDecay(&decay, name, value)
-    }
-
-    public func validateOwn() throws { try checkDecay(decay) }
-
-    public func accumulate(_ scores: MLXArray, seen: Observation) -> MLXArray {
-        averaged(scores, seen, decay: decay) { query in
-            let logits = query.logits!, heads = query.heads
-            let (B, Hq, L, N) = (logits.dim(0), logits.dim(1), logits.dim(2), logits.dim(3))
-            let size = which(logits .== -Float.infinity, Float(0), abs(logits))
-            return size.reshaped([B, heads, Hq / heads * L, N]).sum(axis: 2)
-                * Float(Double(heads) / Double(Hq))
+        public func accumulate(_ scores: MLXArray, seen: PolicyObservation) -> MLXArray {
+            averaged(scores, seen, decay: decay) { $0.mass }
         }
+
+        public func meanMass(_ scores: MLXArray, ages: MLXArray) -> MLXArray { scores }
     }
 
-    public func meanMass(_ scores: MLXArray, ages: MLXArray) -> MLXArray { scores }
+    /// Keeps large |logits|: c <- decay c + (1 - decay) mean over query heads of |s|.
+    ///
+    /// Source: the AtomGradient report on H2O for MLX; masked entries count 0. Kept for fidelity to it:
+    /// a strongly negative logit means *no* attention, and ranking by |logit| loses to every other
+    /// policy here. Not for use.
+    public struct EMALogits: Policy {
+        public static let name = "ema-logits"
+
+        public var options = PolicyOptions()
+        /// How much of the past stays at each query.
+        public var decay = 0.95
+
+        /// The usual settings.
+        public init() {}
+
+        /// The report's: 4 sink, 128 recent and 124 heavy of 256 slots, averages per layer.
+        public static var paper: EMALogits {
+            EMALogits().with {
+                $0.recent = .count(128)
+                $0.unit = .layer
+                $0.prompt = .full
+            }
+        }
+
+        public var ownSettings: [String: SettingValue] { ["decay": .double(decay)] }
+
+        public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool {
+            setDecay(&decay, name, value)
+        }
+
+        public func validateOwn() throws { try checkDecay(decay) }
+
+        public func accumulate(_ scores: MLXArray, seen: PolicyObservation) -> MLXArray {
+            averaged(scores, seen, decay: decay) { query in
+                let logits = query.logits!, heads = query.heads
+                let (B, Hq, L, N) = (logits.dim(0), logits.dim(1), logits.dim(2), logits.dim(3))
+                let size = which(logits .== -Float.infinity, Float(0), abs(logits))
+                return size.reshaped([B, heads, Hq / heads * L, N]).sum(axis: 2)
+                    * Float(Double(heads) / Double(Hq))
+            }
+        }
+
+        public func meanMass(_ scores: MLXArray, ages: MLXArray) -> MLXArray { scores }
+    }
 }
 
 private func averaged(
-    _ scores: MLXArray, _ seen: Observation, decay: Double, evidence: (Observation) -> MLXArray
+    _ scores: MLXArray, _ seen: PolicyObservation, decay: Double,
+    evidence: (PolicyObservation) -> MLXArray
 ) -> MLXArray {
     seen.perQuery.reduce(scores) { Float(decay) * $0 + Float(1 - decay) * evidence($1) }
 }

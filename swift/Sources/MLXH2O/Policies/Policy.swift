@@ -1,17 +1,17 @@
 import Foundation
 import MLX
 
-/// How many of the last positions a policy protects.
-public enum Recent: Sendable, Equatable {
-    /// So many.
-    case count(Int)
-    /// A share of the head's own budget.
-    case share(Double)
-}
-
 /// What every policy can be told.
 public struct PolicyOptions: Sendable, Equatable {
-    /// Who chooses.
+    /// How many of the last positions a policy protects.
+    public enum Recent: Sendable, Equatable {
+        /// So many.
+        case count(Int)
+        /// A share of the head's own budget.
+        case share(Double)
+    }
+
+    /// What chooses together.
     public enum Unit: String, Sendable {
         /// Each KV head for itself.
         case head
@@ -32,7 +32,7 @@ public struct PolicyOptions: Sendable, Equatable {
     public var sink = 4
     /// The last positions, never evicted.
     public var recent = Recent.share(0.5)
-    /// Who chooses.
+    /// What chooses together.
     public var unit = Unit.head
     /// Victims chosen at once: 1 is the most exact, more spreads the choice's cost.
     public var evictEvery = 1
@@ -93,7 +93,7 @@ public struct PolicyOptions: Sendable, Equatable {
 }
 
 /// What one call of the attention told about N slots.
-public final class Observation {
+public final class PolicyObservation {
     /// `[B, Hq, L, N]` float32, minus infinity where masked; nil where a policy only sums masses.
     public let logits: MLXArray?
     /// `[B, Hq, L]` float32, with every column that answered (remainder, attention sinks).
@@ -121,9 +121,9 @@ public final class Observation {
     }
 
     /// One observation per query, oldest first.
-    public var perQuery: [Observation] {
+    public var perQuery: [PolicyObservation] {
         (0 ..< logits!.dim(2)).map {
-            Observation(
+            PolicyObservation(
                 logits: logits!.sliced($0 ..< $0 + 1, axis: 2),
                 logSumExp: logSumExp!.sliced($0 ..< $0 + 1, axis: 2), heads: heads)
         }
@@ -131,7 +131,7 @@ public final class Observation {
 }
 
 /// The attended slots of H KV heads, as a policy sees them.
-public struct Slots {
+public struct PolicySlots {
     /// `[B, H, N, D]`.
     public let keys: MLXArray
     /// `[B, H, N, Dv]`.
@@ -183,13 +183,13 @@ public protocol Policy: Sendable {
     /// Whether it must see attention; a policy that looks at keys only runs in any model.
     var needsAttention: Bool { get }
     /// Scores `[B, H, N]` after an observation; new slots start at 0.
-    func accumulate(_ scores: MLXArray, seen: Observation) -> MLXArray
+    func accumulate(_ scores: MLXArray, seen: PolicyObservation) -> MLXArray
     /// Each slot's mean mass per step, `[B, H, N]`, as far as its score tells.
     func meanMass(_ scores: MLXArray, ages: MLXArray) -> MLXArray
     /// What each slot is worth keeping, `[B, H, N]`; the lowest goes first.
-    func priority(_ slots: Slots) -> MLXArray
+    func priority(_ slots: PolicySlots) -> MLXArray
     /// The same for a prompt chunk. `windowMass` `[B, H, N]` is nil when the prompt is scored in full.
-    func promptPriority(_ slots: Slots, windowMass: MLXArray?) -> MLXArray
+    func promptPriority(_ slots: PolicySlots, windowMass: MLXArray?) -> MLXArray
 }
 
 extension Policy {
@@ -201,22 +201,22 @@ extension Policy {
     public func validateOwn() throws {}
     public var needsAttention: Bool { true }
 
-    public func accumulate(_ scores: MLXArray, seen: Observation) -> MLXArray {
+    public func accumulate(_ scores: MLXArray, seen: PolicyObservation) -> MLXArray {
         scores + (seen.standsFor.map { seen.mass * $0 } ?? seen.mass)
     }
 
     public func meanMass(_ scores: MLXArray, ages: MLXArray) -> MLXArray { scores / ages }
 
-    public func priority(_ slots: Slots) -> MLXArray { weighted(slots.scores, slots) }
+    public func priority(_ slots: PolicySlots) -> MLXArray { weighted(slots.scores, slots) }
 
-    public func promptPriority(_ slots: Slots, windowMass: MLXArray?) -> MLXArray {
+    public func promptPriority(_ slots: PolicySlots, windowMass: MLXArray?) -> MLXArray {
         guard let windowMass else { return priority(slots) }
         let pooled = averagePool(windowMass, positions: slots.positions, width: options.pool)
         return options.valueWeighted ? valueWeighted(pooled, slots) : pooled
     }
 
     /// Scores with the options `ageNormalised` and `valueWeighted` applied.
-    func weighted(_ scores: MLXArray, _ slots: Slots) -> MLXArray {
+    func weighted(_ scores: MLXArray, _ slots: PolicySlots) -> MLXArray {
         let scores = options.ageNormalised ? scores / slots.ages : scores
         return options.valueWeighted ? valueWeighted(scores, slots) : scores
     }
@@ -231,14 +231,26 @@ extension Policy {
 
     /// The fewest slots from which a head can always evict.
     public var leastBudget: Int {
-        var slots = options.sink + options.evictEvery
-        while slots < options.sink + recentSlots(slots) + options.evictEvery { slots += 1 }
-        return slots
+        func suffices(_ slots: Int) -> Bool {
+            slots - recentSlots(slots) >= options.sink + options.evictEvery
+        }
+        // What is left of a budget grows with it.
+        var enough = options.sink + options.evictEvery, few = enough - 1
+        while !suffices(enough) && enough < mostPositions { (few, enough) = (enough, 2 * enough) }
+        while enough - few > 1 {
+            let middle = (few + enough) / 2
+            if suffices(middle) { enough = middle } else { few = middle }
+        }
+        return enough
     }
 
     /// Throw ``H2OError/configuration(_:)`` if a head of `budget` slots would have nothing left to
     /// evict.
     public func checkBudget(_ budget: Int) throws {
+        guard budget <= mostPositions else {
+            throw H2OError.configuration(
+                "A budget of \(budget) slots is more than positions can count (\(mostPositions)).")
+        }
         let recent = recentSlots(budget)
         guard budget >= options.sink + recent + options.evictEvery else {
             throw H2OError.configuration(
@@ -259,7 +271,16 @@ extension Policy {
             throw fail("recent is a count of at least 0; got \(count).")
         case .share(let share) where !(share >= 0 && share < 1):
             throw fail("recent is a share of at least 0 and below 1; got \(share).")
+        case .count(let count) where count > mostPositions:
+            throw fail("recent is at most \(mostPositions); got \(count).")
         default: break
+        }
+        if max(options.sink, options.evictEvery, options.window) > mostPositions
+            || options.pool > mostNeighbours
+        {
+            throw fail(
+                "sink, evictEvery and window are at most \(mostPositions), pool at most "
+                    + "\(mostNeighbours).")
         }
         if options.sink < 0 { throw fail("sink is at least 0; got \(options.sink).") }
         if (options.ageNormalised || options.valueWeighted) && !Self.ranksScores {
@@ -290,12 +311,17 @@ extension Policy {
     }
 }
 
+// Positions are int32.
+private let mostPositions = Int(Int32.max)
+// The average pool adds its neighbours up one by one.
+private let mostNeighbours = 1023
+
 // Below this a key's mean mass per step counts as nothing: it keeps log masses of never-used slots
 // from stretching the scale on which all others are compared.
 let massFloor: Float = 1e-6
 
 /// Scores times ||v||, `[B, H, N]`.
-func valueWeighted(_ scores: MLXArray, _ slots: Slots) -> MLXArray {
+func valueWeighted(_ scores: MLXArray, _ slots: PolicySlots) -> MLXArray {
     scores * sqrt(square(slots.values.float32).sum(axis: -1))
 }
 

@@ -122,7 +122,7 @@ enum GoldenReplay {
     }
 
     private static func accumulate(_ p: GoldenCase, _ inputs: Arrays) throws -> Arrays {
-        let seen = Observation(
+        let seen = PolicyObservation(
             logits: inputs["logits"]!, logSumExp: inputs["lse"]!, heads: p.int("kv_heads"))
         return ["scores": try p.policy().accumulate(inputs["scores"]!, seen: seen)]
     }
@@ -131,7 +131,7 @@ enum GoldenReplay {
         let policy = try p.policy(), options = policy.options
         let (B, H, N) = (p.int("batch"), p.int("kv_heads"), p.int("slots"))
         let places = inputs["positions"]!, offset = N + p.int("evicted")
-        let slots = Slots(
+        let slots = PolicySlots(
             keys: p.tensor(.k, [B, H, N, p.int("key_width")]),
             values: p.tensor(.v, [B, H, N, p.int("value_width")]), positions: places,
             scores: inputs["scores"] ?? MLXArray.zeros(places.shape, dtype: .float32),
@@ -213,9 +213,10 @@ enum GoldenReplay {
         results["out"] = stacked(outs)
         results["kept"] = stacked(kept)
         if !scores.isEmpty { results["scores"] = stacked(scores) }
-        if caches[0].remembers {
+        if caches[0].layer!.settings.remembers {
             for (i, name) in Remainder.names.enumerated() {
-                results["remainder.\(name)"] = stacked(caches.map { $0.remainder!.arrays[i] })
+                results["remainder.\(name)"] = stacked(
+                    caches.map { $0.evictedRemainder!.arrays[i] })
             }
         }
         return results
@@ -226,7 +227,7 @@ enum GoldenReplay {
         return try H2OKVCache(
             .heads(budgets), policy: p.policy(), remainder: settings["remainder"]?.bool ?? true,
             attends: settings["attending"]?.bool ?? true,
-            packing: Packing(
+            packing: H2OPacking(
                 keyBits: settings["k_bits"]?.int ?? bits,
                 valueBits: settings["v_bits"]?.int ?? bits,
                 groupSize: settings["group_size"]?.int ?? 64,

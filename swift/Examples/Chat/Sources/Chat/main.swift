@@ -9,18 +9,18 @@ guard arguments.count > 1, let tokens = Int(arguments.count > 2 ? arguments[2] :
     exit(2)
 }
 let folder = URL(fileURLWithPath: arguments[1])
-let profile = try? Profile(contentsOf: folder.appendingPathComponent(Profile.fileName))
+let profile = try? H2OProfile(contentsOf: folder.appendingPathComponent(H2OProfile.fileName))
 let engine = try await ChatEngine(
     folder: folder, tokenizers: LocalTokenizers(),
     configuration: H2OConfiguration(
         budget: .tokens(tokens), headBudgets: profile.map { .matching([$0]) } ?? .uniform))
 while true {
-    print("> ", terminator: "")
+    FileHandle.standardOutput.write(Data("> ".utf8))
     guard let message = readLine(), !message.isEmpty else { break }
     let last = Last()
     try await engine.answer(message) { frame in
-        print(frame.text, terminator: "")
-        fflush(stdout)
+        // At once, and not when the line is whole.
+        FileHandle.standardOutput.write(Data(frame.text.utf8))
         last.frame = frame
     }
     if let frame = last.frame {

@@ -1,3 +1,17 @@
+extension Policy {
+    /// Throw ``H2OError/configuration(_:)`` for bytes that cannot hold one head's fewest slots, however
+    /// narrow its rows; how wide they are only the model tells.
+    func checkBytes(_ bytes: Int) throws {
+        // The narrowest that can be packed: a key and a value of one group in 2 bits, and a position.
+        let least = leastBudget * (H2OPacking.narrowestRow + 4)
+        guard bytes >= least else {
+            throw H2OError.configuration(
+                "A budget of \(bytes) bytes holds nothing: policy \"\(Self.name)\" needs at least "
+                    + "\(least) bytes, and most models many times that.")
+        }
+    }
+}
+
 /// What one token's row of one KV head measures.
 struct RowWidths: Equatable {
     /// D.
@@ -9,7 +23,7 @@ struct RowWidths: Equatable {
     /// Bytes of a value's element, likewise.
     let valueSize: Int
     /// How they are stored.
-    var packing = Packing.dense
+    var packing = H2OPacking.dense
 
     /// Bytes of one token's key and value.
     var rowBytes: Int {
@@ -33,15 +47,22 @@ struct RowWidths: Equatable {
     }
 
     /// Slots per head that fit into `bytes` of `heads` heads (batch included), everything counted.
+    ///
+    /// Each of `undo` steps is charged with the row that it overwrites, its slot and position, the
+    /// remainder and the victims before it, and all scores.
     func slots(
-        bytes: Int, heads: Int, policy: any Policy, remembers: Bool
+        bytes: Int, heads: Int, policy: any Policy, remembers: Bool, undo: Int = 0
     ) throws -> Int {
         let remainder = remembers ? Remainder.bytesPerHead(keyWidth: key, valueWidth: value) : 0
-        let perHead = bytes / heads - (remainder + 4 * policy.options.evictEvery)
-        let slot = rowBytes + 4 + (policy.needsAttention ? 4 : 0)
+        let perStep =
+            rowBytes + (packing.recent == nil ? 0 : recentRowBytes) + 8 + remainder
+            + 4 * policy.options.evictEvery
+        let perHead =
+            bytes / heads - (remainder + 4 * policy.options.evictEvery) - undo * perStep
+        let slot = rowBytes + 4 + (policy.needsAttention ? 4 * (1 + undo) : 0)
         var slots = perHead / slot
-        // A recent zone of wider rows leaves room for fewer. (Of narrower ones it gives none back:
-        // with a profile the zone is as small as the smallest head's.)
+        // A recent window of wider rows leaves room for fewer. (Of narrower ones it gives none back:
+        // with a profile the window is as small as the smallest head's.)
         let extra = max(recentRowBytes - rowBytes, 0)
         while slots > 0 && slots * slot > perHead - policy.recentSlots(slots) * extra { slots -= 1 }
         guard slots >= 1 else {

@@ -1,15 +1,15 @@
 import MLX
 
-/// The recent zone: a layer's newest tokens, stored in a width of their own.
+/// The recent window: a layer's newest tokens, stored in a width of their own.
 ///
 /// They are in a ring of the same size for all heads: the tokens that every head of the layer
 /// protects. None of them can be a victim, so the ring needs no positions and no choices; the oldest
 /// token leaves it for the slots proper when a new one comes.
 ///
-/// A token is quantized once, from full precision: on arrival if the zone is packed, on leaving if it
-/// holds the model's own dtype. What leaves a packed zone takes its levels along
+/// A token is quantized once, from full precision: on arrival if the window is packed, on leaving if it
+/// holds the model's own dtype. What leaves a packed window takes its levels along
 /// (``PackedRows/with(bits:)``).
-struct RecentZone {
+struct RecentWindow {
     /// Tokens it can hold.
     private(set) var size: Int
     /// Tokens it holds.
@@ -19,24 +19,24 @@ struct RecentZone {
     /// `[B, H, size, ...]` per name: keys, values and what packs them, and scores if the policy
     /// accumulates any.
     private(set) var fields: Fields = [:]
-    private let kept: Packing
-    private let recent: Packing
+    private let kept: H2OPacking
+    private let recent: H2OPacking
     private let isScored: Bool
 
-    init(size: Int, kept: Packing, isScored: Bool) {
+    init(size: Int, kept: H2OPacking, isScored: Bool) {
         (self.size, self.kept, self.isScored) = (size, kept, isScored)
         recent = kept.recent!
     }
 
-    /// A zone as it was saved.
+    /// A window as it was saved.
     init(
-        _ json: SettingValue, fields: Fields, kept: Packing, isScored: Bool
+        _ json: SettingValue, fields: Fields, kept: H2OPacking, isScored: Bool
     ) throws {
         guard let size = json["size"]?.int, let length = json["length"]?.int,
             let oldest = json["oldest"]?.int, kept.recent != nil, 0 ..< size ~= oldest,
             fields.values.allSatisfy({ $0.ndim > 2 && length ... size ~= $0.dim(2) })
         else {
-            throw H2OError.file("The recent zone is not whole.")
+            throw H2OError.file("The recent window is not whole.")
         }
         self.init(size: size, kept: kept, isScored: isScored)
         (self.length, self.oldest, self.fields) = (length, oldest, fields)
@@ -46,15 +46,23 @@ struct RecentZone {
         .object(["size": .int(size), "length": .int(length), "oldest": .int(oldest)])
     }
 
+    /// Have the rows in other dtypes.
+    mutating func cast(keys: DType, values: DType) {
+        fields.cast(keys: keys, values: values, recent)
+    }
+
     /// Take new rows in.
     ///
     /// - Parameters:
     ///   - keys: `[B, H, L, D]`.
     ///   - values: `[B, H, L, Dv]`.
     ///   - offset: The logical position of the first.
+    ///   - before: What must have been read before anything is overwritten.
     /// - Returns: The rows that are recent no longer, oldest first, as the slots proper store them:
     ///   `[B, H, M, ...]` by field, positions and scores too; nil if there are none.
-    mutating func push(keys: MLXArray, values: MLXArray, offset: Int) -> Fields? {
+    mutating func push(
+        keys: MLXArray, values: MLXArray, offset: Int, after before: Before? = nil
+    ) -> Fields? {
         let L = keys.dim(2)
         let leaving = max(length + L - size, 0), firstLeaving = offset - length
         // Of the new rows, those that are recent only after even newer ones came with them.
@@ -67,7 +75,7 @@ struct RecentZone {
         if passing > 0 { parts.append(packed(kept, new(0 ..< passing))) }
         let rows = packed(recent, new(passing ..< L))
         if L == 1 && length == size {
-            put(oldest, rows)
+            put(oldest, rows, after: before?.row.map { Array($0.values) } ?? [])
             oldest = (oldest + 1) % size
         } else {
             replace(leaving: leaving - passing, rows)
@@ -114,6 +122,38 @@ struct RecentZone {
         return n
     }
 
+    /// What one new token changes, as it was before.
+    struct Before {
+        let length, oldest: Int
+        /// Of all tokens; nil where the policy accumulates none.
+        let scores: MLXArray?
+        /// `[B, H, 1, ...]` per name, where a row is overwritten.
+        let row: Fields?
+
+        var arrays: [MLXArray] {
+            (scores.map { [$0] } ?? []) + (row.map { Array($0.values) } ?? [])
+        }
+    }
+
+    /// Read what the next token will change.
+    func before() -> Before {
+        var row: Fields?
+        if length == size {
+            row = fields.filter { $0.key != "scores" }.mapValues { field in
+                // A copy, since a view would make the write copy everything.
+                takeAlong(field, place(oldest, in: field.sliced(0 ..< 1, axis: 2)), axis: 2)
+            }
+        }
+        return Before(length: length, oldest: oldest, scores: fields["scores"], row: row)
+    }
+
+    /// Have it as it was before the newest token.
+    mutating func putBack(_ before: Before) {
+        if let row = before.row { put(before.oldest, row) }
+        (length, oldest) = (before.length, before.oldest)
+        if let scores = before.scores { fields["scores"] = scores }
+    }
+
     /// Change how many tokens it can hold; the rows that leave, without positions, or nil.
     mutating func resize(_ size: Int) -> Fields? {
         let leaving = max(length - size, 0)
@@ -138,7 +178,7 @@ struct RecentZone {
     }
 
     private func packed(
-        _ packing: Packing, _ rows: [String: Rows], scores: MLXArray? = nil
+        _ packing: H2OPacking, _ rows: [String: Rows], scores: MLXArray? = nil
     ) -> Fields {
         var fields = packing.fields("keys", rows["keys"]!)
         fields.merge(packing.fields("values", rows["values"]!)) { $1 }
@@ -149,7 +189,7 @@ struct RecentZone {
         return fields
     }
 
-    /// Rows of the zone as the slots proper store them.
+    /// Rows of the window as the slots proper store them.
     private func left(_ fields: Fields) -> Fields {
         packed(
             kept, ["keys": recent.rows("keys", fields), "values": recent.rows("values", fields)],
@@ -157,12 +197,18 @@ struct RecentZone {
     }
 
     /// Overwrite one slot of every head.
-    private mutating func put(_ slot: Int, _ rows: Fields) {
+    private mutating func put(_ slot: Int, _ rows: Fields, after read: [MLXArray] = []) {
         for (name, row) in rows {
-            let place = MLXArray([Int32(slot)]).reshaped(Array(repeating: 1, count: row.ndim))
+            // A row still to be read would make the write copy everything.
+            let row = read.isEmpty ? row : depends(input: row, dependencies: read)
             fields[name] = putAlong(
-                fields[name]!, broadcast(place, to: row.shape), values: row, axis: 2)
+                fields[name]!, place(slot, in: row), values: row, axis: 2)
         }
+    }
+
+    private func place(_ slot: Int, in row: MLXArray) -> MLXArray {
+        broadcast(
+            MLXArray([Int32(slot)]).reshaped(Array(repeating: 1, count: row.ndim)), to: row.shape)
     }
 
     /// Drop the oldest rows, append new ones; unused slots come last.

@@ -1,0 +1,136 @@
+/// What a layer's cache is to be: one value, checked when it is made and passed whole.
+struct CacheSettings: Sendable {
+    // More steps than this are no draft and no slip of a chat, and each costs a row of every head.
+    private static let mostUndo = 4096
+    /// Fewest slots beyond its protected ones that a head keeps under memory pressure.
+    private static let fewestChoices = 4
+
+    /// How much it may hold; `.heads` once the slots of each head are known.
+    private(set) var size: H2OKVCache.Size
+    let policy: any Policy
+    /// Whether evicted tokens go on answering.
+    let remainderAnswers: Bool
+    /// Whether this library computes the attention.
+    let attends: Bool
+    /// How keys and values are stored.
+    let packing: H2OPacking
+    /// How many of the last steps can be taken back after evictions.
+    let undo: Int
+
+    /// - Throws: ``H2OError`` for settings out of range or a budget without room to evict.
+    init(
+        _ size: H2OKVCache.Size, policy: any Policy, remainder: Bool, attends: Bool,
+        packing: H2OPacking, undo: Int
+    ) throws {
+        (self.size, self.policy, self.undo) = (size, policy, undo)
+        (remainderAnswers, self.attends, self.packing) = (remainder, attends, packing)
+        try policy.validate()
+        try Self.check(undo: undo, attends: attends)
+        if !attends && policy.needsAttention {
+            throw H2OError.policyNeedsAttention(
+                policy: type(of: policy).name, model: "a stock model")
+        }
+        if !attends && packing.packs {
+            throw H2OError.configuration(
+                "A model that attends by itself cannot read packed keys and values.")
+        }
+        // Budgets are known now unless they depend on the model's widths.
+        switch size {
+        case .tokens(let count): try check(budgets: [count])
+        case .heads(let budgets):
+            guard !budgets.isEmpty else {
+                throw H2OError.configuration("Give one number of slots per KV head.")
+            }
+            try check(budgets: budgets)
+        case .bytes(let count): try policy.checkBytes(count)
+        }
+    }
+
+    /// Throw ``H2OError/configuration(_:)`` unless so many steps can be taken back.
+    static func check(undo: Int, attends: Bool) throws {
+        guard 0 ... mostUndo ~= undo else {
+            throw H2OError.configuration("undo is 0 to \(mostUndo) steps; got \(undo).")
+        }
+        if undo > 0 && !attends {
+            throw H2OError.configuration(
+                "undo needs a model that attends through this library, which takes a draft token by "
+                    + "token: register it with H2OModels.register(), or leave undo at 0.")
+        }
+    }
+
+    /// Throw ``H2OError/configuration(_:)`` unless the policy and the model can work with these
+    /// budgets.
+    func check(budgets: [Int]) throws {
+        for budget in budgets { try policy.checkBudget(budget) }
+        guard Set(budgets).count > 1 else { return }
+        if !attends {
+            throw H2OError.configuration(
+                "A model that attends by itself needs one budget for all heads.")
+        }
+        if policy.options.unit == .layer {
+            throw H2OError.configuration(
+                "A policy whose unit is the layer needs one budget for all heads.")
+        }
+    }
+
+    /// The same settings with another size, which was checked.
+    func with(size: H2OKVCache.Size) -> CacheSettings {
+        var changed = self
+        changed.size = size
+        return changed
+    }
+
+    /// Whether statistics of the evicted are kept at all.
+    var remembers: Bool { remainderAnswers || type(of: policy).usesEvictedMean }
+
+    /// Slots of each head for rows like these, and how many more it has for plain rows of the
+    /// remainder.
+    func budgets(for rows: RowTypes) throws -> (budgets: [Int], reserved: Int) {
+        let widths = rows.widths(packing)
+        var budgets: [Int]
+        switch size {
+        case .heads(let given): budgets = given
+        case .tokens(let count):
+            budgets = Array(
+                repeating: count - widths.remainderSlots(remembers), count: rows.heads)
+        case .bytes(let bytes):
+            let slots = try widths.slots(
+                bytes: bytes, heads: rows.batch * rows.heads, policy: policy, remembers: remembers,
+                undo: undo)
+            budgets = Array(repeating: slots, count: rows.heads)
+        }
+        guard budgets.count == rows.heads else {
+            throw H2OError.configuration(
+                "\(budgets.count) budgets were given for \(rows.heads) KV heads.")
+        }
+        var reserved = 0
+        if !attends && remainderAnswers {
+            reserved = plainRows(forBudget: budgets.min()!)
+            budgets = budgets.map { $0 - reserved }
+        }
+        try check(budgets: budgets)
+        return (budgets, reserved)
+    }
+
+    /// Tokens that every head protects, for the recent window; nil where none is asked for.
+    ///
+    /// - Throws: ``H2OError/configuration(_:)`` for budgets of which none are protected.
+    func recentWindow(_ budgets: [Int]) throws -> Int? {
+        guard packing.recent != nil else { return nil }
+        let size = budgets.map { policy.recentSlots($0) }.min()!
+        guard size >= 1 else {
+            throw H2OError.configuration(
+                "recentBits needs protected tokens: policy \"\(type(of: policy).name)\" protects "
+                    + "none in a head of \(budgets.min()!) slots.")
+        }
+        return size
+    }
+
+    /// The fewest slots that memory pressure leaves to a head: those with which the policy can work,
+    /// and the recent window where there is one, and some to choose from.
+    var fewestSlots: Int {
+        var least = policy.leastBudget
+        while packing.recent != nil && policy.recentSlots(least) < 1 { least += 1 }
+        return least + Self.fewestChoices
+    }
+}

@@ -1,0 +1,242 @@
+import MLX
+
+/// A layer from step to step: new tokens come in, attend, and others are forgotten for them.
+///
+/// ``updateAndAttend(_:)`` is the whole of a step: what it calls is in Layer.swift, and attention in
+/// Observe.swift. Where kernels take the step, a ``GPUDecoder`` has the layer's rows meanwhile, and
+/// everything that looks at them calls ``rest()`` first.
+struct Core {
+    // Where the rows are read after every step (as the token iterator of mlx-swift-lm's main branch
+    // does), each would wait for the GPU and copy them all: so often, then no more before the next
+    // prompt.
+    private static let mostBriefDecodings = 3
+
+    /// As given. (Since the first rows the layer knows its size: ``settings``.)
+    private var given: CacheSettings
+    /// nil before the first rows, which tell the widths. Its rows may be lent: ``layerAtRest()``.
+    private(set) var layer: Layer?
+    /// Has the layer's rows while kernels decode.
+    private var decoder: GPUDecoder?
+    /// How often in a row the rows were taken back after a single step.
+    private var briefDecodings = 0
+    private var journal: Journal
+    private var pressure: PressureShare
+
+    init(_ settings: CacheSettings, _ pressure: PressureShare) {
+        (given, self.pressure) = (settings, pressure)
+        journal = Journal(limit: settings.undo)
+    }
+
+    // MARK: a step
+
+    /// Take new tokens in, attend to what is kept and to them, then choose what to forget.
+    ///
+    /// A chunk short enough to be taken back again, as a draft is, goes token by token.
+    ///
+    /// - Returns: `[B, Hq, L, Dv]`.
+    mutating func updateAndAttend(_ tokens: NewTokens) -> MLXArray {
+        let kernels = kernels(for: tokens)
+        begin(tokens.keys, tokens.values)
+        if let kernels { return fusedStep(tokens, kernels) }
+        rest()
+        guard given.undo > 0, 2 ... given.undo + 1 ~= tokens.count else { return step(tokens) }
+        let outputs = (0 ..< tokens.count).map { step(tokens.part($0 ..< $0 + 1)) }
+        return joined(outputs, axis: 2)
+    }
+
+    /// One token or one chunk in MLX's operations.
+    private mutating func step(_ tokens: NewTokens) -> MLXArray {
+        var before = remember(tokens)
+        let overflow = layer!.takeIn(keys: tokens.keys, values: tokens.values, noting: &before)
+        if let before { journal.append(before) }
+        let (output, seen) = layer!.observe(tokens, layer!.attended(overflow))
+        layer!.settle(seen)
+        return depends(input: output, dependencies: layer!.sideState)
+    }
+
+    /// One token in one fused step.
+    private mutating func fusedStep(_ tokens: NewTokens, _ kernels: MetalKernels) -> MLXArray {
+        if layer!.isOutOfRoom {
+            rest()
+            layer!.makeRoom()
+        }
+        if decoder == nil {
+            decoder = GPUDecoder(lent: &layer!, architecture: kernels.architecture)
+        }
+        return layer!.step(tokens, through: decoder!)
+    }
+
+    /// Take new rows in for stock attention: the keys and values that it is to attend to.
+    mutating func update(keys: MLXArray, values: MLXArray) -> (MLXArray, MLXArray) {
+        begin(keys, values)
+        var none: StepBefore?
+        let overflow = layer!.takeIn(keys: keys, values: values, noting: &none)
+        let rows = layer!.handOut(overflow)
+        layer!.settle(layer!.attended(overflow))
+        return (depends(input: rows.keys, dependencies: layer!.sideState), rows.values)
+    }
+
+    /// The kernels for a fused step, or nil where there is none. The first rows of a layer, and of
+    /// one whose rows are read after each step, go in MLX's operations.
+    private func kernels(for tokens: NewTokens) -> MetalKernels? {
+        guard layer != nil, briefDecodings < Self.mostBriefDecodings else { return nil }
+        return GPUDecoder.kernels(for: tokens, given)
+    }
+
+    /// What it takes to take a step back, where that can be asked for.
+    private mutating func remember(_ tokens: NewTokens) -> StepBefore? {
+        if tokens.count == 1 { return given.undo > 0 ? layer!.before : nil }
+        briefDecodings = 0
+        if given.undo > 0 { journal.begin(Journal.Chunk(before: layer!, tokens: tokens)) }
+        return nil
+    }
+
+    /// Make the layer with the first rows, and obey memory pressure.
+    private mutating func begin(_ keys: MLXArray, _ values: MLXArray) {
+        let types = RowTypes(keys: keys, values: values)
+        if layer?.rowTypes != types {
+            types.check()
+            if let held = layer?.rowTypes {
+                require(
+                    held.fits(types),
+                    "This cache holds \(held), and the model makes \(types): it is another model's. "
+                        + "(H2OKVCache.loadCaches(from:for:) tells in time.)")
+                rest()
+                layer!.cast(to: types)
+            } else {
+                layer = makeLayer(types)
+            }
+        }
+        yieldToPressure()
+    }
+
+    private mutating func makeLayer(_ types: RowTypes) -> Layer {
+        do {
+            let (budgets, reserved) = try given.budgets(for: types)
+            _ = try given.recentWindow(budgets)
+            return try Layer(
+                given, types, budgets: pressure.begin(budgets, fewest: given.fewestSlots),
+                reserved: reserved)
+        } catch {
+            fatalError(
+                error.localizedDescription + " (H2OConfiguration.caches(for:) tells in time.)")
+        }
+    }
+
+    /// Obey a lowered fraction of the budgets, if there is one.
+    mutating func yieldToPressure() {
+        guard let layer,
+            let lowered = pressure.lowered(
+                layer.budgets, at: layer.offset, fewest: given.fewestSlots)
+        else { return }
+        // The fewest slots are such as the policy can work with.
+        try! resize(lowered)
+    }
+
+    // MARK: between steps
+
+    /// Have the rows in the layer and not with kernels.
+    private mutating func rest() {
+        guard let decoder else { return }
+        self.decoder = nil
+        briefDecodings = decoder.steps > 1 ? 0 : briefDecodings + 1
+        decoder.end(&layer!)
+    }
+
+    /// The layer with all its rows, to be looked at; nil before the first.
+    mutating func layerAtRest() -> Layer? {
+        rest()
+        return layer
+    }
+
+    /// The same once more, for a cache of its own.
+    mutating func copied() -> Core {
+        rest()
+        var twin = self
+        twin.briefDecodings = 0
+        return twin
+    }
+
+    /// Change the slots of each head (or of all, with one number); what no longer fits is folded.
+    ///
+    /// - Throws: ``H2OError/configuration(_:)`` for budgets without room to evict; nothing is changed.
+    mutating func resize(_ budgets: [Int]) throws {
+        rest()
+        let heads = layer?.rowTypes.heads ?? 1
+        let budgets = budgets.count == 1 ? Array(repeating: budgets[0], count: heads) : budgets
+        if layer != nil && budgets.count != heads {
+            throw H2OError.configuration("Give one budget for each of \(heads) KV heads.")
+        }
+        try given.check(budgets: budgets)
+        guard layer != nil else {
+            given = given.with(
+                size: budgets.count == 1 ? .tokens(budgets[0]) : .heads(budgets))
+            return
+        }
+        try layer!.resize(budgets)
+        journal.removeAll()
+    }
+
+    /// Take back the newest n tokens, which can be.
+    mutating func takeOff(_ n: Int) {
+        rest()
+        if let chunk = journal.chunk, n < chunk.tokens.count {
+            layer = chunk.before
+            // A shorter chunk in its place; of its output nothing is computed.
+            _ = updateAndAttend(chunk.tokens.part(0 ..< chunk.tokens.count - n))
+            return
+        }
+        let steps = journal.removeLast(n)
+        layer?.putBack(steps)
+        layer?.dropNewest(n - steps.count)
+    }
+
+    /// Hold what was saved of a cache with the same settings.
+    ///
+    /// - Throws: ``H2OError/file(_:)`` unless it is such as this cache could have; nothing is changed
+    ///   then.
+    mutating func restore(_ arrays: [String: MLXArray], _ configuration: SettingValue) throws {
+        guard let runs = configuration["runs"]?.array else {
+            throw H2OError.file("this is no state of an H2OKVCache.")
+        }
+        let settings = settings
+        let restored =
+            runs.isEmpty
+            ? nil : Layer(settings, try SavedState(arrays, configuration, of: settings))
+        (given, layer, decoder) = (settings, restored, nil)
+        journal.removeAll()
+        if let restored { pressure.adopt(restored.budgets) }
+    }
+
+    // MARK: what is known without taking rows back
+
+    /// What it is to be; its size is `.heads` since the first rows.
+    var settings: CacheSettings { layer?.settings ?? given }
+
+    var offset: Int { layer?.offset ?? 0 }
+    var hasEvicted: Bool { layer?.hasEvicted ?? false }
+    var isDecoding: Bool { decoder != nil }
+
+    /// Slots of each head without memory pressure, once known.
+    var fullBudgets: [Int]? { pressure.full }
+
+    /// How many of the newest tokens can be taken back.
+    var undoableSteps: Int { layer.map { journal.undoable(of: $0) } ?? 0 }
+
+    /// Every array held; of what kernels change in place their last outputs stand for it.
+    var heldArrays: [MLXArray] {
+        guard let layer else { return journal.arrays }
+        return decoder == nil
+            ? layer.namedArrays.map(\.array) + journal.arrays : layer.decodedState
+    }
+
+    /// Bytes of everything held.
+    var nbytes: Int {
+        if let decoder { return decoder.nbytes + layer!.unlentBytes }
+        // What a step left as it was is one array, in the layer and in the journal.
+        var counted: Set<ObjectIdentifier> = []
+        return heldArrays.reduce(0) {
+            $0 + (counted.insert(ObjectIdentifier($1)).inserted ? $1.nbytes : 0)
+        }
+    }
+}

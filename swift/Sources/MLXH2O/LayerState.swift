@@ -1,0 +1,160 @@
+import MLX
+
+/// Everything that a copy of a layer needs, and what of it can be counted without looking at rows.
+extension Layer {
+    /// Every array held, by name, names ascending.
+    var namedArrays: [(name: String, array: MLXArray)] {
+        var named = store.fields.map { (name: "slots.\($0)", array: $1) }
+        if settings.remembers {
+            named += zip(Remainder.names, remainder.arrays).map { ("remainder.\($0)", $1) }
+        }
+        if let window { named += window.fields.map { ("recent.\($0)", $1) } }
+        if let victims { named.append(("victims", victims)) }
+        return named.sorted { $0.name < $1.name }
+    }
+
+    /// Arrays that must be evaluated with a step's output, or the graph grows from step to step.
+    var sideState: [MLXArray] {
+        namedArrays.filter { $0.name != "slots.keys" && $0.name != "slots.values" }.map(\.array)
+    }
+
+    /// What the kernels of a fused step wrote last: evaluating it evaluates all steps.
+    var decodedState: [MLXArray] { [victims!] + remainder.arrays }
+
+    /// Bytes of what is not lent to kernels.
+    var unlentBytes: Int {
+        let remembered = settings.remembers ? remainder.arrays : []
+        return remembered.reduce(victims!.nbytes) { $0 + $1.nbytes }
+    }
+
+    /// Slots of each KV head.
+    var budgets: [Int] {
+        store.runs.flatMap { Array(repeating: budget(of: $0), count: $0.heads) }
+    }
+
+    /// Tokens held by the head that holds most.
+    var longest: Int { store.runs.map(\.length).max()! + recentlyHeld }
+
+    /// Tokens lost, mean over heads.
+    var meanEvicted: Int {
+        store.runs.reduce(0) { $0 + $1.heads * evicted($1) } / store.heads
+    }
+
+    /// Positions and scores per batch entry and head, in order of position.
+    var held: [[[(position: Int32, score: Float)]]] {
+        var held = Array(
+            repeating: [[(position: Int32, score: Float)]](), count: rowTypes.batch)
+        for run in store.runs {
+            let fields = positionsAndScores(attended(run)), length = fields["positions"]!.dim(2)
+            let places = fields["positions"]!.asArray(Int32.self)
+            let scores =
+                fields["scores"]?.asArray(Float.self) ?? Array(repeating: 0, count: places.count)
+            for b in 0 ..< rowTypes.batch {
+                for head in 0 ..< run.heads {
+                    let first = (b * run.heads + head) * length, range = first ..< first + length
+                    held[b].append(
+                        zip(places[range], scores[range]).map { (position: $0, score: $1) }
+                            .sorted { $0.position < $1.position })
+                }
+            }
+        }
+        return held
+    }
+
+    /// What is no array, in the form that Python's `H2OKVCache.config` has.
+    var json: [String: SettingValue] {
+        [
+            "offset": .int(offset),
+            "own": settings.attends ? .bool(true) : .null,
+            "reserved": .int(store.reserved),
+            "recent": window?.json ?? .null,
+            "runs": .array(store.runs.map(\.json)),
+        ]
+    }
+}
+
+extension CacheSettings {
+    /// The settings in the form that Python's `H2OKVCache.config` has.
+    var json: [String: SettingValue] {
+        let optional = { (value: Int?) -> SettingValue in value.map { .int($0) } ?? .null }
+        var policySettings = policy.settings
+        policySettings["name"] = .string(type(of: policy).name)
+        var json: [String: SettingValue] = [
+            "policy": .object(policySettings),
+            "remainder": .bool(remainderAnswers),
+            "attending": .bool(attends),
+            "packing": .object([
+                "k_bits": optional(packing.keyBits), "v_bits": optional(packing.valueBits),
+                "group_size": .int(packing.groupSize), "recent_bits": optional(packing.recentBits),
+            ]),
+            "max_size": .null, "max_bytes": .null, "budgets": .null,
+        ]
+        switch size {
+        case .tokens(let count): json["max_size"] = .int(count)
+        case .bytes(let count): json["max_bytes"] = .int(count)
+        case .heads(let slots): json["budgets"] = .array(slots.map { .int($0) })
+        }
+        if undo > 0 { json["undo"] = .int(undo) }
+        return json
+    }
+
+    /// Settings from their JSON.
+    ///
+    /// - Throws: ``H2OError``: something is missing or out of range.
+    init(_ json: SettingValue) throws {
+        guard let policy = json["policy"]?.object, let name = policy["name"]?.string,
+            let answers = json["remainder"]?.bool, let attends = json["attending"]?.bool,
+            let packing = json["packing"]
+        else {
+            throw H2OError.file("this is no state of an H2OKVCache.")
+        }
+        let size: H2OKVCache.Size
+        if let tokens = json["max_size"]?.int {
+            size = .tokens(tokens)
+        } else if let bytes = json["max_bytes"]?.int {
+            size = .bytes(bytes)
+        } else {
+            size = .heads(json["budgets"]?.array?.compactMap(\.int) ?? [])
+        }
+        try self.init(
+            size, policy: try Policies.make(name, settings: policy.filter { $0.key != "name" }),
+            remainder: answers, attends: attends,
+            packing: try H2OPacking(
+                keyBits: packing["k_bits"]?.int, valueBits: packing["v_bits"]?.int,
+                groupSize: packing["group_size"]?.int ?? 64,
+                recentBits: packing["recent_bits"]?.int),
+            undo: json["undo"]?.int ?? 0)
+    }
+}
+
+extension Core {
+    /// Everything but arrays, in the form that Python's `H2OKVCache.config` has.
+    var configuration: SettingValue {
+        let none: [String: SettingValue] = [
+            "offset": .int(0), "own": .null, "reserved": .int(0), "recent": .null,
+            "runs": .array([]),
+        ]
+        return .object(settings.json.merging(layer?.json ?? none) { $1 })
+    }
+}
+
+extension Run {
+    var json: SettingValue {
+        .object([
+            "first": .int(first), "last": .int(last), "budget": .int(budget),
+            "length": .int(length), "allocated": .int(allocated), "start": .int(start),
+            "victims": .int(victims),
+        ])
+    }
+
+    init?(_ json: SettingValue) {
+        guard let first = json["first"]?.int, let last = json["last"]?.int,
+            let budget = json["budget"]?.int, let length = json["length"]?.int,
+            let allocated = json["allocated"]?.int, let start = json["start"]?.int,
+            let victims = json["victims"]?.int
+        else { return nil }
+        self.init(
+            first: first, last: last, budget: budget, length: length, allocated: allocated,
+            start: start, victims: victims)
+    }
+}

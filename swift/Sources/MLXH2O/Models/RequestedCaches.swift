@@ -1,0 +1,114 @@
+import MLX
+import MLXLMCommon
+
+/// What a model's `newCache` gives, which cannot throw on mlx-swift-lm 3.31.4.
+extension H2OConfiguration {
+    // Of a head under a budget that was too small; as of profiles.
+    private static let fewestChoices = 4
+    // How many of the first tokens mlx-swift-lm's own windows keep.
+    private static let windowsKeep = 4
+
+    /// Bounded caches as `parameters` ask for them; where the model cannot follow the configuration,
+    /// the nearest that it can, and a ``Notice``.
+    func requestedCaches(
+        for model: any LanguageModel, plain: () throws -> [any KVCache], _ trial: TrialResult,
+        _ parameters: GenerateParameters?
+    ) -> [any KVCache] {
+        do {
+            if let size = parameters.flatMap({ Self.capacity(reflecting: $0) }) {
+                return try ownWindows(plain(), size)
+            }
+            var wanted = self
+            if let size = parameters?.maxKVSize { wanted.budget = .tokens(size) }
+            return try wanted.nearestCaches(for: model, plain: plain, trial)
+        } catch {
+            fatalError(error.localizedDescription)
+        }
+    }
+
+    private func nearestCaches(
+        for model: any LanguageModel, plain: () throws -> [any KVCache], _ trial: TrialResult
+    ) throws -> [any KVCache] {
+        let name = String(describing: type(of: model))
+        do {
+            return try caches(for: model, plain: plain(), trial: trial)
+        } catch let error as H2OError {
+            var nearest = self
+            switch error {
+            case .profile(let message):
+                nearest.headBudgets = .uniform
+                Notice.shared.say("\(message) \(name) goes on with uniform budgets.")
+            case .configuration(let message):
+                let least = leastTokens(trial)
+                guard nearest.budget != .tokens(least) else { throw error }
+                nearest.budget = .tokens(least)
+                Notice.shared.say(
+                    "\(name) was asked for \(budget) and goes on with \(least) tokens. \(message)")
+            default: throw error
+            }
+            return try nearest.nearestCaches(for: model, plain: plain, trial)
+        }
+    }
+
+    /// The fewest tokens' worth of memory with which every layer can work.
+    private func leastTokens(_ trial: TrialResult) -> Int {
+        let kinds = trial.kinds.compactMap { $0 }
+        let policy =
+            policy
+            ?? (kinds.allSatisfy(\.attends) ? Policies.Distinct() : Policies.Distinct.keysOnly)
+        let remembers = remainder || type(of: policy).usesEvictedMean
+        let most =
+            kinds.map { kind in
+                var widths = kind.widths
+                widths.packing = packing
+                return widths.remainderSlots(remembers)
+            }.max() ?? 0
+        return policy.leastBudget + Self.fewestChoices + most + plainRows(forBudget: .max)
+    }
+
+    /// The capacity that generation parameters ask for, where mlx-swift-lm refuses every cache of it but
+    /// its own windows: its main branch does, whose parameters have a `kvCache`.
+    static func capacity(reflecting parameters: Any) -> Int? {
+        let members = Mirror(reflecting: parameters)
+        guard members.children.contains(where: { $0.label == "kvCache" }) else { return nil }
+        if let size = members.descendant("maxKVSize") as? Int { return size }
+        guard let typed = members.descendant("kvCache").flatMap(unwrapped),
+            let capacity = Mirror(reflecting: typed).descendant("capacity").flatMap(unwrapped)
+        else { return nil }
+        return Mirror(reflecting: capacity).descendant("maxTokens") as? Int
+    }
+
+    private static func unwrapped(_ value: Any) -> Any? {
+        let mirror = Mirror(reflecting: value)
+        return mirror.displayStyle == .optional ? mirror.children.first?.value : value
+    }
+
+    /// The model's own caches with windows in the place of plain ones, as stock models give them.
+    func ownWindows(_ plain: [any KVCache], _ size: Int) throws -> [any KVCache] {
+        Notice.shared.say(
+            "maxKVSize and kvCache.capacity ask for mlx-swift-lm's own windows of \(size) tokens, and "
+                + "that is what they get: it takes no other cache with them. Set the budget of the "
+                + "H2OConfiguration instead.")
+        let keep = min(Self.windowsKeep, max(0, size - 1))
+        let windows = placedMembers(of: plain).map { _, cache -> any KVCache in
+            type(of: cache) == KVCacheSimple.self
+                ? RotatingKVCache(maxSize: size, keep: keep) : cache
+        }
+        return replacingMembers(of: plain, with: windows)
+    }
+}
+
+/// How a model attends to its caches, found out when the first ones are made.
+final class KnownTrial {
+    private var known: TrialResult?
+
+    func found(by trial: () throws -> TrialResult) -> TrialResult {
+        if let known { return known }
+        do {
+            known = try trial()
+        } catch {
+            fatalError(error.localizedDescription)
+        }
+        return known!
+    }
+}

@@ -1,0 +1,246 @@
+import MLX
+
+/// A saved cache's contents, checked before anything is done with them.
+///
+/// Whatever a file tells, what is restored from it has shapes that fit together, indices that lie in
+/// their buffers, and needs no more memory than a cache of its size does.
+struct SavedState {
+    let store: SlotStore
+    let offset: Int
+    let remainder: Remainder
+    let victims: MLXArray?
+    let window: RecentWindow?
+    let rowTypes: RowTypes
+
+    // Far above what any model has.
+    private static let mostHeads = 1 << 12
+    private static let mostBatch = 1 << 12
+    // Of a recent window that is larger than what was saved of it.
+    private static let mostWindowBytes = 1 << 30
+
+    /// - Throws: ``H2OError/file(_:)`` unless the contents are such as a cache with these settings could have.
+    init(
+        _ arrays: [String: MLXArray], _ configuration: SettingValue, of settings: CacheSettings
+    ) throws {
+        guard let runs = configuration["runs"]?.array?.map({ Run($0) }), !runs.contains(nil),
+            let offset = configuration["offset"]?.int,
+            let reserved = configuration["reserved"]?.int
+        else { throw Self.damage("its runs, offset or reserved slots are missing") }
+        store = SlotStore(
+            runs: runs.map { $0! }, reserved: reserved, fields: arrays.below("slots."))
+        self.offset = offset
+        let isScored = settings.policy.needsAttention
+        let saved = try Self.window(configuration["recent"] ?? .null, of: settings)
+        try Self.check(store, offset: offset, saved, of: settings)
+        rowTypes = try Self.rowTypes(store, settings.packing, isScored: isScored)
+        try Self.checkPositions(store, before: offset - (saved?.length ?? 0))
+        remainder = try Self.remainder(arrays.below("remainder."), rowTypes, settings.remembers)
+        victims = arrays["victims"]
+        try Self.check(victims, store, rowTypes, count: settings.policy.options.evictEvery)
+        guard let saved else {
+            window = nil
+            return
+        }
+        let fields = arrays.below("recent.")
+        try Self.check(fields, of: saved, rowTypes, settings)
+        window = try RecentWindow(
+            configuration["recent"]!, fields: fields, kept: settings.packing, isScored: isScored)
+    }
+
+    private static func damage(_ what: String) -> H2OError {
+        .file("this is no state of an H2OKVCache: \(what).")
+    }
+
+    /// The recent window's numbers.
+    private struct Window {
+        let size, length, oldest: Int
+    }
+
+    private static func window(_ json: SettingValue, of settings: CacheSettings) throws -> Window? {
+        guard settings.packing.recent != nil else {
+            guard json == .null else {
+                throw damage("it has a recent window that nothing asks for")
+            }
+            return nil
+        }
+        guard let size = json["size"]?.int, let length = json["length"]?.int,
+            let oldest = json["oldest"]?.int, 1 ... Int(Int32.max) ~= size, 0 ... size ~= length,
+            oldest == 0 || (length == size && 0 ..< size ~= oldest)
+        else { throw damage("its recent window is not whole") }
+        return Window(size: size, length: length, oldest: oldest)
+    }
+
+    /// Throw unless the runs cover the heads, lie one after the other, and have the cache's form.
+    private static func check(
+        _ store: SlotStore, offset: Int, _ window: Window?, of settings: CacheSettings
+    ) throws {
+        var heads = 0, start = 0
+        let sane = 0 ... Int(Int32.max), every = settings.policy.options.evictEvery
+        guard sane ~= offset else { throw damage("an offset of \(offset)") }
+        for run in store.runs {
+            guard run.first == heads, run.last > heads, run.last <= mostHeads else {
+                throw damage("its runs do not follow each other")
+            }
+            guard sane ~= run.budget, sane ~= run.allocated, 0 ... run.budget ~= run.length,
+                sane ~= store.reserved, store.reserved + run.length <= run.allocated,
+                run.start == start, run.length + (window?.length ?? 0) <= offset
+            else { throw damage("heads \(run.range) have slots that cannot be") }
+            guard 0 ... every ~= run.victims, run.victims == 0 || run.length == run.budget else {
+                throw damage("heads \(run.range) have \(run.victims) victims")
+            }
+            heads = run.last
+            start += run.heads * run.allocated
+        }
+        let budgets = store.runs.flatMap {
+            Array(repeating: $0.budget + (window?.size ?? 0), count: $0.heads)
+        }
+        try settings.check(budgets: budgets)
+        if let window, try settings.recentWindow(budgets) != window.size {
+            throw damage("its recent window is of another policy")
+        }
+        let rows = store.reserved
+        guard
+            settings.attends || !settings.remainderAnswers
+                ? rows == 0
+                : rows == 1
+                    || (2 ... plainRows(forBudget: .max)).contains(rows) && rows.isMultiple(of: 2),
+            settings.attends || store.runs.count == 1
+        else { throw damage("\(rows) plain rows in \(store.runs.count) runs") }
+    }
+
+    /// Batch, heads, widths and dtypes of the slots' fields, which all must be there.
+    private static func rowTypes(
+        _ store: SlotStore, _ packing: H2OPacking, isScored: Bool
+    ) throws -> RowTypes {
+        let slots = store.runs.reduce(0) { $0 + $1.heads * $1.allocated }
+        guard let batch = store.fields["positions"]?.shape.first, 1 ... mostBatch ~= batch else {
+            throw damage("it has no positions")
+        }
+        let leading = [batch, slots]
+        let keys = try rows("keys", store.fields, packing, leading)
+        let values = try rows("values", store.fields, packing, leading)
+        try checkOthers(
+            store.fields, packing, leading, isScored ? ["positions", "scores"] : ["positions"])
+        return RowTypes(
+            batch: batch, heads: store.heads, keyWidth: keys.width, valueWidth: values.width,
+            keyDType: keys.dtype, valueDType: values.dtype)
+    }
+
+    /// Width and dtype of keys or values `[leading..., width]`, packed or not.
+    private static func rows(
+        _ name: String, _ fields: Fields, _ packing: H2OPacking, _ leading: [Int]
+    ) throws -> (width: Int, dtype: DType) {
+        func field(_ name: String, _ dtypes: [DType]) throws -> MLXArray {
+            guard let field = fields[name], field.shape.dropLast() == leading[...],
+                field.dim(-1) > 0, dtypes.contains(field.dtype)
+            else {
+                let found = fields[name].map { "\($0.dtype) \($0.shape)" } ?? "nothing"
+                throw damage("\(found) for the \(name) of rows \(leading)")
+            }
+            return field
+        }
+        guard let bits = packing.bits(name) else {
+            let rows = try field(name, RowTypes.dtypes)
+            return (rows.dim(-1), rows.dtype)
+        }
+        let words = try field(name, [.uint32])
+        let scales = try field(name + ".scales", RowTypes.dtypes)
+        let biases = try field(name + ".biases", [scales.dtype])
+        let width = scales.dim(-1) * packing.groupSize
+        guard words.dim(-1) * 32 == width * bits, biases.dim(-1) == scales.dim(-1) else {
+            throw damage("\(name) whose words, scales and biases do not fit together")
+        }
+        return (width, scales.dtype)
+    }
+
+    /// Throw unless what is not keys or values is there, and nothing besides.
+    private static func checkOthers(
+        _ fields: Fields, _ packing: H2OPacking, _ shape: [Int], _ names: Set<String>
+    ) throws {
+        for name in names {
+            let dtype: DType = name == "positions" ? .int32 : .float32
+            guard let field = fields[name], field.shape == shape, field.dtype == dtype else {
+                throw damage("its \(name) are missing or of another form")
+            }
+        }
+        let rows = ["keys", "values"].flatMap {
+            packing.bits($0) == nil ? [$0] : [$0, $0 + ".scales", $0 + ".biases"]
+        }
+        guard Set(fields.keys) == names.union(rows) else {
+            throw damage("it holds \(fields.keys.sorted().joined(separator: ", "))")
+        }
+    }
+
+    private static func checkPositions(_ store: SlotStore, before end: Int) throws {
+        for run in store.runs where run.length > 0 {
+            let places = store.view(run, "positions")
+            guard places.min().item(Int.self) >= 0, places.max().item(Int.self) < end else {
+                throw damage("positions that were not yet")
+            }
+        }
+    }
+
+    private static func remainder(
+        _ arrays: [String: MLXArray], _ types: RowTypes, _ remembers: Bool
+    ) throws -> Remainder {
+        let empty = Remainder(
+            batch: types.batch, heads: types.heads, keyWidth: types.keyWidth,
+            valueWidth: types.valueWidth)
+        guard remembers else { return empty }
+        let held = Remainder.names.compactMap { arrays[$0] }
+        guard held.map(\.shape) == empty.arrays.map(\.shape),
+            held.allSatisfy({ $0.dtype == .float32 })
+        else { throw damage("its remainder is not whole") }
+        return Remainder(held)
+    }
+
+    private static func check(
+        _ victims: MLXArray?, _ store: SlotStore, _ types: RowTypes, count: Int
+    ) throws {
+        guard let victims else {
+            guard store.runs.allSatisfy({ $0.victims == 0 }) else {
+                throw damage("its victims are missing")
+            }
+            return
+        }
+        guard victims.shape == [types.batch, types.heads, count], victims.dtype == .int32 else {
+            throw damage("its victims have the form \(victims.shape)")
+        }
+        for run in store.runs {
+            let own = victims.sliced(run.range, axis: 1)
+            guard own.min().item(Int.self) >= 0, own.max().item(Int.self) < max(run.length, 1)
+            else { throw damage("victims that are no slots") }
+        }
+    }
+
+    /// Throw unless the recent window's fields are as the cache's own would be.
+    private static func check(
+        _ fields: Fields, of window: Window, _ types: RowTypes, _ settings: CacheSettings
+    ) throws {
+        guard let held = fields["keys"]?.shape, held.count == 4,
+            window.length ... window.size ~= held[2]
+        else { throw damage("its recent window is not whole") }
+        let leading = [types.batch, types.heads, held[2]], packing = settings.packing.recent!
+        let keys = try rows("keys", fields, packing, leading)
+        let values = try rows("values", fields, packing, leading)
+        guard keys == (types.keyWidth, types.keyDType),
+            values == (types.valueWidth, types.valueDType)
+        else { throw damage("its recent window has rows of another form") }
+        try checkOthers(fields, packing, leading, settings.policy.needsAttention ? ["scores"] : [])
+        let bytes = fields.values.reduce(0) { $0 + $1.nbytes } / max(held[2], 1)
+        guard held[2] == window.size || window.size <= mostWindowBytes / max(bytes, 1) else {
+            throw damage("its recent window of \(window.size) tokens is too large")
+        }
+    }
+}
+
+extension [String: MLXArray] {
+    /// Arrays whose names begin so, without that beginning.
+    fileprivate func below(_ prefix: String) -> Fields {
+        reduce(into: [:]) { own, found in
+            if found.key.hasPrefix(prefix) {
+                own[String(found.key.dropFirst(prefix.count))] = found.value
+            }
+        }
+    }
+}
