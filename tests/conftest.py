@@ -1,13 +1,19 @@
-"""Which build of the extension is tested: the installed one, or MLX_H2O_EXTENSION's."""
+"""Which build of the extension is tested (the installed one, or MLX_H2O_EXTENSION's), and how
+much of the tests is slow."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
+from collections.abc import Callable, Iterator
+from itertools import groupby
 
 # First: it loads the library that the extension is linked against.
 import mlx.core as mx
+import pytest
+
+from covering import cover
 
 if path := os.environ.get("MLX_H2O_EXTENSION"):
     spec = importlib.util.spec_from_file_location("mlx_h2o._ext", path)
@@ -17,3 +23,29 @@ if path := os.environ.get("MLX_H2O_EXTENSION"):
     spec.loader.exec_module(sys.modules["mlx_h2o._ext"])
     # Buffers of exactly the size that was asked for, so that a sanitizer sees reads behind them.
     mx.set_cache_limit(0)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the kernels' number of threads; it is set back."""
+    from mlx_h2o import _ext
+
+    before = _ext.threads()
+    yield _ext.set_threads
+    _ext.set_threads(before)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test marked `pairwise`, all but a cover of their pairs are slow."""
+    for _, group in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
+        cases = list(group)
+        if cases[0].get_closest_marker("pairwise"):
+            for number in set(range(len(cases))) - cover([values_of(item) for item in cases]):
+                cases[number].add_marker("slow")
+
+
+def values_of(item: pytest.Item) -> dict[str, str]:
+    """The parameters of a case, each by the part of its name that stands for it."""
+    assert isinstance(item, pytest.Function)
+    return {name: repr(value) for name, value in item.callspec.params.items()}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
 Case = dict[str, Any]
+
+# Of numbered cases each STEP-th runs; `make test` takes larger steps.
+STEP = int(os.environ.get("MLX_H2O_STEP", "1"))
 
 
 def covering(
@@ -47,3 +51,19 @@ def covering(
         missing -= {(i, row[i], j, row[j]) for i, j in places}
         cases.append(case)
     return cases
+
+
+def cover(cases: list[Case]) -> set[int]:
+    """The numbers of few of these cases that together hold every pair of values that is in any.
+
+    Cases of one factor have no pairs: then every value is kept.
+    """
+    held = [set(combinations(sorted(case.items()), 2)) or set(case.items()) for case in cases]
+    missing = set().union(*held)
+    chosen = set()
+    while missing:
+        # The first of the best, so that the choice is the same in every run.
+        best = max(range(len(cases)), key=lambda i: len(held[i] & missing))
+        chosen.add(best)
+        missing -= held[best]
+    return chosen

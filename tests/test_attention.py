@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arrays import numpy_of
 from mlx_h2o import attention_mass, scaled_dot_product_attention_with_scores
 
 B, N, D, DV = 2, 17, 8, 12
@@ -17,11 +18,6 @@ DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 TOLERANCE = {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 HEADS = [(4, 4), (6, 2), (3, 1)]
 MASKS = ["none", "causal", "bool", "additive", "lowest", "infinite"]
-
-
-def numpy_of(x: mx.array) -> np.ndarray:
-    """Any array in float64 (numpy knows no bfloat16)."""
-    return np.array(x.astype(mx.float32)).astype(np.float64)
 
 
 def definition(q, k, v, mask, sinks):
@@ -60,6 +56,7 @@ def mask_of(kind, L, dtype, n=N):
     return mask, np.where(visible, numpy_of(bias), -np.inf)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("L", [1, 5])
@@ -88,6 +85,7 @@ def test_out_is_mlx_attention_and_scores_are_the_definition(dtype, Hq, Hk, L, ki
     np.testing.assert_allclose(numpy_of(lse), expected_lse, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("L", [1, 5])
@@ -118,8 +116,8 @@ def test_mass_sums_to_the_queries_less_what_attention_sinks_took(Hq, Hk, L, kind
 def test_masked_keys_receive_nothing_and_blind_rows_answer_zero(dtype, hidden):
     q, k, v = operands(4, 2, 3, dtype)
     visible = np.ones((3, N), bool)
-    visible[:, 4] = False  # A key that nobody sees.
-    visible[1] = False  # A query that sees nobody.
+    visible[:, 4] = False  # A key that no query sees.
+    visible[1] = False  # A query that sees no key.
     mask = mx.array(visible)
     if hidden != "bool":
         lowest = mx.finfo(dtype).min if hidden == "lowest" else -mx.inf

@@ -48,7 +48,7 @@ BROKEN = {
 
 @pytest.fixture
 def fresh_choice(monkeypatch) -> Iterator[None]:
-    """As if nobody had asked for the kernels yet."""
+    """As if the kernels had not been asked for yet."""
     before = mx.default_device()
     mx.set_default_device(mx.cpu)
     choice.cpu.cache_clear()

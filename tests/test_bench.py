@@ -18,7 +18,7 @@ from rich.console import Console
 
 from mlx_h2o.attention import scaled_dot_product_attention_with_scores
 from mlx_h2o.backends import choice
-from mlx_h2o.bench import attention, figures, machine, model, threads
+from mlx_h2o.bench import attention, figures, machine, model, products, threads
 from mlx_h2o.bench.layers import full_layer
 from mlx_h2o.bench.measuring import Samples, in_turns, summary, timed
 from mlx_h2o.bench.report import Report
@@ -64,7 +64,7 @@ def test_every_arm_has_one_turn_in_every_round(arms: int, rounds: int, seed: int
     assert told == [(n, rounds * arms) for n in range(1, rounds * arms + 1)]
 
 
-def test_nobody_always_comes_after_the_same() -> None:
+def test_no_arm_always_comes_after_the_same() -> None:
     visits: list[str] = []
     arms = {name: lambda name=name: visits.append(name) or 1.0 for name in "abcd"}
     in_turns(arms, 50)
@@ -283,10 +283,11 @@ def test_a_quick_run_writes_everything(
     assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
 
     assert report["machine"].keys() == {
-        "cpu", "cores", "threads", "isa", "cache_bytes", "load", "system", "versions", "date",
+        "cpu", "cores", "threads", "isa", "blas", "cache_bytes", "load", "system", "versions",
+        "date",
     }  # fmt: skip
     assert report["settings"] == {
-        "parts": ["attention", "model", "threads"],
+        "parts": ["attention", "model", "threads", *["products"] * products.can_be_measured()],
         "quick": True,
         "rounds": 1,
         "dtypes": ["float32"],
@@ -303,6 +304,7 @@ def test_a_quick_run_writes_everything(
         model.H2O, model.H2O_PACKED, model.STREAMING, model.WINDOW,
     }  # fmt: skip
     assert set(report["prompt"]) == {model.DEFAULT, model.H2O, model.PLAIN}
+    assert len(report["products"]) in (0, len(products.SHAPES))
     assert len(report["threads"]) == len(threads.WORK) * len(threads.GAPS)
     # Two dtypes' speeds are missing.
     assert len(report["figures"]) == 2 + 4 + 2 + 4 + 1 + 1

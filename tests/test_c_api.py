@@ -63,7 +63,12 @@ def replay_damaged(folder: Path, golden: Path) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.parametrize(
-    "options", [("--steps", "10000"), ("--plain", "--every", "7")], ids=["kernels", "plain"]
+    "options",
+    [
+        pytest.param(("--steps", "10000"), marks=pytest.mark.slow, id="kernels"),
+        pytest.param(("--plain", "--every", "7"), marks=pytest.mark.slow, id="plain"),
+        pytest.param(("--steps", "300", "--every", "9"), id="sample"),
+    ],
 )
 def test_every_golden_vector_is_replayed(sanitized: Path, options: tuple[str, ...]) -> None:
     """Kept positions exactly, outputs within tolerance, no bad access, no leak, flat memory."""
@@ -71,7 +76,43 @@ def test_every_golden_vector_is_replayed(sanitized: Path, options: tuple[str, ..
     assert done.returncode == 0, done.stdout + done.stderr
     for group in GROUPS:
         assert any(line.startswith(group) for line in done.stdout.splitlines()), done.stdout
-    assert ("10000 steps" in done.stdout) == ("--steps" in options)
+    if options[0] == "--steps":
+        assert f"{options[1]} steps" in done.stdout
+
+
+@pytest.mark.parametrize("what", ["undo", "interrupt", "memory"])
+def test_conversations(sanitized: Path, what: str) -> None:
+    """Bit by bit: drafts taken back, steps that are looked at; memory of a reduced prompt.
+
+    Undo for every kind of policy and store: after any number of tokens of a draft was taken back
+    the outputs, positions, scores and statistics are those of plain decoding; more than can be
+    taken back is refused; the memory of it is counted and does not grow.
+    """
+    succeed(sanitized / "tests" / "conversations", what)
+
+
+def test_wrong_arguments_are_refused(sanitized: Path) -> None:
+    """Each argument of every function, made wrong in every way: an error, and nothing changed."""
+    succeed(sanitized / "tests" / "arguments", "refuse")
+
+
+def test_a_compiled_function_is_refused(sanitized: Path) -> None:
+    succeed(sanitized / "tests" / "tracing")
+
+
+# More by hand: build/c_api/sanitized/tests/arguments fuzz 1000000 7
+FUZZED_CALLS = 3000
+
+
+@pytest.mark.parametrize(
+    ("calls", "seed"),
+    [(FUZZED_CALLS, 1), pytest.param(20 * FUZZED_CALLS, 2, marks=pytest.mark.slow)],
+)
+def test_random_arguments(sanitized: Path, calls: int, seed: int) -> None:
+    """Sequences of calls, arguments right and wrong: each refused, or right and then run."""
+    told = succeed(sanitized / "tests" / "arguments", "fuzz", calls, seed)
+    refused = int(told.split(",")[1].split()[0])
+    assert calls // 10 < refused < calls // 2, told
 
 
 def a_number_more(arrays: dict[str, mx.array], name: str) -> None:
@@ -128,6 +169,16 @@ def test_golden_vectors_by_the_gpu_kernels(
     assert done.returncode == 0, done.stdout + done.stderr
     kernels = {line.split("_")[2] for line in told.read_text().splitlines()}
     assert kernels >= {"attention"} | RUN_BESIDES[group]
+
+
+@pytest.mark.slow
+def test_undo_on_a_gpu(sanitized: Path, host_gpu: dict[str, str], tmp_path: Path) -> None:
+    """Op by op around the attention kernels, on the host harness; no fused step."""
+    told = tmp_path / "launches"
+    succeed(sanitized / "tests" / "conversations", "gpu", **host_gpu, HOST_GPU_RECORD=str(told))
+    kernels = {line.split("_")[2] for line in told.read_text().splitlines()}
+    assert "attention" in kernels
+    assert not kernels & {"overwrite", "update"}
 
 
 def test_launches_are_those_of_python(
@@ -237,6 +288,18 @@ target_link_libraries(consumer PRIVATE mlx_h2o::mlx_h2o)
 """
 
 
+def test_a_prompt_is_compressed(sanitized: Path) -> None:
+    """By what is installed alone: sinks and the newest rows stay, rows are in order."""
+    lines = succeed(sanitized / "examples" / "compress").splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        kept = [int(word) for word in line.split("keeps")[1].split()]
+        assert len(kept) == 64
+        assert kept == sorted(set(kept))
+        assert kept[:4] == [0, 1, 2, 3]
+        assert kept[-1] == 511
+
+
 def test_it_installs_for_cmake_and_pkg_config(tmp_path: Path) -> None:
     """A program built outside, each way, runs; the example decodes in bounded memory."""
     prefix = tmp_path / "prefix"
@@ -247,6 +310,7 @@ def test_it_installs_for_cmake_and_pkg_config(tmp_path: Path) -> None:
     out = tmp_path / "out"
     succeed("cmake", "-G", "Ninja", "-S", tmp_path, "-B", out, f"-DCMAKE_PREFIX_PATH={prefix}")
     succeed("cmake", "--build", out)
+    assert [path.name for path in (prefix / "include").glob("mlx_h2o*")] == ["mlx_h2o.h"]
     version = succeed(out / "consumer").strip()
     assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text()
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_h2o import H2OKVCache, Policy, make_policy, observing
+from mlx_h2o import H2OKVCache, Policy, make_policy, observe
 from oracle import KEYS_ONLY, Oracle, Witness
 
 # Float32 against float64, over some hundred accumulated steps.
@@ -148,6 +148,7 @@ POLICIES = {
 CONVERSATION = [14, *[1] * 14, 4, *[1] * 8, 25, *[1] * 6]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("remainder", [True, False], ids=["remainder", "no remainder"])
 @pytest.mark.parametrize(
     ("unit", "budgets"),
@@ -181,7 +182,7 @@ def test_prompts_in_blocks_of_queries(
     name: str, remainder: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt longer than a block of queries scores as if it had been looked at in one."""
-    monkeypatch.setattr(observing, "QUERY_BLOCK", 7)
+    monkeypatch.setattr(observe, "QUERY_BLOCK", 7)
     calls = [20, 1, 1, 30, 1, 1]
     agree(POLICIES[name], [15, 12], remainder, calls, Shape(kv_heads=2, group=2), seed=4)
 
@@ -189,7 +190,7 @@ def test_prompts_in_blocks_of_queries(
 @pytest.mark.parametrize("name", ["h2o, window", "distinct"])
 def test_windows_longer_than_a_block_of_queries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window's mass and what it stands for are the same in however many blocks it is read."""
-    monkeypatch.setattr(observing, "QUERY_BLOCK", 7)
+    monkeypatch.setattr(observe, "QUERY_BLOCK", 7)
     policy = make_policy(POLICIES[name], window=16)
     calls = [14, 20, 1, 1, 12, 30, 1, 1]
     agree(policy, [15, 12], True, calls, Shape(kv_heads=2, group=2), seed=9)

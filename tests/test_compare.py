@@ -11,6 +11,7 @@ import time
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from rich.console import Console
 
@@ -20,16 +21,18 @@ from mlx_h2o.cli import main
 from mlx_h2o.cli.compare import table
 from mlx_h2o.evaluate.comparison import (
     FULL,
+    PACKED,
     WINDOW,
     Arm,
     Protocol,
     Result,
     compare,
     default_arms,
-    plain_bytes,
 )
+from mlx_h2o.evaluate.equal_bytes import ELEMENT, bytes_in_16_bits
 from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
-from mlx_h2o.evaluate.recall import recall_task, recalled
+from mlx_h2o.evaluate.recall import CLOZE, is_known, recall_task, recalled
+from mlx_h2o.layer_kinds import layer_kinds
 from tiny_models import tiny_model
 
 SMALL = (
@@ -88,6 +91,38 @@ def test_recall_prompts_are_what_they_say(embedded):
     assert not (other.prompts == task.prompts).all()
 
 
+def test_a_cloze_asks_in_the_statements_own_words(embedded):
+    """The fact's sentence is to be completed, after other words; its number comes only once."""
+    _, tokenizer = embedded
+    task = recall_task(tokenizer, SAMPLE_TEXT.read_text(), prompts=4, tokens=300, form=CLOZE)
+    assert task.least == 0.5
+    for row, at, answer in zip(task.prompts.tolist(), task.questions, task.answers, strict=True):
+        prose, cue = tokenizer.decode(row[:at]), tokenizer.decode(row[at:])
+        sentence = cue.split(". ")[1]
+        number = tokenizer.decode(list(answer))
+        assert f"{sentence}{number}." in prose
+        assert number not in cue
+        assert not cue.startswith(sentence)
+
+
+def test_known_is_the_likeliest_or_more_likely_than_half():
+    logits = mx.log(mx.array([[0.4, 0.3, 0.3], [0.2, 0.6, 0.2], [0.2, 0.2, 0.6]]))
+    right = mx.array([0, 1, 1])
+    assert is_known(logits, right, 0.0).tolist() == [True, True, False]
+    assert is_known(logits, right, 0.5).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(("name", "bits"), PACKED.items())
+def test_mlx_lms_packed_caches_are_its_own(name, bits):
+    model = tiny_model("llama", hidden_size=256)
+    tokens = mx.random.randint(0, 100, (2, 40), key=mx.random.key(1))
+    cache = Arm(name).make(model, 16)
+    got = model(tokens, cache=cache)
+    packed = [QuantizedKVCache(group_size=64, bits=bits) for _ in model.layers]
+    assert (got == model(tokens, cache=packed)).all()
+    assert (cache[0].keys[0] == packed[0].keys[0]).all()
+
+
 def test_the_model_recalls_with_everything_in_view(embedded):
     """Whatever the batch and the prefill, the same answers are right."""
     model, tokenizer = embedded
@@ -100,17 +135,47 @@ def test_the_model_recalls_with_everything_in_view(embedded):
     assert sum(runs[0]) >= 4
 
 
-def test_every_bounded_cache_gets_the_windows_bytes(embedded):
-    model, _ = embedded
-    budget = plain_bytes(model, 64)
-    tokens = mx.zeros((1, 200), dtype=mx.int32)
-    for arm in default_arms(["h2o", "keydiff", "streaming"]):
+# Keys and values of a token in the embedded model: 4 layers of 2 heads of 64.
+NUMBERS = 4 * 2 * 2 * 64
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
+def test_every_bounded_cache_gets_the_windows_bytes(dtype):
+    """Those that a 16-bit model has, in whatever this one computes."""
+    model = tiny_model("llama", dtype=dtype, hidden_size=256)
+    tokens = mx.zeros((1, 150), dtype=mx.int32)
+
+    def held(arm):
         cache = arm.make(model, 64)
         mx.eval(model(tokens, cache=cache))
         mx.eval(model(tokens[:, :1], cache=cache))
-        held = sum(entry.nbytes for entry in cache)
-        if arm.name != FULL and arm.policy is not None:
-            assert 0.9 * budget < held <= budget, arm.name
+        return bytes_in_16_bits(cache)
+
+    specs = (
+        "h2o keydiff streaming h2o:bits=8 h2o:bits=4 h2o:k_bits=8:v_bits=4 "
+        "h2o:bits=4:recent_bits=16 distinct:bits=8:undo=2"
+    ).split()
+    arms = [arm for arm in default_arms(specs) if arm.policy is not None]
+    assert len(arms) > 2 * len(specs)
+    budget = held(Arm(WINDOW))
+    numbers = sum(k.heads * (k.widths.key + k.widths.value) for k in layer_kinds(model))
+    assert budget == 64 * numbers * ELEMENT
+    for arm in arms:
+        assert 0.9 * budget < held(arm) <= budget, arm.name
+
+
+def test_what_holds_everything_is_counted_in_16_bits(embedded):
+    """A packed cache is not twice as small as it is because this machine computes in float32."""
+    model, _ = embedded
+    held = {}
+    for name in (FULL, *PACKED):
+        cache = Arm(name).make(model, 64)
+        mx.eval(model(mx.zeros((1, 256), mx.int32), cache=cache))
+        held[name] = bytes_in_16_bits(cache)
+    assert held[FULL] == 256 * NUMBERS * ELEMENT
+    # A scale and a bias of 16 bits for each 64 numbers.
+    of_16 = {name: (bits + 32 / 64) / 16 for name, bits in PACKED.items()}
+    assert {name: held[name] / held[FULL] for name in PACKED} == pytest.approx(of_16)
 
 
 def test_the_command_writes_json_and_a_chart(tmp_path, capsys):
@@ -123,6 +188,7 @@ def test_the_command_writes_json_and_a_chart(tmp_path, capsys):
     by_name = {r["arm"]: r for r in report["results"]}
     assert by_name[FULL]["loss"] == 0
     assert by_name[WINDOW]["loss"] != 0
+    assert by_name[WINDOW]["nbytes"] == 48 * NUMBERS * ELEMENT
     assert all(r["tokens_per_second"] > 0 for r in report["results"])
     chart = (folder / "compare.png").read_bytes()
     assert chart.startswith(b"\x89PNG")
@@ -147,7 +213,7 @@ def test_the_table_says_what_was_measured():
         (["--policies", "h2o:sonk=3"], "has no setting sonk"),
         (["--policies", "h2o:sink"], "FIELD=VALUE"),
         (["--prompts", "-1"], "--prompts must be at least 0"),
-        (["--max-kv-size", "3"], "max_size"),
+        (["--max-kv-size", "3"], "with a --max-kv-size of 3 tokens' bytes: max_bytes="),
         (["--budgets", "nowhere.json"], "Cannot read the profile"),
         (["--text", "nowhere.txt"], "Cannot read the text"),
         (["--model", "builtin:nothing"], "built in: builtin:recall-4m"),

@@ -6,9 +6,7 @@ import os
 import platform
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,16 +16,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from covering import Case, covering
+from arrays import numpy_of
+from concurrently import in_threads
+from covering import STEP, Case, covering
 from mlx_h2o import _ext
 from mlx_h2o.backends import cpu, reference
-from test_attention import numpy_of
 
 F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
 DTYPES = [F32, F16, BF16]
 # Fewer examples, and every so-manieth case, where the machine is slow (sanitizers).
 EXAMPLES = int(os.environ.get("MLX_H2O_EXAMPLES", "150"))
-STEP = int(os.environ.get("MLX_H2O_STEP", "1"))
 
 
 @pytest.fixture(autouse=True)
@@ -327,7 +325,7 @@ def test_heads_with_ranges_of_their_own_are_attentions_of_one_head_each(number):
             options["seed"] = logits[:, of_head], values[:, h : h + 1]
         if length:
             rows = (x[:, None, start : start + length] for x in (call.k, call.v))
-        else:  # The reference knows no attention over nothing: one slot that nobody sees.
+        else:  # The reference knows no attention over nothing: one slot that no query sees.
             rows = (mx.zeros((B, 1, 1, D)), mx.zeros((B, 1, 1, Dv)))
             options["mask"] = mx.zeros((1, 1), mx.bool_)
         out, s, lse = Call(call.q[:, of_head], *rows, options).of(
@@ -491,19 +489,11 @@ def test_a_compiled_function_may_be_called_again():
     ],
 )
 def test_the_kernels_refuse_what_would_leave_the_operands(changes, text):
-    """Whoever calls them without the checks of mlx_h2o.attention."""
+    """A caller without the checks of mlx_h2o.attention."""
     call = plain_call()
     k, v = (call.k[:, 0], call.v[:, 0]) if "ranges" in changes else (call.k, call.v)
     with pytest.raises((ValueError, TypeError), match=text):
         cpu.attention(call.q, k, v, scale=1.0, **changes)
-
-
-@pytest.fixture
-def threads():
-    """Sets the number of threads, and sets it back."""
-    before = _ext.threads()
-    yield _ext.set_threads
-    _ext.set_threads(before)
 
 
 def long_calls() -> list[Call]:
@@ -544,31 +534,6 @@ def test_any_number_of_threads_gives_the_same_bits(threads):
         for _ in range(3):
             for got, expected in zip(outputs(calls), alone, strict=True):
                 assert mx.array_equal(got, expected)
-
-
-def in_threads(jobs: list[Callable[[], Any]]) -> list[Any]:
-    """Each job's result, computed at once, each in a thread and on a stream of its own."""
-    results: list[Any] = [None] * len(jobs)
-
-    def work(i: int) -> None:
-        try:
-            with mx.stream(mx.new_stream(mx.cpu)):
-                results[i] = jobs[i]()
-        except Exception as error:
-            results[i] = error
-
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(len(jobs))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    # A thread that has used MLX still ends for a moment after it was joined, and one that is caught
-    # at that by the interpreter's own end aborts the process.
-    time.sleep(0.1)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
 
 
 def test_several_python_threads_at_once_compute_what_one_does(threads):

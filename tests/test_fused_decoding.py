@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 
-from covering import Case, covering
-from mlx_h2o import H2OKVCache, Policy, install, make_policy, make_prompt_cache
-from mlx_h2o import cache as cache_module
+from arrays import numpy_of
+from concurrently import in_threads
+from covering import STEP, Case, covering
+from mlx_h2o import H2OKVCache, Policy, install, make_policy, make_prompt_cache, selection
 from mlx_h2o.backends import choice, reference
-from mlx_h2o.decoding import CPUDecoding
-from test_attention import numpy_of
-from test_cpu_kernels import STEP, in_threads, threads  # noqa: F401 (a fixture)
+from mlx_h2o.backends.cpu_decoder import CPUDecoder
+from mlx_h2o.backends.decoder import DecodeStep
 from tiny_models import TinyLayer, prompt_tokens, tiny_model
 
 F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
@@ -59,13 +59,13 @@ def op_by_op(monkeypatch) -> Callable[[], AbstractContextManager[None]]:
 def fused_steps(monkeypatch) -> list[int]:
     """The offsets of all fused steps, in order."""
     offsets = []
-    step = CPUDecoding.step
+    step = CPUDecoder.step
 
-    def counted(self: CPUDecoding, *args: Any, **kwargs: Any) -> mx.array:
-        offsets.append(kwargs["offset"])
-        return step(self, *args, **kwargs)
+    def counted(self: CPUDecoder, of: DecodeStep) -> mx.array:
+        offsets.append(of.offset)
+        return step(self, of)
 
-    monkeypatch.setattr(CPUDecoding, "step", counted)
+    monkeypatch.setattr(CPUDecoder, "step", counted)
     return offsets
 
 
@@ -150,7 +150,6 @@ CASES = covering(FACTORS, may_be)
 def ties(monkeypatch) -> list[int]:
     """One entry for each choice of the reference that float32 could have made otherwise."""
     found: list[int] = []
-    selection = cache_module.selection
     select = selection.select_victims
 
     def watched(priority, positions, evictable, count, unit="head"):
@@ -291,7 +290,7 @@ def test_an_infinite_logit_does_as_little_harm_as_in_the_ops(op_by_op):
 
 
 class Mine(type(make_policy("h2o"))):  # type: ignore[misc]
-    """A policy of somebody's own, which must not inherit the kernel form of another."""
+    """A user's policy, which must not inherit another one's kernel policy."""
 
     def accumulate(self, scores: mx.array, seen: Any) -> mx.array:
         return mx.maximum(scores, seen.mass)
@@ -380,7 +379,7 @@ def test_looking_changes_nothing():
 
 @pytest.mark.parametrize("asked", ["the last one", "the last one first", "the cache"])
 def test_steps_run_in_order_whatever_is_asked_for(asked):
-    """Many steps that nobody has evaluated yet."""
+    """Many steps of which none was evaluated yet."""
     talk = Talk(TinyLayer())
     plain, lazy = (H2OKVCache(budgets=[24, 47], policy="distinct") for _ in range(2))
     talk.call(plain, 40)
@@ -430,7 +429,7 @@ HOLDS: dict[str, Callable[[H2OKVCache], Any]] = {
 
 
 @pytest.mark.parametrize("kind", HOLDS)
-def test_what_somebody_holds_never_changes_under_his_hands(kind):
+def test_arrays_held_elsewhere_never_change(kind):
     """Taken while steps are under way, read after others have run."""
     talk = Talk(TinyLayer(batch=2))
 
@@ -508,7 +507,12 @@ def test_a_damaged_victim_stays_within_its_head(victim):
     arrays, config = cache.state
     damaged = mx.array(arrays["victims"])
     damaged[:, 0] = victim
-    hurt = H2OKVCache.from_state((arrays | {"victims": damaged}, config))
+    with pytest.raises(ValueError, match="to be overwritten"):
+        H2OKVCache.from_state((arrays | {"victims": damaged}, config))
+    hurt = H2OKVCache.from_state((arrays, config))
+    hurt.layer.evictions.victims = (
+        damaged  # past the check of what is loaded: the kernel clamps all the same
+    )
     talk = Talk(TinyLayer(batch=2))
     for held in (cache, hurt):
         talk.decode(held, 20)
@@ -526,8 +530,11 @@ def test_a_damaged_victim_stays_within_its_head(victim):
 def test_damaged_positions_are_survived(policy, position):
     cache = saved(policy)
     arrays, config = cache.state
-    arrays["slots.positions"] = mx.full(arrays["slots.positions"].shape, position, mx.int32)
+    damaged = mx.full(arrays["slots.positions"].shape, position, mx.int32)
+    with pytest.raises(ValueError, match="tokens that never came"):
+        H2OKVCache.from_state((arrays | {"slots.positions": damaged}, config))
     hurt = H2OKVCache.from_state((arrays, config))
+    hurt.store.fields["positions"] = damaged  # past that check
     mx.eval(Talk(TinyLayer(batch=2)).decode(hurt, 20))
     assert mx.all((hurt.arrays()["victims"] >= 0) & (hurt.arrays()["victims"] < 47))
 
@@ -548,9 +555,8 @@ def test_damaged_positions_are_survived(policy, position):
 def test_a_state_of_another_dtype_is_refused(name, dtype):
     """The kernel would read and write beyond its end."""
     arrays, config = saved().state
-    hurt = H2OKVCache.from_state((arrays | {name: arrays[name].astype(dtype)}, config))
     with pytest.raises(ValueError, match="must be"):
-        Talk(TinyLayer(batch=2)).decode(hurt, 1)
+        H2OKVCache.from_state((arrays | {name: arrays[name].astype(dtype)}, config))
 
 
 @pytest.mark.parametrize(
@@ -560,17 +566,17 @@ def test_a_state_whose_heads_leave_the_slots_is_refused(run):
     arrays, text = saved().state
     config = json.loads(text)
     config["runs"][1] |= run
-    with pytest.raises(ValueError, match=r"leaves its slots|does not hold"):
-        Talk(TinyLayer(batch=2)).decode(H2OKVCache.from_state((arrays, json.dumps(config))), 2)
+    with pytest.raises(ValueError, match=r"hold what cannot be|must be at"):
+        H2OKVCache.from_state((arrays, json.dumps(config)))
 
 
 def test_heads_that_choose_together_must_be_alike():
-    arrays, text = saved(make_policy("h2o", unit="layer"), (40, 40)).state
-    config = json.loads(text)
-    whole = config["runs"][0] | {"last": 1}
-    config["runs"] = [whole, whole | {"first": 1, "last": 2, "start": 40, "length": 39}]
+    cache = saved(make_policy("h2o", unit="layer"), (40, 40))
+    (whole,) = cache.store.runs
+    second = replace(whole, first=1, start=40, length=39)
+    cache.store.runs = [replace(whole, last=1), second]  # past the check of what is loaded
     with pytest.raises(ValueError, match="alike"):
-        Talk(TinyLayer(batch=2)).decode(H2OKVCache.from_state((arrays, json.dumps(config))), 2)
+        Talk(TinyLayer(batch=2)).decode(cache, 2)
 
 
 # -- threads --------------------------------------------------------------------------------------
@@ -588,7 +594,7 @@ def long_talk(policy: str, batch: int = 1) -> tuple[list[mx.array], dict[str, mx
 
 
 @pytest.mark.parametrize("policy", ["distinct", "h2o", "ema-logits", "tova", "keydiff"])
-def test_any_number_of_threads_gives_the_same_bits(policy, threads):  # noqa: F811
+def test_any_number_of_threads_gives_the_same_bits(policy, threads):
     """Outputs, scores, remainder and victims."""
     threads(1)
     outs, end = long_talk(policy)
@@ -600,7 +606,7 @@ def test_any_number_of_threads_gives_the_same_bits(policy, threads):  # noqa: F8
         assert same_bits(end, other_end)
 
 
-def test_conversations_in_several_threads_are_what_each_would_be_alone(threads):  # noqa: F811
+def test_conversations_in_several_threads_are_what_each_would_be_alone(threads):
     threads(3)
     policies = ["distinct", "h2o", "keydiff", "tova"]
     alone = [long_talk(policy, batch=2) for policy in policies]

@@ -186,7 +186,7 @@ def test_interruption_leaves_no_half_written_file(
         (["--top-p", "0"], "--top-p must be above 0"),
         (["--prompt", ""], "The prompt is empty"),
         (["--system-prompt", "Be brief."], "needs the model's chat template"),
-        (["--max-kv-size", "6", "--budgets", "uniform"], "cannot hold"),
+        (["--max-kv-size", "6", "--budgets", "uniform"], "make --max-kv-size at least 8"),
         (["--model", "builtin:nothing"], "There is no builtin:nothing"),
         (["--set", "wrong=1"], "has no setting wrong"),
         (["--save-prompt-cache", "no/such/folder/chat"], "there is no folder"),
@@ -195,7 +195,7 @@ def test_interruption_leaves_no_half_written_file(
 def test_bad_options_say_what_to_do(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", *options]) == 2
+    assert main(["generate", "--prompt", "Anne", *options]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -210,7 +210,7 @@ def test_foreign_prompt_caches_are_refused(
     tmp_path: Path, builtin: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "chat.safetensors"
-    resume = ["generate", "--prompt-cache-file", str(file)]
+    resume = ["generate", "--prompt", "Anne", "--prompt-cache-file", str(file)]
     file.write_bytes(b"not a cache")
     assert main(resume) == 2
     assert "no readable prompt cache" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Golden vectors: they hold the kernels, and whoever damages them hears of it."""
+"""Golden vectors: they hold the kernels, and damage to them is told."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from covering import STEP
 from mlx_h2o.backends import choice, reference
 from mlx_h2o.cli import main
 from mlx_h2o.golden import generate as generating
@@ -20,7 +21,7 @@ from mlx_h2o.golden.groups import GROUPS
 from mlx_h2o.golden.manifest import GoldenError
 from mlx_h2o.golden.margins import margin
 from mlx_h2o.golden.numbers import bell, hashed
-from mlx_h2o.golden.verify import compared, computing_by, verify
+from mlx_h2o.golden.verify import compared, computing_by, size_of, verify
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Groups that are quick to write anew.
@@ -54,6 +55,7 @@ def test_the_files_are_whole_and_small(golden: manifest.Golden) -> None:
         assert golden.of(case, "out"), case.name
 
 
+@pytest.mark.slow
 def test_the_kernels_reproduce_every_case() -> None:
     """Outputs within the tolerances, kept positions exactly."""
     if choice.backend() is reference:
@@ -64,14 +66,21 @@ def test_the_kernels_reproduce_every_case() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_the_reference_reproduces_what_it_wrote(golden: manifest.Golden, group: str) -> None:
-    """A sample of cases; the parameters in the manifest are all that is needed."""
+@pytest.mark.parametrize("backend", ["kernels", "reference"])
+def test_a_sample_of_each_group_is_reproduced(
+    golden: manifest.Golden, backend: str, group: str
+) -> None:
+    """The parameters in the manifest are all that is needed."""
     cases = [case for case in golden.cases if case.group == group]
-    step = {"trajectory": 13, "model": 3}.get(group, 1)
-    with computing_by("reference"):
+    # The reference takes its time.
+    step = {"trajectory": 13, "model": 3}.get(group, 1) if backend == "reference" else STEP
+    with computing_by(backend):
         for case in cases[::step]:
             found = GROUPS[group].run(case.parameters, golden.of(case, "in"))
-            assert compared(found, golden.of(case, "out"), golden.tolerances)[1] == [], case.name
+            differences = compared(found, golden.of(case, "out"), golden.tolerances, size_of(case))[
+                1
+            ]
+            assert differences == [], case.name
 
 
 def test_the_cases_are_those_that_the_code_describes(golden: manifest.Golden) -> None:

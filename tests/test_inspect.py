@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import mlx_h2o
 from mlx_h2o import H2OKVCache
 from mlx_h2o.builtin import SAMPLE_TEXT
 from mlx_h2o.cli import inspect, main
-from mlx_h2o.inspection import Trace, bounded_layers, token_texts, trace
+from mlx_h2o.inspection import PAGE, Trace, bounded_layers, token_texts, trace
 
 TOKENS = 128
 HOSTILE = (
@@ -199,6 +200,30 @@ def test_the_page_holds_every_token_and_loads_nothing(builtin: tuple[Any, Any]) 
     assert '"use strict"' in code
 
 
+def test_the_page_explains_its_colours_and_fits_a_phone() -> None:
+    """Every colour of the strips has a legend in both views; the hint wraps on narrow screens.
+
+    (How it looks, at 400 and 1280 pixels, light and dark, was seen in Chromium by hand.)
+    """
+    page = PAGE.read_text(encoding="utf-8")
+    legend = page[page.index("function legend()") : page.index("const number")]
+    kinds, views = legend.split("const rows = chosen < 0")
+    for colour in re.findall(r'"(--\w+)"', page[page.index("const hue") :].split("};")[0]):
+        assert f"var({colour})" in kinds
+    all_heads, one_head = views.split("\n    : ")
+    assert "kinds" in all_heads
+    assert "kinds" in one_head
+    style = page[: page.index("</style>")]
+    wide, narrow = style.split("@media (max-width: 40rem)")  # last, so that nothing undoes it
+    about = re.search(r"#about \{([^}]*)\}", narrow)
+    assert about
+    assert "white-space: normal" in about[1]
+    assert "@media" not in narrow
+    lines = int(re.findall(r"-webkit-line-clamp: (\d)", about[1])[0])
+    hint = re.findall(r'<p id="about">(.*?)</p>', page)[0]
+    assert len(hint) < lines * 45  # characters of that size in a line of 368 pixels, at the least
+
+
 def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "page.html"
     options = ["--tokens", "100", "--max-kv-size", "40", "--out", str(out)]
@@ -247,7 +272,7 @@ def test_an_interrupted_command_leaves_nothing(
         (["--prefill", "0"], "--tokens and --prefill must be at least 1"),
         (["--text", "no such file"], "Cannot read the text"),
         (["--out", "no/such/folder/page.html"], "there is no folder"),
-        (["--max-kv-size", "6", "--budgets", "uniform"], "cannot hold"),
+        (["--max-kv-size", "6", "--budgets", "uniform"], "make --max-kv-size at least 8"),
     ],
 )
 def test_bad_options_say_what_to_do(

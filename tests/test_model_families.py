@@ -49,6 +49,7 @@ def test_tokens_are_mlx_lms_own_while_nothing_is_evicted(models, family):
     assert all(cache[i].evicted == 0 for i in bounded_layers(family))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("policy", ["h2o", "paper", "ema", "tova", "streaming", "keydiff"])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
 def test_no_policy_changes_a_token_before_it_evicts(models, family, policy):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import struct
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def bits(cache: H2OKVCache) -> dict[str, bytes]:
 # -- files ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("policy", "mode"), CASES)
 @pytest.mark.parametrize("prompt", [9, 60], ids=["before eviction", "after"])
 def test_a_loaded_cache_continues_as_if_nothing_had_happened(policy, mode, prompt, tmp_path):
@@ -146,7 +148,7 @@ def test_a_cache_without_entries_survives_a_file(tmp_path):
 
 def test_an_object_that_is_no_cache_is_not_saved(tmp_path):
     class Stranger(mlx_lm_cache.KVCache):
-        """Loading it would need a class that nobody can find."""
+        """Loading it would need a class that cannot be found."""
 
     with pytest.raises(ValueError, match="Cannot save a Stranger"):
         save_prompt_cache(tmp_path / "cache.safetensors", [Stranger()])
@@ -288,6 +290,7 @@ def test_edited_metadata_of_an_unused_cache_is_noticed(tmp_path):
 # -- state and copies -----------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("policy", "mode"), CASES)
 def test_state_is_everything(policy, mode):
     cache = cache_of(policy, mode)
@@ -323,6 +326,7 @@ def test_a_state_that_is_none_is_refused():
             H2OKVCache.from_state(state)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("policy", "mode"), CASES)
 def test_a_deep_copy_goes_its_own_way(policy, mode):
     """In-place writes of the one must not reach the other."""
@@ -338,6 +342,55 @@ def test_a_deep_copy_goes_its_own_way(policy, mode):
     assert bits(cache) == before
     assert cache.offset == 62
     assert mx.array_equal(LAYER.feed(cache, 30), expected)
+
+
+@pytest.mark.parametrize("twin", [copy.copy, lambda c: pickle.loads(pickle.dumps(c))])
+def test_a_copy_and_a_pickled_cache_go_on_where_they_were(twin):
+    """While decoding, when the rows are with the kernel: pickling failed then."""
+    cache = H2OKVCache(budgets=[16, 32], bits=8, group_size=32, recent_bits=16)
+    layer = TinyLayer(key_width=32, value_width=32, dtype=mx.bfloat16)
+    layer.feed(cache, 60, chunk=20)
+    layer.feed(cache, 3)
+    other = twin(cache)
+    assert mx.array_equal(layer.feed(other, 30), layer.feed(cache, 30))
+    assert same(other, cache)
+
+
+def test_a_cache_is_not_saved_or_copied_in_the_middle_of_a_step(tmp_path):
+    cache = cache_of("distinct", "uniform")
+    LAYER.feed(cache, 30, chunk=30)
+    q, k, v = LAYER.at(30)
+    handed = cache.update_and_fetch(k, v)
+    path = tmp_path / "cache.safetensors"
+    for save in (
+        pickle.dumps,
+        copy.deepcopy,
+        lambda c: c.state,
+        lambda c: save_prompt_cache(path, [c]),
+    ):
+        with pytest.raises(RuntimeError, match="middle of a step"):
+            save(cache)
+    unrouted = cache_of("distinct", "uniform")
+    unrouted.update_and_fetch(k, v)
+    with pytest.raises(RuntimeError, match=r"mlx_h2o\.install"):  # no model ever attended to it
+        _ = unrouted.state
+    cache.attend(q, *handed, scale=LAYER.scale)
+    assert pickle.loads(pickle.dumps(cache)).offset == 31
+    assert not path.exists()
+
+
+def test_repr_says_what_a_cache_holds():
+    empty = H2OKVCache(max_bytes=90000, policy="keydiff", remainder=False)
+    assert repr(empty) == (
+        "<H2OKVCache: keydiff, at most 90,000 bytes, no remainder; 0 of 0 tokens in 0 bytes>"
+    )
+    assert repr(H2OKVCache(64)) == "<H2OKVCache: distinct, 64 slots; 0 of 0 tokens in 0 bytes>"
+    ragged = H2OKVCache(budgets=[16, 32], bits=4, group_size=32)
+    TinyLayer(key_width=32, value_width=32).feed(ragged, 60, chunk=30)
+    assert repr(ragged) == (
+        "<H2OKVCache: distinct, 16 to 32 slots in 4 bits; 32 of 60 tokens in "
+        f"{ragged.nbytes:,} bytes>"
+    )
 
 
 # -- trimming -------------------------------------------------------------------------------------
@@ -371,6 +424,7 @@ def test_trim_takes_back_no_more_than_there_is():
     assert mx.all(mx.isfinite(LAYER.feed(cache, 60, chunk=20)))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("policy", "mode"), CASES)
 def test_nothing_can_be_trimmed_once_something_was_evicted(policy, mode):
     cache = cache_of(policy, mode)
@@ -378,7 +432,8 @@ def test_nothing_can_be_trimmed_once_something_was_evicted(policy, mode):
     before = bits(cache)
     assert cache.evicted > 0
     assert not cache.is_trimmable()
-    assert cache.trim(1) == 0
+    with pytest.raises(ValueError, match=r"only the last 0 steps .* undo=1 or more"):
+        cache.trim(1)
     assert (cache.offset, bits(cache)) == (60, before)
 
 
@@ -477,7 +532,7 @@ def test_resizing_to_a_budget_without_room_is_refused(target, started):
     cache = cache_of("h2o", "uniform")
     if started:
         LAYER.feed(cache, 60, chunk=20)
-    with pytest.raises(ValueError, match="A budget of 3 slots cannot hold 4 sink"):
+    with pytest.raises(ValueError, match="max_size=3 is too small: it must hold 4 sink"):
         cache.resize(target)
     LAYER.feed(cache, 20)  # It goes on as it was.
 
@@ -524,6 +579,7 @@ def test_a_cache_can_be_resized_before_it_is_used():
 # -- sizes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("remainder", [True, False], ids=["remainder", ""])
 @pytest.mark.parametrize("evict_every", [1, 4])
 @pytest.mark.parametrize("policy", ["distinct", "h2o", "streaming", "keydiff", "paper"])
@@ -610,11 +666,11 @@ def test_max_size_of_a_model_charges_the_remainder():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({}, "exactly one of max_size, max_bytes and budgets"),
+        ({}, "exactly one of max_size, max_bytes, budgets; got none of them"),
         ({"max_size": 32, "max_bytes": 9000}, "exactly one"),
         ({"max_size": 32, "budgets": [32]}, "exactly one"),
         ({"max_size": 32, "policy": "nope"}, "Unknown policy 'nope'; choose from distinct"),
-        ({"max_size": 6, "policy": "h2o"}, "A budget of 6 slots cannot hold 4 sink and 3 recent"),
+        ({"max_size": 6, "policy": "h2o"}, "max_size=6 is too small: it must hold 4 sink"),
         ({"max_size": 0, "policy": "streaming"}, "make max_size at least 5"),
         ({"budgets": [32, 6], "policy": "h2o"}, "lower sink, recent or evict_every"),
         ({"max_size": 32, "attending": False}, "computes by itself: choose one .*keydiff"),
@@ -647,10 +703,10 @@ def test_the_budget_that_a_refusal_advises_is_enough(sink, recent, evict_every):
     ("arguments", "text"),
     [
         ({"budgets": [24, 24, 24]}, "3 budgets were given for 2 KV heads"),
-        ({"max_bytes": 300}, "max_bytes=300 leaves no slot .* make it larger"),
+        ({"max_bytes": 300}, "max_bytes=300 is too small: .* make it at least"),
         # Enough for the constructor, and too little when the remainder is charged.
         ({"max_size": 10, "policy": "h2o"}, "make max_size at least"),
-        ({"max_bytes": 1300, "policy": "h2o"}, "cannot hold"),
+        ({"max_bytes": 1300, "policy": "h2o"}, "make it at least"),
     ],
 )
 def test_sizes_that_the_models_widths_rule_out_are_refused_at_the_first_step(arguments, text):
@@ -694,13 +750,13 @@ def test_a_change_of_shape_midway_is_refused(change, count):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({}, r"max_size \(tokens\) or max_bytes, one of them"),
-        ({"max_size": 32, "max_bytes": 9000}, "one of them"),
+        ({}, "exactly one of max_size, max_bytes; got none"),
+        ({"max_size": 32, "max_bytes": 9000}, "got both max_size and max_bytes"),
         ({"max_size": 32, "policy": "nope"}, "Unknown policy 'nope'"),
         ({"max_size": 32, "heavy": 3}, "has no setting heavy"),
         ({"max_size": 32, "sink": 31}, "make max_size at least"),
         ({"max_size": 1}, "make max_size at least"),
-        ({"max_bytes": 100}, "make it larger"),
+        ({"max_bytes": 100}, "make max_bytes at least"),
         ({"max_size": 32, "budgets": "/nowhere.json"}, "Cannot read the profile /nowhere.json"),
     ],
 )

@@ -117,10 +117,12 @@ def bounded_layers(family: str) -> list[int]:
     return BOUNDED_LAYERS.get(family, list(range(layers)))
 
 
-def tiny_model(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32) -> nn.Module:
+def tiny_model(
+    family: str, seed: int = 0, dtype: mx.Dtype = mx.float32, **changes: Any
+) -> nn.Module:
     """A model of mlx-lm with random weights, the same ones for the same seed."""
     module = importlib.import_module(f"mlx_lm.models.{family}")
-    args = module.ModelArgs.from_dict({"model_type": family, **FAMILIES[family]})
+    args = module.ModelArgs.from_dict({"model_type": family, **FAMILIES[family], **changes})
     mx.random.seed(seed)  # Biases and the like stay as the model's own constructor draws them.
     model = module.Model(args)
     keys = mx.random.key(seed)

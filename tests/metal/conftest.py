@@ -39,7 +39,7 @@ def host_launches(monkeypatch, request):
 
 @pytest.fixture
 def launched():
-    """The variants that the tests of this session launched; whoever asks comes after them."""
+    """The variants that the tests of this session launched; the test that asks comes after them."""
     return list(HOST.launched)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.backends.launcher import Interface, Launcher
+from mlx_h2o.backends.interface import interface
+from mlx_h2o.backends.launcher import Launcher
 
 #: What a text depends on: a name (a template argument's, a buffer's) and its value or type.
 Option = tuple[str, Any]
@@ -19,14 +20,14 @@ class Variant:
     """All that the text of a launched kernel depends on.
 
     Attributes:
-        interface: Whose launch it was.
+        kernel: Whose launch it was.
         inputs: Name, dtype and number of dimensions of what was passed.
         outputs: Name and dtype of what was asked for.
         template: Template arguments.
         threads: Of a threadgroup.
     """
 
-    interface: Interface
+    kernel: str
     inputs: tuple[tuple[str, mx.Dtype, int], ...]
     outputs: tuple[tuple[str, mx.Dtype], ...]
     template: tuple[tuple[str, Any], ...]
@@ -34,13 +35,13 @@ class Variant:
 
     def __str__(self) -> str:
         options = [f"{name}={value}" for name, value in self.template]
-        return " ".join([self.interface.name, *options, f"threads={self.threads}"])
+        return " ".join([self.kernel, *options, f"threads={self.threads}"])
 
     @property
     def options(self) -> frozenset[tuple[frozenset[mx.Dtype], Option]]:
         """Each option, together with the floats that the variant works on."""
         passed = {name: dtype for name, dtype, *_ in (*self.inputs, *self.outputs)}
-        absent = {name: None for name in self.interface.optional if name not in passed}
+        absent = {name: None for name in interface(self.kernel).optional if name not in passed}
         floats = frozenset(x for x in passed.values() if mx.issubdtype(x, mx.floating))
         options = {**passed, **absent, **dict(self.template), "threads": self.threads}
         return frozenset((floats, option) for option in options.items())
@@ -48,7 +49,7 @@ class Variant:
     def launch(self, launcher: Launcher) -> None:
         """Launch it again somewhere else, on a threadgroup of nothing."""
         launcher.launch(
-            self.interface,
+            self.kernel,
             {name: mx.zeros((1,) * ndim, dtype) for name, dtype, ndim in self.inputs},
             {name: ((1,), dtype) for name, dtype in self.outputs},
             dict(self.template),
@@ -70,16 +71,16 @@ class RecordingLauncher(Launcher):
 
     def launch(
         self,
-        interface: Interface,
+        kernel: str,
         inputs: dict[str, mx.array],
         outputs: dict[str, Any],
         template: dict[str, Any],
         threadgroups: tuple[int, int, int],
         threads: int,
     ) -> dict[str, mx.array]:
-        written = super().launch(interface, inputs, outputs, template, threadgroups, threads)
+        written = super().launch(kernel, inputs, outputs, template, threadgroups, threads)
         variant = Variant(
-            interface,
+            kernel,
             tuple((name, array.dtype, array.ndim) for name, array in inputs.items()),
             tuple((name, dtype) for name, (_, dtype) in outputs.items()),
             tuple(template.items()),

@@ -1,9 +1,9 @@
 """The attention kernels against the reference, over products of what they promise."""
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from harness import recorded
+from launched_on import assert_close, evicted, mask_of
 
 from mlx_h2o import Remainder
 from mlx_h2o.backends import attention_launches, metal, reference
@@ -37,18 +37,6 @@ def operands(shape, dtype):
     return q.astype(dtype), k.astype(dtype), v.astype(dtype)
 
 
-def mask_of(kind, shape, dtype):
-    """A mask that hides a third, of which one row sees nothing, broadcast over some dimension."""
-    if kind in (None, "causal"):
-        return kind
-    B, Hq, _, L, N, _, _ = shape
-    visible = mx.random.uniform(shape=(B, Hq, L, N) if kind == "bool" else (1, 1, L, N)) > 1 / 3
-    visible[:, :, L - 1] = visible[:, :, L - 1] & (L > 1)
-    if kind == "bool":
-        return visible
-    return mx.where(visible, mx.random.normal(visible.shape), mx.finfo(dtype).min).astype(dtype)
-
-
 def reference_attend(q, k, v, *, remainder=None, **options):
     """out, logits, lse in float32, the remainder joined."""
     q, k, v = (x.astype(mx.float32) for x in (q, k, v))
@@ -56,12 +44,6 @@ def reference_attend(q, k, v, *, remainder=None, **options):
     if remainder is not None:
         out, lse = remainder.join(out, lse, remainder.column(q, options["scale"]))
     return out, logits, lse
-
-
-def assert_close(ours, expected, tolerance, relative=0.0):
-    np.testing.assert_allclose(
-        np.array(ours.astype(mx.float32)), np.array(expected), atol=tolerance, rtol=relative
-    )
 
 
 def assert_attended(ours, expected, dtype):
@@ -73,13 +55,7 @@ def assert_attended(ours, expected, dtype):
     assert_close(ours.lse, lse, 1e-4, 1e-3)
 
 
-def evicted(shape, rows=40):
-    """A remainder of rows as the kept ones."""
-    B, _, Hk, _, _, D, Dv = shape
-    empty = Remainder.empty(B, Hk, D, Dv)
-    return empty.fold(mx.random.normal((B, Hk, rows, D)), mx.random.normal((B, Hk, rows, Dv)))
-
-
+@pytest.mark.pairwise
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -94,6 +70,7 @@ def test_parity(dtype, shape, mask, sinks):
     assert_attended(metal.attend(q, k, v, **options), reference_attend(q, k, v, **options), dtype)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("architecture", ["one pass", "two passes"])
 @pytest.mark.parametrize("mask", [None, "causal", "additive"])
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[3], SHAPES[5], SHAPES[7]], ids=str)
@@ -135,6 +112,7 @@ def test_keys_of_any_size_leave_the_remainder_finite():
     assert_close(ours.out, out, TOLERANCE[mx.float32])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("two_passes", [False, True])
 @pytest.mark.parametrize("mask", [None, "causal", "bool"])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -187,6 +165,7 @@ def test_heads_of_different_lengths(monkeypatch, dtype, mask, two_passes):
         slot = end
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("blocks", [33, 64, 100])
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[4], SHAPES[5]], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -58,7 +58,7 @@ def compiling(found):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_option_compiles(request, launched, kernel):
-    variants = [variant for variant in launched if variant.interface.name == kernel]
+    variants = [variant for variant in launched if variant.kernel == kernel]
     if not variants:
         ran = {item.path for item in request.session.items}
         whole = ran.issuperset(Path(__file__).parent.glob("test_*.py"))

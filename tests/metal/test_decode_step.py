@@ -1,34 +1,21 @@
 """The kernels around attention in a decode step, against the reference's own methods."""
 
-import itertools
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from harness import recorded
+from launched_on import OFFSET, SINK, plan_of
 
 from conftest import HOST
 from mlx_h2o import Remainder, make_policy, selection
 from mlx_h2o.backends import step_launches
 from mlx_h2o.backends.attention_launches import Attended
+from mlx_h2o.backends.decoder import HeadStep
 from mlx_h2o.backends.step_launches import SlotArrays, StepPlan
-from mlx_h2o.decode_step import HeadStep
-from mlx_h2o.gpu_decoding import ranking_of
-from mlx_h2o.policies import Observation, Slots
+from mlx_h2o.policies import KernelPolicy, Observation, Slots
+from mlx_h2o.policies.base import kernel_policy_of
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-OFFSET = 900
-SINK = 2
-
-
-def plan_of(lengths, room=3, victim=0, choose=True, evict_every=1, sink=SINK):
-    """Heads of these lengths one after another, with unused slots between."""
-    starts = itertools.accumulate((length + room for length in lengths), initial=0)
-    heads = tuple(
-        HeadStep(start, length, victim, length // 4, 16, choose)
-        for start, length in zip(starts, lengths, strict=False)
-    )
-    return StepPlan(OFFSET, sum(lengths) + room * len(lengths), sink, evict_every, heads)
 
 
 def slots_of(plan, B, D, Dv, dtype):
@@ -62,6 +49,7 @@ def copied(slots):
     return SlotArrays(**{name: a.astype(vars(slots)[name].dtype) for name, a in arrays.items()})
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("remembers", [False, True])
 @pytest.mark.parametrize("widths", [(64, 64), (96, 32), (576, 512)])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -169,7 +157,7 @@ def expected_update(policy, plan, slots, logits, lse, written, means):
 
 def launch_update(policy, plan, slots, logits, lse, written, means, victims):
     """Victims; the scores change in place."""
-    ranking = ranking_of(policy)
+    ranking = kernel_policy_of(policy, weigh_values=True)
     B = lse.shape[0]
     if not policy.value_weighted:
         slots.norms = None
@@ -191,6 +179,7 @@ def launch_update(policy, plan, slots, logits, lse, written, means, victims):
     )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("evict_every", [1, 5])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("unit", ["head", "layer"])
@@ -229,7 +218,7 @@ def update_by_score(scores, positions, sink=0, evict_every=1, choose=True):
     attended = Attended(None, mx.zeros((1, 1, 1)), mx.full((1, N), -mx.inf))
     victims = mx.full((1, 1, evict_every), 7, mx.int32)
     written = mx.full((1, 1), -1, mx.int32)
-    ranking = step_launches.Ranking("sum", "score")
+    ranking = KernelPolicy("sum", "score")
     return step_launches.update(HOST, plan, slots, ranking, attended, victims, written).tolist()[0][
         0
     ]

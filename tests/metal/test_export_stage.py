@@ -8,8 +8,8 @@ from harness import compiler
 from harness.kernel import PRELUDE
 from harness.signature import generate
 
-from mlx_h2o.backends import row_buffers
 from mlx_h2o.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
+from mlx_h2o.backends.interface import interface
 from mlx_h2o.backends.kernel_text import kernel_text
 
 
@@ -34,19 +34,16 @@ def compiled(dtype, rows, header, body, export):
     template |= {"REMAINDER": False, "DISTANCES": False, "EXPORT": export}
     arrays = {"params": mx.zeros(16, mx.int32), "factors": mx.zeros(2)}
     arrays |= {name: mx.zeros((1, 8, 1, 128), dtype) for name in ("queries", "keys", "values")}
-    absent = "".join(
-        f"const device float* {name} = nullptr;\n"
-        for name in ("sinks", "counts", "mean_keys", "var_keys", "mean_values", "means")
-    )
-    absent += "const device bool* mask = nullptr;\n const int64_t mask_strides[4] = {0};\n"
-    absent += "device float* distances = nullptr;\n"
-    absent += "\n".join(row_buffers.absent("keys", "values").values())
+    outputs = [("out", dtype), ("lse", mx.float32), ("logits", mx.float32)]
+    passed = {*arrays, *(name for name, _ in outputs)}
+    optional = interface("attention_vector").optional
+    absent = [line for name, line in optional.items() if name not in passed]
     kernel = generate(
         "attention",
         header,
-        absent + body,
+        "\n".join([*absent, body]),
         list(arrays.items()),
-        [("out", dtype), ("lse", mx.float32), ("logits", mx.float32)],
+        outputs,
         list(template.items()),
     )
     listing = compiler.assembly(PRELUDE + kernel.text + kernel.use)

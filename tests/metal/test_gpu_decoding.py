@@ -8,10 +8,11 @@ import pytest
 from harness import recorded
 
 from mlx_h2o import H2OKVCache, make_policy
-from mlx_h2o import decoding as decoding_module
+from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.backends import choice, metal
-from mlx_h2o.gpu_decoding import GPUDecoding
-from mlx_h2o.packed import Packing
+from mlx_h2o.backends.decoders import accepts
+from mlx_h2o.backends.gpu_decoder import GPUDecoder
+from mlx_h2o.settings import CacheSettings
 
 B, HK, G, D, DV = 1, 2, 2, 64, 32
 
@@ -76,7 +77,7 @@ def both(on_device, prompt, steps, sinks=None, policy="distinct", settings=None,
         on_device(kernels)
         cache = H2OKVCache(policy=make_policy(policy, **(settings or {})), **c)
         outs.append(trajectory(cache, prompt, steps, sinks, **(shape or {})))
-        assert isinstance(cache._decoding, GPUDecoding) == kernels
+        assert isinstance(cache.layer.memory.decoder, GPUDecoder) == kernels
         caches.append(cache)
     on_device(True)
     return *caches, outs
@@ -143,7 +144,7 @@ def test_a_chunk_between(on_device):
     assert_alike(ours, theirs, outs)
 
 
-def test_nobody_sees_what_is_written_in_place(on_device):
+def test_arrays_held_elsewhere_never_see_what_is_written_in_place(on_device):
     """Arrays that were given out before, and twins, keep their values."""
     on_device(True)
     cache = H2OKVCache(budgets=[24, 24])
@@ -160,9 +161,10 @@ def test_nobody_sees_what_is_written_in_place(on_device):
 
 def test_kernels_that_cannot_write_in_place_are_not_used(on_device, monkeypatch):
     on_device(True)
-    monkeypatch.setattr("mlx_h2o.gpu_decoding.writes_in_place", lambda _: False)
+    monkeypatch.setattr("mlx_h2o.backends.gpu_decoder.writes_in_place", lambda _: False)
     k, v = mx.zeros((1, 1, 1, D)), mx.zeros((1, 1, 1, DV))
-    assert not decoding_module.can_decode(make_policy("h2o"), k, v, Packing())
+    settings = CacheSettings(24, policy=make_policy("h2o"))
+    assert not accepts(settings, AttentionCall(k, 1.0), k, v)
 
 
 def test_another_device_takes_over(on_device):
@@ -234,7 +236,7 @@ def test_a_recent_zone(on_device, monkeypatch):
             cache = H2OKVCache(policy=make_policy("h2o"), **store)
             with recorded() as launches:
                 outs.append(trajectory(cache, 12, 30))
-        assert cache._decoding is None
+        assert cache.layer.memory.decoder is None
         assert kernels == any("attention_vector" in counts.kernel for counts in launches)
         caches.append(cache)
     assert_alike(*caches, outs)

@@ -8,11 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from harness import recorded
-from test_attention_vector import assert_close, evicted, mask_of
-from test_decode_step import OFFSET, plan_of
+from launched_on import OFFSET, assert_close, evicted, mask_of, plan_of
 
 from conftest import HOST
-from covering import covering
+from covering import STEP, covering
 from mlx_h2o import Remainder
 from mlx_h2o.attention import scaled_dot_product_attention_quantized_with_scores
 from mlx_h2o.backends import attention_launches, choice, metal, reference, step_launches
@@ -101,7 +100,7 @@ def case_name(case):
     return " ".join(str(value) for value in case.values())
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_name)
+@pytest.mark.parametrize("case", CASES[::STEP], ids=case_name)
 def test_attention(monkeypatch, case):
     shape, dtype = case["shape"], case["dtype"]
     B, Hq, Hk, L, D, Dv = shape
@@ -219,6 +218,7 @@ def test_any_strides():
     assert_attended(ours, reference_attend(q, k, v, scale=0.125), mx.float32)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("export", [EXPORT_NOTHING, EXPORT_LOGITS])
 @pytest.mark.parametrize("architecture", ["applegpu_g13g", "applegpu_g13d"])
 @pytest.mark.parametrize(
@@ -266,13 +266,14 @@ APPENDS = covering(
 )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", APPENDS, ids=case_name)
 def test_overwrite(case):
     """What is written is what `mx.quantize` packs, bit for bit; what was there is folded."""
     B, widths, dtype, group = 2, case["widths"], case["dtype"], case["group"]
     plan = plan_of((9, 5, 7))
     heads = list(plan.heads)
-    heads[1] = replace(heads[1], victim=-1)
+    heads[1] = heads[1]._replace(victim=-1)
     plan = replace(plan, heads=tuple(heads))
     H, S = len(heads), plan.slots
 
@@ -341,6 +342,7 @@ def bits_of(array):
     return array.view(mx.uint16 if array.dtype.size == 2 else mx.uint32)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bits", BITS)
 def test_kept_keys(bits):
     B, D = 2, 192

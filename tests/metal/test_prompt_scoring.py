@@ -59,6 +59,7 @@ def float32(call):
     }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("columns", ["slots", "sinks and seed"])
 @pytest.mark.parametrize("mask", [None, "causal", "bool", "additive"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -85,6 +86,7 @@ def test_dtypes(dtype, queries):
     assert_all_close(ours, reference.attention_with_mass(**float32(call)), TOLERANCE[dtype])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mask", [None, "causal"])
 @pytest.mark.parametrize("queries", [1, 4, 20])
 @pytest.mark.parametrize("function", ["attention", "attention_with_scores", "attention_with_mass"])

@@ -68,9 +68,9 @@ struct Lane {
   int arrays;  // threadgroup arrays declared so far
 };
 
-// Who touched an element, and in which interval between barriers.
+// The lane that touched an element, and in which interval between barriers.
 struct Touch {
-  uint32_t group = 0;  // threadgroup + 1; 0: nobody
+  uint32_t group = 0;  // threadgroup + 1; 0: none
   uint32_t epoch = 0, simd_epoch = 0;
   int lane = 0;
 };

@@ -1,0 +1,48 @@
+"""What several files of tests give to the kernels."""
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_h2o import Remainder
+from mlx_h2o.backends.decoder import HeadStep
+from mlx_h2o.backends.step_launches import StepPlan
+
+OFFSET = 900
+SINK = 2
+
+
+def mask_of(kind, shape, dtype):
+    """A mask that hides a third, of which one row sees nothing, broadcast over some dimension."""
+    if kind in (None, "causal"):
+        return kind
+    B, Hq, _, L, N, _, _ = shape
+    visible = mx.random.uniform(shape=(B, Hq, L, N) if kind == "bool" else (1, 1, L, N)) > 1 / 3
+    visible[:, :, L - 1] = visible[:, :, L - 1] & (L > 1)
+    if kind == "bool":
+        return visible
+    return mx.where(visible, mx.random.normal(visible.shape), mx.finfo(dtype).min).astype(dtype)
+
+
+def assert_close(ours, expected, tolerance, relative=0.0):
+    np.testing.assert_allclose(
+        np.array(ours.astype(mx.float32)), np.array(expected), atol=tolerance, rtol=relative
+    )
+
+
+def evicted(shape, rows=40):
+    """A remainder of rows as the kept ones."""
+    B, _, Hk, _, _, D, Dv = shape
+    empty = Remainder.empty(B, Hk, D, Dv)
+    return empty.fold(mx.random.normal((B, Hk, rows, D)), mx.random.normal((B, Hk, rows, Dv)))
+
+
+def plan_of(lengths, room=3, victim=0, choose=True, evict_every=1, sink=SINK):
+    """Heads of these lengths one after another, with unused slots between."""
+    starts = itertools.accumulate((length + room for length in lengths), initial=0)
+    heads = tuple(
+        HeadStep(start, length, victim, length // 4, 16, choose)
+        for start, length in zip(starts, lengths, strict=False)
+    )
+    return StepPlan(OFFSET, sum(lengths) + room * len(lengths), sink, evict_every, heads)
