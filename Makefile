@@ -8,30 +8,76 @@ comma := ,
 EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 # The oldest mlx-lm whose cache protocol is served: it still has meta_state.
 OLD_MLX_LM := 0.31.3
-CXX_SOURCES := $(wildcard python/src/*.h python/src/*.cpp python/src/kernels/*.*)
-C_SOURCES := $(wildcard c_api/include/*.h c_api/src/*.* c_api/src/gpu/*.* c_api/tests/*.[ch] c_api/examples/*.c \
-    c_api/*/src/*.* c_api/*/include/mlx/c/*.h tests/host_gpu/*.c)
+CXX_SOURCES := $(wildcard $(foreach folder,python/src python/src/bench c_api/src/cpu c_api/src/cpu/kernels \
+    c_api/src/cpu/primitives,$(folder)/*.h $(folder)/*.cpp))
+C_SOURCES := $(wildcard c_api/include/*.h c_api/src/*.* c_api/src/api/*.* c_api/src/gpu/*.* \
+    c_api/tests/*.[ch]* c_api/examples/*.c c_api/*/src/*.* c_api/*/include/mlx/c/*.h tests/host_gpu/*.c)
 SWIFT_SOURCES := Package.swift swift/Linux/Package.swift $(wildcard \
     swift/Sources swift/Tests swift/Benchmarks swift/Examples swift/Linux/Sources swift/Linux/Tests)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-python test-native test-swift test-old-mlx-lm sanitize bench lint format clean
+# A failed test fails the target that shows its output, too.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+LOGS := build/logs
+# What `make test` leaves to `make test-all`: tests marked slow, and of the kernels' cases all but every
+# fifth.
+QUICK := MLX_H2O_STEP=5 MLX_H2O_EXAMPLES=30
+QUICK_PYTEST := $(QUICK) $(BIN)/pytest -m "not slow"
+# What the other targets run has no place in test-python.
+ELSEWHERE := --ignore tests/metal --ignore tests/test_c_api.py
+
+.PHONY: demo test test-all lint format bench clean
+.PHONY: quick-python quick-others quick-metal quick-native quick-swift
+.PHONY: test-python test-metal test-native test-sanitize test-swift test-old-mlx-lm test-macos
 
 demo: $(VENV)/.installed
-	$(BIN)/mlx_h2o compare --out out
+	$(BIN)/mlx_h2o demo --out out
 
-test: lint test-old-mlx-lm
-	$(MAKE) -j2 test-python test-native
+# Everything a change can break, in ten minutes on two cores: Python beside what is mostly compilers.
+# The last lines are pytest's own.
+test: lint
+	mkdir -p $(LOGS)
+	$(MAKE) -j2 quick-python quick-others
+	@tail -q -n 1 $(addprefix $(LOGS)/,quick-native.log quick-metal.log quick-python.log)
 
-test-python: $(VENV)/.installed
-	$(BIN)/pytest
+quick-others: $(VENV)/.installed
+	$(MAKE) -j1 quick-metal quick-native quick-swift
 
-# Compilers for the most part, and so beside the tests, which leave a core free.
+# Without a network the tests of the real model are skipped.
+.PHONY: real-model
+real-model: $(VENV)/.installed
+	-$(BIN)/mlx_h2o fetch
+
+quick-python: real-model
+	@mkdir -p $(LOGS)
+	$(QUICK_PYTEST) $(ELSEWHERE) | tee $(LOGS)/$@.log
+
+quick-metal: $(VENV)/.installed
+	@mkdir -p $(LOGS)
+	$(QUICK_PYTEST) tests/metal | tee $(LOGS)/$@.log
+
+quick-native: $(VENV)/.installed
+	@mkdir -p $(LOGS)
+	$(QUICK_PYTEST) tests/test_c_api.py | tee $(LOGS)/$@.log
+
+# Everything, in targets that know nothing of each other: side by side on several machines, or with
+# -j. Each takes less than 20 minutes on two cores.
+ALL := test-python test-metal test-native test-sanitize test-swift test-old-mlx-lm test-macos
+test-all: lint $(ALL)
+
+test-python: real-model
+	$(BIN)/pytest $(ELSEWHERE)
+
+test-metal: $(VENV)/.installed
+	$(BIN)/pytest tests/metal
+
 test-native: $(VENV)/.installed
-	$(MAKE) sanitize
+	$(BIN)/pytest tests/test_c_api.py
+
+test-macos: $(VENV)/.installed
 	$(BIN)/python tools/check_macos_build.py
-	$(if $(HAS_SWIFT),$(MAKE) test-swift)
 
 # The Swift package, on Linux: over swift/Linux in the place of Apple's packages, and so over the
 # mlx-c subset and MLX's CPU backend; then what it does on a GPU, over the one of tests/host_gpu, which
@@ -40,15 +86,26 @@ HAS_SWIFT := $(if $(filter Linux,$(shell uname -s)),$(shell command -v swift))
 MLX_C := $(CURDIR)/build/mlx_c
 HOST_GPU := $(CURDIR)/build/host_gpu.so
 SWIFT_TEST := PKG_CONFIG_PATH="$(MLX_C)" swift test -Xlinker -rpath -Xlinker "$(MLX_C)"
-test-swift: mlx_c
-	swift-format lint --strict --parallel --recursive $(SWIFT_SOURCES)
-	MLX_H2O_PACKAGES=apple swift package dump-package | $(BIN)/python tools/check_swift_manifest.py
-	$(SWIFT_TEST) --package-path swift/Linux --scratch-path .build/linux
-	$(SWIFT_TEST)
+test-swift: swift-lint swift-tests
 	$(CC) -std=gnu11 -O1 -fPIC -shared -Wl,-z,lazy -I c_api/mlx_c/include -o $(HOST_GPU) \
 	    tests/host_gpu/host_gpu.c
 	LD_PRELOAD=$(HOST_GPU) HOST_GPU_SERVER="$(CURDIR)/$(BIN)/python $(CURDIR)/tests/host_gpu/serve.py" \
 	    $(SWIFT_TEST) --skip-build --filter GPUDecodingTests
+
+# The package's own tests, with every fifth golden vector.
+quick-swift: $(VENV)/.installed
+	$(if $(HAS_SWIFT),$(QUICK) $(MAKE) swift-lint swift-package,@echo "no Swift toolchain: its tests are left out")
+
+.PHONY: swift-lint swift-package swift-tests
+swift-lint: $(VENV)/.installed
+	swift-format lint --strict --parallel --recursive $(SWIFT_SOURCES)
+	MLX_H2O_PACKAGES=apple swift package dump-package | $(BIN)/python tools/check_swift_manifest.py
+
+swift-package: mlx_c
+	$(SWIFT_TEST)
+
+swift-tests: swift-package
+	$(SWIFT_TEST) --package-path swift/Linux --scratch-path .build/linux
 
 .PHONY: mlx_c
 mlx_c: $(VENV)/.installed
@@ -59,11 +116,17 @@ mlx_c: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/mlx_h2o bench --out out
 
+# The tables of README.md and docs/results.md, printed anew into their blocks: hours for all of them.
+# One: make results ONLY="mlx_h2o demo"
+.PHONY: results
+results: $(VENV)/.installed
+	$(BIN)/python tools/results.py "$(ONLY)"
+
 # The kernels' tests on an instrumented build. (MLX itself is not instrumented, and keeps some of
 # what it allocated until the process ends, so leaks are not looked for. Of the conversations with
 # mixed widths those of two policies are enough: the rows move alike in all.)
 SANITIZED := build/sanitize
-sanitize: $(VENV)/.installed
+test-sanitize: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S python -B $(SANITIZED) \
 	    -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DMLX_H2O_SANITIZE=ON -DMLX_H2O_WIDE=ON
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(SANITIZED)
@@ -81,7 +144,7 @@ lint: $(VENV)/.installed
 
 # The seams with mlx-lm, on its older protocol. (Its own phi3small crashes with a current MLX.)
 test-old-mlx-lm: .compat/mlx_lm
-	PYTHONPATH=.compat $(BIN)/pytest tests/test_routing.py tests/test_model_families.py \
+	PYTHONPATH=.compat $(BIN)/pytest tests/test_routing.py tests/test_bounding.py tests/test_model_families.py \
 	    tests/test_prompt_cache.py -k "not phi3small"
 
 .compat/mlx_lm: $(VENV)/.installed
@@ -94,7 +157,7 @@ format: $(VENV)/.installed
 	$(if $(HAS_SWIFT),swift-format format --in-place --parallel --recursive $(SWIFT_SOURCES))
 
 # Editable, so that a changed source needs no new installation.
-$(VENV)/.installed: pyproject.toml python/CMakeLists.txt $(CXX_SOURCES)
+$(VENV)/.installed: pyproject.toml python/CMakeLists.txt c_api/src/cpu/CMakeLists.txt $(CXX_SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit("mlx-h2o needs Python 3.11 or later: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-"${PYTHON:-python3}" -m ziglang c++ -target aarch64-linux-musl -std=c++20 -O2 -static -Ipython/src \
-    -DMLX_H2O_ISA=baseline python/src/kernels/kernels.cpp python/src/kernels/dispatch.cpp \
+"${PYTHON:-python3}" -m ziglang c++ -target aarch64-linux-musl -std=c++20 -O2 -static -Ic_api/src/cpu \
+    -DMLX_H2O_ISA=baseline c_api/src/cpu/kernels/kernels.cpp c_api/src/cpu/kernels/dispatch.cpp \
     tools/kernel_check.cpp -o "$out/kernel_check"
 qemu-aarch64-static "$out/kernel_check"

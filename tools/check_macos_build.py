@@ -20,9 +20,11 @@ from pathlib import Path
 
 from wheels import NoWheel, fetch, fetch_macos_mlx
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PYTHON = ROOT / "python"
 C_API = ROOT / "c_api"
+CPU = C_API / "src" / "cpu"
+BENCH = PYTHON / "src" / "bench"
 TARGET = "aarch64-macos.14.0"
 WARNINGS = ("-Wall", "-Wextra")
 # As python/CMakeLists.txt and nanobind's CMake functions have them for a Mac.
@@ -55,18 +57,21 @@ class Build:
     folder: Path
 
     def libraries(self) -> list[Path]:
-        """Build the extension, and the C API over the kernels that are in it.
+        """Build the extension, what the bench measures with, and the C API.
 
         Raises:
             BuildError: With what the compiler or the linker said.
         """
         objects = {source: self._object(source, *_options(source)) for source in sources()}
         core = self.nanobind / "src" / "nb_combined.cpp"
-        extension = [*objects.values(), self._object(core, *NANOBIND_OPTIONS)]
-        kernels = [built for source, built in objects.items() if source.name != "bindings.cpp"]
+        python = [self._object(core, *NANOBIND_OPTIONS), self._python_stub()]
+        kernels = [built for source, built in objects.items() if source.is_relative_to(CPU)]
+        bindings = [built for source, built in objects.items() if source.parent == PYTHON / "src"]
+        machine = [built for source, built in objects.items() if source.parent == BENCH]
         c_api = [self._object(source, *C_API_OPTIONS) for source in self._c_api_sources()]
         return [
-            self._linked("_ext.so", *extension, self._python_stub()),
+            self._linked("_ext.so", *kernels, *bindings, *python),
+            self._linked("_machine.so", *machine, objects[CPU / "thread_pool.cpp"], *python),
             self._linked("libmlx_h2o.dylib", *kernels, *c_api),
         ]
 
@@ -83,7 +88,7 @@ class Build:
         generated = self.folder / "kernel_files.cpp"
         generated.write_text(template.replace("@KERNEL_FILES@", "\n".join([*lines, ""])))
         return [
-            *sorted((C_API / "src").rglob("*.cpp")),
+            *sorted(set((C_API / "src").rglob("*.cpp")) - set(CPU.rglob("*.cpp"))),
             *sorted(C_API.glob("mlx_c/src/*.cpp")),
             generated,
         ]
@@ -95,7 +100,7 @@ class Build:
             self.nanobind / "ext" / "robin_map" / "include",
             sysconfig.get_path("include"),
         )
-        own = (PYTHON / "src", C_API / "src", C_API / "include", C_API / "mlx_c" / "include")
+        own = (CPU, C_API / "src", C_API / "include", C_API / "mlx_c" / "include")
         includes = [*(f"-I{path}" for path in own), *(f"-isystem{path}" for path in found)]
         compiled = self.folder / f"{'_'.join(source.parts[-3:])}.o"
         print(source.name, flush=True)
@@ -128,20 +133,21 @@ class Build:
 
 
 def sources() -> list[Path]:
-    """The extension's sources, as CMake has them.
+    """The sources of Python's two libraries, as CMake has them.
 
     Raises:
         BuildError: CMake has not all of them.
     """
-    lists = [folder / "CMakeLists.txt" for folder in (PYTHON, PYTHON / "src")]
     found = {
-        cmake.parent / name
-        for cmake in lists
-        for name in re.findall(r"[\w/]+\.cpp\b", re.sub(r"#.*", "", cmake.read_text()))
+        (folder / name).resolve()
+        for folder in (PYTHON, CPU)
+        for name in re.findall(
+            r"[\w/.]+\.cpp\b", re.sub(r"#.*", "", (folder / "CMakeLists.txt").read_text())
+        )
     }
-    missing = sorted(set((PYTHON / "src").rglob("*.cpp")) ^ found)
-    if missing:
-        raise BuildError(f"not both in python/src and in a CMakeLists.txt: {missing}")
+    there = {path.resolve() for folder in (PYTHON, CPU) for path in folder.rglob("*.cpp")}
+    if missing := sorted(there ^ found):
+        raise BuildError(f"not both there and in a CMakeLists.txt: {missing}")
     return sorted(found)
 
 

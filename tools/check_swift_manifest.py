@@ -11,9 +11,9 @@ import json
 import sys
 from typing import Any
 
-PLATFORMS = {"macos": "14.0", "ios": "17.0", "visionos": "1.0"}
+PLATFORMS = {"macos": "14.0", "ios": "17.0", "tvos": "17.0", "visionos": "1.0"}
 PACKAGES = {
-    "https://github.com/ml-explore/mlx-swift": "0.31.6",
+    "https://github.com/ml-explore/mlx-swift": "0.31.4",
     "https://github.com/ml-explore/mlx-swift-lm": "3.31.4",
 }
 MODULES = {
@@ -33,10 +33,11 @@ def found_packages(manifest: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def found_modules(manifest: dict[str, Any]) -> dict[str, str]:
-    """Products that MLXH2O imports, and their packages."""
-    target = next(t for t in manifest["targets"] if t["name"] == "MLXH2O")
-    return {d["product"][0]: d["product"][1] for d in target["dependencies"]}
+def found_modules(manifest: dict[str, Any], name: str) -> dict[str, str]:
+    """Products that a target imports, and their packages."""
+    target = next(t for t in manifest["targets"] if t["name"] == name)
+    products = [d["product"] for d in target["dependencies"] if "product" in d]
+    return {product[0]: product[1] for product in products}
 
 
 def main() -> None:
@@ -45,7 +46,9 @@ def main() -> None:
     for found, expected in (
         (platforms, PLATFORMS),
         (found_packages(manifest), PACKAGES),
-        (found_modules(manifest), MODULES),
+        (found_modules(manifest, "MLXH2O"), MODULES),
+        (found_modules(manifest, "MLXH2OTests"), MODULES),
+        (found_modules(manifest, "h2o-step-overhead"), MODULES),
         ([p["name"] for p in manifest["products"]], ["MLXH2O"]),
     ):
         if found != expected:

@@ -18,10 +18,10 @@ import mlx.core as mx
 from mlx_h2o import Remainder
 from mlx_h2o.backends import reference, step_launches
 from mlx_h2o.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
+from mlx_h2o.backends.decoder import HeadStep
 from mlx_h2o.backends.gpu import Gpu
 from mlx_h2o.backends.launcher import Launcher
 from mlx_h2o.backends.step_launches import SlotArrays, StepPlan
-from mlx_h2o.decode_step import HeadStep
 from mlx_h2o.packed import PackedRows, Rows, dense
 
 GPU = Gpu(Launcher(harness.metal_kernel, "metal"), lambda: "applegpu_g13g")

@@ -1,9 +1,9 @@
 // Checks one instruction set's attention kernel against sums in double precision, without MLX or
 // Python, so that it also runs on another architecture under emulation (see check_arm64.sh). With
-// an argument it measures their speed instead. Built by hand, after `make sanitize` or any other
+// an argument it measures their speed instead. Built by hand, after `make test-sanitize` or any other
 // build:
 //
-//     g++ -std=c++20 -O2 -Ipython/src tools/kernel_check.cpp BUILD/libmlx_h2o_cpu.a -o kernel_check
+//     g++ -std=c++20 -O2 -Ic_api/src/cpu tools/kernel_check.cpp BUILD/libmlx_h2o_cpu.a -o kernel_check
 #include <chrono>
 #include <cmath>
 #include <cstdint>

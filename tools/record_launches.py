@@ -24,11 +24,11 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 
-from mlx_h2o import H2OKVCache, gpu_decoding, make_policy
-from mlx_h2o.backends import attention_launches, prompt_launches
+from mlx_h2o import H2OKVCache, make_policy
+from mlx_h2o.backends import attention_launches, gpu_decoder, prompt_launches
 from mlx_h2o.backends.gpu import Gpu
 from mlx_h2o.backends.launcher import Launcher
-from mlx_h2o.backends.reference import Seed
+from mlx_h2o.backends.operands import Seed
 from mlx_h2o.backends.work import Ranges
 from mlx_h2o.packed import PackedRows, Rows
 from mlx_h2o.remainder import Remainder
@@ -176,7 +176,7 @@ def conversations() -> Iterator[dict[str, Any]]:
         ("ema", {"unit": "layer"}, {"dtype": "bfloat16"}, steady),
         ("ema-logits", {}, {"budgets": [16, 30], "bits": 4}, steady),
         ("tova", {}, {"sinks": True, "batch": 2}, steady),
-        # The first token of all is not a fused step: nobody knows yet who attends.
+        # The first token of all is not a fused step: it is not known yet what attends.
         ("streaming", {}, {"budgets": [6, 40], "dtype": "float16"}, [[23, 1]]),
         ("streaming", {}, {"value_width": 40}, [12, [3, 1]]),  # no kernels for such rows
         ("keydiff", {}, {"k_bits": 8, "v_bits": 2}, resized),
@@ -310,11 +310,10 @@ def of_conversation(call: dict[str, Any]) -> list[str]:
     found: list[str] = []
     gpu = Gpu(launcher(found), lambda: call["architecture"])
     names = ("bits", "k_bits", "v_bits", "recent_bits", "budgets", "remainder")
-    cache = H2OKVCache(
-        policy=make_policy(call["policy"], **call["settings"]),
-        group_size=32,
-        **{name: call[name] for name in names},
-    )
+    settings = {name: call[name] for name in names}
+    if any(call[name] for name in ("bits", "k_bits", "v_bits")):
+        settings["group_size"] = 32
+    cache = H2OKVCache(policy=make_policy(call["policy"], **call["settings"]), **settings)
     sinks = mx.zeros(4) if call["sinks"] else None
     turns: list[str] = []
     shown = False
@@ -343,7 +342,9 @@ def of_conversation(call: dict[str, Any]) -> list[str]:
     with (
         mock.patch("mlx_h2o.backends.choice.gpu", return_value=gpu),
         mock.patch("mlx_h2o.attention.backend", return_value=gpu),
-        mock.patch.object(gpu_decoding, "writes_in_place", return_value=True),
+        mock.patch.object(gpu_decoder, "writes_in_place", return_value=True),
+        # No kernel runs, so what is saved has no positions.
+        mock.patch("mlx_h2o.saved_state.check_indices"),
     ):
         others: dict[str, Callable[[H2OKVCache], H2OKVCache]] = {"copy": copied, "save": saved}
         for turn in call["turns"]:
@@ -370,7 +371,7 @@ def of_conversation(call: dict[str, Any]) -> list[str]:
 def of_probe(_: dict[str, Any]) -> list[str]:
     """Whether kernels write in place, as it is tried once."""
     found: list[str] = []
-    gpu_decoding.writes_in_place.__wrapped__(launcher(found))
+    gpu_decoder.writes_in_place.__wrapped__(launcher(found))
     return found
 
 

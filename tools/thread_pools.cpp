@@ -2,9 +2,9 @@
 //
 // Not part of the package; docs/benchmarks.md has its numbers. To build and run:
 //
-//   g++ -std=c++20 -O2 -fopenmp -I python/src
+//   g++ -std=c++20 -O2 -fopenmp -I c_api/src/cpu
 //       -I "$(python -c 'import mlx, os; print(os.path.join(list(mlx.__path__)[0], "include"))')"
-//       tools/thread_pools.cpp python/src/thread_pool.cpp -o build/thread_pools
+//       tools/thread_pools.cpp c_api/src/cpu/thread_pool.cpp -o build/thread_pools
 //   build/thread_pools; OMP_WAIT_POLICY=active build/thread_pools; OMP_WAIT_POLICY=passive ...
 #include <omp.h>
 

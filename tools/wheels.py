@@ -1,4 +1,4 @@
-"""Wheels fetched with pip into folders that nobody commits."""
+"""Wheels fetched with pip into folders that git ignores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fetch(requirement: str, folder: Path, *options: str) -> Path:
     (wheel,) = target.glob("*.whl")
     unpacked = target / "unpacked"
     with zipfile.ZipFile(wheel) as archive:
-        # Apple's compiled kernels are most of MLX's wheel, and nobody asks for them here.
+        # Apple's compiled kernels are most of MLX's wheel, and they are not needed here.
         names = [name for name in archive.namelist() if not name.endswith(".metallib")]
         archive.extractall(unpacked, names)
     return unpacked

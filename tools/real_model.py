@@ -1,0 +1,194 @@
+"""What packing, policies and shares of slots cost a real model in perplexity.
+
+    python tools/real_model.py rows TEXT          rows packed alone: plain, in the frame, by range
+    python tools/real_model.py curves OUT         each head's curves by the policy itself
+    python tools/real_model.py policies TEXT      uniform budgets at 1/4 of the tokens
+    python tools/real_model.py shares TEXT CURVES shares of slots by those curves, 16 and fewer bits
+
+All are simulated (`mlx_h2o.evaluate.simulation`): quality only, nothing is saved. TEXT must not be
+what the frames and curves are made of, which is the package's calibration text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+import mlx_h2o
+from mlx_h2o.builtin import CALIBRATION_TEXT
+from mlx_h2o.evaluate.perplexity import samples_of
+from mlx_h2o.evaluate.simulation import (
+    DISTINCT,
+    H2O,
+    MASS_RATE,
+    SALIENT,
+    SILENT,
+    WINDOW,
+    Setting,
+    SimulatedCache,
+)
+from mlx_h2o.frame import RowFormat, frames_of
+from mlx_h2o.layer_kinds import layer_kinds
+from mlx_h2o.own_curves import Curves, own_curves
+
+FRAME_PASSES = 3
+CURVE_GRID = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+#: Bits of the rows of 16-bit numbers that budgets are counted in.
+PLAIN_BITS = 16
+
+
+class RowsAsStored(KVCache):
+    """A full cache whose rows are what a format makes of them."""
+
+    def __init__(self, row_format: RowFormat):
+        super().__init__()
+        self.row_format = row_format
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        return super().update_and_fetch(self.row_format.keys(keys), self.row_format.values(values))
+
+
+def report(name: str, nll: Sequence[float], full: Sequence[float]) -> None:
+    """One line: perplexity, loss, and the standard error of the loss over the samples."""
+    worse = [a - b for a, b in zip(nll, full, strict=True)]
+    loss = math.exp(statistics.fmean(worse)) - 1
+    error = statistics.stdev(worse) / len(worse) ** 0.5 if len(worse) > 1 else math.nan
+    perplexity = math.exp(statistics.fmean(nll))
+    print(f"| {name} | {perplexity:.3f} | {loss:+.2%} ± {error:.2%} |", flush=True)
+
+
+def calibration_passes(tokenizer: Any, count: int, length: int) -> mx.array:
+    """Token ids `[count, length]` of the bundled calibration text."""
+    return samples_of(tokenizer.encode(CALIBRATION_TEXT.read_text()), count, length, None)
+
+
+def formats_of(model: nn.Module, tokenizer: Any, length: int, bits: int) -> list[RowFormat]:
+    """Every layer's row format in the frame."""
+    passes = calibration_passes(tokenizer, FRAME_PASSES, length)
+    frames = frames_of(model, [passes[i : i + 1] for i in range(FRAME_PASSES)])
+    return [RowFormat(bits, bits, frame=frame) for frame in frames]
+
+
+def rows(model: nn.Module, tokenizer: Any, samples: mx.array) -> None:
+    """Every format, one pass over each sample."""
+    framed = {bits: formats_of(model, tokenizer, samples.shape[1], bits) for bits in (6, 5, 4)}
+    layers = len(framed[6])
+    formats = {
+        f"mx.quantize, {b} bits": [RowFormat(b, b, by_range=False)] * layers for b in (8, 6, 4)
+    }
+    formats |= {f"by range, {b} bits": [RowFormat(b, b)] * layers for b in (4,)}
+    formats |= {f"by range, in the frame, {b} bits": framed[b] for b in framed}
+
+    def nll(make: Callable[[], list[Any]]) -> list[float]:
+        losses = []
+        for i in range(samples.shape[0]):
+            tokens = samples[i : i + 1]
+            logits = model(tokens[:, :-1], cache=make()).astype(mx.float32)
+            losses.append(nn.losses.cross_entropy(logits, tokens[:, 1:]).mean().item())
+        return losses
+
+    full = nll(lambda: make_prompt_cache(model))
+    report("full cache", full, full)
+    for name, of_layers in formats.items():
+        report(name, nll(lambda of=of_layers: [RowsAsStored(f) for f in of]), full)
+
+
+def simulate(model: nn.Module, samples: mx.array, settings: Sequence[Setting], first: int) -> None:
+    """All settings side by side, token by token; scored from token `first` on."""
+    (n, T), count = samples.shape, len(settings)
+    tokens = mx.concatenate([samples] * count)
+    caches = [SimulatedCache(settings, i, T) for i in range(len(model.layers))]
+    total = mx.zeros(n * count)
+    for i in range(T - 1):
+        logits = model(tokens[:, i : i + 1], cache=caches)[:, -1].astype(mx.float32)
+        if i + 1 >= first:
+            total = total + nn.losses.cross_entropy(logits, tokens[:, i + 1])
+        mx.eval(total, [cache.state for cache in caches])
+        if i % 64 == 0:
+            print(f"token {i} of {T}", file=sys.stderr)
+    nll = (total / (T - first)).reshape(count, n).tolist()
+    for setting, losses in zip(settings, nll, strict=True):
+        report(setting.name, losses, nll[0])
+
+
+def policies(model: nn.Module, samples: mx.array) -> None:
+    """Uniform budgets at 1/4, 16-bit rows."""
+    slots = samples.shape[1] // 4
+    heads = model.args.num_key_value_heads
+    uniform = [[slots] * heads] * len(model.layers)
+    settings = [
+        Setting("full cache"),
+        Setting("window", uniform, SILENT, WINDOW),
+        Setting("h2o", uniform, SILENT, H2O),
+        Setting("distinct, second order", uniform, 4.0, DISTINCT),
+        Setting("salient, no remainder", uniform, SILENT, SALIENT),
+        Setting("salient, first order", uniform, 0.0, SALIENT),
+        Setting("salient, second order", uniform, 4.0, SALIENT),
+        Setting("mass per step, first order", uniform, 0.0, MASS_RATE),
+    ]
+    simulate(model, samples, settings, slots)
+
+
+def shares(model: nn.Module, tokenizer: Any, samples: mx.array, curves: Curves) -> None:
+    """The policy's own shares and orders at 1/4 and 1/8 of the bytes, in several widths."""
+    T = samples.shape[1]
+    width = layer_kinds(model)[0].widths.key
+    profile = curves.profile(model)
+    settings = [Setting("full cache")]
+    for part, bits in ((4, PLAIN_BITS), (4, 6), (8, PLAIN_BITS), (8, 6), (8, 5)):
+        formats = formats_of(model, tokenizer, T, bits) if bits < PLAIN_BITS else None
+        row = formats[0] if formats else RowFormat()
+        plain = RowFormat().row_bytes(width, width)
+        budgets = profile.budgets(min(T // part * plain // row.row_bytes(width, width), T))
+        orders = curves.saturation(budgets)
+        settings.append(Setting(f"1/{part}, {bits} bits", budgets, orders, SALIENT, formats))
+    simulate(model, samples, settings, T // 4)
+
+
+def parser() -> argparse.ArgumentParser:
+    """What understands the command line."""
+    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    made.add_argument("what", choices=("rows", "curves", "policies", "shares"))
+    made.add_argument("paths", nargs="+", type=Path)
+    made.add_argument("--model", default="smollm2-135m")
+    made.add_argument("--samples", type=int, default=4)
+    made.add_argument("--tokens", type=int, default=1024)
+    return made
+
+
+def main() -> None:
+    """Parse and run; tables are Markdown."""
+    args = parser().parse_args()
+    mlx_h2o.install()
+    model, tokenizer = mlx_h2o.load(args.model)
+    if args.what == "curves":
+        passes = calibration_passes(tokenizer, args.samples, args.tokens)
+        made = own_curves(
+            model, passes, grid=CURVE_GRID, progress=lambda *of: print(*of, file=sys.stderr)
+        )
+        args.paths[0].write_text(json.dumps({"grid": made.grid, "losses": made.losses}))
+        return
+    print("| what | perplexity | loss |\n|---|---:|---:|")
+    text = tokenizer.encode(args.paths[0].read_text())
+    samples = samples_of(text, args.samples, args.tokens, None)
+    if args.what == "rows":
+        rows(model, tokenizer, samples)
+    elif args.what == "policies":
+        policies(model, samples)
+    else:
+        kept = json.loads(args.paths[1].read_text())
+        shares(model, tokenizer, samples, Curves(tuple(kept["grid"]), kept["losses"]))
+
+
+if __name__ == "__main__":
+    main()

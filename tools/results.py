@@ -1,0 +1,157 @@
+"""Print the tables of README.md and docs/results.md anew, into their marked blocks.
+
+    python tools/results.py                        every block (hours)
+    python tools/results.py "mlx_h2o demo"         the blocks whose command begins so
+    python tools/results.py --list                 the commands, and when each was printed
+
+A block begins with its command and ends with `<!-- end -->`:
+
+    <!-- results: mlx_h2o compare --samples 8
+    samples = 8                                    every setting that the command had, one a line
+    -->
+
+A block without settings was printed before settings were written down; it says at which commit.
+tests/test_results.py fails when a command no longer parses or its settings are others now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import cast
+
+from mlx_h2o.cli import parser
+from mlx_h2o.linear_algebra import blas
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+BLOCK = re.compile(
+    r"^<!-- results: (?P<command>[^\n]*?)(?: -->|\n(?P<settings>.*?)-->)\n"
+    r"(?P<body>.*?)^<!-- end -->$",
+    re.MULTILINE | re.DOTALL,
+)
+# The program of a command, or a tool that is run as `python tools/NAME.py`; nothing else is run.
+PROGRAM = "mlx_h2o"
+TOOL = re.compile(r"python (tools/\w+\.py) ")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A table and what printed it.
+
+    Attributes:
+        page: Where it stands.
+        command: As a reader types it.
+        settings: What was in force when it was printed, by name; empty where that is not known.
+        body: The table, and when and where it was printed.
+    """
+
+    page: Path
+    command: str
+    settings: dict[str, str]
+    body: str
+
+    @property
+    def to_run(self) -> list[str]:
+        """The command as this Python runs it.
+
+        Raises:
+            ValueError: It is none that prints tables.
+        """
+        if tool := TOOL.match(self.command):
+            return [sys.executable, tool[1], *shlex.split(self.command[tool.end() :])]
+        program, *arguments = shlex.split(self.command)
+        if program != PROGRAM:
+            raise ValueError(f"{self.command!r} is no command of {PROGRAM} and no tool.")
+        return [sys.executable, "-m", PROGRAM, *arguments, "--markdown"]
+
+    def settings_now(self) -> dict[str, str]:
+        """What the command would be run with, by name."""
+        _, program, *arguments = self.to_run
+        if program == "-m":
+            args = parser().parse_args(arguments[1:])
+            return dict(args.settings(args))
+        return {k: str(v) for k, v in vars(_tools_parser(program).parse_args(arguments)).items()}
+
+    def differences(self) -> list[str]:
+        """What the command's settings are now that they were not when the table was printed."""
+        now = self.settings_now()
+        if not self.settings:
+            return []
+        return [
+            f"{name}: {self.settings.get(name, 'none')} -> {now.get(name, 'none')}"
+            for name in sorted(now | self.settings)
+            if now.get(name) != self.settings.get(name)
+        ]
+
+
+def _tools_parser(path: str) -> argparse.ArgumentParser:
+    return cast(argparse.ArgumentParser, runpy.run_path(str(ROOT / path))["parser"]())
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """A page's blocks, in order."""
+    for found in BLOCK.finditer(page.read_text()):
+        lines = (found["settings"] or "").splitlines()
+        settings = dict(line.split(" = ", 1) for line in lines)
+        yield Block(page, found["command"], settings, found["body"])
+
+
+def block_text(command: str, settings: dict[str, str], body: str) -> str:
+    """A block as it stands in a page."""
+    lines = "".join(f"\n{name} = {value}" for name, value in settings.items())
+    head = f"<!-- results: {command}{lines}\n-->" if settings else f"<!-- results: {command} -->"
+    return f"{head}\n\n{body}\n<!-- end -->"
+
+
+def printed(block: Block, commit: str) -> str:
+    """The block, printed anew."""
+    table = _output_of(block.to_run)
+    note = f"Printed {date.today().isoformat()} at commit {commit}; BLAS: {blas()}."
+    # rich pads the lines around a table.
+    lines = "\n".join(line.rstrip() for line in table.strip().splitlines())
+    lines = re.sub(r"\n{3,}", "\n\n", lines)
+    body = f"    {block.command}\n\n{lines}\n\n{note}"
+    return block_text(block.command, block.settings_now(), body)
+
+
+def _output_of(command: list[str]) -> str:
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout
+
+
+def main() -> None:
+    """Parse and run."""
+    options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    options.add_argument("only", nargs="?", default="", help="the beginning of a command")
+    options.add_argument("--list", action="store_true", help="show the commands, run nothing")
+    args = options.parse_args()
+    chosen = [b for page in PAGES for b in blocks_of(page) if b.command.startswith(args.only)]
+    if not chosen:
+        sys.exit(f"No block's command begins with {args.only!r}: see --list.")
+    # Before the first page is rewritten.
+    commit = _output_of(["git", "describe", "--always", "--dirty", "--exclude", "*"]).strip()
+    if commit.endswith("dirty") and not args.list:
+        sys.exit("Commit first: a table names the commit that printed it.")
+    for block in chosen:
+        if args.list:
+            when = re.search(r"Printed (\S+ at commit \S+?)[;,.]", block.body)
+            print(f"{block.page.name}: {block.command} ({when[1] if when else 'no date'})")
+            continue
+        print(block.command, file=sys.stderr)
+        new = printed(block, commit)
+        # The page is read again: a run may take an hour.
+        text = block.page.read_text()
+        old = next(m[0] for m in BLOCK.finditer(text) if m["command"] == block.command)
+        block.page.write_text(text.replace(old, new, 1))
+
+
+if __name__ == "__main__":
+    main()
