@@ -262,10 +262,11 @@ static void trim_without_evictions(const Layer* layer, int undo) {
   free(outs);
 }
 
-// With undo, too, memory does not grow: less than one byte a step, between the least that some steps
-// and the least that later ones leave. (What the system gives for an array differs by some bytes.)
+// With undo, too, memory does not grow: less than one byte a step, between the least that some
+// steps and the least that later ones leave. (What the system gives for an array differs by some
+// bytes.)
 static void flat_memory(const Layer* layer) {
-  enum { FIRST = 20, SEEN = 60, BETWEEN = 200 };
+  enum { FIRST = 20, SEEN = 60, BETWEEN = 120 };
   float* outs = calloc((size_t)B * Hq * TOKENS * Dv, sizeof *outs);
   mlx_h2o_cache cache = made(layer, DRAFT);
   size_t early = SIZE_MAX, late = SIZE_MAX, now = 0;
