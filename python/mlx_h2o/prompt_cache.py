@@ -11,12 +11,13 @@ import mlx.nn as nn
 
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.budget import LayerShare, bytes_for_slots, slots_for_bytes
-from mlx_h2o.builtin import shipped_profiles
 from mlx_h2o.cache_lists import replaced
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
+from mlx_h2o.model_identity import identity_of
 from mlx_h2o.packed import DEFAULT_GROUP_SIZE
 from mlx_h2o.policies import Policy
-from mlx_h2o.profile import FILE_NAME, Profile, identity_of
+from mlx_h2o.profile import Profile
+from mlx_h2o.profile_places import found_profile
 from mlx_h2o.settings import CacheSettings, ModelSettings
 from mlx_h2o.stock import caches_beneath, is_asked, stock_caches
 
@@ -236,13 +237,4 @@ def _profile_for(
         profile = budgets if isinstance(budgets, Profile) else Profile.load(budgets)
         profile.require(identity)
         return profile
-    folder = getattr(model, "mlx_h2o_folder", None)
-    if folder is not None and (Path(folder) / FILE_NAME).exists():
-        profile = Profile.load(Path(folder) / FILE_NAME)
-        profile.require(identity)
-        return profile
-    for path in shipped_profiles():
-        profile = Profile.load(path)
-        if profile.model.difference(identity) is None:
-            return profile
-    return None
+    return found_profile(model, identity)
