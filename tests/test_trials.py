@@ -173,3 +173,7 @@ def test_a_calibrated_profile_shares_slots_out():
     cache = make_prompt_cache(model, max_size=40, budgets=profile)
     slots = [b for entry in cache for b in entry.budgets]
     assert len(set(slots)) > 1
+    orders = [entry.settings.saturation for entry in cache]
+    assert orders == [tuple(t) for t in profile.saturation([entry.budgets for entry in cache])]
+    other = make_prompt_cache(model, max_size=40, budgets=profile, policy="h2o")
+    assert {entry.settings.saturation for entry in other} == {4.0}

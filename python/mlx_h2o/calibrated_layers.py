@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,5 +84,6 @@ class CalibratedLayers:
             return
         losses = self._layers[layer]
         line = json.dumps([layer, as_text(losses.errors), as_text(losses.packing)])
-        with self.path.open("a") as file:
+        # Without the file the calibration goes on all the same.
+        with suppress(OSError), self.path.open("a") as file:
             file.write(line + "\n")

@@ -139,6 +139,10 @@ class Profile:
         better = errors[np.arange(len(flat)), :, points].argmin(axis=1)
         return self._by_layer([self.measured.orders[i] for i in better])
 
+    def knows(self, policy: str) -> bool:
+        """Whether it was made by running this policy, so that its orders are worth anything."""
+        return self.measured is not None and self.measured.policy.get("name") == policy
+
     def expected_loss(self, budgets: Sequence[Sequence[int]], bits: int | None = None) -> float:
         """What the model is expected to lose, summed over its heads, in units of the method.
 

@@ -18,6 +18,7 @@ from mlx_h2o.packed import DEFAULT_GROUP_SIZE
 from mlx_h2o.policies import Policy
 from mlx_h2o.profile import Profile
 from mlx_h2o.profile_places import found_profile
+from mlx_h2o.remainder import SATURATION
 from mlx_h2o.settings import CacheSettings, ModelSettings
 from mlx_h2o.stock import caches_beneath, is_asked, stock_caches
 
@@ -112,10 +113,11 @@ def bounded_caches(model: nn.Module, settings: ModelSettings) -> list[Any]:
         ]
     remembers = answers or policy.uses_evicted_mean
     sizes = slots_of_layers(shares, settings, policy, remembers, attending, profile)
-    layers = iter(zip(kinds, shares, sizes, strict=True))
+    orders = _saturations(profile, policy, sizes)
+    layers = iter(zip(kinds, shares, sizes, orders, strict=True))
 
     def bounded() -> BoundedKVCache:
-        kind, share, budgets = next(layers)
+        kind, share, budgets, saturation = next(layers)
         of_layer = CacheSettings(
             budgets=tuple(budgets),
             policy=policy,
@@ -123,11 +125,21 @@ def bounded_caches(model: nn.Module, settings: ModelSettings) -> list[Any]:
             packing=packing,
             attending=attending,
             undo=undo,
+            saturation=saturation,
         )
         use = "latent" if kind.derived else ""
         return BoundedKVCache.of(of_layer, use if attending else "plain rows", share)
 
     return [replaced(entry, bounded) for entry in stock_caches(model)]
+
+
+def _saturations(
+    profile: Profile | None, policy: Policy, sizes: Sequence[Sequence[int]]
+) -> list[float | tuple[float, ...]]:
+    """Each layer's: its heads' better orders, where a profile was made with this policy."""
+    if profile is None or not profile.knows(policy.name):
+        return [SATURATION] * len(sizes)
+    return [tuple(of_layer) for of_layer in profile.saturation(sizes)]
 
 
 def _check_kinds(
