@@ -19,7 +19,7 @@ FLOORS = {
         builtin""",
     "rows": "packed remainder recent_window undo frame profile profile_places",
     "policies": "policies selection",
-    "settings": "settings budget attention_call",
+    "settings": "settings budget filling attention_call",
     "attention": "backends attention tracing",
     "memory": "memory layer views",
     "eviction": "eviction observe",

@@ -36,6 +36,9 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
     Raises:
         ValueError: The call does not fit the rows.
     """
+    grown = layer.settings.grown(layer.offset + call.length)
+    if grown is not None:
+        eviction.resize(layer, grown)
     if 1 < call.length <= layer.settings.undo + 1:
         return _token_by_token(layer, call, k, v)
     # The first token of all goes op by op: then there are arrays to lend.

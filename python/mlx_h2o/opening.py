@@ -51,7 +51,8 @@ def open_layer(
         window = window_of(settings, recent_size(settings, of_slots))
         of_slots = [budget - window.size for budget in of_slots]
     settings.saturations(H)  # there is one for each head
-    settings = settings.resized(budgets)
+    if settings.budgets is None:
+        settings = settings.resized(budgets)
     store = SlotStore(of_slots, reserved)
     if window is not None:
         # So that there are fields to look at while all tokens are recent.

@@ -156,11 +156,27 @@ class Profile:
         flat = [b for layer in budgets for b in layer]
         heads = [curve for layer in self.losses for curve in layer]
         total = sum(curves.loss_at(self.grid, c, b) for c, b in zip(heads, flat, strict=True))
+        return total + self._packing_loss(bits)
+
+    def _packing_loss(self, bits: int | None) -> float:
         if bits is None:
-            return total
+            return 0.0
         if self.measured is None or bits not in self.measured.packing:
             raise ValueError(f"This profile does not tell what rows of {bits} bits lose.")
-        return total + float(self.measured.packing[bits].sum())
+        return float(self.measured.packing[bits].sum())
+
+    def loss_of(self, mean: int, least: int, bits: int | None, context: int) -> float:
+        """What conversations of `context` tokens are expected to lose at so many slots a head.
+
+        Beyond the calibrated length a head is taken to need the same share of the tokens.
+        """
+        known = self.grid[-1]
+        if context > known:
+            mean, context = max(mean * known // context, least), known
+        grid, heads = self.curves_upto(context)
+        flat = [b for layer in self.budgets(mean, least, context) for b in layer]
+        total = sum(curves.loss_at(grid, c, b) for c, b in zip(heads, flat, strict=True))
+        return total + self._packing_loss(bits)
 
     def frame(self, layer: int, context: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Centre and scale `[H, D]` of a layer's keys, for so many positions; None without frames.

@@ -47,6 +47,7 @@ def settings_of(config: dict[str, Any]) -> tuple[CacheSettings, LayerShare | Non
         # Files from before there was `undo`, or one t for each head, do not say.
         config.get("undo", 0),
         config.get("saturation", SATURATION),
+        filling=config.get("filling", ()),
     )
     check_ranges(config, settings.policy)
     share = None
@@ -63,6 +64,9 @@ def check_ranges(config: dict[str, Any], policy: Policy) -> None:
             within(name, config[name], 1, 2**50 if name == "max_bytes" else MOST_TOKENS)
     for budget in config["budgets"] or ():
         within("budgets", budget, 1, MOST_TOKENS)
+    for beyond, budgets in config.get("filling", ()):
+        for number in (beyond, *budgets):
+            within("filling", number, 1, MOST_TOKENS)
     within("sink", policy.sink, 0, MOST_TOKENS)
     within("evict_every", policy.evict_every, 1, MOST_VICTIMS)
     within("window", policy.window, 1, MOST_TOKENS)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_h2o import checks
+from mlx_h2o.filling import Stage, checked_filling, due
 from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, Packing
 from mlx_h2o.policies import KernelPolicy, Policy, make_policy
 from mlx_h2o.policies.base import kernel_policy_of
@@ -35,6 +36,8 @@ class CacheSettings:
         undo: How many of the last tokens can be taken back after evictions.
         saturation: t of the remainder's term (`Remainder.column`), for all KV heads or for each; 0
             is first order.
+        filling: Budgets that follow as the conversation grows (`filling.py`), where `budgets` are
+            those of a shorter one.
 
     Raises:
         ValueError: A setting is none, or they do not go together; the message names it.
@@ -49,6 +52,7 @@ class CacheSettings:
     attending: bool = True
     undo: int = 0
     saturation: float | tuple[float, ...] = SATURATION
+    filling: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
         self._set("policy", make_policy(self.policy))
@@ -81,6 +85,11 @@ class CacheSettings:
             )
         if self.budgets is not None:
             self.saturations(len(self.budgets))
+        self._set("filling", checked_filling(self.filling))
+        for stage in self.filling:
+            self.checked_budgets("budgets", stage.budgets)
+            if self.undo or len(stage.budgets) != len(self.budgets or ()):
+                raise ValueError("filling needs budgets of as many heads, and no undo.")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -104,6 +113,7 @@ class CacheSettings:
             "packing": asdict(self.packing),
             "undo": self.undo,
             "saturation": self._saturation_config(),
+            "filling": [list(stage) for stage in self.filling],
             "max_size": self.max_size,
             "max_bytes": self.max_bytes,
             "budgets": None if self.budgets is None else list(self.budgets),
@@ -136,8 +146,17 @@ class CacheSettings:
     def resized(self, budgets: Sequence[int], alike: bool = False) -> CacheSettings:
         """The same settings with slots for each KV head; with `alike` the first is every head's."""
         if alike:
-            return replace(self, max_size=budgets[0], max_bytes=None, budgets=None)
-        return replace(self, max_size=None, max_bytes=None, budgets=tuple(budgets))
+            return replace(self, max_size=budgets[0], max_bytes=None, budgets=None, filling=())
+        given = tuple(budgets)
+        return replace(self, max_size=None, max_bytes=None, budgets=given, filling=())
+
+    def grown(self, tokens: int) -> CacheSettings | None:
+        """The settings for a conversation of so many tokens; None where they are these."""
+        begun = due(self.filling, tokens)
+        if not begun:
+            return None
+        budgets, later = self.filling[begun - 1].budgets, self.filling[begun:]
+        return replace(self, budgets=budgets, filling=later)
 
     def checked_budgets(self, name: str, budgets: Any) -> tuple[int, ...]:
         """Slots of some KV heads, of all of them if one number is given.
