@@ -15,8 +15,8 @@ struct Layer {
   float scale;
   bool remembers;  // statistics of the evicted are kept
   bool answers;    // and go on answering
-  float saturation;
-  PolicyForm policy;
+  std::vector<float> saturation;  // of the remainder's term, [Hk]; 0: first order
+  KernelPolicy policy;
 };
 
 // Keys or values of all slots [B, S, width], dense or packed.
