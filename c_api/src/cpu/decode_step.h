@@ -17,6 +17,9 @@ struct Layer {
   bool answers;    // and go on answering
   float saturation;
   PolicyForm policy;
+  // [Hk, D] each, or nullptr: what keys are stored relative to (frame.h).
+  const float* frame_centre = nullptr;
+  const float* frame_scale = nullptr;
 };
 
 // Keys or values of all slots [B, S, width], dense or packed.
