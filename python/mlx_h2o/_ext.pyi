@@ -48,7 +48,7 @@ def pack(
     stream: mx.Stream | mx.Device | mx.DeviceType | None = None,
 ) -> list[mx.array]: ...
 
-class PolicyForm:
+class KernelPolicy:
     def __init__(
         self,
         *,
@@ -75,11 +75,11 @@ class DecodingLayer:
         keys: Stored,
         values: Stored,
         fields: list[mx.array],
-        policy: PolicyForm,
+        policy: KernelPolicy,
         *,
         remembers: bool,
         answers: bool,
-        saturation: float,
+        saturation: list[float],
         recent: Recent | None = None,
         stream: mx.Stream | mx.Device | None = None,
         frame: Frame | None = None,

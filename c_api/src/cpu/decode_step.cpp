@@ -20,6 +20,11 @@ constexpr float kLargestTerm = 1e30f;
 // distinct.py: fewer evicted keys than this give no mean worth measuring distances from.
 constexpr int kFewestForAMean = 16;
 
+// The remainder's second-order term: x at first, sqrt(t x) in the end, and none where t is 0.
+float saturated(float x, float t) {
+  return t > 0 ? x / std::sqrt(1 + x / t) : 0;
+}
+
 class DecodeStep {
  public:
   DecodeStep(const Layer& layer, const LayerState& state, const Step& step)
@@ -34,7 +39,7 @@ class DecodeStep {
     for (int b = 0; b < layer_.B; ++b)
       for (int h = 0; h < layer_.Hk; ++h) write(b, h);
 
-    const PolicyForm& policy = layer_.policy;
+    const KernelPolicy& policy = layer_.policy;
     Attention a{};
     a.B = layer_.B, a.Hq = layer_.Hq, a.Hk = layer_.Hk, a.L = 1, a.D = layer_.D, a.Dv = layer_.Dv;
     a.scale = layer_.scale;
@@ -168,7 +173,7 @@ class DecodeStep {
         const float x = std::min(
             0.5f * kernels().dot(row_.data(), state_.var_key + i * layer_.D, layer_.D),
             kLargestTerm);
-        r = std::log(state_.count[i]) + mean + x / std::sqrt(1 + x / layer_.saturation);
+        r = std::log(state_.count[i]) + mean + saturated(x, layer_.saturation[hq / G_]);
       }
   }
 
