@@ -70,10 +70,10 @@ class BoundedKVCache:
         self.share = share
 
     def __repr__(self) -> str:
+        name = self.policy.name or type(self.policy).__name__
+        rest = " in a frame" * bool(self.frame) + ", no remainder" * (not self.answers)
         return (
-            f"<{type(self).__name__}: {self.policy.name or type(self.policy).__name__}, "
-            f"{self.settings.size}"
-            f"{self.packing}{self.framed}{'' if self.answers else ', no remainder'}; "
+            f"<{type(self).__name__}: {name}, {self.settings.size}{self.packing}{rest}; "
             f"{self.size()} of {self.offset} tokens in {self.nbytes:,} bytes>"
         )
 
@@ -108,11 +108,6 @@ class BoundedKVCache:
     def frame(self) -> Frame | None:
         """In which packed keys are stored; None: as they come."""
         return self._unopened.frame
-
-    @property
-    def framed(self) -> str:
-        """For people: " in a frame", or nothing."""
-        return " in a frame" if self.frame else ""
 
     @property
     def budgets(self) -> list[int] | None:
@@ -174,10 +169,7 @@ class BoundedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything held: rows, positions, scores, remainder, victims, steps to undo.
-
-        The frame of the keys too.
-        """
+        """Bytes of everything held: rows and what belongs to them, remainder, frame, undo."""
         of_frame = self.frame.nbytes if self.frame else 0
         return of_frame + (self._layer.nbytes if self._layer else 0)
 

@@ -155,7 +155,8 @@ def _types_and_widths(
         widths.append(width)
         sizes.append(held.dtype.size)
     framed = settings.frame is not None
-    return types, RowWidths(*widths, *sizes, settings.packing, settings.undo, framed)
+    packing, undo = settings.packing, settings.undo
+    return types, RowWidths(widths[0], widths[1], sizes[0], sizes[1], packing, undo, framed)
 
 
 def _under(prefix: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:

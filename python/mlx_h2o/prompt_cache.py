@@ -12,13 +12,15 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.budget import LayerShare, bytes_for_slots, slots_for_bytes
-from mlx_h2o.builtin import shipped_profiles
 from mlx_h2o.cache_lists import entries, replaced
 from mlx_h2o.frame import Frame
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
+from mlx_h2o.model_identity import identity_of
 from mlx_h2o.packed import DEFAULT_GROUP_SIZE
 from mlx_h2o.policies import Policy
-from mlx_h2o.profile import FILE_NAME, Profile, identity_of
+from mlx_h2o.profile import Profile
+from mlx_h2o.profile_places import found_profile
+from mlx_h2o.remainder import SATURATION
 from mlx_h2o.settings import CacheSettings, ModelSettings
 from mlx_h2o.stock import caches_beneath, is_asked, stock_caches
 
@@ -122,10 +124,11 @@ def bounded_caches(model: nn.Module, settings: ModelSettings) -> list[Any]:
         ]
     remembers = answers or policy.uses_evicted_mean
     sizes = slots_of_layers(shares, settings, policy, remembers, attending, profile)
-    layers = iter(zip(kinds, shares, sizes, frames, strict=True))
+    orders = _saturations(profile, policy, sizes)
+    layers = iter(zip(kinds, shares, sizes, orders, frames, strict=True))
 
     def bounded() -> BoundedKVCache:
-        kind, share, budgets, frame = next(layers)
+        kind, share, budgets, saturation, frame = next(layers)
         of_layer = CacheSettings(
             budgets=tuple(budgets),
             policy=policy,
@@ -133,6 +136,7 @@ def bounded_caches(model: nn.Module, settings: ModelSettings) -> list[Any]:
             packing=packing,
             attending=attending,
             undo=undo,
+            saturation=saturation,
             frame=frame,
         )
         use = "latent" if kind.derived else ""
@@ -167,6 +171,15 @@ def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
             )
         of_plain += [frame] * plain
     return of_plain
+
+
+def _saturations(
+    profile: Profile | None, policy: Policy, sizes: Sequence[Sequence[int]]
+) -> list[float | tuple[float, ...]]:
+    """Each layer's: its heads' better orders, where a profile was made with this policy."""
+    if profile is None or not profile.knows(policy.name):
+        return [SATURATION] * len(sizes)
+    return [tuple(of_layer) for of_layer in profile.saturation(sizes)]
 
 
 def _check_kinds(
@@ -276,13 +289,4 @@ def _profile_for(
         profile = budgets if isinstance(budgets, Profile) else Profile.load(budgets)
         profile.require(identity)
         return profile
-    folder = getattr(model, "mlx_h2o_folder", None)
-    if folder is not None and (Path(folder) / FILE_NAME).exists():
-        profile = Profile.load(Path(folder) / FILE_NAME)
-        profile.require(identity)
-        return profile
-    for path in shipped_profiles():
-        profile = Profile.load(path)
-        if profile.model.difference(identity) is None:
-            return profile
-    return None
+    return found_profile(model, identity)
