@@ -26,7 +26,6 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import mlx_h2o
 from mlx_h2o.builtin import CALIBRATION_TEXT
-from mlx_h2o.calibration import frame_tokens
 from mlx_h2o.evaluate.perplexity import samples_of
 from mlx_h2o.evaluate.simulation import (
     DISTINCT,
@@ -39,7 +38,7 @@ from mlx_h2o.evaluate.simulation import (
     SimulatedCache,
 )
 from mlx_h2o.frame import Frame, RowFormat, frames_of
-from mlx_h2o.key_frames import frames_of_text
+from mlx_h2o.key_frames import frame_tokens, frames_of_text
 from mlx_h2o.layer_kinds import layer_kinds
 from mlx_h2o.profile import Profile
 from mlx_h2o.watching import windows_of

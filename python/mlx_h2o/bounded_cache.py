@@ -68,6 +68,8 @@ class BoundedKVCache:
         #: Its part in its model's budget, for `mlx_h2o.resize`; of a cache that was made by itself
         #: it is known from the first rows on.
         self.share = share
+        #: How the bits of its rows were chosen, in words; files do not hold it.
+        self.choice = ""
 
     def __repr__(self) -> str:
         name = self.policy.name or type(self.policy).__name__
@@ -230,7 +232,10 @@ class BoundedKVCache:
         Raises:
             ValueError: They are no whole numbers, too small, or not one for each head.
         """
-        settings = self.resized_settings(max_size)
+        self.follow(self.resized_settings(max_size))
+
+    def follow(self, settings: CacheSettings) -> None:
+        """Hold what other settings of its own (`resized_settings`) allow."""
         if self._layer is None:
             self._unopened = settings
         else:

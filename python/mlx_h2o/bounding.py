@@ -29,7 +29,8 @@ _UNSAID = {"remainder": True, "group_size": DEFAULT_GROUP_SIZE, "undo": 0}
 def install(
     max_size: int | None = None,
     *,
-    max_bytes: int | None = None,
+    max_bytes: int | str | None = None,
+    context: int | None = None,
     policy: str | Policy | None = None,
     remainder: bool = True,
     budgets: str | Path | Profile | None = None,
@@ -53,6 +54,7 @@ def install(
     Args:
         max_size: As in `make_prompt_cache`, which explains the others too.
         max_bytes: Likewise; for each list of caches that is made.
+        context: Likewise.
         policy: Likewise.
         remainder: Likewise.
         budgets: Likewise.
@@ -70,7 +72,7 @@ def install(
     """
     stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
     given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
-    given |= {"recent_bits": recent_bits, "undo": undo, "frames": frames}
+    given |= {"context": context, "recent_bits": recent_bits, "undo": undo, "frames": frames}
     if max_size is None and max_bytes is None:
         named = [name for name, value in given.items() if value != _UNSAID.get(name)]
         if named:

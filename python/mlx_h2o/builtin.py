@@ -86,8 +86,8 @@ def load(name: str = DEFAULT_MODEL, dtype: mx.Dtype | None = None) -> tuple[nn.M
             where 16-bit arithmetic is slow, and to their own dtype elsewhere.
 
     Returns:
-        The model, which remembers its folder so that a profile beside its weights is found, and the
-        tokenizer.
+        The model, which remembers its folder, so that a profile beside its weights is found, and
+        its tokenizer, so that frames for packed keys can be made; and the tokenizer.
 
     Raises:
         ValueError: No such model can be found or fetched.
@@ -106,6 +106,7 @@ def load(name: str = DEFAULT_MODEL, dtype: mx.Dtype | None = None) -> tuple[nn.M
         model.apply(laid_out_for_cpu)
     if Path(path).is_dir():
         model.mlx_h2o_folder = str(Path(path))
+    model.mlx_h2o_tokenizer = tokenizer
     return model, tokenizer
 
 

@@ -24,14 +24,13 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_h2o import routing
-from mlx_h2o.budget import RowWidths
-from mlx_h2o.builtin import CALIBRATION_TEXT, MIXED_TEXT
 from mlx_h2o.calibrated_layers import CalibratedLayers, LayerLosses
 from mlx_h2o.frame import Frame, RowFormat
-from mlx_h2o.key_frames import frames_of_text
+from mlx_h2o.key_frames import FRAME_LENGTH, frames_of_text
 from mlx_h2o.measured import LayerFrames, Measured
 from mlx_h2o.model_identity import identity_of
-from mlx_h2o.packed import DEFAULT_GROUP_SIZE, GROUP_SIZES
+from mlx_h2o.packed import DEFAULT_GROUP_SIZE
+from mlx_h2o.plan import group_size_of
 from mlx_h2o.policies import Policy, make_policy
 from mlx_h2o.profile import SMALLEST_BUDGET, Profile
 from mlx_h2o.settings import DEFAULT_POLICY
@@ -55,7 +54,6 @@ LENGTH = 2048
 FIRST_SPAN = 256
 #: Widths of rows whose loss from packing alone is measured.
 PACKED_BITS = (4, 5, 6, 8)
-FRAME_PASSES, FRAME_LENGTH = 4, 1024
 METHOD = "output error of the policy itself, token by token"
 
 #: Called with (steps done, steps in all).
@@ -150,19 +148,6 @@ def spans_of(length: int) -> tuple[int, ...]:
     while spans[0] // 2 >= FIRST_SPAN:
         spans.insert(0, spans[0] // 2)
     return tuple(spans)
-
-
-def group_size_of(widths: Sequence[RowWidths]) -> int | None:
-    """A group size in which all these rows can be packed: the usual one if possible."""
-    fits = [g for g in GROUP_SIZES if all(w.key % g == w.value % g == 0 for w in widths)]
-    return DEFAULT_GROUP_SIZE if DEFAULT_GROUP_SIZE in fits else next(iter(fits), None)
-
-
-def frame_tokens(tokenizer: Any) -> list[int]:
-    """Tokens of the bundled texts for frames, the mixed one first."""
-    text = MIXED_TEXT.read_text(encoding="utf-8") + CALIBRATION_TEXT.read_text(encoding="utf-8")
-    tokens: list[int] = tokenizer.encode(text)[: FRAME_PASSES * FRAME_LENGTH]
-    return tokens
 
 
 def calibrate(

@@ -16,6 +16,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_h2o import routing
+from mlx_h2o.builtin import CALIBRATION_TEXT, MIXED_TEXT
 from mlx_h2o.frame import LEAST_SCALE
 from mlx_h2o.watching import LookingCache, Watcher, full_attention, looked_through
 
@@ -27,8 +28,18 @@ MOST_TURNS = 64
 PARTS = 4
 ROPE_NAMES = ("rope", "rotary_emb", "rotary", "rope_emb")
 
+#: What is read of the bundled texts.
+FRAME_PASSES, FRAME_LENGTH = 4, 1024
+
 #: Adds an angle to keys `[B, H, L, D]`: that of so many positions.
 Turn = Callable[[mx.array, int], mx.array]
+
+
+def frame_tokens(tokenizer: Any) -> list[int]:
+    """Tokens of the bundled texts for frames, the mixed one first."""
+    text = MIXED_TEXT.read_text(encoding="utf-8") + CALIBRATION_TEXT.read_text(encoding="utf-8")
+    tokens: list[int] = tokenizer.encode(text)[: FRAME_PASSES * FRAME_LENGTH]
+    return tokens
 
 
 def frames_of_text(

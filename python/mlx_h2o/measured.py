@@ -54,13 +54,7 @@ class Measured:
                 raise ValueError(
                     f"A profile's {name} must be losses {expected}; they are {numbers.shape}."
                 )
-        for context, layers in self.frames.items():
-            checks.whole("context", context, 1)
-            shapes = [frame.shape for frame in layers]
-            if shapes != [(2, h, d) for h, d in zip(heads, widths, strict=True)]:
-                raise ValueError(f"A profile's frames for {context} tokens are {shapes}.")
-            if not all((frame[1] > 0).all() for frame in layers):
-                raise ValueError("A profile's frames must have scales above 0.")
+        check_frames(self.frames, heads, widths)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Measured):
@@ -96,10 +90,7 @@ class Measured:
             "errors": as_text(self.errors),
             "group_size": self.group_size,
             "packing": {str(bits): as_text(x) for bits, x in self.packing.items()},
-            "frames": {
-                str(context): [as_text(frame, "float16") for frame in layers]
-                for context, layers in self.frames.items()
-            },
+            "frames": json_of_frames(self.frames),
         }
 
     @classmethod
@@ -111,9 +102,34 @@ class Measured:
             of_text(data["errors"]),
             {int(bits): of_text(x) for bits, x in data["packing"].items()},
             data["group_size"],
-            {
-                int(context): tuple(of_text(frame) for frame in layers)
-                for context, layers in data["frames"].items()
-            },
+            frames_of_json(data["frames"]),
             dict(data["policy"]),
         )
+
+
+def json_of_frames(frames: dict[int, LayerFrames]) -> dict[str, Any]:
+    """Frames as JSON types."""
+    return {
+        str(context): [as_text(frame, "float16") for frame in layers]
+        for context, layers in frames.items()
+    }
+
+
+def frames_of_json(data: Any) -> dict[int, LayerFrames]:
+    """What `json_of_frames` gave; `check_frames` has still to be asked."""
+    return {
+        int(context): tuple(of_text(frame) for frame in layers) for context, layers in data.items()
+    }
+
+
+def check_frames(
+    frames: dict[int, LayerFrames], heads: Sequence[int], widths: Sequence[int]
+) -> None:
+    """Raise ValueError unless these are frames of a model with such heads and widths."""
+    for context, layers in frames.items():
+        checks.whole("context", context, 1)
+        shapes = [frame.shape for frame in layers]
+        if shapes != [(2, h, d) for h, d in zip(heads, widths, strict=True)]:
+            raise ValueError(f"A profile's frames for {context} tokens are {shapes}.")
+        if not all((frame[1] > 0).all() for frame in layers):
+            raise ValueError("A profile's frames must have scales above 0.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_h2o import checks
 
@@ -17,7 +17,13 @@ FORM = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)")
 USUAL_CONTEXT = 4096
 
 
-def memory_size(name: str, size: Any) -> int | float:
+class Share(NamedTuple):
+    """A part of the bytes that a 16-bit cache takes at the context that is asked for."""
+
+    part: float
+
+
+def memory_size(name: str, size: Any) -> int | Share:
     """Bytes as a whole number, or a share of the bytes that a 16-bit cache takes.
 
     Args:
@@ -27,6 +33,8 @@ def memory_size(name: str, size: Any) -> int | float:
     Raises:
         ValueError: It is neither, or not above 0.
     """
+    if isinstance(size, Share):
+        return size
     if not isinstance(size, str):
         return checks.whole(name, size, 1)
     found = FORM.fullmatch(size.strip())
@@ -40,5 +48,5 @@ def memory_size(name: str, size: Any) -> int | float:
     if number <= 0:
         raise ValueError(f"{name} must be above 0; got {size!r}.")
     if found[2] == "%":
-        return number / 100
+        return Share(number / 100)
     return checks.whole(name, int(number * units[found[2].lower()]), 1)

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from mlx_h2o import checks
 from mlx_h2o.filling import Stage, checked_filling, due
 from mlx_h2o.frame import Frame
-from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, Packing
+from mlx_h2o.memory_size import Share, memory_size
+from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, UNPACKED, Packing
 from mlx_h2o.policies import KernelPolicy, Policy, make_policy
 from mlx_h2o.policies.base import kernel_policy_of
 from mlx_h2o.policies.distinct import KEYS_ONLY
@@ -215,13 +216,15 @@ class ModelSettings:
         packing: How rows are stored.
         undo: How many of the last tokens can be taken back after evictions.
         frames: A frame or None for each of the model's caches, "none", or None: the profile's.
+        context: Tokens that conversations may reach, or None: what the model was trained to see.
+        chooses_bits: Whether the size is in bytes and nobody said how rows are stored.
 
     Raises:
         ValueError: A setting is none, or they do not go together; the message names it.
     """
 
     max_size: int | None = None
-    max_bytes: int | None = None
+    max_bytes: int | str | Share | None = None
     policy: str | Policy | None = None
     policy_settings: dict[str, Any] = field(default_factory=dict)
     remainder: bool = True
@@ -229,13 +232,17 @@ class ModelSettings:
     packing: Packing = field(default_factory=Packing)
     undo: int = 0
     frames: Sequence[Frame | None] | str | bool | None = None
+    context: int | None = None
+    chooses_bits: bool = False
 
     def __post_init__(self) -> None:
         one_size(max_size=self.max_size, max_bytes=self.max_bytes)
         object.__setattr__(self, "undo", checked_undo(self.undo))
-        for name in ("max_size", "max_bytes"):
+        for name in ("max_size", "context"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, checks.whole(name, getattr(self, name), 1))
+        if self.max_bytes is not None:
+            object.__setattr__(self, "max_bytes", memory_size("max_bytes", self.max_bytes))
         object.__setattr__(self, "remainder", checks.switch("remainder", self.remainder))
         given = {name for name, value in self.policy_settings.items() if value is not None}
         if isinstance(self.policy, Policy) and given:
@@ -255,7 +262,8 @@ class ModelSettings:
         cls,
         max_size: int | None = None,
         *,
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
+        context: int | None = None,
         policy: str | Policy | None = None,
         remainder: bool = True,
         budgets: str | Path | Profile | None = None,
@@ -272,7 +280,23 @@ class ModelSettings:
         packing = packing_of(bits, k_bits, v_bits, group_size, recent_bits)
         if not packing.packs and group_size != DEFAULT_GROUP_SIZE:
             raise ValueError("group_size needs bits (or k_bits or v_bits): nothing is packed.")
-        return cls(max_size, max_bytes, policy, settings, remainder, budgets, packing, undo, frames)
+        said = any(given is not None for given in (bits, k_bits, v_bits, recent_bits))
+        chooses = max_bytes is not None and not said
+        stored = (remainder, budgets, packing, undo, frames, context, chooses)
+        return cls(max_size, max_bytes, policy, settings, *stored)
+
+    def in_bytes(self, plain_bytes: int, context: int) -> ModelSettings:
+        """The same with a size in bytes where it was a share, and a context.
+
+        Args:
+            plain_bytes: What one token takes in a 16-bit cache.
+            context: Tokens that conversations may reach, if nobody said so.
+        """
+        known = self.context or context
+        size = self.max_bytes
+        if isinstance(size, Share):
+            size = max(int(size.part * known * plain_bytes), 1)
+        return replace(self, max_bytes=size, context=known)
 
     def policy_for(self, attending: bool) -> Policy:
         """The policy, for a model that attends through this library or by itself."""
@@ -352,10 +376,7 @@ def packing_of(
     Raises:
         ValueError: They are none of those that there are.
     """
-    checks.choice("bits", bits, (*BITS, None))
-    return Packing(
-        bits if k_bits is None else k_bits,
-        bits if v_bits is None else v_bits,
-        group_size,
-        recent_bits,
-    )
+    checks.choice("bits", bits, (*BITS, UNPACKED, None))
+    each = [bits if given is None else given for given in (k_bits, v_bits)]
+    k, v = (None if given == UNPACKED else given for given in each)
+    return Packing(k, v, group_size, recent_bits)

@@ -18,10 +18,11 @@ from rich.text import Text
 from mlx_h2o import checks
 from mlx_h2o.builtin import CALIBRATION_TEXT
 from mlx_h2o.calibrated_layers import CalibratedLayers
-from mlx_h2o.calibration import LENGTH, calibrate, frame_tokens
+from mlx_h2o.calibration import LENGTH, calibrate
 from mlx_h2o.cli.options import add_model_options, load_model, read_text
 from mlx_h2o.cli.tables import show
 from mlx_h2o.files import require_writable, write_kept
+from mlx_h2o.key_frames import frame_tokens
 from mlx_h2o.kl_calibration import calibrate_exactly
 from mlx_h2o.model_identity import identity_of
 from mlx_h2o.policies import policy_names
