@@ -15,6 +15,9 @@ struct Remainder {
   mx::array mean_value;  // [B, H, Dv]
 
   static Remainder empty(int batch, int heads, int key_width, int value_width);
+  std::vector<mx::array> arrays() const {
+    return {count, mean_key, var_key, mean_value};
+  }
   Remainder heads(int first, int last) const;
   Remainder with_heads(int first, const Remainder& part) const;
   // After rows [B, H, M, width] were added; weights broadcast to [B, H, M].

@@ -2,6 +2,7 @@
 #include "mlx_h2o_golden.h"
 
 #include "handles.h"
+#include "selection.h"
 
 namespace mlx_h2o {
 

@@ -7,12 +7,12 @@ Policy& of(mlx_h2o_policy handle) {
   return *static_cast<Policy*>(handle.ctx);
 }
 
-Cache& of(mlx_h2o_cache handle) {
+Core& of(mlx_h2o_cache handle) {
   check(handle.ctx, "The cache is missing: a handle is empty.");
-  return *static_cast<Cache*>(handle.ctx);
+  return *static_cast<Core*>(handle.ctx);
 }
 
-Cache& changed(mlx_h2o_cache handle) {
+Core& changed(mlx_h2o_cache handle) {
   refuse_tracing();
   return of(handle);
 }

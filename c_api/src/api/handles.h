@@ -1,16 +1,16 @@
 // Between the handles and structs of mlx_h2o.h and the classes that do the work.
 #pragma once
 
-#include "cache.h"
+#include "core.h"
 #include "operands.h"
 
 namespace mlx_h2o {
 
 // What a handle stands for. Raise for an empty one.
 Policy& of(mlx_h2o_policy handle);
-Cache& of(mlx_h2o_cache handle);
+Core& of(mlx_h2o_cache handle);
 // One that the call changes, be it only where its arrays are.
-Cache& changed(mlx_h2o_cache handle);
+Core& changed(mlx_h2o_cache handle);
 
 // Its axes are B, Hk, D and Dv.
 Remainder of(mlx_h2o_remainder handles, Operands& operands);
