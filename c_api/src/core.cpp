@@ -85,8 +85,7 @@ mx::array Core::update_and_attend(
   check_call(call, keys);
   BoundedLayer& layer = layer_for(keys, values);
   const bool singly = call.length() > 1 && call.length() - 1 <= settings_.undo;
-  return singly ? token_by_token(layer, call, keys, values)
-                : attend_now(layer, call, keys, values);
+  return singly ? token_by_token(layer, call, keys, values) : attend_now(layer, call, keys, values);
 }
 
 Core::Fetched Core::update_and_fetch(const mx::array& keys, const mx::array& values) {

@@ -126,15 +126,15 @@ mx::array BoundedLayer::decode(
   Decoder& decoder = memory_.lent(keys, values);
   ++offset_;
   const std::optional<RecentStep> recent = memory_.advance_window();
-  std::vector<StepHead> heads = advanced(recent && !recent->leaving);
+  std::vector<HeadPlan> heads = advanced(recent && !recent->leaving);
   return decoder.step({call, keys, values, offset_, std::move(heads), recent});
 }
 
 // What each head does in a fused step; no row comes into slots where the new one `stays` recent.
-std::vector<StepHead> BoundedLayer::advanced(bool stays) {
+std::vector<HeadPlan> BoundedLayer::advanced(bool stays) {
   const int every = settings.policy.evict_every;
   SlotStore& plan = memory_.followed_plan();
-  std::vector<StepHead> heads;
+  std::vector<HeadPlan> heads;
   for (size_t i = 0; i < plan.runs().size(); ++i) {
     const int victim = stays ? -1 : plan.advance(i, every);
     const Run& run = plan.runs()[i];

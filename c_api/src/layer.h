@@ -107,7 +107,7 @@ class BoundedLayer {
   void note(int count);
   void write_one(const Fields& rows);
   void forget_victims();
-  std::vector<StepHead> advanced(bool stays);
+  std::vector<HeadPlan> advanced(bool stays);
 
   Memory memory_;
   Journal journal_;

@@ -89,8 +89,7 @@ Decoder& Memory::lent(const mx::array& keys, const mx::array& values) {
   const size_t bytes = nbytes();
   std::optional<Fields> newest;
   if (window_) newest = window_->lend();
-  Lent lent{
-      store_.lend(), evictions_->remainder, *evictions_->victims, std::move(newest)};
+  Lent lent{store_.lend(), evictions_->remainder, *evictions_->victims, std::move(newest)};
   // The kernels may write in place only what has no other reference.
   evictions_.reset();
   decoder_ = decoder_for(std::move(lent), settings_);

@@ -99,8 +99,7 @@ mx::array RunAttention::window_mass(const Observation& seen, const mx::array& sc
 
 }  // namespace
 
-Seen observe(
-    BoundedLayer& layer, const Run& run, const AttentionCall& call, const Fields& fields) {
+Seen observe(BoundedLayer& layer, const Run& run, const AttentionCall& call, const Fields& fields) {
   const CacheSettings& settings = layer.settings;
   const int group = call.q.shape(1) / settings.heads();
   std::optional<Remainder> remainder;

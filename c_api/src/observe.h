@@ -17,7 +17,6 @@ struct Seen {
 
 // Attends with a run's queries to its slots, whose fields are [B, heads, N, ...], the newest tokens
 // and the remainder. The call is of all heads; its rows are in the layer.
-Seen observe(
-    BoundedLayer& layer, const Run& run, const AttentionCall& call, const Fields& fields);
+Seen observe(BoundedLayer& layer, const Run& run, const AttentionCall& call, const Fields& fields);
 
 }  // namespace mlx_h2o

@@ -4,7 +4,8 @@
 
 namespace mlx_h2o {
 
-std::optional<Fields> RecentWindow::push(const mx::array& keys, const mx::array& values, int offset) {
+std::optional<Fields> RecentWindow::push(
+    const mx::array& keys, const mx::array& values, int offset) {
   const int B = keys.shape(0), H = keys.shape(1), L = keys.shape(2);
   const int leaving = std::max(length_ + L - size_, 0);
   const int first_leaving = offset - length_;

@@ -11,8 +11,8 @@ namespace mlx_h2o {
 // A layer as it was before a step, as far as the step changes it.
 struct StepBefore {
   int offset;
-  std::vector<Run> runs;               // with the layout that `scores` has
-  std::optional<mx::array> scores;     // of all slots, flat
+  std::vector<Run> runs;            // with the layout that `scores` has
+  std::optional<mx::array> scores;  // of all slots, flat
   std::optional<mx::array> victims;
   std::optional<RecentWindow::Before> recent;
   std::optional<mx::array> slots;      // [B, H] that the step overwrites, within their heads
@@ -45,8 +45,8 @@ class Journal {
   }
   // A step begins.
   void begin(StepBefore before);
-  // It overwrites these rows [B, H, ...] of slots [B, H], and folds them into a remainder. What must
-  // be read before the rows are written.
+  // It overwrites these rows [B, H, ...] of slots [B, H], and folds them into a remainder. What
+  // must be read before the rows are written.
   std::vector<mx::array> note_overwritten(
       const mx::array& slots, const Fields& rows, const std::optional<Remainder>& remainder);
   // The newest step, which is taken back.

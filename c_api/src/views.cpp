@@ -35,15 +35,10 @@ Slots slots_of(BoundedLayer& layer, const Run& run, const Fields& fields, int ev
   const mx::array& positions = ranked.at("positions");
   const auto [keys, values] = rows_of(layer, run, fields);
   const bool scored = layer.settings.policy.needs_attention();
-  return {
-      dense(keys),
-      dense(values),
-      positions,
-      scored ? ranked.at("scores") : mx::zeros(positions.shape()),
-      layer.offset(),
-      evictable_of(layer, run, positions),
-      evicted,
-      part(layer.evictions().remainder.mean_key, 1, run.first, run.last)};
+  return {dense(keys),    dense(values),
+          positions,      scored ? ranked.at("scores") : mx::zeros(positions.shape()),
+          layer.offset(), evictable_of(layer, run, positions),
+          evicted,        part(layer.evictions().remainder.mean_key, 1, run.first, run.last)};
 }
 
 mx::array by_position(BoundedLayer& layer, const std::string& name, float unused) {

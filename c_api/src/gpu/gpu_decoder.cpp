@@ -58,7 +58,7 @@ class GPUDecoder : public Decoder {
     const mx::array written = overwrite(plan, slots_, victims_, k, v, remembered);
     if (remembered) remainder_ = *remembered;
     bool choose = false, evicted = false;
-    for (const StepHead& head : plan.heads) {
+    for (const HeadPlan& head : plan.heads) {
       choose = choose || head.choose;
       evicted = evicted || head.evicted > 0;
     }
@@ -108,7 +108,7 @@ class GPUDecoder : public Decoder {
   mx::array evicted_means(const StepPlan& plan, const mx::array& written) const {
     bool any = false;
     std::vector<bool> few;
-    for (const StepHead& head : plan.heads) few.push_back(head.evicted < kFewestForAMean);
+    for (const HeadPlan& head : plan.heads) few.push_back(head.evicted < kFewestForAMean);
     for (const bool one : few) any = any || one;
     if (!any) return remainder_.mean_key;
     const mx::array marks(few.begin(), {static_cast<int>(few.size()), 1}, mx::bool_);
