@@ -33,7 +33,8 @@ class CPUDecoder : public Decoder {
         layer_(
             packing_.rows("keys", lent.fields), packing_.rows("values", lent.fields),
             beside_rows(lent), settings.policy.kernel_policy(), settings.remembers(),
-            settings.remainder, kSaturation, recent_of(lent), stream()) {}
+            settings.remainder, std::vector<float>(settings.heads(), kSaturation), recent_of(lent),
+            stream()) {}
 
   mx::array step(DecodeStep step) override {
     const AttentionCall& call = step.call;
