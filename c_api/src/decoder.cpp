@@ -33,8 +33,7 @@ class CPUDecoder : public Decoder {
         layer_(
             packing_.rows("keys", lent.fields), packing_.rows("values", lent.fields),
             beside_rows(lent), settings.policy.kernel_policy(), settings.remembers(),
-            settings.remainder, std::vector<float>(settings.heads(), kSaturation), recent_of(lent),
-            stream()) {}
+            settings.remainder, settings.saturations, recent_of(lent), stream()) {}
 
   mx::array step(DecodeStep step) override {
     const AttentionCall& call = step.call;
@@ -114,8 +113,10 @@ bool accepts(
   switch (backend()) {
     case Backend::plain: return false;
     case Backend::cpu: return !settings.policy.value_weighted;
-    // Two kinds of rows in one step are the CPU kernel's alone.
-    case Backend::gpu: return !settings.packing.recent_bits && gpu_can_decode(keys, values);
+    // Two kinds of rows in one step, and each head's own saturation, are the CPU kernel's alone.
+    case Backend::gpu:
+      return !settings.packing.recent_bits && settings.saturates_by_default() &&
+          gpu_can_decode(keys, values);
   }
   return false;
 }

@@ -25,6 +25,7 @@ struct RunAttention {
   int heads;
   int offset;  // the next logical position, after these queries
   std::optional<Remainder> remainder;
+  Saturations saturations;  // of these heads
 
   // Whether a prompt is scored by its last queries.
   bool windowed() const {
@@ -50,7 +51,8 @@ struct RunAttention {
 Attended RunAttention::attended(int start, int end, Export wanted) const {
   const AttentionCall block = call.queries(start, end);
   std::optional<Seed> seed;
-  if (remainder) seed = Seed{remainder->column(block.q, block.scale), remainder->mean_value};
+  if (remainder)
+    seed = Seed{remainder->column(block.q, block.scale, saturations), remainder->mean_value};
   return attend(
       block.q, first_rows(keys, visible(end)), first_rows(values, visible(end)), block.scale,
       {call.length() > 1, std::nullopt}, block.sinks, seed, wanted);
@@ -105,6 +107,7 @@ Seen observe(BoundedLayer& layer, const Run& run, const AttentionCall& call, con
   std::optional<Remainder> remainder;
   if (settings.remainder && layer.lost_beside(fields))
     remainder = layer.evictions().remainder.heads(run.first, run.last);
+  const Saturations& all = settings.saturations;
   auto [keys, values] = rows_of(layer, run, fields);
   const RunAttention attention{
       settings.policy,
@@ -114,7 +117,8 @@ Seen observe(BoundedLayer& layer, const Run& run, const AttentionCall& call, con
       ranked_of(layer, run, fields),
       run.heads(),
       layer.offset(),
-      remainder};
+      remainder,
+      {all.begin() + run.first, all.begin() + run.last}};
   return attention.seen(fields);
 }
 

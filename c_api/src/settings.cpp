@@ -11,6 +11,11 @@ void CacheSettings::check_all() const {
       "token.");
   for (int budget : budgets) check(budget > 0, "A head's budget must be at least 1 slot.");
   packing.check_widths();
+  for (float t : saturations)
+    check(
+        attending || t == kSaturation,
+        "A model that attends by itself has the remainder as plain rows, which saturate of "
+        "themselves: leave saturation away.");
   if (!attending) {
     check(
         !policy.needs_attention(),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "policy.h"
+#include "remainder.h"
 #include "rows.h"
 
 namespace mlx_h2o {
@@ -12,7 +13,8 @@ struct CacheSettings {
   bool remainder = true;     // whether the evicted go on answering
   bool attending = true;     // whether attention is ours
   Packing packing;
-  int undo = 0;  // single-token steps that can be taken back after evictions
+  int undo = 0;             // single-token steps that can be taken back after evictions
+  Saturations saturations;  // of the remainder's term, for each KV head
 
   // Raises for what makes no cache.
   void check_all() const;
@@ -23,6 +25,9 @@ struct CacheSettings {
   // Whether statistics of the evicted are kept up.
   bool remembers() const {
     return remainder || policy.uses_evicted_mean();
+  }
+  bool saturates_by_default() const {
+    return saturations == Saturations(budgets.size(), kSaturation);
   }
   // Slots of a head's budget that the evicted take as plain rows.
   int plain_rows() const;

@@ -13,7 +13,10 @@ using namespace mlx_h2o;
 extern "C" {
 
 mlx_h2o_cache_options mlx_h2o_cache_options_default(void) {
-  return {true, true, 0, 0, 64, 0, 0};
+  mlx_h2o_cache_options options = {};
+  options.remainder = options.attending = true;
+  options.group_size = 64;
+  return options;
 }
 
 mlx_h2o_cache mlx_h2o_cache_new(void) {
@@ -38,6 +41,7 @@ int mlx_h2o_cache_make(
     settings.attending = options.attending;
     settings.packing = {options.k_bits, options.v_bits, options.group_size, options.recent_bits};
     settings.undo = options.undo;
+    settings.saturations = saturations_of(options.saturation, settings.heads());
     auto cache = std::make_unique<Core>(std::move(settings));
     delete static_cast<Core*>(res->ctx);
     res->ctx = cache.release();

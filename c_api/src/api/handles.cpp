@@ -25,6 +25,14 @@ Remainder of(mlx_h2o_remainder handles, Operands& operands) {
       operands.take("mean_value", handles.mean_value, "B Hk Dv", Kind::float32)};
 }
 
+Saturations saturations_of(const float* given, int n_kv_heads) {
+  if (!given) return Saturations(n_kv_heads, kSaturation);
+  const Saturations saturations(given, given + n_kv_heads);
+  for (float t : saturations)
+    check(std::isfinite(t) && t >= 0, "saturation must be finite numbers of at least 0.");
+  return saturations;
+}
+
 void give(mlx_h2o_remainder* res, const Remainder& value) {
   wants(res);
   give(&res->count, value.count);

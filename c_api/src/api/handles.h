@@ -14,6 +14,8 @@ Core& changed(mlx_h2o_cache handle);
 
 // Its axes are B, Hk, D and Dv.
 Remainder of(mlx_h2o_remainder handles, Operands& operands);
+// One of each KV head; null: the default. Raises for what is none.
+Saturations saturations_of(const float* given, int n_kv_heads);
 void give(mlx_h2o_remainder* res, const Remainder& value);
 
 // Its axes are B, Hk, N, D and Dv.
