@@ -8,13 +8,13 @@
 namespace mlx_h2o {
 
 struct CacheSettings {
-  Policy policy;
+  Policy policy = {};
   std::vector<int> budgets;  // slots of each KV head
   bool remainder = true;     // whether the evicted go on answering
   bool attending = true;     // whether attention is ours
-  Packing packing;
+  Packing packing = {};
   int undo = 0;             // single-token steps that can be taken back after evictions
-  Saturations saturations;  // of the remainder's term, for each KV head
+  Saturations saturations = {};  // of the remainder's term, for each KV head
 
   // Raises for what makes no cache.
   void check_all() const;
