@@ -13,7 +13,7 @@ struct CacheSettings {
   bool remainder = true;     // whether the evicted go on answering
   bool attending = true;     // whether attention is ours
   Packing packing = {};
-  int undo = 0;             // single-token steps that can be taken back after evictions
+  int undo = 0;                  // single-token steps that can be taken back after evictions
   Saturations saturations = {};  // of the remainder's term, for each KV head
 
   // Raises for what makes no cache.

@@ -36,7 +36,8 @@ int mlx_h2o_cache_make(
     check(
         budgets && n_kv_heads > 0 && n_kv_heads <= kMostHeads,
         "A cache needs budgets for 1 to " + std::to_string(kMostHeads) + " KV heads.");
-    CacheSettings settings{.policy = of(policy)};
+    CacheSettings settings;
+    settings.policy = of(policy);
     settings.budgets.assign(budgets, budgets + n_kv_heads);
     settings.remainder = options.remainder;
     settings.attending = options.attending;
