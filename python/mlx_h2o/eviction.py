@@ -65,6 +65,8 @@ def resize(layer: Layer, settings: CacheSettings) -> None:
         size = layer.window.size
     budgets = [budget - size for budget in settings.budgets]
     layer.regroup(settings, budgets)
+    if not layer.offset:  # nothing is held yet
+        return
     settle(layer, layer.memory.attended(beyond))
     # Heads that have become alike form one run again.
     layer.regroup(settings, budgets)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
 
 from mlx_h2o.bounded_cache import BoundedKVCache
-from mlx_h2o.budget import LayerShare, bytes_for_slots, slots_for_bytes
-from mlx_h2o.builtin import shipped_profiles
-from mlx_h2o.cache_lists import replaced
+from mlx_h2o.cache_lists import entries, replaced
+from mlx_h2o.frame import Frame
+from mlx_h2o.kept_frames import found_frames, made_frames
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
+from mlx_h2o.memory_size import USUAL_CONTEXT
+from mlx_h2o.model_identity import ModelIdentity, identity_of
 from mlx_h2o.packed import DEFAULT_GROUP_SIZE
+from mlx_h2o.plan import AtHand, planned
 from mlx_h2o.policies import Policy
-from mlx_h2o.profile import FILE_NAME, Profile, identity_of
+from mlx_h2o.profile import Profile
+from mlx_h2o.profile_places import found_profile
 from mlx_h2o.settings import CacheSettings, ModelSettings
 from mlx_h2o.stock import caches_beneath, is_asked, stock_caches
 
-# A head of a profile that could only choose among one or two tokens would choose nothing.
-FEWEST_CHOICES = 4
+#: Bytes of an element of a 16-bit cache.
+PLAIN_ELEMENT = 2
 
 
 class NothingToBound(ValueError):
@@ -32,7 +36,8 @@ def make_prompt_cache(
     model: nn.Module,
     max_size: int | None = None,
     *,
-    max_bytes: int | None = None,
+    max_bytes: int | str | None = None,
+    context: int | None = None,
     policy: str | Policy | None = None,
     remainder: bool = True,
     budgets: str | Path | Profile | None = None,
@@ -42,6 +47,7 @@ def make_prompt_cache(
     group_size: int = DEFAULT_GROUP_SIZE,
     recent_bits: int | None = None,
     undo: int = 0,
+    frames: Sequence[Frame | None] | Literal[False] | str | None = None,
     **settings: Any,
 ) -> list[Any]:
     """The model's own caches, with every plain KV cache replaced by a bounded one.
@@ -54,20 +60,26 @@ def make_prompt_cache(
         max_size: Tokens' worth of memory per KV head and layer, on average; the remainder of the
             evicted is charged against it.
         max_bytes: Instead: bytes for all bounded layers together and one sequence, everything
-            counted.
+            counted: a number, "64MB", or "25%" of what a 16-bit cache takes at `context`. The bits
+            of rows are then chosen together with the slots, by the model's profile (`describe` says
+            how), unless you say them; and nothing is evicted before the bytes are full.
+        context: Tokens that conversations may reach; by default what the model was trained to see.
         policy: A policy, or its name; the default is "distinct" (in models that attend by
             themselves in its form that looks at keys only).
         remainder: Whether evicted tokens go on answering.
         budgets: "uniform", a `Profile`, or the path of one. By default the model's own profile
             where one ships with mlx-h2o or lies beside its weights (see `mlx_h2o.load`).
-        bits: Store keys and values in so many bits (2, 3, 4, 5, 6 or 8); None stores them as they
-            come.
+        bits: Store keys and values in so many bits (2, 3, 4, 5, 6 or 8); 16 or None stores them as
+            they come.
         k_bits: Of keys alone, instead of `bits`.
         v_bits: Of values alone, instead of `bits`.
         group_size: Elements that share a scale and a bias: 32, 64 or 128.
         recent_bits: Of the newest tokens, where that is to differ (16: the model's own dtype).
         undo: How many of the last tokens can be taken back after evictions; speculative decoding
             needs as many as it drafts at once.
+        frames: In which packed keys are stored: a `Frame` or None for each entry of the model's own
+            list of caches, as `frames_of` gives them. False or "none": as they come. By default
+            those of the model's profile, where it has one with frames.
         settings: Fields of the policy to change, such as `sink`, `recent` or `evict_every`.
 
     Raises:
@@ -78,7 +90,13 @@ def make_prompt_cache(
         return caches_beneath(model)
     stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
     given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
-    given |= {"max_bytes": max_bytes, "recent_bits": recent_bits, "undo": undo}
+    given |= {
+        "max_bytes": max_bytes,
+        "context": context,
+        "recent_bits": recent_bits,
+        "undo": undo,
+        "frames": frames,
+    }
     return bounded_caches(model, ModelSettings.of(max_size, **given))
 
 
@@ -101,32 +119,78 @@ def bounded_caches(model: nn.Module, settings: ModelSettings) -> list[Any]:
     _check_kinds(name, settings, policy, attending, derived)
     answers = settings.remainder and not derived
     uniform = derived or not attending or policy.unit == "layer"
-    profile = _profile_for(model, kinds, settings.budgets, uniform)
-    packing, undo = settings.packing, settings.undo
-    shares = [LayerShare(k.heads, replace(k.widths, packing=packing, undo=undo)) for k in kinds]
-    if profile is not None:
-        shares = [
-            replace(share, grid=profile.grid, losses=losses)
-            for share, losses in zip(shares, profile.losses, strict=True)
-        ]
+    identity = identity_of(model, [k.heads for k in kinds], [k.widths.key for k in kinds])
+    profile = _profile_for(model, identity, settings.budgets, uniform)
+    caches = stock_caches(model)
+    settings = settings.in_bytes(sum(map(plain_bytes, kinds)), context_of(model))
+    frames = None
+    if settings.frames is None and attending and not derived:
+        frames = found_frames(identity, profile)
+        if frames is None and settings.chooses_bits:
+            frames = made_frames(model, identity)
+    at_hand = AtHand(profile, frames, frames_of_caches(caches, settings.frames))
     remembers = answers or policy.uses_evicted_mean
-    sizes = slots_of_layers(shares, settings, policy, remembers, attending, profile)
-    layers = iter(zip(kinds, shares, sizes, strict=True))
+    plan = planned(kinds, settings, policy, remembers, at_hand)
+    layers = iter(zip(kinds, plan.layers, strict=True))
 
     def bounded() -> BoundedKVCache:
-        kind, share, budgets = next(layers)
+        kind, layer = next(layers)
         of_layer = CacheSettings(
-            budgets=tuple(budgets),
+            budgets=layer.budgets,
             policy=policy,
             remainder=answers,
-            packing=packing,
+            packing=plan.packing,
             attending=attending,
-            undo=undo,
+            undo=settings.undo,
+            saturation=layer.saturation,
+            frame=layer.frame,
+            filling=layer.filling,
         )
         use = "latent" if kind.derived else ""
-        return BoundedKVCache.of(of_layer, use if attending else "plain rows", share)
+        cache = BoundedKVCache.of(of_layer, use if attending else "plain rows", layer.share)
+        cache.choice = plan.choice
+        return cache
 
-    return [replaced(entry, bounded) for entry in stock_caches(model)]
+    return [replaced(entry, bounded) for entry in caches]
+
+
+def plain_bytes(kind: LayerKind) -> int:
+    """What one token takes of a layer in a 16-bit cache."""
+    return kind.heads * (kind.widths.key + kind.widths.value) * PLAIN_ELEMENT
+
+
+def context_of(model: nn.Module) -> int:
+    """Tokens that conversations may reach where nobody says so."""
+    trained = getattr(getattr(model, "args", None), "max_position_embeddings", None)
+    return trained if isinstance(trained, int) and trained > 0 else USUAL_CONTEXT
+
+
+def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
+    """The frame of each plain KV cache of a model's list, members of a CacheList too.
+
+    Args:
+        caches: The model's own.
+        frames: As in `ModelSettings`.
+
+    Raises:
+        ValueError: There is not one for each entry, or one where there is no plain KV cache.
+    """
+    given = frames if isinstance(frames, tuple) else (None,) * len(caches)
+    if len(given) != len(caches):
+        raise ValueError(
+            f"frames has {len(given)} entries, and the model has {len(caches)} caches: give a "
+            "Frame or None for each."
+        )
+    of_plain: list[Frame | None] = []
+    for i, (entry, frame) in enumerate(zip(caches, given, strict=True)):
+        plain = sum(type(member) is KVCache for _, member in entries([entry]))
+        if frame is not None and type(entry) is not KVCache:
+            raise ValueError(
+                f"frames[{i}] is for a {type(entry).__name__}, which is no plain KV cache: it must "
+                "be None."
+            )
+        of_plain += [frame] * plain
+    return of_plain
 
 
 def _check_kinds(
@@ -151,75 +215,9 @@ def _check_kinds(
         )
 
 
-def slots_of_layers(
-    shares: Sequence[LayerShare],
-    settings: ModelSettings,
-    policy: Policy,
-    remembers: bool,
-    attending: bool,
-    profile: Profile | None,
-) -> list[list[int]]:
-    """Slots of each layer's KV heads.
-
-    Raises:
-        ValueError: The size is too small for the policy.
-    """
-    sizes = []
-    shared_out: dict[int, list[list[int]]] = {}  # layers of equal widths have equal means
-    least = policy.least_budget() + (FEWEST_CHOICES if profile else 0)
-    for layer, share in enumerate(shares):
-        mean = _mean_slots(len(shares), share, settings, policy, remembers, least)
-        if profile is None:
-            sizes.append([mean] * share.heads)
-        else:
-            if mean not in shared_out:
-                shared_out[mean] = profile.budgets(mean, least)
-            sizes.append(shared_out[mean][layer])
-    if not attending:
-        # One mask serves all layers, so all must hold the same number of tokens.
-        fewest = min(min(layer) for layer in sizes)
-        sizes = [[fewest] * len(layer) for layer in sizes]
-    return sizes
-
-
-def _mean_slots(
-    layers: int,
-    share: LayerShare,
-    settings: ModelSettings,
-    policy: Policy,
-    remembers: bool,
-    least: int,
-) -> int:
-    """Slots per KV head of a layer, on average.
-
-    Raises:
-        ValueError: They are fewer than `least`.
-    """
-    if settings.max_size is not None:
-        charged = share.widths.remainder_slots(remembers)
-        name, given, needed = "max_size", settings.max_size, least + charged
-        mean = given - charged
-    else:
-        assert settings.max_bytes is not None
-        name, given = "max_bytes", settings.max_bytes
-        needed = layers * bytes_for_slots(least, share.heads, share.widths, policy, remembers)
-        mean = 0
-        if given >= needed:
-            mean = slots_for_bytes(given // layers, share.heads, share.widths, policy, remembers)
-    if mean < least:
-        sinks, recent = policy.sink, policy.recent_slots(least)
-        raise ValueError(
-            f"{name}={given} is too small: with policy {policy.name!r} each KV head needs {least} "
-            f"slots ({sinks} sinks, {recent} recent, the rest to choose from)"
-            f"{' and a remainder' if remembers else ''}: make {name} at least {needed}, or lower "
-            "sink, recent or evict_every."
-        )
-    return mean
-
-
 def _profile_for(
     model: nn.Module,
-    kinds: list[LayerKind],
+    identity: ModelIdentity,
     budgets: str | Path | Profile | None,
     uniform: bool,
 ) -> Profile | None:
@@ -231,18 +229,8 @@ def _profile_for(
             "All heads need the same budget here (one mask serves them all, or the policy's unit "
             'is the layer): pass budgets="uniform".'
         )
-    identity = identity_of(model, [k.heads for k in kinds], [k.widths.key for k in kinds])
     if budgets is not None:
         profile = budgets if isinstance(budgets, Profile) else Profile.load(budgets)
         profile.require(identity)
         return profile
-    folder = getattr(model, "mlx_h2o_folder", None)
-    if folder is not None and (Path(folder) / FILE_NAME).exists():
-        profile = Profile.load(Path(folder) / FILE_NAME)
-        profile.require(identity)
-        return profile
-    for path in shipped_profiles():
-        profile = Profile.load(path)
-        if profile.model.difference(identity) is None:
-            return profile
-    return None
+    return found_profile(model, identity)

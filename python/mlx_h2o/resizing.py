@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.budget import LayerShare
 from mlx_h2o.cache_lists import entries
-from mlx_h2o.profile import ModelIdentity, Profile
-from mlx_h2o.prompt_cache import NothingToBound, slots_of_layers
+from mlx_h2o.model_identity import ModelIdentity
+from mlx_h2o.plan import fillings, slots_of_layers
+from mlx_h2o.profile import Profile
+from mlx_h2o.prompt_cache import NothingToBound
 from mlx_h2o.settings import ModelSettings
 
 
@@ -25,7 +28,7 @@ def resize(
     Args:
         cache: From `make_prompt_cache` or `load_prompt_cache`.
         max_size: As in `make_prompt_cache`.
-        max_bytes: Likewise.
+        max_bytes: Likewise, as a number of bytes.
 
     Raises:
         ValueError: No or two sizes, one that is too small, or no bounded cache in the list. Nothing
@@ -55,13 +58,17 @@ def resize(
     profile = _profile_of(shares)
     sizes = slots_of_layers(shares, settings, first.policy, remembers, first.attending, profile)
     new = []
-    for layer, slots in zip(layers, sizes, strict=True):
+    own = replace(settings, undo=first.undo)
+    for layer, (slots, later) in zip(
+        layers, fillings(sizes, own, first.policy, profile), strict=True
+    ):
         # Plain rows of the remainder, where there are any yet, stay as many as they are.
         reserved = layer.store.reserved if layer.store else 0
-        new.append([count - reserved for count in slots])
-        layer.resized_settings(new[-1])
-    for layer, slots in zip(layers, new, strict=True):
-        layer.resize(slots)
+        resized = layer.resized_settings([count - reserved for count in slots])
+        resized = replace(resized, filling=later)
+        new.append(resized.grown(layer.offset) or resized)
+    for layer, of_layer in zip(layers, new, strict=True):
+        layer.follow(of_layer)
 
 
 def _profile_of(shares: Sequence[LayerShare]) -> Profile | None:

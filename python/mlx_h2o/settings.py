@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mlx_h2o import checks
-from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, Packing
+from mlx_h2o.filling import Stage, checked_filling, due
+from mlx_h2o.frame import Frame
+from mlx_h2o.memory_size import Share, memory_size
+from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, UNPACKED, Packing
 from mlx_h2o.policies import KernelPolicy, Policy, make_policy
 from mlx_h2o.policies.base import kernel_policy_of
 from mlx_h2o.policies.distinct import KEYS_ONLY
@@ -35,6 +38,9 @@ class CacheSettings:
         undo: How many of the last tokens can be taken back after evictions.
         saturation: t of the remainder's term (`Remainder.column`), for all KV heads or for each; 0
             is first order.
+        frame: In which packed keys are stored, or None: as they come.
+        filling: Budgets that follow as the conversation grows (`filling.py`), where `budgets` are
+            those of a shorter one.
 
     Raises:
         ValueError: A setting is none, or they do not go together; the message names it.
@@ -49,6 +55,8 @@ class CacheSettings:
     attending: bool = True
     undo: int = 0
     saturation: float | tuple[float, ...] = SATURATION
+    frame: Frame | None = None
+    filling: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
         self._set("policy", make_policy(self.policy))
@@ -81,9 +89,31 @@ class CacheSettings:
             )
         if self.budgets is not None:
             self.saturations(len(self.budgets))
+        if self.frame is not None:
+            self._check_frame(self.frame)
+        self._set("filling", checked_filling(self.filling))
+        for stage in self.filling:
+            self.checked_budgets("budgets", stage.budgets)
+            if self.undo or len(stage.budgets) != len(self.budgets or ()):
+                raise ValueError("filling needs budgets of as many heads, and no undo.")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+    def _check_frame(self, frame: Any) -> None:
+        if not isinstance(frame, Frame):
+            raise ValueError(f"frame must be a Frame or None; got {type(frame).__name__}.")
+        if self.packing.k_bits is None:
+            raise ValueError("frame is for packed keys: it needs bits or k_bits.")
+
+    def check_rows(self, heads: int, width: int) -> None:
+        """Raise ValueError unless keys of so many KV heads and this width fit the settings."""
+        self.saturations(heads)
+        if self.frame is not None and self.frame.centre.shape != (heads, width):
+            raise ValueError(
+                f"frame is for (KV heads, key width) {self.frame.centre.shape}; this layer has "
+                f"{(heads, width)}."
+            )
 
     @property
     def size(self) -> str:
@@ -104,6 +134,7 @@ class CacheSettings:
             "packing": asdict(self.packing),
             "undo": self.undo,
             "saturation": self._saturation_config(),
+            "filling": [list(stage) for stage in self.filling],
             "max_size": self.max_size,
             "max_bytes": self.max_bytes,
             "budgets": None if self.budgets is None else list(self.budgets),
@@ -136,8 +167,17 @@ class CacheSettings:
     def resized(self, budgets: Sequence[int], alike: bool = False) -> CacheSettings:
         """The same settings with slots for each KV head; with `alike` the first is every head's."""
         if alike:
-            return replace(self, max_size=budgets[0], max_bytes=None, budgets=None)
-        return replace(self, max_size=None, max_bytes=None, budgets=tuple(budgets))
+            return replace(self, max_size=budgets[0], max_bytes=None, budgets=None, filling=())
+        given = tuple(budgets)
+        return replace(self, max_size=None, max_bytes=None, budgets=given, filling=())
+
+    def grown(self, tokens: int) -> CacheSettings | None:
+        """The settings for a conversation of so many tokens; None where they are these."""
+        begun = due(self.filling, tokens)
+        if not begun:
+            return None
+        budgets, later = self.filling[begun - 1].budgets, self.filling[begun:]
+        return replace(self, budgets=budgets, filling=later)
 
     def checked_budgets(self, name: str, budgets: Any) -> tuple[int, ...]:
         """Slots of some KV heads, of all of them if one number is given.
@@ -175,26 +215,34 @@ class ModelSettings:
         budgets: "uniform", a profile, the path of one, or None: the model's own.
         packing: How rows are stored.
         undo: How many of the last tokens can be taken back after evictions.
+        frames: A frame or None for each of the model's caches, "none", or None: the profile's.
+        context: Tokens that conversations may reach, or None: what the model was trained to see.
+        chooses_bits: Whether the size is in bytes and nobody said how rows are stored.
 
     Raises:
         ValueError: A setting is none, or they do not go together; the message names it.
     """
 
     max_size: int | None = None
-    max_bytes: int | None = None
+    max_bytes: int | str | Share | None = None
     policy: str | Policy | None = None
     policy_settings: dict[str, Any] = field(default_factory=dict)
     remainder: bool = True
     budgets: str | Path | Profile | None = None
     packing: Packing = field(default_factory=Packing)
     undo: int = 0
+    frames: Sequence[Frame | None] | str | bool | None = None
+    context: int | None = None
+    chooses_bits: bool = False
 
     def __post_init__(self) -> None:
         one_size(max_size=self.max_size, max_bytes=self.max_bytes)
         object.__setattr__(self, "undo", checked_undo(self.undo))
-        for name in ("max_size", "max_bytes"):
+        for name in ("max_size", "context"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, checks.whole(name, getattr(self, name), 1))
+        if self.max_bytes is not None:
+            object.__setattr__(self, "max_bytes", memory_size("max_bytes", self.max_bytes))
         object.__setattr__(self, "remainder", checks.switch("remainder", self.remainder))
         given = {name for name, value in self.policy_settings.items() if value is not None}
         if isinstance(self.policy, Policy) and given:
@@ -205,13 +253,17 @@ class ModelSettings:
             )
         self.policy_for(attending=True)
         object.__setattr__(self, "budgets", profile_or_uniform(self.budgets))
+        object.__setattr__(self, "frames", frames_or_none(self.frames))
+        if isinstance(self.frames, tuple) and self.packing.k_bits is None:
+            raise ValueError("frames are for packed keys: they need bits or k_bits.")
 
     @classmethod
     def of(
         cls,
         max_size: int | None = None,
         *,
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
+        context: int | None = None,
         policy: str | Policy | None = None,
         remainder: bool = True,
         budgets: str | Path | Profile | None = None,
@@ -221,13 +273,30 @@ class ModelSettings:
         group_size: int = DEFAULT_GROUP_SIZE,
         recent_bits: int | None = None,
         undo: int = 0,
+        frames: Sequence[Frame | None] | Literal[False] | str | None = None,
         **settings: Any,
     ) -> ModelSettings:
         """From the arguments of `make_prompt_cache`, which explains them."""
         packing = packing_of(bits, k_bits, v_bits, group_size, recent_bits)
         if not packing.packs and group_size != DEFAULT_GROUP_SIZE:
             raise ValueError("group_size needs bits (or k_bits or v_bits): nothing is packed.")
-        return cls(max_size, max_bytes, policy, settings, remainder, budgets, packing, undo)
+        said = any(given is not None for given in (bits, k_bits, v_bits, recent_bits))
+        chooses = max_bytes is not None and not said
+        stored = (remainder, budgets, packing, undo, frames, context, chooses)
+        return cls(max_size, max_bytes, policy, settings, *stored)
+
+    def in_bytes(self, plain_bytes: int, context: int) -> ModelSettings:
+        """The same with a size in bytes where it was a share, and a context.
+
+        Args:
+            plain_bytes: What one token takes in a 16-bit cache.
+            context: Tokens that conversations may reach, if nobody said so.
+        """
+        known = self.context or context
+        size = self.max_bytes
+        if isinstance(size, Share):
+            size = max(int(size.part * known * plain_bytes), 1)
+        return replace(self, max_bytes=size, context=known)
 
     def policy_for(self, attending: bool) -> Policy:
         """The policy, for a model that attends through this library or by itself."""
@@ -252,6 +321,26 @@ def profile_or_uniform(budgets: Any) -> Profile | str | None:
     raise ValueError(
         'budgets must be "uniform", a Profile, or the path of one (slots of single heads go to '
         f"H2OKVCache); got {budgets!r}."
+    )
+
+
+def frames_or_none(frames: Any) -> tuple[Frame | None, ...] | str | None:
+    """What `frames=` of a model means: its caches' frames, "none", or None: the profile's.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if frames is None:
+        return None
+    if frames is False or (isinstance(frames, str) and frames == "none"):
+        return "none"
+    if isinstance(frames, list | tuple) and all(
+        frame is None or isinstance(frame, Frame) for frame in frames
+    ):
+        return tuple(frames)
+    raise ValueError(
+        'frames must be a list with a Frame or None for each cache of the model, or "none"; '
+        f"got {frames!r}."
     )
 
 
@@ -287,10 +376,7 @@ def packing_of(
     Raises:
         ValueError: They are none of those that there are.
     """
-    checks.choice("bits", bits, (*BITS, None))
-    return Packing(
-        bits if k_bits is None else k_bits,
-        bits if v_bits is None else v_bits,
-        group_size,
-        recent_bits,
-    )
+    checks.choice("bits", bits, (*BITS, UNPACKED, None))
+    each = [bits if given is None else given for given in (k_bits, v_bits)]
+    k, v = (None if given == UNPACKED else given for given in each)
+    return Packing(k, v, group_size, recent_bits)

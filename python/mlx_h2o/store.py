@@ -259,6 +259,9 @@ class SlotStore:
 
     def regroup(self, budgets: Sequence[int]) -> None:
         """Give the heads new budgets, and form runs anew; a run may then exceed its budget."""
+        if not self.fields:
+            self.runs = runs_of(budgets)
+            return
         rows = [
             {name: view[:, head : head + 1] for name, view in self.views(run).items()}
             for run in self.runs

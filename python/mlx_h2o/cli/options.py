@@ -12,6 +12,7 @@ import mlx.nn as nn
 
 from mlx_h2o import checks
 from mlx_h2o.builtin import DEFAULT_MODEL, load
+from mlx_h2o.memory_size import USUAL_CONTEXT, memory_size
 from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, UNPACKED
 from mlx_h2o.policies import policy_names
 from mlx_h2o.policies.settings import count_or_share, setting_of
@@ -41,6 +42,16 @@ def add_cache_options(parser: argparse.ArgumentParser, default_size: int) -> Non
         help=f"tokens held per KV head, on average (default: {default_size})",
     )  # fmt: skip
     size.add_argument("--max-kv-bytes", type=int, metavar="N", help="instead: bytes held in all")
+    size.add_argument(
+        "--kv-memory", type=typed(memory, "bytes such as 64MB, or a share such as 25%"),
+        metavar="SIZE", help="the same as 64MB, 1.5GiB, or 25%% of what a 16-bit cache takes at "
+        "--context; bits and slots are then chosen by the model's profile",
+    )  # fmt: skip
+    group.add_argument(
+        "--context", type=int, metavar="N",
+        help="tokens that conversations may reach (default: what the model was trained to see, or "
+        f"{USUAL_CONTEXT})",
+    )  # fmt: skip
     group.add_argument(
         "--policy", choices=policy_names(), metavar="NAME",
         help=f"what to keep: {', '.join(policy_names())} (default: {DEFAULT_POLICY})",
@@ -86,9 +97,9 @@ def _add_packing_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--kv-bits",
         type=int,
-        choices=BITS,
+        choices=(*BITS, UNPACKED),
         metavar="N",
-        help="pack keys and values in 2, 3, 4, 5, 6 or 8 bits",
+        help=f"pack keys and values in 2, 3, 4, 5, 6 or 8 bits; {UNPACKED}: not",
     )
     group.add_argument("--k-bits", type=int, choices=BITS, metavar="N", help="pack keys alone")
     group.add_argument("--v-bits", type=int, choices=BITS, metavar="N", help="pack values alone")
@@ -132,6 +143,16 @@ def truth(text: str) -> bool:
     raise ValueError
 
 
+def memory(text: str) -> str:
+    """A size in bytes, or a share of a 16-bit cache, as text.
+
+    Raises:
+        ValueError: It is none.
+    """
+    memory_size("--kv-memory", text)
+    return text
+
+
 def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:
     """The model and tokenizer that the options name."""
     return load(args.model, DTYPES[args.dtype] if args.dtype else None)
@@ -155,16 +176,17 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
     Raises:
         ValueError: There are no such settings; the message names the option.
     """
-    if args.max_kv_size is None and args.max_kv_bytes is None:
+    if args.max_kv_size is None and args.max_kv_bytes is None and args.kv_memory is None:
         args.max_kv_size = default_size
-    for name in ("max_kv_size", "max_kv_bytes"):
+    for name in ("max_kv_size", "max_kv_bytes", "context"):
         if getattr(args, name) is not None:
             checks.whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
     if args.kv_group_size and not (args.kv_bits or args.k_bits or args.v_bits):
         raise ValueError("--kv-group-size needs --kv-bits (or --k-bits, --v-bits).")
     return ModelSettings.of(
         args.max_kv_size,
-        max_bytes=args.max_kv_bytes,
+        max_bytes=args.kv_memory or args.max_kv_bytes,
+        context=args.context,
         policy=args.policy,
         remainder=not args.no_remainder,
         budgets=args.budgets,

@@ -30,6 +30,7 @@ final class GPUDecoder {
     /// The kernels for a fused step with these tokens, or nil: nothing else decides.
     static func kernels(for tokens: NewTokens, _ settings: CacheSettings) -> MetalKernels? {
         guard tokens.count == 1, settings.undo == 0, settings.packing.recent == nil,
+            settings.frame == nil, settings.saturation.allSatisfy({ $0 == Remainder.saturation }),
             tokens.keys.dtype == tokens.values.dtype, case .none = tokens.mask,
             tokens.queries.dim(1) <= mostQueryHeads * tokens.keys.dim(1),
             Tiling.widths.contains(tokens.keys.dim(3)),
@@ -122,7 +123,7 @@ final class GPUDecoder {
     private func means(
         _ launches: StepLaunches, _ written: MLXArray, _ remainder: Remainder
     ) -> MLXArray {
-        let few = launches.plan.heads.map { $0.evicted < Policies.Distinct.fewestForAMean }
+        let few = launches.plan.heads.map { $0.evicted < Terms.fewestForAMean }
         guard few.contains(true) else { return remainder.meanKey }
         let kept = launches.meanKeptKeys(after: written)
         return which(MLXArray(few).column, kept, remainder.meanKey)

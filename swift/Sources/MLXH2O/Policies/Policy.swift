@@ -148,9 +148,15 @@ public struct PolicySlots {
     public let evicted: Int
     /// Their mean key `[B, H, D]` float32 (zeros while there are none).
     public let evictedMeanKey: MLXArray
+    /// As the store keeps them, where it does (``Policy/usesValueLengths``).
+    var storedLengths: MLXArray?
 
     /// Steps since each token came, itself included: `[B, H, N]` float32, at least 1.
     public var ages: MLXArray { (MLXArray(Int32(offset)) - positions).float32 }
+
+    /// log ||v||^2 of each slot's value as it came, `[B, H, N]` float16; of what is stored where the
+    /// policy does not say that it uses them.
+    public var valueLengths: MLXArray { storedLengths ?? MLXH2O.valueLengths(values) }
 }
 
 /// A way to choose what to forget; its properties are its hyper-parameters.
@@ -165,6 +171,8 @@ public protocol Policy: Sendable {
     static var ranksScores: Bool { get }
     /// Whether the mean key of the evicted is kept even when the remainder does not answer.
     static var usesEvictedMean: Bool { get }
+    /// Whether the lengths of values are kept for it, as they were before they were packed.
+    static var usesValueLengths: Bool { get }
     /// Whether ``accumulate(_:seen:)`` only sums masses, so that no logits need be written for it.
     static var sumsMass: Bool { get }
 
@@ -195,6 +203,7 @@ public protocol Policy: Sendable {
 extension Policy {
     public static var ranksScores: Bool { true }
     public static var usesEvictedMean: Bool { false }
+    public static var usesValueLengths: Bool { false }
     public static var sumsMass: Bool { false }
     public var ownSettings: [String: SettingValue] { [:] }
     public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool { false }
@@ -285,7 +294,7 @@ extension Policy {
         if options.sink < 0 { throw fail("sink is at least 0; got \(options.sink).") }
         if (options.ageNormalised || options.valueWeighted) && !Self.ranksScores {
             throw fail(
-                "it accumulates no scores that ageNormalised or valueWeighted could weigh; leave "
+                "it does not rank by scores that ageNormalised or valueWeighted could weigh; leave "
                     + "them off.")
         }
         if options.evictEvery < 1 || options.window < 1 || options.pool < 1
@@ -316,10 +325,6 @@ private let mostPositions = Int(Int32.max)
 // The average pool adds its neighbours up one by one.
 private let mostNeighbours = 1023
 
-// Below this a key's mean mass per step counts as nothing: it keeps log masses of never-used slots
-// from stretching the scale on which all others are compared.
-let massFloor: Float = 1e-6
-
 /// Scores times ||v||, `[B, H, N]`.
 func valueWeighted(_ scores: MLXArray, _ slots: PolicySlots) -> MLXArray {
     scores * sqrt(square(slots.values.float32).sum(axis: -1))
@@ -340,13 +345,4 @@ func averagePool(_ mass: MLXArray, positions: MLXArray, width: Int) -> MLXArray 
         pooled = pooled + padded.slicedLast(first ..< first + N)
     }
     return takeAlong(pooled / Float(width), argSort(order, axis: -1), axis: -1)
-}
-
-/// z-scores `[B, H, N]` of x by the mean and deviation among the slots marked true.
-func standardised(_ x: MLXArray, among: MLXArray) -> MLXArray {
-    var weight = among.asType(.float32)
-    weight = weight / maximum(weight.sum(axis: -1, keepDims: true), Float(1))
-    let mean = (x * weight).sum(axis: -1, keepDims: true)
-    let deviation = sqrt((square(x - mean) * weight).sum(axis: -1, keepDims: true))
-    return (x - mean) / (deviation + Float(1e-6))
 }

@@ -44,6 +44,20 @@ enum GoldenReplay {
         return ["out": result.output, "scores": result.scores, "lse": result.logSumExp]
     }
 
+    /// Keys and values of a "quantized" case, packed here, by their names in the file.
+    static func packed(_ p: GoldenCase) -> Arrays {
+        let slots = [p.int("batch"), p.int("kv_heads"), p.int("keys")], group = p.int("group_size")
+        func packed(_ which: Tensor, _ letter: String, _ width: String) -> Arrays {
+            let rows = p.tensor(which, slots + [p.int(width)], dtype: p.dtype)
+            let packed = PackedRows(packing: rows, bits: p.int(letter + "_bits"), groupSize: group)
+            return [
+                letter + "_w": packed.words, letter + "_s": packed.scales,
+                letter + "_b": packed.biases,
+            ]
+        }
+        return packed(.k, "k", "key_width").merging(packed(.v, "v", "value_width")) { $1 }
+    }
+
     private static func queries(_ p: GoldenCase) -> MLXArray {
         p.tensor(
             .q, [p.int("batch"), p.int("query_heads"), p.int("queries"), p.int("key_width")],
@@ -98,7 +112,9 @@ enum GoldenReplay {
                 .q, [B, p.int("query_heads"), p.int("queries"), D], power: p.int("q_power"))
             let remainder = statistics(
                 count: p.int("count"), variancePower: p.int("variance_power"))
-            return ["logit": remainder.column(queries: q, scale: p.scale)]
+            let saturation = MLXArray(p.numbers("saturation") ?? [Remainder.saturation])
+            let logit = remainder.column(queries: q, scale: p.scale, saturation: saturation)
+            return ["logit": logit]
         case "join":
             let shape = [B, p.int("query_heads"), p.int("queries")]
             func logits(_ which: Tensor, _ kind: String) -> MLXArray {
@@ -231,7 +247,8 @@ enum GoldenReplay {
                 keyBits: settings["k_bits"]?.int ?? bits,
                 valueBits: settings["v_bits"]?.int ?? bits,
                 groupSize: settings["group_size"]?.int ?? 64,
-                recentBits: settings["recent_bits"]?.int))
+                recentBits: settings["recent_bits"]?.int),
+            saturation: settings.numbers("saturation") ?? [Remainder.saturation])
     }
 
     /// Positions `[B, H, most]`, ascending, then -1.

@@ -1,0 +1,75 @@
+"""Shares of slots while a conversation is short: nothing goes before the memory is full.
+
+A size in bytes is so many slots in all. While a conversation has no more tokens than there are
+slots a head, every head keeps all of it. From then on slots are shared out anew whenever it has
+doubled, each time as the profile knows conversations of that length, until the shares are those of
+a long one. Each layer changes by its own offset, so all do so at the same token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mlx_h2o import checks
+from mlx_h2o.profile import Profile
+
+#: Of one layer in a file: tokens double from stage to stage.
+MOST_STAGES = 64
+
+
+class Stage(NamedTuple):
+    """The slots of a layer's heads from some length on.
+
+    Attributes:
+        beyond: Tokens of the conversation that have come when it begins to serve.
+        budgets: Slots of each KV head.
+    """
+
+    beyond: int
+    budgets: tuple[int, ...]
+
+
+def stages_of(profile: Profile, mean: int, least: int) -> list[tuple[int, list[list[int]]]]:
+    """How slots are shared out as a conversation grows.
+
+    Args:
+        profile: Of the model.
+        mean: Slots per KV head on average, the same at every stage.
+        least: Slots that every head must have.
+
+    Returns:
+        Tokens from which each stage serves, and slots `[layers][H]`. The first serves from 0 and is
+        uniform, the last is the profile's.
+    """
+    stages = [(0, [[mean] * heads for heads in profile.model.kv_heads])]
+    beyond = mean
+    # At least once capped, and then for as long as the profile knows better.
+    while 2 * beyond < profile.grid[-1] or beyond == mean:
+        stages.append((beyond, profile.budgets(mean, least, 2 * beyond)))
+        beyond *= 2
+    stages.append((beyond, profile.budgets(mean, least)))
+    return stages
+
+
+def checked_filling(stages: Any) -> tuple[Stage, ...]:
+    """Stages still to come, in order.
+
+    Raises:
+        ValueError: They are none.
+    """
+    if not checks.is_list(stages) or len(stages) > MOST_STAGES:
+        raise ValueError(f"filling must be a list of (tokens, budgets); got {stages!r}.")
+    out: list[Stage] = []
+    for stage in stages:
+        if not checks.is_list(stage) or len(stage) != 2:
+            raise ValueError(f"filling must be a list of (tokens, budgets); got {stage!r}.")
+        least = out[-1].beyond + 1 if out else 1
+        beyond = checks.whole("filling", stage[0], least)
+        out.append(Stage(beyond, checks.wholes("filling", stage[1])))
+    return tuple(out)
+
+
+def due(stages: Sequence[Stage], tokens: int) -> int:
+    """How many of the stages have begun when so many tokens have come."""
+    return sum(stage.beyond < tokens for stage in stages)

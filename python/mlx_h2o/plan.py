@@ -1,0 +1,271 @@
+"""What each layer of a model gets of a size: bits, frames, slots, and budgets that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import mlx.core as mx
+
+from mlx_h2o.budget import LayerShare, RowWidths, bytes_for_slots, slots_for_bytes
+from mlx_h2o.filling import Stage, stages_of
+from mlx_h2o.frame import Frame
+from mlx_h2o.layer_kinds import LayerKind
+from mlx_h2o.measured import LayerFrames
+from mlx_h2o.packed import DEFAULT_GROUP_SIZE, GROUP_SIZES, Packing
+from mlx_h2o.policies import Policy
+from mlx_h2o.profile import Profile
+from mlx_h2o.remainder import SATURATION
+from mlx_h2o.settings import ModelSettings
+from mlx_h2o.sizing import USUAL_BITS, choices, packed_in
+
+# A head of a profile that could only choose among one or two tokens would choose nothing.
+FEWEST_CHOICES = 4
+
+
+@dataclass(frozen=True)
+class AtHand:
+    """What is known of a model.
+
+    Attributes:
+        profile: By which slots are shared out, or None: evenly.
+        frames: By context, of each layer's keys, or None.
+        given: Each layer's frame as the caller gave it.
+    """
+
+    profile: Profile | None
+    frames: dict[int, LayerFrames] | None
+    given: Sequence[Frame | None]
+
+    def frame(self, layer: int, context: int) -> Frame | None:
+        """A layer's frame for so many positions: the next context up, or the longest."""
+        if not self.frames:
+            return None
+        found = min((c for c in self.frames if c >= context), default=max(self.frames))
+        centre, scale = self.frames[found][layer]
+        return Frame(mx.array(centre), mx.array(scale))
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer's part.
+
+    Attributes:
+        share: Of the model's budget.
+        budgets: Slots of each KV head, at first.
+        saturation: The remainder's t, of all heads or each.
+        frame: Of packed keys.
+        filling: Budgets that follow.
+    """
+
+    share: LayerShare
+    budgets: tuple[int, ...]
+    saturation: float | tuple[float, ...]
+    frame: Frame | None
+    filling: tuple[Stage, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All layers' parts.
+
+    Attributes:
+        packing: How rows are stored.
+        layers: One for each plain KV cache.
+        choice: How the bits were chosen, in words; empty where the caller said them.
+    """
+
+    packing: Packing
+    layers: list[LayerPlan]
+    choice: str = ""
+
+
+def planned(
+    kinds: Sequence[LayerKind],
+    settings: ModelSettings,
+    policy: Policy,
+    remembers: bool,
+    at_hand: AtHand,
+) -> Plan:
+    """What each layer gets.
+
+    Args:
+        kinds: The model's plain KV caches.
+        settings: With a size in slots or bytes.
+        policy: What chooses.
+        remembers: Whether statistics of the evicted are kept.
+        at_hand: What is known of the model.
+
+    Raises:
+        ValueError: The size is too small for the policy.
+    """
+    attending = all(kind.routed for kind in kinds)
+    profile, undo = at_hand.profile, settings.undo
+    shares = [LayerShare(k.heads, replace(k.widths, undo=undo)) for k in kinds]
+    if profile is not None:
+        shares = [
+            replace(share, grid=profile.grid, losses=losses)
+            for share, losses in zip(shares, profile.losses, strict=True)
+        ]
+    context = cast(int, settings.context)
+    packing, choice = settings.packing, ""
+    if settings.chooses_bits and attending:
+        packing, choice = _chosen_packing(shares, settings, policy, remembers, at_hand)
+    frames = list(at_hand.given)
+    if settings.frames is None and packing.k_bits is not None:
+        frames = [at_hand.frame(i, context) for i in range(len(shares))]
+    shares = [
+        replace(share, widths=replace(share.widths, packing=packing, framed=frame is not None))
+        for share, frame in zip(shares, frames, strict=True)
+    ]
+    sizes = slots_of_layers(shares, settings, policy, remembers, attending, profile)
+    stages = fillings(sizes, settings, policy, profile)
+    layers = [
+        LayerPlan(share, budgets, t, frame, later)
+        for share, t, frame, (budgets, later) in zip(
+            shares, saturations(profile, policy, sizes), frames, stages, strict=True
+        )
+    ]
+    return Plan(packing, layers, choice)
+
+
+def _chosen_packing(
+    shares: Sequence[LayerShare],
+    settings: ModelSettings,
+    policy: Policy,
+    remembers: bool,
+    at_hand: AtHand,
+) -> tuple[Packing, str]:
+    """How rows are stored where bits were left to us, and why."""
+    profile = at_hand.profile
+    if not at_hand.frames or settings.frames is not None:
+        return settings.packing, "rows as they come: there are no frames for packed keys"
+    if profile is None or profile.measured is None or not profile.measured.packing:
+        fits = group_size_of([share.widths for share in shares])
+        if fits is None:
+            return settings.packing, "rows as they come: their width has no groups"
+        return (
+            Packing(USUAL_BITS, USUAL_BITS, fits),
+            f"rows of {USUAL_BITS} bits in frames; no profile says what suits this model",
+        )
+    found = choices(
+        shares,
+        cast(int, settings.max_bytes),
+        profile,
+        policy,
+        remembers,
+        policy.least_budget() + FEWEST_CHOICES,
+        cast(int, settings.context),
+    )
+    if not found:
+        return settings.packing, ""
+    group = profile.measured.group_size
+    packing = packed_in(shares[0], found[0].bits, group).widths.packing
+    return packing, "; ".join(map(str, found))
+
+
+def group_size_of(widths: Sequence[RowWidths]) -> int | None:
+    """A group size in which all these rows can be packed: the usual one if possible."""
+    fits = [g for g in GROUP_SIZES if all(w.key % g == w.value % g == 0 for w in widths)]
+    return DEFAULT_GROUP_SIZE if DEFAULT_GROUP_SIZE in fits else next(iter(fits), None)
+
+
+def saturations(
+    profile: Profile | None, policy: Policy, sizes: Sequence[Sequence[int]]
+) -> list[float | tuple[float, ...]]:
+    """Each layer's: its heads' better orders, where a profile was made with this policy."""
+    if profile is None or not profile.knows(policy.name):
+        return [SATURATION] * len(sizes)
+    return [tuple(of_layer) for of_layer in profile.saturation(sizes)]
+
+
+def fillings(
+    sizes: Sequence[Sequence[int]],
+    settings: ModelSettings,
+    policy: Policy,
+    profile: Profile | None,
+) -> list[tuple[tuple[int, ...], tuple[Stage, ...]]]:
+    """Each layer's budgets at first, and those that follow as the conversation grows.
+
+    A size in slots is shared out at once; so is one in bytes where layers have other means, or
+    steps can be taken back: a change of budgets cannot.
+    """
+    heads = [slots for of_layer in sizes for slots in of_layer]
+    mean, rest = divmod(sum(heads), len(heads))
+    if profile is None or settings.max_bytes is None or settings.undo or rest:
+        return [(tuple(of_layer), ()) for of_layer in sizes]
+    first, *later = stages_of(profile, mean, policy.least_budget() + FEWEST_CHOICES)
+    return [
+        (
+            tuple(first[1][layer]),
+            tuple(Stage(beyond, tuple(budgets[layer])) for beyond, budgets in later),
+        )
+        for layer in range(len(sizes))
+    ]
+
+
+def slots_of_layers(
+    shares: Sequence[LayerShare],
+    settings: ModelSettings,
+    policy: Policy,
+    remembers: bool,
+    attending: bool,
+    profile: Profile | None,
+) -> list[list[int]]:
+    """Slots of each layer's KV heads.
+
+    Raises:
+        ValueError: The size is too small for the policy.
+    """
+    sizes = []
+    shared_out: dict[int, list[list[int]]] = {}  # layers of equal widths have equal means
+    least = policy.least_budget() + (FEWEST_CHOICES if profile else 0)
+    for layer, share in enumerate(shares):
+        mean = _mean_slots(len(shares), share, settings, policy, remembers, least)
+        if profile is None:
+            sizes.append([mean] * share.heads)
+        else:
+            if mean not in shared_out:
+                shared_out[mean] = profile.budgets(mean, least)
+            sizes.append(shared_out[mean][layer])
+    if not attending:
+        # One mask serves all layers, so all must hold the same number of tokens.
+        fewest = min(min(layer) for layer in sizes)
+        sizes = [[fewest] * len(layer) for layer in sizes]
+    return sizes
+
+
+def _mean_slots(
+    layers: int,
+    share: LayerShare,
+    settings: ModelSettings,
+    policy: Policy,
+    remembers: bool,
+    least: int,
+) -> int:
+    """Slots per KV head of a layer, on average.
+
+    Raises:
+        ValueError: They are fewer than `least`.
+    """
+    if settings.max_size is not None:
+        charged = share.widths.remainder_slots(remembers)
+        name, given, needed = "max_size", settings.max_size, least + charged
+        mean = given - charged
+    else:
+        assert settings.max_bytes is not None
+        name, given = "max_bytes", cast(int, settings.max_bytes)
+        needed = layers * bytes_for_slots(least, share.heads, share.widths, policy, remembers)
+        mean = 0
+        if given >= needed:
+            mean = slots_for_bytes(given // layers, share.heads, share.widths, policy, remembers)
+    if mean < least:
+        sinks, recent = policy.sink, policy.recent_slots(least)
+        raise ValueError(
+            f"{name}={given} is too small: with policy {policy.name!r} each KV head needs {least} "
+            f"slots ({sinks} sinks, {recent} recent, the rest to choose from)"
+            f"{' and a remainder' if remembers else ''}: make {name} at least {needed}, or lower "
+            "sink, recent or evict_every."
+        )
+    return mean

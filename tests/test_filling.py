@@ -1,0 +1,144 @@
+"""Sizes in bytes: nothing goes before the memory is full, and it is never exceeded."""
+
+import copy
+from itertools import pairwise
+
+import mlx.core as mx
+import pytest
+
+from mlx_h2o import H2OKVCache
+from mlx_h2o.bounded_cache import BoundedKVCache
+from mlx_h2o.curves import check_curves
+from mlx_h2o.filling import stages_of
+from mlx_h2o.model_identity import ModelIdentity
+from mlx_h2o.packed import Packing
+from mlx_h2o.policies import make_policy
+from mlx_h2o.profile import Profile
+from mlx_h2o.settings import CacheSettings
+from tiny_models import TinyLayer, kept_positions
+
+#: One layer of two heads, 40 slots each on average.
+STAGES = ((40, (60, 20)), (80, (52, 28)), (160, (24, 56)))
+
+
+def filling(**settings) -> H2OKVCache:
+    policy = make_policy(settings.pop("policy", "distinct"))
+    settings = CacheSettings(budgets=(40, 40), policy=policy, filling=STAGES, **settings)
+    return BoundedKVCache.of(settings)
+
+
+def full_outputs(tokens: TinyLayer, count: int) -> mx.array:
+    q, k, v = tokens.at(0, count)
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=tokens.scale, mask="causal")
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 40])
+@pytest.mark.parametrize("policy", ["distinct", "h2o", "keydiff"])
+def test_a_short_conversation_is_exact(chunk, policy):
+    tokens, cache = TinyLayer(), filling(policy=policy)
+    out = tokens.feed(cache, 40, chunk)
+    assert mx.allclose(out, full_outputs(tokens, 40), atol=1e-5)
+    assert cache.evicted == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("packing", [Packing(), Packing(8, 8, 32), Packing(4, 4, 32, 16)])
+def test_budgets_follow_the_conversation_and_slots_are_never_exceeded(chunk, packing):
+    tokens = TinyLayer(key_width=32, value_width=32)
+    cache = filling(packing=packing)
+    most = None
+    for _ in range(0, 300, chunk):
+        tokens.feed(cache, chunk, chunk)
+        begun = [budgets for beyond, budgets in STAGES if beyond < cache.offset]
+        assert tuple(cache.budgets) == (begun[-1] if begun else (40, 40))
+        held = [run.length for run in cache.layer.runs for _ in range(run.heads)]
+        window = cache.layer.recently_held
+        for length, budget in zip(held, cache.budgets, strict=True):
+            assert length + window <= min(budget, cache.offset)
+        assert sum(held) + 2 * window <= 80
+        most = max(most or 0, cache.nbytes)
+    assert cache.settings.filling == ()
+    plain = BoundedKVCache.of(CacheSettings(budgets=STAGES[-1][1], packing=packing))
+    tokens.feed(plain, 300, chunk)
+    assert cache.nbytes <= most
+    if packing.recent is None:
+        assert most <= plain.nbytes
+
+
+def test_an_evicted_token_is_in_the_remainder():
+    """At each change what leaves a head goes on answering: counts add up to all that came."""
+    tokens, cache = TinyLayer(), filling()
+    for count in (40, 1, 39, 1, 60, 60):
+        tokens.feed(cache, count)
+        held = [run.length for run in cache.layer.runs for _ in range(run.heads)]
+        lost = cache.remainder.count[0].tolist()
+        assert [a + b for a, b in zip(held, lost, strict=True)] == [cache.offset] * 2
+
+
+@pytest.mark.parametrize("after", [20, 40, 55, 130])
+@pytest.mark.parametrize("way", ["state", "copy"])
+def test_a_copy_goes_on_through_the_same_stages(after, way):
+    tokens, cache = TinyLayer(), filling()
+    tokens.feed(cache, after)
+    other = H2OKVCache.from_state(cache.state) if way == "state" else copy.deepcopy(cache)
+    assert other.settings.filling == cache.settings.filling
+    first, second = (tokens.feed(c, 200) for c in (cache, other))
+    assert mx.allclose(first, second, atol=1e-5)
+    assert kept_positions(cache) == kept_positions(other)
+
+
+def test_a_prompt_that_is_longer_than_the_memory_goes_to_its_stage_at_once():
+    tokens, cache = TinyLayer(), filling()
+    tokens.feed(cache, 100, 100)
+    assert cache.budgets == list(STAGES[1][1])
+    assert [run.length for run in cache.layer.runs] == [52, 28]
+
+
+def test_resizing_ends_it():
+    tokens, cache = TinyLayer(), filling()
+    tokens.feed(cache, 30)
+    cache.resize([30, 30])
+    tokens.feed(cache, 100)
+    assert cache.budgets == [30, 30]
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (((80, (20, 60)), (40, (60, 20))), "filling must be at least 81"),
+        (((80, (20, 30, 30)),), "as many heads"),
+        (((80, (2, 78)),), "too small"),
+        (((80, ()),), "filling must be a list"),
+        ((80,), "filling must be a list"),
+        ("soon", "filling must be a list"),
+    ],
+)
+def test_what_is_no_filling_is_refused(stages, message):
+    with pytest.raises(ValueError, match=message):
+        CacheSettings(budgets=(40, 40), filling=stages)
+
+
+def test_undo_and_filling_exclude_each_other():
+    with pytest.raises(ValueError, match="no undo"):
+        CacheSettings(budgets=(40, 40), filling=STAGES, undo=2)
+
+
+def made_up(known: int) -> Profile:
+    grid = (12, 24, 48, 96, known)
+    losses = (((4.0, 2.0, 1.0, 0.5, 0.0), (0.4, 0.2, 0.0, 0.0, 0.0)),) * 2
+    check_curves(grid, losses[0])
+    return Profile(ModelIdentity("made-up", (2, 2), (8, 8), 0, ()), grid, losses, "by hand")
+
+
+@pytest.mark.parametrize("mean", [14, 40, 100, 300])
+def test_stages_double_and_end_with_the_profiles_shares(mean):
+    profile = made_up(200)
+    (first, uniform), *later = stages_of(profile, mean, 12)
+    assert (first, uniform) == (0, [[mean] * 2] * 2)
+    assert later[0][0] == mean
+    for (beyond, budgets), (longer, _) in pairwise(later):
+        assert longer == 2 * beyond
+        slots = [s for layer in budgets for s in layer]
+        assert sum(slots) == 4 * mean
+        assert max(slots) <= longer
+    assert later[-1][1] == profile.budgets(mean)
