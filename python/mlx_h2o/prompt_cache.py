@@ -100,15 +100,22 @@ def make_prompt_cache(
     return bounded_caches(model, ModelSettings.of(max_size, **given))
 
 
-def bounded_caches(model: nn.Module, settings: ModelSettings) -> list[Any]:
+def bounded_caches(
+    model: nn.Module, settings: ModelSettings, kinds: Sequence[LayerKind] | None = None
+) -> list[Any]:
     """The model's own caches, with every plain KV cache replaced by one of these settings.
+
+    Args:
+        model: An mlx-lm model.
+        settings: Of them all.
+        kinds: What its layers are taken for, where that is not `layer_kinds` of the model.
 
     Raises:
         NothingToBound: The model has no plain KV cache.
         ValueError: The settings do not suit the model.
     """
     name = type(model).__module__.rsplit(".", 1)[-1]
-    kinds = layer_kinds(model)
+    kinds = layer_kinds(model) if kinds is None else kinds
     if not kinds:
         raise NothingToBound(
             f"{name} has no plain KV cache to bound: its memory is bounded already."

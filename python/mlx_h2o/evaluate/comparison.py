@@ -20,17 +20,18 @@ import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o.builtin import load
-from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, slots_in_16_bits
+from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, caches_in_16_bits, slots_in_16_bits
 from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
 from mlx_h2o.evaluate.recall import FORMS, RecallTask, recall_task, recalled
 from mlx_h2o.linear_algebra import blas
 from mlx_h2o.policies.settings import setting_of
 from mlx_h2o.prompt_cache import bounded_caches
-from mlx_h2o.settings import ModelSettings, profile_or_uniform
+from mlx_h2o.settings import DEFAULT_POLICY, ModelSettings, profile_or_uniform
 from mlx_h2o.stock import stock_caches
 
 FULL = "full cache"
 WINDOW = "sliding window"
+OURS = "mlx-h2o"
 # mlx-lm's own packed caches, which keep every token.
 PACKED = {"mlx-lm, 8 bits": 8, "mlx-lm, 4 bits": 4}
 # What RotatingKVCache keeps of the beginning in mlx-lm's own make_prompt_cache.
@@ -50,6 +51,7 @@ class Arm:
         remainder: Whether the evicted go on answering.
         budgets: As in `make_prompt_cache`.
         settings: Fields of the policy, as pairs.
+        by_bytes: Whether the size is given in bytes, so that bits and slots are chosen together.
     """
 
     name: str
@@ -57,8 +59,11 @@ class Arm:
     remainder: bool = True
     budgets: str | None = None
     settings: tuple[tuple[str, Any], ...] = ()
+    by_bytes: bool = False
 
-    def make(self, model: nn.Module, max_size: int, equal: str = "bytes") -> list[Any]:
+    def make(
+        self, model: nn.Module, max_size: int, equal: str = "bytes", context: int | None = None
+    ) -> list[Any]:
         """An empty cache.
 
         Args:
@@ -66,6 +71,7 @@ class Arm:
             max_size: Tokens that the window holds.
             equal: "bytes": no more bytes than those take in a 16-bit model; "slots": as many slots
                 a KV head, on average, whatever they are stored in.
+            context: Tokens that will come, where bits are chosen; None: as many as the model knows.
 
         Raises:
             ValueError: There is no such cache, or that is too small for it.
@@ -88,6 +94,8 @@ class Arm:
             ]
         try:
             settings = self.model_settings(max_size)
+            if self.by_bytes and equal == "bytes":
+                return caches_in_16_bits(model, settings, max_size, context)
             if equal == "bytes":
                 settings = replace(settings, max_size=slots_in_16_bits(model, settings, max_size))
             return bounded_caches(model, settings)
@@ -121,7 +129,7 @@ class Arm:
 
 
 def default_arms(policies: Sequence[str] = (), budgets: str | None = None) -> list[Arm]:
-    """Mlx-lm's own, the default with and without remainder and profile, and any policies named.
+    """Mlx-lm's own, ours with bits and slots chosen by bytes and in 16 bits, any policies named.
 
     Args:
         policies: Names, with settings if wanted: `h2o`, `distinct:recent=0.25:evict_every=8`,
@@ -136,10 +144,8 @@ def default_arms(policies: Sequence[str] = (), budgets: str | None = None) -> li
         Arm(FULL),
         Arm(WINDOW),
         *map(Arm, PACKED),
-        Arm("distinct, profile", "distinct", budgets=budgets),
-        Arm("distinct, profile, no remainder", "distinct", False, budgets=budgets),
-        Arm("distinct, uniform", "distinct", budgets="uniform"),
-        Arm("distinct, uniform, no remainder", "distinct", False, budgets="uniform"),
+        Arm(OURS, DEFAULT_POLICY, budgets=budgets, by_bytes=True),
+        Arm(f"{DEFAULT_POLICY}, 16 bits", DEFAULT_POLICY, budgets=budgets),
     ]
     for spec in policies:
         policy, *fields = spec.split(":")
@@ -286,7 +292,7 @@ def _task(protocol: Protocol) -> RecallTask:
 def _perplexity_of(arm: Arm) -> tuple[list[float], int]:
     protocol = _protocol
     model, _ = _model(protocol.model)
-    cache = arm.make(model, protocol.max_size, protocol.equal)
+    cache = arm.make(model, protocol.max_size, protocol.equal, protocol.tokens)
     note = _counted(protocol.samples)
     result = perplexity(model, cache, _samples(protocol), prefill=protocol.prefill, progress=note)
     return result.nll, bytes_in_16_bits(cache) // protocol.samples
@@ -299,7 +305,7 @@ def _recalled_by(arm: Arm) -> list[bool]:
     model, _ = _model(protocol.model)
     return recalled(
         model,
-        lambda: arm.make(model, protocol.max_size, protocol.equal),
+        lambda: arm.make(model, protocol.max_size, protocol.equal, protocol.prompt_tokens),
         _task(protocol),
         prefill=protocol.prompt_tokens if protocol.compressed else protocol.prefill,
         progress=_counted(1),

@@ -17,9 +17,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_h2o.bounded_cache import BoundedKVCache
-from mlx_h2o.budget import slots_for_bytes
+from mlx_h2o.budget import RowWidths, slots_for_bytes
 from mlx_h2o.cache_lists import entries
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
+from mlx_h2o.prompt_cache import bounded_caches, plain_bytes
 from mlx_h2o.settings import ModelSettings
 
 #: Bytes of an element that is not packed.
@@ -44,6 +45,32 @@ def slots_in_16_bits(model: nn.Module, settings: ModelSettings, tokens: int) -> 
     return min(_slots_of_layer(kind, kinds, settings, tokens) for kind in kinds)
 
 
+def caches_in_16_bits(
+    model: nn.Module, settings: ModelSettings, tokens: int, context: int | None
+) -> list[Any]:
+    """Bounded caches with the bytes of so many plain 16-bit tokens, bits and slots by the profile.
+
+    Args:
+        model: Whose caches.
+        settings: Of the caches; the size in them is not looked at.
+        tokens: Of a plain cache.
+        context: Tokens that will come.
+
+    Raises:
+        ValueError: That is too few bytes.
+    """
+    kinds = [replace(kind, widths=_in_16_bits(kind.widths)) for kind in layer_kinds(model)]
+    given = tokens * sum(map(plain_bytes, kinds))
+    by_bytes = replace(
+        settings, max_size=None, max_bytes=given, context=context, chooses_bits=True
+    )
+    return bounded_caches(model, by_bytes, kinds)
+
+
+def _in_16_bits(widths: RowWidths) -> RowWidths:
+    return replace(widths, key_size=ELEMENT, value_size=ELEMENT)
+
+
 def _slots_of_layer(
     kind: LayerKind, kinds: Sequence[LayerKind], settings: ModelSettings, tokens: int
 ) -> int:
@@ -51,7 +78,7 @@ def _slots_of_layer(
     answers = settings.remainder and not any(k.derived for k in kinds)
     remembers = answers or policy.uses_evicted_mean
     own = replace(kind.widths, packing=settings.packing, undo=settings.undo)
-    held = replace(own, key_size=ELEMENT, value_size=ELEMENT)
+    held = _in_16_bits(own)
     given = tokens * ELEMENT * (own.key + own.value)
     # The cache takes the remainder's slots off its size, in its own rows.
     return slots_for_bytes(given, 1, held, policy, remembers) + own.remainder_slots(remembers)
