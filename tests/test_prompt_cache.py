@@ -23,7 +23,7 @@ from mlx_h2o import (
     make_prompt_cache,
     save_prompt_cache,
 )
-from mlx_h2o.profile import identity_of
+from mlx_h2o.model_identity import identity_of
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model
 
 LAYER = TinyLayer()
@@ -582,7 +582,9 @@ def test_a_cache_can_be_resized_before_it_is_used():
 @pytest.mark.pairwise
 @pytest.mark.parametrize("remainder", [True, False], ids=["remainder", ""])
 @pytest.mark.parametrize("evict_every", [1, 4])
-@pytest.mark.parametrize("policy", ["distinct", "h2o", "streaming", "keydiff", "paper"])
+@pytest.mark.parametrize(
+    "policy", ["distinct", "salient", "h2o", "streaming", "keydiff", "paper"]
+)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_max_bytes_is_a_bound_and_no_slot_is_wasted(dtype, policy, evict_every, remainder):
     """Everything held counts, and one slot more a head would be too much."""

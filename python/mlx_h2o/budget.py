@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_h2o import checks
+from mlx_h2o.curves import check_curves
 from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy
-from mlx_h2o.profile import check_curves
 from mlx_h2o.remainder import Remainder
 from mlx_h2o.undo import step_bytes
 

@@ -11,12 +11,14 @@ import mlx.nn as nn
 
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.budget import LayerShare, bytes_for_slots, slots_for_bytes
-from mlx_h2o.builtin import shipped_profiles
 from mlx_h2o.cache_lists import replaced
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
+from mlx_h2o.model_identity import identity_of
 from mlx_h2o.packed import DEFAULT_GROUP_SIZE
 from mlx_h2o.policies import Policy
-from mlx_h2o.profile import FILE_NAME, Profile, identity_of
+from mlx_h2o.profile import Profile
+from mlx_h2o.profile_places import found_profile
+from mlx_h2o.remainder import SATURATION
 from mlx_h2o.settings import CacheSettings, ModelSettings
 from mlx_h2o.stock import caches_beneath, is_asked, stock_caches
 
@@ -111,10 +113,11 @@ def bounded_caches(model: nn.Module, settings: ModelSettings) -> list[Any]:
         ]
     remembers = answers or policy.uses_evicted_mean
     sizes = slots_of_layers(shares, settings, policy, remembers, attending, profile)
-    layers = iter(zip(kinds, shares, sizes, strict=True))
+    orders = _saturations(profile, policy, sizes)
+    layers = iter(zip(kinds, shares, sizes, orders, strict=True))
 
     def bounded() -> BoundedKVCache:
-        kind, share, budgets = next(layers)
+        kind, share, budgets, saturation = next(layers)
         of_layer = CacheSettings(
             budgets=tuple(budgets),
             policy=policy,
@@ -122,11 +125,21 @@ def bounded_caches(model: nn.Module, settings: ModelSettings) -> list[Any]:
             packing=packing,
             attending=attending,
             undo=undo,
+            saturation=saturation,
         )
         use = "latent" if kind.derived else ""
         return BoundedKVCache.of(of_layer, use if attending else "plain rows", share)
 
     return [replaced(entry, bounded) for entry in stock_caches(model)]
+
+
+def _saturations(
+    profile: Profile | None, policy: Policy, sizes: Sequence[Sequence[int]]
+) -> list[float | tuple[float, ...]]:
+    """Each layer's: its heads' better orders, where a profile was made with this policy."""
+    if profile is None or not profile.knows(policy.name):
+        return [SATURATION] * len(sizes)
+    return [tuple(of_layer) for of_layer in profile.saturation(sizes)]
 
 
 def _check_kinds(
@@ -236,13 +249,4 @@ def _profile_for(
         profile = budgets if isinstance(budgets, Profile) else Profile.load(budgets)
         profile.require(identity)
         return profile
-    folder = getattr(model, "mlx_h2o_folder", None)
-    if folder is not None and (Path(folder) / FILE_NAME).exists():
-        profile = Profile.load(Path(folder) / FILE_NAME)
-        profile.require(identity)
-        return profile
-    for path in shipped_profiles():
-        profile = Profile.load(path)
-        if profile.model.difference(identity) is None:
-            return profile
-    return None
+    return found_profile(model, identity)
