@@ -42,6 +42,12 @@ def attention(
     wanted: Export = ...,
     stream: mx.Stream | mx.Device | mx.DeviceType | None = None,
 ) -> list[mx.array]: ...
+def pack(
+    rows: mx.array,
+    bits: int,
+    group_size: int,
+    stream: mx.Stream | mx.Device | mx.DeviceType | None = None,
+) -> list[mx.array]: ...
 
 class KernelPolicy:
     def __init__(
@@ -69,6 +75,9 @@ class Recent:
         value_lengths: mx.array | None = None,
     ) -> None: ...
 
+class Frame:
+    def __init__(self, centre: mx.array, scale: mx.array) -> None: ...
+
 class DecodingLayer:
     def __init__(
         self,
@@ -82,6 +91,7 @@ class DecodingLayer:
         saturation: list[float],
         recent: Recent | None = None,
         stream: mx.Stream | mx.Device | None = None,
+        frame: Frame | None = None,
     ) -> None: ...
     def step(
         self,

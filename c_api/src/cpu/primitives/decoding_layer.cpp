@@ -20,7 +20,7 @@ void append(std::vector<mx::array>& fields, const std::vector<mx::array>& more) 
 DecodingLayer::DecodingLayer(
     const Stored& k, const Stored& v, std::vector<mx::array> others, KernelPolicy policy,
     bool remembers, bool answers, std::vector<float> saturation,
-    const std::optional<Recent>& recent, mx::StreamOrDevice s)
+    const std::optional<Recent>& recent, mx::StreamOrDevice s, const std::optional<Frame>& frame)
     : layer_{},
       layout_(layout_of(k, v)),
       row_dtype_(k.arrays.back().dtype()),
@@ -64,6 +64,7 @@ DecodingLayer::DecodingLayer(
     fields.push_back(recent->scores);
     if (measured_) fields.push_back(*recent->value_lengths);
   }
+  if (frame) take_frame(*frame, s);
   for (mx::array& field : fields) {
     shapes_.push_back(field.shape());
     dtypes_.push_back(field.dtype());
@@ -136,6 +137,18 @@ void DecodingLayer::check_recent(const Stored& k, const Stored& v, const Recent&
         {{"they are", *recent.value_lengths}, {"newest keys", first}});
 }
 
+void DecodingLayer::take_frame(const Frame& frame, mx::StreamOrDevice s) {
+  const mx::Shape wanted{layer_.Hk, layer_.D};
+  require(
+      frame.centre.shape() == wanted && frame.scale.shape() == wanted && layout_.k_bits,
+      "A frame has a centre and a scale for each element of packed keys",
+      {{"centre", frame.centre}, {"scale", frame.scale}});
+  memory_->frame = {float32(frame.centre, s), float32(frame.scale, s)};
+  mx::eval(memory_->frame);  // once; every step reads it
+  layer_.frame_centre = memory_->frame[0].data<float>();
+  layer_.frame_scale = memory_->frame[1].data<float>();
+}
+
 void DecodingLayer::check_token(const mx::array& q, const mx::array& k, const mx::array& v) const {
   const int B = layer_.B, Hk = layer_.Hk, D = layer_.D, Dv = layer_.Dv;
   if (q.ndim() != 4 || q.shape(0) != B || q.shape(1) % Hk || q.shape(2) != 1 || q.shape(3) != D)
@@ -157,7 +170,7 @@ void DecodingLayer::check_token(const mx::array& q, const mx::array& k, const mx
 }
 
 void DecodingLayer::check_plan(
-    const std::vector<StepHead>& heads, const std::optional<RecentStep>& recent) const {
+    const std::vector<HeadPlan>& heads, const std::optional<RecentStep>& recent) const {
   if (heads.size() != size_t(layer_.Hk))
     refuse(
         "A step has a plan for each of " + std::to_string(layer_.Hk) + " KV heads, not " +
@@ -171,7 +184,7 @@ void DecodingLayer::check_plan(
         "The newest token leaves its ring of " + std::to_string(recent_size_) + " rows: slot " +
         std::to_string(recent->slot) + " of " + std::to_string(recent->length));
   const int least = !recent || recent->leaving ? 1 : 0;
-  for (const StepHead& head : heads) {
+  for (const HeadPlan& head : heads) {
     if (head.start < 0 || head.length < least || head.start + head.length > layer_.S ||
         head.victim >= layer_.policy.evict_every)
       refuse(
@@ -187,7 +200,7 @@ void DecodingLayer::check_plan(
 
 mx::array DecodingLayer::step(
     const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-    const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads,
+    const std::optional<mx::array>& sinks, int offset, std::vector<HeadPlan> heads,
     const std::optional<RecentStep>& recent, mx::StreamOrDevice s, std::vector<mx::array>* before) {
   require(memory_ != nullptr, "This layer was closed");
   check_token(q, k, v);
@@ -243,7 +256,7 @@ Kept DecodingLayer::kept_by(
   };
   Kept kept;
   bool chooses = false;
-  for (const StepHead& head : step.heads) {
+  for (const HeadPlan& head : step.heads) {
     kept.overwritten |= head.victim >= 0;
     chooses |= head.choose;
   }

@@ -20,6 +20,11 @@ struct Recent {
   std::optional<mx::array> value_lengths = std::nullopt;  // [B, Hk, size] float16
 };
 
+// What keys are stored relative to: centre and scale [Hk, D] float32 (frame.h).
+struct Frame {
+  mx::array centre, scale;
+};
+
 // What a step does with the newest tokens: the new token's slot, the tokens held after it, and
 // whether one leaves.
 struct RecentStep {
@@ -45,7 +50,8 @@ class DecodingLayer {
   DecodingLayer(
       const Stored& keys, const Stored& values, std::vector<mx::array> fields, KernelPolicy policy,
       bool remembers, bool answers, std::vector<float> saturation,
-      const std::optional<Recent>& recent, mx::StreamOrDevice s);
+      const std::optional<Recent>& recent, mx::StreamOrDevice s,
+      const std::optional<Frame>& frame = std::nullopt);
 
   // Out [B, Hq, 1, Dv] of one token's q [B, Hq, 1, D], k [B, Hk, 1, D] and v [B, Hk, 1, Dv].
   //
@@ -56,7 +62,7 @@ class DecodingLayer {
   // keys and values, and its value_lengths; scores of theirs, where there are any.
   mx::array step(
       const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-      const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads,
+      const std::optional<mx::array>& sinks, int offset, std::vector<HeadPlan> heads,
       const std::optional<RecentStep>& recent, mx::StreamOrDevice s,
       std::vector<mx::array>* before = nullptr);
 
@@ -73,9 +79,10 @@ class DecodingLayer {
   void check_fields(
       const Stored& keys, const Stored& values, const std::vector<mx::array>& fields) const;
   void check_recent(const Stored& keys, const Stored& values, const Recent& recent) const;
+  void take_frame(const Frame& frame, mx::StreamOrDevice s);
   void check_token(const mx::array& q, const mx::array& k, const mx::array& v) const;
   void check_plan(
-      const std::vector<StepHead>& heads, const std::optional<RecentStep>& recent) const;
+      const std::vector<HeadPlan>& heads, const std::optional<RecentStep>& recent) const;
 
   // What `step` hands out in `before`, whose shapes and dtypes are appended.
   Kept kept_by(

@@ -15,6 +15,7 @@ namespace mlx_h2o {
 // both, where the policy has them kept.
 struct SlotMemory {
   std::vector<mx::array> fields;
+  std::vector<mx::array> frame;  // centre and scale, or empty; never changed
 };
 struct Field {
   enum { positions, scores, count, mean_key, var_key, mean_value, victims, value_lengths };
