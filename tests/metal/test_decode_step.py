@@ -34,7 +34,8 @@ def slots_of(plan, B, D, Dv, dtype):
         (mx.random.normal((B, S, Dv)) + poison[..., None]).astype(dtype),
         mx.array(positions),
         mx.random.uniform(shape=(B, S)) + poison,
-        mx.random.uniform(shape=(B, S)) + poison,
+        norms := mx.random.uniform(shape=(B, S)) + poison,
+        mx.log(mx.square(norms)).astype(mx.float16),
     )
 
 
@@ -88,11 +89,15 @@ def test_overwrite(dtype, widths, remembers):
                     assert mx.array_equal(remainder.arrays[name][b, h], array[b, h])
             old.keys[b, at], old.values[b, at] = k[b, h, 0], v[b, h, 0]
             old.positions[b, at] = OFFSET - 1
-            old.norms[b, at] = mx.linalg.norm(v[b, h, 0].astype(mx.float32))
+            square = mx.square(v[b, h, 0].astype(mx.float32)).sum()
+            old.norms[b, at] = mx.sqrt(square)
+            old.value_lengths[b, at] = mx.log(mx.maximum(square, 1e-12))
     for name in ("keys", "values", "positions"):
         ours, theirs = getattr(slots, name), getattr(old, name)
         assert mx.array_equal(ours, theirs, equal_nan=ours.dtype != mx.int32)
     np.testing.assert_allclose(slots.norms, old.norms, rtol=1e-5)
+    assert slots.value_lengths.dtype == mx.float16
+    np.testing.assert_allclose(slots.value_lengths, old.value_lengths, rtol=2**-10, atol=1e-6)
 
 
 POLICIES = {
@@ -108,6 +113,7 @@ POLICIES = {
     "distinct": {},
     "distinct keys only": {"mass_weight": 0.0},
     "distinct by value": {"value_weighted": True},
+    "salient": {},
 }
 
 # B, G, lengths: one head and many, fewer slots than lanes and more than a threadgroup has.
@@ -161,10 +167,12 @@ def launch_update(policy, plan, slots, logits, lse, written, means, victims):
     B = lse.shape[0]
     if not policy.value_weighted:
         slots.norms = None
+    if policy.name != "salient":
+        slots.value_lengths = None
     flat = mx.concatenate([of_head.reshape(B, -1) for of_head in logits], axis=1)
     attended = Attended(out=None, lse=lse, logits=flat)
     worth = None
-    if ranking.priority == "distance":
+    if ranking.priority in ("distance", "salience"):
         apart = [
             of_head(slots.keys, head).astype(mx.float32) - means[:, h, None, None]
             for h, head in enumerate(plan.heads)
@@ -239,7 +247,7 @@ def test_whoever_does_not_choose_keeps_its_victims():
 
 
 # Over what cannot be avoided: logits, lse, positions, distances and scores once, scores written.
-@pytest.mark.parametrize(("name", "most"), [("h2o", 1.15), ("distinct", 1.35), ("streaming", 1.01)])
+@pytest.mark.parametrize(("name", "most"), [("h2o", 1.15), ("distinct", 1.35), ("salient", 1.35), ("streaming", 1.01)])
 def test_device_bytes(name, most):
     B, G, lengths = 1, 4, (800,) * 4
     H, N, D = len(lengths), sum(lengths), 128
@@ -264,6 +272,9 @@ def test_device_bytes(name, most):
         least += 4 * (N * (G + 2) + H * G)
     if name == "distinct":
         least += 4 * (N + H * D)
+    if name == "salient":
+        # Two bytes a slot for the values' lengths.
+        least += 4 * N + 2 * N
     counts = launches[-1]
     # The plan, a line per head, is read by every simdgroup and does not grow with the slots.
     moved = counts.device_bytes - counts.bytes_read["plan"]
