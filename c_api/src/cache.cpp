@@ -358,7 +358,7 @@ void Cache::start_decoding() {
   victims_.reset();
   decoding_on_ = backend();
   decoding_ = mlx_h2o::start_decoding(
-      std::move(held), {policy_.kernel_form(), policy_.value_weighted, remembers(), answers_});
+      std::move(held), {policy_.kernel_policy(), policy_.value_weighted, remembers(), answers_});
 }
 
 void Cache::take_back() {

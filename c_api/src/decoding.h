@@ -35,7 +35,7 @@ class Decoding {
 
 // What else a fused step needs to know. `policy` multiplies scores by ||v|| if `value_weighted`.
 struct DecodingRules {
-  PolicyForm policy;
+  KernelPolicy policy;
   bool value_weighted, remembers, answers;
 };
 

@@ -213,30 +213,30 @@ void Policy::check_budget(int budget) const {
           std::to_string(evict_every) + " to evict.");
 }
 
-PolicyForm Policy::kernel_form() const {
-  PolicyForm form;
-  form.priority = Priority::score;
+KernelPolicy Policy::kernel_policy() const {
+  KernelPolicy kernel;
+  kernel.priority = Priority::score;
   switch (kind) {
     case PolicyKind::distinct:
-      form.score = needs_attention() ? Score::sum : Score::none;
-      form.priority = Priority::distance;
-      form.mass_weight = static_cast<float>(mass_weight);
-      form.age_weight = static_cast<float>(age_weight);
+      kernel.score = needs_attention() ? Score::sum : Score::none;
+      kernel.priority = Priority::distance;
+      kernel.mass_weight = static_cast<float>(mass_weight);
+      kernel.age_weight = static_cast<float>(age_weight);
       break;
-    case PolicyKind::h2o: form.score = Score::sum; break;
-    case PolicyKind::ema: form.score = Score::ema; break;
-    case PolicyKind::ema_logits: form.score = Score::ema_logits; break;
-    case PolicyKind::tova: form.score = Score::last; break;
-    case PolicyKind::streaming: form.priority = Priority::age; break;
-    case PolicyKind::keydiff: form.priority = Priority::direction; break;
+    case PolicyKind::h2o: kernel.score = Score::sum; break;
+    case PolicyKind::ema: kernel.score = Score::ema; break;
+    case PolicyKind::ema_logits: kernel.score = Score::ema_logits; break;
+    case PolicyKind::tova: kernel.score = Score::last; break;
+    case PolicyKind::streaming: kernel.priority = Priority::age; break;
+    case PolicyKind::keydiff: kernel.priority = Priority::direction; break;
   }
-  if (form.score == Score::ema || form.score == Score::ema_logits)
-    form.decay = static_cast<float>(decay);
-  form.per_layer = per_layer;
-  form.age_normalised = age_normalised;
-  form.sink = sink;
-  form.evict_every = evict_every;
-  return form;
+  if (kernel.score == Score::ema || kernel.score == Score::ema_logits)
+    kernel.decay = static_cast<float>(decay);
+  kernel.per_layer = per_layer;
+  kernel.age_normalised = age_normalised;
+  kernel.sink = sink;
+  kernel.evict_every = evict_every;
+  return kernel;
 }
 
 mx::array Policy::accumulate(const mx::array& scores, const Observation& seen) const {

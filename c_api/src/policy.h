@@ -72,7 +72,7 @@ struct Policy {
   int recent_slots(int budget) const;
   void check_budget(int budget) const;
   // This policy in the fused kernels' terms, which may leave the weighting by ||v|| out.
-  PolicyForm kernel_form() const;
+  KernelPolicy kernel_policy() const;
 
   // Scores [B, H, N] after an observation.
   mx::array accumulate(const mx::array& scores, const Observation& seen) const;

@@ -42,7 +42,7 @@ def attention(
     stream: mx.Stream | mx.Device | mx.DeviceType | None = None,
 ) -> list[mx.array]: ...
 
-class PolicyForm:
+class KernelPolicy:
     def __init__(
         self,
         *,
@@ -66,7 +66,7 @@ class DecodingLayer:
         keys: Stored,
         values: Stored,
         fields: list[mx.array],
-        policy: PolicyForm,
+        policy: KernelPolicy,
         *,
         remembers: bool,
         answers: bool,

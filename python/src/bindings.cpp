@@ -59,13 +59,14 @@ NB_MODULE(_ext, m) {
       "Attention over [B, Hk, N, D], or [B, S, D] with (start, length) per head in `ranges`.\n\n"
       "Returns [out, lse] and, if wanted, logits or mass.");
 
-  nb::class_<PolicyForm>(m, "PolicyForm")
+  nb::class_<KernelPolicy>(m, "KernelPolicy")
       .def(
           "__init__",
-          [](PolicyForm* self, Score score, Priority priority, bool per_layer, bool age_normalised,
-             int sink, int evict_every, float decay, float mass_weight, float age_weight) {
-            new (self) PolicyForm{score,       priority, per_layer,   age_normalised, sink,
-                                  evict_every, decay,    mass_weight, age_weight};
+          [](KernelPolicy* self, Score score, Priority priority, bool per_layer,
+             bool age_normalised, int sink, int evict_every, float decay, float mass_weight,
+             float age_weight) {
+            new (self) KernelPolicy{score,       priority, per_layer,   age_normalised, sink,
+                                    evict_every, decay,    mass_weight, age_weight};
           },
           nb::kw_only(), "score"_a, "priority"_a, "per_layer"_a, "age_normalised"_a, "sink"_a,
           "evict_every"_a, "decay"_a, "mass_weight"_a, "age_weight"_a);
@@ -83,7 +84,7 @@ NB_MODULE(_ext, m) {
   nb::class_<DecodingLayer>(m, "DecodingLayer")
       .def(
           nb::init<
-              const Stored&, const Stored&, std::vector<mx::array>, PolicyForm, bool, bool, float,
+              const Stored&, const Stored&, std::vector<mx::array>, KernelPolicy, bool, bool, float,
               const std::optional<Recent>&, mx::StreamOrDevice>(),
           "keys"_a, "values"_a, "fields"_a, "policy"_a, nb::kw_only(), "remembers"_a, "answers"_a,
           "saturation"_a, "recent"_a = nb::none(), "stream"_a = nb::none())

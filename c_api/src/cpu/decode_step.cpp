@@ -33,7 +33,7 @@ class DecodeStep {
     for (int b = 0; b < layer_.B; ++b)
       for (int h = 0; h < layer_.Hk; ++h) write(b, h);
 
-    const PolicyForm& policy = layer_.policy;
+    const KernelPolicy& policy = layer_.policy;
     Attention a{};
     a.B = layer_.B, a.Hq = layer_.Hq, a.Hk = layer_.Hk, a.L = 1, a.D = layer_.D, a.Dv = layer_.Dv;
     a.scale = layer_.scale;

@@ -16,7 +16,7 @@ struct Layer {
   bool remembers;  // statistics of the evicted are kept
   bool answers;    // and go on answering
   float saturation;
-  PolicyForm policy;
+  KernelPolicy policy;
 };
 
 // Keys or values of all slots [B, S, width], dense or packed.

@@ -111,7 +111,7 @@ class GpuDecoding : public Decoding {
     return mx::where(marks, mean_kept_keys(plan, slots_.keys, written), remainder_.mean_key);
   }
 
-  const PolicyForm policy_;
+  const KernelPolicy policy_;
   const bool remembers_, answers_;
   const int count_;
   SlotArrays slots_;

@@ -93,7 +93,7 @@ mx::array unlike_directions(const StepPlan& plan, const Stored& keys, const mx::
 }
 
 mx::array update(
-    const StepPlan& plan, const SlotArrays& slots, const PolicyForm& policy,
+    const StepPlan& plan, const SlotArrays& slots, const KernelPolicy& policy,
     const VectorAttended& attended, const mx::array& victims, const mx::array& written,
     const std::optional<mx::array>& means, const std::optional<mx::array>& worth) {
   const int B = victims.shape(0), H = victims.shape(1);

@@ -43,7 +43,7 @@ mx::array unlike_directions(const StepPlan& plan, const Stored& keys, const mx::
 // Brings the scores up to date, in place, and names the next victims [B, H, evict_every] int32.
 // `means` are those from which distances were measured, `worth` is for Priority::direction.
 mx::array update(
-    const StepPlan& plan, const SlotArrays& slots, const PolicyForm& policy,
+    const StepPlan& plan, const SlotArrays& slots, const KernelPolicy& policy,
     const VectorAttended& attended, const mx::array& victims, const mx::array& written,
     const std::optional<mx::array>& means, const std::optional<mx::array>& worth);
 

@@ -51,7 +51,7 @@ class CPUDecoder(Decoder):
             stored(packing.rows("keys", lent.fields)),
             stored(packing.rows("values", lent.fields)),
             list(others.values()),
-            _form_of(settings),
+            _kernel_policy_of(settings),
             remembers=settings.remembers,
             answers=settings.remainder,
             saturation=SATURATION,
@@ -101,20 +101,20 @@ class CPUDecoder(Decoder):
         return Lent(_named("slots.", arrays), remainder, arrays["victims"], window)
 
 
-def _form_of(settings: CacheSettings) -> _ext.PolicyForm:
+def _kernel_policy_of(settings: CacheSettings) -> _ext.KernelPolicy:
     """A policy as the extension takes it."""
-    policy, form = settings.policy, settings.kernel_policy
-    assert form is not None
-    return _ext.PolicyForm(
-        score=_ext.Score[form.score],
-        priority=_ext.Priority[form.priority],
-        per_layer=form.per_layer,
-        age_normalised=form.age_normalised,
+    policy, kernel = settings.policy, settings.kernel_policy
+    assert kernel is not None
+    return _ext.KernelPolicy(
+        score=_ext.Score[kernel.score],
+        priority=_ext.Priority[kernel.priority],
+        per_layer=kernel.per_layer,
+        age_normalised=kernel.age_normalised,
         sink=policy.sink,
         evict_every=policy.evict_every,
-        decay=form.decay,
-        mass_weight=form.mass_weight,
-        age_weight=form.age_weight,
+        decay=kernel.decay,
+        mass_weight=kernel.mass_weight,
+        age_weight=kernel.age_weight,
     )
 
 

@@ -55,9 +55,9 @@ class GPUDecoder(Decoder):
         self._launcher = launcher
         self._architecture = architecture
         self._settings = settings
-        form = kernel_policy_of(settings.policy, weigh_values=True)
-        assert form is not None
-        self._policy = form
+        kernel_policy = kernel_policy_of(settings.policy, weigh_values=True)
+        assert kernel_policy is not None
+        self._policy = kernel_policy
         self._remainder = lent.remainder
         self._victims = lent.victims
         self._count = lent.fields["keys"].shape[1]

@@ -255,10 +255,10 @@ def kernel_policy_of(policy: Policy, weigh_values: bool = False) -> KernelPolicy
         return None
     if "kernel_policy" not in type(policy).__dict__:
         return None
-    form = policy.kernel_policy()
-    if form is None:
+    kernel = policy.kernel_policy()
+    if kernel is None:
         return None
-    return replace(form, per_layer=policy.unit == "layer", age_normalised=policy.age_normalised)
+    return replace(kernel, per_layer=policy.unit == "layer", age_normalised=policy.age_normalised)
 
 
 def value_weighted(scores: mx.array, slots: Slots) -> mx.array:

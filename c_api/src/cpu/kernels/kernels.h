@@ -107,8 +107,8 @@ enum class Score { none, sum, ema, ema_logits, last };
 // What it ranks slots by.
 enum class Priority { score, age, distance, direction };
 
-// A policy in the kernels' terms (Policy.kernel_form in Python).
-struct PolicyForm {
+// A policy in the kernels' terms (Policy.kernel_policy in Python).
+struct KernelPolicy {
   Score score = Score::none;
   Priority priority = Priority::age;
   bool per_layer = false;
@@ -148,9 +148,9 @@ struct Kernels {
   void (*attend)(const AttentionBlock&);
   // mass[n] += factor * sum over rows of e^(s - lse)
   void (*add_mass)(const UpdateHead&, float factor, float* mass);
-  void (*update)(const UpdateHead&, const PolicyForm&);
+  void (*update)(const UpdateHead&, const KernelPolicy&);
   // Names the evict_every slots of lowest priority, which is overwritten; ties to the oldest.
-  void (*select_victims)(const UpdateHead&, const PolicyForm&, int32_t* victims);
+  void (*select_victims)(const UpdateHead&, const KernelPolicy&, int32_t* victims);
   // y = a y + b x
   void (*blend)(float* y, const float* x, float a, float b, int n);
   float (*dot)(const float* x, const float* y, int n);

@@ -65,12 +65,12 @@ struct Evidence {
 };
 
 // Policy.accumulate
-inline void accumulate(const UpdateHead& h, const PolicyForm& form) {
-  if (form.score == Score::none) return;
-  const bool of_logits = form.score == Score::ema_logits;
-  if (!of_logits && form.score == Score::sum) return add_mass(h, 1.0f / h.rows, h.scores);
+inline void accumulate(const UpdateHead& h, const KernelPolicy& policy) {
+  if (policy.score == Score::none) return;
+  const bool of_logits = policy.score == Score::ema_logits;
+  if (!of_logits && policy.score == Score::sum) return add_mass(h, 1.0f / h.rows, h.scores);
   const Evidence evidence{h, of_logits, 1.0f / h.rows};
-  const float keep = form.score == Score::last ? 0 : form.decay;
+  const float keep = policy.score == Score::last ? 0 : policy.decay;
   each_vector(h.slots, [&](int n, int count) {
     const vf fresh = evidence(n, count);
     const vf old = load_some(h.scores + n, count);
@@ -91,29 +91,29 @@ inline vf ages(const UpdateHead& h, int n, int count) {
 }
 
 // 1 where a slot may go, 0 where it is protected (selection.evictable_slots); 0 beyond `count`.
-inline vf may_go(const UpdateHead& h, const PolicyForm& form, int n, int count) {
+inline vf may_go(const UpdateHead& h, const KernelPolicy& policy, int n, int count) {
   const vi at = positions(h, n, count);
   vi lanes;
   for (int i = 0; i < W; ++i) lanes[i] = i;
-  const vi yes = (at >= form.sink) & (at < h.offset - h.recent) & (lanes < count);
+  const vi yes = (at >= policy.sink) & (at < h.offset - h.recent) & (lanes < count);
   return yes ? splat(1) : splat(0);
 }
 
 // Distinct.priority: three terms, each standardised over what may go (base.standardised) and
 // weighted. All are made in one pass: ages and what may go are the same for each.
-inline void rank_by_distance(const UpdateHead& h, const PolicyForm& form) {
-  const float weights[kTerms] = {1, form.mass_weight, -form.age_weight};
+inline void rank_by_distance(const UpdateHead& h, const KernelPolicy& policy) {
+  const float weights[kTerms] = {1, policy.mass_weight, -policy.age_weight};
   float* terms[kTerms];
   for (int t = 0; t < kTerms; ++t) terms[t] = h.terms + int64_t(t) * h.slots;
   // A key at the mean itself must not stretch the scale for all others.
   const vf least = splat(h.least_distance);
   vf number{}, total[kTerms] = {}, squares[kTerms] = {};
   each_vector(h.slots, [&](int n, int count) {
-    const vf among = may_go(h, form, n, count), age = ages(h, n, count);
+    const vf among = may_go(h, policy, n, count), age = ages(h, n, count);
     const vf x[kTerms] = {
         log(max(least, load_some(h.distance + n, count))),
-        form.mass_weight ? log(load_some(h.scores + n, count) / age + kMassFloor) : splat(0),
-        form.age_weight ? log(age) : splat(0)};
+        policy.mass_weight ? log(load_some(h.scores + n, count) / age + kMassFloor) : splat(0),
+        policy.age_weight ? log(age) : splat(0)};
     number += among;
     UNROLL
     for (int t = 0; t < kTerms; ++t) {
@@ -125,7 +125,7 @@ inline void rank_by_distance(const UpdateHead& h, const PolicyForm& form) {
   float mean[kTerms], factor[kTerms];
   for (int t = 0; t < kTerms; ++t) mean[t] = sum(total[t]) * share;
   each_vector(h.slots, [&](int n, int count) {
-    const vf among = may_go(h, form, n, count);
+    const vf among = may_go(h, policy, n, count);
     UNROLL
     for (int t = 0; t < kTerms; ++t) {
       const vf apart = load_some(terms[t] + n, count) - mean[t];
@@ -144,9 +144,9 @@ inline void rank_by_distance(const UpdateHead& h, const PolicyForm& form) {
 }
 
 // Policy.priority
-inline void rank(const UpdateHead& h, const PolicyForm& form) {
-  switch (form.priority) {
-    case Priority::distance: return rank_by_distance(h, form);
+inline void rank(const UpdateHead& h, const KernelPolicy& policy) {
+  switch (policy.priority) {
+    case Priority::distance: return rank_by_distance(h, policy);
     case Priority::direction:
       __builtin_memcpy(h.priority, h.distance, h.slots * sizeof(float));
       return;
@@ -156,22 +156,22 @@ inline void rank(const UpdateHead& h, const PolicyForm& form) {
     case Priority::score:
       each_vector(h.slots, [&](int n, int count) {
         const vf c = load_some(h.scores + n, count);
-        store_some(h.priority + n, form.age_normalised ? c / ages(h, n, count) : c, count);
+        store_some(h.priority + n, policy.age_normalised ? c / ages(h, n, count) : c, count);
       });
       return;
   }
 }
 
 // selection.select_victims
-inline void select_victims(const UpdateHead& h, const PolicyForm& form, int32_t* victims) {
+inline void select_victims(const UpdateHead& h, const KernelPolicy& policy, int32_t* victims) {
   // The protected come last, NaNs first; finite, so that no protected slot ties with another.
   each_vector(h.slots, [&](int n, int count) {
     const vf x = load_some(h.priority + n, count);
     const vf ranked = x == x ? min(splat(0x1.fffffep127f), x) : splat(-__builtin_inff());
-    const vf out = may_go(h, form, n, count) > 0 ? ranked : splat(__builtin_inff());
+    const vf out = may_go(h, policy, n, count) > 0 ? ranked : splat(__builtin_inff());
     store_some(h.priority + n, out, count);
   });
-  for (int e = 0; e < form.evict_every; ++e) {
+  for (int e = 0; e < policy.evict_every; ++e) {
     vf low = splat(__builtin_inff());
     each_vector(h.slots, [&](int n, int count) {
       vf x = load_some(h.priority + n, count);
@@ -188,9 +188,9 @@ inline void select_victims(const UpdateHead& h, const PolicyForm& form, int32_t*
   }
 }
 
-inline void update(const UpdateHead& h, const PolicyForm& form) {
-  accumulate(h, form);
-  if (h.priority) rank(h, form);
+inline void update(const UpdateHead& h, const KernelPolicy& policy) {
+  accumulate(h, policy);
+  if (h.priority) rank(h, policy);
 }
 
 }  // namespace mlx_h2o::MLX_H2O_ISA

@@ -18,7 +18,7 @@ void append(std::vector<mx::array>& fields, const std::vector<mx::array>& more) 
 }  // namespace
 
 DecodingLayer::DecodingLayer(
-    const Stored& k, const Stored& v, std::vector<mx::array> others, PolicyForm policy,
+    const Stored& k, const Stored& v, std::vector<mx::array> others, KernelPolicy policy,
     bool remembers, bool answers, float saturation, const std::optional<Recent>& recent,
     mx::StreamOrDevice s)
     : layer_{},

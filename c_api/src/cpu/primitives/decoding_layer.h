@@ -41,7 +41,7 @@ class DecodingLayer {
   // [B, Hk, evict_every] int32. `close` gives all arrays back in this order, those of the newest
   // tokens (keys, values, scores) last.
   DecodingLayer(
-      const Stored& keys, const Stored& values, std::vector<mx::array> fields, PolicyForm policy,
+      const Stored& keys, const Stored& values, std::vector<mx::array> fields, KernelPolicy policy,
       bool remembers, bool answers, float saturation, const std::optional<Recent>& recent,
       mx::StreamOrDevice s);
 
