@@ -56,7 +56,7 @@ inline void overwrite(
     uint3 at, int lane) {
   constexpr int W = D / 32, WV = DV / 32;
   const DecodeStep step = decode_step_of(plan);
-  const HeadStep head = head_step_of(plan, int(at.y));
+  const HeadPlan head = head_plan_of(plan, int(at.y));
   const int kv_head = int(at.z) * step.kv_heads + int(at.y);
   const bool full = head.victim >= 0;
   // Clamped, so that no state, however damaged, makes a step write elsewhere.

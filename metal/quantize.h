@@ -16,7 +16,7 @@ inline void store_columns(Rows<device T*> row, int lane, thread float* columns) 
 
 // Packs it by each group's least and greatest element (python/mlx_h2o/packed.py), bit for bit: the
 // levels count from scale and bias as they are stored, rounded to the row's dtype. A group of equal
-// elements has scale 0 and levels 0.
+// elements has scale 0 and levels 0; one with an infinity or a NaN is read as NaNs.
 template <int W, int BITS, int GROUP, typename T>
 inline void store_columns(
     PackedRows<BITS, GROUP, device uint*, device T*> row, int lane, thread float* columns) {
@@ -25,13 +25,18 @@ inline void store_columns(
   UNROLL
   for (int first = 0; first < W; first += COLUMNS) {
     float low = INFINITY, high = -INFINITY;
+    bool broken = false;
     UNROLL
     for (int i = first; i < first + COLUMNS; i++) {
       low = min(low, columns[i]);
       high = max(high, columns[i]);
+      broken = broken || isnan(columns[i]);
     }
     low = simd_min(low);
     high = simd_max(high);
+    if (simd_any(broken)) {
+      low = high = INFINITY - INFINITY;
+    }
     const T scale_stored = T((high - low) / top), bias_stored = T(low);
     const float scale = float(scale_stored), bias = float(bias_stored);
     if (lane == 0) {

@@ -75,11 +75,11 @@ inline void update(
   const int first_head = int(at.y);
   const float decay = weights[0];
   const int64_t heads_before = int64_t(at.z) * step.kv_heads;
-  const HeadStep lead = head_step_of(plan, first_head);
+  const HeadPlan lead = head_plan_of(plan, first_head);
 
   HeadSlots heads[HEADS];
   for (int h = 0; h < HEADS; h++) {
-    const HeadStep line = head_step_of(plan, first_head + h);
+    const HeadPlan line = head_plan_of(plan, first_head + h);
     const int64_t kv_head = heads_before + first_head + h;
     const int64_t first = int64_t(at.z) * step.buffer_slots + line.start;
     const int64_t attended = int64_t(at.z) * step.attended_slots + line.prefix;

@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_h2o import Remainder
 from mlx_h2o.backends import reference, step_launches
 from mlx_h2o.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
-from mlx_h2o.backends.decoder import HeadStep
+from mlx_h2o.backends.decoder import HeadPlan
 from mlx_h2o.backends.gpu import Gpu
 from mlx_h2o.backends.launcher import Launcher
 from mlx_h2o.backends.step_launches import SlotArrays, StepPlan
@@ -70,7 +70,7 @@ def appended(bits: tuple[int, int]) -> int:
     """Device bytes of one token's new rows, the folded ones and the remainder."""
     _, Hk, D = HEADS
     slots = 64
-    heads = tuple(HeadStep(h * slots, slots, 0, 0, 1, True) for h in range(Hk))
+    heads = tuple(HeadPlan(h * slots, slots, 0, 0, 1, True) for h in range(Hk))
     plan = StepPlan(1000, Hk * slots, 0, 1, heads)
     keys, values = (
         stored(mx.random.normal((1, plan.slots, D)).astype(mx.float16), width) for width in bits

@@ -10,7 +10,7 @@ from conftest import HOST
 from mlx_h2o import Remainder, make_policy, selection
 from mlx_h2o.backends import step_launches
 from mlx_h2o.backends.attention_launches import Attended
-from mlx_h2o.backends.decoder import HeadStep
+from mlx_h2o.backends.decoder import HeadPlan
 from mlx_h2o.backends.step_launches import SlotArrays, StepPlan
 from mlx_h2o.policies import KernelPolicy, Observation, Slots
 from mlx_h2o.policies.base import kernel_policy_of
@@ -58,7 +58,7 @@ def test_overwrite(dtype, widths, remembers):
     B, (D, Dv) = 2, widths
     plan = plan_of((9, 5, 7))
     heads = list(plan.heads)
-    heads[1] = HeadStep(heads[1].start, 5, -1, 1, 16, False)
+    heads[1] = HeadPlan(heads[1].start, 5, -1, 1, 16, False)
     plan = StepPlan(OFFSET, plan.slots, SINK, 2, tuple(heads))
     slots = slots_of(plan, B, D, Dv, dtype)
     old = copied(slots)
@@ -219,7 +219,7 @@ def test_update(name, unit, shape, evict_every):
 def update_by_score(scores, positions, sink=0, evict_every=1, choose=True):
     """Victims of one head whose scores are given and that attends to nothing."""
     N = len(scores)
-    head = HeadStep(0, N, 0, 0, 16, choose)
+    head = HeadPlan(0, N, 0, 0, 16, choose)
     plan = StepPlan(OFFSET, N, sink, evict_every, (head,))
     slots = SlotArrays(mx.zeros((1, N, 32)), mx.zeros((1, N, 32)), mx.array([positions]))
     slots.scores = mx.array([scores])

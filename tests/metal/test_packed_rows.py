@@ -321,6 +321,26 @@ def test_overwrite(case):
     np.testing.assert_allclose(slots.norms, norms, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_is_not_hidden(dtype):
+    """A group with an infinity or a NaN is read as NaNs; the others are as ever."""
+    plan = plan_of((3, 3))
+    row = mx.random.normal((1, 2, 1, 64))
+    row[0, 0, 0, 5], row[0, 1, 0, 40] = mx.nan, mx.inf
+    row = row.astype(dtype)
+    slots = SlotArrays(
+        *(PackedRows.of(mx.zeros((1, plan.slots, 64), dtype), 4, 32) for _ in range(2)),
+        mx.zeros((1, plan.slots), mx.int32),
+    )
+    victims = mx.zeros((1, 2, 1), mx.int32)
+    mx.eval(step_launches.overwrite(HOST, plan, slots, victims, row, row, None)[0])
+    expected = dense(PackedRows.of(row, 4, 32))[0, :, 0]
+    for rows in (slots.keys, slots.values):
+        ours = dense(rows)[0, [head.start for head in plan.heads]]
+        assert np.array_equal(np.isnan(ours).sum(axis=1), [32, 32])
+        np.testing.assert_array_equal(ours, expected)
+
+
 def rows_to_pack(B, H, width, dtype):
     """New rows, of which some are hard: constant, zero, negative, tiny, with outliers or ties."""
     rows = mx.random.normal((B, H, 1, width))

@@ -13,7 +13,7 @@ from functools import cache
 import mlx.core as mx
 
 from mlx_h2o.backends.attention_launches import EXPORT_LOGITS, EXPORT_LSE, Attended, attend
-from mlx_h2o.backends.decoder import Decoder, DecodeStep, HeadStep, Lent
+from mlx_h2o.backends.decoder import Decoder, DecodeStep, HeadPlan, Lent
 from mlx_h2o.backends.launcher import Launcher
 from mlx_h2o.backends.step_launches import (
     SlotArrays,
@@ -146,7 +146,7 @@ class GPUDecoder(Decoder):
         fields = {name: field[:, : self._count] for name, field in self._fields.items()}
         return Lent(fields, self._remainder, self._victims)
 
-    def _changed_by(self, heads: tuple[HeadStep, ...]) -> dict[str, mx.array]:
+    def _changed_by(self, heads: tuple[HeadPlan, ...]) -> dict[str, mx.array]:
         """Copies of what a step changes, which are made once the step before it has run."""
         arrays = {"victims": self._victims}
         if "scores" in self._fields:
@@ -183,7 +183,7 @@ class GPUDecoder(Decoder):
         return mx.where(mx.array(few)[:, None], kept, self._remainder.mean_key)
 
 
-def _evicted(heads: tuple[HeadStep, ...]) -> bool:
+def _evicted(heads: tuple[HeadPlan, ...]) -> bool:
     return any(head.evicted > 0 for head in heads)
 
 
@@ -210,7 +210,7 @@ def _own(field: mx.array) -> mx.array:
 @cache
 def writes_in_place(launcher: Launcher) -> bool:
     """Whether a row that a kernel writes into its input is there for the next reader."""
-    head = HeadStep(start=0, length=1, victim=-1, recent=0, evicted=0, choose=False)
+    head = HeadPlan(start=0, length=1, victim=-1, recent=0, evicted=0, choose=False)
     plan = StepPlan(offset=1, slots=8, sink=0, evict_every=1, heads=(head,))
     keys, values = mx.zeros((1, 8, 32)), mx.zeros((1, 8, 32))
     slots = SlotArrays(keys, values, mx.zeros((1, 8), mx.int32))

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o.backends.attention_launches import REMAINDER, Attended
-from mlx_h2o.backends.decoder import HeadStep
+from mlx_h2o.backends.decoder import HeadPlan
 from mlx_h2o.backends.launcher import SIMDGROUP, Launcher, Outputs
 from mlx_h2o.backends.row_buffers import buffers, packing
 from mlx_h2o.backends.work import Ranges
@@ -44,7 +44,7 @@ class StepPlan:
     slots: int
     sink: int
     evict_every: int
-    heads: tuple[HeadStep, ...]
+    heads: tuple[HeadPlan, ...]
 
     @property
     def ranges(self) -> Ranges:
