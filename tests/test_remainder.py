@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
 
@@ -11,8 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_h2o import H2OKVCache, Remainder, make_policy, scaled_dot_product_attention_with_scores
+from mlx_h2o import (
+    H2OKVCache,
+    Remainder,
+    describe,
+    make_policy,
+    scaled_dot_product_attention_with_scores,
+)
 from mlx_h2o.remainder import antithetic_signs, plain_rows_for
+from tiny_models import TinyLayer
 
 WIDTH, VALUE_WIDTH, SCALE = 8, 6, 8**-0.5
 
@@ -163,6 +171,68 @@ def test_the_saturation_follows_the_measured_curve(x: float, measured: float) ->
     q = np.eye(1, WIDTH, dtype=np.float32)[None, None]
     term = folded(keys).column(mx.array(q), SCALE).item() - math.log(2)
     assert term == pytest.approx(measured, rel=0.1)
+
+
+def test_without_saturation_the_column_is_of_first_order() -> None:
+    """0 leaves the term out, also where there is no variance and 0 / 0 would be no number."""
+    one, spread = normal(0, 1, 2, 1, WIDTH), normal(1, 1, 2, 30, WIDTH)
+    for keys in (one, spread):
+        q = normal(2, 1, 4, 3, WIDTH)
+        mean = keys.mean(axis=2, keepdims=True).repeat(2, axis=1)
+        expected = math.log(keys.shape[2]) + SCALE * (q * mean).sum(-1)
+        r = folded(keys).column(mx.array(q), SCALE, 0)
+        np.testing.assert_allclose(np.array(r), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_each_head_may_have_its_own_saturation() -> None:
+    """Together they give what each head alone gives, the unevicted one included."""
+    ts, q = [0.0, 4.0, 0.7], mx.array(normal(2, 1, 6, 3, WIDTH))
+    remainder = folded(normal(0, 1, 3, 20, WIDTH))
+    remainder.count = mx.array([[20.0, 20.0, 0.0]])
+    for given_as in (ts, tuple(ts), np.array(ts), mx.array(ts)):
+        r = np.array(remainder.column(q, SCALE, given_as))
+        for head, t in enumerate(mx.array(ts).tolist()):
+            alone = remainder.heads(head, head + 1).column(q[:, 2 * head : 2 * head + 2], SCALE, t)
+            np.testing.assert_array_equal(r[:, 2 * head : 2 * head + 2], np.array(alone))
+
+
+@pytest.mark.parametrize("wrong", [-1, math.nan, math.inf, "4", [4.0, -0.5], [4.0] * 3, []])
+def test_a_saturation_that_is_none_is_refused(wrong) -> None:
+    with pytest.raises(ValueError, match="saturation"):
+        folded(normal(0, 1, 2, 20, WIDTH)).column(mx.array(normal(1, 1, 2, 1, WIDTH)), 1, wrong)
+    with pytest.raises(ValueError, match="saturation"):
+        H2OKVCache(budgets=[20, 20], saturation=wrong)
+
+
+def test_saturations_are_saved_and_told() -> None:
+    """As one number where all heads have the same; files from before say nothing, and mean 4."""
+    for given_as, saved, told in (
+        (4, 4.0, "go on answering"),
+        ([0.5, 0.5], 0.5, "with saturation 0.5"),
+        ([0, 4], [0.0, 4.0], "with saturation 0 to 4"),
+    ):
+        cache = H2OKVCache(24, saturation=given_as)
+        TinyLayer().feed(cache, 30)
+        config = cache.config()
+        assert config["saturation"] == saved
+        again = H2OKVCache.from_state(cache.state)
+        assert again.config() == config
+        assert describe([again])[0].reason.endswith(told)
+    del config["saturation"]
+    before = H2OKVCache.from_state((cache.arrays(), json.dumps(config)))
+    assert before.config()["saturation"] == 4.0
+
+
+def test_a_saturation_for_other_heads_is_refused_with_the_first_rows() -> None:
+    cache = H2OKVCache(24, saturation=[4.0, 4.0, 4.0])
+    with pytest.raises(ValueError, match="2 KV heads; got 3"):
+        TinyLayer().feed(cache, 30)
+
+
+def test_plain_rows_saturate_of_themselves() -> None:
+    """They have no t, so that none may be asked for."""
+    with pytest.raises(ValueError, match="leave saturation away"):
+        H2OKVCache(64, policy="keydiff", attending=False, saturation=0)
 
 
 def column_error(n: int, saturation: float) -> float:

@@ -33,7 +33,7 @@ class CpuDecoding : public Decoding {
         scored_(a.scores.has_value()),
         layer_(
             a.keys, a.values, beside_rows(a), rules.policy, rules.remembers, rules.answers,
-            kSaturation, a.recent, stream()) {
+            std::vector<float>(a.remainder.count.shape(1), kSaturation), a.recent, stream()) {
     if (a.recent) recent_ = std::pair(Kind(a.recent->keys), Kind(a.recent->values));
   }
 

@@ -70,7 +70,7 @@ class DecodingLayer:
         *,
         remembers: bool,
         answers: bool,
-        saturation: float,
+        saturation: list[float],
         recent: Recent | None = None,
         stream: mx.Stream | mx.Device | None = None,
     ) -> None: ...

@@ -15,6 +15,7 @@ from mlx_h2o.core import update_and_attend
 from mlx_h2o.layer import Layer
 from mlx_h2o.masks import Mask
 from mlx_h2o.policies import Policy
+from mlx_h2o.remainder import SATURATION
 from mlx_h2o.settings import CacheSettings, packing_of
 from mlx_h2o.tracing import refuse_tracing
 
@@ -52,6 +53,8 @@ class H2OKVCache(BoundedKVCache, kind=""):
         undo: How many of the last tokens can be taken back after evictions (`undo.py`): speculative
             decoding needs as many as it drafts at once. Chunks of at most `undo` + 1 tokens are
             then taken token by token. It costs memory.
+        saturation: t of the remainder's second-order term (`remainder.py`), for all KV heads or for
+            each; 0 is first order.
 
     Raises:
         ValueError: No or several sizes, an unknown policy, a budget without room to evict, or an
@@ -81,6 +84,7 @@ class H2OKVCache(BoundedKVCache, kind=""):
         group_size: int = 64,
         recent_bits: int | None = None,
         undo: int = 0,
+        saturation: float | Sequence[float] = SATURATION,
     ):
         # Budgets are checked now unless they depend on the model's widths.
         settings = CacheSettings(
@@ -92,6 +96,7 @@ class H2OKVCache(BoundedKVCache, kind=""):
             packing_of(bits, k_bits, v_bits, group_size, recent_bits),
             attending,
             undo,
+            saturation,  # type: ignore[arg-type]  # likewise
         )
         self._begin(settings)
 

@@ -9,6 +9,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries
+from mlx_h2o.remainder import SATURATION
 
 
 @dataclass
@@ -52,6 +53,8 @@ def _described(layer: str, entry: Any) -> LayerDescription:
         answer = "evicted tokens go on answering" if entry.answers else "no remainder"
         if not entry.attending:
             answer += ", as plain rows" if entry.answers else ""
+        elif entry.answers:
+            answer += _saturation(entry)
         sizes = entry.budgets or [entry.settings.max_size or 0]
         spread = f"{sizes[0]}" if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
         reason = f"{spread} slots a KV head{entry.packing}, policy {policy}, {answer}"
@@ -67,3 +70,13 @@ def _described(layer: str, entry: Any) -> LayerDescription:
         return LayerDescription(layer, name, True, reason, None, nbytes)
     reason = "a cache of the model's own kind, left as it is; it may grow with the conversation"
     return LayerDescription(layer, name, False, reason, None, nbytes)
+
+
+def _saturation(entry: BoundedKVCache) -> str:
+    """What is unusual about the order in which a cache's remainder answers."""
+    ts = entry.settings.config()["saturation"]
+    if ts == SATURATION:
+        return ""
+    if isinstance(ts, float):
+        return f" with saturation {ts:g}"
+    return f" with saturation {min(ts):g} to {max(ts):g}"

@@ -53,9 +53,10 @@ def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> Seen
         fields: Of the run's slots, `[B, heads, N, ...]`.
     """
     group = call.q.shape[1] // layer.store.heads
-    remainder = None
+    remainder, saturation = None, tuple[float, ...]()
     if layer.settings.remainder and layer.lost_beside(fields):
         remainder = layer.evictions.remainder.heads(run.first, run.last)
+        saturation = layer.settings.saturations(layer.store.heads)[run.first : run.last]
     keys, values = rows_of(layer, run, fields)
     return _Attention(
         layer.policy,
@@ -66,6 +67,7 @@ def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> Seen
         run.heads,
         layer.offset,
         remainder,
+        saturation,
     ).seen(fields)
 
 
@@ -91,6 +93,7 @@ class _Attention:
         heads: KV heads of the cache; keys made of the cached ones may have more.
         offset: The next logical position, after these queries.
         remainder: That answers beside the slots, if any.
+        saturation: Of the remainder's term, `[H]`.
         own: Whether keys and values are the cache's own.
     """
 
@@ -102,6 +105,7 @@ class _Attention:
     heads: int
     offset: int
     remainder: Remainder | None
+    saturation: tuple[float, ...] = ()
     own: bool = True
 
     def seen(self, fields: Fields) -> Seen:
@@ -152,7 +156,7 @@ class _Attention:
         q = call.q[:, :, start:end]
         seed: Seed | None = None
         if self.remainder is not None:
-            seed = self.remainder.column(q, call.scale), self.remainder.mean_value
+            seed = self.remainder.column(q, call.scale, self.saturation), self.remainder.mean_value
         return block.keys, {
             "q": q,
             "k": first_rows(self.keys, block.keys),

@@ -50,6 +50,7 @@ def open_layer(
     if settings.packing.recent is not None:
         window = window_of(settings, recent_size(settings, of_slots))
         of_slots = [budget - window.size for budget in of_slots]
+    settings.saturations(H)  # there is one for each head
     settings = settings.resized(budgets)
     store = SlotStore(of_slots, reserved)
     if window is not None:

@@ -9,19 +9,23 @@ Evicting a row folds it into its head's count, mean key, per-dimension key varia
 For Gaussian keys the log-sum-exp of the evicted logits tends to r with x unsaturated (the moment
 generating function of a Gaussian; MomentKV, arXiv 2606.01563, uses the first order). Real keys have
 lighter tails: measured on two models, the term follows the saturated form within a tenth for x from
-0.04 to 133, and the plain x ruins models with sharp heads.
+0.04 to 133, and the plain x ruins models with sharp heads. Which t serves is a matter of the head,
+and for some it is 0: the first order alone (docs/policies.md).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
+from mlx_h2o import checks
 from mlx_h2o.softmax import join
 
-# Where the second-order term turns from x to sqrt(t x). Fitted on full-cache runs: 2 has the least
-# output error in models with very sharp heads, 4 elsewhere (docs/policies.md).
+# Where the second-order term turns from x to sqrt(t x); 0 leaves it out. Fitted on full-cache runs:
+# 2 has the least output error in models with very sharp heads, 4 elsewhere (docs/policies.md).
 SATURATION = 4.0
 
 # Keep x finite whatever the queries and keys, so that r never becomes a NaN.
@@ -115,21 +119,27 @@ class Remainder:
             self.mean_value + part * (mean_value - self.mean_value),
         )
 
-    def column(self, q: mx.array, scale: float, saturation: float = SATURATION) -> mx.array:
+    def column(
+        self, q: mx.array, scale: float, saturation: float | Sequence[float] = SATURATION
+    ) -> mx.array:
         """The logit r `[B, Hq, L]` of the remainder's column, minus infinity while it is empty.
 
         Args:
             q: Queries `[B, Hq, L, D]`.
             scale: As in the attention.
-            saturation: t of the module's formula.
+            saturation: t of the module's formula, of all heads or of each `[H]`; 0 is first order.
+
+        Raises:
+            ValueError: A saturation is negative, or there is not one for each head.
         """
+        ts = saturations("saturation", saturation, self.count.shape[1])
         B, Hq, L, D = q.shape
         grouped = (q.astype(mx.float32) * scale).reshape(B, self.count.shape[1], -1, D)
         mean = grouped @ self.mean_key[..., None]
         square = mx.square(mx.clip(grouped, -LARGEST_QUERY, LARGEST_QUERY))
         x = square @ (0.5 * self.var_key)[..., None]
         x = mx.minimum(x, LARGEST_TERM)
-        r = mx.log(self.count)[..., None] + (mean + x * mx.rsqrt(1 + x / saturation)).squeeze(-1)
+        r = mx.log(self.count)[..., None] + (mean + saturated(x, ts)).squeeze(-1)
         return r.reshape(B, Hq, L)
 
     def join(self, out: mx.array, lse: mx.array, r: mx.array) -> tuple[mx.array, mx.array]:
@@ -161,6 +171,47 @@ class Remainder:
         keys = self.mean_key[:, :, None] + mx.sqrt(self.var_key)[:, :, None] * signs
         B, H, Dv = self.mean_value.shape
         return keys, mx.broadcast_to(self.mean_value[:, :, None], (B, H, rows, Dv))
+
+
+def saturated(x: mx.array, saturation: Sequence[float]) -> mx.array:
+    """The second-order term `[B, H, M, 1]` of x; t is each head's, and 0 leaves the term out."""
+    t = mx.array(list(saturation), mx.float32).reshape(-1, 1, 1)
+    # Not x / 0, which is no number where x is 0 too.
+    return mx.where(t > 0, x * mx.rsqrt(1 + x / mx.where(t > 0, t, 1)), 0)
+
+
+def checked_saturation(name: str, value: Any) -> float | tuple[float, ...]:
+    """One t for all heads, or each head's, as Python's own types.
+
+    Args:
+        name: What the caller calls it.
+        value: A number, a list or an array.
+
+    Raises:
+        ValueError: One is no finite number, or negative.
+    """
+    listed = checks.is_list(value)
+    values = value.tolist() if hasattr(value, "tolist") else value
+    ts = tuple(checks.finite(name, t) for t in (values if listed else [values]))
+    if not ts or min(ts) < 0:
+        raise ValueError(f"{name} must be 0 (first order) or more; got {value!r}.")
+    return ts if listed else ts[0]
+
+
+def saturations(name: str, value: Any, heads: int) -> tuple[float, ...]:
+    """The t of each of `heads` KV heads; arguments as in `checked_saturation`.
+
+    Raises:
+        ValueError: As there, or there are not so many.
+    """
+    ts = checked_saturation(name, value)
+    if isinstance(ts, float):
+        return (ts,) * heads
+    if len(ts) != heads:
+        raise ValueError(
+            f"{name} must be one number, or one for each of {heads} KV heads; got {len(ts)}."
+        )
+    return ts
 
 
 def antithetic_signs(rows: int, width: int) -> mx.array:

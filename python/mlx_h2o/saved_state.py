@@ -17,7 +17,7 @@ from mlx_h2o.attention import FLOAT_DTYPES
 from mlx_h2o.budget import LayerShare
 from mlx_h2o.packed import BIASES, SCALES, Packing
 from mlx_h2o.policies import Policy, make_policy
-from mlx_h2o.remainder import STATISTICS
+from mlx_h2o.remainder import SATURATION, STATISTICS
 from mlx_h2o.settings import CacheSettings
 from mlx_h2o.store import Run
 
@@ -44,8 +44,9 @@ def settings_of(config: dict[str, Any]) -> tuple[CacheSettings, LayerShare | Non
         config["remainder"],
         Packing(**config["packing"]),
         config["attending"],
-        # Files from before there was `undo` do not say.
+        # Files from before there was `undo`, or one t for each head, do not say.
         config.get("undo", 0),
+        config.get("saturation", SATURATION),
     )
     check_ranges(config, settings.policy)
     share = None

@@ -14,6 +14,7 @@ from mlx_h2o.policies import KernelPolicy, Policy, make_policy
 from mlx_h2o.policies.base import kernel_policy_of
 from mlx_h2o.policies.distinct import KEYS_ONLY
 from mlx_h2o.profile import Profile
+from mlx_h2o.remainder import SATURATION, checked_saturation, saturations
 from mlx_h2o.undo import MOST_STEPS
 
 DEFAULT_POLICY = "distinct"
@@ -32,6 +33,8 @@ class CacheSettings:
         packing: How rows are stored.
         attending: Whether this library computes the attention.
         undo: How many of the last tokens can be taken back after evictions.
+        saturation: t of the remainder's term (`Remainder.column`), for all KV heads or for each; 0
+            is first order.
 
     Raises:
         ValueError: A setting is none, or they do not go together; the message names it.
@@ -45,6 +48,7 @@ class CacheSettings:
     packing: Packing = field(default_factory=Packing)
     attending: bool = True
     undo: int = 0
+    saturation: float | tuple[float, ...] = SATURATION
 
     def __post_init__(self) -> None:
         self._set("policy", make_policy(self.policy))
@@ -69,6 +73,14 @@ class CacheSettings:
             self._set("max_size", self.checked_budgets("max_size", size)[0])
         if self.budgets is not None:
             self._set("budgets", self.checked_budgets("budgets", self.budgets))
+        self._set("saturation", checked_saturation("saturation", self.saturation))
+        if not self.attending and self.saturation != SATURATION:
+            raise ValueError(
+                "A model that attends by itself has the remainder as plain rows, which saturate of "
+                "themselves: leave saturation away."
+            )
+        if self.budgets is not None:
+            self.saturations(len(self.budgets))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -91,10 +103,25 @@ class CacheSettings:
             "attending": self.attending,
             "packing": asdict(self.packing),
             "undo": self.undo,
+            "saturation": self._saturation_config(),
             "max_size": self.max_size,
             "max_bytes": self.max_bytes,
             "budgets": None if self.budgets is None else list(self.budgets),
         }
+
+    def _saturation_config(self) -> float | list[float]:
+        """One number where all heads have the same."""
+        if isinstance(self.saturation, float):
+            return self.saturation
+        return list(self.saturation) if len(set(self.saturation)) > 1 else self.saturation[0]
+
+    def saturations(self, heads: int) -> tuple[float, ...]:
+        """The remainder's t of each of `heads` KV heads.
+
+        Raises:
+            ValueError: There are not so many.
+        """
+        return saturations("saturation", self.saturation, heads)
 
     @cached_property
     def kernel_policy(self) -> KernelPolicy | None:

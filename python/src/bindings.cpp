@@ -84,8 +84,8 @@ NB_MODULE(_ext, m) {
   nb::class_<DecodingLayer>(m, "DecodingLayer")
       .def(
           nb::init<
-              const Stored&, const Stored&, std::vector<mx::array>, KernelPolicy, bool, bool, float,
-              const std::optional<Recent>&, mx::StreamOrDevice>(),
+              const Stored&, const Stored&, std::vector<mx::array>, KernelPolicy, bool, bool,
+              std::vector<float>, const std::optional<Recent>&, mx::StreamOrDevice>(),
           "keys"_a, "values"_a, "fields"_a, "policy"_a, nb::kw_only(), "remembers"_a, "answers"_a,
           "saturation"_a, "recent"_a = nb::none(), "stream"_a = nb::none())
       .def(

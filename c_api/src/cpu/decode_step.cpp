@@ -19,6 +19,11 @@ constexpr float kLargestTerm = 1e30f;
 // distinct.py: fewer evicted keys than this give no mean worth measuring distances from.
 constexpr int kFewestForAMean = 16;
 
+// The remainder's second-order term: x at first, sqrt(t x) in the end, and none where t is 0.
+float saturated(float x, float t) {
+  return t > 0 ? x / std::sqrt(1 + x / t) : 0;
+}
+
 class DecodeStep {
  public:
   DecodeStep(const Layer& layer, const LayerState& state, const Step& step)
@@ -167,7 +172,7 @@ class DecodeStep {
         const float x = std::min(
             0.5f * kernels().dot(row_.data(), state_.var_key + i * layer_.D, layer_.D),
             kLargestTerm);
-        r = std::log(state_.count[i]) + mean + x / std::sqrt(1 + x / layer_.saturation);
+        r = std::log(state_.count[i]) + mean + saturated(x, layer_.saturation[hq / G_]);
       }
   }
 

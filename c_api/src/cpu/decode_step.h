@@ -15,7 +15,7 @@ struct Layer {
   float scale;
   bool remembers;  // statistics of the evicted are kept
   bool answers;    // and go on answering
-  float saturation;
+  std::vector<float> saturation;  // of the remainder's term, [Hk]; 0: first order
   KernelPolicy policy;
 };
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx_h2o import _ext
 from mlx_h2o.backends.cpu import stored
 from mlx_h2o.backends.decoder import Decoder, DecodeStep, Lent
-from mlx_h2o.remainder import SATURATION, STATISTICS, Remainder
+from mlx_h2o.remainder import STATISTICS, Remainder
 from mlx_h2o.settings import CacheSettings
 
 
@@ -54,7 +54,7 @@ class CPUDecoder(Decoder):
             _kernel_policy_of(settings),
             remembers=settings.remembers,
             answers=settings.remainder,
-            saturation=SATURATION,
+            saturation=list(settings.saturations(lent.remainder.count.shape[1])),
             recent=newest,
         )
 

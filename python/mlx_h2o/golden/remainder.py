@@ -23,7 +23,7 @@ from mlx_h2o.golden.numbers import (
     seed_of,
     tensor,
 )
-from mlx_h2o.remainder import Remainder
+from mlx_h2o.remainder import SATURATION, Remainder
 
 NAME = "remainder"
 
@@ -49,6 +49,13 @@ JOINS = {
     "kept-far-above": ("far above", "numbers"),
     "evicted-far-above": ("numbers", "far above"),
 }
+# Of each KV head; the other columns have the usual one.
+SATURATIONS = {
+    "none": [0.0, 0.0],
+    "each": [0.0, 4.0],
+    "small": [0.5, 2.0],
+    "none-huge-queries": [0.0, 4.0],
+}
 QUERIES = {"query_heads": 4, "queries": 3}
 
 
@@ -69,6 +76,12 @@ def cases() -> Iterator[tuple[str, Parameters]]:
             yield f"join-{name}-{dtype}", {"kind": "join", "seed": next(seeds), **SHAPE, **of_join}
     for count in (1, 2, 4, 8):
         yield f"rows-{count}", {"kind": "rows", "seed": next(seeds), **SHAPE, "rows": count}
+    for name, saturation in SATURATIONS.items():
+        q_power, variance_power, count = COLUMNS["huge-queries" if "huge" in name else "plain"]
+        powers = {"q_power": q_power, "variance_power": variance_power}
+        of_column = {**QUERIES, "scale": 0.1875, "count": count, **powers}
+        of_case = {"kind": "column", "seed": next(seeds), **SHAPE, **of_column}
+        yield f"saturation-{name}", {**of_case, "saturation": saturation}
 
 
 def inputs(parameters: Parameters) -> Arrays:
@@ -113,7 +126,7 @@ def column(p: Parameters) -> Arrays:
         tensor(p["seed"], MEAN_VALUE, (B, H, p["value_width"])),
     )
     q = tensor(p["seed"], Q, (B, p["query_heads"], p["queries"], D), power=p["q_power"])
-    return {"logit": remainder.column(q, p["scale"])}
+    return {"logit": remainder.column(q, p["scale"], p.get("saturation", SATURATION))}
 
 
 def join(p: Parameters) -> Arrays:

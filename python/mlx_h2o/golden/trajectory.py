@@ -36,6 +36,8 @@ STORES: dict[str, dict[str, Any]] = {
     "mixed": {"bits": 4, "group_size": 32, "recent_bits": 8},
     "mixed-dense": {"k_bits": 4, "v_bits": 2, "group_size": 32, "recent_bits": 16},
 }
+# Of a layer's KV heads, both layers alike.
+SATURATIONS: dict[str, Any] = {"none": 0.0, "each": [0.0, 2.0]}
 UNIFORM, RAGGED = [[24, 24], [24, 24]], [[18, 30], [26, 22]]
 
 
@@ -138,6 +140,13 @@ def cases() -> Iterator[tuple[str, Parameters]]:
                         {"kind": "plain", "policy": parameters_of(policy), "cache": cache},
                     ),
                 )
+
+    for name, saturation in SATURATIONS.items():
+        for store in ("dense", "4bit"):
+            cache = {"budgets": RAGGED, "remainder": True, **STORES[store]}
+            of_case = {"policy": parameters_of(make_policy("distinct", sink=2, recent=0.25))}
+            of_case["cache"] = {**cache, "saturation": saturation}
+            yield f"saturation-{name}-{store}", case(of_case)
 
 
 def inputs(parameters: Parameters) -> Arrays:

@@ -19,7 +19,8 @@ void append(std::vector<mx::array>& fields, const std::vector<mx::array>& more) 
 
 DecodingLayer::DecodingLayer(
     const Stored& k, const Stored& v, std::vector<mx::array> others, KernelPolicy policy,
-    bool remembers, bool answers, float saturation, const std::optional<Recent>& recent,
+    bool remembers, bool answers, std::vector<float> saturation,
+    const std::optional<Recent>& recent,
     mx::StreamOrDevice s)
     : layer_{},
       layout_(layout_of(k, v)),
@@ -39,7 +40,12 @@ DecodingLayer::DecodingLayer(
   layer_.policy = policy;
   layer_.remembers = remembers;
   layer_.answers = answers;
-  layer_.saturation = saturation;
+  if (saturation.size() != size_t(layer_.Hk))
+    refuse(
+        "There is one saturation for each of " + std::to_string(layer_.Hk) + " KV heads, not " +
+        std::to_string(saturation.size()));
+  for (const float t : saturation) require(t >= 0, "Saturations are not negative");
+  layer_.saturation = std::move(saturation);
   check_fields(k, v, others);
   std::vector<mx::array> fields = k.arrays;
   append(fields, v.arrays);

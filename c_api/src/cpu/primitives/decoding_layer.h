@@ -39,10 +39,11 @@ class DecodingLayer {
   // keys [B, S, D], values [B, S, Dv], and the other fields: positions [B, S] int32, scores [B, S]
   // (or size 0), count [B, Hk], mean_key, var_key [B, Hk, D], mean_value [B, Hk, Dv], victims
   // [B, Hk, evict_every] int32. `close` gives all arrays back in this order, those of the newest
-  // tokens (keys, values, scores) last.
+  // tokens (keys, values, scores) last. `saturation` is t of the remainder's term for each KV head.
   DecodingLayer(
       const Stored& keys, const Stored& values, std::vector<mx::array> fields, KernelPolicy policy,
-      bool remembers, bool answers, float saturation, const std::optional<Recent>& recent,
+      bool remembers, bool answers, std::vector<float> saturation,
+      const std::optional<Recent>& recent,
       mx::StreamOrDevice s);
 
   // Out [B, Hq, 1, Dv] of one token's q [B, Hq, 1, D], k [B, Hk, 1, D] and v [B, Hk, 1, Dv].
