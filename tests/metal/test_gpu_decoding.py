@@ -116,6 +116,16 @@ def test_heads_with_budgets_of_their_own(on_device):
     assert_alike(*both(on_device, 3, 12, policy="streaming", budgets=[6, 40]))
 
 
+def test_saturation_of_each_head(on_device):
+    """First order in one head, a small t in the other; both are heard."""
+    settings = {"budgets": [24, 24], "saturation": [0.0, 0.5]}
+    ours, theirs, outs = both(on_device, 12, 30, policy="h2o", **settings)
+    assert_alike(ours, theirs, outs)
+    _, _, (usual, _) = both(on_device, 12, 30, policy="h2o", budgets=[24, 24])
+    apart = np.abs(np.array(outs[0] - usual)).max(axis=(0, 2, 3))
+    assert apart.min() > 1e-3
+
+
 def test_no_remainder(on_device):
     assert_alike(*both(on_device, 12, 30, budgets=[24, 24], remainder=False))
     assert_alike(*both(on_device, 12, 30, policy="h2o", budgets=[24, 24], remainder=False))

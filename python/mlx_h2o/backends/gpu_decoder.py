@@ -69,6 +69,7 @@ class GPUDecoder(Decoder):
             settings.packing.rows("values", self._fields),
             self._fields["positions"],
             self._fields.get("scores"),
+            value_lengths=self._fields.get("value_lengths"),
         )
         if settings.policy.value_weighted:
             values = dense(self._slots.values).astype(mx.float32)
@@ -115,7 +116,7 @@ class GPUDecoder(Decoder):
         """The means from which keys' distances count, and the worth of their directions."""
         if not any(head.choose for head in plan.heads):
             return None, None
-        if self._policy.priority == "distance":
+        if self._policy.priority in ("distance", "salience"):
             return self._means(plan, written), None
         if self._policy.priority == "direction":
             return None, unlike_directions(self._launcher, plan, self._slots.keys, written)
@@ -134,6 +135,7 @@ class GPUDecoder(Decoder):
             scale=step.scale,
             sinks=step.sinks,
             remainder=self._remainder if answers else None,
+            saturation=self._settings.saturations(len(plan.heads)),
             means=means,
             ranges=plan.ranges,
             export=EXPORT_LSE if self._policy.score == "none" else EXPORT_LOGITS,
