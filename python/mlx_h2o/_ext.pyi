@@ -41,6 +41,12 @@ def attention(
     wanted: Export = ...,
     stream: mx.Stream | mx.Device | mx.DeviceType | None = None,
 ) -> list[mx.array]: ...
+def pack(
+    rows: mx.array,
+    bits: int,
+    group_size: int,
+    stream: mx.Stream | mx.Device | mx.DeviceType | None = None,
+) -> list[mx.array]: ...
 
 class KernelPolicy:
     def __init__(
@@ -60,6 +66,9 @@ class KernelPolicy:
 class Recent:
     def __init__(self, keys: Stored, values: Stored, scores: mx.array) -> None: ...
 
+class Frame:
+    def __init__(self, centre: mx.array, scale: mx.array) -> None: ...
+
 class DecodingLayer:
     def __init__(
         self,
@@ -73,6 +82,7 @@ class DecodingLayer:
         saturation: list[float],
         recent: Recent | None = None,
         stream: mx.Stream | mx.Device | None = None,
+        frame: Frame | None = None,
     ) -> None: ...
     def step(
         self,

@@ -42,7 +42,7 @@ class H2OKVCache(BoundedKVCache, kind=""):
         attending: Whether this library computes the attention. False for models that attend by
             themselves: then the policy may look at keys only, all heads of all layers must have one
             budget, and the remainder goes in as plain rows.
-        bits: Store keys and values packed, as `mx.quantize` packs them, in so many bits; each row
+        bits: Store keys and values packed in so many bits, in the format of `mx.quantize`; a row
             is packed once, when it comes, and moved as it is from then on.
         k_bits: Of keys alone, instead of `bits`.
         v_bits: Of values alone, instead of `bits`.

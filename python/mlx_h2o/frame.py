@@ -18,34 +18,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
-from mlx_h2o.packed import PackedRows, words_of
+from mlx_h2o.packed import PackedRows
 from mlx_h2o.stock import stock_caches
 
 # A channel that never moves keeps a scale that can be divided by.
 LEAST_SCALE = 1e-4
-
-
-def pack_by_range(rows: mx.array, bits: int, group_size: int) -> PackedRows:
-    """Rows packed from each group's least to its greatest element, both exact.
-
-    `mx.quantize` makes zero and the larger edge exact and clips the other edge, which costs twice
-    the perplexity at 4 bits. The format is its own: `mx.dequantize` reads it.
-
-    Args:
-        rows: `[..., rows, width]`.
-        bits: Of an element: 2, 3, 4, 5, 6 or 8.
-        group_size: Elements that share a scale and a bias; divides the width.
-    """
-    top = 2**bits - 1
-    groups = rows.astype(mx.float32).reshape(*rows.shape[:-1], -1, group_size)
-    least, greatest = groups.min(axis=-1), groups.max(axis=-1)
-    # The levels count from what is stored, so that rounding to the rows' dtype costs nothing twice.
-    scales = ((greatest - least) / top).astype(rows.dtype)
-    biases = least.astype(rows.dtype)
-    by, off = scales.astype(mx.float32)[..., None], biases.astype(mx.float32)[..., None]
-    levels = mx.where(by > 0, (groups - off) / by, 0)
-    levels = mx.clip(mx.round(levels), 0, top).astype(mx.uint32).reshape(rows.shape)
-    return PackedRows(words_of(levels, bits), scales, biases, bits, group_size)
 
 
 @dataclass(frozen=True)
@@ -117,7 +94,7 @@ class RowFormat:
         k_bits: Of keys; None leaves them as they are.
         v_bits: Of values, likewise.
         group_size: Elements that share a scale and a bias.
-        by_range: Whether `pack_by_range` chooses scales and biases, or `mx.quantize`.
+        by_range: Whether rows are packed as stores pack them, or by `mx.quantize`.
         frame: The keys' frame, or None.
         dtype: In which rows, scales and biases are stored.
     """
@@ -147,8 +124,9 @@ class RowFormat:
     def _restored(self, rows: mx.array, bits: int) -> mx.array:
         rows = rows.astype(self.dtype)
         if self.by_range:
-            return pack_by_range(rows, bits, self.group_size).dequantized()
-        return PackedRows.of(rows, bits, self.group_size).dequantized()
+            return PackedRows.of(rows, bits, self.group_size).dequantized()
+        quantized = mx.quantize(rows, group_size=self.group_size, bits=bits)
+        return PackedRows(*quantized, bits, self.group_size).dequantized()
 
     def row_bytes(self, key_width: int, value_width: int) -> int:
         """Bytes of one slot's key and value."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_h2o.backends.choice import pack
 from mlx_h2o.backends.decoder import Decoder, Lent
 from mlx_h2o.backends.decoders import decoder_for, fits_device
 from mlx_h2o.recent_window import RecentWindow
@@ -155,8 +156,8 @@ def fields_of(settings: CacheSettings, keys: mx.array, values: mx.array, first: 
     B, H, L, _ = keys.shape
     new = mx.arange(first, first + L, dtype=mx.int32)
     fields = {
-        **settings.packing.fields("keys", keys),
-        **settings.packing.fields("values", values),
+        **settings.packing.fields("keys", keys, pack),
+        **settings.packing.fields("values", values, pack),
         "positions": mx.broadcast_to(new, (B, H, L)),
     }
     if settings.policy.needs_attention:

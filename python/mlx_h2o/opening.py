@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from mlx_h2o import saved_state
 from mlx_h2o.attention import FLOAT_DTYPES
+from mlx_h2o.backends.choice import pack
 from mlx_h2o.budget import LayerShare, RowWidths, slots_for_bytes
 from mlx_h2o.eviction import recent_size
 from mlx_h2o.layer import Layer, RowType
@@ -84,7 +85,7 @@ def budgets_of(settings: CacheSettings, batch: int, heads: int, widths: RowWidth
 
 def window_of(settings: CacheSettings, size: int) -> RecentWindow:
     """An empty recent window."""
-    return RecentWindow(size, settings.packing, settings.policy.needs_attention)
+    return RecentWindow(size, settings.packing, settings.policy.needs_attention, pack)
 
 
 def config_of(layer: Layer | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_h2o.packed import JoinedRows, Packing, Rows
+from mlx_h2o.packed import JoinedRows, Pack, PackedRows, Packing, Rows
 from mlx_h2o.store import GROWTH_STEP
 
 
@@ -45,13 +45,13 @@ class RecentWindow:
             policy accumulates any.
     """
 
-    def __init__(self, size: int, kept: Packing, scored: bool):
+    def __init__(self, size: int, kept: Packing, scored: bool, pack: Pack = PackedRows.of):
         recent = kept.recent
         assert recent is not None
         self.size = size
         self.length = self.oldest = self._lent_rows = 0
         self.fields: dict[str, mx.array] = {}
-        self._kept, self._recent, self._scored = kept, recent, scored
+        self._kept, self._recent, self._scored, self._pack = kept, recent, scored, pack
 
     @property
     def full(self) -> bool:
@@ -220,7 +220,7 @@ class RecentWindow:
     def _packed(self, packing: Packing, rows: dict[str, Any]) -> dict[str, mx.array]:
         fields: dict[str, mx.array] = {}
         for name in ("keys", "values"):
-            fields |= packing.fields(name, rows[name])
+            fields |= packing.fields(name, rows[name], self._pack)
         if self._scored:
             B, H, L = rows["keys"].shape[:3]
             fields["scores"] = rows.get("scores", mx.zeros((B, H, L)))

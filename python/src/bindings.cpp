@@ -13,6 +13,7 @@
 #include "mlx/version.h"
 #include "primitives/attention.h"
 #include "primitives/decoding_layer.h"
+#include "primitives/pack.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
@@ -50,7 +51,7 @@ NB_MODULE(_ext, m) {
             new (self) Stored{std::move(arrays), bits, group_size};
           },
           "arrays"_a, "bits"_a = 0, "group_size"_a = 0,
-          "Keys or values: [array], or [words, scales, biases] as mx.quantize makes them.");
+          "Keys or values: [array], or [words, scales, biases] in the format of mx.quantize.");
 
   m.def(
       "attention", &attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "causal"_a = false,
@@ -58,6 +59,10 @@ NB_MODULE(_ext, m) {
       "wanted"_a = Export::none, "stream"_a = nb::none(),
       "Attention over [B, Hk, N, D], or [B, S, D] with (start, length) per head in `ranges`.\n\n"
       "Returns [out, lse] and, if wanted, logits or mass.");
+
+  m.def(
+      "pack", &pack, "rows"_a, "bits"_a, "group_size"_a, "stream"_a = nb::none(),
+      "Words, scales and biases of rows [..., width].");
 
   nb::class_<KernelPolicy>(m, "KernelPolicy")
       .def(
@@ -79,15 +84,24 @@ NB_MODULE(_ext, m) {
           },
           "keys"_a, "values"_a, "scores"_a, "The newest tokens, stored apart.");
 
+  nb::class_<Frame>(m, "Frame")
+      .def(
+          "__init__",
+          [](Frame* self, mx::array centre, mx::array scale) {
+            new (self) Frame{std::move(centre), std::move(scale)};
+          },
+          "centre"_a, "scale"_a, "What keys are stored relative to.");
+
   using RecentTuple = std::tuple<int, int, bool>;
   using HeadTuple = std::tuple<int64_t, int, int, int, int, bool>;
   nb::class_<DecodingLayer>(m, "DecodingLayer")
       .def(
           nb::init<
               const Stored&, const Stored&, std::vector<mx::array>, KernelPolicy, bool, bool,
-              std::vector<float>, const std::optional<Recent>&, mx::StreamOrDevice>(),
+              std::vector<float>, const std::optional<Recent>&, mx::StreamOrDevice,
+              const std::optional<Frame>&>(),
           "keys"_a, "values"_a, "fields"_a, "policy"_a, nb::kw_only(), "remembers"_a, "answers"_a,
-          "saturation"_a, "recent"_a = nb::none(), "stream"_a = nb::none())
+          "saturation"_a, "recent"_a = nb::none(), "stream"_a = nb::none(), "frame"_a = nb::none())
       .def(
           "step",
           [](DecodingLayer& self, const mx::array& q, const mx::array& k, const mx::array& v,

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "attention.h"
+#include "frame.h"
 
 namespace mlx_h2o {
 
@@ -396,7 +397,10 @@ int free_slot(const Layer& layer, const LayerState& state, const Step& step, int
 }
 
 void decode_step(const Layer& layer, const LayerState& state, const Step& step) {
-  DecodeStep(layer, state, step).run();
+  if (!layer.frame_centre) return DecodeStep(layer, state, step).run();
+  thread_local std::vector<char> room;
+  const Step framed = in_frame(layer, state, step, room);
+  DecodeStep(layer, state, framed).run();
 }
 
 }  // namespace mlx_h2o

@@ -13,10 +13,13 @@ struct Layer {
   int64_t S;  // slots of all heads
   Dtype out_dtype;
   float scale;
-  bool remembers;  // statistics of the evicted are kept
-  bool answers;    // and go on answering
+  bool remembers;                 // statistics of the evicted are kept
+  bool answers;                   // and go on answering
   std::vector<float> saturation;  // of the remainder's term, [Hk]; 0: first order
   KernelPolicy policy;
+  // [Hk, D] each, or nullptr: what keys are stored relative to (frame.h).
+  const float* frame_centre = nullptr;
+  const float* frame_scale = nullptr;
 };
 
 // Keys or values of all slots [B, S, width], dense or packed.

@@ -21,7 +21,7 @@ struct Rows {
   int64_t stride;
   Dtype dtype;
 
-  // Packed rows (as mx.quantize packs them): `data` are 32-bit words, and scales and biases have
+  // Packed rows (in the format of mx.quantize): `data` are 32-bit words, and scales and biases have
   // `dtype`, one for each group of a row.
   int bits = 0;  // 0: dense
   int group_size = 0;
@@ -157,8 +157,12 @@ struct Kernels {
   // One row of any dtype to floats, times a factor.
   void (*widen)(float* out, const void* row, Dtype dtype, float factor, int n);
   void (*narrow)(void* out, Dtype dtype, const float* row, float factor, int n);
-  // A float row packed as mx.quantize packs it, bit for bit.
+  // A float row packed by its groups' ranges (PackedRows.of).
   void (*quantize)(const float* row, int width, const PackedRow& out);
+  // (row - centre) / scale and row * by, in the row's dtype.
+  void (*enter_frame)(
+      void* out, const void* row, Dtype dtype, const float* centre, const float* scale, int n);
+  void (*multiply)(void* out, const void* row, Dtype dtype, const float* by, int n);
   // One row of any kind to `width` floats.
   void (*read_row)(float* out, const Rows& rows, int64_t row, int width);
 };

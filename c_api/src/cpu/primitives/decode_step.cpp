@@ -30,11 +30,11 @@ class DecodeStepOnSlots : public CpuPrimitive {
     step.out = outputs[0].data<void>();
     const Before before = before_of(outputs);
     // The arrays ride along: they must live until the task has run.
-    encoder.dispatch(
-        [layer = planned_.layer, state, step = std::move(step), before, held = memory_->fields] {
-          keep(layer, state, step, before);
-          decode_step(layer, state, step);
-        });
+    encoder.dispatch([layer = planned_.layer, state, step = std::move(step), before,
+                      held = memory_->fields, frame = memory_->frame] {
+      keep(layer, state, step, before);
+      decode_step(layer, state, step);
+    });
   }
 
  private:

@@ -20,8 +20,7 @@ void append(std::vector<mx::array>& fields, const std::vector<mx::array>& more) 
 DecodingLayer::DecodingLayer(
     const Stored& k, const Stored& v, std::vector<mx::array> others, KernelPolicy policy,
     bool remembers, bool answers, std::vector<float> saturation,
-    const std::optional<Recent>& recent,
-    mx::StreamOrDevice s)
+    const std::optional<Recent>& recent, mx::StreamOrDevice s, const std::optional<Frame>& frame)
     : layer_{},
       layout_(layout_of(k, v)),
       row_dtype_(k.arrays.back().dtype()),
@@ -59,6 +58,7 @@ DecodingLayer::DecodingLayer(
     append(fields, recent->values.arrays);
     fields.push_back(recent->scores);
   }
+  if (frame) take_frame(*frame, s);
   for (mx::array& field : fields) {
     shapes_.push_back(field.shape());
     dtypes_.push_back(field.dtype());
@@ -122,6 +122,18 @@ void DecodingLayer::check_recent(const Stored& k, const Stored& v, const Recent&
        {"newest scores", recent.scores},
        {"keys", k.arrays[0]},
        {"values", v.arrays[0]}});
+}
+
+void DecodingLayer::take_frame(const Frame& frame, mx::StreamOrDevice s) {
+  const mx::Shape wanted{layer_.Hk, layer_.D};
+  require(
+      frame.centre.shape() == wanted && frame.scale.shape() == wanted && layout_.k_bits,
+      "A frame has a centre and a scale for each element of packed keys",
+      {{"centre", frame.centre}, {"scale", frame.scale}});
+  memory_->frame = {float32(frame.centre, s), float32(frame.scale, s)};
+  mx::eval(memory_->frame);  // once; every step reads it
+  layer_.frame_centre = memory_->frame[0].data<float>();
+  layer_.frame_scale = memory_->frame[1].data<float>();
 }
 
 void DecodingLayer::check_token(const mx::array& q, const mx::array& k, const mx::array& v) const {

@@ -19,6 +19,11 @@ struct Recent {
   mx::array scores;     // [B, Hk, size], or of size 0
 };
 
+// What keys are stored relative to: centre and scale [Hk, D] float32 (frame.h).
+struct Frame {
+  mx::array centre, scale;
+};
+
 // What a step does with the newest tokens: the new token's slot, the tokens held after it, and
 // whether one leaves.
 struct RecentStep {
@@ -43,8 +48,8 @@ class DecodingLayer {
   DecodingLayer(
       const Stored& keys, const Stored& values, std::vector<mx::array> fields, KernelPolicy policy,
       bool remembers, bool answers, std::vector<float> saturation,
-      const std::optional<Recent>& recent,
-      mx::StreamOrDevice s);
+      const std::optional<Recent>& recent, mx::StreamOrDevice s,
+      const std::optional<Frame>& frame = std::nullopt);
 
   // Out [B, Hq, 1, Dv] of one token's q [B, Hq, 1, D], k [B, Hk, 1, D] and v [B, Hk, 1, Dv].
   //
@@ -72,6 +77,7 @@ class DecodingLayer {
   void check_fields(
       const Stored& keys, const Stored& values, const std::vector<mx::array>& fields) const;
   void check_recent(const Stored& keys, const Stored& values, const Recent& recent) const;
+  void take_frame(const Frame& frame, mx::StreamOrDevice s);
   void check_token(const mx::array& q, const mx::array& k, const mx::array& v) const;
   void check_plan(
       const std::vector<StepHead>& heads, const std::optional<RecentStep>& recent) const;

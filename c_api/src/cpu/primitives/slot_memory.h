@@ -14,6 +14,7 @@ namespace mlx_h2o {
 // newest tokens are stored apart, then their keys, values and scores.
 struct SlotMemory {
   std::vector<mx::array> fields;
+  std::vector<mx::array> frame;  // centre and scale, or empty; never changed
 };
 struct Field {
   enum { positions, scores, count, mean_key, var_key, mean_value, victims, number };
