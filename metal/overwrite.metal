@@ -3,7 +3,6 @@
 // columns (quantize.h).
 
 #include "decode_step.h"
-#include "log_length.h"
 #include "quantize.h"
 #include "remainder.h"
 
@@ -23,6 +22,9 @@ inline float column_of(Row row, int i, int lane) {
   load_share<1>(columns_from(row, 32 * i), 0, lane, column);
   return column[0];
 }
+
+// Of a squared length: keeps the logarithm of a zero vector finite (python/mlx_h2o/value_lengths.py).
+#define LEAST_SQUARE 1e-12f
 
 // A key as it is stored where keys lie in a frame (python/mlx_h2o/frame.py), in its own type.
 template <int W, typename T>
@@ -113,7 +115,7 @@ inline void overwrite(
   if (LENGTHS) {
     const float square = simd_sum(dot<WV>(value, value));
     if (lane == 0) {
-      value_lengths[row] = half(log_length(square));
+      value_lengths[row] = half(log(max(square, LEAST_SQUARE)));
     }
   }
   store_columns<W>(keys, lane, key);

@@ -2,7 +2,6 @@
 // python/mlx_h2o/policies.
 
 #include "decode_step.h"
-#include "log_length.h"
 
 namespace h2o {
 
@@ -20,7 +19,7 @@ namespace h2o {
 #define BY_WORTH 3
 #define BY_SALIENCE 4
 
-#define MASS_FLOOR 1e-6f  // policies/base.py
+#define MASS_FLOOR 1e-6f  // policies/terms.py
 
 // What attention and the layer know of one KV head's slots; index 0 is its first.
 struct HeadSlots {
@@ -68,8 +67,8 @@ inline float weighted(HeadSlots head, int slot, int position) {
   return VALUES ? score * head.norms[slot] : score;
 }
 
-// The terms of Distinct.priority and of Salient.priority before they are standardised: distance,
-// mass, value, age.
+// The terms of Distinct and Salient before they are standardised (terms.py): distance, mass, value,
+// age.
 #define TERMS 4
 #define VALUE_TERM 2
 
@@ -81,9 +80,7 @@ inline bool has_term(int i) {
 
 template <int PRIORITY, bool MASS, bool VALUES>
 inline void terms_of(HeadSlots head, int slot, int position, thread float* terms) {
-  const float square = head.distances[slot];
-  terms[0] = PRIORITY == BY_SALIENCE ? 0.5f * log_length(square)
-                                     : log(max(square, head.least_distance));
+  terms[0] = log(max(head.distances[slot], head.least_distance));
   terms[1] = MASS ? log(weighted<true, VALUES>(head, slot, position) + MASS_FLOOR) : 0.0f;
   terms[VALUE_TERM] = PRIORITY == BY_SALIENCE ? float(head.value_lengths[slot]) : 0.0f;
   terms[3] = log(float(head.offset - position));

@@ -101,8 +101,8 @@ inline void update(
     for (int g = 0; g < G; g++) {
       lses[g] = lse[kv_head * G + g];
     }
-    if (PRIORITY == BY_DISTANCE) {
-      // A key at the mean itself must not stretch the scale for all others (distinct.py).
+    if (RANKS_TERMS) {
+      // A key at the mean itself must not stretch the scale for all others (terms.py).
       const float square = square_norm<D, SIMDS>(means + kv_head * D, scratch, simd, lane);
       head.least_distance = 1e-6f * square + 1e-12f;
     }

@@ -148,6 +148,7 @@ def expected_update(policy, plan, slots, logits, lse, written, means):
             evictable=selection.evictable_slots(positions, OFFSET, SINK, head.recent),
             evicted=16,
             evicted_mean_key=means[:, h : h + 1],
+            value_lengths=of_head(slots.value_lengths, head),
         )
         fields.append(of_head_slots)
         priorities.append(policy.priority(of_head_slots))
@@ -270,11 +271,11 @@ def test_device_bytes(name, most):
     least = 4 * N
     if policy.needs_attention:
         least += 4 * (N * (G + 2) + H * G)
-    if name == "distinct":
+    if name in ("distinct", "salient"):
         least += 4 * (N + H * D)
     if name == "salient":
         # Two bytes a slot for the values' lengths.
-        least += 4 * N + 2 * N
+        least += 2 * N
     counts = launches[-1]
     # The plan, a line per head, is read by every simdgroup and does not grow with the slots.
     moved = counts.device_bytes - counts.bytes_read["plan"]
