@@ -105,7 +105,7 @@ def stepped(slots: int, policy: Policy, framed: bool) -> list[int]:
     scored = policy.needs_attention
     if scored:
         held.scores = mx.zeros((1, plan.slots))
-    if policy.uses_value_lengths:
+    if kernel_policy.priority == "salience":
         held.value_lengths = mx.zeros((1, plan.slots), mx.float16)
     frame = Frame(mx.zeros((Hk, D)), mx.ones((Hk, D))) if framed else None
     victims = mx.zeros((1, Hk, 1), mx.int32)

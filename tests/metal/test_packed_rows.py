@@ -284,10 +284,12 @@ def test_overwrite(case):
         pack(mx.random.normal((B, S, width)).astype(dtype), bits)
         for width, bits in zip(widths, case["bits"], strict=True)
     ]
-    slots = SlotArrays(*held, mx.full((B, S), -1, mx.int32), norms=mx.zeros((B, S)))
+    sizes = {"norms": mx.zeros((B, S)), "value_lengths": mx.zeros((B, S), mx.float16)}
+    slots = SlotArrays(*held, mx.full((B, S), -1, mx.int32), **sizes)
     old = [mx.array(np.array(dense(rows).astype(mx.float32))) for rows in held]
     expected = [[np.array(bits_of(a)) for a in arrays_of(rows)] for rows in held]
     positions, norms = np.array(slots.positions), np.array(slots.norms)
+    lengths = np.array(slots.value_lengths)
     victims = mx.array(np.random.default_rng(1).integers(0, 5, (B, H, 1)), mx.int32)
     new = [rows_to_pack(B, H, width, dtype) for width in widths]
     before = Remainder.empty(B, H, *widths).fold(
@@ -314,11 +316,15 @@ def test_overwrite(case):
                 array[b, at] = np.array(bits_of(part))[0]
         positions[b, at] = OFFSET - 1
         norms[b, at] = mx.linalg.norm(dense(rows[1]).astype(mx.float32)).item()
+        square = mx.square(new[1][b, h].astype(mx.float32)).sum()
+        lengths[b, at] = mx.log(mx.maximum(square, 1e-12)).item()
     for rows, theirs in zip(held, expected, strict=True):
         for ours, array in zip(arrays_of(rows), theirs, strict=True):
             assert np.array_equal(np.array(bits_of(ours)), array)
     assert np.array_equal(np.array(slots.positions), positions)
     np.testing.assert_allclose(slots.norms, norms, rtol=1e-5)
+    # Of the values as they came; a last bit may be rounded otherwise.
+    np.testing.assert_allclose(slots.value_lengths, lengths, rtol=2**-10)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
