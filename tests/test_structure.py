@@ -15,7 +15,7 @@ LONGEST_FUNCTION, LONGEST_CLASS = 60, 300
 # circle. A folder stands for all that is in it.
 FLOORS = {
     "ground": """checks drawing files gguf gguf_tokenizer interrupts linear_algebra masks patching
-        profile safetensors_header smollm2 softmax stock store builtin""",
+        profile safetensors_header smollm2 softmax stock store value_lengths builtin""",
     "rows": "packed remainder recent_window undo frame",
     "policies": "policies selection",
     "settings": "settings budget attention_call",

@@ -27,7 +27,7 @@ from mlx_h2o.backends.tiling import WIDTHS
 from mlx_h2o.packed import dense
 from mlx_h2o.policies import Policy
 from mlx_h2o.policies.base import kernel_policy_of
-from mlx_h2o.policies.distinct import FEWEST_FOR_A_MEAN
+from mlx_h2o.policies.terms import FEWEST_FOR_A_MEAN
 from mlx_h2o.remainder import STATISTICS
 from mlx_h2o.settings import CacheSettings
 
