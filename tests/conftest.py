@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from pathlib import Path
 
 # First: it loads the library that the extension is linked against.
 import mlx.core as mx
@@ -49,3 +50,9 @@ def values_of(item: pytest.Item) -> dict[str, str]:
     """The parameters of a case, each by the part of its name that stands for it."""
     assert isinstance(item, pytest.Function)
     return {name: repr(value) for name, value in item.callspec.params.items()}
+
+
+@pytest.fixture(autouse=True)
+def no_profiles_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Profiles that whoever runs the tests keeps must not change what is tested."""
+    monkeypatch.setattr("mlx_h2o.profile_places.kept_folder", lambda: tmp_path / "kept profiles")

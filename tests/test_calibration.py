@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import mlx_h2o
-from mlx_h2o import calibration
+from mlx_h2o import calibration, curves, kl_calibration
 from mlx_h2o.builtin import CALIBRATION_TEXT, MODELS, SAMPLE_TEXT
 from mlx_h2o.cli import main
-from mlx_h2o.profile import FILE_NAME, ModelIdentity, Profile
+from mlx_h2o.model_identity import ModelIdentity
+from mlx_h2o.profile import FILE_NAME, Profile
 from mlx_h2o.remainder import Remainder
 from tiny_models import tiny_model
 
@@ -64,8 +65,8 @@ def test_limited_attention_is_that_of_a_window_and_the_remainder():
     mx.random.seed(0)
     T, D, scale, budget = 60, 8, 8**-0.5, 12
     q, k, v = (mx.random.normal((n, T, D)) for n in (2, 1, 1))
-    rows = calibration.PrefixStatistics(k[0], v[0])
-    full, limited = calibration.limited_attention(q, rows, 0, scale, [budget])
+    rows = kl_calibration.PrefixStatistics(k[0], v[0])
+    full, limited = kl_calibration.limited_attention(q, rows, 0, scale, [budget])
     expected = mx.fast.scaled_dot_product_attention(
         q[None], k[None], v[None], scale=scale, mask="causal"
     )[0]
@@ -89,7 +90,7 @@ def test_the_embedded_models_profile_is_what_calibration_measures(embedded):
     """Most slots go to the one head that copies and recalls; the shipped file says the same."""
     model, tokenizer = embedded
     tokens = tokenizer.encode(CALIBRATION_TEXT.read_text())[:512]
-    profile = calibration.calibrate(model, tokens, window=512)
+    profile = calibration.calibrate(model, tokens, length=512)
     shipped = Profile.load(SHIPPED)
     assert shipped.model.difference(profile.model) is None
     for found in (profile, shipped):
@@ -104,11 +105,14 @@ def test_one_pass_orders_heads_as_the_exact_measure_does(embedded):
     """At a size where it matters, the heads that cost most by KL cost most in one pass."""
     model, tokenizer = embedded
     tokens = tokenizer.encode(CALIBRATION_TEXT.read_text())[:96]
-    one_pass = calibration.calibrate(model, tokens, window=96)
-    exact = calibration.calibrate_exactly(model, tokens, window=96)
-    at = one_pass.grid.index(32)
+    one_pass = calibration.calibrate(model, tokens, length=96)
+    exact = kl_calibration.calibrate_exactly(model, tokens, length=96)
     orders = [
-        np.argsort(np.argsort([curve[at] for layer in profile.losses for curve in layer]))
+        np.argsort(
+            np.argsort(
+                [curve[profile.grid.index(32)] for layer in profile.losses for curve in layer]
+            )
+        )
         for profile in (one_pass, exact)
     ]
     assert np.corrcoef(*orders)[0, 1] > 0.6
@@ -176,11 +180,11 @@ def test_the_two_bundled_texts_are_independent():
 def test_sharing_out_costs_a_look_per_purchase(monkeypatch):
     """A 4B model has hundreds of heads: after a purchase only the buyer's offer is made anew."""
     rng = np.random.default_rng(0)
-    curves = np.sort(rng.exponential(size=(36, 8, 16)), axis=-1)[..., ::-1]
-    profile = made_up(curves.tolist(), grid=calibration.GRID)
+    losses = np.sort(rng.exponential(size=(36, 8, 16)), axis=-1)[..., ::-1]
+    profile = made_up(losses.tolist(), grid=calibration.GRID)
     looks = []
-    best_step = Profile._best_step
-    monkeypatch.setattr(Profile, "_best_step", lambda *args: looks.append(args) or best_step(*args))
+    best_step = curves.best_step
+    monkeypatch.setattr(curves, "best_step", lambda *args: looks.append(args) or best_step(*args))
     budgets = profile.budgets(1024)
     assert sum(map(sum, budgets)) == 1024 * 36 * 8
     assert len(looks) <= 36 * 8 * (1 + len(calibration.GRID))

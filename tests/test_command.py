@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,14 +146,14 @@ def test_a_calibration_survives_a_folder_that_went_away(tmp_path, monkeypatch, c
     """The check passed, and then the folder was removed while heads were measured."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    measure = mlx_h2o.calibration.calibrate
+    measure = mlx_h2o.calibrate
 
     def meanwhile(*args, **options):
         profile = measure(*args, **options)
-        folder.rmdir()
+        shutil.rmtree(folder)
         return profile
 
-    monkeypatch.setattr("mlx_h2o.calibration.calibrate", meanwhile)
+    monkeypatch.setattr("mlx_h2o.cli.calibrate.calibrate", meanwhile)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     line = refusal(["calibrate", "--tokens", "100", "--out", str(folder / "p.json")], capsys)
     kept = Path(line.split("it is in ")[1].split(" instead")[0])

@@ -4,7 +4,6 @@ import mlx.core as mx
 import pytest
 
 from mlx_h2o.frame import LEAST_SCALE, Frame, RowFormat, frames_of
-from mlx_h2o.own_curves import ORDERS, own_curves
 from mlx_h2o.packed import PackedRows
 from tiny_models import tiny_model
 
@@ -66,23 +65,3 @@ def test_frames_are_made_of_what_a_model_caches():
     assert len(frames) == len(model.layers)
     assert frames[0].centre.shape == (2, 12)
     assert (frames[0].scale > 10 * LEAST_SCALE).all()
-
-
-def test_curves_fall_to_nothing_and_each_setting_is_tried_for_itself():
-    """Side by side or alone: the same losses; and both orders differ once tokens are evicted."""
-    model = tiny_model("llama")
-    tokens = mx.random.randint(0, 100, (2, 48), key=mx.random.key(5))
-    curves = own_curves(model, tokens, grid=(12, 24, 100))
-    assert curves.grid == (12, 24, 48)
-    alone = own_curves(model, tokens, grid=(24,))
-    for layer, other in zip(curves.losses, alone.losses, strict=True):
-        for head, same in zip(layer, other, strict=True):
-            assert len(head) == len(ORDERS)
-            assert [points[1] for points in head] == pytest.approx([p[0] for p in same], rel=1e-3)
-            assert all(points[0] > points[1] > 1e-6 > points[2] for points in head)
-            assert head[0][0] != head[1][0]
-    profile = curves.profile(model)
-    budgets = profile.budgets(20)
-    assert sum(map(sum, budgets)) == 20 * sum(map(len, budgets))
-    chosen = {t for layer in curves.saturation(budgets) for t in layer}
-    assert chosen <= set(ORDERS)

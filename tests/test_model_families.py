@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
 from mlx_h2o import H2OKVCache, Profile, make_prompt_cache
-from mlx_h2o.profile import identity_of
+from mlx_h2o.model_identity import identity_of
 from tiny_models import (
     FAMILIES,
     VOCABULARY,

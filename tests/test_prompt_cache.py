@@ -23,7 +23,7 @@ from mlx_h2o import (
     make_prompt_cache,
     save_prompt_cache,
 )
-from mlx_h2o.profile import identity_of
+from mlx_h2o.model_identity import identity_of
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model
 
 LAYER = TinyLayer()

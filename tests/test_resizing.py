@@ -15,7 +15,7 @@ from mlx_h2o import (
     resize,
     save_prompt_cache,
 )
-from mlx_h2o.profile import identity_of
+from mlx_h2o.model_identity import identity_of
 from tiny_models import TinyLayer, greedy_tokens, prefill, prompt_tokens, tiny_model
 
 SIZES = {"fewer": {"max_size": 30}, "more": {"max_size": 77}, "bytes": {"max_bytes": 30_000}}

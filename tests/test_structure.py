@@ -15,8 +15,9 @@ LONGEST_FUNCTION, LONGEST_CLASS = 60, 300
 # circle. A folder stands for all that is in it.
 FLOORS = {
     "ground": """checks drawing files gguf gguf_tokenizer interrupts linear_algebra masks patching
-        profile safetensors_header smollm2 softmax stock store value_lengths builtin""",
-    "rows": "packed remainder recent_window undo frame",
+        curves number_text measured model_identity safetensors_header smollm2 softmax stock store
+        value_lengths builtin""",
+    "rows": "packed remainder recent_window undo frame profile profile_places",
     "policies": "policies selection",
     "settings": "settings budget attention_call",
     "attention": "backends attention tracing",
@@ -26,8 +27,9 @@ FLOORS = {
     "opening": "saved_state opening",
     "caches": "bounded_cache cache latent_cache plain_rows_cache",
     "mlx-lm": "cache_lists trimming routing layer_kinds description cache_file prompt_cache",
-    "models": "bounding resizing calibration inspection",
-    "tools": "evaluate own_curves bench golden",
+    "models": """bounding resizing watching trials key_frames calibrated_layers calibration
+        kl_calibration inspection""",
+    "tools": "evaluate bench golden",
     "top": "__init__ cli __main__",
 }
 FLOOR_OF = {name: i for i, floor in enumerate(FLOORS.values()) for name in floor.split()}

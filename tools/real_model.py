@@ -1,9 +1,10 @@
 """What packing, policies and shares of slots cost a real model in perplexity.
 
     python tools/real_model.py rows TEXT          rows packed alone: plain, in the frame, by range
-    python tools/real_model.py curves OUT         each head's curves by the policy itself
     python tools/real_model.py policies TEXT      uniform budgets at 1/4 of the tokens
-    python tools/real_model.py shares TEXT CURVES shares of slots by those curves, 16 and fewer bits
+    python tools/real_model.py shares TEXT PROFILE
+                                                  shares of slots by a profile, 16 and fewer bits
+    python tools/real_model.py contexts TEXT      4-bit keys at late positions, by the frame's range
 
 All are simulated (`mlx_h2o.evaluate.simulation`): quality only, nothing is saved. TEXT must not be
 what the frames and curves are made of, which is the package's calibration text.
@@ -12,7 +13,6 @@ what the frames and curves are made of, which is the package's calibration text.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -26,6 +26,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import mlx_h2o
 from mlx_h2o.builtin import CALIBRATION_TEXT
+from mlx_h2o.calibration import frame_tokens
 from mlx_h2o.evaluate.perplexity import samples_of
 from mlx_h2o.evaluate.simulation import (
     DISTINCT,
@@ -37,12 +38,13 @@ from mlx_h2o.evaluate.simulation import (
     Setting,
     SimulatedCache,
 )
-from mlx_h2o.frame import RowFormat, frames_of
+from mlx_h2o.frame import Frame, RowFormat, frames_of
+from mlx_h2o.key_frames import frames_of_text
 from mlx_h2o.layer_kinds import layer_kinds
-from mlx_h2o.own_curves import Curves, own_curves
+from mlx_h2o.profile import Profile
+from mlx_h2o.watching import windows_of
 
 FRAME_PASSES = 3
-CURVE_GRID = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 #: Bits of the rows of 16-bit numbers that budgets are counted in.
 PLAIN_BITS = 16
 
@@ -103,6 +105,27 @@ def rows(model: nn.Module, tokenizer: Any, samples: mx.array) -> None:
         report(name, nll(lambda of=of_layers: [RowsAsStored(f) for f in of]), full)
 
 
+def contexts(model: nn.Module, tokenizer: Any, samples: mx.array) -> None:
+    """4-bit keys, 16-bit values; scored over the last half of the positions."""
+    frames = frames_of_text(model, mx.concatenate(windows_of(frame_tokens(tokenizer), 1024)))
+    layers, half = len(frames[512]), samples.shape[1] // 2
+    formats: dict[str, list[RowFormat]] = {"16 bits": [RowFormat()] * layers}
+    formats["plain"] = [RowFormat(4)] * layers
+    for context, of_layers in frames.items():
+        made = [Frame(mx.array(centre), mx.array(scale)) for centre, scale in of_layers]
+        formats[f"frame for {context}"] = [RowFormat(4, frame=frame) for frame in made]
+    full: list[float] = []
+    for name, of_layer in formats.items():
+        nll = []
+        for i in range(samples.shape[0]):
+            tokens = samples[i : i + 1]
+            caches = [RowsAsStored(f) for f in of_layer]
+            logits = model(tokens[:, :-1], cache=caches)[:, half:].astype(mx.float32)
+            nll.append(nn.losses.cross_entropy(logits, tokens[:, half + 1 :]).mean().item())
+        full = full or nll
+        report(name, nll, full)
+
+
 def simulate(model: nn.Module, samples: mx.array, settings: Sequence[Setting], first: int) -> None:
     """All settings side by side, token by token; scored from token `first` on."""
     (n, T), count = samples.shape, len(settings)
@@ -139,18 +162,17 @@ def policies(model: nn.Module, samples: mx.array) -> None:
     simulate(model, samples, settings, slots)
 
 
-def shares(model: nn.Module, tokenizer: Any, samples: mx.array, curves: Curves) -> None:
+def shares(model: nn.Module, tokenizer: Any, samples: mx.array, profile: Profile) -> None:
     """The policy's own shares and orders at 1/4 and 1/8 of the bytes, in several widths."""
     T = samples.shape[1]
     width = layer_kinds(model)[0].widths.key
-    profile = curves.profile(model)
     settings = [Setting("full cache")]
     for part, bits in ((4, PLAIN_BITS), (4, 6), (8, PLAIN_BITS), (8, 6), (8, 5)):
         formats = formats_of(model, tokenizer, T, bits) if bits < PLAIN_BITS else None
         row = formats[0] if formats else RowFormat()
         plain = RowFormat().row_bytes(width, width)
         budgets = profile.budgets(min(T // part * plain // row.row_bytes(width, width), T))
-        orders = curves.saturation(budgets)
+        orders = profile.saturation(budgets)
         settings.append(Setting(f"1/{part}, {bits} bits", budgets, orders, SALIENT, formats))
     simulate(model, samples, settings, T // 4)
 
@@ -158,7 +180,7 @@ def shares(model: nn.Module, tokenizer: Any, samples: mx.array, curves: Curves) 
 def parser() -> argparse.ArgumentParser:
     """What understands the command line."""
     made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    made.add_argument("what", choices=("rows", "curves", "policies", "shares"))
+    made.add_argument("what", choices=("rows", "policies", "shares", "contexts"))
     made.add_argument("paths", nargs="+", type=Path)
     made.add_argument("--model", default="smollm2-135m")
     made.add_argument("--samples", type=int, default=4)
@@ -171,13 +193,6 @@ def main() -> None:
     args = parser().parse_args()
     mlx_h2o.install()
     model, tokenizer = mlx_h2o.load(args.model)
-    if args.what == "curves":
-        passes = calibration_passes(tokenizer, args.samples, args.tokens)
-        made = own_curves(
-            model, passes, grid=CURVE_GRID, progress=lambda *of: print(*of, file=sys.stderr)
-        )
-        args.paths[0].write_text(json.dumps({"grid": made.grid, "losses": made.losses}))
-        return
     print("| what | perplexity | loss |\n|---|---:|---:|")
     text = tokenizer.encode(args.paths[0].read_text())
     samples = samples_of(text, args.samples, args.tokens, None)
@@ -185,9 +200,10 @@ def main() -> None:
         rows(model, tokenizer, samples)
     elif args.what == "policies":
         policies(model, samples)
+    elif args.what == "contexts":
+        contexts(model, tokenizer, samples)
     else:
-        kept = json.loads(args.paths[1].read_text())
-        shares(model, tokenizer, samples, Curves(tuple(kept["grid"]), kept["losses"]))
+        shares(model, tokenizer, samples, Profile.load(args.paths[1]))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ from mlx_h2o.bounding import install, uninstall
 from mlx_h2o.builtin import load
 from mlx_h2o.cache import H2OKVCache
 from mlx_h2o.cache_file import load_prompt_cache, save_prompt_cache
-from mlx_h2o.calibration import calibrate, calibrate_exactly
+from mlx_h2o.calibration import calibrate
 from mlx_h2o.description import describe
+from mlx_h2o.kl_calibration import calibrate_exactly
 from mlx_h2o.latent_cache import LatentKVCache
 from mlx_h2o.linear_algebra import blas, use_openblas
 from mlx_h2o.plain_rows_cache import PlainRowsKVCache

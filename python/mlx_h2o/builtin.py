@@ -20,6 +20,8 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 SAMPLE_TEXT = PACKAGE / "data" / "sample.txt"
 CALIBRATION_TEXT = PACKAGE / "data" / "calibration.txt"
+#: Code, tables, languages, chat: for the frames of packed keys.
+MIXED_TEXT = PACKAGE / "data" / "mixed.txt"
 
 # MLX's CPU backend multiplies packed weights several times more slowly than plain float32 ones; a
 # model that takes no more than this when unpacked is unpacked there.
@@ -46,8 +48,8 @@ def model_path(name: str) -> str:
 
 
 def shipped_profiles() -> list[Path]:
-    """The profiles of the built-in models."""
-    return sorted(MODELS.glob("*/mlx_h2o_profile.json"))
+    """The profiles of the built-in models, and of `smollm2-135m`."""
+    return sorted([*MODELS.glob("*/mlx_h2o_profile.json"), *PACKAGE.glob("data/*.profile.json")])
 
 
 def laid_out_for_cpu(weight: mx.array) -> mx.array:

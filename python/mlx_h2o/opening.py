@@ -41,7 +41,8 @@ def open_layer(
         )
     B, H, _, D = keys.shape
     Dv, sizes = values.shape[-1], (keys.dtype.size, values.dtype.size)
-    widths = RowWidths(D, Dv, *sizes, settings.packing, settings.undo)
+    framed = settings.frame is not None
+    widths = RowWidths(D, Dv, *sizes, settings.packing, settings.undo, framed)
     budgets = budgets_of(settings, B, H, widths)
     reserved = 0
     if not settings.attending and settings.remainder:
@@ -53,7 +54,7 @@ def open_layer(
     if settings.packing.recent is not None:
         window = window_of(settings, recent_size(settings, of_slots))
         of_slots = [budget - window.size for budget in of_slots]
-    settings.saturations(H)  # there is one for each head
+    settings.check_rows(H, D)
     settings = settings.resized(budgets)
     store = SlotStore(of_slots, reserved)
     if window is not None:
@@ -138,6 +139,7 @@ def restored(
         window.get_back(_under("recent.", arrays))
     types, widths = _types_and_widths(settings, store)
     heads, B = store.heads, types["keys"].batch
+    settings.check_rows(heads, widths.key)
     share = share or LayerShare(heads, widths)
     if (share.heads, share.widths) != (heads, widths):
         raise ValueError(f"The share {share} is not that of {heads} heads of {widths}.")
@@ -168,8 +170,9 @@ def _types_and_widths(
         types[name] = RowType(batch, store.heads, width, held.dtype)
         widths.append(width)
         sizes.append(held.dtype.size)
-    packing = settings.packing
-    return types, RowWidths(widths[0], widths[1], sizes[0], sizes[1], packing, settings.undo)
+    framed = settings.frame is not None
+    packing, undo = settings.packing, settings.undo
+    return types, RowWidths(widths[0], widths[1], sizes[0], sizes[1], packing, undo, framed)
 
 
 def _under(prefix: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:

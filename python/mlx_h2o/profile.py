@@ -2,8 +2,9 @@
 
 Heads differ more than policies do: a few copy and recall over long distances, most look at the last
 tokens. A profile holds, for every KV head, what the model loses when that head alone is limited to
-b slots (and the remainder); `budgets` hands out the slots by the loss saved per slot. Related:
-DuoAttention (arXiv 2410.10819), AdaKV (2407.11550), HeadKV (2410.19258).
+b slots (and the remainder), beside it which order of the remainder serves it better, what packing
+its rows costs, and frames for packed keys. Related: DuoAttention (arXiv 2410.10819), AdaKV
+(2407.11550), HeadKV (2410.19258).
 """
 
 from __future__ import annotations
@@ -15,103 +16,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
+import numpy as np
 
-from mlx_h2o import checks
+from mlx_h2o import curves
+from mlx_h2o.measured import Measured
+from mlx_h2o.model_identity import ModelIdentity
 
 FORMAT = "mlx-h2o profile"
-VERSION = 1
+#: Version 1 had curves alone.
+VERSIONS = (1, 2)
 # The file name under which a profile is looked for beside a model's weights.
 FILE_NAME = "mlx_h2o_profile.json"
 # Below 4 sinks, a few recent tokens and some to choose from, a head is no use.
 SMALLEST_BUDGET = 12
-# Of numbers in a profile's file: beyond them sharing out would overflow or take its time.
-LONGEST_GRID, MOST_SLOTS = 1024, 2**40
-LARGEST_LOSS, LARGEST_PROBE = 1e100, 1e30
-# Two models are taken for the same when their probes point the same way: quantizing a model moves
-# it by a percent or two, another training run turns it anywhere.
-LEAST_LIKENESS = 0.9
-
-
-@dataclass(frozen=True)
-class ModelIdentity:
-    """What tells models apart without reading their weights.
-
-    Attributes:
-        model_type: As in the model's config.
-        kv_heads: KV heads of each bounded layer.
-        key_widths: D of each bounded layer.
-        vocab_size: Rows of the embedding, 0 if unknown.
-        probe: A few entries of the embedding.
-    """
-
-    model_type: str
-    kv_heads: tuple[int, ...]
-    key_widths: tuple[int, ...]
-    vocab_size: int
-    probe: tuple[float, ...]
-
-    def check(self) -> None:
-        """Raise ValueError unless these are texts and numbers that a model can have."""
-        if not isinstance(self.model_type, str):
-            raise ValueError(f"A profile is damaged: model_type is {self.model_type!r}.")
-        for name in ("kv_heads", "key_widths"):
-            checks.wholes(name, getattr(self, name), 1)
-        checks.whole("vocab_size", self.vocab_size, 0)
-        if not all(type(x) in (int, float) and abs(x) <= LARGEST_PROBE for x in self.probe):
-            raise ValueError("A profile is damaged: its grid, losses and probe must be numbers.")
-
-    def difference(self, other: ModelIdentity) -> str | None:
-        """Why the other is another model, or None if it is not."""
-        for name in ("model_type", "kv_heads", "key_widths", "vocab_size"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return f"{name} is {mine}, not {theirs}"
-        if not self.probe:
-            return None
-        if len(self.probe) != len(other.probe):
-            return "its embedding differs"
-        a, b = (mx.array([float(x) for x in probe]) for probe in (self.probe, other.probe))
-        likeness = (a * b).sum() / mx.maximum(mx.linalg.norm(a) * mx.linalg.norm(b), 1e-12)
-        return None if (likeness >= LEAST_LIKENESS).item() else "its embedding differs"
-
-
-def identity_of(model: nn.Module, heads: Sequence[int], widths: Sequence[int]) -> ModelIdentity:
-    """The identity of a loaded model.
-
-    Args:
-        model: An mlx-lm model.
-        heads: KV heads of each bounded layer.
-        widths: D of each bounded layer.
-    """
-    embedding = next(
-        (m for name, m in model.named_modules() if name.endswith(("embed_tokens", "wte"))), None
-    )
-    probe: tuple[float, ...] = ()
-    if embedding is not None:
-        rows = embedding(mx.array([1, 2, 3, 4])).astype(mx.float32)[:, :16]
-        probe = tuple(round(x, 5) for x in rows.flatten().tolist())
-    args = getattr(model, "args", None)
-    vocab = getattr(args, "vocab_size", 0) or 0
-    kind = getattr(model, "model_type", None) or getattr(args, "model_type", "unknown")
-    return ModelIdentity(str(kind), tuple(heads), tuple(widths), int(vocab), probe)
-
-
-def check_curves(grid: Sequence[int], curves: Sequence[Sequence[float]]) -> None:
-    """Raise ValueError unless every head has a loss at each number of slots."""
-    slots = all(type(x) is int for x in grid)
-    if not slots or not all(type(x) in (int, float) for curve in curves for x in curve):
-        raise ValueError("A profile is damaged: its grid, losses and probe must be numbers.")
-    if not grid or list(grid) != sorted(set(grid)) or grid[0] < 1:
-        raise ValueError(f"A profile's grid must ascend from at least 1; got {grid}.")
-    if len(grid) > LONGEST_GRID or grid[-1] > MOST_SLOTS:
-        raise ValueError(
-            f"A profile's grid has at most {LONGEST_GRID} points of at most {MOST_SLOTS} slots."
-        )
-    for curve in curves:
-        if len(curve) != len(grid) or not all(0 <= x <= LARGEST_LOSS for x in curve):
-            raise ValueError("Every head needs one finite loss >= 0 per grid point.")
+# The saturation of a head that no calibration tried (`remainder.SATURATION`).
+USUAL_SATURATION = 4.0
+# Beyond this part of the calibrated length the curves see too little of what would be evicted, and
+# their shares at this size are kept.
+LARGEST_PART = 2
 
 
 @dataclass(frozen=True)
@@ -125,6 +47,7 @@ class Profile:
             the method; only differences matter.
         method: How the losses were measured.
         details: How the measurement was made (text, tokens, versions, date).
+        measured: What else a calibration by the very policy tells; None in files of version 1.
     """
 
     model: ModelIdentity
@@ -132,73 +55,130 @@ class Profile:
     losses: tuple[tuple[tuple[float, ...], ...], ...]
     method: str
     details: dict[str, Any] = field(default_factory=dict)
+    measured: Measured | None = None
 
     def __post_init__(self) -> None:
         self.model.check()
         shape = tuple(len(layer) for layer in self.losses)
         if shape != tuple(self.model.kv_heads):
             raise ValueError(f"A profile of {self.model.kv_heads} KV heads has losses for {shape}.")
-        check_curves(self.grid, [curve for layer in self.losses for curve in layer])
+        curves.check_curves(self.grid, [curve for layer in self.losses for curve in layer])
         if not isinstance(self.method, str) or not isinstance(self.details, dict):
             raise ValueError("A profile is damaged: its method is a text, its details are a table.")
+        if self.measured:
+            self.measured.check(self.model.kv_heads, self.model.key_widths, self.grid)
 
-    def budgets(self, mean: int, least: int = SMALLEST_BUDGET) -> list[list[int]]:
+    @classmethod
+    def of(
+        cls,
+        model: ModelIdentity,
+        grid: Sequence[int],
+        measured: Measured,
+        method: str,
+        details: dict[str, Any] | None = None,
+    ) -> Profile:
+        """A profile whose curves are what was measured over the whole text."""
+        heads = iter(measured.curves_upto(measured.spans[-1]))
+        losses = tuple(tuple(next(heads) for _ in range(count)) for count in model.kv_heads)
+        return cls(model, tuple(grid), losses, method, details or {}, measured)
+
+    # -- slots -------------------------------------------------------------------------------------
+
+    def budgets(
+        self, mean: int, least: int = SMALLEST_BUDGET, length: int | None = None
+    ) -> list[list[int]]:
         """Slots per layer and KV head, `mean` on average, exactly.
-
-        Greedy: every head starts at the least; the largest saving of loss per slot, over all steps
-        up the grid, is bought next, until the slots are spent.
 
         Args:
             mean: Slots per KV head on average.
             least: Slots that every head must have.
+            length: Of a conversation so far, in which no head can use more; by default one that
+                goes on.
 
         Raises:
             ValueError: mean is below least.
         """
-        curves = [curve for layer in self.losses for curve in layer]
         if mean < least:
             raise ValueError(
                 f"A budget of {mean} slots a head is below the {least} that a head needs with this "
                 "policy; raise max_size or lower sink and recent."
             )
-        slots = [least] * len(curves)
-        left = (mean - least) * len(curves)
-        offers = [self._best_step(curve, least) for curve in curves]
-        while left:
-            head = max(range(len(curves)), key=lambda h: (offers[h][0], -slots[h], -h))
-            saving, target = offers[head]
-            if saving <= 0:
-                # Nothing more to gain: the rest is spread evenly.
-                for h in range(len(curves)):
-                    slots[h] += left // len(curves) + (h < left % len(curves))
-                break
-            bought = min(target - slots[head], left)
-            slots[head] += bought
-            left -= bought
-            offers[head] = self._best_step(curves[head], slots[head])
-        heads = iter(slots)
-        return [[next(heads) for _ in layer] for layer in self.losses]
+        if length is not None and length <= mean:
+            return self._by_layer([mean] * sum(self.model.kv_heads))
+        known = self.grid[-1]
+        at = mean
+        if length is None or length > known:
+            at = min(mean, max(known // LARGEST_PART, least))
+        grid, heads = self.curves_upto(known if length is None else length)
+        slots = curves.shared_out(grid, heads, at, least)
+        if at < mean:
+            slots = curves.scaled(slots, mean * len(slots), least)
+        if length is not None:
+            slots = curves.capped(slots, length)
+        return self._by_layer(slots)
 
-    def _best_step(self, curve: Sequence[float], have: int) -> tuple[float, int]:
-        """The best saving per slot from `have` slots on, and where it leads."""
-        now = self._loss_at(curve, have)
-        steps = [
-            ((now - loss) / (b - have), b)
-            for b, loss in zip(self.grid, curve, strict=True)
-            if b > have
-        ]
-        return max(steps, default=(0.0, have), key=lambda step: step[0])
+    def curves_upto(self, length: int) -> tuple[tuple[int, ...], list[tuple[float, ...]]]:
+        """Grid, and each head's losses, of conversations up to a length: there it loses nothing."""
+        heads = [curve for layer in self.losses for curve in layer]
+        if length >= self.grid[-1]:
+            return self.grid, heads
+        if self.measured:
+            heads = self.measured.curves_upto(self.measured.span_for(length))
+        below = sum(b < length for b in self.grid)
+        return (*self.grid[:below], length), [(*curve[:below], 0.0) for curve in heads]
 
-    def _loss_at(self, curve: Sequence[float], slots: int) -> float:
-        """The loss at any number of slots, linear between grid points."""
-        if slots <= self.grid[0]:
-            return curve[0]
-        for i in range(1, len(self.grid)):
-            if slots <= self.grid[i]:
-                low, high = self.grid[i - 1], self.grid[i]
-                part = (slots - low) / (high - low)
-                return curve[i - 1] + part * (curve[i] - curve[i - 1])
-        return curve[-1]
+    def saturation(self, budgets: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Each head's better t for these budgets `[layers][H]`, at the next grid point up."""
+        flat = [b for layer in budgets for b in layer]
+        if self.measured is None:
+            return self._by_layer([USUAL_SATURATION] * len(flat))
+        errors = self.measured.errors_upto(self.measured.spans[-1])
+        points = np.minimum(np.searchsorted(self.grid, flat), len(self.grid) - 1)
+        # At the whole text nothing is evicted, and no order is better: the point before tells.
+        points = np.minimum(points, max(len(self.grid) - 2, 0))
+        better = errors[np.arange(len(flat)), :, points].argmin(axis=1)
+        return self._by_layer([self.measured.orders[i] for i in better])
+
+    def knows(self, policy: str) -> bool:
+        """Whether it was made by running this policy, so that its orders are worth anything."""
+        return self.measured is not None and self.measured.policy.get("name") == policy
+
+    def expected_loss(self, budgets: Sequence[Sequence[int]], bits: int | None = None) -> float:
+        """What the model is expected to lose, summed over its heads, in units of the method.
+
+        Args:
+            budgets: Slots `[layers][H]`.
+            bits: Of the rows; None: not packed.
+
+        Raises:
+            ValueError: Packing with so many bits was not measured.
+        """
+        flat = [b for layer in budgets for b in layer]
+        heads = [curve for layer in self.losses for curve in layer]
+        total = sum(curves.loss_at(self.grid, c, b) for c, b in zip(heads, flat, strict=True))
+        if bits is None:
+            return total
+        if self.measured is None or bits not in self.measured.packing:
+            raise ValueError(f"This profile does not tell what rows of {bits} bits lose.")
+        return total + float(self.measured.packing[bits].sum())
+
+    def frame(self, layer: int, context: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Centre and scale `[H, D]` of a layer's keys, for so many positions; None without frames.
+
+        Made for the next context up, or for the longest there is.
+        """
+        if self.measured is None or not self.measured.frames:
+            return None
+        frames = self.measured.frames
+        found = min((c for c in frames if c >= context), default=max(frames))
+        centre, scale = frames[found][layer]
+        return centre, scale
+
+    def _by_layer(self, heads: Sequence[Any]) -> list[list[Any]]:
+        each = iter(heads)
+        return [[next(each) for _ in layer] for layer in self.losses]
+
+    # -- files -------------------------------------------------------------------------------------
 
     def require(self, model: ModelIdentity) -> None:
         """Raise ValueError unless the profile belongs to the model."""
@@ -211,7 +191,18 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
-        text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
+        fields = {
+            "format": FORMAT,
+            "version": VERSIONS[-1] if self.measured else VERSIONS[0],
+            "model": asdict(self.model),
+            "grid": self.grid,
+            "losses": self.losses,
+            "method": self.method,
+            "details": self.details,
+        }
+        if self.measured:
+            fields["measured"] = self.measured.json()
+        text = json.dumps(fields, indent=1)
         # Innermost lists go on one line each, so that a profile can be read and compared.
         text = re.sub(r"\[[^\[\]{}]*\]", lambda match: " ".join(match[0].split()), text)
         Path(path).write_text(text + "\n")
@@ -229,22 +220,17 @@ class Profile:
             raise ValueError(f"Cannot read the profile {path}: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"{path} is no mlx-h2o profile.")
-        if data.get("version") != VERSION:
-            raise ValueError(f"{path} has version {data.get('version')}; this reads {VERSION}.")
+        if data.get("version") not in VERSIONS:
+            known = " and ".join(map(str, VERSIONS))
+            raise ValueError(f"{path} has version {data.get('version')}; this reads {known}.")
         try:
-            model = data["model"]
             return cls(
-                ModelIdentity(
-                    model["model_type"],
-                    tuple(model["kv_heads"]),
-                    tuple(model["key_widths"]),
-                    model["vocab_size"],
-                    tuple(model["probe"]),
-                ),
+                ModelIdentity.of_json(data["model"]),
                 tuple(data["grid"]),
                 tuple(tuple(tuple(curve) for curve in layer) for layer in data["losses"]),
                 data["method"],
                 data["details"],
+                Measured.of_json(data["measured"]) if data["version"] > 1 else None,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"The profile {path} is damaged: {error!r}.") from error

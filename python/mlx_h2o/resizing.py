@@ -8,7 +8,8 @@ from typing import Any
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.budget import LayerShare
 from mlx_h2o.cache_lists import entries
-from mlx_h2o.profile import ModelIdentity, Profile
+from mlx_h2o.model_identity import ModelIdentity
+from mlx_h2o.profile import Profile
 from mlx_h2o.prompt_cache import NothingToBound, slots_of_layers
 from mlx_h2o.settings import ModelSettings
 

@@ -42,12 +42,6 @@ def operands(shape, dtype):
     return q, *(PackedRows.of(x, 6, 32) for x in rows)
 
 
-def entered(q, frame):
-    """q' = q scale of each query's KV head, in the queries' dtype."""
-    scale = mx.repeat(frame.scale, q.shape[1] // frame.scale.shape[0], axis=0)
-    return (q.astype(mx.float32) * scale[:, None]).astype(q.dtype)
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("two_passes", [False, True])
 @pytest.mark.parametrize("with_remainder", [False, True])
@@ -63,7 +57,7 @@ def test_queries_enter(monkeypatch, dtype, shape, with_remainder, two_passes):
     if with_remainder:
         options |= {"remainder": evicted(shape), "means": mx.zeros((shape[0], shape[2], shape[5]))}
     ours = metal.attend(q, k, v, frame_scale=frame.scale, **options)
-    expected = metal.attend(entered(q, frame), k, v, **options)
+    expected = metal.attend(frame.enter_queries(q), k, v, **options)
     for name in ("out", "lse", "logits"):
         assert mx.array_equal(getattr(ours, name), getattr(expected, name))
     if with_remainder:
@@ -77,7 +71,7 @@ def test_heads_of_different_lengths_have_their_own_frames():
     q = mx.random.normal((B, 3 * G, 1, D))
     k, v = (PackedRows.of(mx.random.normal((B, 100, D)), 8, 32) for _ in range(2))
     attend = partial(metal.attend, k=k, v=v, scale=0.1, ranges=ranges)
-    ours, expected = attend(q, frame_scale=frame.scale), attend(entered(q, frame))
+    ours, expected = attend(q, frame_scale=frame.scale), attend(frame.enter_queries(q))
     assert mx.array_equal(ours.out, expected.out)
     assert mx.array_equal(ours.logits, expected.logits)
 

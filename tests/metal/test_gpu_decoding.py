@@ -12,6 +12,7 @@ from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.backends import choice, metal
 from mlx_h2o.backends.decoders import accepts
 from mlx_h2o.backends.gpu_decoder import GPUDecoder
+from mlx_h2o.frame import Frame
 from mlx_h2o.settings import CacheSettings
 
 B, HK, G, D, DV = 1, 2, 2, 64, 32
@@ -219,6 +220,23 @@ def test_packed_rows(on_device, policy, settings, store):
                 *(np.take_along_axis(x, o[..., None], 2) for x, o in zip(rows, order, strict=True))
             )
     assert ours.nbytes == theirs.nbytes
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "tolerance"),
+    [("distinct", mx.float32, 1e-4), ("salient", mx.float32, 1e-4), ("keydiff", mx.float16, 4e-3)],
+)
+def test_rows_in_a_frame(on_device, policy, dtype, tolerance):
+    """Keys and queries enter it in the kernels as they do at the reference's door."""
+    centre = 3 * mx.random.normal((HK, D))
+    store = {"frame": Frame(centre, mx.exp(mx.random.normal((HK, D)))), "bits": 8}
+    store |= {"group_size": 32, "budgets": [24, 30]}
+    shape = {"batch": 2, "dtype": dtype}
+    ours, theirs, outs = both(on_device, 12, 40, policy=policy, shape=shape, **store)
+    assert_alike(ours, theirs, outs, tolerance)
+    assert ours.nbytes == theirs.nbytes
+    plain = both(on_device, 12, 40, policy=policy, shape=shape, **(store | {"frame": None}))
+    assert mx.abs(outs[0] - plain[2][0]).max() > 10 * tolerance
 
 
 def test_packed_rows_with_sinks_and_a_chunk_between(on_device):

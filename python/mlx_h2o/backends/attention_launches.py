@@ -176,7 +176,7 @@ class AttentionLaunch:
             inputs |= {name: mx.contiguous(statistics[of]) for name, of in REMAINDER.items()}
             inputs["saturation"] = _floats(self.saturation or (SATURATION,) * len(self.lengths))
         if self.frame_scale is not None:
-            inputs["frame_scale"] = mx.contiguous(self.frame_scale)
+            inputs["frame_scale"] = self.frame_scale
         if self.means is not None:
             inputs["means"] = mx.contiguous(self.means)
         if self.after is not None:

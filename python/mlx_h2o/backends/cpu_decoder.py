@@ -62,6 +62,7 @@ class CPUDecoder(Decoder):
             answers=settings.remainder,
             saturation=list(settings.saturations(lent.remainder.count.shape[1])),
             recent=newest,
+            frame=None if settings.frame is None else _ext.Frame(*settings.frame.arrays),
         )
 
     def step(self, step: DecodeStep) -> mx.array:

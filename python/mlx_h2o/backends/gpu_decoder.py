@@ -91,6 +91,7 @@ class GPUDecoder(Decoder):
             step.k,
             step.v,
             self._remainder if self._settings.remembers else None,
+            self._settings.frame,
         )
         self._remainder = remainder or self._remainder
         means, worth = self._ranked_by(plan, written)
@@ -127,6 +128,7 @@ class GPUDecoder(Decoder):
     ) -> Attended:
         """Attention over the slots, after the row was written."""
         answers = self._settings.remainder and _evicted(plan.heads)
+        frame = self._settings.frame
         return attend(
             self._launcher,
             step.q.astype(step.k.dtype),
@@ -136,6 +138,7 @@ class GPUDecoder(Decoder):
             sinks=step.sinks,
             remainder=self._remainder if answers else None,
             saturation=self._settings.saturations(len(plan.heads)),
+            frame_scale=None if frame is None else frame.scale,
             means=means,
             ranges=plan.ranges,
             export=EXPORT_LSE if self._policy.score == "none" else EXPORT_LOGITS,

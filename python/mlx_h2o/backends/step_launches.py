@@ -139,8 +139,7 @@ def overwrite(
     }
     outputs: Outputs = {"slots_out": ((B, H), mx.int32)}
     if frame is not None:
-        of_frame = {"frame_centre": frame.centre, "frame_scale": frame.scale}
-        inputs |= {name: mx.contiguous(array) for name, array in of_frame.items()}
+        inputs |= {"frame_centre": frame.centre, "frame_scale": frame.scale}
     if remainder is not None:
         statistics = remainder.arrays
         inputs |= {name: mx.contiguous(statistics[of]) for name, of in REMAINDER.items()}

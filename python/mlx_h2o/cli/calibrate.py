@@ -11,17 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from mlx_h2o import calibration, checks
+from mlx_h2o import checks
 from mlx_h2o.builtin import CALIBRATION_TEXT
-from mlx_h2o.calibration import LEAST_TOKENS
+from mlx_h2o.calibrated_layers import CalibratedLayers
+from mlx_h2o.calibration import LENGTH, calibrate, frame_tokens
 from mlx_h2o.cli.options import add_model_options, load_model, read_text
 from mlx_h2o.cli.tables import show
 from mlx_h2o.files import require_writable, write_kept
+from mlx_h2o.kl_calibration import calibrate_exactly
+from mlx_h2o.model_identity import identity_of
+from mlx_h2o.policies import policy_names
 from mlx_h2o.profile import FILE_NAME, SMALLEST_BUDGET, Profile
+from mlx_h2o.profile_places import place_for
+from mlx_h2o.settings import DEFAULT_POLICY
+from mlx_h2o.watching import LEAST_TOKENS, profiled_kinds
 
 
 def add_parser(commands: Any) -> None:
@@ -38,16 +45,26 @@ def add_parser(commands: Any) -> None:
         help="a text like those the model will see (default: a bundled story)",
     )  # fmt: skip
     parser.add_argument(
-        "--tokens", type=int, default=3072, metavar="N",
+        "--tokens", type=int, default=2 * LENGTH, metavar="N",
         help="use the first N tokens of it (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
+        "--length", type=int, default=LENGTH, metavar="N",
+        help="tokens of one pass: as many as the context that will be asked for; time grows with "
+        "its square (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--policy", choices=policy_names(), default=DEFAULT_POLICY, metavar="NAME",
+        help="the policy that will run (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
         "--exact", action="store_true",
-        help="measure by KL divergence, one head and size at a time: minutes, not seconds",
+        help="measure a window by KL divergence, one head and size at a time, instead",
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, metavar="FILE",
-        help=f"default: {FILE_NAME} beside the weights of a local model, where it is found again",
+        help=f"default: {FILE_NAME} beside the weights of a local model, else in the user's cache "
+        "folder; there it is found again by itself",
     )  # fmt: skip
     parser.add_argument(
         "--show", type=int, default=128, metavar="N",
@@ -60,48 +77,50 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Measure, write, show."""
     text = read_text(args.text)
-    out = args.out or destination(args.model)
-    require_writable("--out", out)
-    for name, least in (("tokens", LEAST_TOKENS), ("show", SMALLEST_BUDGET)):
-        checks.whole(f"--{name}", getattr(args, name), least)
+    if args.out:
+        require_writable("--out", args.out)
+    least = {"tokens": LEAST_TOKENS, "length": LEAST_TOKENS, "show": SMALLEST_BUDGET}
+    for name, fewest in least.items():
+        checks.whole(f"--{name}", getattr(args, name), fewest)
     model, tokenizer = load_model(args)
-    tokens = tokenizer.encode(text)[: args.tokens]
-    measure = calibration.calibrate_exactly if args.exact else calibration.calibrate
+    kinds = profiled_kinds(model)
+    identity = identity_of(model, [k.heads for k in kinds], [k.widths.key for k in kinds])
+    out = args.out or place_for(model, identity)
+    require_writable("--out", out)
+    kept = CalibratedLayers(out.with_name(out.name + ".part"))
+    details = {
+        "text": args.text.name,
+        "date": date.today().isoformat(),
+        "mlx-h2o": version("mlx-h2o"),
+    }
     with Progress(
         TextColumn("calibrating"),
         BarColumn(),
-        MofNCompleteColumn(),
+        TaskProgressColumn(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
     ) as bar:
         task = bar.add_task("")
-        profile = measure(
-            model,
-            tokens,
-            details={
-                "text": args.text.name,
-                "date": date.today().isoformat(),
-                "mlx-h2o": version("mlx-h2o"),
-            },
-            progress=lambda done, whole: bar.update(task, completed=done, total=whole),
-        )
+        shared = {
+            "length": args.length,
+            "details": details,
+            "progress": lambda done, whole: bar.update(task, completed=done, total=whole),
+        }
+        tokens = tokenizer.encode(text)[: args.tokens]
+        if args.exact:
+            profile = calibrate_exactly(model, tokens, **shared)
+        else:
+            framing = frame_tokens(tokenizer)
+            profile = calibrate(
+                model, tokens, policy=args.policy, frame_tokens=framing, kept=kept, **shared
+            )
     write_kept(out, profile.save)
+    kept.end()
     if args.json:
         print(json.dumps({"profile": str(out), "budgets": profile.budgets(args.show)}))
         return
     show(heat_map(profile, args.show))
     print(f"The profile is {out}.", file=sys.stderr)
-
-
-def destination(model: str) -> Path:
-    """Where a model's profile is found again.
-
-    Raises:
-        ValueError: The model has no local folder.
-    """
-    if Path(model).is_dir():
-        return Path(model) / FILE_NAME
-    return Path(f"{model.rsplit('/', 1)[-1].replace(':', '-')}.{FILE_NAME}")
 
 
 def heat_map(profile: Profile, mean: int) -> Table:

@@ -72,7 +72,7 @@ extension Layer {
     func positionsAndScores(_ attended: AttendedSlots) -> Fields {
         guard let window else { return attended.fields }
         let views = window.views(attended.run.range, offset: offset)
-        return ["positions", "scores"].reduce(into: Fields()) { whole, name in
+        return ["positions", "scores", "value_lengths"].reduce(into: Fields()) { whole, name in
             if let field = attended.fields[name] {
                 whole[name] = concatenated([field, views[name]!], axis: 2)
             }

@@ -1,3 +1,5 @@
+import MLX
+
 /// What a layer's cache is to be: one value, checked when it is made and passed whole.
 struct CacheSettings: Sendable {
     // More steps than this are no draft and no slip of a chat, and each costs a row of every head.
@@ -16,16 +18,24 @@ struct CacheSettings: Sendable {
     let packing: H2OPacking
     /// How many of the last steps can be taken back after evictions.
     let undo: Int
+    /// In which packed keys are stored, and everything that is made of them.
+    private(set) var frame: H2OFrame?
+    /// Where each KV head's remainder saturates (``Remainder/saturation``), or one number for all.
+    let saturation: [Float]
 
     /// - Throws: ``H2OError`` for settings out of range or a budget without room to evict.
     init(
         _ size: H2OKVCache.Size, policy: any Policy, remainder: Bool, attends: Bool,
-        packing: H2OPacking, undo: Int
+        packing: H2OPacking, undo: Int, frame: H2OFrame? = nil,
+        saturation: [Float] = [Remainder.saturation]
     ) throws {
         (self.size, self.policy, self.undo) = (size, policy, undo)
         (remainderAnswers, self.attends, self.packing) = (remainder, attends, packing)
+        (self.frame, self.saturation) = (frame, saturation)
         try policy.validate()
         try Self.check(undo: undo, attends: attends)
+        try check(saturation: saturation)
+        try check(frame)
         if !attends && policy.needsAttention {
             throw H2OError.policyNeedsAttention(
                 policy: type(of: policy).name, model: "a stock model")
@@ -58,6 +68,44 @@ struct CacheSettings: Sendable {
         }
     }
 
+    /// Throw ``H2OError/configuration(_:)`` unless remainders can saturate so.
+    private func check(saturation: [Float]) throws {
+        guard !saturation.isEmpty, saturation.allSatisfy({ $0.isFinite && $0 >= 0 }) else {
+            throw H2OError.configuration(
+                "saturation is finite and at least 0 (0 is first order), one number for all KV heads "
+                    + "or one for each; got \(saturation).")
+        }
+        guard attends || saturation.allSatisfy({ $0 == Remainder.saturation }) else {
+            throw H2OError.configuration(
+                "A model that attends by itself has the remainder as plain rows, which saturate of "
+                    + "themselves: leave saturation away.")
+        }
+    }
+
+    /// Throw ``H2OError/configuration(_:)`` unless keys can be stored in the frame.
+    private func check(_ frame: H2OFrame?) throws {
+        guard frame != nil else { return }
+        guard attends else {
+            throw H2OError.configuration(
+                "A frame needs a model that attends through this library, whose queries enter it too: "
+                    + "register it with H2OModels.register(), or leave the frame out.")
+        }
+        guard packing.keyBits != nil else {
+            throw H2OError.configuration(
+                "A frame is for packed keys: set keyBits, or leave the frame out.")
+        }
+    }
+
+    /// Throw ``H2OError/configuration(_:)`` unless a layer of such rows can have these settings.
+    func check(_ rows: RowTypes) throws {
+        try frame?.check(rows)
+        guard saturation.count == 1 || saturation.count == rows.heads else {
+            throw H2OError.configuration(
+                "saturation has \(saturation.count) numbers for \(rows.heads) KV heads: give one for "
+                    + "each, or one for all.")
+        }
+    }
+
     /// Throw ``H2OError/configuration(_:)`` unless the policy and the model can work with these
     /// budgets.
     func check(budgets: [Int]) throws {
@@ -80,12 +128,23 @@ struct CacheSettings: Sendable {
         return changed
     }
 
+    /// The same settings with the frame of what was saved, which its rows are in.
+    ///
+    /// - Throws: ``H2OError/configuration(_:)`` for a frame without packed keys.
+    func with(frame: H2OFrame?) throws -> CacheSettings {
+        var changed = self
+        changed.frame = frame
+        try changed.check(frame)
+        return changed
+    }
+
     /// Whether statistics of the evicted are kept at all.
     var remembers: Bool { remainderAnswers || type(of: policy).usesEvictedMean }
 
     /// Slots of each head for rows like these, and how many more it has for plain rows of the
     /// remainder.
     func budgets(for rows: RowTypes) throws -> (budgets: [Int], reserved: Int) {
+        try check(rows)
         let widths = rows.widths(packing)
         var budgets: [Int]
         switch size {
@@ -132,5 +191,15 @@ struct CacheSettings: Sendable {
         var least = policy.leastBudget
         while packing.recent != nil && policy.recentSlots(least) < 1 { least += 1 }
         return least + Self.fewestChoices
+    }
+}
+
+extension CacheSettings {
+    /// The frame, and the saturation of each of a layer's heads `[H]`, as arrays.
+    func arrays(heads: Int) -> (frame: FrameArrays?, saturation: MLXArray) {
+        let each =
+            saturation.count == heads
+            ? saturation : Array(repeating: saturation[0], count: heads)
+        return (frame.map { FrameArrays($0) }, MLXArray(each))
     }
 }

@@ -37,11 +37,35 @@ struct Core {
     mutating func updateAndAttend(_ tokens: NewTokens) -> MLXArray {
         let kernels = kernels(for: tokens)
         begin(tokens.keys, tokens.values)
-        if let kernels { return fusedStep(tokens, kernels) }
+        if let kernels {
+            checkSinks(of: tokens)
+            return fusedStep(tokens, kernels)
+        }
         rest()
+        return attend(entered(tokens))
+    }
+
+    /// The same in MLX's operations, of tokens that are in the layer's frame.
+    private mutating func attend(_ tokens: NewTokens) -> MLXArray {
         guard given.undo > 0, 2 ... given.undo + 1 ~= tokens.count else { return step(tokens) }
         let outputs = (0 ..< tokens.count).map { step(tokens.part($0 ..< $0 + 1)) }
         return joined(outputs, axis: 2)
+    }
+
+    /// The tokens in the layer's frame, if it has one: all else that sees them is behind this door.
+    /// (Kernels of a fused step enter it themselves.)
+    private func entered(_ tokens: NewTokens) -> NewTokens {
+        checkSinks(of: tokens)
+        return layer!.frame?.entered(tokens) ?? tokens
+    }
+
+    /// Stop with a message where a frame would move other columns and not the attention sinks.
+    private func checkSinks(of tokens: NewTokens) {
+        guard tokens.sinks != nil, let frame = layer!.settings.frame else { return }
+        require(
+            frame.isCentredAtZero,
+            "Attention sinks are a column that a frame's centre does not move with the others: give "
+                + "this model's caches frames whose centres are all zero, or none.")
     }
 
     /// One token or one chunk in MLX's operations.
@@ -183,7 +207,7 @@ struct Core {
         if let chunk = journal.chunk, n < chunk.tokens.count {
             layer = chunk.before
             // A shorter chunk in its place; of its output nothing is computed.
-            _ = updateAndAttend(chunk.tokens.part(0 ..< chunk.tokens.count - n))
+            _ = attend(chunk.tokens.part(0 ..< chunk.tokens.count - n))
             return
         }
         let steps = journal.removeLast(n)
@@ -199,7 +223,8 @@ struct Core {
         guard let runs = configuration["runs"]?.array else {
             throw H2OError.file("this is no state of an H2OKVCache.")
         }
-        let settings = settings
+        // The rows are in their own frame, whatever this cache had.
+        let settings = try settings.with(frame: SavedState.frame(arrays))
         let restored =
             runs.isEmpty
             ? nil : Layer(settings, try SavedState(arrays, configuration, of: settings))
@@ -225,7 +250,9 @@ struct Core {
 
     /// Every array held; of what kernels change in place their last outputs stand for it.
     var heldArrays: [MLXArray] {
-        guard let layer else { return journal.arrays }
+        guard let layer else {
+            return (given.frame.map { FrameArrays($0).arrays } ?? []) + journal.arrays
+        }
         return decoder == nil
             ? layer.namedArrays.map(\.array) + journal.arrays : layer.decodedState
     }

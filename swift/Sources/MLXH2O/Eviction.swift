@@ -76,7 +76,8 @@ extension Layer {
             keys: keys.dense, values: values.dense, positions: places,
             scores: whole["scores"] ?? MLXArray.zeros(places.shape, dtype: .float32),
             offset: offset, evictable: evictable(attended.run, places), evicted: attended.evicted,
-            evictedMeanKey: remainder.meanKey.sliced(attended.run.range, axis: 1))
+            evictedMeanKey: remainder.meanKey.sliced(attended.run.range, axis: 1),
+            storedLengths: whole["value_lengths"])
     }
 
     /// True where a run may lose the token.

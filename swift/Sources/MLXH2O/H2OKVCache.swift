@@ -43,16 +43,19 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     ///   - undo: How many of the last steps can be taken back after evictions (``trim(_:)``): as many
     ///     as a draft of speculative decoding has tokens. A chunk of up to one more goes token by token,
     ///     and no step is fused on a GPU.
+    ///   - frame: In which packed keys are stored, and everything that is made of them.
+    ///   - saturation: Where each KV head's remainder saturates (``Remainder/saturation``), or one number
+    ///     for all; 0 is first order.
     ///   - pressure: What may ask for less memory while the cache is in use.
     /// - Throws: ``H2OError`` for settings out of range or a budget without room to evict.
     public convenience init(
         _ size: Size, policy: any Policy = Policies.Distinct(), remainder: Bool = true,
-        attends: Bool = true,
-        packing: H2OPacking = .dense, undo: Int = 0, pressure: MemoryPressure? = nil
+        attends: Bool = true, packing: H2OPacking = .dense, undo: Int = 0, frame: H2OFrame? = nil,
+        saturation: [Float] = [Remainder.saturation], pressure: MemoryPressure? = nil
     ) throws {
         let settings = try CacheSettings(
             size, policy: policy, remainder: remainder, attends: attends, packing: packing,
-            undo: undo)
+            undo: undo, frame: frame, saturation: saturation)
         self.init(settings, PressureShare(pressure, nil))
     }
 
@@ -72,6 +75,10 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     public var attends: Bool { core.settings.attends }
     /// How keys and values are stored.
     public var packing: H2OPacking { core.settings.packing }
+    /// In which packed keys are stored, and ``evictedRemainder`` too.
+    public var frame: H2OFrame? { core.settings.frame }
+    /// Where each KV head's remainder saturates, or one number for all.
+    public var saturation: [Float] { core.settings.saturation }
     /// How many of the last steps can be taken back after evictions.
     public var undo: Int { core.settings.undo }
     /// The next logical position.
@@ -245,7 +252,7 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     /// place is not among them: their last outputs stand for it.
     public func innerState() -> [MLXArray] { core.heldArrays }
 
-    /// What stays of the evicted; nil before the first rows.
+    /// What stays of the evicted, in the ``frame``; nil before the first rows.
     public var evictedRemainder: Remainder? { layer?.remainder }
 
     public func keptPositions() -> [[[Int]]] {
@@ -268,7 +275,7 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     // MARK: saving
 
     /// Every array held, by name, names ascending.
-    var namedArrays: [(name: String, array: MLXArray)] { layer?.namedArrays ?? [] }
+    var namedArrays: [(name: String, array: MLXArray)] { core.namedArrays() }
 
     /// Everything else, in the form that Python's `H2OKVCache.config` has.
     var configuration: SettingValue { core.configuration }
@@ -299,7 +306,9 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
             }
         }
     }
+}
 
+extension H2OKVCache {
     /// A cache from another's arrays and configuration.
     static func restored(
         _ arrays: [String: MLXArray], _ configuration: SettingValue,

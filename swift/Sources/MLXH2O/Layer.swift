@@ -17,6 +17,10 @@ struct Layer {
     private(set) var remainder: Remainder
     /// Slots to overwrite next, `[B, H, evictEvery]`; each run knows how many it has used.
     private(set) var victims: MLXArray?
+    /// In which keys and queries come in, if in any.
+    let frame: FrameArrays?
+    /// Where each head's remainder saturates, `[H]` float32.
+    let saturation: MLXArray
 
     /// A layer without tokens.
     ///
@@ -32,13 +36,14 @@ struct Layer {
         let size = try settings.recentWindow(budgets)
         self.settings = settings.with(size: .heads(budgets.map { $0 + reserved }))
         self.rowTypes = rowTypes
+        (frame, saturation) = settings.arrays(heads: rowTypes.heads)
         store = SlotStore(budgets: budgets.map { $0 - (size ?? 0) }, reserved: reserved)
         remainder = Remainder(
             batch: rowTypes.batch, heads: rowTypes.heads, keyWidth: rowTypes.keyWidth,
             valueWidth: rowTypes.valueWidth)
         guard let size else { return }
         window = RecentWindow(
-            size: size, kept: settings.packing, isScored: settings.policy.needsAttention)
+            size: size, kept: settings.packing, policy: settings.policy)
         // So that there are fields to look at while all tokens are recent.
         makeRoom()
     }
@@ -46,6 +51,7 @@ struct Layer {
     /// A layer as it was saved.
     init(_ settings: CacheSettings, _ saved: SavedState) {
         (self.settings, rowTypes) = (settings, saved.rowTypes)
+        (frame, saturation) = settings.arrays(heads: saved.rowTypes.heads)
         (offset, store, window) = (saved.offset, saved.store, saved.window)
         (remainder, victims) = (saved.remainder, saved.victims)
         chooseVictims()
@@ -95,9 +101,10 @@ struct Layer {
         let next = nextSlots()
         var index = flatIndex(next.map(\.places))
         if next.contains(where: \.isVictim) {
-            let folds: (String) -> Bool = { $0 != "scores" && $0 != "positions" }
-            let old = store.take(
-                index, row.keys.filter { folds($0) || before != nil && $0 == "positions" })
+            // What is folded, and what it takes to undo that; scores are noted before, all of them.
+            let asides: Set<String> =
+                before == nil ? ["scores", "positions", "value_lengths"] : ["scores"]
+            let old = store.take(index, row.keys.filter { !asides.contains($0) })
             if before != nil {
                 let places = joined(next.map { $0.places.squeezed(axis: -1) }, axis: 1)
                 before!.overwritten = (places, old)

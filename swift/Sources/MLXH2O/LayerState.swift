@@ -10,6 +10,7 @@ extension Layer {
         }
         if let window { named += window.fields.map { ("recent.\($0)", $1) } }
         if let victims { named.append(("victims", victims)) }
+        if let frame { named += zip(FrameArrays.names, frame.arrays).map { ($0, $1) } }
         return named.sorted { $0.name < $1.name }
     }
 
@@ -23,8 +24,8 @@ extension Layer {
 
     /// Bytes of what is not lent to kernels.
     var unlentBytes: Int {
-        let remembered = settings.remembers ? remainder.arrays : []
-        return remembered.reduce(victims!.nbytes) { $0 + $1.nbytes }
+        let held = (settings.remembers ? remainder.arrays : []) + (frame?.arrays ?? [])
+        return held.reduce(victims!.nbytes) { $0 + $1.nbytes }
     }
 
     /// Slots of each KV head.
@@ -95,6 +96,10 @@ extension CacheSettings {
         case .heads(let slots): json["budgets"] = .array(slots.map { .int($0) })
         }
         if undo > 0 { json["undo"] = .int(undo) }
+        if saturation != [Remainder.saturation] {
+            let numbers = saturation.map { SettingValue.double(Double($0)) }
+            json["saturation"] = Set(saturation).count == 1 ? numbers[0] : .array(numbers)
+        }
         return json
     }
 
@@ -123,11 +128,28 @@ extension CacheSettings {
                 keyBits: packing["k_bits"]?.int, valueBits: packing["v_bits"]?.int,
                 groupSize: packing["group_size"]?.int ?? 64,
                 recentBits: packing["recent_bits"]?.int),
-            undo: json["undo"]?.int ?? 0)
+            undo: json["undo"]?.int ?? 0, saturation: try Self.saturation(json["saturation"]))
+    }
+
+    /// Where remainders saturate; files from before heads differed do not say.
+    private static func saturation(_ json: SettingValue?) throws -> [Float] {
+        guard let json, json != .null else { return [Remainder.saturation] }
+        let numbers = (json.array ?? [json]).map(\.double)
+        guard !numbers.contains(nil) else {
+            throw H2OError.file("this is no state of an H2OKVCache: its saturation is no number.")
+        }
+        return numbers.map { Float($0!) }
     }
 }
 
 extension Core {
+    /// Every array of the layer, by name, names ascending; before the first rows only the frame.
+    mutating func namedArrays() -> [(name: String, array: MLXArray)] {
+        if let layer = layerAtRest() { return layer.namedArrays }
+        let frame = settings.frame.map { FrameArrays($0).arrays } ?? []
+        return zip(FrameArrays.names, frame).map { ($0, $1) }
+    }
+
     /// Everything but arrays, in the form that Python's `H2OKVCache.config` has.
     var configuration: SettingValue {
         let none: [String: SettingValue] = [

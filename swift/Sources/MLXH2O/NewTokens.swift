@@ -47,6 +47,9 @@ extension Layer {
         if settings.policy.needsAttention {
             rows["scores"] = MLXArray.zeros([B, H, L], dtype: .float32)
         }
+        if type(of: settings.policy).usesValueLengths {
+            rows["value_lengths"] = valueLengths(values)
+        }
         return rows
     }
 }

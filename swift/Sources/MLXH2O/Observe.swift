@@ -63,7 +63,8 @@ extension Layer {
         let answers = settings.remainderAnswers && attended.evicted > 0
         return RunCall(
             tokens: tokens, keys: keys, values: values,
-            remainder: answers ? remainder.heads(attended.run.range) : nil)
+            remainder: answers ? remainder.heads(attended.run.range) : nil,
+            saturation: saturation.sliced(attended.run.range, axis: 0))
     }
 
     /// Attention, with what the policy observes of it.
@@ -99,6 +100,8 @@ private struct RunCall {
     let values: Rows
     /// What stays of the evicted, where it answers.
     let remainder: Remainder?
+    /// Where it saturates, `[heads]`.
+    let saturation: MLXArray
 
     /// The attention of some queries, over the keys that they can see.
     func callAsFunction(_ range: Range<Int>) -> AttentionCall {
@@ -110,7 +113,10 @@ private struct RunCall {
             values: values.sliced(0 ..< block.keys, axis: 2), scale: tokens.scale,
             mask: block.mask, sinks: tokens.sinks,
             seed: remainder.map {
-                ($0.column(queries: queries, scale: tokens.scale), $0.meanValue)
+                (
+                    $0.column(queries: queries, scale: tokens.scale, saturation: saturation),
+                    $0.meanValue
+                )
             })
     }
 }

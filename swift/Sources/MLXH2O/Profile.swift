@@ -81,9 +81,10 @@ public struct H2OProfile: Sendable, Equatable {
         guard json["format"]?.string == "mlx-h2o profile" else {
             throw H2OError.profile("This is no mlx-h2o profile.")
         }
-        guard json["version"]?.int == 1 else {
+        // Version 2 says more beside the curves.
+        guard let version = json["version"]?.int, (1...2).contains(version) else {
             throw H2OError.profile(
-                "This profile has version \(json["version"]?.text ?? "unknown"); this reads 1.")
+                "This profile has version \(json["version"]?.text ?? "unknown"); this reads 1, 2.")
         }
         func integers(_ value: SettingValue?) -> [Int]? {
             value?.array.flatMap { whole($0.map(\.int)) }

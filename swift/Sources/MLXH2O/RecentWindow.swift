@@ -16,21 +16,23 @@ struct RecentWindow {
     private(set) var length = 0
     /// The slot of the oldest; the others follow, around the end.
     private(set) var oldest = 0
-    /// `[B, H, size, ...]` per name: keys, values and what packs them, and scores if the policy
-    /// accumulates any.
+    /// `[B, H, size, ...]` per name: keys, values and what packs them, and what the policy needs of
+    /// each token besides: scores, the lengths of values.
     private(set) var fields: Fields = [:]
     private let kept: H2OPacking
     private let recent: H2OPacking
     private let isScored: Bool
+    private let hasLengths: Bool
 
-    init(size: Int, kept: H2OPacking, isScored: Bool) {
-        (self.size, self.kept, self.isScored) = (size, kept, isScored)
-        recent = kept.recent!
+    init(size: Int, kept: H2OPacking, policy: any Policy) {
+        (self.size, self.kept, recent) = (size, kept, kept.recent!)
+        isScored = policy.needsAttention
+        hasLengths = type(of: policy).usesValueLengths
     }
 
     /// A window as it was saved.
     init(
-        _ json: SettingValue, fields: Fields, kept: H2OPacking, isScored: Bool
+        _ json: SettingValue, fields: Fields, kept: H2OPacking, policy: any Policy
     ) throws {
         guard let size = json["size"]?.int, let length = json["length"]?.int,
             let oldest = json["oldest"]?.int, kept.recent != nil, 0 ..< size ~= oldest,
@@ -38,7 +40,7 @@ struct RecentWindow {
         else {
             throw H2OError.file("The recent window is not whole.")
         }
-        self.init(size: size, kept: kept, isScored: isScored)
+        self.init(size: size, kept: kept, policy: policy)
         (self.length, self.oldest, self.fields) = (length, oldest, fields)
     }
 
@@ -177,14 +179,18 @@ struct RecentWindow {
         }
     }
 
+    /// Rows as they are stored, with what the policy needs besides: that of rows held, or new.
     private func packed(
-        _ packing: H2OPacking, _ rows: [String: Rows], scores: MLXArray? = nil
+        _ packing: H2OPacking, _ rows: [String: Rows], like held: Fields = [:]
     ) -> Fields {
         var fields = packing.fields("keys", rows["keys"]!)
         fields.merge(packing.fields("values", rows["values"]!)) { $1 }
         if isScored {
             let shape = Array(rows["keys"]!.shape[0 ..< 3])
-            fields["scores"] = scores ?? MLXArray.zeros(shape, dtype: .float32)
+            fields["scores"] = held["scores"] ?? MLXArray.zeros(shape, dtype: .float32)
+        }
+        if hasLengths {
+            fields["value_lengths"] = held["value_lengths"] ?? valueLengths(rows["values"]!.dense)
         }
         return fields
     }
@@ -193,7 +199,7 @@ struct RecentWindow {
     private func left(_ fields: Fields) -> Fields {
         packed(
             kept, ["keys": recent.rows("keys", fields), "values": recent.rows("values", fields)],
-            scores: fields["scores"])
+            like: fields)
     }
 
     /// Overwrite one slot of every head.

@@ -8,9 +8,13 @@ import MLX
 ///     x = 1/2 scale^2 sum_d q_d^2 var_d
 ///     r = log n + scale q.mean_k + x / sqrt(1 + x / t)                 value: mean_v
 ///
+/// t is a matter of the head: heads whose keys lie in few clusters are better off without the second
+/// order, which t = 0 leaves out.
+///
 /// All arrays are float32.
 public struct Remainder {
-    /// Where the second-order term turns from x to sqrt(t x). Fitted on full-cache runs.
+    /// Where the second-order term turns from x to sqrt(t x), unless a head is told otherwise. Fitted
+    /// on full-cache runs.
     public static let saturation: Float = 4
 
     // Keep x finite whatever the queries and keys, so that r never becomes a NaN.
@@ -110,10 +114,15 @@ public struct Remainder {
     /// - Parameters:
     ///   - queries: `[B, Hq, L, D]`.
     ///   - scale: As in the attention.
-    ///   - saturation: t of the type's formula.
+    ///   - saturation: t of the type's formula, at least 0.
     public func column(
         queries: MLXArray, scale: Float, saturation: Float = Remainder.saturation
     ) -> MLXArray {
+        column(queries: queries, scale: scale, saturation: MLXArray([saturation]))
+    }
+
+    /// The same with the saturation of each head, `[H]` or `[1]` float32.
+    func column(queries: MLXArray, scale: Float, saturation: MLXArray) -> MLXArray {
         let (B, Hq, L, D) = (queries.dim(0), queries.dim(1), queries.dim(2), queries.dim(3))
         let grouped = (queries.float32 * scale).reshaped([
             B, count.dim(1), Hq / count.dim(1) * L, D,
@@ -123,7 +132,10 @@ public struct Remainder {
             maximum(grouped, -Remainder.largestQuery), Remainder.largestQuery)
         let x = minimum(
             matmul(square(clipped), (0.5 * varKey).column), Remainder.largestTerm)
-        let term = (mean + x * rsqrt(1 + x / saturation)).squeezed(axis: -1)
+        // x / sqrt(1 + x / t) in a form that 0 may go into; nothing at t = 0.
+        let t = saturation.reshaped([-1, 1, 1])
+        let second = x * sqrt(t / maximum(t + x, Float.leastNormalMagnitude))
+        let term = (mean + second).squeezed(axis: -1)
         return (log(count).column + term).reshaped([B, Hq, L])
     }
 

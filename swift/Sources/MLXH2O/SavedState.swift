@@ -26,13 +26,18 @@ struct SavedState {
             let offset = configuration["offset"]?.int,
             let reserved = configuration["reserved"]?.int
         else { throw Self.damage("its runs, offset or reserved slots are missing") }
-        store = SlotStore(
-            runs: runs.map { $0! }, reserved: reserved, fields: arrays.below("slots."))
+        let slots = arrays.below("slots.")
+        var store = SlotStore(runs: runs.map { $0! }, reserved: reserved, fields: slots)
         self.offset = offset
-        let isScored = settings.policy.needsAttention
         let saved = try Self.window(configuration["recent"] ?? .null, of: settings)
         try Self.check(store, offset: offset, saved, of: settings)
-        rowTypes = try Self.rowTypes(store, settings.packing, isScored: isScored)
+        rowTypes = try Self.rowTypes(store, settings.packing)
+        try Self.check(settings, rowTypes)
+        store = SlotStore(
+            runs: store.runs, reserved: reserved,
+            fields: try Self.completed(
+                slots, settings.packing, store.leading(batch: rowTypes.batch), settings.asides))
+        self.store = store
         try Self.checkPositions(store, before: offset - (saved?.length ?? 0))
         remainder = try Self.remainder(arrays.below("remainder."), rowTypes, settings.remembers)
         victims = arrays["victims"]
@@ -41,10 +46,10 @@ struct SavedState {
             window = nil
             return
         }
-        let fields = arrays.below("recent.")
-        try Self.check(fields, of: saved, rowTypes, settings)
+        let fields = try Self.checked(arrays.below("recent."), of: saved, rowTypes, settings)
         window = try RecentWindow(
-            configuration["recent"]!, fields: fields, kept: settings.packing, isScored: isScored)
+            configuration["recent"]!, fields: fields, kept: settings.packing,
+            policy: settings.policy)
     }
 
     private static func damage(_ what: String) -> H2OError {
@@ -108,19 +113,14 @@ struct SavedState {
         else { throw damage("\(rows) plain rows in \(store.runs.count) runs") }
     }
 
-    /// Batch, heads, widths and dtypes of the slots' fields, which all must be there.
-    private static func rowTypes(
-        _ store: SlotStore, _ packing: H2OPacking, isScored: Bool
-    ) throws -> RowTypes {
-        let slots = store.runs.reduce(0) { $0 + $1.heads * $1.allocated }
+    /// Batch, heads, widths and dtypes of the slots' keys and values, which must be there.
+    private static func rowTypes(_ store: SlotStore, _ packing: H2OPacking) throws -> RowTypes {
         guard let batch = store.fields["positions"]?.shape.first, 1 ... mostBatch ~= batch else {
             throw damage("it has no positions")
         }
-        let leading = [batch, slots]
+        let leading = store.leading(batch: batch)
         let keys = try rows("keys", store.fields, packing, leading)
         let values = try rows("values", store.fields, packing, leading)
-        try checkOthers(
-            store.fields, packing, leading, isScored ? ["positions", "scores"] : ["positions"])
         return RowTypes(
             batch: batch, heads: store.heads, keyWidth: keys.width, valueWidth: values.width,
             keyDType: keys.dtype, valueDType: values.dtype)
@@ -153,12 +153,43 @@ struct SavedState {
         return (width, scales.dtype)
     }
 
-    /// Throw unless what is not keys or values is there, and nothing besides.
-    private static func checkOthers(
-        _ fields: Fields, _ packing: H2OPacking, _ shape: [Int], _ names: Set<String>
-    ) throws {
-        for name in names {
-            let dtype: DType = name == "positions" ? .int32 : .float32
+    /// The frame that the rows of saved arrays are in, if any.
+    static func frame(_ arrays: [String: MLXArray]) throws -> H2OFrame? {
+        let held = FrameArrays.names.map { arrays[$0] }
+        guard let centre = held[0], let scale = held[1] else {
+            guard held[0] == nil, held[1] == nil else { throw damage("half of a frame") }
+            return nil
+        }
+        guard centre.ndim == 2, centre.size > 0, centre.shape == scale.shape,
+            [centre, scale].allSatisfy({ $0.dtype == .float32 })
+        else { throw damage("a frame of the form \(centre.shape) and \(scale.shape)") }
+        do {
+            return try H2OFrame(FrameArrays(centre: centre, scale: scale))
+        } catch {
+            throw damage(error.localizedDescription)
+        }
+    }
+
+    private static func check(_ settings: CacheSettings, _ types: RowTypes) throws {
+        do {
+            try settings.check(types)
+        } catch {
+            throw damage(error.localizedDescription)
+        }
+    }
+
+    /// Fields whose keys and values are checked, with the lengths of values where they lack them: those
+    /// of the rows as they are stored, in files from before lengths were.
+    ///
+    /// Throws unless what is not keys or values is there, and nothing besides.
+    private static func completed(
+        _ fields: Fields, _ packing: H2OPacking, _ shape: [Int], _ asides: [String: DType]
+    ) throws -> Fields {
+        var fields = fields
+        if asides["value_lengths"] != nil && fields["value_lengths"] == nil {
+            fields["value_lengths"] = valueLengths(packing.rows("values", fields).dense)
+        }
+        for (name, dtype) in asides {
             guard let field = fields[name], field.shape == shape, field.dtype == dtype else {
                 throw damage("its \(name) are missing or of another form")
             }
@@ -166,9 +197,10 @@ struct SavedState {
         let rows = ["keys", "values"].flatMap {
             packing.bits($0) == nil ? [$0] : [$0, $0 + ".scales", $0 + ".biases"]
         }
-        guard Set(fields.keys) == names.union(rows) else {
+        guard Set(fields.keys) == Set(asides.keys).union(rows) else {
             throw damage("it holds \(fields.keys.sorted().joined(separator: ", "))")
         }
+        return fields
     }
 
     private static func checkPositions(_ store: SlotStore, before end: Int) throws {
@@ -213,10 +245,10 @@ struct SavedState {
         }
     }
 
-    /// Throw unless the recent window's fields are as the cache's own would be.
-    private static func check(
+    /// The recent window's fields. Throws unless they are as the cache's own would be.
+    private static func checked(
         _ fields: Fields, of window: Window, _ types: RowTypes, _ settings: CacheSettings
-    ) throws {
+    ) throws -> Fields {
         guard let held = fields["keys"]?.shape, held.count == 4,
             window.length ... window.size ~= held[2]
         else { throw damage("its recent window is not whole") }
@@ -226,11 +258,30 @@ struct SavedState {
         guard keys == (types.keyWidth, types.keyDType),
             values == (types.valueWidth, types.valueDType)
         else { throw damage("its recent window has rows of another form") }
-        try checkOthers(fields, packing, leading, settings.policy.needsAttention ? ["scores"] : [])
+        let fields = try completed(
+            fields, packing, leading, settings.asides.filter { $0.key != "positions" })
         let bytes = fields.values.reduce(0) { $0 + $1.nbytes } / max(held[2], 1)
         guard held[2] == window.size || window.size <= mostWindowBytes / max(bytes, 1) else {
             throw damage("its recent window of \(window.size) tokens is too large")
         }
+        return fields
+    }
+}
+
+extension SlotStore {
+    /// `[B, S]` of the runs.
+    fileprivate func leading(batch: Int) -> [Int] {
+        [batch, runs.reduce(0) { $0 + $1.heads * $1.allocated }]
+    }
+}
+
+extension CacheSettings {
+    /// What is kept of each token beside its key and value.
+    var asides: [String: DType] {
+        var asides: [String: DType] = ["positions": .int32]
+        if policy.needsAttention { asides["scores"] = .float32 }
+        if type(of: policy).usesValueLengths { asides["value_lengths"] = .float16 }
+        return asides
     }
 }
 

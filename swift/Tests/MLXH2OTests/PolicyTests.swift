@@ -7,8 +7,8 @@ import Testing
 @Suite struct PolicyTests {
     @Test func namesAreThoseOfPython() {
         let known = [
-            "distinct", "ema", "ema-logits", "h2o", "keydiff", "streaming", "tova", "paper",
-            "h2o-paper",
+            "distinct", "ema", "ema-logits", "h2o", "keydiff", "salient", "streaming", "tova",
+            "paper", "h2o-paper",
         ]
         #expect(Array(Policies.names.filter { $0 != "newest" }) == known)
     }

@@ -6,7 +6,7 @@ import MLX
 /// A seeded stream of queries, keys and values for one layer.
 struct RowStream {
     let queries: MLXArray
-    let keys: MLXArray
+    var keys: MLXArray
     let values: MLXArray
 
     init(

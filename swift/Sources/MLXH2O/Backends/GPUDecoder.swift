@@ -30,6 +30,7 @@ final class GPUDecoder {
     /// The kernels for a fused step with these tokens, or nil: nothing else decides.
     static func kernels(for tokens: NewTokens, _ settings: CacheSettings) -> MetalKernels? {
         guard tokens.count == 1, settings.undo == 0, settings.packing.recent == nil,
+            settings.frame == nil, settings.saturation.allSatisfy({ $0 == Remainder.saturation }),
             tokens.keys.dtype == tokens.values.dtype, case .none = tokens.mask,
             tokens.queries.dim(1) <= mostQueryHeads * tokens.keys.dim(1),
             Tiling.widths.contains(tokens.keys.dim(3)),

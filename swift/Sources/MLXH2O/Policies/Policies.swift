@@ -47,8 +47,8 @@ public enum Policies {
 
     private struct Lists: Sendable {
         var policies: [any Policy.Type] = [
-            Distinct.self, EMA.self, EMALogits.self, H2O.self, KeyDiff.self, Streaming.self,
-            TOVA.self,
+            Distinct.self, EMA.self, EMALogits.self, H2O.self, KeyDiff.self, Salient.self,
+            Streaming.self, TOVA.self,
         ]
         let presets: [(name: String, policy: any Policy)] = [
             ("paper", EMALogits.paper), ("h2o-paper", H2O.paper),

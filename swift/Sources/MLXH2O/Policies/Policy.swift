@@ -148,9 +148,15 @@ public struct PolicySlots {
     public let evicted: Int
     /// Their mean key `[B, H, D]` float32 (zeros while there are none).
     public let evictedMeanKey: MLXArray
+    /// As the store keeps them, where it does (``Policy/usesValueLengths``).
+    var storedLengths: MLXArray?
 
     /// Steps since each token came, itself included: `[B, H, N]` float32, at least 1.
     public var ages: MLXArray { (MLXArray(Int32(offset)) - positions).float32 }
+
+    /// log ||v||^2 of each slot's value as it came, `[B, H, N]` float16; of what is stored where the
+    /// policy does not say that it uses them.
+    public var valueLengths: MLXArray { storedLengths ?? MLXH2O.valueLengths(values) }
 }
 
 /// A way to choose what to forget; its properties are its hyper-parameters.
@@ -165,6 +171,8 @@ public protocol Policy: Sendable {
     static var ranksScores: Bool { get }
     /// Whether the mean key of the evicted is kept even when the remainder does not answer.
     static var usesEvictedMean: Bool { get }
+    /// Whether the lengths of values are kept for it, as they were before they were packed.
+    static var usesValueLengths: Bool { get }
     /// Whether ``accumulate(_:seen:)`` only sums masses, so that no logits need be written for it.
     static var sumsMass: Bool { get }
 
@@ -195,6 +203,7 @@ public protocol Policy: Sendable {
 extension Policy {
     public static var ranksScores: Bool { true }
     public static var usesEvictedMean: Bool { false }
+    public static var usesValueLengths: Bool { false }
     public static var sumsMass: Bool { false }
     public var ownSettings: [String: SettingValue] { [:] }
     public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool { false }

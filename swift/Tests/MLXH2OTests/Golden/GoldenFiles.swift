@@ -23,6 +23,7 @@ struct GoldenCase {
     subscript(_ name: String) -> SettingValue { parameters[name] ?? .null }
     func int(_ name: String) -> Int { self[name].int! }
     func text(_ name: String) -> String { self[name].string ?? "" }
+    func numbers(_ name: String) -> [Float]? { parameters.numbers(name) }
     var scale: Float { Float(self["scale"].double!) }
     var dtype: DType {
         ["float16": DType.float16, "bfloat16": .bfloat16][text("dtype")] ?? .float32
@@ -55,6 +56,13 @@ struct GoldenCase {
             z = (z ^ z >> 27) &* 0x94D0_49BB_1331_11EB
             return z ^ z >> 31
         }
+    }
+}
+
+extension SettingValue {
+    /// A member that is a number or several.
+    func numbers(_ name: String) -> [Float]? {
+        self[name].map { ($0.array ?? [$0]).map { Float($0.double!) } }
     }
 }
 

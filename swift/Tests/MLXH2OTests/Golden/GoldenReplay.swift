@@ -98,7 +98,9 @@ enum GoldenReplay {
                 .q, [B, p.int("query_heads"), p.int("queries"), D], power: p.int("q_power"))
             let remainder = statistics(
                 count: p.int("count"), variancePower: p.int("variance_power"))
-            return ["logit": remainder.column(queries: q, scale: p.scale)]
+            let saturation = MLXArray(p.numbers("saturation") ?? [Remainder.saturation])
+            let logit = remainder.column(queries: q, scale: p.scale, saturation: saturation)
+            return ["logit": logit]
         case "join":
             let shape = [B, p.int("query_heads"), p.int("queries")]
             func logits(_ which: Tensor, _ kind: String) -> MLXArray {
@@ -231,7 +233,8 @@ enum GoldenReplay {
                 keyBits: settings["k_bits"]?.int ?? bits,
                 valueBits: settings["v_bits"]?.int ?? bits,
                 groupSize: settings["group_size"]?.int ?? 64,
-                recentBits: settings["recent_bits"]?.int))
+                recentBits: settings["recent_bits"]?.int),
+            saturation: settings.numbers("saturation") ?? [Remainder.saturation])
     }
 
     /// Positions `[B, H, most]`, ascending, then -1.

@@ -1,0 +1,131 @@
+"""What KV heads lose at each number of slots, and slots shared out among heads by that.
+
+A curve is one head's loss at each point of a grid of slots. Sharing out is greedy: every head
+starts at the least; the largest saving of loss per slot, over all steps up the grid, is bought
+next, until the slots are spent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# Of numbers in a file: beyond them sharing out would overflow or take its time.
+LONGEST_GRID, MOST_SLOTS = 1024, 2**40
+LARGEST_LOSS = 1e100
+
+Curve = Sequence[float]
+
+
+def check_curves(grid: Sequence[int], curves: Sequence[Curve]) -> None:
+    """Raise ValueError unless every head has a loss at each number of slots."""
+    slots = all(type(x) is int for x in grid)
+    if not slots or not all(type(x) in (int, float) for curve in curves for x in curve):
+        raise ValueError("A profile is damaged: its grid, losses and probe must be numbers.")
+    if not grid or list(grid) != sorted(set(grid)) or grid[0] < 1:
+        raise ValueError(f"A profile's grid must ascend from at least 1; got {grid}.")
+    if len(grid) > LONGEST_GRID or grid[-1] > MOST_SLOTS:
+        raise ValueError(
+            f"A profile's grid has at most {LONGEST_GRID} points of at most {MOST_SLOTS} slots."
+        )
+    for curve in curves:
+        if len(curve) != len(grid) or not all(0 <= x <= LARGEST_LOSS for x in curve):
+            raise ValueError("Every head needs one finite loss >= 0 per grid point.")
+
+
+def falling(curve: Curve) -> tuple[float, ...]:
+    """The curve with every rise removed."""
+    out = list(curve)
+    for i in range(len(out) - 2, -1, -1):
+        out[i] = max(out[i], out[i + 1])
+    return tuple(out)
+
+
+def loss_at(grid: Sequence[int], curve: Curve, slots: int) -> float:
+    """The loss at any number of slots, linear between grid points."""
+    if slots <= grid[0]:
+        return curve[0]
+    for i in range(1, len(grid)):
+        if slots <= grid[i]:
+            low, high = grid[i - 1], grid[i]
+            part = (slots - low) / (high - low)
+            return curve[i - 1] + part * (curve[i] - curve[i - 1])
+    return curve[-1]
+
+
+def best_step(grid: Sequence[int], curve: Curve, have: int) -> tuple[float, int]:
+    """The best saving per slot from `have` slots on, and where it leads."""
+    now = loss_at(grid, curve, have)
+    steps = [
+        ((now - loss) / (b - have), b) for b, loss in zip(grid, curve, strict=True) if b > have
+    ]
+    return max(steps, default=(0.0, have), key=lambda step: step[0])
+
+
+def shared_out(grid: Sequence[int], curves: Sequence[Curve], mean: int, least: int) -> list[int]:
+    """Slots of each head, `mean` on average, exactly.
+
+    Args:
+        grid: Numbers of slots.
+        curves: Each head's losses at them.
+        mean: Slots per head on average, at least `least`.
+        least: Slots that every head must have.
+    """
+    slots = [least] * len(curves)
+    left = (mean - least) * len(curves)
+    offers = [best_step(grid, curve, least) for curve in curves]
+    while left:
+        head = max(range(len(curves)), key=lambda h: (offers[h][0], -slots[h], -h))
+        saving, target = offers[head]
+        if saving <= 0:
+            # Nothing more to gain: the rest is spread evenly.
+            for h in range(len(curves)):
+                slots[h] += left // len(curves) + (h < left % len(curves))
+            break
+        bought = min(target - slots[head], left)
+        slots[head] += bought
+        left -= bought
+        offers[head] = best_step(grid, curves[head], slots[head])
+    return slots
+
+
+def capped(slots: Sequence[int], most: int) -> list[int]:
+    """The same slots in all, none above `most`: what is taken goes to those with the fewest.
+
+    Args:
+        slots: Of each head; on average at most `most`.
+        most: Of any head.
+    """
+    out = [min(s, most) for s in slots]
+    left = sum(slots) - sum(out)
+    order = sorted(range(len(out)), key=lambda h: (out[h], h))
+    while left:
+        # Level the lowest heads up to the next higher one, or as far as it goes.
+        level = out[order[0]]
+        low = [h for h in order if out[h] == level]
+        above = min((out[h] for h in order if out[h] > level), default=most)
+        room = min((above - level) * len(low), left)
+        for i, h in enumerate(low):
+            out[h] += room // len(low) + (i < room % len(low))
+        left -= room
+        order.sort(key=lambda h: (out[h], h))
+    return out
+
+
+def scaled(slots: Sequence[int], total: int, least: int) -> list[int]:
+    """The same shares of another number of slots, exactly; every head has the least.
+
+    Args:
+        slots: Of each head.
+        total: To be shared out, at least `least` a head.
+        least: Slots that every head must have.
+    """
+    factor = total / sum(slots)
+    out = [max(int(s * factor), least) for s in slots]
+    order = sorted(range(len(out)), key=lambda h: (-out[h], h))
+    turn = 0
+    while (left := total - sum(out)) != 0:
+        head = order[turn % len(order)]
+        if left > 0 or out[head] > least:
+            out[head] += 1 if left > 0 else -1
+        turn += 1
+    return out

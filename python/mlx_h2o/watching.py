@@ -1,0 +1,239 @@
+"""Looking into a model while it reads a text: blocks, their residuals, and what heads weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as mlx_lm_cache
+
+from mlx_h2o.cache_lists import replaced
+from mlx_h2o.layer_kinds import LayerKind, layer_kinds
+from mlx_h2o.profile import SMALLEST_BUDGET
+from mlx_h2o.stock import stock_caches
+
+# Tokens of one pass where a model does not say what it was trained to see.
+USUAL_CONTEXT = 1024
+# Fewer tell nothing.
+LEAST_TOKENS = 4 * SMALLEST_BUDGET
+# Queries attended from at a time: bounds the [Hq, block, T] logits.
+QUERY_BLOCK = 512
+
+
+@dataclass
+class Watcher:
+    """What blocks that are looked at show: the block that runs now, and its input."""
+
+    layer: nn.Module | None = None
+    residual: mx.array | None = None
+
+
+class LookingCache:
+    """A cache that holds nothing: it sees one pass over a whole text, layer by layer."""
+
+    attending = True
+    offset = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """The rows as they are."""
+        return keys, values
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: Any = None) -> Any:
+        """As mlx-lm's own."""
+        return mlx_lm_cache.KVCache().make_mask(
+            N, return_array=return_array, window_size=window_size
+        )
+
+
+class _Watched:
+    """Stands in for a transformer block and shows its input to the watcher."""
+
+    def __init__(self, layer: nn.Module, watcher: Watcher):
+        self._layer, self._watcher = layer, watcher
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        self._watcher.layer, self._watcher.residual = self._layer, x
+        return self._layer(x, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+@contextmanager
+def watched(model: nn.Module, watcher: Watcher) -> Iterator[None]:
+    """Let the watcher see the input of every block."""
+    layers = model.layers
+    originals = list(layers)
+    layers[:] = [_Watched(layer, watcher) for layer in originals]
+    try:
+        yield
+    finally:
+        layers[:] = originals
+
+
+def looked_through(
+    model: nn.Module, tokens: mx.array, watcher: Watcher, make: Callable[[int], LookingCache]
+) -> mx.array:
+    """One pass over a text, with a looking cache in the place of each plain one.
+
+    Args:
+        model: An mlx-lm model.
+        tokens: `[B, T]`.
+        watcher: Sees the blocks.
+        make: The cache of the i-th plain one.
+
+    Returns:
+        Logits `[B, T, vocabulary]`, which nothing has computed yet.
+    """
+    made = 0
+
+    def one() -> LookingCache:
+        nonlocal made
+        made += 1
+        return make(made - 1)
+
+    caches = [replaced(entry, one) for entry in stock_caches(model)]
+    with watched(model, watcher):
+        logits: mx.array = model(tokens, cache=caches)
+    return logits
+
+
+def full_attention(
+    q: mx.array, keys: mx.array, values: mx.array, scale: float, sinks: mx.array | None
+) -> mx.array:
+    """Causal attention `[B, Hq, T, Dv]` in blocks of queries, evaluated."""
+    blocks = []
+    for start in range(0, q.shape[2], QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, q.shape[2])
+        block = mx.fast.scaled_dot_product_attention(
+            q[:, :, start:end],
+            keys[:, :, :end],
+            values[:, :, :end],
+            scale=scale,
+            mask="causal",
+            sinks=sinks,
+        )
+        mx.eval(block)
+        blocks.append(block)
+    return mx.concatenate(blocks, axis=2)
+
+
+def output_projection(layer: nn.Module | None, width: int) -> Callable[[mx.array], mx.array]:
+    """The layer's W_o: the linear map of an attention module that takes all heads' outputs.
+
+    Args:
+        layer: A transformer block.
+        width: Hq * Dv.
+    """
+    names = ("o_proj", "out_proj", "wo", "dense", "c_proj")
+    for name, module in layer.named_modules() if layer is not None else ():
+        *path, last = name.split(".")
+        if last in names and any("att" in part for part in path) and "weight" in module:
+            takes = module.weight.shape[-1]
+            if "scales" in module:  # quantized: packed columns
+                takes = module.scales.shape[-1] * module.group_size
+            if takes == width:
+                return module  # type: ignore[no-any-return]
+    raise ValueError(
+        "No output projection was found in the model's attention, so heads cannot be weighed; use "
+        '`mlx_h2o calibrate --exact`, or budgets="uniform".'
+    )
+
+
+def head_gram(
+    project: Callable[[mx.array], mx.array], heads: int, width: int, first: int, count: int
+) -> mx.array:
+    """W^T W `[count * width, count * width]` of W_o's columns for heads first to first + count."""
+    rows = mx.zeros((count * width, heads * width))
+    rows[:, first * width : (first + count) * width] = mx.eye(count * width)
+    columns = (project(rows) - project(mx.zeros((1, heads * width)))).astype(mx.float32)
+    return columns @ columns.T
+
+
+@dataclass
+class HeadWeights:
+    """What an error in a KV head's output costs its layer, relative to the residual.
+
+    Attributes:
+        grams: W^T W of each KV head's columns of W_o, `[H, G * Dv, G * Dv]`.
+        norm: Squared length of the residual after attention, `[B, T]`.
+    """
+
+    grams: mx.array
+    norm: mx.array
+
+    @classmethod
+    def of(cls, watcher: Watcher, out: mx.array, heads: int) -> HeadWeights:
+        """Those of the block that runs now.
+
+        Args:
+            watcher: That sees it.
+            out: The full attention's output `[B, Hq, T, Dv]`.
+            heads: H.
+        """
+        B, Hq, T, Dv = out.shape
+        project, group = output_projection(watcher.layer, Hq * Dv), Hq // heads
+        attended = project(out.transpose(0, 2, 1, 3).reshape(B, T, -1))
+        assert watcher.residual is not None
+        norm = mx.square((watcher.residual + attended).astype(mx.float32)).sum(axis=-1)
+        grams = [head_gram(project, Hq, Dv, h * group, group) for h in range(heads)]
+        return cls(mx.stack(grams), mx.maximum(norm, 1e-12))
+
+    def errors(self, difference: mx.array, start: int) -> mx.array:
+        """||W_o d||^2 / ||residual||^2, the mean over a batch.
+
+        Args:
+            difference: d `[B, R, Hq, n, Dv]`, of R settings.
+            start: Position of the first of the n.
+
+        Returns:
+            `[H, R, n]`.
+        """
+        B, R, Hq, n, Dv = difference.shape
+        H = self.grams.shape[0]
+        d = difference.astype(mx.float32).reshape(B, R, H, Hq // H, n, Dv)
+        d = d.transpose(2, 0, 1, 4, 3, 5).reshape(H, B * R * n, -1)
+        # ||W d||^2 = d (W^T W) d: the head's Gram matrix makes every setting cheap.
+        squares = ((d @ self.grams) * d).sum(axis=-1).reshape(H, B, R, n)
+        norm = self.norm[:, None, start : start + n]
+        return mx.maximum(squares / norm, 0).mean(axis=1)
+
+
+def trained_context(model: nn.Module) -> int:
+    """Tokens that the model was trained to see; beyond them its heads behave otherwise."""
+    context = getattr(getattr(model, "args", None), "max_position_embeddings", None)
+    return context if isinstance(context, int) and context > 0 else USUAL_CONTEXT
+
+
+def windows_of(tokens: Sequence[int], length: int) -> list[mx.array]:
+    """Cut a text into passes `[1, length]`; a short rest is left out unless it is all there is.
+
+    Raises:
+        ValueError: The text is too short to tell anything.
+    """
+    if len(tokens) < LEAST_TOKENS:
+        raise ValueError(
+            f"{len(tokens)} tokens are too few to calibrate on; give at least a page of text."
+        )
+    length = min(length, len(tokens))
+    whole = len(tokens) // length
+    return [mx.array([tokens[i * length : (i + 1) * length]]) for i in range(whole)]
+
+
+def profiled_kinds(model: nn.Module) -> list[LayerKind]:
+    """How the model uses its caches, if a profile would be used.
+
+    Raises:
+        ValueError: All its heads need one budget.
+    """
+    kinds = layer_kinds(model)
+    if any(not kind.routed or kind.derived for kind in kinds):
+        raise ValueError(
+            "This model attends by itself or to derived keys: all its heads need one budget, and "
+            "a profile would not be used."
+        )
+    return kinds

@@ -1,0 +1,92 @@
+import MLX
+
+extension Policies {
+    /// Keeps tokens by their mean attention mass per step, with three lesser terms beside it:
+    ///
+    ///     z(log(c / age)) + distanceWeight z(log ||k - mean evicted key||)
+    ///         + valueWeight z(log ||v||^2) - ageWeight z(log age)
+    ///
+    /// each standardised over the slots that may go. The mass per step is what counts on real models;
+    /// the other terms are what keeps facts that nothing has asked for yet. Source: this project
+    /// (docs/results.md).
+    public struct Salient: Policy {
+        public static let name = "salient"
+        public static let usesEvictedMean = true
+        public static let usesValueLengths = true
+        public static let sumsMass = true
+
+        public var options: PolicyOptions
+        /// Of the distance to what was forgotten.
+        public var distanceWeight = 0.3
+        /// Of the value's length: what is large moves the output most.
+        public var valueWeight = 0.3
+        /// Of the age.
+        public var ageWeight = 0.3
+
+        /// The usual settings.
+        public init() {
+            options = PolicyOptions()
+            options.recent = .share(0.25)
+        }
+
+        public var ownSettings: [String: SettingValue] {
+            [
+                "distance_weight": .double(distanceWeight), "value_weight": .double(valueWeight),
+                "age_weight": .double(ageWeight),
+            ]
+        }
+
+        public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool {
+            guard let weight = value.double else { return false }
+            switch name {
+            case "distance_weight": distanceWeight = weight
+            case "value_weight": valueWeight = weight
+            case "age_weight": ageWeight = weight
+            default: return false
+            }
+            return true
+        }
+
+        public func validateOwn() throws {
+            guard [distanceWeight, valueWeight, ageWeight].allSatisfy(\.isFinite) else {
+                throw H2OError.configuration(
+                    "distanceWeight, valueWeight and ageWeight are finite; got \(distanceWeight), "
+                        + "\(valueWeight) and \(ageWeight).")
+            }
+        }
+
+        public func priority(_ slots: PolicySlots) -> MLXArray {
+            salience(slots.scores / slots.ages, slots)
+        }
+
+        public func promptPriority(_ slots: PolicySlots, windowMass: MLXArray?) -> MLXArray {
+            windowMass.map { salience($0, slots) } ?? priority(slots)
+        }
+
+        /// The priority `[B, H, N]` for masses per step `[B, H, N]`.
+        private func salience(_ mass: MLXArray, _ slots: PolicySlots) -> MLXArray {
+            let keys = slots.keys.float32
+            let mean =
+                slots.evicted < Distinct.fewestForAMean ? keys.mean(axis: 2) : slots.evictedMeanKey
+            let apart = square(keys - mean.expandedDimensions(axis: 2)).sum(axis: -1)
+            let terms = [
+                (1, log(mass + massFloor)), (distanceWeight, logLength(apart) / 2),
+                (valueWeight, slots.valueLengths.float32), (-ageWeight, log(slots.ages)),
+            ]
+            return terms.reduce(MLXArray.zeros(mass.shape, dtype: .float32)) {
+                $0 + Float($1.0) * standardised($1.1, among: slots.evictable)
+            }
+        }
+    }
+}
+
+// Keeps the logarithm of a zero vector from stretching the scale of all.
+private let leastSquare: Float = 1e-12
+
+/// Logarithm of a squared length, finite for zero.
+private func logLength(_ square: MLXArray) -> MLXArray { log(maximum(square, leastSquare)) }
+
+/// Logarithms `[...]` float16 of the squared lengths of values `[..., Dv]`, as a store keeps them.
+func valueLengths(_ values: MLXArray) -> MLXArray {
+    logLength(square(values.float32).sum(axis: -1)).asType(.float16)
+}

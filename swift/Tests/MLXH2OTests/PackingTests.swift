@@ -1,0 +1,67 @@
+import MLX
+import Testing
+
+@testable import MLXH2O
+
+/// Rows packed from each group's least to its greatest element.
+@Suite struct PackingTests {
+    static let bits = [2, 3, 4, 5, 6, 8]
+
+    /// Rows `[3, 20, 64]`, some groups of which lie off to one side.
+    private func rows(_ dtype: DType) -> MLXArray {
+        let numbers = GoldenCase(group: "", name: "", parameters: .object(["seed": .int(5)]))
+        let away = MLXArray([0, 100, -7] as [Float]).reshaped([3, 1, 1])
+        return (numbers.tensor(.k, [3, 20, 64]) + away).asType(dtype)
+    }
+
+    @Test(arguments: [DType.float32, .float16, .bfloat16])
+    func noElementIsFurtherThanHalfAStep(dtype: DType) throws {
+        let rows = rows(dtype)
+        // Of scale and bias; levels count from what they were rounded to.
+        let rounding: Float = dtype == .float32 ? 1e-6 : dtype == .float16 ? 1e-3 : 8e-3
+        for bits in Self.bits {
+            let packed = PackedRows(packing: rows, bits: bits, groupSize: 32)
+            #expect(packed.scales.dtype == dtype && packed.shape == [3, 20, 64])
+            let apart = abs(packed.dequantizedRows - rows.float32).reshaped([3, 20, 2, 32])
+            // The greatest element is `top` steps away, each of them rounded.
+            let top = Float((1 << bits) - 1), steps = packed.scales.float32
+            let most = steps * (0.5 + top * rounding) + abs(packed.biases.float32) * rounding
+            #expect((apart .<= (most * 1.001 + 1e-5).column).all().item(Bool.self), "\(bits)")
+        }
+    }
+
+    @Test func bothEdgesAreExact() throws {
+        let rows = rows(.float32)
+        for bits in Self.bits {
+            let packed = PackedRows(packing: rows, bits: bits, groupSize: 32)
+            let found = packed.dequantizedRows.reshaped([3, 20, 2, 32])
+            let given = rows.reshaped([3, 20, 2, 32])
+            #expect(same(found.min(axis: -1), given.min(axis: -1)))
+            let apart = abs(found.max(axis: -1) - given.max(axis: -1)).max().item(Float.self)
+            #expect(apart < 2e-5, "\(bits) \(apart)")
+        }
+    }
+
+    @Test func equalElementsAreExactAndInfinitiesAreNaN() throws {
+        for value in [0, -3, 0.1] as [Float] {
+            let rows = MLXArray.full([1, 1, 32], values: MLXArray(value))
+            let packed = PackedRows(packing: rows, bits: 4, groupSize: 32)
+            #expect(same(packed.dequantizedRows, rows))
+            #expect(packed.words.asArray(UInt32.self) == [0, 0, 0, 0])
+        }
+        for wrong in [Float.infinity, .nan] {
+            let row = concatenated([MLXArray([wrong]), MLXArray.zeros([31])]).reshaped([1, 32])
+            let packed = PackedRows(packing: row, bits: 4, groupSize: 32)
+            #expect(isNaN(packed.dequantizedRows).all().item(Bool.self))
+        }
+    }
+
+    /// The format is MLX's: packing what MLX's numbers are again changes none of them.
+    @Test func packingAgainChangesNothing() throws {
+        for bits in Self.bits {
+            let once = PackedRows(packing: rows(.float32), bits: bits, groupSize: 64)
+            let again = PackedRows(packing: once.dequantizedRows, bits: bits, groupSize: 64)
+            #expect(again.words.asArray(UInt32.self) == once.words.asArray(UInt32.self))
+        }
+    }
+}

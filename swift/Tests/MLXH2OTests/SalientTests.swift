@@ -1,0 +1,116 @@
+import MLX
+import Testing
+
+@testable import MLXH2O
+
+/// The policy "salient", and the lengths of values that are kept for it.
+@Suite(.serialized) struct SalientTests {
+    private let stores =
+        CacheTests.stores + [
+            ("wide window", try! H2OPacking(keyBits: 2, valueBits: 2, groupSize: 32, recentBits: 8))
+        ]
+
+    /// log ||v||^2 of the tokens held, by the positions that they have.
+    private func expected(_ rows: RowStream, _ positions: [[Int]]) -> [[Float]] {
+        positions.enumerated().map { head, places in
+            places.map { position in
+                let value = rows.values[0, head, position].asType(.float32)
+                let length = log(square(value).sum())
+                return length.asType(.float16).asType(.float32).item(Float.self)
+            }
+        }
+    }
+
+    private func held(_ cache: H2OKVCache) -> [[Float]] {
+        let layer = cache.layer!
+        return layer.store.runs.flatMap { run in
+            let fields = layer.positionsAndScores(layer.attended(run))
+            let order = argSort(fields["positions"]!, axis: -1)
+            let lengths = takeAlong(fields["value_lengths"]!, order, axis: -1)
+            #expect(lengths.dtype == .float16)
+            return (0 ..< run.heads).map { lengths[0, $0].asType(.float32).asArray(Float.self) }
+        }
+    }
+
+    /// Through slots, window, chunks, resizing and steps taken back, each token keeps its length as
+    /// it came, however its row is stored.
+    @Test func lengthsGoWithTheirRows() throws {
+        let rows = RowStream(tokens: 120)
+        for (name, packing) in stores {
+            let cache = try H2OKVCache(
+                .heads([20, 28]), policy: Policies.Salient(), packing: packing, undo: 3)
+            func check(_ step: String) {
+                let positions = cache.keptPositions()[0]
+                #expect(held(cache) == expected(rows, positions), "\(name) \(step)")
+            }
+            rows.run(cache, [12])
+            check("prompt")
+            rows.run(cache, [20] + ones(20))
+            check("steps")
+            #expect(cache.trim(3) == 3)
+            check("undo")
+            rows.run(cache, [9] + ones(4))
+            try cache.resize([16, 24])
+            check("resize")
+            rows.run(cache, ones(9))
+            check("after")
+        }
+    }
+
+    @Test func zeroValuesHaveALength() {
+        let lengths = valueLengths(MLXArray.zeros([1, 1, 2, 8]))
+        #expect(lengths.asType(.float32).asArray(Float.self).allSatisfy { abs($0 + 27.63) < 0.02 })
+    }
+
+    /// Files from before lengths were kept: those of the rows as they are stored.
+    @Test func olderFilesGetThemFromTheRows() throws {
+        let rows = RowStream(tokens: 80)
+        for (name, packing) in stores {
+            let cache = try H2OKVCache(
+                .heads([20, 28]), policy: Policies.Salient(), packing: packing)
+            rows.run(cache, [30] + ones(10))
+            var arrays = Dictionary(
+                uniqueKeysWithValues: cache.namedArrays.map { ($0.name, $0.array) })
+            arrays["slots.value_lengths"] = nil
+            arrays["recent.value_lengths"] = nil
+            let older = try H2OKVCache.restored(arrays, cache.configuration)
+            let apart = zip(held(older).joined(), held(cache).joined()).map { abs($0 - $1) }
+            #expect(apart.max()! < (packing.packs ? 0.5 : 1e-6), "\(name)")
+            if !packing.packs {
+                #expect(same(rows.run(older, ones(20)), rows.run(cache, ones(20))))
+            }
+            arrays["slots.value_lengths"] = MLXArray.zeros([1, 3], dtype: .float16)
+            #expect(throws: H2OError.self) {
+                try H2OKVCache.restored(arrays, cache.configuration)
+            }
+        }
+    }
+
+    /// Policies that do not use them have none.
+    @Test func othersHaveNone() throws {
+        let cache = try H2OKVCache(.heads([20, 28]))
+        RowStream(tokens: 30).run(cache, [30])
+        #expect(!cache.namedArrays.contains { $0.name.hasSuffix("value_lengths") })
+    }
+
+    /// Each weight does what it says: with it alone, the least of its term goes first.
+    @Test func eachTermCounts() throws {
+        let numbers = GoldenCase(group: "", name: "", parameters: .object(["seed": .int(8)]))
+        let keys = numbers.tensor(.k, [1, 1, 24, 32]), values = numbers.tensor(.v, [1, 1, 24, 32])
+        let slots = PolicySlots(
+            keys: keys, values: values, positions: positions(0 ..< 24).reshaped([1, 1, 24]),
+            scores: MLXArray.zeros([1, 1, 24]), offset: 24,
+            evictable: MLXArray.ones([1, 1, 24], dtype: .bool), evicted: 40,
+            evictedMeanKey: keys[0..., 0..., 7])
+        func least(_ change: (inout Policies.Salient) -> Void) -> Int {
+            var policy = Policies.Salient()
+            (policy.distanceWeight, policy.valueWeight, policy.ageWeight) = (0, 0, 0)
+            change(&policy)
+            return argMin(policy.priority(slots), axis: -1).item(Int.self)
+        }
+        #expect(least { $0.distanceWeight = 1 } == 7)
+        let shortest = argMin(square(values).sum(axis: -1), axis: -1).item(Int.self)
+        #expect(least { $0.valueWeight = 1 } == shortest)
+        #expect(least { $0.ageWeight = 1 } == 0)
+    }
+}
