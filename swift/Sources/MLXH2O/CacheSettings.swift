@@ -34,8 +34,8 @@ struct CacheSettings: Sendable {
         (self.frame, self.saturation) = (frame, saturation)
         try policy.validate()
         try Self.check(undo: undo, attends: attends)
-        try check(saturation: saturation)
         try check(frame)
+        try checkSaturation()
         if !attends && policy.needsAttention {
             throw H2OError.policyNeedsAttention(
                 policy: type(of: policy).name, model: "a stock model")
@@ -69,11 +69,18 @@ struct CacheSettings: Sendable {
     }
 
     /// Throw ``H2OError/configuration(_:)`` unless remainders can saturate so.
-    private func check(saturation: [Float]) throws {
-        guard !saturation.isEmpty, saturation.allSatisfy({ $0.isFinite && $0 >= 0 }) else {
+    static func check(saturation: [Float]) throws {
+        guard saturation.allSatisfy({ $0.isFinite && $0 >= 0 }) else {
             throw H2OError.configuration(
                 "saturation is finite and at least 0 (0 is first order), one number for all KV heads "
                     + "or one for each; got \(saturation).")
+        }
+    }
+
+    private func checkSaturation() throws {
+        try Self.check(saturation: saturation)
+        guard !saturation.isEmpty else {
+            throw H2OError.configuration("Give one saturation for all KV heads, or one for each.")
         }
         guard attends || saturation.allSatisfy({ $0 == Remainder.saturation }) else {
             throw H2OError.configuration(

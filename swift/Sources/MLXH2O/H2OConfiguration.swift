@@ -22,6 +22,16 @@ public struct H2OConfiguration: Sendable {
         case matching([H2OProfile])
     }
 
+    /// In which frames packed keys are stored.
+    public enum Frames: Sendable, Equatable {
+        /// Those that the profile of the model has for conversations of so many tokens, if it has any.
+        case profile(context: Int)
+        /// One for each bounded layer.
+        case layers([H2OFrame])
+        /// None.
+        case none
+    }
+
     /// What to do about layers that cannot be bounded.
     public enum Compatibility: Sendable {
         /// Every layer must be bounded, by this library or by itself, else it is an error.
@@ -40,6 +50,12 @@ public struct H2OConfiguration: Sendable {
     public var headBudgets: HeadBudgets
     /// How keys and values are stored.
     public var packing: H2OPacking
+    /// In which frames packed keys are stored; of no matter where keys are not packed, or models attend
+    /// by themselves.
+    public var frames: Frames
+    /// Where the remainder of every head saturates (``Remainder/saturation``); nil is as the profile has
+    /// found for each, where it was made with this policy.
+    public var saturation: Float?
     /// How many of the last steps can be taken back after evictions (``H2OKVCache/trim(_:)``).
     public var undo: Int
     /// What to do about layers that cannot be bounded.
@@ -50,22 +66,26 @@ public struct H2OConfiguration: Sendable {
     /// - Throws: ``H2OError/configuration(_:)`` for settings out of range.
     public init(
         budget: Budget, policy: (any Policy)? = nil, remainder: Bool = true,
-        headBudgets: HeadBudgets = .uniform, packing: H2OPacking = .dense, undo: Int = 0,
+        headBudgets: HeadBudgets = .uniform, packing: H2OPacking = .dense,
+        frames: Frames = usualFrames, saturation: Float? = nil, undo: Int = 0,
         compatibility: Compatibility = .requireAllLayers, pressure: MemoryPressure? = nil
     ) throws {
         self.init(
             unchecked: budget, policy: policy, remainder: remainder, headBudgets: headBudgets,
-            packing: packing, undo: undo, compatibility: compatibility, pressure: pressure)
+            packing: packing, frames: frames, saturation: saturation, undo: undo,
+            compatibility: compatibility, pressure: pressure)
         try validate()
     }
 
     private init(
         unchecked budget: Budget, policy: (any Policy)? = nil, remainder: Bool = true,
-        headBudgets: HeadBudgets = .uniform, packing: H2OPacking = .dense, undo: Int = 0,
+        headBudgets: HeadBudgets = .uniform, packing: H2OPacking = .dense,
+        frames: Frames = usualFrames, saturation: Float? = nil, undo: Int = 0,
         compatibility: Compatibility = .requireAllLayers, pressure: MemoryPressure? = nil
     ) {
         (self.budget, self.policy, self.remainder) = (budget, policy, remainder)
         (self.headBudgets, self.packing, self.undo) = (headBudgets, packing, undo)
+        (self.frames, self.saturation) = (frames, saturation)
         (self.compatibility, self.pressure) = (compatibility, pressure)
     }
 
@@ -74,11 +94,18 @@ public struct H2OConfiguration: Sendable {
         let policy = policy ?? Policies.Distinct()
         try policy.validate()
         try CacheSettings.check(undo: undo, attends: true)
+        try CacheSettings.check(saturation: saturation.map { [$0] } ?? [])
+        if case .profile(let context) = frames, context < 1 {
+            throw H2OError.configuration("frames are for a context of at least 1; got \(context).")
+        }
         switch budget {
         case .tokens(let count): try policy.checkBudget(count)
         case .bytes(let count): try policy.checkBytes(count)
         }
     }
+
+    /// What the longest conversations are taken to have.
+    public static let usualFrames = Frames.profile(context: 2048)
 
     /// ``Policies/Distinct`` and the remainder in 1024 tokens: the best of what is known here.
     public static let `default` = H2OConfiguration(unchecked: .tokens(1024))

@@ -64,25 +64,54 @@ extension H2OConfiguration {
             forgetful.remainder = false
             return try forgetful.caches(for: model, plain: plain, trial: trial)
         }
-        var budgets = try sharedOut(model, bounded, policy: policy, attends: attends).makeIterator()
+        var settings = try settings(of: bounded, in: model, policy, attends).makeIterator()
         let share = PressureShare(pressure, PressureAgreement())
-        let bound = try zip(placedMembers(of: plain), kinds).map { member, kind -> any KVCache in
-            guard kind != nil else { return member.cache }
-            let settings = try CacheSettings(
-                .heads(budgets.next()!), policy: policy, remainder: remainder, attends: attends,
-                packing: packing, undo: undo)
-            return H2OKVCache(settings, share)
+        let bound = zip(placedMembers(of: plain), kinds).map { member, kind -> any KVCache in
+            kind == nil ? member.cache : H2OKVCache(settings.next()!, share)
         }
         return replacingMembers(of: plain, with: bound)
     }
 
+    /// What the cache of each bounded layer is to be.
+    private func settings(
+        of kinds: [LayerKind], in model: any LanguageModel, _ policy: any Policy, _ attends: Bool
+    ) throws -> [CacheSettings] {
+        let profile = try attends ? profile(of: model, kinds) : nil
+        let budgets = try sharedOut(kinds, by: profile, policy: policy, attends: attends)
+        let measured = saturation == nil ? profile?.saturations(of: budgets, policy: policy) : nil
+        let usual = [saturation ?? Remainder.saturation]
+        let frames = try frames(of: kinds.count, profile, attends)
+        return try kinds.indices.map { layer in
+            try CacheSettings(
+                .heads(budgets[layer]), policy: policy, remainder: remainder, attends: attends,
+                packing: packing, undo: undo, frame: frames?[layer],
+                saturation: measured?[layer] ?? usual)
+        }
+    }
+
+    /// Each layer's frame, where keys are packed and there are any.
+    private func frames(
+        of layers: Int, _ profile: H2OProfile?, _ attends: Bool
+    ) throws -> [H2OFrame]? {
+        guard attends, packing.keyBits != nil else { return nil }
+        switch frames {
+        case .none: return nil
+        case .profile(let context): return profile?.frames(context: context)
+        case .layers(let frames):
+            guard frames.count == layers else {
+                throw H2OError.configuration(
+                    "\(frames.count) frames were given for \(layers) bounded layers.")
+            }
+            return frames
+        }
+    }
+
     /// Slots per bounded layer and head.
     private func sharedOut(
-        _ model: any LanguageModel, _ kinds: [LayerKind], policy: any Policy, attends: Bool
+        _ kinds: [LayerKind], by profile: H2OProfile?, policy: any Policy, attends: Bool
     ) throws -> [[Int]] {
         let remembers = remainder || type(of: policy).usesEvictedMean
-        let uniform = !attends || policy.options.unit == .layer
-        let profile = try uniform ? nil : profile(of: model, kinds)
+        let profile = policy.options.unit == .layer ? nil : profile
         let least = policy.leastBudget + Self.fewestChoices
         var sizes = try kinds.enumerated().map { layer, kind in
             var widths = kind.widths

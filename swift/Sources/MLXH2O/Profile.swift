@@ -1,53 +1,10 @@
 import Foundation
-import MLX
-
-/// What tells models apart without reading their weights.
-public struct ModelIdentity: Sendable, Equatable {
-    /// As in the model's config.
-    public let modelType: String
-    /// KV heads of each bounded layer.
-    public let kvHeads: [Int]
-    /// D of each bounded layer.
-    public let keyWidths: [Int]
-    /// Rows of the embedding, 0 if unknown.
-    public let vocabularySize: Int
-    /// A few entries of the embedding.
-    public let probe: [Double]
-
-    // Two models are taken for the same when their probes point the same way: quantizing a model
-    // moves it by a percent or two, another training run turns it anywhere.
-    private static let leastLikeness = 0.9
-
-    /// Why the other is another model, or nil if it is not.
-    public func difference(from other: ModelIdentity) -> String? {
-        if modelType != other.modelType { return "its type is \(other.modelType)" }
-        if kvHeads != other.kvHeads { return "its KV heads are \(other.kvHeads)" }
-        if keyWidths != other.keyWidths { return "its key widths are \(other.keyWidths)" }
-        if vocabularySize != other.vocabularySize {
-            return "its vocabulary has \(other.vocabularySize) tokens"
-        }
-        func length(_ probe: [Double]) -> Double { probe.reduce(0) { $0 + $1 * $1 }.squareRoot() }
-        let product = zip(probe, other.probe).reduce(0) { $0 + $1.0 * $1.1 }
-        let likeness = product / max(length(probe) * length(other.probe), 1e-12)
-        let differs = probe.count != other.probe.count || !(likeness >= Self.leastLikeness)
-        return !probe.isEmpty && differs ? "its embedding differs" : nil
-    }
-}
-
-/// A model that profiles can be told apart by.
-public protocol ProfiledModel {
-    /// As in the model's config.
-    var modelType: String { get }
-    /// Rows of the embedding.
-    var vocabularySize: Int { get }
-    /// Embeddings `[L, width]` of tokens `[L]`.
-    func embedded(_ tokens: MLXArray) -> MLXArray
-}
 
 /// What each KV head of a model loses at each number of slots, and so how many slots it deserves.
 ///
 /// Heads differ more than policies do: a few copy and recall over long distances, most look at the
-/// last tokens. `mlx_h2o calibrate` writes profiles; the files are the same here.
+/// last tokens. Profiles of version 2 also tell which order of the remainder serves each head better,
+/// and frames for packed keys. `mlx_h2o calibrate` writes profiles; the files are the same here.
 public struct H2OProfile: Sendable, Equatable {
     /// The file name under which a profile lies beside a model's weights.
     public static let fileName = "mlx_h2o_profile.json"
@@ -62,6 +19,12 @@ public struct H2OProfile: Sendable, Equatable {
     public let losses: [[[Double]]]
     /// How the losses were measured.
     public let method: String
+    /// What else a calibration by the very policy tells; nil in files of version 1.
+    let measured: MeasuredHeads?
+
+    // Beyond this part of the calibrated length the curves see too little of what would be evicted,
+    // and their shares at this size are kept.
+    private static let largestPart = 2
 
     /// Read a profile.
     ///
@@ -81,10 +44,10 @@ public struct H2OProfile: Sendable, Equatable {
         guard json["format"]?.string == "mlx-h2o profile" else {
             throw H2OError.profile("This is no mlx-h2o profile.")
         }
-        // Version 2 says more beside the curves.
-        guard let version = json["version"]?.int, (1...2).contains(version) else {
+        guard let version = json["version"]?.int, 1 ... 2 ~= version else {
             throw H2OError.profile(
-                "This profile has version \(json["version"]?.text ?? "unknown"); this reads 1, 2.")
+                "This profile has version \(json["version"]?.text ?? "unknown"); this reads 1 and 2."
+            )
         }
         func integers(_ value: SettingValue?) -> [Int]? {
             value?.array.flatMap { whole($0.map(\.int)) }
@@ -116,12 +79,13 @@ public struct H2OProfile: Sendable, Equatable {
             modelType: type, kvHeads: heads, keyWidths: widths, vocabularySize: vocabulary,
             probe: probe)
         (self.grid, self.losses, self.method) = (grid, losses, method)
+        measured =
+            version == 1
+            ? nil
+            : try MeasuredHeads(json["measured"] ?? .null, of: self.model, grid: grid.count)
     }
 
-    /// Slots per layer and KV head, `mean` on average, exactly.
-    ///
-    /// Greedy: every head starts at the least; the largest saving of loss per slot, over all steps
-    /// up the grid, is bought next, until the slots are spent.
+    /// Slots per layer and KV head, `mean` on average, exactly: bought by what each saves.
     ///
     /// - Throws: ``H2OError/profile(_:)``: `mean` is below `least`.
     public func budgets(mean: Int, least: Int = H2OProfile.smallestBudget) throws -> [[Int]] {
@@ -130,50 +94,29 @@ public struct H2OProfile: Sendable, Equatable {
                 "A budget of \(mean) slots a head is below the \(least) that a head needs with this "
                     + "policy; raise the budget or lower sink and recent.")
         }
-        let curves = losses.flatMap { $0 }
-        var slots = Array(repeating: least, count: curves.count)
-        var left = (mean - least) * curves.count
-        var offers = curves.map { bestStep($0, have: least) }
-        while left > 0 {
-            var head = 0
-            for other in curves.indices.dropFirst()
-            where (offers[other].saving, -slots[other]) > (offers[head].saving, -slots[head]) {
-                head = other
-            }
-            guard offers[head].saving > 0 else {
-                // Nothing more to gain: the rest is spread evenly.
-                let (each, rest) = left.quotientAndRemainder(dividingBy: curves.count)
-                for i in slots.indices { slots[i] += each + (i < rest ? 1 : 0) }
-                break
-            }
-            let bought = min(offers[head].target - slots[head], left)
-            slots[head] += bought
-            left -= bought
-            offers[head] = bestStep(curves[head], have: slots[head])
-        }
-        var heads = slots.makeIterator()
+        let curves = LossCurves(grid: grid, heads: losses.flatMap { $0 })
+        let known = min(mean, max(grid.last! / Self.largestPart, least))
+        let slots = curves.sharedOut(mean: known, least: least)
+        return byLayer(
+            known < mean
+                ? scaledShares(slots, total: mean * slots.count, least: least) : slots)
+    }
+
+    /// Where each layer's heads' remainders had best saturate with these budgets (0 is first order), for
+    /// ``H2OKVCache/saturation``; nil where the profile was not made by running this policy.
+    public func saturations(
+        of budgets: [[Int]], policy: any Policy
+    ) -> [[Float]]? {
+        guard let measured, measured.policy == type(of: policy).name else { return nil }
+        return byLayer(measured.saturations(budgets.flatMap { $0 }, grid: grid))
+    }
+
+    /// Each layer's frame for packed keys in conversations of so many tokens; nil where it has none.
+    public func frames(context: Int) -> [H2OFrame]? { measured?.frames(context: context) }
+
+    private func byLayer<Element>(_ heads: [Element]) -> [[Element]] {
+        var heads = heads.makeIterator()
         return losses.map { $0.map { _ in heads.next()! } }
-    }
-
-    /// The best saving per slot from `have` slots on, and where it leads.
-    private func bestStep(_ curve: [Double], have: Int) -> (saving: Double, target: Int) {
-        let now = loss(curve, at: have)
-        var best: (saving: Double, target: Int)?
-        for (slots, loss) in zip(grid, curve) where slots > have {
-            let saving = (now - loss) / Double(slots - have)
-            if best.map({ saving > $0.saving }) ?? true { best = (saving, slots) }
-        }
-        return best ?? (0, have)
-    }
-
-    /// The loss at any number of slots, linear between grid points.
-    private func loss(_ curve: [Double], at slots: Int) -> Double {
-        if slots <= grid[0] { return curve[0] }
-        for i in 1 ..< grid.count where slots <= grid[i] {
-            let part = Double(slots - grid[i - 1]) / Double(grid[i] - grid[i - 1])
-            return curve[i - 1] + part * (curve[i] - curve[i - 1])
-        }
-        return curve.last!
     }
 
     /// Throw ``H2OError/profile(_:)`` unless the profile belongs to the model.

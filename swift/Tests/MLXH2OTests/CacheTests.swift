@@ -204,6 +204,35 @@ import Testing
         }
     }
 
+    /// Bytes that are too few are told as soon as that is known: before a model, with its widths, or
+    /// with what the policy needs.
+    @Test func bytesThatAreTooFewAreToldInTime() throws {
+        func message(_ body: () throws -> Void) -> String {
+            do { try body() } catch { return error.localizedDescription }
+            return ""
+        }
+        // 9 slots of 28 bytes: 4 sinks, one to evict, and as many as these are recent.
+        let nothing = message { _ = try H2OKVCache(.bytes(251), policy: Policies.H2O()) }
+        #expect(
+            nothing.contains("251 bytes holds nothing") && nothing.contains("at least 252 bytes"))
+        _ = try H2OKVCache(.bytes(252), policy: Policies.H2O())
+        let configured = message { _ = try H2OConfiguration(budget: .bytes(100)) }
+        #expect(configured.contains("100 bytes holds nothing"))
+
+        let model = try ModelTests.own()
+        func caches(_ bytes: Int, undo: Int = 0) throws -> [any KVCache] {
+            try H2OConfiguration(budget: .bytes(bytes), undo: undo).caches(for: model)
+        }
+        // Two heads of 32 and 32 in each of three layers: the remainders alone are 2328 bytes.
+        let none = message { _ = try caches(2000) }
+        #expect(none.contains("leave no slot for each of 2 KV heads of 256 bytes"), "\(none)")
+        let few = message { _ = try caches(8000) }
+        #expect(few.contains("slots cannot hold 4 sink"), "\(few)")
+        #expect(try caches(40_000).count == 3)
+        // Steps that can be taken back are charged too.
+        #expect(throws: H2OError.self) { try caches(40_000, undo: 60) }
+    }
+
     @Test func settingsOutOfRangeAreRefused() throws {
         #expect(throws: H2OError.self) { try H2OKVCache(.tokens(4)) }
         #expect(throws: H2OError.self) { try H2OKVCache(.heads([])) }

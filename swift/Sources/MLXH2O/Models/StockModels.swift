@@ -14,10 +14,12 @@ func stockModel(_ data: Data) throws -> (any LLMModel)? {
     decoder.allowsJSON5 = true
     let kind = try decoder.decode(ModelKind.self, from: data)
     if let other = kind.architectures?.first(where: rankingArchitectures.contains) {
+        let others = H2OModels.modelTypes.filter { $0 != kind.type }
         throw H2OError.configuration(
-            "\(other) has the type \"\(kind.type)\" and is no model that generates. The registry cannot "
-                + "give it back: register the other types with H2OModels.register(_:for:), or load "
-                + "bounded models by H2OModels.factory(_:) in the place of registering any.")
+            "\(other) is a reranker of type \"\(kind.type)\", and there are only models that generate "
+                + "where H2OModels.register(_:for:) was called for that type. To load it too, register "
+                + "with `for: \(others)`, or load bounded models by H2OModels.factory(_:) and register "
+                + "none.")
     }
     switch kind.type {
     case "llama", "mistral":

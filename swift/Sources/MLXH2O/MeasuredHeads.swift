@@ -1,0 +1,114 @@
+import Foundation
+import MLX
+
+/// What a calibration by the very policy measured of a model's heads, beyond one curve each: profiles
+/// of version 2 have it.
+struct MeasuredHeads: Sendable, Equatable {
+    /// Where the remainder saturated in what was tried; 0 is the first order.
+    let orders: [Float]
+    /// Each head's mean error over the whole text, at each order and number of slots: `[heads, orders,
+    /// grid]`, the model's layers one after the other.
+    let errors: [[[Double]]]
+    /// Of the policy that ran.
+    let policy: String
+    /// Frames of each layer, by context: positions from 0 to below it.
+    let frames: [Int: [H2OFrame]]
+
+    // Of one array in a file.
+    private static let mostNumbers = 1 << 26
+
+    /// - Parameters:
+    ///   - json: "measured" of a profile.
+    ///   - model: Whose heads these are.
+    ///   - grid: Of the profile.
+    /// - Throws: ``H2OError/profile(_:)`` unless all is of such a model.
+    init(_ json: SettingValue, of model: ModelIdentity, grid: Int) throws {
+        guard let orders = json["orders"]?.array?.map(\.double), !orders.isEmpty,
+            orders.allSatisfy({ ($0 ?? -1) >= 0 && $0!.isFinite }),
+            let spans = json["spans"]?.array?.map(\.int), !spans.isEmpty,
+            zip([0] + spans, spans).allSatisfy({ ($0 ?? 0) < ($1 ?? 0) }),
+            let frames = json["frames"]?.object, let policy = json["policy"]?.object
+        else { throw Self.damage("its orders, spans, frames or policy are missing or wrong") }
+        self.orders = orders.map { Float($0!) }
+        // Version 2 always names it; a calibration by something else would have no orders.
+        self.policy = policy["name"]?.string ?? ""
+        let heads = model.kvHeads.reduce(0, +)
+        let shape = [heads, orders.count, spans.count, grid]
+        let errors = try Self.numbers(json["errors"], shape)
+        guard errors.allSatisfy({ $0 >= 0 }) else { throw Self.damage("errors below 0") }
+        self.errors = Self.averaged(errors, spans.map { $0! }, shape)
+        self.frames = try frames.reduce(into: [:]) { found, entry in
+            guard let context = Int(entry.key), context > 0, let layers = entry.value.array,
+                layers.count == model.kvHeads.count
+            else { throw Self.damage("frames for \(entry.key) tokens") }
+            found[context] = try layers.enumerated().map { layer, numbers in
+                try Self.frame(numbers, model.kvHeads[layer], model.keyWidths[layer])
+            }
+        }
+    }
+
+    private static func damage(_ what: String) -> H2OError {
+        .profile("The profile is damaged: \(what).")
+    }
+
+    /// Errors `[heads, orders, grid]`, the mean over spans by their lengths.
+    private static func averaged(
+        _ errors: [Float], _ spans: [Int], _ shape: [Int]
+    ) -> [[[Double]]] {
+        let lengths = zip([0] + spans, spans).map { Double($1 - $0) }
+        let whole = Double(spans.last!)
+        return (0 ..< shape[0]).map { head in
+            (0 ..< shape[1]).map { order in
+                (0 ..< shape[3]).map { point in
+                    let sum = lengths.indices.reduce(0.0) { sum, span in
+                        let row = (head * shape[1] + order) * shape[2] + span
+                        return sum + lengths[span] * Double(errors[row * shape[3] + point])
+                    }
+                    return sum / whole
+                }
+            }
+        }
+    }
+
+    /// A layer's frame from its centre and scale `[2, H, D]`.
+    private static func frame(_ json: SettingValue, _ heads: Int, _ width: Int) throws -> H2OFrame {
+        let numbers = try numbers(json, [2, heads, width])
+        let rows = (0 ..< 2 * heads).map { Array(numbers[$0 * width ..< ($0 + 1) * width]) }
+        do {
+            return try H2OFrame(centre: Array(rows[..<heads]), scale: Array(rows[heads...]))
+        } catch {
+            throw damage(error.localizedDescription)
+        }
+    }
+
+    /// An array of finite numbers: base64 of their bytes, little-endian, float16 or float32.
+    private static func numbers(_ json: SettingValue?, _ shape: [Int]) throws -> [Float] {
+        let dtypes: [String: DType] = ["float16": .float16, "float32": .float32]
+        let count = shape.reduce(1, *)
+        guard let json, json["shape"]?.array?.map(\.int) == shape, count <= mostNumbers,
+            let dtype = json["dtype"]?.string.flatMap({ dtypes[$0] }),
+            let text = json["data"]?.string, let data = Data(base64Encoded: text),
+            data.count == count * dtype.size
+        else { throw damage("no numbers of the form \(shape)") }
+        let numbers = MLXArray(data, shape, dtype: dtype).float32.asArray(Float.self)
+        guard numbers.allSatisfy(\.isFinite) else { throw damage("numbers that are not finite") }
+        return numbers
+    }
+
+    /// Each head's better order with so many slots, at the next point of the grid up.
+    func saturations(_ slots: [Int], grid: [Int]) -> [Float] {
+        zip(errors, slots).map { errors, slots in
+            // At the whole text nothing is evicted, and no order is better: the point before tells.
+            let point = min(
+                grid.firstIndex { $0 >= slots } ?? grid.count - 1, max(grid.count - 2, 0))
+            let best = orders.indices.min { errors[$0][point] < errors[$1][point] }!
+            return orders[best]
+        }
+    }
+
+    /// Frames of each layer for so many positions: made for the next context up, or for the longest.
+    func frames(context: Int) -> [H2OFrame]? {
+        let longer = frames.keys.filter { $0 >= context }
+        return (longer.min() ?? frames.keys.max()).flatMap { frames[$0] }
+    }
+}

@@ -1,0 +1,118 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MLXH2O
+
+/// Profiles of version 2. The fixture, and what is expected of it, are Python's.
+@Suite struct ProfileTests {
+    private static let file = checkout.appendingPathComponent(
+        "swift/Tests/MLXH2OTests/Fixtures/profile.json")
+
+    private func profile() throws -> H2OProfile { try H2OProfile(contentsOf: Self.file) }
+
+    @Test func budgetsAndSaturationsAreThoseOfPython() throws {
+        let profile = try profile()
+        for (mean, budgets, saturations) in Self.expected {
+            #expect(try profile.budgets(mean: mean) == budgets, "\(mean)")
+            let found = profile.saturations(of: budgets, policy: Policies.Salient())
+            #expect(found == saturations, "\(mean)")
+            #expect(profile.saturations(of: budgets, policy: Policies.Distinct()) == nil)
+        }
+        #expect(throws: H2OError.self) { try profile.budgets(mean: 11) }
+    }
+
+    /// As Python's Profile.budgets and Profile.saturation give them.
+    private static let expected: [(Int, [[Int]], [[Float]])] = [
+        (14, [[24, 12], [12, 12], [12, 12]], [[0, 0], [4, 4], [0, 4]]),
+        (20, [[48, 16], [16, 12], [12, 16]], [[4, 4], [0, 4], [0, 4]]),
+        (48, [[96, 48], [16, 12], [24, 92]], [[4, 0], [0, 4], [0, 4]]),
+        (60, [[120, 60], [20, 15], [30, 115]], [[4, 0], [4, 0], [4, 4]]),
+        (100, [[201, 100], [33, 25], [50, 191]], [[4, 0], [0, 4], [4, 4]]),
+        (1001, [[2003, 1001], [333, 250], [500, 1919]], [[4, 0], [0, 4], [4, 4]]),
+    ]
+
+    @Test func framesAreForTheNextContextUp() throws {
+        let profile = try profile()
+        func expect(_ found: [Float], _ expected: [Float]) {
+            #expect(zip(found.prefix(3), expected).allSatisfy { abs($0 - $1) < 1e-3 })
+        }
+        expect(profile.frames(context: 512)![1].centre[0], [-1.54, 0.62, -0.35])
+        expect(profile.frames(context: 513)![1].scale[1], [0.83, 0.84, 0.61])
+        expect(profile.frames(context: 9999)![0].centre[0], [2.18, -1.39, -1.08])
+        #expect(profile.frames(context: 1) == profile.frames(context: 512))
+        #expect(profile.frames(context: 513) == profile.frames(context: 99_999))
+    }
+
+    @Test func versionOneHasNeither() throws {
+        let folder = GoldenReplay.embeddedModel
+        var json = try SettingValue(
+            parsing: String(
+                contentsOf: folder.appendingPathComponent(H2OProfile.fileName), encoding: .utf8)
+        ).object!
+        json["version"] = .int(1)
+        let profile = try H2OProfile(.object(json))
+        #expect(profile.frames(context: 512) == nil)
+        let budgets = try profile.budgets(mean: 94)
+        #expect(profile.saturations(of: budgets, policy: Policies.Salient()) == nil)
+        json["version"] = .int(3)
+        #expect(throws: H2OError.self) { try H2OProfile(.object(json)) }
+    }
+
+    /// A configuration takes from its profile what its caches can use.
+    @Test func configurationsTakeWhatTheProfileHas() throws {
+        let profile = try profile(), model = try ModelTests.own()
+        func caches(
+            _ packing: H2OPacking, policy: any Policy = Policies.Salient(),
+            frames: H2OConfiguration.Frames = .profile(context: 4096), saturation: Float? = nil
+        ) throws -> [H2OKVCache] {
+            try H2OConfiguration(
+                budget: .tokens(60), policy: policy, headBudgets: .profile(profile),
+                packing: packing, frames: frames, saturation: saturation
+            ).caches(for: model).map { $0 as! H2OKVCache }
+        }
+        let packed = try H2OPacking(keyBits: 6, valueBits: 6, groupSize: 32)
+        let all = try caches(packed), budgets = all.map { $0.budgets! }
+        #expect(all.map(\.frame) == profile.frames(context: 4096)!)
+        #expect(
+            all.map(\.saturation)
+                == profile.saturations(of: budgets, policy: Policies.Salient())!)
+        #expect(try caches(.dense).allSatisfy { $0.frame == nil })
+        #expect(try caches(packed, frames: .none).allSatisfy { $0.frame == nil })
+        #expect(try caches(packed, saturation: 2).allSatisfy { $0.saturation == [2] })
+        // Its orders are of another policy; its frames are the keys' own.
+        let other = try caches(packed, policy: Policies.H2O())
+        #expect(other.allSatisfy { $0.saturation == [4] && $0.frame != nil })
+        let own = [H2OFrame](repeating: all[0].frame!, count: 3)
+        #expect(try caches(packed, frames: .layers(own)).map(\.frame) == own)
+        #expect(throws: H2OError.self) { try caches(packed, frames: .layers([])) }
+        #expect(throws: H2OError.self) { try caches(packed, frames: .profile(context: 0)) }
+        #expect(throws: H2OError.self) { try caches(packed, saturation: -1) }
+        _ = try ModelTests.generated(model, all, tokens: 40)
+        #expect(all.allSatisfy { $0.evicted > 0 })
+    }
+
+    @Test func damagedOnesAreRefused() throws {
+        let whole = try SettingValue(parsing: String(contentsOf: Self.file, encoding: .utf8))
+        _ = try H2OProfile(whole)
+        let measured = whole["measured"]!.object!, errors = measured["errors"]!.object!
+        func frames(_ value: SettingValue) -> SettingValue { .object(["512": value]) }
+        let frame = measured["frames"]!["512"]!.array![0]
+        let wrong: [(String, SettingValue?)] = [
+            ("orders", nil), ("orders", .array([])), ("orders", .array([.int(0), .int(-1)])),
+            ("spans", .array([.int(96), .int(32)])), ("spans", .array([.int(32)])),
+            ("errors", .null), ("policy", .null), ("frames", .null),
+            ("errors", .object(errors.merging(["data": .string("AAAA")]) { $1 })),
+            ("errors", .object(errors.merging(["dtype": .string("float64")]) { $1 })),
+            ("frames", frames(.array([frame]))), ("frames", frames(.null)),
+            ("frames", .object(["none": .array([frame, frame, frame])])),
+        ]
+        for (name, value) in wrong {
+            var changed = measured
+            changed[name] = value
+            var json = whole.object!
+            json["measured"] = .object(changed)
+            #expect(throws: H2OError.self, "\(name)") { try H2OProfile(.object(json)) }
+        }
+    }
+}
