@@ -159,6 +159,9 @@ typedef struct mlx_h2o_cache_options_ {
   int group_size;   // 32, 64 or 128
   int recent_bits;  // of the newest tokens where they differ; 16: in their own dtype; 0: no
   int undo;         // steps that mlx_h2o_cache_trim can take back after evictions (attending only)
+  // Where the remainder's second-order term turns from x to sqrt(t x), t for each KV head, 0 for
+  // first order; NULL: 4 for all. Copied (attending only).
+  const float* saturation;
 } mlx_h2o_cache_options;
 
 // The remainder on, attention ours, nothing packed, groups of 64, no undo. Start from these: later

@@ -34,10 +34,10 @@ MLX_H2O_API int mlx_h2o_remainder_fold(
     const mlx_array values, const mlx_array weights, const mlx_stream s);
 
 // The logit [B, Hq, L] with which the evicted answer q [B, Hq, L, D]; minus infinity while there
-// are none.
+// are none. saturation is that of mlx_h2o_cache_options, n_kv_heads numbers or NULL.
 MLX_H2O_API int mlx_h2o_remainder_column(
     mlx_array* res, const mlx_h2o_remainder remainder, const mlx_array q, float scale,
-    const mlx_stream s);
+    const float* saturation, const mlx_stream s);
 
 // Attention and one more column together. out [B, Hq, L, Dv] floating, lse and logits [B, Hq, L],
 // values [B, Hk, Dv] (a remainder's mean_value) -> out and lse of the joint softmax.

@@ -26,6 +26,16 @@ mx::array antithetic_signs(int rows, int width) {
   return mx::array(signs.begin(), {rows, width}, mx::float32);
 }
 
+// The second-order term [B, H, M, 1] of x.
+mx::array saturated(const mx::array& x, const Saturations& saturations) {
+  const int H = static_cast<int>(saturations.size());
+  const mx::array t(saturations.begin(), {H, 1, 1}, mx::float32);
+  const mx::array second = mx::greater(t, number(0));
+  // Not x / 0, which is no number where x is 0 too.
+  const mx::array term = x * mx::rsqrt(number(1) + x / mx::where(second, t, number(1)));
+  return mx::where(second, term, number(0));
+}
+
 }  // namespace
 
 Remainder Remainder::empty(int batch, int heads, int key_width, int value_width) {
@@ -77,7 +87,7 @@ Remainder Remainder::fold(
       mean_value + of_new * (new_value - mean_value)};
 }
 
-mx::array Remainder::column(const mx::array& q, float scale) const {
+mx::array Remainder::column(const mx::array& q, float scale, const Saturations& saturations) const {
   const int B = q.shape(0), Hq = q.shape(1), L = q.shape(2), D = q.shape(3);
   const mx::array grouped = mx::reshape(f32(q) * number(scale), {B, count.shape(1), -1, D});
   const mx::array mean = mx::matmul(grouped, mx::expand_dims(mean_key, -1));
@@ -85,7 +95,7 @@ mx::array Remainder::column(const mx::array& q, float scale) const {
       mx::square(mx::clip(grouped, number(-kLargestQuery), number(kLargestQuery)));
   mx::array x = mx::matmul(square, mx::expand_dims(number(0.5) * var_key, -1));
   x = mx::minimum(x, number(kLargestTerm));
-  const mx::array term = mean + x * mx::rsqrt(number(1) + x / number(kSaturation));
+  const mx::array term = mean + saturated(x, saturations);
   return mx::reshape(mx::expand_dims(mx::log(count), -1) + mx::squeeze(term, -1), {B, Hq, L});
 }
 

@@ -5,8 +5,10 @@
 
 namespace mlx_h2o {
 
-// Where the second-order term of the column turns from x to sqrt(t x).
+// Where the second-order term of the column turns from x to sqrt(t x), unless a head has its own t.
 constexpr float kSaturation = 4;
+// t of each KV head; 0: first order, the term is left out.
+using Saturations = std::vector<float>;
 
 struct Remainder {
   mx::array count;       // [B, H]
@@ -15,6 +17,9 @@ struct Remainder {
   mx::array mean_value;  // [B, H, Dv]
 
   static Remainder empty(int batch, int heads, int key_width, int value_width);
+  std::vector<mx::array> arrays() const {
+    return {count, mean_key, var_key, mean_value};
+  }
   Remainder heads(int first, int last) const;
   Remainder with_heads(int first, const Remainder& part) const;
   // After rows [B, H, M, width] were added; weights broadcast to [B, H, M].
@@ -22,7 +27,7 @@ struct Remainder {
       const mx::array& keys, const mx::array& values,
       const std::optional<mx::array>& weights) const;
   // The column's logit [B, Hq, L] for q [B, Hq, L, D].
-  mx::array column(const mx::array& q, float scale) const;
+  mx::array column(const mx::array& q, float scale, const Saturations& saturations) const;
   // Keys and values of R plain rows, float32.
   std::pair<mx::array, mx::array> plain_rows(int rows) const;
 };

@@ -26,6 +26,12 @@ mx::array unsigned_number(uint32_t x) {
 
 }  // namespace
 
+Fields heads_of(const Fields& fields, int first, int last) {
+  Fields some;
+  for (const auto& [name, field] : fields) some.emplace(name, part(field, 1, first, last));
+  return some;
+}
+
 mx::array dense(const Stored& rows) {
   if (!rows.bits) return rows.arrays[0];
   return mx::dequantize(

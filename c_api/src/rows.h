@@ -11,6 +11,9 @@ namespace mlx_h2o {
 // What a store keeps of its rows, by name (python/mlx_h2o/packed.py has the same names).
 using Fields = std::map<std::string, mx::array>;
 
+// Those of heads first to last - 1, of fields [B, H, ...].
+Fields heads_of(const Fields& fields, int first, int last);
+
 // Rows [B, H, N, width] in parts of different kinds, one after the other.
 using Parts = std::vector<Stored>;
 

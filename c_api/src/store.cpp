@@ -1,5 +1,8 @@
 #include "store.h"
 
+#include <algorithm>
+#include <utility>
+
 namespace mlx_h2o {
 
 namespace {
@@ -46,16 +49,22 @@ mx::array with_rows(const mx::array& buffer, const mx::array& index, const mx::a
 
 SlotStore::SlotStore(const std::vector<int>& budgets) {
   for (int head = 0; head < static_cast<int>(budgets.size()); ++head) {
-    if (!runs.empty() && runs.back().budget == budgets[head])
-      runs.back().last = head + 1;
+    if (!runs_.empty() && runs_.back().budget == budgets[head])
+      runs_.back().last = head + 1;
     else
-      runs.push_back({head, head + 1, budgets[head]});
+      runs_.push_back({head, head + 1, budgets[head]});
   }
+}
+
+bool SlotStore::needs_room() const {
+  return std::any_of(runs_.begin(), runs_.end(), [](const Run& run) {
+    return run.length == run.allocated && !run.is_full();
+  });
 }
 
 mx::array SlotStore::range_of(const mx::array& field, const Run& run) const {
   const int end = run.start + run.heads() * run.allocated;
-  const mx::array range = runs.size() > 1 ? part(field, 1, run.start, end) : field;
+  const mx::array range = runs_.size() > 1 ? part(field, 1, run.start, end) : field;
   return mx::reshape(
       range, with_tail({field.shape(0), run.heads(), run.allocated}, field.shape(), 2));
 }
@@ -66,7 +75,7 @@ mx::array SlotStore::view(const Run& run, const mx::array& field) const {
 
 Fields SlotStore::views(const Run& run) const {
   Fields of_run;
-  for (const auto& [name, field] : fields) of_run.emplace(name, view(run, field));
+  for (const auto& [name, field] : fields_) of_run.emplace(name, view(run, field));
   return of_run;
 }
 
@@ -75,15 +84,17 @@ mx::array SlotStore::flat_index(const Run& run, const mx::array& slots) const {
   return slots + mx::expand_dims(starts, 1);
 }
 
-mx::array SlotStore::next_index(const Run& run, int count) const {
-  const mx::array next = range(run.length, run.length + count);
-  return flat_index(run, mx::broadcast_to(next, {run.heads(), count}));
+mx::array SlotStore::flat_index_of_heads(const std::vector<mx::array>& slots) const {
+  std::vector<mx::array> index;
+  for (size_t i = 0; i < runs_.size(); ++i)
+    index.push_back(mx::squeeze(flat_index(runs_[i], mx::expand_dims(slots[i], -1)), -1));
+  return join_along(std::move(index), 1);
 }
 
 void SlotStore::reserve(int extra, const Fields& like) {
   std::vector<int> room;
-  bool fits = !fields.empty();
-  for (const Run& run : runs) {
+  bool fits = !fields_.empty();
+  for (const Run& run : runs_) {
     const int steps = (run.length + extra + kGrowthStep - 1) / kGrowthStep * kGrowthStep;
     room.push_back(std::max(std::min(run.budget, steps), run.allocated));
     fits = fits && room.back() == run.allocated;
@@ -92,12 +103,12 @@ void SlotStore::reserve(int extra, const Fields& like) {
   Fields grown;
   for (const auto& [name, row] : like) {
     std::vector<mx::array> parts;
-    for (size_t i = 0; i < runs.size(); ++i) {
-      const Run& run = runs[i];
+    for (size_t i = 0; i < runs_.size(); ++i) {
+      const Run& run = runs_[i];
       const mx::Shape missing =
           with_tail({row.shape(0), run.heads(), room[i] - run.allocated}, row.shape(), 3);
       mx::array more = mx::zeros(missing, row.dtype());
-      if (run.allocated) more = mx::concatenate({range_of(fields.at(name), run), more}, 2);
+      if (run.allocated) more = mx::concatenate({range_of(fields_.at(name), run), more}, 2);
       parts.push_back(more);
     }
     grown.emplace(name, flattened(std::move(parts)));
@@ -105,17 +116,32 @@ void SlotStore::reserve(int extra, const Fields& like) {
   set(std::move(grown), room);
 }
 
+void SlotStore::append(const Fields& rows) {
+  const int L = rows.at("positions").shape(2);
+  reserve(L, rows);
+  std::vector<mx::array> index;
+  for (const Run& run : runs_) {
+    const mx::array next = range(run.length, run.length + L);
+    index.push_back(
+        mx::reshape(flat_index(run, mx::broadcast_to(next, {run.heads(), L})), {1, -1}));
+  }
+  Fields flat;
+  for (const auto& [name, row] : rows) flat.emplace(name, mx::flatten(row, 1, 2));
+  put(join_along(std::move(index), 1), flat);
+  for (Run& run : runs_) run.length += L;
+}
+
 void SlotStore::put(const mx::array& index, const Fields& rows) {
   for (const auto& [name, row] : rows) {
     // Taken out, so that the write finds a buffer that nobody else holds.
-    mx::array field = std::move(fields.at(name));
-    fields.erase(name);
-    fields.emplace(name, with_rows(field, index, row));
+    mx::array field = std::move(fields_.at(name));
+    fields_.erase(name);
+    fields_.emplace(name, with_rows(field, index, row));
   }
 }
 
 mx::array SlotStore::take(const mx::array& index, const std::string& name) const {
-  const mx::array& field = fields.at(name);
+  const mx::array& field = fields_.at(name);
   const mx::Shape rows = with_tail({field.shape(0), index.shape(1)}, field.shape(), 2);
   return mx::take_along_axis(field, spread(index, rows), 1);
 }
@@ -130,16 +156,62 @@ void SlotStore::replace(const std::vector<Fields>& rows) {
     replaced.emplace(name, flattened(std::move(parts)));
   }
   set(std::move(replaced), lengths);
-  for (size_t i = 0; i < runs.size(); ++i) runs[i].length = lengths[i];
+  for (size_t i = 0; i < runs_.size(); ++i) runs_[i].length = lengths[i];
 }
 
 void SlotStore::write(const std::string& name, const std::vector<mx::array>& parts) {
   std::vector<mx::array> padded;
-  for (size_t i = 0; i < runs.size(); ++i) {
-    const int tail = runs[i].allocated - runs[i].length;
+  for (size_t i = 0; i < runs_.size(); ++i) {
+    const int tail = runs_[i].allocated - runs_[i].length;
     padded.push_back(tail ? mx::pad(parts[i], {{0, 0}, {0, 0}, {0, tail}}, number(0)) : parts[i]);
   }
-  fields.insert_or_assign(name, flattened(std::move(padded)));
+  fields_.insert_or_assign(name, flattened(std::move(padded)));
+}
+
+int SlotStore::advance(size_t index, int named) {
+  Run& run = runs_[index];
+  if (run.is_full()) return named - run.victims--;
+  ++run.length;
+  return -1;
+}
+
+SlotStore::NextSlots SlotStore::take_slots(const std::optional<mx::array>& victims, int batch) {
+  NextSlots next;
+  for (size_t i = 0; i < runs_.size(); ++i) {
+    const Run& run = runs_[i];
+    const int unused = run.length, victim = advance(i, victims ? victims->shape(2) : 0);
+    next.overwritten.insert(next.overwritten.end(), run.heads(), victim < 0 ? 0.0f : 1.0f);
+    if (victim < 0) {
+      next.slots.push_back(mx::full({batch, run.heads()}, mx::array(unused)));
+    } else {
+      const mx::array of_run = part(*victims, 1, run.first, run.last);
+      next.slots.push_back(mx::squeeze(part(of_run, 2, victim, victim + 1), -1));
+    }
+  }
+  return next;
+}
+
+void SlotStore::forget_victims() {
+  for (Run& run : runs_) run.victims = 0;
+}
+
+void SlotStore::shorten(int count) {
+  for (Run& run : runs_) run.length -= count;
+}
+
+void SlotStore::return_to(const std::vector<Run>& runs) {
+  for (size_t i = 0; i < runs_.size(); ++i) {
+    runs_[i].length = runs[i].length;
+    runs_[i].victims = runs[i].victims;
+  }
+}
+
+Fields SlotStore::lend() {
+  return std::exchange(fields_, {});
+}
+
+void SlotStore::get_back(Fields fields) {
+  fields_ = std::move(fields);
 }
 
 mx::array SlotStore::flattened(std::vector<mx::array> parts) {
@@ -149,12 +221,12 @@ mx::array SlotStore::flattened(std::vector<mx::array> parts) {
 }
 
 void SlotStore::set(Fields replaced, const std::vector<int>& allocated) {
-  fields = std::move(replaced);
+  fields_ = std::move(replaced);
   int start = 0;
-  for (size_t i = 0; i < runs.size(); ++i) {
-    runs[i].start = start;
-    runs[i].allocated = allocated[i];
-    start += runs[i].heads() * allocated[i];
+  for (size_t i = 0; i < runs_.size(); ++i) {
+    runs_[i].start = start;
+    runs_[i].allocated = allocated[i];
+    start += runs_[i].heads() * allocated[i];
   }
 }
 

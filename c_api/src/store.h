@@ -17,6 +17,9 @@ struct Run {
   int heads() const {
     return last - first;
   }
+  bool is_full() const {
+    return length == budget;
+  }
 };
 
 // Flat buffers [B, S, ...] of a layer's slots, by field name.
@@ -24,20 +27,29 @@ class SlotStore {
  public:
   explicit SlotStore(const std::vector<int>& budgets);
 
-  std::vector<Run> runs;
-  Fields fields;
-
-  int heads() const {
-    return runs.back().last;
+  const std::vector<Run>& runs() const {
+    return runs_;
   }
+  // Empty before the first rows, and while they are lent.
+  const Fields& fields() const {
+    return fields_;
+  }
+  int heads() const {
+    return runs_.back().last;
+  }
+  // Whether the next token needs more memory.
+  bool needs_room() const;
+
   // A run's slots in use, [B, heads, length, ...], of a flat field.
   mx::array view(const Run& run, const mx::array& field) const;
   Fields views(const Run& run) const;
-  // Flat indices [..., heads, M] of a run's slots.
-  mx::array flat_index(const Run& run, const mx::array& slots) const;
-  mx::array next_index(const Run& run, int count) const;
+  // Flat indices [B or 1, H] of one slot of each head: per run [B or 1, heads], counted within it.
+  mx::array flat_index_of_heads(const std::vector<mx::array>& slots) const;
+
   // Makes room for `extra` more slots a head, in steps, up to the budgets.
   void reserve(int extra, const Fields& like);
+  // Adds rows [B, H, L, ...] to all heads.
+  void append(const Fields& rows);
   // Overwrites the slots at flat indices [B or 1, M] with rows [B, M, ...].
   void put(const mx::array& index, const Fields& rows);
   mx::array take(const mx::array& index, const std::string& name) const;
@@ -46,10 +58,37 @@ class SlotStore {
   // Replaces a field's slots in use.
   void write(const std::string& name, const std::vector<mx::array>& parts);
 
+  // Uses up the next slot of each head of a run: which of its `named` victims that is, or -1 for an
+  // unused one.
+  int advance(size_t run, int named);
+  // The same of all heads: per run [B, heads], and whether a row is in it, per head.
+  struct NextSlots {
+    std::vector<mx::array> slots;
+    std::vector<float> overwritten;
+  };
+  NextSlots take_slots(const std::optional<mx::array>& victims, int batch);
+  void name_victims(size_t run, int count) {
+    runs_[run].victims = count;
+  }
+  void forget_victims();
+  // Forgets the last `count` slots of each head.
+  void shorten(int count);
+  // Has the lengths and victims of other runs of the same heads.
+  void return_to(const std::vector<Run>& runs);
+
+  // Hands the buffers out, and takes them back.
+  Fields lend();
+  void get_back(Fields fields);
+
  private:
   mx::array range_of(const mx::array& field, const Run& run) const;
+  // Flat indices [..., heads, M] of a run's slots.
+  mx::array flat_index(const Run& run, const mx::array& slots) const;
   static mx::array flattened(std::vector<mx::array> parts);
   void set(Fields fields, const std::vector<int>& allocated);
+
+  std::vector<Run> runs_;
+  Fields fields_;
 };
 
 // Raises unless rows [B, M, ...] can be written into a buffer [B, S, ...] at an index [B or 1, M],

@@ -4,38 +4,57 @@
 
 #include <deque>
 
-#include "recent.h"
-#include "remainder.h"
-#include "store.h"
+#include "memory.h"
 
 namespace mlx_h2o {
 
 // A layer as it was before a step, as far as the step changes it.
 struct StepBefore {
-  std::vector<Run> runs;               // with the layout that `scores` has
+  int offset;
+  std::vector<Run> runs;            // with the layout that `scores` has
+  std::optional<mx::array> scores;  // of all slots, flat
+  std::optional<mx::array> victims;
+  std::optional<RecentWindow::Before> recent;
   std::optional<mx::array> slots;      // [B, H] that the step overwrites, within their heads
   Fields rows;                         // what was in them, as stored, [B, H, ...]; none: nothing
-  std::optional<mx::array> scores;     // of all slots, flat
   std::optional<Remainder> remainder;  // if the step folds a row into it
-  std::optional<mx::array> victims;
-  std::optional<RecentZone::Before> recent;
 
   std::vector<mx::array> arrays() const;
+  // Whether anything had been evicted.
+  bool evicted() const;
+  void put_back(SlotStore& store, RecentWindow* window, Evictions& evictions) const;
 };
 
-// The last `most` steps, the oldest first. Empty at 0.
-class Undo {
+// The last steps of a layer, the oldest first.
+class Journal {
  public:
-  explicit Undo(int most) : most(most) {}
-
-  const int most;
-  std::deque<StepBefore> steps;
+  explicit Journal(int most) : most_(most) {}
 
   int count() const {
-    return static_cast<int>(steps.size());
+    return static_cast<int>(steps_.size());
   }
-  void note(StepBefore step);
   size_t nbytes() const;
+  // The newest step's arrays.
+  std::vector<mx::array> newest() const;
+  // How many tokens can be taken back of a layer at this offset, which has evicted some or not.
+  int trimmable(int offset, bool evicted) const;
+
+  // Forgets all steps: what is to come cannot be undone past.
+  void clear() {
+    steps_.clear();
+  }
+  // A step begins.
+  void begin(StepBefore before);
+  // It overwrites these rows [B, H, ...] of slots [B, H], and folds them into a remainder. What
+  // must be read before the rows are written.
+  std::vector<mx::array> note_overwritten(
+      const mx::array& slots, const Fields& rows, const std::optional<Remainder>& remainder);
+  // The newest step, which is taken back.
+  StepBefore pop();
+
+ private:
+  const int most_;  // 0: it holds none
+  std::deque<StepBefore> steps_;
 };
 
 }  // namespace mlx_h2o

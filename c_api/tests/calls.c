@@ -76,7 +76,7 @@ static int fold(Call* c) {
 }
 
 static int column(Call* c) {
-  return mlx_h2o_remainder_column(out(c, 0), given(c), IN[4], c->scale, c->s);
+  return mlx_h2o_remainder_column(out(c, 0), given(c), IN[4], c->scale, NULL, c->s);
 }
 
 static int join(Call* c) {

@@ -153,6 +153,21 @@ int* ints_of(Case* c, const char* name, size_t* count) {
   return numbers;
 }
 
+float* fractions_of(Case* c, const char* name, size_t most) {
+  const char* word = text_of(c, name);
+  float* numbers = calloc(most, sizeof *numbers);
+  size_t count = 0;
+  for (char* end; *word; ++count) {
+    const double number = strtod(word, &end);
+    if (end == word || count == most) fail("not so many fractions", name);
+    numbers[count] = (float)number;
+    word = *end == ' ' ? end + 1 : end;
+  }
+  if (count != 1 && count != most) fail("not so many fractions", name);
+  for (size_t i = count; i < most; ++i) numbers[i] = numbers[0];
+  return numbers;
+}
+
 const char* unread(const Case* c) {
   for (size_t p = 0; p < c->count; ++p)
     if (!c->parameters[p].read) return c->parameters[p].name;

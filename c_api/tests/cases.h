@@ -8,7 +8,7 @@
 typedef struct Parameter_ {
   char* name;
   char* value;  // words, separated by single spaces
-  bool read;    // whether anybody asked for it
+  bool read;    // whether it was asked for
 } Parameter;
 
 typedef struct Case_ {
@@ -41,7 +41,9 @@ double number_of(Case* c, const char* name);
 bool flag_of(Case* c, const char* name);
 // All of a parameter's whole numbers, and how many; to be freed.
 int* ints_of(Case* c, const char* name, size_t* count);
-// A parameter that nobody asked for, or NULL: what is not known must not be ignored.
+// The same of fractions. Of one number `most` make as many; the program ends at another count.
+float* fractions_of(Case* c, const char* name, size_t most);
+// A parameter that nothing asked for, or NULL: what is not known must not be ignored.
 const char* unread(const Case* c);
 
 #endif

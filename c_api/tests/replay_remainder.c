@@ -70,7 +70,12 @@ static void replay_column(Replay* r) {
   const int shape[] = {
       int_of(c, "batch"), int_of(c, "query_heads"), int_of(c, "queries"), int_of(c, "key_width")};
   mlx_array q = tensor(r, Q, shape, 4, MLX_FLOAT32, int_of(c, "q_power")), logit = kNone;
-  TRY(mlx_h2o_remainder_column(&logit, remainder, q, (float)number_of(c, "scale"), r->s));
+  float* saturation = NULL;
+  if (text_or_null(c, "saturation"))
+    saturation = fractions_of(c, "saturation", (size_t)int_of(c, "kv_heads"));
+  TRY(mlx_h2o_remainder_column(
+      &logit, remainder, q, (float)number_of(c, "scale"), saturation, r->s));
+  free(saturation);
   expect(r, "logit", logit);
   mlx_array_free(q), mlx_array_free(logit);
   mlx_h2o_remainder_free(remainder);

@@ -19,6 +19,36 @@ typedef struct Trajectory_ {
   Layer* of;
 } Trajectory;
 
+// A case's cache.*; saturation is to be freed.
+static mlx_h2o_cache_options options_of(Case* c, int kv_heads) {
+  mlx_h2o_cache_options options = mlx_h2o_cache_options_default();
+  options.remainder = flag_of(c, "cache.remainder");
+  if (text_or_null(c, "cache.attending")) options.attending = flag_of(c, "cache.attending");
+  if (text_or_null(c, "cache.bits")) options.k_bits = options.v_bits = int_of(c, "cache.bits");
+  if (text_or_null(c, "cache.k_bits")) options.k_bits = int_of(c, "cache.k_bits");
+  if (text_or_null(c, "cache.v_bits")) options.v_bits = int_of(c, "cache.v_bits");
+  if (text_or_null(c, "cache.group_size")) options.group_size = int_of(c, "cache.group_size");
+  if (text_or_null(c, "cache.recent_bits")) options.recent_bits = int_of(c, "cache.recent_bits");
+  if (text_or_null(c, "cache.saturation"))
+    options.saturation = fractions_of(c, "cache.saturation", (size_t)kv_heads);
+  return options;
+}
+
+static Layer layer_of(const Replay* r, const Trajectory* t, int number) {
+  Case* c = r->c;
+  Layer layer = {.cache = mlx_h2o_cache_new()};
+  const size_t rows = (size_t)t->B * t->T;
+  layer.q = numbers_of(c, Q, number, rows * t->Hq * t->D, 0);
+  layer.k = numbers_of(c, K, number, rows * t->Hk * t->D, 0);
+  layer.v = numbers_of(c, V, number, rows * t->Hk * t->Dv, 0);
+  if (flag_of(c, "sinks")) {
+    float* numbers = numbers_of(c, SINKS, number, (size_t)t->Hq, 0);
+    layer.sinks = array_of(r, numbers, &t->Hq, 1, MLX_FLOAT32);
+    free(numbers);
+  }
+  return layer;
+}
+
 static Trajectory trajectory_of(const Replay* r) {
   Case* c = r->c;
   Trajectory t = {
@@ -36,32 +66,15 @@ static Trajectory trajectory_of(const Replay* r) {
   t.layers = (int)slots / t.Hk;
   t.of = calloc((size_t)t.layers, sizeof *t.of);
   mlx_h2o_policy policy = policy_of(c);
-  mlx_h2o_cache_options options = mlx_h2o_cache_options_default();
-  options.remainder = flag_of(c, "cache.remainder");
-  if (text_or_null(c, "cache.attending")) options.attending = flag_of(c, "cache.attending");
+  const mlx_h2o_cache_options options = options_of(c, t.Hk);
   t.attending = options.attending;
-  if (text_or_null(c, "cache.bits")) options.k_bits = options.v_bits = int_of(c, "cache.bits");
-  if (text_or_null(c, "cache.k_bits")) options.k_bits = int_of(c, "cache.k_bits");
-  if (text_or_null(c, "cache.v_bits")) options.v_bits = int_of(c, "cache.v_bits");
-  if (text_or_null(c, "cache.group_size")) options.group_size = int_of(c, "cache.group_size");
-  if (text_or_null(c, "cache.recent_bits")) options.recent_bits = int_of(c, "cache.recent_bits");
-  const bool sinks = flag_of(c, "sinks");
   for (int l = 0; l < t.layers; ++l) {
-    Layer* layer = &t.of[l];
-    layer->cache = mlx_h2o_cache_new();
+    t.of[l] = layer_of(r, &t, l);
     TRY(mlx_h2o_cache_make(
-        &layer->cache, policy, budgets + (size_t)l * t.Hk, (size_t)t.Hk, options));
-    const size_t rows = (size_t)t.B * t.T;
-    layer->q = numbers_of(c, Q, l, rows * t.Hq * t.D, 0);
-    layer->k = numbers_of(c, K, l, rows * t.Hk * t.D, 0);
-    layer->v = numbers_of(c, V, l, rows * t.Hk * t.Dv, 0);
-    if (sinks) {
-      float* numbers = numbers_of(c, SINKS, l, (size_t)t.Hq, 0);
-      layer->sinks = array_of(r, numbers, &t.Hq, 1, MLX_FLOAT32);
-      free(numbers);
-    }
+        &t.of[l].cache, policy, budgets + (size_t)l * t.Hk, (size_t)t.Hk, options));
   }
   mlx_h2o_policy_free(policy);
+  free((void*)options.saturation);
   free(lengths), free(budgets);
   return t;
 }
@@ -109,74 +122,65 @@ static void widen(void* to, size_t to_width, const void* from, size_t from_width
     memcpy((char*)to + i * to_width * 4, (const char*)from + i * from_width * 4, from_width * 4);
 }
 
-void replay_trajectory(Replay* r) {
-  Case* c = r->c;
-  Trajectory t = trajectory_of(r);
-  size_t calls, recorded, chunks;
-  int* lengths = ints_of(c, "calls", &calls);
-  int *records = ints_of(c, "recorded", &recorded), *whole = ints_of(c, "chunks", &chunks);
-  const size_t heads = (size_t)t.B * t.Hk, queries = (size_t)t.B * t.Hq;
-  const size_t out_size = queries * t.Dv, kept_size = heads * t.most;
-  const size_t of_all = recorded * (size_t)t.layers;
-  float* outs = calloc(of_all * out_size, sizeof *outs);
-  float* scores = calloc(of_all * kept_size, sizeof *scores);
-  int32_t* kept = malloc(of_all * kept_size * sizeof *kept);
-  for (size_t i = 0; i < of_all * kept_size; ++i) kept[i] = -1;
-  bool scored = false;
-  int number = 0;
-  size_t record = 0;
-  for (size_t turn = 0; turn < calls; turn += 2)
-    for (int time = 0; time < lengths[turn + 1]; ++time, ++number) {
-      const int L = lengths[turn];
-      const bool chunk = contains(whole, chunks, number),
-                 records_it = contains(records, recorded, number);
-      float* chunk_out = chunk ? malloc(t.layers * out_size * L * sizeof *chunk_out) : NULL;
-      for (int l = 0; l < t.layers; ++l) {
-        Layer* layer = &t.of[l];
-        float* out = call(r, &t, layer, L);
-        if (chunk) memcpy(chunk_out + l * out_size * L, out, out_size * L * sizeof *out);
-        if (records_it) {
-          const size_t at = record * t.layers + l;
-          for (size_t i = 0; i < queries; ++i)
-            memcpy(
-                outs + at * out_size + i * t.Dv, out + (i * L + L - 1) * t.Dv,
-                (size_t)t.Dv * sizeof *out);
-          mlx_array positions = kNone, of_slots = kNone;
-          TRY(mlx_h2o_cache_kept(&positions, layer->cache, r->s));
-          const size_t held = (size_t)mlx_array_dim(positions, 2);
-          int32_t* p = int32s_of(r, positions);
-          widen(kept + at * kept_size, t.most, p, held, heads);
-          free(p);
-          // A policy that looks at keys only has none, and says so.
-          if (!mlx_h2o_cache_scores(&of_slots, layer->cache, r->s)) {
-            float* s = floats_of(r, of_slots);
-            widen(scores + at * kept_size, t.most, s, held, heads);
-            free(s);
-            scored = true;
-          }
-          mlx_array_free(positions), mlx_array_free(of_slots);
-        }
-        free(out);
-      }
-      if (chunk) {
-        char name[32];
-        snprintf(name, sizeof name, "chunk.%d", number);
-        expect_floats(r, name, chunk_out, t.layers * out_size * L);
-        free(chunk_out);
-      }
-      record += records_it;
-    }
-  expect_floats(r, "out", outs, of_all * out_size);
-  expect_int32s(r, "kept", kept, of_all * kept_size);
-  mlx_array has_scores = golden(r, "out", "scores");
-  if ((has_scores.ctx != NULL) != scored) differs(r, "scores", "are on one side only");
-  if (scored) expect_floats(r, "scores", scores, of_all * kept_size);
-  mlx_array_free(has_scores);
+// What is recorded of all layers, record after record, and how far that is.
+typedef struct Records_ {
+  float *outs, *scores;
+  int32_t* kept;
+  size_t out_size, kept_size, count;
+  bool scored;
+} Records;
 
+static Records records_of(const Trajectory* t, size_t recorded) {
+  const size_t of_all = recorded * (size_t)t->layers;
+  Records all = {
+      .out_size = (size_t)t->B * t->Hq * t->Dv, .kept_size = (size_t)t->B * t->Hk * t->most};
+  all.outs = calloc(of_all * all.out_size, sizeof *all.outs);
+  all.scores = calloc(of_all * all.kept_size, sizeof *all.scores);
+  all.kept = malloc(of_all * all.kept_size * sizeof *all.kept);
+  for (size_t i = 0; i < of_all * all.kept_size; ++i) all.kept[i] = -1;
+  return all;
+}
+
+// The last of a call's L outputs, and what the layer holds after it.
+static void record(
+    const Replay* r, const Trajectory* t, Records* all, mlx_h2o_cache cache, const float* out,
+    int L) {
+  const size_t heads = (size_t)t->B * t->Hk, queries = (size_t)t->B * t->Hq, at = all->count++;
+  for (size_t i = 0; i < queries; ++i)
+    memcpy(
+        all->outs + at * all->out_size + i * t->Dv, out + (i * L + L - 1) * t->Dv,
+        (size_t)t->Dv * sizeof *out);
+  mlx_array positions = kNone, of_slots = kNone;
+  TRY(mlx_h2o_cache_kept(&positions, cache, r->s));
+  const size_t held = (size_t)mlx_array_dim(positions, 2);
+  int32_t* p = int32s_of(r, positions);
+  widen(all->kept + at * all->kept_size, t->most, p, held, heads);
+  free(p);
+  // A policy that looks at keys only has none, and says so.
+  if (!mlx_h2o_cache_scores(&of_slots, cache, r->s)) {
+    float* s = floats_of(r, of_slots);
+    widen(all->scores + at * all->kept_size, t->most, s, held, heads);
+    free(s);
+    all->scored = true;
+  }
+  mlx_array_free(positions), mlx_array_free(of_slots);
+}
+
+static void expect_records(Replay* r, const Records* all) {
+  expect_floats(r, "out", all->outs, all->count * all->out_size);
+  expect_int32s(r, "kept", all->kept, all->count * all->kept_size);
+  mlx_array has_scores = golden(r, "out", "scores");
+  if ((has_scores.ctx != NULL) != all->scored) differs(r, "scores", "are on one side only");
+  if (all->scored) expect_floats(r, "scores", all->scores, all->count * all->kept_size);
+  mlx_array_free(has_scores);
+}
+
+// The statistics of the evicted, of all layers.
+static void expect_remainders(Replay* r, const Trajectory* t) {
   const char* const names[] = {"count", "mean_key", "var_key", "mean_value"};
-  const size_t widths[] = {1, (size_t)t.D, (size_t)t.D, (size_t)t.Dv};
+  const size_t widths[] = {1, (size_t)t->D, (size_t)t->D, (size_t)t->Dv};
   mlx_h2o_remainder remainder = mlx_h2o_remainder_new();
-  const bool remembers = !mlx_h2o_cache_remainder(&remainder, t.of[0].cache, r->s);
+  const bool remembers = !mlx_h2o_cache_remainder(&remainder, t->of[0].cache, r->s);
   for (int i = 0; i < 4; ++i) {
     char name[32];
     snprintf(name, sizeof name, "remainder.%s", names[i]);
@@ -186,20 +190,56 @@ void replay_trajectory(Replay* r) {
       mlx_array_free(has);
       continue;
     }
-    const size_t size = heads * widths[i];
-    float* all = malloc(t.layers * size * sizeof *all);
-    for (int l = 0; l < t.layers; ++l) {
-      TRY(mlx_h2o_cache_remainder(&remainder, t.of[l].cache, r->s));
+    const size_t size = (size_t)t->B * t->Hk * widths[i];
+    float* all = malloc(t->layers * size * sizeof *all);
+    for (int l = 0; l < t->layers; ++l) {
+      TRY(mlx_h2o_cache_remainder(&remainder, t->of[l].cache, r->s));
       const mlx_array arrays[] = {
           remainder.count, remainder.mean_key, remainder.var_key, remainder.mean_value};
       float* of_layer = floats_of(r, arrays[i]);
       memcpy(all + l * size, of_layer, size * sizeof *all);
       free(of_layer);
     }
-    expect_floats(r, name, all, t.layers * size);
+    expect_floats(r, name, all, t->layers * size);
     free(all);
   }
   mlx_h2o_remainder_free(remainder);
-  free(outs), free(scores), free(kept), free(lengths), free(records), free(whole);
+}
+
+// One call of every layer. Outputs of a whole chunk are compared at once.
+static void replay_call(
+    Replay* r, const Trajectory* t, int L, int number, bool chunk, Records* all) {
+  const size_t size = (size_t)t->B * t->Hq * t->Dv * L;
+  float* whole = chunk ? malloc(t->layers * size * sizeof *whole) : NULL;
+  for (int l = 0; l < t->layers; ++l) {
+    float* out = call(r, t, &t->of[l], L);
+    if (chunk) memcpy(whole + l * size, out, size * sizeof *out);
+    if (all) record(r, t, all, t->of[l].cache, out, L);
+    free(out);
+  }
+  if (!chunk) return;
+  char name[32];
+  snprintf(name, sizeof name, "chunk.%d", number);
+  expect_floats(r, name, whole, t->layers * size);
+  free(whole);
+}
+
+void replay_trajectory(Replay* r) {
+  Case* c = r->c;
+  const Trajectory t = trajectory_of(r);
+  size_t calls, recorded, chunks;
+  int* lengths = ints_of(c, "calls", &calls);
+  int *records = ints_of(c, "recorded", &recorded), *whole = ints_of(c, "chunks", &chunks);
+  Records all = records_of(&t, recorded);
+  int number = 0;
+  for (size_t turn = 0; turn < calls; turn += 2)
+    for (int time = 0; time < lengths[turn + 1]; ++time, ++number)
+      replay_call(
+          r, &t, lengths[turn], number, contains(whole, chunks, number),
+          contains(records, recorded, number) ? &all : NULL);
+  expect_records(r, &all);
+  expect_remainders(r, &t);
+  free(all.outs), free(all.scores), free(all.kept);
+  free(lengths), free(records), free(whole);
   trajectory_free(t);
 }

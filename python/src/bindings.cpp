@@ -114,7 +114,7 @@ NB_MODULE(_ext, m) {
              float scale, const std::optional<mx::array>& sinks, int offset,
              const std::vector<HeadTuple>& heads, const std::optional<RecentTuple>& recent,
              bool undo, mx::StreamOrDevice s) {
-            std::vector<StepHead> plan;
+            std::vector<HeadPlan> plan;
             plan.reserve(heads.size());
             for (const auto& [start, length, victim, recent, evicted, choose] : heads)
               plan.push_back({start, length, victim, recent, evicted, choose});

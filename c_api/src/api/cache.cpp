@@ -13,7 +13,10 @@ using namespace mlx_h2o;
 extern "C" {
 
 mlx_h2o_cache_options mlx_h2o_cache_options_default(void) {
-  return {true, true, 0, 0, 64, 0, 0};
+  mlx_h2o_cache_options options = {};
+  options.remainder = options.attending = true;
+  options.group_size = 64;
+  return options;
 }
 
 mlx_h2o_cache mlx_h2o_cache_new(void) {
@@ -21,7 +24,7 @@ mlx_h2o_cache mlx_h2o_cache_new(void) {
 }
 
 int mlx_h2o_cache_free(mlx_h2o_cache cache) {
-  delete static_cast<Cache*>(cache.ctx);
+  delete static_cast<Core*>(cache.ctx);
   return 0;
 }
 
@@ -33,11 +36,16 @@ int mlx_h2o_cache_make(
     check(
         budgets && n_kv_heads > 0 && n_kv_heads <= kMostHeads,
         "A cache needs budgets for 1 to " + std::to_string(kMostHeads) + " KV heads.");
-    const Packing packing{options.k_bits, options.v_bits, options.group_size, options.recent_bits};
-    auto cache = std::make_unique<Cache>(
-        of(policy), std::vector<int>(budgets, budgets + n_kv_heads), options.remainder,
-        options.attending, packing, options.undo);
-    delete static_cast<Cache*>(res->ctx);
+    CacheSettings settings;
+    settings.policy = of(policy);
+    settings.budgets.assign(budgets, budgets + n_kv_heads);
+    settings.remainder = options.remainder;
+    settings.attending = options.attending;
+    settings.packing = {options.k_bits, options.v_bits, options.group_size, options.recent_bits};
+    settings.undo = options.undo;
+    settings.saturations = saturations_of(options.saturation, settings.heads());
+    auto cache = std::make_unique<Core>(std::move(settings));
+    delete static_cast<Core*>(res->ctx);
     res->ctx = cache.release();
   });
 }
@@ -48,7 +56,8 @@ int mlx_h2o_cache_update_and_attend(
   return guarded_on(s, [&] {
     wants(out);
     check_scale(scale);
-    give(out, changed(cache).update_and_attend(of(q), of(keys), of(values), scale, maybe(sinks)));
+    const AttentionCall call{of(q), scale, maybe(sinks)};
+    give(out, changed(cache).update_and_attend(call, of(keys), of(values)));
   });
 }
 
@@ -57,7 +66,7 @@ int mlx_h2o_cache_update_and_fetch(
     const mlx_array keys, const mlx_array values, const mlx_stream s) {
   return guarded_on(s, [&] {
     wants(res_keys, res_values, res_mask);
-    Cache::Fetched fetched = changed(cache).update_and_fetch(of(keys), of(values));
+    Core::Fetched fetched = changed(cache).update_and_fetch(of(keys), of(values));
     give(res_keys, fetched.keys);
     give(res_values, fetched.values);
     if (fetched.mask) {

@@ -2,6 +2,7 @@
 #include "mlx_h2o_golden.h"
 
 #include "handles.h"
+#include "selection.h"
 
 namespace mlx_h2o {
 
@@ -89,7 +90,7 @@ int mlx_h2o_remainder_fold(
 
 int mlx_h2o_remainder_column(
     mlx_array* res, const mlx_h2o_remainder remainder, const mlx_array q, float scale,
-    const mlx_stream s) {
+    const float* saturation, const mlx_stream s) {
   return guarded_on(s, [&] {
     wants(res);
     Operands operands;
@@ -97,7 +98,7 @@ int mlx_h2o_remainder_column(
     const mx::array& queries = operands.take("q", q, "B Hq L D", Kind::floating);
     operands.check_heads();
     check_scale(scale);
-    give(res, answering.column(queries, scale));
+    give(res, answering.column(queries, scale, saturations_of(saturation, operands["Hk"])));
   });
 }
 

@@ -7,12 +7,12 @@ Policy& of(mlx_h2o_policy handle) {
   return *static_cast<Policy*>(handle.ctx);
 }
 
-Cache& of(mlx_h2o_cache handle) {
+Core& of(mlx_h2o_cache handle) {
   check(handle.ctx, "The cache is missing: a handle is empty.");
-  return *static_cast<Cache*>(handle.ctx);
+  return *static_cast<Core*>(handle.ctx);
 }
 
-Cache& changed(mlx_h2o_cache handle) {
+Core& changed(mlx_h2o_cache handle) {
   refuse_tracing();
   return of(handle);
 }
@@ -23,6 +23,14 @@ Remainder of(mlx_h2o_remainder handles, Operands& operands) {
       operands.take("mean_key", handles.mean_key, "B Hk D", Kind::float32),
       operands.take("var_key", handles.var_key, "B Hk D", Kind::float32),
       operands.take("mean_value", handles.mean_value, "B Hk Dv", Kind::float32)};
+}
+
+Saturations saturations_of(const float* given, int n_kv_heads) {
+  if (!given) return Saturations(n_kv_heads, kSaturation);
+  const Saturations saturations(given, given + n_kv_heads);
+  for (float t : saturations)
+    check(std::isfinite(t) && t >= 0, "saturation must be finite numbers of at least 0.");
+  return saturations;
 }
 
 void give(mlx_h2o_remainder* res, const Remainder& value) {

@@ -1,19 +1,21 @@
 // Between the handles and structs of mlx_h2o.h and the classes that do the work.
 #pragma once
 
-#include "cache.h"
+#include "core.h"
 #include "operands.h"
 
 namespace mlx_h2o {
 
 // What a handle stands for. Raise for an empty one.
 Policy& of(mlx_h2o_policy handle);
-Cache& of(mlx_h2o_cache handle);
+Core& of(mlx_h2o_cache handle);
 // One that the call changes, be it only where its arrays are.
-Cache& changed(mlx_h2o_cache handle);
+Core& changed(mlx_h2o_cache handle);
 
 // Its axes are B, Hk, D and Dv.
 Remainder of(mlx_h2o_remainder handles, Operands& operands);
+// One of each KV head; null: the default. Raises for what is none.
+Saturations saturations_of(const float* given, int n_kv_heads);
 void give(mlx_h2o_remainder* res, const Remainder& value);
 
 // Its axes are B, Hk, N, D and Dv.

@@ -1,5 +1,6 @@
 // mlx_h2o.h: policies and prompts.
 #include "handles.h"
+#include "selection.h"
 
 using namespace mlx_h2o;
 

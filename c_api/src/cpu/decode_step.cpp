@@ -34,7 +34,7 @@ class DecodeStep {
 
   void run() {
     bool evicted = false, choose = false;
-    for (const StepHead& head : step_.heads) {
+    for (const HeadPlan& head : step_.heads) {
       evicted |= head.evicted > 0;
       choose |= head.choose;
     }
@@ -52,7 +52,7 @@ class DecodeStep {
     a.v_batch = layer_.S * a.v.stride;
     a.k_scale_batch = layer_.S * a.k.scale_stride;
     a.v_scale_batch = layer_.S * a.v.scale_stride;
-    for (const StepHead& head : step_.heads)
+    for (const HeadPlan& head : step_.heads)
       a.heads.push_back(
           {head.start * a.k.stride, head.start * a.v.stride, head.start, head.length,
            head.start * a.k.scale_stride, head.start * a.v.scale_stride});
@@ -202,7 +202,7 @@ class DecodeStep {
     for (int b = 0; b < layer_.B; ++b)
       for (int h = 0; h < layer_.Hk; ++h) {
         float* center = centers_.data() + of_head(b, h) * layer_.D;
-        const StepHead& head = step_.heads[h];
+        const HeadPlan& head = step_.heads[h];
         if (head.evicted >= kFewestForAMean) {
           std::copy_n(state_.mean_key + of_head(b, h) * layer_.D, layer_.D, center);
           continue;
@@ -230,7 +230,7 @@ class DecodeStep {
   // Scores, priorities and victims of one head, on the thread that attended to its last slots.
   void after(const AttendedHead& attended) {
     const int b = attended.batch, h = attended.head;
-    const StepHead& head = step_.heads[h];
+    const HeadPlan& head = step_.heads[h];
     thread_local std::vector<float> priorities, terms, directions;
     UpdateHead update{};
     update.slots = head.length;
@@ -408,7 +408,7 @@ void SlotRows::copy(int64_t slot, const SlotRows& others, int64_t other) const {
 }
 
 int free_slot(const Layer& layer, const LayerState& state, const Step& step, int b, int h) {
-  const StepHead& head = step.heads[h];
+  const HeadPlan& head = step.heads[h];
   if (head.victim < 0) return head.length - 1;
   const int64_t first = (int64_t(b) * layer.Hk + h) * layer.policy.evict_every;
   // Clamped, so that no state, however damaged, makes a step write elsewhere.

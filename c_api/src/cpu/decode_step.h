@@ -68,7 +68,7 @@ struct LayerState {
 };
 
 // What changes from step to step, for each KV head.
-struct StepHead {
+struct HeadPlan {
   int64_t start;  // its first slot in the flat buffers
   int length;     // slots in use, the new one included
   int victim;     // which of its victims makes room, or -1 for the next unused slot
@@ -78,7 +78,7 @@ struct StepHead {
 };
 
 struct Step {
-  std::vector<StepHead> heads;  // [Hk]
+  std::vector<HeadPlan> heads;  // [Hk]
   int recent_slot = 0;          // of the newest tokens: the new one's, and the leaving one's before
   int recent_length = 0;        // the new one included
   bool leaving = true;          // whether a token comes into the heads' slots

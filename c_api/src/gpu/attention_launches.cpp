@@ -46,6 +46,44 @@ KernelMask kernel_mask(const Masking& mask, int batch, int query_heads, int quer
       2, columns, mx::broadcast_to(mx::reshape(m, whole), {batch, query_heads, queries, columns})};
 }
 
+namespace {
+
+// Buffers by name, but for the table of the work.
+Buffers inputs_of(
+    const mx::array& q, const Stored& k, const Stored& v, const VectorCall& call,
+    const KernelMask& mask, const mx::array& params) {
+  Buffers inputs{
+      {"params", params}, {"factors", mx::array({call.scale, kSaturation})}, {"queries", q}};
+  add_buffers(inputs, "keys", k);
+  add_buffers(inputs, "values", v);
+  if (mask.array) inputs.emplace("mask", *mask.array);
+  if (call.sinks) inputs.emplace("sinks", mx::contiguous(*call.sinks));
+  if (call.remainder) add_remainder(inputs, *call.remainder);
+  if (call.means) inputs.emplace("means", mx::contiguous(*call.means));
+  if (call.after) inputs.emplace("after", *call.after);
+  return inputs;
+}
+
+// What the kernels wrote, per slot where heads are alike.
+VectorAttended attended_of(
+    const Buffers& written, const VectorCall& call, const mx::Shape& q, int Hk) {
+  const int B = q[0], Hq = q[1], L = q[2], Dv = written.at("out").shape(-1);
+  const auto found = [&](const char* name) {
+    const auto at = written.find(name);
+    return at == written.end() ? std::nullopt : std::optional(at->second);
+  };
+  VectorAttended attended{
+      mx::reshape(written.at("out"), {B, Hq, L, Dv}), found("lse"), found("logits"),
+      found("distances")};
+  if (attended.lse) attended.lse = mx::reshape(*attended.lse, {B, Hq, L});
+  if (call.ranges) return attended;
+  if (attended.logits) attended.logits = mx::reshape(*attended.logits, {B, Hq, L, -1});
+  if (attended.distances) attended.distances = mx::reshape(*attended.distances, {B, Hk, -1});
+  return attended;
+}
+
+}  // namespace
+
 VectorAttended vector_attend(
     const mx::array& q, const Stored& flat_k, const Stored& flat_v, const VectorCall& call) {
   const Stored k = call.ranges ? as_one_head(flat_k) : flat_k;
@@ -62,18 +100,7 @@ VectorAttended vector_attend(
   const int longest = *std::max_element(lengths.begin(), lengths.end());
   const KernelMask mask = kernel_mask(call.mask, B, Hq, L, longest);
 
-  Buffers inputs{
-      {"params", work.params(L, mask.columns)},
-      {"factors", mx::array({call.scale, kSaturation})},
-      {"queries", q}};
-  add_buffers(inputs, "keys", k);
-  add_buffers(inputs, "values", v);
-  if (mask.array) inputs.emplace("mask", *mask.array);
-  if (call.sinks) inputs.emplace("sinks", mx::contiguous(*call.sinks));
-  if (call.remainder) add_remainder(inputs, *call.remainder);
-  if (call.means) inputs.emplace("means", mx::contiguous(*call.means));
-  if (call.after) inputs.emplace("after", *call.after);
-
+  const Buffers inputs = inputs_of(q, k, v, call, mask, work.params(L, mask.columns));
   const VectorExport wanted = block ? std::max(call.wanted, VectorExport::lse) : call.wanted;
   Outputs outputs{{"out", {{B, work.items, G, L, Dv}, q.dtype()}}};
   if (wanted >= VectorExport::lse)
@@ -105,17 +132,7 @@ VectorAttended vector_attend(
          merged(inputs.at("params"), written.at("out"), written.at("lse"), Hk))
       written.insert_or_assign(name, array);
 
-  VectorAttended attended{mx::reshape(written.at("out"), {B, Hq, L, Dv}), {}, {}, {}};
-  if (wanted >= VectorExport::lse) attended.lse = mx::reshape(written.at("lse"), {B, Hq, L});
-  if (wanted == VectorExport::logits) {
-    attended.logits = written.at("logits");
-    if (!call.ranges) attended.logits = mx::reshape(*attended.logits, {B, Hq, L, N});
-  }
-  if (call.means) {
-    attended.distances = written.at("distances");
-    if (!call.ranges) attended.distances = mx::reshape(*attended.distances, {B, Hk, N});
-  }
-  return attended;
+  return attended_of(written, call, q.shape(), Hk);
 }
 
 }  // namespace mlx_h2o

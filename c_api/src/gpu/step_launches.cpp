@@ -30,10 +30,10 @@ mx::array kept_keys(
 
 }  // namespace
 
-StepPlan::StepPlan(int offset, int slots, int sink, int evict_every, std::vector<StepHead> of_heads)
+StepPlan::StepPlan(int offset, int slots, int sink, int evict_every, std::vector<HeadPlan> of_heads)
     : heads(std::move(of_heads)), integers(0) {
   std::vector<int> lines;
-  for (const StepHead& head : heads) {
+  for (const HeadPlan& head : heads) {
     const int start = static_cast<int>(head.start);
     ranges.starts.push_back(start);
     ranges.lengths.push_back(head.length);
@@ -114,7 +114,7 @@ mx::array update(
   add("scores", scored ? slots.scores : std::nullopt);
   add("norms", slots.norms);
   bool ranks = false;
-  for (const StepHead& head : plan.heads) ranks = ranks || head.choose;
+  for (const HeadPlan& head : plan.heads) ranks = ranks || head.choose;
   return launch(
              "update", inputs, {{"victims_out", {victims.shape(), mx::int32}}},
              {{"D", slots.keys.width()},

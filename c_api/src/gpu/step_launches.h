@@ -10,9 +10,9 @@ namespace mlx_h2o {
 // What a layer does in a step.
 struct StepPlan {
   // offset is the next logical position (the new token's is one less), slots S of the flat buffers.
-  StepPlan(int offset, int slots, int sink, int evict_every, std::vector<StepHead> heads);
+  StepPlan(int offset, int slots, int sink, int evict_every, std::vector<HeadPlan> heads);
 
-  const std::vector<StepHead> heads;
+  const std::vector<HeadPlan> heads;
   HeadRanges ranges;
   int attended = 0;  // slots that all heads attend to
   // In the layout of metal/decode_step.h: made once, for all launches of the step.

@@ -170,7 +170,7 @@ void DecodingLayer::check_token(const mx::array& q, const mx::array& k, const mx
 }
 
 void DecodingLayer::check_plan(
-    const std::vector<StepHead>& heads, const std::optional<RecentStep>& recent) const {
+    const std::vector<HeadPlan>& heads, const std::optional<RecentStep>& recent) const {
   if (heads.size() != size_t(layer_.Hk))
     refuse(
         "A step has a plan for each of " + std::to_string(layer_.Hk) + " KV heads, not " +
@@ -184,7 +184,7 @@ void DecodingLayer::check_plan(
         "The newest token leaves its ring of " + std::to_string(recent_size_) + " rows: slot " +
         std::to_string(recent->slot) + " of " + std::to_string(recent->length));
   const int least = !recent || recent->leaving ? 1 : 0;
-  for (const StepHead& head : heads) {
+  for (const HeadPlan& head : heads) {
     if (head.start < 0 || head.length < least || head.start + head.length > layer_.S ||
         head.victim >= layer_.policy.evict_every)
       refuse(
@@ -200,7 +200,7 @@ void DecodingLayer::check_plan(
 
 mx::array DecodingLayer::step(
     const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-    const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads,
+    const std::optional<mx::array>& sinks, int offset, std::vector<HeadPlan> heads,
     const std::optional<RecentStep>& recent, mx::StreamOrDevice s, std::vector<mx::array>* before) {
   require(memory_ != nullptr, "This layer was closed");
   check_token(q, k, v);
@@ -256,7 +256,7 @@ Kept DecodingLayer::kept_by(
   };
   Kept kept;
   bool chooses = false;
-  for (const StepHead& head : step.heads) {
+  for (const HeadPlan& head : step.heads) {
     kept.overwritten |= head.victim >= 0;
     chooses |= head.choose;
   }

@@ -62,7 +62,7 @@ class DecodingLayer {
   // keys and values, and its value_lengths; scores of theirs, where there are any.
   mx::array step(
       const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-      const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads,
+      const std::optional<mx::array>& sinks, int offset, std::vector<HeadPlan> heads,
       const std::optional<RecentStep>& recent, mx::StreamOrDevice s,
       std::vector<mx::array>* before = nullptr);
 
@@ -82,7 +82,7 @@ class DecodingLayer {
   void take_frame(const Frame& frame, mx::StreamOrDevice s);
   void check_token(const mx::array& q, const mx::array& k, const mx::array& v) const;
   void check_plan(
-      const std::vector<StepHead>& heads, const std::optional<RecentStep>& recent) const;
+      const std::vector<HeadPlan>& heads, const std::optional<RecentStep>& recent) const;
 
   // What `step` hands out in `before`, whose shapes and dtypes are appended.
   Kept kept_by(

@@ -1,4 +1,4 @@
-#include "gpu_decoding.h"
+#include "gpu_decoder.h"
 
 #include "../policy.h"
 #include "../rows.h"
@@ -31,33 +31,34 @@ Stored own(const Stored& rows) {
 
 // The kernels change these very arrays. MLX knows nothing of that, so every kernel that reads slots
 // takes an array that the one before it wrote, and `close` waits for the last of them.
-class GpuDecoding : public Decoding {
+class GPUDecoder : public Decoder {
  public:
-  GpuDecoding(const DecodingArrays& a, const DecodingRules& rules)
-      : policy_(rules.policy),
-        remembers_(rules.remembers),
-        answers_(rules.answers),
-        count_(a.keys.arrays[0].shape(1)),
-        slots_{own(a.keys), own(a.values), own(a.positions)},
-        remainder_(a.remainder),
-        victims_(a.victims) {
-    if (a.scores) slots_.scores = own(*a.scores);
-    if (rules.value_weighted) slots_.norms = mx::linalg::norm(dense(slots_.values), -1);
+  GPUDecoder(const Lent& lent, const CacheSettings& settings)
+      : packing_(settings.packing),
+        policy_(settings.policy.kernel_policy()),
+        remembers_(settings.remembers()),
+        answers_(settings.remainder),
+        count_(lent.fields.at("positions").shape(1)),
+        slots_{
+            own(packing_.rows("keys", lent.fields)), own(packing_.rows("values", lent.fields)),
+            own(lent.fields.at("positions"))},
+        remainder_(lent.remainder),
+        victims_(lent.victims) {
+    if (policy_.score != Score::none) slots_.scores = own(lent.fields.at("scores"));
+    if (settings.policy.value_weighted) slots_.norms = mx::linalg::norm(dense(slots_.values), -1);
   }
 
-  mx::array step(
-      const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-      const std::optional<mx::array>& sinks, int offset, std::vector<StepHead> heads,
-      const std::optional<RecentStep>&) override {
+  mx::array step(DecodeStep step) override {
+    const mx::array &q = step.call.q, &k = step.keys, &v = step.values;
     const StepPlan plan{
-        offset, slots_.keys.arrays[0].shape(1), policy_.sink, policy_.evict_every,
-        std::move(heads)};
+        step.offset, slots_.keys.arrays[0].shape(1), policy_.sink, policy_.evict_every,
+        std::move(step.heads)};
     std::optional<Remainder> remembered;
     if (remembers_) remembered = remainder_;
     const mx::array written = overwrite(plan, slots_, victims_, k, v, remembered);
     if (remembered) remainder_ = *remembered;
     bool choose = false, evicted = false;
-    for (const StepHead& head : plan.heads) {
+    for (const HeadPlan& head : plan.heads) {
       choose = choose || head.choose;
       evicted = evicted || head.evicted > 0;
     }
@@ -65,7 +66,7 @@ class GpuDecoding : public Decoding {
     if (choose && policy_.priority == Priority::distance) means = evicted_means(plan, written);
     if (choose && policy_.priority == Priority::direction)
       worth = unlike_directions(plan, slots_.keys, written);
-    VectorCall call{scale, {}, sinks};
+    VectorCall call{step.call.scale, {}, step.call.sinks};
     if (answers_ && evicted) call.remainder = remainder_;
     call.means = means;
     call.ranges = plan.ranges;
@@ -79,13 +80,16 @@ class GpuDecoding : public Decoding {
     return mx::depends({mx::astype(attended.out, q.dtype())}, {victims_})[0];
   }
 
-  DecodingArrays close() override {
-    const Remainder& r = remainder_;
-    mx::eval({victims_, r.count, r.mean_key, r.var_key, r.mean_value});
-    std::optional<mx::array> scores;
-    if (slots_.scores) scores = held(*slots_.scores);
-    return {held(slots_.keys), held(slots_.values), held(slots_.positions), scores, r,
-            victims_,          std::nullopt};
+  Lent end() override {
+    std::vector<mx::array> last = remainder_.arrays();
+    last.push_back(victims_);
+    mx::eval(std::move(last));
+    Fields fields;
+    packing_.put(fields, "keys", held(slots_.keys));
+    packing_.put(fields, "values", held(slots_.values));
+    fields.emplace("positions", held(slots_.positions));
+    if (slots_.scores) fields.emplace("scores", held(*slots_.scores));
+    return {std::move(fields), remainder_, victims_, std::nullopt};
   }
 
  private:
@@ -104,13 +108,14 @@ class GpuDecoding : public Decoding {
   mx::array evicted_means(const StepPlan& plan, const mx::array& written) const {
     bool any = false;
     std::vector<bool> few;
-    for (const StepHead& head : plan.heads) few.push_back(head.evicted < kFewestForAMean);
+    for (const HeadPlan& head : plan.heads) few.push_back(head.evicted < kFewestForAMean);
     for (const bool one : few) any = any || one;
     if (!any) return remainder_.mean_key;
     const mx::array marks(few.begin(), {static_cast<int>(few.size()), 1}, mx::bool_);
     return mx::where(marks, mean_kept_keys(plan, slots_.keys, written), remainder_.mean_key);
   }
 
+  const Packing packing_;
   const KernelPolicy policy_;
   const bool remembers_, answers_;
   const int count_;
@@ -142,9 +147,8 @@ bool gpu_can_decode(const mx::array& keys, const mx::array& values) {
   return in_place;
 }
 
-std::unique_ptr<Decoding> start_gpu_decoding(
-    const DecodingArrays& arrays, const DecodingRules& rules) {
-  return std::make_unique<GpuDecoding>(arrays, rules);
+std::unique_ptr<Decoder> gpu_decoder_for(const Lent& lent, const CacheSettings& settings) {
+  return std::make_unique<GPUDecoder>(lent, settings);
 }
 
 }  // namespace mlx_h2o

@@ -7,28 +7,36 @@
 namespace mlx_h2o {
 
 // A ring of the same size for all heads; the oldest token leaves it for the slots proper.
-class RecentZone {
+class RecentWindow {
  public:
-  RecentZone(int size, const Packing& kept, bool scored)
-      : size(size), kept_(kept), recent_(*kept.recent()), scored_(scored) {}
+  RecentWindow(int size, const Packing& kept, bool scored)
+      : size_(size), kept_(kept), recent_(*kept.recent()), scored_(scored) {}
 
-  const int size;
-  int length = 0;
-  int oldest = 0;  // its slot; the others follow, around the end
-  Fields fields;   // [B, H, size, ...]: keys, values, what packs them, scores
+  int length() const {
+    return length_;
+  }
+  // Whether the next token pushes an older one out.
+  bool full() const {
+    return length_ == size_;
+  }
+  int size() const {
+    return size_;
+  }
+  // [B, H, size, ...]: keys, values, what packs them, scores. Empty while they are lent.
+  const Fields& fields() const {
+    return fields_;
+  }
 
   // Takes rows [B, H, L, width] in, the first at position `offset`. The rows that are recent no
   // longer, as the slots proper store them, with positions; none if there are none.
   std::optional<Fields> push(const mx::array& keys, const mx::array& values, int offset);
-  // Makes room for one token, whose row somebody else writes.
+  // Makes room for one token, whose row a kernel writes.
   RecentStep advance();
-  // Has memory for all tokens that it can hold.
-  void reserve();
+  // Hands the fields out, with memory for all tokens that it can hold, and takes them back.
+  Fields lend();
+  void get_back(Fields fields);
   // The fields of heads first to last - 1, oldest first, with positions.
   Fields views(int first, int last, int offset) const;
-  Stored stored(const std::string& name) const {
-    return recent_.rows(name, fields);
-  }
   Stored rows(const std::string& name, const Fields& views) const {
     return recent_.rows(name, views);
   }
@@ -53,8 +61,12 @@ class RecentZone {
       const Packing& packing, const Stored& keys, const Stored& values,
       const std::optional<mx::array>& scores) const;
 
+  int size_;
   Packing kept_, recent_;
   bool scored_;
+  int length_ = 0;
+  int oldest_ = 0;  // its slot; the others follow, around the end
+  Fields fields_;
 };
 
 }  // namespace mlx_h2o

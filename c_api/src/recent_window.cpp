@@ -1,13 +1,16 @@
-#include "recent.h"
+#include "recent_window.h"
+
+#include <utility>
 
 namespace mlx_h2o {
 
-std::optional<Fields> RecentZone::push(const mx::array& keys, const mx::array& values, int offset) {
+std::optional<Fields> RecentWindow::push(
+    const mx::array& keys, const mx::array& values, int offset) {
   const int B = keys.shape(0), H = keys.shape(1), L = keys.shape(2);
-  const int leaving = std::max(length + L - size, 0);
-  const int first_leaving = offset - length;
+  const int leaving = std::max(length_ + L - size_, 0);
+  const int first_leaving = offset - length_;
   // Of the new rows, those that are recent only until even newer ones came with them.
-  const int passing = std::max(L - size, 0);
+  const int passing = std::max(L - size_, 0);
   std::vector<Fields> parts;
   if (leaving > passing) {
     const Fields left = oldest_first(leaving - passing);
@@ -22,22 +25,22 @@ std::optional<Fields> RecentZone::push(const mx::array& keys, const mx::array& v
   const Fields rows = packed_rows(
       recent_, {{part(keys, 2, passing, L)}}, {{part(values, 2, passing, L)}}, std::nullopt);
 
-  const int staying = length - (leaving - passing), newest = L - passing;
+  const int staying = length_ - (leaving - passing), newest = L - passing;
   Fields old;
   if (staying) {
-    for (const auto& [name, field] : oldest_first(length))
-      old.emplace(name, part(field, 2, length - staying, length));
+    for (const auto& [name, field] : oldest_first(length_))
+      old.emplace(name, part(field, 2, length_ - staying, length_));
   }
   for (const auto& [name, row] : rows) {
     std::vector<mx::array> pieces;
     if (staying) pieces.push_back(old.at(name));
     pieces.push_back(row);
     mx::Shape unused = row.shape();
-    unused[2] = size - staying - newest;
+    unused[2] = size_ - staying - newest;
     if (unused[2]) pieces.push_back(mx::zeros(unused, row.dtype()));
-    fields.insert_or_assign(name, join_along(std::move(pieces), 2));
+    fields_.insert_or_assign(name, join_along(std::move(pieces), 2));
   }
-  length = staying + newest, oldest = 0;
+  length_ = staying + newest, oldest_ = 0;
   if (parts.empty()) return std::nullopt;
 
   Fields gone = parts[0];
@@ -49,56 +52,61 @@ std::optional<Fields> RecentZone::push(const mx::array& keys, const mx::array& v
   return gone;
 }
 
-RecentStep RecentZone::advance() {
-  if (length == size) {
-    const int slot = oldest;
-    oldest = (oldest + 1) % size;
-    return {slot, size, true};
+RecentStep RecentWindow::advance() {
+  if (length_ == size_) {
+    const int slot = oldest_;
+    oldest_ = (oldest_ + 1) % size_;
+    return {slot, size_, true};
   }
-  ++length;
-  return {length - 1, length, false};
+  ++length_;
+  return {length_ - 1, length_, false};
 }
 
-void RecentZone::reserve() {
-  for (auto& [name, field] : fields) {
+Fields RecentWindow::lend() {
+  for (auto& [name, field] : fields_) {
     mx::Shape missing = field.shape();
-    missing[2] = size - missing[2];
+    missing[2] = size_ - missing[2];
     if (missing[2]) field = mx::concatenate({field, mx::zeros(missing, field.dtype())}, 2);
   }
+  return std::exchange(fields_, {});
 }
 
-Fields RecentZone::views(int first, int last, int offset) const {
+void RecentWindow::get_back(Fields fields) {
+  fields_ = std::move(fields);
+}
+
+Fields RecentWindow::views(int first, int last, int offset) const {
   Fields views;
-  for (const auto& [name, field] : oldest_first(length))
+  for (const auto& [name, field] : oldest_first(length_))
     views.emplace(name, part(field, 1, first, last));
   const mx::array& keys = views.at("keys");
   views.emplace(
       "positions",
-      mx::broadcast_to(range(offset - length, offset), {keys.shape(0), last - first, length}));
+      mx::broadcast_to(range(offset - length_, offset), {keys.shape(0), last - first, length_}));
   return views;
 }
 
-void RecentZone::write_scores(const mx::array& scores) {
-  const mx::array& field = fields.at("scores");
-  std::vector<mx::array> pieces{mx::roll(scores, oldest, 2)};
-  if (field.shape(2) > length) pieces.push_back(part(field, 2, length, field.shape(2)));
-  fields.insert_or_assign("scores", join_along(std::move(pieces), 2));
+void RecentWindow::write_scores(const mx::array& scores) {
+  const mx::array& field = fields_.at("scores");
+  std::vector<mx::array> pieces{mx::roll(scores, oldest_, 2)};
+  if (field.shape(2) > length_) pieces.push_back(part(field, 2, length_, field.shape(2)));
+  fields_.insert_or_assign("scores", join_along(std::move(pieces), 2));
 }
 
-RecentZone::Before RecentZone::before() const {
-  Before before{length, {}, std::nullopt};
-  if (!length) return before;
-  if (length == size)
-    for (const auto& [name, field] : fields)
+RecentWindow::Before RecentWindow::before() const {
+  Before before{length_, {}, std::nullopt};
+  if (!length_) return before;
+  if (length_ == size_)
+    for (const auto& [name, field] : fields_)
       if (name != "scores")  // gathered, or one row would hold the whole ring
-        before.oldest.emplace(name, mx::take(field, range(oldest, oldest + 1), 2));
-  if (scored_) before.scores = oldest_first(length).at("scores");
+        before.oldest.emplace(name, mx::take(field, range(oldest_, oldest_ + 1), 2));
+  if (scored_) before.scores = oldest_first(length_).at("scores");
   return before;
 }
 
-void RecentZone::restore(const Before& before) {
-  const Fields held = oldest_first(length);
-  const int staying = length - 1;
+void RecentWindow::restore(const Before& before) {
+  const Fields held = oldest_first(length_);
+  const int staying = length_ - 1;
   for (const auto& [name, field] : held) {
     std::vector<mx::array> pieces;
     if (name == "scores") {
@@ -108,36 +116,36 @@ void RecentZone::restore(const Before& before) {
       if (staying) pieces.push_back(part(field, 2, 0, staying));
     }
     mx::Shape unused = field.shape();
-    unused[2] = size - before.length;
+    unused[2] = size_ - before.length;
     if (unused[2]) pieces.push_back(mx::zeros(unused, field.dtype()));
-    fields.insert_or_assign(name, join_along(std::move(pieces), 2));
+    fields_.insert_or_assign(name, join_along(std::move(pieces), 2));
   }
-  length = before.length, oldest = 0;
+  length_ = before.length, oldest_ = 0;
 }
 
-int RecentZone::trim(int count) {
-  count = std::min(count, length);
+int RecentWindow::trim(int count) {
+  count = std::min(count, length_);
   if (!count) return 0;
-  fields = oldest_first(length - count);
-  length -= count, oldest = 0;
+  fields_ = oldest_first(length_ - count);
+  length_ -= count, oldest_ = 0;
   return count;
 }
 
-Fields RecentZone::oldest_first(int wanted) const {
+Fields RecentWindow::oldest_first(int wanted) const {
   Fields first;
-  const int end = oldest + wanted;
-  for (const auto& [name, field] : fields) {
-    if (end <= length)
-      first.emplace(name, part(field, 2, oldest, end));
+  const int end = oldest_ + wanted;
+  for (const auto& [name, field] : fields_) {
+    if (end <= length_)
+      first.emplace(name, part(field, 2, oldest_, end));
     else
       first.emplace(
           name,
-          mx::concatenate({part(field, 2, oldest, length), part(field, 2, 0, end - length)}, 2));
+          mx::concatenate({part(field, 2, oldest_, length_), part(field, 2, 0, end - length_)}, 2));
   }
   return first;
 }
 
-Fields RecentZone::packed_rows(
+Fields RecentWindow::packed_rows(
     const Packing& packing, const Stored& keys, const Stored& values,
     const std::optional<mx::array>& scores) const {
   Fields rows;

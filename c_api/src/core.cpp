@@ -1,0 +1,179 @@
+#include "core.h"
+
+#include "eviction.h"
+#include "observe.h"
+#include "views.h"
+
+namespace mlx_h2o {
+
+namespace {
+
+bool is_float(const mx::array& a) {
+  return a.dtype() == mx::float32 || a.dtype() == mx::float16 || a.dtype() == mx::bfloat16;
+}
+
+void check_call(const AttentionCall& call, const mx::array& keys) {
+  const mx::array& q = call.q;
+  check(
+      q.ndim() == 4 && q.shape(0) == keys.shape(0) && q.shape(2) == keys.shape(2) &&
+          q.shape(3) == keys.shape(3) && q.shape(1) % keys.shape(1) == 0 && is_float(q),
+      "q " + text(q.shape()) + " must be floating and fit the keys " + text(keys.shape()) + ".");
+  check(
+      !call.sinks || (call.sinks->shape() == mx::Shape{q.shape(1)} && is_float(*call.sinks)),
+      "Attention sinks must be [Hq] and floating.");
+}
+
+// Attends to old and new rows first, and evicts after.
+mx::array attend_now(
+    BoundedLayer& layer, const AttentionCall& call, const mx::array& keys,
+    const mx::array& values) {
+  // The first token of all goes op by op: then there are arrays to lend.
+  if (layer.offset() && accepts(layer.settings, call, keys, values))
+    return layer.decode(call, keys, values);
+  const std::vector<Fields> attended = layer.take_in(keys, values);
+  std::vector<mx::array> outs, newest;
+  std::vector<Fields> fields;
+  std::vector<std::optional<mx::array>> window_masses;
+  for (size_t i = 0; i < attended.size(); ++i) {
+    Seen seen = observe(layer, layer.runs()[i], call, attended[i]);
+    outs.push_back(seen.out);
+    if (seen.newest_scores) newest.push_back(*seen.newest_scores);
+    fields.push_back(std::move(seen.fields));
+    window_masses.push_back(seen.window_mass);
+  }
+  if (!newest.empty()) layer.write_newest_scores(join_along(std::move(newest), 1));
+  settle(layer, fields, window_masses);
+  return mx::depends({join_along(std::move(outs), 1)}, layer.side_state())[0];
+}
+
+// A chunk that can be taken back, as so many single steps.
+mx::array token_by_token(
+    BoundedLayer& layer, const AttentionCall& call, const mx::array& keys,
+    const mx::array& values) {
+  std::vector<mx::array> outs;
+  for (int i = 0; i < call.length(); ++i)
+    outs.push_back(attend_now(
+        layer, call.queries(i, i + 1), part(keys, 2, i, i + 1), part(values, 2, i, i + 1)));
+  return join_along(std::move(outs), 2);
+}
+
+// The evicted as plain rows before those attended to, and what sets their weight right.
+void add_plain_rows(Core::Fetched& fetched, const Remainder& remainder, int rows, int lost, int L) {
+  const int N = fetched.keys.shape(2);
+  const mx::Dtype dtype = fetched.keys.dtype();
+  const auto [plain_keys, plain_values] = remainder.plain_rows(rows);
+  fetched.keys = mx::concatenate({mx::astype(plain_keys, dtype), fetched.keys}, 2);
+  fetched.values =
+      mx::concatenate({mx::astype(plain_values, fetched.values.dtype()), fetched.values}, 2);
+  const mx::array bias = mx::log(number(double(lost) / rows));
+  mx::array mask = mx::concatenate({mx::broadcast_to(bias, {rows}), mx::zeros({N})}, 0);
+  const mx::array visible = mx::less_equal(range(-rows, N), mx::expand_dims(range(N - L, N), 1));
+  mask = mx::where(visible, mask, number(mx::finfo(dtype).min));
+  fetched.mask = mx::astype(mx::reshape(mask, {1, 1, L, rows + N}), dtype);
+}
+
+}  // namespace
+
+Core::Core(CacheSettings settings) : settings_(std::move(settings)) {
+  settings_.check_all();
+}
+
+mx::array Core::update_and_attend(
+    const AttentionCall& call, const mx::array& keys, const mx::array& values) {
+  check(settings_.attending, "This cache is for a model that attends by itself: update_and_fetch.");
+  check_rows(keys, values);
+  check_call(call, keys);
+  BoundedLayer& layer = layer_for(keys, values);
+  const bool singly = call.length() > 1 && call.length() - 1 <= settings_.undo;
+  return singly ? token_by_token(layer, call, keys, values) : attend_now(layer, call, keys, values);
+}
+
+Core::Fetched Core::update_and_fetch(const mx::array& keys, const mx::array& values) {
+  check(!settings_.attending, "This cache attends: update_and_attend.");
+  check_rows(keys, values);
+  BoundedLayer& layer = layer_for(keys, values);
+  const std::vector<Fields> attended = layer.take_in(keys, values);
+  const Fields& rows = attended[0];  // all heads are alike
+  Fetched fetched{rows.at("keys"), rows.at("values"), std::nullopt};
+  const int lost = layer.lost_beside(rows), plain = settings_.plain_rows();
+  if (plain && lost)
+    add_plain_rows(fetched, layer.evictions().remainder, plain, lost, keys.shape(2));
+  settle(layer, attended, {std::nullopt});
+  fetched.keys = mx::depends({fetched.keys}, layer.side_state())[0];
+  return fetched;
+}
+
+int64_t Core::evicted() const {
+  if (!layer_) return 0;
+  int64_t lost = 0;
+  for (const Run& run : layer_->runs()) lost += int64_t(run.heads()) * layer_->lost(run);
+  return lost / settings_.heads();
+}
+
+void Core::trim(int n) {
+  const int most = trimmable();
+  check(n >= 0, "A number of tokens to take back is at least 0; got " + std::to_string(n) + ".");
+  check(
+      n <= most,
+      "Cannot take back " + std::to_string(n) + " tokens: the last " + std::to_string(most) +
+          " can be (of " + std::to_string(offset()) + "; undo is " +
+          std::to_string(settings_.undo) + ", of single-token steps after evictions).");
+  if (!n) return;
+  if (n == offset())
+    layer_.reset();  // as it was made
+  else
+    layer_->trim(n);
+}
+
+mx::array Core::kept() {
+  return by_position(layer_with_tokens(), "positions", -1);
+}
+
+mx::array Core::scores() {
+  const Policy& policy = settings_.policy;
+  check(policy.needs_attention(), "Policy " + policy.name + " accumulates no scores.");
+  return by_position(layer_with_tokens(), "scores", 0);
+}
+
+const Remainder& Core::remainder() {
+  BoundedLayer& layer = layer_with_tokens();
+  check(settings_.remembers(), "This cache keeps no statistics of the evicted.");
+  return layer.evictions().remainder;
+}
+
+BoundedLayer& Core::layer_with_tokens() {
+  check(layer_.has_value(), "This cache has seen no token.");
+  return *layer_;
+}
+
+BoundedLayer& Core::layer_for(const mx::array& keys, const mx::array& values) {
+  if (!layer_) layer_.emplace(settings_, keys, values);
+  return *layer_;
+}
+
+void Core::check_rows(const mx::array& keys, const mx::array& values) const {
+  check(
+      keys.ndim() == 4 && values.ndim() == 4 && is_float(keys) && is_float(values),
+      "keys and values must be [B, Hk, L, width] and floating.");
+  const int H = settings_.heads();
+  check(
+      keys.shape(1) == H && values.shape(1) == H,
+      "This cache has budgets for " + std::to_string(H) + " KV heads; keys are " +
+          text(keys.shape()) + " and values " + text(values.shape()) + ".");
+  check(
+      keys.shape(0) == values.shape(0) && keys.shape(2) == values.shape(2) && keys.shape(2) > 0,
+      "keys " + text(keys.shape()) + " and values " + text(values.shape()) +
+          " must agree in batch and tokens.");
+  check(
+      keys.shape(2) <= std::numeric_limits<int>::max() - offset(),
+      "There are no positions for so many tokens.");
+  check(
+      !layer_ || layer_->types == RowTypes::of(keys, values),
+      "These rows differ in batch, width or dtype from those that this cache holds.");
+  const Packing& packing = settings_.packing;
+  for (const auto& [bits, width] :
+       {std::pair(packing.k_bits, keys.shape(3)), std::pair(packing.v_bits, values.shape(3))})
+    check(!bits || width % packing.group_size == 0, "group_size must divide the packed widths.");
+}
+
+}  // namespace mlx_h2o

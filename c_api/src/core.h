@@ -1,0 +1,61 @@
+// One token or one chunk of a layer: attention -> scores -> policy -> slots
+// (python/mlx_h2o/core.py).
+#pragma once
+
+#include "layer.h"
+
+namespace mlx_h2o {
+
+// The bounded KV cache of one layer.
+class Core {
+ public:
+  // Raises for what makes no cache.
+  explicit Core(CacheSettings settings);
+  // The layer refers to its settings.
+  Core(const Core&) = delete;
+  Core& operator=(const Core&) = delete;
+
+  // Takes rows [B, Hk, L, width] in, attends to all (causal), chooses what to forget.
+  mx::array update_and_attend(
+      const AttentionCall& call, const mx::array& keys, const mx::array& values);
+
+  // For models that attend by themselves: takes rows in, gives out what to attend to, the evicted
+  // as plain rows, with what to add to the logits (none: nothing before a decode step, and a causal
+  // mask aligned at the end before a chunk).
+  struct Fetched {
+    mx::array keys, values;         // [B, Hk, N, D] and [B, Hk, N, Dv]
+    std::optional<mx::array> mask;  // [1, 1, L, N] in the keys' dtype
+  };
+  Fetched update_and_fetch(const mx::array& keys, const mx::array& values);
+
+  int offset() const {
+    return layer_ ? layer_->offset() : 0;
+  }
+  int size() const {
+    return layer_ ? layer_->held() : 0;
+  }
+  // Tokens dropped, mean over KV heads.
+  int64_t evicted() const;
+  size_t nbytes() const {
+    return layer_ ? layer_->nbytes() : 0;
+  }
+  // How many of the newest tokens can be taken back, and taking them back.
+  int trimmable() const {
+    return layer_ ? layer_->trimmable() : 0;
+  }
+  void trim(int n);
+  // Positions held, ascending per head, or their scores: [B, Hk, size()], unused -1 or 0.
+  mx::array kept();
+  mx::array scores();
+  const Remainder& remainder();
+
+ private:
+  void check_rows(const mx::array& keys, const mx::array& values) const;
+  BoundedLayer& layer_for(const mx::array& keys, const mx::array& values);
+  BoundedLayer& layer_with_tokens();
+
+  const CacheSettings settings_;
+  std::optional<BoundedLayer> layer_;  // none before the first rows
+};
+
+}  // namespace mlx_h2o

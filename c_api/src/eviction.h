@@ -1,0 +1,15 @@
+// Scores -> slots: what a chunk keeps, and which slots are overwritten next
+// (python/mlx_h2o/eviction.py).
+#pragma once
+
+#include "observe.h"
+
+namespace mlx_h2o {
+
+// After attention: reduces a chunk that is over the budget, then chooses the next victims. Per run
+// the fields of all slots attended to and, of a prompt, its window's mass.
+void settle(
+    BoundedLayer& layer, const std::vector<Fields>& attended,
+    const std::vector<std::optional<mx::array>>& window_masses);
+
+}  // namespace mlx_h2o

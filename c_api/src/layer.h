@@ -1,0 +1,117 @@
+// A layer's slots, newest tokens, remainder and next victims: the only place that changes them
+// (python/mlx_h2o/layer.py).
+#pragma once
+
+#include "memory.h"
+#include "undo.h"
+
+namespace mlx_h2o {
+
+// What the rows of a layer are like; others are refused.
+struct RowTypes {
+  int batch, key_width, value_width;
+  mx::Dtype key_dtype, value_dtype;
+
+  // Those of rows [B, H, L, D] and [B, H, L, Dv].
+  static RowTypes of(const mx::array& keys, const mx::array& values);
+  bool operator==(const RowTypes&) const = default;
+};
+
+// The bounded memory of one layer, once its first rows have told their types.
+class BoundedLayer {
+ public:
+  // Without tokens, for rows like these. The settings must outlive it.
+  BoundedLayer(const CacheSettings& settings, const mx::array& keys, const mx::array& values);
+
+  const CacheSettings& settings;
+  const RowTypes types;
+
+  // -- what is held -------------------------------------------------------------------------------
+
+  // The next logical position.
+  int offset() const {
+    return offset_;
+  }
+  // Neighbouring heads with equal budgets.
+  const std::vector<Run>& runs() const {
+    return memory_.plan().runs();
+  }
+  // Where the rows lie, here and not with a decoder; and so the next two.
+  const SlotStore& store() {
+    return memory_.store();
+  }
+  // The newest tokens, where they are stored in another width than the slots; else null.
+  const RecentWindow* window() {
+    return memory_.window();
+  }
+  const Evictions& evictions() {
+    return memory_.evictions();
+  }
+  size_t nbytes() const {
+    return memory_.nbytes() + journal_.nbytes();
+  }
+  // Tokens held by the head that holds most.
+  int held() const;
+  // Tokens that each head of a run has lost.
+  int lost(const Run& run) const {
+    return offset_ - run.length - memory_.recently_held();
+  }
+  // The same where a run attends to slots with these fields, some beyond its budget.
+  int lost_beside(const Fields& attended) const {
+    return offset_ - memory_.recently_held() - attended.at("positions").shape(2);
+  }
+  // Whether the next token takes a slot, or makes an older one take it.
+  bool slots_are_next() const {
+    return memory_.slots_are_next();
+  }
+  // How many of the last positions each head of a run protects.
+  int protected_recent(const Run& run) const {
+    return settings.policy.recent_slots(run.budget + settings.recent_size());
+  }
+  // Arrays that must be evaluated with the output, or the graph grows from step to step.
+  std::vector<mx::array> side_state() const;
+
+  // -- a step -------------------------------------------------------------------------------------
+
+  // Stores new rows [B, H, L, ...]; those beyond the budget are held until attention has seen what
+  // must go. Per run the fields of all slots to attend to, [B, heads, N, ...], the new ones last;
+  // where N is over the run's budget, they are to be reduced (`keep`).
+  std::vector<Fields> take_in(const mx::array& keys, const mx::array& values);
+  // Folds rows [B, heads, M, ...] into the remainder of the heads from `first` on, each as often as
+  // its weight, which broadcasts to [B, heads, M].
+  void fold(const Fields& rows, const mx::array& weights, int first);
+  // New scores of the slots in use: per run [B, heads, length].
+  void write_scores(const std::vector<mx::array>& parts) {
+    memory_.store().write("scores", parts);
+  }
+  // The same of the recent window, [B, H, length].
+  void write_newest_scores(const mx::array& scores) {
+    memory_.window()->write_scores(scores);
+  }
+  // Replaces all slots: per run by fields [B, heads, length, ...].
+  void keep(const std::vector<Fields>& kept);
+  // Which slots are overwritten next [B, H, evict_every]; those of the runs that are `due` are new.
+  void name_victims(const std::vector<bool>& due, const mx::array& victims);
+
+  // One token in one fused step, which `accepts` it. Out [B, Hq, 1, Dv].
+  mx::array decode(const AttentionCall& call, const mx::array& keys, const mx::array& values);
+
+  // -- taking tokens back -------------------------------------------------------------------------
+
+  // How many of the newest tokens `trim` can take back now.
+  int trimmable() const;
+  // Takes the newest n tokens back, at most `trimmable`.
+  void trim(int n);
+
+ private:
+  void note(int count);
+  void write_one(const Fields& rows);
+  void forget_victims();
+  std::vector<HeadPlan> advanced(bool stays);
+
+  Memory memory_;
+  Journal journal_;
+  int offset_ = 0;
+};
+
+}  // namespace mlx_h2o

@@ -1,0 +1,50 @@
+#include "settings.h"
+
+namespace mlx_h2o {
+
+void CacheSettings::check_all() const {
+  check(!budgets.empty(), "A cache needs one number of slots per KV head.");
+  check(undo >= 0, "undo is a number of steps, or 0.");
+  check(
+      !undo || attending,
+      "undo needs attention of ours: a model that attends by itself cannot take a chunk token by "
+      "token.");
+  for (int budget : budgets) check(budget > 0, "A head's budget must be at least 1 slot.");
+  packing.check_widths();
+  for (float t : saturations)
+    check(
+        attending || t == kSaturation,
+        "A model that attends by itself has the remainder as plain rows, which saturate of "
+        "themselves: leave saturation away.");
+  if (!attending) {
+    check(
+        !policy.needs_attention(),
+        "Policy " + policy.name + " must see attention: for models that attend by themselves " +
+            "choose keydiff, streaming, or distinct with mass_weight 0.");
+    check(!packing.packs(), "A model that attends by itself cannot read packed rows.");
+  }
+  for (int budget : budgets) {
+    policy.check_budget(budget - plain_rows());
+    check(
+        (attending && !policy.per_layer) || budget == budgets[0],
+        "All heads need one budget where the policy's unit is the layer, or the model attends.");
+    check(
+        !packing.recent_bits || policy.recent_slots(budget) >= 1,
+        "recent_bits needs protected tokens: this policy protects none.");
+  }
+}
+
+int CacheSettings::plain_rows() const {
+  if (attending || !remainder) return 0;
+  // How many a head can afford: 8 of 128 pays, 8 of 64 does not.
+  return std::max(1, std::min(8, budgets[0] / 16 / 2 * 2));
+}
+
+int CacheSettings::recent_size() const {
+  if (!packing.recent_bits) return 0;
+  int newest = budgets[0];
+  for (int budget : budgets) newest = std::min(newest, policy.recent_slots(budget));
+  return newest;
+}
+
+}  // namespace mlx_h2o

@@ -1,0 +1,38 @@
+// What a layer's cache is to be (python/mlx_h2o/settings.py).
+#pragma once
+
+#include "policy.h"
+#include "remainder.h"
+#include "rows.h"
+
+namespace mlx_h2o {
+
+struct CacheSettings {
+  Policy policy = {};
+  std::vector<int> budgets;  // slots of each KV head
+  bool remainder = true;     // whether the evicted go on answering
+  bool attending = true;     // whether attention is ours
+  Packing packing = {};
+  int undo = 0;                  // single-token steps that can be taken back after evictions
+  Saturations saturations = {};  // of the remainder's term, for each KV head
+
+  // Raises for what makes no cache.
+  void check_all() const;
+
+  int heads() const {
+    return static_cast<int>(budgets.size());
+  }
+  // Whether statistics of the evicted are kept up.
+  bool remembers() const {
+    return remainder || policy.uses_evicted_mean();
+  }
+  bool saturates_by_default() const {
+    return saturations == Saturations(budgets.size(), kSaturation);
+  }
+  // Slots of a head's budget that the evicted take as plain rows.
+  int plain_rows() const;
+  // Tokens of the recent window, which each head's budget counts; 0: there is none.
+  int recent_size() const;
+};
+
+}  // namespace mlx_h2o
