@@ -89,8 +89,9 @@ def budgets_of(settings: CacheSettings, batch: int, heads: int, widths: RowWidth
 def window_of(settings: CacheSettings, size: int) -> RecentWindow:
     """An empty recent window."""
     policy = settings.policy
-    scored, measured = policy.needs_attention, policy.uses_value_lengths
-    return RecentWindow(size, settings.packing, scored, measured, pack)
+    return RecentWindow(
+        size, settings.packing, policy.needs_attention, policy.uses_value_lengths, pack
+    )
 
 
 def config_of(layer: Layer | None) -> dict[str, Any]:
