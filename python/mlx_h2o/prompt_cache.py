@@ -64,8 +64,8 @@ def make_prompt_cache(
             of rows are then chosen together with the slots, by the model's profile (`describe` says
             how), unless you say them; and nothing is evicted before the bytes are full.
         context: Tokens that conversations may reach; by default what the model was trained to see.
-        policy: A policy, or its name; the default is "distinct" (in models that attend by
-            themselves in its form that looks at keys only).
+        policy: A policy, or its name; the default is "salient" (in models that attend by
+            themselves "distinct", in its form that looks at keys only).
         remainder: Whether evicted tokens go on answering.
         budgets: "uniform", a `Profile`, or the path of one. By default the model's own profile
             where one ships with mlx-h2o or lies beside its weights (see `mlx_h2o.load`).
@@ -131,7 +131,7 @@ def bounded_caches(
     caches = stock_caches(model)
     settings = settings.in_bytes(sum(map(plain_bytes, kinds)), context_of(model))
     frames = None
-    if settings.frames is None and attending and not derived:
+    if settings.frames is None and policy.suits_frames and attending and not derived:
         frames = found_frames(identity, profile)
         if frames is None and settings.chooses_bits:
             frames = made_frames(model, identity)

@@ -20,7 +20,9 @@ from mlx_h2o.profile import Profile
 from mlx_h2o.remainder import SATURATION, checked_saturation, saturations
 from mlx_h2o.undo import MOST_STEPS
 
-DEFAULT_POLICY = "distinct"
+DEFAULT_POLICY = "salient"
+# In models that attend by themselves it is this one, in its form that looks at keys only.
+DEFAULT_UNSEEN = "distinct"
 
 
 @dataclass(frozen=True)
@@ -300,10 +302,9 @@ class ModelSettings:
 
     def policy_for(self, attending: bool) -> Policy:
         """The policy, for a model that attends through this library or by itself."""
-        settings = self.policy_settings
         if self.policy is None and not attending:
-            settings = {**KEYS_ONLY, **settings}
-        return make_policy(self.policy or DEFAULT_POLICY, **settings)
+            return make_policy(DEFAULT_UNSEEN, **{**KEYS_ONLY, **self.policy_settings})
+        return make_policy(self.policy or DEFAULT_POLICY, **self.policy_settings)
 
 
 def profile_or_uniform(budgets: Any) -> Profile | str | None:

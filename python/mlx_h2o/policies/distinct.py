@@ -1,4 +1,4 @@
-"""The default: keep what the remainder cannot stand for."""
+"""Keep what the remainder cannot stand for."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Distinct(Policy):
     each term standardised over the slots that may go; c / age is the mean attention mass per step.
     Evicted tokens answer together through the remainder, whose mean key stands for them; a token
     near that mean loses little by joining it, and a token far from it (a name, a number) would be
-    lost. Source: this project (docs/policies.md has the measurements). The default; with
-    mass_weight=0 it looks at keys only and runs in any model.
+    lost. Source: this project (docs/policies.md has the measurements). With mass_weight=0
+    it looks at keys only and runs in any model, and is the default of those that attend by
+    themselves.
 
     Masses are per step already, so age_normalised changes nothing; value_weighted multiplies them.
     Prompts are reduced by the distance to the mean of all keys that may go, plus mass_weight times
@@ -42,6 +43,7 @@ class Distinct(Policy):
     window: int = 16
 
     uses_evicted_mean = True
+    suits_frames = False
 
     @property
     def needs_attention(self) -> bool:

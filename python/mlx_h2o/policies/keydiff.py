@@ -22,6 +22,7 @@ class KeyDiff(Policy):
     prompt: str = "full"
 
     ranks_scores = False
+    suits_frames = False
 
     @property
     def needs_attention(self) -> bool:
