@@ -91,7 +91,7 @@ public struct H2OConfiguration: Sendable {
 
     /// Throw ``H2OError/configuration(_:)`` for settings out of range, after changing some.
     public func validate() throws {
-        let policy = policy ?? Policies.Distinct()
+        let policy = policy ?? Policies.Salient()
         try policy.validate()
         try CacheSettings.check(undo: undo, attends: true)
         try CacheSettings.check(saturation: saturation.map { [$0] } ?? [])

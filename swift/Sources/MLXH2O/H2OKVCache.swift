@@ -49,7 +49,7 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     ///   - pressure: What may ask for less memory while the cache is in use.
     /// - Throws: ``H2OError`` for settings out of range or a budget without room to evict.
     public convenience init(
-        _ size: Size, policy: any Policy = Policies.Distinct(), remainder: Bool = true,
+        _ size: Size, policy: any Policy = Policies.Salient(), remainder: Bool = true,
         attends: Bool = true, packing: H2OPacking = .dense, undo: Int = 0, frame: H2OFrame? = nil,
         saturation: [Float] = [Remainder.saturation], pressure: MemoryPressure? = nil
     ) throws {

@@ -44,7 +44,7 @@ extension H2OConfiguration {
                 "\(name) has no plain KV cache to bound: its own caches are all there is.")
         }
         let attends = bounded.allSatisfy(\.attends)
-        let policy = policy ?? (attends ? Policies.Distinct() : Policies.Distinct.keysOnly)
+        let policy = policy ?? (attends ? Policies.Salient() : Policies.Distinct.keysOnly)
         if !attends && policy.needsAttention {
             throw H2OError.policyNeedsAttention(policy: type(of: policy).name, model: name)
         }

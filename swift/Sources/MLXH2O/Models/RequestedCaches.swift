@@ -55,7 +55,7 @@ extension H2OConfiguration {
         let kinds = trial.kinds.compactMap { $0 }
         let policy =
             policy
-            ?? (kinds.allSatisfy(\.attends) ? Policies.Distinct() : Policies.Distinct.keysOnly)
+            ?? (kinds.allSatisfy(\.attends) ? Policies.Salient() : Policies.Distinct.keysOnly)
         let remembers = remainder || type(of: policy).usesEvictedMean
         let most =
             kinds.map { kind in
