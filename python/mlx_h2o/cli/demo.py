@@ -13,14 +13,15 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from mlx_h2o import smollm2
-from mlx_h2o.builtin import DEFAULT_MODEL, PACKAGE, SAMPLE_TEXT, load
+from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT, load
 from mlx_h2o.cli.options import named_options
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
-from mlx_h2o.evaluate.comparison import Arm
+from mlx_h2o.evaluate.comparison import OURS, Arm
 from mlx_h2o.evaluate.planting import ANSWER_TOKENS, Answers, demo_arms, draw, plant_and_ask
 from mlx_h2o.evaluate.recall import CLOZE, QUESTIONS, Form, recall_task
 from mlx_h2o.files import require_folder, write_kept
+from mlx_h2o.settings import DEFAULT_POLICY
 
 #: What is measured fits in minutes on two cores: read token by token, the same prompts take twice
 #: as long or more. mlx-lm's full cache grows by 256 tokens: prompt and answer fill it.
@@ -28,15 +29,8 @@ PROMPTS, TOKENS, PREFILL, CHUNK = 6, 512 - ANSWER_TOKENS, 96, 16
 #: A bounded cache gets the bytes of so many tokens: a quarter of what the full one holds.
 MAX_SIZE = 128
 
-# Made with `own_curves` at this length; for longer contexts its shares would be wrong.
-PROFILE = PACKAGE / "data" / "smollm2-135m-512.json"
-# On the real model nearly twice the tokens, in 8 bits, shared out by that profile.
-OURS = {
-    smollm2.NAME: Arm(
-        "mlx-h2o (salient, 8 bits)", "salient", budgets=str(PROFILE), settings=(("bits", 8),)
-    ),
-    DEFAULT_MODEL: Arm("mlx-h2o (distinct)", "distinct"),
-}
+# The default: bits and slots chosen by the model's own profile.
+OURS_BY_BYTES = Arm(OURS, DEFAULT_POLICY, by_bytes=True)
 FORM: dict[str, Form] = {smollm2.NAME: CLOZE, DEFAULT_MODEL: QUESTIONS}
 
 
@@ -49,7 +43,7 @@ def add_parser(commands: Any) -> None:
         "window, a 4-bit cache, H2O and mlx-h2o, the bounded ones in a quarter of the memory. "
         f"Without a network it falls back to {DEFAULT_MODEL}, and says so.",
     )
-    parser.add_argument("--model", choices=OURS, help=f"default: {smollm2.NAME} if it can be had")
+    parser.add_argument("--model", choices=FORM, help=f"default: {smollm2.NAME} if it can be had")
     parser.add_argument("--prompts", type=int, default=PROMPTS, metavar="N", help="facts asked for")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write demo.png")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
@@ -60,7 +54,7 @@ def settings(args: argparse.Namespace) -> dict[str, str]:
     """Everything that the figures depend on, by name, where the real model is to be had."""
     name = args.model or smollm2.NAME
     sizes = {"tokens": TOKENS, "prefill": PREFILL, "chunk": CHUNK, "max_size": MAX_SIZE}
-    arms = {arm.name: arm.described() for arm in demo_arms(OURS[name])}
+    arms = {arm.name: arm.described() for arm in demo_arms(OURS_BY_BYTES)}
     described = {name: str(value) for name, value in sizes.items()} | arms
     return named_options(args) | {"model": name} | described
 
@@ -91,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
         results = plant_and_ask(
             model,
             tokenizer,
-            demo_arms(OURS[name]),
+            demo_arms(OURS_BY_BYTES),
             task,
             max_size=MAX_SIZE,
             prefill=PREFILL,

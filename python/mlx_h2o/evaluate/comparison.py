@@ -114,7 +114,8 @@ class Arm:
         budgets = Path(self.budgets).name if self.budgets else "the model's own profile"
         remainder = "remainder" if self.remainder else "no remainder"
         undo = f"undo {settings.undo}" if settings.undo else ""
-        parts = (remainder, budgets, str(settings.packing).strip(), undo)
+        packing = "bits by bytes" if self.by_bytes else str(settings.packing).strip()
+        parts = (remainder, budgets, packing, undo)
         return ", ".join([f"{policy.name}({fields})", *filter(None, parts)])
 
     def model_settings(self, max_size: int) -> ModelSettings:

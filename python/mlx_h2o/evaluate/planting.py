@@ -71,7 +71,7 @@ def answers_of(
         step: Called with the number of tokens after each chunk.
     """
     P, T = task.prompts.shape
-    cache = arm.make(model, max_size)
+    cache = arm.make(model, max_size, context=T + ANSWER_TOKENS)
 
     def read(tokens: mx.array) -> mx.array:
         logits: mx.array = model(tokens, cache=cache)[:, -1]
