@@ -23,15 +23,19 @@ from hypothesis.stateful import (
 
 from mlx_h2o import H2OKVCache, load_prompt_cache, make_policy, policy_names, save_prompt_cache
 from mlx_h2o.backends.choice import only_reference
+from mlx_h2o.frame import Frame
 from tiny_models import TinyLayer
 
 LAYER = TinyLayer(heads=2, group=2, key_width=32, value_width=32, batch=2, length=600)
 
+FRAME = Frame.of(LAYER.tokens[1][:, :, :50])
 STORES: dict[str, dict[str, Any]] = {
     "dense": {},
     "packed": {"bits": 4, "group_size": 32},
     "packed keys": {"k_bits": 8, "group_size": 32},
     "mixed": {"k_bits": 4, "v_bits": 8, "group_size": 32, "recent_bits": 6},
+    "framed": {"bits": 5, "group_size": 32, "frame": FRAME},
+    "mixed and framed": {"bits": 4, "group_size": 32, "recent_bits": 8, "frame": FRAME},
     "newest unpacked": {"bits": 4, "group_size": 32, "recent_bits": 16},
     "plain rows": {"attending": False},
 }

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "swift/Tests/MLXH2OTests/Fixtures/launches.json"
 
 # Inputs that the host makes of sizes and settings: their contents are recorded too.
-MADE = ("params", "plan", "factors", "weights")
+MADE = ("params", "plan", "factors", "weights", "saturation")
 
 
 def described(

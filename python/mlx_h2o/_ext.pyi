@@ -23,6 +23,7 @@ class Priority(enum.Enum):
     age = ...
     distance = ...
     direction = ...
+    salience = ...
 
 class Stored:
     def __init__(self, arrays: list[mx.array], bits: int = 0, group_size: int = 0) -> None: ...
@@ -41,6 +42,12 @@ def attention(
     wanted: Export = ...,
     stream: mx.Stream | mx.Device | mx.DeviceType | None = None,
 ) -> list[mx.array]: ...
+def pack(
+    rows: mx.array,
+    bits: int,
+    group_size: int,
+    stream: mx.Stream | mx.Device | mx.DeviceType | None = None,
+) -> list[mx.array]: ...
 
 class KernelPolicy:
     def __init__(
@@ -53,12 +60,23 @@ class KernelPolicy:
         sink: int,
         evict_every: int,
         decay: float,
+        distance_weight: float,
         mass_weight: float,
+        value_weight: float,
         age_weight: float,
     ) -> None: ...
 
 class Recent:
-    def __init__(self, keys: Stored, values: Stored, scores: mx.array) -> None: ...
+    def __init__(
+        self,
+        keys: Stored,
+        values: Stored,
+        scores: mx.array,
+        value_lengths: mx.array | None = None,
+    ) -> None: ...
+
+class Frame:
+    def __init__(self, centre: mx.array, scale: mx.array) -> None: ...
 
 class DecodingLayer:
     def __init__(
@@ -73,6 +91,7 @@ class DecodingLayer:
         saturation: list[float],
         recent: Recent | None = None,
         stream: mx.Stream | mx.Device | None = None,
+        frame: Frame | None = None,
     ) -> None: ...
     def step(
         self,

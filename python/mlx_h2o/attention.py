@@ -138,7 +138,7 @@ def scaled_dot_product_attention_quantized_with_scores(
 
     Args:
         q: Queries `[B, Hq, L, D]`.
-        k_w: Words of the keys `[B, Hk, N, D * k_bits / 32]` uint32, as `mx.quantize` packs them.
+        k_w: Words of the keys `[B, Hk, N, D * k_bits / 32]` uint32, in the format of `mx.quantize`.
         k_s: Their scales `[B, Hk, N, D / group_size]`.
         k_b: Their biases, likewise.
         v_w: Words of the values `[B, Hk, N, Dv * v_bits / 32]`.

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from mlx_h2o import checks, eviction, opening, saved_state
 from mlx_h2o.budget import LayerShare
+from mlx_h2o.frame import Frame
 from mlx_h2o.layer import Layer
 from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy, Slots
@@ -69,11 +70,11 @@ class BoundedKVCache:
         self.share = share
 
     def __repr__(self) -> str:
+        name = self.policy.name or type(self.policy).__name__
+        rest = " in a frame" * bool(self.frame) + ", no remainder" * (not self.answers)
         return (
-            f"<{type(self).__name__}: {self.policy.name or type(self.policy).__name__}, "
-            f"{self.settings.size}"
-            f"{self.packing}{'' if self.answers else ', no remainder'}; {self.size()} of "
-            f"{self.offset} tokens in {self.nbytes:,} bytes>"
+            f"<{type(self).__name__}: {name}, {self.settings.size}{self.packing}{rest}; "
+            f"{self.size()} of {self.offset} tokens in {self.nbytes:,} bytes>"
         )
 
     # -- what it is -------------------------------------------------------------------------------
@@ -102,6 +103,11 @@ class BoundedKVCache:
     def undo(self) -> int:
         """How many of the last tokens can be taken back after evictions."""
         return self._unopened.undo
+
+    @property
+    def frame(self) -> Frame | None:
+        """In which packed keys are stored; None: as they come."""
+        return self._unopened.frame
 
     @property
     def budgets(self) -> list[int] | None:
@@ -163,8 +169,9 @@ class BoundedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything held: rows, positions, scores, remainder, victims, steps to undo."""
-        return self._layer.nbytes if self._layer else 0
+        """Bytes of everything held: rows and what belongs to them, remainder, frame, undo."""
+        of_frame = self.frame.nbytes if self.frame else 0
+        return of_frame + (self._layer.nbytes if self._layer else 0)
 
     @property
     def evicted(self) -> int:
@@ -250,7 +257,8 @@ class BoundedKVCache:
 
     def arrays(self) -> dict[str, mx.array]:
         """Every array held, by name."""
-        return self._layer.arrays() if self._layer else {}
+        of_layer = self._layer.arrays() if self._layer else {}
+        return {**of_layer, **saved_state.frame_arrays(self.frame)}
 
     def config(self) -> dict[str, Any]:
         """Everything else that a copy needs, as JSON types."""
@@ -284,7 +292,8 @@ class BoundedKVCache:
 
     @classmethod
     def _restored(cls, arrays: dict[str, mx.array], config: dict[str, Any]) -> BoundedKVCache:
-        settings, share = saved_state.settings_of(config)
+        settings, share = saved_state.settings_of(config, saved_state.frame_of(arrays))
+        arrays = {name: array for name, array in arrays.items() if name not in saved_state.FRAME}
         kind = "plain rows" if not settings.attending else "latent" * (config["own"] is False)
         cache = cls.of(settings, kind, share)
         if config["runs"]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.nn as nn
 
 from mlx_h2o import routing
+from mlx_h2o.frame import Frame
 from mlx_h2o.packed import DEFAULT_GROUP_SIZE
 from mlx_h2o.patching import replace_everywhere
 from mlx_h2o.policies import Policy
@@ -38,6 +39,7 @@ def install(
     group_size: int = DEFAULT_GROUP_SIZE,
     recent_bits: int | None = None,
     undo: int = 0,
+    frames: Sequence[Frame | None] | Literal[False] | str | None = None,
     **settings: Any,
 ) -> None:
     """Route mlx-lm's attention, and, with a size, bound every cache that mlx-lm makes from now on.
@@ -60,6 +62,7 @@ def install(
         group_size: Likewise.
         recent_bits: Likewise.
         undo: Likewise.
+        frames: Likewise.
         settings: Likewise.
 
     Raises:
@@ -67,7 +70,7 @@ def install(
     """
     stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
     given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
-    given |= {"recent_bits": recent_bits, "undo": undo}
+    given |= {"recent_bits": recent_bits, "undo": undo, "frames": frames}
     if max_size is None and max_bytes is None:
         named = [name for name, value in given.items() if value != _UNSAID.get(name)]
         if named:

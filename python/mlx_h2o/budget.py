@@ -27,6 +27,7 @@ class RowWidths:
         value_size: Bytes of a value's element, likewise.
         packing: How they are stored.
         undo: Steps that can be taken back.
+        framed: Whether its keys have a frame.
     """
 
     key: int
@@ -35,6 +36,7 @@ class RowWidths:
     value_size: int
     packing: Packing = field(default_factory=Packing)
     undo: int = 0
+    framed: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -54,15 +56,20 @@ class RowWidths:
         return -(-Remainder.bytes_per_head(self.key, self.value) // self.row_bytes) * remembers
 
     def slot_bytes(self, policy: Policy) -> int:
-        """Bytes of a slot with everything kept beside it: position and scores, now and before."""
-        return self.row_bytes + 4 + 4 * (1 + self.undo) * policy.needs_attention
+        """Bytes of a slot with everything kept beside it: position, value length, and scores, now
+        and before."""
+        scores = 4 * (1 + self.undo) * policy.needs_attention
+        return self.row_bytes + 4 + scores + 2 * policy.uses_value_lengths
 
     def head_bytes(self, policy: Policy, remembers: bool) -> int:
-        """Bytes of a head apart from its slots: remainder, next victims, steps to undo."""
+        """Bytes of a head apart from its slots: remainder, frame, next victims, steps to undo."""
         remainder = Remainder.bytes_per_head(self.key, self.value) if remembers else 0
         recent = self.recent_row_bytes if self.packing.recent else 0
-        step = step_bytes(self.row_bytes, recent, remainder, policy.evict_every)
-        return remainder + 4 * policy.evict_every + self.undo * step
+        length = 2 * policy.uses_value_lengths
+        rows = self.row_bytes + length, recent + length * bool(recent)
+        step = step_bytes(*rows, remainder, policy.evict_every)
+        frame = 2 * 4 * self.key * self.framed
+        return remainder + frame + 4 * policy.evict_every + self.undo * step
 
 
 @dataclass(frozen=True)
@@ -82,13 +89,15 @@ class LayerShare:
     losses: tuple[tuple[float, ...], ...] = ()
 
     def config(self) -> dict[str, Any]:
-        """As JSON types; packing and undo are the cache's own settings."""
-        own = ("packing", "undo")
+        """As JSON types; packing, undo and the frame are the cache's own settings."""
+        own = ("packing", "undo", "framed")
         widths = {name: value for name, value in vars(self.widths).items() if name not in own}
         return {"heads": self.heads, "widths": widths, "grid": self.grid, "losses": self.losses}
 
     @classmethod
-    def of_config(cls, config: dict[str, Any], packing: Packing, undo: int) -> LayerShare:
+    def of_config(
+        cls, config: dict[str, Any], packing: Packing, undo: int, framed: bool
+    ) -> LayerShare:
         """What `config` gave, of a cache with these settings.
 
         Raises:
@@ -103,7 +112,8 @@ class LayerShare:
             check_curves(grid, losses)
         if len(losses) not in (0, heads):
             raise ValueError(f"There are losses of {len(losses)} heads for {heads} KV heads.")
-        return cls(heads, RowWidths(**sizes, packing=packing, undo=undo), grid, losses)
+        widths = RowWidths(**sizes, packing=packing, undo=undo, framed=framed)
+        return cls(heads, widths, grid, losses)
 
 
 def bytes_for_slots(

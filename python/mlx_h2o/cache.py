@@ -12,6 +12,7 @@ from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.bounded_cache import NOT_ASKED, BoundedKVCache
 from mlx_h2o.budget import LayerShare
 from mlx_h2o.core import update_and_attend
+from mlx_h2o.frame import Frame
 from mlx_h2o.layer import Layer
 from mlx_h2o.masks import Mask
 from mlx_h2o.policies import Policy
@@ -42,7 +43,7 @@ class H2OKVCache(BoundedKVCache, kind=""):
         attending: Whether this library computes the attention. False for models that attend by
             themselves: then the policy may look at keys only, all heads of all layers must have one
             budget, and the remainder goes in as plain rows.
-        bits: Store keys and values packed, as `mx.quantize` packs them, in so many bits; each row
+        bits: Store keys and values packed in so many bits, in the format of `mx.quantize`; a row
             is packed once, when it comes, and moved as it is from then on.
         k_bits: Of keys alone, instead of `bits`.
         v_bits: Of values alone, instead of `bits`.
@@ -55,6 +56,7 @@ class H2OKVCache(BoundedKVCache, kind=""):
             then taken token by token. It costs memory.
         saturation: t of the remainder's second-order term (`remainder.py`), for all KV heads or for
             each; 0 is first order.
+        frame: In which packed keys are stored (`frame.py`), or None: as they come.
 
     Raises:
         ValueError: No or several sizes, an unknown policy, a budget without room to evict, or an
@@ -85,6 +87,7 @@ class H2OKVCache(BoundedKVCache, kind=""):
         recent_bits: int | None = None,
         undo: int = 0,
         saturation: float | Sequence[float] = SATURATION,
+        frame: Frame | None = None,
     ):
         # Budgets are checked now unless they depend on the model's widths.
         settings = CacheSettings(
@@ -97,6 +100,7 @@ class H2OKVCache(BoundedKVCache, kind=""):
             attending,
             undo,
             saturation,  # type: ignore[arg-type]  # likewise
+            frame,
         )
         self._begin(settings)
 

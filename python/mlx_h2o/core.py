@@ -38,9 +38,17 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
     """
     if 1 < call.length <= layer.settings.undo + 1:
         return _token_by_token(layer, call, k, v)
+    frame = layer.settings.frame
+    if frame is not None and frame.moves and call.sinks is not None:
+        raise ValueError(
+            "Attention sinks do not move with a frame's centre, so the frame of a layer that has "
+            "them needs a centre of zeros."
+        )
     # The first token of all goes op by op: then there are arrays to lend.
     if layer.offset and accepts(layer.settings, call, k, v):
         return layer.decode(call, k, v)
+    if frame is not None:
+        call, k = call._replace(q=frame.enter_queries(call.q)), frame.enter(k)
     attended = zip(layer.runs, layer.take_in(k, v), strict=True)
     return _evicting(layer, [observe(layer, run, call, fields) for run, fields in attended])
 

@@ -56,8 +56,9 @@ def _described(layer: str, entry: Any) -> LayerDescription:
         elif entry.answers:
             answer += _saturation(entry)
         sizes = entry.budgets or [entry.settings.max_size or 0]
+        framed = " in a frame" if entry.frame else ""
         spread = f"{sizes[0]}" if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
-        reason = f"{spread} slots a KV head{entry.packing}, policy {policy}, {answer}"
+        reason = f"{spread} slots a KV head{entry.packing}{framed}, policy {policy}, {answer}"
         return LayerDescription(layer, name, True, reason, entry.budgets, nbytes)
     if isinstance(entry, mlx_lm_cache.RotatingKVCache):
         reason = f"the model's own sliding window of {entry.max_size} tokens"

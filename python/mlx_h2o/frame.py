@@ -6,72 +6,104 @@ group's range alike. A query q meets packed keys as q' = scale q: q.k = q'.k' + 
 last term is the same for every slot, so the softmax never sees it. Values need no frame. Related:
 SmoothAttention (QServe, arXiv 2405.04532; a scale alone), KIVI, KVQuant.
 
-This is the definition in plain ops; no store uses it yet.
+A cache with a frame works in it throughout: keys and queries enter at its door (`core.py`), and
+slots, recent window, remainder, distances and files know no other keys. What comes out needs
+nothing back: the remainder's logit moves by q.centre too, and its second-order term, of q'^2 and
+var(k'), is the same number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_lm_cache
 
-from mlx_h2o.packed import PackedRows, words_of
+from mlx_h2o.packed import PackedRows
 from mlx_h2o.stock import stock_caches
 
 # A channel that never moves keeps a scale that can be divided by.
 LEAST_SCALE = 1e-4
 
 
-def pack_by_range(rows: mx.array, bits: int, group_size: int) -> PackedRows:
-    """Rows packed from each group's least to its greatest element, both exact.
-
-    `mx.quantize` makes zero and the larger edge exact and clips the other edge, which costs twice
-    the perplexity at 4 bits. The format is its own: `mx.dequantize` reads it.
-
-    Args:
-        rows: `[..., rows, width]`.
-        bits: Of an element: 2, 3, 4, 5, 6 or 8.
-        group_size: Elements that share a scale and a bias; divides the width.
-    """
-    top = 2**bits - 1
-    groups = rows.astype(mx.float32).reshape(*rows.shape[:-1], -1, group_size)
-    least, greatest = groups.min(axis=-1), groups.max(axis=-1)
-    # The levels count from what is stored, so that rounding to the rows' dtype costs nothing twice.
-    scales = ((greatest - least) / top).astype(rows.dtype)
-    biases = least.astype(rows.dtype)
-    by, off = scales.astype(mx.float32)[..., None], biases.astype(mx.float32)[..., None]
-    levels = mx.where(by > 0, (groups - off) / by, 0)
-    levels = mx.clip(mx.round(levels), 0, top).astype(mx.uint32).reshape(rows.shape)
-    return PackedRows(words_of(levels, bits), scales, biases, bits, group_size)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Frame:
     """One layer's frame.
 
     Attributes:
-        centre: Each channel's mean, `[H, D]` float32.
-        scale: Its greatest distance from that, `[H, D]` float32, at least `LEAST_SCALE`.
+        centre: Each channel's mean, `[H, D]`; kept in float32.
+        scale: Its greatest distance from that, `[H, D]`, above 0; likewise.
+
+    Raises:
+        ValueError: The two have another or different shapes, or numbers that no key can be put
+            into.
     """
 
     centre: mx.array
     scale: mx.array
 
+    def __post_init__(self) -> None:
+        for name in ("centre", "scale"):
+            part = mx.array(getattr(self, name)).astype(mx.float32)
+            object.__setattr__(self, name, mx.contiguous(part))
+        if self.centre.ndim != 2 or self.centre.shape != self.scale.shape:
+            raise ValueError(
+                "A frame's centre and scale are [KV heads, key width] each; got "
+                f"{self.centre.shape} and {self.scale.shape}."
+            )
+        finite = mx.isfinite(self.centre).all() & mx.isfinite(self.scale).all()
+        if not (finite & (self.scale > 0).all()).item():
+            raise ValueError("A frame's centre is finite, its scale finite and above 0.")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Frame) and all(
+            mx.array_equal(mine, theirs).item()
+            for mine, theirs in zip(self.arrays, other.arrays, strict=True)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.centre.shape)
+
     @classmethod
-    def of(cls, keys: mx.array) -> Frame:
-        """The frame of keys `[B, H, T, D]` as they are cached, with RoPE applied."""
+    def of(cls, keys: mx.array, centred: bool = True) -> Frame:
+        """The frame of keys `[B, H, T, D]` as they are cached, with RoPE applied.
+
+        Args:
+            keys: Of a text like those to come.
+            centred: Whether it may move logits: not beside attention sinks, which do not move.
+        """
         keys = keys.astype(mx.float32)
-        centre = keys.mean(axis=(0, 2))
+        centre = keys.mean(axis=(0, 2)) * centred
         distance = mx.abs(keys - centre[:, None]).max(axis=(0, 2))
         return cls(centre, mx.maximum(distance, LEAST_SCALE))
+
+    @property
+    def arrays(self) -> tuple[mx.array, mx.array]:
+        """Centre and scale."""
+        return self.centre, self.scale
+
+    @property
+    def nbytes(self) -> int:
+        return self.centre.nbytes + self.scale.nbytes
+
+    @cached_property
+    def moves(self) -> bool:
+        """Whether it has a centre, by which it moves all of a query's logits alike."""
+        return bool((self.centre != 0).any().item())
 
     def enter(self, keys: mx.array) -> mx.array:
         """Keys `[B, H, T, D]` as they are packed, in their dtype."""
         framed = (keys.astype(mx.float32) - self.centre[:, None]) / self.scale[:, None]
         return framed.astype(keys.dtype)
+
+    def enter_queries(self, queries: mx.array) -> mx.array:
+        """Queries `[B, Hq, T, D]` as they meet such keys, in their dtype."""
+        scale = mx.repeat(self.scale, queries.shape[1] // self.scale.shape[0], axis=0)
+        return (queries.astype(mx.float32) * scale[:, None]).astype(queries.dtype)
 
     def leave(self, keys: mx.array) -> mx.array:
         """Keys as the model made them, `[B, H, T, D]` float32."""
@@ -86,7 +118,8 @@ def frames_of(model: nn.Module, passes: Sequence[mx.array]) -> list[Frame | None
         passes: Token ids `[B, T]`.
 
     Returns:
-        One entry a layer; None where the layer has no plain `KVCache`.
+        One entry a layer; None where the layer has no plain `KVCache`. Beside attention sinks a
+        frame has no centre.
     """
     seen: list[list[mx.array | None]] = []
     for tokens in passes:
@@ -94,10 +127,17 @@ def frames_of(model: nn.Module, passes: Sequence[mx.array]) -> list[Frame | None
         mx.eval(model(tokens, cache=caches))
         seen.append([_cached_keys(entry) for entry in caches])
     frames: list[Frame | None] = []
-    for layer in zip(*seen, strict=True):
+    for i, layer in enumerate(zip(*seen, strict=True)):
         keys = [rows for rows in layer if rows is not None]
-        frames.append(Frame.of(mx.concatenate(keys, axis=2)) if keys else None)
+        centred = not has_sinks(model.layers[i])
+        frames.append(Frame.of(mx.concatenate(keys, axis=2), centred) if keys else None)
     return frames
+
+
+def has_sinks(layer: nn.Module) -> bool:
+    """Whether a transformer block has attention-sink logits."""
+    parameters: list[tuple[str, mx.array]] = tree_flatten(layer.parameters())  # type: ignore[assignment]
+    return any("sink" in name for name, _ in parameters)
 
 
 def _cached_keys(entry: object) -> mx.array | None:
@@ -117,7 +157,7 @@ class RowFormat:
         k_bits: Of keys; None leaves them as they are.
         v_bits: Of values, likewise.
         group_size: Elements that share a scale and a bias.
-        by_range: Whether `pack_by_range` chooses scales and biases, or `mx.quantize`.
+        by_range: Whether rows are packed as stores pack them, or by `mx.quantize`.
         frame: The keys' frame, or None.
         dtype: In which rows, scales and biases are stored.
     """
@@ -147,8 +187,9 @@ class RowFormat:
     def _restored(self, rows: mx.array, bits: int) -> mx.array:
         rows = rows.astype(self.dtype)
         if self.by_range:
-            return pack_by_range(rows, bits, self.group_size).dequantized()
-        return PackedRows.of(rows, bits, self.group_size).dequantized()
+            return PackedRows.of(rows, bits, self.group_size).dequantized()
+        quantized = mx.quantize(rows, group_size=self.group_size, bits=bits)
+        return PackedRows(*quantized, bits, self.group_size).dequantized()
 
     def row_bytes(self, key_width: int, value_width: int) -> int:
         """Bytes of one slot's key and value."""

@@ -7,12 +7,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_h2o.backends.choice import pack
 from mlx_h2o.backends.decoder import Decoder, Lent
 from mlx_h2o.backends.decoders import decoder_for, fits_device
 from mlx_h2o.recent_window import RecentWindow
 from mlx_h2o.remainder import Remainder
 from mlx_h2o.settings import CacheSettings
 from mlx_h2o.store import Run, SlotStore
+from mlx_h2o.value_lengths import value_lengths
 
 #: What a store keeps of some rows, by name: `[B, heads, N, ...]` each.
 Fields = dict[str, mx.array]
@@ -155,10 +157,12 @@ def fields_of(settings: CacheSettings, keys: mx.array, values: mx.array, first: 
     B, H, L, _ = keys.shape
     new = mx.arange(first, first + L, dtype=mx.int32)
     fields = {
-        **settings.packing.fields("keys", keys),
-        **settings.packing.fields("values", values),
+        **settings.packing.fields("keys", keys, pack),
+        **settings.packing.fields("values", values, pack),
         "positions": mx.broadcast_to(new, (B, H, L)),
     }
     if settings.policy.needs_attention:
         fields["scores"] = mx.zeros((B, H, L))
+    if settings.policy.uses_value_lengths:
+        fields["value_lengths"] = value_lengths(values)
     return fields

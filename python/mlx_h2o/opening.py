@@ -8,14 +8,17 @@ import mlx.core as mx
 
 from mlx_h2o import saved_state
 from mlx_h2o.attention import FLOAT_DTYPES
+from mlx_h2o.backends.choice import pack
 from mlx_h2o.budget import LayerShare, RowWidths, slots_for_bytes
 from mlx_h2o.eviction import recent_size
 from mlx_h2o.layer import Layer, RowType
 from mlx_h2o.memory import Evictions, Memory, fields_of
+from mlx_h2o.packed import Packing, dense
 from mlx_h2o.recent_window import RecentWindow
 from mlx_h2o.remainder import Remainder, plain_rows_for
 from mlx_h2o.settings import CacheSettings
 from mlx_h2o.store import SlotStore
+from mlx_h2o.value_lengths import value_lengths
 
 
 def open_layer(
@@ -38,7 +41,8 @@ def open_layer(
         )
     B, H, _, D = keys.shape
     Dv, sizes = values.shape[-1], (keys.dtype.size, values.dtype.size)
-    widths = RowWidths(D, Dv, *sizes, settings.packing, settings.undo)
+    framed = settings.frame is not None
+    widths = RowWidths(D, Dv, *sizes, settings.packing, settings.undo, framed)
     budgets = budgets_of(settings, B, H, widths)
     reserved = 0
     if not settings.attending and settings.remainder:
@@ -50,7 +54,7 @@ def open_layer(
     if settings.packing.recent is not None:
         window = window_of(settings, recent_size(settings, of_slots))
         of_slots = [budget - window.size for budget in of_slots]
-    settings.saturations(H)  # there is one for each head
+    settings.check_rows(H, D)
     settings = settings.resized(budgets)
     store = SlotStore(of_slots, reserved)
     if window is not None:
@@ -84,7 +88,10 @@ def budgets_of(settings: CacheSettings, batch: int, heads: int, widths: RowWidth
 
 def window_of(settings: CacheSettings, size: int) -> RecentWindow:
     """An empty recent window."""
-    return RecentWindow(size, settings.packing, settings.policy.needs_attention)
+    policy = settings.policy
+    return RecentWindow(
+        size, settings.packing, policy.needs_attention, policy.uses_value_lengths, pack
+    )
 
 
 def config_of(layer: Layer | None) -> dict[str, Any]:
@@ -120,6 +127,8 @@ def restored(
     numbers = saved_state.checked_window(config, policy, packing)
     runs = saved_state.checked_runs(config, policy, numbers)
     saved_state.check_arrays(arrays, runs, policy, packing, remembers, numbers)
+    if policy.uses_value_lengths and not saved_state.has_value_lengths(arrays, policy):
+        arrays = arrays | _value_lengths(arrays, packing)
     newest = config["offset"] - (numbers["length"] if numbers else 0)
     saved_state.check_indices(arrays, runs, config["reserved"], policy, newest)
     store = SlotStore.of(runs, config["reserved"], _under("slots.", arrays))
@@ -130,6 +139,7 @@ def restored(
         window.get_back(_under("recent.", arrays))
     types, widths = _types_and_widths(settings, store)
     heads, B = store.heads, types["keys"].batch
+    settings.check_rows(heads, widths.key)
     share = share or LayerShare(heads, widths)
     if (share.heads, share.widths) != (heads, widths):
         raise ValueError(f"The share {share} is not that of {heads} heads of {widths}.")
@@ -138,6 +148,15 @@ def restored(
         remainder = Remainder(**_under("remainder.", arrays))
     evictions = Evictions(remainder, arrays.get("victims"))
     return Layer(settings, types, Memory(store, window, evictions), config["offset"]), share
+
+
+def _value_lengths(arrays: dict[str, mx.array], packing: Packing) -> dict[str, mx.array]:
+    """The lengths of the values that a file holds without them, of slots and recent window."""
+    kinds = {"slots.": packing} | ({"recent.": packing.recent} if packing.recent else {})
+    return {
+        f"{prefix}value_lengths": value_lengths(dense(kind.rows("values", _under(prefix, arrays))))
+        for prefix, kind in kinds.items()
+    }
 
 
 def _types_and_widths(
@@ -151,8 +170,9 @@ def _types_and_widths(
         types[name] = RowType(batch, store.heads, width, held.dtype)
         widths.append(width)
         sizes.append(held.dtype.size)
-    packing = settings.packing
-    return types, RowWidths(widths[0], widths[1], sizes[0], sizes[1], packing, settings.undo)
+    framed = settings.frame is not None
+    packing, undo = settings.packing, settings.undo
+    return types, RowWidths(widths[0], widths[1], sizes[0], sizes[1], packing, undo, framed)
 
 
 def _under(prefix: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:

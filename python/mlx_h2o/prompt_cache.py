@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
 
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.budget import LayerShare, bytes_for_slots, slots_for_bytes
-from mlx_h2o.cache_lists import replaced
+from mlx_h2o.cache_lists import entries, replaced
+from mlx_h2o.frame import Frame
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
 from mlx_h2o.model_identity import identity_of
 from mlx_h2o.packed import DEFAULT_GROUP_SIZE
@@ -44,6 +46,7 @@ def make_prompt_cache(
     group_size: int = DEFAULT_GROUP_SIZE,
     recent_bits: int | None = None,
     undo: int = 0,
+    frames: Sequence[Frame | None] | Literal[False] | str | None = None,
     **settings: Any,
 ) -> list[Any]:
     """The model's own caches, with every plain KV cache replaced by a bounded one.
@@ -70,6 +73,9 @@ def make_prompt_cache(
         recent_bits: Of the newest tokens, where that is to differ (16: the model's own dtype).
         undo: How many of the last tokens can be taken back after evictions; speculative decoding
             needs as many as it drafts at once.
+        frames: In which packed keys are stored: a `Frame` or None for each entry of the model's own
+            list of caches, as `frames_of` gives them. False or "none": as they come, which is the
+            default.
         settings: Fields of the policy to change, such as `sink`, `recent` or `evict_every`.
 
     Raises:
@@ -80,7 +86,7 @@ def make_prompt_cache(
         return caches_beneath(model)
     stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
     given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
-    given |= {"max_bytes": max_bytes, "recent_bits": recent_bits, "undo": undo}
+    given |= {"max_bytes": max_bytes, "recent_bits": recent_bits, "undo": undo, "frames": frames}
     return bounded_caches(model, ModelSettings.of(max_size, **given))
 
 
@@ -105,7 +111,12 @@ def bounded_caches(model: nn.Module, settings: ModelSettings) -> list[Any]:
     uniform = derived or not attending or policy.unit == "layer"
     profile = _profile_for(model, kinds, settings.budgets, uniform)
     packing, undo = settings.packing, settings.undo
-    shares = [LayerShare(k.heads, replace(k.widths, packing=packing, undo=undo)) for k in kinds]
+    caches = stock_caches(model)
+    frames = frames_of_caches(caches, settings.frames)
+    shares = [
+        LayerShare(k.heads, replace(k.widths, packing=packing, undo=undo, framed=bool(frame)))
+        for k, frame in zip(kinds, frames, strict=True)
+    ]
     if profile is not None:
         shares = [
             replace(share, grid=profile.grid, losses=losses)
@@ -114,10 +125,10 @@ def bounded_caches(model: nn.Module, settings: ModelSettings) -> list[Any]:
     remembers = answers or policy.uses_evicted_mean
     sizes = slots_of_layers(shares, settings, policy, remembers, attending, profile)
     orders = _saturations(profile, policy, sizes)
-    layers = iter(zip(kinds, shares, sizes, orders, strict=True))
+    layers = iter(zip(kinds, shares, sizes, orders, frames, strict=True))
 
     def bounded() -> BoundedKVCache:
-        kind, share, budgets, saturation = next(layers)
+        kind, share, budgets, saturation, frame = next(layers)
         of_layer = CacheSettings(
             budgets=tuple(budgets),
             policy=policy,
@@ -126,11 +137,40 @@ def bounded_caches(model: nn.Module, settings: ModelSettings) -> list[Any]:
             attending=attending,
             undo=undo,
             saturation=saturation,
+            frame=frame,
         )
         use = "latent" if kind.derived else ""
         return BoundedKVCache.of(of_layer, use if attending else "plain rows", share)
 
-    return [replaced(entry, bounded) for entry in stock_caches(model)]
+    return [replaced(entry, bounded) for entry in caches]
+
+
+def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
+    """The frame of each plain KV cache of a model's list, members of a CacheList too.
+
+    Args:
+        caches: The model's own.
+        frames: As in `ModelSettings`.
+
+    Raises:
+        ValueError: There is not one for each entry, or one where there is no plain KV cache.
+    """
+    given = frames if isinstance(frames, tuple) else (None,) * len(caches)
+    if len(given) != len(caches):
+        raise ValueError(
+            f"frames has {len(given)} entries, and the model has {len(caches)} caches: give a "
+            "Frame or None for each."
+        )
+    of_plain: list[Frame | None] = []
+    for i, (entry, frame) in enumerate(zip(caches, given, strict=True)):
+        plain = sum(type(member) is KVCache for _, member in entries([entry]))
+        if frame is not None and type(entry) is not KVCache:
+            raise ValueError(
+                f"frames[{i}] is for a {type(entry).__name__}, which is no plain KV cache: it must "
+                "be None."
+            )
+        of_plain += [frame] * plain
+    return of_plain
 
 
 def _saturations(

@@ -15,6 +15,7 @@ import numpy as np
 from mlx_h2o import checks
 from mlx_h2o.attention import FLOAT_DTYPES
 from mlx_h2o.budget import LayerShare
+from mlx_h2o.frame import Frame
 from mlx_h2o.packed import BIASES, SCALES, Packing
 from mlx_h2o.policies import Policy, make_policy
 from mlx_h2o.remainder import SATURATION, STATISTICS
@@ -33,8 +34,38 @@ Arrays = dict[str, mx.array]
 Expected = dict[str, tuple[tuple[int, ...], mx.Dtype]]
 
 
-def settings_of(config: dict[str, Any]) -> tuple[CacheSettings, LayerShare | None]:
-    """What a saved cache was made with, and its part in its model's budget, if it says so."""
+#: What a file calls a frame's centre and scale.
+FRAME = ("frame.centre", "frame.scale")
+
+
+def frame_arrays(frame: Frame | None) -> Arrays:
+    """What a file keeps of a frame, by name."""
+    return {} if frame is None else dict(zip(FRAME, frame.arrays, strict=True))
+
+
+def frame_of(arrays: Arrays) -> Frame | None:
+    """The frame that a file keeps, if it does.
+
+    Raises:
+        ValueError: It keeps a part of one, or numbers that are none.
+    """
+    found = [arrays[name] for name in FRAME if name in arrays]
+    if not found:
+        return None
+    if len(found) < len(FRAME) or any(part.dtype != mx.float32 for part in found):
+        raise ValueError(f"A frame is {' and '.join(FRAME)}, both float32.")
+    return Frame(*found)
+
+
+def settings_of(
+    config: dict[str, Any], frame: Frame | None = None
+) -> tuple[CacheSettings, LayerShare | None]:
+    """What a saved cache was made with, and its part in its model's budget, if it says so.
+
+    Args:
+        config: Its numbers.
+        frame: That of its keys.
+    """
     saved = dict(config["policy"])
     settings = CacheSettings(
         config["max_size"],
@@ -47,11 +78,14 @@ def settings_of(config: dict[str, Any]) -> tuple[CacheSettings, LayerShare | Non
         # Files from before there was `undo`, or one t for each head, do not say.
         config.get("undo", 0),
         config.get("saturation", SATURATION),
+        frame,
     )
     check_ranges(config, settings.policy)
     share = None
     if config.get("share"):
-        share = LayerShare.of_config(config["share"], settings.packing, settings.undo)
+        share = LayerShare.of_config(
+            config["share"], settings.packing, settings.undo, frame is not None
+        )
     return settings, share
 
 
@@ -163,6 +197,9 @@ def check_arrays(
     expected["slots.positions"] = (batch, slots), mx.int32
     if policy.needs_attention:
         expected["slots.scores"] = (batch, slots), mx.float32
+    measured = has_value_lengths(arrays, policy)
+    if measured:
+        expected["slots.value_lengths"] = (batch, slots), mx.float16
     if remembers:
         for name in STATISTICS:
             width = {"count": (), "mean_value": (widths["values"],)}.get(name, (widths["keys"],))
@@ -178,12 +215,20 @@ def check_arrays(
         expected |= row_shapes("recent.", (batch, heads, rows), types, recent)
         if policy.needs_attention:
             expected["recent.scores"] = (batch, heads, rows), mx.float32
+        if measured:
+            expected["recent.value_lengths"] = (batch, heads, rows), mx.float16
     if missing_or_more := expected.keys() ^ arrays.keys():
         raise ValueError(f"Arrays are missing or too many: {sorted(missing_or_more)}.")
     for name, (shape, dtype) in expected.items():
         array = arrays[name]
         if (array.shape, array.dtype) != (shape, dtype):
             raise ValueError(f"{name} must be {shape} {dtype}; it is {array.shape} {array.dtype}.")
+
+
+def has_value_lengths(arrays: Arrays, policy: Policy) -> bool:
+    """Whether the lengths of values are among the arrays; files from before they were kept have
+    none, and `opening.restored` makes them of the rows."""
+    return policy.uses_value_lengths and "slots.value_lengths" in arrays
 
 
 def row_type(name: str, arrays: Arrays, packing: Packing) -> tuple[int, mx.Dtype]:

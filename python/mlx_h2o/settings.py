@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mlx_h2o import checks
+from mlx_h2o.frame import Frame
 from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, Packing
 from mlx_h2o.policies import KernelPolicy, Policy, make_policy
 from mlx_h2o.policies.base import kernel_policy_of
@@ -35,6 +36,7 @@ class CacheSettings:
         undo: How many of the last tokens can be taken back after evictions.
         saturation: t of the remainder's term (`Remainder.column`), for all KV heads or for each; 0
             is first order.
+        frame: In which packed keys are stored, or None: as they come.
 
     Raises:
         ValueError: A setting is none, or they do not go together; the message names it.
@@ -49,6 +51,7 @@ class CacheSettings:
     attending: bool = True
     undo: int = 0
     saturation: float | tuple[float, ...] = SATURATION
+    frame: Frame | None = None
 
     def __post_init__(self) -> None:
         self._set("policy", make_policy(self.policy))
@@ -81,9 +84,26 @@ class CacheSettings:
             )
         if self.budgets is not None:
             self.saturations(len(self.budgets))
+        if self.frame is not None:
+            self._check_frame(self.frame)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+    def _check_frame(self, frame: Any) -> None:
+        if not isinstance(frame, Frame):
+            raise ValueError(f"frame must be a Frame or None; got {type(frame).__name__}.")
+        if self.packing.k_bits is None:
+            raise ValueError("frame is for packed keys: it needs bits or k_bits.")
+
+    def check_rows(self, heads: int, width: int) -> None:
+        """Raise ValueError unless keys of so many KV heads and this width fit the settings."""
+        self.saturations(heads)
+        if self.frame is not None and self.frame.centre.shape != (heads, width):
+            raise ValueError(
+                f"frame is for (KV heads, key width) {self.frame.centre.shape}; this layer has "
+                f"{(heads, width)}."
+            )
 
     @property
     def size(self) -> str:
@@ -175,6 +195,7 @@ class ModelSettings:
         budgets: "uniform", a profile, the path of one, or None: the model's own.
         packing: How rows are stored.
         undo: How many of the last tokens can be taken back after evictions.
+        frames: A frame or None for each of the model's caches, "none", or None: the profile's.
 
     Raises:
         ValueError: A setting is none, or they do not go together; the message names it.
@@ -188,6 +209,7 @@ class ModelSettings:
     budgets: str | Path | Profile | None = None
     packing: Packing = field(default_factory=Packing)
     undo: int = 0
+    frames: Sequence[Frame | None] | str | bool | None = None
 
     def __post_init__(self) -> None:
         one_size(max_size=self.max_size, max_bytes=self.max_bytes)
@@ -205,6 +227,9 @@ class ModelSettings:
             )
         self.policy_for(attending=True)
         object.__setattr__(self, "budgets", profile_or_uniform(self.budgets))
+        object.__setattr__(self, "frames", frames_or_none(self.frames))
+        if isinstance(self.frames, tuple) and self.packing.k_bits is None:
+            raise ValueError("frames are for packed keys: they need bits or k_bits.")
 
     @classmethod
     def of(
@@ -221,13 +246,14 @@ class ModelSettings:
         group_size: int = DEFAULT_GROUP_SIZE,
         recent_bits: int | None = None,
         undo: int = 0,
+        frames: Sequence[Frame | None] | Literal[False] | str | None = None,
         **settings: Any,
     ) -> ModelSettings:
         """From the arguments of `make_prompt_cache`, which explains them."""
         packing = packing_of(bits, k_bits, v_bits, group_size, recent_bits)
         if not packing.packs and group_size != DEFAULT_GROUP_SIZE:
             raise ValueError("group_size needs bits (or k_bits or v_bits): nothing is packed.")
-        return cls(max_size, max_bytes, policy, settings, remainder, budgets, packing, undo)
+        return cls(max_size, max_bytes, policy, settings, remainder, budgets, packing, undo, frames)
 
     def policy_for(self, attending: bool) -> Policy:
         """The policy, for a model that attends through this library or by itself."""
@@ -252,6 +278,26 @@ def profile_or_uniform(budgets: Any) -> Profile | str | None:
     raise ValueError(
         'budgets must be "uniform", a Profile, or the path of one (slots of single heads go to '
         f"H2OKVCache); got {budgets!r}."
+    )
+
+
+def frames_or_none(frames: Any) -> tuple[Frame | None, ...] | str | None:
+    """What `frames=` of a model means: its caches' frames, "none", or None: the profile's.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if frames is None:
+        return None
+    if frames is False or (isinstance(frames, str) and frames == "none"):
+        return "none"
+    if isinstance(frames, list | tuple) and all(
+        frame is None or isinstance(frame, Frame) for frame in frames
+    ):
+        return tuple(frames)
+    raise ValueError(
+        'frames must be a list with a Frame or None for each cache of the model, or "none"; '
+        f"got {frames!r}."
     )
 
 

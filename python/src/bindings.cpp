@@ -13,6 +13,7 @@
 #include "mlx/version.h"
 #include "primitives/attention.h"
 #include "primitives/decoding_layer.h"
+#include "primitives/pack.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
@@ -41,7 +42,8 @@ NB_MODULE(_ext, m) {
       .value("score", Priority::score)
       .value("age", Priority::age)
       .value("distance", Priority::distance)
-      .value("direction", Priority::direction);
+      .value("direction", Priority::direction)
+      .value("salience", Priority::salience);
 
   nb::class_<Stored>(m, "Stored")
       .def(
@@ -50,7 +52,7 @@ NB_MODULE(_ext, m) {
             new (self) Stored{std::move(arrays), bits, group_size};
           },
           "arrays"_a, "bits"_a = 0, "group_size"_a = 0,
-          "Keys or values: [array], or [words, scales, biases] as mx.quantize makes them.");
+          "Keys or values: [array], or [words, scales, biases] in the format of mx.quantize.");
 
   m.def(
       "attention", &attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "causal"_a = false,
@@ -59,25 +61,42 @@ NB_MODULE(_ext, m) {
       "Attention over [B, Hk, N, D], or [B, S, D] with (start, length) per head in `ranges`.\n\n"
       "Returns [out, lse] and, if wanted, logits or mass.");
 
+  m.def(
+      "pack", &pack, "rows"_a, "bits"_a, "group_size"_a, "stream"_a = nb::none(),
+      "Words, scales and biases of rows [..., width].");
+
   nb::class_<KernelPolicy>(m, "KernelPolicy")
       .def(
           "__init__",
           [](KernelPolicy* self, Score score, Priority priority, bool per_layer,
-             bool age_normalised, int sink, int evict_every, float decay, float mass_weight,
-             float age_weight) {
-            new (self) KernelPolicy{score,       priority, per_layer,   age_normalised, sink,
-                                    evict_every, decay,    mass_weight, age_weight};
+             bool age_normalised, int sink, int evict_every, float decay, float distance_weight,
+             float mass_weight, float value_weight, float age_weight) {
+            new (self) KernelPolicy{score,       priority,     per_layer, age_normalised,
+                                    sink,        evict_every,  decay,     distance_weight,
+                                    mass_weight, value_weight, age_weight};
           },
           nb::kw_only(), "score"_a, "priority"_a, "per_layer"_a, "age_normalised"_a, "sink"_a,
-          "evict_every"_a, "decay"_a, "mass_weight"_a, "age_weight"_a);
+          "evict_every"_a, "decay"_a, "distance_weight"_a, "mass_weight"_a, "value_weight"_a,
+          "age_weight"_a);
 
   nb::class_<Recent>(m, "Recent")
       .def(
           "__init__",
-          [](Recent* self, Stored keys, Stored values, mx::array scores) {
-            new (self) Recent{std::move(keys), std::move(values), std::move(scores)};
+          [](Recent* self, Stored keys, Stored values, mx::array scores,
+             std::optional<mx::array> value_lengths) {
+            new (self) Recent{
+                std::move(keys), std::move(values), std::move(scores), std::move(value_lengths)};
           },
-          "keys"_a, "values"_a, "scores"_a, "The newest tokens, stored apart.");
+          "keys"_a, "values"_a, "scores"_a, "value_lengths"_a = nb::none(),
+          "The newest tokens, stored apart.");
+
+  nb::class_<Frame>(m, "Frame")
+      .def(
+          "__init__",
+          [](Frame* self, mx::array centre, mx::array scale) {
+            new (self) Frame{std::move(centre), std::move(scale)};
+          },
+          "centre"_a, "scale"_a, "What keys are stored relative to.");
 
   using RecentTuple = std::tuple<int, int, bool>;
   using HeadTuple = std::tuple<int64_t, int, int, int, int, bool>;
@@ -85,9 +104,10 @@ NB_MODULE(_ext, m) {
       .def(
           nb::init<
               const Stored&, const Stored&, std::vector<mx::array>, KernelPolicy, bool, bool,
-              std::vector<float>, const std::optional<Recent>&, mx::StreamOrDevice>(),
+              std::vector<float>, const std::optional<Recent>&, mx::StreamOrDevice,
+              const std::optional<Frame>&>(),
           "keys"_a, "values"_a, "fields"_a, "policy"_a, nb::kw_only(), "remembers"_a, "answers"_a,
-          "saturation"_a, "recent"_a = nb::none(), "stream"_a = nb::none())
+          "saturation"_a, "recent"_a = nb::none(), "stream"_a = nb::none(), "frame"_a = nb::none())
       .def(
           "step",
           [](DecodingLayer& self, const mx::array& q, const mx::array& k, const mx::array& v,

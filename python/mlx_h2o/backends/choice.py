@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from mlx_h2o.backends import reference
+from mlx_h2o.packed import PackedRows
 
 if TYPE_CHECKING:
     from mlx_h2o.backends.gpu import Gpu
@@ -41,6 +42,12 @@ def backend() -> ModuleType | Gpu:
     if mx.default_device().type == mx.DeviceType.cpu:
         return cpu() or reference
     return gpu() or reference
+
+
+def pack(rows: mx.array, bits: int, group_size: int) -> PackedRows:
+    """See `PackedRows.of`, which every backend does bit for bit alike."""
+    packed: PackedRows = backend().pack(rows, bits, group_size)
+    return packed
 
 
 def gpu() -> Gpu | None:

@@ -36,6 +36,7 @@ __all__ = [
     "attention_mass",
     "attention_with_mass",
     "attention_with_scores",
+    "pack",
     "tracing",
 ]
 
@@ -61,6 +62,12 @@ def attention_with_mass(
     """See `mlx_h2o.attention.scaled_dot_product_attention_with_mass`."""
     out, lse, mass = _call(_ext.Export.mass, Operands(q, k, v, **options))
     return out, mass, lse
+
+
+def pack(rows: mx.array, bits: int, group_size: int) -> PackedRows:
+    """See `PackedRows.of`; bit for bit the same."""
+    words, scales, biases = _ext.pack(rows, bits, group_size)
+    return PackedRows(words, scales, biases, bits, group_size)
 
 
 def _call(wanted: _ext.Export, call: Operands[Rows]) -> list[mx.array]:

@@ -45,6 +45,10 @@ class Gpu:
     launcher: Launcher
     architecture: Callable[[], str] = default_architecture
 
+    def pack(self, rows: mx.array, bits: int, group_size: int) -> PackedRows:
+        """See `PackedRows.of`."""
+        return reference.pack(rows, bits, group_size)
+
     def attend(self, q: mx.array, k: Rows, v: Rows, **options: Any) -> attention_launches.Attended:
         """See `attention_launches.attend`."""
         options.setdefault("architecture", self.architecture())

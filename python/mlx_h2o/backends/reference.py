@@ -9,11 +9,16 @@ import mlx.core as mx
 
 from mlx_h2o.backends.operands import Operands, Options, Ranges
 from mlx_h2o.masks import Mask, fast_mask
-from mlx_h2o.packed import AnyRows, dense
+from mlx_h2o.packed import AnyRows, PackedRows, dense
 from mlx_h2o.softmax import attention_mass, join, softmax_weights
 
 # Queries whose logits are held at a time where only their sum is wanted: bounds [L, N].
 QUERY_BLOCK = 256
+
+
+def pack(rows: mx.array, bits: int, group_size: int) -> PackedRows:
+    """See `PackedRows.of`."""
+    return PackedRows.of(rows, bits, group_size)
 
 
 def attention(q: mx.array, k: AnyRows, v: AnyRows, **options: Unpack[Options]) -> mx.array:

@@ -1,6 +1,7 @@
 // Compiled once per instruction set, with MLX_H2O_ISA naming it; see CMakeLists.txt.
 #include "attention_tile.h"
 #include "convert.h"
+#include "frame.h"
 #include "quantize.h"
 #include "update.h"
 
@@ -43,6 +44,8 @@ const Kernels table{
     widen,
     narrow,
     quantize,
+    enter_frame,
+    multiply,
     read_row};
 
 }  // namespace mlx_h2o::MLX_H2O_ISA

@@ -1,4 +1,4 @@
-// How rows of keys and values are read: dense in any dtype, or packed as mx.quantize packs them.
+// How rows of keys and values are read: dense in any dtype, or packed in the format of mx.quantize.
 #pragma once
 
 #include "convert.h"

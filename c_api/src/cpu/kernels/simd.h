@@ -116,8 +116,48 @@ inline vf load_partial(const T* p, int count) {
   return load(padded);
 }
 
-inline void store_partial(float* p, vf v, int count) {
-  __builtin_memcpy(p, &v, count * sizeof(float));
+// To the nearest, ties to even.
+inline vu narrowed_to_bfloat16(vf v) {
+  const vu bits = (vu)v;
+  const vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return v == v ? rounded : (vu)((bits >> 16) | 0x40);
+}
+
+// The same to half precision (no instruction for it): subnormals are rounded by adding 1/2, which
+// leaves their mantissa in the last bits.
+inline vu narrowed_to_float16(vf v) {
+  const vu bits = (vu)v;
+  const vu sign = (bits >> 16) & 0x8000, size = bits & 0x7fffffff;
+  const vu ordinary = (size + 0xfff + ((size >> 13) & 1) - 0x38000000) >> 13;
+  const vu small = (vu)((vf)size + 0.5f) - 0x3f000000;
+  const vu large = size > 0x7f800000 ? vu{} + 0x7e00 : vu{} + 0x7c00;
+  const vu finite = size < 0x38800000 ? small : ordinary;
+  // From 0x477ff000 on a number rounds to 65536 or beyond.
+  return sign | (size >= 0x477ff000 ? large : finite);
+}
+
+inline void store(bfloat16* p, vf v) {
+  const vh half = __builtin_convertvector(narrowed_to_bfloat16(v), vh);
+  __builtin_memcpy(p, &half, sizeof(half));
+}
+
+inline void store(float16* p, vf v) {
+#if defined(__AVX512F__) && MLX_H2O_LANES == 16
+  const __m256i half = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__F16C__) && MLX_H2O_LANES == 8
+  const __m128i half = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const vh half = __builtin_convertvector(narrowed_to_float16(v), vh);
+#endif
+  __builtin_memcpy(p, &half, sizeof(half));
+}
+
+// The first `count` (1 to W - 1) elements; writes no further.
+template <class T>
+inline void store_partial(T* p, vf v, int count) {
+  T padded[W];
+  store(padded, v);
+  __builtin_memcpy(p, padded, count * sizeof(T));
 }
 
 inline float widen(float x) {

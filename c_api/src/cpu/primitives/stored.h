@@ -9,7 +9,7 @@ namespace mlx_h2o {
 
 namespace mx = mlx::core;
 
-// Keys or values: one array, or packed rows as mx.quantize makes them (words, scales, biases).
+// Keys or values: one array, or packed rows in the format of mx.quantize (words, scales, biases).
 struct Stored {
   std::vector<mx::array> arrays;
   int bits = 0;  // 0: dense
@@ -34,6 +34,9 @@ struct SlotLayout {
 };
 
 SlotLayout layout_of(const Stored& k, const Stored& v);
+
+// Raises std::invalid_argument unless rows can be packed so.
+void check_packing(int bits, int group_size);
 
 // Raises std::invalid_argument unless the arrays are rows [..., rows, width].
 void check_stored(const Stored& x);
