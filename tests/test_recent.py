@@ -423,3 +423,15 @@ def test_the_window_grows_with_the_tokens(backend):
     views = [cache.layer.window.views(0, 2, 700) for cache in (large, exact) if cache.arrays()]
     assert all(mx.array_equal(views[0][name], views[1][name]) for name in views[0])
     assert large.nbytes < 2**20
+
+
+def test_a_window_taken_back_to_nothing_survives_a_state():
+    policy = make_policy("distinct", sink=2, recent=0.3)
+    cache = H2OKVCache(budgets=[19, 19], policy=policy, bits=4, group_size=32, recent_bits=8)
+    tokens = TinyLayer(heads=2, group=2, key_width=32, value_width=32)
+    tokens.feed(cache, 3, 3)
+    cache.resize([14, 14])
+    cache.trim(3)
+    assert not cache.store.fields["positions"].size
+    twin = H2OKVCache.from_state(cache.state)
+    assert mx.array_equal(tokens.feed(twin, 30), tokens.feed(cache, 30))

@@ -2,8 +2,9 @@
 """What the GPU kernels move over packed keys and values, counted on the host harness.
 
 Prints, as Markdown, attention's device bytes per width of the rows, over the least that it can cost
-and over dense half's, and what one token's append moves; then what a whole decode step of 6-bit rows
-moves by policy, and what a frame for the keys adds. Nothing here is a time, and no GPU has run it.
+and over dense half's, and what one token's append moves; then what a whole decode step of 6-bit
+rows moves by policy, and what a frame for the keys adds. Nothing here is a time, and no GPU has run
+it.
 """
 
 from __future__ import annotations

@@ -29,6 +29,10 @@ class AttentionCall(NamedTuple):
         """L, the queries."""
         return self.q.shape[2]
 
+    def with_queries(self, q: mx.array) -> AttentionCall:
+        """The same of other queries."""
+        return self._replace(q=q)
+
     def of_heads(self, first: int, last: int) -> AttentionCall:
         """The call of the query heads first to last - 1."""
         if (first, last) == (0, self.q.shape[1]):

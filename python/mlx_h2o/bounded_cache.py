@@ -72,10 +72,8 @@ class BoundedKVCache:
     def __repr__(self) -> str:
         name = self.policy.name or type(self.policy).__name__
         rest = " in a frame" * bool(self.frame) + ", no remainder" * (not self.answers)
-        return (
-            f"<{type(self).__name__}: {name}, {self.settings.size}{self.packing}{rest}; "
-            f"{self.size()} of {self.offset} tokens in {self.nbytes:,} bytes>"
-        )
+        what = f"{type(self).__name__}: {name}, {self.settings.size}{self.packing}{rest}"
+        return f"<{what}; {self.size()} of {self.offset} tokens in {self.nbytes:,} bytes>"
 
     # -- what it is -------------------------------------------------------------------------------
 
@@ -257,8 +255,7 @@ class BoundedKVCache:
 
     def arrays(self) -> dict[str, mx.array]:
         """Every array held, by name."""
-        of_layer = self._layer.arrays() if self._layer else {}
-        return {**of_layer, **saved_state.frame_arrays(self.frame)}
+        return saved_state.frame_arrays(self.frame) | (self._layer.arrays() if self._layer else {})
 
     def config(self) -> dict[str, Any]:
         """Everything else that a copy needs, as JSON types."""
@@ -292,8 +289,8 @@ class BoundedKVCache:
 
     @classmethod
     def _restored(cls, arrays: dict[str, mx.array], config: dict[str, Any]) -> BoundedKVCache:
-        settings, share = saved_state.settings_of(config, saved_state.frame_of(arrays))
-        arrays = {name: array for name, array in arrays.items() if name not in saved_state.FRAME}
+        frame, arrays = saved_state.frame_apart(arrays)
+        settings, share = saved_state.settings_of(config, frame)
         kind = "plain rows" if not settings.attending else "latent" * (config["own"] is False)
         cache = cls.of(settings, kind, share)
         if config["runs"]:

@@ -48,7 +48,7 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
     if layer.offset and accepts(layer.settings, call, k, v):
         return layer.decode(call, k, v)
     if frame is not None:
-        call, k = call._replace(q=frame.enter_queries(call.q)), frame.enter(k)
+        call, k = call.with_queries(frame.enter_queries(call.q)), frame.enter(k)
     attended = zip(layer.runs, layer.take_in(k, v), strict=True)
     return _evicting(layer, [observe(layer, run, call, fields) for run, fields in attended])
 

@@ -43,18 +43,18 @@ def frame_arrays(frame: Frame | None) -> Arrays:
     return {} if frame is None else dict(zip(FRAME, frame.arrays, strict=True))
 
 
-def frame_of(arrays: Arrays) -> Frame | None:
-    """The frame that a file keeps, if it does.
+def frame_apart(arrays: Arrays) -> tuple[Frame | None, Arrays]:
+    """The frame that a file keeps, if it does, and its other arrays.
 
     Raises:
         ValueError: It keeps a part of one, or numbers that are none.
     """
     found = [arrays[name] for name in FRAME if name in arrays]
     if not found:
-        return None
+        return None, arrays
     if len(found) < len(FRAME) or any(part.dtype != mx.float32 for part in found):
         raise ValueError(f"A frame is {' and '.join(FRAME)}, both float32.")
-    return Frame(*found)
+    return Frame(*found), {name: x for name, x in arrays.items() if name not in FRAME}
 
 
 def settings_of(
@@ -148,7 +148,7 @@ def checked_runs(
         policy.check_budget(run.budget + recent["size"], "budget")
         runs.append(run)
         head, start = run.last, start + run.heads * run.allocated
-        within("slots", start, 1, MOST_TOKENS)
+        within("slots", start, 0, MOST_TOKENS)
     budgets = config["budgets"] or ()
     if len(budgets) != head:
         raise ValueError(f"There are {len(budgets)} budgets for {head} KV heads.")

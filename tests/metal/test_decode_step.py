@@ -248,7 +248,9 @@ def test_whoever_does_not_choose_keeps_its_victims():
 
 
 # Over what cannot be avoided: logits, lse, positions, distances and scores once, scores written.
-@pytest.mark.parametrize(("name", "most"), [("h2o", 1.15), ("distinct", 1.35), ("salient", 1.35), ("streaming", 1.01)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("h2o", 1.15), ("distinct", 1.35), ("salient", 1.35), ("streaming", 1.01)]
+)
 def test_device_bytes(name, most):
     B, G, lengths = 1, 4, (800,) * 4
     H, N, D = len(lengths), sum(lengths), 128

@@ -1,13 +1,11 @@
-"""Keys that lie in a frame: new ones enter it where they are written, queries where they are read."""
+"""Keys that lie in a frame: new ones enter it as they are written, queries as they are read."""
 
-import itertools
 from functools import partial
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from harness import recorded
-from launched_on import SINK, assert_close, evicted, plan_of
+from launched_on import assert_close, evicted, plan_of
 
 from conftest import HOST
 from mlx_h2o import Remainder
@@ -85,9 +83,7 @@ def test_the_softmax_never_sees_the_centre():
     plain, framed = (
         Remainder.empty(B, Hk, D, Dv).fold(rows, values) for rows in (gone, frame.enter(gone))
     )
-    ours = metal.attend(
-        q, frame.enter(k), v, scale=0.1, remainder=framed, frame_scale=frame.scale
-    )
+    ours = metal.attend(q, frame.enter(k), v, scale=0.1, remainder=framed, frame_scale=frame.scale)
     expected = metal.attend(q, k, v, scale=0.1, remainder=plain)
     assert shape[1] == Hq
     assert_close(ours.out, expected.out, 2e-5)
@@ -123,9 +119,7 @@ def test_saturation_of_each_head(groups):
     """A head's own t, and first order where it is 0."""
     ts = (0.0, 0.5, 4.0)
     shape = B, Hq, Hk, _, N, D, Dv = 2, 3 * groups, 3, 1, 20, 64, 32
-    q, k, v = (
-        mx.random.normal(size) for size in ((B, Hq, 1, D), (B, Hk, N, D), (B, Hk, N, Dv))
-    )
+    q, k, v = (mx.random.normal(size) for size in ((B, Hq, 1, D), (B, Hk, N, D), (B, Hk, N, Dv)))
     remainder = evicted(shape)
     # A head without variance has no term, whatever its t.
     remainder.var_key[1] = 0

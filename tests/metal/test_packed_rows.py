@@ -365,7 +365,9 @@ def arrays_of(rows):
 
 def bits_of(array):
     """A view that compares bit for bit, but for the sign of zeros: either is the least of both."""
-    return (array + mx.zeros((), array.dtype)).view(mx.uint16 if array.dtype.size == 2 else mx.uint32)
+    return (array + mx.zeros((), array.dtype)).view(
+        mx.uint16 if array.dtype.size == 2 else mx.uint32
+    )
 
 
 @pytest.mark.pairwise

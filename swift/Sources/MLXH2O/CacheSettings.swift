@@ -152,7 +152,8 @@ struct CacheSettings: Sendable {
     /// remainder.
     func budgets(for rows: RowTypes) throws -> (budgets: [Int], reserved: Int) {
         try check(rows)
-        let widths = rows.widths(packing)
+        var widths = rows.widths(packing)
+        widths.isFramed = frame != nil
         var budgets: [Int]
         switch size {
         case .heads(let given): budgets = given

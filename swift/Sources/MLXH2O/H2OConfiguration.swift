@@ -24,9 +24,10 @@ public struct H2OConfiguration: Sendable {
 
     /// In which frames packed keys are stored.
     public enum Frames: Sendable, Equatable {
-        /// Those that the profile of the model has for conversations of so many tokens, if it has any.
+        /// Those that the model's profile has for conversations of so many tokens, where keys are packed
+        /// and it has any.
         case profile(context: Int)
-        /// One for each bounded layer.
+        /// One for each bounded layer; keys must be packed.
         case layers([H2OFrame])
         /// None.
         case none
@@ -50,8 +51,7 @@ public struct H2OConfiguration: Sendable {
     public var headBudgets: HeadBudgets
     /// How keys and values are stored.
     public var packing: H2OPacking
-    /// In which frames packed keys are stored; of no matter where keys are not packed, or models attend
-    /// by themselves.
+    /// In which frames packed keys are stored.
     public var frames: Frames
     /// Where the remainder of every head saturates (``Remainder/saturation``); nil is as the profile has
     /// found for each, where it was made with this policy.

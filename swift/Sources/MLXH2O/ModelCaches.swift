@@ -77,10 +77,11 @@ extension H2OConfiguration {
         of kinds: [LayerKind], in model: any LanguageModel, _ policy: any Policy, _ attends: Bool
     ) throws -> [CacheSettings] {
         let profile = try attends ? profile(of: model, kinds) : nil
+        let frames = try frames(of: kinds.count, profile, attends)
+        let kinds = kinds.map { $0.stored(packing, isFramed: frames != nil) }
         let budgets = try sharedOut(kinds, by: profile, policy: policy, attends: attends)
         let measured = saturation == nil ? profile?.saturations(of: budgets, policy: policy) : nil
         let usual = [saturation ?? Remainder.saturation]
-        let frames = try frames(of: kinds.count, profile, attends)
         return try kinds.indices.map { layer in
             try CacheSettings(
                 .heads(budgets[layer]), policy: policy, remainder: remainder, attends: attends,
@@ -93,11 +94,15 @@ extension H2OConfiguration {
     private func frames(
         of layers: Int, _ profile: H2OProfile?, _ attends: Bool
     ) throws -> [H2OFrame]? {
-        guard attends, packing.keyBits != nil else { return nil }
         switch frames {
         case .none: return nil
-        case .profile(let context): return profile?.frames(context: context)
+        case .profile(let context):
+            return attends && packing.keyBits != nil ? profile?.frames(context: context) : nil
         case .layers(let frames):
+            guard packing.keyBits != nil else {
+                throw H2OError.configuration(
+                    "frames are for packed keys: set keyBits, or leave the frames out.")
+            }
             guard frames.count == layers else {
                 throw H2OError.configuration(
                     "\(frames.count) frames were given for \(layers) bounded layers.")
@@ -114,9 +119,7 @@ extension H2OConfiguration {
         let profile = policy.options.unit == .layer ? nil : profile
         let least = policy.leastBudget + Self.fewestChoices
         var sizes = try kinds.enumerated().map { layer, kind in
-            var widths = kind.widths
-            widths.packing = packing
-            let mean: Int
+            let widths = kind.widths, mean: Int
             switch budget {
             case .tokens(let count): mean = count - widths.remainderSlots(remembers)
             case .bytes(let bytes):

@@ -238,12 +238,7 @@ public struct H2OPacking: Sendable, Equatable {
         require(
             rows.dim(-1) % groupSize == 0,
             "Rows of width \(rows.dim(-1)) cannot be packed in groups of \(groupSize).")
-        let packed = quantized(rows, groupSize: groupSize, bits: bits)
-        return parts(
-            name,
-            PackedRows(
-                words: packed.wq, scales: packed.scales, biases: packed.biases!, bits: bits,
-                groupSize: groupSize))
+        return parts(name, PackedRows(packing: rows, bits: bits, groupSize: groupSize))
     }
 
     /// What packed rows are made of, by the names of a field.

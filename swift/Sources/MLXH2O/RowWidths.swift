@@ -24,6 +24,8 @@ struct RowWidths: Equatable {
     let valueSize: Int
     /// How they are stored.
     var packing = H2OPacking.dense
+    /// Whether keys have a frame.
+    var isFramed = false
 
     /// Bytes of one token's key and value.
     var rowBytes: Int {
@@ -48,18 +50,20 @@ struct RowWidths: Equatable {
 
     /// Slots per head that fit into `bytes` of `heads` heads (batch included), everything counted.
     ///
-    /// Each of `undo` steps is charged with the row that it overwrites, its slot and position, the
-    /// remainder and the victims before it, and all scores.
+    /// Each of `undo` steps is charged with the row that it overwrites, its slot, position and value
+    /// length, the remainder and the victims before it, and all scores.
     func slots(
         bytes: Int, heads: Int, policy: any Policy, remembers: Bool, undo: Int = 0
     ) throws -> Int {
         let remainder = remembers ? Remainder.bytesPerHead(keyWidth: key, valueWidth: value) : 0
+        let length = type(of: policy).usesValueLengths ? 2 : 0
         let perStep =
-            rowBytes + (packing.recent == nil ? 0 : recentRowBytes) + 8 + remainder
-            + 4 * policy.options.evictEvery
+            rowBytes + length + (packing.recent == nil ? 0 : recentRowBytes + length) + 8
+            + remainder + 4 * policy.options.evictEvery
+        let frame = isFramed ? 2 * 4 * key : 0
         let perHead =
-            bytes / heads - (remainder + 4 * policy.options.evictEvery) - undo * perStep
-        let slot = rowBytes + 4 + (policy.needsAttention ? 4 * (1 + undo) : 0)
+            bytes / heads - (remainder + frame + 4 * policy.options.evictEvery) - undo * perStep
+        let slot = rowBytes + 4 + length + (policy.needsAttention ? 4 * (1 + undo) : 0)
         var slots = perHead / slot
         // A recent window of wider rows leaves room for fewer. (Of narrower ones it gives none back:
         // with a profile the window is as small as the smallest head's.)

@@ -5,9 +5,16 @@ import MLXLMCommon
 struct LayerKind: Sendable {
     /// Hk.
     let heads: Int
-    let widths: RowWidths
+    private(set) var widths: RowWidths
     /// Whether the model asked the cache to attend.
     let attends: Bool
+
+    /// The same with rows that are stored so.
+    func stored(_ packing: H2OPacking, isFramed: Bool) -> LayerKind {
+        var kind = self
+        (kind.widths.packing, kind.widths.isFramed) = (packing, isFramed)
+        return kind
+    }
 }
 
 /// What a trial step told about a model.

@@ -202,6 +202,12 @@ import Testing
             #expect(cache.nbytes <= 12_000, "\(name)")
             #expect(cache.nbytes > 9_000, "\(name)")
         }
+        let frame = try H2OFrame(of: RowStream(tokens: 9).keys)
+        let cache = try H2OKVCache(
+            .bytes(12_000), policy: Policies.Salient(), packing: Self.stores[1].packing,
+            frame: frame)
+        RowStream(tokens: 200).run(cache, [90] + ones(110))
+        #expect(11_000 ... 12_000 ~= cache.nbytes)
     }
 
     /// Bytes that are too few are told as soon as that is known: before a model, with its widths, or

@@ -86,6 +86,7 @@ import Testing
         let own = [H2OFrame](repeating: all[0].frame!, count: 3)
         #expect(try caches(packed, frames: .layers(own)).map(\.frame) == own)
         #expect(throws: H2OError.self) { try caches(packed, frames: .layers([])) }
+        #expect(throws: H2OError.self) { try caches(.dense, frames: .layers(own)) }
         #expect(throws: H2OError.self) { try caches(packed, frames: .profile(context: 0)) }
         #expect(throws: H2OError.self) { try caches(packed, saturation: -1) }
         _ = try ModelTests.generated(model, all, tokens: 40)

@@ -123,7 +123,7 @@ final class GPUDecoder {
     private func means(
         _ launches: StepLaunches, _ written: MLXArray, _ remainder: Remainder
     ) -> MLXArray {
-        let few = launches.plan.heads.map { $0.evicted < Policies.Distinct.fewestForAMean }
+        let few = launches.plan.heads.map { $0.evicted < Terms.fewestForAMean }
         guard few.contains(true) else { return remainder.meanKey }
         let kept = launches.meanKeptKeys(after: written)
         return which(MLXArray(few).column, kept, remainder.meanKey)

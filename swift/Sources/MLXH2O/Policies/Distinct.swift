@@ -17,9 +17,6 @@ extension Policies {
         public static let usesEvictedMean = true
         public static let sumsMass = true
 
-        // Fewer evicted keys than this give no mean worth measuring distances from.
-        static let fewestForAMean = 16
-
         public var options: PolicyOptions
         /// Of the mean mass per step.
         public var massWeight = 0.5
@@ -67,15 +64,11 @@ extension Policies {
         public var needsAttention: Bool { massWeight != 0 }
 
         public func priority(_ slots: PolicySlots) -> MLXArray {
-            let mean =
-                slots.evicted < Distinct.fewestForAMean
-                ? slots.keys.float32.mean(axis: 2) : slots.evictedMeanKey
-            let ages = slots.ages
-            var worth = distance(slots, mean)
+            var worth = Terms.distance(slots, Terms.forgottenMean(slots))
             if needsAttention {
-                worth = worth + Float(massWeight) * logMass(slots.scores / ages, slots)
+                worth = worth + Float(massWeight) * mass(slots.scores / slots.ages, slots)
             }
-            return worth - Float(ageWeight) * standardised(log(ages), among: slots.evictable)
+            return worth - Float(ageWeight) * Terms.age(slots)
         }
 
         public func promptPriority(_ slots: PolicySlots, windowMass: MLXArray?) -> MLXArray {
@@ -84,26 +77,16 @@ extension Policies {
                 axis: 2)
             let total = sum + evicted * slots.evictedMeanKey
             let count = mayGo.sum(axis: -1, keepDims: true) + evicted
-            var worth = distance(slots, total / maximum(count, Float(1)))
+            var worth = Terms.distance(slots, total / maximum(count, Float(1)))
             if needsAttention {
-                let mass = windowMass ?? slots.scores / slots.ages
-                worth = worth + Float(massWeight) * logMass(mass, slots)
+                let mass = mass(windowMass ?? slots.scores / slots.ages, slots)
+                worth = worth + Float(massWeight) * mass
             }
             return worth
         }
 
-        /// Standardised log ||k - mean||^2, `[B, H, N]`.
-        private func distance(_ slots: PolicySlots, _ mean: MLXArray) -> MLXArray {
-            let apart = square(slots.keys.float32 - mean.expandedDimensions(axis: 2)).sum(axis: -1)
-            // A key at the mean itself must not stretch the scale for all others.
-            let least = Float(1e-6) * square(mean).sum(axis: -1, keepDims: true) + Float(1e-12)
-            return standardised(log(maximum(apart, least)), among: slots.evictable)
-        }
-
-        /// Standardised log of attention masses, `[B, H, N]`.
-        private func logMass(_ mass: MLXArray, _ slots: PolicySlots) -> MLXArray {
-            let mass = options.valueWeighted ? valueWeighted(mass, slots) : mass
-            return standardised(log(mass + massFloor), among: slots.evictable)
+        private func mass(_ mass: MLXArray, _ slots: PolicySlots) -> MLXArray {
+            Terms.mass(options.valueWeighted ? valueWeighted(mass, slots) : mass, slots)
         }
     }
 }

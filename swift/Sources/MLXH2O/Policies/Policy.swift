@@ -294,7 +294,7 @@ extension Policy {
         if options.sink < 0 { throw fail("sink is at least 0; got \(options.sink).") }
         if (options.ageNormalised || options.valueWeighted) && !Self.ranksScores {
             throw fail(
-                "it accumulates no scores that ageNormalised or valueWeighted could weigh; leave "
+                "it does not rank by scores that ageNormalised or valueWeighted could weigh; leave "
                     + "them off.")
         }
         if options.evictEvery < 1 || options.window < 1 || options.pool < 1
@@ -325,10 +325,6 @@ private let mostPositions = Int(Int32.max)
 // The average pool adds its neighbours up one by one.
 private let mostNeighbours = 1023
 
-// Below this a key's mean mass per step counts as nothing: it keeps log masses of never-used slots
-// from stretching the scale on which all others are compared.
-let massFloor: Float = 1e-6
-
 /// Scores times ||v||, `[B, H, N]`.
 func valueWeighted(_ scores: MLXArray, _ slots: PolicySlots) -> MLXArray {
     scores * sqrt(square(slots.values.float32).sum(axis: -1))
@@ -349,13 +345,4 @@ func averagePool(_ mass: MLXArray, positions: MLXArray, width: Int) -> MLXArray 
         pooled = pooled + padded.slicedLast(first ..< first + N)
     }
     return takeAlong(pooled / Float(width), argSort(order, axis: -1), axis: -1)
-}
-
-/// z-scores `[B, H, N]` of x by the mean and deviation among the slots marked true.
-func standardised(_ x: MLXArray, among: MLXArray) -> MLXArray {
-    var weight = among.asType(.float32)
-    weight = weight / maximum(weight.sum(axis: -1, keepDims: true), Float(1))
-    let mean = (x * weight).sum(axis: -1, keepDims: true)
-    let deviation = sqrt((square(x - mean) * weight).sum(axis: -1, keepDims: true))
-    return (x - mean) / (deviation + Float(1e-6))
 }

@@ -3,14 +3,19 @@ import MLX
 extension Policies {
     /// Keeps tokens by their mean attention mass per step, with three lesser terms beside it:
     ///
-    ///     z(log(c / age)) + distanceWeight z(log ||k - mean evicted key||)
+    ///     z(log(c / age)) + distanceWeight z(log ||k - mean evicted key||^2)
     ///         + valueWeight z(log ||v||^2) - ageWeight z(log age)
     ///
     /// each standardised over the slots that may go. The mass per step is what counts on real models;
-    /// the other terms are what keeps facts that nothing has asked for yet. Source: this project
-    /// (docs/results.md).
+    /// the other terms are what keeps facts that nothing has asked for yet. Distances are those of
+    /// ``Distinct``; lengths are those of the values as they came, whatever they are stored in. Source:
+    /// this project (docs/results.md).
+    ///
+    /// Masses are per step and values weighed already, so `ageNormalised` and `valueWeighted` are
+    /// refused. Prompts are ranked by the same sum, with the mass of the last `window` queries.
     public struct Salient: Policy {
         public static let name = "salient"
+        public static let ranksScores = false
         public static let usesEvictedMean = true
         public static let usesValueLengths = true
         public static let sumsMass = true
@@ -65,28 +70,10 @@ extension Policies {
 
         /// The priority `[B, H, N]` for masses per step `[B, H, N]`.
         private func salience(_ mass: MLXArray, _ slots: PolicySlots) -> MLXArray {
-            let keys = slots.keys.float32
-            let mean =
-                slots.evicted < Distinct.fewestForAMean ? keys.mean(axis: 2) : slots.evictedMeanKey
-            let apart = square(keys - mean.expandedDimensions(axis: 2)).sum(axis: -1)
-            let terms = [
-                (1, log(mass + massFloor)), (distanceWeight, logLength(apart) / 2),
-                (valueWeight, slots.valueLengths.float32), (-ageWeight, log(slots.ages)),
-            ]
-            return terms.reduce(MLXArray.zeros(mass.shape, dtype: .float32)) {
-                $0 + Float($1.0) * standardised($1.1, among: slots.evictable)
-            }
+            let distance = Terms.distance(slots, Terms.forgottenMean(slots))
+            return Terms.mass(mass, slots) + Float(distanceWeight) * distance
+                + Float(valueWeight) * Terms.valueLength(slots)
+                - Float(ageWeight) * Terms.age(slots)
         }
     }
-}
-
-// Keeps the logarithm of a zero vector from stretching the scale of all.
-private let leastSquare: Float = 1e-12
-
-/// Logarithm of a squared length, finite for zero.
-private func logLength(_ square: MLXArray) -> MLXArray { log(maximum(square, leastSquare)) }
-
-/// Logarithms `[...]` float16 of the squared lengths of values `[..., Dv]`, as a store keeps them.
-func valueLengths(_ values: MLXArray) -> MLXArray {
-    logLength(square(values.float32).sum(axis: -1)).asType(.float16)
 }

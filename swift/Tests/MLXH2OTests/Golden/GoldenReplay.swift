@@ -44,6 +44,20 @@ enum GoldenReplay {
         return ["out": result.output, "scores": result.scores, "lse": result.logSumExp]
     }
 
+    /// Keys and values of a "quantized" case, packed here, by their names in the file.
+    static func packed(_ p: GoldenCase) -> Arrays {
+        let slots = [p.int("batch"), p.int("kv_heads"), p.int("keys")], group = p.int("group_size")
+        func packed(_ which: Tensor, _ letter: String, _ width: String) -> Arrays {
+            let rows = p.tensor(which, slots + [p.int(width)], dtype: p.dtype)
+            let packed = PackedRows(packing: rows, bits: p.int(letter + "_bits"), groupSize: group)
+            return [
+                letter + "_w": packed.words, letter + "_s": packed.scales,
+                letter + "_b": packed.biases,
+            ]
+        }
+        return packed(.k, "k", "key_width").merging(packed(.v, "v", "value_width")) { $1 }
+    }
+
     private static func queries(_ p: GoldenCase) -> MLXArray {
         p.tensor(
             .q, [p.int("batch"), p.int("query_heads"), p.int("queries"), p.int("key_width")],

@@ -30,6 +30,20 @@ import Testing
         }
     }
 
+    /// The packed rows of the "quantized" cases are what packing their keys and values gives.
+    @Test func rowsArePackedAsTheGoldenOnes() throws {
+        let golden = try Golden.shipped.get()
+        for one in golden.cases where one.group == "quantized" {
+            let inputs = golden.of(one, "in"), found = GoldenReplay.packed(one)
+            for (name, array) in found {
+                let expected = try #require(inputs[name])
+                #expect(array.dtype == expected.dtype && array.shape == expected.shape)
+                let same = (array .== expected).all().item(Bool.self)
+                #expect(same, "\(one.name): \(name)")
+            }
+        }
+    }
+
     @Test func groupsAreAllKnown() throws {
         let golden = try Golden.shipped.get()
         #expect(Set(golden.cases.map(\.group)).count == 7)
