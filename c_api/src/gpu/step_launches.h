@@ -4,6 +4,7 @@
 
 #include "attention_launches.h"
 #include "decode_step.h"
+#include "primitives/decoding_layer.h"
 
 namespace mlx_h2o {
 
