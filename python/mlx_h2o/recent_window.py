@@ -51,7 +51,7 @@ class RecentWindow:
         size: int,
         kept: Packing,
         scored: bool,
-        measured: bool = False,
+        measured: bool,
         pack: Pack = PackedRows.of,
     ):
         recent = kept.recent
