@@ -290,8 +290,7 @@ static void refuse_settings(void) {
   if (none.ctx) fails("policy_named", "unheard-of", "made something");
   const char* const wrong[][2] = {
       {"mass_weight", "nan"},
-      {"distance_weight", "0"},
-      {"value_weight", "-2"},
+      {"distance_weight", "1"},
       {"mass_weight", "inf"},
       {"age_weight", "-inf"},
       {"mass_weight", "1e300"},
@@ -522,6 +521,8 @@ static mlx_h2o_policy any_policy(void) {
       {"mass_weight", "0"},
       {"age_weight", "-3e38"},
       {"mass_weight", "nan"},
+      {"distance_weight", "0"},
+      {"value_weight", "-2"},
       {"recent", "1e9"}};
   mlx_h2o_policy policy = a_policy(names[below(10)]);
   if (chance(80)) must(mlx_h2o_policy_set(policy, "recent", "1"), "recent");

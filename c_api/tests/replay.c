@@ -37,11 +37,6 @@ static bool is_wanted(const char* name) {
   return found;
 }
 
-// Cases that Python and the CPU kernels lead with.
-static bool not_yet(const char* name) {
-  return strstr(name, "salient");
-}
-
 static void replay_group(Replay* r, const char* folder, const Group* group, int every) {
   char path[4096];
   snprintf(path, sizeof path, "%s/%s.safetensors", folder, group->name);
@@ -59,10 +54,6 @@ static void replay_group(Replay* r, const char* folder, const Group* group, int 
   for (size_t i = 0; i < r->cases.count; ++i) {
     r->c = &r->cases.cases[i];
     if (strcmp(r->c->group, group->name) || !is_wanted(r->c->name) || seen++ % every) continue;
-    if (not_yet(r->c->name)) {
-      printf("%s: not yet\n", r->c->name);
-      continue;
-    }
     group->replay(r);
     ++replayed;
     text_or_null(r->c, "seed"), text_or_null(r->c, "kind");
