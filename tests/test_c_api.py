@@ -19,7 +19,7 @@ HOST_GPU = ROOT / "tests" / "host_gpu"
 GOLDEN = ROOT / "golden"
 # Rebuilt only when sources change.
 BUILD = ROOT / "build" / "c_api"
-GROUPS = ("attention", "quantized", "remainder", "accumulate", "selection", "trajectory")
+GROUPS = ("attention", "quantized", "remainder", "accumulate", "selection", "trajectory", "framed")
 
 
 def run(*command: object, lines: str = "", **environment: str) -> subprocess.CompletedProcess[str]:

@@ -228,8 +228,8 @@ MLX_H2O_API int mlx_h2o_cache_trim(mlx_h2o_cache cache, int n, const mlx_stream 
 MLX_H2O_API int mlx_h2o_cache_kept(mlx_array* res, mlx_h2o_cache cache, const mlx_stream s);
 MLX_H2O_API int mlx_h2o_cache_scores(mlx_array* res, mlx_h2o_cache cache, const mlx_stream s);
 
-// Statistics of evicted rows (in the frame, if there is one): count [B, Hk], mean_key and var_key [B, Hk, D], mean_value
-// [B, Hk, Dv]. A plain struct of four handles.
+// Statistics of evicted rows, in the frame if there is one: count [B, Hk], mean_key and var_key
+// [B, Hk, D], mean_value [B, Hk, Dv]. A plain struct of four handles.
 typedef struct mlx_h2o_remainder_ {
   mlx_array count;
   mlx_array mean_key;

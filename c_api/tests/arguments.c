@@ -378,6 +378,41 @@ static void refuse_frames(mlx_h2o_policy policy) {
   mlx_h2o_cache_free(cache);
 }
 
+// A cache for a model that attends by itself.
+static void refuse_fetching(void) {
+  mlx_h2o_cache cache = mlx_h2o_cache_new();
+  mlx_h2o_policy keys_only = a_policy("keydiff");
+  mlx_h2o_cache_options outside = mlx_h2o_cache_options_default();
+  outside.attending = false, outside.undo = 4;
+  const int alike[] = {24, 24};
+  REFUSED(mlx_h2o_cache_make(&cache, keys_only, alike, 2, outside));
+  if (cache.ctx) fails("cache_make", "", "made something");
+
+  outside.undo = 0;
+  must(mlx_h2o_cache_make(&cache, keys_only, alike, 2, outside), "a cache");
+  mlx_array k = made((int[]){2, 2, 3, 32}, 4, MLX_FLOAT32, 0);
+  mlx_array v = made((int[]){2, 2, 3, 64}, 4, MLX_FLOAT32, 0);
+  mlx_array ints = made((int[]){2, 2, 3, 64}, 4, MLX_INT32, 0);
+  mlx_array few = made((int[]){2, 2, 2, 64}, 4, MLX_FLOAT32, 0);
+  mlx_array out[3] = {kNone, kNone, kNone};
+  for (int i = 0; i < 3; ++i)
+    REFUSED(mlx_h2o_cache_update_and_fetch(
+        i == 0 ? NULL : &out[0], i == 1 ? NULL : &out[1], i == 2 ? NULL : &out[2], cache, k, v,
+        kStream));
+  REFUSED(mlx_h2o_cache_update_and_fetch(&out[0], &out[1], &out[2], cache, kNone, v, kStream));
+  REFUSED(mlx_h2o_cache_update_and_fetch(&out[0], &out[1], &out[2], cache, k, ints, kStream));
+  REFUSED(mlx_h2o_cache_update_and_fetch(&out[0], &out[1], &out[2], cache, k, few, kStream));
+  REFUSED(mlx_h2o_cache_update_and_attend(&out[0], cache, k, k, v, 1, kNone, kStream));
+  REFUSED(mlx_h2o_cache_kept(&out[0], cache, kStream));
+  if (out[0].ctx || out[1].ctx || out[2].ctx) fails("update_and_fetch", "", "gave something");
+  must(mlx_h2o_cache_update_and_fetch(&out[0], &out[1], &out[2], cache, k, v, kStream), "fetch");
+  REFUSED(mlx_h2o_cache_scores(&out[2], cache, kStream));
+  for (int i = 0; i < 3; ++i) mlx_array_free(out[i]);
+  mlx_array_free(k), mlx_array_free(v), mlx_array_free(ints), mlx_array_free(few);
+  mlx_h2o_policy_free(keys_only);
+  mlx_h2o_cache_free(cache);
+}
+
 static void refuse_caches(void) {
   mlx_h2o_policy policy = a_policy("distinct");
   mlx_h2o_cache cache = mlx_h2o_cache_new();
@@ -413,37 +448,8 @@ static void refuse_caches(void) {
   must(mlx_h2o_policy_set(policy, "sink", "2147483647"), "sink");
   must(mlx_h2o_policy_set(policy, "evict_every", "2147483647"), "evict_every");
   REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, fine));
-  mlx_h2o_policy keys_only = a_policy("keydiff");
-  mlx_h2o_cache_options outside = fine;
-  outside.attending = false, outside.undo = 4;
-  const int alike[] = {24, 24};
-  REFUSED(mlx_h2o_cache_make(&cache, keys_only, alike, 2, outside));
   if (cache.ctx) fails("cache_make", "", "made something");
-
-  // A model that attends by itself.
-  outside.undo = 0;
-  must(mlx_h2o_cache_make(&cache, keys_only, alike, 2, outside), "a cache");
-  mlx_array k = made((int[]){2, 2, 3, 32}, 4, MLX_FLOAT32, 0);
-  mlx_array v = made((int[]){2, 2, 3, 64}, 4, MLX_FLOAT32, 0);
-  mlx_array ints = made((int[]){2, 2, 3, 64}, 4, MLX_INT32, 0);
-  mlx_array few = made((int[]){2, 2, 2, 64}, 4, MLX_FLOAT32, 0);
-  mlx_array out[3] = {kNone, kNone, kNone};
-  for (int i = 0; i < 3; ++i)
-    REFUSED(mlx_h2o_cache_update_and_fetch(
-        i == 0 ? NULL : &out[0], i == 1 ? NULL : &out[1], i == 2 ? NULL : &out[2], cache, k, v,
-        kStream));
-  REFUSED(mlx_h2o_cache_update_and_fetch(&out[0], &out[1], &out[2], cache, kNone, v, kStream));
-  REFUSED(mlx_h2o_cache_update_and_fetch(&out[0], &out[1], &out[2], cache, k, ints, kStream));
-  REFUSED(mlx_h2o_cache_update_and_fetch(&out[0], &out[1], &out[2], cache, k, few, kStream));
-  REFUSED(mlx_h2o_cache_update_and_attend(&out[0], cache, k, k, v, 1, kNone, kStream));
-  REFUSED(mlx_h2o_cache_kept(&out[0], cache, kStream));
-  if (out[0].ctx || out[1].ctx || out[2].ctx) fails("update_and_fetch", "", "gave something");
-  must(mlx_h2o_cache_update_and_fetch(&out[0], &out[1], &out[2], cache, k, v, kStream), "fetch");
-  REFUSED(mlx_h2o_cache_scores(&out[2], cache, kStream));
-  for (int i = 0; i < 3; ++i) mlx_array_free(out[i]);
-  mlx_array_free(k), mlx_array_free(v), mlx_array_free(ints), mlx_array_free(few);
-  mlx_h2o_policy_free(policy), mlx_h2o_policy_free(keys_only);
-  mlx_h2o_cache_free(cache);
+  mlx_h2o_policy_free(policy);
 }
 
 static void refuse_all(void) {
@@ -472,6 +478,7 @@ static void refuse_all(void) {
   }
   refuse_settings();
   refuse_caches();
+  refuse_fetching();
 }
 
 // -- several at random ----------------------------------------------------------------------------
