@@ -14,7 +14,7 @@ namespace h2o {
 #define EXPORT_LOGITS 2
 
 // Unscaled logits of the keys for each row, and distances from the mean: lane j gets key j's. Keys
-// that nobody sees are not read.
+// hidden from every row are not read.
 template <bool MASKED, bool DISTANCES, typename T, int W, int WV, int ROWS, typename Keys>
 inline void score(
     Keys keys,

@@ -19,14 +19,14 @@ namespace h2o {
 
 // Columns that are no slots: attention sinks and the remainder.
 template <int G, int QUERIES, bool SINKS, bool REMAINDER, typename T, int W, int WV, int ROWS,
-          typename Sinks, typename Counts>
+          typename Sinks, typename Counts, typename Saturations>
 inline void join_other_columns(
     thread QueryRows<T, W, WV, ROWS>& rows,
     Sinks sinks,  // of this KV head's group
     Remainder<Counts> remainder,
-    int kv_head,  // counted over the batch
+    Saturations saturation,  // of this KV head
+    int kv_head,             // counted over the batch
     float scale,
-    float saturation,
     int lane) {
   if (SINKS) {
     float nothing[WV] = {0.0f};
@@ -45,7 +45,7 @@ inline void join_other_columns(
     UNROLL
     for (int r = 0; r < ROWS; r++) {
       const float logit =
-          remainder_logit<W>(rows.queries[r], scale, count, mean_key, var_key, saturation);
+          remainder_logit<W>(rows.queries[r], scale, count, mean_key, var_key, saturation[0]);
       join(rows.sums[r], logit, mean_value, lane);
     }
   }
@@ -53,23 +53,26 @@ inline void join_other_columns(
 
 // Threadgroup (0, item, batch and block of rows) of a launch.
 template <typename T, int D, int DV, int G, int QUERIES, int ROWS, int ROW_GROUPS, int SIMDS,
-          int KEYS, int MASK, bool SINKS, bool REMAINDER, bool DISTANCES, int EXPORT,
+          int KEYS, int MASK, bool SINKS, bool REMAINDER, bool DISTANCES, bool FRAME, int EXPORT,
           typename Factors, typename Keys, typename Values, typename Mask, typename Sinks,
-          typename Counts, typename Out, typename StagedKeys, typename StagedValues>
+          typename Counts, typename Saturations, typename Out, typename StagedKeys,
+          typename StagedValues>
 inline void attention_vector(
     const device int* params,
-    Factors factors,  // scale, saturation of the remainder's term
+    Factors factors,  // scale
     Rows<const device T*> queries,
     Keys keys,      // dense or packed, each
     Values values,  // of the two
     Rows<Mask> mask,
     Sinks sinks,  // [Hq]
     Remainder<Counts> remainder,
-    const device float* means,  // [B, Hk, D], from which distances are measured
-    device Out* out,            // [B, items, G, L, DV]
-    device float* lse,          // [B, items, G, L]
-    device float* logits,       // [B, slots * G * L]: head after head [G, L, length]
-    device float* distances,    // [B, slots]
+    Saturations saturation,           // [Hk], of the remainder's term
+    const device float* means,        // [B, Hk, D], from which distances are measured
+    const device float* frame_scale,  // [Hk, D], by which queries meet keys that lie in a frame
+    device Out* out,                  // [B, items, G, L, DV]
+    device float* lse,                // [B, items, G, L]
+    device float* logits,             // [B, slots * G * L]: head after head [G, L, length]
+    device float* distances,          // [B, slots]
     threadgroup float* scratch,
     threadgroup float* tops,
     threadgroup float* totals,
@@ -109,6 +112,9 @@ inline void attention_vector(
   }
   load_queries<G, QUERIES, BLOCK_ROWS, SCRATCH>(
       queries, launch.queries, block_first, scratch, thread_index, THREADS, rows);
+  if (FRAME) {
+    enter_frame<D>(frame_scale + work.head * D, scratch, thread_index, THREADS, rows);
+  }
   float mean[W];
   if (DISTANCES) {
     copy_rows<D>(
@@ -119,7 +125,7 @@ inline void attention_vector(
   // They count once for a head.
   if ((SINKS || REMAINDER) && work.offset == 0 && simd < ROW_GROUPS) {
     join_other_columns<G, QUERIES, SINKS, REMAINDER>(
-        rows, sinks + work.head * G, remainder, kv_head, factors[0], factors[1], lane);
+        rows, sinks + work.head * G, remainder, saturation + work.head, kv_head, factors[0], lane);
   }
 
   for (int done = 0; done < work.count; done += STEP) {
@@ -171,7 +177,9 @@ inline void attention_vector(
 //! in mean_keys optional float
 //! in var_keys optional float
 //! in mean_values optional float
+//! in saturation optional float
 //! in means optional float
+//! in frame_scale optional float
 //! in after optional
 //! out out
 //! out lse optional float
@@ -198,7 +206,7 @@ inline void attention_vector(
   THREADGROUP_ARRAY(T, staged_value_biases, STAGED_ROWS * VALUE_GROUPS + 1);
   h2o::attention_vector<
       T, D, DV, G, QUERIES, ROWS, ROW_GROUPS, SIMDS, KEYS, MASK, SINKS, REMAINDER, DISTANCES,
-      EXPORT>(
+      FRAME, EXPORT>(
       params, factors, ROWS_OF(queries, queries_strides),
       h2o::stored_rows(
           of_keys, ROWS_OF(keys, keys_strides), ROWS_OF(key_scales, key_scales_strides),
@@ -207,8 +215,8 @@ inline void attention_vector(
           of_values, ROWS_OF(values, values_strides), ROWS_OF(value_scales, value_scales_strides),
           ROWS_OF(value_biases, value_biases_strides)),
       ROWS_OF(mask, mask_strides), sinks,
-      h2o::remainder_of(counts, mean_keys, var_keys, mean_values), means, out, lse, logits,
-      distances, scratch, tops, totals,
+      h2o::remainder_of(counts, mean_keys, var_keys, mean_values), saturation, means, frame_scale,
+      out, lse, logits, distances, scratch, tops, totals,
       h2o::stored_rows(
           of_keys, h2o::dense_rows(staged_keys, KEY_ELEMENTS),
           h2o::dense_rows(staged_key_scales, KEY_GROUPS),

@@ -15,7 +15,7 @@ struct DecodeStep {
   int kv_heads, evict_every, sink;
 };
 
-struct HeadStep {
+struct HeadPlan {
   int start, length, prefix;  // slots in the buffer; attended slots of the heads before
   int recent;                 // last positions that are protected
   int victim;                 // which of its victims makes room, or -1: the next unused slot does
@@ -28,7 +28,7 @@ inline DecodeStep decode_step_of(const device int* plan) {
   return {plan[0], plan[1], plan[2], plan[3], plan[4], plan[5]};
 }
 
-inline HeadStep head_step_of(const device int* plan, int head) {
+inline HeadPlan head_plan_of(const device int* plan, int head) {
   const device int* line = plan + STEP_INTS * (1 + head);
   return {line[0], line[1], line[2], line[3], line[4], line[5] != 0};
 }

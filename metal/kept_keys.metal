@@ -24,7 +24,7 @@ inline void kept_keys(
   constexpr int W = D / 32;
   const int simd = thread_index / 32, lane = thread_index % 32;
   const DecodeStep step = decode_step_of(plan);
-  const HeadStep head = head_step_of(plan, int(at.y));
+  const HeadPlan head = head_plan_of(plan, int(at.y));
   const Keys rows = from(keys, 0, 0, int(at.z) * step.buffer_slots + head.start);
 
   float mean[W] = {0.0f}, key[W];

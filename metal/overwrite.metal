@@ -23,9 +23,22 @@ inline float column_of(Row row, int i, int lane) {
   return column[0];
 }
 
+// Of a squared length: keeps the logarithm of a zero vector finite (python/mlx_h2o/value_lengths.py).
+#define LEAST_SQUARE 1e-12f
+
+// A key as it is stored where keys lie in a frame (python/mlx_h2o/frame.py), in its own type.
+template <int W, typename T>
+inline void enter_frame(
+    const device float* centre, const device float* scale, int lane, thread float* columns) {
+  UNROLL
+  for (int i = 0; i < W; i++) {
+    columns[i] = float(T((columns[i] - centre[32 * i + lane]) / scale[32 * i + lane]));
+  }
+}
+
 // Threadgroup (0, KV head, batch) of a launch, one simdgroup.
-template <int D, int DV, bool REMEMBERS, bool NORMS, typename T, typename Victims, typename Keys,
-          typename Values, typename Counts>
+template <int D, int DV, bool REMEMBERS, bool NORMS, bool LENGTHS, bool FRAME, typename T,
+          typename Victims, typename Keys, typename Values, typename Counts>
 inline void overwrite(
     const device int* plan,
     Victims victims,                // [B, H, evict_every]
@@ -34,15 +47,18 @@ inline void overwrite(
     Keys keys,      // [B * S, D], dense or packed
     Values values,  // [B * S, DV], likewise
     device int* positions,
-    device float* norms,        // ||v|| of each slot
-    Remainder<Counts> evicted,  // before and ...
-    device float* counts_out,   // ... after
+    device float* norms,               // ||v|| of each slot, as it is stored
+    device half* value_lengths,        // log ||v||^2 of each slot, as it came
+    const device float* frame_centre,  // [H, D], in which ...
+    const device float* frame_scale,   // ... keys lie
+    Remainder<Counts> evicted,         // before and ...
+    device float* counts_out,          // ... after
     device float* mean_keys_out, device float* var_keys_out, device float* mean_values_out,
     device int* slots_out,  // [B, H]: the slot that was written, counted in its head
     uint3 at, int lane) {
   constexpr int W = D / 32, WV = DV / 32;
   const DecodeStep step = decode_step_of(plan);
-  const HeadStep head = head_step_of(plan, int(at.y));
+  const HeadPlan head = head_plan_of(plan, int(at.y));
   const int kv_head = int(at.z) * step.kv_heads + int(at.y);
   const bool full = head.victim >= 0;
   // Clamped, so that no state, however damaged, makes a step write elsewhere.
@@ -92,6 +108,16 @@ inline void overwrite(
   for (int i = 0; i < WV; i++) {
     value[i] = column_of(new_value, i, lane);
   }
+  if (FRAME) {
+    const int first = int(at.y) * D;
+    enter_frame<W, T>(frame_centre + first, frame_scale + first, lane, key);
+  }
+  if (LENGTHS) {
+    const float square = simd_sum(dot<WV>(value, value));
+    if (lane == 0) {
+      value_lengths[row] = half(log(max(square, LEAST_SQUARE)));
+    }
+  }
   store_columns<W>(keys, lane, key);
   store_columns<WV>(values, lane, value);
   if (NORMS) {
@@ -121,6 +147,9 @@ inline void overwrite(
 //! in value_biases optional float strided
 //! in positions
 //! in norms optional float
+//! in value_lengths optional half
+//! in frame_centre optional float
+//! in frame_scale optional float
 //! in counts optional float
 //! in mean_keys optional float
 //! in var_keys optional float
@@ -138,7 +167,7 @@ inline void overwrite(
   const h2o::Packing<V_BITS, V_GROUP> of_values = {};
   constexpr int KEY_GROUPS = GROUPS_OF(D, K_BITS, K_GROUP);
   constexpr int VALUE_GROUPS = GROUPS_OF(DV, V_BITS, V_GROUP);
-  h2o::overwrite<D, DV, REMEMBERS, NORMS>(
+  h2o::overwrite<D, DV, REMEMBERS, NORMS, LENGTHS, FRAME>(
       plan, victims, ROWS_OF(new_keys, new_keys_strides), ROWS_OF(new_values, new_values_strides),
       h2o::stored_rows(
           of_keys, h2o::dense_rows(IN_PLACE(Key, keys), ELEMENTS_OF(D, K_BITS)),
@@ -148,7 +177,8 @@ inline void overwrite(
           of_values, h2o::dense_rows(IN_PLACE(Value, values), ELEMENTS_OF(DV, V_BITS)),
           h2o::dense_rows(IN_PLACE(T, value_scales), VALUE_GROUPS),
           h2o::dense_rows(IN_PLACE(T, value_biases), VALUE_GROUPS)),
-      IN_PLACE(int, positions), IN_PLACE(float, norms),
+      IN_PLACE(int, positions), IN_PLACE(float, norms), IN_PLACE(half, value_lengths),
+      frame_centre, frame_scale,
       h2o::remainder_of(counts, mean_keys, var_keys, mean_values), counts_out, mean_keys_out,
       var_keys_out, mean_values_out, slots_out, threadgroup_position_in_grid,
       int(thread_index_in_threadgroup));

@@ -17,8 +17,9 @@ namespace h2o {
 #define BY_AGE 1
 #define BY_DISTANCE 2
 #define BY_WORTH 3
+#define BY_SALIENCE 4
 
-#define MASS_FLOOR 1e-6f  // policies/base.py
+#define MASS_FLOOR 1e-6f  // policies/terms.py
 
 // What attention and the layer know of one KV head's slots; index 0 is its first.
 struct HeadSlots {
@@ -27,6 +28,7 @@ struct HeadSlots {
   const device int* positions;
   device float* scores;
   const device float* norms;
+  const device half* value_lengths;
   int length, offset;
   int first_free, end_free;  // positions that may go: from the first on, before the end
   float least_distance;
@@ -65,14 +67,23 @@ inline float weighted(HeadSlots head, int slot, int position) {
   return VALUES ? score * head.norms[slot] : score;
 }
 
-// The terms of Distinct.priority before they are standardised.
-#define TERMS 3
+// The terms of Distinct and Salient before they are standardised (terms.py): distance, mass, value,
+// age.
+#define TERMS 4
+#define VALUE_TERM 2
 
-template <bool MASS, bool VALUES>
+// Only salience looks at values.
+template <int PRIORITY>
+inline bool has_term(int i) {
+  return i != VALUE_TERM || PRIORITY == BY_SALIENCE;
+}
+
+template <int PRIORITY, bool MASS, bool VALUES>
 inline void terms_of(HeadSlots head, int slot, int position, thread float* terms) {
   terms[0] = log(max(head.distances[slot], head.least_distance));
   terms[1] = MASS ? log(weighted<true, VALUES>(head, slot, position) + MASS_FLOOR) : 0.0f;
-  terms[2] = log(float(head.offset - position));
+  terms[VALUE_TERM] = PRIORITY == BY_SALIENCE ? float(head.value_lengths[slot]) : 0.0f;
+  terms[3] = log(float(head.offset - position));
 }
 
 // Policy.priority; `standards` has the mean and the weight over the deviation of each term.
@@ -88,10 +99,12 @@ inline float priority_of(HeadSlots head, int slot, int position, Standards stand
     return weighted<AGE, VALUES>(head, slot, position);
   }
   float terms[TERMS], sum = 0.0f;
-  terms_of<SCORE != SCORE_NONE, VALUES>(head, slot, position, terms);
+  terms_of<PRIORITY, SCORE != SCORE_NONE, VALUES>(head, slot, position, terms);
   UNROLL
   for (int i = 0; i < TERMS; i++) {
-    sum += (terms[i] - standards[2 * i]) * standards[2 * i + 1];
+    if (has_term<PRIORITY>(i)) {
+      sum += (terms[i] - standards[2 * i]) * standards[2 * i + 1];
+    }
   }
   return sum;
 }

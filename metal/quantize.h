@@ -14,44 +14,40 @@ inline void store_columns(Rows<device T*> row, int lane, thread float* columns) 
   }
 }
 
-// Packs it as mx.quantize does, bit for bit: scale and bias are rounded to the row's dtype after the
-// levels were found with them unrounded (mlx/backend/cpu/quantized.cpp). MLX's GPU kernels differ
-// from that, and so from this, in groups that are negative throughout, whose largest element they
-// take for 0, and in ties, which they round away from zero.
+// Packs it by each group's least and greatest element (python/mlx_h2o/packed.py), bit for bit: the
+// levels count from scale and bias as they are stored, rounded to the row's dtype. A group of equal
+// elements has scale 0 and levels 0; one with an infinity or a NaN is read as NaNs.
 template <int W, int BITS, int GROUP, typename T>
 inline void store_columns(
     PackedRows<BITS, GROUP, device uint*, device T*> row, int lane, thread float* columns) {
   constexpr int COLUMNS = GROUP / 32;
-  const float bins = float((1 << BITS) - 1);
+  const float top = float((1 << BITS) - 1);
   UNROLL
   for (int first = 0; first < W; first += COLUMNS) {
     float low = INFINITY, high = -INFINITY;
+    bool broken = false;
     UNROLL
     for (int i = first; i < first + COLUMNS; i++) {
       low = min(low, columns[i]);
       high = max(high, columns[i]);
+      broken = broken || isnan(columns[i]);
     }
     low = simd_min(low);
     high = simd_max(high);
-    const bool from_low = abs(low) > abs(high);
-    const float edge = from_low ? low : high;
-    const float least = max((high - low) / bins, 1e-7f);
-    float scale = from_low ? least : -least, bias = 0.0f;
-    const float steps = rint(edge / scale);
-    if (steps != 0.0f) {
-      scale = edge / steps;
-      bias = edge;
+    if (simd_any(broken)) {
+      low = high = INFINITY - INFINITY;
     }
-    const T scale_stored = T(scale), bias_stored = T(bias);
+    const T scale_stored = T((high - low) / top), bias_stored = T(low);
+    const float scale = float(scale_stored), bias = float(bias_stored);
     if (lane == 0) {
       row.scales.data[first / COLUMNS] = scale_stored;
       row.biases.data[first / COLUMNS] = bias_stored;
     }
     UNROLL
     for (int i = first; i < first + COLUMNS; i++) {
-      const float nearest = rint((columns[i] - bias) / scale);
-      const float level = nearest > 0.0f ? min(nearest, bins) : 0.0f;
-      columns[i] = level * float(scale_stored) + float(bias_stored);
+      const float nearest = scale > 0.0f ? rint((columns[i] - bias) / scale) : 0.0f;
+      const float level = nearest > 0.0f ? min(nearest, top) : 0.0f;
+      columns[i] = level * scale + bias;
       // Levels share no bit, so their sum is their union.
       uint word = 0;
       UNROLL

@@ -17,8 +17,8 @@ inline QueryRow query_row(int index, int queries) {
   return {head, query, head < G && query < queries};
 }
 
-// The ROWS rows that a simdgroup works for: its lanes' shares of queries and sums. Queries stay as
-// they came, unscaled, since narrow ones take half the registers.
+// The ROWS rows that a simdgroup works for: its lanes' shares of queries and sums. Queries stay
+// narrow, without attention's scale, since so they take half the registers.
 template <typename T, int W, int WV, int ROWS>
 struct QueryRows {
   int first;
@@ -56,6 +56,29 @@ inline void load_queries(
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
+
+// Brings loaded rows into the frame of the keys that they meet (python/mlx_h2o/frame.py): q' = q
+// scale, rounded to the queries' type. What they meet later, the remainder too, lies in it.
+template <int D, typename T, int W, int WV, int ROWS>
+inline void enter_frame(
+    const device float* scale,  // [D], of the KV head
+    threadgroup float* scratch,
+    int thread_index,
+    int threads,
+    thread QueryRows<T, W, WV, ROWS>& rows) {
+  float share[W];
+  copy_rows<D>(dense_rows(scale, D), 1, dense_rows(scratch, D), thread_index, threads);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  load_share<W>(dense_rows(scratch, D), 0, thread_index % 32, share);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  UNROLL
+  for (int r = 0; r < ROWS; r++) {
+    UNROLL
+    for (int i = 0; i < W; i++) {
+      rows.queries[r][i] = T(float(rows.queries[r][i]) * share[i]);
+    }
   }
 }
 

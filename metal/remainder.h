@@ -26,7 +26,8 @@ inline Remainder<Counts> remainder_of(
 #define LARGEST_QUERY 1e15f
 #define LARGEST_TERM 1e30f
 
-// Its logit for a query; minus infinity while nothing was evicted.
+// Its logit for a query; minus infinity while nothing was evicted. The second-order term x turns from
+// x to sqrt(saturation x); a head whose saturation is 0 does without it.
 template <int W, typename T>
 inline float remainder_logit(
     const thread T* query,
@@ -43,7 +44,8 @@ inline float remainder_logit(
     x += q * q * 0.5f * var_key[i];
   }
   x = min(simd_sum(x), LARGEST_TERM);
-  const float logit = log(count) + mean + x * rsqrt(1.0f + x / saturation);
+  const float term = saturation > 0.0f ? x * rsqrt(1.0f + x / saturation) : 0.0f;
+  const float logit = log(count) + mean + term;
   return count > 0.0f ? logit : -INFINITY;
 }
 

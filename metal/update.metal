@@ -54,30 +54,32 @@ template <
     typename Weights, typename Victims, typename Written, typename Lse>
 inline void update(
     const device int* plan,
-    Weights weights,                // decay; of the terms: distance, mass, age
-    Victims victims,                // [B, H, evict_every]
-    const device float* logits,     // [B, attended slots * G]: head after head [G, length]
-    Lse lse,                        // [B, H * G, 1]
-    const device float* distances,  // [B, attended slots], from ...
-    const device float* means,      // ... [B, H, D]; or what else ranks the slots
-    const device int* positions,    // [B, S]
-    device float* scores,           // [B, S]
-    const device float* norms,      // [B, S]
-    Written slots,                  // [B, H]: those just written, counted in their heads
-    device int* victims_out,        // [B, H, evict_every]
+    Weights weights,                   // decay; of the terms: distance, mass, value, age
+    Victims victims,                   // [B, H, evict_every]
+    const device float* logits,        // [B, attended slots * G]: head after head [G, length]
+    Lse lse,                           // [B, H * G, 1]
+    const device float* distances,     // [B, attended slots], from ...
+    const device float* means,         // ... [B, H, D]; or what else ranks the slots
+    const device int* positions,       // [B, S]
+    device float* scores,              // [B, S]
+    const device float* norms,         // [B, S]
+    const device half* value_lengths,  // [B, S]
+    Written slots,                     // [B, H]: those just written, counted in their heads
+    device int* victims_out,           // [B, H, evict_every]
     threadgroup float* standards, threadgroup float* scratch, threadgroup int* places, uint3 at,
     int thread_index) {
   constexpr int THREADS = 32 * SIMDS;
+  constexpr bool RANKS_TERMS = PRIORITY == BY_DISTANCE || PRIORITY == BY_SALIENCE;
   const int simd = thread_index / 32, lane = thread_index % 32;
   const DecodeStep step = decode_step_of(plan);
   const int first_head = int(at.y);
   const float decay = weights[0];
   const int64_t heads_before = int64_t(at.z) * step.kv_heads;
-  const HeadStep lead = head_step_of(plan, first_head);
+  const HeadPlan lead = head_plan_of(plan, first_head);
 
   HeadSlots heads[HEADS];
   for (int h = 0; h < HEADS; h++) {
-    const HeadStep line = head_step_of(plan, first_head + h);
+    const HeadPlan line = head_plan_of(plan, first_head + h);
     const int64_t kv_head = heads_before + first_head + h;
     const int64_t first = int64_t(at.z) * step.buffer_slots + line.start;
     const int64_t attended = int64_t(at.z) * step.attended_slots + line.prefix;
@@ -87,6 +89,7 @@ inline void update(
         positions + first,
         scores + first,
         norms + first,
+        value_lengths + first,
         line.length,
         step.offset,
         step.sink,
@@ -98,8 +101,8 @@ inline void update(
     for (int g = 0; g < G; g++) {
       lses[g] = lse[kv_head * G + g];
     }
-    if (PRIORITY == BY_DISTANCE) {
-      // A key at the mean itself must not stretch the scale for all others (distinct.py).
+    if (RANKS_TERMS) {
+      // A key at the mean itself must not stretch the scale for all others (terms.py).
       const float square = square_norm<D, SIMDS>(means + kv_head * D, scratch, simd, lane);
       head.least_distance = 1e-6f * square + 1e-12f;
     }
@@ -111,20 +114,24 @@ inline void update(
         const float held = n == fresh ? 0.0f : head.scores[n];
         head.scores[n] = accumulated<SCORE, G>(held, head, n, lses, decay);
       }
-      if (PRIORITY == BY_DISTANCE && line.choose && may_go(head, head.positions[n])) {
+      if (RANKS_TERMS && line.choose && may_go(head, head.positions[n])) {
         float terms[TERMS];
-        terms_of<SCORE != SCORE_NONE, VALUES>(head, n, head.positions[n], terms);
+        terms_of<PRIORITY, SCORE != SCORE_NONE, VALUES>(head, n, head.positions[n], terms);
         UNROLL
         for (int i = 0; i < TERMS; i++) {
-          add(moments[i], terms[i]);
+          if (has_term<PRIORITY>(i)) {
+            add(moments[i], terms[i]);
+          }
         }
       }
     }
-    if (PRIORITY == BY_DISTANCE && line.choose) {
+    if (RANKS_TERMS && line.choose) {
       UNROLL
       for (int i = 0; i < TERMS; i++) {
-        standardise<SIMDS>(
-            moments[i], weights[1 + i], standards + 2 * (h * TERMS + i), scratch, simd, lane);
+        if (has_term<PRIORITY>(i)) {
+          standardise<SIMDS>(
+              moments[i], weights[1 + i], standards + 2 * (h * TERMS + i), scratch, simd, lane);
+        }
       }
     }
   }
@@ -173,6 +180,7 @@ inline void update(
 //! in positions
 //! in scores optional float
 //! in norms optional float
+//! in value_lengths optional half
 //! in slots
 //! out victims_out
 //! body
@@ -182,5 +190,5 @@ inline void update(
   THREADGROUP_ARRAY(int, places, 2 * SIMDS);
   h2o::update<D, G, SCORE, PRIORITY, AGE, VALUES, HEADS, SIMDS>(
       plan, weights, victims, logits, lse, distances, means, positions,
-      IN_PLACE(float, scores), norms, slots, victims_out, standards, scratch, places,
+      IN_PLACE(float, scores), norms, value_lengths, slots, victims_out, standards, scratch, places,
       threadgroup_position_in_grid, int(thread_index_in_threadgroup));

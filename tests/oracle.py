@@ -27,7 +27,7 @@ MASS_FLOOR = 1e-6
 NEAR_TIE = 1e-4
 
 #: Policies whose score is the summed attention mass, and those that gather no score.
-SUMMED = ("h2o", "distinct")
+SUMMED = ("h2o", "distinct", "salient")
 KEYS_ONLY = ("keydiff", "streaming")
 
 
@@ -296,12 +296,32 @@ class Oracle:
                 worth = {p: worth[p] + policy.mass_weight * used[p] for p in head.kept}
             old = standardised({p: math.log(self._age(p)) for p in head.kept}, may_go)
             return {p: worth[p] - policy.age_weight * old[p] for p in head.kept}
+        if policy.name == "salient":
+            return self._salience(head, {p: head.scores[p] / self._age(p) for p in head.kept})
         worth = dict(head.scores)
         if policy.age_normalised:
             worth = {p: c / self._age(p) for p, c in worth.items()}
         if policy.value_weighted:
             worth = {p: c * float(np.linalg.norm(head.values[p])) for p, c in worth.items()}
         return worth
+
+    def _salience(self, head: Head, rates: dict[int, float]) -> dict[int, float]:
+        """`salient`, for these masses per step."""
+        policy, evicted, may_go = self.policy, head.evicted, self._evictable(head)
+        among = evicted if len(evicted) >= FEWEST_FOR_A_MEAN else head.kept
+        mean = np.mean([head.keys[p] for p in among], axis=0)
+        # Lengths are kept as half precision.
+        lengths = {p: float(np.float16(np.log((head.values[p] ** 2).sum()))) for p in head.kept}
+        used = standardised({p: math.log(r + MASS_FLOOR) for p, r in rates.items()}, may_go)
+        apart, long = distances(head, mean, may_go), standardised(lengths, may_go)
+        old = standardised({p: math.log(self._age(p)) for p in head.kept}, may_go)
+        return {
+            p: used[p]
+            + policy.distance_weight * apart[p]
+            + policy.value_weight * long[p]
+            - policy.age_weight * old[p]
+            for p in head.kept
+        }
 
     def _prompt_priority(
         self, head: Head, window_mass: dict[int, float] | None
@@ -318,6 +338,8 @@ class Oracle:
             return worth
         if window_mass is None:
             return self._priority(head)
+        if policy.name == "salient":
+            return self._salience(head, window_mass)
         half = policy.pool // 2
         worth = {}
         for i, p in enumerate(head.kept):
@@ -329,7 +351,7 @@ class Oracle:
         return worth
 
     def _near(self, a: float, b: float) -> bool:
-        standardised_or_cosine = self.policy.name in ("distinct", "keydiff")
+        standardised_or_cosine = self.policy.name in ("distinct", "salient", "keydiff")
         return abs(a - b) < NEAR_TIE * (1 if standardised_or_cosine else max(abs(a), abs(b)))
 
     # -- choices -----------------------------------------------------------------------------------

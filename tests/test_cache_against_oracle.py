@@ -130,6 +130,8 @@ POLICIES = {
     "distinct": make_policy("distinct", sink=2, recent=0.25, window=6),
     "distinct, keys only": make_policy("distinct", sink=2, recent=0.25, mass_weight=0.0),
     "distinct, full prompt": make_policy("distinct", sink=2, recent=0.25, prompt="full"),
+    "salient": make_policy("salient", sink=2, recent=0.25, window=6),
+    "salient, full prompt": make_policy("salient", sink=2, value_weight=1.0, prompt="full"),
     "h2o, window": make_policy("h2o", sink=2, recent=3, window=6, pool=3),
     "h2o, full": make_policy("h2o", sink=2, recent=0.5, prompt="full"),
     "h2o, age": make_policy("h2o", sink=1, recent=2, prompt="full", age_normalised=True),
@@ -276,6 +278,9 @@ def layers(draw: st.DrawFn, name: str) -> tuple[Policy, list[int], Shape]:
     if name == "distinct":
         chosen["mass_weight"] = draw(st.sampled_from([0.0, 0.25, 1.0]))
         chosen["age_weight"] = draw(st.sampled_from([0.0, 0.5]))
+    elif name == "salient":
+        for weight in ("distance_weight", "value_weight", "age_weight"):
+            chosen[weight] = draw(st.sampled_from([0.0, 0.3]))
     elif name not in KEYS_ONLY:
         chosen["age_normalised"] = draw(st.booleans())
         chosen["value_weighted"] = draw(st.booleans())
@@ -298,7 +303,9 @@ def layers(draw: st.DrawFn, name: str) -> tuple[Policy, list[int], Shape]:
     return policy, budgets, shape
 
 
-@pytest.mark.parametrize("name", ["distinct", "h2o", "ema", "ema-logits", "tova", *KEYS_ONLY])
+@pytest.mark.parametrize(
+    "name", ["distinct", "salient", "h2o", "ema", "ema-logits", "tova", *KEYS_ONLY]
+)
 @settings(max_examples=16, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_layer_follows_the_oracle(name: str, data: st.DataObject) -> None:

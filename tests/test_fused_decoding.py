@@ -111,6 +111,10 @@ POLICIES = {
     "distinct": make_policy("distinct"),
     "distinct, keys only": make_policy("distinct", mass_weight=0.0, recent=0.3),
     "distinct, ageless": make_policy("distinct", age_weight=0.0, sink=0),
+    "salient": make_policy("salient"),
+    "salient, values alone": make_policy(
+        "salient", distance_weight=0.0, value_weight=2.0, age_weight=0.0, recent=2
+    ),
     "h2o": make_policy("h2o"),
     "h2o, age": make_policy("h2o", age_normalised=True, recent=3),
     "ema": make_policy("ema", decay=0.9),

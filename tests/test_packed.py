@@ -202,7 +202,7 @@ def test_a_row_is_packed_once(bits, dtype):
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("policy", ["distinct", "h2o", "keydiff", "streaming"])
+@pytest.mark.parametrize("policy", ["distinct", "salient", "h2o", "keydiff", "streaming"])
 @pytest.mark.parametrize("mode", ["uniform", "ragged"])
 @pytest.mark.parametrize(
     "packing", [{"bits": 8}, {"k_bits": 8, "v_bits": 3}, {"v_bits": 4}], ids=str

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 import mlx_h2o
@@ -111,6 +112,54 @@ def test_distinct_weighs_mass_and_age():
     assert order(make_policy("distinct", mass_weight=1.0, age_weight=0.0), of)[0] == 1
     # Age alone makes it a window.
     assert order(make_policy("distinct", mass_weight=0.0, age_weight=1.0), of) == [0, 1, 2, 3]
+
+
+def salience(of: Slots, policy) -> np.ndarray:
+    """Salient's formula, by numpy."""
+
+    def z(x: np.ndarray) -> np.ndarray:
+        return (x - x.mean()) / (x.std() + 1e-6)
+
+    keys, values = np.array(of.keys[0, 0]), np.array(of.values[0, 0])
+    age = of.offset - np.array(of.positions[0, 0])
+    apart = np.square(keys - np.array(of.evicted_mean_key[0])).sum(-1)
+    return (
+        z(np.log(np.array(of.scores[0, 0]) / age + 1e-6))
+        + policy.distance_weight * z(np.log(apart))
+        + policy.value_weight * z(np.log(np.square(values).sum(-1)))
+        - policy.age_weight * z(np.log(age))
+    )
+
+
+@pytest.mark.parametrize("weights", [(0.3, 0.3, 0.3), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)])
+def test_salient_keeps_the_highest_by_its_formula(weights):
+    rng = np.random.default_rng(1)
+    names = ("distance_weight", "value_weight", "age_weight")
+    policy = make_policy("salient", **dict(zip(names, map(float, weights), strict=True)))
+    of = slots(
+        rng.exponential(size=12),
+        rng.normal(size=(12, 2)),
+        rng.normal(size=(12, 2)),
+        positions=rng.permutation(30)[:12].tolist(),
+        offset=30,
+        evicted=16,
+        mean=[0.5, 0.2],
+    )
+    assert order(policy, of) == np.argsort(salience(of, policy)).tolist()
+
+
+def test_salient_reads_the_lengths_that_were_kept():
+    """A value packed to nothing is as long as it was when it came."""
+    policy = make_policy("salient", distance_weight=0.0, value_weight=5.0, age_weight=0.0)
+    of = slots([0.3, 0.2, 0.1], values=[[0, 0], [0, 0], [0, 0]])
+    of.value_lengths = mx.array([[[3, 1, 2]]], mx.float16)
+    assert order(policy, of) == [1, 2, 0]
+
+
+@pytest.mark.parametrize("option", ["age_normalised", "value_weighted"])
+def test_salient_has_weights_of_its_own(option):
+    with pytest.raises(ValueError, match="does not rank by scores"):
+        make_policy("salient", **{option: True})
 
 
 def test_ema_forgets_what_h2o_never_does():

@@ -582,7 +582,7 @@ def test_a_cache_can_be_resized_before_it_is_used():
 @pytest.mark.pairwise
 @pytest.mark.parametrize("remainder", [True, False], ids=["remainder", ""])
 @pytest.mark.parametrize("evict_every", [1, 4])
-@pytest.mark.parametrize("policy", ["distinct", "h2o", "streaming", "keydiff", "paper"])
+@pytest.mark.parametrize("policy", ["distinct", "salient", "h2o", "streaming", "keydiff", "paper"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_max_bytes_is_a_bound_and_no_slot_is_wasted(dtype, policy, evict_every, remainder):
     """Everything held counts, and one slot more a head would be too much."""

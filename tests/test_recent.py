@@ -129,7 +129,9 @@ def test_rows_joined_differently_are_refused():
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("policy", ["distinct", "h2o", "keydiff", "streaming", "tova", "ema"])
+@pytest.mark.parametrize(
+    "policy", ["distinct", "salient", "h2o", "keydiff", "streaming", "tova", "ema"]
+)
 @pytest.mark.parametrize("budgets", [(32, 32), (24, 40)], ids=str)
 @pytest.mark.parametrize("packing", [{"bits": 8}, {"k_bits": 8, "v_bits": 4}], ids=str)
 def test_a_zone_of_the_same_width_changes_nothing(packing, budgets, policy):
@@ -325,7 +327,7 @@ def test_what_cannot_be_is_refused(call, text):
 FUSED = [
     (budgets, policy, dtype)
     for budgets in ((32, 32), (24, 40), (320, 40))
-    for policy in ("distinct", "h2o", "keydiff", "tova", "ema", "ema-logits")
+    for policy in ("distinct", "salient", "h2o", "keydiff", "tova", "ema", "ema-logits")
     for dtype in (mx.float32, mx.bfloat16)
     if policy in ("distinct", "ema-logits") or (dtype == mx.float32 and max(budgets) < 100)
 ]

@@ -16,7 +16,7 @@ LONGEST_FUNCTION, LONGEST_CLASS = 60, 300
 FLOORS = {
     "ground": """checks drawing files gguf gguf_tokenizer interrupts linear_algebra masks patching
         curves number_text measured memory_size model_identity safetensors_header smollm2 softmax
-        stock store builtin""",
+        stock store value_lengths builtin""",
     "rows": "packed remainder recent_window undo frame profile profile_places",
     "policies": "policies selection",
     "settings": "settings budget filling sizing attention_call",

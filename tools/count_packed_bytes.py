@@ -2,7 +2,8 @@
 """What the GPU kernels move over packed keys and values, counted on the host harness.
 
 Prints, as Markdown, attention's device bytes per width of the rows, over the least that it can cost
-and over dense half's, and what one token's append moves. Nothing here is a time, and no GPU has run
+and over dense half's, and what one token's append moves; then what a whole decode step of 6-bit
+rows moves by policy, and what a frame for the keys adds. Nothing here is a time, and no GPU has run
 it.
 """
 
@@ -15,14 +16,17 @@ import find_harness  # noqa: F401
 import harness
 import mlx.core as mx
 
-from mlx_h2o import Remainder
+from mlx_h2o import Remainder, make_policy
 from mlx_h2o.backends import reference, step_launches
-from mlx_h2o.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
-from mlx_h2o.backends.decoder import HeadStep
+from mlx_h2o.backends.attention_launches import EXPORT_LOGITS, EXPORT_LSE, EXPORT_NOTHING
+from mlx_h2o.backends.decoder import HeadPlan
 from mlx_h2o.backends.gpu import Gpu
 from mlx_h2o.backends.launcher import Launcher
 from mlx_h2o.backends.step_launches import SlotArrays, StepPlan
+from mlx_h2o.backends.work import Ranges
+from mlx_h2o.frame import Frame
 from mlx_h2o.packed import PackedRows, Rows, dense
+from mlx_h2o.policies import Policy
 
 GPU = Gpu(Launcher(harness.metal_kernel, "metal"), lambda: "applegpu_g13g")
 # Hq, Hk, D: a 4B or 8B model's layer.
@@ -70,7 +74,7 @@ def appended(bits: tuple[int, int]) -> int:
     """Device bytes of one token's new rows, the folded ones and the remainder."""
     _, Hk, D = HEADS
     slots = 64
-    heads = tuple(HeadStep(h * slots, slots, 0, 0, 1, True) for h in range(Hk))
+    heads = tuple(HeadPlan(h * slots, slots, 0, 0, 1, True) for h in range(Hk))
     plan = StepPlan(1000, Hk * slots, 0, 1, heads)
     keys, values = (
         stored(mx.random.normal((1, plan.slots, D)).astype(mx.float16), width) for width in bits
@@ -84,6 +88,62 @@ def appended(bits: tuple[int, int]) -> int:
         )
         mx.eval(written)
     return launches[0].device_bytes
+
+
+def stepped(slots: int, policy: Policy, framed: bool) -> list[int]:
+    """Device bytes of each launch of a decode step: overwrite, attention, update."""
+    Hq, Hk, D = HEADS
+    mx.random.seed(0)
+    heads = tuple(HeadPlan(h * slots, slots, 0, slots // 4, 100, True) for h in range(Hk))
+    plan = StepPlan(2 * slots, Hk * slots, policy.sink, 1, heads)
+    keys, values = (
+        stored(mx.random.normal((1, plan.slots, D)).astype(mx.float16), 6) for _ in range(2)
+    )
+    held = SlotArrays(keys, values, mx.tile(mx.arange(slots, dtype=mx.int32), (1, Hk)))
+    kernel_policy = policy.kernel_policy()
+    assert kernel_policy is not None
+    ranks = kernel_policy.priority in ("distance", "salience")
+    scored = policy.needs_attention
+    if scored:
+        held.scores = mx.zeros((1, plan.slots))
+    if kernel_policy.priority == "salience":
+        held.value_lengths = mx.zeros((1, plan.slots), mx.float16)
+    frame = Frame(mx.zeros((Hk, D)), mx.ones((Hk, D))) if framed else None
+    victims = mx.zeros((1, Hk, 1), mx.int32)
+    q, row = (mx.random.normal((1, H, 1, D)).astype(mx.float16) for H in (Hq, Hk))
+    empty = Remainder.empty(1, Hk, D, D).fold(*(mx.ones((1, Hk, 20, D)) for _ in range(2)))
+    with harness.recorded() as launches:
+        written, remainder = step_launches.overwrite(
+            GPU.launcher, plan, held, victims, row, row, empty, frame
+        )
+        assert remainder is not None
+        means = remainder.mean_key if ranks else None
+        attended = GPU.attend(
+            q,
+            held.keys,
+            held.values,
+            scale=D**-0.5,
+            remainder=remainder,
+            frame_scale=frame.scale if frame else None,
+            means=means,
+            ranges=Ranges(tuple(h.start for h in heads), (slots,) * Hk),
+            export=EXPORT_LOGITS if scored else EXPORT_LSE,
+            after=written,
+        )
+        args = kernel_policy, attended, victims, written, means
+        mx.eval(step_launches.update(GPU.launcher, plan, held, *args))
+    return [counts.device_bytes for counts in launches]
+
+
+def print_steps(slots: int) -> None:
+    """The table of whole steps."""
+    print("\n| slots, 6/6 bits | policy | overwrite | attention | update | a step | in a frame |")
+    print("|---" * 7 + "|")
+    for name in ("streaming", "h2o", "distinct", "salient"):
+        plain, framed = (stepped(slots, make_policy(name), frame) for frame in (False, True))
+        cells = [f"{slots}", name, f"{plain[0]:,}", f"{sum(plain[1:-1]):,}", f"{plain[-1]:,}"]
+        more = sum(framed) / sum(plain) - 1
+        print(f"| {' | '.join(cells)} | {sum(plain):,} | + {more:.2%} |", flush=True)
 
 
 def main() -> None:
@@ -109,6 +169,8 @@ def main() -> None:
             print(f"| {' | '.join(cells)} |", flush=True)
     moved = ", ".join(f"{k}/{v} bits {appended((k, v)):,}" for k, v in WIDTHS)
     print(f"\nBytes of an append: {moved}.")
+    for slots in options.slots:
+        print_steps(slots)
 
 
 if __name__ == "__main__":

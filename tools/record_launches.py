@@ -30,6 +30,7 @@ from mlx_h2o.backends.gpu import Gpu
 from mlx_h2o.backends.launcher import Launcher
 from mlx_h2o.backends.operands import Seed
 from mlx_h2o.backends.work import Ranges
+from mlx_h2o.frame import Frame
 from mlx_h2o.packed import PackedRows, Rows
 from mlx_h2o.remainder import Remainder
 
@@ -37,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "swift/Tests/MLXH2OTests/Fixtures/launches.json"
 
 # Inputs that the host makes of sizes and settings: their contents are recorded too.
-MADE = ("params", "plan", "factors", "weights")
+MADE = ("params", "plan", "factors", "weights", "saturation")
 
 
 def described(
@@ -126,6 +127,9 @@ def step_calls() -> Iterator[dict[str, Any]]:
                 "keys": call["keys"] + 2000 * (i % 2),
                 "remainder": i % 5 in (1, 2),
                 "means": i % 6 == 3,
+                # Of each KV head, with a remainder; null is the default.
+                "saturation": [h / 2 for h in range(call["kv_heads"])] if i % 2 else None,
+                "framed": i % 4 == 2,
                 "export": (2, 2, 1, 0)[i // 3 % 4],
             }
 
@@ -170,6 +174,8 @@ def conversations() -> Iterator[dict[str, Any]]:
         ("distinct", {"unit": "layer"}, {"batch": 2}, steady),
         ("distinct", {"value_weighted": True}, {"budgets": [16, 30]}, resized),
         ("distinct", {}, {"budgets": [16, 30], "bits": 8, "architecture": s}, steady),
+        ("salient", {}, {"k_bits": 6, "framed": True, "saturation": [0.0, 2.0]}, taken_back),
+        ("salient", {"unit": "layer"}, {"batch": 2}, steady),
         ("h2o", {"age_normalised": True, "evict_every": 4}, {"sinks": True}, steady),
         ("h2o", {"value_weighted": True}, {"k_bits": 5, "v_bits": 3}, taken_back),
         ("h2o", {}, {"remainder": False, "dtype": "float16"}, steady),
@@ -200,6 +206,8 @@ def conversations() -> Iterator[dict[str, Any]]:
             "sinks": False,
             "budgets": [24, 24],
             "remainder": True,
+            "saturation": 4.0,
+            "framed": False,
             **dict.fromkeys(("bits", "k_bits", "v_bits", "recent_bits")),
             **other,
             "turns": turns,
@@ -278,6 +286,8 @@ def of_attention(call: dict[str, Any]) -> list[str]:
         x.v,
         **x.options,
         remainder=x.remainder if call.get("remainder") else None,
+        saturation=tuple(call["saturation"]) if call.get("saturation") else None,
+        frame_scale=mx.ones((call["kv_heads"], call["key_width"])) if call.get("framed") else None,
         means=x.means if call.get("means") else None,
         ranges=x.ranges,
         export=call.get("export", attention_launches.EXPORT_LOGITS),
@@ -309,8 +319,10 @@ def of_conversation(call: dict[str, Any]) -> list[str]:
     """Per turn the digest of its launches; all of them of the first step that chooses victims."""
     found: list[str] = []
     gpu = Gpu(launcher(found), lambda: call["architecture"])
-    names = ("bits", "k_bits", "v_bits", "recent_bits", "budgets", "remainder")
+    names = ("bits", "k_bits", "v_bits", "recent_bits", "budgets", "remainder", "saturation")
     settings = {name: call[name] for name in names}
+    if call["framed"]:
+        settings["frame"] = Frame(mx.zeros((2, call["key_width"])), mx.ones((2, call["key_width"])))
     if any(call[name] for name in ("bits", "k_bits", "v_bits")):
         settings["group_size"] = 32
     cache = H2OKVCache(policy=make_policy(call["policy"], **call["settings"]), **settings)

@@ -23,6 +23,7 @@ class Priority(enum.Enum):
     age = ...
     distance = ...
     direction = ...
+    salience = ...
 
 class Stored:
     def __init__(self, arrays: list[mx.array], bits: int = 0, group_size: int = 0) -> None: ...
@@ -59,12 +60,20 @@ class KernelPolicy:
         sink: int,
         evict_every: int,
         decay: float,
+        distance_weight: float,
         mass_weight: float,
+        value_weight: float,
         age_weight: float,
     ) -> None: ...
 
 class Recent:
-    def __init__(self, keys: Stored, values: Stored, scores: mx.array) -> None: ...
+    def __init__(
+        self,
+        keys: Stored,
+        values: Stored,
+        scores: mx.array,
+        value_lengths: mx.array | None = None,
+    ) -> None: ...
 
 class Frame:
     def __init__(self, centre: mx.array, scale: mx.array) -> None: ...

@@ -56,14 +56,18 @@ class RowWidths:
         return -(-Remainder.bytes_per_head(self.key, self.value) // self.row_bytes) * remembers
 
     def slot_bytes(self, policy: Policy) -> int:
-        """Bytes of a slot with everything kept beside it: position and scores, now and before."""
-        return self.row_bytes + 4 + 4 * (1 + self.undo) * policy.needs_attention
+        """Bytes of a slot with everything kept beside it: position, value length, and scores, now
+        and before."""
+        scores = 4 * (1 + self.undo) * policy.needs_attention
+        return self.row_bytes + 4 + scores + 2 * policy.uses_value_lengths
 
     def head_bytes(self, policy: Policy, remembers: bool) -> int:
         """Bytes of a head apart from its slots: remainder, frame, next victims, steps to undo."""
         remainder = Remainder.bytes_per_head(self.key, self.value) if remembers else 0
         recent = self.recent_row_bytes if self.packing.recent else 0
-        step = step_bytes(self.row_bytes, recent, remainder, policy.evict_every)
+        length = 2 * policy.uses_value_lengths
+        rows = self.row_bytes + length, recent + length * bool(recent)
+        step = step_bytes(*rows, remainder, policy.evict_every)
         frame = 2 * 4 * self.key * self.framed
         return remainder + frame + 4 * policy.evict_every + self.undo * step
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_h2o.attention_call import AttentionCall
-from mlx_h2o.backends.decoder import DecodeStep, HeadStep
+from mlx_h2o.backends.decoder import DecodeStep, HeadPlan
 from mlx_h2o.memory import Evictions, Fields, Memory, fields_of
 from mlx_h2o.packed import dense
 from mlx_h2o.recent_window import RecentWindow
@@ -336,7 +336,7 @@ class Layer:
             DecodeStep(call.q, k, v, call.scale, call.sinks, at, tuple(heads), recent, before)
         )
 
-    def _advanced(self, run: Run, stays: bool) -> list[HeadStep]:
+    def _advanced(self, run: Run, stays: bool) -> list[HeadPlan]:
         """What a run's heads do in a step; no row comes into slots where the new one `stays`."""
         every = self.policy.evict_every
         victim = -1 if stays else self.memory.plan.advance(run, every)
@@ -345,4 +345,4 @@ class Layer:
             self.memory.plan.name_victims(run, every)
         protected, lost = self.policy.recent_slots(self.budget_of(run)), self.lost(run)
         starts = range(run.start, run.start + run.heads * run.allocated, run.allocated)
-        return [HeadStep(s, run.length, victim, protected, lost, choose) for s in starts]
+        return [HeadPlan(s, run.length, victim, protected, lost, choose) for s in starts]

@@ -14,6 +14,7 @@ from mlx_h2o.recent_window import RecentWindow
 from mlx_h2o.remainder import Remainder
 from mlx_h2o.settings import CacheSettings
 from mlx_h2o.store import Run, SlotStore
+from mlx_h2o.value_lengths import value_lengths
 
 #: What a store keeps of some rows, by name: `[B, heads, N, ...]` each.
 Fields = dict[str, mx.array]
@@ -162,4 +163,6 @@ def fields_of(settings: CacheSettings, keys: mx.array, values: mx.array, first: 
     }
     if settings.policy.needs_attention:
         fields["scores"] = mx.zeros((B, H, L))
+    if settings.policy.uses_value_lengths:
+        fields["value_lengths"] = value_lengths(values)
     return fields

@@ -13,10 +13,12 @@ from mlx_h2o.budget import LayerShare, RowWidths, slots_for_bytes
 from mlx_h2o.eviction import recent_size
 from mlx_h2o.layer import Layer, RowType
 from mlx_h2o.memory import Evictions, Memory, fields_of
+from mlx_h2o.packed import Packing, dense
 from mlx_h2o.recent_window import RecentWindow
 from mlx_h2o.remainder import Remainder, plain_rows_for
 from mlx_h2o.settings import CacheSettings
 from mlx_h2o.store import SlotStore
+from mlx_h2o.value_lengths import value_lengths
 
 
 def open_layer(
@@ -87,7 +89,10 @@ def budgets_of(settings: CacheSettings, batch: int, heads: int, widths: RowWidth
 
 def window_of(settings: CacheSettings, size: int) -> RecentWindow:
     """An empty recent window."""
-    return RecentWindow(size, settings.packing, settings.policy.needs_attention, pack)
+    policy = settings.policy
+    return RecentWindow(
+        size, settings.packing, policy.needs_attention, policy.uses_value_lengths, pack
+    )
 
 
 def config_of(layer: Layer | None) -> dict[str, Any]:
@@ -123,6 +128,8 @@ def restored(
     numbers = saved_state.checked_window(config, policy, packing)
     runs = saved_state.checked_runs(config, policy, numbers)
     saved_state.check_arrays(arrays, runs, policy, packing, remembers, numbers)
+    if policy.uses_value_lengths and not saved_state.has_value_lengths(arrays, policy):
+        arrays = arrays | _value_lengths(arrays, packing)
     newest = config["offset"] - (numbers["length"] if numbers else 0)
     saved_state.check_indices(arrays, runs, config["reserved"], policy, newest)
     store = SlotStore.of(runs, config["reserved"], _under("slots.", arrays))
@@ -142,6 +149,15 @@ def restored(
         remainder = Remainder(**_under("remainder.", arrays))
     evictions = Evictions(remainder, arrays.get("victims"))
     return Layer(settings, types, Memory(store, window, evictions), config["offset"]), share
+
+
+def _value_lengths(arrays: dict[str, mx.array], packing: Packing) -> dict[str, mx.array]:
+    """The lengths of the values that a file holds without them, of slots and recent window."""
+    kinds = {"slots.": packing} | ({"recent.": packing.recent} if packing.recent else {})
+    return {
+        f"{prefix}value_lengths": value_lengths(dense(kind.rows("values", _under(prefix, arrays))))
+        for prefix, kind in kinds.items()
+    }
 
 
 def _types_and_widths(

@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from mlx_h2o.packed import JoinedRows, Pack, PackedRows, Packing, Rows
 from mlx_h2o.store import GROWTH_STEP
+from mlx_h2o.value_lengths import value_lengths
 
 
 class RecentStep(NamedTuple):
@@ -41,17 +42,25 @@ class RecentWindow:
         size: Tokens it can hold.
         length: Tokens it holds.
         oldest: The slot of the oldest; the others follow, around the end.
-        fields: `[B, H, size, ...]` per name: keys, values and what packs them, and scores if the
-            policy accumulates any.
+        fields: `[B, H, size, ...]` per name: keys, values and what packs them, scores if the
+            policy accumulates any, lengths of values if it uses them.
     """
 
-    def __init__(self, size: int, kept: Packing, scored: bool, pack: Pack = PackedRows.of):
+    def __init__(
+        self,
+        size: int,
+        kept: Packing,
+        scored: bool,
+        measured: bool,
+        pack: Pack = PackedRows.of,
+    ):
         recent = kept.recent
         assert recent is not None
         self.size = size
         self.length = self.oldest = self._lent_rows = 0
         self.fields: dict[str, mx.array] = {}
-        self._kept, self._recent, self._scored, self._pack = kept, recent, scored, pack
+        self._kept, self._recent, self._pack = kept, recent, pack
+        self._scored, self._measured = scored, measured
 
     @property
     def full(self) -> bool:
@@ -72,7 +81,8 @@ class RecentWindow:
 
         Returns:
             The rows that are recent no longer, oldest first, as the slots proper store them:
-            `[B, H, M, ...]` by field, positions and scores too; None if there are none.
+            `[B, H, M, ...]` by field, positions, scores and lengths of values too; None if there
+            are none.
         """
         L = keys.shape[2]
         leaving = max(self.length + L - self.size, 0)
@@ -224,13 +234,17 @@ class RecentWindow:
         if self._scored:
             B, H, L = rows["keys"].shape[:3]
             fields["scores"] = rows.get("scores", mx.zeros((B, H, L)))
+        if self._measured:
+            known = rows.get("value_lengths")
+            fields["value_lengths"] = value_lengths(rows["values"]) if known is None else known
         return fields
 
     def _left(self, fields: dict[str, mx.array]) -> dict[str, mx.array]:
         """Rows of the window as the slots proper store them."""
         rows: dict[str, Any] = {n: self._recent.rows(n, fields) for n in ("keys", "values")}
-        if self._scored:
-            rows["scores"] = fields["scores"]
+        for name in ("scores", "value_lengths"):
+            if name in fields:
+                rows[name] = fields[name]
         return self._packed(self._kept, rows)
 
     def _put(self, slot: int, rows: dict[str, mx.array]) -> None:

@@ -201,6 +201,9 @@ def check_arrays(
     expected["slots.positions"] = (batch, slots), mx.int32
     if policy.needs_attention:
         expected["slots.scores"] = (batch, slots), mx.float32
+    measured = has_value_lengths(arrays, policy)
+    if measured:
+        expected["slots.value_lengths"] = (batch, slots), mx.float16
     if remembers:
         for name in STATISTICS:
             width = {"count": (), "mean_value": (widths["values"],)}.get(name, (widths["keys"],))
@@ -216,12 +219,20 @@ def check_arrays(
         expected |= row_shapes("recent.", (batch, heads, rows), types, recent)
         if policy.needs_attention:
             expected["recent.scores"] = (batch, heads, rows), mx.float32
+        if measured:
+            expected["recent.value_lengths"] = (batch, heads, rows), mx.float16
     if missing_or_more := expected.keys() ^ arrays.keys():
         raise ValueError(f"Arrays are missing or too many: {sorted(missing_or_more)}.")
     for name, (shape, dtype) in expected.items():
         array = arrays[name]
         if (array.shape, array.dtype) != (shape, dtype):
             raise ValueError(f"{name} must be {shape} {dtype}; it is {array.shape} {array.dtype}.")
+
+
+def has_value_lengths(arrays: Arrays, policy: Policy) -> bool:
+    """Whether the lengths of values are among the arrays; files from before they were kept have
+    none, and `opening.restored` makes them of the rows."""
+    return policy.uses_value_lengths and "slots.value_lengths" in arrays
 
 
 def row_type(name: str, arrays: Arrays, packing: Packing) -> tuple[int, mx.Dtype]:

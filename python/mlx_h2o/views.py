@@ -32,13 +32,13 @@ def rows_of(layer: Layer, run: Run, fields: Fields) -> tuple[AnyRows, AnyRows]:
 
 
 def ranked_of(layer: Layer, run: Run, fields: Fields) -> Fields:
-    """Positions and scores of the same rows, `[B, heads, M]`; arguments as in `rows_of`."""
+    """Positions, scores and value lengths of the same rows, `[B, heads, M]`; arguments as there."""
     if layer.window is None:
         return fields
     views = layer.window.views(run.first, run.last, layer.offset)
     return {
         name: mx.concatenate([fields[name], views[name]], axis=2)
-        for name in ("positions", "scores")
+        for name in ("positions", "scores", "value_lengths")
         if name in fields
     }
 
@@ -63,4 +63,5 @@ def slots_of(layer: Layer, run: Run, fields: Fields, evicted: int) -> Slots:
         evictable=evictable_of(layer, run, positions),
         evicted=evicted,
         evicted_mean_key=layer.evictions.remainder.mean_key[:, run.first : run.last],
+        value_lengths=ranked.get("value_lengths"),
     )

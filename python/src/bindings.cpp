@@ -42,7 +42,8 @@ NB_MODULE(_ext, m) {
       .value("score", Priority::score)
       .value("age", Priority::age)
       .value("distance", Priority::distance)
-      .value("direction", Priority::direction);
+      .value("direction", Priority::direction)
+      .value("salience", Priority::salience);
 
   nb::class_<Stored>(m, "Stored")
       .def(
@@ -68,21 +69,26 @@ NB_MODULE(_ext, m) {
       .def(
           "__init__",
           [](KernelPolicy* self, Score score, Priority priority, bool per_layer,
-             bool age_normalised, int sink, int evict_every, float decay, float mass_weight,
-             float age_weight) {
-            new (self) KernelPolicy{score,       priority, per_layer,   age_normalised, sink,
-                                    evict_every, decay,    mass_weight, age_weight};
+             bool age_normalised, int sink, int evict_every, float decay, float distance_weight,
+             float mass_weight, float value_weight, float age_weight) {
+            new (self) KernelPolicy{score,       priority,     per_layer, age_normalised,
+                                    sink,        evict_every,  decay,     distance_weight,
+                                    mass_weight, value_weight, age_weight};
           },
           nb::kw_only(), "score"_a, "priority"_a, "per_layer"_a, "age_normalised"_a, "sink"_a,
-          "evict_every"_a, "decay"_a, "mass_weight"_a, "age_weight"_a);
+          "evict_every"_a, "decay"_a, "distance_weight"_a, "mass_weight"_a, "value_weight"_a,
+          "age_weight"_a);
 
   nb::class_<Recent>(m, "Recent")
       .def(
           "__init__",
-          [](Recent* self, Stored keys, Stored values, mx::array scores) {
-            new (self) Recent{std::move(keys), std::move(values), std::move(scores)};
+          [](Recent* self, Stored keys, Stored values, mx::array scores,
+             std::optional<mx::array> value_lengths) {
+            new (self) Recent{
+                std::move(keys), std::move(values), std::move(scores), std::move(value_lengths)};
           },
-          "keys"_a, "values"_a, "scores"_a, "The newest tokens, stored apart.");
+          "keys"_a, "values"_a, "scores"_a, "value_lengths"_a = nb::none(),
+          "The newest tokens, stored apart.");
 
   nb::class_<Frame>(m, "Frame")
       .def(

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_h2o import Remainder
-from mlx_h2o.backends.decoder import HeadStep
+from mlx_h2o.backends.decoder import HeadPlan
 from mlx_h2o.backends.step_launches import StepPlan
 
 OFFSET = 900
@@ -42,7 +42,7 @@ def plan_of(lengths, room=3, victim=0, choose=True, evict_every=1, sink=SINK):
     """Heads of these lengths one after another, with unused slots between."""
     starts = itertools.accumulate((length + room for length in lengths), initial=0)
     heads = tuple(
-        HeadStep(start, length, victim, length // 4, 16, choose)
+        HeadPlan(start, length, victim, length // 4, 16, choose)
         for start, length in zip(starts, lengths, strict=False)
     )
     return StepPlan(OFFSET, sum(lengths) + room * len(lengths), sink, evict_every, heads)

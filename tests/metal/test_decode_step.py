@@ -10,7 +10,7 @@ from conftest import HOST
 from mlx_h2o import Remainder, make_policy, selection
 from mlx_h2o.backends import step_launches
 from mlx_h2o.backends.attention_launches import Attended
-from mlx_h2o.backends.decoder import HeadStep
+from mlx_h2o.backends.decoder import HeadPlan
 from mlx_h2o.backends.step_launches import SlotArrays, StepPlan
 from mlx_h2o.policies import KernelPolicy, Observation, Slots
 from mlx_h2o.policies.base import kernel_policy_of
@@ -34,7 +34,8 @@ def slots_of(plan, B, D, Dv, dtype):
         (mx.random.normal((B, S, Dv)) + poison[..., None]).astype(dtype),
         mx.array(positions),
         mx.random.uniform(shape=(B, S)) + poison,
-        mx.random.uniform(shape=(B, S)) + poison,
+        norms := mx.random.uniform(shape=(B, S)) + poison,
+        mx.log(mx.square(norms)).astype(mx.float16),
     )
 
 
@@ -57,7 +58,7 @@ def test_overwrite(dtype, widths, remembers):
     B, (D, Dv) = 2, widths
     plan = plan_of((9, 5, 7))
     heads = list(plan.heads)
-    heads[1] = HeadStep(heads[1].start, 5, -1, 1, 16, False)
+    heads[1] = HeadPlan(heads[1].start, 5, -1, 1, 16, False)
     plan = StepPlan(OFFSET, plan.slots, SINK, 2, tuple(heads))
     slots = slots_of(plan, B, D, Dv, dtype)
     old = copied(slots)
@@ -88,11 +89,15 @@ def test_overwrite(dtype, widths, remembers):
                     assert mx.array_equal(remainder.arrays[name][b, h], array[b, h])
             old.keys[b, at], old.values[b, at] = k[b, h, 0], v[b, h, 0]
             old.positions[b, at] = OFFSET - 1
-            old.norms[b, at] = mx.linalg.norm(v[b, h, 0].astype(mx.float32))
+            square = mx.square(v[b, h, 0].astype(mx.float32)).sum()
+            old.norms[b, at] = mx.sqrt(square)
+            old.value_lengths[b, at] = mx.log(mx.maximum(square, 1e-12))
     for name in ("keys", "values", "positions"):
         ours, theirs = getattr(slots, name), getattr(old, name)
         assert mx.array_equal(ours, theirs, equal_nan=ours.dtype != mx.int32)
     np.testing.assert_allclose(slots.norms, old.norms, rtol=1e-5)
+    assert slots.value_lengths.dtype == mx.float16
+    np.testing.assert_allclose(slots.value_lengths, old.value_lengths, rtol=2**-10, atol=1e-6)
 
 
 POLICIES = {
@@ -108,6 +113,7 @@ POLICIES = {
     "distinct": {},
     "distinct keys only": {"mass_weight": 0.0},
     "distinct by value": {"value_weighted": True},
+    "salient": {},
 }
 
 # B, G, lengths: one head and many, fewer slots than lanes and more than a threadgroup has.
@@ -142,6 +148,7 @@ def expected_update(policy, plan, slots, logits, lse, written, means):
             evictable=selection.evictable_slots(positions, OFFSET, SINK, head.recent),
             evicted=16,
             evicted_mean_key=means[:, h : h + 1],
+            value_lengths=of_head(slots.value_lengths, head),
         )
         fields.append(of_head_slots)
         priorities.append(policy.priority(of_head_slots))
@@ -161,10 +168,12 @@ def launch_update(policy, plan, slots, logits, lse, written, means, victims):
     B = lse.shape[0]
     if not policy.value_weighted:
         slots.norms = None
+    if policy.name != "salient":
+        slots.value_lengths = None
     flat = mx.concatenate([of_head.reshape(B, -1) for of_head in logits], axis=1)
     attended = Attended(out=None, lse=lse, logits=flat)
     worth = None
-    if ranking.priority == "distance":
+    if ranking.priority in ("distance", "salience"):
         apart = [
             of_head(slots.keys, head).astype(mx.float32) - means[:, h, None, None]
             for h, head in enumerate(plan.heads)
@@ -211,7 +220,7 @@ def test_update(name, unit, shape, evict_every):
 def update_by_score(scores, positions, sink=0, evict_every=1, choose=True):
     """Victims of one head whose scores are given and that attends to nothing."""
     N = len(scores)
-    head = HeadStep(0, N, 0, 0, 16, choose)
+    head = HeadPlan(0, N, 0, 0, 16, choose)
     plan = StepPlan(OFFSET, N, sink, evict_every, (head,))
     slots = SlotArrays(mx.zeros((1, N, 32)), mx.zeros((1, N, 32)), mx.array([positions]))
     slots.scores = mx.array([scores])
@@ -239,7 +248,9 @@ def test_whoever_does_not_choose_keeps_its_victims():
 
 
 # Over what cannot be avoided: logits, lse, positions, distances and scores once, scores written.
-@pytest.mark.parametrize(("name", "most"), [("h2o", 1.15), ("distinct", 1.35), ("streaming", 1.01)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("h2o", 1.15), ("distinct", 1.35), ("salient", 1.35), ("streaming", 1.01)]
+)
 def test_device_bytes(name, most):
     B, G, lengths = 1, 4, (800,) * 4
     H, N, D = len(lengths), sum(lengths), 128
@@ -262,8 +273,11 @@ def test_device_bytes(name, most):
     least = 4 * N
     if policy.needs_attention:
         least += 4 * (N * (G + 2) + H * G)
-    if name == "distinct":
+    if name in ("distinct", "salient"):
         least += 4 * (N + H * D)
+    if name == "salient":
+        # Two bytes a slot for the values' lengths.
+        least += 2 * N
     counts = launches[-1]
     # The plan, a line per head, is read by every simdgroup and does not grow with the slots.
     moved = counts.device_bytes - counts.bytes_read["plan"]

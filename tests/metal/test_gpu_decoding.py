@@ -12,6 +12,7 @@ from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.backends import choice, metal
 from mlx_h2o.backends.decoders import accepts
 from mlx_h2o.backends.gpu_decoder import GPUDecoder
+from mlx_h2o.frame import Frame
 from mlx_h2o.settings import CacheSettings
 
 B, HK, G, D, DV = 1, 2, 2, 64, 32
@@ -90,6 +91,8 @@ def both(on_device, prompt, steps, sinks=None, policy="distinct", settings=None,
         ("distinct", {"mass_weight": 0.0, "evict_every": 3}),
         ("distinct", {"unit": "layer"}),
         ("distinct", {"value_weighted": True}),
+        ("salient", {}),
+        ("salient", {"unit": "layer", "evict_every": 2, "value_weight": 1.0}),
         ("h2o", {"age_normalised": True, "evict_every": 4}),
         ("ema", {"unit": "layer"}),
         ("ema-logits", {}),
@@ -114,6 +117,16 @@ def test_heads_with_budgets_of_their_own(on_device):
     """Some heads are full long before others, and one has hardly any slots."""
     assert_alike(*both(on_device, 10, 40, budgets=[16, 30]))
     assert_alike(*both(on_device, 3, 12, policy="streaming", budgets=[6, 40]))
+
+
+def test_saturation_of_each_head(on_device):
+    """First order in one head, a small t in the other; both are heard."""
+    settings = {"budgets": [24, 24], "saturation": [0.0, 0.5]}
+    ours, theirs, outs = both(on_device, 12, 30, policy="h2o", **settings)
+    assert_alike(ours, theirs, outs)
+    _, _, (usual, _) = both(on_device, 12, 30, policy="h2o", budgets=[24, 24])
+    apart = np.abs(np.array(outs[0] - usual)).max(axis=(0, 2, 3))
+    assert apart.min() > 1e-3
 
 
 def test_no_remainder(on_device):
@@ -189,6 +202,7 @@ def test_the_backend_of_the_default_device(monkeypatch):
     ("policy", "settings", "store"),
     [
         ("distinct", {}, {"bits": 8}),
+        ("salient", {}, {"bits": 6}),
         ("h2o", {"value_weighted": True}, {"k_bits": 5, "v_bits": 3}),
         ("keydiff", {}, {"k_bits": 8, "v_bits": 2}),
     ],
@@ -206,6 +220,23 @@ def test_packed_rows(on_device, policy, settings, store):
                 *(np.take_along_axis(x, o[..., None], 2) for x, o in zip(rows, order, strict=True))
             )
     assert ours.nbytes == theirs.nbytes
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "tolerance"),
+    [("distinct", mx.float32, 1e-4), ("salient", mx.float32, 1e-4), ("keydiff", mx.float16, 4e-3)],
+)
+def test_rows_in_a_frame(on_device, policy, dtype, tolerance):
+    """Keys and queries enter it in the kernels as they do at the reference's door."""
+    centre = 3 * mx.random.normal((HK, D))
+    store = {"frame": Frame(centre, mx.exp(mx.random.normal((HK, D)))), "bits": 8}
+    store |= {"group_size": 32, "budgets": [24, 30]}
+    shape = {"batch": 2, "dtype": dtype}
+    ours, theirs, outs = both(on_device, 12, 40, policy=policy, shape=shape, **store)
+    assert_alike(ours, theirs, outs, tolerance)
+    assert ours.nbytes == theirs.nbytes
+    plain = both(on_device, 12, 40, policy=policy, shape=shape, **(store | {"frame": None}))
+    assert mx.abs(outs[0] - plain[2][0]).max() > 10 * tolerance
 
 
 def test_packed_rows_with_sinks_and_a_chunk_between(on_device):

@@ -47,6 +47,7 @@ def arrays(cache):
         ("distinct", {}, [24, 24], {}),
         ("distinct", {"unit": "layer"}, [24, 24], PACKED),
         ("distinct", {"evict_every": 3}, [6 + 14, 30], PACKED),
+        ("salient", {}, [24, 30], PACKED),
         ("h2o", {"value_weighted": True}, [20, 28], {}),
         ("ema-logits", {"evict_every": 4}, [20, 28], {"k_bits": 8}),
         ("streaming", {}, [3, 3], {}),

@@ -269,7 +269,7 @@ APPENDS = covering(
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", APPENDS, ids=case_name)
 def test_overwrite(case):
-    """What is written is what `mx.quantize` packs, bit for bit; what was there is folded."""
+    """What is written is what the reference packs, bit for bit; what was there is folded."""
     B, widths, dtype, group = 2, case["widths"], case["dtype"], case["group"]
     plan = plan_of((9, 5, 7))
     heads = list(plan.heads)
@@ -284,10 +284,12 @@ def test_overwrite(case):
         pack(mx.random.normal((B, S, width)).astype(dtype), bits)
         for width, bits in zip(widths, case["bits"], strict=True)
     ]
-    slots = SlotArrays(*held, mx.full((B, S), -1, mx.int32), norms=mx.zeros((B, S)))
+    sizes = {"norms": mx.zeros((B, S)), "value_lengths": mx.zeros((B, S), mx.float16)}
+    slots = SlotArrays(*held, mx.full((B, S), -1, mx.int32), **sizes)
     old = [mx.array(np.array(dense(rows).astype(mx.float32))) for rows in held]
     expected = [[np.array(bits_of(a)) for a in arrays_of(rows)] for rows in held]
     positions, norms = np.array(slots.positions), np.array(slots.norms)
+    lengths = np.array(slots.value_lengths)
     victims = mx.array(np.random.default_rng(1).integers(0, 5, (B, H, 1)), mx.int32)
     new = [rows_to_pack(B, H, width, dtype) for width in widths]
     before = Remainder.empty(B, H, *widths).fold(
@@ -314,11 +316,35 @@ def test_overwrite(case):
                 array[b, at] = np.array(bits_of(part))[0]
         positions[b, at] = OFFSET - 1
         norms[b, at] = mx.linalg.norm(dense(rows[1]).astype(mx.float32)).item()
+        square = mx.square(new[1][b, h].astype(mx.float32)).sum()
+        lengths[b, at] = mx.log(mx.maximum(square, 1e-12)).item()
     for rows, theirs in zip(held, expected, strict=True):
         for ours, array in zip(arrays_of(rows), theirs, strict=True):
             assert np.array_equal(np.array(bits_of(ours)), array)
     assert np.array_equal(np.array(slots.positions), positions)
     np.testing.assert_allclose(slots.norms, norms, rtol=1e-5)
+    # Of the values as they came; a last bit may be rounded otherwise.
+    np.testing.assert_allclose(slots.value_lengths, lengths, rtol=2**-10)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_is_not_hidden(dtype):
+    """A group with an infinity or a NaN is read as NaNs; the others are as ever."""
+    plan = plan_of((3, 3))
+    row = mx.random.normal((1, 2, 1, 64))
+    row[0, 0, 0, 5], row[0, 1, 0, 40] = mx.nan, mx.inf
+    row = row.astype(dtype)
+    slots = SlotArrays(
+        *(PackedRows.of(mx.zeros((1, plan.slots, 64), dtype), 4, 32) for _ in range(2)),
+        mx.zeros((1, plan.slots), mx.int32),
+    )
+    victims = mx.zeros((1, 2, 1), mx.int32)
+    mx.eval(step_launches.overwrite(HOST, plan, slots, victims, row, row, None)[0])
+    expected = dense(PackedRows.of(row, 4, 32))[0, :, 0]
+    for rows in (slots.keys, slots.values):
+        ours = dense(rows)[0, [head.start for head in plan.heads]]
+        assert np.array_equal(np.isnan(ours).sum(axis=1), [32, 32])
+        np.testing.assert_array_equal(ours, expected)
 
 
 def rows_to_pack(B, H, width, dtype):
@@ -338,8 +364,10 @@ def arrays_of(rows):
 
 
 def bits_of(array):
-    """A view that compares bit for bit."""
-    return array.view(mx.uint16 if array.dtype.size == 2 else mx.uint32)
+    """A view that compares bit for bit, but for the sign of zeros: either is the least of both."""
+    return (array + mx.zeros((), array.dtype)).view(
+        mx.uint16 if array.dtype.size == 2 else mx.uint32
+    )
 
 
 @pytest.mark.pairwise

@@ -15,11 +15,14 @@ void keep(const Layer& layer, const LayerState& state, const Step& step, const B
       before.keys.copy(i, state.keys, where);
       before.values.copy(i, state.values, where);
       before.positions[i] = state.positions[where];
+      if (before.value_lengths) before.value_lengths[i] = state.value_lengths[where];
     }
     if (before.recent_keys.data) {
       const int64_t where = i * state.recent.size + step.recent_slot;
       before.recent_keys.copy(i, state.recent.keys, where);
       before.recent_values.copy(i, state.recent.values, where);
+      if (before.recent_value_lengths)
+        before.recent_value_lengths[i] = state.recent.value_lengths[where];
     }
   }
   const auto all = [](const auto* from, int64_t count, auto* to) {

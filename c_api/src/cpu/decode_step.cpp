@@ -17,7 +17,9 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 // remainder.py: keep x finite whatever the queries and keys.
 constexpr float kLargestQuery = 1e15f;
 constexpr float kLargestTerm = 1e30f;
-// distinct.py: fewer evicted keys than this give no mean worth measuring distances from.
+// value_lengths.py
+constexpr float kLeastSquare = 1e-12f;
+// policies/terms.py: fewer evicted keys than this give no mean worth measuring distances from.
 constexpr int kFewestForAMean = 16;
 
 // The remainder's second-order term: x at first, sqrt(t x) in the end, and none where t is 0.
@@ -68,7 +70,7 @@ class DecodeStep {
       a.seed_logits = columns_.data();
       a.seed_values = state_.mean_value;
     }
-    if (choose && policy.priority == Priority::distance) {
+    if (choose && policy.measures()) {
       fill_centers();
       a.centers = centers_.data();
     }
@@ -102,7 +104,7 @@ class DecodeStep {
       const int64_t where = free_slot(b, h);
       state_.keys.write(where, key);
       state_.values.write(where, value);
-      note(where, step_.offset - 1, 0);
+      note(where, step_.offset - 1, 0, length_of(value));
       return;
     }
     const int64_t slot = recent_slot(b, h, step_.recent_slot);
@@ -110,20 +112,36 @@ class DecodeStep {
       const int64_t where = free_slot(b, h);
       state_.keys.take_over(where, recent.keys, slot);
       state_.values.take_over(where, recent.values, slot);
-      note(where, step_.offset - 1 - recent.size, recent.scores ? recent.scores[slot] : 0);
+      note(
+          where, step_.offset - 1 - recent.size, recent.scores ? recent.scores[slot] : 0,
+          recent.value_lengths ? recent.value_lengths[slot] : 0);
     }
     recent.keys.write(slot, key);
     recent.values.write(slot, value);
     if (recent.scores) recent.scores[slot] = 0;
+    if (recent.value_lengths) recent.value_lengths[slot] = length_of(value);
   }
 
   static const void* row_at(const void* rows, int64_t element, Dtype dtype) {
     return static_cast<const char*>(rows) + element * size_of(dtype);
   }
 
-  void note(int64_t slot, int position, float score) {
+  void note(int64_t slot, int position, float score, uint16_t value_length) {
     state_.positions[slot] = position;
     if (state_.scores) state_.scores[slot] = score;
+    if (state_.value_lengths) state_.value_lengths[slot] = value_length;
+  }
+
+  // value_lengths.value_lengths of a new value, as float16; of interest where they are kept.
+  uint16_t length_of(const void* value) {
+    if (!state_.value_lengths) return 0;
+    row_.resize(std::max(layer_.D, layer_.Dv));
+    kernels().widen(row_.data(), value, state_.values.dtype, 1, layer_.Dv);
+    const float square = kernels().dot(row_.data(), row_.data(), layer_.Dv);
+    const float length = std::log(std::max(square, kLeastSquare));
+    uint16_t half;
+    kernels().narrow(&half, Dtype::float16, &length, 1, 1);
+    return half;
   }
 
   // The victim's slot, its row folded, or the next unused one.
@@ -224,6 +242,7 @@ class DecodeStep {
     update.logits = attended.logits;
     update.positions = state_.positions + slot(b, h);
     update.scores = state_.scores ? state_.scores + slot(b, h) : nullptr;
+    update.value_lengths = state_.value_lengths ? state_.value_lengths + slot(b, h) : nullptr;
     update.offset = step_.offset;
     update.recent = head.recent;
     if (head.choose) {
@@ -235,7 +254,7 @@ class DecodeStep {
       }
       terms.resize(int64_t(kTerms) * head.length);
       update.terms = terms.data();
-      if (layer_.policy.priority == Priority::distance) {
+      if (layer_.policy.measures()) {
         const float* center = centers_.data() + of_head(b, h) * layer_.D;
         update.least_distance = 1e-6f * kernels().dot(center, center, layer_.D) + 1e-12f;
         update.distance = attended.distance;

@@ -46,8 +46,9 @@ struct SlotRows {
 struct RecentState {
   SlotRows keys;
   SlotRows values;
-  float* scores;  // [B, Hk, size], or nullptr
-  int size = 0;   // 0: they are stored with all others
+  float* scores;            // [B, Hk, size], or nullptr
+  uint16_t* value_lengths;  // [B, Hk, size] float16, or nullptr
+  int size = 0;             // 0: they are stored with all others
 };
 
 // The layer's memory (store.py and remainder.py name the fields).
@@ -56,11 +57,13 @@ struct LayerState {
   SlotRows values;
   int32_t* positions;  // [B, S]
   float* scores;       // [B, S], or nullptr where the policy accumulates nothing
-  float* count;        // [B, Hk]
-  float* mean_key;     // [B, Hk, D]
-  float* var_key;      // [B, Hk, D]
-  float* mean_value;   // [B, Hk, Dv]
-  int32_t* victims;    // [B, Hk, evict_every]
+  // [B, S] float16, log ||v||^2 of the values as they came; or nullptr where no policy asks
+  uint16_t* value_lengths;
+  float* count;       // [B, Hk]
+  float* mean_key;    // [B, Hk, D]
+  float* var_key;     // [B, Hk, D]
+  float* mean_value;  // [B, Hk, Dv]
+  int32_t* victims;   // [B, Hk, evict_every]
   RecentState recent;
 };
 

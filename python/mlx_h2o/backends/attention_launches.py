@@ -85,7 +85,8 @@ class AttentionLaunch:
             its last column is the last slot's, and slots before its first are visible.
         sinks: Attention-sink logits `[Hq]`.
         remainder: Joins as one more column, which lse covers.
-        saturation: t of the remainder's formula.
+        saturation: t of the remainder's formula for each KV head; None is the default for all.
+        frame_scale: Of the frame that the keys and the remainder lie in, `[Hk, D]` float32.
         means: `[B, Hk, D]` float32: measure the keys' distances from them.
         ranges: Where each head's slots lie.
         export: What to write besides the output: nothing, the lse, or lse and logits.
@@ -100,7 +101,8 @@ class AttentionLaunch:
     mask: mx.array | str | None = None
     sinks: mx.array | None = None
     remainder: Remainder | None = None
-    saturation: float = SATURATION
+    saturation: tuple[float, ...] | None = None
+    frame_scale: mx.array | None = None
     means: mx.array | None = None
     ranges: Ranges | None = None
     export: int = EXPORT_LOGITS
@@ -146,6 +148,7 @@ class AttentionLaunch:
                 "SINKS": self.sinks is not None,
                 "REMAINDER": self.remainder is not None,
                 "DISTANCES": self.means is not None,
+                "FRAME": self.frame_scale is not None,
                 "EXPORT": export,
             },
             (1, work.items, B * tiles.row_blocks),
@@ -160,7 +163,7 @@ class AttentionLaunch:
     def _inputs(self, k: Rows, v: Rows, columns: int) -> dict[str, mx.array]:
         """Buffers by name, but for the table of the work."""
         inputs = {
-            "factors": _factors(self.scale, self.saturation),
+            "factors": _floats((self.scale,)),
             "queries": self.q,
             **buffers(keys=k, values=v),
         }
@@ -171,6 +174,9 @@ class AttentionLaunch:
         if self.remainder is not None:
             statistics = self.remainder.arrays
             inputs |= {name: mx.contiguous(statistics[of]) for name, of in REMAINDER.items()}
+            inputs["saturation"] = _floats(self.saturation or (SATURATION,) * len(self.lengths))
+        if self.frame_scale is not None:
+            inputs["frame_scale"] = self.frame_scale
         if self.means is not None:
             inputs["means"] = mx.contiguous(self.means)
         if self.after is not None:
@@ -239,6 +245,7 @@ def mask_rows(mask: mx.array, shape: tuple[int, ...]) -> mx.array:
     return mx.broadcast_to(mask, shape)
 
 
+# The layers of a model mostly have the same ones.
 @lru_cache(maxsize=64)
-def _factors(scale: float, saturation: float) -> mx.array:
-    return mx.array([scale, saturation])
+def _floats(numbers: tuple[float, ...]) -> mx.array:
+    return mx.array(numbers, mx.float32)

@@ -28,11 +28,15 @@ class CPUDecoder(Decoder):
             **{f"remainder.{name}": array for name, array in lent.remainder.arrays.items()},
             "victims": lent.victims,
         }
+        lengths = lent.fields.get("value_lengths")
+        if lengths is not None:
+            others["slots.value_lengths"] = lengths
         # What the extension hands back, in its order; dicts of fields may be in any.
         rows = [*packing.names("keys"), *packing.names("values")]
         self._scored, self._remembers = "scores" in lent.fields, settings.remembers
         self._returned = [*(f"slots.{name}" for name in rows), *others]
         self._rows = [f"slots.{name}" for name in rows]
+        self._lengths = [] if lengths is None else ["value_lengths"]
         self._recent_rows = list[str]()
         self.nbytes = lent.nbytes(settings.remembers)
         newest = None
@@ -41,11 +45,13 @@ class CPUDecoder(Decoder):
             assert recent is not None
             rows = [*recent.names("keys"), *recent.names("values")]
             self._recent_rows = [f"recent.{name}" for name in rows]
-            self._returned += [*self._recent_rows, "recent.scores"]
+            newest_lengths = [f"recent.{name}" for name in self._lengths]
+            self._returned += [*self._recent_rows, "recent.scores", *newest_lengths]
             newest = _ext.Recent(
                 stored(recent.rows("keys", lent.window)),
                 stored(recent.rows("values", lent.window)),
                 lent.window.get("scores", absent),
+                lent.window.get("value_lengths"),
             )
         self._layer = _ext.DecodingLayer(
             stored(packing.rows("keys", lent.fields)),
@@ -81,6 +87,7 @@ class CPUDecoder(Decoder):
         overwrites = any(head.victim >= 0 for head in step.heads)
         if overwrites:
             names += ["slot", *self._rows, "slots.positions"]
+            names += [f"slots.{name}" for name in self._lengths]
         if self._scored:
             names.append("slots.scores")
         if overwrites and self._remembers:
@@ -88,7 +95,8 @@ class CPUDecoder(Decoder):
         if any(head.choose for head in step.heads):
             names.append("victims")
         if step.recent is not None:
-            names += self._recent_rows if step.recent.leaving else []
+            if step.recent.leaving:
+                names += [*self._recent_rows, *(f"recent.{name}" for name in self._lengths)]
             names += ["recent.scores"] if self._scored else []
         return names
 
@@ -114,7 +122,9 @@ def _kernel_policy_of(settings: CacheSettings) -> _ext.KernelPolicy:
         sink=policy.sink,
         evict_every=policy.evict_every,
         decay=kernel.decay,
+        distance_weight=kernel.distance_weight,
         mass_weight=kernel.mass_weight,
+        value_weight=kernel.value_weight,
         age_weight=kernel.age_weight,
     )
 

@@ -19,7 +19,7 @@ from mlx_h2o.remainder import Remainder
 from mlx_h2o.undo import StepBefore
 
 
-class HeadStep(NamedTuple):
+class HeadPlan(NamedTuple):
     """What one KV head does in a step.
 
     Attributes:
@@ -60,7 +60,7 @@ class DecodeStep(NamedTuple):
     scale: float
     sinks: mx.array | None
     offset: int
-    heads: tuple[HeadStep, ...]
+    heads: tuple[HeadPlan, ...]
     recent: RecentStep | None = None
     before: StepBefore | None = None
 

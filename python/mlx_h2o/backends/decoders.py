@@ -30,9 +30,8 @@ def accepts(settings: CacheSettings, call: AttentionCall, k: mx.array, v: mx.arr
         return False
     gpu = choice.gpu()
     if gpu is not None:
-        # Two kinds of rows in one step, and frames, are the CPU kernel's alone.
-        plain = settings.packing.recent_bits is None and settings.frame is None
-        return plain and gpu.can_decode(settings.policy, k, v)
+        # Two kinds of rows in one step are the CPU kernel's alone.
+        return settings.packing.recent_bits is None and gpu.can_decode(settings.policy, k, v)
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
     return on_cpu and settings.kernel_policy is not None and choice.backend() is not reference
 

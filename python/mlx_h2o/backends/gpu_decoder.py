@@ -13,7 +13,7 @@ from functools import cache
 import mlx.core as mx
 
 from mlx_h2o.backends.attention_launches import EXPORT_LOGITS, EXPORT_LSE, Attended, attend
-from mlx_h2o.backends.decoder import Decoder, DecodeStep, HeadStep, Lent
+from mlx_h2o.backends.decoder import Decoder, DecodeStep, HeadPlan, Lent
 from mlx_h2o.backends.launcher import Launcher
 from mlx_h2o.backends.step_launches import (
     SlotArrays,
@@ -27,7 +27,7 @@ from mlx_h2o.backends.tiling import WIDTHS
 from mlx_h2o.packed import dense
 from mlx_h2o.policies import Policy
 from mlx_h2o.policies.base import kernel_policy_of
-from mlx_h2o.policies.distinct import FEWEST_FOR_A_MEAN
+from mlx_h2o.policies.terms import FEWEST_FOR_A_MEAN
 from mlx_h2o.remainder import STATISTICS
 from mlx_h2o.settings import CacheSettings
 
@@ -69,6 +69,7 @@ class GPUDecoder(Decoder):
             settings.packing.rows("values", self._fields),
             self._fields["positions"],
             self._fields.get("scores"),
+            value_lengths=self._fields.get("value_lengths"),
         )
         if settings.policy.value_weighted:
             values = dense(self._slots.values).astype(mx.float32)
@@ -90,6 +91,7 @@ class GPUDecoder(Decoder):
             step.k,
             step.v,
             self._remainder if self._settings.remembers else None,
+            self._settings.frame,
         )
         self._remainder = remainder or self._remainder
         means, worth = self._ranked_by(plan, written)
@@ -115,7 +117,7 @@ class GPUDecoder(Decoder):
         """The means from which keys' distances count, and the worth of their directions."""
         if not any(head.choose for head in plan.heads):
             return None, None
-        if self._policy.priority == "distance":
+        if self._policy.priority in ("distance", "salience"):
             return self._means(plan, written), None
         if self._policy.priority == "direction":
             return None, unlike_directions(self._launcher, plan, self._slots.keys, written)
@@ -126,6 +128,7 @@ class GPUDecoder(Decoder):
     ) -> Attended:
         """Attention over the slots, after the row was written."""
         answers = self._settings.remainder and _evicted(plan.heads)
+        frame = self._settings.frame
         return attend(
             self._launcher,
             step.q.astype(step.k.dtype),
@@ -134,6 +137,8 @@ class GPUDecoder(Decoder):
             scale=step.scale,
             sinks=step.sinks,
             remainder=self._remainder if answers else None,
+            saturation=self._settings.saturations(len(plan.heads)),
+            frame_scale=None if frame is None else frame.scale,
             means=means,
             ranges=plan.ranges,
             export=EXPORT_LSE if self._policy.score == "none" else EXPORT_LOGITS,
@@ -146,7 +151,7 @@ class GPUDecoder(Decoder):
         fields = {name: field[:, : self._count] for name, field in self._fields.items()}
         return Lent(fields, self._remainder, self._victims)
 
-    def _changed_by(self, heads: tuple[HeadStep, ...]) -> dict[str, mx.array]:
+    def _changed_by(self, heads: tuple[HeadPlan, ...]) -> dict[str, mx.array]:
         """Copies of what a step changes, which are made once the step before it has run."""
         arrays = {"victims": self._victims}
         if "scores" in self._fields:
@@ -183,7 +188,7 @@ class GPUDecoder(Decoder):
         return mx.where(mx.array(few)[:, None], kept, self._remainder.mean_key)
 
 
-def _evicted(heads: tuple[HeadStep, ...]) -> bool:
+def _evicted(heads: tuple[HeadPlan, ...]) -> bool:
     return any(head.evicted > 0 for head in heads)
 
 
@@ -210,7 +215,7 @@ def _own(field: mx.array) -> mx.array:
 @cache
 def writes_in_place(launcher: Launcher) -> bool:
     """Whether a row that a kernel writes into its input is there for the next reader."""
-    head = HeadStep(start=0, length=1, victim=-1, recent=0, evicted=0, choose=False)
+    head = HeadPlan(start=0, length=1, victim=-1, recent=0, evicted=0, choose=False)
     plan = StepPlan(offset=1, slots=8, sink=0, evict_every=1, heads=(head,))
     keys, values = mx.zeros((1, 8, 32)), mx.zeros((1, 8, 32))
     slots = SlotArrays(keys, values, mx.zeros((1, 8), mx.int32))

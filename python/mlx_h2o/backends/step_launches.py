@@ -10,17 +10,18 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o.backends.attention_launches import REMAINDER, Attended
-from mlx_h2o.backends.decoder import HeadStep
+from mlx_h2o.backends.decoder import HeadPlan
 from mlx_h2o.backends.launcher import SIMDGROUP, Launcher, Outputs
 from mlx_h2o.backends.row_buffers import buffers, packing
 from mlx_h2o.backends.work import Ranges
+from mlx_h2o.frame import Frame
 from mlx_h2o.packed import Rows
 from mlx_h2o.policies.kernel_policy import KernelPolicy
 from mlx_h2o.remainder import Remainder
 
 # What is accumulated and what is ranked, as in priority.h.
 SCORES = ("none", "sum", "ema", "ema_logits", "last")
-PRIORITIES = ("score", "age", "distance", "direction")
+PRIORITIES = ("score", "age", "distance", "direction", "salience")
 
 _REMAINDER_OUT = {f"{name}_out": statistic for name, statistic in REMAINDER.items()}
 _KEPT_KEYS_SIMDGROUPS = 8
@@ -43,7 +44,7 @@ class StepPlan:
     slots: int
     sink: int
     evict_every: int
-    heads: tuple[HeadStep, ...]
+    heads: tuple[HeadPlan, ...]
 
     @property
     def ranges(self) -> Ranges:
@@ -78,7 +79,10 @@ class SlotArrays:
         values: `[B, S, Dv]`, likewise.
         positions: `[B, S]` int32.
         scores: `[B, S]` float32, where the policy gathers some.
-        norms: ||v|| `[B, S]` float32, where the policy weighs by it.
+        norms: ||v|| `[B, S]` float32 of the values as they are stored, where the policy weighs by
+            it.
+        value_lengths: log ||v||^2 `[B, S]` float16 of the values as they came, where the policy
+            ranks by it.
     """
 
     keys: Rows
@@ -86,6 +90,13 @@ class SlotArrays:
     positions: mx.array
     scores: mx.array | None = None
     norms: mx.array | None = None
+    value_lengths: mx.array | None = None
+
+    @property
+    def of_values(self) -> dict[str, mx.array]:
+        """What is kept of the values' sizes, by the names of the kernels' buffers."""
+        arrays = {"norms": self.norms, "value_lengths": self.value_lengths}
+        return {name: array for name, array in arrays.items() if array is not None}
 
 
 def overwrite(
@@ -96,6 +107,7 @@ def overwrite(
     new_keys: mx.array,
     new_values: mx.array,
     remainder: Remainder | None,
+    frame: Frame | None = None,
 ) -> tuple[mx.array, Remainder | None]:
     """Write each head's new row, in place, and fold the row that was there.
 
@@ -107,6 +119,7 @@ def overwrite(
         new_keys: `[B, H, 1, D]`, in the dtype of those held, which pack it if they are packed.
         new_values: `[B, H, 1, Dv]`, likewise.
         remainder: Statistics of the evicted, or None where nothing remembers them.
+        frame: In which keys are stored; new ones come as the model made them.
 
     Returns:
         The slots that were written `[B, H]` int32, counted in their heads, and the remainder. Any
@@ -122,10 +135,11 @@ def overwrite(
         "new_values": new_values,
         **buffers(keys=slots.keys, values=slots.values),
         "positions": slots.positions,
+        **slots.of_values,
     }
     outputs: Outputs = {"slots_out": ((B, H), mx.int32)}
-    if slots.norms is not None:
-        inputs["norms"] = slots.norms
+    if frame is not None:
+        inputs |= {"frame_centre": frame.centre, "frame_scale": frame.scale}
     if remainder is not None:
         statistics = remainder.arrays
         inputs |= {name: mx.contiguous(statistics[of]) for name, of in REMAINDER.items()}
@@ -137,6 +151,8 @@ def overwrite(
         **packing(keys=slots.keys, values=slots.values),
         "REMEMBERS": remainder is not None,
         "NORMS": slots.norms is not None,
+        "LENGTHS": slots.value_lengths is not None,
+        "FRAME": frame is not None,
     }
     written = launcher.launch("overwrite", inputs, outputs, template, (1, H, B), SIMDGROUP)
     if remainder is not None:
@@ -225,7 +241,7 @@ def update(
         "distances": attended.distances if worth is None else worth,
         "means": means,
         "scores": slots.scores if scores else None,
-        "norms": slots.norms,
+        **slots.of_values,
     }
     inputs |= {name: array for name, array in optional.items() if array is not None}
     template = _update_template(plan, slots, policy, attended.lse.shape[1] // H)

@@ -8,7 +8,7 @@ from itertools import accumulate
 import mlx.core as mx
 
 from mlx_h2o.backends.cpu_decoder import CPUDecoder
-from mlx_h2o.backends.decoder import DecodeStep, HeadStep, Lent
+from mlx_h2o.backends.decoder import DecodeStep, HeadPlan, Lent
 from mlx_h2o.policies import Policy
 from mlx_h2o.remainder import Remainder
 from mlx_h2o.settings import CacheSettings
@@ -61,7 +61,7 @@ def full_layer(
         nonlocal offset
         offset += 1
         plan = tuple(
-            HeadStep(start, n, 0, policy.recent_slots(n), offset - n, True)
+            HeadPlan(start, n, 0, policy.recent_slots(n), offset - n, True)
             for start, n in zip(starts, lengths, strict=False)
         )
         return layer.step(DecodeStep(q, new_key, new_value, width**-0.5, None, offset, plan))

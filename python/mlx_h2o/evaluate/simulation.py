@@ -14,9 +14,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o.frame import RowFormat
-from mlx_h2o.policies.base import MASS_FLOOR
-from mlx_h2o.policies.distinct import FEWEST_FOR_A_MEAN
-from mlx_h2o.policies.salient import log_length
+from mlx_h2o.policies.terms import FEWEST_FOR_A_MEAN, MASS_FLOOR
+from mlx_h2o.value_lengths import value_lengths
 
 SINK = 4
 #: Positions are attended in steps of this many, so that shapes repeat.
@@ -165,12 +164,12 @@ class Trial:
         mean = mx.where(few, shares(kept) @ keys, self.mean_key)
         square = mx.square(keys).sum(axis=-1)[:, :, None]
         cross = mean @ keys.swapaxes(-1, -2)
-        apart = square - 2 * cross + mx.square(mean).sum(axis=-1, keepdims=True)
-        length = mx.square(values).sum(axis=-1)[:, :, None]
+        of_mean = mx.square(mean).sum(axis=-1, keepdims=True)
+        apart = mx.maximum(square - 2 * cross + of_mean, 1e-6 * of_mean + 1e-12)
         terms = {
             "mass": mx.log(scores / age + MASS_FLOOR),
-            "distance": log_length(apart),
-            "value": log_length(length),
+            "distance": mx.log(apart),
+            "value": value_lengths(values).astype(mx.float32)[:, :, None],
             "age": -mx.log(age),
         }
         worth = mx.zeros_like(scores)

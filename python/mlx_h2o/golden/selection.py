@@ -15,11 +15,17 @@ from mlx_h2o.golden.margins import margin
 from mlx_h2o.golden.numbers import MEAN_KEY, WEIGHT, WORTH, K, V, hashed, seed_of, tensor
 from mlx_h2o.policies import Policy, Slots, make_policy
 from mlx_h2o.selection import evictable_slots, select_kept, select_victims
+from mlx_h2o.value_lengths import value_lengths
 
 NAME = "selection"
 
 SCORED = ("distinct", "h2o", "ema", "ema-logits", "tova")
 UNSCORED = ("streaming", "keydiff")
+# Weights of the policy of this name, by what the case is called.
+SALIENT: dict[str, dict[str, float]] = {
+    "": {},
+    "-values": {"distance_weight": 0.0, "value_weight": 1.5, "age_weight": 0.0},
+}
 
 
 def policies() -> Iterator[tuple[str, Policy]]:
@@ -55,9 +61,9 @@ def cases() -> Iterator[tuple[str, Parameters]]:
         of_case = {"kind": kind, "seed": next(seeds), "policy": parameters_of(policy)}
         return {**of_case, **SHAPE, **numbers}
 
-    for name, policy in policies():
-        # Too few evicted for a mean, or enough: only `distinct` asks.
-        for evicted in (15, 16) if policy.name == "distinct" else (16,):
+    def choices(name: str, policy: Policy) -> Iterator[tuple[str, Parameters]]:
+        # Too few evicted for a mean, or enough: only policies with a mean ask.
+        for evicted in (15, 16) if policy.uses_evicted_mean else (16,):
             for count in (1, 3):
                 numbers = {"evicted": evicted, "count": count, "scores": "numbers"}
                 yield f"victims-{name}-{count}-of-{evicted}", case("victims", policy, **numbers)
@@ -65,6 +71,9 @@ def cases() -> Iterator[tuple[str, Parameters]]:
             of_prompts = make_policy(policy, prompt=prompt, pool=pool)
             numbers = {"evicted": 7, "count": 15, "scores": "numbers"}
             yield f"kept-{name}-{prompt}-{pool}", case("kept", of_prompts, **numbers)
+
+    for name, policy in policies():
+        yield from choices(name, policy)
     for name in ("h2o", "ema", "tova"):
         for unit, count in itertools.product(("head", "layer"), (1, 4)):
             policy = make_policy(name, unit=unit, sink=3, recent=5)
@@ -73,6 +82,10 @@ def cases() -> Iterator[tuple[str, Parameters]]:
     for unit, count in itertools.product(("head", "layer"), (1, 6)):
         policy = make_policy("h2o", unit=unit, sink=3, recent=5)
         yield f"extremes-{unit}-{count}", case("extremes", policy, evicted=16, count=count)
+    for name, weights in SALIENT.items():
+        for unit in ("head", "layer"):
+            policy = make_policy("salient", unit=unit, sink=3, recent=5, **weights)
+            yield from choices(f"salient{name}-{unit}", policy)
 
 
 def inputs(parameters: Parameters) -> Arrays:
@@ -135,13 +148,15 @@ def slots_of(p: Parameters, inputs: Arrays) -> Slots:
     B, H, N = p["batch"], p["kv_heads"], p["slots"]
     offset = p["slots"] + p["evicted"]
     positions = inputs["positions"]
+    values = tensor(p["seed"], V, (B, H, N, p["value_width"]))
     return Slots(
         keys=tensor(p["seed"], K, (B, H, N, p["key_width"])),
-        values=tensor(p["seed"], V, (B, H, N, p["value_width"])),
+        values=values,
         positions=positions,
         scores=inputs.get("scores", mx.zeros(positions.shape)),
         offset=offset,
         evictable=evictable_slots(positions, offset, policy.sink, policy.recent_slots(N)),
         evicted=p["evicted"],
         evicted_mean_key=tensor(p["seed"], MEAN_KEY, (B, H, p["key_width"])),
+        value_lengths=value_lengths(values) if policy.uses_value_lengths else None,
     )

@@ -38,6 +38,12 @@ STORES: dict[str, dict[str, Any]] = {
 }
 # Of a layer's KV heads, both layers alike.
 SATURATIONS: dict[str, Any] = {"none": 0.0, "each": [0.0, 2.0]}
+# Settings of the policy of this name, by what the case is called; few stores but for the first.
+SALIENT: dict[str, dict[str, Any]] = {
+    "": {"window": 16},
+    "-layer": {"unit": "layer", "evict_every": 3, "prompt": "full"},
+    "-values": {"value_weight": 1.5, "distance_weight": 0.0, "window": 16},
+}
 UNIFORM, RAGGED = [[24, 24], [24, 24]], [[18, 30], [26, 22]]
 
 
@@ -90,6 +96,30 @@ def variants() -> Iterator[tuple[str, Parameters]]:
             )
 
 
+def saturated() -> Iterator[tuple[str, Parameters]]:
+    """Heads whose remainder is of another order."""
+    policy = parameters_of(make_policy("distinct", sink=2, recent=0.25))
+    for name, saturation in SATURATIONS.items():
+        for store in ("dense", "4bit"):
+            cache = {"budgets": RAGGED, "remainder": True, **STORES[store]}
+            cache["saturation"] = saturation
+            yield f"saturation-{name}-{store}", {"policy": policy, "cache": cache}
+
+
+def salient() -> Iterator[tuple[str, Parameters]]:
+    """The policy of this name, in every store where heads differ."""
+    for name, settings in SALIENT.items():
+        policy = parameters_of(make_policy("salient", sink=2, recent=0.25, **settings))
+        for store, packing in STORES.items():
+            for kind, budgets in (("uniform", UNIFORM), ("ragged", RAGGED)):
+                if (name or kind == "uniform") and store not in ("dense", "mixed"):
+                    continue
+                if name and kind == "ragged":
+                    continue
+                cache = {"budgets": budgets, "remainder": True, **packing}
+                yield f"salient{name}-{kind}-{store}", {"policy": policy, "cache": cache}
+
+
 def cases() -> Iterator[tuple[str, Parameters]]:
     seed = 6000
 
@@ -140,13 +170,8 @@ def cases() -> Iterator[tuple[str, Parameters]]:
                         {"kind": "plain", "policy": parameters_of(policy), "cache": cache},
                     ),
                 )
-
-    for name, saturation in SATURATIONS.items():
-        for store in ("dense", "4bit"):
-            cache = {"budgets": RAGGED, "remainder": True, **STORES[store]}
-            of_case = {"policy": parameters_of(make_policy("distinct", sink=2, recent=0.25))}
-            of_case["cache"] = {**cache, "saturation": saturation}
-            yield f"saturation-{name}-{store}", case(of_case)
+    for name, changed in (*saturated(), *salient()):
+        yield name, case(changed)
 
 
 def inputs(parameters: Parameters) -> Arrays:

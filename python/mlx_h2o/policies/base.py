@@ -17,13 +17,10 @@ import mlx.core as mx
 from mlx_h2o import checks
 from mlx_h2o.policies.kernel_policy import KernelPolicy
 from mlx_h2o.softmax import attention_mass
+from mlx_h2o.value_lengths import value_lengths
 
 # Of the counts among the settings.
 LEAST = {"sink": 0, "evict_every": 1, "window": 1, "pool": 1}
-
-# Below this a key's mean mass per step counts as nothing: it keeps log masses of never-used slots
-# from stretching the scale on which all others are compared.
-MASS_FLOOR = 1e-6
 
 
 @dataclass
@@ -77,6 +74,8 @@ class Slots:
         evictable: True where the slot may go, `[B, H, N]` bool.
         evicted: How many tokens each head has lost so far.
         evicted_mean_key: Their mean key `[B, H, D]` float32 (zeros while there are none).
+        value_lengths: log ||v||^2 of the values as they came `[B, H, N]` float16, for policies that
+            use them.
     """
 
     keys: mx.array
@@ -87,6 +86,13 @@ class Slots:
     evictable: mx.array
     evicted: int
     evicted_mean_key: mx.array
+    value_lengths: mx.array | None = None
+
+    @property
+    def lengths_of_values(self) -> mx.array:
+        """log ||v||^2 `[B, H, N]` float32; of the values held, where they were not kept."""
+        kept = self.value_lengths
+        return (value_lengths(self.values) if kept is None else kept).astype(mx.float32)
 
     @property
     def ages(self) -> mx.array:
@@ -127,6 +133,8 @@ class Policy:
     ranks_scores: ClassVar[bool] = True
     #: Whether the mean key of the evicted is kept even when the remainder does not answer.
     uses_evicted_mean: ClassVar[bool] = False
+    #: Whether the lengths of values are kept beside their rows, for `Slots.lengths_of_values`.
+    uses_value_lengths: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -139,8 +147,8 @@ class Policy:
         checks.choice("prompt", self.prompt, ("window", "full"))
         if (self.age_normalised or self.value_weighted) and not self.ranks_scores:
             raise ValueError(
-                f"Policy {self.name!r} accumulates no scores that age_normalised or value_weighted "
-                "could weigh; leave them off."
+                f"Policy {self.name!r} does not rank by scores that age_normalised or "
+                "value_weighted could weigh; leave them off."
             )
         if self.pool % 2 == 0:
             raise ValueError(f"pool must be odd; got {self.pool}.")
@@ -279,15 +287,6 @@ def average_pool(mass: mx.array, positions: mx.array, width: int) -> mx.array:
     padded = mx.pad(mx.take_along_axis(mass, order, axis=-1), [(0, 0), (0, 0), (half, half)])
     pooled = sum((padded[..., i : i + N] for i in range(width)), mx.zeros(1)) / width
     return mx.take_along_axis(pooled, mx.argsort(order, axis=-1), axis=-1)
-
-
-def standardised(x: mx.array, among: mx.array) -> mx.array:
-    """z-scores `[B, H, N]` of x by the mean and deviation among the slots marked True."""
-    weight = among.astype(mx.float32)
-    weight = weight / mx.maximum(weight.sum(axis=-1, keepdims=True), 1)
-    mean = (x * weight).sum(axis=-1, keepdims=True)
-    deviation = mx.sqrt((mx.square(x - mean) * weight).sum(axis=-1, keepdims=True))
-    return (x - mean) / (deviation + 1e-6)
 
 
 _POLICIES: dict[str, type[Policy]] = {}

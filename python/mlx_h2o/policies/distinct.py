@@ -6,18 +6,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import (
-    MASS_FLOOR,
-    Policy,
-    Slots,
-    register_policy,
-    standardised,
-    value_weighted,
-)
+from mlx_h2o.policies import terms
+from mlx_h2o.policies.base import Policy, Slots, register_policy, value_weighted
 from mlx_h2o.policies.kernel_policy import KernelPolicy
-
-# Fewer evicted keys than this give no mean worth measuring distances from; the kept ones serve.
-FEWEST_FOR_A_MEAN = 16
 
 # Without masses the distance does more of the work, and less age keeps what it finds.
 KEYS_ONLY = {"mass_weight": 0.0, "age_weight": 0.25, "recent": 0.25}
@@ -65,37 +56,22 @@ class Distinct(Policy):
         )
 
     def priority(self, slots: Slots) -> mx.array:
-        mean = slots.evicted_mean_key
-        if slots.evicted < FEWEST_FOR_A_MEAN:
-            mean = slots.keys.astype(mx.float32).mean(axis=2)
-        ages = slots.ages
-        worth = self.distance(slots, mean)
+        worth = terms.distance(slots, terms.forgotten_mean(slots))
         if self.needs_attention:
-            mass = slots.scores / ages
-            worth = worth + self.mass_weight * self.log_mass(mass, slots)
-        return worth - self.age_weight * standardised(mx.log(ages), slots.evictable)
+            worth = worth + self.mass_weight * self.mass(slots.scores / slots.ages, slots)
+        return worth - self.age_weight * terms.age(slots)
 
     def prompt_priority(self, slots: Slots, window_mass: mx.array | None) -> mx.array:
         may_go = slots.evictable.astype(mx.float32)
         total = (may_go[..., None, :] @ slots.keys.astype(mx.float32)).squeeze(2)
         total = total + slots.evicted * slots.evicted_mean_key
         count = may_go.sum(axis=-1, keepdims=True) + slots.evicted
-        worth = self.distance(slots, total / mx.maximum(count, 1))
+        worth = terms.distance(slots, total / mx.maximum(count, 1))
         if self.needs_attention:
             mass = slots.scores / slots.ages if window_mass is None else window_mass
-            worth = worth + self.mass_weight * self.log_mass(mass, slots)
+            worth = worth + self.mass_weight * self.mass(mass, slots)
         return worth
 
-    def distance(self, slots: Slots, mean: mx.array) -> mx.array:
-        """Standardised log ||k - mean||^2, `[B, H, N]`."""
-        apart = slots.keys.astype(mx.float32) - mean[:, :, None]
-        square = mx.square(apart).sum(axis=-1)
-        # A key at the mean itself must not stretch the scale for all others.
-        least = 1e-6 * mx.square(mean).sum(axis=-1, keepdims=True) + 1e-12
-        return standardised(mx.log(mx.maximum(square, least)), slots.evictable)
-
-    def log_mass(self, mass: mx.array, slots: Slots) -> mx.array:
+    def mass(self, rate: mx.array, slots: Slots) -> mx.array:
         """Standardised log of attention masses, `[B, H, N]`."""
-        if self.value_weighted:
-            mass = value_weighted(mass, slots)
-        return standardised(mx.log(mass + MASS_FLOOR), slots.evictable)
+        return terms.mass(value_weighted(rate, slots) if self.value_weighted else rate, slots)

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import MASS_FLOOR, Policy, Slots, register_policy, standardised
-from mlx_h2o.policies.distinct import FEWEST_FOR_A_MEAN
-
-#: Of a squared length: keeps the logarithm of a zero vector from stretching the scale of all.
-LEAST_SQUARE = 1e-12
+from mlx_h2o.policies import terms
+from mlx_h2o.policies.base import Policy, Slots, register_policy
+from mlx_h2o.policies.kernel_policy import KernelPolicy
 
 
 @register_policy("salient")
@@ -18,12 +16,17 @@ LEAST_SQUARE = 1e-12
 class Salient(Policy):
     """Keeps tokens by their mean attention mass per step, with three lesser terms beside it:
 
-        z(log(c / age)) + distance_weight z(log ||k - mean evicted key||)
+        z(log(c / age)) + distance_weight z(log ||k - mean evicted key||^2)
             + value_weight z(log ||v||^2) - age_weight z(log age)
 
-    each standardised over the slots that may go. The mass per step is what counts on real models;
-    the other terms are what keeps facts that nothing has asked for yet. Source: this project
-    (docs/results.md).
+    each standardised over the slots that may go, so that a square more or less changes nothing. The
+    mass per step is what counts on real models; the other terms are what keeps facts that nothing
+    has asked for yet. Distances are `Distinct`'s: at least 1e-6 of the mean key's own length
+    squared, and from the mean of the kept keys while fewer than 16 were evicted. Lengths are those
+    of the values as they came, whatever they are stored in. Source: this project (docs/results.md).
+
+    Masses are per step and values weighed already, so age_normalised and value_weighted are
+    refused. Prompts are ranked by the same sum, with the mass of the last `window` queries.
 
     Attributes:
         distance_weight: Of the distance to what was forgotten.
@@ -36,37 +39,31 @@ class Salient(Policy):
     age_weight: float = 0.3
     recent: int | float = 0.25
 
+    ranks_scores = False
     uses_evicted_mean = True
+    uses_value_lengths = True
+
+    def kernel_policy(self) -> KernelPolicy | None:
+        return KernelPolicy(
+            "sum",
+            "salience",
+            distance_weight=self.distance_weight,
+            mass_weight=1.0,
+            value_weight=self.value_weight,
+            age_weight=self.age_weight,
+        )
 
     def priority(self, slots: Slots) -> mx.array:
-        return self.salience(mx.log(slots.scores / slots.ages + MASS_FLOOR), slots)
+        return self.salience(slots.scores / slots.ages, slots)
 
     def prompt_priority(self, slots: Slots, window_mass: mx.array | None) -> mx.array:
-        if window_mass is None:
-            return self.priority(slots)
-        return self.salience(mx.log(window_mass + MASS_FLOOR), slots)
+        return self.priority(slots) if window_mass is None else self.salience(window_mass, slots)
 
-    def salience(self, log_rate: mx.array, slots: Slots) -> mx.array:
-        """The priority `[B, H, N]` for log masses per step `[B, H, N]`."""
-        mean = slots.evicted_mean_key
-        if slots.evicted < FEWEST_FOR_A_MEAN:
-            mean = slots.keys.astype(mx.float32).mean(axis=2)
-        apart = slots.keys.astype(mx.float32) - mean[:, :, None]
-        terms = (
-            (1.0, log_rate),
-            (self.distance_weight, log_length(mx.square(apart).sum(axis=-1)) / 2),
-            (
-                self.value_weight,
-                log_length(mx.square(slots.values.astype(mx.float32)).sum(axis=-1)),
-            ),
-            (-self.age_weight, mx.log(slots.ages)),
+    def salience(self, rate: mx.array, slots: Slots) -> mx.array:
+        """The priority `[B, H, N]` for masses per step `[B, H, N]`."""
+        return (
+            terms.mass(rate, slots)
+            + self.distance_weight * terms.distance(slots, terms.forgotten_mean(slots))
+            + self.value_weight * terms.value_length(slots)
+            - self.age_weight * terms.age(slots)
         )
-        worth = mx.zeros_like(log_rate)
-        for weight, term in terms:
-            worth = worth + weight * standardised(term, slots.evictable)
-        return worth
-
-
-def log_length(square: mx.array) -> mx.array:
-    """Logarithm of a squared length, finite for zero."""
-    return mx.log(mx.maximum(square, LEAST_SQUARE))

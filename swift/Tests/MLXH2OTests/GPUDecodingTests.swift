@@ -22,6 +22,9 @@ import Testing
             ("tova", [:], [16, 30]),
             ("streaming", [:], [6, 40]),
             ("keydiff", [:], [24, 24]),
+            ("salient", [:], [24, 24]),
+            ("salient", ["unit": .string("layer"), "evict_every": .int(3)], [24, 24]),
+            ("salient", ["value_weight": .double(1.5)], [16, 30]),
         ] as [(String, [String: SettingValue], [Int])])
     func policiesChooseAlike(
         name: String, settings: [String: SettingValue], budgets: [Int]
@@ -43,6 +46,25 @@ import Testing
             try comparing("\(name) \(k) \(v)") { side in
                 let cache = try H2OKVCache(.heads([24, 30]), policy: policy, packing: packing)
                 side.follow(cache, side.rows(tokens: 52), [12] + ones(40))
+                side.note(stored: cache)
+            }
+        }
+    }
+
+    /// Keys in a frame, remainders that saturate each in its way.
+    @Test func framesAndSaturations() throws {
+        for (policy, frame) in [
+            (Policies.Salient() as any Policy, true), (Policies.Distinct(), true),
+            (Policies.KeyDiff(), true), (Policies.H2O(), false),
+        ] {
+            let packing = try H2OPacking(keyBits: 6, valueBits: frame ? 6 : 8, groupSize: 32)
+            try comparing("\(type(of: policy).name)") { side in
+                var rows = side.rows(tokens: 52)
+                rows.keys = rows.keys * Float(0.5) + Float(3)
+                let cache = try H2OKVCache(
+                    .heads([24, 30]), policy: policy, packing: packing,
+                    frame: frame ? H2OFrame(of: rows.keys) : nil, saturation: [0, 2.5])
+                side.follow(cache, rows, [12] + ones(40))
                 side.note(stored: cache)
             }
         }
@@ -256,6 +278,11 @@ private final class Side {
         kept.append(cache.keptPositions())
         numbers.append(outputs)
         numbers.append(contentsOf: cache.evictedRemainder!.arrays)
+        let runs = cache.layer!.store.runs.map { cache.layer!.store.views($0) }
+        for fields in runs where fields["value_lengths"] != nil {
+            let order = argSort(fields["positions"]!, axis: -1)
+            numbers.append(takeAlong(fields["value_lengths"]!, order, axis: -1))
+        }
         numbers.append(contentsOf: cache.keptScores().flatMap { $0.map { MLXArray($0) } })
     }
 

@@ -35,7 +35,7 @@ final class LaunchRecord: KernelRunner, @unchecked Sendable {
 }
 
 /// Inputs that the host makes of sizes and settings: their contents are recorded too.
-private let made = ["params", "plan", "factors", "weights"]
+private let made = ["params", "plan", "factors", "weights", "saturation"]
 
 /// A launch as a line of text, as tools/record_launches.py writes it.
 private func described(_ launch: KernelLaunch, text: String) -> String {

@@ -106,6 +106,9 @@ import Testing
             #expect(x.ranges != nil || AttentionLaunch.supports(x.operands))
             _ = AttentionLaunch(
                 x.operands, remainder: call["remainder"]?.bool == true ? x.remainder : nil,
+                saturation: call["saturation"] == .null
+                    ? nil : call.numbers("saturation").map { MLXArray($0) },
+                frameScale: call["framed"]?.bool == true ? x.frameScale : nil,
                 means: call["means"]?.bool == true ? x.means : nil, ranges: x.ranges,
                 export: export ?? .logits, architecture: call["architecture"]!.string!,
                 after: x.ranges == nil ? nil : MLXArray.zeros([1, 1], dtype: .int32)
@@ -200,8 +203,18 @@ import Testing
             remainder: call["remainder"]!.bool!,
             packing: H2OPacking(
                 keyBits: call["k_bits"]!.int ?? bits, valueBits: call["v_bits"]!.int ?? bits,
-                groupSize: 32, recentBits: call["recent_bits"]!.int))
+                groupSize: 32, recentBits: call["recent_bits"]!.int),
+            frame: call["framed"]!.bool! ? unitFrame(width: call["key_width"]!.int!) : nil,
+            saturation: call.numbers("saturation")!)
     }
+}
+
+/// One that changes nothing, of two KV heads.
+private func unitFrame(width: Int) throws -> H2OFrame {
+    func rows(_ number: Float) -> [[Float]] {
+        Array(repeating: Array(repeating: number, count: width), count: 2)
+    }
+    return try H2OFrame(centre: rows(0), scale: rows(1))
 }
 
 /// Zeros of a call's sizes.
@@ -214,6 +227,7 @@ private struct Operands {
     let remainder: Remainder
     /// A mean key for each of them.
     let means: MLXArray
+    let frameScale: MLXArray
 
     init(_ call: SettingValue) {
         func int(_ name: String) -> Int { call[name]!.int! }
@@ -249,6 +263,7 @@ private struct Operands {
         remainder = Remainder(
             batch: B, heads: Hk, keyWidth: D, valueWidth: int("value_width"))
         means = MLXArray.zeros([B, Hk, D], dtype: .float32)
+        frameScale = MLXArray.ones([Hk, D], dtype: .float32)
     }
 }
 

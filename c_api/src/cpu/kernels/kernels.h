@@ -105,7 +105,7 @@ constexpr int64_t scratch_floats(int D, int Dv) {
 // What a policy accumulates per slot.
 enum class Score { none, sum, ema, ema_logits, last };
 // What it ranks slots by.
-enum class Priority { score, age, distance, direction };
+enum class Priority { score, age, distance, direction, salience };
 
 // A policy in the kernels' terms (Policy.kernel_policy in Python).
 struct KernelPolicy {
@@ -116,12 +116,20 @@ struct KernelPolicy {
   int sink = 0;
   int evict_every = 1;
   float decay = 0;
+  // Of Priority::distance and salience.
+  float distance_weight = 1;
   float mass_weight = 0;
+  float value_weight = 0;
   float age_weight = 0;
+
+  // Whether keys' distances from the mean key are asked for.
+  bool measures() const {
+    return (priority == Priority::distance || priority == Priority::salience) && distance_weight;
+  }
 };
 
-// Terms of Priority::distance: distance, mass, age.
-constexpr int kTerms = 3;
+// Terms of Priority::distance and salience, at most: distance, mass, value, age.
+constexpr int kTerms = 4;
 
 // One KV head after attention: scores are brought up to date and, if `priority` is wanted, slots
 // are ranked.
@@ -129,11 +137,12 @@ struct UpdateHead {
   int slots, rows;
   const float* weights;  // [rows, weights_stride] with tile_max, for every Score but ema_logits
   int64_t weights_stride;
-  const float* tile_max;  // [tiles, rows]
-  const float* lse;       // [rows]
-  const float* logits;    // [rows, weights_stride], for ema_logits
-  const float* distance;  // [slots], Priority::distance or direction
-  float least_distance;   // what a distance counts as at least
+  const float* tile_max;          // [tiles, rows]
+  const float* lse;               // [rows]
+  const float* logits;            // [rows, weights_stride], for ema_logits
+  const float* distance;          // [slots], Priority::distance, salience or direction
+  float least_distance;           // what a distance counts as at least
+  const uint16_t* value_lengths;  // [slots] float16, Priority::salience
   const int32_t* positions;
   float* scores;    // [slots] in place
   float* priority;  // [slots] out, or nullptr

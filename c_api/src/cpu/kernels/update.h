@@ -9,7 +9,7 @@
 
 namespace mlx_h2o::MLX_H2O_ISA {
 
-constexpr float kMassFloor = 1e-6f;  // policies/base.py: MASS_FLOOR
+constexpr float kMassFloor = 1e-6f;  // policies/terms.py: MASS_FLOOR
 
 // What a weight e^(s - top) is multiplied by to become e^(s - lse). Equal infinities cancel: beside
 // an infinite logit all others weigh nothing.
@@ -99,46 +99,56 @@ inline vf may_go(const UpdateHead& h, const KernelPolicy& policy, int n, int cou
   return yes ? splat(1) : splat(0);
 }
 
-// Distinct.priority: three terms, each standardised over what may go (base.standardised) and
-// weighted. All are made in one pass: ages and what may go are the same for each.
-inline void rank_by_distance(const UpdateHead& h, const KernelPolicy& policy) {
-  const float weights[kTerms] = {1, policy.mass_weight, -policy.age_weight};
-  float* terms[kTerms];
-  for (int t = 0; t < kTerms; ++t) terms[t] = h.terms + int64_t(t) * h.slots;
+// One term of a priority: a number for each slot, from which `mean` is taken off and which then
+// counts `factor` times.
+struct Term {
+  const float* x;
+  float mean, factor;
+};
+
+// terms.standardised, weighted: the mean and the deviation are those of what may go. `of` gives the
+// numbers of a vector of slots; they are written to `x`.
+template <class F>
+inline Term standardised(
+    const UpdateHead& h, const KernelPolicy& policy, float weight, float* x, F of) {
+  vf number{}, total{}, squares{};
+  each_vector(h.slots, [&](int n, int count) {
+    const vf among = may_go(h, policy, n, count), numbers = of(n, count);
+    store_some(x + n, numbers, count);
+    number += among;
+    total += among > 0 ? numbers : splat(0);
+  });
+  const float share = 1 / __builtin_fmaxf(sum(number), 1), mean = sum(total) * share;
+  each_vector(h.slots, [&](int n, int count) {
+    const vf apart = load_some(x + n, count) - mean;
+    squares += may_go(h, policy, n, count) > 0 ? apart * apart : splat(0);
+  });
+  return {x, mean, weight / (__builtin_sqrtf(sum(squares) * share) + 1e-6f)};
+}
+
+// Distinct.priority and Salient.priority; what has no weight costs nothing.
+inline void rank_by_terms(const UpdateHead& h, const KernelPolicy& policy) {
+  Term terms[kTerms];
+  int used = 0;
+  const auto add = [&](float weight, auto of) {
+    if (!weight) return;
+    terms[used] = standardised(h, policy, weight, h.terms + int64_t(used) * h.slots, of);
+    ++used;
+  };
   // A key at the mean itself must not stretch the scale for all others.
   const vf least = splat(h.least_distance);
-  vf number{}, total[kTerms] = {}, squares[kTerms] = {};
-  each_vector(h.slots, [&](int n, int count) {
-    const vf among = may_go(h, policy, n, count), age = ages(h, n, count);
-    const vf x[kTerms] = {
-        log(max(least, load_some(h.distance + n, count))),
-        policy.mass_weight ? log(load_some(h.scores + n, count) / age + kMassFloor) : splat(0),
-        policy.age_weight ? log(age) : splat(0)};
-    number += among;
-    UNROLL
-    for (int t = 0; t < kTerms; ++t) {
-      store_some(terms[t] + n, x[t], count);
-      total[t] += among > 0 ? x[t] : splat(0);
-    }
+  add(policy.distance_weight,
+      [&](int n, int count) { return log(max(least, load_some(h.distance + n, count))); });
+  add(policy.mass_weight, [&](int n, int count) {
+    return log(load_some(h.scores + n, count) / ages(h, n, count) + kMassFloor);
   });
-  const float share = 1 / __builtin_fmaxf(sum(number), 1);
-  float mean[kTerms], factor[kTerms];
-  for (int t = 0; t < kTerms; ++t) mean[t] = sum(total[t]) * share;
-  each_vector(h.slots, [&](int n, int count) {
-    const vf among = may_go(h, policy, n, count);
-    UNROLL
-    for (int t = 0; t < kTerms; ++t) {
-      const vf apart = load_some(terms[t] + n, count) - mean[t];
-      squares[t] += among > 0 ? apart * apart : splat(0);
-    }
-  });
-  for (int t = 0; t < kTerms; ++t)
-    factor[t] = weights[t] / (__builtin_sqrtf(sum(squares[t]) * share) + 1e-6f);
+  const auto* lengths = reinterpret_cast<const float16*>(h.value_lengths);
+  add(policy.value_weight, [&](int n, int count) { return load_some(lengths + n, count); });
+  add(-policy.age_weight, [&](int n, int count) { return log(ages(h, n, count)); });
   each_vector(h.slots, [&](int n, int count) {
     vf priority{};
-    UNROLL
-    for (int t = 0; t < kTerms; ++t)
-      priority += (load_some(terms[t] + n, count) - mean[t]) * factor[t];
+    for (int t = 0; t < used; ++t)
+      priority += (load_some(terms[t].x + n, count) - terms[t].mean) * terms[t].factor;
     store_some(h.priority + n, priority, count);
   });
 }
@@ -146,7 +156,8 @@ inline void rank_by_distance(const UpdateHead& h, const KernelPolicy& policy) {
 // Policy.priority
 inline void rank(const UpdateHead& h, const KernelPolicy& policy) {
   switch (policy.priority) {
-    case Priority::distance: return rank_by_distance(h, policy);
+    case Priority::distance:
+    case Priority::salience: return rank_by_terms(h, policy);
     case Priority::direction:
       __builtin_memcpy(h.priority, h.distance, h.slots * sizeof(float));
       return;

@@ -56,12 +56,14 @@ class DecodeStepOnSlots : public CpuPrimitive {
     state.var_key = field(Field::var_key).data<float>();
     state.mean_value = field(Field::mean_value).data<float>();
     state.victims = field(Field::victims).data<int32_t>();
+    if (planned_.measured) state.value_lengths = field(Field::value_lengths).data<uint16_t>();
     if (recent) {
-      next += Field::number;
+      next += Field::value_lengths + planned_.measured;
       state.recent.size = fields[next].shape(2);
       state.recent.keys = slot_rows(fields, next, D, recent->k_bits, recent->k_group_size);
       state.recent.values = slot_rows(fields, next, Dv, recent->v_bits, recent->v_group_size);
       state.recent.scores = fields[next].size() ? fields[next].data<float>() : nullptr;
+      if (planned_.measured) state.recent.value_lengths = fields[next + 1].data<uint16_t>();
     }
     return state;
   }
@@ -78,6 +80,7 @@ class DecodeStepOnSlots : public CpuPrimitive {
       before.keys = slot_rows(outputs, next, layer.D, layout.k_bits, layout.k_group_size);
       before.values = slot_rows(outputs, next, layer.Dv, layout.v_bits, layout.v_group_size);
       before.positions = outputs[next++].data<int32_t>();
+      if (planned_.measured) before.value_lengths = outputs[next++].data<uint16_t>();
     }
     if (kept.scores) before.scores = outputs[next++].data<float>();
     if (kept.statistics)
@@ -89,6 +92,7 @@ class DecodeStepOnSlots : public CpuPrimitive {
       const SlotLayout& recent = *planned_.recent_layout;
       before.recent_keys = slot_rows(outputs, next, layer.D, recent.k_bits, recent.k_group_size);
       before.recent_values = slot_rows(outputs, next, layer.Dv, recent.v_bits, recent.v_group_size);
+      if (planned_.measured) before.recent_value_lengths = outputs[next++].data<uint16_t>();
     }
     if (kept.recent_scores) before.recent_scores = outputs[next++].data<float>();
     return before;

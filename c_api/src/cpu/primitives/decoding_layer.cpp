@@ -8,8 +8,8 @@ namespace mlx_h2o {
 
 namespace {
 
-const char* const kNames[] = {"positions", "scores",     "count",  "mean_key",
-                              "var_key",   "mean_value", "victims"};
+const char* const kNames[] = {"positions", "scores",     "count",   "mean_key",
+                              "var_key",   "mean_value", "victims", "value_lengths"};
 
 void append(std::vector<mx::array>& fields, const std::vector<mx::array>& more) {
   fields.insert(fields.end(), more.begin(), more.end());
@@ -28,8 +28,13 @@ DecodingLayer::DecodingLayer(
       last_step_(0) {
   check_stored(k);
   check_stored(v);
-  if (others.size() != Field::number)
-    refuse("A layer has seven fields beside keys and values, not " + std::to_string(others.size()));
+  measured_ = others.size() > Field::value_lengths;
+  if (others.size() != size_t(Field::value_lengths + measured_))
+    refuse(
+        "A layer has seven fields beside keys and values, and value_lengths, not " +
+        std::to_string(others.size()));
+  require(
+      measured_ || policy.priority != Priority::salience, "Salience needs the lengths of values");
   const mx::array &slots = k.arrays[0], &n = others[Field::count];
   require(
       slots.ndim() == 3 && n.ndim() == 2, "Fields have wrong ranks",
@@ -57,6 +62,7 @@ DecodingLayer::DecodingLayer(
     append(fields, recent->keys.arrays);
     append(fields, recent->values.arrays);
     fields.push_back(recent->scores);
+    if (measured_) fields.push_back(*recent->value_lengths);
   }
   if (frame) take_frame(*frame, s);
   for (mx::array& field : fields) {
@@ -79,23 +85,22 @@ void DecodingLayer::check_fields(
       {{"keys", k.arrays.back()}, {"values", v.arrays.back()}});
   const bool accumulates = layer_.policy.score != Score::none;
   const mx::Shape wanted[] = {
-      {B, S},
-      accumulates ? mx::Shape{B, S} : mx::Shape{0},
-      {B, Hk},
-      {B, Hk, D},
-      {B, Hk, D},
-      {B, Hk, Dv},
-      {B, Hk, layer_.policy.evict_every}};
-  for (int field = 0; field < Field::number; ++field) {
+      {B, S},      accumulates ? mx::Shape{B, S} : mx::Shape{0}, {B, Hk}, {B, Hk, D}, {B, Hk, D},
+      {B, Hk, Dv}, {B, Hk, layer_.policy.evict_every},           {B, S}};
+  for (int field = 0; field < Field::value_lengths + measured_; ++field) {
     const mx::array& a = fields[field];
     const bool whole = field == Field::positions || field == Field::victims;
     const bool empty = field == Field::scores && !accumulates;
     if (empty ? a.size() : a.shape() != wanted[field])
       refuse(
           "The policy and the slots want the shape " + text(wanted[field]), {{kNames[field], a}});
+    const mx::Dtype dtype = whole       ? mx::int32
+        : field == Field::value_lengths ? mx::float16
+                                        : mx::float32;
     require(
-        a.dtype() == (whole ? mx::int32 : mx::float32),
-        "Positions and victims must be int32, scores and the remainder float32",
+        a.dtype() == dtype,
+        "Positions and victims must be int32, value_lengths float16, scores and the remainder "
+        "float32",
         {{kNames[field], a}});
   }
 }
@@ -122,6 +127,14 @@ void DecodingLayer::check_recent(const Stored& k, const Stored& v, const Recent&
        {"newest scores", recent.scores},
        {"keys", k.arrays[0]},
        {"values", v.arrays[0]}});
+  require(
+      recent.value_lengths.has_value() == measured_,
+      "Lengths of values are of all tokens, or none");
+  if (measured_)
+    require(
+        recent.value_lengths->shape() == rows && recent.value_lengths->dtype() == mx::float16,
+        "The lengths of the newest values must be float16, one for each",
+        {{"they are", *recent.value_lengths}, {"newest keys", first}});
 }
 
 void DecodingLayer::take_frame(const Frame& frame, mx::StreamOrDevice s) {
@@ -192,7 +205,7 @@ mx::array DecodingLayer::step(
   require(memory_ != nullptr, "This layer was closed");
   check_token(q, k, v);
   check_plan(heads, recent);
-  PlannedStep planned{layout_, recent_layout_, layer_, {}, {}};
+  PlannedStep planned{layout_, measured_, recent_layout_, layer_, {}, {}};
   planned.step.heads = std::move(heads);
   planned.step.offset = offset;
   if (recent) {
@@ -221,19 +234,24 @@ mx::array DecodingLayer::step(
 
 Kept DecodingLayer::kept_by(
     const Step& step, std::vector<mx::Shape>& shapes, std::vector<mx::Dtype>& dtypes) const {
-  const int rows = layout_.keys() + layout_.values(), newest = rows + Field::number;
+  const int rows = layout_.keys() + layout_.values();
+  const int newest = rows + Field::value_lengths + measured_;
   const auto whole = [&](int field) {
     if (shapes_[field] == mx::Shape{0}) return false;  // no scores
     shapes.push_back(shapes_[field]);
     dtypes.push_back(dtypes_[field]);
     return true;
   };
-  // One row per head of fields [B, ..., rows, width], or of positions.
+  // One number per head of a field.
+  const auto number = [&](int field) {
+    shapes.push_back({layer_.B, layer_.Hk});
+    dtypes.push_back(dtypes_[field]);
+  };
+  // One row per head of fields [B, ..., rows, width].
   const auto row = [&](int first, int last) {
     for (int field = first; field < last; ++field) {
-      shapes.push_back({layer_.B, layer_.Hk});
-      if (shapes_[field].size() > 2) shapes.back().push_back(shapes_[field].back());
-      dtypes.push_back(dtypes_[field]);
+      number(field);
+      shapes.back().push_back(shapes_[field].back());
     }
   };
   Kept kept;
@@ -245,7 +263,9 @@ Kept DecodingLayer::kept_by(
   if (kept.overwritten) {
     shapes.push_back({layer_.B, layer_.Hk});
     dtypes.push_back(mx::int32);
-    row(0, rows + Field::positions + 1);
+    row(0, rows);
+    number(rows + Field::positions);
+    if (measured_) number(rows + Field::value_lengths);
   }
   kept.scores = whole(rows + Field::scores);
   kept.statistics = kept.overwritten && layer_.remembers;
@@ -255,7 +275,10 @@ Kept DecodingLayer::kept_by(
   if (!recent_layout_) return kept;
   const int of_newest = recent_layout_->keys() + recent_layout_->values();
   kept.recent_rows = step.leaving;
-  if (kept.recent_rows) row(newest, newest + of_newest);
+  if (kept.recent_rows) {
+    row(newest, newest + of_newest);
+    if (measured_) number(newest + of_newest + 1);
+  }
   kept.recent_scores = whole(newest + of_newest);
   return kept;
 }

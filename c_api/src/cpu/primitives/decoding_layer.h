@@ -15,8 +15,9 @@ struct SlotMemory;
 
 // The newest tokens where they are stored apart (recent.py).
 struct Recent {
-  Stored keys, values;  // [B, Hk, size, D] and [B, Hk, size, Dv]
-  mx::array scores;     // [B, Hk, size], or of size 0
+  Stored keys, values;                                    // [B, Hk, size, D] and [B, Hk, size, Dv]
+  mx::array scores;                                       // [B, Hk, size], or of size 0
+  std::optional<mx::array> value_lengths = std::nullopt;  // [B, Hk, size] float16
 };
 
 // What keys are stored relative to: centre and scale [Hk, D] float32 (frame.h).
@@ -43,8 +44,9 @@ class DecodingLayer {
  public:
   // keys [B, S, D], values [B, S, Dv], and the other fields: positions [B, S] int32, scores [B, S]
   // (or size 0), count [B, Hk], mean_key, var_key [B, Hk, D], mean_value [B, Hk, Dv], victims
-  // [B, Hk, evict_every] int32. `close` gives all arrays back in this order, those of the newest
-  // tokens (keys, values, scores) last. `saturation` is t of the remainder's term for each KV head.
+  // [B, Hk, evict_every] int32, and, where the policy wants them, value_lengths [B, S] float16.
+  // `close` gives all arrays back in this order, those of the newest tokens (keys, values, scores,
+  // value_lengths) last. `saturation` is t of the remainder's term for each KV head.
   DecodingLayer(
       const Stored& keys, const Stored& values, std::vector<mx::array> fields, KernelPolicy policy,
       bool remembers, bool answers, std::vector<float> saturation,
@@ -54,10 +56,10 @@ class DecodingLayer {
   // Out [B, Hq, 1, Dv] of one token's q [B, Hq, 1, D], k [B, Hk, 1, D] and v [B, Hk, 1, Dv].
   //
   // `before` takes what the step changes, as it was, in this order: if a row is overwritten, slots
-  // [B, Hk] int32, the rows [B, Hk, width] of keys and values and positions [B, Hk]; scores, where
-  // there are any; count, mean_key, var_key and mean_value, if a row is folded; victims, if some
-  // are named; if one of the newest tokens leaves, the rows of its keys and values; scores of
-  // theirs, where there are any.
+  // [B, Hk] int32, the rows [B, Hk, width] of keys and values, positions [B, Hk], and value_lengths
+  // where there are any; scores, where there are any; count, mean_key, var_key and mean_value, if a
+  // row is folded; victims, if some are named; if one of the newest tokens leaves, the rows of its
+  // keys and values, and its value_lengths; scores of theirs, where there are any.
   mx::array step(
       const mx::array& q, const mx::array& k, const mx::array& v, float scale,
       const std::optional<mx::array>& sinks, int offset, std::vector<HeadPlan> heads,
@@ -90,6 +92,7 @@ class DecodingLayer {
   SlotLayout layout_;
   std::optional<SlotLayout> recent_layout_;
   int recent_size_ = 0;
+  bool measured_ = false;  // value lengths are kept
   mx::Dtype row_dtype_;
   std::vector<mx::Shape> shapes_;
   std::vector<mx::Dtype> dtypes_;

@@ -11,18 +11,19 @@
 namespace mlx_h2o {
 
 // Arrays that one layer's steps overwrite in place: keys, values, then the fields below; where the
-// newest tokens are stored apart, then their keys, values and scores.
+// newest tokens are stored apart, then their keys, values and scores. Value lengths are the last of
+// both, where the policy has them kept.
 struct SlotMemory {
   std::vector<mx::array> fields;
   std::vector<mx::array> frame;  // centre and scale, or empty; never changed
 };
 struct Field {
-  enum { positions, scores, count, mean_key, var_key, mean_value, victims, number };
+  enum { positions, scores, count, mean_key, var_key, mean_value, victims, value_lengths };
 };
 
 // What a step hands out beside its output: which of a layer's fields, as they were before.
 struct Kept {
-  bool overwritten = false;  // rows of slots, with their slots and positions
+  bool overwritten = false;  // rows of slots, with their slots, positions and value lengths
   bool scores = false;
   bool statistics = false;
   bool victims = false;
@@ -38,6 +39,7 @@ mx::array open_slots(
 // One step as far as it is known before its arrays are.
 struct PlannedStep {
   SlotLayout layout;
+  bool measured;  // value lengths are kept
   std::optional<SlotLayout> recent_layout;
   Layer layer;
   Step step;

@@ -55,15 +55,17 @@ struct AttentionLaunch {
     ///     ranges. An array mask's last column is the last slot's, and slots before its first are
     ///     visible. The seed is not looked at.
     ///   - remainder: Joins as one more column, which lse covers.
+    ///   - saturation: Of each KV head's column, `[Hk]` float32; nil is the usual one for all.
+    ///   - frameScale: Of the frame that keys and remainder are in, `[Hk, D]` float32.
     ///   - means: `[B, Hk, D]` float32: measure the keys' distances from them.
     ///   - ranges: Where each head's slots lie.
     ///   - export: What to write besides the output.
     ///   - architecture: The GPU's, see ``Tiling``.
     ///   - after: What a kernel wrote that changed keys and values in place: read only after it.
     init(
-        _ call: AttentionCall, remainder: Remainder? = nil, means: MLXArray? = nil,
-        ranges: Ranges? = nil, export: Export = .logits, architecture: String,
-        after: MLXArray? = nil
+        _ call: AttentionCall, remainder: Remainder? = nil, saturation: MLXArray? = nil,
+        frameScale: MLXArray? = nil, means: MLXArray? = nil, ranges: Ranges? = nil,
+        export: Export = .logits, architecture: String, after: MLXArray? = nil
     ) {
         let q = call.queries
         var (k, v) = (call.keys, call.values)
@@ -85,12 +87,14 @@ struct AttentionLaunch {
 
         var inputs = [
             "params": MLXArray(work.parameters(queries: L, maskColumns: mask.columns)),
-            "factors": MLXArray([call.scale, Remainder.saturation]), "queries": q,
+            "factors": MLXArray([call.scale]), "queries": q,
         ]
-        for buffers in [k.buffers("keys"), v.buffers("values")] { inputs.merge(buffers) { $1 } }
+        var rows = [k.buffers("keys"), v.buffers("values")]
+        if let remainder { rows.append(Self.buffers(remainder, saturation, lengths.count)) }
+        for buffers in rows { inputs.merge(buffers) { $1 } }
         inputs["mask"] = call.mask.buffer([B, Hq, L, mask.columns])
         inputs["sinks"] = call.sinks?.contiguous()
-        if let remainder { inputs.merge(remainder.buffers) { $1 } }
+        inputs["frame_scale"] = frameScale?.contiguous()
         inputs["means"] = means?.contiguous()
         inputs["after"] = after
 
@@ -104,19 +108,26 @@ struct AttentionLaunch {
             keyWidth: D, valueWidth: Dv, group: G, queries: L, itemSize: size, packed: packed)
         first = KernelLaunch(
             interface: Self.vector, inputs: inputs, outputs: outputs,
-            template: [
-                ("T", k.dtype), ("D", D), ("DV", Dv),
-            ] + k.packing("K") + v.packing("V") + [
-                ("G", G), ("QUERIES", tiles.queries),
-                ("ROWS", tiles.rows), ("ROW_GROUPS", tiles.rowGroups),
-                ("SIMDS", tiles.simdgroups), ("KEYS", tiles.keys), ("MASK", mask.kind),
-                ("SINKS", call.sinks != nil), ("REMAINDER", remainder != nil),
-                ("DISTANCES", means != nil), ("EXPORT", export.rawValue),
-            ],
+            template: [("T", k.dtype), ("D", D), ("DV", Dv)] + k.packing("K") + v.packing("V")
+                + [("G", G)] + tiles.template + [
+                    ("MASK", mask.kind), ("SINKS", call.sinks != nil),
+                    ("REMAINDER", remainder != nil), ("DISTANCES", means != nil),
+                    ("FRAME", frameScale != nil), ("EXPORT", export.rawValue),
+                ],
             threadgroups: (1, items, B * tiles.rowBlocks),
             threads: tiles.simdgroups * KernelLaunch.simdgroup)
         (shape, heads) = ([B, Hq, L, Dv], lengths.count)
         equal = ranges == nil ? lengths[0] : nil
+    }
+
+    /// Buffers of the remainder's column.
+    private static func buffers(
+        _ remainder: Remainder, _ saturation: MLXArray?, _ heads: Int
+    ) -> [String: MLXArray] {
+        var buffers = remainder.buffers
+        buffers["saturation"] =
+            saturation ?? MLXArray(Array(repeating: Remainder.saturation, count: heads))
+        return buffers
     }
 
     /// The second pass over the results of blocks.

@@ -22,6 +22,8 @@ final class GPUDecoder {
     private let policy: KernelPolicy
     private let remembers: Bool
     private let answers: Bool
+    private let frame: FrameArrays?
+    private let saturation: MLXArray
     private let fields: Fields
     private let slots: SlotArrays
     /// S, as the layer has it.
@@ -30,7 +32,6 @@ final class GPUDecoder {
     /// The kernels for a fused step with these tokens, or nil: nothing else decides.
     static func kernels(for tokens: NewTokens, _ settings: CacheSettings) -> MetalKernels? {
         guard tokens.count == 1, settings.undo == 0, settings.packing.recent == nil,
-            settings.frame == nil, settings.saturation.allSatisfy({ $0 == Remainder.saturation }),
             tokens.keys.dtype == tokens.values.dtype, case .none = tokens.mask,
             tokens.queries.dim(1) <= mostQueryHeads * tokens.keys.dim(1),
             Tiling.widths.contains(tokens.keys.dim(3)),
@@ -50,6 +51,7 @@ final class GPUDecoder {
         let settings = layer.settings, lent = layer.lend()
         (options, policy) = (settings.policy.options, KernelPolicy(settings.policy)!)
         (remembers, answers) = (settings.remembers, settings.remainderAnswers)
+        (frame, saturation) = (layer.frame, layer.saturation)
         self.architecture = architecture
         count = lent["keys"]!.dim(1)
         var bytes = lent.values.reduce(0) { $0 + $1.nbytes }
@@ -58,7 +60,7 @@ final class GPUDecoder {
         var slots = SlotArrays(
             keys: settings.packing.rows("keys", fields),
             values: settings.packing.rows("values", fields), positions: fields["positions"]!,
-            scores: fields["scores"])
+            scores: fields["scores"], valueLengths: fields["value_lengths"])
         if options.valueWeighted {
             let norms = sqrt(square(slots.values.dense.float32).sum(axis: -1))
             slots.norms = norms
@@ -70,7 +72,7 @@ final class GPUDecoder {
     /// One token: fold, write, attend, accumulate, choose.
     ///
     /// - Parameters:
-    ///   - tokens: One for each batch entry.
+    ///   - tokens: One for each batch entry, as the model made it: the kernels enter the frame.
     ///   - offset: The next logical position.
     ///   - heads: A plan for each KV head.
     ///   - remainder: Statistics of the evicted.
@@ -87,10 +89,10 @@ final class GPUDecoder {
         let launches = StepLaunches(plan, slots)
         let (written, folded) = launches.overwrite(
             victims: victims, newKeys: tokens.keys, newValues: tokens.values,
-            remainder: remembers ? remainder : nil)
+            remainder: remembers ? remainder : nil, frame: frame)
         let remainder = folded ?? remainder
         var means: MLXArray?, worth: MLXArray?
-        if plan.chooses && policy.priority == .distance {
+        if plan.chooses && policy.priority.needsDistances {
             means = self.means(launches, written, remainder)
         }
         if plan.chooses && policy.priority == .direction {
@@ -101,7 +103,7 @@ final class GPUDecoder {
                 queries: tokens.queries.asType(tokens.keys.dtype), keys: slots.keys,
                 values: slots.values, scale: tokens.scale, sinks: tokens.sinks),
             remainder: answers && heads.contains { $0.evicted > 0 } ? remainder : nil,
-            means: means, ranges: plan.ranges,
+            saturation: saturation, frameScale: frame?.scale, means: means, ranges: plan.ranges,
             export: policy.score == .none ? .logSumExp : .logits, architecture: architecture,
             after: written
         ).run()

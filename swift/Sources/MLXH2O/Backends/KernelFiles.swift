@@ -103,7 +103,7 @@ namespace h2o {
 #define EXPORT_LOGITS 2
 
 // Unscaled logits of the keys for each row, and distances from the mean: lane j gets key j's. Keys
-// that nobody sees are not read.
+// hidden from every row are not read.
 template <bool MASKED, bool DISTANCES, typename T, int W, int WV, int ROWS, typename Keys>
 inline void score(
     Keys keys,
@@ -241,14 +241,14 @@ namespace h2o {
 
 // Columns that are no slots: attention sinks and the remainder.
 template <int G, int QUERIES, bool SINKS, bool REMAINDER, typename T, int W, int WV, int ROWS,
-          typename Sinks, typename Counts>
+          typename Sinks, typename Counts, typename Saturations>
 inline void join_other_columns(
     thread QueryRows<T, W, WV, ROWS>& rows,
     Sinks sinks,  // of this KV head's group
     Remainder<Counts> remainder,
-    int kv_head,  // counted over the batch
+    Saturations saturation,  // of this KV head
+    int kv_head,             // counted over the batch
     float scale,
-    float saturation,
     int lane) {
   if (SINKS) {
     float nothing[WV] = {0.0f};
@@ -267,7 +267,7 @@ inline void join_other_columns(
     UNROLL
     for (int r = 0; r < ROWS; r++) {
       const float logit =
-          remainder_logit<W>(rows.queries[r], scale, count, mean_key, var_key, saturation);
+          remainder_logit<W>(rows.queries[r], scale, count, mean_key, var_key, saturation[0]);
       join(rows.sums[r], logit, mean_value, lane);
     }
   }
@@ -275,23 +275,26 @@ inline void join_other_columns(
 
 // Threadgroup (0, item, batch and block of rows) of a launch.
 template <typename T, int D, int DV, int G, int QUERIES, int ROWS, int ROW_GROUPS, int SIMDS,
-          int KEYS, int MASK, bool SINKS, bool REMAINDER, bool DISTANCES, int EXPORT,
+          int KEYS, int MASK, bool SINKS, bool REMAINDER, bool DISTANCES, bool FRAME, int EXPORT,
           typename Factors, typename Keys, typename Values, typename Mask, typename Sinks,
-          typename Counts, typename Out, typename StagedKeys, typename StagedValues>
+          typename Counts, typename Saturations, typename Out, typename StagedKeys,
+          typename StagedValues>
 inline void attention_vector(
     const device int* params,
-    Factors factors,  // scale, saturation of the remainder's term
+    Factors factors,  // scale
     Rows<const device T*> queries,
     Keys keys,      // dense or packed, each
     Values values,  // of the two
     Rows<Mask> mask,
     Sinks sinks,  // [Hq]
     Remainder<Counts> remainder,
-    const device float* means,  // [B, Hk, D], from which distances are measured
-    device Out* out,            // [B, items, G, L, DV]
-    device float* lse,          // [B, items, G, L]
-    device float* logits,       // [B, slots * G * L]: head after head [G, L, length]
-    device float* distances,    // [B, slots]
+    Saturations saturation,           // [Hk], of the remainder's term
+    const device float* means,        // [B, Hk, D], from which distances are measured
+    const device float* frame_scale,  // [Hk, D], by which queries meet keys that lie in a frame
+    device Out* out,                  // [B, items, G, L, DV]
+    device float* lse,                // [B, items, G, L]
+    device float* logits,             // [B, slots * G * L]: head after head [G, L, length]
+    device float* distances,          // [B, slots]
     threadgroup float* scratch,
     threadgroup float* tops,
     threadgroup float* totals,
@@ -331,6 +334,9 @@ inline void attention_vector(
   }
   load_queries<G, QUERIES, BLOCK_ROWS, SCRATCH>(
       queries, launch.queries, block_first, scratch, thread_index, THREADS, rows);
+  if (FRAME) {
+    enter_frame<D>(frame_scale + work.head * D, scratch, thread_index, THREADS, rows);
+  }
   float mean[W];
   if (DISTANCES) {
     copy_rows<D>(
@@ -341,7 +347,7 @@ inline void attention_vector(
   // They count once for a head.
   if ((SINKS || REMAINDER) && work.offset == 0 && simd < ROW_GROUPS) {
     join_other_columns<G, QUERIES, SINKS, REMAINDER>(
-        rows, sinks + work.head * G, remainder, kv_head, factors[0], factors[1], lane);
+        rows, sinks + work.head * G, remainder, saturation + work.head, kv_head, factors[0], lane);
   }
 
   for (int done = 0; done < work.count; done += STEP) {
@@ -393,7 +399,9 @@ inline void attention_vector(
 //! in mean_keys optional float
 //! in var_keys optional float
 //! in mean_values optional float
+//! in saturation optional float
 //! in means optional float
+//! in frame_scale optional float
 //! in after optional
 //! out out
 //! out lse optional float
@@ -420,7 +428,7 @@ inline void attention_vector(
   THREADGROUP_ARRAY(T, staged_value_biases, STAGED_ROWS * VALUE_GROUPS + 1);
   h2o::attention_vector<
       T, D, DV, G, QUERIES, ROWS, ROW_GROUPS, SIMDS, KEYS, MASK, SINKS, REMAINDER, DISTANCES,
-      EXPORT>(
+      FRAME, EXPORT>(
       params, factors, ROWS_OF(queries, queries_strides),
       h2o::stored_rows(
           of_keys, ROWS_OF(keys, keys_strides), ROWS_OF(key_scales, key_scales_strides),
@@ -429,8 +437,8 @@ inline void attention_vector(
           of_values, ROWS_OF(values, values_strides), ROWS_OF(value_scales, value_scales_strides),
           ROWS_OF(value_biases, value_biases_strides)),
       ROWS_OF(mask, mask_strides), sinks,
-      h2o::remainder_of(counts, mean_keys, var_keys, mean_values), means, out, lse, logits,
-      distances, scratch, tops, totals,
+      h2o::remainder_of(counts, mean_keys, var_keys, mean_values), saturation, means, frame_scale,
+      out, lse, logits, distances, scratch, tops, totals,
       h2o::stored_rows(
           of_keys, h2o::dense_rows(staged_keys, KEY_ELEMENTS),
           h2o::dense_rows(staged_key_scales, KEY_GROUPS),
@@ -460,7 +468,7 @@ struct DecodeStep {
   int kv_heads, evict_every, sink;
 };
 
-struct HeadStep {
+struct HeadPlan {
   int start, length, prefix;  // slots in the buffer; attended slots of the heads before
   int recent;                 // last positions that are protected
   int victim;                 // which of its victims makes room, or -1: the next unused slot does
@@ -473,7 +481,7 @@ inline DecodeStep decode_step_of(const device int* plan) {
   return {plan[0], plan[1], plan[2], plan[3], plan[4], plan[5]};
 }
 
-inline HeadStep head_step_of(const device int* plan, int head) {
+inline HeadPlan head_plan_of(const device int* plan, int head) {
   const device int* line = plan + STEP_INTS * (1 + head);
   return {line[0], line[1], line[2], line[3], line[4], line[5] != 0};
 }
@@ -508,7 +516,7 @@ inline void kept_keys(
   constexpr int W = D / 32;
   const int simd = thread_index / 32, lane = thread_index % 32;
   const DecodeStep step = decode_step_of(plan);
-  const HeadStep head = head_step_of(plan, int(at.y));
+  const HeadPlan head = head_plan_of(plan, int(at.y));
   const Keys rows = from(keys, 0, 0, int(at.z) * step.buffer_slots + head.start);
 
   float mean[W] = {0.0f}, key[W];
@@ -855,9 +863,22 @@ inline float column_of(Row row, int i, int lane) {
   return column[0];
 }
 
+// Of a squared length: keeps the logarithm of a zero vector finite (python/mlx_h2o/value_lengths.py).
+#define LEAST_SQUARE 1e-12f
+
+// A key as it is stored where keys lie in a frame (python/mlx_h2o/frame.py), in its own type.
+template <int W, typename T>
+inline void enter_frame(
+    const device float* centre, const device float* scale, int lane, thread float* columns) {
+  UNROLL
+  for (int i = 0; i < W; i++) {
+    columns[i] = float(T((columns[i] - centre[32 * i + lane]) / scale[32 * i + lane]));
+  }
+}
+
 // Threadgroup (0, KV head, batch) of a launch, one simdgroup.
-template <int D, int DV, bool REMEMBERS, bool NORMS, typename T, typename Victims, typename Keys,
-          typename Values, typename Counts>
+template <int D, int DV, bool REMEMBERS, bool NORMS, bool LENGTHS, bool FRAME, typename T,
+          typename Victims, typename Keys, typename Values, typename Counts>
 inline void overwrite(
     const device int* plan,
     Victims victims,                // [B, H, evict_every]
@@ -866,15 +887,18 @@ inline void overwrite(
     Keys keys,      // [B * S, D], dense or packed
     Values values,  // [B * S, DV], likewise
     device int* positions,
-    device float* norms,        // ||v|| of each slot
-    Remainder<Counts> evicted,  // before and ...
-    device float* counts_out,   // ... after
+    device float* norms,               // ||v|| of each slot, as it is stored
+    device half* value_lengths,        // log ||v||^2 of each slot, as it came
+    const device float* frame_centre,  // [H, D], in which ...
+    const device float* frame_scale,   // ... keys lie
+    Remainder<Counts> evicted,         // before and ...
+    device float* counts_out,          // ... after
     device float* mean_keys_out, device float* var_keys_out, device float* mean_values_out,
     device int* slots_out,  // [B, H]: the slot that was written, counted in its head
     uint3 at, int lane) {
   constexpr int W = D / 32, WV = DV / 32;
   const DecodeStep step = decode_step_of(plan);
-  const HeadStep head = head_step_of(plan, int(at.y));
+  const HeadPlan head = head_plan_of(plan, int(at.y));
   const int kv_head = int(at.z) * step.kv_heads + int(at.y);
   const bool full = head.victim >= 0;
   // Clamped, so that no state, however damaged, makes a step write elsewhere.
@@ -924,6 +948,16 @@ inline void overwrite(
   for (int i = 0; i < WV; i++) {
     value[i] = column_of(new_value, i, lane);
   }
+  if (FRAME) {
+    const int first = int(at.y) * D;
+    enter_frame<W, T>(frame_centre + first, frame_scale + first, lane, key);
+  }
+  if (LENGTHS) {
+    const float square = simd_sum(dot<WV>(value, value));
+    if (lane == 0) {
+      value_lengths[row] = half(log(max(square, LEAST_SQUARE)));
+    }
+  }
   store_columns<W>(keys, lane, key);
   store_columns<WV>(values, lane, value);
   if (NORMS) {
@@ -953,6 +987,9 @@ inline void overwrite(
 //! in value_biases optional float strided
 //! in positions
 //! in norms optional float
+//! in value_lengths optional half
+//! in frame_centre optional float
+//! in frame_scale optional float
 //! in counts optional float
 //! in mean_keys optional float
 //! in var_keys optional float
@@ -970,7 +1007,7 @@ inline void overwrite(
   const h2o::Packing<V_BITS, V_GROUP> of_values = {};
   constexpr int KEY_GROUPS = GROUPS_OF(D, K_BITS, K_GROUP);
   constexpr int VALUE_GROUPS = GROUPS_OF(DV, V_BITS, V_GROUP);
-  h2o::overwrite<D, DV, REMEMBERS, NORMS>(
+  h2o::overwrite<D, DV, REMEMBERS, NORMS, LENGTHS, FRAME>(
       plan, victims, ROWS_OF(new_keys, new_keys_strides), ROWS_OF(new_values, new_values_strides),
       h2o::stored_rows(
           of_keys, h2o::dense_rows(IN_PLACE(Key, keys), ELEMENTS_OF(D, K_BITS)),
@@ -980,7 +1017,8 @@ inline void overwrite(
           of_values, h2o::dense_rows(IN_PLACE(Value, values), ELEMENTS_OF(DV, V_BITS)),
           h2o::dense_rows(IN_PLACE(T, value_scales), VALUE_GROUPS),
           h2o::dense_rows(IN_PLACE(T, value_biases), VALUE_GROUPS)),
-      IN_PLACE(int, positions), IN_PLACE(float, norms),
+      IN_PLACE(int, positions), IN_PLACE(float, norms), IN_PLACE(half, value_lengths),
+      frame_centre, frame_scale,
       h2o::remainder_of(counts, mean_keys, var_keys, mean_values), counts_out, mean_keys_out,
       var_keys_out, mean_values_out, slots_out, threadgroup_position_in_grid,
       int(thread_index_in_threadgroup));
@@ -1179,8 +1217,9 @@ namespace h2o {
 #define BY_AGE 1
 #define BY_DISTANCE 2
 #define BY_WORTH 3
+#define BY_SALIENCE 4
 
-#define MASS_FLOOR 1e-6f  // policies/base.py
+#define MASS_FLOOR 1e-6f  // policies/terms.py
 
 // What attention and the layer know of one KV head's slots; index 0 is its first.
 struct HeadSlots {
@@ -1189,6 +1228,7 @@ struct HeadSlots {
   const device int* positions;
   device float* scores;
   const device float* norms;
+  const device half* value_lengths;
   int length, offset;
   int first_free, end_free;  // positions that may go: from the first on, before the end
   float least_distance;
@@ -1227,14 +1267,23 @@ inline float weighted(HeadSlots head, int slot, int position) {
   return VALUES ? score * head.norms[slot] : score;
 }
 
-// The terms of Distinct.priority before they are standardised.
-#define TERMS 3
+// The terms of Distinct and Salient before they are standardised (terms.py): distance, mass, value,
+// age.
+#define TERMS 4
+#define VALUE_TERM 2
 
-template <bool MASS, bool VALUES>
+// Only salience looks at values.
+template <int PRIORITY>
+inline bool has_term(int i) {
+  return i != VALUE_TERM || PRIORITY == BY_SALIENCE;
+}
+
+template <int PRIORITY, bool MASS, bool VALUES>
 inline void terms_of(HeadSlots head, int slot, int position, thread float* terms) {
   terms[0] = log(max(head.distances[slot], head.least_distance));
   terms[1] = MASS ? log(weighted<true, VALUES>(head, slot, position) + MASS_FLOOR) : 0.0f;
-  terms[2] = log(float(head.offset - position));
+  terms[VALUE_TERM] = PRIORITY == BY_SALIENCE ? float(head.value_lengths[slot]) : 0.0f;
+  terms[3] = log(float(head.offset - position));
 }
 
 // Policy.priority; `standards` has the mean and the weight over the deviation of each term.
@@ -1250,10 +1299,12 @@ inline float priority_of(HeadSlots head, int slot, int position, Standards stand
     return weighted<AGE, VALUES>(head, slot, position);
   }
   float terms[TERMS], sum = 0.0f;
-  terms_of<SCORE != SCORE_NONE, VALUES>(head, slot, position, terms);
+  terms_of<PRIORITY, SCORE != SCORE_NONE, VALUES>(head, slot, position, terms);
   UNROLL
   for (int i = 0; i < TERMS; i++) {
-    sum += (terms[i] - standards[2 * i]) * standards[2 * i + 1];
+    if (has_term<PRIORITY>(i)) {
+      sum += (terms[i] - standards[2 * i]) * standards[2 * i + 1];
+    }
   }
   return sum;
 }
@@ -1450,44 +1501,40 @@ inline void store_columns(Rows<device T*> row, int lane, thread float* columns) 
   }
 }
 
-// Packs it as mx.quantize does, bit for bit: scale and bias are rounded to the row's dtype after the
-// levels were found with them unrounded (mlx/backend/cpu/quantized.cpp). MLX's GPU kernels differ
-// from that, and so from this, in groups that are negative throughout, whose largest element they
-// take for 0, and in ties, which they round away from zero.
+// Packs it by each group's least and greatest element (python/mlx_h2o/packed.py), bit for bit: the
+// levels count from scale and bias as they are stored, rounded to the row's dtype. A group of equal
+// elements has scale 0 and levels 0; one with an infinity or a NaN is read as NaNs.
 template <int W, int BITS, int GROUP, typename T>
 inline void store_columns(
     PackedRows<BITS, GROUP, device uint*, device T*> row, int lane, thread float* columns) {
   constexpr int COLUMNS = GROUP / 32;
-  const float bins = float((1 << BITS) - 1);
+  const float top = float((1 << BITS) - 1);
   UNROLL
   for (int first = 0; first < W; first += COLUMNS) {
     float low = INFINITY, high = -INFINITY;
+    bool broken = false;
     UNROLL
     for (int i = first; i < first + COLUMNS; i++) {
       low = min(low, columns[i]);
       high = max(high, columns[i]);
+      broken = broken || isnan(columns[i]);
     }
     low = simd_min(low);
     high = simd_max(high);
-    const bool from_low = abs(low) > abs(high);
-    const float edge = from_low ? low : high;
-    const float least = max((high - low) / bins, 1e-7f);
-    float scale = from_low ? least : -least, bias = 0.0f;
-    const float steps = rint(edge / scale);
-    if (steps != 0.0f) {
-      scale = edge / steps;
-      bias = edge;
+    if (simd_any(broken)) {
+      low = high = INFINITY - INFINITY;
     }
-    const T scale_stored = T(scale), bias_stored = T(bias);
+    const T scale_stored = T((high - low) / top), bias_stored = T(low);
+    const float scale = float(scale_stored), bias = float(bias_stored);
     if (lane == 0) {
       row.scales.data[first / COLUMNS] = scale_stored;
       row.biases.data[first / COLUMNS] = bias_stored;
     }
     UNROLL
     for (int i = first; i < first + COLUMNS; i++) {
-      const float nearest = rint((columns[i] - bias) / scale);
-      const float level = nearest > 0.0f ? min(nearest, bins) : 0.0f;
-      columns[i] = level * float(scale_stored) + float(bias_stored);
+      const float nearest = scale > 0.0f ? rint((columns[i] - bias) / scale) : 0.0f;
+      const float level = nearest > 0.0f ? min(nearest, top) : 0.0f;
+      columns[i] = level * scale + bias;
       // Levels share no bit, so their sum is their union.
       uint word = 0;
       UNROLL
@@ -1529,8 +1576,8 @@ inline QueryRow query_row(int index, int queries) {
   return {head, query, head < G && query < queries};
 }
 
-// The ROWS rows that a simdgroup works for: its lanes' shares of queries and sums. Queries stay as
-// they came, unscaled, since narrow ones take half the registers.
+// The ROWS rows that a simdgroup works for: its lanes' shares of queries and sums. Queries stay
+// narrow, without attention's scale, since so they take half the registers.
 template <typename T, int W, int WV, int ROWS>
 struct QueryRows {
   int first;
@@ -1571,6 +1618,29 @@ inline void load_queries(
   }
 }
 
+// Brings loaded rows into the frame of the keys that they meet (python/mlx_h2o/frame.py): q' = q
+// scale, rounded to the queries' type. What they meet later, the remainder too, lies in it.
+template <int D, typename T, int W, int WV, int ROWS>
+inline void enter_frame(
+    const device float* scale,  // [D], of the KV head
+    threadgroup float* scratch,
+    int thread_index,
+    int threads,
+    thread QueryRows<T, W, WV, ROWS>& rows) {
+  float share[W];
+  copy_rows<D>(dense_rows(scale, D), 1, dense_rows(scratch, D), thread_index, threads);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  load_share<W>(dense_rows(scratch, D), 0, thread_index % 32, share);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  UNROLL
+  for (int r = 0; r < ROWS; r++) {
+    UNROLL
+    for (int i = 0; i < W; i++) {
+      rows.queries[r][i] = T(float(rows.queries[r][i]) * share[i]);
+    }
+  }
+}
+
 }  // namespace h2o
 
 """##,
@@ -1603,7 +1673,8 @@ inline Remainder<Counts> remainder_of(
 #define LARGEST_QUERY 1e15f
 #define LARGEST_TERM 1e30f
 
-// Its logit for a query; minus infinity while nothing was evicted.
+// Its logit for a query; minus infinity while nothing was evicted. The second-order term x turns from
+// x to sqrt(saturation x); a head whose saturation is 0 does without it.
 template <int W, typename T>
 inline float remainder_logit(
     const thread T* query,
@@ -1620,7 +1691,8 @@ inline float remainder_logit(
     x += q * q * 0.5f * var_key[i];
   }
   x = min(simd_sum(x), LARGEST_TERM);
-  const float logit = log(count) + mean + x * rsqrt(1.0f + x / saturation);
+  const float term = saturation > 0.0f ? x * rsqrt(1.0f + x / saturation) : 0.0f;
+  const float logit = log(count) + mean + term;
   return count > 0.0f ? logit : -INFINITY;
 }
 
@@ -1929,30 +2001,32 @@ template <
     typename Weights, typename Victims, typename Written, typename Lse>
 inline void update(
     const device int* plan,
-    Weights weights,                // decay; of the terms: distance, mass, age
-    Victims victims,                // [B, H, evict_every]
-    const device float* logits,     // [B, attended slots * G]: head after head [G, length]
-    Lse lse,                        // [B, H * G, 1]
-    const device float* distances,  // [B, attended slots], from ...
-    const device float* means,      // ... [B, H, D]; or what else ranks the slots
-    const device int* positions,    // [B, S]
-    device float* scores,           // [B, S]
-    const device float* norms,      // [B, S]
-    Written slots,                  // [B, H]: those just written, counted in their heads
-    device int* victims_out,        // [B, H, evict_every]
+    Weights weights,                   // decay; of the terms: distance, mass, value, age
+    Victims victims,                   // [B, H, evict_every]
+    const device float* logits,        // [B, attended slots * G]: head after head [G, length]
+    Lse lse,                           // [B, H * G, 1]
+    const device float* distances,     // [B, attended slots], from ...
+    const device float* means,         // ... [B, H, D]; or what else ranks the slots
+    const device int* positions,       // [B, S]
+    device float* scores,              // [B, S]
+    const device float* norms,         // [B, S]
+    const device half* value_lengths,  // [B, S]
+    Written slots,                     // [B, H]: those just written, counted in their heads
+    device int* victims_out,           // [B, H, evict_every]
     threadgroup float* standards, threadgroup float* scratch, threadgroup int* places, uint3 at,
     int thread_index) {
   constexpr int THREADS = 32 * SIMDS;
+  constexpr bool RANKS_TERMS = PRIORITY == BY_DISTANCE || PRIORITY == BY_SALIENCE;
   const int simd = thread_index / 32, lane = thread_index % 32;
   const DecodeStep step = decode_step_of(plan);
   const int first_head = int(at.y);
   const float decay = weights[0];
   const int64_t heads_before = int64_t(at.z) * step.kv_heads;
-  const HeadStep lead = head_step_of(plan, first_head);
+  const HeadPlan lead = head_plan_of(plan, first_head);
 
   HeadSlots heads[HEADS];
   for (int h = 0; h < HEADS; h++) {
-    const HeadStep line = head_step_of(plan, first_head + h);
+    const HeadPlan line = head_plan_of(plan, first_head + h);
     const int64_t kv_head = heads_before + first_head + h;
     const int64_t first = int64_t(at.z) * step.buffer_slots + line.start;
     const int64_t attended = int64_t(at.z) * step.attended_slots + line.prefix;
@@ -1962,6 +2036,7 @@ inline void update(
         positions + first,
         scores + first,
         norms + first,
+        value_lengths + first,
         line.length,
         step.offset,
         step.sink,
@@ -1973,8 +2048,8 @@ inline void update(
     for (int g = 0; g < G; g++) {
       lses[g] = lse[kv_head * G + g];
     }
-    if (PRIORITY == BY_DISTANCE) {
-      // A key at the mean itself must not stretch the scale for all others (distinct.py).
+    if (RANKS_TERMS) {
+      // A key at the mean itself must not stretch the scale for all others (terms.py).
       const float square = square_norm<D, SIMDS>(means + kv_head * D, scratch, simd, lane);
       head.least_distance = 1e-6f * square + 1e-12f;
     }
@@ -1986,20 +2061,24 @@ inline void update(
         const float held = n == fresh ? 0.0f : head.scores[n];
         head.scores[n] = accumulated<SCORE, G>(held, head, n, lses, decay);
       }
-      if (PRIORITY == BY_DISTANCE && line.choose && may_go(head, head.positions[n])) {
+      if (RANKS_TERMS && line.choose && may_go(head, head.positions[n])) {
         float terms[TERMS];
-        terms_of<SCORE != SCORE_NONE, VALUES>(head, n, head.positions[n], terms);
+        terms_of<PRIORITY, SCORE != SCORE_NONE, VALUES>(head, n, head.positions[n], terms);
         UNROLL
         for (int i = 0; i < TERMS; i++) {
-          add(moments[i], terms[i]);
+          if (has_term<PRIORITY>(i)) {
+            add(moments[i], terms[i]);
+          }
         }
       }
     }
-    if (PRIORITY == BY_DISTANCE && line.choose) {
+    if (RANKS_TERMS && line.choose) {
       UNROLL
       for (int i = 0; i < TERMS; i++) {
-        standardise<SIMDS>(
-            moments[i], weights[1 + i], standards + 2 * (h * TERMS + i), scratch, simd, lane);
+        if (has_term<PRIORITY>(i)) {
+          standardise<SIMDS>(
+              moments[i], weights[1 + i], standards + 2 * (h * TERMS + i), scratch, simd, lane);
+        }
       }
     }
   }
@@ -2048,6 +2127,7 @@ inline void update(
 //! in positions
 //! in scores optional float
 //! in norms optional float
+//! in value_lengths optional half
 //! in slots
 //! out victims_out
 //! body
@@ -2057,7 +2137,7 @@ inline void update(
   THREADGROUP_ARRAY(int, places, 2 * SIMDS);
   h2o::update<D, G, SCORE, PRIORITY, AGE, VALUES, HEADS, SIMDS>(
       plan, weights, victims, logits, lse, distances, means, positions,
-      IN_PLACE(float, scores), norms, slots, victims_out, standards, scratch, places,
+      IN_PLACE(float, scores), norms, value_lengths, slots, victims_out, standards, scratch, places,
       threadgroup_position_in_grid, int(thread_index_in_threadgroup));
 
 """##,

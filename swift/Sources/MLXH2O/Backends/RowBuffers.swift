@@ -57,6 +57,13 @@ extension Rows {
     }
 }
 
+extension FrameArrays {
+    /// Buffers by name.
+    var buffers: [String: MLXArray] {
+        ["frame_centre": centre.contiguous(), "frame_scale": scale.contiguous()]
+    }
+}
+
 extension Remainder {
     static let bufferNames = ["counts", "mean_keys", "var_keys", "mean_values"]
 

@@ -10,8 +10,18 @@ struct SlotArrays {
     let positions: MLXArray
     /// `[B, S]` float32, where the policy gathers some.
     var scores: MLXArray?
-    /// ||v|| `[B, S]` float32, where the policy weighs by it.
+    /// ||v|| `[B, S]` float32 of the values as they are stored, where the policy weighs by it.
     var norms: MLXArray?
+    /// log ||v||^2 `[B, S]` float16 of the values as they came, where the policy ranks by it.
+    var valueLengths: MLXArray?
+
+    /// What is kept of the values' sizes, by the names of the kernels' buffers.
+    var ofValues: [String: MLXArray] {
+        var arrays: [String: MLXArray] = [:]
+        arrays["norms"] = norms
+        arrays["value_lengths"] = valueLengths
+        return arrays
+    }
 }
 
 /// Launches of the kernels around attention in a decode step.
@@ -39,21 +49,21 @@ struct StepLaunches {
     ///   - newKeys: `[B, H, 1, D]`, in the dtype of those held, which pack it if they are packed.
     ///   - newValues: `[B, H, 1, Dv]`, likewise.
     ///   - remainder: Statistics of the evicted, or nil where nothing remembers them.
+    ///   - frame: In which keys are stored; new ones come as the model made them.
     /// - Returns: The slots that were written `[B, H]` int32, counted in their heads, and the
     ///   remainder. Any kernel that reads the slots afterwards must take one of these arrays, or
     ///   nothing says that it comes later.
     func overwrite(
-        victims: MLXArray, newKeys: MLXArray, newValues: MLXArray, remainder: Remainder?
+        victims: MLXArray, newKeys: MLXArray, newValues: MLXArray, remainder: Remainder?,
+        frame: FrameArrays? = nil
     ) -> (written: MLXArray, remainder: Remainder?) {
         let (B, H, D, Dv) = (newKeys.dim(0), newKeys.dim(1), newKeys.dim(3), newValues.dim(3))
         var inputs = [
             "plan": planArray, "victims": victims, "new_keys": newKeys, "new_values": newValues,
             "positions": slots.positions,
         ]
-        for buffers in [slots.keys.buffers("keys"), slots.values.buffers("values")] {
-            inputs.merge(buffers) { $1 }
-        }
-        inputs["norms"] = slots.norms
+        let rows = [slots.keys.buffers("keys"), slots.values.buffers("values"), slots.ofValues]
+        for buffers in rows + [frame?.buffers ?? [:]] { inputs.merge(buffers) { $1 } }
         var outputs: [KernelLaunch.Output] = []
         if let remainder {
             inputs.merge(remainder.buffers) { $1 }
@@ -67,6 +77,7 @@ struct StepLaunches {
             template: [("T", slots.keys.dtype), ("D", D), ("DV", Dv)] + slots.keys.packing("K")
                 + slots.values.packing("V") + [
                     ("REMEMBERS", remainder != nil), ("NORMS", slots.norms != nil),
+                    ("LENGTHS", slots.valueLengths != nil), ("FRAME", frame != nil),
                 ],
             threadgroups: (1, H, B), threads: KernelLaunch.simdgroup
         ).run()
@@ -124,7 +135,7 @@ struct StepLaunches {
         inputs["distances"] = worth ?? attended.distances
         inputs["means"] = means
         inputs["scores"] = scores ? slots.scores : nil
-        inputs["norms"] = slots.norms
+        inputs.merge(slots.ofValues) { $1 }
         let priority = plan.chooses ? policy.priority : .age
         return KernelLaunch(
             interface: Self.update, inputs: inputs,

@@ -1,3 +1,5 @@
+import MLX
+
 /// How the attention kernels share out their work: pure functions of sizes, the same in every
 /// language (python/mlx_h2o/backends/tiling.py says why).
 struct Tiling: Equatable {
@@ -28,6 +30,14 @@ struct Tiling: Equatable {
 
     /// Simdgroups of a threadgroup that have different keys.
     var splits: Int { simdgroups / rowGroups }
+
+    /// As the attention kernel's template arguments.
+    var template: [(String, any KernelTemplateArg)] {
+        [
+            ("QUERIES", queries), ("ROWS", rows), ("ROW_GROUPS", rowGroups),
+            ("SIMDS", simdgroups), ("KEYS", keys),
+        ]
+    }
 
     /// Share out the query rows of a KV head.
     ///

@@ -13,6 +13,11 @@ struct KernelPolicy {
         case distance
         /// As ``Policies/KeyDiff`` does.
         case direction
+        /// As ``Policies/Salient`` does.
+        case salience
+
+        /// Whether the keys' distances from the mean evicted key are part of it.
+        var needsDistances: Bool { self == .distance || self == .salience }
     }
 
     let score: Score
@@ -21,7 +26,7 @@ struct KernelPolicy {
     let perLayer: Bool
     /// Whether scores are divided by the steps since the token came.
     let ageNormalised: Bool
-    /// Decay of the averages, 1, and the distance's weights of the mass and of the age.
+    /// Decay of the averages; of the terms of distance and salience: distance, mass, value, age.
     let weights: [Float]
 
     /// nil for a policy that the kernels do not know.
@@ -36,6 +41,10 @@ struct KernelPolicy {
             self.init(policy, .emaLogits, .score, decay: policy.decay)
         case is Policies.H2O: self.init(policy, .sum, .score)
         case is Policies.KeyDiff: self.init(policy, .none, .direction)
+        case let policy as Policies.Salient:
+            self.init(
+                policy, .sum, .salience, distanceWeight: policy.distanceWeight, massWeight: 1,
+                valueWeight: policy.valueWeight, ageWeight: policy.ageWeight)
         case is Policies.Streaming: self.init(policy, .none, .age)
         case is Policies.TOVA: self.init(policy, .last, .score)
         default: return nil
@@ -44,11 +53,12 @@ struct KernelPolicy {
 
     private init(
         _ policy: any Policy, _ score: Score, _ priority: Priority, decay: Double = 0,
-        massWeight: Double = 0, ageWeight: Double = 0
+        distanceWeight: Double = 1, massWeight: Double = 0, valueWeight: Double = 0,
+        ageWeight: Double = 0
     ) {
         (self.score, self.priority) = (score, priority)
         perLayer = policy.options.unit == .layer
         ageNormalised = policy.options.ageNormalised
-        weights = [decay, 1, massWeight, -ageWeight].map { Float($0) }
+        weights = [decay, distanceWeight, massWeight, valueWeight, -ageWeight].map { Float($0) }
     }
 }
