@@ -24,6 +24,7 @@ static const Group kGroups[] = {
     {"accumulate", replay_accumulate},
     {"selection", replay_selection},
     {"trajectory", replay_trajectory},
+    {"framed", NULL},  // not yet
     {"model", NULL},  // models are Python's and Swift's
 };
 

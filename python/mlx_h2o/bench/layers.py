@@ -9,9 +9,11 @@ import mlx.core as mx
 
 from mlx_h2o.backends.cpu_decoder import CPUDecoder
 from mlx_h2o.backends.decoder import DecodeStep, HeadPlan, Lent
+from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy
 from mlx_h2o.remainder import Remainder
 from mlx_h2o.settings import CacheSettings
+from mlx_h2o.value_lengths import value_lengths
 
 # Tokens that a layer has seen beyond those it holds.
 EVICTED = 1000
@@ -25,6 +27,7 @@ def full_layer(
     q: mx.array,
     *,
     remainder: bool = True,
+    packing: Packing | None = None,
 ) -> Callable[[], mx.array]:
     """A layer that has evicted for long.
 
@@ -35,15 +38,20 @@ def full_layer(
         lengths: Slots of each KV head, S in all.
         q: Queries `[1, Hq, 1, D]` of every step.
         remainder: Whether evicted tokens answer.
+        packing: How rows are stored; as they come by default.
 
     Returns:
         One decode step: its output, to be evaluated.
     """
     heads, width, value_width = len(lengths), keys.shape[-1], values.shape[-1]
     positions = mx.concatenate([mx.arange(EVICTED, EVICTED + n) for n in lengths])
-    fields = {"keys": keys + 0, "values": values + 0, "positions": positions[None]}
+    packing = packing or Packing()
+    fields = {**packing.fields("keys", keys + 0), **packing.fields("values", values + 0)}
+    fields["positions"] = positions[None]
     if policy.needs_attention:
         fields["scores"] = mx.random.uniform(shape=positions[None].shape)
+    if policy.uses_value_lengths:
+        fields["value_lengths"] = value_lengths(values)
     remembered = Remainder.empty(1, heads, width, value_width)
     remembered.count += EVICTED
     remembered.var_key += 1
@@ -51,7 +59,9 @@ def full_layer(
     new_key = mx.random.normal((1, heads, 1, width)).astype(keys.dtype)
     new_value = mx.random.normal((1, heads, 1, value_width)).astype(values.dtype)
     mx.eval(fields, remembered.arrays, victims, new_key, new_value)
-    settings = CacheSettings(budgets=tuple(lengths), policy=policy, remainder=remainder)
+    settings = CacheSettings(
+        budgets=tuple(lengths), policy=policy, remainder=remainder, packing=packing
+    )
     layer = CPUDecoder(Lent(fields, remembered, victims), settings)
     del fields, victims, remembered
     starts = [0, *accumulate(lengths)]

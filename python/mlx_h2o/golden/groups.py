@@ -7,6 +7,7 @@ from typing import cast
 from mlx_h2o.golden import (
     accumulate,
     attention,
+    framed,
     model,
     quantized,
     remainder,
@@ -17,5 +18,14 @@ from mlx_h2o.golden.group import Group
 
 GROUPS: dict[str, Group] = {
     module.NAME: cast(Group, module)
-    for module in (attention, quantized, remainder, accumulate, selection, trajectory, model)
+    for module in (
+        attention,
+        quantized,
+        remainder,
+        accumulate,
+        selection,
+        trajectory,
+        framed,
+        model,
+    )
 }

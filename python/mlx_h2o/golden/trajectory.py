@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_h2o.cache import H2OKVCache
+from mlx_h2o.frame import Frame
 from mlx_h2o.golden.group import Arrays, Parameters, parameters_of, policy_of
 from mlx_h2o.golden.margins import watching
 from mlx_h2o.golden.numbers import SINKS, K, Q, V, tensor
@@ -96,6 +97,31 @@ def variants() -> Iterator[tuple[str, Parameters]]:
             )
 
 
+def plain_case(seed: int, **changed: Any) -> Parameters:
+    """A conversation that differs from a plain one by some parameters."""
+    plain: Parameters = {
+        "kind": "attending",
+        "seed": seed,
+        "batch": 1,
+        "query_heads": 4,
+        "kv_heads": 2,
+        "key_width": 32,
+        "value_width": 32,
+        "scale": 0.1875,
+        "sinks": False,
+        "calls": CALLS,
+        "recorded": RECORDED,
+        "chunks": CHUNKS,
+        "cache": {"budgets": UNIFORM, "remainder": True},
+    }
+    whole = plain | changed
+    heads = whole["kv_heads"]
+    whole["cache"] = whole["cache"] | {
+        "budgets": [layer[:heads] for layer in whole["cache"]["budgets"]]
+    }
+    return whole
+
+
 def saturated() -> Iterator[tuple[str, Parameters]]:
     """Heads whose remainder is of another order."""
     policy = parameters_of(make_policy("distinct", sink=2, recent=0.25))
@@ -126,27 +152,7 @@ def cases() -> Iterator[tuple[str, Parameters]]:
     def case(changed: Parameters) -> Parameters:
         nonlocal seed
         seed += 16
-        plain: Parameters = {
-            "kind": "attending",
-            "seed": seed,
-            "batch": 1,
-            "query_heads": 4,
-            "kv_heads": 2,
-            "key_width": 32,
-            "value_width": 32,
-            "scale": 0.1875,
-            "sinks": False,
-            "calls": CALLS,
-            "recorded": RECORDED,
-            "chunks": CHUNKS,
-            "cache": {"budgets": UNIFORM, "remainder": True},
-        }
-        whole = plain | changed
-        heads = whole["kv_heads"]
-        whole["cache"] = whole["cache"] | {
-            "budgets": [layer[:heads] for layer in whole["cache"]["budgets"]]
-        }
-        return whole
+        return plain_case(seed, **changed)
 
     for name, policy in policies():
         for store, settings in STORES.items():
@@ -179,21 +185,31 @@ def inputs(parameters: Parameters) -> Arrays:
 
 
 def run(parameters: Parameters, inputs: Arrays) -> Arrays:
-    return replayed(parameters)[0]
+    return replayed(parameters, inputs)[0]
 
 
 def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
     with watching() as margins:
-        results, _ = replayed(parameters)
+        results, _ = replayed(parameters, inputs)
     return results, min(margins)
 
 
-def replayed(p: Parameters) -> tuple[Arrays, list[H2OKVCache]]:
-    """Replay a conversation; what is recorded, and the caches."""
+def replayed(p: Parameters, inputs: Arrays) -> tuple[Arrays, list[H2OKVCache]]:
+    """Replay a conversation; what is recorded, and the caches.
+
+    Args:
+        p: Of the case.
+        inputs: "frame.centre" and "frame.scale" of the layers, or nothing.
+    """
     settings = dict(p["cache"])
+    budgets = settings.pop("budgets")
+    frames: list[Frame | None] = [None] * len(budgets)
+    if inputs:
+        parts = zip(inputs["frame.centre"], inputs["frame.scale"], strict=True)
+        frames = [Frame(centre, scale) for centre, scale in parts]
     caches = [
-        H2OKVCache(budgets=budgets, policy=policy_of(p["policy"]), **settings)
-        for budgets in settings.pop("budgets")
+        H2OKVCache(budgets=of_layer, policy=policy_of(p["policy"]), frame=frame, **settings)
+        for of_layer, frame in zip(budgets, frames, strict=True)
     ]
     layers = [Layer(p, layer, cache) for layer, cache in enumerate(caches)]
     results: dict[str, list[mx.array]] = {}

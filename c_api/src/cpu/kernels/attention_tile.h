@@ -502,6 +502,11 @@ inline LogitsOfTile logits_of(const Rows& k) {
     return [](const AttentionBlock& b, int64_t first, int count, float* s, int64_t s_stride,
               const Ahead& ahead, float* wide, float* scales, const float* sums_of_q) {
       const auto keys = decltype(kind)::rows(b.k, b.D, first, count, scales);
+      if (keys.kPacked && b.distance) {  // unpacked once for both
+        const auto unpacked = widened(keys, b.D, count, wide);
+        logits_of_keys(b, b.q, unpacked, count, s, s_stride, ahead);
+        return distances_of_tile(b, unpacked, count, b.distance + first);
+      }
       logits_of_tile(b, keys, count, s, s_stride, ahead, wide, sums_of_q);
       if (b.distance) distances_of_tile(b, keys, count, b.distance + first);
     };
@@ -519,8 +524,8 @@ inline ValuesOfTile values_of(const Rows& v) {
 }
 
 // Rows of four bits that are summed up by pairs, because they are not widened first.
-inline bool pairs(const AttentionBlock& b, const Rows& rows) {
-  return kPaired<4> && rows.bits == 4 && b.rows <= kRegisterRows;
+inline bool pairs(const AttentionBlock& b, const Rows& rows, bool widened_first) {
+  return kPaired<4> && rows.bits == 4 && b.rows <= kRegisterRows && !widened_first;
 }
 
 inline void attend(const AttentionBlock& given) {
@@ -535,7 +540,7 @@ inline void attend(const AttentionBlock& given) {
   float* v_scales = k_scales + tile_scales(b.k, b.D);
   float* sums_of_q = v_scales + tile_scales(b.v, b.Dv);
   if (b.k.bits) sum_groups(b, b.k.group_size, sums_of_q);
-  if (pairs(b, b.k)) {
+  if (pairs(b, b.k, b.distance)) {
     float* paired = sums_of_q + kMaxRows * (b.D / kSmallestGroup);
     for (int r = 0; r < b.rows; ++r) pair_queries(b.q + r * b.q_stride, b.D, paired + r * b.D);
     b.q = paired;
@@ -570,7 +575,7 @@ inline void attend(const AttentionBlock& given) {
     }
     tile_values(b, first, count, p, p_stride, next_keys, wide_v, v_scales);
   }
-  if (pairs(b, b.v))
+  if (pairs(b, b.v, false))
     for (int r = 0; r < b.rows; ++r) unpair_values(b.acc + r * b.acc_stride, b.Dv);
 }
 

@@ -46,7 +46,7 @@ import Testing
 
     @Test func groupsAreAllKnown() throws {
         let golden = try Golden.shipped.get()
-        #expect(Set(golden.cases.map(\.group)).count == 7)
+        #expect(Set(golden.cases.map(\.group)).count == 8)  // "framed" is not replayed yet
     }
 
     /// Every kind of array of a case, changed by a little, is noticed.
