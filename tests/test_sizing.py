@@ -81,7 +81,7 @@ def test_bytes_are_never_exceeded_at_any_length(embedded, text, size, bits):
     for start in range(0, 400, 50):
         prefill(model, cache, text[start : start + 50], 25 if start < 200 else 1)
         assert sum(entry.nbytes for entry in cache) <= most
-    if cache[0].budgets != [cache[0].budgets[0]] * 2:  # it was full
+    if size == "8%":  # heads have had the time to fill what they were given
         assert sum(entry.nbytes for entry in cache) > 0.85 * most
 
 
