@@ -19,7 +19,7 @@ HOST_GPU = ROOT / "tests" / "host_gpu"
 GOLDEN = ROOT / "golden"
 # Rebuilt only when sources change.
 BUILD = ROOT / "build" / "c_api"
-GROUPS = ("attention", "quantized", "remainder", "accumulate", "selection", "trajectory")
+GROUPS = ("attention", "quantized", "remainder", "accumulate", "selection", "trajectory", "framed")
 
 
 def run(*command: object, lines: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -80,9 +80,9 @@ def test_every_golden_vector_is_replayed(sanitized: Path, options: tuple[str, ..
         assert f"{options[1]} steps" in done.stdout
 
 
-@pytest.mark.parametrize("what", ["undo", "interrupt", "memory"])
+@pytest.mark.parametrize("what", ["undo", "interrupt", "frame", "memory"])
 def test_conversations(sanitized: Path, what: str) -> None:
-    """Bit by bit: drafts taken back, steps that are looked at; memory of a reduced prompt.
+    """Bit by bit: drafts taken back, steps that are looked at, frames; a reduced prompt's memory.
 
     Undo for every kind of policy and store: after any number of tokens of a draft was taken back
     the outputs, positions, scores and statistics are those of plain decoding; more than can be

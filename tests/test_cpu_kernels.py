@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -571,7 +572,7 @@ print(extension.isa())
 @pytest.mark.skipif("MLX_H2O_ISA" in os.environ, reason="this process is one of those")
 @pytest.mark.parametrize("isa", ["sse2", "avx2", "avx512", "avx512bf16", "wide"])
 def test_every_instruction_set_does_the_same(isa):
-    """Every third of these cases again, in a process in which this is all that runs."""
+    """Every third of these cases, and packing, in a process in which this is all that runs."""
     environment = os.environ | {"MLX_H2O_ISA": isa, "MLX_H2O_STEP": str(3 * STEP)}
     choice = subprocess.run(
         [sys.executable, "-c", CHOICE, _ext.__file__],
@@ -585,9 +586,12 @@ def test_every_instruction_set_does_the_same(isa):
         pytest.skip("not built, or not for this machine")
     if isa == _ext.isa():
         pytest.skip("tested by this process")
-    chosen = "pair or ranges or widened or rounded or exponentials or finite or apart or chosen"
+    chosen = (
+        "pair or ranges or widened or rounded or exponentials or finite or apart or chosen or packs"
+    )
+    files = [__file__, str(Path(__file__).with_name("test_pack_by_range.py"))]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-k", chosen, "-p", "no:cacheprovider", __file__],
+        [sys.executable, "-m", "pytest", "-x", "-k", chosen, "-p", "no:cacheprovider", *files],
         env=environment | {"MLX_H2O_THREADS": "3"},
         capture_output=True,
         text=True,

@@ -116,11 +116,8 @@ def test_priorities_are_numbered_alike() -> None:
     # What kept_keys worked out is a direction's worth.
     names = [name.removeprefix("BY_").lower().replace("worth", "direction") for name in priorities]
     assert list(step_launches.PRIORITIES) == names
-    # Not all of them there rank by salience yet.
-    of_c = re.findall(r"\w+", block(CPU, "enum class Priority {"))
-    of_swift = swift_names(block(POLICIES, "enum Priority: Int {"))
-    assert of_c in (names, names[:4])
-    assert of_swift in (names, names[:4])
+    assert re.findall(r"\w+", block(CPU, "enum class Priority {")) == names
+    assert swift_names(block(POLICIES, "enum Priority: Int {")) == names
 
 
 def test_masks_and_exports_are_numbered_alike() -> None:

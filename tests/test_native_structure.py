@@ -14,6 +14,7 @@ LONG_FILES = {
     "c_api/src/cpu/attention.cpp",
     "c_api/src/cpu/decode_step.cpp",
     "c_api/src/cpu/kernels/attention_tile.h",
+    "c_api/src/cpu/kernels/simd.h",
     "c_api/tests/arguments.c",
     "c_api/tests/calls.c",
     "c_api/tests/conversations.c",

@@ -15,17 +15,27 @@ from mlx_lm.models.cache import KVCache
 import mlx_h2o
 from mlx_h2o.backends.choice import only_reference
 from mlx_h2o.cache import H2OKVCache
+from mlx_h2o.frame import Frame
 
 FIXTURES = Path(__file__).parents[1] / "swift/Tests/MLXH2OTests/Fixtures"
 
 
 def main() -> None:
     mx.random.seed(11)
+    frame = Frame.of(mx.random.normal((1, 2, 64, 32)) + 3 * mx.random.normal((1, 2, 1, 32)))
     caches = [
         H2OKVCache(budgets=[20, 28], policy="distinct"),
         H2OKVCache(budgets=[24, 24], policy="h2o", bits=8, group_size=32, remainder=False),
         H2OKVCache(
             budgets=[20, 28], policy="ema", k_bits=8, v_bits=4, group_size=32, recent_bits=16
+        ),
+        H2OKVCache(
+            budgets=[20, 28],
+            policy="salient",
+            bits=6,
+            group_size=32,
+            frame=frame,
+            saturation=[0.0, 2.5],
         ),
     ]
     with only_reference():

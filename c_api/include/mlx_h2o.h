@@ -99,8 +99,8 @@ typedef struct mlx_h2o_policy_ {
 MLX_H2O_API mlx_h2o_policy mlx_h2o_policy_new(void);
 MLX_H2O_API int mlx_h2o_policy_free(mlx_h2o_policy policy);
 
-// A policy or preset by name, with its default settings: "distinct", "h2o", "ema", "ema-logits",
-// "tova", "streaming", "keydiff"; "paper", "h2o-paper".
+// A policy or preset by name, with its default settings: "distinct", "salient", "h2o", "ema",
+// "ema-logits", "tova", "streaming", "keydiff"; "paper", "h2o-paper".
 MLX_H2O_API int mlx_h2o_policy_named(mlx_h2o_policy* res, const char* name);
 
 // Changes a setting, written as on the command line: ("recent", "0.25") is a share, ("recent",
@@ -162,6 +162,11 @@ typedef struct mlx_h2o_cache_options_ {
   // Where the remainder's second-order term turns from x to sqrt(t x), t for each KV head, 0 for
   // first order; NULL: 4 for all. Copied (attending only).
   const float* saturation;
+  // Of packed keys, [Hk, D] each, or empty: stored are (k - centre) / scale, for centre a channel's
+  // mean and scale its greatest distance from that, above 0. Borrowed and looked at (attending
+  // only; beside attention sinks the centre must be zeros).
+  mlx_array frame_centre;
+  mlx_array frame_scale;
 } mlx_h2o_cache_options;
 
 // The remainder on, attention ours, nothing packed, groups of 64, no undo. Start from these: later
@@ -206,7 +211,7 @@ MLX_H2O_API int mlx_h2o_cache_offset(int* res, const mlx_h2o_cache cache);
 MLX_H2O_API int mlx_h2o_cache_size(int* res, const mlx_h2o_cache cache);
 // Tokens dropped, mean over KV heads, rounded down.
 MLX_H2O_API int mlx_h2o_cache_evicted(int64_t* res, const mlx_h2o_cache cache);
-// Bytes of everything held: rows, positions, scores, remainder, victims, and what undo keeps.
+// Bytes of everything held: rows, what belongs to them, remainder, victims, frame, undo.
 MLX_H2O_API int mlx_h2o_cache_nbytes(size_t* res, const mlx_h2o_cache cache);
 
 // How many of the newest tokens mlx_h2o_cache_trim can take back: those of the last steps that undo
@@ -223,8 +228,8 @@ MLX_H2O_API int mlx_h2o_cache_trim(mlx_h2o_cache cache, int n, const mlx_stream 
 MLX_H2O_API int mlx_h2o_cache_kept(mlx_array* res, mlx_h2o_cache cache, const mlx_stream s);
 MLX_H2O_API int mlx_h2o_cache_scores(mlx_array* res, mlx_h2o_cache cache, const mlx_stream s);
 
-// Statistics of evicted rows: count [B, Hk], mean_key and var_key [B, Hk, D], mean_value
-// [B, Hk, Dv]. A plain struct of four handles.
+// Statistics of evicted rows, in the frame if there is one: count [B, Hk], mean_key and var_key
+// [B, Hk, D], mean_value [B, Hk, Dv]. A plain struct of four handles.
 typedef struct mlx_h2o_remainder_ {
   mlx_array count;
   mlx_array mean_key;

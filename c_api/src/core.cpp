@@ -23,13 +23,10 @@ void check_call(const AttentionCall& call, const mx::array& keys) {
       "Attention sinks must be [Hq] and floating.");
 }
 
-// Attends to old and new rows first, and evicts after.
-mx::array attend_now(
+// Attends to old and new rows first, and evicts after. Queries and keys are in the layer's frame.
+mx::array attend_op_by_op(
     BoundedLayer& layer, const AttentionCall& call, const mx::array& keys,
     const mx::array& values) {
-  // The first token of all goes op by op: then there are arrays to lend.
-  if (layer.offset() && accepts(layer.settings, call, keys, values))
-    return layer.decode(call, keys, values);
   const std::vector<Fields> attended = layer.take_in(keys, values);
   std::vector<mx::array> outs, newest;
   std::vector<Fields> fields;
@@ -44,6 +41,19 @@ mx::array attend_now(
   if (!newest.empty()) layer.write_newest_scores(join_along(std::move(newest), 1));
   settle(layer, fields, window_masses);
   return mx::depends({join_along(std::move(outs), 1)}, layer.side_state())[0];
+}
+
+// One token or one chunk.
+mx::array attend_now(
+    BoundedLayer& layer, const AttentionCall& call, const mx::array& keys,
+    const mx::array& values) {
+  // The first token of all goes op by op: then there are arrays to lend.
+  if (layer.offset() && accepts(layer.settings, call, keys, values))
+    return layer.decode(call, keys, values);
+  const std::optional<Frame>& frame = layer.settings.frame;
+  if (!frame) return attend_op_by_op(layer, call, keys, values);
+  const AttentionCall framed{enter_queries(*frame, call.q), call.scale, call.sinks};
+  return attend_op_by_op(layer, framed, enter(*frame, keys), values);
 }
 
 // A chunk that can be taken back, as so many single steps.
@@ -83,6 +93,10 @@ mx::array Core::update_and_attend(
   check(settings_.attending, "This cache is for a model that attends by itself: update_and_fetch.");
   check_rows(keys, values);
   check_call(call, keys);
+  check(
+      !call.sinks || !settings_.frame || !moves(*settings_.frame),
+      "Attention sinks do not move with a frame's centre: a layer that has them needs a frame with "
+      "a centre of zeros.");
   BoundedLayer& layer = layer_for(keys, values);
   const bool singly = call.length() > 1 && call.length() - 1 <= settings_.undo;
   return singly ? token_by_token(layer, call, keys, values) : attend_now(layer, call, keys, values);
@@ -108,6 +122,12 @@ int64_t Core::evicted() const {
   int64_t lost = 0;
   for (const Run& run : layer_->runs()) lost += int64_t(run.heads()) * layer_->lost(run);
   return lost / settings_.heads();
+}
+
+size_t Core::nbytes() const {
+  const std::optional<Frame>& frame = settings_.frame;
+  const size_t of_frame = frame ? frame->centre.nbytes() + frame->scale.nbytes() : 0;
+  return of_frame + (layer_ ? layer_->nbytes() : 0);
 }
 
 void Core::trim(int n) {
@@ -174,6 +194,9 @@ void Core::check_rows(const mx::array& keys, const mx::array& values) const {
   for (const auto& [bits, width] :
        {std::pair(packing.k_bits, keys.shape(3)), std::pair(packing.v_bits, values.shape(3))})
     check(!bits || width % packing.group_size == 0, "group_size must divide the packed widths.");
+  check(
+      !settings_.frame || settings_.frame->scale.shape(1) == keys.shape(3),
+      "The frame is for keys of another width.");
 }
 
 }  // namespace mlx_h2o

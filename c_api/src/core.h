@@ -36,9 +36,8 @@ class Core {
   }
   // Tokens dropped, mean over KV heads.
   int64_t evicted() const;
-  size_t nbytes() const {
-    return layer_ ? layer_->nbytes() : 0;
-  }
+  // Of everything held, the frame included.
+  size_t nbytes() const;
   // How many of the newest tokens can be taken back, and taking them back.
   int trimmable() const {
     return layer_ ? layer_->trimmable() : 0;

@@ -28,12 +28,13 @@ class CPUDecoder : public Decoder {
   CPUDecoder(const Lent& lent, const CacheSettings& settings)
       : packing_(settings.packing),
         scored_(settings.policy.needs_attention()),
+        measured_(settings.policy.uses_value_lengths()),
         keys_(packing_.rows("keys", lent.fields)),
         values_(packing_.rows("values", lent.fields)),
         layer_(
             packing_.rows("keys", lent.fields), packing_.rows("values", lent.fields),
             beside_rows(lent), settings.policy.kernel_policy(), settings.remembers(),
-            settings.remainder, settings.saturations, recent_of(lent), stream()) {}
+            settings.remainder, settings.saturations, recent_of(lent), stream(), settings.frame) {}
 
   mx::array step(DecodeStep step) override {
     const AttentionCall& call = step.call;
@@ -53,6 +54,7 @@ class CPUDecoder : public Decoder {
     if (scored_) fields.emplace("scores", scores);
     const mx::array &count = *next++, &mean_key = *next++, &var_key = *next++;
     const mx::array &mean_value = *next++, &victims = *next++;
+    if (measured_) fields.emplace("value_lengths", *next++);
     Lent back{std::move(fields), {count, mean_key, var_key, mean_value}, victims, std::nullopt};
     if (recent_) back.window = window_fields(next);
     return back;
@@ -67,6 +69,8 @@ class CPUDecoder : public Decoder {
     std::vector<mx::array> all{lent.fields.at("positions"), scores_of(lent.fields)};
     for (const mx::array& a : lent.remainder.arrays()) all.push_back(a);
     all.push_back(lent.victims);
+    const auto lengths = lent.fields.find("value_lengths");
+    if (lengths != lent.fields.end()) all.push_back(lengths->second);
     return all;
   }
 
@@ -82,7 +86,9 @@ class CPUDecoder : public Decoder {
     const Stored keys = packing.rows("keys", *lent.window);
     const Stored values = packing.rows("values", *lent.window);
     recent_ = std::pair(Kind(keys), Kind(values));
-    return Recent{keys, values, scores_of(*lent.window)};
+    Recent recent{keys, values, scores_of(*lent.window)};
+    if (measured_) recent.value_lengths = lent.window->at("value_lengths");
+    return recent;
   }
 
   Fields window_fields(Arrays& next) const {
@@ -90,12 +96,14 @@ class CPUDecoder : public Decoder {
     Fields fields;
     packing.put(fields, "keys", recent_->first.take(next));
     packing.put(fields, "values", recent_->second.take(next));
-    if (scored_) fields.emplace("scores", *next);
+    const mx::array& scores = *next++;
+    if (scored_) fields.emplace("scores", scores);
+    if (measured_) fields.emplace("value_lengths", *next++);
     return fields;
   }
 
   const Packing packing_;
-  const bool scored_;
+  const bool scored_, measured_;
   const Kind keys_, values_;
   std::optional<std::pair<Kind, Kind>> recent_;
   DecodingLayer layer_;
@@ -113,10 +121,8 @@ bool accepts(
   switch (backend()) {
     case Backend::plain: return false;
     case Backend::cpu: return !settings.policy.value_weighted;
-    // Two kinds of rows in one step, and each head's own saturation, are the CPU kernel's alone.
-    case Backend::gpu:
-      return !settings.packing.recent_bits && settings.saturates_by_default() &&
-          gpu_can_decode(keys, values);
+    // Two kinds of rows in one step are the CPU kernel's alone.
+    case Backend::gpu: return !settings.packing.recent_bits && gpu_can_decode(keys, values);
   }
   return false;
 }

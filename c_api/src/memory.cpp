@@ -1,5 +1,7 @@
 #include "memory.h"
 
+#include "value_lengths.h"
+
 namespace mlx_h2o {
 
 namespace {
@@ -22,7 +24,7 @@ Memory::Memory(const CacheSettings& settings, const mx::array& keys, const mx::a
               std::nullopt}) {
   const int recent = settings.recent_size();
   if (!recent) return;
-  window_.emplace(recent, settings.packing, settings.policy.needs_attention());
+  window_.emplace(recent, settings.packing, settings.policy);
   // So that there are fields to look at while all tokens are recent.
   store_.reserve(1, fields_of(settings, part(keys, 2, 0, 1), part(values, 2, 0, 1), 0));
 }
@@ -119,6 +121,7 @@ Fields fields_of(
   settings.packing.put(rows, "values", {{values}});
   rows.emplace("positions", mx::broadcast_to(range(first, first + L), {B, H, L}));
   if (settings.policy.needs_attention()) rows.emplace("scores", mx::zeros({B, H, L}));
+  if (settings.policy.uses_value_lengths()) rows.emplace("value_lengths", value_lengths(values));
   return rows;
 }
 

@@ -4,39 +4,9 @@
 #include <locale>
 #include <sstream>
 
-#include "attend.h"
-
 namespace mlx_h2o {
 
 namespace {
-
-// Below this a key's mean mass per step counts as nothing.
-constexpr double kMassFloor = 1e-6;
-
-mx::array value_weighted_by(const mx::array& scores, const Slots& slots) {
-  return scores * mx::sqrt(mx::sum(mx::square(f32(slots.values)), -1));
-}
-
-// Mean over `width` neighbours in order of position, zeros beyond the ends.
-mx::array average_pool(const mx::array& mass, const mx::array& positions, int width) {
-  const mx::array order = mx::argsort(positions, -1);
-  const int N = mass.shape(-1);
-  const int half = std::min(width / 2, N - 1);  // farther neighbours are zeros
-  const mx::array padded =
-      mx::pad(mx::take_along_axis(mass, order, -1), {{0, 0}, {0, 0}, {half, half}}, number(0));
-  mx::array pooled = mx::zeros({1});
-  for (int i = 0; i < 2 * half + 1; ++i) pooled = pooled + part(padded, -1, i, i + N);
-  return mx::take_along_axis(pooled / number(width), mx::argsort(order, -1), -1);
-}
-
-// z-scores by the mean and deviation among the slots marked True.
-mx::array standardised(const mx::array& x, const mx::array& among) {
-  mx::array weight = f32(among);
-  weight = weight / mx::maximum(mx::sum(weight, -1, true), number(1));
-  const mx::array mean = mx::sum(x * weight, -1, true);
-  const mx::array deviation = mx::sqrt(mx::sum(mx::square(x - mean) * weight, -1, true));
-  return (x - mean) / (deviation + number(1e-6));
-}
 
 template <class Number>
 Number parsed(const std::string& field, const std::string& value) {
@@ -56,24 +26,16 @@ bool parsed_bool(const std::string& field, const std::string& value) {
 
 }  // namespace
 
-mx::array Observation::total_mass() const {
-  return mass ? *mass : attention_mass(*logits, *lse, heads);
-}
-
-Observation Observation::query(int i) const {
-  return {part(*logits, 2, i, i + 1), part(*lse, 2, i, i + 1), heads, std::nullopt, std::nullopt};
-}
-
-mx::array Slots::ages() const {
-  return f32(mx::array(offset) - positions);
-}
-
 Policy Policy::named(const std::string& name) {
   Policy policy{name, PolicyKind::h2o};
   if (name == "distinct") {
     policy.kind = PolicyKind::distinct;
     policy.recent = 0.2;
     policy.window = 16;
+  } else if (name == "salient") {
+    policy.kind = PolicyKind::salient;
+    policy.recent = 0.25;
+    policy.age_weight = 0.3;
   } else if (name == "ema") {
     policy.kind = PolicyKind::ema;
   } else if (name == "ema-logits" || name == "paper") {
@@ -93,7 +55,8 @@ Policy Policy::named(const std::string& name) {
     check(
         name == "h2o" || name == "h2o-paper",
         "Unknown policy " + name +
-            "; choose from distinct, h2o, ema, ema-logits, tova, streaming, keydiff, paper, "
+            "; choose from distinct, salient, h2o, ema, ema-logits, tova, streaming, keydiff, "
+            "paper, "
             "h2o-paper.");
     policy.name = "h2o";
   }
@@ -112,7 +75,7 @@ Policy Policy::named(const std::string& name) {
 void Policy::set(const std::string& field, const std::string& value) {
   Policy changed = *this;
   const bool decays = kind == PolicyKind::ema || kind == PolicyKind::ema_logits;
-  const bool weighs = kind == PolicyKind::distinct;
+  const bool distinct = kind == PolicyKind::distinct, salient = kind == PolicyKind::salient;
   if (field == "sink") {
     changed.sink = parsed<int>(field, value);
   } else if (field == "recent") {
@@ -138,9 +101,13 @@ void Policy::set(const std::string& field, const std::string& value) {
     changed.pool = parsed<int>(field, value);
   } else if (field == "decay" && decays) {
     changed.decay = parsed<double>(field, value);
-  } else if (field == "mass_weight" && weighs) {
+  } else if (field == "mass_weight" && distinct) {
     changed.mass_weight = parsed<double>(field, value);
-  } else if (field == "age_weight" && weighs) {
+  } else if (field == "distance_weight" && salient) {
+    changed.distance_weight = parsed<double>(field, value);
+  } else if (field == "value_weight" && salient) {
+    changed.value_weight = parsed<double>(field, value);
+  } else if (field == "age_weight" && (distinct || salient)) {
     changed.age_weight = parsed<double>(field, value);
   } else {
     check(false, "Policy " + name + " has no setting " + field + ".");
@@ -157,13 +124,14 @@ void Policy::check_fields() const {
       evict_every >= 1 && window >= 1 && pool >= 1 && pool % 2 == 1,
       "evict_every and window must be at least 1 and pool odd.");
   check(decay >= 0 && decay < 1, "decay must be at least 0 and below 1.");
-  check(
-      std::isfinite(float(mass_weight)) && std::isfinite(float(age_weight)),
-      "mass_weight and age_weight must be finite numbers.");
-  const bool ranks_scores = kind != PolicyKind::streaming && kind != PolicyKind::keydiff;
+  for (double weight : {mass_weight, age_weight, distance_weight, value_weight})
+    check(std::isfinite(float(weight)), "A policy's weights must be finite numbers.");
+  const bool ranks_scores =
+      kind != PolicyKind::streaming && kind != PolicyKind::keydiff && kind != PolicyKind::salient;
   check(
       ranks_scores || (!age_normalised && !value_weighted),
-      "Policy " + name + " accumulates no scores that could be weighed.");
+      "Policy " + name +
+          " does not rank by scores that age_normalised or value_weighted could weigh.");
 }
 
 bool Policy::needs_attention() const {
@@ -194,6 +162,14 @@ KernelPolicy Policy::kernel_policy() const {
       kernel.mass_weight = static_cast<float>(mass_weight);
       kernel.age_weight = static_cast<float>(age_weight);
       break;
+    case PolicyKind::salient:
+      kernel.score = Score::sum;
+      kernel.priority = Priority::salience;
+      kernel.distance_weight = static_cast<float>(distance_weight);
+      kernel.mass_weight = 1;
+      kernel.value_weight = static_cast<float>(value_weight);
+      kernel.age_weight = static_cast<float>(age_weight);
+      break;
     case PolicyKind::h2o: kernel.score = Score::sum; break;
     case PolicyKind::ema: kernel.score = Score::ema; break;
     case PolicyKind::ema_logits: kernel.score = Score::ema_logits; break;
@@ -208,93 +184,6 @@ KernelPolicy Policy::kernel_policy() const {
   kernel.sink = sink;
   kernel.evict_every = evict_every;
   return kernel;
-}
-
-mx::array Policy::accumulate(const mx::array& scores, const Observation& seen) const {
-  check(needs_attention(), "Policy " + name + " accumulates no scores.");
-  if (sums_mass()) {
-    const mx::array mass = seen.total_mass();
-    return scores + (seen.stands_for ? mass * *seen.stands_for : mass);
-  }
-  const int L = seen.logits->shape(2);
-  if (kind == PolicyKind::tova) return seen.query(L - 1).total_mass();
-  mx::array after = scores;
-  for (int i = 0; i < L; ++i) {
-    const Observation query = seen.query(i);
-    mx::array evidence = scores;
-    if (kind == PolicyKind::ema) {
-      evidence = query.total_mass();
-    } else {
-      const mx::array& logits = *query.logits;
-      const int B = logits.shape(0), Hq = logits.shape(1), N = logits.shape(3);
-      const mx::array size = mx::where(logits == number(-kInfinity), number(0), mx::abs(logits));
-      evidence =
-          mx::sum(mx::reshape(size, {B, seen.heads, -1, N}), 2) * number(double(seen.heads) / Hq);
-    }
-    after = number(decay) * after + number(1 - decay) * evidence;
-  }
-  return after;
-}
-
-mx::array Policy::mean_mass(const mx::array& scores, const mx::array& ages) const {
-  return sums_mass() ? scores / ages : scores;
-}
-
-mx::array Policy::distance(const Slots& slots, const mx::array& mean) const {
-  const mx::array apart = f32(slots.keys) - mx::expand_dims(mean, 2);
-  const mx::array square = mx::sum(mx::square(apart), -1);
-  // A key at the mean itself must not stretch the scale for all others.
-  const mx::array least = number(1e-6) * mx::sum(mx::square(mean), -1, true) + number(1e-12);
-  return standardised(mx::log(mx::maximum(square, least)), slots.evictable);
-}
-
-mx::array Policy::log_mass(const mx::array& mass, const Slots& slots) const {
-  const mx::array weighed = value_weighted ? value_weighted_by(mass, slots) : mass;
-  return standardised(mx::log(weighed + number(kMassFloor)), slots.evictable);
-}
-
-mx::array Policy::priority(const Slots& slots) const {
-  if (kind == PolicyKind::streaming) return f32(slots.positions);
-  if (kind == PolicyKind::keydiff) {
-    const mx::array keys = f32(slots.keys), least = number(1e-12);
-    const auto unit = [&](const mx::array& x) {
-      return x * mx::rsqrt(mx::sum(mx::square(x), -1, true) + least);
-    };
-    const mx::array directions = unit(keys);
-    const mx::array anchor = unit(mx::mean(directions, 2));
-    return number(1) - mx::squeeze(mx::matmul(directions, mx::expand_dims(anchor, -1)), -1);
-  }
-  if (kind == PolicyKind::distinct) {
-    const bool enough = slots.evicted >= kFewestForAMean;
-    const mx::array mean = enough ? slots.evicted_mean_key : mx::mean(f32(slots.keys), 2);
-    const mx::array ages = slots.ages();
-    mx::array worth = distance(slots, mean);
-    if (needs_attention())
-      worth = worth + number(mass_weight) * log_mass(slots.scores / ages, slots);
-    return worth - number(age_weight) * standardised(mx::log(ages), slots.evictable);
-  }
-  const mx::array scores = age_normalised ? slots.scores / slots.ages() : slots.scores;
-  return value_weighted ? value_weighted_by(scores, slots) : scores;
-}
-
-mx::array Policy::prompt_priority(
-    const Slots& slots, const std::optional<mx::array>& window_mass) const {
-  if (kind == PolicyKind::distinct) {
-    const mx::array may_go = f32(slots.evictable);
-    const mx::array those =
-        mx::squeeze(mx::matmul(mx::expand_dims(may_go, -2), f32(slots.keys)), 2);
-    const mx::array total = those + number(slots.evicted) * slots.evicted_mean_key;
-    const mx::array count = mx::sum(may_go, -1, true) + number(slots.evicted);
-    mx::array worth = distance(slots, total / mx::maximum(count, number(1)));
-    if (needs_attention()) {
-      const mx::array mass = window_mass ? *window_mass : slots.scores / slots.ages();
-      worth = worth + number(mass_weight) * log_mass(mass, slots);
-    }
-    return worth;
-  }
-  if (!window_mass) return priority(slots);
-  const mx::array pooled = average_pool(*window_mass, slots.positions, pool);
-  return value_weighted ? value_weighted_by(pooled, slots) : pooled;
 }
 
 }  // namespace mlx_h2o

@@ -9,7 +9,7 @@ namespace mlx_h2o {
 // Fewer evicted keys than this give no mean worth measuring distances from; the kept ones serve.
 constexpr int kFewestForAMean = 16;
 
-enum class PolicyKind { distinct, h2o, ema, ema_logits, tova, streaming, keydiff };
+enum class PolicyKind { distinct, h2o, ema, ema_logits, tova, streaming, keydiff, salient };
 
 // What one call of the attention told about N slots.
 struct Observation {
@@ -34,8 +34,11 @@ struct Slots {
   mx::array evictable;         // [B, H, N] bool
   int evicted;                 // tokens that each head has lost
   mx::array evicted_mean_key;  // [B, H, D]
+  // log ||v||^2 of the values as they came, [B, H, N]; none: of `values`.
+  std::optional<mx::array> value_lengths = std::nullopt;
 
   mx::array ages() const;
+  mx::array lengths_of_values() const;  // float32
 };
 
 struct Policy {
@@ -54,6 +57,8 @@ struct Policy {
   double decay = 0.95;
   double mass_weight = 0.5;
   double age_weight = 0.6;
+  double distance_weight = 0.3;
+  double value_weight = 0.3;
 
   // A policy by name, or a published preset. Raises for unknown names.
   static Policy named(const std::string& name);
@@ -63,11 +68,15 @@ struct Policy {
   bool needs_attention() const;
   // Whether the mean key of the evicted is kept even when the remainder does not answer.
   bool uses_evicted_mean() const {
-    return kind == PolicyKind::distinct;
+    return kind == PolicyKind::distinct || kind == PolicyKind::salient;
+  }
+  // Whether the lengths of values are kept beside their rows.
+  bool uses_value_lengths() const {
+    return kind == PolicyKind::salient;
   }
   // Whether accumulate only sums masses, so that no logits need be written for it.
   bool sums_mass() const {
-    return kind == PolicyKind::distinct || kind == PolicyKind::h2o;
+    return uses_evicted_mean() || kind == PolicyKind::h2o;
   }
   int recent_slots(int budget) const;
   void check_budget(int budget) const;
@@ -84,8 +93,8 @@ struct Policy {
   mx::array prompt_priority(const Slots& slots, const std::optional<mx::array>& window_mass) const;
 
  private:
-  mx::array distance(const Slots& slots, const mx::array& mean) const;
-  mx::array log_mass(const mx::array& mass, const Slots& slots) const;
+  mx::array distinct_mass(const mx::array& mass, const Slots& slots) const;
+  mx::array salience(const mx::array& mass, const Slots& slots) const;
   void check_fields() const;
 };
 

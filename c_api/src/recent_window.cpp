@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "value_lengths.h"
+
 namespace mlx_h2o {
 
 std::optional<Fields> RecentWindow::push(
@@ -12,18 +14,11 @@ std::optional<Fields> RecentWindow::push(
   // Of the new rows, those that are recent only until even newer ones came with them.
   const int passing = std::max(L - size_, 0);
   std::vector<Fields> parts;
-  if (leaving > passing) {
-    const Fields left = oldest_first(leaving - passing);
-    std::optional<mx::array> scores;
-    if (scored_) scores = left.at("scores");
-    parts.push_back(
-        packed_rows(kept_, recent_.rows("keys", left), recent_.rows("values", left), scores));
-  }
+  if (leaving > passing) parts.push_back(fields_of_leaving(oldest_first(leaving - passing)));
   if (passing)
-    parts.push_back(packed_rows(
-        kept_, {{part(keys, 2, 0, passing)}}, {{part(values, 2, 0, passing)}}, std::nullopt));
-  const Fields rows = packed_rows(
-      recent_, {{part(keys, 2, passing, L)}}, {{part(values, 2, passing, L)}}, std::nullopt);
+    parts.push_back(fields_of_new(kept_, part(keys, 2, 0, passing), part(values, 2, 0, passing)));
+  const Fields rows =
+      fields_of_new(recent_, part(keys, 2, passing, L), part(values, 2, passing, L));
 
   const int staying = length_ - (leaving - passing), newest = L - passing;
   Fields old;
@@ -145,15 +140,21 @@ Fields RecentWindow::oldest_first(int wanted) const {
   return first;
 }
 
-Fields RecentWindow::packed_rows(
-    const Packing& packing, const Stored& keys, const Stored& values,
-    const std::optional<mx::array>& scores) const {
+Fields RecentWindow::fields_of_new(
+    const Packing& packing, const mx::array& keys, const mx::array& values) const {
   Fields rows;
-  packing.put(rows, "keys", keys);
-  packing.put(rows, "values", values);
-  const mx::Shape& shape = keys.arrays[0].shape();
-  if (scored_)
-    rows.insert_or_assign("scores", scores ? *scores : mx::zeros({shape[0], shape[1], shape[2]}));
+  packing.put(rows, "keys", {{keys}});
+  packing.put(rows, "values", {{values}});
+  if (scored_) rows.emplace("scores", mx::zeros({keys.shape(0), keys.shape(1), keys.shape(2)}));
+  if (measured_) rows.emplace("value_lengths", value_lengths(values));
+  return rows;
+}
+
+Fields RecentWindow::fields_of_leaving(const Fields& held) const {
+  Fields rows;
+  for (const char* name : {"keys", "values"}) kept_.put(rows, name, recent_.rows(name, held));
+  if (scored_) rows.emplace("scores", held.at("scores"));
+  if (measured_) rows.emplace("value_lengths", held.at("value_lengths"));
   return rows;
 }
 

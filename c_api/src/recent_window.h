@@ -1,6 +1,7 @@
 // The newest tokens of a layer, stored in a width of their own (python/mlx_h2o/recent_window.py).
 #pragma once
 
+#include "policy.h"
 #include "primitives/decoding_layer.h"
 #include "rows.h"
 
@@ -9,8 +10,12 @@ namespace mlx_h2o {
 // A ring of the same size for all heads; the oldest token leaves it for the slots proper.
 class RecentWindow {
  public:
-  RecentWindow(int size, const Packing& kept, bool scored)
-      : size_(size), kept_(kept), recent_(*kept.recent()), scored_(scored) {}
+  RecentWindow(int size, const Packing& kept, const Policy& policy)
+      : size_(size),
+        kept_(kept),
+        recent_(*kept.recent()),
+        scored_(policy.needs_attention()),
+        measured_(policy.uses_value_lengths()) {}
 
   int length() const {
     return length_;
@@ -22,7 +27,8 @@ class RecentWindow {
   int size() const {
     return size_;
   }
-  // [B, H, size, ...]: keys, values, what packs them, scores. Empty while they are lent.
+  // [B, H, size, ...]: keys, values, what packs them, scores, value_lengths. Empty while they are
+  // lent.
   const Fields& fields() const {
     return fields_;
   }
@@ -57,13 +63,14 @@ class RecentWindow {
 
  private:
   Fields oldest_first(int count) const;
-  Fields packed_rows(
-      const Packing& packing, const Stored& keys, const Stored& values,
-      const std::optional<mx::array>& scores) const;
+  // Fields of new rows, and of rows that leave as the slots proper store them.
+  Fields fields_of_new(
+      const Packing& packing, const mx::array& keys, const mx::array& values) const;
+  Fields fields_of_leaving(const Fields& held) const;
 
   int size_;
   Packing kept_, recent_;
-  bool scored_;
+  bool scored_, measured_;
   int length_ = 0;
   int oldest_ = 0;  // its slot; the others follow, around the end
   Fields fields_;

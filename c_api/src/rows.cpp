@@ -1,5 +1,8 @@
 #include "rows.h"
 
+#include "attend.h"
+#include "primitives/pack.h"
+
 namespace mlx_h2o {
 
 namespace {
@@ -22,6 +25,38 @@ mx::array levels_of(const Stored& rows) {
 
 mx::array unsigned_number(uint32_t x) {
   return mx::array(x, mx::uint32);
+}
+
+// A row is one stream of bits, the lowest bit of the first level first.
+mx::array words_of(const mx::array& levels, int bits) {
+  mx::array stream = mx::bitwise_and(
+      mx::right_shift(mx::expand_dims(levels, -1), mx::astype(range(0, bits), mx::uint32)),
+      unsigned_number(1));
+  mx::Shape words = levels.shape();
+  words.back() = words.back() * bits / 32;
+  words.push_back(32);
+  stream = mx::left_shift(mx::reshape(stream, words), mx::astype(range(0, 32), mx::uint32));
+  return mx::sum(stream, -1);
+}
+
+// Words, scales and biases of rows, each group from its least to its greatest element.
+std::vector<mx::array> packed_by_range(const mx::array& rows, int bits, int group_size) {
+  const mx::array top = number((1 << bits) - 1);
+  mx::Shape shape = rows.shape();
+  shape.back() /= group_size;
+  shape.push_back(group_size);
+  const mx::array groups = mx::reshape(f32(rows), shape);
+  const mx::array least = mx::min(groups, -1), greatest = mx::max(groups, -1);
+  // The levels count from what is stored, so that rounding to the rows' dtype costs nothing twice.
+  const mx::array scales = mx::astype((greatest - least) / top, rows.dtype());
+  const mx::array biases = mx::astype(least, rows.dtype());
+  const mx::array by = mx::expand_dims(f32(scales), -1), off = mx::expand_dims(f32(biases), -1);
+  mx::array levels = mx::minimum(mx::round((groups - off) / by), top);
+  // Neither a group without a range nor a NaN is above 0.
+  const mx::array counts =
+      mx::logical_and(mx::greater(by, number(0)), mx::greater(levels, number(0)));
+  levels = mx::astype(mx::where(counts, levels, number(0)), mx::uint32);
+  return {words_of(mx::reshape(levels, rows.shape()), bits), scales, biases};
 }
 
 }  // namespace
@@ -74,7 +109,10 @@ Stored packed(const mx::array& rows, int bits, int group_size) {
       "Rows of width " + std::to_string(rows.shape(-1)) + " cannot be packed in groups of " +
           std::to_string(group_size) + " with " + std::to_string(bits) +
           " bits: bits are 2, 3, 4, 5, 6 or 8, groups are 32, 64 or 128 and divide the width.");
-  return {mx::quantize(rows, group_size, bits), bits, group_size};
+  // The same bits either way, but for NaNs.
+  if (backend() == Backend::cpu)
+    return {pack(rows, bits, group_size, mx::default_device()), bits, group_size};
+  return {packed_by_range(rows, bits, group_size), bits, group_size};
 }
 
 Stored with_bits(const Stored& rows, int bits) {
@@ -88,15 +126,7 @@ Stored with_bits(const Stored& rows, int bits) {
     biases = mx::astype(f32(biases) + middle, biases.dtype());
     scales = scales * mx::array(static_cast<float>(1 << dropped), scales.dtype());
   }
-  // A row is one stream of bits, the lowest bit of the first level first.
-  mx::array stream = mx::bitwise_and(
-      mx::right_shift(mx::expand_dims(levels, -1), mx::astype(range(0, bits), mx::uint32)),
-      unsigned_number(1));
-  mx::Shape words = levels.shape();
-  words.back() = words.back() * bits / 32;
-  words.push_back(32);
-  stream = mx::left_shift(mx::reshape(stream, words), mx::astype(range(0, 32), mx::uint32));
-  return {{mx::sum(stream, -1), scales, biases}, bits, rows.group_size};
+  return {{words_of(levels, bits), scales, biases}, bits, rows.group_size};
 }
 
 void Packing::check_widths() const {

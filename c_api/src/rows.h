@@ -1,4 +1,5 @@
-// Keys or values, dense or packed as mx.quantize packs them, of one kind or several.
+// Keys or values, dense or packed in the format of mx.quantize, of one kind or several
+// (python/mlx_h2o/packed.py).
 #pragma once
 
 #include <map>
@@ -23,7 +24,7 @@ int count(const Stored& rows);
 int count(const Parts& parts);
 Parts first_rows(const Parts& parts, int count);
 
-// Rows [..., width], quantized.
+// Rows [..., width], packed: each group from its least to its greatest element.
 Stored packed(const mx::array& rows, int bits, int group_size);
 
 // The same rows in another width, from their levels and without a second quantization.

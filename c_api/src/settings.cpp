@@ -11,6 +11,7 @@ void CacheSettings::check_all() const {
       "token.");
   for (int budget : budgets) check(budget > 0, "A head's budget must be at least 1 slot.");
   packing.check_widths();
+  check(!frame || packing.k_bits, "A frame is for packed keys: it needs k_bits.");
   for (float t : saturations)
     check(
         attending || t == kSaturation,

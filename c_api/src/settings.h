@@ -1,6 +1,7 @@
 // What a layer's cache is to be (python/mlx_h2o/settings.py).
 #pragma once
 
+#include "key_frame.h"
 #include "policy.h"
 #include "remainder.h"
 #include "rows.h"
@@ -16,6 +17,8 @@ struct CacheSettings {
   int undo = 0;                  // single-token steps that can be taken back after evictions
   Saturations saturations = {};  // of the remainder's term, for each KV head
 
+  std::optional<Frame> frame = {};  // in which packed keys are stored
+
   // Raises for what makes no cache.
   void check_all() const;
 
@@ -25,9 +28,6 @@ struct CacheSettings {
   // Whether statistics of the evicted are kept up.
   bool remembers() const {
     return remainder || policy.uses_evicted_mean();
-  }
-  bool saturates_by_default() const {
-    return saturations == Saturations(budgets.size(), kSaturation);
   }
   // Slots of a head's budget that the evicted take as plain rows.
   int plain_rows() const;

@@ -17,7 +17,8 @@ std::pair<Parts, Parts> rows_of(BoundedLayer& layer, const Run& run, const Field
 
 Fields ranked_of(BoundedLayer& layer, const Run& run, const Fields& fields) {
   Fields ranked{{"positions", fields.at("positions")}};
-  if (layer.settings.policy.needs_attention()) ranked.emplace("scores", fields.at("scores"));
+  for (const char* name : {"scores", "value_lengths"})
+    if (const auto found = fields.find(name); found != fields.end()) ranked.insert(*found);
   const RecentWindow* window = layer.window();
   if (!window) return ranked;
   const Fields views = window->views(run.first, run.last, layer.offset());
@@ -34,11 +35,14 @@ Slots slots_of(BoundedLayer& layer, const Run& run, const Fields& fields, int ev
   const Fields ranked = ranked_of(layer, run, fields);
   const mx::array& positions = ranked.at("positions");
   const auto [keys, values] = rows_of(layer, run, fields);
-  const bool scored = layer.settings.policy.needs_attention();
-  return {dense(keys),    dense(values),
-          positions,      scored ? ranked.at("scores") : mx::zeros(positions.shape()),
-          layer.offset(), evictable_of(layer, run, positions),
-          evicted,        part(layer.evictions().remainder.mean_key, 1, run.first, run.last)};
+  const auto scores = ranked.find("scores"), lengths = ranked.find("value_lengths");
+  Slots slots{
+      dense(keys),    dense(values),
+      positions,      scores == ranked.end() ? mx::zeros(positions.shape()) : scores->second,
+      layer.offset(), evictable_of(layer, run, positions),
+      evicted,        part(layer.evictions().remainder.mean_key, 1, run.first, run.last)};
+  if (lengths != ranked.end()) slots.value_lengths = lengths->second;
+  return slots;
 }
 
 mx::array by_position(BoundedLayer& layer, const std::string& name, float unused) {

@@ -10,7 +10,7 @@ namespace mlx_h2o {
 // Keys [B, heads, M, D] and values [B, heads, M, Dv].
 std::pair<Parts, Parts> rows_of(BoundedLayer& layer, const Run& run, const Fields& fields);
 
-// Positions and scores of the same rows, [B, heads, M].
+// Positions, scores and lengths of values of the same rows, [B, heads, M].
 Fields ranked_of(BoundedLayer& layer, const Run& run, const Fields& fields);
 
 // Which of a run's rows, by their positions [B, heads, M], are not protected.

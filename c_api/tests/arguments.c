@@ -290,6 +290,7 @@ static void refuse_settings(void) {
   if (none.ctx) fails("policy_named", "unheard-of", "made something");
   const char* const wrong[][2] = {
       {"mass_weight", "nan"},
+      {"distance_weight", "1"},
       {"mass_weight", "inf"},
       {"age_weight", "-inf"},
       {"mass_weight", "1e300"},
@@ -320,41 +321,73 @@ static void refuse_settings(void) {
   mlx_h2o_policy_free(policy);
 }
 
-static void refuse_caches(void) {
-  mlx_h2o_policy policy = a_policy("distinct");
+// A frame [2, 32] of which one number may be another.
+static mlx_array part_of_frame(float all, float other) {
+  float numbers[64];
+  const int shape[] = {2, 32};
+  for (int i = 0; i < 64; ++i) numbers[i] = i == 40 ? other : all;
+  return mlx_array_new_data(numbers, shape, 2, MLX_FLOAT32);
+}
+
+static void refuse_frames(mlx_h2o_policy policy) {
   mlx_h2o_cache cache = mlx_h2o_cache_new();
-  const mlx_h2o_cache_options fine = mlx_h2o_cache_options_default();
-  const int budgets[] = {8, 6};
-  REFUSED(mlx_h2o_cache_make(NULL, policy, budgets, 2, fine));
-  REFUSED(mlx_h2o_cache_make(&cache, mlx_h2o_policy_new(), budgets, 2, fine));
-  REFUSED(mlx_h2o_cache_make(&cache, policy, NULL, 2, fine));
-  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 0, fine));
-  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, (size_t)-1, fine));
-  const int wrong_budgets[] = {0, -1, INT_MIN, 1};
+  const int budgets[] = {8, 6}, other_shapes[][3] = {{3, 32}, {2, 32, 1}, {64}, {2, 0}};
+  const int ranks[] = {2, 3, 1, 2};
+  mlx_h2o_cache_options fine = mlx_h2o_cache_options_default();
+  fine.k_bits = 4, fine.group_size = 32;
+  fine.frame_centre = part_of_frame(0.5f, -2), fine.frame_scale = part_of_frame(0.5f, 2);
+  mlx_h2o_cache_options wrong = fine;
+#define WRONG_PART(part, value)                                   \
+  wrong.part = value;                                             \
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, wrong)); \
+  if (wrong.part.ctx) mlx_array_free(wrong.part);                 \
+  wrong.part = fine.part;
+  WRONG_PART(frame_centre, kNone)
+  WRONG_PART(frame_scale, kNone)
+  WRONG_PART(frame_centre, part_of_frame(0, NAN))
+  WRONG_PART(frame_centre, part_of_frame(0, -INFINITY))
+  WRONG_PART(frame_scale, part_of_frame(1, 0))
+  WRONG_PART(frame_scale, part_of_frame(1, -1))
+  WRONG_PART(frame_scale, part_of_frame(1, INFINITY))
+  WRONG_PART(frame_scale, part_of_frame(NAN, 1))
   for (int i = 0; i < 4; ++i) {
-    const int some[] = {8, wrong_budgets[i]};
-    REFUSED(mlx_h2o_cache_make(&cache, policy, some, 2, fine));
+    WRONG_PART(frame_centre, made(other_shapes[i], ranks[i], MLX_FLOAT32, 0))
+    WRONG_PART(frame_scale, made(other_shapes[i], ranks[i], MLX_FLOAT32, 0))
   }
-  mlx_h2o_cache_options wrong[12];
-  for (int i = 0; i < 12; ++i) wrong[i] = fine;
-  wrong[0].k_bits = 7, wrong[1].v_bits = -1, wrong[2].group_size = 0, wrong[3].group_size = 33;
-  wrong[4].recent_bits = 16;  // nothing else is packed
-  wrong[5].k_bits = 4, wrong[5].recent_bits = 17;
-  wrong[6].attending = false;  // a policy that must see attention
-  wrong[7].undo = -1, wrong[8].undo = INT_MIN, wrong[9].k_bits = INT_MAX, wrong[10].v_bits = 32;
-  wrong[11].group_size = INT_MIN;
-  for (int i = 0; i < 12; ++i) REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, wrong[i]));
-  must(mlx_h2o_policy_set(policy, "sink", "2147483647"), "sink");
-  must(mlx_h2o_policy_set(policy, "evict_every", "2147483647"), "evict_every");
-  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, fine));
+  WRONG_PART(frame_scale, made((int[]){2, 32}, 2, MLX_FLOAT16, 3))
+  WRONG_PART(frame_centre, made((int[]){2, 32}, 2, MLX_INT32, 3))
+#undef WRONG_PART
+  wrong.k_bits = 0, wrong.v_bits = 4;  // keys that are not packed
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, wrong));
+  if (cache.ctx) fails("cache_make", "", "made something in a wrong frame");
+
+  // Keys of another width, and attention sinks beside a centre.
+  must(mlx_h2o_cache_make(&cache, policy, budgets, 2, fine), "a framed cache");
+  mlx_array q = made((int[]){2, 4, 3, 32}, 4, MLX_FLOAT32, 0), out = kNone;
+  mlx_array k = made((int[]){2, 2, 3, 32}, 4, MLX_FLOAT32, 0);
+  mlx_array wide_q = made((int[]){2, 4, 3, 64}, 4, MLX_FLOAT32, 0);
+  mlx_array wide_k = made((int[]){2, 2, 3, 64}, 4, MLX_FLOAT32, 0);
+  mlx_array sinks = made((int[]){4}, 1, MLX_FLOAT32, 0);
+  REFUSED(mlx_h2o_cache_update_and_attend(&out, cache, wide_q, wide_k, wide_k, 1, kNone, kStream));
+  REFUSED(mlx_h2o_cache_update_and_attend(&out, cache, q, k, k, 1, sinks, kStream));
+  must(mlx_h2o_cache_update_and_attend(&out, cache, q, k, k, 1, kNone, kStream), "in a frame");
+  must(mlx_array_eval(out), "eval");
+  mlx_array_free(q), mlx_array_free(k), mlx_array_free(wide_q), mlx_array_free(wide_k);
+  mlx_array_free(sinks), mlx_array_free(out);
+  mlx_array_free(fine.frame_centre), mlx_array_free(fine.frame_scale);
+  mlx_h2o_cache_free(cache);
+}
+
+// A cache for a model that attends by itself.
+static void refuse_fetching(void) {
+  mlx_h2o_cache cache = mlx_h2o_cache_new();
   mlx_h2o_policy keys_only = a_policy("keydiff");
-  mlx_h2o_cache_options outside = fine;
+  mlx_h2o_cache_options outside = mlx_h2o_cache_options_default();
   outside.attending = false, outside.undo = 4;
   const int alike[] = {24, 24};
   REFUSED(mlx_h2o_cache_make(&cache, keys_only, alike, 2, outside));
   if (cache.ctx) fails("cache_make", "", "made something");
 
-  // A model that attends by itself.
   outside.undo = 0;
   must(mlx_h2o_cache_make(&cache, keys_only, alike, 2, outside), "a cache");
   mlx_array k = made((int[]){2, 2, 3, 32}, 4, MLX_FLOAT32, 0);
@@ -376,8 +409,47 @@ static void refuse_caches(void) {
   REFUSED(mlx_h2o_cache_scores(&out[2], cache, kStream));
   for (int i = 0; i < 3; ++i) mlx_array_free(out[i]);
   mlx_array_free(k), mlx_array_free(v), mlx_array_free(ints), mlx_array_free(few);
-  mlx_h2o_policy_free(policy), mlx_h2o_policy_free(keys_only);
+  mlx_h2o_policy_free(keys_only);
   mlx_h2o_cache_free(cache);
+}
+
+static void refuse_caches(void) {
+  mlx_h2o_policy policy = a_policy("distinct");
+  mlx_h2o_cache cache = mlx_h2o_cache_new();
+  const mlx_h2o_cache_options fine = mlx_h2o_cache_options_default();
+  const int budgets[] = {8, 6};
+  REFUSED(mlx_h2o_cache_make(NULL, policy, budgets, 2, fine));
+  REFUSED(mlx_h2o_cache_make(&cache, mlx_h2o_policy_new(), budgets, 2, fine));
+  REFUSED(mlx_h2o_cache_make(&cache, policy, NULL, 2, fine));
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 0, fine));
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, (size_t)-1, fine));
+  const int wrong_budgets[] = {0, -1, INT_MIN, 1};
+  for (int i = 0; i < 4; ++i) {
+    const int some[] = {8, wrong_budgets[i]};
+    REFUSED(mlx_h2o_cache_make(&cache, policy, some, 2, fine));
+  }
+  enum { WRONG = 12 };
+  mlx_h2o_cache_options wrong[WRONG];
+  for (int i = 0; i < WRONG; ++i) wrong[i] = fine;
+  wrong[0].k_bits = 7, wrong[1].v_bits = -1, wrong[2].group_size = 0, wrong[3].group_size = 33;
+  wrong[4].recent_bits = 16;  // nothing else is packed
+  wrong[5].k_bits = 4, wrong[5].recent_bits = 17;
+  wrong[6].attending = false;  // a policy that must see attention
+  wrong[7].undo = -1, wrong[8].undo = INT_MIN, wrong[9].k_bits = INT_MAX, wrong[10].v_bits = 32;
+  wrong[11].group_size = INT_MIN;
+  for (int i = 0; i < WRONG; ++i) REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, wrong[i]));
+  const float saturations[][2] = {{-1, 4}, {4, NAN}, {INFINITY, 0}};
+  for (int i = 0; i < 3; ++i) {
+    mlx_h2o_cache_options saturated = fine;
+    saturated.saturation = saturations[i];
+    REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, saturated));
+  }
+  refuse_frames(policy);
+  must(mlx_h2o_policy_set(policy, "sink", "2147483647"), "sink");
+  must(mlx_h2o_policy_set(policy, "evict_every", "2147483647"), "evict_every");
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, fine));
+  if (cache.ctx) fails("cache_make", "", "made something");
+  mlx_h2o_policy_free(policy);
 }
 
 static void refuse_all(void) {
@@ -406,6 +478,7 @@ static void refuse_all(void) {
   }
   refuse_settings();
   refuse_caches();
+  refuse_fetching();
 }
 
 // -- several at random ----------------------------------------------------------------------------
@@ -432,7 +505,7 @@ static int changed_int(int right) {
 // A policy and a cache with settings and options of which some may be wrong.
 static mlx_h2o_policy any_policy(void) {
   static const char* const names[] = {"distinct",  "h2o",     "ema",   "ema-logits", "tova",
-                                      "streaming", "keydiff", "paper", "h2o-paper"};
+                                      "streaming", "keydiff", "paper", "h2o-paper",  "salient"};
   static const char* const settings[][2] = {
       {"sink", "0"},
       {"sink", "3"},
@@ -455,11 +528,13 @@ static mlx_h2o_policy any_policy(void) {
       {"mass_weight", "0"},
       {"age_weight", "-3e38"},
       {"mass_weight", "nan"},
+      {"distance_weight", "0"},
+      {"value_weight", "-2"},
       {"recent", "1e9"}};
-  mlx_h2o_policy policy = a_policy(names[below(9)]);
+  mlx_h2o_policy policy = a_policy(names[below(10)]);
   if (chance(80)) must(mlx_h2o_policy_set(policy, "recent", "1"), "recent");
   for (int i = below(4); i; --i) {
-    const int s = below(22);
+    const int s = below(24);
     mlx_h2o_policy_set(policy, settings[s][0], settings[s][1]);
   }
   return policy;
@@ -478,8 +553,15 @@ static mlx_h2o_cache any_cache(void) {
     options.group_size = chance(80) ? 32 : changed_int(64);
     options.recent_bits = newest[below(7)];
     options.undo = chance(50) ? below(6) : 0;
+    const float saturation[] = {(float)below(5) - (float)chance(10), (float)below(3)};
+    if (chance(30)) options.saturation = saturation;
+    if (chance(options.k_bits ? 50 : 5)) {
+      options.frame_centre = part_of_frame((float)below(2), chance(10) ? NAN : 0);
+      options.frame_scale = part_of_frame(2, (float)below(10) / 4);
+    }
     const int status = mlx_h2o_cache_make(&cache, policy, some, 2, options);
     mlx_h2o_policy_free(policy);
+    mlx_array_free(options.frame_centre), mlx_array_free(options.frame_scale);
     if (!status) return cache;
     if (!*mlx_h2o_last_error() || cache.ctx) fails("cache_make", "at random", "no message");
   }

@@ -2,11 +2,12 @@
 //
 //   conversations undo        drafts of which some tokens are taken back against plain decoding
 //   conversations interrupt   decoding that is looked at after each step against one that is not
+//   conversations frame       keys in a cache's frame against keys that are put into it before
 //   conversations memory      a prompt that is reduced needs float32 copies of one head at a time
 //   conversations gpu         a draft taken back where tests/host_gpu is the device
 //
-// The first two for several policies, stores and budgets, with and without kernels. Ends with 0, or
-// with 1 and what differed.
+// The first three for several policies, stores and budgets, with and without kernels. Ends with 0,
+// or with 1 and what differed.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,22 +33,81 @@ typedef struct Layer_ {
   const char *name, *policy, *settings[4];
   int budgets[Hk];
   int k_bits, v_bits, recent_bits;
-  bool no_remainder;
+  bool no_remainder, framed;
+  const float* saturation;
 } Layer;
+
+static const float kFirstOrder[] = {0, 2.5f};
 
 // Every kind of row, scores of every kind and none, ragged budgets, several victims at a time.
 static const Layer kLayers[] = {
-    {"distinct", "distinct", {0}, {24, 24}, 0, 0, 0, false},
-    {"distinct ragged, 5 victims", "distinct", {"evict_every", "5"}, {30, 17}, 0, 0, 0, false},
-    {"h2o k8v4", "h2o", {0}, {24, 30}, 8, 4, 0, false},
-    {"ema, newest apart", "ema", {"recent", "0.3"}, {24, 24}, 4, 8, 16, false},
-    {"ema-logits, newest in 8", "ema-logits", {"recent", "6"}, {24, 31}, 2, 3, 8, false},
-    {"tova by layer", "tova", {"unit", "layer", "recent", "3"}, {20, 20}, 0, 0, 0, true},
-    {"h2o by value", "h2o", {"value_weighted", "true"}, {24, 24}, 0, 0, 0, false},
-    {"keydiff ragged", "keydiff", {0}, {24, 36}, 4, 4, 0, false},
-    {"streaming", "streaming", {0}, {20, 20}, 0, 0, 0, true},
+    {.name = "distinct", .policy = "distinct", .budgets = {24, 24}},
+    {.name = "distinct ragged, 5 victims",
+     .policy = "distinct",
+     .settings = {"evict_every", "5"},
+     .budgets = {30, 17}},
+    {.name = "h2o k8v4", .policy = "h2o", .budgets = {24, 30}, .k_bits = 8, .v_bits = 4},
+    {.name = "ema, newest apart",
+     .policy = "ema",
+     .settings = {"recent", "0.3"},
+     .budgets = {24, 24},
+     .k_bits = 4,
+     .v_bits = 8,
+     .recent_bits = 16},
+    {.name = "ema-logits, newest in 8",
+     .policy = "ema-logits",
+     .settings = {"recent", "6"},
+     .budgets = {24, 31},
+     .k_bits = 2,
+     .v_bits = 3,
+     .recent_bits = 8},
+    {.name = "tova by layer",
+     .policy = "tova",
+     .settings = {"unit", "layer", "recent", "3"},
+     .budgets = {20, 20},
+     .no_remainder = true},
+    {.name = "h2o by value",
+     .policy = "h2o",
+     .settings = {"value_weighted", "true"},
+     .budgets = {24, 24}},
+    {.name = "keydiff ragged", .policy = "keydiff", .budgets = {24, 36}, .k_bits = 4, .v_bits = 4},
+    {.name = "streaming", .policy = "streaming", .budgets = {20, 20}, .no_remainder = true},
+    {.name = "salient ragged", .policy = "salient", .budgets = {24, 17}},
+    {.name = "salient in a frame",
+     .policy = "salient",
+     .settings = {"evict_every", "2"},
+     .budgets = {24, 24},
+     .k_bits = 5,
+     .v_bits = 4,
+     .framed = true,
+     .saturation = kFirstOrder},
+    {.name = "salient in a frame, newest apart",
+     .policy = "salient",
+     .settings = {"recent", "0.3"},
+     .budgets = {24, 30},
+     .k_bits = 4,
+     .v_bits = 3,
+     .recent_bits = 8,
+     .framed = true},
 };
 static const int kLayerCount = sizeof kLayers / sizeof *kLayers;
+
+// Of dimension d of a KV head.
+static float centre_of(int head, int d) {
+  return (float)((head * D + d) * 7 % 17) / 8 - 1;
+}
+
+static float scale_of(int head, int d) {
+  return (float)((head * D + d) * 5 % 11) / 8 + 0.3f;
+}
+
+static mlx_array part_of_frame(bool scale) {
+  const int shape[] = {Hk, D};
+  float numbers[Hk * D];
+  for (int h = 0; h < Hk; ++h)
+    for (int d = 0; d < D; ++d) numbers[h * D + d] = scale ? scale_of(h, d) : centre_of(h, d);
+  return mlx_array_new_data(numbers, shape, 2, MLX_FLOAT32);
+}
 
 static mlx_h2o_cache made(const Layer* layer, int undo) {
   mlx_h2o_policy policy = mlx_h2o_policy_new();
@@ -60,13 +120,24 @@ static mlx_h2o_cache made(const Layer* layer, int undo) {
   options.remainder = !layer->no_remainder;
   options.k_bits = layer->k_bits, options.v_bits = layer->v_bits;
   options.recent_bits = layer->recent_bits;
-  options.group_size = 32, options.undo = undo;
+  options.group_size = 32, options.undo = undo, options.saturation = layer->saturation;
+  if (layer->framed) options.frame_centre = part_of_frame(false);
+  if (layer->framed) options.frame_scale = part_of_frame(true);
   must(mlx_h2o_cache_make(&cache, policy, layer->budgets, Hk, options), layer->name);
+  mlx_array_free(options.frame_centre), mlx_array_free(options.frame_scale);
   mlx_h2o_policy_free(policy);
   return cache;
 }
 
 // -- tokens ---------------------------------------------------------------------------------------
+
+// Whether queries and keys are put into the frame here.
+static bool by_hand = false;
+
+static float in_frame(enum Which which, float x, int head, int d) {
+  if (which == K) return (x - centre_of(head % Hk, d)) / scale_of(head % Hk, d);
+  return which == Q ? x * scale_of(head % Hq / (Hq / Hk), d) : x;
+}
 
 // Rows [B, heads, count, width] of the tokens from `first` on; what a wrong draft has is another's.
 static mlx_array rows(enum Which which, int heads, int first, int count, int width, bool draft) {
@@ -78,6 +149,8 @@ static mlx_array rows(enum Which which, int heads, int first, int count, int wid
         numbers[(i * count + t) * width + d] =
             (float)(int)(hashed(seed, (size_t)((i * 4096 + first + t) * width + d)) % 257) / 128 -
             1;
+  for (int i = 0; by_hand && i < B * heads * count * width; ++i)
+    numbers[i] = in_frame(which, numbers[i], i / (count * width), i % width);
   const int shape[] = {B, heads, count, width};
   const mlx_array made = mlx_array_new_data(numbers, shape, 4, MLX_FLOAT32);
   free(numbers);
@@ -288,6 +361,33 @@ static void flat_memory(const Layer* layer) {
   free(outs);
 }
 
+// -- frames ---------------------------------------------------------------------------------------
+
+// A frame at the door is the same as one outside, whatever computes.
+static void frame(const Layer* layer) {
+  float* inside = calloc((size_t)B * Hq * TOKENS * Dv, sizeof *inside);
+  float* outside = calloc((size_t)B * Hq * TOKENS * Dv, sizeof *outside);
+  Layer bare = *layer;
+  bare.framed = false;
+  mlx_h2o_cache one = made(layer, 0), other = made(&bare, 0);
+  for (int t = 0, L = PROMPT; t < TOKENS; t += L, L = t == TOKENS - 4 ? 4 : 1) {
+    attend(one, inside, t, L, 0);
+    by_hand = true;
+    attend(other, outside, t, L, 0);
+    by_hand = false;
+  }
+  if (memcmp(inside, outside, (size_t)B * Hq * TOKENS * Dv * sizeof *inside))
+    differs(layer->name, "outputs in a frame", 0);
+  same_caches(layer->name, one, other, 0);
+  size_t bytes[2];
+  must(mlx_h2o_cache_nbytes(&bytes[0], one), "nbytes");
+  must(mlx_h2o_cache_nbytes(&bytes[1], other), "nbytes");
+  if (bytes[0] != bytes[1] + 2 * Hk * D * sizeof(float))
+    differs(layer->name, "bytes of a frame", 0);
+  mlx_h2o_cache_free(one), mlx_h2o_cache_free(other);
+  free(inside), free(outside);
+}
+
 // -- interruptions --------------------------------------------------------------------------------
 
 // Fused steps give their arrays back when the cache is looked at: by name, whatever the store.
@@ -362,10 +462,15 @@ int main(int argc, char** argv) {
     }
     mlx_h2o_use_kernels(true);
     flat_memory(&kLayers[3]);
+  } else if (!strcmp(what, "frame")) {
+    for (int i = 0; i < 2 * kLayerCount; ++i) {
+      mlx_h2o_use_kernels(i % 2);
+      if (kLayers[i / 2].framed) frame(&kLayers[i / 2]);
+    }
   } else if (!strcmp(what, "gpu")) {
     undo(&kLayers[0], TOKENS - 4);
   } else {
-    fprintf(stderr, "conversations undo | interrupt | memory | gpu\n");
+    fprintf(stderr, "conversations undo | interrupt | frame | memory | gpu\n");
     return 2;
   }
   mlx_stream_free(s);

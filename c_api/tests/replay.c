@@ -18,14 +18,10 @@ typedef struct Group_ {
 } Group;
 
 static const Group kGroups[] = {
-    {"attention", replay_attention},
-    {"quantized", replay_quantized},
-    {"remainder", replay_remainder},
-    {"accumulate", replay_accumulate},
-    {"selection", replay_selection},
-    {"trajectory", replay_trajectory},
-    {"framed", NULL},  // not yet
-    {"model", NULL},  // models are Python's and Swift's
+    {"attention", replay_attention}, {"quantized", replay_quantized},
+    {"remainder", replay_remainder}, {"accumulate", replay_accumulate},
+    {"selection", replay_selection}, {"trajectory", replay_trajectory},
+    {"framed", replay_trajectory},   {"model", NULL},  // models are Python's and Swift's
 };
 
 // The cases that were asked for; all if none were.
@@ -36,11 +32,6 @@ static bool is_wanted(const char* name) {
   bool found = !wanted_count;
   for (size_t i = 0; i < wanted_count; ++i) found = found || !strcmp(wanted[i], name);
   return found;
-}
-
-// Cases that Python and the CPU kernels lead with.
-static bool not_yet(const char* name) {
-  return strstr(name, "salient");
 }
 
 static void replay_group(Replay* r, const char* folder, const Group* group, int every) {
@@ -60,10 +51,6 @@ static void replay_group(Replay* r, const char* folder, const Group* group, int 
   for (size_t i = 0; i < r->cases.count; ++i) {
     r->c = &r->cases.cases[i];
     if (strcmp(r->c->group, group->name) || !is_wanted(r->c->name) || seen++ % every) continue;
-    if (not_yet(r->c->name)) {
-      printf("%s: not yet\n", r->c->name);
-      continue;
-    }
     group->replay(r);
     ++replayed;
     text_or_null(r->c, "seed"), text_or_null(r->c, "kind");

@@ -49,6 +49,17 @@ static Layer layer_of(const Replay* r, const Trajectory* t, int number) {
   return layer;
 }
 
+// Of a layer's frame "frame.centre" or "frame.scale" [layers, Hk, D], where the case has one.
+static mlx_array part_of_frame(const Replay* r, const char* name, const Trajectory* t, int layer) {
+  mlx_array all = golden(r, "in", name), part = kNone, squeezed = kNone;
+  if (!all.ctx) return kNone;
+  const int first[] = {layer, 0, 0}, last[] = {layer + 1, t->Hk, t->D}, step[] = {1, 1, 1};
+  TRY(mlx_slice(&part, all, first, 3, last, 3, step, 3, r->s));
+  TRY(mlx_squeeze_axis(&squeezed, part, 0, r->s));
+  mlx_array_free(all), mlx_array_free(part);
+  return squeezed;
+}
+
 static Trajectory trajectory_of(const Replay* r) {
   Case* c = r->c;
   Trajectory t = {
@@ -66,12 +77,15 @@ static Trajectory trajectory_of(const Replay* r) {
   t.layers = (int)slots / t.Hk;
   t.of = calloc((size_t)t.layers, sizeof *t.of);
   mlx_h2o_policy policy = policy_of(c);
-  const mlx_h2o_cache_options options = options_of(c, t.Hk);
+  mlx_h2o_cache_options options = options_of(c, t.Hk);
   t.attending = options.attending;
   for (int l = 0; l < t.layers; ++l) {
     t.of[l] = layer_of(r, &t, l);
+    options.frame_centre = part_of_frame(r, "frame.centre", &t, l);
+    options.frame_scale = part_of_frame(r, "frame.scale", &t, l);
     TRY(mlx_h2o_cache_make(
         &t.of[l].cache, policy, budgets + (size_t)l * t.Hk, (size_t)t.Hk, options));
+    mlx_array_free(options.frame_centre), mlx_array_free(options.frame_scale);
   }
   mlx_h2o_policy_free(policy);
   free((void*)options.saturation);

@@ -6,6 +6,26 @@ namespace mlx_h2o {
 // More KV heads than any model has: a number that went wrong, as -1 does.
 constexpr size_t kMostHeads = 1 << 16;
 
+namespace {
+
+std::optional<Frame> frame_of(const mlx_h2o_cache_options& options, int heads) {
+  const mlx_array centre = options.frame_centre, scale = options.frame_scale;
+  check(
+      !centre.ctx == !scale.ctx,
+      "frame_centre and frame_scale go together: one is an empty handle.");
+  if (!centre.ctx) return std::nullopt;
+  Operands operands;
+  const mx::array& of_centre = operands.take("frame_centre", centre, "Hk D", Kind::float32);
+  const mx::array& of_scale = operands.take("frame_scale", scale, "Hk D", Kind::float32);
+  check(
+      operands["Hk"] == heads,
+      "The frame is of " + std::to_string(operands["Hk"]) + " KV heads, the budgets of " +
+          std::to_string(heads) + ".");
+  return checked_frame(of_centre, of_scale);
+}
+
+}  // namespace
+
 }  // namespace mlx_h2o
 
 using namespace mlx_h2o;
@@ -44,6 +64,7 @@ int mlx_h2o_cache_make(
     settings.packing = {options.k_bits, options.v_bits, options.group_size, options.recent_bits};
     settings.undo = options.undo;
     settings.saturations = saturations_of(options.saturation, settings.heads());
+    settings.frame = frame_of(options, settings.heads());
     auto cache = std::make_unique<Core>(std::move(settings));
     delete static_cast<Core*>(res->ctx);
     res->ctx = cache.release();

@@ -52,13 +52,17 @@ namespace {
 Buffers inputs_of(
     const mx::array& q, const Stored& k, const Stored& v, const VectorCall& call,
     const KernelMask& mask, const mx::array& params) {
-  Buffers inputs{
-      {"params", params}, {"factors", mx::array({call.scale, kSaturation})}, {"queries", q}};
+  Buffers inputs{{"params", params}, {"factors", mx::array({call.scale})}, {"queries", q}};
   add_buffers(inputs, "keys", k);
   add_buffers(inputs, "values", v);
   if (mask.array) inputs.emplace("mask", *mask.array);
   if (call.sinks) inputs.emplace("sinks", mx::contiguous(*call.sinks));
-  if (call.remainder) add_remainder(inputs, *call.remainder);
+  if (call.remainder) {
+    add_remainder(inputs, *call.remainder);
+    const int heads = static_cast<int>(call.saturations.size());
+    inputs.emplace("saturation", mx::array(call.saturations.begin(), {heads}, mx::float32));
+  }
+  if (call.frame_scale) inputs.emplace("frame_scale", *call.frame_scale);
   if (call.means) inputs.emplace("means", mx::contiguous(*call.means));
   if (call.after) inputs.emplace("after", *call.after);
   return inputs;
@@ -125,6 +129,7 @@ VectorAttended vector_attend(
             {"SINKS", call.sinks.has_value()},
             {"REMAINDER", call.remainder.has_value()},
             {"DISTANCES", call.means.has_value()},
+            {"FRAME", call.frame_scale.has_value()},
             {"EXPORT", static_cast<int>(wanted)}}}),
       {1, work.items, B * tiles.row_blocks}, tiles.simdgroups * kSimdgroup);
   if (block)

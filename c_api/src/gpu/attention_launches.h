@@ -18,10 +18,12 @@ enum class VectorExport { nothing, lse, logits };
 struct VectorCall {
   float scale;
   Masking mask = {};
-  std::optional<mx::array> sinks = std::nullopt;      // [Hq]
-  std::optional<Remainder> remainder = std::nullopt;  // one more column
-  std::optional<mx::array> means = std::nullopt;      // [B, Hk, D]: measure keys' distances
-  std::optional<HeadRanges> ranges = std::nullopt;    // for flat keys [B, S, D] and values
+  std::optional<mx::array> sinks = std::nullopt;        // [Hq]
+  std::optional<Remainder> remainder = std::nullopt;    // one more column
+  Saturations saturations = {};                         // of the remainder's term, [Hk]
+  std::optional<mx::array> frame_scale = std::nullopt;  // [Hk, D]: of the frame that keys lie in
+  std::optional<mx::array> means = std::nullopt;        // [B, Hk, D]: measure keys' distances
+  std::optional<HeadRanges> ranges = std::nullopt;      // for flat keys [B, S, D] and values
   VectorExport wanted = VectorExport::logits;
   std::string architecture = "";
   // What a kernel wrote that changed keys and values in place: read only after it.

@@ -38,6 +38,8 @@ class GPUDecoder : public Decoder {
         policy_(settings.policy.kernel_policy()),
         remembers_(settings.remembers()),
         answers_(settings.remainder),
+        saturations_(settings.saturations),
+        frame_(settings.frame),
         count_(lent.fields.at("positions").shape(1)),
         slots_{
             own(packing_.rows("keys", lent.fields)), own(packing_.rows("values", lent.fields)),
@@ -45,6 +47,8 @@ class GPUDecoder : public Decoder {
         remainder_(lent.remainder),
         victims_(lent.victims) {
     if (policy_.score != Score::none) slots_.scores = own(lent.fields.at("scores"));
+    if (settings.policy.uses_value_lengths())
+      slots_.value_lengths = own(lent.fields.at("value_lengths"));
     if (settings.policy.value_weighted) slots_.norms = mx::linalg::norm(dense(slots_.values), -1);
   }
 
@@ -55,7 +59,7 @@ class GPUDecoder : public Decoder {
         std::move(step.heads)};
     std::optional<Remainder> remembered;
     if (remembers_) remembered = remainder_;
-    const mx::array written = overwrite(plan, slots_, victims_, k, v, remembered);
+    const mx::array written = overwrite(plan, slots_, victims_, k, v, remembered, frame_);
     if (remembered) remainder_ = *remembered;
     bool choose = false, evicted = false;
     for (const HeadPlan& head : plan.heads) {
@@ -63,11 +67,15 @@ class GPUDecoder : public Decoder {
       evicted = evicted || head.evicted > 0;
     }
     std::optional<mx::array> means, worth;
-    if (choose && policy_.priority == Priority::distance) means = evicted_means(plan, written);
+    const bool by_terms =
+        policy_.priority == Priority::distance || policy_.priority == Priority::salience;
+    if (choose && by_terms) means = evicted_means(plan, written);
     if (choose && policy_.priority == Priority::direction)
       worth = unlike_directions(plan, slots_.keys, written);
     VectorCall call{step.call.scale, {}, step.call.sinks};
     if (answers_ && evicted) call.remainder = remainder_;
+    call.saturations = saturations_;
+    if (frame_) call.frame_scale = frame_->scale;
     call.means = means;
     call.ranges = plan.ranges;
     call.wanted = policy_.score == Score::none ? VectorExport::lse : VectorExport::logits;
@@ -89,6 +97,7 @@ class GPUDecoder : public Decoder {
     packing_.put(fields, "values", held(slots_.values));
     fields.emplace("positions", held(slots_.positions));
     if (slots_.scores) fields.emplace("scores", held(*slots_.scores));
+    if (slots_.value_lengths) fields.emplace("value_lengths", held(*slots_.value_lengths));
     return {std::move(fields), remainder_, victims_, std::nullopt};
   }
 
@@ -118,6 +127,8 @@ class GPUDecoder : public Decoder {
   const Packing packing_;
   const KernelPolicy policy_;
   const bool remembers_, answers_;
+  const Saturations saturations_;
+  const std::optional<Frame> frame_;
   const int count_;
   SlotArrays slots_;
   Remainder remainder_;
@@ -132,7 +143,7 @@ bool writes_in_place() {
   mx::eval({slots.keys.arrays[0], slots.values.arrays[0], slots.positions});
   const mx::array row = mx::ones({1, 1, 1, 32});
   std::optional<Remainder> none;
-  mx::eval({overwrite(plan, slots, mx::zeros({1, 1, 1}, mx::int32), row, row, none)});
+  mx::eval({overwrite(plan, slots, mx::zeros({1, 1, 1}, mx::int32), row, row, none, {})});
   const auto sum = [](const Stored& rows) {
     return mx::sum(part(rows.arrays[0], 1, 0, 1)).item<float>();
   };

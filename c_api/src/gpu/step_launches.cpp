@@ -28,6 +28,19 @@ mx::array kept_keys(
       .at(wanted);
 }
 
+// What is kept of the values' sizes.
+void add_of_values(Buffers& inputs, const SlotArrays& slots) {
+  if (slots.norms) inputs.emplace("norms", *slots.norms);
+  if (slots.value_lengths) inputs.emplace("value_lengths", *slots.value_lengths);
+}
+
+// Decay of the averages; of distance, mass, value and age, as in metal/priority.h.
+mx::array weights_of(const KernelPolicy& policy) {
+  return mx::array(
+      {policy.decay, policy.distance_weight, policy.mass_weight, policy.value_weight,
+       -policy.age_weight});
+}
+
 }  // namespace
 
 StepPlan::StepPlan(int offset, int slots, int sink, int evict_every, std::vector<HeadPlan> of_heads)
@@ -50,7 +63,8 @@ StepPlan::StepPlan(int offset, int slots, int sink, int evict_every, std::vector
 
 mx::array overwrite(
     const StepPlan& plan, const SlotArrays& slots, const mx::array& victims,
-    const mx::array& new_keys, const mx::array& new_values, std::optional<Remainder>& remainder) {
+    const mx::array& new_keys, const mx::array& new_values, std::optional<Remainder>& remainder,
+    const std::optional<Frame>& frame) {
   const int B = new_keys.shape(0), H = new_keys.shape(1);
   Buffers inputs{
       {"plan", plan.integers},
@@ -60,7 +74,11 @@ mx::array overwrite(
       {"positions", slots.positions}};
   add_buffers(inputs, "keys", slots.keys);
   add_buffers(inputs, "values", slots.values);
-  if (slots.norms) inputs.emplace("norms", *slots.norms);
+  add_of_values(inputs, slots);
+  if (frame) {
+    inputs.emplace("frame_centre", frame->centre);
+    inputs.emplace("frame_scale", frame->scale);
+  }
   Outputs outputs{{"slots_out", {{B, H}, mx::int32}}};
   if (remainder) {
     add_remainder(inputs, *remainder);
@@ -74,7 +92,10 @@ mx::array overwrite(
           {{{"T", row_dtype(slots.keys)}, {"D", new_keys.shape(3)}, {"DV", new_values.shape(3)}},
            packing_of("keys", slots.keys),
            packing_of("values", slots.values),
-           {{"REMEMBERS", remainder.has_value()}, {"NORMS", slots.norms.has_value()}}}),
+           {{"REMEMBERS", remainder.has_value()},
+            {"NORMS", slots.norms.has_value()},
+            {"LENGTHS", slots.value_lengths.has_value()},
+            {"FRAME", frame.has_value()}}}),
       {1, H, B}, kSimdgroup);
   if (remainder)
     remainder = Remainder{
@@ -98,13 +119,8 @@ mx::array update(
     const std::optional<mx::array>& means, const std::optional<mx::array>& worth) {
   const int B = victims.shape(0), H = victims.shape(1);
   const bool scored = policy.score != Score::none;
-  Buffers inputs{
-      {"plan", plan.integers},
-      {"weights", mx::array({policy.decay, 1.0f, policy.mass_weight, -policy.age_weight})},
-      {"victims", victims},
-      {"lse", *attended.lse},
-      {"positions", slots.positions},
-      {"slots", written}};
+  Buffers inputs{{"plan", plan.integers}, {"weights", weights_of(policy)}, {"victims", victims},
+                 {"lse", *attended.lse},  {"positions", slots.positions},  {"slots", written}};
   const auto add = [&](const char* name, const std::optional<mx::array>& array) {
     if (array) inputs.emplace(name, *array);
   };
@@ -112,7 +128,7 @@ mx::array update(
   add("distances", worth ? worth : attended.distances);
   add("means", means);
   add("scores", scored ? slots.scores : std::nullopt);
-  add("norms", slots.norms);
+  add_of_values(inputs, slots);
   bool ranks = false;
   for (const HeadPlan& head : plan.heads) ranks = ranks || head.choose;
   return launch(

@@ -4,6 +4,7 @@
 
 #include "attention_launches.h"
 #include "decode_step.h"
+#include "primitives/decoding_layer.h"
 
 namespace mlx_h2o {
 
@@ -24,15 +25,20 @@ struct SlotArrays {
   Stored keys, values;                             // [B, S, width]
   mx::array positions;                             // [B, S] int32
   std::optional<mx::array> scores = std::nullopt;  // [B, S]
-  std::optional<mx::array> norms = std::nullopt;   // ||v|| [B, S], where the policy weighs by it
+  // ||v|| [B, S] of the values as they are stored, where the policy weighs by it.
+  std::optional<mx::array> norms = std::nullopt;
+  // log ||v||^2 [B, S] float16 of the values as they came, where the policy ranks by it.
+  std::optional<mx::array> value_lengths = std::nullopt;
 };
 
-// Writes each head's new row [B, H, 1, width], in place, and folds the row that was there into the
-// remainder, if there is one. What it returns [B, H] int32 are the slots that were written; any
-// kernel that reads the slots afterwards must take that array, or nothing says that it comes later.
+// Writes each head's new row [B, H, 1, width] as the model made it, in place, and folds the row
+// that was there into the remainder, if there is one. What it returns [B, H] int32 are the slots
+// that were written; any kernel that reads the slots afterwards must take that array, or nothing
+// says that it comes later.
 mx::array overwrite(
     const StepPlan& plan, const SlotArrays& slots, const mx::array& victims,
-    const mx::array& new_keys, const mx::array& new_values, std::optional<Remainder>& remainder);
+    const mx::array& new_keys, const mx::array& new_values, std::optional<Remainder>& remainder,
+    const std::optional<Frame>& frame);
 
 // The mean of each head's keys [B, H, D].
 mx::array mean_kept_keys(const StepPlan& plan, const Stored& keys, const mx::array& written);

@@ -99,6 +99,10 @@ import Testing
             try H2OKVCache(.tokens(40), policy: Policies.Distinct.keysOnly, attends: false))
         caches.append(
             try H2OKVCache(.heads([14, 14]), policy: Policies.Streaming(), remainder: false))
+        caches.append(
+            try H2OKVCache(
+                .heads([14, 20]), policy: Policies.Salient(), packing: CacheTests.stores[1].packing,
+                frame: H2OFrame(of: rows.keys), saturation: [0, 2]))
         for cache in caches { rows.run(cache, [30] + ones(10)) }
         let plain = KVCacheSimple()
         _ = plain.update(keys: rows.keys[0..., 0..., ..<9], values: rows.values[0..., 0..., ..<9])
@@ -163,7 +167,9 @@ private struct SavedFile {
         kind = entry["class"]!.string!
         configuration = entry["config"] ?? .null
         scalars = entry["scalars"] ?? .null
-        let names: [DType: String] = [.float32: "F32", .int32: "I32", .uint32: "U32"]
+        let names: [DType: String] = [
+            .float32: "F32", .float16: "F16", .int32: "I32", .uint32: "U32",
+        ]
         for (name, array) in read.entries {
             arrays[name] = .object([
                 "dtype": .string(names[array.dtype]!),
@@ -222,7 +228,9 @@ private struct SavedFile {
             "format": "mlx-h2o prompt cache", "version": "1", "metadata": "{}",
             "entries": SettingValue.array([.object(entry)]).text,
         ]
-        let dtypes: [String: DType] = ["F32": .float32, "I32": .int32, "U32": .uint32]
+        let dtypes: [String: DType] = [
+            "F32": .float32, "F16": .float16, "I32": .int32, "U32": .uint32,
+        ]
         metadata["digest"] = fileDigest(
             arrays.mapValues { array in
                 (

@@ -37,9 +37,11 @@ import Testing
         let (caches, metadata) = try H2OKVCache.loadCaches(from: Self.python)
         #expect(metadata == ["from": "python"])
         let bounded = caches.compactMap { $0 as? H2OKVCache }
-        #expect(bounded.count == 3 && caches.count == 4)
+        #expect(bounded.count == 4 && caches.count == 5)
+        #expect(bounded.map { $0.frame == nil } == [true, true, true, false])
+        #expect(bounded[3].saturation == [0, 2.5] && bounded[3].policy is Policies.Salient)
         #expect(bounded.allSatisfy { $0.offset == 90 && $0.evicted > 0 })
-        #expect((caches[3] as! KVCacheSimple).offset == 9)
+        #expect((caches[4] as! KVCacheSimple).offset == 9)
         let file = temporaryFile()
         defer { try? FileManager.default.removeItem(at: file) }
         try H2OKVCache.saveCaches(caches, to: file, metadata: ["from": "swift"])

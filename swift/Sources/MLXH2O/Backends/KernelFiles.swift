@@ -1025,9 +1025,9 @@ inline void overwrite(
 
 """##,
     "packed_rows.h": ##"""
-// Rows as mx.quantize packs them (python/mlx_h2o/packed.py): levels of BITS bits each, and a scale
-// and a bias for every GROUP of a row's elements. The levels of a row are a stream of bits, lowest
-// first, so 32 of them are BITS words. They become numbers in registers.
+// Rows in the format of mx.quantize (python/mlx_h2o/packed.py): levels of BITS bits each, and a
+// scale and a bias for every GROUP of a row's elements. The levels of a row are a stream of bits,
+// lowest first, so 32 of them are BITS words. They become numbers in registers.
 
 #include "rows.h"
 

@@ -13,7 +13,7 @@ enum GoldenReplay {
         case "remainder": remainder(golden)
         case "accumulate": try accumulate(golden, inputs)
         case "selection": try selection(golden, inputs)
-        case "trajectory": try trajectory(golden)
+        case "trajectory", "framed": try trajectory(golden, inputs)
         case "model": try model(golden, inputs)
         default: throw GoldenError("Unknown group \(golden.group).")
         }
@@ -179,9 +179,14 @@ enum GoldenReplay {
 
     // MARK: 4
 
-    private static func trajectory(_ p: GoldenCase) throws -> Arrays {
+    /// - Parameter inputs: Centres and scales `[layers, Hk, D]` of group "framed".
+    private static func trajectory(_ p: GoldenCase, _ inputs: Arrays) throws -> Arrays {
         let budgets = integers(p["cache"]["budgets"]!)
-        let caches = try budgets.map { try cache(p, budgets: $0) }
+        let caches = try budgets.enumerated().map { layer, budgets in
+            let parts = FrameArrays.names.compactMap { inputs[$0]?[layer] }
+            let frame = parts.isEmpty ? nil : FrameArrays(centre: parts[0], scale: parts[1])
+            return try cache(p, budgets: budgets, frame: frame.map { try H2OFrame($0) })
+        }
         let calls = p["calls"].array!.flatMap { call in
             Array(repeating: call.array![0].int!, count: call.array![1].int!)
         }
@@ -238,7 +243,9 @@ enum GoldenReplay {
         return results
     }
 
-    private static func cache(_ p: GoldenCase, budgets: [Int]) throws -> H2OKVCache {
+    private static func cache(
+        _ p: GoldenCase, budgets: [Int], frame: H2OFrame?
+    ) throws -> H2OKVCache {
         let settings = p["cache"], bits = settings["bits"]?.int
         return try H2OKVCache(
             .heads(budgets), policy: p.policy(), remainder: settings["remainder"]?.bool ?? true,
@@ -248,7 +255,7 @@ enum GoldenReplay {
                 valueBits: settings["v_bits"]?.int ?? bits,
                 groupSize: settings["group_size"]?.int ?? 64,
                 recentBits: settings["recent_bits"]?.int),
-            saturation: settings.numbers("saturation") ?? [Remainder.saturation])
+            frame: frame, saturation: settings.numbers("saturation") ?? [Remainder.saturation])
     }
 
     /// Positions `[B, H, most]`, ascending, then -1.

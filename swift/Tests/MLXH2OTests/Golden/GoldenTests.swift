@@ -4,26 +4,20 @@ import Testing
 
 @testable import MLXH2O
 
-/// Golden vectors 1 to 5: kept positions exactly, outputs within the manifest's tolerances.
+/// All golden vectors: kept positions exactly, outputs within the manifest's tolerances.
 @Suite(.serialized) struct GoldenTests {
     /// `make test` replays each fifth case, `make test-swift` all of them.
     let step = max(1, Int(ProcessInfo.processInfo.environment["MLX_H2O_STEP"] ?? "") ?? 1)
 
-    /// In the names of cases that Python and the CPU kernels lead with.
-    let notYet = ["salient"]
-
     @Test(arguments: [
-        "attention", "quantized", "remainder", "accumulate", "selection", "trajectory", "model",
+        "attention", "quantized", "remainder", "accumulate", "selection", "trajectory", "framed",
+        "model",
     ])
     func replays(group: String) throws {
         let golden = try Golden.shipped.get()
         let cases = golden.cases.filter { $0.group == group }
         #expect(!cases.isEmpty)
         for (number, one) in cases.enumerated() where number % step == 0 {
-            if notYet.contains(where: one.name.contains) {
-                print("\(one.name): not yet")
-                continue
-            }
             let found = try GoldenReplay.run(one, golden.of(one, "in"))
             let differences = golden.differences(found, one)
             #expect(differences.isEmpty, "\(group)/\(differences.joined(separator: "; "))")
@@ -46,7 +40,7 @@ import Testing
 
     @Test func groupsAreAllKnown() throws {
         let golden = try Golden.shipped.get()
-        #expect(Set(golden.cases.map(\.group)).count == 8)  // "framed" is not replayed yet
+        #expect(Set(golden.cases.map(\.group)).count == 8)
     }
 
     /// Every kind of array of a case, changed by a little, is noticed.
