@@ -31,7 +31,9 @@ def profile_of(model: Module) -> Profile:
 
 
 def budgets_of(cache: list) -> list[list[int]]:
-    return [entry.budgets for entry in cache if isinstance(entry, H2OKVCache)]
+    """Of each layer, those of a long conversation."""
+    settings = [entry.settings for entry in cache if isinstance(entry, H2OKVCache)]
+    return [list(s.filling[-1].budgets if s.filling else s.budgets) for s in settings]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -68,8 +68,7 @@ class BoundedKVCache:
         #: Its part in its model's budget, for `mlx_h2o.resize`; of a cache that was made by itself
         #: it is known from the first rows on.
         self.share = share
-        #: How the bits of its rows were chosen, in words; files do not hold it.
-        self.choice = ""
+        self.choice = ""  # how the bits of its rows were chosen; files do not hold it
 
     def __repr__(self) -> str:
         name = self.policy.name or type(self.policy).__name__
@@ -221,9 +220,7 @@ class BoundedKVCache:
             )
 
     def resize(self, max_size: int | Sequence[int]) -> None:
-        """Change the budget; what no longer fits goes into the remainder.
-
-        `mlx_h2o.resize` does so for a whole model, and shares the slots out by its profile.
+        """Change this layer's budget; what no longer fits goes into the remainder.
 
         Args:
             max_size: Slots for every KV head, or a list with each head's. The remainder is not
@@ -304,7 +301,7 @@ class BoundedKVCache:
 
     @property
     def meta_state(self) -> str:
-        """For mlx-lm before 0.32.1; everything is in `state`."""
+        """For mlx-lm before 0.32.1."""
         return ""
 
     def __getstate__(self) -> dict[str, Any]:

@@ -59,6 +59,10 @@ def _described(layer: str, entry: Any) -> LayerDescription:
         framed = " in a frame" if entry.frame else ""
         spread = f"{sizes[0]}" if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
         reason = f"{spread} slots a KV head{entry.packing}{framed}, policy {policy}, {answer}"
+        if entry.settings.filling:
+            reason += ", shared out by the profile when the memory is full"
+        if entry.choice:
+            reason += f" (chosen: {entry.choice})"
         return LayerDescription(layer, name, True, reason, entry.budgets, nbytes)
     if isinstance(entry, mlx_lm_cache.RotatingKVCache):
         reason = f"the model's own sliding window of {entry.max_size} tokens"

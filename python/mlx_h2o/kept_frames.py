@@ -11,12 +11,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_h2o import profile_places
 from mlx_h2o.files import replacing
 from mlx_h2o.key_frames import FRAME_LENGTH, frame_tokens, frames_of_text
 from mlx_h2o.measured import LayerFrames, check_frames, frames_of_json, json_of_frames
 from mlx_h2o.model_identity import ModelIdentity
 from mlx_h2o.profile import Profile
-from mlx_h2o.profile_places import kept_folder
 from mlx_h2o.watching import trained_context, windows_of
 
 FORMAT, VERSION = "mlx-h2o frames", 1
@@ -51,7 +51,7 @@ def made_frames(model: nn.Module, identity: ModelIdentity) -> Frames | None:
 
 def place_of(identity: ModelIdentity) -> Path:
     """Of a model's frames among this user's."""
-    return kept_folder() / f"{identity.file_stem}{SUFFIX}"
+    return profile_places.kept_folder() / f"{identity.file_stem}{SUFFIX}"
 
 
 def save_frames(path: Path, identity: ModelIdentity, frames: Frames) -> None:

@@ -52,34 +52,28 @@ def make_prompt_cache(
 ) -> list[Any]:
     """The model's own caches, with every plain KV cache replaced by a bounded one.
 
-    Sliding-window, state-space and other caches stay as the model made them (`describe` tells
-    which, and why).
+    Other caches stay as the model made them (`describe` tells which, and why).
 
     Args:
         model: An mlx-lm model.
-        max_size: Tokens' worth of memory per KV head and layer, on average; the remainder of the
-            evicted is charged against it.
-        max_bytes: Instead: bytes for all bounded layers together and one sequence, everything
-            counted: a number, "64MB", or "25%" of what a 16-bit cache takes at `context`. The bits
-            of rows are then chosen together with the slots, by the model's profile (`describe` says
-            how), unless you say them; and nothing is evicted before the bytes are full.
+        max_size: Tokens' worth of memory per KV head, on average, the remainder included.
+        max_bytes: Instead: bytes for all bounded layers and one sequence, everything counted: a
+            number, "64MB", or "25%" of a 16-bit cache at `context`. Bits, unless you say them, are
+            chosen with the slots by the model's profile, and nothing goes before they are full.
         context: Tokens that conversations may reach; by default what the model was trained to see.
         policy: A policy, or its name; the default is "salient" (in models that attend by
             themselves "distinct", in its form that looks at keys only).
         remainder: Whether evicted tokens go on answering.
         budgets: "uniform", a `Profile`, or the path of one. By default the model's own profile
             where one ships with mlx-h2o or lies beside its weights (see `mlx_h2o.load`).
-        bits: Store keys and values in so many bits (2, 3, 4, 5, 6 or 8); 16 or None stores them as
-            they come.
+        bits: Store keys and values in 2, 3, 4, 5, 6 or 8 bits; 16 or None: as they come.
         k_bits: Of keys alone, instead of `bits`.
         v_bits: Of values alone, instead of `bits`.
         group_size: Elements that share a scale and a bias: 32, 64 or 128.
-        recent_bits: Of the newest tokens, where that is to differ (16: the model's own dtype).
-        undo: How many of the last tokens can be taken back after evictions; speculative decoding
-            needs as many as it drafts at once.
-        frames: In which packed keys are stored: a `Frame` or None for each entry of the model's own
-            list of caches, as `frames_of` gives them. False or "none": as they come. By default
-            those of the model's profile, where it has one with frames.
+        recent_bits: Of the newest tokens, where that is to differ (16: as they come).
+        undo: How many of the last tokens can be taken back after evictions.
+        frames: Of packed keys: one or None for each of the model's own caches. False or "none": as
+            they come. By default those of the profile.
         settings: Fields of the policy to change, such as `sink`, `recent` or `evict_every`.
 
     Raises:

@@ -25,6 +25,14 @@ LEAST_LOGIT_GAP = 2e-3
 
 MAX_SIZE = 96
 
+# As an earlier profile of the model shared them out: another profile changes no vector.
+PROFILED = {
+    "distinct": [[10, 128], [48, 64], [96, 48], [32, 326]],
+    "h2o": [[13, 128], [48, 64], [96, 48], [32, 323]],
+    "streaming": [[9, 128], [48, 64], [96, 48], [32, 327]],
+    "keydiff": [[13, 128], [48, 64], [96, 48], [32, 323]],
+}
+
 
 def cases() -> Iterator[tuple[str, Parameters]]:
     seed = 100
@@ -52,9 +60,9 @@ def cases() -> Iterator[tuple[str, Parameters]]:
 
 def shared_out(policy: Policy, budgets: str) -> list[list[int]]:
     """The slots of each layer and head, so that no reader needs the profile."""
-    caches = make_prompt_cache(
-        embedded()[0], MAX_SIZE, policy=policy, budgets="uniform" if budgets == "uniform" else None
-    )
+    if budgets == "profile":
+        return PROFILED[policy.name]
+    caches = make_prompt_cache(embedded()[0], MAX_SIZE, policy=policy, budgets="uniform")
     return [list(cache.budgets) for cache in caches]
 
 

@@ -1,0 +1,161 @@
+"""A size in bytes for a whole model: bits and slots together, and everything within it."""
+
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_h2o
+from mlx_h2o import describe, make_prompt_cache
+from mlx_h2o.builtin import SAMPLE_TEXT
+from mlx_h2o.kept_frames import place_of
+from mlx_h2o.memory_size import Share, memory_size
+from mlx_h2o.model_identity import identity_of
+from mlx_h2o.profile_places import found_profile
+from tiny_models import prefill, prompt_tokens, tiny_model
+
+#: Bytes of a token in a 16-bit cache of recall-4m: layers, heads, keys and values, bytes.
+TOKEN = 4 * 2 * (64 + 64) * 2
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return mlx_h2o.load()
+
+
+@pytest.fixture(scope="module")
+def text(embedded):
+    return embedded[1].encode(SAMPLE_TEXT.read_text())[:400]
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        (64_000_000, 64_000_000),
+        ("64MB", 64_000_000),
+        ("1.5 GiB", 3 * 2**29),
+        ("2kb", 2000),
+        ("77", 77),
+        ("25%", Share(0.25)),
+        ("12.5 %", Share(0.125)),
+    ],
+)
+def test_sizes_as_people_write_them(given, size):
+    assert memory_size("max_bytes", given) == size
+
+
+@pytest.mark.parametrize(
+    "given", ["", "25", "many", "-3MB", "0%", "0", "3 PB", "1e9", 0, 0.25, True]
+)
+def test_what_is_no_size_is_refused(given):
+    if given == "25":
+        assert memory_size("max_bytes", given) == 25
+        return
+    with pytest.raises(ValueError, match="max_bytes"):
+        memory_size("max_bytes", given)
+
+
+def test_the_choice_is_that_of_the_least_expected_loss(embedded):
+    model, _ = embedded
+    cache = make_prompt_cache(model, max_bytes="25%", context=1024)
+    options = cache[0].choice.split("; ")
+    losses = [float(option.rpartition(" ")[2]) for option in options]
+    assert losses == sorted(losses)
+    assert len(options) >= 4
+    chosen = options[0].partition(" ")[0]
+    assert cache[0].packing.k_bits == (None if chosen == "16" else int(chosen))
+    assert cache[0].settings.frame is not None
+    assert "expected loss" in describe(cache)[0].reason
+    # Rows of more bits are worth it only where there is room.
+    wide = make_prompt_cache(model, max_bytes="400%", context=1024)
+    assert wide[0].packing.k_bits is None or wide[0].packing.k_bits >= cache[0].packing.k_bits
+
+
+@pytest.mark.parametrize("size", ["8%", "25%", "60%"])
+@pytest.mark.parametrize("bits", [None, 6])
+def test_bytes_are_never_exceeded_at_any_length(embedded, text, size, bits):
+    model, _ = embedded
+    most = int(memory_size("", size).part * 400 * TOKEN)
+    cache = make_prompt_cache(model, max_bytes=size, context=400, bits=bits)
+    for start in range(0, 400, 50):
+        prefill(model, cache, text[start : start + 50], 25 if start < 200 else 1)
+        assert sum(entry.nbytes for entry in cache) <= most
+    if size == "8%":  # heads have had the time to fill what they were given
+        assert sum(entry.nbytes for entry in cache) > 0.85 * most
+
+
+def test_a_short_chat_is_that_of_the_packed_full_cache(embedded, text):
+    """Nothing is evicted before the bytes are full, so nothing differs but the packing."""
+    model, _ = embedded
+    options = {"bits": 6, "policy": "h2o"}
+    bounded = make_prompt_cache(model, max_bytes="25%", context=400, **options)
+    slots = bounded[0].budgets[0]
+    assert {b for entry in bounded for b in entry.budgets} == {slots}
+    roomy = make_prompt_cache(model, max_bytes="200%", context=400, **options)
+    first, second = (prefill(model, cache, text[:slots], 16) for cache in (bounded, roomy))
+    assert mx.allclose(first, second, atol=1e-4)
+    assert all(entry.evicted == 0 for entry in bounded)
+    prefill(model, bounded, text[slots:], 1)
+    profile = found_profile(model, identity_of(model, [2] * 4, [64] * 4))
+    shared = profile.budgets(slots, bounded[0].policy.least_budget() + 4)
+    later = [list(entry.settings.filling[-1].budgets) for entry in bounded]
+    assert later == shared
+    assert all(entry.evicted > 0 for entry in bounded)
+
+
+def test_with_undo_shares_are_final_at_once(embedded):
+    model, _ = embedded
+    cache = make_prompt_cache(model, max_bytes="25%", context=400, undo=4)
+    assert all(entry.settings.filling == () for entry in cache)
+    assert len({b for entry in cache for b in entry.budgets}) > 1
+
+
+def framed_tiny(**changes):
+    """A model without a profile whose rows have groups."""
+    return tiny_model("qwen3", head_dim=32, **changes)
+
+
+class Tokenizer:
+    def encode(self, text):
+        return [ord(letter) % 100 for letter in text]
+
+
+def test_without_a_profile_frames_are_made_once_and_kept(capsys):
+    model = framed_tiny()
+    model.mlx_h2o_tokenizer = Tokenizer()
+    cache = make_prompt_cache(model, max_bytes=100_000)
+    assert "Making frames" in capsys.readouterr().err
+    assert cache[0].packing.k_bits == 6
+    assert len(set(cache[0].budgets)) == 1
+    place = place_of(identity_of(model, [2, 2], [32, 32]))
+    before = place.read_text()
+    again = make_prompt_cache(framed_tiny(), max_bytes=100_000)
+    assert "Making frames" not in capsys.readouterr().err
+    assert np.allclose(again[0].settings.frame.scale, cache[0].settings.frame.scale, rtol=1e-3)
+    prefill(model, again, prompt_tokens(90), 30)
+    # A damaged file is made anew.
+    data = json.loads(before)
+    data["frames"]["512"] = []
+    place.write_text(json.dumps(data))
+    make_prompt_cache(model, max_bytes=100_000)
+    assert "Making frames" in capsys.readouterr().err
+    assert place.read_text() == before
+
+
+def test_without_frames_or_a_tokenizer_rows_stay_as_they_come(capsys):
+    cache = make_prompt_cache(framed_tiny(), max_bytes=100_000)
+    assert not cache[0].packing.packs
+    assert cache[0].settings.frame is None
+    assert "no frames" in cache[0].choice
+    assert capsys.readouterr().err == ""
+
+
+def test_what_was_said_is_not_chosen(embedded):
+    model, _ = embedded
+    for said in ({"bits": 16}, {"bits": 8}, {"k_bits": 4}):
+        cache = make_prompt_cache(model, max_bytes="25%", context=400, **said)
+        assert cache[0].choice == ""
+        (bits,) = said.values()
+        assert cache[0].packing.k_bits == (None if bits == 16 else bits)
+    assert make_prompt_cache(model, 100)[0].choice == ""
