@@ -1,3 +1,4 @@
+import Foundation
 import MLXLMCommon
 
 /// One entry of a model's cache list.
@@ -40,8 +41,6 @@ extension H2OKVCache {
                     layer: layer, kind: kind, isBounded: false, reason: reason, budgets: nil,
                     nbytes: bytes)
             }
-            var answer = cache.remainderAnswers ? "evicted tokens go on answering" : "no remainder"
-            if !cache.attends && cache.remainderAnswers { answer += ", as plain rows" }
             let sizes = cache.budgets ?? [], spread = Set(sizes).sorted()
             let slots =
                 spread.count > 1
@@ -49,9 +48,39 @@ extension H2OKVCache {
                 : (spread.first.map(String.init) ?? "unknown")
             return LayerDescription(
                 layer: layer, kind: kind, isBounded: true,
-                reason:
-                    "\(slots) slots a KV head, policy \(type(of: cache.policy).name), \(answer)",
+                reason: "\(slots) slots a KV head\(cache.packing)"
+                    + (cache.frame == nil ? "" : " in a frame")
+                    + ", policy \(type(of: cache.policy).name), \(cache.answer)",
                 budgets: cache.budgets, nbytes: cache.nbytes)
         }
+    }
+}
+
+extension H2OKVCache {
+    /// What becomes of evicted tokens.
+    fileprivate var answer: String {
+        guard remainderAnswers else { return "no remainder" }
+        let answer = "evicted tokens go on answering", spread = Set(saturation).sorted()
+        if !attends { return answer + ", as plain rows" }
+        if spread == [Remainder.saturation] { return answer }
+        let numbers = spread.map { String(format: "%g", $0) }
+        return answer + " with saturation "
+            + (numbers.count == 1 ? numbers[0] : "\(numbers.first!) to \(numbers.last!)")
+    }
+}
+
+extension H2OPacking: CustomStringConvertible {
+    /// " in 8 bits", " with keys in 8 and values in 4 bits", or nothing.
+    public var description: String {
+        guard packs else { return "" }
+        var text = " in \(keyBits ?? 0) bits"
+        if keyBits != valueBits {
+            let named = [("keys", keyBits), ("values", valueBits)].compactMap { name, bits in
+                bits.map { "\(name) in \($0) bits" }
+            }
+            text = " with " + named.joined(separator: " and ")
+        }
+        guard let recentBits else { return text }
+        return text + ", the newest " + (recentBits == 16 ? "unpacked" : "in \(recentBits) bits")
     }
 }

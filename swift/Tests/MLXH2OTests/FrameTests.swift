@@ -129,6 +129,27 @@ import Testing
         }
     }
 
+    @Test func descriptionsTellOfIt() throws {
+        let frame = try H2OFrame(of: rows(tokens: 20).keys)
+        func reason(_ packing: H2OPacking, _ frame: H2OFrame?, _ saturation: [Float]) throws
+            -> String
+        {
+            let cache = try H2OKVCache(
+                .heads([20, 28]), packing: packing, frame: frame, saturation: saturation)
+            return H2OKVCache.describe([cache])[0].reason
+        }
+        let end = "policy distinct, evicted tokens go on answering"
+        #expect(try reason(.dense, nil, [4]) == "20 to 28 slots a KV head, " + end)
+        #expect(
+            try reason(Self.packings[0].packing, frame, [0, 2.5])
+                == "20 to 28 slots a KV head with keys in 6 bits and values in 8 bits in a frame, "
+                + end + " with saturation 0 to 2.5")
+        #expect(
+            try reason(Self.packings[2].packing, nil, [0])
+                == "20 to 28 slots a KV head in 4 bits, the newest unpacked, " + end
+                + " with saturation 0")
+    }
+
     @Test func sinksNeedACentreOfZero() throws {
         let rows = RowStream(tokens: 40), sinks = MLXArray([0.5, -1, 2, 0] as [Float])
         let zero = Array(repeating: [Float](repeating: 0, count: 32), count: 2)

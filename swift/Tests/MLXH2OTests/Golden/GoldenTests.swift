@@ -4,7 +4,7 @@ import Testing
 
 @testable import MLXH2O
 
-/// Golden vectors 1 to 5: kept positions exactly, outputs within the manifest's tolerances.
+/// All golden vectors: kept positions exactly, outputs within the manifest's tolerances.
 @Suite(.serialized) struct GoldenTests {
     /// `make test` replays each fifth case, `make test-swift` all of them.
     let step = max(1, Int(ProcessInfo.processInfo.environment["MLX_H2O_STEP"] ?? "") ?? 1)
