@@ -21,6 +21,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o import (
+    Frame,
     H2OKVCache,
     Profile,
     load_prompt_cache,
@@ -54,20 +55,28 @@ def families() -> dict[str, list[Any]]:
     layered = H2OKVCache(20, policy=make_policy("paper", recent=8), remainder=False)
     plain_rows = H2OKVCache(40, policy="keydiff", attending=False)
     young = H2OKVCache(64, policy="ema", bits=4, group_size=32)
+    frame = Frame.of(LAYER.tokens[1][:, :, :40])
+    framed = H2OKVCache(budgets=[16, 24], bits=6, group_size=32, frame=frame)
     window, full = mlx_lm_cache.RotatingKVCache(max_size=16), mlx_lm_cache.KVCache()
     state = mlx_lm_cache.ArraysCache(2)
     state[0] = mx.zeros((1, 4))
-    for cache in (dense, mixed, layered, plain_rows, window, full):
+    for cache in (dense, mixed, framed, layered, plain_rows, window, full):
         LAYER.feed(cache, 50, 25)
         LAYER.feed(cache, 2)
     LAYER.feed(young, 9, 9)
     return {
         "dense": [dense],
         "mixed": [mixed],
+        "framed": [framed],
         "layered": [layered, layered],
         "plain rows": [plain_rows],
         "young": [young],
-        "unused": [H2OKVCache(40), H2OKVCache(max_bytes=10**6), H2OKVCache(budgets=[16, 32])],
+        "unused": [
+            H2OKVCache(40),
+            H2OKVCache(max_bytes=10**6),
+            H2OKVCache(budgets=[16, 32]),
+            H2OKVCache(40, bits=6, group_size=32, frame=frame),
+        ],
         "others": [window, full, mlx_lm_cache.CacheList(state, dense)],
     }
 

@@ -171,10 +171,21 @@ def test_a_frame_goes_along_before_the_first_token(tmp_path):
     assert mx.array_equal(LAYER.feed(loaded, 9, 9), LAYER.feed(cache, 9, 9))
 
 
+@pytest.mark.parametrize("reference", [False, True], ids=["kernels", "reference"])
+def test_a_draft_enters_the_frame_once(reference):
+    """A chunk within `undo` goes token by token."""
+    outs = []
+    with only_reference() if reference else nullcontext():
+        for chunk in (4, 1):
+            cache = H2OKVCache(24, bits=6, group_size=32, frame=FRAME, undo=4)
+            LAYER.feed(cache, 60, 20)
+            outs.append(LAYER.feed(cache, 12, chunk))
+    assert mx.allclose(*outs, atol=1e-5)
+
+
 def test_steps_are_taken_back_in_the_frame():
     with_undo = H2OKVCache(24, bits=6, group_size=32, frame=FRAME, undo=4)
-    for cache in (with_undo,):
-        LAYER.feed(cache, 60, 20)
+    LAYER.feed(with_undo, 60, 20)
     before = {name: mx.array(array) for name, array in with_undo.arrays().items()}
     mx.eval(before)
     LAYER.feed(with_undo, 3)

@@ -8,6 +8,7 @@ from mlx_h2o.cache import H2OKVCache
 from mlx_h2o.cache_file import load_prompt_cache, save_prompt_cache
 from mlx_h2o.calibration import calibrate
 from mlx_h2o.description import describe
+from mlx_h2o.frame import Frame, frames_of
 from mlx_h2o.kl_calibration import calibrate_exactly
 from mlx_h2o.latent_cache import LatentKVCache
 from mlx_h2o.linear_algebra import blas, use_openblas
@@ -44,6 +45,7 @@ __all__ = [
     "TOVA",
     "Distinct",
     "EMALogits",
+    "Frame",
     "H2OKVCache",
     "KeyDiff",
     "LatentKVCache",
@@ -60,6 +62,7 @@ __all__ = [
     "calibrate",
     "calibrate_exactly",
     "describe",
+    "frames_of",
     "install",
     "load",
     "load_prompt_cache",
