@@ -145,13 +145,16 @@ ON_HOST_GPU = {
     "trajectory": (
         *("--case", "distinct-ragged-dense", "--case", "ema-uniform-k8v4"),
         *("--case", "keydiff-ragged-4bit"),
+        *("--case", "salient-ragged-dense"),
     ),
+    "framed": ("--case", "distinct-4bit"),
 }
 # What must have run beside attention.
 RUN_BESIDES: dict[str, set[str]] = {
     "attention": {"prompt"},
     "quantized": set(),
     "trajectory": {"prompt", "overwrite", "update", "kept"},
+    "framed": {"overwrite", "update"},
 }
 
 

@@ -22,6 +22,7 @@ from mlx_h2o.sizing import USUAL_BITS, choices, packed_in
 
 # A head of a profile that could only choose among one or two tokens would choose nothing.
 FEWEST_CHOICES = 4
+ADVICE = "`mlx_h2o calibrate --model MODEL` makes a profile (minutes, once)"
 
 
 @dataclass(frozen=True)
@@ -140,14 +141,14 @@ def _chosen_packing(
     """How rows are stored where bits were left to us, and why."""
     profile = at_hand.profile
     if not at_hand.frames or settings.frames is not None:
-        return settings.packing, "rows as they come: there are no frames for packed keys"
+        return settings.packing, f"rows as they come: there are no frames for packed keys; {ADVICE}"
     if profile is None or profile.measured is None or not profile.measured.packing:
         fits = group_size_of([share.widths for share in shares])
         if fits is None:
             return settings.packing, "rows as they come: their width has no groups"
         return (
             Packing(USUAL_BITS, USUAL_BITS, fits),
-            f"rows of {USUAL_BITS} bits in frames; no profile says what suits this model",
+            f"rows of {USUAL_BITS} bits in frames, slots shared out evenly; {ADVICE}",
         )
     found = choices(
         shares,

@@ -39,14 +39,14 @@ import Testing
     @Test func cachesAnswerByTheirHeads() throws {
         let rows = RowStream(tokens: 60), chunks = [30, 10] + ones(20)
         func cache(_ saturation: [Float]) throws -> H2OKVCache {
-            try H2OKVCache(.heads([20, 20]), policy: Policies.Streaming(), saturation: saturation)
+            try H2OKVCache(.heads([20, 24]), policy: Policies.Streaming(), saturation: saturation)
         }
         let first = try rows.run(cache([0]), chunks), usual = try rows.run(cache([4]), chunks)
         let mixed = try rows.run(cache([0, 4]), chunks)
         #expect(same(mixed[0..., 0 ..< 2], first[0..., 0 ..< 2]))
         #expect(same(mixed[0..., 2...], usual[0..., 2...]))
         #expect(!same(first, usual))
-        let none = try H2OKVCache(.heads([20, 20]), policy: Policies.Streaming())
+        let none = try H2OKVCache(.heads([20, 24]), policy: Policies.Streaming())
         #expect(same(rows.run(none, chunks), usual))
     }
 
