@@ -61,9 +61,7 @@ def caches_in_16_bits(
     """
     kinds = [replace(kind, widths=_in_16_bits(kind.widths)) for kind in layer_kinds(model)]
     given = tokens * sum(map(plain_bytes, kinds))
-    by_bytes = replace(
-        settings, max_size=None, max_bytes=given, context=context, chooses_bits=True
-    )
+    by_bytes = replace(settings, max_size=None, max_bytes=given, context=context, chooses_bits=True)
     return bounded_caches(model, by_bytes, kinds)
 
 
