@@ -58,7 +58,7 @@ def refusal(options, capsys):
         ([*PROMPT, "--recent", "few"], "--recent: it must be a count such as 64, or a share"),
         ([*PROMPT, "--kv-group-size", "64"], "--kv-group-size needs --kv-bits"),
         ([*PROMPT, "--max-kv-size", "-7"], "--max-kv-size must be at least 1; got -7"),
-        ([*PROMPT, "--set", "mass_weight=nan"], "mass_weight must be a finite number; got nan"),
+        ([*PROMPT, "--set", "age_weight=nan"], "age_weight must be a finite number; got nan"),
         ([*PROMPT, "--set", "sonk=1"], "has no setting sonk"),
         ([*PROMPT, "--budgets", "nowhere.json"], "Cannot read the profile nowhere.json"),
         (["compare", "--policies", "h2p"], "Unknown policy 'h2p'"),

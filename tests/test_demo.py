@@ -1,7 +1,5 @@
 """The demonstration: what it asks, and what it does without a network."""
 
-import pytest
-
 from mlx_h2o import smollm2
 from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT, load
 from mlx_h2o.cli import demo, main
@@ -22,7 +20,7 @@ def test_without_a_network_the_embedded_model_is_asked(tmp_path, monkeypatch, ca
     shown = capsys.readouterr()
     assert "no network here" in shown.err
     assert f"Going on with {DEFAULT_MODEL}" in shown.err
-    for arm in demo_arms(demo.OURS[DEFAULT_MODEL]):
+    for arm in demo_arms(demo.OURS_BY_BYTES):
         assert arm.name in shown.out
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert main(["demo", "--model", smollm2.NAME]) == 2
@@ -55,6 +53,5 @@ def test_answers_are_the_models_own_and_the_bytes_are_counted():
     assert len(steps) == 2 * (1 + 3 + 8)
 
 
-@pytest.mark.parametrize("name", demo.OURS)
-def test_ours_comes_last(name):
-    assert demo_arms(demo.OURS[name])[-1] is demo.OURS[name]
+def test_ours_comes_last():
+    assert demo_arms(demo.OURS_BY_BYTES)[-1] is demo.OURS_BY_BYTES
