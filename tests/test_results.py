@@ -45,9 +45,10 @@ def test_a_changed_default_is_told(monkeypatch):
     assert now["tokens"] == "640"
     assert block_of(f"mlx_h2o {EXAMPLE}", **now).differences() == []
     then = {**now, "tokens": "512", "gone": "1"}
-    then["distinct, uniform"] = now["distinct, uniform"].replace("recent=0.2", "recent=0.1")
+    ours = "salient, 16 bits"
+    then[ours] = now[ours].replace("recent=0.25", "recent=0.1")
     told = block_of(f"mlx_h2o {EXAMPLE}", **then).differences()
-    assert [line.split(":")[0] for line in told] == ["distinct, uniform", "gone", "tokens"]
+    assert [line.split(":")[0] for line in told] == ["gone", ours, "tokens"]
     demo = block_of("mlx_h2o demo").settings_now()
     assert demo["model"] == "smollm2-135m"
     monkeypatch.setattr("mlx_h2o.cli.demo.MAX_SIZE", 64)
