@@ -114,7 +114,8 @@ def test_describe_tells_per_layer_what_is_bounded_and_why(models, family):
             assert isinstance(before[i], KVCache)
             assert isinstance(cache[i], H2OKVCache)
             assert line.budgets == cache[i].budgets
-            assert f"{line.budgets[0]} slots a KV head, policy salient" in line.reason
+            policy = "salient" if cache[i].attending else "distinct"
+            assert f"{line.budgets[0]} slots a KV head, policy {policy}" in line.reason
         else:
             # The model's own kind, and where a window has a size, its own size.
             assert type(cache[i]) is type(before[i])
