@@ -133,7 +133,7 @@ void SlotStore::append(const Fields& rows) {
 
 void SlotStore::put(const mx::array& index, const Fields& rows) {
   for (const auto& [name, row] : rows) {
-    // Taken out, so that the write finds a buffer that nobody else holds.
+    // Taken out, so that the write finds the only reference to a buffer.
     mx::array field = std::move(fields_.at(name));
     fields_.erase(name);
     fields_.emplace(name, with_rows(field, index, row));

@@ -161,7 +161,7 @@ def plain_bytes(kind: LayerKind) -> int:
 
 
 def context_of(model: nn.Module) -> int:
-    """Tokens that conversations may reach where nobody says so."""
+    """Tokens that conversations may reach where the caller does not say."""
     trained = getattr(getattr(model, "args", None), "max_position_embeddings", None)
     return trained if isinstance(trained, int) and trained > 0 else USUAL_CONTEXT
 

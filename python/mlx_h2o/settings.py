@@ -219,7 +219,7 @@ class ModelSettings:
         undo: How many of the last tokens can be taken back after evictions.
         frames: A frame or None for each of the model's caches, "none", or None: the profile's.
         context: Tokens that conversations may reach, or None: what the model was trained to see.
-        chooses_bits: Whether the size is in bytes and nobody said how rows are stored.
+        chooses_bits: Whether the size is in bytes and it is not said how rows are stored.
 
     Raises:
         ValueError: A setting is none, or they do not go together; the message names it.

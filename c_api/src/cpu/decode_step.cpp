@@ -267,7 +267,7 @@ class DecodeStep {
     kernels().update(update, layer_.policy);
     if (head.choose && !layer_.policy.per_layer)
       kernels().select_victims(update, layer_.policy, victims_of(b, h));
-    if (state_.recent.scores) {  // whose slots are nobody's victims
+    if (state_.recent.scores) {  // whose slots are never victims
       const int column = recent_column(head.length);
       update.slots = step_.recent_length;
       if (update.weights) update.weights += column;

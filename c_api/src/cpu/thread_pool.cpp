@@ -78,7 +78,7 @@ void ThreadPool::run_erased(int items, Call call, const void* job) {
   generation_.fetch_add(1);
   generation_.notify_all();
   claim_items();
-  // Whoever enters from now on finds the job closed; whoever is inside is waited for.
+  // Threads that enter from now on find the job closed; those inside are waited for.
   open_ = false;
   while (inside_ != 0) pause();
 }

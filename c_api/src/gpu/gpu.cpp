@@ -75,7 +75,7 @@ std::optional<Attended> gpu_attend(
     const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted) {
   const bool few = vector_kernel_takes(q, k, v);
   if (wanted == Export::logits ? !few : !prompt_kernels_take(q, k)) return std::nullopt;
-  // Over plain rows, and where nobody asks for more, MLX's own attention is the best there is.
+  // Over plain rows, and where no more is asked for, MLX's own attention is the best there is.
   const bool plain = wanted == Export::none && !seed && !k.bits && !v.bits;
   Attended attended{q, q, std::nullopt, std::nullopt};
   if (few && !plain) {
@@ -88,7 +88,7 @@ std::optional<Attended> gpu_attend(
     attended.logits = found.logits;
   } else {
     attended.out = attention_of_prompt(q, k, v, scale, mask, sinks);
-    // Lazy: computed only if somebody looks.
+    // Lazy: computed only if it is looked at.
     attended.lse = prompt_lse(q, k, scale, mask);
     // MLX's attention says nothing about rows that see nothing; only an array hides all.
     if (mask.array) {

@@ -10,10 +10,10 @@ namespace mlx_h2o {
 
 namespace {
 
-// MLX passes shorter arrays as constants, which nobody can write.
+// MLX passes shorter arrays as constants, which cannot be written.
 constexpr int kFewestSlots = 8;
 
-// The same values in memory of their own: copied unless nobody else holds them.
+// The same values in memory of their own: copied if there is another reference.
 mx::array own(const mx::array& field) {
   const int slots = field.shape(1);
   const mx::array zero = mx::zeros({}, field.dtype());
