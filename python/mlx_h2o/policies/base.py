@@ -164,7 +164,7 @@ class Policy:
                 value = checks.switch(one.name, value)
             elif isinstance(one.default, float) or one.name == "recent":
                 # A count stays a count: `recent` is a share only as a float.
-                whole = hasattr(value, "__index__")
+                whole = one.name == "recent" and hasattr(value, "__index__")
                 number = checks.finite(one.name, value)
                 value = int(number) if whole else number
             elif isinstance(one.default, int):
