@@ -78,13 +78,16 @@ def test_fused_steps_do_what_the_reference_does(packing, budgets, policy, dtype)
                 )
             )
             outs.append(fed(tokens, caches[-1]))
-    for a, b in zip(*outs, strict=True):
-        np.testing.assert_allclose(
-            numbers(a), numbers(b), atol=2e-5 if dtype == mx.float32 else 2e-2
-        )
     got, expected = (cache.arrays() for cache in caches)
     same = mx.array_equal(got["slots.positions"], expected["slots.positions"])
     assert same or dtype == mx.bfloat16  # whose roundings may decide between two equal tokens
+    for a, b in zip(*outs, strict=True):
+        if same:
+            # One step of bfloat16 is 2^-8 of a number, or its double.
+            atol, rtol = (2e-5, 1e-7) if dtype == mx.float32 else (2e-2, 1e-2)
+            np.testing.assert_allclose(numbers(a), numbers(b), atol=atol, rtol=rtol)
+        else:
+            assert np.abs(numbers(a) - numbers(b)).mean() < 1e-2
     for name, array in expected.items():
         if same and array.dtype == mx.uint32:
             assert mx.array_equal(got[name], array), name

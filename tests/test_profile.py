@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+import mlx_h2o
 from mlx_h2o.curves import capped, scaled
 from mlx_h2o.measured import Measured
 from mlx_h2o.model_identity import ModelIdentity
@@ -149,3 +150,10 @@ def test_capping_and_scaling_keep_the_sum(seed):
     grown = scaled(slots, total, 12)
     assert sum(grown) == total
     assert min(grown) >= 12
+
+
+def test_the_shipped_profile_shares_out_what_swift_expects():
+    """The same numbers stand in swift/Tests/MLXH2OTests/ModelTests.swift."""
+    model, _ = mlx_h2o.load()
+    slots = [cache.settings.budgets for cache in mlx_h2o.make_prompt_cache(model, max_size=96)]
+    assert slots == [(10, 128), (48, 48), (48, 38), (48, 384)]

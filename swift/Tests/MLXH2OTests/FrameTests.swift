@@ -138,7 +138,7 @@ import Testing
                 .heads([20, 28]), packing: packing, frame: frame, saturation: saturation)
             return H2OKVCache.describe([cache])[0].reason
         }
-        let end = "policy distinct, evicted tokens go on answering"
+        let end = "policy salient, evicted tokens go on answering"
         #expect(try reason(.dense, nil, [4]) == "20 to 28 slots a KV head, " + end)
         #expect(
             try reason(Self.packings[0].packing, frame, [0, 2.5])

@@ -88,7 +88,7 @@ import Testing
 
     /// Policies that do not use them have none.
     @Test func othersHaveNone() throws {
-        let cache = try H2OKVCache(.heads([20, 28]))
+        let cache = try H2OKVCache(.heads([20, 28]), policy: Policies.Distinct())
         RowStream(tokens: 30).run(cache, [30])
         #expect(!cache.namedArrays.contains { $0.name.hasSuffix("value_lengths") })
     }
