@@ -25,12 +25,12 @@ FLOORS = {
     "eviction": "eviction observe",
     "core": "core",
     "opening": "saved_state opening",
-    "caches": "bounded_cache cache latent_cache plain_rows_cache",
+    "caches": "bounded_cache batch_cache cache latent_cache plain_rows_cache",
     "mlx-lm": """cache_lists trimming routing layer_kinds description cache_file watching key_frames
         kept_frames plan prompt_cache""",
     "models": """bounding resizing trials calibrated_layers calibration kl_calibration
         inspection""",
-    "tools": "evaluate bench golden",
+    "tools": "evaluate bench golden serve",
     "top": "__init__ cli __main__",
 }
 FLOOR_OF = {name: i for i, floor in enumerate(FLOORS.values()) for name in floor.split()}
@@ -41,6 +41,7 @@ LATE = {
     "backends/cpu.py",
     "backends/decoders.py",
     "cli/__init__.py",
+    "cli/serve.py",
     "gguf.py",
     "tracing.py",
 }

@@ -69,6 +69,7 @@ class BoundedKVCache:
         #: it is known from the first rows on.
         self.share = share
         self.choice = ""  # how the bits of its rows were chosen; files do not hold it
+        self.label = ""  # what its owner calls its settings; copies keep it, files do not
 
     def __repr__(self) -> str:
         name = self.policy.name or type(self.policy).__name__
@@ -171,6 +172,14 @@ class BoundedKVCache:
         """Bytes of everything held: rows and what belongs to them, remainder, frame, undo."""
         of_frame = self.frame.nbytes if self.frame else 0
         return of_frame + (self._layer.nbytes if self._layer else 0)
+
+    def pieces(self) -> dict[int, int]:
+        """The bytes of `nbytes`, by an identity that copies share while they hold the same arrays.
+
+        The union over several caches counts what they share once.
+        """
+        of_frame = {id(self.frame): self.frame.nbytes} if self.frame else {}
+        return of_frame | (self._layer.pieces() if self._layer else {})
 
     @property
     def evicted(self) -> int:
@@ -308,6 +317,19 @@ class BoundedKVCache:
         """What pickle and copy take along."""
         self._refuse_between()
         return vars(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy that shares every array until one of the two changes it."""
+        # The decoders, which change arrays in place, take copies of what anyone else holds.
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        state = self.__getstate__()
+        shared: list[Any] = [self._unopened, self.share]
+        if self._layer is not None:
+            shared += [self._layer.settings, *self._layer.shareable()]
+        memo.update((id(value), value) for value in shared)
+        vars(new).update(copy.deepcopy(state, memo))
+        return new
 
     def __copy__(self) -> Self:
         return copy.deepcopy(self)  # two caches over one store would overwrite each other's slots

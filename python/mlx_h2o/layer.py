@@ -97,6 +97,24 @@ class Layer:
         return self.memory.arrays(self.settings.remembers)
 
     @property
+    def sequences(self) -> int:
+        """B."""
+        return self._types["keys"].batch
+
+    def shareable(self) -> list[mx.array]:
+        """All arrays, those of the steps to undo too, for copies that shall have the very same."""
+        remainder = self.evictions.remainder.arrays.values()
+        undone = (array for step in self.journal.steps for array in step.arrays.values())
+        return [*self.arrays().values(), *remainder, *undone]
+
+    def pieces(self) -> dict[int, int]:
+        """Bytes of everything held, by an identity that copies of the same array share."""
+        if (decoder := self.memory.decoder) is not None:  # whose arrays are its own
+            return {id(decoder): decoder.nbytes, id(self.journal): self.journal.nbytes}
+        undone = (array for step in self.journal.steps for array in step.arrays.values())
+        return {id(array): array.nbytes for array in (*self.arrays().values(), *undone)}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of everything held, the steps to undo included."""
         return self.memory.nbytes(self.settings.remembers) + self.journal.nbytes
@@ -290,6 +308,12 @@ class Layer:
     def trimmable(self) -> int:
         """How many of the newest tokens `trim` can take back now."""
         return self.journal.trimmable(self.offset, any(self.lost(run) for run in self.runs))
+
+    @property
+    def undoable(self) -> int:
+        """How many of them `trim` can take back without a trace: steps, and what nobody scored."""
+        unscored = not self.policy.needs_attention
+        return self.trimmable if unscored else len(self.journal)
 
     def trim(self, n: int) -> None:
         """Take the newest n tokens back, at most `trimmable`."""

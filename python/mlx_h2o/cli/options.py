@@ -33,8 +33,16 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="cast the weights (default: as they are)")
 
 
-def add_cache_options(parser: argparse.ArgumentParser, default_size: int) -> None:
-    """The cache's size, policy and remainder."""
+def add_cache_options(
+    parser: argparse.ArgumentParser, default_size: int, memory_option: str = "--kv-memory"
+) -> None:
+    """The cache's size, policy and remainder.
+
+    Args:
+        parser: Takes them.
+        default_size: Tokens, where no size is given.
+        memory_option: What the size in bytes or shares is called.
+    """
     group = parser.add_argument_group("memory")
     size = group.add_mutually_exclusive_group()
     size.add_argument(
@@ -43,7 +51,7 @@ def add_cache_options(parser: argparse.ArgumentParser, default_size: int) -> Non
     )  # fmt: skip
     size.add_argument("--max-kv-bytes", type=int, metavar="N", help="instead: bytes held in all")
     size.add_argument(
-        "--kv-memory", type=typed(memory, "bytes such as 64MB, or a share such as 25%"),
+        memory_option, dest="kv_memory", type=typed(memory, "bytes such as 64MB, or a share such as 25%"),
         metavar="SIZE", help="the same as 64MB, 1.5GiB, or 25%% of what a 16-bit cache takes at "
         "--context; bits and slots are then chosen by the model's profile",
     )  # fmt: skip
