@@ -14,7 +14,7 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 
 import mlx_h2o
-from mlx_h2o import BatchH2OKVCache, H2OKVCache, policy_names
+from mlx_h2o import BatchH2OKVCache, H2OKVCache, make_policy, policy_names
 from mlx_h2o.builtin import SAMPLE_TEXT, model_path
 from tiny_models import TinyLayer, prompt_tokens, tiny_model
 
@@ -97,7 +97,8 @@ def test_who_is_beside_a_sequence_changes_nothing(policy, store, remainder):
     rng = random.Random(f"{policy} {store} {remainder}")
 
     def new(seed: int) -> Talk:
-        settings = {"policy": policy, "remainder": remainder, **STORES[store]}
+        chosen = make_policy(policy, sink=2, recent=0.25)
+        settings = {"policy": chosen, "remainder": remainder, **STORES[store]}
         return Talk.of(seed, max_size=rng.choice([40, 48]) if remainder else 24, **settings)
 
     members = [new(seed) for seed in range(3)]
@@ -114,17 +115,9 @@ def test_who_is_beside_a_sequence_changes_nothing(policy, store, remainder):
             members.append(new(10 + turn))
             batch.extend(members[-1].alone.merge([members[-1].alone]))
         elif happens == "leave" and len(members) > 1:
-            gone = members.pop(rng.randrange(len(members)))
-            kept = [i for i, c in enumerate(batch.caches) if c.config() != gone.alone.config()]
-            kept = kept if len(kept) == len(members) else None
-            if kept is None:  # two are alike by chance
-                members.append(gone)
-            else:
-                left = [i for i in range(len(batch)) if i not in kept]
-                require_alike(batch.extract(left[0]), gone.alone)
-                batch.filter(kept)
-                by_config = {str(m.alone.config()): m for m in members}
-                members = [by_config[str(c.config())] for c in batch.caches]
+            place = rng.randrange(len(members))
+            require_alike(batch.extract(place), members.pop(place).alone)
+            batch.filter([i for i in range(len(batch.caches)) if i != place])
         elif happens == "places":
             order = rng.sample(range(len(members)), len(members))
             members = [members[i] for i in order]
@@ -283,7 +276,16 @@ def alone(model: Any, prompt: list[int], count: int, **settings: Any) -> list[in
     return [int(token) for token, _ in steps]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "gpt_oss",
+        pytest.param("qwen3", marks=pytest.mark.slow),
+        pytest.param("gemma3_text", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", marks=pytest.mark.slow),
+    ],
+)
 def test_mlx_lms_batches_give_the_tokens_that_sequences_give_alone(family):
     """Ragged prompts; the third joins while the others decode, and the second leaves first."""
     model = tiny_model(family)
@@ -330,6 +332,7 @@ def test_batch_generate_after_install_is_bounded():
         mlx_h2o.install()
     for prompt, text, caches in zip(prompts, batch.texts, batch.caches, strict=True):
         cache = mlx_h2o.make_prompt_cache(model, 48)
-        assert text == mlx_lm.generate(model, tokenizer, prompt, max_tokens=12, prompt_cache=cache)
+        alone = mlx_lm.generate(model, tokenizer, prompt, max_tokens=12, prompt_cache=cache)
+        assert text.lstrip() == alone.lstrip()
         assert {type(entry) for entry in caches} == {H2OKVCache}
         assert all(max(entry.budgets) >= entry.size() for entry in caches)

@@ -54,11 +54,8 @@ class BatchH2OKVCache:
         """
         return cls([copy.deepcopy(cache) for cache in caches])
 
-    def __len__(self) -> int:
-        return len(self.caches)
-
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self)}: {', '.join(map(repr, self.caches))}>"
+        return f"<{type(self).__name__} of {len(self.caches)}: {', '.join(map(repr, self.caches))}>"
 
     # -- joining and leaving ----------------------------------------------------------------------
 
@@ -122,12 +119,12 @@ class BatchH2OKVCache:
             if lengths is None:
                 raise ValueError("right_padding needs lengths: the sequences' own rows.")
             self._due = [int(rows) for rows in lengths]
-            if len(self._due) != len(self):
-                raise ValueError(f"{len(self._due)} lengths were given for {len(self)} sequences.")
+            if len(self._due) != len(self.caches):
+                raise ValueError(f"{len(self._due)} lengths were given for {len(self.caches)} sequences.")
 
     def finalize(self) -> None:
         """Right padding is over."""
-        self._due = [None] * len(self)
+        self._due = [None] * len(self.caches)
 
     def _own_rows(self, length: int) -> Iterator[slice]:
         """Which of the next `length` rows are each sequence's own."""
@@ -159,8 +156,8 @@ class BatchH2OKVCache:
         """
         if self._handed is not None:
             raise RuntimeError(NOT_ASKED)
-        if keys.shape[0] != len(self):
-            raise ValueError(f"Rows of {keys.shape[0]} sequences came for a batch of {len(self)}.")
+        if keys.shape[0] != len(self.caches):
+            raise ValueError(f"Rows of {keys.shape[0]} sequences came for a batch of {len(self.caches)}.")
         length = keys.shape[2]
         own = list(self._own_rows(length))
         for cache, rows, k, v in zip(self.caches, own, _each(keys), _each(values), strict=True):
@@ -332,7 +329,7 @@ def _rows_of(part: mx.array, rows: slice) -> mx.array:
 def _mask_of(mask: Mask, sequence: int, rows: slice, length: int) -> Mask:
     """A mask `[B or 1, H or 1, L or 1, N]` as one sequence's own rows see it."""
     if mask is None or isinstance(mask, str):
-        return mask
+        return None if rows.stop - rows.start == 1 else mask  # one query sees all
     if mask.ndim > 3 and mask.shape[0] > 1:
         mask = mask[sequence : sequence + 1]
     if rows.stop - rows.start == length:
