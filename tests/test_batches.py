@@ -1,10 +1,11 @@
-"""Batches: every sequence gives what it gives alone, whoever joins, leaves or is padded beside it."""
+"""Batches: every sequence gives what it gives alone, whoever joins, leaves or is padded."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -163,7 +164,7 @@ def test_padding_may_end_or_begin_in_any_chunk():
         for i, (first, n) in enumerate(zip(before, own, strict=True)):
             edges = [0, *(e - first for e in range(12, 48, 12) if first < e < first + n), n]
             expected = []
-            for a, b in zip(edges, edges[1:], strict=False):
+            for a, b in pairwise(edges):
                 q_, k_, v_ = (x[:, :, a:b] for x in parts[i])
                 keys, values = alone[i].update_and_fetch(k_, v_)
                 expected.append(alone[i].attend(q_, keys, values, scale=1.0, mask="causal"))
@@ -219,12 +220,14 @@ def test_a_batch_shares_memory_with_what_it_was_made_of_and_changes_none_of_it()
         together |= cache.pieces()
     assert sum(together.values()) == batch.nbytes  # all of it is shared
     for first in range(60, 63):
-        q, k, v = (mx.concatenate(x) for x in zip(*(m.layer.at(first) for m in members)))
+        q, k, v = (
+            mx.concatenate(x) for x in zip(*(m.layer.at(first) for m in members), strict=True)
+        )
         keys, values = batch.update_and_fetch(k, v)
         mx.eval(batch.attend(q, keys, values, scale=1.0))
     taken = batch.extract(0)
     held = {name: mx.array(a) for name, a in taken.arrays().items()}
-    q, k, v = (mx.concatenate(x) for x in zip(*(m.layer.at(63) for m in members)))
+    q, k, v = (mx.concatenate(x) for x in zip(*(m.layer.at(63) for m in members), strict=True))
     mx.eval(batch.attend(q, *batch.update_and_fetch(k, v), scale=1.0))
     for cache, arrays in zip(
         [taken, *(member.alone for member in members)], [held, *before], strict=True
@@ -253,7 +256,11 @@ def test_what_cannot_be_a_batch_is_refused():
     with pytest.raises(ValueError, match="needs lengths"):
         batch.prepare(right_padding=[1, 0])
     batch.update_and_fetch(mx.zeros((2, 2, 1, 8)), mx.zeros((2, 2, 1, 8)))
-    for change in (lambda: batch.filter([0]), lambda: batch.extract(0), lambda: batch.extend(batch)):
+    for change in (
+        lambda: batch.filter([0]),
+        lambda: batch.extract(0),
+        lambda: batch.extend(batch),
+    ):
         with pytest.raises(RuntimeError, match="in the middle of a step"):
             change()
 
@@ -289,7 +296,11 @@ def alone(model: Any, prompt: list[int], count: int, **settings: Any) -> list[in
 def test_mlx_lms_batches_give_the_tokens_that_sequences_give_alone(family):
     """Ragged prompts; the third joins while the others decode, and the second leaves first."""
     model = tiny_model(family)
-    settings = [{"max_size": 40}, {"max_size": 48, "policy": "h2o"}, {"max_size": 24, "remainder": False}]
+    settings = [
+        {"max_size": 40},
+        {"max_size": 48, "policy": "h2o"},
+        {"max_size": 24, "remainder": False},
+    ]
     prompts = [prompt_tokens(n, seed) for seed, n in enumerate((61, 9, 40))]
     counts = [30, 7, 20]
     generator = BatchGenerator(model, prefill_step_size=16, prefill_batch_size=4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor

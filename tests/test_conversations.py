@@ -1,4 +1,4 @@
-"""Idle conversations: nothing wrong is ever gone on with, and room is made in the order that is told."""
+"""Idle conversations: nothing wrong is gone on with, and room is made in the order told."""
 
 from __future__ import annotations
 

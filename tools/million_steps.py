@@ -1,4 +1,4 @@
-"""One conversation of very many decode steps: memory stays flat, steps take no longer, no step is lost.
+"""One conversation of very many decode steps: flat memory, no slower steps, no step lost.
 
     tools/million_steps.py --steps 1000000
 
@@ -38,7 +38,8 @@ def main() -> None:
     prompt = mx.array(tokenizer.encode("The house stood on the cliff, and"))
     steps = generate_step(prompt, model, max_tokens=-1, prompt_cache=cache)
     print(f"{args.steps:,} steps of {args.model}, {args.max_kv_size} slots")
-    print("| steps | ms per step | resident MB | KV bytes | logical offset |\n|---:|---:|---:|---:|---:|")
+    print("| steps | ms per step | resident MB | KV bytes | logical offset |")
+    print("|---:|---:|---:|---:|---:|")
     done, milliseconds, resident, sizes = 0, [], [], []
     for part in range(1, PARTS + 1):
         start, first = time.perf_counter(), done

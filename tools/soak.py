@@ -1,4 +1,4 @@
-"""Many streams for minutes: `mlx_h2o serve` under its bound, then the same requests of mlx-lm's server.
+"""Many streams for minutes: `mlx_h2o serve` in its bound, and the same of mlx-lm's server.
 
     tools/soak.py --streams 16 --tokens 2000 --minutes 10
 
@@ -185,20 +185,16 @@ def main() -> None:
     bound = memory_size("--kv-memory", args.kv_memory)
     common = ["--port", str(args.port), "--decode-concurrency", str(args.streams)]
     common += ["--prompt-cache-size", str(args.streams)]
-    ours = soak(
-        "mlx_h2o serve",
-        [sys.executable, "-m", "mlx_h2o", "serve", "--model", args.model, *common]
-        + ["--max-kv-size", str(args.max_kv_size), "--kv-memory", args.kv_memory],
-        args,
-    )
-    theirs = soak(
-        "mlx_lm.server",
-        [sys.executable, str(Path(__file__).with_name("stock_server.py"))]
-        + ["--model", model_path(args.model), *common],
-        args,
-    )
+    own = ["--max-kv-size", str(args.max_kv_size), "--kv-memory", args.kv_memory, *common]
+    command = [sys.executable, "-m", "mlx_h2o", "serve", "--model", args.model, *own]
+    ours = soak("mlx_h2o serve", command, args)
+    stock = str(Path(__file__).with_name("stock_server.py"))
+    command = [sys.executable, stock, "--model", model_path(args.model), *common]
+    theirs = soak("mlx_lm.server", command, args)
     print(f"{args.streams} streams of {args.tokens} tokens, {args.minutes:g} minutes, {args.model}")
-    print("| server | KV bytes, most | resident MB at 10, 50, 100 % | tokens/s | answers | errors |")
+    print(
+        "| server | KV bytes, most | resident MB at 10, 50, 100 % | tokens/s | answers | errors |"
+    )
     print("|---|---:|---|---:|---:|---:|")
     for soaked in (ours, theirs):
         resident = ", ".join(f"{soaked.resident_at(share):.0f}" for share in (0.1, 0.5, 1.0))
@@ -208,7 +204,9 @@ def main() -> None:
             f"{soaked.tokens / soaked.seconds:.0f} | {answers} | {len(soaked.errors)} |"
         )
     unlike, compared = unlike_alone(ours, args)
-    print(f"\nThe bound was {bound:,} bytes. Of {compared} answers {unlike} differ from those alone.")
+    print(
+        f"\nThe bound was {bound:,} bytes. Of {compared} answers {unlike} differ from those alone."
+    )
     if ours.kv_peak > bound or ours.errors or unlike:
         print(*ours.errors[:3], sep="\n")
         raise SystemExit(1)

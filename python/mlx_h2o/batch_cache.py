@@ -13,8 +13,11 @@ from typing import Any, ClassVar, NoReturn
 
 import mlx.core as mx
 
+from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.bounded_cache import NOT_ASKED, BoundedKVCache
+from mlx_h2o.core import decode_together
 from mlx_h2o.masks import Mask
+from mlx_h2o.tracing import refuse_tracing
 
 
 class BatchH2OKVCache:
@@ -41,9 +44,8 @@ class BatchH2OKVCache:
         # padding (None: no padding comes).
         self._before = [0] * len(caches)
         self._due: list[int | None] = [None] * len(caches)
+        # Rows that came and were not attended to yet.
         self._handed: tuple[mx.array, mx.array] | None = None
-        # What each sequence's cache was handed of those, in the order of sequences.
-        self._parts: list[_Part] = []
 
     @classmethod
     def merge(cls, caches: Sequence[BoundedKVCache]) -> BatchH2OKVCache:
@@ -62,7 +64,10 @@ class BatchH2OKVCache:
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
         """Keep the sequences of these places, in this order."""
         self._refuse_between()
-        kept = batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
+        listed: Any = (
+            batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
+        )
+        kept: list[int] = list(listed)
         self.caches = [self.caches[i] for i in kept]
         self._before = [self._before[i] for i in kept]
         self._due = [self._due[i] for i in kept]
@@ -120,7 +125,9 @@ class BatchH2OKVCache:
                 raise ValueError("right_padding needs lengths: the sequences' own rows.")
             self._due = [int(rows) for rows in lengths]
             if len(self._due) != len(self.caches):
-                raise ValueError(f"{len(self._due)} lengths were given for {len(self.caches)} sequences.")
+                raise ValueError(
+                    f"{len(self._due)} lengths were given for {len(self.caches)} sequences."
+                )
 
     def finalize(self) -> None:
         """Right padding is over."""
@@ -137,8 +144,9 @@ class BatchH2OKVCache:
     @property
     def offset(self) -> mx.array:
         """The position of the next row of each sequence, `[B]` int32; negative within padding."""
+        waiting = self._handed[0].shape[2] if self._handed is not None else 0
         sequences = zip(self.caches, self._before, strict=True)
-        return mx.array([cache.offset - before for cache, before in sequences])
+        return mx.array([cache.offset - before + waiting for cache, before in sequences])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Hold new rows until `attend` comes with their queries.
@@ -152,23 +160,14 @@ class BatchH2OKVCache:
 
         Raises:
             RuntimeError: As in `H2OKVCache`.
-            ValueError: Likewise, or there is not one row of each sequence.
+            ValueError: They are not of as many sequences.
         """
         if self._handed is not None:
             raise RuntimeError(NOT_ASKED)
         if keys.shape[0] != len(self.caches):
-            raise ValueError(f"Rows of {keys.shape[0]} sequences came for a batch of {len(self.caches)}.")
-        length = keys.shape[2]
-        own = list(self._own_rows(length))
-        for cache, rows, k, v in zip(self.caches, own, _each(keys), _each(values), strict=True):
-            handed = None
-            if rows.start < rows.stop:
-                handed = cache.update_and_fetch(_rows_of(k, rows), _rows_of(v, rows))
-            self._parts.append(_Part(rows, handed))
-        for i, rows in enumerate(own):
-            self._before[i] -= rows.start
-            due = self._due[i]
-            self._due[i] = None if due is None else due - (rows.stop - rows.start)
+            raise ValueError(
+                f"Rows of {keys.shape[0]} sequences came for a batch of {len(self.caches)}."
+            )
         self._handed = keys, values
         return self._handed
 
@@ -182,7 +181,7 @@ class BatchH2OKVCache:
         mask: Mask = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Attend sequence by sequence, each to its own rows; padding gets zeros.
+        """Attend to each sequence's own rows; padding gets zeros.
 
         Args:
             q: `[B, Hq, L, D]`.
@@ -197,26 +196,38 @@ class BatchH2OKVCache:
 
         Raises:
             RuntimeError: As in `H2OKVCache`.
+            ValueError: The rows are unlike those held, or the size does not suit them.
         """
-        handed, parts = self._handed, self._parts
-        self._handed, self._parts = None, []
+        refuse_tracing()
+        handed, self._handed = self._handed, None
         if handed is None:
             raise RuntimeError("attend() before update_and_fetch(): there is nothing to attend to.")
         if keys is not handed[0] or values is not handed[1]:
             raise RuntimeError("This model attends to keys derived from the cached ones.")
-        length, width = q.shape[2], values.shape[3]
+        call, length = AttentionCall(q, scale, mask, sinks), q.shape[2]
+        own = list(self._own_rows(length))
+        if length == 1 and mask is None and all(rows.stop > rows.start for rows in own):
+            layers = [cache.layer for cache in self.caches]
+            opened = [layer for layer in layers if layer is not None]
+            if len(opened) == len(layers):
+                out = decode_together(opened, call, keys, values)
+                if out is not None:
+                    self._came(own)
+                    return out
+        parts = zip(self.caches, own, _each(q), _each(keys), _each(values), strict=True)
         outs = []
-        for i, (cache, part, one) in enumerate(zip(self.caches, parts, _each(q), strict=True)):
-            if part.handed is None:
-                outs.append(mx.zeros((*one.shape[:3], width), one.dtype))
-                continue
-            rows, own = part.rows, _mask_of(mask, i, part.rows, length)
-            k, v = part.handed
-            out = cache.attend(_rows_of(one, rows), k, v, scale=scale, mask=own, sinks=sinks)
-            if out.shape[2] < length:
-                out = mx.pad(out, [(0, 0), (0, 0), (rows.start, length - rows.stop), (0, 0)])
-            outs.append(out)
+        for i, (cache, rows, *one) in enumerate(parts):
+            mine = AttentionCall(one[0], scale, _mask_of(mask, i, rows, length), sinks)
+            outs.append(_attended(cache, rows, mine, *one[1:]))
+        self._came(own)
         return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=0)
+
+    def _came(self, own: Sequence[slice]) -> None:
+        """Count the rows that came, of which these were each sequence's own."""
+        for i, rows in enumerate(own):
+            self._before[i] -= rows.start
+            due = self._due[i]
+            self._due[i] = None if due is None else due - (rows.stop - rows.start)
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -291,20 +302,6 @@ class BatchH2OKVCache:
             )
 
 
-class _Part:
-    """What of a step is one sequence's.
-
-    Attributes:
-        rows: Its own rows among those that came.
-        handed: What its cache handed out for them; None where there are none.
-    """
-
-    __slots__ = ("handed", "rows")
-
-    def __init__(self, rows: slice, handed: tuple[mx.array, mx.array] | None):
-        self.rows, self.handed = rows, handed
-
-
 def _require_one_sequence(cache: Any) -> None:
     """Raise ValueError unless a cache is an attending one of at most one sequence."""
     if not isinstance(cache, BoundedKVCache) or not hasattr(cache, "merge"):
@@ -316,9 +313,32 @@ def _require_one_sequence(cache: Any) -> None:
         )
 
 
+def _attended(
+    cache: Any, rows: slice, call: AttentionCall, keys: mx.array, values: mx.array
+) -> mx.array:
+    """What one sequence's own rows attend to, `[1, Hq, L, Dv]`, with zeros for padding.
+
+    Args:
+        cache: Its cache.
+        rows: Which are its own.
+        call: Queries of all L rows, with the mask of its own.
+        keys: `[1, H, L, D]`.
+        values: `[1, H, L, Dv]`.
+    """
+    length = call.length
+    if rows.start >= rows.stop:
+        return mx.zeros((*call.q.shape[:3], values.shape[3]), call.q.dtype)
+    k, v = cache.update_and_fetch(_rows_of(keys, rows), _rows_of(values, rows))
+    q = _rows_of(call.q, rows)
+    out: mx.array = cache.attend(q, k, v, scale=call.scale, mask=call.mask, sinks=call.sinks)
+    if out.shape[2] == length:
+        return out
+    return mx.pad(out, [(0, 0), (0, 0), (rows.start, length - rows.stop), (0, 0)])
+
+
 def _each(rows: mx.array) -> list[mx.array]:
     """The sequences of `[B, ...]`, `[1, ...]` each."""
-    return [rows] if rows.shape[0] == 1 else mx.split(rows, rows.shape[0])
+    return [rows] if rows.shape[0] == 1 else list(mx.split(rows, rows.shape[0]))
 
 
 def _rows_of(part: mx.array, rows: slice) -> mx.array:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from mlx_h2o import checks, eviction, opening, saved_state
 from mlx_h2o.budget import LayerShare
+from mlx_h2o.copying import SharingCopies
 from mlx_h2o.frame import Frame
 from mlx_h2o.layer import Layer
 from mlx_h2o.packed import Packing
@@ -26,7 +26,7 @@ NOT_ASKED = (
 )
 
 
-class BoundedKVCache:
+class BoundedKVCache(SharingCopies):
     """The bounded memory of one layer, with what mlx-lm asks of any cache.
 
     Subclasses say how rows come in and how they are attended to.
@@ -262,6 +262,10 @@ class BoundedKVCache:
         alike = self._layer is None and not checks.is_list(max_size)
         return self.settings.resized(budgets, alike)
 
+    def _shareable(self) -> list[Any]:
+        held = [self._layer.settings, *self._layer.shareable()] if self._layer else []
+        return [self._unopened, self.share, *held]
+
     # -- saving -----------------------------------------------------------------------------------
 
     def arrays(self) -> dict[str, mx.array]:
@@ -312,27 +316,6 @@ class BoundedKVCache:
     def meta_state(self) -> str:
         """For mlx-lm before 0.32.1."""
         return ""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What pickle and copy take along."""
-        self._refuse_between()
-        return vars(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy that shares every array until one of the two changes it."""
-        # The decoders, which change arrays in place, take copies of what anyone else holds.
-        new = object.__new__(type(self))
-        memo[id(self)] = new
-        state = self.__getstate__()
-        shared: list[Any] = [self._unopened, self.share]
-        if self._layer is not None:
-            shared += [self._layer.settings, *self._layer.shareable()]
-        memo.update((id(value), value) for value in shared)
-        vars(new).update(copy.deepcopy(state, memo))
-        return new
-
-    def __copy__(self) -> Self:
-        return copy.deepcopy(self)  # two caches over one store would overwrite each other's slots
 
     @property
     def _between(self) -> bool:

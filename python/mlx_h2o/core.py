@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_h2o import eviction
 from mlx_h2o.attention_call import AttentionCall
-from mlx_h2o.backends.decoders import accepts
+from mlx_h2o.backends.decoders import accepts, step_together
 from mlx_h2o.layer import Layer
 from mlx_h2o.memory import Fields
 from mlx_h2o.observe import Seen, observe, observe_derived
@@ -54,6 +54,35 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
         call, k = call.with_queries(frame.enter_queries(call.q)), frame.enter(k)
     attended = zip(layer.runs, layer.take_in(k, v), strict=True)
     return _evicting(layer, [observe(layer, run, call, fields) for run, fields in attended])
+
+
+def decode_together(
+    layers: Sequence[Layer], call: AttentionCall, k: mx.array, v: mx.array
+) -> mx.array | None:
+    """One token of each of several layers of one sequence each, in one fused step if there is one.
+
+    Args:
+        layers: Their memories.
+        call: Queries `[B, Hq, 1, D]`, a sequence for each layer.
+        k: New keys `[B, H, 1, D]`, likewise.
+        v: New values `[B, H, 1, Dv]`.
+
+    Returns:
+        `[B, Hq, 1, Dv]`; None, and nothing is changed, where a layer has no fused step.
+    """
+    if not all(layer.offset and accepts(layer.settings, call, k, v) for layer in layers):
+        return None
+    like = k[:1], v[:1]
+    planned = []
+    for layer in layers:
+        layer.check_rows(*like)
+    for layer in layers:
+        grown = layer.settings.grown(layer.offset + 1)
+        if grown is not None:
+            eviction.resize(layer, grown)
+        planned.append(layer.planned(*like))
+    decoders, tokens = zip(*planned, strict=True)
+    return step_together(decoders, tokens, call, k, v)
 
 
 def attend_to_derived(

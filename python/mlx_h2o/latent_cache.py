@@ -45,7 +45,7 @@ class LatentKVCache(H2OKVCache, kind="latent"):
         return self._attended is not None
 
     @property
-    def merge(self) -> NoReturn:  # type: ignore[override]
+    def merge(self) -> NoReturn:
         """Not there: mlx-lm asks whether it is, and serves such sequences one at a time."""
         raise AttributeError("A model that makes keys of all cached rows cannot be batched.")
 

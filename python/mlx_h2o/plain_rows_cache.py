@@ -29,7 +29,7 @@ class PlainRowsKVCache(H2OKVCache, kind="plain rows"):
         super()._begin(replace(settings, attending=False), share)
 
     @property
-    def merge(self) -> NoReturn:  # type: ignore[override]
+    def merge(self) -> NoReturn:
         """Not there: mlx-lm asks whether it is, and serves such sequences one at a time."""
         raise AttributeError("A model that attends by itself cannot be batched.")
 

@@ -73,7 +73,7 @@ def measure(
     progress: Progress | None = None,
 ) -> Samples:
     """Seconds per step of each batch, in slices taken by turns, eviction going on."""
-    whole = prompt_tokens(tokenizer, sizes.prompt + 16 * sizes.streams).tolist()
+    whole: Any = prompt_tokens(tokenizer, sizes.prompt + 16 * sizes.streams).tolist()
     prompts = [whole[16 * i : 16 * i + sizes.prompt] for i in range(sizes.streams)]
     arms = {
         name: _decoding(_started(model, prompts, make, sizes), sizes.slice_steps)

@@ -37,8 +37,8 @@ def add_parser(commands: Any) -> None:
         help="measure the CPU kernels side by side with MLX",
         description="Measure attention against MLX's own and against the machine's read "
         "bandwidth, decoding of a whole model and of a batch of conversations against mlx-lm's "
-        "caches, what handing work to threads costs, and matrix products with either BLAS. Everything is "
-        "visited by turns, so ratios hold on a busy machine; times need an idle one.",
+        "caches, what handing work to threads costs, and matrix products with either BLAS. "
+        "Everything is visited by turns, so ratios hold on a busy machine; times need an idle one.",
     )
     parser.add_argument(
         "--only", choices=PARTS, action="append", help="measure this part (may be given again)"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,11 @@ def run(args: argparse.Namespace) -> None:
         if given is not None:
             options += [f"--{name}", given]
     serve(settings, options)
+    # All is written and every client gone. MLX's threads may still be letting go of Python's
+    # objects, and one that does so while the interpreter ends aborts the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def cache_defaults(args: argparse.Namespace) -> dict[str, Any]:

@@ -28,6 +28,9 @@ class Owner(Protocol):
     def weighed(self, nbytes: int, slots: float) -> None:
         """What all caches of the batch hold: bytes, and tokens of all sequences together."""
 
+    def snapped(self, cache: list[Any]) -> None:
+        """These caches were copied in mid-way."""
+
     def ended(self, ticket: Ticket, cache: list[Any] | None) -> None:
         """A request's sequence left the batch, with its cache if it came to its end."""
 
@@ -72,6 +75,13 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
         bounded = [layer for layer in layers if isinstance(layer, BatchH2OKVCache)]
         held = sum(cache.size() for layer in bounded for cache in layer.caches)
         return held / len(bounded) if bounded else 0.0
+
+    def extract_cache(self, uids: Sequence[int]) -> dict[int, Any]:
+        """As in mlx-lm."""
+        extracted: dict[int, Any] = super().extract_cache(uids)
+        for cache, _ in extracted.values():
+            self._owner.snapped(cache)
+        return extracted
 
     def remove(self, uids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         """As in mlx-lm."""

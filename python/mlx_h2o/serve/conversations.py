@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,6 +72,7 @@ class Conversations:
         self.label, self._empty = "", list[Any]()
         self.shrunk = self.forgotten = 0  # how often, for the metrics
         self._idle: dict[tuple[str, bytes], Idle] = {}
+        self._snapped: set[int] = set()
         self._clock = 0
 
     def __len__(self) -> int:
@@ -101,9 +101,7 @@ class Conversations:
         """The next prompt that is looked up is of these settings, with empty caches of them."""
         self.label, self._empty = label, empty
 
-    def fetch_nearest_cache(
-        self, model: Any, tokens: Sequence[int]
-    ) -> tuple[list[Any], list[int]]:
+    def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any], list[int]]:
         """The caches that know most of a prompt, and the tokens that they do not know.
 
         They are the caller's own, empty ones if nothing is known. At least the last token is left,
@@ -137,6 +135,10 @@ class Conversations:
             grow(cache, self._empty)
         return cache, tokens[known:]
 
+    def snapped(self, cache: list[Any]) -> None:
+        """What will be inserted next was copied before its turn ended: it is no conversation."""
+        self._snapped.add(id(cache))
+
     def insert_cache(
         self,
         model: Any,
@@ -154,6 +156,9 @@ class Conversations:
             cache_type: One of KINDS.
         """
         key, label = key_of(tokens), label_of(prompt_cache)
+        if id(prompt_cache) in self._snapped:
+            self._snapped.remove(id(prompt_cache))
+            cache_type = "system" if cache_type == "system" else "user"
         mx.eval([entry.state for entry in prompt_cache])
         for idle in self._idle.values():
             if idle.label == label and len(idle.key) < len(key) and key.startswith(idle.key):
@@ -245,8 +250,7 @@ class Conversations:
             if idle.label != self.label:
                 continue
             held = tokens_of(idle.key)
-            common = len(os.path.commonprefix([held, tokens]))  # type: ignore[list-item]
-            common = min(common, len(tokens) - 1)
+            common = min(_common(held, tokens), len(tokens) - 1)
             if common > more_than and leaves_no_trace(idle.cache, len(held) - common):
                 best, more_than = idle, common
         if best is None:
@@ -256,6 +260,12 @@ class Conversations:
         for _, entry in entries(cache):
             entry.trim(count)
         return cache, more_than
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def leaves_no_trace(cache: Sequence[Any], count: int) -> bool:

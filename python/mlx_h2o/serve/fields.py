@@ -69,9 +69,6 @@ def check_body(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
     model = body.get("model", names[0])
     if model not in names:
         raise ValueError(f"This server serves {names[-1]!r} alone; got model={model!r}.")
-    if isinstance(body.get("top_logprobs"), int) and body["top_logprobs"] > 0:
-        if body.get("logprobs") is False:
-            raise ValueError("top_logprobs needs logprobs=true.")
     _check_images(body.get("messages"))
 
 

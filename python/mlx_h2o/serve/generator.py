@@ -50,7 +50,8 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         made: list[BoundedGenerator],
     ):
         made.append(self)
-        self.accountant, self.metrics, self.defaults = accountant, metrics, defaults
+        self.provider, self.accountant, self.metrics = provider, accountant, metrics
+        self.defaults = defaults
         self.conversations, self.running_bytes, self.peak = conversations, 0, 0
         conversations.left = lambda: accountant.left_for_idle
         self._plans: dict[str, tuple[list[Any], int]] = {}
@@ -58,7 +59,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         self._line: deque[Any] = deque()
         self._current: Ticket | None = None
         self.slots = 0.0  # tokens that all running caches hold, mean over layers
-        super().__init__(provider, conversations)
+        super().__init__(provider, conversations)  # type: ignore[arg-type]
 
     # -- what a request needs ---------------------------------------------------------------------
 
@@ -78,7 +79,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _planned(self, label: str, settings: Mapping[str, Any]) -> tuple[list[Any], int]:
         """Empty caches of these settings, and the bytes that they may take."""
-        model = self.model_provider.require()
+        model = self.provider.require()
         with self._planning:
             if label not in self._plans:
                 if len(self._plans) >= MOST_PLANS:
@@ -188,12 +189,18 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
                 text = "Time of one step of all that run, each of which gives one token."
                 self.metrics.observe("token_seconds", text, seconds)
 
+    def snapped(self, cache: list[Any]) -> None:
+        """These caches were copied in mid-way."""
+        self.conversations.snapped(cache)
+
     def ended(self, ticket: Ticket, cache: list[Any] | None) -> None:
         """A request runs no longer."""
         seconds = None
         if cache is not None:
             seconds = time.monotonic() - ticket.admitted
-            self.metrics.count("evicted_tokens", "Tokens evicted, mean over heads.", _evicted(cache))
+            self.metrics.count(
+                "evicted_tokens", "Tokens evicted, mean over heads.", _evicted(cache)
+            )
         self.accountant.release(ticket, seconds)
 
     # -- what a handler asks ----------------------------------------------------------------------

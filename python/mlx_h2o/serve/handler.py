@@ -7,6 +7,7 @@ import logging
 import select
 import socket
 import sys
+from contextlib import suppress
 from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +21,10 @@ from mlx_h2o.serve.generator import BoundedGenerator
 PATIENCE = 60
 #: Bytes of a request that nobody asked to be larger.
 USUAL_REQUEST = 8 << 20
+
+
+class Refused(Exception):
+    """A request that asks for what is not done; mlx-lm lets it through to us."""
 
 
 class Handler(APIHandler):  # type: ignore[misc]
@@ -50,23 +55,31 @@ class Handler(APIHandler):  # type: ignore[misc]
                 super().do_POST()
             except UnicodeDecodeError:
                 self.refuse(400, "The body is not UTF-8.")
+            except Refused as error:
+                self.refuse(400, str(error))
 
     def _welcome(self, origin: str) -> bool:
         """Whether a page from there may ask: our own, or one that the command line names."""
         allowed = self.response_generator.cli_args.allowed_origins
-        return "*" in allowed or origin in allowed or urlsplit(origin).netloc == self.headers["Host"]
+        return (
+            "*" in allowed or origin in allowed or urlsplit(origin).netloc == self.headers["Host"]
+        )
 
     def validate_model_parameters(self) -> None:
         """As in mlx-lm; and what it would pass over, or break off at, is refused.
 
         Raises:
-            ValueError: The body asks for what is not done.
+            Refused: The body asks for what is not done.
         """
-        check_body(self.body, self._names())
-        super().validate_model_parameters()
-        provider = self.response_generator.model_provider
-        check_for_model(self.body, provider.require(), provider.tokenizer)
-        self.settings = settings_of(self.body, self.response_generator.defaults)
+        generator = self.response_generator
+        provider = generator.provider
+        try:
+            check_body(self.body, self._names())
+            super().validate_model_parameters()
+            check_for_model(self.body, provider.require(), provider.tokenizer)
+            self.settings = settings_of(self.body, generator.defaults)
+        except ValueError as error:
+            raise Refused(str(error)) from error
         # Whatever it was called: requests for different models do not share a batch.
         self.requested_model = self._names()[-1]
         self.requested_draft_model, self.adapter = "default_model", None
@@ -160,10 +173,32 @@ class Handler(APIHandler):  # type: ignore[misc]
 
 
 class Server(ThreadingHTTPServer):
-    """A thread for each client; those that go away are no error."""
+    """A thread for each client; those that go away are no error, and closing sends all away."""
 
-    daemon_threads = True
+    # Threads that the interpreter cuts off in MLX at its end take the process with them.
+    daemon_threads = False
     request_queue_size = 128
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._clients: set[socket.socket] = set()
+        super().__init__(*args, **kwargs)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a client in a thread of its own."""
+        self._clients.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """A client was answered."""
+        self._clients.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Send all clients away, and wait for their threads."""
+        for client in list(self._clients):
+            with suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+        super().server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log what went wrong with a request."""

@@ -43,19 +43,19 @@ class ServedModel(ModelProvider):  # type: ignore[misc]
         return self.model, self.tokenizer
 
     def _load_served(self) -> None:
+        own: Any = self  # mlx-lm's attributes begin as None
         args = self.cli_args
         if args.adapter_path is not None or self.is_distributed:
             super().load("default_model", args.adapter_path, None)
-            tokenizer = self.tokenizer
         else:
-            self.model, tokenizer = load(args.model)
-            self.model_key = (args.model, None, None)
-            self.tokenizer, self.processor, self.draft_model = tokenizer, None, None
+            own.model, own.tokenizer = load(args.model)
+            own.model_key = (args.model, None, None)
+            own.processor = own.draft_model = None
             if args.chat_template:
-                tokenizer.chat_template = args.chat_template
+                own.tokenizer.chat_template = args.chat_template
         # Other threads make caches of it, which cannot evaluate what this one left lazy.
-        mx.eval(self.model.parameters())
-        self.is_batchable = all(hasattr(cache, "merge") for cache in stock_caches(self.model))
+        mx.eval(own.model.parameters())
+        own.is_batchable = all(hasattr(cache, "merge") for cache in stock_caches(own.model))
 
     def require(self) -> Any:
         """The model, once it is loaded.

@@ -108,7 +108,7 @@ class Sessions:
     def load(self, saved: Saved) -> list[Any] | None:
         """A conversation's caches, evaluated; None, and it is forgotten, where the file is bad."""
         try:
-            cache = load_prompt_cache(saved.path)
+            cache: Any = load_prompt_cache(saved.path)
             mx.eval([entry.state for entry in cache])
             for _, entry in entries(cache):
                 if isinstance(entry, BoundedKVCache):
