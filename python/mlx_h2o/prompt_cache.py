@@ -23,6 +23,7 @@ from mlx_h2o.profile import Profile
 from mlx_h2o.profile_places import found_profile
 from mlx_h2o.settings import CacheSettings, ModelSettings
 from mlx_h2o.stock import caches_beneath, is_asked, stock_caches
+from mlx_h2o.watching import trained_context
 
 #: Bytes of an element of a 16-bit cache.
 PLAIN_ELEMENT = 2
@@ -123,9 +124,11 @@ def bounded_caches(
     identity = identity_of(model, [k.heads for k in kinds], [k.widths.key for k in kinds])
     profile = _profile_for(model, identity, settings.budgets, uniform)
     caches = stock_caches(model)
-    settings = settings.in_bytes(sum(map(plain_bytes, kinds)), context_of(model))
+    context = trained_context(model, USUAL_CONTEXT)
+    settings = settings.in_bytes(sum(map(plain_bytes, kinds)), context)
     frames = None
-    if settings.frames is None and policy.suits_frames and attending and not derived:
+    packs = settings.packing.k_bits is not None or settings.chooses_bits
+    if packs and settings.frames is None and policy.suits_frames and attending and not derived:
         frames = found_frames(identity, profile)
         if frames is None and settings.chooses_bits:
             frames = made_frames(model, identity)
@@ -158,12 +161,6 @@ def bounded_caches(
 def plain_bytes(kind: LayerKind) -> int:
     """What one token takes of a layer in a 16-bit cache."""
     return kind.heads * (kind.widths.key + kind.widths.value) * PLAIN_ELEMENT
-
-
-def context_of(model: nn.Module) -> int:
-    """Tokens that conversations may reach where the caller does not say."""
-    trained = getattr(getattr(model, "args", None), "max_position_embeddings", None)
-    return trained if isinstance(trained, int) and trained > 0 else USUAL_CONTEXT
 
 
 def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
