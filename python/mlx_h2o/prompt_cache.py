@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries, replaced
 from mlx_h2o.frame import Frame
-from mlx_h2o.kept_frames import found_frames, made_frames
+from mlx_h2o.kept_frames import Frames, found_frames, made_frames
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
 from mlx_h2o.memory_size import USUAL_CONTEXT
 from mlx_h2o.model_identity import ModelIdentity, identity_of
@@ -127,11 +127,8 @@ def bounded_caches(
     context = trained_context(model, USUAL_CONTEXT)
     settings = settings.in_bytes(sum(map(plain_bytes, kinds)), context)
     frames = None
-    packs = settings.packing.k_bits is not None or settings.chooses_bits
-    if packs and settings.frames is None and policy.suits_frames and attending and not derived:
-        frames = found_frames(identity, profile)
-        if frames is None and settings.chooses_bits:
-            frames = made_frames(model, identity)
+    if settings.frames is None and policy.suits_frames and attending and not derived:
+        frames = _frames_at_hand(model, identity, profile, settings)
     at_hand = AtHand(profile, frames, frames_of_caches(caches, settings.frames))
     remembers = answers or policy.uses_evicted_mean
     plan = planned(kinds, settings, policy, remembers, at_hand)
@@ -161,6 +158,18 @@ def bounded_caches(
 def plain_bytes(kind: LayerKind) -> int:
     """What one token takes of a layer in a 16-bit cache."""
     return kind.heads * (kind.widths.key + kind.widths.value) * PLAIN_ELEMENT
+
+
+def _frames_at_hand(
+    model: nn.Module, identity: ModelIdentity, profile: Profile | None, settings: ModelSettings
+) -> Frames | None:
+    """Frames for keys that are packed, made now where bits are left to us; None without."""
+    if settings.packing.k_bits is None and not settings.chooses_bits:
+        return None
+    frames = found_frames(identity, profile)
+    if frames is None and settings.chooses_bits:
+        return made_frames(model, identity)
+    return frames
 
 
 def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
