@@ -173,14 +173,6 @@ class BoundedKVCache(SharingCopies):
         of_frame = self.frame.nbytes if self.frame else 0
         return of_frame + (self._layer.nbytes if self._layer else 0)
 
-    def pieces(self) -> dict[int, int]:
-        """The bytes of `nbytes`, by an identity that copies share while they hold the same arrays.
-
-        The union over several caches counts what they share once.
-        """
-        of_frame = {id(self.frame): self.frame.nbytes} if self.frame else {}
-        return of_frame | (self._layer.pieces() if self._layer else {})
-
     @property
     def evicted(self) -> int:
         """Tokens dropped so far, mean over KV heads (rounded down)."""
@@ -262,9 +254,8 @@ class BoundedKVCache(SharingCopies):
         alike = self._layer is None and not checks.is_list(max_size)
         return self.settings.resized(budgets, alike)
 
-    def _shareable(self) -> list[Any]:
-        held = [self._layer.settings, *self._layer.shareable()] if self._layer else []
-        return [self._unopened, self.share, *held]
+    def _settled(self) -> list[Any]:
+        return [self._unopened, self.share]
 
     # -- saving -----------------------------------------------------------------------------------
 

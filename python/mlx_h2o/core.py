@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from mlx_h2o import eviction
 from mlx_h2o.attention_call import AttentionCall
+from mlx_h2o.backends.decoder import DecodeStep
 from mlx_h2o.backends.decoders import accepts, step_together
 from mlx_h2o.layer import Layer
 from mlx_h2o.memory import Fields
@@ -49,7 +50,8 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
         )
     # The first token of all goes op by op: then there are arrays to lend.
     if layer.offset and accepts(layer.settings, call, k, v):
-        return layer.decode(call, k, v)
+        decoder, token = layer.planned(k, v)
+        return decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, *token))
     if frame is not None:
         call, k = call.with_queries(frame.enter_queries(call.q)), frame.enter(k)
     attended = zip(layer.runs, layer.take_in(k, v), strict=True)

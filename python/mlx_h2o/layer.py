@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_h2o.attention_call import AttentionCall
-from mlx_h2o.backends.decoder import Decoder, DecodeStep, HeadPlan, PlannedToken
+from mlx_h2o.backends.decoder import Decoder, HeadPlan, PlannedToken
 from mlx_h2o.memory import Evictions, Fields, Memory, fields_of
 from mlx_h2o.packed import dense
 from mlx_h2o.recent_window import RecentWindow
@@ -100,19 +99,6 @@ class Layer:
     def sequences(self) -> int:
         """B."""
         return self._types["keys"].batch
-
-    def shareable(self) -> list[mx.array]:
-        """All arrays, those of the steps to undo too, for copies that shall have the very same."""
-        remainder = self.evictions.remainder.arrays.values()
-        undone = (array for step in self.journal.steps for array in step.arrays.values())
-        return [*self.arrays().values(), *remainder, *undone]
-
-    def pieces(self) -> dict[int, int]:
-        """Bytes of everything held, by an identity that copies of the same array share."""
-        if (decoder := self.memory.decoder) is not None:  # whose arrays are its own
-            return {id(decoder): decoder.nbytes, id(self.journal): self.journal.nbytes}
-        undone = (array for step in self.journal.steps for array in step.arrays.values())
-        return {id(array): array.nbytes for array in (*self.arrays().values(), *undone)}
 
     @property
     def nbytes(self) -> int:
@@ -309,12 +295,6 @@ class Layer:
         """How many of the newest tokens `trim` can take back now."""
         return self.journal.trimmable(self.offset, any(self.lost(run) for run in self.runs))
 
-    @property
-    def undoable(self) -> int:
-        """How many of them `trim` can take back without a trace: steps, and what nobody scored."""
-        unscored = not self.policy.needs_attention
-        return self.trimmable if unscored else len(self.journal)
-
     def trim(self, n: int) -> None:
         """Take the newest n tokens back, at most `trimmable`."""
         undone = min(n, len(self.journal))
@@ -334,20 +314,6 @@ class Layer:
         self.forget_victims()
 
     # -- fused steps ------------------------------------------------------------------------------
-
-    def decode(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
-        """One token in one fused step, which `decoders.accepts`.
-
-        Args:
-            call: `[B, Hq, 1, D]`.
-            keys: `[B, H, 1, D]`.
-            values: `[B, H, 1, Dv]`.
-
-        Returns:
-            `[B, Hq, 1, Dv]`.
-        """
-        decoder, token = self.planned(keys, values)
-        return decoder.step(DecodeStep(call.q, keys, values, call.scale, call.sinks, *token))
 
     def planned(self, keys: mx.array, values: mx.array) -> tuple[Decoder, PlannedToken]:
         """What the next token does in this layer, which counts it from now on; and who does it.

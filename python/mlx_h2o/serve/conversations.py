@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries
+from mlx_h2o.layer import Layer
 from mlx_h2o.resizing import resize
 from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
 
@@ -274,9 +275,14 @@ def leaves_no_trace(cache: Sequence[Any], count: int) -> bool:
         if not isinstance(entry, BoundedKVCache):
             if not entry.is_trimmable():
                 return False
-        elif entry.layer is None or count > entry.layer.undoable:
+        elif entry.layer is None or count > _undoable(entry.layer):
             return False
     return True
+
+
+def _undoable(layer: Layer) -> int:
+    """How many of the newest tokens leave no trace: steps within `undo`, and what nobody scored."""
+    return len(layer.journal) if layer.policy.needs_attention else layer.trimmable
 
 
 def grow(cache: Sequence[Any], empty: Sequence[Any]) -> None:
