@@ -31,6 +31,7 @@ from mlx_h2o.evaluate.comparison import (
 from mlx_h2o.evaluate.recall import FORMS
 from mlx_h2o.files import require_folder, write_kept
 from mlx_h2o.linear_algebra import advice, blas
+from mlx_h2o.packed import BITS
 from mlx_h2o.policies import policy_names
 
 
@@ -84,6 +85,10 @@ def add_parser(commands: Any) -> None:
         f"(default: h2o; there are {', '.join(policy_names())})",
     )  # fmt: skip
     parser.add_argument(
+        "--bits", type=int, nargs="+", default=[], choices=BITS, metavar="N",
+        help="mlx-h2o with rows of so many bits too, beside the width that its profile chooses",
+    )  # fmt: skip
+    parser.add_argument(
         "--only", nargs="+", default=[], metavar="NAME",
         help="of all these caches the full one, and those whose names begin so",
     )  # fmt: skip
@@ -115,7 +120,7 @@ def arms_of(args: argparse.Namespace, budgets: str | None = None) -> list[Arm]:
     Raises:
         ValueError: There is none of such a name.
     """
-    arms = default_arms(args.policies, budgets)
+    arms = default_arms(args.policies, budgets, args.bits)
     for name in args.only:
         if not any(arm.name.startswith(name) for arm in arms):
             known = ", ".join(arm.name for arm in arms)

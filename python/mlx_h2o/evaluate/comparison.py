@@ -120,7 +120,8 @@ class Arm:
         budgets = Path(self.budgets).name if self.budgets else "the model's own profile"
         remainder = "remainder" if self.remainder else "no remainder"
         undo = f"undo {settings.undo}" if settings.undo else ""
-        packing = "bits by bytes" if self.by_bytes else str(settings.packing).strip()
+        chosen = self.by_bytes and not settings.packing.packs
+        packing = "bits by bytes" if chosen else str(settings.packing).strip()
         parts = (remainder, budgets, packing, undo)
         return ", ".join([f"{policy.name}({fields})", *filter(None, parts)])
 
@@ -135,13 +136,16 @@ class Arm:
         )
 
 
-def default_arms(policies: Sequence[str] = (), budgets: str | None = None) -> list[Arm]:
+def default_arms(
+    policies: Sequence[str] = (), budgets: str | None = None, bits: Sequence[int] = ()
+) -> list[Arm]:
     """Mlx-lm's own, ours with bits and slots chosen by bytes and in 16 bits, any policies named.
 
     Args:
         policies: Names, with settings if wanted: `h2o`, `distinct:recent=0.25:evict_every=8`,
             `h2o:bits=4:recent_bits=8`.
         budgets: A profile's path instead of the model's own.
+        bits: Widths of rows for ours beside the one that is chosen.
 
     Raises:
         ValueError: A policy or a setting is unknown, or the profile cannot be read.
@@ -154,6 +158,10 @@ def default_arms(policies: Sequence[str] = (), budgets: str | None = None) -> li
         Arm(OURS, DEFAULT_POLICY, budgets=budgets, by_bytes=True),
         Arm(f"{DEFAULT_POLICY}, 16 bits", DEFAULT_POLICY, budgets=budgets),
     ]
+    for width in bits:
+        stored = (("bits", width),)
+        name = f"{OURS}, {width} bits"
+        arms.append(Arm(name, DEFAULT_POLICY, budgets=budgets, settings=stored, by_bytes=True))
     for spec in policies:
         policy, *fields = spec.split(":")
         settings = tuple(setting_of(field) for field in fields)

@@ -83,7 +83,8 @@ class SideBySide:
         )
 
     def _cut(self, x: mx.array) -> list[mx.array]:
-        return mx.split(x, len(self.parts))
+        cut: Any = mx.split(x, len(self.parts))  # a list, whatever its type says
+        return list(cut)
 
 
 def side_by_side(caches: Sequence[list[Any]]) -> list[Any]:
