@@ -103,11 +103,9 @@ def rows(model: nn.Module, samples: mx.array) -> None:
     formats: dict[str, list[RowFormat]] = {}
     for bits in (8, 4):
         formats[f"mlx-lm's, {bits} bits"] = [RowFormat(bits, bits, by_range=False)] * len(frames)
-    formats["by range, 4 bits"] = [RowFormat(4, 4)] * len(frames)
-    for group in (64, 32):
-        for bits in (8, 6, 5, 4) if group == 64 else (6, 5, 4):
-            name = f"in the frame, {bits} bits, groups of {group}"
-            formats[name] = [RowFormat(bits, bits, group, frame=frame) for frame in frames]
+    for bits, group in ((8, 64), (6, 64), (5, 64), (4, 64), (4, 32)):
+        name = f"in the frame, {bits} bits, groups of {group}"
+        formats[name] = [RowFormat(bits, bits, group, frame=frame) for frame in frames]
     full = nats(model, samples, make_prompt_cache)
     report("full cache", full, full)
     for name, of_layers in formats.items():
