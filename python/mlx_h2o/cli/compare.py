@@ -78,6 +78,24 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--compressed", action="store_true", help="give the facts' prose at once, then the question"
     )
+    _add_caches(parser)
+    parser.add_argument(
+        "--facts",
+        choices=FORMS,
+        help="how facts are asked for: questions (as recall-4m was trained) or cloze (words to "
+        "complete; default for other models). Only facts that the full cache knows count",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write compare.json and compare.png"
+    )
+    style = parser.add_mutually_exclusive_group()
+    style.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    style.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.set_defaults(run=run, settings=settings)
+
+
+def _add_caches(parser: argparse.ArgumentParser) -> None:
+    """Which caches are compared."""
     parser.add_argument(
         "--policies", nargs="*", default=["h2o"], metavar="NAME[:FIELD=VALUE...]",
         help="policies to add, each with and without remainder, e.g. h2o distinct:recent=0.25 "
@@ -92,20 +110,7 @@ def add_parser(commands: Any) -> None:
         "--only", nargs="+", default=[], metavar="NAME",
         help="of all these caches the full one, and those whose names begin so",
     )  # fmt: skip
-    parser.add_argument(
-        "--facts",
-        choices=FORMS,
-        help="how facts are asked for: questions (as recall-4m was trained) or cloze (words to "
-        "complete; default for other models). Only facts that the full cache knows count",
-    )
     parser.add_argument("--budgets", metavar="FILE", help="a profile (default: the model's own)")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write compare.json and compare.png"
-    )
-    style = parser.add_mutually_exclusive_group()
-    style.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    style.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    parser.set_defaults(run=run, settings=settings)
 
 
 def settings(args: argparse.Namespace) -> dict[str, str]:
