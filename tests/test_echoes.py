@@ -36,7 +36,7 @@ def test_a_short_text_is_one_page():
     assert with_echoes([], 1024) == []
 
 
-def test_calibration_reads_echoes_unless_told_not_to():
+def test_calibration_reads_echoes_when_told_to():
     tokens = mx.random.randint(0, 100, (512,), key=mx.random.key(5)).tolist()
     model = tiny_model("llama")
     with_them, without = (

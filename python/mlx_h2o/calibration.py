@@ -158,7 +158,7 @@ def calibrate(
     length: int = LENGTH,
     policy: str | Policy = DEFAULT_POLICY,
     frame_tokens: Sequence[int] | None = None,
-    echoes: bool = True,
+    echoes: bool = False,
     details: dict[str, Any] | None = None,
     progress: Progress | None = None,
     kept: CalibratedLayers | None = None,

@@ -59,9 +59,9 @@ def add_parser(commands: Any) -> None:
         help="the policy that will run (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--no-echoes",
+        "--echoes",
         action="store_true",
-        help="read the text as it is, instead of saying stretches of it again further on",
+        help="say stretches of the text again further on, so that heads that copy from afar are seen",
     )
     parser.add_argument(
         "--exact", action="store_true",
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> None:
         else:
             framing = frame_tokens(tokenizer)
             shared |= {"policy": args.policy, "frame_tokens": framing, "kept": kept}
-            profile = calibrate(model, tokens, echoes=not args.no_echoes, **shared)
+            profile = calibrate(model, tokens, echoes=args.echoes, **shared)
     write_kept(out, profile.save)
     kept.end()
     if args.json:

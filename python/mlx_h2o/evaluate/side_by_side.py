@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models import cache as mlx_lm_cache
 
+from mlx_h2o import routing
 from mlx_h2o.cache import H2OKVCache
 
 # What keeps rows of attention alone, and reads masks as `make_mask` of its own gives them.
@@ -95,6 +96,7 @@ def side_by_side(caches: Sequence[list[Any]]) -> list[Any]:
     """
     if len(caches) == 1:
         return caches[0]
+    routing.install()
     masks: Masks = []
     return [SideBySide(layer, masks) for layer in zip(*caches, strict=True)]
 
