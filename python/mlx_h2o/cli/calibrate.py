@@ -61,7 +61,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--echoes",
         action="store_true",
-        help="say stretches of the text again further on, so that heads that copy from afar are seen",
+        help="say stretches of the text again further on, so that heads that copy are seen to",
     )
     parser.add_argument(
         "--exact", action="store_true",
