@@ -13,11 +13,11 @@ VOCABULARY = 128
 WINDOW = 16
 
 SHARED: dict[str, Any] = {
-    "hidden_size": 64,
+    "hidden_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "intermediate_size": 64,
     "vocab_size": VOCABULARY,
     "rms_norm_eps": 1e-6,
@@ -77,7 +77,7 @@ YARN = {
     "mscale_all_dim": 1.0,
 }
 INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
-GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 4096, "n_ctx": 4096, "n_inner": 64}
+GPT2 = {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 4096, "n_ctx": 4096, "n_inner": 64}
 DELTA = {
     **FOUR,
     "full_attention_interval": 2,
@@ -93,7 +93,7 @@ GRANITE = {
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
 }
-MINICPM = {"dim_model_base": 64, "scale_depth": 1.4, "scale_emb": 1.0}
+MINICPM = {"dim_model_base": 128, "scale_depth": 1.4, "scale_emb": 1.0}
 MAMBA = {
     "mamba_num_heads": 4,
     "mamba_head_dim": 16,
@@ -129,7 +129,7 @@ LFM2 = {
     "full_attn_idxs": [1, 3],
     "conv_bias": False,
     "conv_L_cache": 3,
-    "block_dim": 64,
+    "block_dim": 128,
     "block_multiple_of": 16,
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": False,
@@ -154,7 +154,7 @@ KIMI_DELTA = {
 GEMMA4 = {
     "num_hidden_layers": 6,
     "num_kv_shared_layers": 2,
-    "global_head_dim": 32,
+    "global_head_dim": 64,
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": VOCABULARY,
 }
@@ -167,7 +167,7 @@ def text(**changes: Any) -> dict[str, Any]:
 
 DIFFERENT: dict[str, dict[str, Any]] = {
     "afm7": {
-        "hidden_dim": 64,
+        "hidden_dim": 128,
         "num_layers": 4,
         "num_kv_reuse_layers": 2,
         "num_heads": 4,
@@ -181,7 +181,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "bailing_moe_v3": {**FOUR, **ALL_HEADS, "layer_group_size": 2, "n_group": 2, "head_dim": 32},
     "cohere2": FOUR,
     "dbrx": {
-        "d_model": 64,
+        "d_model": 128,
         "n_layers": 2,
         "n_heads": 4,
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
@@ -280,7 +280,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "lfm2": LFM2,
     "lfm2-vl": text(**LFM2),
     "lfm2_moe": LFM2,
-    "lille-130m": {"block_size": 4096, "n_embd": 64, "n_head": 4, "n_kv_heads": 2, "n_layer": 2},
+    "lille-130m": {"block_size": 4096, "n_embd": 128, "n_head": 4, "n_kv_heads": 2, "n_layer": 2},
     "llama": WINDOWS,
     "llama4": text(
         **FOUR,
@@ -325,9 +325,9 @@ DIFFERENT: dict[str, dict[str, Any]] = {
         "swa_rope_theta": 10000.0,
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 2,
-        "swa_head_dim": 16,
-        "swa_v_head_dim": 16,
-        "v_head_dim": 8,
+        "swa_head_dim": 32,
+        "swa_v_head_dim": 32,
+        "v_head_dim": 32,
     },
     "minicpm": MINICPM,
     "minicpm3": {
@@ -340,7 +340,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
-    "minimax": {"shared_intermediate_size": 64, "rotary_dim": 8},
+    "minimax": {"shared_intermediate_size": 64, "rotary_dim": 16},
     "minimax_m3_vl": text(
         dense_intermediate_size=64,
         shared_intermediate_size=64,
@@ -391,7 +391,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 32,
     },
     "olmo": {
-        "d_model": 64,
+        "d_model": 128,
         "n_layers": 2,
         "mlp_hidden_size": 128,
         "n_heads": 4,
@@ -422,30 +422,30 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     },
     "phimoe": {
         "rope_scaling": {
-            "short_factor": [1.0] * 8,
-            "long_factor": [1.0] * 8,
+            "short_factor": [1.0] * 16,
+            "long_factor": [1.0] * 16,
             "short_mscale": 1.0,
             "long_mscale": 1.0,
         }
     },
     "phixtral": {
         "num_vocab": VOCABULARY,
-        "model_dim": 64,
+        "model_dim": 128,
         "num_heads": 4,
         "num_layers": 2,
-        "rotary_dim": 8,
+        "rotary_dim": 16,
     },
     "pixtral": text(model_type="llama"),
     "plamo": {"n_shared_head": 2},
-    "plamo2": {**FOUR, "hidden_size_per_head": 16, "mamba_num_heads": 4, "mamba_d_state": 8},
+    "plamo2": {**FOUR, "hidden_size_per_head": 32, "mamba_num_heads": 4, "mamba_d_state": 8},
     "plamo3": {**FOUR, "window_size": WINDOW},
     "prism_hadamard_qwen35": {
         "tensor_namespace": "mlx-vlm-qwen3_5",
         "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
         "modules": [{"path": "lm_head", "embedding": False, "dtype": "float16", "block": 0}],
-        **text(**DELTA, hidden_size=128),
+        **text(**DELTA),
     },
-    "qwen": {"kv_channels": 16},
+    "qwen": {"kv_channels": 32},
     "qwen2_vl": text(model_type="qwen2"),
     "qwen3_5": text(**DELTA),
     "qwen3_5_moe": text(**DELTA),
@@ -460,7 +460,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
         "block_types": ["recurrent", "attention"],
     },
     "rwkv7": {
-        "head_dim": 16,
+        "head_dim": 32,
         "a_low_rank_dim": 8,
         "v_low_rank_dim": 8,
         "gate_low_rank_dim": 8,

@@ -116,6 +116,34 @@ def check_memory(model: nn.Module, cache: list[Any], size: int) -> None:
             assert entry.evicted >= FAR - size, f"layer {place} evicted {entry.evicted} tokens"
 
 
+def packs(cache: Sequence[Any]) -> bool:
+    """Whether a model's rows can be packed: it attends to the cached rows through us."""
+    return not any(isinstance(e, LatentKVCache | PlainRowsKVCache) for _, e in entries(cache))
+
+
+def framed(cache: Sequence[Any]) -> list[mlx_h2o.Frame | None]:
+    """A frame for each cache of a model's list that may have one, once rows have come."""
+    frames: list[mlx_h2o.Frame | None] = []
+    for entry in cache:
+        if isinstance(entry, BoundedKVCache):
+            shape = (entry.layer.types["keys"].heads, entry.layer.types["keys"].width)
+            frames.append(mlx_h2o.Frame(mx.zeros(shape), mx.full(shape, 2.0)))
+        else:
+            frames.append(None)
+    return frames
+
+
+def check_batch(model: nn.Module, cache: list[Any], single: list[Any]) -> None:
+    """A batch of two is what each would be alone, while nothing is evicted."""
+    first, second = prompt_tokens(20), prompt_tokens(20, seed=3)
+    for start, end in ((0, 8), (8, 15), *((i, i + 1) for i in range(15, 20))):
+        both = model(mx.array([first[start:end], second[start:end]]), cache=cache)[0, -1]
+        alone = model(mx.array([first[start:end]]), cache=single)[0, -1]
+        both, alone = both[: VOCABULARY - 1], alone[: VOCABULARY - 1]
+        worst = (mx.abs(both - alone).max() / mx.abs(alone).max()).item()
+        assert worst < 1e-3, f"tokens {start} to {end}: a batch differs by {worst:.1e}"
+
+
 def _module(name: str) -> types.ModuleType:
     return importlib.import_module(f"mlx_lm.models.{name}")
 

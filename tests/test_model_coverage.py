@@ -7,8 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from mlx_h2o import make_prompt_cache
 from model_configs import OLD_NAMES
-from model_coverage import model_names, row_of
+from model_coverage import (
+    ROOMY,
+    SMALL,
+    check_batch,
+    check_memory,
+    coverage_model,
+    framed,
+    model_names,
+    packs,
+    row_of,
+)
 
 PAGE = Path(__file__).parents[1] / "docs/models.md"
 # One of each kind, in every run.
@@ -47,6 +58,19 @@ def test_a_model_does_what_the_page_says(name):
         f"  docs/models.md: {ROWS[name]}\n  this run:       {now}\n"
         "If that is as it should be, write the page anew: python tools/model_table.py"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(name for name in ROWS if " | bounded | " in ROWS[name]))
+def test_packed_rows_in_frames_and_batches_hold_too(name):
+    if name not in model_names():
+        pytest.skip(f"mlx-lm {version('mlx-lm')} has no {name}")
+    model = coverage_model(name)
+    cache = make_prompt_cache(model, max_size=ROOMY)
+    check_batch(model, cache, make_prompt_cache(model, max_size=ROOMY))
+    if packs(cache):
+        stored = {"bits": 8, "group_size": 32, "frames": framed(cache)}
+        check_memory(model, make_prompt_cache(model, max_size=2 * SMALL, **stored), 2 * SMALL)
 
 
 def test_the_page_has_every_model():

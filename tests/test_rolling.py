@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -11,7 +9,6 @@ import pytest
 import mlx_h2o
 from mlx_h2o import make_prompt_cache
 from mlx_h2o.bounded_cache import BoundedKVCache
-from mlx_h2o.builtin import SAMPLE_TEXT, load
 from mlx_h2o.rolling import Rope, forgotten_after
 from mlx_h2o.settings import CacheSettings
 from model_coverage import coverage_model
@@ -90,7 +87,7 @@ def test_a_file_remembers_the_rope(tmp_path):
     greedy_tokens(model, cache, prompt_tokens(60), 5)
     mlx_h2o.save_prompt_cache(tmp_path / "rolling", cache)
     loaded = mlx_h2o.load_prompt_cache(tmp_path / "rolling")
-    assert [entry.settings.rope for entry in loaded] == [Rope(8, 10000.0)] * 2
+    assert [entry.settings.rope for entry in loaded] == [Rope(16, 10000.0)] * 2
     more = prompt_tokens(20, 3)
     assert greedy_tokens(model, loaded, more, 9) == greedy_tokens(model, cache, more, 9)
 
