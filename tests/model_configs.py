@@ -207,7 +207,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "exaone4": {**FOUR, "sliding_window_pattern": "LG"},
     "exaone_moe": {**WINDOWS, "is_moe_layer": [False, True, True, True]},
     "falcon_h1": {**MAMBA_D, "mamba_d_ssm": 64},
-    "gear": {**FOUR, "layer_types": [SLIDING, FULL, "conv", FULL]},
+    "gear": {**FOUR, "layer_types": [SLIDING, FULL, "conv_mixer", FULL]},
     "gemma3": text(**FOUR),
     "gemma3_text": FOUR,
     "gemma3n": text(

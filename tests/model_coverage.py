@@ -27,6 +27,10 @@ from tiny_models import prompt_tokens, with_random_weights
 # Slots that hold all of the first tokens, slots that do not, and tokens far beyond those.
 ROOMY, SMALL, FAR = 200, 24, 400
 BOUNDED, PARTLY, REFUSED, CONSTANT = "bounded", "partly", "refused", "of fixed size"
+NOT_RUN = "not run"
+# olmo looks for a package that only converts weights, and ends the process without it.
+sys.modules.setdefault("hf_olmo", types.ModuleType("hf_olmo"))
+NO_METAL = "No Metal back-end"
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Row:
 
     Attributes:
         model: Its module in `mlx_lm.models`.
-        memory: "bounded", "partly", "refused", or "of fixed size" without us.
+        memory: "bounded", "partly", "refused", "of fixed size" without us, or "not run".
         how: Which layers, with what; or why not.
     """
 
@@ -49,8 +53,6 @@ class Row:
 
 def model_names() -> list[str]:
     """Modules of `mlx_lm.models` that are models."""
-    # It looks for a package that only converts weights, and ends the process without it.
-    sys.modules.setdefault("hf_olmo", types.ModuleType("hf_olmo"))
     found = sorted(module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__))
     return [name for name in found if hasattr(_module(name), "Model")]
 
@@ -63,6 +65,8 @@ def row_of(name: str) -> Row:
             bounded afterwards, or not sane.
     """
     model = coverage_model(name)
+    if broken := _broken(model):
+        return Row(name, NOT_RUN, broken)
     try:
         cache = make_prompt_cache(model, max_size=ROOMY)
     except NothingToBound:
@@ -82,7 +86,14 @@ def coverage_model(name: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
     """The tiny model of a module."""
     module = _module(name)
     mx.random.seed(0)
-    model = module.Model(module.ModelArgs.from_dict(config_of(name)))
+    linear = getattr(module, "BitLinear", None)
+    if linear is not None:  # bitnet's own is a Metal kernel, and nothing that attention sees
+        module.BitLinear = nn.Linear
+    try:
+        model = module.Model(module.ModelArgs.from_dict(config_of(name)))
+    finally:
+        if linear is not None:
+            module.BitLinear = linear
     return with_random_weights(model, dtype=dtype)
 
 
@@ -144,6 +155,17 @@ def check_batch(model: nn.Module, cache: list[Any], single: list[Any]) -> None:
         assert worst < 1e-3, f"tokens {start} to {end}: a batch differs by {worst:.1e}"
 
 
+def _broken(model: nn.Module) -> str:
+    """Why mlx-lm's own caches cannot run a model here; empty if they can."""
+    try:
+        list(_fed(model, stock_prompt_cache(model), prompt_tokens(3), [2, 1]))
+    except Exception as error:
+        if NO_METAL in str(error):
+            return "its own kernels need Metal"
+        return f"mlx-lm's own caches fail too: {error}"
+    return ""
+
+
 def _module(name: str) -> types.ModuleType:
     return importlib.import_module(f"mlx_lm.models.{name}")
 
@@ -172,8 +194,8 @@ def _bytes(entry: Any) -> int:
 def _bounded(cache: list[Any]) -> str:
     """Which of a model's layers are bounded, by kind."""
     words = {
-        LatentKVCache: "latent rows (MLA)",
-        PlainRowsKVCache: "by keys alone: it attends by itself",
+        LatentKVCache: "keys made of the rows",
+        PlainRowsKVCache: "by keys alone",
         SharedKVCache: "shared by layers",
     }
     kinds: dict[str, list[str]] = {}
@@ -183,9 +205,10 @@ def _bounded(cache: list[Any]) -> str:
     every = len(list(entries(cache)))
     parts = []
     for word, places in kinds.items():
-        which = "all layers" if len(places) == every else f"layers {', '.join(places)}"
-        parts.append(f"{which}, {word}" if word else which)
-    return "; ".join(parts)
+        layers = "layer" if len(places) == 1 else "layers"
+        which = "all layers" if len(places) == every else f"{layers} {', '.join(places)}"
+        parts.append(f"{which} ({word})" if word else which)
+    return ", ".join(parts)
 
 
 def _others(cache: list[Any]) -> str:
@@ -201,4 +224,4 @@ def _others(cache: list[Any]) -> str:
         if not isinstance(entry, BoundedKVCache)
     }
     assert KVCache.__name__ not in others, "a plain KV cache was left as it is"
-    return f"others: {' and '.join(sorted(others))}" if others else ""
+    return f"other layers: {' and '.join(sorted(others))}" if others else ""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlx_h2o import make_prompt_cache
 from model_configs import OLD_NAMES
 from model_coverage import (
+    BOUNDED,
+    NOT_RUN,
+    PARTLY,
+    REFUSED,
     ROOMY,
     SMALL,
     check_batch,
@@ -52,6 +58,8 @@ CASES = [
 def test_a_model_does_what_the_page_says(name):
     if name not in model_names():
         pytest.skip(f"mlx-lm {version('mlx-lm')} has no {name}")
+    if f" | {NOT_RUN} | " in ROWS[name] and mx.metal.is_available():
+        pytest.skip(f"docs/models.md was written where {name} does not run")
     now = str(row_of(name))
     assert now == ROWS[name], (
         f"with mlx-lm {version('mlx-lm')} the row of {name} is another:\n"
@@ -82,6 +90,7 @@ def test_the_page_has_every_model():
 
 
 def test_nine_of_ten_models_whose_memory_grows_are_bounded():
-    grows = [row for row in ROWS.values() if " | of fixed size | " not in row]
-    bounded = [row for row in grows if " | bounded | " in row]
-    assert len(bounded) >= 0.9 * len(grows) > 80
+    memory = Counter(row.split(" | ")[1] for row in ROWS.values())
+    grows = memory[BOUNDED] + memory[PARTLY] + memory[REFUSED]
+    assert memory[BOUNDED] >= 0.9 * grows
+    assert grows > 0.9 * len(ROWS)

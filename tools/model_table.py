@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from model_coverage import CONSTANT, REFUSED, Row, model_names, row_of  # noqa: E402
+from model_coverage import BOUNDED, PARTLY, REFUSED, Row, model_names, row_of  # noqa: E402
 
 PAGE = ROOT / "docs/models.md"
 HEAD = """# Models
@@ -32,11 +32,13 @@ of fixed size already, and stay as the model made them.
 - **partly**: other layers go on growing.
 - **refused**: `make_prompt_cache` raises, with this reason.
 - **of fixed size**: nothing grows, with or without mlx-h2o.
+- **not run**: mlx-lm's own caches do not run the model where this page was written.
 
-*latent rows (MLA)*: one budget for all heads, no remainder, rows as they come. *by keys alone*: \
-the model computes attention by itself, so the policy looks at keys, and the remainder goes in as \
-plain rows. *shared by layers*: several layers attend to one cache's rows, and a token's mass is \
-that of all their queries. Vision and other wrappers are run with their language part.
+*keys made of the rows*: the model makes keys and values of the cached rows (MLA), or repeats or \
+casts them: one budget for all heads, no remainder, rows as they come. *by keys alone*: the model \
+computes attention by itself, so the policy looks at keys, and the remainder goes in as plain \
+rows. *shared by layers*: several layers attend to one cache's rows, and a token's mass is that of \
+all their queries. Vision and other wrappers are run with their language part.
 
 mlx-lm {version}: {counts}. Of the {growing} whose memory grows, {bounded} are bounded \
 ({percent} %).
@@ -49,8 +51,8 @@ mlx-lm {version}: {counts}. Of the {growing} whose memory grows, {bounded} are b
 def page_of(rows: list[Row], small: int) -> str:
     """The page for these rows."""
     counts = Counter(row.memory for row in rows)
-    growing = len(rows) - counts[CONSTANT]
-    bounded = growing - counts[REFUSED]
+    bounded = counts[BOUNDED]
+    growing = bounded + counts[PARTLY] + counts[REFUSED]
     head = HEAD.format(
         small=small,
         version=version("mlx-lm"),

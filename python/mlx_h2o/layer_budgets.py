@@ -10,9 +10,11 @@ from mlx_lm.models.cache import KVCache
 from mlx_h2o import checks
 from mlx_h2o.cache_lists import entries
 
-#: Slots of every KV head of a layer, of each of them, or None where there is nothing to bound.
+#: Slots: a number for every KV head of a layer, a list with each head's, or None where nothing
+#: grows.
 OneLayer = int | Sequence[int] | None
-#: One for each of a model's caches, or a function of a cache's index and its KV heads.
+#: A list with one for each of a model's own caches, or a function of a cache's index and its KV
+#: heads that gives it.
 LayerBudgets = Sequence[OneLayer] | Callable[[int, int], OneLayer]
 
 

@@ -131,7 +131,7 @@ def planned(
     if sizes is None:
         sizes = slots_of_layers(shares, settings, policy, remembers, attending, profile)
     stages = fillings(sizes, settings, policy, profile)
-    ropes = at_hand.ropes or [None] * len(shares)
+    ropes: Sequence[Rope | None] = at_hand.ropes or [None] * len(shares)
     layers = [
         LayerPlan(share, budgets, t, frame, later, rope)
         for share, t, frame, (budgets, later), rope in zip(

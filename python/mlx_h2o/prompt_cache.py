@@ -67,9 +67,7 @@ def make_prompt_cache(
         remainder: Whether evicted tokens go on answering.
         budgets: "uniform", a `Profile`, or the path of one. By default the model's own profile
             where one ships with mlx-h2o or lies beside its weights (see `mlx_h2o.load`). Instead of
-            a size: a list with the slots of each of the model's own caches (a number for all KV
-            heads of a layer, a list with each head's, or None where nothing grows), or a function
-            of a cache's index and its KV heads that gives them.
+            a size: slots of each of the model's own caches (`layer_budgets.LayerBudgets`).
         bits: Store keys and values in 2, 3, 4, 5, 6 or 8 bits; 16 or None: as they come.
         k_bits: Of keys alone, instead of `bits`.
         v_bits: Of values alone, instead of `bits`.
@@ -78,10 +76,8 @@ def make_prompt_cache(
         undo: How many of the last tokens can be taken back after evictions.
         frames: Of packed keys: one or None for each of the model's own caches. False or "none": as
             they come. By default those of the profile.
-        positions: "absolute": a kept token stays where it was said. "rolling": kept tokens are seen
-            one after the other, without the gaps of forgotten ones, so that no distance exceeds the
-            budget (models with a plain RoPE only; needs remainder=False and no bits; decode steps
-            are not fused then).
+        positions: "absolute", or "rolling": kept tokens are seen without the gaps of forgotten ones
+            (`rolling.py`; models with a plain RoPE; needs remainder=False and no bits).
         settings: Fields of the policy to change, such as `sink`, `recent` or `evict_every`.
 
     Raises:
@@ -92,14 +88,8 @@ def make_prompt_cache(
         return caches_beneath(model)
     stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
     given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
-    given |= {
-        "max_bytes": max_bytes,
-        "context": context,
-        "recent_bits": recent_bits,
-        "undo": undo,
-        "frames": frames,
-        "positions": positions,
-    }
+    given |= {"max_bytes": max_bytes, "context": context, "recent_bits": recent_bits}
+    given |= {"undo": undo, "frames": frames, "positions": positions}
     return bounded_caches(model, ModelSettings.of(max_size, **given))
 
 
