@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries, replaced
 from mlx_h2o.frame import Frame
-from mlx_h2o.kept_frames import found_frames, made_frames
+from mlx_h2o.kept_frames import Frames, found_frames, made_frames
 from mlx_h2o.known_rope import ropes_in_keys
 from mlx_h2o.layer_budgets import LayerBudgets, slots_given
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
@@ -27,6 +27,7 @@ from mlx_h2o.profile_places import found_profile
 from mlx_h2o.refusals import check_settings, require_boundable
 from mlx_h2o.settings import CacheSettings, ModelSettings
 from mlx_h2o.stock import caches_beneath, is_asked, stock_caches
+from mlx_h2o.watching import trained_context
 
 #: Bytes of an element of a 16-bit cache.
 PLAIN_ELEMENT = 2
@@ -115,7 +116,8 @@ def bounded_caches(
     policy = settings.policy_for(attending)
     check_settings(name, kinds, settings, policy)
     answers = settings.remainder and not any(kind.derived for kind in kinds)
-    settings = settings.in_bytes(sum(map(plain_bytes, kinds)), context_of(model))
+    context = trained_context(model, USUAL_CONTEXT)
+    settings = settings.in_bytes(sum(map(plain_bytes, kinds)), context)
     at_hand = _at_hand(model, kinds, caches, settings, policy)
     if settings.rolls:
         at_hand = replace(at_hand, ropes=ropes_in_keys(name, model, len(kinds)))
@@ -165,9 +167,7 @@ def _at_hand(
         uniform = one_mask or shared or policy.unit == "layer"
         profile = _profile_for(model, identity, settings.profile, uniform)
     if settings.frames is None and policy.suits_frames and not one_mask:
-        frames = found_frames(identity, profile)
-        if frames is None and settings.chooses_bits and not shared:
-            frames = made_frames(model, identity)
+        frames = _frames_at_hand(model, identity, profile, settings, shared)
     return AtHand(profile, frames, frames_of_caches(caches, settings.frames), slots)
 
 
@@ -183,10 +183,23 @@ def plain_bytes(kind: LayerKind) -> int:
     return kind.heads * (kind.widths.key + kind.widths.value) * PLAIN_ELEMENT
 
 
-def context_of(model: nn.Module) -> int:
-    """Tokens that conversations may reach where the caller does not say."""
-    trained = getattr(getattr(model, "args", None), "max_position_embeddings", None)
-    return trained if isinstance(trained, int) and trained > 0 else USUAL_CONTEXT
+def _frames_at_hand(
+    model: nn.Module,
+    identity: ModelIdentity,
+    profile: Profile | None,
+    settings: ModelSettings,
+    shared: bool,
+) -> Frames | None:
+    """Frames for keys that are packed, made now where bits are left to us; None without.
+
+    None are made of keys that layers share.
+    """
+    if settings.packing.k_bits is None and not settings.chooses_bits:
+        return None
+    frames = found_frames(identity, profile)
+    if frames is None and settings.chooses_bits and not shared:
+        return made_frames(model, identity)
+    return frames
 
 
 def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
