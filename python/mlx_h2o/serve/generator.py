@@ -13,7 +13,8 @@ from mlx_lm.server import ResponseGenerator
 
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries
-from mlx_h2o.prompt_cache import NothingToBound, bounded_caches
+from mlx_h2o.prompt_cache import bounded_caches
+from mlx_h2o.refusals import NothingToBound
 from mlx_h2o.serve.accountant import Accountant
 from mlx_h2o.serve.conversations import Conversations
 from mlx_h2o.serve.fields import label_of
