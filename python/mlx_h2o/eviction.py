@@ -98,6 +98,7 @@ def _victims(layer: Layer, run: Run, fields: Fields) -> mx.array:
         slots.evictable[..., : run.length],
         layer.policy.evict_every,
         layer.policy.unit,
+        layer.settings.ranks,
     )
 
 
@@ -121,6 +122,7 @@ def _reduced(layer: Layer, run: Run, fields: Fields, window_mass: mx.array | Non
         evictable_of(layer, run, positions),
         run.budget,
         layer.policy.unit,
+        layer.settings.ranks,
     )
     if layer.settings.remembers:
         dropped = mx.put_along_axis(mx.ones(positions.shape), kept, mx.zeros(kept.shape), axis=-1)
