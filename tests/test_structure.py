@@ -28,7 +28,7 @@ FLOORS = {
     "caches": "bounded_cache cache latent_cache plain_rows_cache",
     "mlx-lm": """cache_lists trimming routing layer_kinds description cache_file watching key_frames
         kept_frames plan prompt_cache""",
-    "models": """bounding resizing trials calibrated_layers calibration kl_calibration
+    "models": """bounding resizing rereading trials calibrated_layers calibration kl_calibration
         inspection""",
     "tools": "evaluate bench golden",
     "top": "__init__ cli __main__",

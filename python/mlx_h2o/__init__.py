@@ -17,12 +17,14 @@ from mlx_h2o.policies import (
     EMA,
     H2O,
     TOVA,
+    AdaKV,
     Distinct,
     EMALogits,
     KeyDiff,
     Observation,
     Policy,
     Slots,
+    SnapKV,
     Streaming,
     make_policy,
     policy_names,
@@ -32,6 +34,7 @@ from mlx_h2o.policies import (
 from mlx_h2o.profile import Profile
 from mlx_h2o.prompt_cache import make_prompt_cache
 from mlx_h2o.remainder import Remainder
+from mlx_h2o.rereading import compress_prompt
 from mlx_h2o.resizing import resize
 from mlx_h2o.selection import accumulate, select_victims
 
@@ -43,6 +46,7 @@ __all__ = [
     "EMA",
     "H2O",
     "TOVA",
+    "AdaKV",
     "Distinct",
     "EMALogits",
     "Frame",
@@ -55,12 +59,14 @@ __all__ = [
     "Profile",
     "Remainder",
     "Slots",
+    "SnapKV",
     "Streaming",
     "accumulate",
     "attention_mass",
     "blas",
     "calibrate",
     "calibrate_exactly",
+    "compress_prompt",
     "describe",
     "frames_of",
     "install",

@@ -204,6 +204,11 @@ def _check_kinds(
             'choose one that looks at keys only ("keydiff", "streaming", or "distinct" with '
             "mass_weight=0)."
         )
+    if policy.shares_slots and derived:
+        raise ValueError(
+            f"{name} needs one budget for all heads, and policy {policy.name!r} shares slots out "
+            "among them: choose another."
+        )
     if settings.packing.packs and (derived or not attending):
         raise ValueError(
             f"{name} attends to keys that this library does not hand out, so they cannot be "

@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
         bench,
         calibrate,
         compare,
+        compress,
         demo,
         evaluate,
         fetch,
@@ -77,6 +78,17 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="version", version=f"mlx-h2o {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (demo, generate, compare, evaluate, calibrate, inspect, bench, golden, fetch):
+    for module in (
+        demo,
+        generate,
+        compress,
+        compare,
+        evaluate,
+        calibrate,
+        inspect,
+        bench,
+        golden,
+        fetch,
+    ):
         module.add_parser(commands)
     return made
