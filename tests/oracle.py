@@ -29,6 +29,9 @@ NEAR_TIE = 1e-4
 #: Policies whose score is the summed attention mass, and those that gather no score.
 SUMMED = ("h2o", "distinct", "salient")
 KEYS_ONLY = ("keydiff", "streaming")
+#: Those whose score is an average that forgets, and those among them that SnapKV's pool serves.
+FORGETFUL = ("ema", "ema-logits", "snapkv", "adakv")
+SNAP = ("snapkv", "adakv")
 
 
 @dataclass
@@ -244,11 +247,12 @@ class Oracle:
                 saw_and_looked = sum(1 for i in looked if started + i >= p)
                 mass = sum(seen[i].mass(p) for i in looked)
                 head.scores[p] += mass * saw / saw_and_looked
-            elif policy.name in ("ema", "ema-logits"):
+            elif policy.name in FORGETFUL:
+                decay = 1 - 1 / policy.window if policy.name in SNAP else policy.decay
                 for i in looked:
                     logits = policy.name == "ema-logits"
                     evidence = seen[i].size_of_logit(p) if logits else seen[i].mass(p)
-                    head.scores[p] = policy.decay * head.scores[p] + (1 - policy.decay) * evidence
+                    head.scores[p] = decay * head.scores[p] + (1 - decay) * evidence
             else:
                 assert policy.name == "tova"
                 head.scores[p] = seen[-1].mass(p)
@@ -345,7 +349,10 @@ class Oracle:
         for i, p in enumerate(head.kept):
             neighbours = head.kept[max(0, i - half) : i + half + 1]
             # Zeros stand beyond both ends, so the mean is always over `pool`.
-            worth[p] = sum(window_mass[near] for near in neighbours) / policy.pool
+            if policy.name in SNAP:
+                worth[p] = max(window_mass[near] for near in neighbours)
+            else:
+                worth[p] = sum(window_mass[near] for near in neighbours) / policy.pool
             if policy.value_weighted:
                 worth[p] *= float(np.linalg.norm(head.values[p]))
         return worth
@@ -379,6 +386,9 @@ class Oracle:
         over = [h for h, head in enumerate(heads) if len(head.kept) > head.budget]
         if not over:
             return
+        if self.policy.name == "adakv":
+            self._share_out(heads, masses)
+            over = [h for h, head in enumerate(heads) if len(head.kept) > head.budget]
         full = [heads[h] for h in over]
         worths = self._ranked(full, lambda i, head: self._prompt_priority(head, masses[over[i]]))
         choices = []
@@ -391,6 +401,23 @@ class Oracle:
             head.victims = []
             for position in dropped:
                 head.drop(position)
+
+    def _share_out(self, heads: list[Head], masses: list[dict[int, float] | None]) -> None:
+        """Ada-KV: slots go to the heads whose tokens are among the best of the layer."""
+        whole = sum(head.budget for head in heads)
+        even = self.policy.least_share * whole / len(heads)
+        least = max(int(even), self.policy.least_budget())
+        ranked = []
+        for h, head in enumerate(heads):
+            worth = self._prompt_priority(head, masses[h])
+            ranked += [(worth[p], h) for p in self._evictable(head)]
+        free = whole - len(heads) * least
+        best = sorted(ranked, reverse=True)[:free]
+        # Where fewer may go than there are slots to give, any head may have the rest.
+        assert len(best) == free, "the example gives more slots than tokens compete for"
+        for h, head in enumerate(heads):
+            head.budget = least + sum(1 for _, owner in best if owner == h)
+            head.victims = []
 
     def _choose(self, heads: list[Head], theirs: list[list[int]]) -> None:
         """Every full head without victims chooses its next `evict_every`."""

@@ -197,12 +197,41 @@ def compress_prompt(
     Raises:
         ValueError: The settings do not suit the model, or the prompt is empty.
     """
+    tokens = _ids(tokenizer, prompt)
+    of_size = ModelSettings.of(max_bytes=max_bytes, context=tokens.shape[1], **settings)
+    empty = bounded_caches(model, of_size)
+    return compress_into(empty, model, tokenizer, tokens, room=room, chunk=chunk, tell=tell)
+
+
+def compress_into(
+    empty: Sequence[Any],
+    model: nn.Module,
+    tokenizer: Any,
+    tokens: mx.array,
+    *,
+    room: int = 0,
+    chunk: int = CHUNK,
+    tell: Tell = lambda _: None,
+) -> list[Any]:
+    """The same into bounded caches that are made already; their slots are shared out anew.
+
+    Args:
+        empty: As `make_prompt_cache` makes them, for the prompt alone; they are used up.
+        model: An mlx-lm model.
+        tokenizer: Its tokenizer.
+        tokens: `[B, T]`.
+        room: As in `compress_prompt`, and so are the next two.
+        chunk: Likewise.
+        tell: Likewise.
+
+    Raises:
+        ValueError: They are too small, or the model's attention does not come through mlx-h2o.
+    """
     checks.whole("room", room, 0)
     checks.whole("chunk", chunk, 1)
-    tokens = _ids(tokenizer, prompt)
-    T = tokens.shape[1]
-    made = bounded_caches(model, ModelSettings.of(max_bytes=max_bytes, context=T, **settings))
-    bounded = cast(list[H2OKVCache], [e for _, e in entries(made) if isinstance(e, BoundedKVCache)])
+    bounded = cast(
+        list[H2OKVCache], [e for _, e in entries(empty) if isinstance(e, BoundedKVCache)]
+    )
     repeat = tokenizer.encode(REPEAT, add_special_tokens=False)
     reading = read_twice(model, tokens, repeat, chunk, tell)
     policy = bounded[0].policy

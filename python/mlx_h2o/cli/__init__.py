@@ -68,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
         generate,
         golden,
         inspect,
+        tune,
     )
 
     made = argparse.ArgumentParser(
@@ -84,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
         compress,
         compare,
         evaluate,
+        tune,
         calibrate,
         inspect,
         bench,

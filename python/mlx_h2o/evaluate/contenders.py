@@ -7,16 +7,24 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o.evaluate.comparison import FULL, OURS, PACKED, WINDOW, Arm
+from mlx_h2o.evaluate.stage import Stage, read
+from mlx_h2o.evaluate.workers import Tell
 from mlx_h2o.policies.settings import setting_of
+from mlx_h2o.rereading import compress_into
 from mlx_h2o.settings import DEFAULT_POLICY, ModelSettings, profile_or_uniform
 
 #: Parts of a full 16-bit cache's bytes, where nobody says others.
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 # A share is written as a fraction with no larger denominator.
 LARGEST_DENOMINATOR = 64
+#: Stands where a policy does.
+COMPRESSOR = "kvzip"
+#: Slots of each head beside a compressed prompt, for question and answer.
+ROOM = 64
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,31 @@ class Contender:
             ValueError: The bytes are too few for it.
         """
         return self.arm.make(model, max(round((self.share or 1) * tokens), 1), context=tokens)
+
+    def after(self, stage: Stage, tokens: mx.array, context: int, tell: Tell) -> list[Any]:
+        """A cache that has read a prompt `[B, T]`, of a conversation of `context` tokens.
+
+        Raises:
+            ValueError: The bytes are too few for it.
+        """
+        cache = self.make(stage.model, context)
+        read(stage.model, cache, tokens, stage.chunk, tell)
+        return cache
+
+
+class Compressor(Contender):
+    """KVzip: prompts that are known whole are read twice, and cut down once."""
+
+    def make(self, model: nn.Module, tokens: int) -> list[Any]:
+        raise ValueError(
+            f"{COMPRESSOR} cuts prompts down that are known whole; it does not read along."
+        )
+
+    def after(self, stage: Stage, tokens: mx.array, context: int, tell: Tell) -> list[Any]:
+        empty = super().make(stage.model, context)
+        return compress_into(
+            empty, stage.model, stage.tokenizer, tokens, room=ROOM, chunk=stage.chunk, tell=tell
+        )
 
 
 def label(share: float) -> str:
@@ -73,8 +106,12 @@ def contenders(
     return [
         Contender(Arm(FULL)),
         *(Contender(Arm(name)) for name in PACKED),
-        *(Contender(arm, share) for share in shares for arm in bounded),
+        *(_kind_of(arm)(arm, share) for share in shares for arm in bounded),
     ]
+
+
+def _kind_of(arm: Arm) -> type[Contender]:
+    return Compressor if arm.name.split(":")[0] == COMPRESSOR else Contender
 
 
 def arm_of(spec: str) -> Arm:
@@ -82,13 +119,18 @@ def arm_of(spec: str) -> Arm:
 
     Args:
         spec: `h2o`, `h2o:recent=64`, `salient:bits=6:budgets=uniform`, `keydiff:remainder=false`.
-            Budgets are uniform unless it says which, and rows are as they come.
+            Budgets are uniform unless it says which, and rows are as they come. `kvzip` compresses
+            prompts (rereading.py), with bits chosen by bytes.
 
     Raises:
         ValueError: There is no such policy or setting.
     """
     policy, *given = spec.split(":")
     fields = dict(setting_of(field) for field in given)
+    if policy == COMPRESSOR:
+        ModelSettings.of(1, **fields)
+        settings = tuple(fields.items())
+        return Arm(spec, DEFAULT_POLICY, settings=settings, by_bytes="bits" not in fields)
     remainder, budgets = fields.pop("remainder", True), fields.pop("budgets", "uniform")
     arm = Arm(spec, policy, remainder, None if budgets == "profile" else budgets)
     arm = replace(arm, settings=tuple(fields.items()))

@@ -127,13 +127,10 @@ def asked(
     P, T = task.prompts.shape
     right: list[bool] = []
     for rows in in_batches(P, batch):
-        cache = contender.make(stage.model, T)
         prompts = task.prompts[rows]
-        text = 0 if seen else min(task.questions[rows])
-        if text:
-            read(stage.model, cache, prompts[:, :text], stage.chunk, tell)
-        chunk = stage.chunk if seen else 1
-        logits = read(stage.model, cache, prompts[:, text:], chunk, tell)
+        text = T - 1 if seen else min(task.questions[rows])
+        cache = contender.after(stage, prompts[:, :text], T, tell)
+        logits = read(stage.model, cache, prompts[:, text:], 1, tell)
         answers = task.answers[rows]
         right += known(stage.model, cache, logits, answers, task.least, tell)
     return right

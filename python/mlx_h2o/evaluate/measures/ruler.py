@@ -11,7 +11,7 @@ from mlx_h2o.evaluate.contenders import Contender
 from mlx_h2o.evaluate.measures.measure import Findings, Found, Measure, fraction, part_of
 from mlx_h2o.evaluate.ruler import TASKS, found_in, prompt
 from mlx_h2o.evaluate.sections import Rows, Section
-from mlx_h2o.evaluate.stage import Stage, in_batches, read, said
+from mlx_h2o.evaluate.stage import Stage, in_batches, said, step
 from mlx_h2o.evaluate.workers import Tell
 
 
@@ -49,8 +49,9 @@ class RulerMeasure(Measure):
         tokens = mx.array([row for _, row, _ in made])
         found: dict[str, list[list[bool]]] = {name: [] for name in TASKS}
         for rows in in_batches(len(made), self.batch):
-            cache = contender.make(stage.model, self.length + self.answer)
-            logits = read(stage.model, cache, tokens[rows], stage.chunk, tell)
+            prompts = tokens[rows]
+            cache = contender.after(stage, prompts[:, :-1], self.length + self.answer, tell)
+            logits = step(stage.model, cache, prompts[:, -1], tell)
             answers = said(stage.model, cache, logits, self.answer, tell)
             for (name, _, task), ids in zip(made[rows], answers, strict=True):
                 found[name].append(found_in(stage.tokenizer.decode(ids), task.answers))
