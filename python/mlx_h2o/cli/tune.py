@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         measure_all(evaluation, kept, f"measuring {len(contenders)} caches")
     finally:
-        report(evaluation, args, choices(evaluation.findings(measure)) if evaluation.found else [])
+        report(evaluation, args, choices(evaluation.findings(measure)))
 
 
 def report(evaluation: Evaluation, args: argparse.Namespace, made: list[Choice]) -> None:

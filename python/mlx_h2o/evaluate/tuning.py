@@ -63,6 +63,8 @@ def tuned_contenders(
 
 def choices(findings: Findings) -> list[Choice]:
     """All points, the smallest first; `findings` are `PerplexityMeasure`'s."""
+    if not findings:
+        return []
     full = findings[0][1]
     made = []
     for contender, found in findings[1:]:
