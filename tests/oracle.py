@@ -30,8 +30,8 @@ NEAR_TIE = 1e-4
 SUMMED = ("h2o", "distinct", "salient")
 KEYS_ONLY = ("keydiff", "streaming")
 #: Those whose score is an average that forgets, and those among them that SnapKV's pool serves.
-FORGETFUL = ("ema", "ema-logits", "snapkv", "adakv")
-SNAP = ("snapkv", "adakv")
+SNAP = ("snapkv", "adakv", "chunkkv", "r-kv")
+FORGETFUL = ("ema", "ema-logits", *SNAP)
 
 
 @dataclass
@@ -302,12 +302,40 @@ class Oracle:
             return {p: worth[p] - policy.age_weight * old[p] for p in head.kept}
         if policy.name == "salient":
             return self._salience(head, {p: head.scores[p] / self._age(p) for p in head.kept})
-        worth = dict(head.scores)
+        worth = self._weighed(head, dict(head.scores))
+        return self._joint(head, worth) if policy.name == "r-kv" else worth
+
+    def _weighed(self, head: Head, worth: dict[int, float]) -> dict[int, float]:
+        """With the options age_normalised and value_weighted."""
+        policy = self.policy
         if policy.age_normalised:
             worth = {p: c / self._age(p) for p, c in worth.items()}
         if policy.value_weighted:
             worth = {p: c * float(np.linalg.norm(head.values[p])) for p, c in worth.items()}
         return worth
+
+    def _joint(self, head: Head, importance: dict[int, float]) -> dict[int, float]:
+        """`r-kv`: importance against what other tokens say already."""
+        policy, kept = self.policy, head.kept
+        unit = {p: head.keys[p] / np.linalg.norm(head.keys[p]) for p in kept}
+        said = dict.fromkeys(kept, 0.0)
+        for p in kept:
+            similar = {
+                other: float(unit[p] @ unit[other])
+                for other in kept
+                if other != p and unit[p] @ unit[other] >= policy.least_similarity
+            }
+            for other, cosine in similar.items():
+                if other != max(similar):
+                    said[other] += cosine / len(kept)
+        shares = np.exp(np.array([said[p] for p in kept]))
+        shares /= shares.sum()
+        whole = sum(importance[p] for p in kept)
+        own = policy.importance_weight
+        return {
+            p: own * importance[p] / whole - (1 - own) * float(share)
+            for p, share in zip(kept, shares, strict=True)
+        }
 
     def _salience(self, head: Head, rates: dict[int, float]) -> dict[int, float]:
         """`salient`, for these masses per step."""
@@ -344,6 +372,12 @@ class Oracle:
             return self._priority(head)
         if policy.name == "salient":
             return self._salience(head, window_mass)
+        if policy.name == "chunkkv":
+            chunks: dict[int, list[float]] = {}
+            for p in head.kept:
+                chunks.setdefault(p // policy.chunk, []).append(window_mass[p])
+            means = {p: float(np.mean(chunks[p // policy.chunk])) for p in head.kept}
+            return self._weighed(head, means)
         half = policy.pool // 2
         worth = {}
         for i, p in enumerate(head.kept):
@@ -355,7 +389,7 @@ class Oracle:
                 worth[p] = sum(window_mass[near] for near in neighbours) / policy.pool
             if policy.value_weighted:
                 worth[p] *= float(np.linalg.norm(head.values[p]))
-        return worth
+        return self._joint(head, worth) if policy.name == "r-kv" else worth
 
     def _near(self, a: float, b: float) -> bool:
         standardised_or_cosine = self.policy.name in ("distinct", "salient", "keydiff")

@@ -144,6 +144,11 @@ POLICIES = {
     "tova": make_policy("tova", sink=0, recent=1),
     "snapkv": make_policy("snapkv", sink=2, recent=3, window=6, pool=3),
     "snapkv, full": make_policy("snapkv", sink=2, recent=3, window=6, prompt="full"),
+    "chunkkv": make_policy("chunkkv", sink=2, recent=3, window=6, chunk=3),
+    "r-kv": make_policy("r-kv", sink=2, recent=3, window=6, pool=3, evict_every=2),
+    "r-kv, importance": make_policy(
+        "r-kv", sink=2, recent=3, window=6, evict_every=1, importance_weight=0.9
+    ),
     "streaming": make_policy("streaming", sink=3),
     "streaming, two at once": make_policy("streaming", sink=3, evict_every=2),
 }

@@ -196,6 +196,30 @@ def test_snapkvs_window_goes_on_while_decoding():
     assert order(policy, slots(scores))[0] == 0
 
 
+def test_chunkkv_keeps_chunks_as_wholes():
+    """A chunk is worth its tokens' mean, whatever they are worth alone and however few are left."""
+    policy = make_policy("chunkkv", chunk=3)
+    mass = mx.array([[[0.0, 0.9, 0.0, 0.4, 0.4, 0.4, 0.5]]])
+    of = slots([0.0] * 7, positions=[0, 1, 2, 3, 4, 5, 8], offset=9)
+    worth = policy.prompt_priority(of, mass)[0, 0].tolist()
+    assert worth == pytest.approx([0.3, 0.3, 0.3, 0.4, 0.4, 0.4, 0.5])
+    with pytest.raises(ValueError, match="chunk must be at least 1"):
+        make_policy("chunkkv", chunk=0)
+
+
+def test_rkv_drops_what_was_said_again():
+    """Of three equal keys the newest stays; importance decides among what is said once."""
+    keys = [[1, 0], [1, 0.01], [0, 1], [1, -0.01], [-1, 0]]
+    policy = make_policy("r-kv", evict_every=1)
+    goes = order(policy, slots([0.2] * 5, keys))
+    assert set(goes[:2]) == {0, 1}
+    assert order(policy, slots([0.2, 0.2, 0.01, 0.2, 0.3], keys))[2] == 2
+    alone = make_policy("r-kv", importance_weight=1.0)
+    assert order(alone, slots([0.5, 0.1, 0.4, 0.2, 0.3], keys)) == [1, 3, 4, 2, 0]
+    with pytest.raises(ValueError, match="importance_weight must be from 0 to 1"):
+        make_policy("r-kv", importance_weight=2)
+
+
 @given(
     st.lists(st.lists(st.floats(0, 1), min_size=12, max_size=12), min_size=2, max_size=5),
     st.integers(8, 30),

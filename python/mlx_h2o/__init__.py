@@ -16,8 +16,10 @@ from mlx_h2o.plain_rows_cache import PlainRowsKVCache
 from mlx_h2o.policies import (
     EMA,
     H2O,
+    RKV,
     TOVA,
     AdaKV,
+    ChunkKV,
     Distinct,
     EMALogits,
     KeyDiff,
@@ -45,8 +47,10 @@ use_openblas()
 __all__ = [
     "EMA",
     "H2O",
+    "RKV",
     "TOVA",
     "AdaKV",
+    "ChunkKV",
     "Distinct",
     "EMALogits",
     "Frame",
