@@ -100,7 +100,8 @@ class RereadCache:
         self.summed = self.summed + of_prompt.mean(axis=2).sum(axis=2)
         answers = mx.concatenate([self.values, values], axis=2).astype(mx.float32)[:, :, None]
         out = (weights @ answers).reshape(B, Hq, L, -1).astype(q.dtype)
-        return mx.depends(out, self.state)
+        tied: mx.array = mx.depends(out, self.state)
+        return tied
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def _ids(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> mx.array:
         ValueError: There are none.
     """
     given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    tokens = mx.array(given) if not isinstance(given, mx.array) else given
+    tokens = given if isinstance(given, mx.array) else mx.array(list(given))
     tokens = tokens[None] if tokens.ndim == 1 else tokens
     if not tokens.size:
         raise ValueError("The prompt is empty.")

@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
-
 from mlx_h2o import checks
 from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT
+from mlx_h2o.cli.evaluation_output import facts_of, measure_all, rich_table, told
 from mlx_h2o.cli.options import named_options, read_text, typed
+from mlx_h2o.cli.report_table import run_table
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
 from mlx_h2o.evaluate.contenders import SHARES, contenders
@@ -22,7 +20,7 @@ from mlx_h2o.evaluate.measures import MEASURES, Measure
 from mlx_h2o.evaluate.page import page
 from mlx_h2o.evaluate.presets import QUICK_SHARES, measures
 from mlx_h2o.evaluate.recall import FORMS
-from mlx_h2o.evaluate.sections import Rows
+from mlx_h2o.evaluate.report_tables import HEADLINE_SAMPLES, tables
 from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.evaluate.suite import FILE_NAME, Evaluation, Suite
 from mlx_h2o.files import require_folder, write_kept
@@ -32,6 +30,8 @@ from mlx_h2o.policies import policy_names
 PAGE_NAME = "evaluation.html"
 #: Tokens of a prompt that are read at once.
 CHUNK = 256
+#: Of a quick table.
+QUICK_SAMPLES = 2
 
 
 def add_parser(commands: Any) -> None:
@@ -58,6 +58,12 @@ def add_parser(commands: Any) -> None:
         f"are {', '.join(policy_names())}",
     )  # fmt: skip
     parser.add_argument("--budgets", metavar="FILE", help="a profile (default: the model's own)")
+    parser.add_argument(
+        "--table", type=int, choices=sorted(tables()), metavar="N",
+        help="instead: a sweep of the AtomGradient report beside its own figures, where they are "
+        "known: 0 (its headline), 4 (budget split), 7 (KV size), 8 (sequence length), 9 (stress), "
+        "10 to 12 (bits)",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="smaller sizes: minutes")
     parser.add_argument(
         "--out", type=Path, metavar="DIR",
@@ -169,32 +175,20 @@ def run(args: argparse.Namespace) -> None:
     """Measure, print, draw."""
     if args.resume and not args.out:
         raise ValueError("--resume needs --out DIR, where the evaluation was kept.")
-    suite = suite_of(args)
     if args.out:
         drawing()
         require_folder("--out", args.out)
+    if args.table is not None:
+        samples = QUICK_SAMPLES if args.quick else HEADLINE_SAMPLES
+        run_table(tables(samples)[args.table], stage_of(args), args)
+        return
+    suite = suite_of(args)
     kept = args.out / FILE_NAME if args.out else None
     evaluation = Evaluation.begin(suite, kept, args.resume)
     try:
         measure_all(evaluation, kept, f"evaluating {len(suite.contenders)} caches")
     finally:
         report(evaluation, args)
-
-
-def measure_all(evaluation: Evaluation, kept: Path | None, title: str) -> None:
-    """Do what is still to do, with a bar, keeping what was found in a file."""
-    with Progress(
-        TextColumn(title),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    ) as bar:
-        task = bar.add_task("")
-        evaluation.run(
-            lambda done, whole: bar.update(task, completed=done, total=whole),
-            lambda: evaluation.save(kept) if kept else None,
-        )
 
 
 def report(evaluation: Evaluation, args: argparse.Namespace) -> None:
@@ -217,37 +211,3 @@ def report(evaluation: Evaluation, args: argparse.Namespace) -> None:
         text = page(title, facts_of(evaluation), sections, refused)
         write_kept(args.out / PAGE_NAME, lambda path: path.write_text(text, encoding="utf-8"))
         print(f"The report is {args.out / PAGE_NAME}.", file=sys.stderr)
-
-
-def told(machine: dict[str, Any]) -> str:
-    """The machine in a line."""
-    return (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}; "
-        f"BLAS: {machine['blas']}; mlx {machine['versions']['mlx']}"
-    )
-
-
-def facts_of(evaluation: Evaluation) -> dict[str, str]:
-    """What was measured on what, for the page's head."""
-    suite, machine = evaluation.suite, evaluation.machine
-    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
-    return {
-        "model": suite.stage.model_name,
-        "text": suite.settings()["text"],
-        "machine": f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}",
-        "BLAS": machine["blas"],
-        "versions": versions,
-        "date": machine["date"],
-        "seed": str(suite.stage.seed),
-        "prompts are read": f"{suite.stage.chunk} tokens at once",
-    }
-
-
-def rich_table(rows: Rows, title: str) -> Table:
-    """A section's table for a terminal."""
-    made = Table(title=": ".join(filter(None, (title, rows.title))), caption=rows.caption or None)
-    for i, column in enumerate(rows.columns):
-        made.add_column(column, justify="right" if i else "left")
-    for row in rows.rows:
-        made.add_row(*row)
-    return made

@@ -9,15 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_h2o import checks
-from mlx_h2o.cli.evaluate import (
-    add_stage_options,
-    facts_of,
-    measure_all,
-    rich_table,
-    share_of,
-    stage_of,
-    told,
-)
+from mlx_h2o.cli.evaluate import add_stage_options, share_of, stage_of
+from mlx_h2o.cli.evaluation_output import facts_of, measure_all, rich_table, told
 from mlx_h2o.cli.options import typed
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -39,10 +39,10 @@ class Curves:
 
     title: str
     x: Sequence[float]
-    lines: dict[str, Sequence[float | None]]
+    lines: Mapping[str, Sequence[float | None]]
     across: str
     up: str
-    bands: dict[str, Sequence[tuple[float, float] | None]] = field(default_factory=dict)
+    bands: Mapping[str, Sequence[tuple[float, float] | None]] = field(default_factory=dict)
     logarithmic: bool = False
 
 
@@ -61,7 +61,7 @@ class Maps:
     """
 
     title: str
-    grids: dict[str, Sequence[Sequence[float | None]]]
+    grids: Mapping[str, Sequence[Sequence[float | None]]]
     across: str
     down: str
     columns: Sequence[str] = ()

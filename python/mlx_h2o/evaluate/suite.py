@@ -131,15 +131,13 @@ class Evaluation:
         works = {job: self.suite.pair(job)[0].work() for jobs in waiting.values() for job in jobs}
         whole, before = sum(works.values()), 0
         for alone, jobs in waiting.items():
-            workers = 1 if alone else cores()
             of_part = sum(works[job] for job in jobs)
-            for job, found in finished(
-                self.suite,
-                jobs,
-                lambda done, before=before, most=of_part: progress(before + min(done, most), whole),
-                workers,
-                fresh=alone,
-            ):
+
+            def told(done: int, before: int = before, most: int = of_part) -> None:
+                progress(before + min(done, most), whole)
+
+            workers = 1 if alone else cores()
+            for job, found in finished(self.suite, jobs, told, workers, fresh=alone):
                 measure, contender = self.suite.pair(job)
                 self.found.setdefault(measure.name, {})[contender.name] = found
                 keep()

@@ -132,7 +132,7 @@ def section(made: Sequence[Choice], chosen: Choice | None, most: float) -> Secti
     curves = Curves(
         "Quality by bytes",
         xs,
-        dict(lines),
+        lines,
         "part of the full cache's bytes",
         "perplexity above the full cache's, %",
         logarithmic=True,

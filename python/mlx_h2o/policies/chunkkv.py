@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 
@@ -49,7 +50,7 @@ def chunk_means(values: mx.array, chunks: mx.array) -> mx.array:
         chunks: `[B, H, N]` the chunk that each slot belongs to.
     """
     B, H, N = values.shape
-    most = int(chunks.max().item()) + 1
+    most = cast(int, chunks.max().item()) + 1
     flat = chunks.reshape(B * H, N) + most * mx.arange(B * H)[:, None]
     zeros = mx.zeros(B * H * most)
     sums = zeros.at[flat.reshape(-1)].add(values.reshape(-1))

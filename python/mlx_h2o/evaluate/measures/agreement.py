@@ -86,8 +86,8 @@ class AgreementMeasure(Measure):
             "prediction of each next token is from the full cache's.",
             [Rows("", columns, rows)],
             [
-                Curves("Divergence by position", middles, dict(apart), across, "KL, nats"),
-                Curves("Same first choice by position", middles, dict(same), across, "share"),
+                Curves("Divergence by position", middles, apart, across, "KL, nats"),
+                Curves("Same first choice by position", middles, same, across, "share"),
             ],
         )
 

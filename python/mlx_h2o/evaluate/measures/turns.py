@@ -98,7 +98,7 @@ class TurnMeasure(Measure):
             tables.append(Rows(f"The {name} of the first turn", columns, rows))
         after = [float(turn) for turn in self.asked_after]
         chart = Curves(
-            "The first turn's fact", after, dict(lines), "turn", "known, of what the full cache is"
+            "The first turn's fact", after, lines, "turn", "known, of what the full cache is"
         )
         return Section(
             "Turns",
