@@ -34,8 +34,8 @@ def test_the_second_reading_is_a_plain_one_and_changes_nothing(prompt, chunk):
     plain = stock_prompt_cache(model)
     model(prompt, cache=plain)
     for (keys, values), entry in zip(reading.rows, plain, strict=True):
-        assert mx.allclose(keys, entry.state[0], atol=1e-4)
-        assert mx.allclose(values, entry.state[1], atol=1e-4)
+        assert mx.allclose(keys, entry.keys[..., :70, :], atol=1e-4)
+        assert mx.allclose(values, entry.values[..., :70, :], atol=1e-4)
     queries = 70 + len(repeat) * -(-70 // chunk)
     for worth, rate in zip(reading.worths, reading.rates, strict=True):
         assert worth.shape == rate.shape == (2, 2, 70)
@@ -130,10 +130,11 @@ def test_it_takes_no_more_than_it_may(bits):
     model(mx.array([tokens]), cache=full)
     # The embedded model computes in float32 on a CPU: twice what a 16-bit cache takes.
     element = 2 if full[0].keys.dtype == mx.float32 else 1
-    held = sum(keys.nbytes + values.nbytes for keys, values, *_ in (e.state for e in full))
-    cache = mlx_h2o.compress_prompt(model, tokenizer, text, "50%", bits=bits)
-    assert sum(entry.nbytes for entry in cache) <= 0.5 * held / element
-    assert all(entry.evicted > 0 for entry in cache)
+    rows = len(tokens) * full[0].keys.shape[1] * 2 * full[0].keys.shape[3] * full[0].keys.dtype.size
+    held = len(full) * rows
+    cache = mlx_h2o.compress_prompt(model, tokenizer, text, "40%", bits=bits)
+    assert sum(entry.nbytes for entry in cache) <= 0.4 * held / element
+    assert sum(entry.evicted for entry in cache) > 0
 
 
 def test_room_is_used_before_anything_goes(prompt):

@@ -51,8 +51,12 @@ class RereadCache:
     attending = True
 
     def __init__(self, first: KVCache):
-        self.keys, self.values = first.state[:2]
-        self.offset = self.keys.shape[2]
+        self.offset = first.offset
+        # Its buffers are longer than what they hold.
+        assert first.keys is not None
+        assert first.values is not None
+        self.keys = first.keys[..., : self.offset, :]
+        self.values = first.values[..., : self.offset, :]
         B, H, T, _ = self.keys.shape
         self.most, self.summed = mx.zeros((B, H, T)), mx.zeros((B, H, T))
 
@@ -198,6 +202,8 @@ def compress_prompt(
     Raises:
         ValueError: The settings do not suit the model, or the prompt is empty.
     """
+    checks.whole("room", room, 0)
+    checks.whole("chunk", chunk, 1)
     tokens = _ids(tokenizer, prompt)
     of_size = ModelSettings.of(max_bytes=max_bytes, context=tokens.shape[1], **settings)
     empty = bounded_caches(model, of_size)
