@@ -16,13 +16,15 @@ from mlx_h2o.evaluate.measures import (
     TurnMeasure,
 )
 
+# Lengths are multiples of 256, the steps in which mlx-lm's full cache grows: its bytes are counted
+# as it has them.
 _QUICK: tuple[Measure, ...] = (
-    PerplexityMeasure(samples=6, length=384, prefill=32),
+    PerplexityMeasure(samples=4, length=512, prefill=32),
     NeedleMeasure(lengths=(256, 512), depths=(0.0, 0.5, 0.95), of_each=2, batch=12),
     RulerMeasure(length=384, of_each=1, answer=24),
     TurnMeasure(conversations=4, turns=4, turn=96, asked_after=(2, 4)),
     AgreementMeasure(answers=2, length=320),
-    SpeedMeasure(prompt=384, steps=30),
+    SpeedMeasure(prompt=512, steps=30),
     KeptMeasure(length=512),
 )
 _FULL: tuple[Measure, ...] = tuple(kind() for kind in MEASURES.values())
