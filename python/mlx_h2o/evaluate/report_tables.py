@@ -143,7 +143,7 @@ def tables(samples: int = HEADLINE_SAMPLES) -> dict[int, ReportTable]:
                     dict(HEADLINE)),
         ReportTable(4, "budget split", [Part("", usual, [full, *splits])]),
         ReportTable(7, "KV size", [Part("", usual, [full, *sizes])]),
-        ReportTable(8, "sequence length", lengths((256, 512, 1024, 2048), slots)),
+        ReportTable(8, "sequence length", lengths((384, 512, 1024, 2048), slots)),
         ReportTable(9, "stress", lengths((1024, 2048), slots // 4)),
         *(ReportTable(number, "bits", [Part("", usual, [full, *bits])]) for number in (10, 11, 12)),
     )  # fmt: skip
