@@ -177,6 +177,7 @@ def test_every_policy_follows_the_oracle(
     assert oracle.near_ties <= 1
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("budgets", [[16, 16], [12, 20], [11, 14, 17]], ids=str)
 @pytest.mark.parametrize("remainder", [True, False], ids=["remainder", "no remainder"])
 @pytest.mark.parametrize("least_share", [0.2, 0.8])

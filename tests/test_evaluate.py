@@ -41,11 +41,11 @@ from mlx_h2o.evaluate.stage import Stage, read, untold
 from mlx_h2o.evaluate.suite import FILE_NAME, Evaluation, Suite
 
 TINY = (
-    PerplexityMeasure(samples=2, length=96, prefill=16),
-    NeedleMeasure(lengths=(192,), depths=(0.0, 0.9), of_each=1),
-    RulerMeasure(length=256, of_each=1, answer=4),
-    TurnMeasure(conversations=2, turns=2, turn=96, asked_after=(1, 2)),
-    AgreementMeasure(answers=2, prompt=16, length=64),
+    PerplexityMeasure(samples=2, length=64, prefill=16),
+    NeedleMeasure(lengths=(128,), depths=(0.0, 0.9), of_each=1),
+    RulerMeasure(length=160, of_each=1, answer=3),
+    TurnMeasure(conversations=2, turns=2, turn=72, asked_after=(1, 2)),
+    AgreementMeasure(answers=1, prompt=16, length=40),
     SpeedMeasure(prompt=96, beginning=8, steps=4),
     KeptMeasure(length=96, parts=8),
 )
@@ -98,13 +98,13 @@ def test_no_shares(text):
 
 
 def test_every_run_has_mlx_lms_own_caches_and_bounded_ones_hold_no_more_than_their_share(stage):
-    made = contenders(["h2o:remainder=false"], [0.5, 0.125])
+    made = contenders(["h2o:remainder=false"], [0.5, 0.25])
     assert [c.name for c in made[: 1 + len(PACKED)]] == [FULL, *PACKED]
-    assert "sliding window, 1/8" in {c.name for c in made}
-    tokens = mx.array([stage.prose(256, 0)])
+    assert "sliding window, 1/4" in {c.name for c in made}
+    tokens = mx.array([stage.prose(128, 0)])
     held = {}
     for contender in made:
-        cache = contender.make(stage.model, 256)
+        cache = contender.make(stage.model, 128)
         read(stage.model, cache, tokens, 64, untold)
         held[contender] = bytes_in_16_bits(cache)
     full = held[made[0]]
@@ -218,6 +218,7 @@ def test_a_measure_finds_json_and_says_it(stage, measure):
         ElementTree.fromstring(svg(chart))
 
 
+@pytest.mark.slow
 def test_the_full_cache_agrees_with_itself(stage):
     full = contenders([], [0.5])[0]
     found = TINY[4].of(stage, full, untold)
@@ -225,10 +226,11 @@ def test_the_full_cache_agrees_with_itself(stage):
     assert min(found["top"]) > 0.99
 
 
+@pytest.mark.slow
 def test_asking_leaves_no_trace(stage):
     """What is asked after turn 1 changes nothing of what is asked after turn 2."""
     ours = contenders([], [0.5])[-1]
-    once = TurnMeasure(conversations=2, turns=2, turn=96, asked_after=(2,))
+    once = TurnMeasure(conversations=2, turns=2, turn=72, asked_after=(2,))
     both = TINY[3].of(stage, ours, untold)
     assert once.of(stage, ours, untold)["fact"]["2"] == both["fact"]["2"]
 
@@ -276,7 +278,7 @@ def test_an_evaluation_goes_on_where_it_was_left(stage, tmp_path):
 
 
 def test_a_cache_that_cannot_be_made_does_not_stop_the_others(stage):
-    """A sixty-fourth of 96 tokens holds nothing; the report says so."""
+    """A sixty-fourth of 64 tokens holds nothing; the report says so."""
     suite = Suite(stage, contenders([], [1 / 64]), [TINY[0]])
     evaluation = Evaluation.begin(suite)
     last = len(suite.contenders) - 1
