@@ -156,3 +156,10 @@ def test_the_shipped_profile_shares_out_what_swift_expects():
     model, _ = mlx_h2o.load()
     slots = [cache.settings.budgets for cache in mlx_h2o.make_prompt_cache(model, max_size=96)]
     assert slots == [(10, 128), (48, 48), (48, 38), (48, 384)]
+    for size, bits, slots in (
+        ("25%", 8, [(1536, 1488), (96, 256), (192, 96), (1536, 1536)]),
+        ("12%", 6, [(936, 1024), (96, 128), (128, 64), (128, 1536)]),
+    ):
+        caches = mlx_h2o.make_prompt_cache(model, max_bytes=size, context=2048)
+        assert {cache.packing.k_bits for cache in caches} == {bits}
+        assert [cache.settings.filling[-1].budgets for cache in caches] == slots
