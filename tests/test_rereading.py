@@ -162,6 +162,11 @@ def test_models_that_attend_by_themselves_are_refused(prompt):
         ("", {}, "prompt is empty"),
         ("some words", {"room": -1}, "room"),
         ("some words", {"chunk": 0}, "chunk"),
+        (
+            "some words",
+            {"max_bytes": 10**6, "positions": "rolling", "remainder": False},
+            "positions",
+        ),
         ("some words of a prompt", {"max_bytes": 10}, "too small"),
     ],
 )

@@ -39,6 +39,7 @@ from mlx_h2o.remainder import Remainder
 from mlx_h2o.rereading import compress_prompt
 from mlx_h2o.resizing import resize
 from mlx_h2o.selection import accumulate, select_victims
+from mlx_h2o.shared_cache import SharedKVCache
 
 __version__ = "0.1.0"
 
@@ -62,6 +63,7 @@ __all__ = [
     "Policy",
     "Profile",
     "Remainder",
+    "SharedKVCache",
     "Slots",
     "SnapKV",
     "Streaming",

@@ -37,6 +37,7 @@ class BoundedKVCache:
     #: What a file says of how the model attends: to the cached rows (True, once rows came), to keys
     #: made of them (False) or by itself (None).
     own: ClassVar[bool | None] = True
+    sharers = 1  #: How many layers attend to the rows in each step.
     #: Classes by what they are for; a subclass enters itself.
     kinds: ClassVar[dict[str, type[BoundedKVCache]]] = {}
 
@@ -53,8 +54,7 @@ class BoundedKVCache:
 
         Args:
             settings: Checked already.
-            kind: "" for attention through this library to the cached rows, "plain rows" or
-                "latent".
+            kind: "" (attention through this library to the cached rows), or another of `kinds`.
             share: Its part in its model's budget.
         """
         of_kind = cls.kinds[kind]
@@ -293,8 +293,8 @@ class BoundedKVCache:
     def _restored(cls, arrays: dict[str, mx.array], config: dict[str, Any]) -> BoundedKVCache:
         frame, arrays = saved_state.frame_apart(arrays)
         settings, share = saved_state.settings_of(config, frame)
-        kind = "plain rows" if not settings.attending else "latent" * (config["own"] is False)
-        cache = cls.of(settings, kind, share)
+        cache = cls.of(settings, saved_state.kind_of(config), share)
+        cache.sharers = saved_state.sharers_of(config)
         if config["runs"]:
             cache._layer, cache.share = opening.restored(settings, share, config, arrays)
         return cache

@@ -198,6 +198,8 @@ class H2OKVCache(BoundedKVCache, kind=""):
         """
         if self.offset:
             raise ValueError("This cache holds something already: make a new one.")
+        if self._unopened.rope is not None:
+            raise ValueError("Rows of a prompt lie where they were read: leave positions away.")
         layer = self._opened(keys, values)
         if layer.window is not None:
             raise ValueError("The newest tokens have a width of their own: leave recent_bits away.")

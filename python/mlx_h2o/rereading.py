@@ -141,7 +141,8 @@ def read_twice(
         ValueError: The model does not attend to its cached rows through this library.
     """
     kinds = layer_kinds(model)
-    if not kinds or any(kind.derived or not kind.routed for kind in kinds):
+    apart = (k.derived or not k.routed or k.sharers > 1 or k.indexes for k in kinds)
+    if not kinds or any(apart):
         raise ValueError(
             "This model's attention does not come through mlx-h2o, so what a second reading looks "
             "at is not seen: its prompts cannot be compressed."

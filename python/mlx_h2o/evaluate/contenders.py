@@ -15,7 +15,7 @@ from mlx_h2o.evaluate.stage import Stage, read
 from mlx_h2o.evaluate.workers import Tell
 from mlx_h2o.policies.settings import setting_of
 from mlx_h2o.rereading import compress_into
-from mlx_h2o.settings import DEFAULT_POLICY, ModelSettings, profile_or_uniform
+from mlx_h2o.settings import DEFAULT_POLICY, ModelSettings, budgets_of_model
 
 #: Parts of a full 16-bit cache's bytes, where nobody says others.
 SHARES = (0.5, 0.25, 0.125, 0.0625)
@@ -97,7 +97,7 @@ def contenders(
     Raises:
         ValueError: A policy or setting is unknown, a share is none, or the profile is unreadable.
     """
-    profile_or_uniform(budgets)
+    budgets_of_model(budgets)
     for share in shares:
         if not 0 < share < 1:
             raise ValueError(f"A share of the bytes must be between 0 and 1; got {share}.")
@@ -135,5 +135,5 @@ def arm_of(spec: str) -> Arm:
     arm = Arm(spec, policy, remainder, None if budgets == "profile" else budgets)
     arm = replace(arm, settings=tuple(fields.items()))
     ModelSettings.of(1, policy=policy, remainder=remainder, **fields)
-    profile_or_uniform(arm.budgets)
+    budgets_of_model(arm.budgets)
     return arm
