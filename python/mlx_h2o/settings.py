@@ -83,6 +83,11 @@ class CacheSettings:
             )
         if self.packing.packs and not self.attending:
             raise ValueError("A model that attends by itself cannot read packed keys and values.")
+        if self.packing.recent is not None and self.policy.shares_slots:
+            raise ValueError(
+                f"Policy {self.policy.name!r} changes the heads' slots, which the newest tokens' "
+                "own width (recent_bits) does not follow: leave recent_bits away."
+            )
         self._set("undo", checked_undo(self.undo))
         if self.undo and not self.attending:
             raise ValueError("A model that attends by itself cannot take tokens back one by one.")
