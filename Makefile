@@ -147,7 +147,7 @@ lint: $(VENV)/.installed
 # The seams with mlx-lm, on its older protocol. (Its own phi3small crashes with a current MLX.)
 test-old-mlx-lm: .compat/mlx_lm .compat/previous/mlx_lm
 	PYTHONPATH=.compat $(BIN)/pytest tests/test_routing.py tests/test_bounding.py tests/test_model_families.py \
-	    tests/test_prompt_cache.py -k "not phi3small"
+	    tests/test_prompt_cache.py tests/test_batches.py -k "not phi3small"
 	PYTHONPATH=.compat/previous $(BIN)/pytest tests/test_model_coverage.py
 
 .compat/mlx_lm: $(VENV)/.installed

@@ -107,10 +107,10 @@ def test_who_is_beside_a_sequence_changes_nothing(policy, store, remainder):
     members = [new(seed) for seed in range(3)]
     batch = members[0].alone.merge([member.alone for member in members])
     feed(batch, members, [1, 30, 55])
-    for turn in range(14):
+    for turn in range(8):
         happens = rng.choice(["steps", "steps", "chunk", "join", "leave", "places"])
         if happens == "steps":
-            for _ in range(6):
+            for _ in range(4):
                 feed(batch, members, [1] * len(members))
         elif happens == "chunk":
             feed(batch, members, [rng.choice([0, 1, 3, 20]) for _ in members[1:]] + [9])

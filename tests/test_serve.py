@@ -249,6 +249,12 @@ def test_messages_may_name_no_file_and_no_other_server(plain):
             )
 
 
+def test_an_older_mlx_lm_is_refused_with_what_to_do_instead(monkeypatch):
+    monkeypatch.setattr(mlx_lm, "__version__", "0.31.3")
+    with pytest.raises(ValueError, match=r"needs mlx-lm 0\.32\.2 or later; this is 0\.31\.3"):
+        serve(ServerSettings(), [])
+
+
 # -- the bound ------------------------------------------------------------------------------------
 
 
@@ -301,8 +307,7 @@ def test_a_full_queue_is_told_when_to_come_again(loaded):
         assert second.result()
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("waiting", [True, False])
+@pytest.mark.parametrize(("stream", "waiting"), [(True, False), (False, True)])
 def test_a_client_that_hangs_up_frees_its_slots(loaded, stream, waiting):
     from mlx_h2o.serve.most_bytes import most_bytes
 
@@ -344,6 +349,7 @@ def started(folder: Any, *options: str) -> tuple[subprocess.Popen[str], int]:
     raise AssertionError("it did not start")
 
 
+@pytest.mark.slow
 def test_a_kill_and_a_restart_lose_nothing_that_was_saved(tmp_path, loaded):
     """The second turn after the kill goes on from the first one's own caches."""
     folder = tmp_path / "sessions"

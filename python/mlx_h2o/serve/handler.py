@@ -181,6 +181,8 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._clients: set[socket.socket] = set()
+        if ":" in args[0][0]:
+            self.address_family = socket.AF_INET6
         super().__init__(*args, **kwargs)
 
     def process_request(self, request: Any, client_address: Any) -> None:

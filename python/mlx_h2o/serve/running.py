@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import mlx_lm.server
 
 from mlx_h2o import routing
@@ -24,6 +26,10 @@ from mlx_h2o.serve.handler import USUAL_REQUEST, Handler, Server
 from mlx_h2o.serve.metrics import Metrics
 from mlx_h2o.serve.served_model import ServedModel
 from mlx_h2o.serve.sessions import Sessions
+
+
+#: The mlx-lm whose server's pieces are subclassed here.
+LEAST_MLX_LM = (0, 32, 2)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,12 @@ def serve(
         settings: Ours.
         options: mlx-lm's own, as its command line takes them.
         ready: Told once requests are answered.
+
+    Raises:
+        ValueError: mlx-lm is older than the one whose pieces these are.
     """
+
+    _require_mlx_lm(mlx_lm.__version__)
 
     def run(host: str, port: int, provider: ServedModel, **_: Any) -> None:
         with generating(provider, settings) as generator:
@@ -69,6 +80,17 @@ def serve(
     pieces = {"run": run, "ModelProvider": ServedModel}
     with _instead(mlx_lm.server, pieces), _arguments(["mlx_h2o serve", *options]):
         mlx_lm.server.main()
+
+
+def _require_mlx_lm(version: str) -> None:
+    """Raise ValueError unless mlx-lm is new enough."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if numbers < LEAST_MLX_LM:
+        least = ".".join(map(str, LEAST_MLX_LM))
+        raise ValueError(
+            f"The server needs mlx-lm {least} or later; this is {version}. With an older one, "
+            "mlx_h2o.install(max_size=...) before mlx_lm.server's own main() bounds its caches."
+        )
 
 
 @contextmanager
