@@ -64,7 +64,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 FOUR = {"num_hidden_layers": 4}
 WINDOWS = {**FOUR, "layer_types": [SLIDING, FULL, SLIDING, FULL]}
 ALL_HEADS = {"num_key_value_heads": 4}
-# Keys and values of MLA that are cached as they are attended to: 32 wide, so that they can be packed.
+# Keys and values of MLA that are cached as they are attended to, wide enough to be packed.
 EXPANDED = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 ROPES = {"rope_parameters": {SLIDING: ROPE, FULL: ROPE}}
