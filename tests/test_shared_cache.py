@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -11,7 +12,9 @@ from mlx_lm.models import base
 import mlx_h2o
 from mlx_h2o import SharedKVCache, make_prompt_cache
 from mlx_h2o.bounded_cache import BoundedKVCache
-from mlx_h2o.settings import CacheSettings, packing_of
+from mlx_h2o.layer_kinds import layer_kinds
+from mlx_h2o.prompt_cache import bounded_caches
+from mlx_h2o.settings import CacheSettings, ModelSettings, packing_of
 from model_coverage import coverage_model
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens
 
@@ -121,3 +124,11 @@ def test_undo_is_refused():
         make_prompt_cache(coverage_model("gemma4_text"), max_size=24, undo=2)
     with pytest.raises(ValueError, match="leave undo away"):
         shared_cache(settings_of(undo=1))
+
+
+def test_keys_that_are_shared_in_an_unknown_way_are_refused():
+    """As an mlx-lm before 0.32.1 does it in Gemma 3n: by the cache's `state`."""
+    model = coverage_model("qwen3")
+    kinds = [replace(kind, derived=True, sharers=2) for kind in layer_kinds(model)]
+    with pytest.raises(ValueError, match=r"Layers of qwen3 share keys.*update mlx-lm"):
+        bounded_caches(model, ModelSettings(24), kinds)
