@@ -62,7 +62,7 @@ def add_parser(commands: Any) -> None:
         "--table", type=int, choices=sorted(tables()), metavar="N",
         help="instead: a sweep of the AtomGradient report beside its own figures, where they are "
         "known: 0 (its headline), 4 (budget split), 7 (KV size), 8 (sequence length), 9 (stress), "
-        "10 to 12 (bits)",
+        "10 to 12 (bits), 14 (entropy by layer, and slots by it)",
     )  # fmt: skip
     parser.add_argument(
         "--size", action="append", default=[], metavar="MEASURE.FIELD=VALUE",
