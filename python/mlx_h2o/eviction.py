@@ -105,6 +105,7 @@ def _victims(layer: Layer, run: Run, fields: Fields) -> mx.array:
         slots.evictable[..., : run.length],
         layer.policy.evict_every,
         layer.policy.unit,
+        layer.settings.ranks,
     )
 
 
@@ -180,7 +181,8 @@ def _best(
     positions = fields["positions"]
     if count >= positions.shape[2]:
         return fields
-    kept = selection.select_kept(worth, positions, may_go, count, layer.policy.unit)
+    unit, ranks = layer.policy.unit, layer.settings.ranks
+    kept = selection.select_kept(worth, positions, may_go, count, unit, ranks)
     if layer.settings.remembers:
         dropped = mx.put_along_axis(mx.ones(positions.shape), kept, mx.zeros(kept.shape), axis=-1)
         for i in range(run.heads):

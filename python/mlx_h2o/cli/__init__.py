@@ -68,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
         generate,
         golden,
         inspect,
+        serve,
         tune,
     )
 
@@ -82,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     for module in (
         demo,
         generate,
+        serve,
         compress,
         compare,
         evaluate,
