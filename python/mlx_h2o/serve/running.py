@@ -27,7 +27,6 @@ from mlx_h2o.serve.metrics import Metrics
 from mlx_h2o.serve.served_model import ServedModel
 from mlx_h2o.serve.sessions import Sessions
 
-
 #: The mlx-lm whose server's pieces are subclassed here.
 LEAST_MLX_LM = (0, 32, 2)
 
