@@ -90,6 +90,7 @@ def test_a_file_remembers_the_rope(tmp_path):
     greedy_tokens(model, cache, prompt_tokens(60), 5)
     mlx_h2o.save_prompt_cache(tmp_path / "rolling", cache)
     loaded = mlx_h2o.load_prompt_cache(tmp_path / "rolling")
+    assert "positions without gaps" in str(mlx_h2o.describe(loaded)[0])
     assert [entry.settings.rope for entry in loaded] == [Rope(16, 10000.0)] * 2
     more = prompt_tokens(20, 3)
     assert greedy_tokens(model, loaded, more, 9) == greedy_tokens(model, cache, more, 9)
