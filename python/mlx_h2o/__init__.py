@@ -2,6 +2,7 @@
 
 from mlx_h2o import interrupts  # noqa: F401  First: the other imports take seconds.
 from mlx_h2o.attention import attention_mass, scaled_dot_product_attention_with_scores
+from mlx_h2o.batch_cache import BatchH2OKVCache
 from mlx_h2o.bounding import install, uninstall
 from mlx_h2o.builtin import load
 from mlx_h2o.cache import H2OKVCache
@@ -16,13 +17,17 @@ from mlx_h2o.plain_rows_cache import PlainRowsKVCache
 from mlx_h2o.policies import (
     EMA,
     H2O,
+    RKV,
     TOVA,
+    AdaKV,
+    ChunkKV,
     Distinct,
     EMALogits,
     KeyDiff,
     Observation,
     Policy,
     Slots,
+    SnapKV,
     Streaming,
     make_policy,
     policy_names,
@@ -32,6 +37,7 @@ from mlx_h2o.policies import (
 from mlx_h2o.profile import Profile
 from mlx_h2o.prompt_cache import make_prompt_cache
 from mlx_h2o.remainder import Remainder
+from mlx_h2o.rereading import compress_prompt
 from mlx_h2o.resizing import resize
 from mlx_h2o.selection import accumulate, select_victims
 from mlx_h2o.shared_cache import SharedKVCache
@@ -43,7 +49,11 @@ use_openblas()
 __all__ = [
     "EMA",
     "H2O",
+    "RKV",
     "TOVA",
+    "AdaKV",
+    "BatchH2OKVCache",
+    "ChunkKV",
     "Distinct",
     "EMALogits",
     "Frame",
@@ -57,12 +67,14 @@ __all__ = [
     "Remainder",
     "SharedKVCache",
     "Slots",
+    "SnapKV",
     "Streaming",
     "accumulate",
     "attention_mass",
     "blas",
     "calibrate",
     "calibrate_exactly",
+    "compress_prompt",
     "describe",
     "frames_of",
     "install",

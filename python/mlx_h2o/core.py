@@ -12,7 +12,8 @@ import mlx.core as mx
 
 from mlx_h2o import eviction
 from mlx_h2o.attention_call import AttentionCall
-from mlx_h2o.backends.decoders import accepts
+from mlx_h2o.backends.decoder import DecodeStep
+from mlx_h2o.backends.decoders import accepts, step_together
 from mlx_h2o.layer import Layer
 from mlx_h2o.memory import Fields
 from mlx_h2o.observe import Seen, mean_of, observe, observe_derived
@@ -42,7 +43,8 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
     _check_sinks(layer, call)
     # The first token of all goes op by op: then there are arrays to lend.
     if layer.offset and accepts(layer.settings, call, k, v):
-        return layer.decode(call, k, v)
+        decoder, token = layer.planned(k, v)
+        return decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, *token))
     frame = layer.settings.frame
     if frame is not None:
         k = frame.enter(k)
@@ -89,6 +91,33 @@ def evict_after_sharers(layer: Layer, rounds: Sequence[Sequence[Seen]]) -> list[
     """
     _evicting(layer, [mean_of([seen[i] for seen in rounds]) for i in range(len(layer.runs))])
     return layer.side_state()
+
+
+def decode_together(
+    layers: Sequence[Layer], call: AttentionCall, k: mx.array, v: mx.array
+) -> mx.array | None:
+    """One token of each of several layers of one sequence each, in one fused step if there is one.
+
+    Args:
+        layers: Their memories.
+        call: Queries `[B, Hq, 1, D]`, a sequence for each layer.
+        k: New keys `[B, H, 1, D]`, likewise.
+        v: New values `[B, H, 1, Dv]`.
+
+    Returns:
+        `[B, Hq, 1, Dv]`; None, and nothing is changed, where a layer has no fused step.
+    """
+    if not all(layer.offset and accepts(layer.settings, call, k, v) for layer in layers):
+        return None
+    like = k[:1], v[:1]
+    planned = []
+    for layer in layers:
+        layer.check_rows(*like)
+    for layer in layers:
+        grow(layer, 1)
+        planned.append(layer.planned(*like))
+    decoders, tokens = zip(*planned, strict=True)
+    return step_together(decoders, tokens, call, k, v)
 
 
 def attend_to_derived(

@@ -34,12 +34,18 @@ def require_boundable(name: str, kinds: Sequence[LayerKind], caches: Sequence[An
 
     Raises:
         NothingToBound: No cache of it grows.
-        ValueError: Its caches are of its own kind, or it picks keys by an index of all tokens.
+        ValueError: Its caches are of its own kind, it picks keys by an index of all tokens, or its
+            layers share keys in a way that is not known.
     """
     if any(kind.indexes for kind in kinds):
         raise ValueError(
             f"{name} picks the keys to attend to by an index of all tokens (sparse attention), "
             "beside which no token can be forgotten: leave its caches as they are."
+        )
+    if any(kind.derived and kind.sharers > 1 for kind in kinds):
+        raise ValueError(
+            f"Layers of {name} share keys that are made of the cached ones, or that an mlx-lm "
+            "before 0.32.1 hands out otherwise: update mlx-lm, or leave its caches as they are."
         )
     if kinds:
         return
@@ -73,6 +79,12 @@ def check_settings(
             f"{name} attends by itself, so policy {policy.name!r} would never see its attention: "
             'choose one that looks at keys only ("keydiff", "streaming", or "distinct" with '
             "mass_weight=0)."
+        )
+    shared = any(kind.sharers > 1 for kind in kinds)
+    if policy.shares_slots and (not handed or shared or settings.rolls):
+        raise ValueError(
+            f"Policy {policy.name!r} shares slots out among a layer's heads, which {name} with "
+            "these settings cannot have: choose another policy."
         )
     if settings.packing.packs and not handed:
         raise ValueError(
