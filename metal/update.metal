@@ -92,6 +92,7 @@ inline void update(
         value_lengths + first,
         line.length,
         step.offset,
+        step.aged_from,
         step.sink,
         step.offset - line.recent,
         0.0f};

@@ -105,6 +105,7 @@ class DecodingLayer:
         heads: list[tuple[int, int, int, int, int, bool]],
         recent: tuple[int, int, bool] | None = None,
         undo: bool = False,
+        aged_from: int = 0,
         stream: mx.Stream | mx.Device | None = None,
     ) -> tuple[mx.array, list[mx.array]]: ...
     def close(self, stream: mx.Stream | mx.Device | None = None) -> list[mx.array]: ...

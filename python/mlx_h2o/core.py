@@ -16,6 +16,7 @@ from mlx_h2o.backends.decoders import accepts
 from mlx_h2o.layer import Layer
 from mlx_h2o.memory import Fields
 from mlx_h2o.observe import Seen, observe, observe_derived
+from mlx_h2o.pins import is_pinned
 from mlx_h2o.undo import single_steps
 
 
@@ -48,12 +49,19 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
             "them needs a centre of zeros."
         )
     # The first token of all goes op by op: then there are arrays to lend.
-    if layer.offset and accepts(layer.settings, call, k, v):
+    # A step that brings a pinned token too, which is marked on its way in.
+    if layer.offset and not _brings_pin(layer) and accepts(layer.settings, call, k, v):
         return layer.decode(call, k, v)
     if frame is not None:
         call, k = call.with_queries(frame.enter_queries(call.q)), frame.enter(k)
     attended = zip(layer.runs, layer.take_in(k, v), strict=True)
     return _evicting(layer, [observe(layer, run, call, fields) for run, fields in attended])
+
+
+def _brings_pin(layer: Layer) -> bool:
+    """Whether the next token brings a pinned one into the slots: itself, or out of the window."""
+    size = layer.window.size if layer.window else 0
+    return is_pinned(layer.settings.pins, layer.offset - size)
 
 
 def attend_to_derived(

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_h2o import selection
 from mlx_h2o.layer import Layer
 from mlx_h2o.memory import Fields
+from mlx_h2o.pins import true_positions
 from mlx_h2o.settings import CacheSettings
 from mlx_h2o.store import Run
 from mlx_h2o.views import evictable_of, slots_of
@@ -117,7 +118,7 @@ def _reduced(layer: Layer, run: Run, fields: Fields, window_mass: mx.array | Non
         priorities.append(layer.policy.prompt_priority(slots, mass)[..., :N])
     kept = selection.select_kept(
         mx.concatenate(priorities, axis=1),
-        positions,
+        true_positions(positions),
         evictable_of(layer, run, positions),
         run.budget,
         layer.policy.unit,

@@ -17,6 +17,7 @@ from mlx_h2o.layer_kinds import LayerKind, layer_kinds
 from mlx_h2o.memory_size import USUAL_CONTEXT
 from mlx_h2o.model_identity import ModelIdentity, identity_of
 from mlx_h2o.packed import DEFAULT_GROUP_SIZE
+from mlx_h2o.pins import Span
 from mlx_h2o.plan import AtHand, planned
 from mlx_h2o.policies import Policy
 from mlx_h2o.profile import Profile
@@ -48,6 +49,7 @@ def make_prompt_cache(
     recent_bits: int | None = None,
     undo: int = 0,
     frames: Sequence[Frame | None] | Literal[False] | str | None = None,
+    pins: Sequence[Span] = (),
     **settings: Any,
 ) -> list[Any]:
     """The model's own caches, with every plain KV cache replaced by a bounded one.
@@ -74,23 +76,19 @@ def make_prompt_cache(
         undo: How many of the last tokens can be taken back after evictions.
         frames: Of packed keys: one or None for each of the model's own caches. False or "none": as
             they come. By default those of the profile.
+        pins: Pairs (first, one past the last) of positions that are never evicted (`mlx_h2o.pin`).
         settings: Fields of the policy to change, such as `sink`, `recent` or `evict_every`.
 
     Raises:
-        ValueError: No or two sizes, an unknown policy or setting, a budget without room to evict, a
-            profile of another model, or a policy that this model cannot run.
+        ValueError: No or two sizes, an unknown policy or setting, a budget without room to evict or
+            for the pins, a profile of another model, or a policy that this model cannot run.
     """
     if is_asked(model):  # by its own make_cache, which was replaced by this function
         return caches_beneath(model)
     stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
     given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
-    given |= {
-        "max_bytes": max_bytes,
-        "context": context,
-        "recent_bits": recent_bits,
-        "undo": undo,
-        "frames": frames,
-    }
+    given |= {"max_bytes": max_bytes, "context": context, "recent_bits": recent_bits}
+    given |= {"undo": undo, "frames": frames, "pins": pins}
     return bounded_caches(model, ModelSettings.of(max_size, **given))
 
 
@@ -146,6 +144,7 @@ def bounded_caches(
             saturation=layer.saturation,
             frame=layer.frame,
             filling=layer.filling,
+            pins=settings.pins,
         )
         use = "latent" if kind.derived else ""
         cache = BoundedKVCache.of(of_layer, use if attending else "plain rows", layer.share)

@@ -13,11 +13,13 @@ from mlx_h2o.filling import Stage, checked_filling, due
 from mlx_h2o.frame import Frame
 from mlx_h2o.memory_size import Share, memory_size
 from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, UNPACKED, Packing
+from mlx_h2o.pin_room import room_for_pins
+from mlx_h2o.pins import Span, checked_spans
 from mlx_h2o.policies import KernelPolicy, Policy, make_policy
 from mlx_h2o.policies.base import kernel_policy_of
 from mlx_h2o.policies.distinct import KEYS_ONLY
 from mlx_h2o.profile import Profile
-from mlx_h2o.remainder import SATURATION, checked_saturation, saturations
+from mlx_h2o.remainder import SATURATION, checked_saturation, plain_rows_for, saturations
 from mlx_h2o.undo import MOST_STEPS
 
 DEFAULT_POLICY = "salient"
@@ -43,6 +45,9 @@ class CacheSettings:
         frame: In which packed keys are stored, or None: as they come.
         filling: Budgets that follow as the conversation grows (`filling.py`), where `budgets` are
             those of a shorter one.
+        pins: Spans of positions that are never evicted (`pins.py`). A head that is too small for
+            them, and for what its policy protects beside them, gets slots of the layer's larger
+            heads, so that a profile's smallest heads hold every pin and bytes stay as they were.
 
     Raises:
         ValueError: A setting is none, or they do not go together; the message names it.
@@ -59,6 +64,7 @@ class CacheSettings:
     saturation: float | tuple[float, ...] = SATURATION
     frame: Frame | None = None
     filling: tuple[Stage, ...] = ()
+    pins: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
         self._set("policy", make_policy(self.policy))
@@ -98,6 +104,23 @@ class CacheSettings:
             self.checked_budgets("budgets", stage.budgets)
             if self.undo or len(stage.budgets) != len(self.budgets or ()):
                 raise ValueError("filling needs budgets of as many heads, and no undo.")
+        self._set("pins", checked_spans("pins", self.pins))
+        if self.pins:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Have every head hold the pins, now and at every stage to come."""
+        if self.max_size is not None:
+            room_for_pins((self.max_size,), self.policy, self.pins)
+        if self.budgets is not None:
+            plain = 0
+            if self.remainder and not self.attending:
+                plain = plain_rows_for(min(self.budgets))
+            slots = [budget - plain for budget in self.budgets]
+            roomy = room_for_pins(slots, self.policy, self.pins)
+            self._set("budgets", tuple(count + plain for count in roomy))
+        later = [Stage(b, room_for_pins(s, self.policy, self.pins)) for b, s in self.filling]
+        self._set("filling", tuple(later))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -137,6 +160,7 @@ class CacheSettings:
             "undo": self.undo,
             "saturation": self._saturation_config(),
             "filling": [list(stage) for stage in self.filling],
+            "pins": [list(span) for span in self.pins],
             "max_size": self.max_size,
             "max_bytes": self.max_bytes,
             "budgets": None if self.budgets is None else list(self.budgets),
@@ -220,6 +244,7 @@ class ModelSettings:
         frames: A frame or None for each of the model's caches, "none", or None: the profile's.
         context: Tokens that conversations may reach, or None: what the model was trained to see.
         chooses_bits: Whether the size is in bytes and it is not said how rows are stored.
+        pins: Spans of positions that are never evicted.
 
     Raises:
         ValueError: A setting is none, or they do not go together; the message names it.
@@ -236,6 +261,7 @@ class ModelSettings:
     frames: Sequence[Frame | None] | str | bool | None = None
     context: int | None = None
     chooses_bits: bool = False
+    pins: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
         one_size(max_size=self.max_size, max_bytes=self.max_bytes)
@@ -256,6 +282,7 @@ class ModelSettings:
         self.policy_for(attending=True)
         object.__setattr__(self, "budgets", profile_or_uniform(self.budgets))
         object.__setattr__(self, "frames", frames_or_none(self.frames))
+        object.__setattr__(self, "pins", checked_spans("pins", self.pins))
         if isinstance(self.frames, tuple) and self.packing.k_bits is None:
             raise ValueError("frames are for packed keys: they need bits or k_bits.")
 
@@ -276,6 +303,7 @@ class ModelSettings:
         recent_bits: int | None = None,
         undo: int = 0,
         frames: Sequence[Frame | None] | Literal[False] | str | None = None,
+        pins: Sequence[Span] = (),
         **settings: Any,
     ) -> ModelSettings:
         """From the arguments of `make_prompt_cache`, which explains them."""
@@ -285,7 +313,8 @@ class ModelSettings:
         said = any(given is not None for given in (bits, k_bits, v_bits, recent_bits))
         chooses = max_bytes is not None and not said
         stored = (remainder, budgets, packing, undo, frames, context, chooses)
-        return cls(max_size, max_bytes, policy, settings, *stored)
+        # `pins` is made a tuple when it is checked.
+        return cls(max_size, max_bytes, policy, settings, *stored, pins=pins)  # type: ignore[arg-type]
 
     def in_bytes(self, plain_bytes: int, context: int) -> ModelSettings:
         """The same with a size in bytes where it was a share, and a context.

@@ -113,7 +113,7 @@ NB_MODULE(_ext, m) {
           [](DecodingLayer& self, const mx::array& q, const mx::array& k, const mx::array& v,
              float scale, const std::optional<mx::array>& sinks, int offset,
              const std::vector<HeadTuple>& heads, const std::optional<RecentTuple>& recent,
-             bool undo, mx::StreamOrDevice s) {
+             bool undo, int aged_from, mx::StreamOrDevice s) {
             std::vector<HeadPlan> plan;
             plan.reserve(heads.size());
             for (const auto& [start, length, victim, recent, evicted, choose] : heads)
@@ -123,11 +123,12 @@ NB_MODULE(_ext, m) {
             std::vector<mx::array> before;
             mx::array out = self.step(
                 q, k, v, scale, sinks, offset, std::move(plan), newest, s,
-                undo ? &before : nullptr);
+                undo ? &before : nullptr, aged_from);
             return std::pair(std::move(out), std::move(before));
           },
           "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "offset"_a,
-          "heads"_a, "recent"_a = nb::none(), "undo"_a = false, "stream"_a = nb::none(),
+          "heads"_a, "recent"_a = nb::none(), "undo"_a = false, "aged_from"_a = 0,
+          "stream"_a = nb::none(),
           "One token; heads are (start, length, victim, recent, evicted, choose), recent is "
           "(slot, length, leaving). Returns out, and with undo what the step changes, as it was.")
       .def(

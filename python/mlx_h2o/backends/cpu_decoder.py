@@ -76,6 +76,7 @@ class CPUDecoder(Decoder):
             heads=list(step.heads),
             recent=step.recent,
             undo=step.before is not None,
+            aged_from=step.aged_from,
         )
         if step.before is not None:
             step.before.arrays = dict(zip(self._changed_by(step), changed, strict=True))

@@ -52,6 +52,7 @@ class DecodeStep(NamedTuple):
         heads: One plan for each KV head.
         recent: What happens in the recent window, if there is one.
         before: Takes the arrays that the step changes, as they are before it.
+        aged_from: The position from which ages count.
     """
 
     q: mx.array
@@ -63,6 +64,7 @@ class DecodeStep(NamedTuple):
     heads: tuple[HeadPlan, ...]
     recent: RecentStep | None = None
     before: StepBefore | None = None
+    aged_from: int = 0
 
 
 @dataclass

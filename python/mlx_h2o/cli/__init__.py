@@ -57,7 +57,17 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """What understands the command line."""
-    from mlx_h2o.cli import bench, calibrate, compare, demo, fetch, generate, golden, inspect
+    from mlx_h2o.cli import (
+        bench,
+        calibrate,
+        chat,
+        compare,
+        demo,
+        fetch,
+        generate,
+        golden,
+        inspect,
+    )
 
     made = argparse.ArgumentParser(
         prog="mlx_h2o",
@@ -67,6 +77,6 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="version", version=f"mlx-h2o {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (demo, generate, compare, calibrate, inspect, bench, golden, fetch):
+    for module in (demo, generate, chat, compare, calibrate, inspect, bench, golden, fetch):
         module.add_parser(commands)
     return made

@@ -33,6 +33,17 @@ public struct H2OConfiguration: Sendable {
         case none
     }
 
+    /// Tokens of the conversation that are never evicted.
+    public enum Pins: Sendable, Equatable {
+        /// None but those that ``H2OKVCache/pin(_:)`` names.
+        case none
+        /// What the model is told first: the instructions of an ``H2OChatSession``, or of a `ChatSession`
+        /// that is made with this configuration.
+        case instructions
+        /// At these positions, whatever comes there.
+        case positions([Range<Int>])
+    }
+
     /// What to do about layers that cannot be bounded.
     public enum Compatibility: Sendable {
         /// Every layer must be bounded, by this library or by itself, else it is an error.
@@ -58,6 +69,8 @@ public struct H2OConfiguration: Sendable {
     public var saturation: Float?
     /// How many of the last steps can be taken back after evictions (``H2OKVCache/trim(_:)``).
     public var undo: Int
+    /// Tokens that are never evicted, counted against the budget.
+    public var pins: Pins
     /// What to do about layers that cannot be bounded.
     public var compatibility: Compatibility
     /// What may ask for less memory while caches are in use.
@@ -68,11 +81,12 @@ public struct H2OConfiguration: Sendable {
         budget: Budget, policy: (any Policy)? = nil, remainder: Bool = true,
         headBudgets: HeadBudgets = .uniform, packing: H2OPacking = .dense,
         frames: Frames = usualFrames, saturation: Float? = nil, undo: Int = 0,
-        compatibility: Compatibility = .requireAllLayers, pressure: MemoryPressure? = nil
+        pins: Pins = .none, compatibility: Compatibility = .requireAllLayers,
+        pressure: MemoryPressure? = nil
     ) throws {
         self.init(
             unchecked: budget, policy: policy, remainder: remainder, headBudgets: headBudgets,
-            packing: packing, frames: frames, saturation: saturation, undo: undo,
+            packing: packing, frames: frames, saturation: saturation, undo: undo, pins: pins,
             compatibility: compatibility, pressure: pressure)
         try validate()
     }
@@ -81,11 +95,12 @@ public struct H2OConfiguration: Sendable {
         unchecked budget: Budget, policy: (any Policy)? = nil, remainder: Bool = true,
         headBudgets: HeadBudgets = .uniform, packing: H2OPacking = .dense,
         frames: Frames = usualFrames, saturation: Float? = nil, undo: Int = 0,
-        compatibility: Compatibility = .requireAllLayers, pressure: MemoryPressure? = nil
+        pins: Pins = .none, compatibility: Compatibility = .requireAllLayers,
+        pressure: MemoryPressure? = nil
     ) {
         (self.budget, self.policy, self.remainder) = (budget, policy, remainder)
         (self.headBudgets, self.packing, self.undo) = (headBudgets, packing, undo)
-        (self.frames, self.saturation) = (frames, saturation)
+        (self.frames, self.saturation, self.pins) = (frames, saturation, pins)
         (self.compatibility, self.pressure) = (compatibility, pressure)
     }
 
@@ -95,12 +110,21 @@ public struct H2OConfiguration: Sendable {
         try policy.validate()
         try CacheSettings.check(undo: undo, attends: true)
         try CacheSettings.check(saturation: saturation.map { [$0] } ?? [])
+        _ = try pinnedPositions
         if case .profile(let context) = frames, context < 1 {
             throw H2OError.configuration("frames are for a context of at least 1; got \(context).")
         }
         switch budget {
         case .tokens(let count): try policy.checkBudget(count)
         case .bytes(let count): try policy.checkBytes(count)
+        }
+    }
+
+    /// Spans of positions, as far as they are known.
+    var pinnedPositions: [Range<Int>] {
+        get throws {
+            guard case .positions(let spans) = pins else { return [] }
+            return try PinnedPositions.joined(spans)
         }
     }
 

@@ -201,13 +201,15 @@ void DecodingLayer::check_plan(
 mx::array DecodingLayer::step(
     const mx::array& q, const mx::array& k, const mx::array& v, float scale,
     const std::optional<mx::array>& sinks, int offset, std::vector<HeadPlan> heads,
-    const std::optional<RecentStep>& recent, mx::StreamOrDevice s, std::vector<mx::array>* before) {
+    const std::optional<RecentStep>& recent, mx::StreamOrDevice s, std::vector<mx::array>* before,
+    int aged_from) {
   require(memory_ != nullptr, "This layer was closed");
   check_token(q, k, v);
   check_plan(heads, recent);
   PlannedStep planned{layout_, measured_, recent_layout_, layer_, {}, {}};
   planned.step.heads = std::move(heads);
   planned.step.offset = offset;
+  planned.step.aged_from = aged_from;
   if (recent) {
     planned.step.recent_slot = recent->slot;
     planned.step.recent_length = recent->length;

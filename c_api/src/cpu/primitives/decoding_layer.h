@@ -64,7 +64,7 @@ class DecodingLayer {
       const mx::array& q, const mx::array& k, const mx::array& v, float scale,
       const std::optional<mx::array>& sinks, int offset, std::vector<HeadPlan> heads,
       const std::optional<RecentStep>& recent, mx::StreamOrDevice s,
-      std::vector<mx::array>* before = nullptr);
+      std::vector<mx::array>* before = nullptr, int aged_from = 0);
 
   // The fields as arrays again; no step may follow.
   std::vector<mx::array> close(mx::StreamOrDevice s);
