@@ -64,7 +64,7 @@ def test_a_chat_in_the_terminal(tmp_path):
     fact = "The secret number of Ada Hill is 4711."
     said = chat.say(f"We met in spring. {fact} Then the summer came, and with it the heat.")
     status = re.search(
-        r"\[(\d+) slots a head, ([\d,]+) bytes, 0 of (\d+) tokens evicted, (\d+) pinned", said
+        r"\[(\d+) slots a head, ([\d,]+) bytes, \d+ of (\d+) tokens evicted, (\d+) pinned", said
     )
     assert status, said
     assert int(status[4]) > 8

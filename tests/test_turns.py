@@ -13,7 +13,10 @@ import mlx_h2o
 from covering import covering
 from mlx_h2o import H2OKVCache, Policy, load_prompt_cache, make_policy, save_prompt_cache
 from mlx_h2o.backends.choice import only_reference
+from mlx_h2o.builtin import SAMPLE_TEXT
+from mlx_h2o.evaluate.turns import known_at_last, turns_task
 from mlx_h2o.policies import policy_names
+from mlx_h2o.stock import stock_caches
 from mlx_h2o.turns import checked_carry
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model
 
@@ -173,3 +176,39 @@ def test_a_document_in_mid_conversation_is_scored_as_a_prompt():
     for _, mass in policy.seen:
         # Sixteen queries, each of which gives a mass of one.
         assert mass.sum().item() == pytest.approx(16, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def conversations():
+    model, tokenizer = mlx_h2o.load("builtin:recall-4m")
+    task = turns_task(tokenizer, SAMPLE_TEXT.read_text(), prompts=4, tokens=420, seed=3)
+    full = known_at_last(model, lambda: stock_caches(model), task)
+    assert sum(full) >= 3
+    return model, task, full
+
+
+@pytest.mark.parametrize("policy", [name for name in policy_names() if "paper" not in name])
+def test_a_fact_of_turn_one_in_turn_six(conversations, policy):
+    """Pinned it is known as the full cache knows it, by every policy at the same budget."""
+    model, task, full = conversations
+
+    def make():
+        return mlx_h2o.make_prompt_cache(model, 120, policy=policy, budgets="uniform", recent=0.25)
+
+    known = {
+        "carry": known_at_last(model, make, task, carry=1.0),
+        "reset": known_at_last(model, make, task, carry="reset"),
+        "pinned": known_at_last(model, make, task, carry=0.5, pinned=True),
+    }
+    assert sum(known["pinned"]) >= sum(full) - 1
+    assert sum(known["pinned"]) >= max(sum(known["carry"]), sum(known["reset"]))
+
+
+def test_turns_begin_where_the_task_says(conversations):
+    _, task, _ = conversations
+    assert len(task.turns) == 6
+    assert task.turns[0] == 0
+    for first, end in task.facts:
+        assert 0 < first < end <= task.turns[1]
+    with pytest.raises(ValueError, match="turns"):
+        turns_task(None, "", prompts=1, tokens=10, turns=1)

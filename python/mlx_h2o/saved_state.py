@@ -284,11 +284,6 @@ def check_indices(
     """
     stored, policy = np.array(arrays["slots.positions"]), settings.policy
     positions = np.maximum(stored, -1 - stored)
-    pinned = np.zeros(positions.shape, bool)
-    for first, end in settings.pins:
-        pinned |= (positions >= first) & (positions < end)
-    if (stored[~pinned] < 0).any():
-        raise ValueError("Slots hold tokens as pinned that no pin names.")
     victims = np.array(arrays["victims"]) if "victims" in arrays else None
     for run in runs:
         shape = (len(positions), run.heads, run.allocated)
@@ -301,3 +296,8 @@ def check_indices(
             left = victims[:, run.first : run.last, policy.evict_every - run.victims :]
             if left.min() < 0 or left.max() >= run.length or not np.diff(np.sort(left)).all():
                 raise ValueError("Slots are to be overwritten that are none, or twice.")
+    pinned = np.zeros(positions.shape, bool)
+    for first, end in settings.pins:
+        pinned |= (positions >= first) & (positions < end)
+    if (stored[~pinned] < 0).any():
+        raise ValueError("Slots hold tokens as pinned that no pin names.")

@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
         generate,
         golden,
         inspect,
+        turns,
     )
 
     made = argparse.ArgumentParser(
@@ -77,6 +78,6 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="version", version=f"mlx-h2o {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (demo, generate, chat, compare, calibrate, inspect, bench, golden, fetch):
+    for module in (demo, generate, chat, compare, calibrate, inspect, turns, bench, golden, fetch):
         module.add_parser(commands)
     return made

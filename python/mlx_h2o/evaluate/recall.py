@@ -212,7 +212,7 @@ def recall_task(
         room = tokens - len(first) - sum(map(len, statements)) - len(question)
         if room < 0:
             raise ValueError(f"{facts} facts do not fit into {tokens} tokens.")
-        prose = _prose(paragraphs, room, rng)
+        prose = consecutive_prose(paragraphs, room, rng)
         row, at = _planted(first, prose, statements, planted.index(asked), rng)
         questions.append(len(row))
         distances.append(len(row) - at)
@@ -223,7 +223,9 @@ def recall_task(
     )
 
 
-def _prose(paragraphs: Sequence[list[int]], room: int, rng: random.Random) -> list[list[int]]:
+def consecutive_prose(
+    paragraphs: Sequence[list[int]], room: int, rng: random.Random
+) -> list[list[int]]:
     """Consecutive paragraphs of exactly `room` tokens; the first is cut at its beginning."""
     if room == 0:
         return []

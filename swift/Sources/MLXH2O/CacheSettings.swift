@@ -161,7 +161,9 @@ struct CacheSettings: Sendable {
     /// Slots of each head, the plain rows' among them, shared out so that pins have room.
     func withRoomForPins(_ budgets: [Int]) throws -> [Int] {
         let plain = attends || !remainderAnswers ? 0 : plainRows(forBudget: budgets.min()!)
-        return try PinnedPositions.room(for: pins, in: budgets.map { $0 - plain }, policy).map { $0 + plain }
+        return try PinnedPositions.room(for: pins, in: budgets.map { $0 - plain }, policy).map {
+            $0 + plain
+        }
     }
 
     /// The same settings with the frame of what was saved, which its rows are in.

@@ -320,7 +320,8 @@ extension Layer {
     /// Rows with the positions that slots store, which tell of pins.
     private func marked(_ rows: Fields) -> Fields {
         guard !settings.pins.isEmpty else { return rows }
-        return rows.merging(["positions": PinnedPositions.stored(rows["positions"]!, settings.pins)]) { $1 }
+        return rows.merging(["positions": PinnedPositions.stored(rows["positions"]!, settings.pins)]
+        ) { $1 }
     }
 
     /// Pin what these settings, otherwise its own, pin, and nothing else.

@@ -142,7 +142,9 @@ extension CacheSettings {
         try (json?.array ?? []).map {
             guard let ends = $0.array, ends.count == 2, let first = ends[0].int,
                 let end = ends[1].int, first >= 0, first < end
-            else { throw H2OError.file("this is no state of an H2OKVCache: its pins are no spans.") }
+            else {
+                throw H2OError.file("this is no state of an H2OKVCache: its pins are no spans.")
+            }
             return first ..< end
         }
     }
@@ -169,7 +171,8 @@ extension Core {
     /// Everything but arrays, in the form that Python's `H2OKVCache.config` has.
     var configuration: SettingValue {
         let none: [String: SettingValue] = [
-            "offset": .int(0), "aged_from": .int(0), "own": .null, "reserved": .int(0), "recent": .null,
+            "offset": .int(0), "aged_from": .int(0), "own": .null, "reserved": .int(0),
+            "recent": .null,
             "runs": .array([]),
         ]
         return .object(settings.json.merging(layer?.json ?? none) { $1 })

@@ -107,7 +107,8 @@ struct SavedState {
             Array(repeating: $0.budget + (window?.size ?? 0), count: $0.heads)
         }
         try settings.check(budgets: budgets)
-        guard try PinnedPositions.room(for: settings.pins, in: budgets, settings.policy) == budgets else {
+        guard try PinnedPositions.room(for: settings.pins, in: budgets, settings.policy) == budgets
+        else {
             throw damage("heads without room for its pins")
         }
         if let window, try settings.recentWindow(budgets) != window.size {
