@@ -54,5 +54,5 @@ def values_of(item: pytest.Item) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def no_profiles_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Profiles that whoever runs the tests keeps must not change what is tested."""
+    """Profiles that the tests' user keeps must not change what is tested."""
     monkeypatch.setattr("mlx_h2o.profile_places.kept_folder", lambda: tmp_path / "kept profiles")

@@ -29,10 +29,11 @@ from mlx_h2o.evaluate.comparison import (
     compare,
     default_arms,
 )
-from mlx_h2o.evaluate.equal_bytes import ELEMENT, bytes_in_16_bits
+from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
 from mlx_h2o.evaluate.recall import CLOZE, is_known, recall_task, recalled
 from mlx_h2o.layer_kinds import layer_kinds
+from mlx_h2o.prompt_cache import PLAIN_ELEMENT
 from tiny_models import tiny_model
 
 SMALL = (
@@ -159,7 +160,7 @@ def test_every_bounded_cache_gets_the_windows_bytes(dtype):
     assert len(arms) > 2 * len(specs)
     budget = held(Arm(WINDOW))
     numbers = sum(k.heads * (k.widths.key + k.widths.value) for k in layer_kinds(model))
-    assert budget == 64 * numbers * ELEMENT
+    assert budget == 64 * numbers * PLAIN_ELEMENT
     for arm in arms:
         assert 0.9 * budget < held(arm) <= budget, arm.name
 
@@ -172,7 +173,7 @@ def test_what_holds_everything_is_counted_in_16_bits(embedded):
         cache = Arm(name).make(model, 64)
         mx.eval(model(mx.zeros((1, 256), mx.int32), cache=cache))
         held[name] = bytes_in_16_bits(cache)
-    assert held[FULL] == 256 * NUMBERS * ELEMENT
+    assert held[FULL] == 256 * NUMBERS * PLAIN_ELEMENT
     # A scale and a bias of 16 bits for each 64 numbers.
     of_16 = {name: (bits + 32 / 64) / 16 for name, bits in PACKED.items()}
     assert {name: held[name] / held[FULL] for name in PACKED} == pytest.approx(of_16)
@@ -188,7 +189,7 @@ def test_the_command_writes_json_and_a_chart(tmp_path, capsys):
     by_name = {r["arm"]: r for r in report["results"]}
     assert by_name[FULL]["loss"] == 0
     assert by_name[WINDOW]["loss"] != 0
-    assert by_name[WINDOW]["nbytes"] == 48 * NUMBERS * ELEMENT
+    assert by_name[WINDOW]["nbytes"] == 48 * NUMBERS * PLAIN_ELEMENT
     assert all(r["tokens_per_second"] > 0 for r in report["results"])
     chart = (folder / "compare.png").read_bytes()
     assert chart.startswith(b"\x89PNG")

@@ -559,6 +559,8 @@ def test_several_python_threads_at_once_compute_what_one_does(threads):
 # -- instruction sets -----------------------------------------------------------------------------
 
 
+# Instruction sets beside the oldest, which every run tries.
+OTHERS = ("avx2", "avx512", "avx512bf16", "wide")
 # What the extension chooses for itself, in a process that loads nothing else.
 CHOICE = """
 import importlib.util, sys, mlx.core
@@ -570,7 +572,10 @@ print(extension.isa())
 
 
 @pytest.mark.skipif("MLX_H2O_ISA" in os.environ, reason="this process is one of those")
-@pytest.mark.parametrize("isa", ["sse2", "avx2", "avx512", "avx512bf16", "wide"])
+@pytest.mark.parametrize(
+    "isa",
+    ["sse2", *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)],
+)
 def test_every_instruction_set_does_the_same(isa):
     """Every third of these cases, and packing, in a process in which this is all that runs."""
     environment = os.environ | {"MLX_H2O_ISA": isa, "MLX_H2O_STEP": str(3 * STEP)}

@@ -18,36 +18,25 @@ UNIFORM_FACTS = 37
 UNIFORM = Arm("uniform", "distinct", budgets="uniform")
 
 
+def protocol(**sizes):
+    """The bundled text in the bytes of 128 tokens."""
+    text = SAMPLE_TEXT.read_text()
+    return Protocol(model=DEFAULT_MODEL, text=text, max_size=BUDGET, prefill=BUDGET, **sizes)
+
+
 @pytest.fixture(scope="module")
 def results():
     """Eight samples of 1024 tokens, 48 facts asked for after 528, in the bytes of 128 tokens."""
-    protocol = Protocol(
-        model=DEFAULT_MODEL,
-        text=SAMPLE_TEXT.read_text(),
-        max_size=BUDGET,
-        samples=8,
-        tokens=1024,
-        prefill=BUDGET,
-        prompts=48,
-        prompt_tokens=528,
-    )
-    measured = compare([Arm(FULL), Arm(WINDOW), PROFILE, UNIFORM], protocol)
+    arms = [Arm(FULL), Arm(WINDOW), PROFILE, UNIFORM]
+    measured = compare(arms, protocol(samples=8, tokens=1024, prompts=48, prompt_tokens=528))
     return {result.arm: result for result in measured}
 
 
 def test_it_forgets_less_at_small_size():
     """Measured: 0.32 and 0.70 of the window's loss; 12, 8 and its 3 facts of 12."""
-    protocol = Protocol(
-        model=DEFAULT_MODEL,
-        text=SAMPLE_TEXT.read_text(),
-        max_size=BUDGET,
-        samples=2,
-        tokens=640,
-        prefill=BUDGET,
-        prompts=12,
-        prompt_tokens=400,
-    )
-    full, window, profile, uniform = compare([Arm(FULL), Arm(WINDOW), PROFILE, UNIFORM], protocol)
+    arms = [Arm(FULL), Arm(WINDOW), PROFILE, UNIFORM]
+    small = protocol(samples=2, tokens=640, prompts=12, prompt_tokens=400)
+    full, window, profile, uniform = compare(arms, small)
     assert full.recalled == full.asked == 12
     assert profile.loss <= 0.5 * window.loss
     assert uniform.loss <= 0.85 * window.loss
@@ -84,18 +73,8 @@ def test_with_uniform_budgets_it_still_forgets_less(results):
 @pytest.mark.slow
 def test_a_prompt_compressed_once_keeps_its_facts():
     """512 tokens given at once and reduced to a quarter; the question comes afterwards."""
-    protocol = Protocol(
-        model=DEFAULT_MODEL,
-        text=SAMPLE_TEXT.read_text(),
-        max_size=BUDGET,
-        samples=1,
-        tokens=140,
-        prefill=BUDGET,
-        prompts=48,
-        prompt_tokens=528,
-        compressed=True,
-    )
-    results = compare([Arm(FULL), PROFILE, UNIFORM], protocol)
+    once = protocol(samples=1, tokens=140, prompts=48, prompt_tokens=528, compressed=True)
+    results = compare([Arm(FULL), PROFILE, UNIFORM], once)
     assert [result.asked for result in results] == [48] * 3
     _, profile, uniform = results
     assert profile.recalled >= 40

@@ -7,7 +7,7 @@ import pytest
 
 import mlx_h2o
 from mlx_h2o.curves import capped, scaled
-from mlx_h2o.measured import Measured
+from mlx_h2o.measured import Measured, frames_for
 from mlx_h2o.model_identity import ModelIdentity
 from mlx_h2o.number_text import as_text, of_text
 from mlx_h2o.profile import Profile
@@ -39,7 +39,8 @@ def test_everything_measured_survives_saving(tmp_path):
     read = Profile.load(tmp_path / "p.json")
     assert read == made
     assert read != profile(seed=1)
-    assert np.allclose(read.frame(1, 600)[0], made.frame(1, 600)[0], rtol=1e-3)
+    ours, theirs = (frames_for(one.measured.frames, 600) for one in (made, read))
+    assert all(np.allclose(x, y, rtol=1e-3) for x, y in zip(ours, theirs, strict=True))
 
 
 def test_the_better_order_counts_and_is_named():
@@ -72,11 +73,9 @@ def test_slots_are_shared_exactly_and_none_beyond_the_length(mean, length):
 
 
 def test_frames_are_of_the_next_context_up_or_the_longest():
-    made = profile()
+    frames = profile().measured.frames
     for context, serves in ((1, 512), (512, 512), (513, 1024), (9999, 1024)):
-        centre, scale = made.frame(0, context)
-        assert (centre == made.measured.frames[serves][0][0]).all()
-        assert (scale == made.measured.frames[serves][0][1]).all()
+        assert frames_for(frames, context) is frames[serves]
 
 
 def test_expected_losses_add_up():
@@ -96,7 +95,7 @@ def test_version_1_has_no_frames_and_the_usual_saturation(tmp_path):
     assert json.loads((tmp_path / "p.json").read_text())["version"] == 1
     read = Profile.load(tmp_path / "p.json")
     assert read == old
-    assert read.frame(0, 512) is None
+    assert read.measured is None
     assert read.saturation([[12, 12], [12]]) == [[4.0, 4.0], [4.0]]
     assert read.budgets(30) == made.budgets(30)
 
@@ -157,3 +156,10 @@ def test_the_shipped_profile_shares_out_what_swift_expects():
     model, _ = mlx_h2o.load()
     slots = [cache.settings.budgets for cache in mlx_h2o.make_prompt_cache(model, max_size=96)]
     assert slots == [(10, 128), (48, 48), (48, 38), (48, 384)]
+    for size, bits, slots in (
+        ("25%", 8, [(1536, 1488), (96, 256), (192, 96), (1536, 1536)]),
+        ("12%", 6, [(936, 1024), (96, 128), (128, 64), (128, 1536)]),
+    ):
+        caches = mlx_h2o.make_prompt_cache(model, max_bytes=size, context=2048)
+        assert {cache.packing.k_bits for cache in caches} == {bits}
+        assert [cache.settings.filling[-1].budgets for cache in caches] == slots

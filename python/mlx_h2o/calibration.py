@@ -27,7 +27,7 @@ from mlx_h2o import routing
 from mlx_h2o.calibrated_layers import CalibratedLayers, LayerLosses
 from mlx_h2o.frame import Frame, RowFormat
 from mlx_h2o.key_frames import FRAME_LENGTH, frames_of_text
-from mlx_h2o.measured import LayerFrames, Measured
+from mlx_h2o.measured import LayerFrames, Measured, frames_for
 from mlx_h2o.model_identity import identity_of
 from mlx_h2o.packed import DEFAULT_GROUP_SIZE
 from mlx_h2o.plan import group_size_of
@@ -192,7 +192,7 @@ def calibrate(
         policy,
         (*(b for b in GRID if policy.least_budget() <= b < T), T),
         spans_of(T),
-        frames[min((c for c in frames if c >= T), default=max(frames))],
+        frames_for(frames, T),
         at_hand,
         lambda done: progress(round(100 * done), 100 * len(kinds)) if progress else None,
         group_size_of([k.widths for k in kinds]),

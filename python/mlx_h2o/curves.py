@@ -7,6 +7,7 @@ next, until the slots are spent.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 # Of numbers in a file: beyond them sharing out would overflow or take its time.
@@ -72,11 +73,15 @@ def shared_out(grid: Sequence[int], curves: Sequence[Curve], mean: int, least: i
     """
     slots = [least] * len(curves)
     left = (mean - least) * len(curves)
-    offers = [best_step(grid, curve, least) for curve in curves]
+    # The best offer first: by its saving, then to the head with the fewest slots.
+    offers = []
+    for h, curve in enumerate(curves):
+        saving, target = best_step(grid, curve, least)
+        offers.append((-saving, least, h, target))
+    heapq.heapify(offers)
     while left:
-        head = max(range(len(curves)), key=lambda h: (offers[h][0], -slots[h], -h))
-        saving, target = offers[head]
-        if saving <= 0:
+        loss, _, head, target = offers[0]
+        if loss >= 0:
             # Nothing more to gain: the rest is spread evenly.
             for h in range(len(curves)):
                 slots[h] += left // len(curves) + (h < left % len(curves))
@@ -84,7 +89,8 @@ def shared_out(grid: Sequence[int], curves: Sequence[Curve], mean: int, least: i
         bought = min(target - slots[head], left)
         slots[head] += bought
         left -= bought
-        offers[head] = best_step(grid, curves[head], slots[head])
+        saving, target = best_step(grid, curves[head], slots[head])
+        heapq.heapreplace(offers, (-saving, slots[head], head, target))
     return slots
 
 

@@ -16,6 +16,11 @@ from mlx_h2o.number_text import as_text, of_text
 LayerFrames = tuple[np.ndarray, ...]
 
 
+def frames_for(frames: dict[int, LayerFrames], context: int) -> LayerFrames:
+    """Those made for the next context up from so many positions, or for the longest there is."""
+    return frames[min((known for known in frames if known >= context), default=max(frames))]
+
+
 @dataclass(frozen=True, eq=False)
 class Measured:
     """Errors of a model's heads, run with a policy token by token, and frames for packed keys.

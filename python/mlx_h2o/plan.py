@@ -12,7 +12,7 @@ from mlx_h2o.budget import LayerShare, RowWidths, bytes_for_slots, slots_for_byt
 from mlx_h2o.filling import Stage, stages_of
 from mlx_h2o.frame import Frame
 from mlx_h2o.layer_kinds import LayerKind
-from mlx_h2o.measured import LayerFrames
+from mlx_h2o.measured import LayerFrames, frames_for
 from mlx_h2o.packed import DEFAULT_GROUP_SIZE, GROUP_SIZES, Packing
 from mlx_h2o.policies import Policy
 from mlx_h2o.profile import Profile
@@ -40,11 +40,10 @@ class AtHand:
     given: Sequence[Frame | None]
 
     def frame(self, layer: int, context: int) -> Frame | None:
-        """A layer's frame for so many positions: the next context up, or the longest."""
+        """A layer's frame for so many positions, if there are any."""
         if not self.frames:
             return None
-        found = min((c for c in self.frames if c >= context), default=max(self.frames))
-        centre, scale = self.frames[found][layer]
+        centre, scale = frames_for(self.frames, context)[layer]
         return Frame(mx.array(centre), mx.array(scale))
 
 

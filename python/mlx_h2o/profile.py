@@ -21,6 +21,7 @@ import numpy as np
 from mlx_h2o import curves
 from mlx_h2o.measured import Measured
 from mlx_h2o.model_identity import ModelIdentity
+from mlx_h2o.remainder import SATURATION
 
 FORMAT = "mlx-h2o profile"
 #: Version 1 had curves alone.
@@ -29,8 +30,6 @@ VERSIONS = (1, 2)
 FILE_NAME = "mlx_h2o_profile.json"
 # Below 4 sinks, a few recent tokens and some to choose from, a head is no use.
 SMALLEST_BUDGET = 12
-# The saturation of a head that no calibration tried (`remainder.SATURATION`).
-USUAL_SATURATION = 4.0
 # Beyond this part of the calibrated length the curves see too little of what would be evicted, and
 # their shares at this size are kept.
 LARGEST_PART = 2
@@ -131,7 +130,7 @@ class Profile:
         """Each head's better t for these budgets `[layers][H]`, at the next grid point up."""
         flat = [b for layer in budgets for b in layer]
         if self.measured is None:
-            return self._by_layer([USUAL_SATURATION] * len(flat))
+            return self._by_layer([SATURATION] * len(flat))
         errors = self.measured.errors_upto(self.measured.spans[-1])
         points = np.minimum(np.searchsorted(self.grid, flat), len(self.grid) - 1)
         # At the whole text nothing is evicted, and no order is better: the point before tells.
@@ -177,18 +176,6 @@ class Profile:
         flat = [b for layer in self.budgets(mean, least, context) for b in layer]
         total = sum(curves.loss_at(grid, c, b) for c, b in zip(heads, flat, strict=True))
         return total + self._packing_loss(bits)
-
-    def frame(self, layer: int, context: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Centre and scale `[H, D]` of a layer's keys, for so many positions; None without frames.
-
-        Made for the next context up, or for the longest there is.
-        """
-        if self.measured is None or not self.measured.frames:
-            return None
-        frames = self.measured.frames
-        found = min((c for c in frames if c >= context), default=max(frames))
-        centre, scale = frames[found][layer]
-        return centre, scale
 
     def _by_layer(self, heads: Sequence[Any]) -> list[list[Any]]:
         each = iter(heads)

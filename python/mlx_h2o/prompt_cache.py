@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries, replaced
 from mlx_h2o.frame import Frame
-from mlx_h2o.kept_frames import found_frames, made_frames
+from mlx_h2o.kept_frames import Frames, found_frames, made_frames
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
 from mlx_h2o.memory_size import USUAL_CONTEXT
 from mlx_h2o.model_identity import ModelIdentity, identity_of
@@ -24,6 +24,7 @@ from mlx_h2o.profile import Profile
 from mlx_h2o.profile_places import found_profile
 from mlx_h2o.settings import CacheSettings, ModelSettings
 from mlx_h2o.stock import caches_beneath, is_asked, stock_caches
+from mlx_h2o.watching import trained_context
 
 #: Bytes of an element of a 16-bit cache.
 PLAIN_ELEMENT = 2
@@ -121,12 +122,11 @@ def bounded_caches(
     identity = identity_of(model, [k.heads for k in kinds], [k.widths.key for k in kinds])
     profile = _profile_for(model, identity, settings.budgets, uniform)
     caches = stock_caches(model)
-    settings = settings.in_bytes(sum(map(plain_bytes, kinds)), context_of(model))
+    context = trained_context(model, USUAL_CONTEXT)
+    settings = settings.in_bytes(sum(map(plain_bytes, kinds)), context)
     frames = None
     if settings.frames is None and policy.suits_frames and attending and not derived:
-        frames = found_frames(identity, profile)
-        if frames is None and settings.chooses_bits:
-            frames = made_frames(model, identity)
+        frames = _frames_at_hand(model, identity, profile, settings)
     at_hand = AtHand(profile, frames, frames_of_caches(caches, settings.frames))
     remembers = answers or policy.uses_evicted_mean
     plan = planned(kinds, settings, policy, remembers, at_hand)
@@ -159,10 +159,16 @@ def plain_bytes(kind: LayerKind) -> int:
     return kind.heads * (kind.widths.key + kind.widths.value) * PLAIN_ELEMENT
 
 
-def context_of(model: nn.Module) -> int:
-    """Tokens that conversations may reach where the caller does not say."""
-    trained = getattr(getattr(model, "args", None), "max_position_embeddings", None)
-    return trained if isinstance(trained, int) and trained > 0 else USUAL_CONTEXT
+def _frames_at_hand(
+    model: nn.Module, identity: ModelIdentity, profile: Profile | None, settings: ModelSettings
+) -> Frames | None:
+    """Frames for keys that are packed, made now where bits are left to us; None without."""
+    if settings.packing.k_bits is None and not settings.chooses_bits:
+        return None
+    frames = found_frames(identity, profile)
+    if frames is None and settings.chooses_bits:
+        return made_frames(model, identity)
+    return frames
 
 
 def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:

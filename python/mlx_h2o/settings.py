@@ -321,7 +321,7 @@ class ModelSettings:
 
         Args:
             plain_bytes: What one token takes in a 16-bit cache.
-            context: Tokens that conversations may reach, if nobody said so.
+            context: Tokens that conversations may reach, where the caller does not say.
         """
         known = self.context or context
         size = self.max_bytes

@@ -7,9 +7,8 @@ budgets differ from head to head anyway, so the same kernels that users run try 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import mlx.core as mx
 
@@ -23,10 +22,8 @@ from mlx_h2o.settings import CacheSettings
 
 # Tokens of which the outputs are held before they are weighed.
 BLOCK = 64
-#: Whether a cache's heads can have a saturation each; if not, only the usual one is tried.
-BY_HEAD = any(one.name == "saturation" for one in fields(CacheSettings))
 #: Saturations that are tried: first order, and second order as it is usual.
-ORDERS = (0.0, SATURATION) if BY_HEAD else (SATURATION,)
+ORDERS = (0.0, SATURATION)
 
 
 @dataclass(frozen=True)
@@ -90,13 +87,11 @@ def tried(
 def _layer(rows: Rows, policy: Policy, slots: Sequence[int], orders: Sequence[float]) -> Layer:
     """An empty layer with a head for each setting of each real head, a setting's together."""
     H = rows.keys.shape[1]
-    of_heads: dict[str, Any] = {
-        "budgets": tuple(b for b in slots for _ in orders for _ in range(H))
-    }
-    if BY_HEAD:
-        saturation = tuple(t for _ in slots for t in orders for _ in range(H))
-        of_heads["saturation"] = saturation
-    settings = CacheSettings(policy=policy, **of_heads)
+    settings = CacheSettings(
+        budgets=tuple(b for b in slots for _ in orders for _ in range(H)),
+        saturation=tuple(t for _ in slots for t in orders for _ in range(H)),
+        policy=policy,
+    )
     first = [_repeated(x[:, :, :1], len(slots) * len(orders)) for x in (rows.keys, rows.values)]
     return open_layer(settings, *first)[0]
 

@@ -17,7 +17,7 @@ from mlx_h2o.profile import SMALLEST_BUDGET
 from mlx_h2o.stock import stock_caches
 
 # Tokens of one pass where a model does not say what it was trained to see.
-USUAL_CONTEXT = 1024
+USUAL_PASS = 1024
 # Fewer tell nothing.
 LEAST_TOKENS = 4 * SMALLEST_BUDGET
 # Queries attended from at a time: bounds the [Hq, block, T] logits.
@@ -203,10 +203,15 @@ class HeadWeights:
         return mx.maximum(squares / norm, 0).mean(axis=1)
 
 
-def trained_context(model: nn.Module) -> int:
-    """Tokens that the model was trained to see; beyond them its heads behave otherwise."""
+def trained_context(model: nn.Module, otherwise: int = USUAL_PASS) -> int:
+    """Tokens that the model was trained to see; beyond them its heads behave otherwise.
+
+    Args:
+        model: An mlx-lm model.
+        otherwise: Where it does not say.
+    """
     context = getattr(getattr(model, "args", None), "max_position_embeddings", None)
-    return context if isinstance(context, int) and context > 0 else USUAL_CONTEXT
+    return context if isinstance(context, int) and context > 0 else otherwise
 
 
 def windows_of(tokens: Sequence[int], length: int) -> list[mx.array]:

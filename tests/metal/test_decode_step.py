@@ -243,7 +243,7 @@ def test_nan_goes_first_and_ties_to_the_oldest():
     assert update_by_score(scores, positions, sink=4) == [7]
 
 
-def test_whoever_does_not_choose_keeps_its_victims():
+def test_a_head_that_does_not_choose_keeps_its_victims():
     assert update_by_score([1.0] * 8, list(range(8)), evict_every=2, choose=False) == [7, 7]
 
 

@@ -84,7 +84,7 @@ class GPUDecoder : public Decoder {
     const VectorAttended attended =
         vector_attend(mx::astype(q, k.dtype()), slots_.keys, slots_.values, call);
     victims_ = update(plan, slots_, policy_, attended, victims_, written, means, worth);
-    // Whoever evaluates the output evaluates all of the step.
+    // Evaluating the output evaluates all of the step.
     return mx::depends({mx::astype(attended.out, q.dtype())}, {victims_})[0];
   }
 

@@ -20,11 +20,9 @@ from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.budget import RowWidths, slots_for_bytes
 from mlx_h2o.cache_lists import entries
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
-from mlx_h2o.prompt_cache import bounded_caches, plain_bytes
+from mlx_h2o.prompt_cache import PLAIN_ELEMENT, bounded_caches, plain_bytes
 from mlx_h2o.settings import ModelSettings
 
-#: Bytes of an element that is not packed.
-ELEMENT = 2
 #: Where a cache of ours has its rows, by the names of its arrays.
 ROWS = tuple(f"{place}.{rows}" for place in ("slots", "recent") for rows in ("keys", "values"))
 
@@ -66,7 +64,7 @@ def caches_in_16_bits(
 
 
 def _in_16_bits(widths: RowWidths) -> RowWidths:
-    return replace(widths, key_size=ELEMENT, value_size=ELEMENT)
+    return replace(widths, key_size=PLAIN_ELEMENT, value_size=PLAIN_ELEMENT)
 
 
 def _slots_of_layer(
@@ -77,7 +75,7 @@ def _slots_of_layer(
     remembers = answers or policy.uses_evicted_mean
     own = replace(kind.widths, packing=settings.packing, undo=settings.undo)
     held = _in_16_bits(own)
-    given = tokens * ELEMENT * (own.key + own.value)
+    given = tokens * PLAIN_ELEMENT * (own.key + own.value)
     # The cache takes the remainder's slots off its size, in its own rows.
     return slots_for_bytes(given, 1, held, policy, remembers) + own.remainder_slots(remembers)
 
@@ -99,4 +97,4 @@ def _bytes_of(entry: Any) -> int:
 
 
 def _row_bytes(array: mx.array) -> int:
-    return array.size * ELEMENT if array.dtype == mx.float32 else array.nbytes
+    return array.size * PLAIN_ELEMENT if array.dtype == mx.float32 else array.nbytes

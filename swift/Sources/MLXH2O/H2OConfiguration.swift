@@ -10,6 +10,8 @@ public struct H2OConfiguration: Sendable {
         case tokens(Int)
         /// Bytes for all bounded layers together and one sequence, everything counted.
         case bytes(Int)
+        /// The same as a part of what a 16-bit cache takes at ``H2OConfiguration/context``.
+        case share(Double)
     }
 
     /// How slots are shared out among heads.
@@ -24,9 +26,9 @@ public struct H2OConfiguration: Sendable {
 
     /// In which frames packed keys are stored.
     public enum Frames: Sendable, Equatable {
-        /// Those that the model's profile has for conversations of so many tokens, where keys are packed
-        /// and it has any.
-        case profile(context: Int)
+        /// Those that the model's profile has for conversations of ``H2OConfiguration/context`` tokens,
+        /// where keys are packed, the policy does not rank them by direction, and it has any.
+        case profile
         /// One for each bounded layer; keys must be packed.
         case layers([H2OFrame])
         /// None.
@@ -54,16 +56,20 @@ public struct H2OConfiguration: Sendable {
 
     /// How much memory.
     public var budget: Budget
-    /// What chooses; nil is ``Policies/Distinct`` in the form that the model can run.
+    /// What chooses; nil is ``Policies/Salient``, or ``Policies/Distinct`` in its form that looks at keys
+    /// only where a model attends by itself.
     public var policy: (any Policy)?
     /// Whether evicted tokens go on answering.
     public var remainder: Bool
     /// How slots are shared out among heads; in stock models always uniformly.
     public var headBudgets: HeadBudgets
-    /// How keys and values are stored.
-    public var packing: H2OPacking
+    /// How keys and values are stored; nil: with a size in bytes, or a share, as loses least by the
+    /// model's profile, else as they come.
+    public var packing: H2OPacking?
     /// In which frames packed keys are stored.
     public var frames: Frames
+    /// Tokens that conversations may reach.
+    public var context: Int
     /// Where the remainder of every head saturates (``Remainder/saturation``); nil is as the profile has
     /// found for each, where it was made with this policy.
     public var saturation: Float?
@@ -79,28 +85,30 @@ public struct H2OConfiguration: Sendable {
     /// - Throws: ``H2OError/configuration(_:)`` for settings out of range.
     public init(
         budget: Budget, policy: (any Policy)? = nil, remainder: Bool = true,
-        headBudgets: HeadBudgets = .uniform, packing: H2OPacking = .dense,
-        frames: Frames = usualFrames, saturation: Float? = nil, undo: Int = 0,
-        pins: Pins = .none, compatibility: Compatibility = .requireAllLayers,
-        pressure: MemoryPressure? = nil
+        headBudgets: HeadBudgets = .uniform, packing: H2OPacking? = nil,
+        frames: Frames = .profile, context: Int = usualContext, saturation: Float? = nil,
+        undo: Int = 0, pins: Pins = .none,
+        compatibility: Compatibility = .requireAllLayers, pressure: MemoryPressure? = nil
     ) throws {
         self.init(
             unchecked: budget, policy: policy, remainder: remainder, headBudgets: headBudgets,
-            packing: packing, frames: frames, saturation: saturation, undo: undo, pins: pins,
+            packing: packing, frames: frames, context: context, saturation: saturation, undo: undo,
+            pins: pins,
             compatibility: compatibility, pressure: pressure)
         try validate()
     }
 
     private init(
         unchecked budget: Budget, policy: (any Policy)? = nil, remainder: Bool = true,
-        headBudgets: HeadBudgets = .uniform, packing: H2OPacking = .dense,
-        frames: Frames = usualFrames, saturation: Float? = nil, undo: Int = 0,
-        pins: Pins = .none, compatibility: Compatibility = .requireAllLayers,
-        pressure: MemoryPressure? = nil
+        headBudgets: HeadBudgets = .uniform, packing: H2OPacking? = nil,
+        frames: Frames = .profile, context: Int = usualContext, saturation: Float? = nil,
+        undo: Int = 0, pins: Pins = .none,
+        compatibility: Compatibility = .requireAllLayers, pressure: MemoryPressure? = nil
     ) {
         (self.budget, self.policy, self.remainder) = (budget, policy, remainder)
         (self.headBudgets, self.packing, self.undo) = (headBudgets, packing, undo)
-        (self.frames, self.saturation, self.pins) = (frames, saturation, pins)
+        (self.frames, self.context, self.saturation) = (frames, context, saturation)
+        self.pins = pins
         (self.compatibility, self.pressure) = (compatibility, pressure)
     }
 
@@ -111,12 +119,18 @@ public struct H2OConfiguration: Sendable {
         try CacheSettings.check(undo: undo, attends: true)
         try CacheSettings.check(saturation: saturation.map { [$0] } ?? [])
         _ = try pinnedPositions
-        if case .profile(let context) = frames, context < 1 {
-            throw H2OError.configuration("frames are for a context of at least 1; got \(context).")
+        guard 1 ... Self.mostContext ~= context else {
+            throw H2OError.configuration(
+                "context is 1 to \(Self.mostContext) tokens; got \(context).")
         }
         switch budget {
         case .tokens(let count): try policy.checkBudget(count)
         case .bytes(let count): try policy.checkBytes(count)
+        case .share(let part):
+            guard part > 0 && part <= Self.largestShare else {
+                throw H2OError.configuration(
+                    "A share is a part of a 16-bit cache, such as 0.25; got \(part).")
+            }
         }
     }
 
@@ -129,9 +143,11 @@ public struct H2OConfiguration: Sendable {
     }
 
     /// What the longest conversations are taken to have.
-    public static let usualFrames = Frames.profile(context: 2048)
+    public static let usualContext = 2048
+    // Beyond these, bytes would overflow.
+    private static let mostContext = 1 << 30, largestShare = 16.0
 
-    /// ``Policies/Distinct`` and the remainder in 1024 tokens: the best of what is known here.
+    /// ``Policies/Salient`` and the remainder in 1024 tokens: the best of what is known here.
     public static let `default` = H2OConfiguration(unchecked: .tokens(1024))
 
     /// The AtomGradient report: 4 sink, 128 recent and 124 heavy of 256 tokens, no remainder.

@@ -245,7 +245,6 @@ struct Layer {
             if let before = step.window { window!.putBack(before) }
         }
         offset = first.offset
-        agedFrom = min(agedFrom, max(offset - 1, 0))
         store.putBack(first.runs)
         if let scores = first.scores {
             let before = SlotStore(

@@ -64,14 +64,14 @@ extension Layer {
 
     /// What is no array, in the form that Python's `H2OKVCache.config` has.
     var json: [String: SettingValue] {
-        [
+        let json: [String: SettingValue] = [
             "offset": .int(offset),
-            "aged_from": .int(agedFrom),
             "own": settings.attends ? .bool(true) : .null,
             "reserved": .int(store.reserved),
             "recent": window?.json ?? .null,
             "runs": .array(store.runs.map(\.json)),
         ]
+        return agedFrom == 0 ? json : json.merging(["aged_from": .int(agedFrom)]) { $1 }
     }
 }
 
@@ -171,7 +171,7 @@ extension Core {
     /// Everything but arrays, in the form that Python's `H2OKVCache.config` has.
     var configuration: SettingValue {
         let none: [String: SettingValue] = [
-            "offset": .int(0), "aged_from": .int(0), "own": .null, "reserved": .int(0),
+            "offset": .int(0), "own": .null, "reserved": .int(0),
             "recent": .null,
             "runs": .array([]),
         ]

@@ -51,7 +51,7 @@ struct LossCurves {
     }
 
     /// The loss at any number of slots, linear between grid points.
-    private func loss(_ curve: [Double], at slots: Int) -> Double {
+    func loss(_ curve: [Double], at slots: Int) -> Double {
         if slots <= grid[0] { return curve[0] }
         for i in 1 ..< grid.count where slots <= grid[i] {
             let part = Double(slots - grid[i - 1]) / Double(grid[i] - grid[i - 1])
@@ -59,6 +59,35 @@ struct LossCurves {
         }
         return curve.last!
     }
+}
+
+/// The curve with every rise removed.
+func falling(_ curve: [Double]) -> [Double] {
+    var curve = curve
+    for i in curve.indices.dropLast().reversed() { curve[i] = max(curve[i], curve[i + 1]) }
+    return curve
+}
+
+/// The same slots in all, none above `most`: what is taken goes to those with the fewest.
+///
+/// - Parameters:
+///   - slots: Of each head; on average at most `most`.
+///   - most: Of any head.
+func cappedShares(_ slots: [Int], most: Int) -> [Int] {
+    var capped = slots.map { min($0, most) }
+    var left = slots.reduce(0, +) - capped.reduce(0, +)
+    while left > 0 {
+        // Level the lowest heads up to the next higher one, or as far as it goes.
+        let level = capped.min()!
+        let low = capped.indices.filter { capped[$0] == level }
+        let above = capped.filter { $0 > level }.min() ?? most
+        let room = min((above - level) * low.count, left)
+        for (i, head) in low.enumerated() {
+            capped[head] += room / low.count + (i < room % low.count ? 1 : 0)
+        }
+        left -= room
+    }
+    return capped
 }
 
 /// The same shares of another number of slots, exactly; every head has the least.

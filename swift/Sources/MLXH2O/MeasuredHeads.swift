@@ -6,9 +6,16 @@ import MLX
 struct MeasuredHeads: Sendable, Equatable {
     /// Where the remainder saturated in what was tried; 0 is the first order.
     let orders: [Float]
-    /// Each head's mean error over the whole text, at each order and number of slots: `[heads, orders,
-    /// grid]`, the model's layers one after the other.
-    let errors: [[[Double]]]
+    /// Where spans of positions end, ascending; the last is the text's length.
+    let spans: [Int]
+    /// Mean error of each head, order, span and number of slots, `[heads, orders, spans, grid]` row by
+    /// row, the model's layers one after the other.
+    private let errors: [Float]
+    private let heads: Int, points: Int
+    /// By bits, each head's error when all its rows are packed in the frame.
+    let packing: [Int: [Double]]
+    /// Elements of those that shared a scale.
+    let groupSize: Int
     /// Of the policy that ran.
     let policy: String
     /// Frames of each layer, by context: positions from 0 to below it.
@@ -34,9 +41,13 @@ struct MeasuredHeads: Sendable, Equatable {
         self.policy = policy["name"]?.string ?? ""
         let heads = model.kvHeads.reduce(0, +)
         let shape = [heads, orders.count, spans.count, grid]
-        let errors = try Self.numbers(json["errors"], shape)
-        guard errors.allSatisfy({ $0 >= 0 }) else { throw Self.damage("errors below 0") }
-        self.errors = Self.averaged(errors, spans.map { $0! }, shape)
+        (self.heads, points, self.spans) = (heads, grid, spans.map { $0! })
+        errors = try Self.losses(json["errors"], shape)
+        packing = try (json["packing"]?.object ?? [:]).reduce(into: [:]) { found, entry in
+            guard let bits = Int(entry.key) else { throw Self.damage("\(entry.key) bits") }
+            found[bits] = try Self.losses(entry.value, [heads]).map(Double.init)
+        }
+        groupSize = json["group_size"]?.int ?? H2OPacking.dense.groupSize
         self.frames = try frames.reduce(into: [:]) { found, entry in
             guard let context = Int(entry.key), context > 0, let layers = entry.value.array,
                 layers.count == model.kvHeads.count
@@ -51,22 +62,37 @@ struct MeasuredHeads: Sendable, Equatable {
         .profile("The profile is damaged: \(what).")
     }
 
-    /// Errors `[heads, orders, grid]`, the mean over spans by their lengths.
-    private static func averaged(
-        _ errors: [Float], _ spans: [Int], _ shape: [Int]
-    ) -> [[[Double]]] {
-        let lengths = zip([0] + spans, spans).map { Double($1 - $0) }
-        let whole = Double(spans.last!)
-        return (0 ..< shape[0]).map { head in
-            (0 ..< shape[1]).map { order in
-                (0 ..< shape[3]).map { point in
+    /// Numbers that are at least 0.
+    private static func losses(_ json: SettingValue?, _ shape: [Int]) throws -> [Float] {
+        let numbers = try numbers(json, shape)
+        guard numbers.allSatisfy({ $0 >= 0 }) else { throw damage("losses below 0") }
+        return numbers
+    }
+
+    /// Mean errors `[heads, orders, grid]` over the positions before the end of a span: of the first one
+    /// that ends at `length` or after it, or of the last.
+    func errors(upTo length: Int) -> [[[Double]]] {
+        let last = spans.firstIndex { $0 >= length } ?? spans.count - 1
+        let lengths = zip([0] + spans, spans[...last]).map { Double($1 - $0) }
+        return (0 ..< heads).map { head in
+            orders.indices.map { order in
+                (0 ..< points).map { point in
                     let sum = lengths.indices.reduce(0.0) { sum, span in
-                        let row = (head * shape[1] + order) * shape[2] + span
-                        return sum + lengths[span] * Double(errors[row * shape[3] + point])
+                        let row = (head * orders.count + order) * spans.count + span
+                        return sum + lengths[span] * Double(errors[row * points + point])
                     }
-                    return sum / whole
+                    return sum / Double(spans[last])
                 }
             }
+        }
+    }
+
+    /// Each head's better order at each number of slots, over the same positions.
+    func curves(upTo length: Int) -> [[Double]] {
+        errors(upTo: length).map { orders in
+            let best = (0 ..< points).map { point in orders.map { $0[point] }.min()! }
+            // As exactly as the profile's own curves are written.
+            return falling(best.map { Double(String(format: "%.4g", $0))! })
         }
     }
 
@@ -97,7 +123,7 @@ struct MeasuredHeads: Sendable, Equatable {
 
     /// Each head's better order with so many slots, at the next point of the grid up.
     func saturations(_ slots: [Int], grid: [Int]) -> [Float] {
-        zip(errors, slots).map { errors, slots in
+        zip(errors(upTo: spans.last!), slots).map { errors, slots in
             // At the whole text nothing is evicted, and no order is better: the point before tells.
             let point = min(
                 grid.firstIndex { $0 >= slots } ?? grid.count - 1, max(grid.count - 2, 0))

@@ -2,8 +2,8 @@ import MLX
 import MLXLMCommon
 
 extension H2OConfiguration {
-    // A head of a profile that could only choose among one or two tokens would choose nothing.
-    private static let fewestChoices = 4
+    // A head that could only choose among one or two tokens would choose nothing.
+    static let fewestChoices = 4
 
     /// The model's own caches, with every plain KV cache replaced by a bounded one, members of a
     /// `CacheList` too.
@@ -48,7 +48,7 @@ extension H2OConfiguration {
         if !attends && policy.needsAttention {
             throw H2OError.policyNeedsAttention(policy: type(of: policy).name, model: name)
         }
-        if !attends && packing.packs {
+        if !attends && packing?.packs == true {
             throw H2OError.configuration(
                 "\(name) attends by itself and cannot read packed keys and values.")
         }
@@ -76,8 +76,19 @@ extension H2OConfiguration {
     private func settings(
         of kinds: [LayerKind], in model: any LanguageModel, _ policy: any Policy, _ attends: Bool
     ) throws -> [CacheSettings] {
+        let unit = policy.options.unit
         let profile = try attends ? profile(of: model, kinds) : nil
-        let frames = try frames(of: kinds.count, profile, attends)
+        let shared = unit == .layer ? nil : profile
+        let own = try sized(for: kinds, by: shared, policy: policy)
+        return try own.settings(of: kinds, profile, policy, attends)
+    }
+
+    /// The same with a size in tokens or bytes, and a packing.
+    private func settings(
+        of kinds: [LayerKind], _ profile: H2OProfile?, _ policy: any Policy, _ attends: Bool
+    ) throws -> [CacheSettings] {
+        let packing = packing ?? .dense
+        let frames = try frames(of: kinds.count, profile, policy, attends)
         let kinds = kinds.map { $0.stored(packing, isFramed: frames != nil) }
         let budgets = try sharedOut(kinds, by: profile, policy: policy, attends: attends)
         let measured = saturation == nil ? profile?.saturations(of: budgets, policy: policy) : nil
@@ -93,14 +104,15 @@ extension H2OConfiguration {
 
     /// Each layer's frame, where keys are packed and there are any.
     private func frames(
-        of layers: Int, _ profile: H2OProfile?, _ attends: Bool
+        of layers: Int, _ profile: H2OProfile?, _ policy: any Policy, _ attends: Bool
     ) throws -> [H2OFrame]? {
         switch frames {
         case .none: return nil
-        case .profile(let context):
-            return attends && packing.keyBits != nil ? profile?.frames(context: context) : nil
+        case .profile:
+            let serve = attends && packing?.keyBits != nil && type(of: policy).suitsFrames
+            return serve ? profile?.frames(context: context) : nil
         case .layers(let frames):
-            guard packing.keyBits != nil else {
+            guard packing?.keyBits != nil else {
                 throw H2OError.configuration(
                     "frames are for packed keys: set keyBits, or leave the frames out.")
             }
@@ -123,10 +135,8 @@ extension H2OConfiguration {
             let widths = kind.widths, mean: Int
             switch budget {
             case .tokens(let count): mean = count - widths.remainderSlots(remembers)
-            case .bytes(let bytes):
-                mean = try widths.slots(
-                    bytes: bytes / kinds.count, heads: kind.heads, policy: policy,
-                    remembers: remembers, undo: undo)
+            case .bytes(let bytes): mean = try slots(of: kind, in: bytes / kinds.count, policy)
+            case .share: fatalError("A share has become bytes (Sizing.swift).")
             }
             guard let profile else { return Array(repeating: mean, count: kind.heads) }
             return try profile.budgets(mean: mean, least: least)[layer]

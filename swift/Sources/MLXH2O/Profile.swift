@@ -87,19 +87,66 @@ public struct H2OProfile: Sendable, Equatable {
 
     /// Slots per layer and KV head, `mean` on average, exactly: bought by what each saves.
     ///
+    /// - Parameters:
+    ///   - mean: Slots per KV head on average.
+    ///   - least: Slots that every head must have.
+    ///   - length: Of a conversation so far, in which no head can use more; nil: one that goes on.
     /// - Throws: ``H2OError/profile(_:)``: `mean` is below `least`.
-    public func budgets(mean: Int, least: Int = H2OProfile.smallestBudget) throws -> [[Int]] {
+    public func budgets(
+        mean: Int, least: Int = H2OProfile.smallestBudget, length: Int? = nil
+    ) throws -> [[Int]] {
         guard mean >= least else {
             throw H2OError.profile(
                 "A budget of \(mean) slots a head is below the \(least) that a head needs with this "
                     + "policy; raise the budget or lower sink and recent.")
         }
-        let curves = LossCurves(grid: grid, heads: losses.flatMap { $0 })
-        let known = min(mean, max(grid.last! / Self.largestPart, least))
-        let slots = curves.sharedOut(mean: known, least: least)
-        return byLayer(
-            known < mean
-                ? scaledShares(slots, total: mean * slots.count, least: least) : slots)
+        if let length, length <= mean { return losses.map { $0.map { _ in mean } } }
+        let longest = grid.last!
+        let goesOn = length.map { $0 > longest } ?? true
+        let known = goesOn ? min(mean, max(longest / Self.largestPart, least)) : mean
+        let curves = curves(upTo: length ?? longest)
+        var slots = curves.sharedOut(mean: known, least: least)
+        if known < mean { slots = scaledShares(slots, total: mean * slots.count, least: least) }
+        return byLayer(length.map { cappedShares(slots, most: $0) } ?? slots)
+    }
+
+    /// Each head's losses in conversations up to a length: with as many slots it loses nothing.
+    private func curves(upTo length: Int) -> LossCurves {
+        let heads = losses.flatMap { $0 }
+        guard length < grid.last! else { return LossCurves(grid: grid, heads: heads) }
+        let below = grid.prefix { $0 < length }
+        return LossCurves(
+            grid: below + [length],
+            heads: (measured?.curves(upTo: length) ?? heads).map { $0.prefix(below.count) + [0] })
+    }
+
+    /// What conversations of so many tokens are expected to lose, summed over the heads, in units of the
+    /// profile. Beyond the calibrated length a head is taken to need the same share of the tokens.
+    ///
+    /// - Parameters:
+    ///   - mean: Slots per KV head on average.
+    ///   - least: Slots that every head must have.
+    ///   - bits: Of the rows; nil: not packed.
+    ///   - context: Tokens.
+    /// - Returns: nil where packing in so many bits was not measured.
+    func loss(mean: Int, least: Int, bits: Int?, context: Int) throws -> Double? {
+        var (mean, context) = (mean, context)
+        let longest = grid.last!
+        if context > longest { (mean, context) = (max(mean * longest / context, least), longest) }
+        var packed = 0.0
+        if let bits {
+            guard let losses = measured?.packing[bits] else { return nil }
+            packed = losses.reduce(0, +)
+        }
+        let curves = curves(upTo: context)
+        let slots = try budgets(mean: mean, least: least, length: context).flatMap { $0 }
+        return zip(curves.heads, slots).reduce(packed) { $0 + curves.loss($1.0, at: $1.1) }
+    }
+
+    /// Elements that share a scale where rows are packed as was measured; nil where none were, or there
+    /// are no frames for them.
+    var packedGroupSize: Int? {
+        measured.flatMap { $0.packing.isEmpty || $0.frames.isEmpty ? nil : $0.groupSize }
     }
 
     /// Where each layer's heads' remainders had best saturate with these budgets (0 is first order), for

@@ -32,6 +32,24 @@ import Testing
         (1001, [[2003, 1001], [333, 250], [500, 1919]], [[4, 0], [0, 4], [4, 4]]),
     ]
 
+    @Test func lossesAndSharesOfShortConversationsAreThoseOfPython() throws {
+        let profile = try profile()
+        for (mean, length, budgets) in [
+            (14, 30, [[12, 12], [20, 12], [16, 12]]), (20, 48, [[12, 16], [12, 48], [12, 20]]),
+            (48, 64, [[16, 16], [64, 64], [64, 64]]), (48, 96, [[96, 48], [16, 12], [24, 92]]),
+            (48, 200, [[96, 48], [16, 12], [24, 92]]), (48, 47, [[48, 48], [48, 48], [48, 48]]),
+        ] {
+            #expect(try profile.budgets(mean: mean, length: length) == budgets, "\(mean) \(length)")
+        }
+        for (mean, bits, context, expected) in [
+            (20, nil, 64, 3.0983), (20, 6, 64, 3.0983), (60, nil, 400, 17.5), (14, nil, 1000, 21.5),
+        ] as [(Int, Int?, Int, Double)] {
+            let loss = try profile.loss(mean: mean, least: 12, bits: bits, context: context)
+            #expect(abs(loss! - expected) < 1e-9, "\(mean) \(context)")
+        }
+        #expect(try profile.loss(mean: 20, least: 12, bits: 8, context: 64) == nil)
+    }
+
     @Test func framesAreForTheNextContextUp() throws {
         let profile = try profile()
         func expect(_ found: [Float], _ expected: [Float]) {
@@ -64,11 +82,12 @@ import Testing
         let profile = try profile(), model = try ModelTests.own()
         func caches(
             _ packing: H2OPacking, policy: any Policy = Policies.Salient(),
-            frames: H2OConfiguration.Frames = .profile(context: 4096), saturation: Float? = nil
+            frames: H2OConfiguration.Frames = .profile, context: Int = 4096,
+            saturation: Float? = nil
         ) throws -> [H2OKVCache] {
             try H2OConfiguration(
                 budget: .tokens(60), policy: policy, headBudgets: .profile(profile),
-                packing: packing, frames: frames, saturation: saturation
+                packing: packing, frames: frames, context: context, saturation: saturation
             ).caches(for: model).map { $0 as! H2OKVCache }
         }
         let packed = try H2OPacking(keyBits: 6, valueBits: 6, groupSize: 32)
@@ -87,7 +106,7 @@ import Testing
         #expect(try caches(packed, frames: .layers(own)).map(\.frame) == own)
         #expect(throws: H2OError.self) { try caches(packed, frames: .layers([])) }
         #expect(throws: H2OError.self) { try caches(.dense, frames: .layers(own)) }
-        #expect(throws: H2OError.self) { try caches(packed, frames: .profile(context: 0)) }
+        #expect(throws: H2OError.self) { try caches(packed, context: 0) }
         #expect(throws: H2OError.self) { try caches(packed, saturation: -1) }
         _ = try ModelTests.generated(model, all, tokens: 40)
         #expect(all.allSatisfy { $0.evicted > 0 })
@@ -102,7 +121,8 @@ import Testing
         let wrong: [(String, SettingValue?)] = [
             ("orders", nil), ("orders", .array([])), ("orders", .array([.int(0), .int(-1)])),
             ("spans", .array([.int(96), .int(32)])), ("spans", .array([.int(32)])),
-            ("errors", .null), ("policy", .null), ("frames", .null),
+            ("errors", .null), ("packing", .object(["6": .null])), ("policy", .null),
+            ("frames", .null),
             ("errors", .object(errors.merging(["data": .string("AAAA")]) { $1 })),
             ("errors", .object(errors.merging(["dtype": .string("float64")]) { $1 })),
             ("frames", frames(.array([frame]))), ("frames", frames(.null)),

@@ -9,9 +9,11 @@ namespace mlx_h2o {
   namespace name {            \
   extern const Kernels table; \
   }
-#if defined(__x86_64__)
+#if defined(MLX_H2O_AVX512)
 MLX_H2O_VARIANT(avx512bf16)
 MLX_H2O_VARIANT(avx512)
+#endif
+#if defined(__x86_64__)
 MLX_H2O_VARIANT(avx2)
 MLX_H2O_VARIANT(sse2)
 #else
@@ -33,11 +35,13 @@ const Kernels& choose() {
 #endif
 #if defined(__x86_64__)
   __builtin_cpu_init();
+#if defined(MLX_H2O_AVX512)
   const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (has_avx512 && __builtin_cpu_supports("avx512bf16") && allowed(avx512bf16::table))
     return avx512bf16::table;
   if (has_avx512 && allowed(avx512::table)) return avx512::table;
+#endif
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
       __builtin_cpu_supports("f16c") && allowed(avx2::table))
     return avx2::table;

@@ -1963,6 +1963,43 @@ inline Candidate first_of_threadgroup(
 
 namespace h2o {
 
+// Of a KV head, in threadgroup memory: mean and weight of each term, then the least distance.
+#define LEAST_DISTANCE (2 * TERMS)
+#define STANDARDS (LEAST_DISTANCE + 1)
+
+// A layer's slots, all heads' in one buffer.
+struct LayerSlots {
+  const device int* plan;
+  const device float* logits;
+  const device float* distances;
+  const device int* positions;
+  device float* scores;
+  const device float* norms;
+  const device half* value_lengths;
+  DecodeStep step;
+  int batch, queries;  // which of the batch; query heads of a KV head
+};
+
+// Of one head, but for its least distance.
+inline HeadSlots head_slots_of(LayerSlots layer, int head) {
+  const HeadPlan line = head_plan_of(layer.plan, head);
+  const int64_t first = int64_t(layer.batch) * layer.step.buffer_slots + line.start;
+  const int64_t attended = int64_t(layer.batch) * layer.step.attended_slots + line.prefix;
+  return {
+      layer.logits + attended * layer.queries,
+      layer.distances + attended,
+      layer.positions + first,
+      layer.scores + first,
+      layer.norms + first,
+      layer.value_lengths + first,
+      line.length,
+      layer.step.offset,
+      layer.step.aged_from,
+      layer.step.sink,
+      layer.step.offset - line.recent,
+      0.0f};
+}
+
 // Running mean and sum of squares around it (Welford).
 struct Moments {
   float count, mean, squares;
@@ -2030,37 +2067,28 @@ inline void update(
   const int64_t heads_before = int64_t(at.z) * step.kv_heads;
   const HeadPlan lead = head_plan_of(plan, first_head);
 
-  HeadSlots heads[HEADS];
+  const LayerSlots layer = {
+      plan, logits, distances, positions, scores, norms, value_lengths, step, int(at.z), G};
+
   for (int h = 0; h < HEADS; h++) {
     const HeadPlan line = head_plan_of(plan, first_head + h);
     const int64_t kv_head = heads_before + first_head + h;
-    const int64_t first = int64_t(at.z) * step.buffer_slots + line.start;
-    const int64_t attended = int64_t(at.z) * step.attended_slots + line.prefix;
-    HeadSlots head = {
-        logits + attended * G,
-        distances + attended,
-        positions + first,
-        scores + first,
-        norms + first,
-        value_lengths + first,
-        line.length,
-        step.offset,
-        step.aged_from,
-        step.sink,
-        step.offset - line.recent,
-        0.0f};
+    HeadSlots head = head_slots_of(layer, first_head + h);
     const int fresh = slots[kv_head];
     float lses[G];
     UNROLL
     for (int g = 0; g < G; g++) {
       lses[g] = lse[kv_head * G + g];
     }
+    threadgroup float* standard = standards + h * STANDARDS;
     if (RANKS_TERMS) {
       // A key at the mean itself must not stretch the scale for all others (terms.py).
       const float square = square_norm<D, SIMDS>(means + kv_head * D, scratch, simd, lane);
       head.least_distance = 1e-6f * square + 1e-12f;
+      if (thread_index == 0) {
+        standard[LEAST_DISTANCE] = head.least_distance;
+      }
     }
-    heads[h] = head;
 
     Moments moments[TERMS] = {};
     for (int n = thread_index; n < line.length; n += THREADS) {
@@ -2084,12 +2112,18 @@ inline void update(
       for (int i = 0; i < TERMS; i++) {
         if (has_term<PRIORITY>(i)) {
           standardise<SIMDS>(
-              moments[i], weights[1 + i], standards + 2 * (h * TERMS + i), scratch, simd, lane);
+              moments[i], weights[1 + i], standard + 2 * i, scratch, simd, lane);
         }
       }
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  // An array of the heads' slots would lie in memory: the others' are made anew where they are read.
+  HeadSlots first = head_slots_of(layer, first_head);
+  if (RANKS_TERMS) {
+    first.least_distance = standards[LEAST_DISTANCE];
+  }
 
   // selection.select_victims: each pass finds the first slot after the last one.
   Candidate last = {-INFINITY, -1, 0};
@@ -2097,14 +2131,21 @@ inline void update(
     if (lead.choose) {
       Candidate own = {INFINITY, LARGEST_INT, LARGEST_INT};
       for (int n = thread_index; n < lead.length; n += THREADS) {
-        const int position = heads[0].positions[n];
-        if (!may_go(heads[0], position)) {
+        const int position = first.positions[n];
+        if (!may_go(first, position)) {
           continue;
         }
         float worth = 0.0f;
         for (int h = 0; h < HEADS; h++) {
-          worth += priority_of<SCORE, PRIORITY, AGE, VALUES>(
-              heads[h], n, position, standards + 2 * h * TERMS);
+          threadgroup float* standard = standards + h * STANDARDS;
+          HeadSlots head = first;
+          if (h > 0) {
+            head = head_slots_of(layer, first_head + h);
+            if (RANKS_TERMS) {
+              head.least_distance = standard[LEAST_DISTANCE];
+            }
+          }
+          worth += priority_of<SCORE, PRIORITY, AGE, VALUES>(head, n, position, standard);
         }
         worth = HEADS > 1 ? worth / float(HEADS) : worth;
         // A NaN goes first; whatever may go is finite, and so before what may not.
@@ -2139,7 +2180,7 @@ inline void update(
 //! out victims_out
 //! body
 
-  THREADGROUP_ARRAY(float, standards, HEADS * 2 * TERMS);
+  THREADGROUP_ARRAY(float, standards, HEADS * STANDARDS);
   THREADGROUP_ARRAY(float, scratch, SIMDS);
   THREADGROUP_ARRAY(int, places, 2 * SIMDS);
   h2o::update<D, G, SCORE, PRIORITY, AGE, VALUES, HEADS, SIMDS>(

@@ -3,8 +3,6 @@ import MLXLMCommon
 
 /// What a model's `newCache` gives, which cannot throw on mlx-swift-lm 3.31.4.
 extension H2OConfiguration {
-    // Of a head under a budget that was too small; as of profiles.
-    private static let fewestChoices = 4
     // How many of the first tokens mlx-swift-lm's own windows keep.
     private static let windowsKeep = 4
 
@@ -60,7 +58,7 @@ extension H2OConfiguration {
         let most =
             kinds.map { kind in
                 var widths = kind.widths
-                widths.packing = packing
+                widths.packing = packing ?? .dense
                 return widths.remainderSlots(remembers)
             }.max() ?? 0
         return policy.leastBudget + Self.fewestChoices + most + plainRows(forBudget: .max)

@@ -15,6 +15,7 @@ extension Policies {
     public struct Distinct: Policy {
         public static let name = "distinct"
         public static let usesEvictedMean = true
+        public static let suitsFrames = false
         public static let sumsMass = true
 
         public var options: PolicyOptions

@@ -8,6 +8,7 @@ extension Policies {
     public struct KeyDiff: Policy {
         public static let name = "keydiff"
         public static let ranksScores = false
+        public static let suitsFrames = false
 
         public var options: PolicyOptions
 

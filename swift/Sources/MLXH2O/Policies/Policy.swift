@@ -177,6 +177,9 @@ public protocol Policy: Sendable {
     static var usesEvictedMean: Bool { get }
     /// Whether the lengths of values are kept for it, as they were before they were packed.
     static var usesValueLengths: Bool { get }
+    /// Whether packed keys get a frame of themselves; not where distances between keys decide all, since
+    /// a frame stretches them.
+    static var suitsFrames: Bool { get }
     /// Whether ``accumulate(_:seen:)`` only sums masses, so that no logits need be written for it.
     static var sumsMass: Bool { get }
 
@@ -213,6 +216,7 @@ extension Policy {
     public static var ranksScores: Bool { true }
     public static var usesEvictedMean: Bool { false }
     public static var usesValueLengths: Bool { false }
+    public static var suitsFrames: Bool { true }
     public static var sumsMass: Bool { false }
     public var ownSettings: [String: SettingValue] { [:] }
     public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool { false }

@@ -11,7 +11,7 @@ import Testing
 
     @Test(arguments: [
         "attention", "quantized", "remainder", "accumulate", "selection", "trajectory", "framed",
-        "model",
+        "turns", "model",
     ])
     func replays(group: String) throws {
         let golden = try Golden.shipped.get()

@@ -1,0 +1,66 @@
+/// Bits and slots together: what rows in fewer bits lose, against what more slots save.
+extension H2OConfiguration {
+    // Widths of rows that are weighed against each other; nil: not packed.
+    private static let widths: [Int?] = [nil, 8, 6, 5, 4]
+    // Bytes of an element of a 16-bit cache.
+    private static let plainElement = 2
+
+    /// The same with a share as bytes, and with rows packed as loses least where that was left open.
+    ///
+    /// - Parameters:
+    ///   - kinds: The model's plain caches.
+    ///   - profile: By which slots are shared out, if by any.
+    ///   - policy: What chooses.
+    func sized(
+        for kinds: [LayerKind], by profile: H2OProfile?, policy: any Policy
+    ) throws -> H2OConfiguration {
+        var own = self
+        if case .share(let part) = budget {
+            let plain = kinds.reduce(0) {
+                $0 + $1.heads * ($1.widths.key + $1.widths.value) * Self.plainElement
+            }
+            own.budget = .bytes(max(Int(part * Double(context * plain)), 1))
+        }
+        guard packing == nil else { return own }
+        own.packing = .dense
+        if case .bytes(let bytes) = own.budget, frames == .profile, type(of: policy).suitsFrames,
+            let profile
+        {
+            own.packing = try packing(in: bytes, of: kinds, by: profile, policy)
+        }
+        return own
+    }
+
+    /// How rows lose least in so many bytes of all layers.
+    private func packing(
+        in bytes: Int, of kinds: [LayerKind], by profile: H2OProfile, _ policy: any Policy
+    ) throws -> H2OPacking {
+        guard let groupSize = profile.packedGroupSize else { return .dense }
+        let least = policy.leastBudget + Self.fewestChoices
+        var best = (packing: H2OPacking.dense, loss: Double.infinity)
+        for bits in Self.widths {
+            let packing = try bits.map {
+                try H2OPacking(keyBits: $0, valueBits: $0, groupSize: groupSize)
+            }
+            let stored = kinds.map { $0.stored(packing ?? .dense, isFramed: bits != nil) }
+            // No slot at all is too few, and no error here.
+            let mean =
+                stored.map {
+                    (try? slots(of: $0, in: bytes / kinds.count, policy)) ?? 0
+                }.min() ?? 0
+            guard mean >= least,
+                let loss = try profile.loss(
+                    mean: mean, least: least, bits: bits, context: context), loss < best.loss
+            else { continue }
+            best = (packing ?? .dense, loss)
+        }
+        return best.packing
+    }
+
+    /// Slots per KV head of a layer that fit into bytes of its own.
+    func slots(of kind: LayerKind, in bytes: Int, _ policy: any Policy) throws -> Int {
+        try kind.widths.slots(
+            bytes: bytes, heads: kind.heads, policy: policy,
+            remembers: remainder || type(of: policy).usesEvictedMean, undo: undo)
+    }
+}
