@@ -20,8 +20,8 @@ NAME = "turns"
 CALLS = [[26, 1], [1, 40], [12, 1], [1, 40], [40, 1], [1, 40]]
 # The first calls of the second and the third turn.
 SECOND, THIRD = 41, 82
-RECORDED = [0, 1, 2, 20, 40, 41, 42, 43, 60, 81, 82, 83, 84, 100, 122]
-CHUNKS = [41, 82]
+RECORDED = [0, 1, 40, 41, 42, 60, 82, 83, 100, 122]
+CHUNKS = [SECOND]
 # (call before which they are pinned, first position, one past the last).
 PINS = [[0, 0, 5], [SECOND, 68, 71], [THIRD, 117, 119]]
 MIXED = trajectory.STORES["mixed"]
