@@ -8,6 +8,8 @@ comma := ,
 EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 # The oldest mlx-lm whose cache protocol is served: it still has meta_state.
 OLD_MLX_LM := 0.31.3
+# The newest but one, for docs/models.md: the newest is the environment's.
+PREVIOUS_MLX_LM := 0.32.1
 CXX_SOURCES := $(wildcard $(foreach folder,python/src python/src/bench c_api/src/cpu c_api/src/cpu/kernels \
     c_api/src/cpu/primitives,$(folder)/*.h $(folder)/*.cpp))
 C_SOURCES := $(wildcard c_api/include/*.h c_api/src/*.* c_api/src/api/*.* c_api/src/gpu/*.* \
@@ -143,12 +145,16 @@ lint: $(VENV)/.installed
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES) $(C_SOURCES)
 
 # The seams with mlx-lm, on its older protocol. (Its own phi3small crashes with a current MLX.)
-test-old-mlx-lm: .compat/mlx_lm
+test-old-mlx-lm: .compat/mlx_lm .compat/previous/mlx_lm
 	PYTHONPATH=.compat $(BIN)/pytest tests/test_routing.py tests/test_bounding.py tests/test_model_families.py \
 	    tests/test_prompt_cache.py -k "not phi3small"
+	PYTHONPATH=.compat/previous $(BIN)/pytest tests/test_model_coverage.py
 
 .compat/mlx_lm: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .compat mlx-lm==$(OLD_MLX_LM)
+
+.compat/previous/mlx_lm: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .compat/previous mlx-lm==$(PREVIOUS_MLX_LM)
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

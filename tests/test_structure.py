@@ -16,7 +16,8 @@ LONGEST_FUNCTION, LONGEST_CLASS = 60, 300
 FLOORS = {
     "ground": """checks drawing files gguf gguf_tokenizer interrupts linear_algebra masks patching
         curves number_text measured memory_size model_identity pins safetensors_header smollm2
-        softmax stock store value_lengths builtin""",
+        softmax stock store value_lengths builtin handed_rows cache_lists layer_budgets
+        rolling""",
     "rows": "packed remainder recent_window undo frame profile profile_places",
     "policies": "policies selection",
     "settings": "settings budget filling sizing attention_call pin_room",
@@ -25,9 +26,9 @@ FLOORS = {
     "eviction": "eviction observe pinning turns",
     "core": "core",
     "opening": "saved_state opening",
-    "caches": "conversing bounded_cache cache latent_cache plain_rows_cache",
-    "mlx-lm": """cache_lists trimming routing layer_kinds description cache_file watching key_frames
-        kept_frames plan prompt_cache conversations""",
+    "caches": "conversing bounded_cache cache latent_cache plain_rows_cache shared_cache",
+    "mlx-lm": """known_rope trimming routing layer_kinds description cache_file watching key_frames
+        kept_frames plan prompt_cache refusals conversations""",
     "models": """pin_rules bounding resizing trials calibrated_layers calibration kl_calibration
         inspection dialogue""",
     "tools": "evaluate bench golden",

@@ -124,12 +124,16 @@ def tiny_model(
     module = importlib.import_module(f"mlx_lm.models.{family}")
     args = module.ModelArgs.from_dict({"model_type": family, **FAMILIES[family], **changes})
     mx.random.seed(seed)  # Biases and the like stay as the model's own constructor draws them.
-    model = module.Model(args)
+    return with_random_weights(module.Model(args), seed, dtype)
+
+
+def with_random_weights(model: nn.Module, seed: int = 0, dtype: mx.Dtype = mx.float32) -> nn.Module:
+    """The model, with weights that make every layer matter; the same ones for the same seed."""
     keys = mx.random.key(seed)
 
     def drawn(path: str, weight: mx.array) -> mx.array:
         nonlocal keys
-        if weight.ndim < 2 and not path.endswith("sinks"):
+        if weight.dtype == mx.uint32 or (weight.ndim < 2 and not path.endswith("sinks")):
             return weight
         keys, key = mx.random.split(keys)
         # Large layers and small embeddings: otherwise the residual stream echoes the last token.
@@ -144,8 +148,8 @@ def tiny_model(
 
     model.update(tree_map_with_path(drawn, model.parameters()))
     model.set_dtype(dtype)
-    if family == "phi3small":
-        # It masks token ids of its own tokenizer, far outside this vocabulary.
+    if hasattr(model, "_dummy_tokenizer_ids"):
+        # phi3small masks token ids of its own tokenizer, far outside this vocabulary.
         model._dummy_tokenizer_ids = mx.array([VOCABULARY - 1])
     model.eval()
     mx.eval(model.parameters())

@@ -37,6 +37,7 @@ from mlx_h2o.prompt_cache import make_prompt_cache
 from mlx_h2o.remainder import Remainder
 from mlx_h2o.resizing import resize
 from mlx_h2o.selection import accumulate, select_victims
+from mlx_h2o.shared_cache import SharedKVCache
 
 __version__ = "0.1.0"
 
@@ -59,6 +60,7 @@ __all__ = [
     "Policy",
     "Profile",
     "Remainder",
+    "SharedKVCache",
     "Slots",
     "Streaming",
     "accumulate",

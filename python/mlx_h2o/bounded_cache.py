@@ -38,6 +38,7 @@ class BoundedKVCache(Conversing):
     #: What a file says of how the model attends: to the cached rows (True, once rows came), to keys
     #: made of them (False) or by itself (None).
     own: ClassVar[bool | None] = True
+    sharers = 1  #: How many layers attend to the rows in each step.
     #: Classes by what they are for; a subclass enters itself.
     kinds: ClassVar[dict[str, type[BoundedKVCache]]] = {}
 
@@ -54,8 +55,7 @@ class BoundedKVCache(Conversing):
 
         Args:
             settings: Checked already.
-            kind: "" for attention through this library to the cached rows, "plain rows" or
-                "latent".
+            kind: "" (attention through this library to the cached rows), or another of `kinds`.
             share: Its part in its model's budget.
         """
         of_kind = cls.kinds[kind]
@@ -294,8 +294,8 @@ class BoundedKVCache(Conversing):
     def _restored(cls, arrays: dict[str, mx.array], config: dict[str, Any]) -> BoundedKVCache:
         frame, arrays = saved_state.frame_apart(arrays)
         settings, share = saved_state.settings_of(config, frame)
-        kind = "plain rows" if not settings.attending else "latent" * (config["own"] is False)
-        cache = cls.of(settings, kind, share)
+        cache = cls.of(settings, saved_state.kind_of(config), share)
+        cache.sharers = saved_state.sharers_of(config)
         if config["runs"]:
             cache._layer, cache.share = opening.restored(settings, share, config, arrays)
         return cache

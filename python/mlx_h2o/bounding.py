@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx.nn as nn
 
-from mlx_h2o import routing
+from mlx_h2o import checks, routing
 from mlx_h2o.frame import Frame
+from mlx_h2o.layer_budgets import LayerBudgets
 from mlx_h2o.packed import DEFAULT_GROUP_SIZE
 from mlx_h2o.patching import replace_everywhere
 from mlx_h2o.policies import Policy
 from mlx_h2o.profile import Profile
-from mlx_h2o.prompt_cache import NothingToBound, bounded_caches
+from mlx_h2o.prompt_cache import bounded_caches
+from mlx_h2o.refusals import NothingToBound
 from mlx_h2o.settings import ModelSettings
 from mlx_h2o.stock import asking, stock_caches, stock_function
 
 # What stands in the place of mlx-lm's function now.
 _bounded: Callable[..., list[Any]] | None = None
 # Arguments of `install` whose default is not None.
-_UNSAID = {"remainder": True, "group_size": DEFAULT_GROUP_SIZE, "undo": 0}
+_UNSAID = {
+    "remainder": True,
+    "group_size": DEFAULT_GROUP_SIZE,
+    "undo": 0,
+    "positions": "absolute",
+}
 
 
 def install(
@@ -33,7 +39,7 @@ def install(
     context: int | None = None,
     policy: str | Policy | None = None,
     remainder: bool = True,
-    budgets: str | Path | Profile | None = None,
+    budgets: str | Path | Profile | LayerBudgets | None = None,
     bits: int | None = None,
     k_bits: int | None = None,
     v_bits: int | None = None,
@@ -41,6 +47,7 @@ def install(
     recent_bits: int | None = None,
     undo: int = 0,
     frames: Sequence[Frame | None] | Literal[False] | str | None = None,
+    positions: str = "absolute",
     **settings: Any,
 ) -> None:
     """Route mlx-lm's attention, and, with a size, bound every cache that mlx-lm makes from now on.
@@ -65,6 +72,7 @@ def install(
         recent_bits: Likewise.
         undo: Likewise.
         frames: Likewise.
+        positions: Likewise.
         settings: Likewise.
 
     Raises:
@@ -73,7 +81,9 @@ def install(
     stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
     given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
     given |= {"context": context, "recent_bits": recent_bits, "undo": undo, "frames": frames}
-    if max_size is None and max_bytes is None:
+    given["positions"] = positions
+    of_layers = checks.is_list(budgets) or callable(budgets)
+    if max_size is None and max_bytes is None and not of_layers:
         named = [name for name, value in given.items() if value != _UNSAID.get(name)]
         if named:
             raise ValueError(f"install() needs max_size or max_bytes with {', '.join(named)}.")
@@ -102,7 +112,7 @@ def bounding(settings: ModelSettings) -> Callable[..., list[Any]]:
             return list(stock_function(model, max_kv_size))
         own = settings
         if max_kv_size is not None:
-            own = replace(settings, max_size=max_kv_size, max_bytes=None)
+            own = settings.of_size(max_kv_size)
         try:
             return bounded_caches(model, own)
         except NothingToBound:

@@ -15,7 +15,7 @@ from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.backends.decoders import accepts
 from mlx_h2o.layer import Layer
 from mlx_h2o.memory import Fields
-from mlx_h2o.observe import Seen, observe, observe_derived
+from mlx_h2o.observe import Seen, mean_of, observe, observe_derived
 from mlx_h2o.pins import is_pinned
 from mlx_h2o.undo import single_steps
 
@@ -37,25 +37,60 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
     Raises:
         ValueError: The call does not fit the rows.
     """
-    grown = layer.settings.grown(layer.offset + call.length)
-    if grown is not None:
-        eviction.resize(layer, grown)
+    grow(layer, call.length)
     if 1 < call.length <= layer.settings.undo + 1:
         return _token_by_token(layer, call, k, v)
-    frame = layer.settings.frame
-    if frame is not None and frame.moves and call.sinks is not None:
-        raise ValueError(
-            "Attention sinks do not move with a frame's centre, so the frame of a layer that has "
-            "them needs a centre of zeros."
-        )
+    _check_sinks(layer, call)
     # The first token of all goes op by op: then there are arrays to lend.
     # A step that brings a pinned token too, which is marked on its way in.
     if layer.offset and not _brings_pin(layer) and accepts(layer.settings, call, k, v):
         return layer.decode(call, k, v)
+    frame = layer.settings.frame
     if frame is not None:
-        call, k = call.with_queries(frame.enter_queries(call.q)), frame.enter(k)
-    attended = zip(layer.runs, layer.take_in(k, v), strict=True)
-    return _evicting(layer, [observe(layer, run, call, fields) for run, fields in attended])
+        k = frame.enter(k)
+    return _evicting(layer, _observed(layer, call, layer.take_in(k, v)))
+
+
+def grow(layer: Layer, length: int) -> None:
+    """Give a layer the budgets that a conversation has which is longer by so many tokens."""
+    grown = layer.settings.grown(layer.offset + length)
+    if grown is not None:
+        eviction.resize(layer, grown)
+
+
+def attend_to_shared(
+    layer: Layer, call: AttentionCall, attended: Sequence[Fields]
+) -> tuple[mx.array, list[Seen]]:
+    """One of several layers attends to rows that all of them see; nothing is evicted yet.
+
+    Args:
+        layer: The memory, into which the rows were taken (`Layer.take_in`).
+        call: As in `update_and_attend`.
+        attended: What `take_in` returned.
+
+    Returns:
+        `[B, Hq, L, Dv]`, and what was seen, per run, for `evict_after_sharers`.
+
+    Raises:
+        ValueError: The call does not fit the rows.
+    """
+    _check_sinks(layer, call)
+    seen = _observed(layer, call, attended)
+    return _output(seen), seen
+
+
+def evict_after_sharers(layer: Layer, rounds: Sequence[Sequence[Seen]]) -> list[mx.array]:
+    """Choose what to forget when all layers have attended to the same rows.
+
+    Args:
+        layer: The memory.
+        rounds: What each of them saw, per run.
+
+    Returns:
+        Arrays that must be evaluated with an output of this step.
+    """
+    _evicting(layer, [mean_of([seen[i] for seen in rounds]) for i in range(len(layer.runs))])
+    return layer.side_state()
 
 
 def _brings_pin(layer: Layer) -> bool:
@@ -88,10 +123,33 @@ def _evicting(layer: Layer, seen: Sequence[Seen]) -> mx.array:
     if layer.window is not None and newest:
         layer.write_newest_scores(mx.concatenate(newest, axis=1))
     eviction.settle(layer, [of_run.fields for of_run in seen], [s.window_mass for s in seen])
-    outs = [of_run.out for of_run in seen]
-    out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
-    tied: mx.array = mx.depends(out, layer.side_state())
+    tied: mx.array = mx.depends(_output(seen), layer.side_state())
     return tied
+
+
+def _observed(layer: Layer, call: AttentionCall, attended: Sequence[Fields]) -> list[Seen]:
+    """What every run of heads saw of its rows; the queries enter the layer's frame."""
+    frame = layer.settings.frame
+    if frame is not None:
+        call = call.with_queries(frame.enter_queries(call.q))
+    runs = zip(layer.runs, attended, strict=True)
+    return [observe(layer, run, call, fields) for run, fields in runs]
+
+
+def _output(seen: Sequence[Seen]) -> mx.array:
+    """The output of all runs, `[B, Hq, L, Dv]`."""
+    outs = [of_run.out for of_run in seen]
+    return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
+
+
+def _check_sinks(layer: Layer, call: AttentionCall) -> None:
+    """Raise ValueError where attention sinks meet a frame that they do not move with."""
+    frame = layer.settings.frame
+    if frame is not None and frame.moves and call.sinks is not None:
+        raise ValueError(
+            "Attention sinks do not move with a frame's centre, so the frame of a layer that has "
+            "them needs a centre of zeros."
+        )
 
 
 def _token_by_token(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> mx.array:

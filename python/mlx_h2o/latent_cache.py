@@ -29,10 +29,11 @@ class LatentKVCache(H2OKVCache, kind="latent"):
 
     def _begin(self, settings: CacheSettings, share: LayerShare | None = None) -> None:
         alike = settings.budgets is None or len(set(settings.budgets)) == 1
-        if settings.remainder or settings.packing.packs or settings.undo or not alike:
+        others = settings.packing.packs or settings.undo or settings.rope
+        if settings.remainder or others or not alike:
             raise ValueError(
-                "A cache of latent rows needs one budget for all heads, remainder=False, no bits "
-                "and no undo."
+                "A cache of latent rows needs one budget for all heads, remainder=False, no bits, "
+                "no undo and absolute positions."
             )
         super()._begin(settings, share)
         # What was handed out and is not attended to yet.

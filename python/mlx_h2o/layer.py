@@ -70,7 +70,7 @@ class Layer:
         self.offset, self.aged_from = offset, aged_from
         self.journal = Journal(settings.undo)
         self.memory = memory
-        self._types = types
+        self.types = types
 
     # -- what is held -----------------------------------------------------------------------------
 
@@ -142,10 +142,10 @@ class Layer:
         """Raise ValueError unless new rows are like those held."""
         for name, rows in (("keys", keys), ("values", values)):
             come = RowType.of(rows)
-            if come != self._types[name]:
+            if come != self.types[name]:
                 raise ValueError(
                     f"This cache holds {name} of (batch, heads, width, dtype) "
-                    f"{tuple(self._types[name])}; {tuple(come)} came."
+                    f"{tuple(self.types[name])}; {tuple(come)} came."
                 )
 
     def take_in(self, keys: mx.array, values: mx.array) -> list[Fields]:

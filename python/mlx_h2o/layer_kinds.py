@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +11,8 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o import routing
 from mlx_h2o.budget import RowWidths
-from mlx_h2o.cache_lists import replaced
+from mlx_h2o.cache_lists import entries, replaced
+from mlx_h2o.handed_rows import hand_out
 from mlx_h2o.stock import stock_caches
 
 
@@ -24,12 +25,16 @@ class LayerKind:
         widths: Of its rows.
         routed: Whether the model asked the cache to attend.
         derived: Whether it attended to keys made of the cached ones (MLA).
+        sharers: How many layers attended to its rows.
+        indexes: Whether it holds what another cache's keys are picked by (sparse attention).
     """
 
     heads: int
     widths: RowWidths
     routed: bool
     derived: bool
+    sharers: int = 1
+    indexes: bool = False
 
 
 class _Trial(mlx_lm_cache.KVCache):
@@ -39,19 +44,29 @@ class _Trial(mlx_lm_cache.KVCache):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.routed = self.derived = False
-        self.handed: tuple[mx.array, mx.array] | None = None
+        self.derived, self.sharers = False, 0
+        self.handed: list[mx.array] = []
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.handed = super().update_and_fetch(keys, values)  # type: ignore[no-untyped-call]
-        return self.handed
+        return self._handing(super().update_and_fetch(keys, values))  # type: ignore[no-untyped-call]
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        return self._handing(super().keys_and_values())  # type: ignore[no-untyped-call]
+
+    def _handing(self, rows: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
+        self.handed += rows
+        hand_out(self, rows[0])
+        return rows
+
+    def handed_out(self, rows: mx.array) -> bool:
+        return any(rows is own for own in self.handed)
 
     def attend(
         self, q: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Any, sinks: Any
     ) -> mx.array:
-        assert self.handed is not None
-        self.routed = True
-        self.derived = keys is not self.handed[0] or values is not self.handed[1]
+        self.sharers += 1
+        # Latent rows are keys and values at once where they are attended to as they are.
+        self.derived |= keys is values or not (self.handed_out(keys) and self.handed_out(values))
         return mx.fast.scaled_dot_product_attention(
             q, keys, values, scale=scale, mask=mask, sinks=sinks
         )
@@ -62,7 +77,8 @@ class _Trial(mlx_lm_cache.KVCache):
         widths = RowWidths(
             self.keys.shape[-1], self.values.shape[-1], self.keys.dtype.size, self.values.dtype.size
         )
-        return LayerKind(self.keys.shape[1], widths, self.routed, self.derived)
+        heads, sharers = self.keys.shape[1], self.sharers
+        return LayerKind(heads, widths, sharers > 0, self.derived, max(sharers, 1))
 
 
 def layer_kinds(model: nn.Module) -> list[LayerKind]:
@@ -71,14 +87,12 @@ def layer_kinds(model: nn.Module) -> list[LayerKind]:
     One token is sent through the model lazily: shapes become known, and nothing is computed.
     """
     routing.install()
-    caches = stock_caches(model)
-    trials: list[_Trial] = []
-
-    def trial() -> _Trial:
-        trials.append(_Trial())
-        return trials[-1]
-
-    caches = [replaced(entry, trial) for entry in caches]
+    caches = [replaced(entry, _Trial) for entry in stock_caches(model)]
     model(mx.array([[0]]), cache=caches)
-    kinds = [trial.kind() for trial in trials]
-    return [kind for kind in kinds if kind is not None]
+    found: list[LayerKind] = []
+    for entry in caches:
+        trials = [trial for _, trial in entries([entry]) if isinstance(trial, _Trial)]
+        kinds = [kind for kind in (trial.kind() for trial in trials) if kind is not None]
+        attended = any(kind.routed for kind in kinds)
+        found += [replace(kind, indexes=attended and not kind.routed) for kind in kinds]
+    return found

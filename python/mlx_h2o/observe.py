@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,11 @@ from mlx_h2o.backends.reference import QUERY_BLOCK
 from mlx_h2o.layer import Layer
 from mlx_h2o.masks import block_of
 from mlx_h2o.memory import Fields
-from mlx_h2o.packed import AnyRows, first_rows
+from mlx_h2o.packed import AnyRows, dense, first_rows
 from mlx_h2o.pins import true_positions
 from mlx_h2o.policies import Observation, ObservedMass, Policy
 from mlx_h2o.remainder import Remainder
+from mlx_h2o.rolling import without_gaps
 from mlx_h2o.store import Run
 from mlx_h2o.views import ranked_of, rows_of
 
@@ -59,6 +61,9 @@ def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> Seen
         remainder = layer.evictions.remainder.heads(run.first, run.last)
         saturation = layer.settings.saturations(layer.store.heads)[run.first : run.last]
     keys, values = rows_of(layer, run, fields)
+    if layer.settings.rope is not None:
+        places = true_positions(fields["positions"])
+        keys = without_gaps(dense(keys), places, layer.offset, layer.settings.rope)
     return _Attention(
         layer.policy,
         call.of_heads(run.first * group, run.last * group),
@@ -71,6 +76,29 @@ def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> Seen
         saturation,
         aged_from=layer.aged_from,
     ).seen(fields)
+
+
+def mean_of(rounds: Sequence[Seen]) -> Seen:
+    """What several layers that attended to the same rows saw together: the mean over all of them.
+
+    A slot's mass is the mean over query heads, so it is as if all had been heads of one layer. The
+    output is the last one's.
+    """
+    first = rounds[0]
+    fields = first.fields
+    if "scores" in fields:
+        fields = {**fields, "scores": _mean([seen.fields["scores"] for seen in rounds])}
+    newest, mass = first.newest_scores, first.window_mass
+    if newest is not None:
+        newest = _mean([seen.newest_scores for seen in rounds])
+    if mass is not None:
+        mass = _mean([seen.window_mass for seen in rounds])
+    return Seen(rounds[-1].out, fields, newest, mass)
+
+
+def _mean(arrays: Sequence[mx.array | None]) -> mx.array:
+    mean: mx.array = mx.stack([array for array in arrays if array is not None]).mean(axis=0)
+    return mean
 
 
 def observe_derived(

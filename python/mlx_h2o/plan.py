@@ -17,6 +17,7 @@ from mlx_h2o.packed import DEFAULT_GROUP_SIZE, GROUP_SIZES, Packing
 from mlx_h2o.policies import Policy
 from mlx_h2o.profile import Profile
 from mlx_h2o.remainder import SATURATION
+from mlx_h2o.rolling import Rope
 from mlx_h2o.settings import ModelSettings
 from mlx_h2o.sizing import USUAL_BITS, choices, packed_in
 
@@ -33,11 +34,15 @@ class AtHand:
         profile: By which slots are shared out, or None: evenly.
         frames: By context, of each layer's keys, or None.
         given: Each layer's frame as the caller gave it.
+        slots: Slots of each layer's KV heads, where the caller gave them.
+        ropes: Of each layer's keys, where positions are to have no gaps.
     """
 
     profile: Profile | None
     frames: dict[int, LayerFrames] | None
     given: Sequence[Frame | None]
+    slots: list[list[int]] | None = None
+    ropes: Sequence[Rope] | None = None
 
     def frame(self, layer: int, context: int) -> Frame | None:
         """A layer's frame for so many positions, if there are any."""
@@ -57,6 +62,7 @@ class LayerPlan:
         saturation: The remainder's t, of all heads or each.
         frame: Of packed keys.
         filling: Budgets that follow.
+        rope: Of its keys, where positions are to have no gaps.
     """
 
     share: LayerShare
@@ -64,6 +70,7 @@ class LayerPlan:
     saturation: float | tuple[float, ...]
     frame: Frame | None
     filling: tuple[Stage, ...] = ()
+    rope: Rope | None = None
 
 
 @dataclass(frozen=True)
@@ -119,12 +126,15 @@ def planned(
         replace(share, widths=replace(share.widths, packing=packing, framed=frame is not None))
         for share, frame in zip(shares, frames, strict=True)
     ]
-    sizes = slots_of_layers(shares, settings, policy, remembers, attending, profile)
+    sizes = at_hand.slots
+    if sizes is None:
+        sizes = slots_of_layers(shares, settings, policy, remembers, attending, profile)
     stages = fillings(sizes, settings, policy, profile)
+    ropes: Sequence[Rope | None] = at_hand.ropes or [None] * len(shares)
     layers = [
-        LayerPlan(share, budgets, t, frame, later)
-        for share, t, frame, (budgets, later) in zip(
-            shares, saturations(profile, policy, sizes), frames, stages, strict=True
+        LayerPlan(share, budgets, t, frame, later, rope)
+        for share, t, frame, (budgets, later), rope in zip(
+            shares, saturations(profile, policy, sizes), frames, stages, ropes, strict=True
         )
     ]
     return Plan(packing, layers, choice)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,8 @@ from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries, replaced
 from mlx_h2o.frame import Frame
 from mlx_h2o.kept_frames import Frames, found_frames, made_frames
+from mlx_h2o.known_rope import ropes_in_keys
+from mlx_h2o.layer_budgets import LayerBudgets, slots_given
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
 from mlx_h2o.memory_size import USUAL_CONTEXT
 from mlx_h2o.model_identity import ModelIdentity, identity_of
@@ -22,16 +25,13 @@ from mlx_h2o.plan import AtHand, planned
 from mlx_h2o.policies import Policy
 from mlx_h2o.profile import Profile
 from mlx_h2o.profile_places import found_profile
+from mlx_h2o.refusals import check_settings, require_boundable
 from mlx_h2o.settings import CacheSettings, ModelSettings
 from mlx_h2o.stock import caches_beneath, is_asked, stock_caches
 from mlx_h2o.watching import trained_context
 
 #: Bytes of an element of a 16-bit cache.
 PLAIN_ELEMENT = 2
-
-
-class NothingToBound(ValueError):
-    """A model whose memory is bounded already."""
 
 
 def make_prompt_cache(
@@ -42,7 +42,7 @@ def make_prompt_cache(
     context: int | None = None,
     policy: str | Policy | None = None,
     remainder: bool = True,
-    budgets: str | Path | Profile | None = None,
+    budgets: str | Path | Profile | LayerBudgets | None = None,
     bits: int | None = None,
     k_bits: int | None = None,
     v_bits: int | None = None,
@@ -50,12 +50,13 @@ def make_prompt_cache(
     recent_bits: int | None = None,
     undo: int = 0,
     frames: Sequence[Frame | None] | Literal[False] | str | None = None,
+    positions: str = "absolute",
     pins: Sequence[Span] = (),
     **settings: Any,
 ) -> list[Any]:
     """The model's own caches, with every plain KV cache replaced by a bounded one.
 
-    Other caches stay as the model made them (`describe` tells which, and why).
+    Other caches stay as they are (`describe` tells which, and why).
 
     Args:
         model: An mlx-lm model.
@@ -68,28 +69,30 @@ def make_prompt_cache(
             themselves "distinct", in its form that looks at keys only).
         remainder: Whether evicted tokens go on answering.
         budgets: "uniform", a `Profile`, or the path of one. By default the model's own profile
-            where one ships with mlx-h2o or lies beside its weights (see `mlx_h2o.load`).
+            where one ships with mlx-h2o or lies beside its weights (see `mlx_h2o.load`). Instead of
+            a size: slots of each of the model's own caches (`layer_budgets.LayerBudgets`).
         bits: Store keys and values in 2, 3, 4, 5, 6 or 8 bits; 16 or None: as they come.
         k_bits: Of keys alone, instead of `bits`.
         v_bits: Of values alone, instead of `bits`.
         group_size: Elements that share a scale and a bias: 32, 64 or 128.
         recent_bits: Of the newest tokens, where that is to differ (16: as they come).
         undo: How many of the last tokens can be taken back after evictions.
-        frames: Of packed keys: one or None for each of the model's own caches. False or "none": as
-            they come. By default those of the profile.
-        pins: Pairs (first, one past the last) of positions that are never evicted (`mlx_h2o.pin`).
+        frames: Of packed keys: one or None for each cache, or "none"; by default the profile's.
+        positions: "absolute", or "rolling": kept tokens are seen without the gaps of forgotten ones
+            (`rolling.py`; models with a plain RoPE; needs remainder=False and no bits).
+        pins: Pairs (first, one past the last) of positions never evicted; `mlx_h2o.pin` adds more.
         settings: Fields of the policy to change, such as `sink`, `recent` or `evict_every`.
 
     Raises:
-        ValueError: No or two sizes, an unknown policy or setting, a budget without room to evict or
-            for the pins, a profile of another model, or a policy that this model cannot run.
+        ValueError: No or two sizes, an unknown policy or setting, a budget without room to evict, a
+            profile of another model, or a policy that this model cannot run.
     """
     if is_asked(model):  # by its own make_cache, which was replaced by this function
         return caches_beneath(model)
     stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
-    given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
-    given |= {"max_bytes": max_bytes, "context": context, "recent_bits": recent_bits}
-    given |= {"undo": undo, "frames": frames, "pins": pins}
+    given = {"policy": policy, "remainder": remainder, "budgets": budgets, "pins": pins, **stored}
+    given |= {"max_bytes": max_bytes, "context": context, "recent_bits": recent_bits, "undo": undo}
+    given |= {"frames": frames, "positions": positions, **settings}
     return bounded_caches(model, ModelSettings.of(max_size, **given))
 
 
@@ -104,30 +107,22 @@ def bounded_caches(
         kinds: What its layers are taken for, where that is not `layer_kinds` of the model.
 
     Raises:
-        NothingToBound: The model has no plain KV cache.
-        ValueError: The settings do not suit the model.
+        NothingToBound: Nothing in the model's memory grows.
+        ValueError: The settings do not suit the model, or it cannot be bounded.
     """
     name = type(model).__module__.rsplit(".", 1)[-1]
     kinds = layer_kinds(model) if kinds is None else kinds
-    if not kinds:
-        raise NothingToBound(
-            f"{name} has no plain KV cache to bound: its memory is bounded already."
-        )
-    attending = all(kind.routed for kind in kinds)
-    derived = any(kind.derived for kind in kinds)
-    policy = settings.policy_for(attending)
-    _check_kinds(name, settings, policy, attending, derived)
-    answers = settings.remainder and not derived
-    uniform = derived or not attending or policy.unit == "layer"
-    identity = identity_of(model, [k.heads for k in kinds], [k.widths.key for k in kinds])
-    profile = _profile_for(model, identity, settings.budgets, uniform)
     caches = stock_caches(model)
+    require_boundable(name, kinds, caches)
+    attending = all(kind.routed for kind in kinds)
+    policy = settings.policy_for(attending)
+    check_settings(name, kinds, settings, policy)
+    answers = settings.remainder and not any(kind.derived for kind in kinds)
     context = trained_context(model, USUAL_CONTEXT)
     settings = settings.in_bytes(sum(map(plain_bytes, kinds)), context)
-    frames = None
-    if settings.frames is None and policy.suits_frames and attending and not derived:
-        frames = _frames_at_hand(model, identity, profile, settings)
-    at_hand = AtHand(profile, frames, frames_of_caches(caches, settings.frames))
+    at_hand = _at_hand(model, kinds, caches, settings, policy)
+    if settings.rolls:
+        at_hand = replace(at_hand, ropes=ropes_in_keys(name, model, len(kinds)))
     remembers = answers or policy.uses_evicted_mean
     plan = planned(kinds, settings, policy, remembers, at_hand)
     layers = iter(zip(kinds, plan.layers, strict=True))
@@ -144,14 +139,46 @@ def bounded_caches(
             saturation=layer.saturation,
             frame=layer.frame,
             filling=layer.filling,
+            rope=layer.rope,
             pins=settings.pins,
         )
-        use = "latent" if kind.derived else ""
-        cache = BoundedKVCache.of(of_layer, use if attending else "plain rows", layer.share)
-        cache.choice = plan.choice
+        use = use_of(kind) if attending else "plain rows"
+        cache = BoundedKVCache.of(of_layer, use, layer.share)
+        cache.choice, cache.sharers = plan.choice, kind.sharers
         return cache
 
     return [replaced(entry, bounded) for entry in caches]
+
+
+def _at_hand(
+    model: nn.Module,
+    kinds: Sequence[LayerKind],
+    caches: Sequence[Any],
+    settings: ModelSettings,
+    policy: Policy,
+) -> AtHand:
+    """What is known of a model: slots that the caller gave, or a profile, and frames."""
+    attending = all(kind.routed for kind in kinds)
+    one_mask = not attending or any(kind.derived for kind in kinds)
+    shared = any(kind.sharers > 1 for kind in kinds)
+    heads = [kind.heads for kind in kinds]
+    identity = identity_of(model, heads, [kind.widths.key for kind in kinds])
+    slots = profile = frames = None
+    if settings.layer_budgets is not None:
+        slots = slots_given(settings.layer_budgets, caches, heads, one_mask)
+    else:
+        uniform = one_mask or shared or policy.unit == "layer"
+        profile = _profile_for(model, identity, settings.profile, uniform)
+    if settings.frames is None and policy.suits_frames and not one_mask:
+        frames = _frames_at_hand(model, identity, profile, settings, shared)
+    return AtHand(profile, frames, frames_of_caches(caches, settings.frames), slots)
+
+
+def use_of(kind: LayerKind) -> str:
+    """Which of `BoundedKVCache.kinds` a layer that attends through this library needs."""
+    if kind.derived:
+        return "latent"
+    return "shared" if kind.sharers > 1 else ""
 
 
 def plain_bytes(kind: LayerKind) -> int:
@@ -160,13 +187,20 @@ def plain_bytes(kind: LayerKind) -> int:
 
 
 def _frames_at_hand(
-    model: nn.Module, identity: ModelIdentity, profile: Profile | None, settings: ModelSettings
+    model: nn.Module,
+    identity: ModelIdentity,
+    profile: Profile | None,
+    settings: ModelSettings,
+    shared: bool,
 ) -> Frames | None:
-    """Frames for keys that are packed, made now where bits are left to us; None without."""
+    """Frames for keys that are packed, made now where bits are left to us; None without.
+
+    None are made of keys that layers share.
+    """
     if settings.packing.k_bits is None and not settings.chooses_bits:
         return None
     frames = found_frames(identity, profile)
-    if frames is None and settings.chooses_bits:
+    if frames is None and settings.chooses_bits and not shared:
         return made_frames(model, identity)
     return frames
 
@@ -199,28 +233,6 @@ def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
     return of_plain
 
 
-def _check_kinds(
-    name: str, settings: ModelSettings, policy: Policy, attending: bool, derived: bool
-) -> None:
-    """Raise ValueError where a model that attends in its own way cannot have the settings."""
-    if not attending and policy.needs_attention:
-        raise ValueError(
-            f"{name} attends by itself, so policy {policy.name!r} would never see its attention: "
-            'choose one that looks at keys only ("keydiff", "streaming", or "distinct" with '
-            "mass_weight=0)."
-        )
-    if settings.packing.packs and (derived or not attending):
-        raise ValueError(
-            f"{name} attends to keys that this library does not hand out, so they cannot be "
-            "packed: leave bits, k_bits and v_bits away."
-        )
-    if settings.undo and (derived or not attending):
-        raise ValueError(
-            f"{name} attends to keys that this library does not hand out, so tokens cannot be "
-            "taken back one by one: leave undo away."
-        )
-
-
 def _profile_for(
     model: nn.Module,
     identity: ModelIdentity,
@@ -232,8 +244,8 @@ def _profile_for(
         return None
     if uniform:
         raise ValueError(
-            "All heads need the same budget here (one mask serves them all, or the policy's unit "
-            'is the layer): pass budgets="uniform".'
+            "All heads need the same budget here (one mask serves them all, layers share keys, or "
+            'the policy\'s unit is the layer): pass budgets="uniform".'
         )
     if budgets is not None:
         profile = budgets if isinstance(budgets, Profile) else Profile.load(budgets)

@@ -12,7 +12,7 @@ from mlx_h2o.cache_lists import entries
 from mlx_h2o.model_identity import ModelIdentity
 from mlx_h2o.plan import fillings, slots_of_layers
 from mlx_h2o.profile import Profile
-from mlx_h2o.prompt_cache import NothingToBound
+from mlx_h2o.refusals import NothingToBound
 from mlx_h2o.settings import ModelSettings
 
 

@@ -2,9 +2,10 @@
 
 mlx-lm's models import `scaled_dot_product_attention` from `mlx_lm.models.base` by name. `install`
 puts a wrapper there and into every loaded module that holds the original; modules imported later
-pick the wrapper up by themselves. It asks a cache that can attend to do so, and calls the original
-untouched otherwise. mlx-lm's `save_prompt_cache`, whose files of bounded caches could not be read
-back, refuses them meanwhile, and what takes tokens back is checked (`trimming.py`).
+pick the wrapper up by themselves. It asks a cache that can attend to do so (the one whose rows the
+keys are, where layers share them), and calls the original untouched otherwise. mlx-lm's
+`save_prompt_cache`, whose files of bounded caches could not be read back, refuses them meanwhile,
+and what takes tokens back is checked (`trimming.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mlx_lm.models import base
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o import trimming
+from mlx_h2o.handed_rows import owner_of
 from mlx_h2o.patching import replace_everywhere
 
 # What stands in mlx-lm's places now, and what stood there.
@@ -67,9 +69,10 @@ def routed(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def attention(
         queries: mx.array, keys: Any, values: Any, cache: Any, *args: Any, **kwargs: Any
     ) -> mx.array:
-        if not getattr(cache, "attending", False):
+        owner = owner_of(keys) or cache
+        if not getattr(owner, "attending", False):
             return original(queries, keys, values, cache, *args, **kwargs)
-        return _attend(cache, queries, keys, values, *args, **kwargs)
+        return _attend(owner, queries, keys, values, *args, **kwargs)
 
     return attention
 

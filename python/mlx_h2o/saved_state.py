@@ -19,6 +19,7 @@ from mlx_h2o.frame import Frame
 from mlx_h2o.packed import BIASES, SCALES, Packing
 from mlx_h2o.policies import Policy, make_policy
 from mlx_h2o.remainder import SATURATION, STATISTICS
+from mlx_h2o.rolling import Rope
 from mlx_h2o.settings import CacheSettings
 from mlx_h2o.store import Run
 
@@ -27,6 +28,7 @@ MOST_TOKENS = 2**30
 # Of one choice and of one smoothed window: larger ones would take their time at every step.
 MOST_VICTIMS = 2**16
 WIDEST_POOL = 2**12
+MOST_SHARERS = 2**10
 # Plain rows that a remainder may have (`plain_rows_for`).
 PLAIN_ROWS = (1, 2, 4, 6, 8)
 
@@ -80,6 +82,7 @@ def settings_of(
         config.get("saturation", SATURATION),
         frame,
         filling=config.get("filling", ()),
+        rope=Rope.of_config(config["rope"]) if config.get("rope") else None,
         pins=config.get("pins", ()),
     )
     check_ranges(config, settings.policy)
@@ -111,6 +114,20 @@ def check_ranges(config: dict[str, Any], policy: Policy) -> None:
     within("pool", policy.pool, 1, WIDEST_POOL)
     if config["own"] not in (None, True, False):
         raise ValueError(f"own must be true, false or null; got {config['own']!r}.")
+
+
+def sharers_of(config: dict[str, Any]) -> int:
+    """How many layers attend to a saved cache's rows; a file says so where they are several."""
+    return within("sharers", config.get("sharers", 1), 1, MOST_SHARERS)
+
+
+def kind_of(config: dict[str, Any]) -> str:
+    """Which of `BoundedKVCache.kinds` a saved cache was."""
+    if not config["attending"]:
+        return "plain rows"
+    if config["own"] is False:
+        return "latent"
+    return "shared" if sharers_of(config) > 1 else ""
 
 
 def within(name: str, value: Any, least: int, most: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from mlx_h2o import checks
 from mlx_h2o.filling import Stage, checked_filling, due
 from mlx_h2o.frame import Frame
+from mlx_h2o.layer_budgets import LayerBudgets
 from mlx_h2o.memory_size import Share, memory_size
 from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, UNPACKED, Packing
 from mlx_h2o.pin_room import room_for_pins
@@ -20,9 +21,11 @@ from mlx_h2o.policies.base import kernel_policy_of
 from mlx_h2o.policies.distinct import KEYS_ONLY
 from mlx_h2o.profile import Profile
 from mlx_h2o.remainder import SATURATION, checked_saturation, plain_rows_for, saturations
+from mlx_h2o.rolling import Rope
 from mlx_h2o.undo import MOST_STEPS
 
 DEFAULT_POLICY = "salient"
+POSITIONS = ("absolute", "rolling")
 # In models that attend by themselves it is this one, in its form that looks at keys only.
 DEFAULT_UNSEEN = "distinct"
 
@@ -45,6 +48,7 @@ class CacheSettings:
         frame: In which packed keys are stored, or None: as they come.
         filling: Budgets that follow as the conversation grows (`filling.py`), where `budgets` are
             those of a shorter one.
+        rope: That of the keys, if they are to be seen at positions without gaps (`rolling.py`).
         pins: Spans of positions that are never evicted (`pins.py`). A head that is too small for
             them, and for what its policy protects beside them, gets slots of the layer's larger
             heads, so that a profile's smallest heads hold every pin and bytes stay as they were.
@@ -64,6 +68,7 @@ class CacheSettings:
     saturation: float | tuple[float, ...] = SATURATION
     frame: Frame | None = None
     filling: tuple[Stage, ...] = ()
+    rope: Rope | None = None
     pins: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
@@ -99,6 +104,8 @@ class CacheSettings:
             self.saturations(len(self.budgets))
         if self.frame is not None:
             self._check_frame(self.frame)
+        if self.rope is not None:
+            check_rolling(self.attending, self.remainder, self.packing)
         self._set("filling", checked_filling(self.filling))
         for stage in self.filling:
             self.checked_budgets("budgets", stage.budgets)
@@ -160,6 +167,7 @@ class CacheSettings:
             "undo": self.undo,
             "saturation": self._saturation_config(),
             "filling": [list(stage) for stage in self.filling],
+            **({"rope": self.rope.config()} if self.rope else {}),
             "pins": [list(span) for span in self.pins],
             "max_size": self.max_size,
             "max_bytes": self.max_bytes,
@@ -238,12 +246,14 @@ class ModelSettings:
         policy: A policy, its name, or None: the best that the model can run.
         policy_settings: Fields of a named policy to change.
         remainder: Whether evicted tokens go on answering.
-        budgets: "uniform", a profile, the path of one, or None: the model's own.
+        budgets: "uniform", a profile, the path of one, None: the model's own, or instead of a size:
+            slots of each layer (`layer_budgets.py`).
         packing: How rows are stored.
         undo: How many of the last tokens can be taken back after evictions.
         frames: A frame or None for each of the model's caches, "none", or None: the profile's.
         context: Tokens that conversations may reach, or None: what the model was trained to see.
         chooses_bits: Whether the size is in bytes and it is not said how rows are stored.
+        positions: "absolute", or "rolling": without gaps (`rolling.py`).
         pins: Spans of positions that are never evicted.
 
     Raises:
@@ -255,16 +265,23 @@ class ModelSettings:
     policy: str | Policy | None = None
     policy_settings: dict[str, Any] = field(default_factory=dict)
     remainder: bool = True
-    budgets: str | Path | Profile | None = None
+    budgets: str | Path | Profile | LayerBudgets | None = None
     packing: Packing = field(default_factory=Packing)
     undo: int = 0
     frames: Sequence[Frame | None] | str | bool | None = None
     context: int | None = None
     chooses_bits: bool = False
+    positions: str = "absolute"
     pins: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
-        one_size(max_size=self.max_size, max_bytes=self.max_bytes)
+        object.__setattr__(self, "budgets", budgets_of_model(self.budgets))
+        if self.layer_budgets is None:
+            one_size(max_size=self.max_size, max_bytes=self.max_bytes)
+        elif self.max_size is not None or self.max_bytes is not None:
+            raise ValueError(
+                "budgets says the slots of every layer: leave max_size and max_bytes away."
+            )
         object.__setattr__(self, "undo", checked_undo(self.undo))
         for name in ("max_size", "context"):
             if getattr(self, name) is not None:
@@ -280,7 +297,9 @@ class ModelSettings:
                 f"{type(self.policy).__name__}(...), or give its name {self.policy.name!r}."
             )
         self.policy_for(attending=True)
-        object.__setattr__(self, "budgets", profile_or_uniform(self.budgets))
+        checks.choice("positions", self.positions, POSITIONS)
+        if self.rolls:
+            check_rolling(True, self.remainder, self.packing)
         object.__setattr__(self, "frames", frames_or_none(self.frames))
         object.__setattr__(self, "pins", checked_spans("pins", self.pins))
         if isinstance(self.frames, tuple) and self.packing.k_bits is None:
@@ -295,7 +314,7 @@ class ModelSettings:
         context: int | None = None,
         policy: str | Policy | None = None,
         remainder: bool = True,
-        budgets: str | Path | Profile | None = None,
+        budgets: str | Path | Profile | LayerBudgets | None = None,
         bits: int | None = None,
         k_bits: int | None = None,
         v_bits: int | None = None,
@@ -303,6 +322,7 @@ class ModelSettings:
         recent_bits: int | None = None,
         undo: int = 0,
         frames: Sequence[Frame | None] | Literal[False] | str | None = None,
+        positions: str = "absolute",
         pins: Sequence[Span] = (),
         **settings: Any,
     ) -> ModelSettings:
@@ -311,10 +331,30 @@ class ModelSettings:
         if not packing.packs and group_size != DEFAULT_GROUP_SIZE:
             raise ValueError("group_size needs bits (or k_bits or v_bits): nothing is packed.")
         said = any(given is not None for given in (bits, k_bits, v_bits, recent_bits))
-        chooses = max_bytes is not None and not said
-        stored = (remainder, budgets, packing, undo, frames, context, chooses)
+        chooses = max_bytes is not None and not said and positions != "rolling"
+        stored = (remainder, budgets, packing, undo, frames, context, chooses, positions)
         # `pins` is made a tuple when it is checked.
         return cls(max_size, max_bytes, policy, settings, *stored, pins=pins)  # type: ignore[arg-type]
+
+    @property
+    def rolls(self) -> bool:
+        """Whether kept keys are seen at positions without gaps."""
+        return self.positions == "rolling"
+
+    @property
+    def layer_budgets(self) -> LayerBudgets | None:
+        """Slots of each layer, where the caller gave them."""
+        return None if isinstance(self.budgets, Profile | str | Path) else self.budgets
+
+    @property
+    def profile(self) -> str | Path | Profile | None:
+        """By what slots are shared out, where the caller did not give them."""
+        return self.budgets if isinstance(self.budgets, Profile | str | Path) else None
+
+    def of_size(self, max_size: int) -> ModelSettings:
+        """The same with another size, in slots."""
+        own = self.budgets if self.layer_budgets is None else None
+        return replace(self, max_size=max_size, max_bytes=None, budgets=own)
 
     def in_bytes(self, plain_bytes: int, context: int) -> ModelSettings:
         """The same with a size in bytes where it was a share, and a context.
@@ -336,11 +376,11 @@ class ModelSettings:
         return make_policy(self.policy or DEFAULT_POLICY, **self.policy_settings)
 
 
-def profile_or_uniform(budgets: Any) -> Profile | str | None:
+def budgets_of_model(budgets: Any) -> Profile | str | LayerBudgets | None:
     """What `budgets=` of a model means; a path is read.
 
     Raises:
-        ValueError: It is neither, or the file is no profile.
+        ValueError: It is none of these, or the file is no profile.
     """
     if budgets is None or isinstance(budgets, Profile):
         return budgets
@@ -348,10 +388,33 @@ def profile_or_uniform(budgets: Any) -> Profile | str | None:
         return "uniform"
     if isinstance(budgets, str | Path):
         return Profile.load(budgets)
+    if checks.is_list(budgets) and len(budgets):
+        return tuple(budgets)
+    if callable(budgets):
+        return budgets  # type: ignore[no-any-return]
     raise ValueError(
-        'budgets must be "uniform", a Profile, or the path of one (slots of single heads go to '
-        f"H2OKVCache); got {budgets!r}."
+        'budgets must be "uniform", a Profile, the path of one, a list with the slots of each of '
+        f"the model's caches, or a function of a cache's index and KV heads; got {budgets!r}."
     )
+
+
+def check_rolling(attending: bool, remainder: bool, packing: Packing) -> None:
+    """Raise ValueError where positions without gaps do not go with what else is asked for."""
+    if not attending:
+        raise ValueError(
+            'positions="rolling" needs attention through this library, and this model attends by '
+            "itself: leave positions away."
+        )
+    if remainder:
+        raise ValueError(
+            'positions="rolling" leaves forgotten tokens no place, so they cannot go on answering: '
+            "it needs remainder=False."
+        )
+    if packing.packs:
+        raise ValueError(
+            'positions="rolling" turns keys at every step, which packed ones cannot be: leave '
+            "bits, k_bits and v_bits away."
+        )
 
 
 def frames_or_none(frames: Any) -> tuple[Frame | None, ...] | str | None:

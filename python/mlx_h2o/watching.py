@@ -236,9 +236,9 @@ def profiled_kinds(model: nn.Module) -> list[LayerKind]:
         ValueError: All its heads need one budget.
     """
     kinds = layer_kinds(model)
-    if any(not kind.routed or kind.derived for kind in kinds):
+    if any(not kind.routed or kind.derived or kind.sharers > 1 for kind in kinds):
         raise ValueError(
-            "This model attends by itself or to derived keys: all its heads need one budget, and "
-            "a profile would not be used."
+            "This model attends by itself or to derived keys, or its layers share keys: all its "
+            "heads need one budget, and a profile would not be used."
         )
     return kinds

@@ -24,7 +24,7 @@ def accepts(settings: CacheSettings, call: AttentionCall, k: mx.array, v: mx.arr
         v: `[B, Hk, L, Dv]`, the new values.
     """
     one_token = k.shape[2] == 1 and call.mask is None
-    if not one_token or k.dtype != v.dtype:
+    if not one_token or k.dtype != v.dtype or settings.rope is not None:
         return False
     if call.q.shape[1] > MOST_QUERY_HEADS * k.shape[1]:
         return False

@@ -102,7 +102,7 @@ def attention_figures(results: Sequence[attention.Result]) -> list[Figure]:
 def model_figures(decoding: Samples, prompt: Samples) -> list[Figure]:
     """Speed of the policies over having none, over mlx-lm's window, and of reading a prompt."""
     figures = []
-    for arm in (model.DEFAULT, model.H2O):
+    for arm in (model.DEFAULT, model.FRAMED, model.H2O):
         for base, bound in ((model.STREAMING, 0.97), (model.WINDOW, 1)):
             name = f"decoding speed of {arm} over {base}"
             figures += at_least(name, bound, [(decoding, base, arm)])

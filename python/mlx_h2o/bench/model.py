@@ -21,7 +21,9 @@ from mlx_h2o.cache_lists import replaced
 from mlx_h2o.prompt_cache import make_prompt_cache
 from mlx_h2o.stock import stock_caches
 
-DEFAULT = "distinct"
+DEFAULT = "salient"
+FRAMED = "salient, 6 bits in frames"
+DISTINCT = "distinct"
 H2O = "h2o"
 H2O_PACKED = "h2o, 8 bits"
 STREAMING = "streaming, no remainder"
@@ -67,9 +69,10 @@ def decode_caches(model: nn.Module, budget: int) -> dict[str, MakeCache]:
         return lambda: make_prompt_cache(model, budget, **settings)
 
     return {
-        DEFAULT: bounded(),
-        f"{DEFAULT}, evict_every 4": bounded(evict_every=4),
-        f"{DEFAULT}, evict_every 16": bounded(evict_every=16),
+        DEFAULT: bounded(policy=DEFAULT),
+        f"{DEFAULT}, evict_every 16": bounded(policy=DEFAULT, evict_every=16),
+        FRAMED: bounded(policy=DEFAULT, bits=6),
+        DISTINCT: bounded(policy=DISTINCT),
         H2O: bounded(policy="h2o"),
         H2O_PACKED: bounded(policy="h2o", bits=8),
         STREAMING: bounded(policy="streaming", remainder=False),
@@ -80,7 +83,7 @@ def decode_caches(model: nn.Module, budget: int) -> dict[str, MakeCache]:
 def prompt_caches(model: nn.Module, budget: int) -> dict[str, MakeCache]:
     """The caches that read the prompt, by name."""
     return {
-        DEFAULT: lambda: make_prompt_cache(model, budget),
+        DEFAULT: lambda: make_prompt_cache(model, budget, policy=DEFAULT),
         H2O: lambda: make_prompt_cache(model, budget, policy="h2o"),
         PLAIN: lambda: stock_caches(model),
     }

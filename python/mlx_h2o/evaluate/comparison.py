@@ -26,7 +26,7 @@ from mlx_h2o.evaluate.recall import FORMS, RecallTask, recall_task, recalled
 from mlx_h2o.linear_algebra import blas
 from mlx_h2o.policies.settings import setting_of
 from mlx_h2o.prompt_cache import bounded_caches
-from mlx_h2o.settings import DEFAULT_POLICY, ModelSettings, profile_or_uniform
+from mlx_h2o.settings import DEFAULT_POLICY, ModelSettings, budgets_of_model
 from mlx_h2o.stock import stock_caches
 
 FULL = "full cache"
@@ -140,7 +140,7 @@ def default_arms(policies: Sequence[str] = (), budgets: str | None = None) -> li
     Raises:
         ValueError: A policy or a setting is unknown, or the profile cannot be read.
     """
-    profile_or_uniform(budgets)
+    budgets_of_model(budgets)
     arms = [
         Arm(FULL),
         Arm(WINDOW),

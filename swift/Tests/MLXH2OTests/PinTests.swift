@@ -83,7 +83,7 @@ import Testing
                 keys: stream.keys[0..., 0..., range], values: stream.values[0..., 0..., range])
         }
         #expect(holds(stock, [3 ..< 20]))
-        #expect(throws: H2OError.self) { try stock.pin([20 ..< 50]) }
+        #expect(throws: H2OError.self) { try stock.pin([200 ..< 230]) }
         #expect(throws: H2OError.self) { try stock.pin([-1 ..< 5]) }
     }
 

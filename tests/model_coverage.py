@@ -1,0 +1,227 @@
+"""What bounded caches do with every model of mlx-lm: each is run, tiny and with random weights."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.models
+from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
+
+import mlx_h2o
+from mlx_h2o import LatentKVCache, PlainRowsKVCache, SharedKVCache, make_prompt_cache
+from mlx_h2o.bounded_cache import BoundedKVCache
+from mlx_h2o.cache_lists import entries
+from mlx_h2o.refusals import NothingToBound
+from model_configs import VOCABULARY, config_of
+from tiny_models import prompt_tokens, with_random_weights
+
+# Slots that hold all of the first tokens, slots that do not, and tokens far beyond those.
+ROOMY, SMALL, FAR = 200, 24, 400
+BOUNDED, PARTLY, REFUSED, CONSTANT = "bounded", "partly", "refused", "of fixed size"
+NOT_RUN = "not run"
+# olmo looks for a package that only converts weights, and ends the process without it.
+sys.modules.setdefault("hf_olmo", types.ModuleType("hf_olmo"))
+NO_METAL = "No Metal back-end"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the table says of a model.
+
+    Attributes:
+        model: Its module in `mlx_lm.models`.
+        memory: "bounded", "partly", "refused", "of fixed size" without us, or "not run".
+        how: Which layers, with what; or why not.
+    """
+
+    model: str
+    memory: str
+    how: str
+
+    def __str__(self) -> str:
+        return f"| {self.model} | {self.memory} | {self.how} |"
+
+
+def model_names() -> list[str]:
+    """Modules of `mlx_lm.models` that are models."""
+    found = sorted(module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__))
+    return [name for name in found if hasattr(_module(name), "Model")]
+
+
+def row_of(name: str) -> Row:
+    """Run a model past its budget.
+
+    Raises:
+        AssertionError: It is not what mlx-lm's own caches give before anything is evicted, not
+            bounded afterwards, or not sane.
+    """
+    model = coverage_model(name)
+    if broken := _broken(model):
+        return Row(name, NOT_RUN, broken)
+    try:
+        cache = make_prompt_cache(model, max_size=ROOMY)
+    except NothingToBound:
+        check_memory(model, stock_prompt_cache(model), 0)
+        return Row(name, CONSTANT, _others(stock_prompt_cache(model)))
+    except ValueError as error:
+        return Row(name, REFUSED, str(error).partition(": leave")[0])
+    check_like_stock(model, cache)
+    cache = make_prompt_cache(model, max_size=SMALL)
+    check_memory(model, cache, SMALL)
+    grows = [line.layer for line in mlx_h2o.describe(cache) if not line.bounded]
+    how = "; ".join(filter(None, [_bounded(cache), _others(cache)]))
+    return Row(name, PARTLY if grows else BOUNDED, how)
+
+
+def coverage_model(name: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
+    """The tiny model of a module."""
+    module = _module(name)
+    mx.random.seed(0)
+    linear = getattr(module, "BitLinear", None)
+    if linear is not None:  # bitnet's own is a Metal kernel, and nothing that attention sees
+        module.BitLinear = nn.Linear
+    try:
+        model = module.Model(module.ModelArgs.from_dict(config_of(name)))
+    finally:
+        if linear is not None:
+            module.BitLinear = linear
+    return with_random_weights(model, dtype=dtype)
+
+
+def check_like_stock(model: nn.Module, cache: list[Any]) -> None:
+    """While nothing is evicted the logits are those of mlx-lm's own caches."""
+    tokens = prompt_tokens(32)
+    own = list(_fed(model, stock_prompt_cache(model), tokens, [7] * 3 + [1] * 11))
+    ours = list(_fed(model, cache, tokens, [7] * 3 + [1] * 11))
+    for step, (expected, logits) in enumerate(zip(own, ours, strict=True)):
+        expected, logits = expected[: VOCABULARY - 1], logits[: VOCABULARY - 1]
+        assert mx.all(mx.isfinite(expected)), "mlx-lm's own logits are not finite"
+        worst = (mx.abs(logits - expected).max() / mx.abs(expected).max()).item()
+        assert worst < 1e-3, f"step {step}: logits differ from mlx-lm's own by {worst:.1e}"
+
+
+def check_memory(model: nn.Module, cache: list[Any], size: int) -> None:
+    """Far beyond the budget, memory has stopped to grow and the model still says something."""
+    before: list[int] = []
+    for tokens in (FAR // 4, FAR):
+        seen = _offset(cache)
+        fed = prompt_tokens(tokens - seen, seed=2)
+        sizes = [25] * (len(fed) // 25 - 1) + [5] * 4 + [1] * 5
+        for logits in _fed(model, cache, fed, sizes):
+            assert mx.all(mx.isfinite(logits[: VOCABULARY - 1])), "logits are not finite"
+        before, now = [_bytes(entry) for _, entry in entries(cache)], before
+    assert before == now or not now, f"memory went from {now} to {before} bytes"
+    for place, entry in entries(cache):
+        if isinstance(entry, BoundedKVCache):
+            assert entry.offset == FAR, f"layer {place} counts {entry.offset} of {FAR} tokens"
+            assert 0 < entry.size() <= size, f"layer {place} holds {entry.size()} tokens"
+            assert entry.evicted >= FAR - size, f"layer {place} evicted {entry.evicted} tokens"
+
+
+def packs(cache: Sequence[Any]) -> bool:
+    """Whether a model's rows can be packed: it attends to the cached rows through us."""
+    return not any(isinstance(e, LatentKVCache | PlainRowsKVCache) for _, e in entries(cache))
+
+
+def framed(cache: Sequence[Any]) -> list[mlx_h2o.Frame | None]:
+    """A frame for each cache of a model's list that may have one, once rows have come."""
+    frames: list[mlx_h2o.Frame | None] = []
+    for entry in cache:
+        if isinstance(entry, BoundedKVCache):
+            shape = (entry.layer.types["keys"].heads, entry.layer.types["keys"].width)
+            frames.append(mlx_h2o.Frame(mx.zeros(shape), mx.full(shape, 2.0)))
+        else:
+            frames.append(None)
+    return frames
+
+
+def check_batch(model: nn.Module, cache: list[Any], single: list[Any]) -> None:
+    """A batch of two is what each would be alone, while nothing is evicted."""
+    first, second = prompt_tokens(20), prompt_tokens(20, seed=3)
+    for start, end in ((0, 8), (8, 15), *((i, i + 1) for i in range(15, 20))):
+        both = model(mx.array([first[start:end], second[start:end]]), cache=cache)[0, -1]
+        alone = model(mx.array([first[start:end]]), cache=single)[0, -1]
+        both, alone = both[: VOCABULARY - 1], alone[: VOCABULARY - 1]
+        worst = (mx.abs(both - alone).max() / mx.abs(alone).max()).item()
+        assert worst < 1e-3, f"tokens {start} to {end}: a batch differs by {worst:.1e}"
+
+
+def _broken(model: nn.Module) -> str:
+    """Why mlx-lm's own caches cannot run a model here; empty if they can."""
+    try:
+        list(_fed(model, stock_prompt_cache(model), prompt_tokens(3), [2, 1]))
+    except Exception as error:
+        if NO_METAL in str(error):
+            return "its own kernels need Metal"
+        return f"mlx-lm's own caches fail too: {error}"
+    return ""
+
+
+def _module(name: str) -> types.ModuleType:
+    return importlib.import_module(f"mlx_lm.models.{name}")
+
+
+def _fed(
+    model: nn.Module, cache: list[Any], tokens: Sequence[int], sizes: Sequence[int]
+) -> Iterator[mx.array]:
+    """Logits `[V]` after each chunk of these sizes."""
+    assert sum(sizes) == len(tokens)
+    start = 0
+    for size in sizes:
+        logits = model(mx.array([tokens[start : start + size]]), cache=cache)[0, -1]
+        mx.eval(logits)
+        start += size
+        yield logits.astype(mx.float32)
+
+
+def _offset(cache: list[Any]) -> int:
+    return max((getattr(entry, "offset", 0) or 0 for _, entry in entries(cache)), default=0)
+
+
+def _bytes(entry: Any) -> int:
+    return 0 if entry.empty() else int(entry.nbytes)
+
+
+def _bounded(cache: list[Any]) -> str:
+    """Which of a model's layers are bounded, by kind."""
+    words = {
+        LatentKVCache: "keys made of the rows",
+        PlainRowsKVCache: "by keys alone",
+        SharedKVCache: "shared by layers",
+    }
+    kinds: dict[str, list[str]] = {}
+    for place, entry in entries(cache):
+        if isinstance(entry, BoundedKVCache):
+            kinds.setdefault(words.get(type(entry), ""), []).append(place)
+    every = len(list(entries(cache)))
+    parts = []
+    for word, places in kinds.items():
+        layers = "layer" if len(places) == 1 else "layers"
+        which = "all layers" if len(places) == every else f"{layers} {', '.join(places)}"
+        parts.append(f"{which} ({word})" if word else which)
+    return ", ".join(parts)
+
+
+def _others(cache: list[Any]) -> str:
+    """What holds the other layers, in a few words."""
+    words = {
+        "RotatingKVCache": "sliding windows",
+        "ArraysCache": "states",
+        "ChunkedKVCache": "chunks",
+    }
+    others = {
+        words.get(type(entry).__name__, type(entry).__name__)
+        for _, entry in entries(cache)
+        if not isinstance(entry, BoundedKVCache)
+    }
+    assert KVCache.__name__ not in others, "a plain KV cache was left as it is"
+    return f"other layers: {' and '.join(sorted(others))}" if others else ""
