@@ -11,7 +11,7 @@ import time
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import ArraysCache, QuantizedKVCache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from rich.console import Console
 
@@ -26,12 +26,14 @@ from mlx_h2o.evaluate.comparison import (
     Arm,
     Protocol,
     Result,
+    arms_of_sizes,
     compare,
     default_arms,
 )
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
 from mlx_h2o.evaluate.recall import CLOZE, is_known, recall_task, recalled
+from mlx_h2o.evaluate.side_by_side import can_share, side_by_side
 from mlx_h2o.layer_kinds import layer_kinds
 from mlx_h2o.prompt_cache import PLAIN_ELEMENT
 from tiny_models import tiny_model
@@ -129,11 +131,77 @@ def test_the_model_recalls_with_everything_in_view(embedded):
     model, tokenizer = embedded
     task = recall_task(tokenizer, SAMPLE_TEXT.read_text(), prompts=5, tokens=200)
     runs = [
-        recalled(model, lambda: stock_prompt_cache(model), task, prefill=prefill, batch=batch)
-        for prefill, batch in ((64, 5), (1000, 2))
+        recalled(model, lambda: stock_prompt_cache(model), task, **how)
+        for how in (
+            {"prefill": 64, "batch": 5},
+            {"prefill": 1000, "batch": 2},
+            {"prefill": 30, "chunk": 16, "batch": 3},
+        )
     ]
-    assert runs[0] == runs[1]
-    assert sum(runs[0]) >= 4
+    assert runs[0] == runs[1] == runs[2]
+    assert sum(runs[0][0]) >= 4
+
+
+def test_caches_side_by_side_are_each_as_alone(embedded):
+    """The same nats and the same facts, whatever reads the other parts of the batch."""
+    model, tokenizer = embedded
+    mx.random.seed(5)
+    samples = mx.random.randint(0, 100, (2, 120))
+    arms = [Arm(FULL), Arm(WINDOW), *map(Arm, PACKED)]
+    mlx_h2o.uninstall()  # as a process begins that only mlx-lm's own caches came to
+    joined = side_by_side([arm.make(model, 48) for arm in arms])
+    got = perplexity(model, joined, mx.tile(samples, (len(arms), 1)), prefill=40).nll
+    assert len({round(nll, 4) for nll in got[::2]}) == len(arms)
+    arms += default_arms(["h2o:bits=6"])[-4:]
+    alone = [perplexity(model, arm.make(model, 48), samples, prefill=40).nll for arm in arms]
+    joined = side_by_side([arm.make(model, 48) for arm in arms])
+    got = perplexity(model, joined, mx.tile(samples, (len(arms), 1)), prefill=40).nll
+    assert got == pytest.approx([nll for of_arm in alone for nll in of_arm], abs=1e-3)
+    task = recall_task(tokenizer, SAMPLE_TEXT.read_text(), prompts=3, tokens=200)
+    how = {"prefill": 32, "chunk": 8}
+    few = arms[:2]
+    facts = [recalled(model, lambda a=arm: a.make(model, 48), task, **how)[0] for arm in few]
+    both = recalled(
+        model, lambda: side_by_side([a.make(model, 48) for a in few]), task, copies=2, **how
+    )
+    assert both == facts
+    assert facts[0] != facts[1]
+
+
+def test_a_prompt_beyond_the_window_reads_side_by_side(embedded):
+    """Masks of a first chunk that the window does not hold are each cache's own."""
+    model, _ = embedded
+    tokens = mx.random.randint(0, 100, (1, 90), key=mx.random.key(3))
+    arms = [Arm(FULL), Arm(WINDOW), Arm("ours", "salient")]
+    got = model(mx.tile(tokens, (3, 1)), cache=side_by_side([a.make(model, 48) for a in arms]))
+    for i, arm in enumerate(arms):
+        alone = model(tokens, cache=arm.make(model, 48))
+        assert mx.allclose(got[i : i + 1], alone, atol=1e-3)
+
+
+def test_what_keeps_more_than_rows_is_read_alone():
+    assert can_share(Arm(WINDOW).make(tiny_model("llama"), 16))
+    assert not can_share([ArraysCache(2)])
+
+
+def test_bounded_caches_come_once_for_each_size():
+    arms = arms_of_sizes(default_arms(), [64, 32])
+    assert [arm.name for arm in arms[:3]] == [FULL, *PACKED]
+    ours = [arm for arm in arms if arm.policy is None and arm.name.startswith(WINDOW)]
+    assert [(arm.name, arm.size) for arm in ours] == [
+        (f"{WINDOW}, {size} tokens", size) for size in (64, 32)
+    ]
+    model = tiny_model("llama")
+    assert [arm.make(model, 1)[0].max_size for arm in ours] == [64, 32]
+    assert [arm.name for arm in arms_of_sizes(default_arms(), [64])] == [
+        arm.name for arm in default_arms()
+    ]
+
+
+def test_the_losss_error_is_that_of_paired_samples():
+    full, worse = Perplexity([1.0, 2.0, 3.0]), Perplexity([1.1, 2.1, 3.4])
+    assert worse.error_against(full) == pytest.approx(0.1)
+    assert Perplexity([1.0]).error_against(Perplexity([1.0])) is None
 
 
 # Keys and values of a token in the embedded model: 4 layers of 2 heads of 64.
@@ -214,6 +282,8 @@ def test_the_table_says_what_was_measured():
         (["--policies", "h2o:sonk=3"], "has no setting sonk"),
         (["--policies", "h2o:sink"], "FIELD=VALUE"),
         (["--prompts", "-1"], "--prompts must be at least 0"),
+        (["--max-kv-size", "48", "0"], "--max-kv-size must be at least 1"),
+        (["--only", "nothing"], "no cache's name begins so"),
         (["--max-kv-size", "3"], "with a --max-kv-size of 3 tokens' bytes: max_bytes="),
         (["--budgets", "nowhere.json"], "Cannot read the profile"),
         (["--text", "nowhere.txt"], "Cannot read the text"),

@@ -29,8 +29,8 @@ FLOORS = {
     "caches": "conversing bounded_cache cache latent_cache plain_rows_cache shared_cache",
     "mlx-lm": """known_rope trimming routing layer_kinds description cache_file watching key_frames
         kept_frames plan prompt_cache refusals conversations""",
-    "models": """pin_rules bounding resizing trials calibrated_layers calibration kl_calibration
-        inspection dialogue""",
+    "models": """pin_rules bounding resizing trials echoes calibrated_layers calibration
+        kl_calibration inspection dialogue""",
     "tools": "evaluate bench golden",
     "top": "__init__ cli __main__",
 }

@@ -1,10 +1,10 @@
 """What packing, policies and shares of slots cost a real model in perplexity.
 
-    python tools/real_model.py rows TEXT          rows packed alone: plain, in the frame, by range
+    python tools/real_model.py rows TEXT          rows packed alone: plain, in the shipped frame
     python tools/real_model.py policies TEXT      uniform budgets at 1/4 of the tokens
     python tools/real_model.py shares TEXT PROFILE
                                                   shares of slots by a profile, 16 and fewer bits
-    python tools/real_model.py contexts TEXT      4-bit keys at late positions, by the frame's range
+    python tools/real_model.py contexts TEXT      late positions, by what frames are for
 
 All are simulated (`mlx_h2o.evaluate.simulation`): quality only, nothing is saved. TEXT must not be
 what the frames and curves are made of, which is the package's calibration text.
@@ -38,12 +38,18 @@ from mlx_h2o.evaluate.simulation import (
     SimulatedCache,
 )
 from mlx_h2o.frame import Frame, RowFormat, frames_of
+from mlx_h2o.kept_frames import found_frames
 from mlx_h2o.key_frames import frame_tokens, frames_of_text
 from mlx_h2o.layer_kinds import layer_kinds
+from mlx_h2o.model_identity import identity_of
 from mlx_h2o.profile import Profile
+from mlx_h2o.profile_places import found_profile
 from mlx_h2o.watching import windows_of
 
 FRAME_PASSES = 3
+#: Of `contexts`: widths of keys, and what frames are made for.
+KEY_BITS = (8, 6, 4)
+LATE_CONTEXTS = (1024, 2048, 8192, 32768)
 #: Bits of the rows of 16-bit numbers that budgets are counted in.
 PLAIN_BITS = 16
 
@@ -80,48 +86,59 @@ def formats_of(model: nn.Module, tokenizer: Any, length: int, bits: int) -> list
     return [RowFormat(bits, bits, frame=frame) for frame in frames]
 
 
-def rows(model: nn.Module, tokenizer: Any, samples: mx.array) -> None:
-    """Every format, one pass over each sample."""
-    framed = {bits: formats_of(model, tokenizer, samples.shape[1], bits) for bits in (6, 5, 4)}
-    layers = len(framed[6])
-    formats = {
-        f"mx.quantize, {b} bits": [RowFormat(b, b, by_range=False)] * layers for b in (8, 6, 4)
-    }
-    formats |= {f"by range, {b} bits": [RowFormat(b, b)] * layers for b in (4,)}
-    formats |= {f"by range, in the frame, {b} bits": framed[b] for b in framed}
+def shipped_frames(model: nn.Module, context: int) -> list[Frame]:
+    """Those that caches of the model get for so many tokens."""
+    kinds = layer_kinds(model)
+    identity = identity_of(model, [k.heads for k in kinds], [k.widths.key for k in kinds])
+    found = found_frames(identity, found_profile(model, identity))
+    if not found:
+        sys.exit("The model has no frames: make a profile first (mlx_h2o calibrate).")
+    of_layers = found[min((c for c in found if c >= context), default=max(found))]
+    return [Frame(mx.array(centre), mx.array(scale)) for centre, scale in of_layers]
 
-    def nll(make: Callable[[], list[Any]]) -> list[float]:
-        losses = []
-        for i in range(samples.shape[0]):
-            tokens = samples[i : i + 1]
-            logits = model(tokens[:, :-1], cache=make()).astype(mx.float32)
-            losses.append(nn.losses.cross_entropy(logits, tokens[:, 1:]).mean().item())
-        return losses
 
-    full = nll(lambda: make_prompt_cache(model))
+def rows(model: nn.Module, samples: mx.array) -> None:
+    """Every format, one pass over the samples."""
+    frames = shipped_frames(model, samples.shape[1])
+    formats: dict[str, list[RowFormat]] = {}
+    for bits in (8, 4):
+        formats[f"mlx-lm's, {bits} bits"] = [RowFormat(bits, bits, by_range=False)] * len(frames)
+    for bits, group in ((8, 64), (6, 64), (5, 64), (4, 64), (4, 32)):
+        name = f"in the frame, {bits} bits, groups of {group}"
+        formats[name] = [RowFormat(bits, bits, group, frame=frame) for frame in frames]
+    full = nats(model, samples, make_prompt_cache)
     report("full cache", full, full)
     for name, of_layers in formats.items():
-        report(name, nll(lambda of=of_layers: [RowsAsStored(f) for f in of]), full)
+        nll = nats(model, samples, lambda _, of=of_layers: [RowsAsStored(f) for f in of])
+        report(name, nll, full)
+
+
+def nats(
+    model: nn.Module, samples: mx.array, make: Callable[[nn.Module], list[Any]], first: int = 0
+) -> list[float]:
+    """Nats per token of each sample, of the tokens after `first`."""
+    losses: list[float] = []
+    for i in range(samples.shape[0]):
+        tokens = samples[i : i + 1]
+        logits = model(tokens[:, :-1], cache=make(model))[:, first:].astype(mx.float32)
+        losses.append(nn.losses.cross_entropy(logits, tokens[:, first + 1 :]).mean().item())
+    return losses
 
 
 def contexts(model: nn.Module, tokenizer: Any, samples: mx.array) -> None:
-    """4-bit keys, 16-bit values; scored over the last half of the positions."""
+    """Packed keys, 16-bit values; scored over the last half of the positions."""
     frames = frames_of_text(model, mx.concatenate(windows_of(frame_tokens(tokenizer), 1024)))
     layers, half = len(frames[512]), samples.shape[1] // 2
-    formats: dict[str, list[RowFormat]] = {"16 bits": [RowFormat()] * layers}
-    formats["plain"] = [RowFormat(4)] * layers
-    for context, of_layers in frames.items():
-        made = [Frame(mx.array(centre), mx.array(scale)) for centre, scale in of_layers]
-        formats[f"frame for {context}"] = [RowFormat(4, frame=frame) for frame in made]
-    full: list[float] = []
-    for name, of_layer in formats.items():
-        nll = []
-        for i in range(samples.shape[0]):
-            tokens = samples[i : i + 1]
-            caches = [RowsAsStored(f) for f in of_layer]
-            logits = model(tokens[:, :-1], cache=caches)[:, half:].astype(mx.float32)
-            nll.append(nn.losses.cross_entropy(logits, tokens[:, half + 1 :]).mean().item())
-        full = full or nll
+    formats = {f"plain, {bits} bits": [RowFormat(bits)] * layers for bits in KEY_BITS}
+    for context in LATE_CONTEXTS:
+        made = [Frame(mx.array(centre), mx.array(scale)) for centre, scale in frames[context]]
+        for bits in KEY_BITS:
+            name = f"frame for {context}, {bits} bits"
+            formats[name] = [RowFormat(bits, frame=frame) for frame in made]
+    full = nats(model, samples, make_prompt_cache, half)
+    report("full cache", full, full)
+    for name, of_layers in formats.items():
+        nll = nats(model, samples, lambda _, of=of_layers: [RowsAsStored(f) for f in of], half)
         report(name, nll, full)
 
 
@@ -196,7 +213,7 @@ def main() -> None:
     text = tokenizer.encode(args.paths[0].read_text())
     samples = samples_of(text, args.samples, args.tokens, None)
     if args.what == "rows":
-        rows(model, tokenizer, samples)
+        rows(model, samples)
     elif args.what == "policies":
         policies(model, samples)
     elif args.what == "contexts":

@@ -25,6 +25,7 @@ import numpy as np
 
 from mlx_h2o import routing
 from mlx_h2o.calibrated_layers import CalibratedLayers, LayerLosses
+from mlx_h2o.echoes import with_echoes
 from mlx_h2o.frame import Frame, RowFormat
 from mlx_h2o.key_frames import FRAME_LENGTH, frames_of_text
 from mlx_h2o.measured import LayerFrames, Measured, frames_for
@@ -157,6 +158,7 @@ def calibrate(
     length: int = LENGTH,
     policy: str | Policy = DEFAULT_POLICY,
     frame_tokens: Sequence[int] | None = None,
+    echoes: bool = False,
     details: dict[str, Any] | None = None,
     progress: Progress | None = None,
     kept: CalibratedLayers | None = None,
@@ -171,6 +173,8 @@ def calibrate(
         policy: A policy or its name.
         frame_tokens: A text for the frames of packed keys, as varied as what the model will see;
             some 4000 tokens. By default the same text.
+        echoes: Whether stretches of the text come again further on (`echoes.py`), so that heads
+            that copy from afar are seen to.
         details: Anything to note in the profile.
         progress: Told as it goes on.
         kept: Layers that an earlier run of the same calibration finished; new ones are added.
@@ -181,7 +185,8 @@ def calibrate(
     kinds = profiled_kinds(model)
     policy = make_policy(policy)
     settings: dict[str, Any] = {"name": policy.name, **asdict(policy)}
-    passes = mx.concatenate(windows_of(tokens, min(length, trained_context(model))))
+    length = min(length, trained_context(model))
+    passes = mx.concatenate(windows_of(with_echoes(tokens, length) if echoes else tokens, length))
     T = passes.shape[1]
     width = min(trained_context(model), FRAME_LENGTH)
     framing = mx.concatenate(windows_of(tokens if frame_tokens is None else frame_tokens, width))
@@ -202,7 +207,7 @@ def calibrate(
     routing.install()
     looked_through(model, passes, run.watcher, lambda i: _Calibrating(i, run))
     measured = _measured(run, at_hand.all(len(kinds)), frames, settings)
-    seen = {"tokens": passes.size, "length": T, **(details or {})}
+    seen = {"tokens": passes.size, "length": T, "echoes": echoes, **(details or {})}
     return Profile.of(identity, run.grid, measured, METHOD, seen)
 
 

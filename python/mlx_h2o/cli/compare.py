@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,20 @@ from mlx_h2o.cli.options import named_options, read_text
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
 from mlx_h2o.evaluate import chart
-from mlx_h2o.evaluate.comparison import Protocol, Result, as_json, compare, default_arms
+from mlx_h2o.evaluate.comparison import (
+    FULL,
+    Arm,
+    Protocol,
+    Result,
+    arms_of_sizes,
+    as_json,
+    compare,
+    default_arms,
+)
 from mlx_h2o.evaluate.recall import FORMS
 from mlx_h2o.files import require_folder, write_kept
 from mlx_h2o.linear_algebra import advice, blas
+from mlx_h2o.packed import BITS
 from mlx_h2o.policies import policy_names
 
 
@@ -47,7 +58,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--text", type=Path, default=SAMPLE_TEXT, metavar="FILE", help="default: a bundled story"
     )
-    number("--max-kv-size", 128, "tokens whose bytes, in a 16-bit model, every bounded cache gets")
+    parser.add_argument(
+        "--max-kv-size", type=int, nargs="+", default=[128], metavar="N",
+        help="tokens whose bytes, in a 16-bit model, every bounded cache gets; of several sizes, "
+        "one after the other (default: 128)",
+    )  # fmt: skip
     parser.add_argument(
         "--equal",
         choices=("bytes", "slots"),
@@ -59,22 +74,17 @@ def add_parser(commands: Any) -> None:
     number("--prefill", 128, "tokens of a sample given at once")
     number("--prompts", 16, "prompts with planted facts; 0 for none")
     number("--prompt-tokens", 400, "tokens of such a prompt")
+    number("--chunk", 1, "tokens of such a prompt given at once after the prefill")
     parser.add_argument(
         "--compressed", action="store_true", help="give the facts' prose at once, then the question"
     )
-    parser.add_argument(
-        "--policies", nargs="*", default=["h2o"], metavar="NAME[:FIELD=VALUE...]",
-        help="policies to add, each with and without remainder, e.g. h2o distinct:recent=0.25 "
-        "h2o:bits=4 "
-        f"(default: h2o; there are {', '.join(policy_names())})",
-    )  # fmt: skip
+    _add_caches(parser)
     parser.add_argument(
         "--facts",
         choices=FORMS,
         help="how facts are asked for: questions (as recall-4m was trained) or cloze (words to "
         "complete; default for other models). Only facts that the full cache knows count",
     )
-    parser.add_argument("--budgets", metavar="FILE", help="a profile (default: the model's own)")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="write compare.json and compare.png"
     )
@@ -84,10 +94,45 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run, settings=settings)
 
 
+def _add_caches(parser: argparse.ArgumentParser) -> None:
+    """Which caches are compared."""
+    parser.add_argument(
+        "--policies", nargs="*", default=["h2o"], metavar="NAME[:FIELD=VALUE...]",
+        help="policies to add, each with and without remainder, e.g. h2o distinct:recent=0.25 "
+        "h2o:bits=4 "
+        f"(default: h2o; there are {', '.join(policy_names())})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--bits", type=int, nargs="+", default=[], choices=BITS, metavar="N",
+        help="mlx-h2o with rows of so many bits too, beside the width that its profile chooses",
+    )  # fmt: skip
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME",
+        help="of all these caches the full one, and those whose names begin so",
+    )  # fmt: skip
+    parser.add_argument("--budgets", metavar="FILE", help="a profile (default: the model's own)")
+
+
 def settings(args: argparse.Namespace) -> dict[str, str]:
     """Everything that the figures depend on, by name."""
-    arms = default_arms(args.policies)
+    arms = arms_of(args)
     return named_options(args) | {arm.name: arm.described() for arm in arms}
+
+
+def arms_of(args: argparse.Namespace, budgets: str | None = None) -> list[Arm]:
+    """The caches that the options name.
+
+    Raises:
+        ValueError: There is none of such a name.
+    """
+    arms = default_arms(args.policies, budgets, args.bits)
+    for name in args.only:
+        if not any(arm.name.startswith(name) for arm in arms):
+            known = ", ".join(arm.name for arm in arms)
+            raise ValueError(f"--only {name!r}: no cache's name begins so; there are {known}.")
+    if args.only:
+        arms = [arm for arm in arms if arm.name.startswith((FULL, *args.only))]
+    return arms_of_sizes(arms, args.max_kv_size)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -96,7 +141,7 @@ def run(args: argparse.Namespace) -> None:
     protocol = Protocol(
         model=args.model,
         text=read_text(args.text),
-        max_size=args.max_kv_size,
+        max_size=args.max_kv_size[0],
         samples=args.samples,
         tokens=args.tokens,
         prefill=args.prefill,
@@ -105,8 +150,9 @@ def run(args: argparse.Namespace) -> None:
         compressed=args.compressed,
         equal=args.equal,
         facts=args.facts or ("questions" if args.model == DEFAULT_MODEL else "cloze"),
+        chunk=args.chunk,
     )
-    arms = default_arms(args.policies, args.budgets)
+    arms = arms_of(args, args.budgets)
     if args.out:
         drawing()
         require_folder("--out", args.out)
@@ -128,21 +174,22 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(report))
     else:
-        show(table(results, protocol), args.markdown)
+        show(table(results, protocol, args.max_kv_size), args.markdown)
         if line := advice():
             print(line, file=sys.stderr)
     if args.out:
         text = json.dumps(report, indent=1) + "\n"
         write_kept(args.out / "compare.json", lambda path: path.write_text(text))
-        title = f"{args.model}, {what_is_equal(protocol)}"
+        title = f"{args.model}, {what_is_equal(protocol, args.max_kv_size)}"
         write_kept(args.out / "compare.png", lambda path: chart.draw(results, title, path), ".png")
         print(f"The chart is {args.out / 'compare.png'}.", file=sys.stderr)
 
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for numbers that make no comparison."""
-    for name in ("max_kv_size", "samples", "tokens", "prefill", "prompt_tokens"):
-        if getattr(args, name) < 1:
+    for name in ("max_kv_size", "samples", "tokens", "prefill", "prompt_tokens", "chunk"):
+        given = getattr(args, name)
+        if min(given if isinstance(given, list) else [given]) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1.")
     if args.prompts < 0:
         raise ValueError("--prompts must be at least 0, which leaves recall out.")
@@ -150,28 +197,29 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--prefill must leave tokens to score: make it less than --tokens.")
 
 
-def what_is_equal(protocol: Protocol) -> str:
+def what_is_equal(protocol: Protocol, sizes: Sequence[int] = ()) -> str:
     """What every bounded cache gets, in words."""
-    if protocol.equal == "slots":
-        return f"{protocol.max_size} slots"
-    return f"the bytes of {protocol.max_size} tokens"
+    of = " or ".join(map(str, sizes or [protocol.max_size]))
+    return f"{of} slots" if protocol.equal == "slots" else f"the bytes of {of} tokens"
 
 
-def table(results: list[Result], protocol: Protocol) -> Table:
+def table(results: list[Result], protocol: Protocol, sizes: Sequence[int] = ()) -> Table:
     """The results for a terminal."""
     rows = Table(
         title=f"{protocol.model}, {protocol.samples} x {protocol.tokens} tokens, bounded caches: "
-        f"{what_is_equal(protocol)}",
-        caption=f"Bytes as a 16-bit model has them. BLAS: {blas()}",
+        f"{what_is_equal(protocol, sizes)}",
+        caption="Bytes as a 16-bit model has them; the loss with its standard error over the "
+        f"samples. BLAS: {blas()}",
     )
     rows.add_column("cache")
     for column in ("perplexity", "loss", "facts", "tokens/s", "KV bytes", "less"):
         rows.add_column(column, justify="right")
     for result in results:
+        error = "" if not result.loss_error else f" ± {100 * result.loss_error:.2f}"
         rows.add_row(
             result.arm,
             f"{result.perplexity:.2f}",
-            f"{100 * result.loss:+.2f} %",
+            f"{100 * result.loss:+.2f}{error} %",
             f"{result.recalled}/{result.asked}" if result.asked else "-",
             f"{result.tokens_per_second:.0f}",
             f"{result.nbytes:,}",

@@ -23,6 +23,7 @@ from mlx_h2o.builtin import load
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, caches_in_16_bits, slots_in_16_bits
 from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
 from mlx_h2o.evaluate.recall import FORMS, RecallTask, recall_task, recalled
+from mlx_h2o.evaluate.side_by_side import can_share, side_by_side
 from mlx_h2o.linear_algebra import blas
 from mlx_h2o.policies.settings import setting_of
 from mlx_h2o.prompt_cache import bounded_caches
@@ -36,6 +37,8 @@ OURS = "mlx-h2o"
 PACKED = {"mlx-lm, 8 bits": 8, "mlx-lm, 4 bits": 4}
 # What RotatingKVCache keeps of the beginning in mlx-lm's own make_prompt_cache.
 WINDOW_KEEP = 4
+# More caches side by side save nothing, and hold a full cache's memory for each.
+MOST_TOGETHER = 8
 # Timed steps per turn: short turns, taken by turns, so that a machine's moods hit all caches alike.
 TIMED_STEPS = 20
 TIMED_TURNS = 5
@@ -52,6 +55,7 @@ class Arm:
         budgets: As in `make_prompt_cache`.
         settings: Fields of the policy, as pairs.
         by_bytes: Whether the size is given in bytes, so that bits and slots are chosen together.
+        size: Tokens whose bytes (or slots) it gets; None: those of the comparison.
     """
 
     name: str
@@ -60,6 +64,7 @@ class Arm:
     budgets: str | None = None
     settings: tuple[tuple[str, Any], ...] = ()
     by_bytes: bool = False
+    size: int | None = None
 
     def make(
         self, model: nn.Module, max_size: int, equal: str = "bytes", context: int | None = None
@@ -68,7 +73,7 @@ class Arm:
 
         Args:
             model: Whose.
-            max_size: Tokens that the window holds.
+            max_size: Tokens that the window holds, unless the arm has a size of its own.
             equal: "bytes": no more bytes than those take in a 16-bit model; "slots": as many slots
                 a KV head, on average, whatever they are stored in.
             context: Tokens that will come, where bits are chosen; None: as many as the model knows.
@@ -76,6 +81,7 @@ class Arm:
         Raises:
             ValueError: There is no such cache, or that is too small for it.
         """
+        max_size = self.size or max_size
         if self.name == FULL:
             return stock_caches(model)
         if self.name in PACKED:
@@ -114,7 +120,8 @@ class Arm:
         budgets = Path(self.budgets).name if self.budgets else "the model's own profile"
         remainder = "remainder" if self.remainder else "no remainder"
         undo = f"undo {settings.undo}" if settings.undo else ""
-        packing = "bits by bytes" if self.by_bytes else str(settings.packing).strip()
+        chosen = self.by_bytes and not settings.packing.packs
+        packing = "bits by bytes" if chosen else str(settings.packing).strip()
         parts = (remainder, budgets, packing, undo)
         return ", ".join([f"{policy.name}({fields})", *filter(None, parts)])
 
@@ -129,13 +136,16 @@ class Arm:
         )
 
 
-def default_arms(policies: Sequence[str] = (), budgets: str | None = None) -> list[Arm]:
+def default_arms(
+    policies: Sequence[str] = (), budgets: str | None = None, bits: Sequence[int] = ()
+) -> list[Arm]:
     """Mlx-lm's own, ours with bits and slots chosen by bytes and in 16 bits, any policies named.
 
     Args:
         policies: Names, with settings if wanted: `h2o`, `distinct:recent=0.25:evict_every=8`,
             `h2o:bits=4:recent_bits=8`.
         budgets: A profile's path instead of the model's own.
+        bits: Widths of rows for ours beside the one that is chosen.
 
     Raises:
         ValueError: A policy or a setting is unknown, or the profile cannot be read.
@@ -148,6 +158,10 @@ def default_arms(policies: Sequence[str] = (), budgets: str | None = None) -> li
         Arm(OURS, DEFAULT_POLICY, budgets=budgets, by_bytes=True),
         Arm(f"{DEFAULT_POLICY}, 16 bits", DEFAULT_POLICY, budgets=budgets),
     ]
+    for width in bits:
+        stored = (("bits", width),)
+        name = f"{OURS}, {width} bits"
+        arms.append(Arm(name, DEFAULT_POLICY, budgets=budgets, settings=stored, by_bytes=True))
     for spec in policies:
         policy, *fields = spec.split(":")
         settings = tuple(setting_of(field) for field in fields)
@@ -155,6 +169,24 @@ def default_arms(policies: Sequence[str] = (), budgets: str | None = None) -> li
         arms.append(Arm(f"{spec}, uniform", policy, True, "uniform", settings))
         arms.append(Arm(f"{spec}, uniform, no remainder", policy, False, "uniform", settings))
     return arms
+
+
+def arms_of_sizes(arms: Sequence[Arm], sizes: Sequence[int]) -> list[Arm]:
+    """The bounded caches once for each size, after those that keep every token.
+
+    Args:
+        arms: As `default_arms` gives them.
+        sizes: Tokens whose bytes they get; of one size, names stay as they are.
+    """
+    if len(sizes) == 1:
+        return [replace(arm, size=sizes[0]) for arm in arms]
+    keeping = [arm for arm in arms if arm.name in (FULL, *PACKED)]
+    bounded = [arm for arm in arms if arm not in keeping]
+    return keeping + [
+        replace(arm, name=f"{arm.name}, {size} tokens", size=size)
+        for size in sizes
+        for arm in bounded
+    ]
 
 
 @dataclass(frozen=True)
@@ -173,6 +205,7 @@ class Protocol:
         compressed: Give the prompts' prose in one chunk instead of token by token.
         equal: What the bounded caches have the same of: "bytes" or "slots" (`Arm.make`).
         facts: How facts are told and asked for: a name of `recall.FORMS`.
+        chunk: Tokens of a prompt's prose given at once after the prefill.
     """
 
     model: str
@@ -186,6 +219,7 @@ class Protocol:
     compressed: bool = False
     equal: str = "bytes"
     facts: str = "questions"
+    chunk: int = 1
 
 
 @dataclass
@@ -202,6 +236,8 @@ class Result:
         tokens_per_second: Decoding, eviction active, side by side with the other arms.
         nbytes: Bytes held at the end of a sample, per sample, as a 16-bit model has them.
         compression: How many times less that is than the full cache holds.
+        loss_error: Standard error of the loss over the samples, paired with the full cache; None
+            for one sample.
     """
 
     arm: str
@@ -213,6 +249,7 @@ class Result:
     tokens_per_second: float
     nbytes: int
     compression: float
+    loss_error: float | None = None
 
 
 #: Called with the tokens done and the tokens in all.
@@ -290,27 +327,50 @@ def _task(protocol: Protocol) -> RecallTask:
     )
 
 
-def _perplexity_of(arm: Arm) -> tuple[list[float], int]:
+def _caches_of(arms: Sequence[Arm], tokens: int) -> list[list[Any]]:
+    model, _ = _model(_protocol.model)
+    return [arm.make(model, _protocol.max_size, _protocol.equal, tokens) for arm in arms]
+
+
+def _perplexities_of(arms: Sequence[Arm]) -> list[tuple[list[float], int]]:
+    """Each arm's nats per token of each sample, and bytes held for one."""
     protocol = _protocol
     model, _ = _model(protocol.model)
-    cache = arm.make(model, protocol.max_size, protocol.equal, protocol.tokens)
-    note = _counted(protocol.samples)
-    result = perplexity(model, cache, _samples(protocol), prefill=protocol.prefill, progress=note)
-    return result.nll, bytes_in_16_bits(cache) // protocol.samples
+    caches = _caches_of(arms, protocol.tokens)
+    note = _counted(protocol.samples * len(arms))
+    samples = mx.tile(_samples(protocol), (len(arms), 1))
+    result = perplexity(
+        model, side_by_side(caches), samples, prefill=protocol.prefill, progress=note
+    )
+    n = protocol.samples
+    return [
+        (result.nll[i * n : (i + 1) * n], bytes_in_16_bits(cache) // n)
+        for i, cache in enumerate(caches)
+    ]
 
 
-def _recalled_by(arm: Arm) -> list[bool]:
+def _recalled_by(arms: Sequence[Arm]) -> list[list[bool]]:
+    """Which prompts each arm answers."""
     protocol = _protocol
     if not protocol.prompts:
-        return []
+        return [[] for _ in arms]
     model, _ = _model(protocol.model)
     return recalled(
         model,
-        lambda: arm.make(model, protocol.max_size, protocol.equal, protocol.prompt_tokens),
+        lambda: side_by_side(_caches_of(arms, protocol.prompt_tokens)),
         _task(protocol),
         prefill=protocol.prompt_tokens if protocol.compressed else protocol.prefill,
+        chunk=protocol.chunk,
+        copies=len(arms),
         progress=_counted(1),
     )
+
+
+def groups_of(arms: Sequence[Arm], model: nn.Module, protocol: Protocol, jobs: int) -> list[Any]:
+    """Arms in groups that read side by side, about as many groups as jobs at once."""
+    shared = all(can_share(arm.make(model, protocol.max_size, protocol.equal)) for arm in arms)
+    size = -(-len(arms) // max(jobs, -(-len(arms) // MOST_TOGETHER))) if shared else 1
+    return [tuple(arms[i : i + size]) for i in range(0, len(arms), size)]
 
 
 def compare(
@@ -333,21 +393,19 @@ def compare(
     _samples(protocol)
     if protocol.prompts:
         _task(protocol)
-    for arm in arms:
-        arm.make(model, protocol.max_size, protocol.equal)
+    workers = cores() if mx.default_device() == mx.Device(mx.cpu) else 1
+    groups = groups_of(arms, model, protocol, workers)
     whole = len(arms) * (
         protocol.samples * protocol.tokens + protocol.prompts * protocol.prompt_tokens
     )
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
-    workers = (os.cpu_count() or 1) if on_cpu else 1
     pool = ProcessPoolExecutor(workers, context, _start_worker, (counter, protocol))
     try:
         # The longest jobs first, so that no core idles at the end.
         with _postponing_interrupts():
-            recalls = [pool.submit(_recalled_by, arm) for arm in arms]
-            losses = [pool.submit(_perplexity_of, arm) for arm in arms]
+            recalls = [pool.submit(_recalled_by, group) for group in groups]
+            losses = [pool.submit(_perplexities_of, group) for group in groups]
         pending: set[Future[Any]] = {*recalls, *losses}
         while pending:
             done, pending = wait(pending, timeout=0.2)
@@ -362,8 +420,16 @@ def compare(
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     speeds = speeds_of(model, arms, protocol)
-    measured = [future.result() for future in losses]
-    return _results(arms, measured, [future.result() for future in recalls], speeds)
+    measured = [of_arm for future in losses for of_arm in future.result()]
+    known = [of_arm for future in recalls for of_arm in future.result()]
+    return _results(arms, measured, known, speeds)
+
+
+def cores() -> int:
+    """Those that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _results(
@@ -385,6 +451,7 @@ def _results(
             speed,
             nbytes,
             measured[0][1] / nbytes,
+            Perplexity(nll).error_against(full),
         )
         for arm, (nll, nbytes), recall, speed in zip(arms, measured, recalls, speeds, strict=True)
     ]
@@ -392,7 +459,8 @@ def _results(
 
 def speeds_of(model: nn.Module, arms: Sequence[Arm], protocol: Protocol) -> list[float]:
     """Tokens per second of decoding one sequence, by turns: the median turn of each arm."""
-    tokens = mx.zeros((1, 2 * protocol.max_size), dtype=mx.int32)
+    largest = max(arm.size or protocol.max_size for arm in arms)
+    tokens = mx.zeros((1, 2 * largest), dtype=mx.int32)
     caches = [arm.make(model, protocol.max_size, protocol.equal) for arm in arms]
     seconds: list[list[float]] = [[] for _ in arms]
     for cache in caches:

@@ -50,7 +50,7 @@ def caches_in_16_bits(
 
     Args:
         model: Whose caches.
-        settings: Of the caches; the size in them is not looked at.
+        settings: Of the caches; the size in them is not looked at. Bits that they name stay.
         tokens: Of a plain cache.
         context: Tokens that will come.
 
@@ -59,7 +59,8 @@ def caches_in_16_bits(
     """
     kinds = [replace(kind, widths=_in_16_bits(kind.widths)) for kind in layer_kinds(model)]
     given = tokens * sum(map(plain_bytes, kinds))
-    by_bytes = replace(settings, max_size=None, max_bytes=given, context=context, chooses_bits=True)
+    sized = replace(settings, max_size=None, max_bytes=given, context=context)
+    by_bytes = replace(sized, chooses_bits=not settings.packing.packs)
     return bounded_caches(model, by_bytes, kinds)
 
 

@@ -50,6 +50,11 @@ class Perplexity:
         """How much worse than another run over the same samples, as a share (0.05 is +5 %)."""
         return self.value / full.value - 1
 
+    def error_against(self, full: Perplexity) -> float | None:
+        """Standard error of that over the samples, each paired with its own; None for one."""
+        worse = [mine - theirs for mine, theirs in zip(self.nll, full.nll, strict=True)]
+        return statistics.stdev(worse) / len(worse) ** 0.5 if len(worse) > 1 else None
+
 
 def perplexity(
     model: nn.Module,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import mlx.core as mx
@@ -247,42 +248,53 @@ def recalled(
     task: RecallTask,
     *,
     prefill: int,
-    batch: int = 16,
+    batch: int = 24,
+    chunk: int = 1,
+    copies: int = 1,
     progress: Progress | None = None,
-) -> list[bool]:
+) -> list[list[bool]]:
     """Which prompts are answered rightly, in every token of the answer, as the task's form has it.
 
     Args:
         model: An mlx-lm model.
         make_cache: Makes an empty cache, one per batch.
         task: The prompts.
-        prefill: Tokens given at once at the beginning; the rest goes token by token. A number
-            beyond the shortest prose gives all the prose at once (the question never).
+        prefill: Tokens given at once at the beginning. A number beyond the shortest prose gives all
+            the prose at once (the question never).
         batch: Prompts side by side.
+        chunk: Tokens of the other prose given at once; the question goes token by token.
+        copies: How often a cache reads each prompt of a batch: once for each of its parts.
         progress: Told how far all prompts together have come.
+
+    Returns:
+        One list for each copy.
     """
-    right: list[bool] = []
+    right: list[list[bool]] = [[] for _ in range(copies)]
     P, T = task.prompts.shape
     longest = max(map(len, task.answers))
-    prefill = min(prefill, min(task.questions))
+    asked = min(task.questions)
+    begun = min(prefill, asked)
+    starts = [*range(begun, asked, chunk), *range(asked, T + longest)]
     for first in range(0, P, batch):
-        answers = task.answers[first : first + batch]
+        answers = task.answers[first : first + batch] * copies
         padded = mx.array([[*answer, *[0] * (longest - len(answer))] for answer in answers])
-        tokens = mx.concatenate([task.prompts[first : first + batch], padded], axis=1)
+        prompts = mx.tile(task.prompts[first : first + batch], (copies, 1))
+        tokens = mx.concatenate([prompts, padded], axis=1)
         cache = make_cache()
-        model(tokens[:, :prefill], cache=cache)
+        model(tokens[:, :begun], cache=cache)
         guesses = []
-        for i in range(prefill, T + longest - 1):
-            logits = model(tokens[:, i : i + 1], cache=cache)[:, -1]
-            if i >= T - 1:
-                at = i - (T - 1)
-                guesses.append(is_known(logits, padded[:, at], task.least))
+        for i, end in pairwise(starts):
+            logits = model(tokens[:, i:end], cache=cache)[:, -1]
+            if end >= T:
+                guesses.append(is_known(logits, padded[:, end - T], task.least))
             # Logits before the answer are not read, and laziness leaves them out.
             mx.eval([entry.state for entry in cache], guesses)
             if progress:
-                progress(first * (T + longest) + len(answers) * (i + 1))
+                progress(copies * first * (T + longest) + len(answers) * end)
         known = cast(list[list[bool]], mx.stack(guesses, axis=1).tolist())
-        right += [all(tokens[: len(answer)]) for tokens, answer in zip(known, answers, strict=True)]
+        rows = [all(row[: len(answer)]) for row, answer in zip(known, answers, strict=True)]
+        for copy, of_copy in enumerate(right):
+            of_copy += rows[copy * len(rows) // copies : (copy + 1) * len(rows) // copies]
     return right
 
 
