@@ -29,6 +29,9 @@ NEAR_TIE = 1e-4
 #: Policies whose score is the summed attention mass, and those that gather no score.
 SUMMED = ("h2o", "distinct", "salient")
 KEYS_ONLY = ("keydiff", "streaming")
+#: Those whose score is an average that forgets, and those among them that SnapKV's pool serves.
+SNAP = ("snapkv", "adakv", "chunkkv", "r-kv")
+FORGETFUL = ("ema", "ema-logits", *SNAP)
 
 
 @dataclass
@@ -244,11 +247,12 @@ class Oracle:
                 saw_and_looked = sum(1 for i in looked if started + i >= p)
                 mass = sum(seen[i].mass(p) for i in looked)
                 head.scores[p] += mass * saw / saw_and_looked
-            elif policy.name in ("ema", "ema-logits"):
+            elif policy.name in FORGETFUL:
+                decay = 1 - 1 / policy.window if policy.name in SNAP else policy.decay
                 for i in looked:
                     logits = policy.name == "ema-logits"
                     evidence = seen[i].size_of_logit(p) if logits else seen[i].mass(p)
-                    head.scores[p] = policy.decay * head.scores[p] + (1 - policy.decay) * evidence
+                    head.scores[p] = decay * head.scores[p] + (1 - decay) * evidence
             else:
                 assert policy.name == "tova"
                 head.scores[p] = seen[-1].mass(p)
@@ -298,12 +302,40 @@ class Oracle:
             return {p: worth[p] - policy.age_weight * old[p] for p in head.kept}
         if policy.name == "salient":
             return self._salience(head, {p: head.scores[p] / self._age(p) for p in head.kept})
-        worth = dict(head.scores)
+        worth = self._weighed(head, dict(head.scores))
+        return self._joint(head, worth) if policy.name == "r-kv" else worth
+
+    def _weighed(self, head: Head, worth: dict[int, float]) -> dict[int, float]:
+        """With the options age_normalised and value_weighted."""
+        policy = self.policy
         if policy.age_normalised:
             worth = {p: c / self._age(p) for p, c in worth.items()}
         if policy.value_weighted:
             worth = {p: c * float(np.linalg.norm(head.values[p])) for p, c in worth.items()}
         return worth
+
+    def _joint(self, head: Head, importance: dict[int, float]) -> dict[int, float]:
+        """`r-kv`: importance against what other tokens say already."""
+        policy, kept = self.policy, head.kept
+        unit = {p: head.keys[p] / np.linalg.norm(head.keys[p]) for p in kept}
+        said = dict.fromkeys(kept, 0.0)
+        for p in kept:
+            similar = {
+                other: float(unit[p] @ unit[other])
+                for other in kept
+                if other != p and unit[p] @ unit[other] >= policy.least_similarity
+            }
+            for other, cosine in similar.items():
+                if other != max(similar):
+                    said[other] += cosine / len(kept)
+        shares = np.exp(np.array([said[p] for p in kept]))
+        shares /= shares.sum()
+        whole = sum(importance[p] for p in kept)
+        own = policy.importance_weight
+        return {
+            p: own * importance[p] / whole - (1 - own) * float(share)
+            for p, share in zip(kept, shares, strict=True)
+        }
 
     def _salience(self, head: Head, rates: dict[int, float]) -> dict[int, float]:
         """`salient`, for these masses per step."""
@@ -340,15 +372,24 @@ class Oracle:
             return self._priority(head)
         if policy.name == "salient":
             return self._salience(head, window_mass)
+        if policy.name == "chunkkv":
+            chunks: dict[int, list[float]] = {}
+            for p in head.kept:
+                chunks.setdefault(p // policy.chunk, []).append(window_mass[p])
+            means = {p: float(np.mean(chunks[p // policy.chunk])) for p in head.kept}
+            return self._weighed(head, means)
         half = policy.pool // 2
         worth = {}
         for i, p in enumerate(head.kept):
             neighbours = head.kept[max(0, i - half) : i + half + 1]
             # Zeros stand beyond both ends, so the mean is always over `pool`.
-            worth[p] = sum(window_mass[near] for near in neighbours) / policy.pool
+            if policy.name in SNAP:
+                worth[p] = max(window_mass[near] for near in neighbours)
+            else:
+                worth[p] = sum(window_mass[near] for near in neighbours) / policy.pool
             if policy.value_weighted:
                 worth[p] *= float(np.linalg.norm(head.values[p]))
-        return worth
+        return self._joint(head, worth) if policy.name == "r-kv" else worth
 
     def _near(self, a: float, b: float) -> bool:
         standardised_or_cosine = self.policy.name in ("distinct", "salient", "keydiff")
@@ -379,6 +420,9 @@ class Oracle:
         over = [h for h, head in enumerate(heads) if len(head.kept) > head.budget]
         if not over:
             return
+        if self.policy.name == "adakv":
+            self._share_out(heads, masses)
+            over = [h for h, head in enumerate(heads) if len(head.kept) > head.budget]
         full = [heads[h] for h in over]
         worths = self._ranked(full, lambda i, head: self._prompt_priority(head, masses[over[i]]))
         choices = []
@@ -391,6 +435,23 @@ class Oracle:
             head.victims = []
             for position in dropped:
                 head.drop(position)
+
+    def _share_out(self, heads: list[Head], masses: list[dict[int, float] | None]) -> None:
+        """Ada-KV: slots go to the heads whose tokens are among the best of the layer."""
+        whole = sum(head.budget for head in heads)
+        even = self.policy.least_share * whole / len(heads)
+        least = max(int(even), self.policy.least_budget())
+        ranked = []
+        for h, head in enumerate(heads):
+            worth = self._prompt_priority(head, masses[h])
+            ranked += [(worth[p], h) for p in self._evictable(head)]
+        free = whole - len(heads) * least
+        best = sorted(ranked, reverse=True)[:free]
+        # Where fewer may go than there are slots to give, any head may have the rest.
+        assert len(best) == free, "the example gives more slots than tokens compete for"
+        for h, head in enumerate(heads):
+            head.budget = least + sum(1 for _, owner in best if owner == h)
+            head.victims = []
 
     def _choose(self, heads: list[Head], theirs: list[list[int]]) -> None:
         """Every full head without victims chooses its next `evict_every`."""

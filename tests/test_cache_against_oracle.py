@@ -142,6 +142,13 @@ POLICIES = {
     "ema, full": make_policy("ema", sink=2, recent=3, decay=0.8, prompt="full"),
     "ema-logits": make_policy("ema-logits", sink=2, recent=3, decay=0.8, window=6),
     "tova": make_policy("tova", sink=0, recent=1),
+    "snapkv": make_policy("snapkv", sink=2, recent=3, window=6, pool=3),
+    "snapkv, full": make_policy("snapkv", sink=2, recent=3, window=6, prompt="full"),
+    "chunkkv": make_policy("chunkkv", sink=2, recent=3, window=6, chunk=3),
+    "r-kv": make_policy("r-kv", sink=2, recent=3, window=6, pool=3, evict_every=2),
+    "r-kv, importance": make_policy(
+        "r-kv", sink=2, recent=3, window=6, evict_every=1, importance_weight=0.9
+    ),
     "streaming": make_policy("streaming", sink=3),
     "streaming, two at once": make_policy("streaming", sink=3, evict_every=2),
 }
@@ -167,6 +174,24 @@ def test_every_policy_follows_the_oracle(
     oracle = agree(policy, budgets, remainder, CONVERSATION, shape, seed=len(name) + budgets[0])
     assert all(head.evicted for head in oracle.heads[0]), "nothing was evicted: nothing was tested"
     # Following the cache must stay the exception, or the oracle would test nothing.
+    assert oracle.near_ties <= 1
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("budgets", [[16, 16], [12, 20], [11, 14, 17]], ids=str)
+@pytest.mark.parametrize("remainder", [True, False], ids=["remainder", "no remainder"])
+@pytest.mark.parametrize("least_share", [0.2, 0.8])
+def test_adakv_shares_slots_out_as_the_oracle_does(
+    budgets: list[int], remainder: bool, least_share: float
+) -> None:
+    """The layer's slots stay what they were, and every prompt chunk shares them out anew."""
+    policy = make_policy("adakv", sink=1, recent=2, window=6, pool=3, least_share=least_share)
+    shape = Shape(kv_heads=len(budgets), group=2)
+    calls = [30, *[1] * 14, 25, *[1] * 8, 25, *[1] * 6]
+    oracle = agree(policy, budgets, remainder, calls, shape, seed=sum(budgets))
+    shared = [head.budget for head in oracle.heads[0]]
+    assert sum(shared) == sum(budgets)
+    assert shared != budgets
     assert oracle.near_ties <= 1
 
 
@@ -284,7 +309,7 @@ def layers(draw: st.DrawFn, name: str) -> tuple[Policy, list[int], Shape]:
     elif name not in KEYS_ONLY:
         chosen["age_normalised"] = draw(st.booleans())
         chosen["value_weighted"] = draw(st.booleans())
-    if name in ("ema", "ema-logits"):
+    if name in ("ema", "ema-logits"):  # SnapKV's follows from its window
         chosen["decay"] = draw(st.sampled_from([0.0, 0.5, 0.95]))
     policy = make_policy(name, **chosen)
     shape = Shape(
@@ -304,7 +329,7 @@ def layers(draw: st.DrawFn, name: str) -> tuple[Policy, list[int], Shape]:
 
 
 @pytest.mark.parametrize(
-    "name", ["distinct", "salient", "h2o", "ema", "ema-logits", "tova", *KEYS_ONLY]
+    "name", ["distinct", "salient", "h2o", "ema", "ema-logits", "snapkv", "tova", *KEYS_ONLY]
 )
 @settings(max_examples=16, deadline=None, derandomize=True)
 @given(data=st.data())

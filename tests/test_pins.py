@@ -43,7 +43,11 @@ CASES = covering(
         "unit": ["head", "layer"],
         "remainder": [True, False],
     },
-    lambda case: case["budgets"] == "uniform" or case["unit"] == "head",
+    lambda case: (
+        (case["budgets"] == "uniform" or case["unit"] == "head")
+        # It gives heads other slots, one by one, in stores of one width.
+        and (case["policy"] != "adakv" or (case["unit"] == "head" and case["store"] != "mixed"))
+    ),
 )
 
 
@@ -110,10 +114,18 @@ def test_distractors_do_not_evict_the_system_prompt(case):
     # Without the pin it would have been lost: the attack is one.
     assert not holds(victim, SYSTEM)
     assert cache.nbytes == victim.nbytes
-    assert [len(head) for head in kept_positions(cache)] == BUDGETS[case["budgets"]]
+    assert sum(map(len, kept_positions(cache))) == sum(BUDGETS[case["budgets"]])
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+# Shares that are taken anew, of what sinks leave, differ where sinks do.
+ALIKE = [case for case in CASES if case["policy"] != "adakv"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*ALIKE[::4], *(pytest.param(c, marks=pytest.mark.slow) for c in ALIKE if c not in ALIKE[::4])],
+    ids=name_of,
+)
 def test_pinned_first_tokens_are_what_sinks_are(case):
     layer = TinyLayer(key_width=64, value_width=32)
     with only_reference() if case["reference"] else nullcontext():

@@ -17,7 +17,7 @@ FLOORS = {
     "ground": """checks drawing files gguf gguf_tokenizer interrupts linear_algebra masks patching
         curves number_text measured memory_size model_identity pins safetensors_header smollm2
         softmax stock store value_lengths builtin handed_rows cache_lists layer_budgets
-        rolling""",
+        ranks rolling""",
     "rows": "packed remainder recent_window undo frame profile profile_places",
     "policies": "policies selection",
     "settings": "settings budget filling sizing attention_call pin_room",
@@ -29,7 +29,7 @@ FLOORS = {
     "caches": "conversing bounded_cache cache latent_cache plain_rows_cache shared_cache",
     "mlx-lm": """known_rope trimming routing layer_kinds description cache_file watching key_frames
         kept_frames plan prompt_cache refusals conversations""",
-    "models": """pin_rules bounding resizing trials echoes calibrated_layers calibration
+    "models": """pin_rules bounding resizing rereading trials echoes calibrated_layers calibration
         kl_calibration inspection dialogue""",
     "tools": "evaluate bench golden",
     "top": "__init__ cli __main__",

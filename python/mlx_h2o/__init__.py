@@ -19,13 +19,17 @@ from mlx_h2o.plain_rows_cache import PlainRowsKVCache
 from mlx_h2o.policies import (
     EMA,
     H2O,
+    RKV,
     TOVA,
+    AdaKV,
+    ChunkKV,
     Distinct,
     EMALogits,
     KeyDiff,
     Observation,
     Policy,
     Slots,
+    SnapKV,
     Streaming,
     make_policy,
     policy_names,
@@ -35,6 +39,7 @@ from mlx_h2o.policies import (
 from mlx_h2o.profile import Profile
 from mlx_h2o.prompt_cache import make_prompt_cache
 from mlx_h2o.remainder import Remainder
+from mlx_h2o.rereading import compress_prompt
 from mlx_h2o.resizing import resize
 from mlx_h2o.selection import accumulate, select_victims
 from mlx_h2o.shared_cache import SharedKVCache
@@ -46,7 +51,10 @@ use_openblas()
 __all__ = [
     "EMA",
     "H2O",
+    "RKV",
     "TOVA",
+    "AdaKV",
+    "ChunkKV",
     "Distinct",
     "EMALogits",
     "Frame",
@@ -62,12 +70,14 @@ __all__ = [
     "Remainder",
     "SharedKVCache",
     "Slots",
+    "SnapKV",
     "Streaming",
     "accumulate",
     "attention_mass",
     "blas",
     "calibrate",
     "calibrate_exactly",
+    "compress_prompt",
     "describe",
     "frames_of",
     "install",

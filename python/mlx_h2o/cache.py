@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o import opening
+from mlx_h2o import eviction, opening
 from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.bounded_cache import NOT_ASKED, BoundedKVCache
 from mlx_h2o.budget import LayerShare
@@ -177,6 +177,43 @@ class H2OKVCache(BoundedKVCache, kind=""):
                 "kind, which mlx_h2o.make_prompt_cache chooses."
             )
         return update_and_attend(layer, AttentionCall(q, scale, mask, sinks), k, v)
+
+    def hold(
+        self, keys: mx.array, values: mx.array, worths: mx.array, rates: mx.array, room: int = 0
+    ) -> None:
+        """Take a whole prompt's rows, and keep those that are worth most of each head.
+
+        What a compressor does that read the prompt elsewhere: nothing attends here.
+
+        Args:
+            keys: `[B, Hk, T, D]` with RoPE applied at 0 to T - 1.
+            values: `[B, Hk, T, Dv]`.
+            worths: What each row is worth, `[B, Hk, T]`.
+            rates: The attention mass per step that each has received, `[B, Hk, T]`: where scores
+                of policies that look at attention begin.
+            room: Slots of each head's budget that stay free for tokens to come.
+
+        Raises:
+            ValueError: This cache holds something already, or the rows do not suit it.
+        """
+        if self.offset:
+            raise ValueError("This cache holds something already: make a new one.")
+        if self._unopened.rope is not None:
+            raise ValueError("Rows of a prompt lie where they were read: leave positions away.")
+        layer = self._opened(keys, values)
+        if layer.window is not None:
+            raise ValueError("The newest tokens have a width of their own: leave recent_bits away.")
+        if layer.settings.frame is not None:
+            keys = layer.settings.frame.enter(keys)
+        attended, of_heads = layer.take_in(keys, values), []
+        for run, fields in zip(layer.runs, attended, strict=True):
+            if "scores" in fields:
+                ages = (layer.offset - fields["positions"]).astype(mx.float32)
+                rate = rates[:, run.first : run.last]
+                fields["scores"] = rate * ages if layer.policy.sums_mass else rate
+            of_heads.append(worths[:, run.first : run.last])
+        eviction.hold_best(layer, attended, of_heads, room)
+        mx.eval(self.arrays())
 
     def _opened(self, keys: mx.array, values: mx.array) -> Layer:
         """The layer, made when the first rows tell the widths; it holds rows like these."""

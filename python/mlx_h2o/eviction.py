@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_h2o import selection
 from mlx_h2o.layer import Layer
 from mlx_h2o.memory import Fields
+from mlx_h2o.pin_room import room_for_pins
 from mlx_h2o.pins import true_positions
 from mlx_h2o.settings import CacheSettings
 from mlx_h2o.store import Run
@@ -28,9 +29,16 @@ def settle(
             decode step.
     """
     masses = window_masses or [None] * len(layer.runs)
-    held = list(zip(layer.runs, attended, masses, strict=True))
-    if any(run.budget < fields["positions"].shape[2] for run, fields, _ in held):
-        layer.keep([_reduced(layer, run, fields, mass) for run, fields, mass in held])
+    held = list(zip(layer.runs, attended, strict=True))
+    if any(run.budget < fields["positions"].shape[2] for run, fields in held):
+        worths = [
+            _worth(layer, run, fields, mass)
+            for (run, fields), mass in zip(held, masses, strict=True)
+        ]
+        if layer.policy.shares_slots and window_masses is not None:
+            attended, worths = _shared_out(layer, attended, worths)
+        parts = zip(layer.runs, attended, worths, strict=True)
+        layer.keep([_reduced(layer, run, fields, worth) for run, fields, worth in parts])
     elif layer.policy.needs_attention:
         layer.write_scores([fields["scores"] for fields in attended])
     choose_victims(layer)
@@ -99,15 +107,34 @@ def _victims(layer: Layer, run: Run, fields: Fields) -> mx.array:
         slots.evictable[..., : run.length],
         layer.policy.evict_every,
         layer.policy.unit,
+        layer.settings.ranks,
     )
 
 
-def _reduced(layer: Layer, run: Run, fields: Fields, window_mass: mx.array | None) -> Fields:
-    """The rows of a run that stay within its budget; the others are folded."""
-    positions = fields["positions"]
-    N = positions.shape[2]
-    if run.budget >= N:
-        return fields
+def hold_best(
+    layer: Layer, attended: Sequence[Fields], worths: Sequence[mx.array], room: int
+) -> None:
+    """Of rows that came without attention keep those worth most; no recent ones are protected.
+
+    Args:
+        layer: Whose slots they are.
+        attended: Per run the fields of all its rows.
+        worths: Per run what they are worth, `[B, heads, N]`.
+        room: Slots of each head that stay free for tokens to come.
+    """
+    kept = []
+    for run, fields, worth in zip(layer.runs, attended, worths, strict=True):
+        may_go = fields["positions"] >= layer.policy.sink
+        kept.append(_best(layer, run, fields, worth, run.budget - room, may_go))
+    layer.keep(kept)
+    choose_victims(layer)
+
+
+def _worth(layer: Layer, run: Run, fields: Fields, window_mass: mx.array | None) -> mx.array:
+    """What a run's rows are worth, `[B, heads, N]`."""
+    N = fields["positions"].shape[2]
+    if run.budget >= N and not layer.policy.shares_slots:  # nobody will ask
+        return mx.zeros(fields["positions"].shape)
     evicted = layer.lost_beside(fields)
     # Head by head, so that float32 copies are never of more than one head's rows.
     priorities = []
@@ -116,13 +143,49 @@ def _reduced(layer: Layer, run: Run, fields: Fields, window_mass: mx.array | Non
         slots = slots_of(layer, one, _head(fields, i), evicted)
         mass = None if window_mass is None else window_mass[:, i : i + 1]
         priorities.append(layer.policy.prompt_priority(slots, mass)[..., :N])
-    kept = selection.select_kept(
-        mx.concatenate(priorities, axis=1),
-        true_positions(positions),
-        evictable_of(layer, run, positions),
-        run.budget,
-        layer.policy.unit,
+    return mx.concatenate(priorities, axis=1)
+
+
+def _shared_out(
+    layer: Layer, attended: Sequence[Fields], worths: Sequence[mx.array]
+) -> tuple[list[Fields], list[mx.array]]:
+    """The same rows and worths, by runs of the budgets that the policy gives the heads for them."""
+    heads, ranked, budgets = list[tuple[Fields, mx.array]](), list[mx.array](), list[int]()
+    for run, fields, worth in zip(layer.runs, attended, worths, strict=True):
+        may_go = mx.where(evictable_of(layer, run, fields["positions"]), worth, -mx.inf)
+        for i in range(run.heads):
+            heads.append((_head(fields, i), worth[:, i : i + 1]))
+            ranked.append(may_go[:, i])
+            budgets.append(run.budget)
+    shared = layer.policy.shared_out(ranked, budgets)
+    given = room_for_pins(shared, layer.policy, layer.settings.pins)
+    layer.journal.clear()
+    layer.regroup(layer.settings.resized(given), given)
+    of_runs = [heads[run.first : run.last] for run in layer.runs]
+    return (
+        [
+            {name: mx.concatenate([rows[name] for rows, _ in run], axis=1) for name in run[0][0]}
+            for run in of_runs
+        ],
+        [mx.concatenate([worth for _, worth in run], axis=1) for run in of_runs],
     )
+
+
+def _reduced(layer: Layer, run: Run, fields: Fields, worth: mx.array) -> Fields:
+    """The rows of a run that stay within its budget; the others are folded."""
+    may_go = evictable_of(layer, run, fields["positions"])
+    return _best(layer, run, fields, worth, run.budget, may_go)
+
+
+def _best(
+    layer: Layer, run: Run, fields: Fields, worth: mx.array, count: int, may_go: mx.array
+) -> Fields:
+    """The `count` rows that are worth most, protected ones among them; the others are folded."""
+    positions = fields["positions"]
+    if count >= positions.shape[2]:
+        return fields
+    unit, ranks = layer.policy.unit, layer.settings.ranks
+    kept = selection.select_kept(worth, true_positions(positions), may_go, count, unit, ranks)
     if layer.settings.remembers:
         dropped = mx.put_along_axis(mx.ones(positions.shape), kept, mx.zeros(kept.shape), axis=-1)
         for i in range(run.heads):

@@ -16,6 +16,7 @@ from mlx_h2o.measured import LayerFrames, frames_for
 from mlx_h2o.packed import DEFAULT_GROUP_SIZE, GROUP_SIZES, Packing
 from mlx_h2o.policies import Policy
 from mlx_h2o.profile import Profile
+from mlx_h2o.ranks import Ranks
 from mlx_h2o.remainder import SATURATION
 from mlx_h2o.rolling import Rope
 from mlx_h2o.settings import ModelSettings
@@ -71,6 +72,19 @@ class LayerPlan:
     frame: Frame | None
     filling: tuple[Stage, ...] = ()
     rope: Rope | None = None
+
+    def of_rank(self, ranks: Ranks) -> LayerPlan:
+        """The part of the heads that a process has."""
+        share, frame, t = self.share, self.frame, self.saturation
+        heads = share.heads // ranks.count
+        return replace(
+            self,
+            share=replace(share, heads=heads, losses=ranks.own(share.losses)),
+            budgets=ranks.own(self.budgets),
+            saturation=t if isinstance(t, float) else ranks.own(t),
+            frame=frame and Frame(ranks.own_rows(frame.centre), ranks.own_rows(frame.scale)),
+            filling=tuple(Stage(beyond, ranks.own(slots)) for beyond, slots in self.filling),
+        )
 
 
 @dataclass(frozen=True)

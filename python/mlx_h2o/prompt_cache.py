@@ -25,6 +25,7 @@ from mlx_h2o.plan import AtHand, planned
 from mlx_h2o.policies import Policy
 from mlx_h2o.profile import Profile
 from mlx_h2o.profile_places import found_profile
+from mlx_h2o.ranks import ranks_of
 from mlx_h2o.refusals import check_settings, require_boundable
 from mlx_h2o.settings import CacheSettings, ModelSettings
 from mlx_h2o.stock import caches_beneath, is_asked, stock_caches
@@ -111,7 +112,9 @@ def bounded_caches(
         ValueError: The settings do not suit the model, or it cannot be bounded.
     """
     name = type(model).__module__.rsplit(".", 1)[-1]
-    kinds = layer_kinds(model) if kinds is None else kinds
+    kinds, ranks = layer_kinds(model) if kinds is None else kinds, ranks_of(model)
+    if ranks is not None:
+        kinds = [replace(kind, heads=kind.heads * ranks.count) for kind in kinds]
     caches = stock_caches(model)
     require_boundable(name, kinds, caches)
     attending = all(kind.routed for kind in kinds)
@@ -125,7 +128,8 @@ def bounded_caches(
         at_hand = replace(at_hand, ropes=ropes_in_keys(name, model, len(kinds)))
     remembers = answers or policy.uses_evicted_mean
     plan = planned(kinds, settings, policy, remembers, at_hand)
-    layers = iter(zip(kinds, plan.layers, strict=True))
+    own = [layer if ranks is None else layer.of_rank(ranks) for layer in plan.layers]
+    layers = iter(zip(kinds, own, strict=True))
 
     def bounded() -> BoundedKVCache:
         kind, layer = next(layers)
@@ -140,6 +144,7 @@ def bounded_caches(
             frame=layer.frame,
             filling=layer.filling,
             rope=layer.rope,
+            ranks=1 if ranks is None else ranks.count,
             pins=settings.pins,
         )
         use = use_of(kind) if attending else "plain rows"
@@ -195,12 +200,12 @@ def _frames_at_hand(
 ) -> Frames | None:
     """Frames for keys that are packed, made now where bits are left to us; None without.
 
-    None are made of keys that layers share.
+    None are made of keys that layers share, or of which this process has a part only.
     """
     if settings.packing.k_bits is None and not settings.chooses_bits:
         return None
     frames = found_frames(identity, profile)
-    if frames is None and settings.chooses_bits and not shared:
+    if frames is None and settings.chooses_bits and not shared and ranks_of(model) is None:
         return made_frames(model, identity)
     return frames
 

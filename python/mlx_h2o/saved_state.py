@@ -83,6 +83,7 @@ def settings_of(
         frame,
         filling=config.get("filling", ()),
         rope=Rope.of_config(config["rope"]) if config.get("rope") else None,
+        ranks=config.get("ranks", 1),
         pins=config.get("pins", ()),
     )
     check_ranges(config, settings.policy)

@@ -20,6 +20,7 @@ from mlx_h2o.policies import KernelPolicy, Policy, make_policy
 from mlx_h2o.policies.base import kernel_policy_of
 from mlx_h2o.policies.distinct import KEYS_ONLY
 from mlx_h2o.profile import Profile
+from mlx_h2o.ranks import checked_ranks
 from mlx_h2o.remainder import SATURATION, checked_saturation, plain_rows_for, saturations
 from mlx_h2o.rolling import Rope
 from mlx_h2o.undo import MOST_STEPS
@@ -49,6 +50,7 @@ class CacheSettings:
         filling: Budgets that follow as the conversation grows (`filling.py`), where `budgets` are
             those of a shorter one.
         rope: That of the keys, if they are to be seen at positions without gaps (`rolling.py`).
+        ranks: Processes that share the layer's KV heads (`ranks.py`).
         pins: Spans of positions that are never evicted (`pins.py`). A head that is too small for
             them, and for what its policy protects beside them, gets slots of the layer's larger
             heads, so that a profile's smallest heads hold every pin and bytes stay as they were.
@@ -69,6 +71,7 @@ class CacheSettings:
     frame: Frame | None = None
     filling: tuple[Stage, ...] = ()
     rope: Rope | None = None
+    ranks: int = 1
     pins: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
@@ -86,6 +89,11 @@ class CacheSettings:
             )
         if self.packing.packs and not self.attending:
             raise ValueError("A model that attends by itself cannot read packed keys and values.")
+        if self.packing.recent is not None and self.policy.shares_slots:
+            raise ValueError(
+                f"Policy {self.policy.name!r} changes the heads' slots, which the newest tokens' "
+                "own width (recent_bits) does not follow: leave recent_bits away."
+            )
         self._set("undo", checked_undo(self.undo))
         if self.undo and not self.attending:
             raise ValueError("A model that attends by itself cannot take tokens back one by one.")
@@ -106,6 +114,7 @@ class CacheSettings:
             self._check_frame(self.frame)
         if self.rope is not None:
             check_rolling(self.attending, self.remainder, self.packing)
+        self._set("ranks", checked_ranks(self.ranks))
         self._set("filling", checked_filling(self.filling))
         for stage in self.filling:
             self.checked_budgets("budgets", stage.budgets)
@@ -168,6 +177,7 @@ class CacheSettings:
             "saturation": self._saturation_config(),
             "filling": [list(stage) for stage in self.filling],
             **({"rope": self.rope.config()} if self.rope else {}),
+            **({"ranks": self.ranks} if self.ranks > 1 else {}),
             "pins": [list(span) for span in self.pins],
             "max_size": self.max_size,
             "max_bytes": self.max_bytes,

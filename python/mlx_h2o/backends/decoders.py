@@ -26,6 +26,8 @@ def accepts(settings: CacheSettings, call: AttentionCall, k: mx.array, v: mx.arr
     one_token = k.shape[2] == 1 and call.mask is None
     if not one_token or k.dtype != v.dtype or settings.rope is not None:
         return False
+    if settings.ranks > 1 and settings.policy.unit == "layer":
+        return False  # kernels see this rank's heads only
     if call.q.shape[1] > MOST_QUERY_HEADS * k.shape[1]:
         return False
     gpu = choice.gpu()

@@ -62,11 +62,14 @@ def parser() -> argparse.ArgumentParser:
         calibrate,
         chat,
         compare,
+        compress,
         demo,
+        evaluate,
         fetch,
         generate,
         golden,
         inspect,
+        tune,
         turns,
     )
 
@@ -78,6 +81,20 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="version", version=f"mlx-h2o {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (demo, generate, chat, compare, calibrate, inspect, turns, bench, golden, fetch):
+    for module in (
+        demo,
+        generate,
+        chat,
+        compress,
+        compare,
+        evaluate,
+        tune,
+        turns,
+        calibrate,
+        inspect,
+        bench,
+        golden,
+        fetch,
+    ):
         module.add_parser(commands)
     return made

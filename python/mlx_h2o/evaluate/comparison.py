@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, caches_in_16_bits, sl
 from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
 from mlx_h2o.evaluate.recall import FORMS, RecallTask, recall_task, recalled
 from mlx_h2o.evaluate.side_by_side import can_share, side_by_side
+from mlx_h2o.evaluate.workers import postponing_interrupts
 from mlx_h2o.linear_algebra import blas
 from mlx_h2o.policies.settings import setting_of
 from mlx_h2o.prompt_cache import bounded_caches
@@ -267,30 +265,6 @@ def _start_worker(counter: Any, protocol: Protocol) -> None:
     _counter, _protocol = counter, protocol
 
 
-@contextmanager
-def _postponing_interrupts() -> Iterator[None]:
-    """Ctrl-C takes effect afterwards, and never in processes that are started meanwhile."""
-    if threading.current_thread() is not threading.main_thread():  # it gets no Ctrl-C
-        yield
-        return
-    interrupted = False
-
-    def note(*_: Any) -> None:
-        nonlocal interrupted
-        interrupted = True
-
-    # New processes inherit the mask; other threads of this one may let the signal through.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    handler = signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if interrupted:
-        raise KeyboardInterrupt
-
-
 def _model(name: str) -> tuple[nn.Module, Any]:
     if name not in _loaded:
         _loaded[name] = load(name)
@@ -403,7 +377,7 @@ def compare(
     pool = ProcessPoolExecutor(workers, context, _start_worker, (counter, protocol))
     try:
         # The longest jobs first, so that no core idles at the end.
-        with _postponing_interrupts():
+        with postponing_interrupts():
             recalls = [pool.submit(_recalled_by, group) for group in groups]
             losses = [pool.submit(_perplexities_of, group) for group in groups]
         pending: set[Future[Any]] = {*recalls, *losses}

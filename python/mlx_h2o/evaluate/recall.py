@@ -213,7 +213,7 @@ def recall_task(
         room = tokens - len(first) - sum(map(len, statements)) - len(question)
         if room < 0:
             raise ValueError(f"{facts} facts do not fit into {tokens} tokens.")
-        prose = consecutive_prose(paragraphs, room, rng)
+        prose = paragraphs_of(paragraphs, room, rng)
         row, at = _planted(first, prose, statements, planted.index(asked), rng)
         questions.append(len(row))
         distances.append(len(row) - at)
@@ -224,7 +224,7 @@ def recall_task(
     )
 
 
-def consecutive_prose(
+def paragraphs_of(
     paragraphs: Sequence[list[int]], room: int, rng: random.Random
 ) -> list[list[int]]:
     """Consecutive paragraphs of exactly `room` tokens; the first is cut at its beginning."""

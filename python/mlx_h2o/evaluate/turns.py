@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o.conversations import new_turn, pin
-from mlx_h2o.evaluate.recall import QUESTIONS, Form, consecutive_prose, is_known
+from mlx_h2o.evaluate.recall import QUESTIONS, Form, is_known, paragraphs_of
 from mlx_h2o.pins import Span
 
 #: Tokens of a turn, after its message, that are given at once.
@@ -79,7 +79,7 @@ def turns_task(
         before = (tokens // turns - len(bos) - len(statement)) // 2
         if before < 0 or room < before:
             raise ValueError(f"{tokens} tokens are too few for {turns} turns and a fact.")
-        prose = [t for p in consecutive_prose(paragraphs, room, rng) for t in p]
+        prose = [t for p in paragraphs_of(paragraphs, room, rng) for t in p]
         rows.append([*bos, *prose[:before], *statement, *prose[before:], *question])
         first = len(bos) + before
         facts.append((first, first + len(statement)))

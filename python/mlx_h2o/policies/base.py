@@ -8,6 +8,7 @@ it needs something other than the summed attention mass).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -179,6 +180,21 @@ class Policy:
     def needs_attention(self) -> bool:
         """Whether it must see attention; a policy that looks at keys only runs in any model."""
         return True
+
+    @property
+    def shares_slots(self) -> bool:
+        """Whether it shares a layer's slots out among its heads when a prompt is cut down."""
+        return False
+
+    def shared_out(self, worths: Sequence[mx.array], budgets: Sequence[int]) -> list[int]:
+        """Slots of each KV head, as many in all as `budgets`; only asked where `shares_slots`.
+
+        Args:
+            worths: What each head's tokens that may go are worth `[B, N]`; minus infinity: they
+                may not.
+            budgets: Slots of each head so far.
+        """
+        return list(budgets)
 
     def recent_slots(self, budget: int) -> int:
         """How many of the last positions a head of `budget` slots protects."""

@@ -1,0 +1,115 @@
+"""`mlx_h2o compress`: read a document once, keep what it can be rebuilt from, ship the file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mlx_h2o import checks
+from mlx_h2o.cache_file import save_prompt_cache
+from mlx_h2o.cli.options import add_model_options, load_model, memory, read_text, typed
+from mlx_h2o.files import require_writable, write_kept
+from mlx_h2o.layer_kinds import layer_kinds
+from mlx_h2o.packed import BITS, UNPACKED
+from mlx_h2o.prompt_cache import plain_bytes
+from mlx_h2o.rereading import CHUNK, DEFAULT_SIZE, compress_prompt
+
+#: Slots of each KV head for the conversation that follows.
+ROOM = 256
+
+
+def add_parser(commands: Any) -> None:
+    """Add `compress` to the command's subparsers."""
+    parser = commands.add_parser(
+        "compress",
+        help="read a document once, and keep a small cache of it",
+        description="Reads a document or a system prompt, reads it again as if to repeat it, keeps "
+        "the rows that the second reading looks at (KVzip) and the others as one remainder, and "
+        "writes a prompt cache: for `mlx_h2o generate --prompt-cache-file`, mlx_h2o."
+        "load_prompt_cache, or inside an app (MLXH2O's loadPromptCache).",
+    )
+    parser.add_argument("prompt", type=Path, metavar="PROMPT", help="a text file, or - to read one")
+    add_model_options(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="what to write")
+    parser.add_argument(
+        "--to", type=typed(memory, "bytes such as 64MB, or a share such as 30%"),
+        default=DEFAULT_SIZE, metavar="SIZE",
+        help="what is kept of the prompt may take: 64MB, or 30%% of its 16-bit cache (the default)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--room", type=int, default=ROOM, metavar="N",
+        help="tokens for which each KV head has room beside it, before anything goes "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv-bits", type=int, choices=(*BITS, UNPACKED), metavar="N",
+        help=f"pack rows in so many bits; {UNPACKED}: not (default: chosen with the slots)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--system", action="store_true",
+        help="put the text into the model's chat template, as the system's message",
+    )  # fmt: skip
+    parser.add_argument(
+        "--chunk", type=int, default=CHUNK, metavar="N",
+        help="tokens read at once (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON instead of words")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Read twice, keep, write, say how much."""
+    checks.whole("--room", args.room, 0)
+    checks.whole("--chunk", args.chunk, 1)
+    require_writable("--out", args.out)
+    text = sys.stdin.read() if str(args.prompt) == "-" else read_text(args.prompt)
+    model, tokenizer = load_model(args)
+    tokens = prompt_ids(tokenizer, text, args.system)
+    columns = (TextColumn("reading twice"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=2 * len(tokens))
+        cache = compress_prompt(
+            model,
+            tokenizer,
+            tokens,
+            args.to,
+            room=args.room,
+            chunk=args.chunk,
+            tell=lambda done: bar.advance(task, done),
+            bits=args.kv_bits,
+        )
+    written = {"model": args.model, "compressed": str(args.to)}
+    write_kept(args.out, lambda path: save_prompt_cache(path, cache, written))
+    full = len(tokens) * sum(map(plain_bytes, layer_kinds(model)))
+    held = sum(entry.nbytes for entry in cache if hasattr(entry, "nbytes"))
+    told = {"out": str(args.out), "tokens": len(tokens), "kv_bytes": held, "full_bytes": full}
+    if args.json:
+        print(json.dumps(told))
+        return
+    print(
+        f"{args.out}: {len(tokens):,} tokens in {held:,} bytes of KV, {held / full:.0%} of a "
+        "16-bit cache's"
+    )
+
+
+def prompt_ids(tokenizer: Any, text: str, system: bool) -> list[int]:
+    """The prompt's token ids.
+
+    Raises:
+        ValueError: There is no text, or no chat template to put it into.
+    """
+    if not text.strip():
+        raise ValueError("The prompt is empty.")
+    if not system:
+        return list(tokenizer.encode(text))
+    if not tokenizer.has_chat_template:
+        raise ValueError("--system needs the model's chat template, and it has none.")
+    message = [{"role": "system", "content": text}]
+    framed = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=False)
+    return list(tokenizer.encode(framed, add_special_tokens=False))

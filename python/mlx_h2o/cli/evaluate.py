@@ -1,0 +1,213 @@
+"""`mlx_h2o evaluate`: what a part of the cache's bytes costs, on your model and your text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlx_h2o import checks
+from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT
+from mlx_h2o.cli.evaluation_output import facts_of, measure_all, rich_table, told
+from mlx_h2o.cli.options import named_options, read_text, typed
+from mlx_h2o.cli.report_table import run_table
+from mlx_h2o.cli.tables import show
+from mlx_h2o.drawing import drawing
+from mlx_h2o.evaluate.contenders import SHARES, contenders
+from mlx_h2o.evaluate.measures import MEASURES, Measure
+from mlx_h2o.evaluate.page import page
+from mlx_h2o.evaluate.presets import QUICK_SHARES, measures
+from mlx_h2o.evaluate.recall import FORMS
+from mlx_h2o.evaluate.report_tables import HEADLINE_SAMPLES, tables
+from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.evaluate.suite import FILE_NAME, Evaluation, Suite
+from mlx_h2o.files import require_folder, write_kept
+from mlx_h2o.linear_algebra import advice
+from mlx_h2o.policies import policy_names
+
+PAGE_NAME = "evaluation.html"
+#: Tokens of a prompt that are read at once.
+CHUNK = 256
+#: Of a quick table.
+QUICK_SAMPLES = 2
+
+
+def add_parser(commands: Any) -> None:
+    """Add `evaluate` to the command's subparsers."""
+    parser = commands.add_parser(
+        "evaluate",
+        help="find out what a part of the cache costs, on your model and text",
+        description="Perplexity with intervals, recall of needles, RULER's tasks, turns, long "
+        "answers, speed and memory: of mlx-lm's full cache, sliding window and packed caches, of "
+        "mlx-h2o's, and of any policies, each in the same bytes. Ctrl-C keeps what is done.",
+    )
+    add_stage_options(parser)
+    parser.add_argument(
+        "--measures", nargs="+", choices=MEASURES, default=[], metavar="NAME",
+        help=f"only these: {', '.join(MEASURES)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shares", nargs="+", type=typed(share_of, "a part such as 0.25 or 1/4"), metavar="PART",
+        help="parts of a full 16-bit cache's bytes (default: 1/2 1/4 1/8 1/16; quick: 1/4 1/8)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--policies", nargs="*", default=[], metavar="NAME[:FIELD=VALUE...]",
+        help="policies to add, e.g. h2o keydiff:recent=64 salient:bits=6:remainder=false; there "
+        f"are {', '.join(policy_names())}",
+    )  # fmt: skip
+    parser.add_argument("--budgets", metavar="FILE", help="a profile (default: the model's own)")
+    parser.add_argument(
+        "--table", type=int, choices=sorted(tables()), metavar="N",
+        help="instead: a sweep of the AtomGradient report beside its own figures, where they are "
+        "known: 0 (its headline), 4 (budget split), 7 (KV size), 8 (sequence length), 9 (stress), "
+        "10 to 12 (bits)",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="smaller sizes: minutes")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR",
+        help=f"write {FILE_NAME} (as it goes on) and {PAGE_NAME}, one page that opens offline",
+    )  # fmt: skip
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with what --out holds of the same evaluation"
+    )
+    style = parser.add_mutually_exclusive_group()
+    style.add_argument("--json", action="store_true", help="print JSON instead of the tables")
+    style.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    parser.set_defaults(run=run, settings=settings)
+
+
+def add_stage_options(parser: argparse.ArgumentParser) -> None:
+    """Model, text, form of facts, chunk, seed."""
+    parser.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        help="a folder, a hub id, a .gguf file, smollm2-135m, or %(default)s (the default)",
+    )
+    parser.add_argument(
+        "--text", type=Path, default=SAMPLE_TEXT, metavar="FILE",
+        help="text, or JSON lines with a text each (default: a bundled story)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--facts", choices=FORMS,
+        help="how facts are asked for: questions (as recall-4m was trained) or cloze (words to "
+        "complete; default for other models)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--chunk", type=int, default=CHUNK, metavar="N",
+        help="tokens of a prompt read at once (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)"
+    )
+
+
+def share_of(text: str) -> float:
+    """0.25, 25% or 1/4 as a number.
+
+    Raises:
+        ValueError: It is none between 0 and 1.
+    """
+    over, slash, under = text.partition("/")
+    number = float(over.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    number = number / max(int(under), 1) if slash else number
+    if not 0 < number < 1:
+        raise ValueError
+    return number
+
+
+def stage_of(args: argparse.Namespace) -> Stage:
+    """Model and text of the options.
+
+    Raises:
+        ValueError: A number is none, or the text is unreadable.
+    """
+    checks.whole("--chunk", args.chunk, 2)
+    checks.whole("--seed", args.seed, 0)
+    facts = args.facts or ("questions" if args.model == DEFAULT_MODEL else "cloze")
+    return Stage(args.model, plain_text(args.text), facts, args.chunk, args.seed)
+
+
+def plain_text(path: Path) -> str:
+    """A text file's, or that of JSON lines which are strings or have a "text" each.
+
+    Raises:
+        ValueError: It is unreadable or empty, or a line has no text.
+    """
+    text = read_text(path)
+    if path.suffix != ".jsonl":
+        return text
+    pieces = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is no JSON: {error}.") from error
+        piece = entry.get("text") if isinstance(entry, dict) else entry
+        if not isinstance(piece, str):
+            raise ValueError(f'{path}, line {number} has no "text".')
+        pieces.append(piece)
+    return "\n\n".join(pieces)
+
+
+def suite_of(args: argparse.Namespace) -> Suite:
+    """What the options ask for."""
+    shares = args.shares or (QUICK_SHARES if args.quick else SHARES)
+    chosen: list[Measure] = measures(args.quick, args.measures)
+    return Suite(stage_of(args), contenders(args.policies, shares, args.budgets), chosen)
+
+
+def settings(args: argparse.Namespace) -> dict[str, str]:
+    """Everything that the figures depend on, by name."""
+    of_suite = suite_of(args).settings()
+    arms = {name.rpartition(", 1/")[0] or name: v for name, v in of_suite["contenders"].items()}
+    sizes = {
+        name: ", ".join(f"{k}={v}" for k, v in of.items())
+        for name, of in of_suite["measures"].items()
+    }
+    return named_options(args) | arms | sizes
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, print, draw."""
+    if args.resume and not args.out:
+        raise ValueError("--resume needs --out DIR, where the evaluation was kept.")
+    if args.out:
+        drawing()
+        require_folder("--out", args.out)
+    if args.table is not None:
+        samples = QUICK_SAMPLES if args.quick else HEADLINE_SAMPLES
+        run_table(tables(samples)[args.table], stage_of(args), args)
+        return
+    suite = suite_of(args)
+    kept = args.out / FILE_NAME if args.out else None
+    evaluation = Evaluation.begin(suite, kept, args.resume)
+    try:
+        measure_all(evaluation, kept, f"evaluating {len(suite.contenders)} caches")
+    finally:
+        report(evaluation, args)
+
+
+def report(evaluation: Evaluation, args: argparse.Namespace) -> None:
+    """Print and write what is known, however far it came."""
+    sections = evaluation.sections()
+    refused = [f"{what}: {why}" for what, why in evaluation.refusals().items()]
+    if args.json:
+        print(json.dumps(evaluation.as_json()))
+    else:
+        for section in sections:
+            for rows in section.tables:
+                show(rich_table(rows, section.title), args.markdown)
+                print()
+        print("\n".join(refused), end="\n" if refused else "")
+        print(told(evaluation.machine), file=sys.stderr)
+        if line := advice():
+            print(line, file=sys.stderr)
+    if args.out and sections:
+        title = f"{args.model}: what parts of the KV cache cost"
+        text = page(title, facts_of(evaluation), sections, refused)
+        write_kept(args.out / PAGE_NAME, lambda path: path.write_text(text, encoding="utf-8"))
+        print(f"The report is {args.out / PAGE_NAME}.", file=sys.stderr)

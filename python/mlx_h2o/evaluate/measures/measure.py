@@ -1,0 +1,61 @@
+"""The one shape that all measures have."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from mlx_h2o.evaluate.contenders import Contender
+from mlx_h2o.evaluate.sections import Section
+from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.evaluate.workers import Tell
+
+#: What a measure found out about one contender, as JSON types.
+Found = dict[str, Any]
+#: Contenders and what was found, the full cache first; those that could not be made are left out.
+Findings = Sequence[tuple[Contender, Found]]
+
+
+class Measure(ABC):
+    """Something to find out about a cache; a subclass is a frozen dataclass of its sizes."""
+
+    #: On the command line and in files.
+    name: ClassVar[str]
+    #: Whether nothing else may run beside it, and each contender needs a process of its own.
+    alone: ClassVar[bool] = False
+
+    @abstractmethod
+    def tokens(self) -> int:
+        """How long the conversations are whose full cache the contenders' shares are of."""
+
+    @abstractmethod
+    def work(self) -> int:
+        """About how many tokens it tells of for each contender."""
+
+    @abstractmethod
+    def of(self, stage: Stage, contender: Contender, tell: Tell) -> Found:
+        """Measure one contender.
+
+        Raises:
+            ValueError: The text is too short, or the contender's bytes are too few.
+        """
+
+    @abstractmethod
+    def section(self, findings: Findings) -> Section:
+        """What was found, for people."""
+
+
+def signed(share: float) -> str:
+    """0.0123 as "+1.23 %"."""
+    return f"{100 * share:+.2f} %"
+
+
+def part_of(ours: Sequence[bool], full: Sequence[bool]) -> tuple[int, int]:
+    """How many of those that the full cache knows are known, and how many those are."""
+    return sum(a and b for a, b in zip(ours, full, strict=True)), sum(full)
+
+
+def fraction(known: int, asked: int) -> str:
+    """ "3/4", or "-" where the full cache knows nothing."""
+    return f"{known}/{asked}" if asked else "-"

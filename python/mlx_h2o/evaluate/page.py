@@ -1,0 +1,77 @@
+"""The report as one page: no scripts, no fonts, nothing from elsewhere; light and dark."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from mlx_h2o.builtin import PACKAGE
+from mlx_h2o.evaluate.figures import svg
+from mlx_h2o.evaluate.sections import Rows, Section
+
+#: The page's text, with {{names}} to fill in.
+PAGE = PACKAGE / "data" / "evaluation.html"
+
+
+def page(
+    title: str, facts: dict[str, str], sections: Sequence[Section], notes: Sequence[str]
+) -> str:
+    """The whole page.
+
+    Args:
+        title: Of the page.
+        facts: What was measured on what, by name.
+        sections: Of the measures.
+        notes: What could not be measured, and why.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    listed = "".join(
+        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in facts.items()
+    )
+    links = "".join(
+        f'<a href="#part{i}">{_text(section.title)}</a>' for i, section in enumerate(sections)
+    )
+    parts = "".join(_section(i, section) for i, section in enumerate(sections))
+    noted = "".join(f"<li>{_text(note)}</li>" for note in notes)
+    filled = {
+        "title": _text(title),
+        "facts": listed,
+        "links": links,
+        "sections": parts,
+        "notes": f"<h2>Not measured</h2><ul>{noted}</ul>" if noted else "",
+    }
+    text = PAGE.read_text(encoding="utf-8")
+    for name, value in filled.items():
+        text = text.replace("{{" + name + "}}", value)
+    return text
+
+
+def _text(words: str) -> str:
+    return html.escape(words)
+
+
+def _section(number: int, section: Section) -> str:
+    tables = "".join(map(_table, section.tables))
+    charts = "".join(
+        f"<figure><figcaption>{_text(chart.title)}</figcaption>{svg(chart)}</figure>"
+        for chart in section.charts
+    )
+    return (
+        f'<section id="part{number}"><h2>{_text(section.title)}</h2>'
+        f"<p>{_text(section.about)}</p>{tables}{charts}</section>"
+    )
+
+
+def _table(rows: Rows) -> str:
+    title = f"<caption>{_text(rows.title)}</caption>" if rows.title else ""
+    head = "".join(f"<th>{_text(column)}</th>" for column in rows.columns)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows.rows
+    )
+    below = f"<p class=small>{_text(rows.caption)}</p>" if rows.caption else ""
+    return (
+        f"<div class=wide><table>{title}<thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>{below}"
+    )

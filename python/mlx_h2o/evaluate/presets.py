@@ -1,0 +1,48 @@
+"""Sizes of the measures: a run of minutes, and one of up to an hour, on two cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_h2o.evaluate.measures import (
+    MEASURES,
+    AgreementMeasure,
+    KeptMeasure,
+    Measure,
+    NeedleMeasure,
+    PerplexityMeasure,
+    RulerMeasure,
+    SpeedMeasure,
+    TurnMeasure,
+)
+
+# Lengths are multiples of 256, the steps in which mlx-lm's full cache grows: its bytes are counted
+# as it has them.
+_QUICK: tuple[Measure, ...] = (
+    PerplexityMeasure(samples=4, length=512, prefill=32),
+    NeedleMeasure(lengths=(256, 512), depths=(0.0, 0.5, 0.95), of_each=2, batch=12),
+    RulerMeasure(length=384, of_each=1, answer=24),
+    TurnMeasure(conversations=4, turns=4, turn=96, asked_after=(2, 4)),
+    AgreementMeasure(answers=2, length=320),
+    SpeedMeasure(prompt=512, steps=30),
+    KeptMeasure(length=512),
+)
+_FULL: tuple[Measure, ...] = tuple(kind() for kind in MEASURES.values())
+#: Parts of the bytes that a quick run looks at.
+QUICK_SHARES = (0.25, 0.125)
+
+
+def measures(quick: bool, only: Sequence[str] = ()) -> list[Measure]:
+    """The measures of a run, those named or all.
+
+    Args:
+        quick: Whether to take the smaller sizes.
+        only: Names.
+
+    Raises:
+        ValueError: There is no such measure.
+    """
+    unknown = [name for name in only if name not in MEASURES]
+    if unknown:
+        raise ValueError(f"There is no measure {unknown[0]!r}; choose from {', '.join(MEASURES)}.")
+    return [m for m in (_QUICK if quick else _FULL) if not only or m.name in only]

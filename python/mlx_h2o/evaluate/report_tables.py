@@ -1,0 +1,176 @@
+"""The sweeps of the AtomGradient report (March 2026), on any model, in the report's form.
+
+The report (github.com/AtomGradient/H2OAttnScore, "work in progress") compares mlx-lm's sliding
+window with H2O of averaged |logits|, at equal slots: perplexity of samples of 512 tokens at 256
+slots. Its page shows the figures of `HEADLINE`; those of its numbered tables were not to be had
+when this was written, nor the sizes they were measured at. So each sweep here varies what the
+table's name says, at sizes of our own, and its column of the report's figures is empty but for the
+headline's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_h2o.evaluate.comparison import FULL, OURS, WINDOW, Arm
+from mlx_h2o.evaluate.contenders import Contender
+from mlx_h2o.evaluate.measures import Findings, PerplexityMeasure
+from mlx_h2o.evaluate.perplexity import Perplexity
+from mlx_h2o.evaluate.sections import Rows
+from mlx_h2o.settings import DEFAULT_POLICY
+
+SINK = 4
+#: What the report's page shows, at 256 slots of 10 x 512 tokens on an M2 Ultra: perplexity of the
+#: full cache, of the sliding window and of H2O with half heavy hitters.
+HEADLINE = {
+    "Qwen3-4B-4bit": (7.70, 7.94, 7.81),
+    "Qwen3-8B-4bit": (6.26, 6.43, 6.32),
+    "Qwen3-8B-3bit": (7.62, 7.89, 7.73),
+}
+HEADLINE_SLOTS, HEADLINE_TOKENS, HEADLINE_SAMPLES, HEADLINE_PREFILL = 256, 512, 10, 32
+REPORTS = "the report's H2O"
+
+
+@dataclass(frozen=True)
+class SlotContender(Contender):
+    """A cache of so many slots a head, as the report counts.
+
+    Attributes:
+        slots: Of each KV head; None: all.
+    """
+
+    slots: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.arm.name if self.slots is None else f"{self.arm.name}, {self.slots} slots"
+
+    def make(self, model: nn.Module, tokens: int) -> list[Any]:
+        return self.arm.make(model, self.slots or tokens, "slots", tokens)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A row group of a table: one length of samples, and caches.
+
+    Attributes:
+        label: What is varied, of this part; empty where the caches say it.
+        measure: Of all of them.
+        contenders: The full cache first.
+    """
+
+    label: str
+    measure: PerplexityMeasure
+    contenders: Sequence[Contender]
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """A sweep.
+
+    Attributes:
+        number: Of the report's table; 0: its headline.
+        title: What is varied.
+        parts: What is measured.
+        known: The report's own figures by cache, of models that are known.
+    """
+
+    number: int
+    title: str
+    parts: Sequence[Part]
+    known: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+def reports_arm(slots: int, heavy: float = 0.5, **settings: Any) -> Arm:
+    """The report's H2O: |logits| averaged, one choice for a layer, no remainder.
+
+    Args:
+        slots: Of each head.
+        heavy: Part of them that heavy hitters have; the newest have the rest but for the sinks.
+        settings: Others, such as `bits`.
+    """
+    recent = max(slots - SINK - round(heavy * slots), 1)
+    fields = {"sink": SINK, "recent": recent, "unit": "layer", "prompt": "full", **settings}
+    arm = Arm(REPORTS, "ema-logits", False, "uniform", tuple(fields.items()))
+    said = ", ".join(f"{name} {value}" for name, value in settings.items())
+    return replace(arm, name=", ".join(filter(None, (REPORTS, said))))
+
+
+def _against_the_window(slots: int) -> list[Contender]:
+    """The window, the report's H2O and ours, with so many slots."""
+    ours = Arm(OURS, DEFAULT_POLICY)
+    return [SlotContender(arm, None, slots) for arm in (Arm(WINDOW), reports_arm(slots), ours)]
+
+
+def _measured(tokens: int = HEADLINE_TOKENS, samples: int = HEADLINE_SAMPLES) -> PerplexityMeasure:
+    return PerplexityMeasure(samples, tokens, HEADLINE_PREFILL)
+
+
+def tables(samples: int = HEADLINE_SAMPLES) -> dict[int, ReportTable]:
+    """All sweeps by number.
+
+    Args:
+        samples: Of the text, for each.
+    """
+    full = SlotContender(Arm(FULL))
+    slots = HEADLINE_SLOTS
+    splits = [
+        SlotContender(replace(reports_arm(slots, heavy), name=f"{heavy:.0%} heavy"), None, slots)
+        for heavy in (0.0, 0.125, 0.25, 0.5, 0.75, 0.9)
+    ]
+    bits = [
+        SlotContender(reports_arm(slots, **packed), None, slots)
+        for packed in ({}, {"bits": 8}, {"bits": 4}, {"k_bits": 8, "v_bits": 4},
+                       {"k_bits": 4, "v_bits": 8})
+    ]  # fmt: skip
+    usual = _measured(samples=samples)
+    sizes = [c for size in (64, 128, 192, 256, 384) for c in _against_the_window(size)]
+
+    def lengths(tokens: Sequence[int], slots: int) -> list[Part]:
+        return [
+            Part(
+                f"{length} tokens", _measured(length, samples), [full, *_against_the_window(slots)]
+            )
+            for length in tokens
+        ]
+
+    made = (
+        ReportTable(0, "headline", [Part("", usual, [full, *_against_the_window(slots)])],
+                    dict(HEADLINE)),
+        ReportTable(4, "budget split", [Part("", usual, [full, *splits])]),
+        ReportTable(7, "KV size", [Part("", usual, [full, *sizes])]),
+        ReportTable(8, "sequence length", lengths((384, 512, 1024, 2048), slots)),
+        ReportTable(9, "stress", lengths((1024, 2048), slots // 4)),
+        *(ReportTable(number, "bits", [Part("", usual, [full, *bits])]) for number in (10, 11, 12)),
+    )  # fmt: skip
+    return {table.number: table for table in made}
+
+
+def rows_of(table: ReportTable, findings: Sequence[Findings], model: str) -> Rows:
+    """A table in the report's form: perplexity, and how far above the full cache's.
+
+    Args:
+        table: The sweep.
+        findings: Of its parts, in order; empty ones were not measured.
+        model: Whose figures of the report to show, if they are known.
+    """
+    figures = next((of for name, of in table.known.items() if name in model), ())
+    rows = []
+    for part, found in zip(table.parts, findings, strict=True):
+        for i, (contender, of) in enumerate(found):
+            ours, full = Perplexity(of["nll"]), Perplexity(found[0][1]["nll"])
+            above = "" if i == 0 else f"{100 * ours.loss_against(full):+.1f} %"
+            name = " | ".join(filter(None, (part.label, contender.name)))
+            report = f"{figures[i]:.2f}" if i < len(figures) else "not known"
+            rows.append((name, f"{ours.value:.2f}", above, report))
+    which = f"Table {table.number}" if table.number else "The headline"
+    return Rows(
+        f"{which} of the AtomGradient report: {table.title}",
+        ("cache", "perplexity", "above full", "the report's perplexity"),
+        rows,
+        "" if figures else "The report's own figures for this table and model are not known here.",
+    )

@@ -1,0 +1,192 @@
+"""RULER's tasks, made on the spot: needles, chains of variables, and words to count.
+
+After Hsieh et al. 2024, arXiv 2404.06654, in words of our own: what is hidden, how much of it, and
+what is asked are that paper's, figures are not comparable with its own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mlx_h2o.evaluate.recall import paragraphs_of
+from mlx_h2o.evaluate.stage import Stage
+
+_WORDS = (
+    "anchor apple arrow basket beacon bottle branch bridge bucket button candle canvas carpet "
+    "castle cherry circle cloud copper corner cotton cradle dagger desert dragon eagle engine "
+    "falcon feather fiddle forest garden ginger hammer harbor helmet hollow island jacket kettle "
+    "ladder lantern lemon marble meadow mirror needle orange oyster palace pebble pepper pillow "
+    "planet pocket rabbit ribbon saddle shadow silver spider sugar temple thunder ticket tunnel "
+    "turtle valley velvet violet walnut window winter yellow"
+).split()
+_LETTERS = "bcdfghjklmnprstvwz"
+_VOWELS = "aeiou"
+
+#: Values of a key, queries of a prompt, and links of a chain, as RULER has them (a chain is one
+#: link shorter, for models of this project's size).
+VALUES, QUERIES, HOPS = 4, 4, 3
+#: Distractors of the task with many keys.
+KEYS = 4
+#: How often common and other words come, and how many are asked for.
+COMMON_TIMES, RARE_TIMES, COMMON = 12, 2, 5
+#: Of word i by frequency: 1 / i^2 of all words.
+FREQUENT = 3
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt's content.
+
+    Attributes:
+        pieces: Sentences to hide in prose, or the words of a list that fills the whole prompt.
+        question: What follows.
+        answers: Strings that a right answer has in it, each counting.
+        fills: Whether the pieces are the whole text, with no prose between them.
+    """
+
+    pieces: tuple[str, ...]
+    question: str
+    answers: tuple[str, ...]
+    fills: bool = False
+
+
+def _number(rng: random.Random) -> str:
+    return str(rng.randrange(10_000, 100_000))
+
+
+def _needle(key: str, value: str) -> str:
+    return f"One of the special magic numbers for {key} is: {value}."
+
+
+def _ask(keys: Sequence[str]) -> str:
+    one = len(keys) == 1
+    of = keys[0] if one else f"{', '.join(keys[:-1])} and {keys[-1]}"
+    return f"The special magic numbers for {of} that the text mentions are:"
+
+
+def single(rng: random.Random, room: int) -> Task:
+    """One key with one value."""
+    key, value = rng.choice(_WORDS), _number(rng)
+    return Task((_needle(key, value),), _ask([key]), (value,))
+
+
+def multi_key(rng: random.Random, room: int) -> Task:
+    """Several keys with a value each, one of which is asked for."""
+    keys = rng.sample(_WORDS, KEYS)
+    values = [_number(rng) for _ in keys]
+    needles = tuple(map(_needle, keys, values))
+    return Task(needles, _ask(keys[:1]), (values[0],))
+
+
+def multi_value(rng: random.Random, room: int) -> Task:
+    """One key with several values, all asked for."""
+    key, values = rng.choice(_WORDS), [_number(rng) for _ in range(VALUES)]
+    return Task(tuple(_needle(key, value) for value in values), _ask([key]), tuple(values))
+
+
+def multi_query(rng: random.Random, room: int) -> Task:
+    """Several keys with a value each, all asked for."""
+    keys = rng.sample(_WORDS, QUERIES)
+    values = [_number(rng) for _ in keys]
+    return Task(tuple(map(_needle, keys, values)), _ask(keys), tuple(values))
+
+
+def variables(rng: random.Random, room: int) -> Task:
+    """A chain of assignments: every name that has the first one's value."""
+    names: list[str] = []
+    while len(names) <= HOPS:
+        name = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(4))
+        names += [name] if name not in names else []
+    value = _number(rng)
+    said = [value, *(f"VAR {name}" for name in names)]
+    pieces = tuple(f"VAR {name} = {of}." for name, of in zip(names, said, strict=False))
+    question = f"The variables that have the value {value} in the text above are:"
+    return Task(pieces, question, tuple(names))
+
+
+def common_words(rng: random.Random, room: int) -> Task:
+    """A numbered list in which few words come often, and all others seldom."""
+    words = rng.sample(_WORDS, len(_WORDS))
+    common, rare = words[:COMMON], words[COMMON:]
+    listed = common * COMMON_TIMES
+    # About four tokens a line; the list is cut to the room by whoever encodes it.
+    listed += rare[: max(room // (4 * RARE_TIMES) - len(listed) // RARE_TIMES, 4)] * RARE_TIMES
+    rng.shuffle(listed)
+    pieces = tuple(f"{i + 1}. {word}" for i, word in enumerate(listed))
+    return Task(pieces, f"The {COMMON} words that come most often are:", tuple(common), True)
+
+
+def frequent_words(rng: random.Random, room: int) -> Task:
+    """Invented words by Zipf's law, the most frequent asked for."""
+    count = 40
+    words: list[str] = []
+    while len(words) < count:
+        word = "".join(rng.choice(_LETTERS) + rng.choice(_VOWELS) for _ in range(3))
+        words += [word] if word not in words else []
+    weights = [1 / (i + 1) ** 2 for i in range(count)]
+    drawn = rng.choices(words, weights, k=max(room // 5, 12))
+    by_count = sorted(set(drawn), key=lambda word: (-drawn.count(word), word))
+    question = f"The {FREQUENT} words that come most often in the text above are:"
+    return Task(tuple(drawn), question, tuple(by_count[:FREQUENT]), True)
+
+
+TASKS: dict[str, Callable[[random.Random, int], Task]] = {
+    "single": single,
+    "multi-key": multi_key,
+    "multi-value": multi_value,
+    "multi-query": multi_query,
+    "variables": variables,
+    "common words": common_words,
+    "frequent words": frequent_words,
+}
+
+
+def prompt(stage: Stage, name: str, length: int, rng: random.Random) -> tuple[list[int], Task]:
+    """A task's prompt of exactly `length` tokens.
+
+    Args:
+        stage: Model and text, whose prose is the hay.
+        name: Of the task.
+        length: Tokens, the question included.
+        rng: Draws it.
+
+    Raises:
+        ValueError: The task does not fit, or the text is too short.
+    """
+    task = TASKS[name](rng, length)
+    question = stage.encode(f"\n\n{task.question}")
+    room = length - len(stage.first) - len(question)
+    body = _filled(stage, task, room) if task.fills else _hidden(stage, task, room, rng)
+    return [*stage.first, *body, *question], task
+
+
+def _filled(stage: Stage, task: Task, room: int) -> list[int]:
+    """The pieces one after the other, up to the room; before them prose if they are too few."""
+    tokens = stage.encode(" ".join(task.pieces))[: max(room, 0)]
+    return stage.prose(room - len(tokens), 0) + tokens if len(tokens) < room else tokens
+
+
+def _hidden(stage: Stage, task: Task, room: int, rng: random.Random) -> list[int]:
+    """The pieces in their order between paragraphs of prose."""
+    pieces = [stage.encode(piece + "\n\n") for piece in task.pieces]
+    left = room - sum(map(len, pieces))
+    if left < 0:
+        raise ValueError(f"The task's {len(pieces)} sentences do not fit into {room} tokens.")
+    if sum(map(len, stage.paragraphs)) < left:
+        raise ValueError(f"The text is too short to hide anything in: it needs {left} tokens.")
+    prose = paragraphs_of(stage.paragraphs, left, rng)
+    places = sorted(rng.randrange(len(prose) + 1) for _ in pieces)
+    row: list[int] = []
+    for i in range(len(prose) + 1):
+        for place, piece in zip(places, pieces, strict=True):
+            row += piece if place == i else []
+        row += prose[i] if i < len(prose) else []
+    return row
+
+
+def found_in(text: str, answers: Sequence[str]) -> list[bool]:
+    """Which answers a text has in it, in whatever case: RULER's string match."""
+    low = text.lower()
+    return [answer.lower() in low for answer in answers]

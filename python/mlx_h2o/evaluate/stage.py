@@ -1,0 +1,172 @@
+"""What every measure of an evaluation is given: the model, the text, and how caches are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_h2o.builtin import load
+from mlx_h2o.evaluate.recall import FORMS, Form, is_known
+from mlx_h2o.evaluate.workers import Tell
+
+
+@dataclass
+class Stage:
+    """A model and a text.
+
+    Attributes:
+        model_name: As in `mlx_h2o.load`.
+        text: The user's own.
+        facts: How facts are told and asked for: a name of `recall.FORMS`.
+        chunk: Tokens of a prompt that are read at once.
+        seed: Of everything drawn.
+    """
+
+    model_name: str
+    text: str
+    facts: str
+    chunk: int
+    seed: int = 0
+
+    @cached_property
+    def _loaded(self) -> tuple[nn.Module, Any]:
+        return load(self.model_name)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self._loaded[0]
+
+    @property
+    def tokenizer(self) -> Any:
+        """Its tokenizer."""
+        return self._loaded[1]
+
+    @property
+    def form(self) -> Form:
+        """How facts are told and asked for."""
+        return FORMS[self.facts]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Other processes load the model themselves."""
+        return {name: value for name, value in vars(self).items() if name != "_loaded"}
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """The text's."""
+        return self.encode(self.text)
+
+    def encode(self, piece: str) -> list[int]:
+        """Token ids, no special ones."""
+        return list(self.tokenizer.encode(piece, add_special_tokens=False))
+
+    @property
+    def first(self) -> list[int]:
+        """What every conversation begins with: bos, or nothing."""
+        bos = self.tokenizer.bos_token_id
+        return [] if bos is None else [bos]
+
+    @cached_property
+    def paragraphs(self) -> list[list[int]]:
+        """Token ids of the text's paragraphs, each with the blank line that ends it."""
+        return [self.encode(p.strip() + "\n\n") for p in self.text.split("\n\n") if p.strip()]
+
+    def prose(self, count: int, start: int) -> list[int]:
+        """So many tokens of the text in a row, from a start that may lie beyond its end.
+
+        Raises:
+            ValueError: The text is shorter.
+        """
+        if len(self.tokens) < count:
+            raise ValueError(
+                f"The text has {len(self.tokens)} tokens and {count} are needed: give a longer "
+                "text, or shorter lengths."
+            )
+        at = start % (len(self.tokens) - count + 1)
+        return self.tokens[at : at + count]
+
+
+def read(model: nn.Module, cache: list[Any], tokens: mx.array, chunk: int, tell: Tell) -> mx.array:
+    """Read a prompt as mlx-lm does, chunk by chunk and the last token alone.
+
+    Args:
+        model: An mlx-lm model.
+        cache: Of it.
+        tokens: `[B, T]`.
+        chunk: Tokens read at once.
+        tell: Told how many are done.
+
+    Returns:
+        Logits after the last token `[B, vocabulary]`, evaluated.
+    """
+    B, T = tokens.shape
+    for i in range(T - 1 if chunk == 1 else 0):
+        step(model, cache, tokens[:, i], tell)
+    for start in range(0, T - 1 if chunk > 1 else 0, chunk):
+        part = tokens[:, start : min(start + chunk, T - 1)]
+        model(part, cache=cache)  # its logits are never computed
+        mx.eval([entry.state for entry in cache])
+        tell(B * part.shape[1])
+    return step(model, cache, tokens[:, -1], tell)
+
+
+def step(model: nn.Module, cache: list[Any], token: mx.array, tell: Tell) -> mx.array:
+    """One token `[B]` more; logits after it `[B, vocabulary]`, evaluated."""
+    logits: mx.array = model(token[:, None], cache=cache)[:, -1]
+    mx.eval(logits)
+    tell(token.shape[0])
+    return logits
+
+
+def known(
+    model: nn.Module,
+    cache: list[Any],
+    logits: mx.array,
+    answers: Sequence[Sequence[int]],
+    least: float,
+    tell: Tell,
+) -> list[bool]:
+    """Whether every token of each answer comes, when the right ones before it are given.
+
+    Args:
+        model: An mlx-lm model.
+        cache: It has read the questions.
+        logits: What followed them, `[B, vocabulary]`.
+        answers: Token ids, one answer a row.
+        least: As in `recall.is_known`.
+        tell: Told how many tokens are done.
+    """
+    longest = max(map(len, answers))
+    padded = mx.array([[*answer, *[0] * (longest - len(answer))] for answer in answers])
+    right = []
+    for i in range(longest):
+        right.append(is_known(logits, padded[:, i], least))
+        if i + 1 < longest:
+            logits = step(model, cache, padded[:, i], tell)
+    rows = cast(list[list[bool]], mx.stack(right, axis=1).tolist())
+    return [all(row[: len(answer)]) for row, answer in zip(rows, answers, strict=True)]
+
+
+def said(
+    model: nn.Module, cache: list[Any], logits: mx.array, count: int, tell: Tell
+) -> list[list[int]]:
+    """The likeliest `count` tokens that follow, one row of ids for each of a batch."""
+    tokens = []
+    for _ in range(count):
+        tokens.append(mx.argmax(logits, axis=-1))
+        logits = step(model, cache, tokens[-1], tell)
+    return cast(list[list[int]], mx.stack(tokens, axis=1).tolist())
+
+
+def in_batches(count: int, size: int) -> list[slice]:
+    """Slices of at most `size` that cover `count` rows."""
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def untold(tokens: int) -> None:
+    """A `Tell` for what does not count as progress."""

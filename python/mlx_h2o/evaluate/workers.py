@@ -1,0 +1,131 @@
+"""Jobs of a measurement, on all cores at once: in processes of their own, that Ctrl-C ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+#: Called with a number of tokens that are done, beside those told before.
+Tell = Callable[[int], None]
+
+
+class Work(Protocol):
+    """What can be cut into numbered jobs; it is pickled once for each process."""
+
+    def run(self, job: int, tell: Tell) -> Any:
+        """Do one job, and return what can be pickled."""
+
+
+# A worker's: given once, when it starts.
+_work: Work
+_counter: Any = None  # of the tokens that all processes have done
+
+
+def _start(counter: Any, work: Work) -> None:
+    global _counter, _work
+    _counter, _work = counter, work
+
+
+def _tell(tokens: int) -> None:
+    with _counter.get_lock():
+        _counter.value += tokens
+
+
+def _run(job: int) -> Any:
+    return _work.run(job, _tell)
+
+
+def cores() -> int:
+    """Processes that measure side by side: one a core, or 0 where a GPU is shared by all."""
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    return (os.cpu_count() or 1) if on_cpu else 0
+
+
+def finished(
+    work: Work,
+    jobs: Sequence[int],
+    progress: Callable[[int], None],
+    workers: int,
+    fresh: bool = False,
+) -> Iterator[tuple[int, Any]]:
+    """Jobs and what came of them, as they end.
+
+    Args:
+        work: Whose jobs they are.
+        jobs: Their numbers, the longest first, so that no core idles at the end.
+        progress: Called now and then with the tokens done so far.
+        workers: Processes; 0: none but this one.
+        fresh: A new process for each job.
+
+    Raises:
+        Exception: What a job raised. All processes are ended then, as after Ctrl-C.
+    """
+    if not workers:
+        yield from _in_this_process(work, jobs, progress)
+        return
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("q", 0)
+    pool = ProcessPoolExecutor(
+        workers, context, _start, (counter, work), max_tasks_per_child=1 if fresh else None
+    )
+    try:
+        with postponing_interrupts():
+            numbers: dict[Future[Any], int] = {pool.submit(_run, job): job for job in jobs}
+        pending = set(numbers)
+        while pending:
+            done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+            progress(counter.value)
+            for future in done:
+                yield numbers[future], future.result()
+    except BaseException:  # Ctrl-C too: no process goes on in the background
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_this_process(
+    work: Work, jobs: Sequence[int], progress: Callable[[int], None]
+) -> Iterator[tuple[int, Any]]:
+    done = 0
+
+    def tell(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        progress(done)
+
+    for job in jobs:
+        yield job, work.run(job, tell)
+
+
+@contextmanager
+def postponing_interrupts() -> Iterator[None]:
+    """Ctrl-C takes effect afterwards, and never in processes that are started meanwhile."""
+    if threading.current_thread() is not threading.main_thread():  # it gets no Ctrl-C
+        yield
+        return
+    interrupted = False
+
+    def note(*_: Any) -> None:
+        nonlocal interrupted
+        interrupted = True
+
+    # New processes inherit the mask; other threads of this one may let the signal through.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handler = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if interrupted:
+        raise KeyboardInterrupt

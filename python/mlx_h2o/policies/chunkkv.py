@@ -1,0 +1,58 @@
+"""ChunkKV: keep stretches of text, not single tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+
+from mlx_h2o import checks
+from mlx_h2o.policies.base import Slots, register_policy
+from mlx_h2o.policies.kernel_policy import KernelPolicy
+from mlx_h2o.policies.snapkv import SnapKV
+
+
+@register_policy("chunkkv")
+@dataclass(frozen=True)
+class ChunkKV(SnapKV):
+    """`snapkv`, with prompts cut into chunks that are kept or dropped as wholes.
+
+    Source: Liu et al. 2025, arXiv 2502.00299, section 3: a chunk is worth the sum of what the
+    observation window gives its tokens, and so meaning is not torn apart. Their reuse of one
+    layer's choice in the next is left out. A chunk of which some tokens went before is worth the
+    mean of what it still holds, so that it competes as a whole one does. While decoding, single
+    tokens go, by `snapkv`'s average.
+
+    Attributes:
+        chunk: Tokens of a chunk, counted from the beginning of the text.
+    """
+
+    chunk: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.whole("chunk", self.chunk, 1)
+
+    def kernel_policy(self) -> KernelPolicy | None:
+        return KernelPolicy("ema", "score", decay=self.decay)
+
+    def prompt_priority(self, slots: Slots, window_mass: mx.array | None) -> mx.array:
+        mass = self.priority(slots) if window_mass is None else window_mass
+        return self.weighted(chunk_means(mass, slots.positions // self.chunk), slots)
+
+
+def chunk_means(values: mx.array, chunks: mx.array) -> mx.array:
+    """Each slot's mean over the slots of its chunk, `[B, H, N]`.
+
+    Args:
+        values: `[B, H, N]`.
+        chunks: `[B, H, N]` the chunk that each slot belongs to.
+    """
+    B, H, N = values.shape
+    most = cast(int, chunks.max().item()) + 1
+    flat = chunks.reshape(B * H, N) + most * mx.arange(B * H)[:, None]
+    zeros = mx.zeros(B * H * most)
+    sums = zeros.at[flat.reshape(-1)].add(values.reshape(-1))
+    counts = zeros.at[flat.reshape(-1)].add(mx.ones(B * H * N))
+    return (sums / mx.maximum(counts, 1))[flat].reshape(B, H, N)

@@ -1,0 +1,67 @@
+"""SnapKV: keep what the last queries look at, and what lies beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_h2o.policies.base import Observation, Policy, Slots, register_policy, value_weighted
+from mlx_h2o.policies.kernel_policy import KernelPolicy
+
+
+@register_policy("snapkv")
+@dataclass(frozen=True)
+class SnapKV(Policy):
+    """Keeps what an observation window of the last `window` queries attends to.
+
+    Source: Li et al. 2024, arXiv 2404.14469, section 4: at the end of a prompt the window's masses
+    are summed, and each slot gets the most that any of its `pool` neighbours has, so that what
+    stands beside a hit is kept with it. Published for prompts alone: generated tokens are never
+    given up there. Here the window goes on while decoding, as an average that forgets at its pace,
+    c <- (1 - 1/window) c + mass/window, and without the pool. Use it where the question is known
+    when the prompt is cut down; of what nobody asked about it keeps little.
+    """
+
+    window: int = 32
+    pool: int = 7
+    recent: int | float = 0.25
+
+    @property
+    def decay(self) -> float:
+        """Of the average that goes on with the window while decoding."""
+        return 1 - 1 / self.window
+
+    def kernel_policy(self) -> KernelPolicy | None:
+        return KernelPolicy("ema", "score", decay=self.decay)
+
+    def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
+        for query in seen.per_query():
+            scores = self.decay * scores + (1 - self.decay) * query.mass
+        return scores
+
+    def mean_mass(self, scores: mx.array, ages: mx.array) -> mx.array:
+        return scores
+
+    def prompt_priority(self, slots: Slots, window_mass: mx.array | None) -> mx.array:
+        if window_mass is None:
+            return self.priority(slots)
+        pooled = maximum_pool(window_mass, slots.positions, self.pool)
+        return value_weighted(pooled, slots) if self.value_weighted else pooled
+
+
+def maximum_pool(mass: mx.array, positions: mx.array, width: int) -> mx.array:
+    """The most of `width` neighbours in order of position.
+
+    Args:
+        mass: `[B, H, N]`, at least 0.
+        positions: `[B, H, N]`; slots lie in any order.
+        width: Odd.
+    """
+    order = mx.argsort(positions, axis=-1)
+    half, N = width // 2, mass.shape[-1]
+    pooled = mx.take_along_axis(mass, order, axis=-1)
+    padded = mx.pad(pooled, [(0, 0), (0, 0), (half, half)])
+    for i in range(width):
+        pooled = mx.maximum(pooled, padded[..., i : i + N])
+    return mx.take_along_axis(pooled, mx.argsort(order, axis=-1), axis=-1)

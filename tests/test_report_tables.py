@@ -1,0 +1,58 @@
+"""The report's sweeps: what they vary, and how they are printed."""
+
+import json
+import math
+
+import pytest
+
+from mlx_h2o.cli import main
+from mlx_h2o.evaluate.comparison import FULL
+from mlx_h2o.evaluate.report_tables import HEADLINE, reports_arm, rows_of, tables
+from mlx_h2o.policies import make_policy
+
+
+def test_the_headlines_policy_is_the_papers():
+    """Half of 256 slots heavy, 4 sinks, the rest recent: within one group the preset `paper`."""
+    arm = reports_arm(256)
+    made, paper = make_policy(arm.policy, **dict(arm.settings)), make_policy("paper")
+    assert (made.name, made.sink, made.unit, made.prompt, made.decay) == (
+        *(paper.name, paper.sink, paper.unit, paper.prompt, paper.decay),
+    )
+    assert made.recent == 256 - 4 - 128
+    assert not arm.remainder
+
+
+@pytest.mark.parametrize("number", tables())
+def test_a_table_begins_with_the_full_cache_and_varies_something(number):
+    table = tables()[number]
+    names = [(part.label, c.name) for part in table.parts for c in part.contenders]
+    assert len(set(names)) == len(names)
+    for part in table.parts:
+        assert part.contenders[0].name == FULL
+        for contender in part.contenders[1:]:
+            assert contender.slots < part.measure.length
+
+
+def test_the_reports_figures_stand_beside_its_models_alone():
+    table = tables()[0]
+    full = {"nll": [math.log(10)], "nbytes": 100}
+    found = [(c, full) for c in table.parts[0].contenders]
+    for model, known in (("mlx-community/Qwen3-8B-4bit", True), ("smollm2-135m", False)):
+        rows = rows_of(table, [found], model)
+        figures = [row[-1] for row in rows.rows[:3]]
+        expected = [f"{x:.2f}" for x in HEADLINE["Qwen3-8B-4bit"]] if known else ["not known"] * 3
+        assert figures == expected
+        assert bool(rows.caption) is not known
+    assert [row[2] for row in rows.rows] == ["", *["+0.0 %"] * 3]
+    assert rows_of(table, [[]], "any").rows == []
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_table(tmp_path, capsys):
+    command = ["evaluate", "--table", "0", "--quick", "--out", str(tmp_path)]
+    assert main(command) == 0
+    assert "the report's H2O, 256 slots" in capsys.readouterr().out
+    assert main([*command, "--resume", "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    assert len(parts[0]["found"]["perplexity"]) == 4
+    assert (tmp_path / "table-0.html").exists()
