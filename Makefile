@@ -32,7 +32,7 @@ ELSEWHERE := --ignore tests/metal --ignore tests/test_c_api.py
 
 .PHONY: demo test test-all lint format bench clean
 .PHONY: quick-python quick-others quick-metal quick-native quick-swift
-.PHONY: test-python test-metal test-native test-sanitize test-swift test-old-mlx-lm test-macos
+.PHONY: test-python test-models test-metal test-native test-sanitize test-swift test-old-mlx-lm test-macos
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx_h2o demo --out out
@@ -66,11 +66,17 @@ quick-native: $(VENV)/.installed
 
 # Everything, in targets that know nothing of each other: side by side on several machines, or with
 # -j. Each takes less than 20 minutes on two cores.
-ALL := test-python test-metal test-native test-sanitize test-swift test-old-mlx-lm test-macos
+ALL := test-python test-models test-metal test-native test-sanitize test-swift test-old-mlx-lm test-macos
 test-all: lint $(ALL)
 
+# Whole models: all of mlx-lm's, the embedded one's figures, conversations, several processes.
+MODELS := tests/test_model_coverage.py tests/test_model_families.py tests/test_mla.py \
+    tests/test_embedded_model.py tests/test_ranks.py
+test-models: $(VENV)/.installed
+	$(BIN)/pytest $(MODELS)
+
 test-python: real-model
-	$(BIN)/pytest $(ELSEWHERE)
+	$(BIN)/pytest $(ELSEWHERE) $(addprefix --ignore ,$(MODELS))
 
 test-metal: $(VENV)/.installed
 	$(BIN)/pytest tests/metal

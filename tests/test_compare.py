@@ -304,10 +304,9 @@ def test_the_first_arm_must_be_the_full_one():
         compare([Arm(WINDOW)], protocol)
 
 
-@pytest.mark.parametrize("seconds", [0, 5], ids=["workers starting", "workers at work"])
-def test_ctrl_c_leaves_nothing_behind(seconds, tmp_path):
-    """Neither files nor worker processes, and one line instead of tracebacks."""
-    command = [sys.executable, "-m", "mlx_h2o", *SMALL, "--samples", "40", "--out", str(tmp_path)]
+def started(folder):
+    """A long comparison whose workers are starting, in a process group of its own."""
+    command = [sys.executable, "-m", "mlx_h2o", *SMALL, "--samples", "40", "--out", str(folder)]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -318,6 +317,21 @@ def test_ctrl_c_leaves_nothing_behind(seconds, tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert any(members(process.pid) > 1 or time.sleep(0.05) for _ in range(2000))
+    return process
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path):
+    process = started(tmp_path)
+    time.sleep(5)
+    process.kill()
+    process.wait()
+    assert any(is_gone(process.pid) or time.sleep(0.1) for _ in range(200))
+
+
+@pytest.mark.parametrize("seconds", [0, 5], ids=["workers starting", "workers at work"])
+def test_ctrl_c_leaves_nothing_behind(seconds, tmp_path):
+    """Neither files nor worker processes, and one line instead of tracebacks."""
+    process = started(tmp_path)
     time.sleep(seconds)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)

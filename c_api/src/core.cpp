@@ -168,7 +168,8 @@ void Core::pin_all(Spans pins) {
   std::vector<int> roomy = pins.empty() ? slots : room_for_pins(slots, settings_.policy, pins);
   check(
       !layer_ || roomy == slots,
-      "Some heads are too small for these pins. Before the first tokens they would get slots of the "
+      "Some heads are too small for these pins. Before the first tokens they would get slots of "
+      "the "
       "others: pin then, or give every head the slots.");
   for (int& budget : roomy) budget += plain;
   settings_.budgets = std::move(roomy);

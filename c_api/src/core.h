@@ -63,7 +63,7 @@ class Core {
   std::pair<int, Spans> lost_of(const Spans& spans);
   void pin_all(Spans pins);
 
-  CacheSettings settings_;  // only pins, and what they need of budgets, change
+  CacheSettings settings_;             // only pins, and what they need of budgets, change
   std::optional<BoundedLayer> layer_;  // none before the first rows
 };
 

@@ -183,8 +183,7 @@ void BoundedLayer::new_turn(double carry) {
   std::vector<mx::array> scores;
   for (const Run& run : runs()) {
     const mx::array stored = store.view(run, store.fields().at("positions"));
-    scores.push_back(
-        carried(store.view(run, store.fields().at("scores")), true_positions(stored)));
+    scores.push_back(carried(store.view(run, store.fields().at("scores")), true_positions(stored)));
   }
   write_scores(scores);
   const RecentWindow* window = memory_.window();

@@ -96,8 +96,7 @@ mx::array RunAttention::window_mass(const Observation& seen, const mx::array& sc
   const int missing = policy.window - call.length();
   if (missing <= 0) return mass;
   const mx::array before = mx::array(offset - call.length());
-  const mx::array begun =
-      mx::maximum(true_positions(ranked.at("positions")), mx::array(aged_from));
+  const mx::array begun = mx::maximum(true_positions(ranked.at("positions")), mx::array(aged_from));
   const mx::array ages = f32(mx::maximum(before - begun, mx::array(1)));
   return mass + number(missing) * policy.mean_mass(scores, ages);
 }

@@ -14,10 +14,10 @@ void refuse_too_many(int pinned, int least, int mean, const Policy& policy) {
   check(
       false,
       std::to_string(pinned) + " pinned tokens are too many: with " + std::to_string(policy.sink) +
-      " sinks, " + std::to_string(policy.recent_slots(least)) + " recent tokens and " +
-      std::to_string(policy.evict_every) + " to evict they need " + std::to_string(least) +
-      " slots in every KV head, and this layer has " + std::to_string(mean) +
-      " a head. Pin at most " + std::to_string(most) + " tokens, or give it larger budgets.");
+          " sinks, " + std::to_string(policy.recent_slots(least)) + " recent tokens and " +
+          std::to_string(policy.evict_every) + " to evict they need " + std::to_string(least) +
+          " slots in every KV head, and this layer has " + std::to_string(mean) +
+          " a head. Pin at most " + std::to_string(most) + " tokens, or give it larger budgets.");
 }
 
 }  // namespace

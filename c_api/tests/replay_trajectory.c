@@ -140,8 +140,7 @@ static Conversation conversation_of(Case* c) {
   return talk;
 }
 
-static void begin_call(
-    const Replay* r, const Conversation* talk, const Trajectory* t, int number) {
+static void begin_call(const Replay* r, const Conversation* talk, const Trajectory* t, int number) {
   int spans[64], missing;
   size_t count = 0;
   for (size_t i = 0; i < talk->pin_numbers; i += 3)

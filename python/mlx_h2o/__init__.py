@@ -2,6 +2,7 @@
 
 from mlx_h2o import interrupts  # noqa: F401  First: the other imports take seconds.
 from mlx_h2o.attention import attention_mass, scaled_dot_product_attention_with_scores
+from mlx_h2o.batch_cache import BatchH2OKVCache
 from mlx_h2o.bounding import install, uninstall
 from mlx_h2o.builtin import load
 from mlx_h2o.cache import H2OKVCache
@@ -54,6 +55,7 @@ __all__ = [
     "RKV",
     "TOVA",
     "AdaKV",
+    "BatchH2OKVCache",
     "ChunkKV",
     "Distinct",
     "EMALogits",

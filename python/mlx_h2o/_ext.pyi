@@ -1,6 +1,7 @@
 """The compiled CPU kernels (c_api/src/cpu), as python/src/bindings.cpp binds them."""
 
 import enum
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -112,6 +113,21 @@ class DecodingLayer:
     @property
     def last_step(self) -> mx.array: ...
 
+def step_together(
+    layers: list[DecodingLayer],
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    sinks: mx.array | None = None,
+    tokens: Sequence[
+        tuple[
+            int, Sequence[tuple[int, int, int, int, int, bool]], tuple[int, int, bool] | None, int
+        ]
+    ],
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array: ...
 def tracing() -> bool: ...
 def isa() -> str: ...
 def threads() -> int: ...

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from mlx_h2o import checks, eviction, opening, saved_state
 from mlx_h2o.budget import LayerShare
 from mlx_h2o.conversing import Conversing
+from mlx_h2o.copying import SharingCopies
 from mlx_h2o.frame import Frame
 from mlx_h2o.layer import Layer
 from mlx_h2o.packed import Packing
@@ -27,7 +27,7 @@ NOT_ASKED = (
 )
 
 
-class BoundedKVCache(Conversing):
+class BoundedKVCache(Conversing, SharingCopies):
     """The bounded memory of one layer, with what mlx-lm asks of any cache.
 
     Subclasses say how rows come in and how they are attended to.
@@ -70,6 +70,7 @@ class BoundedKVCache(Conversing):
         #: it is known from the first rows on.
         self.share = share
         self.choice = ""  # how the bits of its rows were chosen; files do not hold it
+        self.label = ""  # what its owner calls its settings; copies keep it, files do not
 
     def __repr__(self) -> str:
         name = self.policy.name or type(self.policy).__name__
@@ -254,6 +255,9 @@ class BoundedKVCache(Conversing):
         alike = self._layer is None and not checks.is_list(max_size)
         return self.settings.resized(budgets, alike)
 
+    def _settled(self) -> list[Any]:
+        return [self._unopened, self.share]
+
     # -- saving -----------------------------------------------------------------------------------
 
     def arrays(self) -> dict[str, mx.array]:
@@ -304,14 +308,6 @@ class BoundedKVCache(Conversing):
     def meta_state(self) -> str:
         """For mlx-lm before 0.32.1."""
         return ""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What pickle and copy take along."""
-        self._refuse_between()
-        return vars(self)
-
-    def __copy__(self) -> Self:
-        return copy.deepcopy(self)  # two caches over one store would overwrite each other's slots
 
     @property
     def _between(self) -> bool:

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mlx_h2o import eviction, opening
 from mlx_h2o.attention_call import AttentionCall
+from mlx_h2o.batch_cache import BatchH2OKVCache
 from mlx_h2o.bounded_cache import NOT_ASKED, BoundedKVCache
 from mlx_h2o.budget import LayerShare
 from mlx_h2o.core import update_and_attend
@@ -232,6 +233,15 @@ class H2OKVCache(BoundedKVCache, kind=""):
         if handed is None or self._layer is None:
             raise RuntimeError("attend() before update_and_fetch(): there is nothing to attend to.")
         return self._layer, handed
+
+    @classmethod
+    def merge(cls, caches: Sequence[H2OKVCache]) -> BatchH2OKVCache:
+        """A batch of copies of these caches, by which mlx-lm decodes them side by side.
+
+        Raises:
+            ValueError: One is another kind of cache, or holds several sequences.
+        """
+        return BatchH2OKVCache.merge(caches)
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None

@@ -12,7 +12,8 @@ import mlx.core as mx
 
 from mlx_h2o import eviction
 from mlx_h2o.attention_call import AttentionCall
-from mlx_h2o.backends.decoders import accepts
+from mlx_h2o.backends.decoder import DecodeStep
+from mlx_h2o.backends.decoders import accepts, step_together
 from mlx_h2o.layer import Layer
 from mlx_h2o.memory import Fields
 from mlx_h2o.observe import Seen, mean_of, observe, observe_derived
@@ -44,7 +45,8 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
     # The first token of all goes op by op: then there are arrays to lend.
     # A step that brings a pinned token too, which is marked on its way in.
     if layer.offset and not _brings_pin(layer) and accepts(layer.settings, call, k, v):
-        return layer.decode(call, k, v)
+        decoder, token = layer.planned(k, v)
+        return decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, *token))
     frame = layer.settings.frame
     if frame is not None:
         k = frame.enter(k)
@@ -97,6 +99,34 @@ def _brings_pin(layer: Layer) -> bool:
     """Whether the next token brings a pinned one into the slots: itself, or out of the window."""
     size = layer.window.size if layer.window else 0
     return is_pinned(layer.settings.pins, layer.offset - size)
+
+
+def decode_together(
+    layers: Sequence[Layer], call: AttentionCall, k: mx.array, v: mx.array
+) -> mx.array | None:
+    """One token of each of several layers of one sequence each, in one fused step if there is one.
+
+    Args:
+        layers: Their memories.
+        call: Queries `[B, Hq, 1, D]`, a sequence for each layer.
+        k: New keys `[B, H, 1, D]`, likewise.
+        v: New values `[B, H, 1, Dv]`.
+
+    Returns:
+        `[B, Hq, 1, Dv]`; None, and nothing is changed, where a layer has no fused step.
+    """
+    for layer in layers:
+        if not layer.offset or _brings_pin(layer) or not accepts(layer.settings, call, k, v):
+            return None
+    like = k[:1], v[:1]
+    planned = []
+    for layer in layers:
+        layer.check_rows(*like)
+    for layer in layers:
+        grow(layer, 1)
+        planned.append(layer.planned(*like))
+    decoders, tokens = zip(*planned, strict=True)
+    return step_together(decoders, tokens, call, k, v)
 
 
 def attend_to_derived(

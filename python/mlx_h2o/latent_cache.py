@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import mlx.core as mx
 
 from mlx_h2o.attention_call import AttentionCall
@@ -42,6 +44,11 @@ class LatentKVCache(H2OKVCache, kind="latent"):
     @property
     def _between(self) -> bool:
         return self._attended is not None
+
+    @property
+    def merge(self) -> NoReturn:
+        """Not there: mlx-lm asks whether it is, and serves such sequences one at a time."""
+        raise AttributeError("A model that makes keys of all cached rows cannot be batched.")
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take new rows in; return all to make keys and values of.

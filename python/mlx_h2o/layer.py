@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_h2o.attention_call import AttentionCall
-from mlx_h2o.backends.decoder import DecodeStep, HeadPlan
+from mlx_h2o.backends.decoder import Decoder, HeadPlan, PlannedToken
 from mlx_h2o.memory import Evictions, Fields, Memory, fields_of, marked
 from mlx_h2o.packed import dense
 from mlx_h2o.recent_window import RecentWindow
@@ -97,6 +96,11 @@ class Layer:
     def arrays(self) -> dict[str, mx.array]:
         """Every array held, by name."""
         return self.memory.arrays(self.settings.remembers)
+
+    @property
+    def sequences(self) -> int:
+        """B."""
+        return self.types["keys"].batch
 
     @property
     def nbytes(self) -> int:
@@ -313,16 +317,12 @@ class Layer:
 
     # -- fused steps ------------------------------------------------------------------------------
 
-    def decode(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
-        """One token in one fused step, which `decoders.accepts`.
+    def planned(self, keys: mx.array, values: mx.array) -> tuple[Decoder, PlannedToken]:
+        """What the next token does in this layer, which counts it from now on; and who does it.
 
         Args:
-            call: `[B, Hq, 1, D]`.
-            keys: `[B, H, 1, D]`.
-            values: `[B, H, 1, Dv]`.
-
-        Returns:
-            `[B, Hq, 1, Dv]`.
+            keys: `[B, H, 1, D]`, or other rows like these.
+            values: `[B, H, 1, Dv]`, likewise.
         """
         memory, window = self.memory, self.memory.window
         decoder = memory.lent(self.settings, keys, values)
@@ -332,10 +332,8 @@ class Layer:
         self.offset += 1
         recent = window.advance() if window is not None else None
         stays = recent is not None and not recent.leaving
-        heads = [head for run in memory.runs for head in self._advanced(run, stays)]
-        k, v, at = keys, values, self.offset
-        of_call = (call.q, k, v, call.scale, call.sinks, at, tuple(heads), recent, before)
-        return decoder.step(DecodeStep(*of_call, self.aged_from))
+        heads = tuple(head for run in memory.runs for head in self._advanced(run, stays))
+        return decoder, PlannedToken(self.offset, heads, recent, before, self.aged_from)
 
     def _advanced(self, run: Run, stays: bool) -> list[HeadPlan]:
         """What a run's heads do in a step; no row comes into slots where the new one `stays`."""

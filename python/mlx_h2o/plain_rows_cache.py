@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NoReturn
 
 import mlx.core as mx
 
@@ -26,6 +27,11 @@ class PlainRowsKVCache(H2OKVCache, kind="plain rows"):
 
     def _begin(self, settings: CacheSettings, share: LayerShare | None = None) -> None:
         super()._begin(replace(settings, attending=False), share)
+
+    @property
+    def merge(self) -> NoReturn:
+        """Not there: mlx-lm asks whether it is, and serves such sequences one at a time."""
+        raise AttributeError("A model that attends by itself cannot be batched.")
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take new rows in, and choose at once what to forget.

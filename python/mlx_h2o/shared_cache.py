@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -46,6 +46,11 @@ class SharedKVCache(H2OKVCache, kind="shared"):
     @property
     def _between(self) -> bool:
         return self._attended is not None
+
+    @property
+    def merge(self) -> NoReturn:
+        """Not there: mlx-lm asks whether it is, and serves such sequences one at a time."""
+        raise AttributeError("A model whose layers share keys and values cannot be batched.")
 
     def handed_out(self, keys: mx.array) -> bool:
         """Whether these very keys are this step's."""

@@ -20,6 +20,24 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace mlx_h2o;
 
+namespace {
+
+using RecentTuple = std::tuple<int, int, bool>;
+using HeadTuple = std::tuple<int64_t, int, int, int, int, bool>;
+using TokenTuple = std::tuple<int, std::vector<HeadTuple>, std::optional<RecentTuple>, int>;
+
+PlannedToken planned_token(const TokenTuple& tuple) {
+  const auto& [offset, heads, recent, aged_from] = tuple;
+  PlannedToken token{offset, {}, {}, aged_from};
+  token.heads.reserve(heads.size());
+  for (const auto& [start, length, victim, recent, evicted, choose] : heads)
+    token.heads.push_back({start, length, victim, recent, evicted, choose});
+  if (recent) token.recent = {std::get<0>(*recent), std::get<1>(*recent), std::get<2>(*recent)};
+  return token;
+}
+
+}  // namespace
+
 #define TEXT_(x) #x
 #define TEXT(x) TEXT_(x)
 
@@ -98,8 +116,6 @@ NB_MODULE(_ext, m) {
           },
           "centre"_a, "scale"_a, "What keys are stored relative to.");
 
-  using RecentTuple = std::tuple<int, int, bool>;
-  using HeadTuple = std::tuple<int64_t, int, int, int, int, bool>;
   nb::class_<DecodingLayer>(m, "DecodingLayer")
       .def(
           nb::init<
@@ -114,16 +130,11 @@ NB_MODULE(_ext, m) {
              float scale, const std::optional<mx::array>& sinks, int offset,
              const std::vector<HeadTuple>& heads, const std::optional<RecentTuple>& recent,
              bool undo, int aged_from, mx::StreamOrDevice s) {
-            std::vector<HeadPlan> plan;
-            plan.reserve(heads.size());
-            for (const auto& [start, length, victim, recent, evicted, choose] : heads)
-              plan.push_back({start, length, victim, recent, evicted, choose});
-            std::optional<RecentStep> newest;
-            if (recent) newest = {std::get<0>(*recent), std::get<1>(*recent), std::get<2>(*recent)};
+            PlannedToken token = planned_token({offset, heads, recent, aged_from});
             std::vector<mx::array> before;
             mx::array out = self.step(
-                q, k, v, scale, sinks, offset, std::move(plan), newest, s,
-                undo ? &before : nullptr, aged_from);
+                q, k, v, scale, sinks, offset, std::move(token.heads), token.recent, s,
+                undo ? &before : nullptr, token.aged_from);
             return std::pair(std::move(out), std::move(before));
           },
           "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "offset"_a,
@@ -135,6 +146,20 @@ NB_MODULE(_ext, m) {
           "close", &DecodingLayer::close, "stream"_a = nb::none(),
           "The fields as arrays again; no step may follow.")
       .def_prop_ro("last_step", &DecodingLayer::last_step, "Ready when the last step has run.");
+
+  m.def(
+      "step_together",
+      [](const std::vector<DecodingLayer*>& layers, const mx::array& q, const mx::array& k,
+         const mx::array& v, float scale, const std::optional<mx::array>& sinks,
+         const std::vector<TokenTuple>& tokens, mx::StreamOrDevice s) {
+        std::vector<PlannedToken> planned;
+        planned.reserve(tokens.size());
+        for (const auto& token : tokens) planned.push_back(planned_token(token));
+        return DecodingLayer::step_together(layers, q, k, v, scale, sinks, std::move(planned), s);
+      },
+      "layers"_a, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "tokens"_a,
+      "stream"_a = nb::none(),
+      "One token of several layers: (offset, heads, recent, aged_from) of each. Returns out.");
 
   m.def(
       "tracing",

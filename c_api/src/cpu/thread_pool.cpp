@@ -14,6 +14,9 @@ constexpr int kMostThreads = 16;
 // two layers of a small model.
 constexpr int kSpins = 2000;
 
+// Whether this thread works on an item: what the item hands out runs on this thread alone.
+thread_local bool within_item = false;
+
 int default_threads() {
   if (const char* wanted = std::getenv("MLX_H2O_THREADS")) {
     if (const int threads = std::atoi(wanted); threads > 0) return threads;
@@ -66,7 +69,7 @@ void ThreadPool::stop() {
 
 void ThreadPool::run_erased(int items, Call call, const void* job) {
   std::unique_lock lock(busy_, std::defer_lock);
-  if (items == 1 || !lock.try_lock() || workers_.empty()) {
+  if (items == 1 || within_item || !lock.try_lock() || workers_.empty()) {
     for (int i = 0; i < items; ++i) call(job, i);
     return;
   }
@@ -84,7 +87,9 @@ void ThreadPool::run_erased(int items, Call call, const void* job) {
 }
 
 void ThreadPool::claim_items() {
+  within_item = true;
   for (int i = next_.fetch_add(1); i < items_; i = next_.fetch_add(1)) call_(job_, i);
+  within_item = false;
 }
 
 void ThreadPool::serve() {

@@ -36,7 +36,7 @@ class ThreadPool {
   }
 
   // Calls job(i) for each i below items, then returns. Runs on the caller alone while another
-  // thread's job has the pool.
+  // thread's job has the pool, and within a job.
   template <class Job>
   void run(int items, const Job& job) {
     run_erased(items, [](const void* j, int i) { (*static_cast<const Job*>(j))(i); }, &job);

@@ -56,7 +56,7 @@ StepPlan::StepPlan(
         {start, head.length, attended, head.recent, head.victim, int(head.choose), 0, 0});
     attended += head.length;
   }
-  std::vector<int> all{offset,      slots, attended, static_cast<int>(heads.size()),
+  std::vector<int> all{offset,      slots, attended,  static_cast<int>(heads.size()),
                        evict_every, sink,  aged_from, 0};
   all.insert(all.end(), lines.begin(), lines.end());
   integers = mx::array(all.begin(), {static_cast<int>(all.size())}, mx::int32);

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from mlx_h2o import _ext
 from mlx_h2o.backends.cpu import stored
-from mlx_h2o.backends.decoder import Decoder, DecodeStep, Lent
+from mlx_h2o.backends.decoder import Decoder, DecodeStep, Lent, PlannedToken
 from mlx_h2o.remainder import STATISTICS, Remainder
 from mlx_h2o.settings import CacheSettings
 
@@ -81,6 +83,38 @@ class CPUDecoder(Decoder):
         if step.before is not None:
             step.before.arrays = dict(zip(self._changed_by(step), changed, strict=True))
         return out
+
+    @staticmethod
+    def step_together(
+        decoders: Sequence[CPUDecoder],
+        tokens: Sequence[PlannedToken],
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """One token of each of several layers, in one operation.
+
+        Args:
+            decoders: That have the layers.
+            tokens: Their plans; none can be undone.
+            q: `[B, Hq, 1, D]`, the layers' sequences one after the other.
+            k: `[B, H, 1, D]`.
+            v: `[B, H, 1, Dv]`.
+            scale: Factor on q.k.
+            sinks: Attention-sink logits `[Hq]`.
+
+        Returns:
+            `[B, Hq, 1, Dv]`.
+        """
+        plans = [
+            (token.offset, list(token.heads), token.recent, token.aged_from) for token in tokens
+        ]
+        return _ext.step_together(
+            [decoder._layer for decoder in decoders],
+            q, k, v, scale=scale, sinks=sinks, tokens=plans,
+        )  # fmt: skip
 
     def _changed_by(self, step: DecodeStep) -> list[str]:
         """What a step hands out, in the order of the extension."""

@@ -39,6 +39,24 @@ class HeadPlan(NamedTuple):
     choose: bool
 
 
+class PlannedToken(NamedTuple):
+    """What one token does in a layer.
+
+    Attributes:
+        offset: The next logical position.
+        heads: One plan for each KV head.
+        recent: What happens in the recent window, if there is one.
+        before: Takes the arrays that the step changes, as they are before it.
+        aged_from: The position from which ages count.
+    """
+
+    offset: int
+    heads: tuple[HeadPlan, ...]
+    recent: RecentStep | None = None
+    before: StepBefore | None = None
+    aged_from: int = 0
+
+
 class DecodeStep(NamedTuple):
     """One token of a layer.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.backends import choice, reference
-from mlx_h2o.backends.decoder import Decoder, Lent
+from mlx_h2o.backends.decoder import Decoder, DecodeStep, Lent, PlannedToken
 from mlx_h2o.backends.gpu_decoder import GPUDecoder
 from mlx_h2o.settings import CacheSettings
 
@@ -36,6 +38,38 @@ def accepts(settings: CacheSettings, call: AttentionCall, k: mx.array, v: mx.arr
         return settings.packing.recent_bits is None and gpu.can_decode(settings.policy, k, v)
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
     return on_cpu and settings.kernel_policy is not None and choice.backend() is not reference
+
+
+def step_together(
+    decoders: Sequence[Decoder],
+    tokens: Sequence[PlannedToken],
+    call: AttentionCall,
+    k: mx.array,
+    v: mx.array,
+) -> mx.array:
+    """One token of each of several layers, whose decoders are of one device.
+
+    Args:
+        decoders: That have the layers, of one sequence each.
+        tokens: Their plans.
+        call: `[B, Hq, 1, D]`, a sequence for each layer.
+        k: `[B, H, 1, D]`.
+        v: `[B, H, 1, Dv]`.
+
+    Returns:
+        `[B, Hq, 1, Dv]`.
+    """
+    if choice.gpu() is None and not any(token.before for token in tokens):
+        from mlx_h2o.backends.cpu_decoder import CPUDecoder
+
+        of_cpu = [decoder for decoder in decoders if isinstance(decoder, CPUDecoder)]
+        return CPUDecoder.step_together(of_cpu, tokens, call.q, k, v, call.scale, call.sinks)
+    q, k, v = (mx.split(rows, len(decoders)) for rows in (call.q, k, v))
+    outs = [
+        decoder.step(DecodeStep(q[i], k[i], v[i], call.scale, call.sinks, *token))
+        for i, (decoder, token) in enumerate(zip(decoders, tokens, strict=True))
+    ]
+    return mx.concatenate(outs, axis=0)
 
 
 def fits_device(decoder: Decoder) -> bool:

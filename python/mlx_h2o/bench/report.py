@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from mlx_h2o.bench import attention, model, products
-from mlx_h2o.bench.figures import Figure, attention_figures, model_figures
+from mlx_h2o.bench import attention, batch, model, products
+from mlx_h2o.bench.figures import Figure, attention_figures, batch_figures, model_figures
 from mlx_h2o.bench.measuring import Samples
 from mlx_h2o.bench.threads import ALONE, POOL, Handing
 
@@ -28,6 +28,7 @@ class Report:
         attention: One result a case.
         decoding: Seconds per token.
         prompt: Seconds to the first token.
+        batch: Seconds per step of a batch.
         threads: Times of handing out work.
         products: Times of matrix products.
     """
@@ -37,6 +38,7 @@ class Report:
     attention: list[attention.Result] = field(default_factory=list)
     decoding: Samples | None = None
     prompt: Samples | None = None
+    batch: Samples | None = None
     threads: list[Handing] = field(default_factory=list)
     products: list[products.Product] = field(default_factory=list)
 
@@ -45,6 +47,8 @@ class Report:
         figures = attention_figures(self.attention)
         if self.decoding and self.prompt:
             figures += model_figures(self.decoding, self.prompt)
+        if self.batch:
+            figures += batch_figures(self.batch)
         return figures
 
     def as_json(self) -> dict[str, Any]:
@@ -55,6 +59,7 @@ class Report:
             "attention": [result.as_json() for result in self.attention],
             "decoding": decoding_json(self.decoding),
             "prompt": prompt_json(self.prompt),
+            "batch": batch_json(self.batch),
             "threads": [kind.as_json() for kind in self.threads],
             "products": [product.as_json() for product in self.products],
             "figures": [{**asdict(f), "reached": f.reached} for f in self.figures()],
@@ -71,6 +76,8 @@ class Report:
             tables.append(decoding_table(self.decoding))
         if self.prompt:
             tables.append(prompt_table(self.prompt))
+        if self.batch:
+            tables.append(batch_table(self.batch, self.settings["streams"]))
         if self.threads:
             tables.append(threads_table(self.threads))
         if self.products:
@@ -101,6 +108,20 @@ def prompt_json(samples: Samples | None) -> dict[str, Any] | None:
         return None
     return {
         arm: {**found, "time_over_plain": samples.ratio(arm, model.PLAIN)}
+        for arm, found in samples.as_json().items()
+    }
+
+
+def batch_json(samples: Samples | None) -> dict[str, Any] | None:
+    """Seconds per step, and ratios to streaming and to mlx-lm's batch."""
+    if samples is None:
+        return None
+    return {
+        arm: {
+            **found,
+            "over_streaming": samples.speed(arm, batch.STREAMING),
+            "over_mlx_lm": samples.speed(arm, batch.WINDOW),
+        }
         for arm, found in samples.as_json().items()
     }
 
@@ -222,6 +243,22 @@ def prompt_table(samples: Samples) -> Table:
     for arm in samples.arms:
         ratio = samples.ratio(arm, model.PLAIN)
         table.add_row(arm, f"{samples.median(arm):.2f}", f"{ratio:.3f}")
+    return table
+
+
+def batch_table(samples: Samples, streams: int) -> Table:
+    """Tokens per second of all sequences together."""
+    table = numbers(
+        f"a batch of {streams} decoding inside the budget",
+        "caches", "tokens/s, all together", "over streaming", "over mlx-lm's own batch",
+    )  # fmt: skip
+    for arm in samples.arms:
+        table.add_row(
+            arm,
+            f"{streams / samples.median(arm):.1f}",
+            f"{samples.speed(arm, batch.STREAMING):.3f}",
+            f"{samples.speed(arm, batch.WINDOW):.3f}",
+        )
     return table
 
 

@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
         generate,
         golden,
         inspect,
+        serve,
         tune,
         turns,
     )
@@ -85,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
         demo,
         generate,
         chat,
+        serve,
         compress,
         compare,
         evaluate,

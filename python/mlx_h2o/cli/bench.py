@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from mlx_h2o.bench import attention, chart, machine, model, products, threads
+from mlx_h2o.bench import attention, batch, chart, machine, model, products, threads
 from mlx_h2o.bench.measuring import Progress as Told
 from mlx_h2o.bench.report import Report
 from mlx_h2o.builtin import DEFAULT_MODEL, load
@@ -22,7 +22,7 @@ from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
 from mlx_h2o.files import require_folder, write_kept
 
-PARTS = ("attention", "model", "threads", "products")
+PARTS = ("attention", "model", "batch", "threads", "products")
 # A chart is made of these.
 DRAWN = {"attention", "model"}
 ROUNDS, QUICK_ROUNDS = 15, 5
@@ -36,9 +36,9 @@ def add_parser(commands: Any) -> None:
         "bench",
         help="measure the CPU kernels side by side with MLX",
         description="Measure attention against MLX's own and against the machine's read "
-        "bandwidth, decoding of a whole model against mlx-lm's caches, what handing work to "
-        "threads costs, and matrix products with either BLAS. Everything is "
-        "visited by turns, so ratios hold on a busy machine; times need an idle one.",
+        "bandwidth, decoding of a whole model and of a batch of conversations against mlx-lm's "
+        "caches, what handing work to threads costs, and matrix products with either BLAS. "
+        "Everything is visited by turns, so ratios hold on a busy machine; times need an idle one.",
     )
     parser.add_argument(
         "--only", choices=PARTS, action="append", help="measure this part (may be given again)"
@@ -55,6 +55,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--model", default=DEFAULT_MODEL, help="a folder, a hub id, or %(default)s (the default)"
     )
+    parser.add_argument(
+        "--streams", type=int, default=8, metavar="N",
+        help="conversations in a batch (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help="write bench.json and bench.png")
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--json", action="store_true", help="print JSON instead of the tables")
@@ -77,6 +81,7 @@ def run(args: argparse.Namespace) -> None:
             "rounds": rounds,
             "dtypes": args.dtype or list(DTYPES),
             "model": args.model,
+            "streams": args.streams,
         },
     )
     with Progress(
@@ -90,6 +95,8 @@ def run(args: argparse.Namespace) -> None:
             measure_attention(report, bars)
         if "model" in parts:
             measure_model(report, bars)
+        if "batch" in parts:
+            measure_batch(report, bars)
         if "threads" in parts:
             with bar(bars, "threads") as told:
                 report.threads = threads.measure(rounds, told)
@@ -111,6 +118,8 @@ def check(args: argparse.Namespace, parts: tuple[str, ...] | list[str]) -> None:
     """Raise ValueError for what cannot be measured; say what makes figures doubtful."""
     if args.rounds is not None and args.rounds < 1:
         raise ValueError("--rounds must be at least 1.")
+    if args.streams < 1:
+        raise ValueError("--streams must be at least 1.")
     machine.require_kernels()
     if args.out:
         if not DRAWN & set(parts):
@@ -168,6 +177,15 @@ def measure_model(report: Report, bars: Progress) -> None:
         )
     with bar(bars, "prompt") as told:
         report.prompt = model.measure_prompt(network, tokenizer, sizes, told)
+
+
+def measure_batch(report: Report, bars: Progress) -> None:
+    """Conversations side by side."""
+    settings = report.settings
+    network, tokenizer = load(settings["model"])
+    sizes = batch.BatchSizes(streams=settings["streams"])
+    with bar(bars, "batch") as told:
+        report.batch = batch.measure(network, tokenizer, sizes, settings["rounds"], told)
 
 
 def write(report: Report, as_json: dict[str, Any], folder: Path) -> None:

@@ -59,20 +59,18 @@ def pin_rules(args: argparse.Namespace) -> PinRules:
     return PinRules(tuple(args.pin_role), tuple(args.pin), tuple(args.pin_pattern))
 
 
-def add_cache_options(parser: argparse.ArgumentParser, default_size: int) -> None:
-    """The cache's size, policy and remainder."""
+def add_cache_options(
+    parser: argparse.ArgumentParser, default_size: int, memory_option: str = "--kv-memory"
+) -> None:
+    """The cache's size, policy and remainder.
+
+    Args:
+        parser: Takes them.
+        default_size: Tokens, where no size is given.
+        memory_option: What the size in bytes or shares is called.
+    """
     group = parser.add_argument_group("memory")
-    size = group.add_mutually_exclusive_group()
-    size.add_argument(
-        "--max-kv-size", type=int, metavar="N",
-        help=f"tokens held per KV head, on average (default: {default_size})",
-    )  # fmt: skip
-    size.add_argument("--max-kv-bytes", type=int, metavar="N", help="instead: bytes held in all")
-    size.add_argument(
-        "--kv-memory", type=typed(memory, "bytes such as 64MB, or a share such as 25%"),
-        metavar="SIZE", help="the same as 64MB, 1.5GiB, or 25%% of what a 16-bit cache takes at "
-        "--context; bits and slots are then chosen by the model's profile",
-    )  # fmt: skip
+    _add_size_options(group, default_size, memory_option)
     group.add_argument(
         "--context", type=int, metavar="N",
         help="tokens that conversations may reach (default: what the model was trained to see, or "
@@ -116,6 +114,24 @@ def add_cache_options(parser: argparse.ArgumentParser, default_size: int) -> Non
         metavar="N",
         help="last tokens that can be taken back, for speculative decoding (default: %(default)s)",
     )
+
+
+def _add_size_options(
+    group: argparse._ArgumentGroup, default_size: int, memory_option: str
+) -> None:
+    """How much is held."""
+    size = group.add_mutually_exclusive_group()
+    size.add_argument(
+        "--max-kv-size", type=int, metavar="N",
+        help=f"tokens held per KV head, on average (default: {default_size})",
+    )  # fmt: skip
+    size.add_argument("--max-kv-bytes", type=int, metavar="N", help="instead: bytes held in all")
+    size.add_argument(
+        memory_option, dest="kv_memory", metavar="SIZE",
+        type=typed(memory, "bytes such as 64MB, or a share such as 25%"),
+        help="the same as 64MB, 1.5GiB, or 25%% of what a 16-bit cache takes at "
+        "--context; bits and slots are then chosen by the model's profile",
+    )  # fmt: skip
 
 
 def _add_packing_options(group: argparse._ArgumentGroup) -> None:

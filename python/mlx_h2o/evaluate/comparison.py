@@ -21,7 +21,7 @@ from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, caches_in_16_bits, sl
 from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
 from mlx_h2o.evaluate.recall import FORMS, RecallTask, recall_task, recalled
 from mlx_h2o.evaluate.side_by_side import can_share, side_by_side
-from mlx_h2o.evaluate.workers import postponing_interrupts
+from mlx_h2o.evaluate.workers import end_with_parent, postponing_interrupts
 from mlx_h2o.linear_algebra import blas
 from mlx_h2o.policies.settings import setting_of
 from mlx_h2o.prompt_cache import bounded_caches
@@ -262,6 +262,7 @@ _loaded: dict[str, tuple[nn.Module, Any]] = {}
 
 def _start_worker(counter: Any, protocol: Protocol) -> None:
     global _counter, _protocol
+    end_with_parent()
     _counter, _protocol = counter, protocol
 
 

@@ -31,7 +31,20 @@ _counter: Any = None  # of the tokens that all processes have done
 
 def _start(counter: Any, work: Work) -> None:
     global _counter, _work
+    end_with_parent()
     _counter, _work = counter, work
+
+
+def end_with_parent() -> None:
+    """End this worker when the process that started it is gone, killed before it could say so."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _tell(tokens: int) -> None:

@@ -11,6 +11,7 @@
 namespace mlx_h2o {
 
 struct Kept;
+struct PlannedStep;
 struct SlotMemory;
 
 // The newest tokens where they are stored apart (recent.py).
@@ -30,6 +31,14 @@ struct Frame {
 struct RecentStep {
   int slot, length;
   bool leaving;
+};
+
+// One token of a layer, as it is planned.
+struct PlannedToken {
+  int offset;
+  std::vector<HeadPlan> heads;
+  std::optional<RecentStep> recent;
+  int aged_from = 0;  // the position from which ages count
 };
 
 // A layer's slots, remainder and victims while it decodes.
@@ -66,6 +75,13 @@ class DecodingLayer {
       const std::optional<RecentStep>& recent, mx::StreamOrDevice s,
       std::vector<mx::array>* before = nullptr, int aged_from = 0);
 
+  // The same of several layers at once, which differ in their memory and its plan alone: out
+  // [B, Hq, 1, Dv], the sequences of the layers one after the other.
+  static mx::array step_together(
+      const std::vector<DecodingLayer*>& layers, const mx::array& q, const mx::array& k,
+      const mx::array& v, float scale, const std::optional<mx::array>& sinks,
+      std::vector<PlannedToken> tokens, mx::StreamOrDevice s);
+
   // The fields as arrays again; no step may follow.
   std::vector<mx::array> close(mx::StreamOrDevice s);
 
@@ -80,9 +96,11 @@ class DecodingLayer {
       const Stored& keys, const Stored& values, const std::vector<mx::array>& fields) const;
   void check_recent(const Stored& keys, const Stored& values, const Recent& recent) const;
   void take_frame(const Frame& frame, mx::StreamOrDevice s);
-  void check_token(const mx::array& q, const mx::array& k, const mx::array& v) const;
+  void check_token(int B, const mx::array& q, const mx::array& k, const mx::array& v) const;
   void check_plan(
       const std::vector<HeadPlan>& heads, const std::optional<RecentStep>& recent) const;
+
+  PlannedStep planned(const mx::array& q, float scale, PlannedToken token) const;
 
   // What `step` hands out in `before`, whose shapes and dtypes are appended.
   Kept kept_by(

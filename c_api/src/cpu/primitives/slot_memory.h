@@ -46,10 +46,17 @@ struct PlannedStep {
   Kept kept;
 };
 
+// A layer's part in a step.
+struct LayerStep {
+  std::shared_ptr<SlotMemory> memory;
+  PlannedStep planned;
+};
+
 // Out [B, Hq, 1, Dv], an array that is ready after the step, and what it changed, as it was, of
-// these shapes and dtypes. `inputs` are what the step comes after, q, k, v, and sinks if any.
+// these shapes and dtypes; the latter of one layer alone. `inputs` are q, k, v, `sinks` if any, and
+// what the step comes after. The sequences [B, ...] are those of the layers, one after the other.
 std::vector<mx::array> decode_step_on_slots(
-    std::shared_ptr<SlotMemory> memory, PlannedStep planned, std::vector<mx::array> inputs,
+    std::vector<LayerStep> layers, bool sinks, std::vector<mx::array> inputs,
     std::vector<mx::Shape> shapes, std::vector<mx::Dtype> dtypes, mx::Stream stream);
 
 // The arrays in the graph again, of these shapes and dtypes.

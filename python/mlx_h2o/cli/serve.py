@@ -1,0 +1,147 @@
+"""`mlx_h2o serve`: mlx-lm's OpenAI-compatible server, within one hard bound for KV memory."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlx_h2o import checks
+from mlx_h2o.builtin import DEFAULT_MODEL, model_path, require_model
+from mlx_h2o.cli.options import add_cache_options, cache_settings, memory, policy_settings, typed
+from mlx_h2o.files import require_folder
+from mlx_h2o.gguf import SUFFIX
+from mlx_h2o.memory_size import Share, memory_size
+
+DEFAULT_MAX_KV_SIZE = 1024
+#: Options of mlx-lm's server that are passed on as they are.
+MLX_LMS = {
+    "host": "address to listen on (default: 127.0.0.1, which other machines cannot reach)",
+    "port": "port (default: 8080; 0: any that is free)",
+    "max-tokens": "tokens of an answer, where the request does not say (default: 512)",
+    "temp": "temperature, where the request does not say (default: 0)",
+    "top-p": "top-p, likewise (default: 1)",
+    "top-k": "top-k, likewise (default: 0, which is off)",
+    "min-p": "min-p, likewise (default: 0)",
+    "decode-concurrency": "requests that are answered at the same time (default: 32)",
+    "prompt-concurrency": "prompts that are read at the same time (default: 8)",
+    "prefill-step-size": "prompt tokens read at a time (default: 2048)",
+    "prompt-cache-size": "idle caches to keep, where there is no --kv-memory (default: 10)",
+    "adapter-path": "trained adapters of the model",
+    "chat-template": "another chat template",
+    "chat-template-args": "arguments of the chat template, as JSON",
+    "log-level": "DEBUG, INFO, WARNING, ERROR or CRITICAL (default: WARNING)",
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Add `serve` to the command's subparsers."""
+    parser = commands.add_parser(
+        "serve",
+        help="an OpenAI-compatible server within one bound for all KV memory",
+        description="mlx-lm's server (/v1/chat/completions, /v1/completions) with bounded caches, "
+        "continuous batching and re-use of prefixes. A request may bring its own settings in the "
+        'extra field "mlx_h2o", as {"mlx_h2o": {"max_size": 512, "policy": "h2o"}}; what '
+        "cannot be honoured is refused with the reason.",
+    )
+    parser.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        help="a local folder, a hub id, a .gguf file, smollm2-135m, or builtin:recall-4m "
+        "(default: %(default)s)",
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument(
+        "--kv-memory", dest="bound", type=typed(size_in_bytes, "bytes such as 2GB"),
+        metavar="SIZE", help="hard bound for the KV memory of all conversations, prefixes and "
+        "batches; requests wait until theirs is free (default: none)",
+    )  # fmt: skip
+    server.add_argument(
+        "--queue", type=int, default=32, metavar="N",
+        help="requests that may wait; more get 429 (default: %(default)s)",
+    )  # fmt: skip
+    server.add_argument(
+        "--sessions", type=Path, metavar="DIR",
+        help="save conversations there, to go on with after a restart or when memory was short",
+    )  # fmt: skip
+    server.add_argument(
+        "--max-request", type=typed(size_in_bytes, "bytes such as 8MB"), default=8 << 20,
+        metavar="SIZE", help="largest body of a request (default: 8 MiB)",
+    )  # fmt: skip
+    server.add_argument(
+        "--allowed-origins", default="", metavar="URLS",
+        help="web pages that may ask, separated by commas; * is all (default: our own)",
+    )  # fmt: skip
+    for name, text in MLX_LMS.items():
+        server.add_argument(f"--{name}", metavar=name.rpartition("-")[2].upper(), help=text)
+    add_cache_options(parser, DEFAULT_MAX_KV_SIZE, "--conversation-memory")
+    parser.set_defaults(run=run)
+
+
+def size_in_bytes(text: str) -> int:
+    """Bytes, as "2GB".
+
+    Raises:
+        ValueError: It is no size, or a share of one.
+    """
+    size = memory_size("a size", memory(text))
+    if isinstance(size, Share):
+        raise ValueError(text)
+    return size
+
+
+def run(args: argparse.Namespace) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    from mlx_h2o.serve.running import ServerSettings, serve
+
+    checks.whole("--queue", args.queue, 0)
+    if args.sessions is not None:
+        if not args.sessions.exists():  # for its owner's eyes only
+            args.sessions.mkdir(mode=0o700, parents=True)
+        require_folder("--sessions", args.sessions)
+    path = model_path(args.model)
+    if not path.endswith(SUFFIX):
+        require_model(args.model, path)
+    settings = ServerSettings(
+        cache_defaults(args), args.bound, args.queue, args.sessions, args.max_request
+    )
+    options = ["--model", args.model, "--allowed-origins", args.allowed_origins]
+    for name in MLX_LMS:
+        given = getattr(args, name.replace("-", "_"))
+        if given is None and name == "log-level":
+            given = "WARNING"
+        if given is not None:
+            options += [f"--{name}", given]
+    serve(settings, options)
+    # All is written and every client gone. MLX's threads may still be letting go of Python's
+    # objects, and one that does so while the interpreter ends aborts the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def cache_defaults(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of caches that the options describe, as `make_prompt_cache` takes them.
+
+    Raises:
+        ValueError: There are no such settings.
+    """
+    cache_settings(args, DEFAULT_MAX_KV_SIZE)  # which checks them, and chooses a size
+    given = {
+        "max_size": args.max_kv_size,
+        "max_bytes": args.kv_memory or args.max_kv_bytes,
+        "context": args.context,
+        "policy": args.policy,
+        "remainder": not args.no_remainder,
+        "budgets": args.budgets,
+        "bits": args.kv_bits,
+        "k_bits": args.k_bits,
+        "v_bits": args.v_bits,
+        "group_size": args.kv_group_size,
+        "recent_bits": args.recent_bits,
+        "undo": args.undo,
+        **policy_settings(args),
+    }
+    return {name: value for name, value in given.items() if value is not None}

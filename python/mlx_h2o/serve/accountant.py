@@ -1,0 +1,98 @@
+"""The hard bound: what runs has its bytes reserved, and what is idle lives in the rest."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from mlx_h2o.serve.ticket import Ticket
+
+#: Finished requests by which the time until a place is free is estimated.
+REMEMBERED = 16
+
+
+class Accountant:
+    """Bytes of all conversations, prefixes and batches, and who waits for some.
+
+    A request runs only once all that its cache may ever take is reserved, so nothing that happens
+    while it runs can exceed the bound.
+
+    Args:
+        bound: Bytes for everything, or None: no bound.
+        queue: Requests that may wait.
+    """
+
+    def __init__(self, bound: int | None, queue: int):
+        self.bound, self.queue = bound, queue
+        self._lock = threading.Lock()
+        self._running: dict[Ticket, int] = {}
+        self._waiting: set[Ticket] = set()
+        self._seconds: deque[float] = deque(maxlen=REMEMBERED)
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Requests that were not admitted yet."""
+        return len(self._waiting)
+
+    def enter(self, ticket: Ticket) -> bool:
+        """Let a request wait; False where the queue is full."""
+        with self._lock:
+            if len(self._waiting) >= self.queue and not self._free_for(ticket):
+                return False
+            self._waiting.add(ticket)
+            return True
+
+    def leave(self, ticket: Ticket) -> None:
+        """A request waits no longer, whatever became of it."""
+        with self._lock:
+            self._waiting.discard(ticket)
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds after which a place may be free."""
+        seconds = list(self._seconds) or [1.0]
+        return max(1, round(sum(seconds) / len(seconds)))
+
+    # -- running ----------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Requests that run."""
+        return len(self._running)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that running requests may take at most."""
+        return sum(self._running.values())
+
+    @property
+    def left_for_idle(self) -> int | None:
+        """Bytes that idle conversations may hold now; None: no bound."""
+        return None if self.bound is None else self.bound - self.reserved
+
+    def _free_for(self, ticket: Ticket) -> bool:
+        return not self._waiting and self.can_admit(ticket)
+
+    def can_admit(self, ticket: Ticket) -> bool:
+        """Whether a request can run beside those that do, once idle conversations made room."""
+        return self.bound is None or self.reserved + ticket.need <= self.bound
+
+    def admit(self, ticket: Ticket) -> None:
+        """Reserve a request's bytes; idle conversations must make room before it runs."""
+        with self._lock:
+            self._waiting.discard(ticket)
+            self._running[ticket] = ticket.need
+
+    def release(self, ticket: Ticket, seconds: float | None = None) -> None:
+        """A request's last token is out, or it failed; doing it twice changes nothing.
+
+        Args:
+            ticket: Its.
+            seconds: How long it took from its admission, if it came to its end.
+        """
+        with self._lock:
+            self._waiting.discard(ticket)
+            if self._running.pop(ticket, None) is not None and seconds is not None:
+                self._seconds.append(seconds)

@@ -1,0 +1,310 @@
+"""Idle conversations and prefixes: where mlx-lm's server looks for what it knows of a prompt.
+
+It stands in the place of mlx-lm's `LRUPromptCache`. What has evicted tokens serves its own
+continuation and nothing else, except what the undo of its last steps allows. When room is needed,
+snapshots that a longer conversation has passed go first, then idle conversations shrink, the
+longest unused first, then they go to disk, if there is a folder for them, or are forgotten.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_h2o.bounded_cache import BoundedKVCache
+from mlx_h2o.cache_lists import entries
+from mlx_h2o.layer import Layer
+from mlx_h2o.resizing import resize
+from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
+
+#: What mlx-lm's server calls the entries that it keeps.
+KINDS = ("assistant", "user", "system")
+#: How much of its bytes an idle conversation keeps when it shrinks.
+SHRUNK = 0.5
+
+
+@dataclass(eq=False)
+class Idle:
+    """Caches that no request uses now.
+
+    Attributes:
+        label: Of their settings.
+        key: Of their tokens.
+        cache: One for each layer.
+        kind: Of KINDS.
+        pieces: Their bytes by identity (`BoundedKVCache.pieces`).
+        used: When it was used last: higher is later.
+        passed: Whether a longer conversation has gone on from it.
+        shrunk: Whether it was made smaller.
+    """
+
+    label: str
+    key: bytes
+    cache: list[Any]
+    kind: str
+    pieces: dict[int, int]
+    used: int
+    passed: bool = False
+    shrunk: bool = False
+
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether nothing but a repeated question would need it."""
+        return self.kind == "user" or (self.kind == "assistant" and self.passed)
+
+
+class Conversations:
+    """All idle caches of one model.
+
+    Args:
+        most: Entries that it keeps at most; None: only bytes count.
+        sessions: Where conversations go when there is no room for them, or None.
+    """
+
+    def __init__(self, most: int | None = None, sessions: Sessions | None = None):
+        self.most, self.sessions = most, sessions
+        self.left: Callable[[], int | None] = lambda: None  # bytes that all may take now
+        # Of the request that is being begun: its settings, and empty caches of them.
+        self.label, self._empty = "", list[Any]()
+        self.shrunk = self.forgotten = 0  # how often, for the metrics
+        self._idle: dict[tuple[str, bytes], Idle] = {}
+        self._snapped: set[int] = set()
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all; what several share counts once."""
+        together: dict[int, int] = {}
+        for idle in list(self._idle.values()):
+            together |= idle.pieces
+        return sum(together.values())
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        """Entries and bytes of each kind, for mlx-lm's log."""
+        stats = {}
+        for kind in KINDS:
+            of_kind = [idle for idle in self._idle.values() if idle.kind == kind]
+            size = sum(sum(idle.pieces.values()) for idle in of_kind)
+            stats[kind] = {"n_sequences": len(of_kind), "n_bytes": size}
+        return stats
+
+    # -- what mlx-lm's server asks ----------------------------------------------------------------
+
+    def begin(self, label: str, empty: list[Any]) -> None:
+        """The next prompt that is looked up is of these settings, with empty caches of them."""
+        self.label, self._empty = label, empty
+
+    def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any], list[int]]:
+        """The caches that know most of a prompt, and the tokens that they do not know.
+
+        They are the caller's own, empty ones if nothing is known. At least the last token is left,
+        from which generation begins.
+
+        Args:
+            model: Unused: all are of one model.
+            tokens: The prompt.
+        """
+        tokens, key = list(tokens), key_of(tokens)
+        found = self._longest_before(key)
+        undone = self._undone(key, token_count(found.key) if found else 0)
+        if undone is not None:
+            return undone[0], tokens[undone[1] :]
+        known = token_count(found.key) if found else 0
+        if self.sessions is not None:
+            saved = self.sessions.longest_before(self.label, key)
+            # A shrunk conversation's file still has all that it held.
+            if saved is not None and (
+                token_count(saved.key) > known or (found is not None and found.shrunk)
+            ):
+                cache = self.sessions.load(saved)
+                if cache is not None:
+                    return cache, tokens[token_count(saved.key) :]
+        if found is None:
+            return copy.deepcopy(self._empty), tokens
+        self._clock += 1
+        found.used = self._clock
+        cache = copy.deepcopy(found.cache)
+        if found.shrunk:
+            grow(cache, self._empty)
+        return cache, tokens[known:]
+
+    def snapped(self, cache: list[Any]) -> None:
+        """What will be inserted next was copied before its turn ended: it is no conversation."""
+        self._snapped.add(id(cache))
+
+    def insert_cache(
+        self,
+        model: Any,
+        tokens: Sequence[int],
+        prompt_cache: list[Any],
+        *,
+        cache_type: str = "assistant",
+    ) -> None:
+        """Keep caches; a conversation goes to its file at once, so that a crash cannot lose it.
+
+        Args:
+            model: Unused.
+            tokens: What they hold.
+            prompt_cache: One for each layer; theirs from now on.
+            cache_type: One of KINDS.
+        """
+        key, label = key_of(tokens), label_of(prompt_cache)
+        if id(prompt_cache) in self._snapped:
+            self._snapped.remove(id(prompt_cache))
+            cache_type = "system" if cache_type == "system" else "user"
+        mx.eval([entry.state for entry in prompt_cache])
+        for idle in self._idle.values():
+            if idle.label == label and len(idle.key) < len(key) and key.startswith(idle.key):
+                idle.passed = True
+        self._clock += 1
+        pieces = pieces_of(prompt_cache)
+        self._idle[label, key] = Idle(label, key, prompt_cache, cache_type, pieces, self._clock)
+        if cache_type == "assistant" and self.sessions is not None:
+            self._save(label, key, prompt_cache)
+        self.trim_to(n_sequences=self.most)
+        self.make_room(self.left())
+
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        """Make room until no more than so many entries or bytes are left."""
+        while n_sequences is not None and len(self) > max(n_sequences, 0):
+            self._give_up(self._first_to_go())
+        if n_bytes is not None:
+            self.make_room(max(n_bytes, 0))
+
+    # -- room -------------------------------------------------------------------------------------
+
+    def make_room(self, left: int | None) -> None:
+        """Shrink, save and forget until all idle caches take at most `left` bytes."""
+        while left is not None and self._idle and self.nbytes > left:
+            first = self._first_to_go()
+            if first.is_snapshot or not self._shrink_one():
+                self._give_up(first)
+
+    def _first_to_go(self) -> Idle:
+        """Snapshots, then conversations, then what several begin with; unused longest first."""
+        return min(
+            self._idle.values(),
+            key=lambda idle: (not idle.is_snapshot, idle.kind == "system", idle.used),
+        )
+
+    def _shrink_one(self) -> bool:
+        """Shrink the conversation that was unused longest and was not shrunk; False: none."""
+        whole = [idle for idle in self._idle.values() if not idle.shrunk]
+        for idle in sorted(whole, key=lambda idle: idle.used):
+            idle.shrunk = True
+            before = sum(idle.pieces.values())
+            try:
+                resize(idle.cache, max_bytes=int(before * SHRUNK))
+            except ValueError:  # as small as its policy works with
+                continue
+            mx.eval([entry.state for entry in idle.cache])
+            idle.pieces = pieces_of(idle.cache)
+            self.shrunk += 1
+            return True
+        return False
+
+    def _give_up(self, idle: Idle) -> None:
+        """Let go of an entry; a conversation's file, if there is a folder, is written already."""
+        del self._idle[idle.label, idle.key]
+        self.forgotten += 1
+
+    def _save(self, label: str, key: bytes, cache: list[Any]) -> None:
+        """Write a conversation, and remove the files of its earlier turns."""
+        assert self.sessions is not None
+        try:
+            self.sessions.save(label, key, cache)
+        except OSError as error:
+            logging.error("A conversation could not be saved: %s", error)
+            return
+        while (earlier := self.sessions.longest_before(label, key)) is not None:
+            self.sessions.forget(earlier.label, earlier.key)
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    def _longest_before(self, key: bytes) -> Idle | None:
+        """The longest entry of these settings that the tokens go on from."""
+        before = (
+            idle
+            for idle in self._idle.values()
+            if idle.label == self.label and len(idle.key) < len(key) and key.startswith(idle.key)
+        )
+        return max(before, key=lambda idle: len(idle.key), default=None)
+
+    def _undone(self, key: bytes, more_than: int) -> tuple[list[Any], int] | None:
+        """Caches that differ by steps which can be undone without a trace, and what they know.
+
+        Args:
+            key: Of the prompt.
+            more_than: Tokens that are known without.
+        """
+        tokens = tokens_of(key)
+        best: Idle | None = None
+        for idle in self._idle.values():
+            if idle.label != self.label:
+                continue
+            held = tokens_of(idle.key)
+            common = min(_common(held, tokens), len(tokens) - 1)
+            if common > more_than and leaves_no_trace(idle.cache, len(held) - common):
+                best, more_than = idle, common
+        if best is None:
+            return None
+        cache = copy.deepcopy(best.cache)
+        count = token_count(best.key) - more_than
+        for _, entry in entries(cache):
+            entry.trim(count)
+        return cache, more_than
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def leaves_no_trace(cache: Sequence[Any], count: int) -> bool:
+    """Whether the last `count` tokens of a list of caches can be taken back exactly."""
+    for _, entry in entries(cache):
+        if not isinstance(entry, BoundedKVCache):
+            if not entry.is_trimmable():
+                return False
+        elif entry.layer is None or count > _undoable(entry.layer):
+            return False
+    return True
+
+
+def _undoable(layer: Layer) -> int:
+    """How many of the newest tokens leave no trace: steps within `undo`, and what nobody scored."""
+    return len(layer.journal) if layer.policy.needs_attention else layer.trimmable
+
+
+def grow(cache: Sequence[Any], empty: Sequence[Any]) -> None:
+    """Give caches that shrank the budgets of empty ones again; what they lost stays lost."""
+    for (_, entry), (_, new) in zip(entries(cache), entries(empty), strict=True):
+        if isinstance(entry, BoundedKVCache) and new.budgets is not None:
+            whole = replace(entry.resized_settings(new.budgets), filling=new.settings.filling)
+            entry.follow(whole.grown(entry.offset) or whole)
+
+
+def label_of(cache: Sequence[Any]) -> str:
+    """The label that a list's bounded caches carry."""
+    labels = {entry.label for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)}
+    return labels.pop() if len(labels) == 1 else ""
+
+
+def pieces_of(cache: Sequence[Any]) -> dict[int, int]:
+    """Bytes of a list of caches by identity, so that shared ones can be counted once."""
+    pieces: dict[int, int] = {}
+    for _, entry in entries(cache):
+        if isinstance(entry, BoundedKVCache):
+            pieces |= entry.pieces()
+        else:
+            pieces[id(entry)] = entry.nbytes
+    return pieces

@@ -1,0 +1,244 @@
+"""mlx-lm's response generator inside the bound: who is let in, with which caches, and when."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from queue import Empty
+from typing import Any
+
+from mlx_lm.server import ResponseGenerator
+
+from mlx_h2o.bounded_cache import BoundedKVCache
+from mlx_h2o.cache_lists import entries
+from mlx_h2o.prompt_cache import bounded_caches
+from mlx_h2o.refusals import NothingToBound
+from mlx_h2o.serve.accountant import Accountant
+from mlx_h2o.serve.conversations import Conversations
+from mlx_h2o.serve.fields import label_of
+from mlx_h2o.serve.metrics import Metrics
+from mlx_h2o.serve.most_bytes import most_bytes
+from mlx_h2o.serve.served_model import ServedModel
+from mlx_h2o.serve.ticket import HungUp, Ticket
+from mlx_h2o.settings import ModelSettings
+from mlx_h2o.stock import stock_caches
+
+#: Different settings whose empty caches are kept.
+MOST_PLANS = 64
+
+
+class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
+    """mlx-lm's `ResponseGenerator`, whose requests wait until their bytes are free.
+
+    Args:
+        provider: Of the model.
+        conversations: Idle caches.
+        accountant: Of the bytes.
+        metrics: What is counted.
+        defaults: Settings of caches whose request says nothing of them.
+        made: Takes this generator, before its thread begins.
+    """
+
+    def __init__(
+        self,
+        provider: ServedModel,
+        conversations: Conversations,
+        accountant: Accountant,
+        metrics: Metrics,
+        defaults: Mapping[str, Any],
+        made: list[BoundedGenerator],
+    ):
+        made.append(self)
+        self.provider, self.accountant, self.metrics = provider, accountant, metrics
+        self.defaults = defaults
+        self.conversations, self.running_bytes, self.peak = conversations, 0, 0
+        conversations.left = lambda: accountant.left_for_idle
+        self._plans: dict[str, tuple[list[Any], int]] = {}
+        self._planning = threading.Lock()
+        self._line: deque[Any] = deque()
+        self._current: Ticket | None = None
+        self.slots = 0.0  # tokens that all running caches hold, mean over layers
+        super().__init__(provider, conversations)  # type: ignore[arg-type]
+
+    # -- what a request needs ---------------------------------------------------------------------
+
+    def ticket_for(self, settings: Mapping[str, Any], gone: Callable[[], bool]) -> Ticket:
+        """A request's claim.
+
+        Args:
+            settings: Of its caches, as `ModelSettings.of` takes them.
+            gone: Whether its client went away.
+
+        Raises:
+            ValueError: The model cannot have such caches, or they exceed the bound.
+            RuntimeError: The model could not be loaded.
+        """
+        label = label_of(settings)
+        return Ticket(label, settings, self._planned(label, settings)[1], gone)
+
+    def _planned(self, label: str, settings: Mapping[str, Any]) -> tuple[list[Any], int]:
+        """Empty caches of these settings, and the bytes that they may take."""
+        model = self.provider.require()
+        with self._planning:
+            if label not in self._plans:
+                if len(self._plans) >= MOST_PLANS:
+                    del self._plans[next(iter(self._plans))]
+                self._plans[label] = self._plan(model, label, settings)
+            return self._plans[label]
+
+    def _plan(self, model: Any, label: str, settings: Mapping[str, Any]) -> tuple[list[Any], int]:
+        try:
+            empty = bounded_caches(model, ModelSettings.of(**settings))
+        except NothingToBound:
+            empty = stock_caches(model)
+        for _, entry in entries(empty):
+            if isinstance(entry, BoundedKVCache):
+                entry.label = label
+        bound = self.accountant.bound
+        if bound is None:
+            return empty, 0
+        need = most_bytes(empty)
+        if need > bound:
+            raise ValueError(
+                f"These caches may take {need:,} bytes, and the server holds {bound:,} in all: ask "
+                "for fewer."
+            )
+        return empty, need
+
+    # -- who is let in ----------------------------------------------------------------------------
+
+    def _next_request(self, timeout: float | None = None) -> Any:
+        """The next request whose bytes are free; mlx-lm asks between two steps."""
+        return self._share_request(self._admitted(timeout) if self._rank == 0 else None)
+
+    def _admitted(self, timeout: float | None) -> Any:
+        self._line_up(None if self._line else timeout)
+        while self._line:
+            answers, request, _ = self._line[0]
+            ticket = request.ticket
+            if ticket.gone():
+                self._line.popleft()
+                self.accountant.release(ticket)
+                answers.put(HungUp("The client went away."))
+                continue
+            if not self.accountant.can_admit(ticket):
+                return None
+            self.accountant.admit(ticket)
+            ticket.admitted = time.monotonic()
+            self.conversations.make_room(self.accountant.left_for_idle)
+            self.metrics.observe(
+                "queue_seconds", "Time until a request was let in.", ticket.admitted - ticket.came
+            )
+            return self._line.popleft()
+        return None
+
+    def _line_up(self, timeout: float | None) -> None:
+        """Move what has come into the line; wait for the first so long, if at all."""
+        try:
+            while True:
+                if timeout is None:
+                    self._line.append(self.requests.get_nowait())
+                else:
+                    self._line.append(self.requests.get(timeout=timeout))
+                    timeout = None
+        except Empty:
+            return
+
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        """As in mlx-lm; the caches that are looked up next are this request's."""
+        ticket = request.ticket
+        try:
+            tokenized = super()._tokenize(tokenizer, request, args)
+            if not tokenized[0]:
+                raise ValueError("The prompt is empty.")
+        except Exception:
+            self.ended(ticket, None)
+            raise
+        self._current = ticket
+        self.conversations.begin(ticket.label, self._planned(ticket.label, ticket.settings)[0])
+        return tokenized
+
+    def _serve_single(self, request: Any, *args: Any) -> None:
+        """As in mlx-lm, for what cannot be batched."""
+        ticket = request[1].ticket
+        try:
+            super()._serve_single(request, *args)
+        finally:
+            self.ended(ticket, None)
+
+    # -- what the batch tells ---------------------------------------------------------------------
+
+    def begun(self) -> Ticket:
+        """The request whose prompt comes now."""
+        assert self._current is not None
+        return self._current
+
+    def weighed(self, nbytes: int, slots: float) -> None:
+        """What all caches of the batch hold."""
+        self.running_bytes, self.slots = nbytes, slots
+        self.peak = max(self.peak, nbytes + self.conversations.nbytes)
+
+    def stepped(self, seconds: float, prompted: int, generated: int) -> None:
+        """A step of all sequences is done."""
+        if prompted:
+            self.metrics.count("prompt_tokens", "Prompt tokens read.", prompted)
+        if generated:
+            self.metrics.count("generated_tokens", "Tokens generated.", generated)
+            if not prompted:
+                text = "Time of one step of all that run, each of which gives one token."
+                self.metrics.observe("token_seconds", text, seconds)
+
+    def snapped(self, cache: list[Any]) -> None:
+        """These caches were copied in mid-way."""
+        self.conversations.snapped(cache)
+
+    def ended(self, ticket: Ticket, cache: list[Any] | None) -> None:
+        """A request runs no longer."""
+        seconds = None
+        if cache is not None:
+            seconds = time.monotonic() - ticket.admitted
+            self.metrics.count(
+                "evicted_tokens", "Tokens evicted, mean over heads.", _evicted(cache)
+            )
+        self.accountant.release(ticket, seconds)
+
+    # -- what a handler asks ----------------------------------------------------------------------
+
+    def generate(
+        self,
+        request: Any,
+        generation_args: Any,
+        progress_callback: Callable[[int, int], None] | None = None,
+    ) -> tuple[Any, Iterator[Any]]:
+        """As in mlx-lm, but given up when the client goes away.
+
+        Raises:
+            HungUp: It did.
+        """
+        if not hasattr(request, "ticket"):
+            request.ticket = self.ticket_for(self.defaults, lambda: False)
+        gone = request.ticket.gone
+
+        def told(done: int, whole: int) -> None:
+            if gone():
+                raise HungUp("The client went away.")
+            if progress_callback is not None:
+                progress_callback(done, whole)
+
+        context, responses = super().generate(request, generation_args, told)
+
+        def watched() -> Iterator[Any]:
+            for response in responses:
+                if gone():
+                    raise HungUp("The client went away.")
+                yield response
+
+        return context, watched()
+
+
+def _evicted(cache: list[Any]) -> float:
+    """Tokens that the bounded caches of a list have evicted, mean over layers."""
+    evicted = [e.evicted for _, e in entries(cache) if isinstance(e, BoundedKVCache)]
+    return sum(evicted) / len(evicted) if evicted else 0.0

@@ -1,0 +1,209 @@
+"""HTTP: mlx-lm's endpoints with checks before them, and the server's own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import select
+import socket
+import sys
+from contextlib import suppress
+from http.server import ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+from mlx_lm.server import APIHandler
+
+from mlx_h2o.serve.fields import check_body, check_for_model, settings_of
+from mlx_h2o.serve.generator import BoundedGenerator
+
+#: Seconds that a client may keep a read or a write waiting.
+PATIENCE = 60
+#: Bytes of a request that nobody asked to be larger.
+USUAL_REQUEST = 8 << 20
+
+
+class Refused(Exception):
+    """A request that asks for what is not done; mlx-lm lets it through to us."""
+
+
+class Handler(APIHandler):  # type: ignore[misc]
+    """mlx-lm's handler: requests are checked whole before they reach it.
+
+    Attributes:
+        largest: Bytes that a request's body may have.
+    """
+
+    timeout = PATIENCE
+    largest = USUAL_REQUEST
+    response_generator: BoundedGenerator
+
+    # -- what comes in ----------------------------------------------------------------------------
+
+    def do_POST(self) -> None:
+        """As in mlx-lm, for bodies of a known and moderate size from where they may come."""
+        length = self.headers.get("Content-Length", "")
+        origin = self.headers.get("Origin")
+        if length and not length.isdecimal():
+            self.refuse(400, "Content-Length must be a whole number.")
+        elif length and int(length) > self.largest:
+            self.refuse(413, f"The request has {length} bytes; {self.largest} are taken at most.")
+        elif origin is not None and not self._welcome(origin):
+            self.refuse(403, "Pages of other origins are not served; see --allowed-origins.")
+        else:
+            try:
+                super().do_POST()
+            except UnicodeDecodeError:
+                self.refuse(400, "The body is not UTF-8.")
+            except Refused as error:
+                self.refuse(400, str(error))
+
+    def _welcome(self, origin: str) -> bool:
+        """Whether a page from there may ask: our own, or one that the command line names."""
+        allowed = self.response_generator.cli_args.allowed_origins
+        return (
+            "*" in allowed or origin in allowed or urlsplit(origin).netloc == self.headers["Host"]
+        )
+
+    def validate_model_parameters(self) -> None:
+        """As in mlx-lm; and what it would pass over, or break off at, is refused.
+
+        Raises:
+            Refused: The body asks for what is not done.
+        """
+        generator = self.response_generator
+        provider = generator.provider
+        try:
+            check_body(self.body, self._names())
+            super().validate_model_parameters()
+            check_for_model(self.body, provider.require(), provider.tokenizer)
+            self.settings = settings_of(self.body, generator.defaults)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        # Whatever it was called: requests for different models do not share a batch.
+        self.requested_model = self._names()[-1]
+        self.requested_draft_model, self.adapter = "default_model", None
+
+    def _names(self) -> tuple[str, ...]:
+        """By which the model may be called."""
+        served = str(self.response_generator.cli_args.model)
+        return "default_model", served
+
+    def handle_completion(self, request: Any, stop_words: list[str]) -> None:
+        """As in mlx-lm, once there is a place in the queue."""
+        generator = self.response_generator
+        try:
+            ticket = generator.ticket_for(self.settings, self._hung_up)
+        except ValueError as error:
+            self.refuse(400, str(error))
+            return
+        if not generator.accountant.enter(ticket):
+            wait = generator.accountant.retry_after
+            self.refuse(429, "The queue is full.", {"Retry-After": str(wait)})
+            return
+        request.ticket = ticket
+        self._count(200)
+        try:
+            super().handle_completion(request, stop_words)
+        finally:
+            generator.accountant.leave(ticket)
+
+    def _hung_up(self) -> bool:
+        """Whether the client closed its connection."""
+        try:
+            poll = select.poll()
+            poll.register(self.connection, select.POLLIN)
+            return bool(poll.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
+        except (OSError, ValueError):
+            return True
+
+    # -- what goes out ----------------------------------------------------------------------------
+
+    def _set_completion_headers(self, status_code: int = 200) -> None:
+        # mlx-lm says 404 of whatever went wrong with a completion.
+        if status_code == 404 and hasattr(self, "settings"):
+            status_code = 400 if self.response_generator.is_healthy else 503
+        super()._set_completion_headers(status_code)
+
+    def refuse(self, status: int, why: str, headers: dict[str, str] | None = None) -> None:
+        """Answer with an error, in the form that OpenAI's clients read."""
+        self._count(status)
+        kinds = {429: "rate_limit_error", 503: "server_error"}
+        error = {"message": why, "type": kinds.get(status, "invalid_request_error"), "code": status}
+        body = json.dumps({"error": error}).encode()
+        self.close_connection = True
+        self.send_answer(status, "application/json", body, headers)
+
+    def send_answer(
+        self, status: int, content_type: str, body: bytes, headers: dict[str, str] | None = None
+    ) -> None:
+        """A whole answer."""
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self._set_cors_headers()
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _count(self, status: int) -> None:
+        text = "Requests, by the status of the answer."
+        self.response_generator.metrics.count("requests", text, status=str(status))
+
+    def do_GET(self) -> None:
+        """/metrics and /v1/models; /health as in mlx-lm."""
+        path = urlsplit(self.path).path
+        if path == "/metrics":
+            metrics = self.response_generator.metrics
+            status = 200 if metrics.available else 501
+            self.send_answer(status, metrics.content_type, metrics.text().encode())
+        elif path == "/v1/models":
+            model = {"id": self._names()[-1], "object": "model", "created": self.created}
+            body = json.dumps({"object": "list", "data": [model | {"owned_by": "mlx-h2o"}]})
+            self.send_answer(200, "application/json", body.encode())
+        elif path == "/health":
+            super().do_GET()
+        else:
+            self.refuse(404, "There is nothing here.")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """To the log, as mlx-lm's own lines."""
+        logging.info(format, *args)
+
+
+class Server(ThreadingHTTPServer):
+    """A thread for each client; those that go away are no error, and closing sends all away."""
+
+    # Threads that the interpreter cuts off in MLX at its end take the process with them.
+    daemon_threads = False
+    request_queue_size = 128
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._clients: set[socket.socket] = set()
+        super().__init__(*args, **kwargs)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a client in a thread of its own."""
+        self._clients.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """A client was answered."""
+        self._clients.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Send all clients away, and wait for their threads."""
+        for client in list(self._clients):
+            with suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+        super().server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what went wrong with a request."""
+        error = sys.exception()
+        if isinstance(error, ConnectionError | TimeoutError):
+            logging.info("A client went away: %s", error)
+        else:
+            logging.exception("A request failed")

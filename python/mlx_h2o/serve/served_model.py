@@ -1,0 +1,69 @@
+"""The one model that a server serves, loaded as `mlx_h2o.load` loads it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.server import ModelProvider
+
+from mlx_h2o.builtin import load
+from mlx_h2o.stock import stock_caches
+
+
+class ServedModel(ModelProvider):  # type: ignore[misc]
+    """mlx-lm's provider, but of the model of the command line alone: no request names a path.
+
+    Attributes:
+        loaded: Set once the model is there, or cannot be loaded.
+        failure: Why it cannot, or None.
+    """
+
+    def __init__(self, cli_args: Any):
+        super().__init__(cli_args)
+        self.loaded = threading.Event()
+        self.failure: Exception | None = None
+
+    def load(
+        self,
+        model_path: str,
+        adapter_path: str | None = None,
+        draft_model_path: str | None = None,
+    ) -> tuple[Any, Any]:
+        """The served model and its tokenizer, whatever name a request calls it by."""
+        if self.model is None:
+            try:
+                self._load_served()
+            except Exception as error:
+                self.failure = error
+                raise
+            finally:
+                self.loaded.set()
+        return self.model, self.tokenizer
+
+    def _load_served(self) -> None:
+        own: Any = self  # mlx-lm's attributes begin as None
+        args = self.cli_args
+        if args.adapter_path is not None or self.is_distributed:
+            super().load("default_model", args.adapter_path, None)
+        else:
+            own.model, own.tokenizer = load(args.model)
+            own.model_key = (args.model, None, None)
+            own.processor = own.draft_model = None
+            if args.chat_template:
+                own.tokenizer.chat_template = args.chat_template
+        # Other threads make caches of it, which cannot evaluate what this one left lazy.
+        mx.eval(own.model.parameters())
+        own.is_batchable = all(hasattr(cache, "merge") for cache in stock_caches(own.model))
+
+    def require(self) -> Any:
+        """The model, once it is loaded.
+
+        Raises:
+            RuntimeError: It could not be.
+        """
+        self.loaded.wait()
+        if self.failure is not None:
+            raise RuntimeError(f"The model could not be loaded: {self.failure}")
+        return self.model

@@ -1,0 +1,44 @@
+"""One request's claim on memory, from the moment it comes until its last token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class HungUp(ConnectionError):
+    """The client of a request went away."""
+
+
+def nobody() -> bool:
+    """What asks whether the client went away, where there is none."""
+    return False
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request as memory sees it.
+
+    Attributes:
+        label: Its settings as text: caches of other settings are never gone on with.
+        settings: What its cache may hold, as `ModelSettings.of` takes it.
+        need: Bytes that its cache takes at most.
+        gone: Whether its client went away.
+        came: When it came (`time.monotonic`).
+        admitted: When it was let in, likewise.
+        evicted: Tokens that its caches had evicted when it began (mean over layers).
+    """
+
+    label: str
+    settings: Mapping[str, Any]
+    need: int
+    gone: Callable[[], bool] = nobody
+    came: float = field(default_factory=time.monotonic)
+    admitted: float = 0.0
+    evicted: float = 0.0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Other ranks learn of a request by pickle; its client's socket is of this process.
+        return Ticket, (self.label, self.settings, self.need)

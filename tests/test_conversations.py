@@ -1,0 +1,262 @@
+"""Idle conversations: nothing wrong is gone on with, and room is made in the order told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import mlx_h2o
+from mlx_h2o.serve.accountant import Accountant
+from mlx_h2o.serve.conversations import Conversations, pieces_of
+from mlx_h2o.serve.fields import label_of
+from mlx_h2o.serve.most_bytes import most_bytes
+from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
+from mlx_h2o.serve.ticket import Ticket
+from tiny_models import prompt_tokens, tiny_model
+
+SIZE = 40
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama")
+
+
+def made(model: Any, label: str = "a", **settings: Any) -> list[Any]:
+    cache = mlx_h2o.make_prompt_cache(model, **({"max_size": SIZE} | settings))
+    for entry in cache:
+        entry.label = label
+    return cache
+
+
+def read(model: Any, cache: list[Any], tokens: list[int]) -> mx.array:
+    logits = model(mx.array([tokens]), cache=cache)[0, -1]
+    mx.eval(logits)
+    return logits
+
+
+def known(conversations: Conversations, tokens: list[int]) -> int:
+    return len(tokens) - len(conversations.fetch_nearest_cache("model", tokens)[1])
+
+
+def begun(model: Any, **options: Any) -> Conversations:
+    conversations = Conversations(**options)
+    conversations.begin("a", made(model))
+    return conversations
+
+
+# -- what is gone on with -------------------------------------------------------------------------
+
+
+def test_a_cache_serves_its_own_continuation_and_is_not_changed_by_it(model):
+    tokens = prompt_tokens(90)
+    conversations, cache = begun(model), made(model)
+    read(model, cache, tokens[:70])
+    alone = mlx_h2o.make_prompt_cache(model, SIZE)
+    read(model, alone, tokens[:70])
+    expected = read(model, alone, tokens[70:])
+    conversations.insert_cache("model", tokens[:70], cache)
+    for _ in range(2):
+        taken, rest = conversations.fetch_nearest_cache("model", tokens)
+        assert rest == tokens[70:]
+        assert mx.array_equal(read(model, taken, rest), expected)
+
+
+def test_the_longest_is_taken_and_one_token_is_always_left(model):
+    tokens, conversations = prompt_tokens(60), begun(model)
+    for count in (20, 45, 60):
+        cache = made(model)
+        read(model, cache, tokens[:count])
+        conversations.insert_cache("model", tokens[:count], cache)
+    assert known(conversations, tokens) == 45
+    assert known(conversations, [*tokens, 5]) == 60
+    assert known(conversations, tokens[:46]) == 45
+    assert known(conversations, tokens[:20]) == 0
+    assert known(conversations, []) == 0
+
+
+@pytest.mark.parametrize("undo", [0, 4])
+def test_what_differs_is_gone_on_with_only_where_undo_leaves_no_trace(model, undo):
+    """The last three tokens were steps; a fourth was not asked to be undone."""
+    tokens = prompt_tokens(70)
+    conversations, cache = Conversations(), made(model, undo=undo)
+    conversations.begin("a", made(model, undo=undo))
+    read(model, cache, tokens[:67])
+    for token in tokens[67:]:
+        read(model, cache, [token])
+    conversations.insert_cache("model", tokens, cache)
+    other = [*tokens[:67], 1 + tokens[67] % 100, 3, 4]
+    assert known(conversations, other) == (67 if undo else 0)
+    assert known(conversations, tokens) == (69 if undo else 0)
+    assert known(conversations, [*tokens[:66], 1 + tokens[66] % 100, 3]) == 0
+    if undo:
+        taken, rest = conversations.fetch_nearest_cache("model", other)
+        alone = made(model, undo=undo)
+        read(model, alone, tokens[:67])
+        expected = [read(model, alone, [token]) for token in rest]
+        given = [read(model, taken, [token]) for token in rest]
+        assert all(mx.array_equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+def test_caches_of_other_settings_are_not_gone_on_with(model):
+    tokens, conversations = prompt_tokens(30), begun(model)
+    cache = made(model, "b")
+    read(model, cache, tokens[:20])
+    conversations.insert_cache("model", tokens[:20], cache)
+    assert known(conversations, tokens) == 0
+    conversations.begin("b", made(model, "b"))
+    assert known(conversations, tokens) == 20
+    assert label_of({"max_size": 3, "sink": 2}) == label_of({"sink": 2, "max_size": 3})
+
+
+# -- room -----------------------------------------------------------------------------------------
+
+
+def test_many_sessions_share_a_prefix_and_its_bytes(model):
+    """A snapshot before the first eviction: copies hold its arrays until they go on."""
+    tokens, conversations = prompt_tokens(30), begun(model)
+    cache = made(model)
+    read(model, cache, tokens)
+    conversations.insert_cache("model", tokens, cache, cache_type="system")
+    once = conversations.nbytes
+    copies = [conversations.fetch_nearest_cache("model", [*tokens, i])[0] for i in range(5)]
+    together: dict[int, int] = {}
+    for taken in copies:
+        together |= pieces_of(taken)
+    assert sum(together.values()) == once
+    ends = []
+    for i, taken in enumerate(copies):
+        for token in prompt_tokens(40, seed=i):
+            ends.append(read(model, taken, [token]))
+        assert taken[0].evicted > 0
+    again = made(model)
+    read(model, again, tokens)
+    for token in prompt_tokens(40, seed=4):
+        expected = read(model, again, [token])
+    assert mx.array_equal(ends[-1], expected)
+    assert conversations.nbytes == once
+
+
+def test_snapshots_go_first_then_conversations_shrink_then_the_oldest_go(model):
+    conversations = begun(model)
+    prompts = [prompt_tokens(80, seed=seed) for seed in range(3)]
+    for tokens in prompts:
+        for count, kind in ((60, "user"), (80, "assistant")):
+            cache = made(model)
+            read(model, cache, tokens[:count])
+            conversations.insert_cache("model", tokens[:count], cache, cache_type=kind)
+    whole = conversations.nbytes
+    conversations.make_room(whole - 1)
+    assert (len(conversations), conversations.shrunk) == (5, 0)
+    conversations.make_room(whole // 2)
+    assert (len(conversations), conversations.shrunk) == (3, 0)
+    conversations.make_room(conversations.nbytes - 1)
+    assert (len(conversations), conversations.shrunk) == (3, 1)
+    cache, rest = conversations.fetch_nearest_cache("model", [*prompts[0], 7])
+    assert len(rest) == 1
+    assert cache[0].size() < SIZE  # it had to forget,
+    assert cache[0].budgets == made(model)[0].budgets  # and may remember as much as ever again
+    smallest = conversations.nbytes // 3
+    conversations.make_room(smallest)
+    assert conversations.shrunk == 3
+    assert known(conversations, [*prompts[1], 7]) == 0  # unused longest
+    conversations.make_room(0)
+    assert (len(conversations), conversations.nbytes) == (0, 0)
+
+
+def test_what_made_room_comes_back_from_its_file_as_it_was(model, tmp_path):
+    tokens = prompt_tokens(80)
+    conversations = begun(model, sessions=Sessions(tmp_path, "m"))
+    cache = made(model)
+    read(model, cache, tokens[:70])
+    conversations.insert_cache("model", tokens[:70], cache)
+    taken, rest = conversations.fetch_nearest_cache("model", tokens)
+    expected = read(model, taken, rest)
+    for left in (conversations.nbytes - 1, 0):  # shrunk, then gone
+        conversations.make_room(left)
+        back, rest = conversations.fetch_nearest_cache("model", tokens)
+        assert rest == tokens[70:]
+        assert mx.array_equal(read(model, back, rest), expected)
+    again = Conversations(sessions=Sessions(tmp_path, "m"))
+    again.begin("a", made(model))
+    back, rest = again.fetch_nearest_cache("model", tokens)
+    assert mx.array_equal(read(model, back, rest), expected)
+    other = Conversations(sessions=Sessions(tmp_path, "another model"))
+    other.begin("a", made(model))
+    assert known(other, tokens) == 0
+
+
+def test_damaged_sessions_are_left_aside(model, tmp_path):
+    sessions, tokens = Sessions(tmp_path, "m"), prompt_tokens(50)
+    conversations = begun(model, sessions=sessions)
+    cache = made(model)
+    read(model, cache, tokens[:40])
+    conversations.insert_cache("model", tokens[:40], cache)
+    (path,) = tmp_path.glob("*.safetensors")
+    whole = path.read_bytes()
+    (tmp_path / "torn.safetensors").write_bytes(whole[:100])
+    (tmp_path / "empty.safetensors").write_bytes(b"")
+    path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])  # one bit of an array
+    again = begun(model, sessions=Sessions(tmp_path, "m"))
+    assert known(again, tokens) == 0
+    assert known(again, tokens) == 0
+
+
+def test_the_file_of_an_earlier_turn_goes_when_the_later_one_is_written(model, tmp_path):
+    sessions, tokens = Sessions(tmp_path, "m"), prompt_tokens(60)
+    conversations = begun(model, sessions=sessions)
+    for count in (20, 40, 60):
+        cache = made(model)
+        read(model, cache, tokens[:count])
+        conversations.insert_cache("model", tokens[:count], cache)
+    assert len(list(tmp_path.iterdir())) == len(sessions.saved) == 1
+    assert tokens_of(key_of(tokens)) == tokens
+    assert token_count(key_of(tokens)) == 60
+
+
+# -- the accountant -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"policy": "h2o", "remainder": False}, {"undo": 3}, {"evict_every": 4, "policy": "tova"}],
+)
+def test_no_cache_ever_takes_more_than_was_reserved(model, settings):
+    cache = made(model, **settings)
+    most = most_bytes(cache)
+    held = []
+    for seed, count in enumerate((7, 50, 1, 1, 1, 1, 1, 30, 1, 1)):
+        read(model, cache, prompt_tokens(count, seed=seed))
+        held.append(sum(entry.nbytes for entry in cache))
+    assert max(held) <= most
+    assert max(held) > 0.9 * most
+
+
+def test_a_size_in_bytes_is_reserved_at_its_largest_stage(model):
+    cache = mlx_h2o.make_prompt_cache(model, max_bytes=60_000, context=256, bits=16)
+    assert 0 < most_bytes(cache) <= 60_000
+    with pytest.raises(ValueError, match="RotatingKVCache, whose bytes are not known"):
+        most_bytes(mlx_h2o.make_prompt_cache(tiny_model("gemma3_text"), SIZE))
+
+
+def test_requests_wait_for_bytes_and_the_queue_has_an_end():
+    accountant = Accountant(100, 2)
+    tickets = [Ticket("a", {}, need) for need in (60, 50, 30, 10)]
+    assert accountant.enter(tickets[0])
+    accountant.admit(tickets[0])
+    assert (accountant.reserved, accountant.left_for_idle) == (60, 40)
+    assert accountant.enter(tickets[1])
+    assert not accountant.can_admit(tickets[1])
+    assert accountant.enter(tickets[2])
+    assert not accountant.enter(tickets[3])
+    assert accountant.waiting == 2
+    accountant.release(tickets[0], 4.0)
+    accountant.release(tickets[0], 400.0)
+    assert (accountant.reserved, accountant.retry_after) == (0, 4)
+    accountant.admit(tickets[1])
+    assert accountant.can_admit(tickets[2])
+    accountant.leave(tickets[2])
+    assert accountant.enter(tickets[3])
+    assert Accountant(None, 0).enter(tickets[0])
