@@ -64,6 +64,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 FOUR = {"num_hidden_layers": 4}
 WINDOWS = {**FOUR, "layer_types": [SLIDING, FULL, SLIDING, FULL]}
 ALL_HEADS = {"num_key_value_heads": 4}
+# Keys and values of MLA that are cached as they are attended to, wide enough to be packed.
+EXPANDED = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 ROPES = {"rope_parameters": {SLIDING: ROPE, FULL: ROPE}}
 YARN = {
@@ -187,7 +189,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
     },
-    "deepseek_v2": {"rope_scaling": YARN, "topk_method": "gready"},
+    "deepseek_v2": {**EXPANDED, "rope_scaling": YARN, "topk_method": "gready"},
     "deepseek_v3": ALL_HEADS,
     "deepseek_v32": {**INDEXER, **ALL_HEADS},
     "deepseek_v41": {
@@ -333,10 +335,11 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "minicpm3": {
         **MINICPM,
         **ALL_HEADS,
+        **EXPANDED,
         "rope_scaling": {
             "type": "longrope",
-            "short_factor": [1.0] * 4,
-            "long_factor": [1.0] * 4,
+            "short_factor": [1.0] * 8,
+            "long_factor": [1.0] * 8,
             "original_max_position_embeddings": 4096,
         },
     },
@@ -477,7 +480,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
         "share_expert_dim": 32,
         "moe_layers_enum": "1,2,3",
     },
-    "youtu_llm": ALL_HEADS,
+    "youtu_llm": {**ALL_HEADS, **EXPANDED},
 }
 
 

@@ -35,6 +35,7 @@ from mlx_h2o.evaluate.measures import (
 )
 from mlx_h2o.evaluate.measures.agreement import compared
 from mlx_h2o.evaluate.needles import Needle, kinds_of, needle_task
+from mlx_h2o.evaluate.presets import measures
 from mlx_h2o.evaluate.ruler import TASKS, found_in, prompt
 from mlx_h2o.evaluate.sections import Curves, Maps
 from mlx_h2o.evaluate.stage import Stage, read, untold
@@ -287,6 +288,18 @@ def test_a_cache_that_cannot_be_made_does_not_stop_the_others(stage):
     evaluation.found = {"perplexity": {suite.contenders[last].name: why}}
     assert list(evaluation.refusals().values()) == [why]
     assert evaluation.sections() == []
+
+
+def test_sizes_can_be_changed_one_by_one():
+    sizes = ["needles.lengths=64,128", "needles.kinds=single", "perplexity.samples=3"]
+    made = {m.name: m for m in measures(True, ["needles", "perplexity"], sizes)}
+    assert made["needles"].lengths == (64, 128)
+    assert made["needles"].kinds == ("single",)
+    assert made["perplexity"].samples == 3
+    for wrong in ("needles.widths=3", "speed.steps=3", "needles", "perplexity.samples=few",
+                  "needles.kinds=hidden"):  # fmt: skip
+        with pytest.raises(ValueError, match=r"is no MEASURE|nothing like it|must be"):
+            measures(True, ["needles", "perplexity"], [wrong])
 
 
 def test_json_lines_are_texts(tmp_path):

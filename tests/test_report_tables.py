@@ -3,11 +3,14 @@
 import json
 import math
 
+import mlx.core as mx
 import pytest
 
+import mlx_h2o
 from mlx_h2o.cli import main
+from mlx_h2o.evaluate.attention_shape import Shape, budgets_by_entropy, shape_of
 from mlx_h2o.evaluate.comparison import FULL
-from mlx_h2o.evaluate.report_tables import HEADLINE, reports_arm, rows_of, tables
+from mlx_h2o.evaluate.report_tables import HEADLINE, by_layer, reports_arm, rows_of, tables
 from mlx_h2o.policies import make_policy
 
 
@@ -56,3 +59,30 @@ def test_the_command_prints_a_table(tmp_path, capsys):
     parts = json.loads(capsys.readouterr().out)["parts"]
     assert len(parts[0]["found"]["perplexity"]) == 4
     assert (tmp_path / "table-0.html").exists()
+
+
+def test_entropy_and_concentration_are_those_of_the_definition():
+    """Even attention: entropy 1, the strongest tenth gets a tenth. Sharp attention: 0 and all."""
+    keys = mx.random.normal((1, 2, 80, 8), key=mx.random.key(1))
+    even = shape_of(mx.zeros((1, 4, 80, 8)), keys, 1.0)
+    assert even.entropy == pytest.approx(1, abs=1e-5)
+    assert even.concentration == pytest.approx(0.1, abs=0.01)
+    sharp = shape_of(1000 * mx.repeat(keys, 2, axis=1), keys, 1.0)
+    assert sharp.entropy < 0.01
+    assert sharp.concentration > 0.99
+
+
+def test_slots_by_entropy_are_as_many_and_follow_it():
+    shapes = [Shape(0.9, 0.0), Shape(0.3, 0.0), Shape(0.6, 0.0)]
+    slots = budgets_by_entropy(shapes, 100, 25)
+    assert sum(slots) == 300
+    assert slots == [25 + 113, 25 + 37, 25 + 75] or slots == [25 + 112, 25 + 38, 25 + 75]
+
+
+def test_layers_get_slots_by_their_entropy():
+    model, _ = mlx_h2o.load()
+    even, uneven = by_layer(256)
+    made = uneven.make(model, 512)
+    assert sum(sum(entry.budgets) for entry in made) == 256 * sum(len(e.budgets) for e in made)
+    assert len({tuple(entry.budgets) for entry in made}) > 1
+    assert uneven.name == f"{even.name}, by entropy"

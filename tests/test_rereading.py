@@ -137,6 +137,24 @@ def test_it_takes_no_more_than_it_may(bits):
     assert sum(entry.evicted for entry in cache) > 0
 
 
+def test_a_compressed_cache_is_saved_as_any_other(prompt, tmp_path):
+    """C and Swift read what they read of caches that were filled token by token."""
+    model = tiny_model("llama")
+    compressed = mlx_h2o.compress_prompt(model, Characters(), prompt, "60%", room=4)
+    usual = mlx_h2o.make_prompt_cache(model, max_bytes="60%", context=70)
+    model(prompt, cache=usual)
+    for one, other in zip(compressed, usual, strict=True):
+        assert one.config().keys() == other.config().keys()
+        assert one.config()["policy"] == other.config()["policy"]
+        assert one.arrays().keys() - other.arrays().keys() == set()
+    file = tmp_path / "compressed.safetensors"
+    mlx_h2o.save_prompt_cache(file, compressed)
+    again = mlx_h2o.load_prompt_cache(file)
+    ids = mx.array([[1], [2]])
+    for _ in range(8):  # beyond the room
+        assert mx.allclose(model(ids, cache=compressed), model(ids, cache=again), atol=1e-5)
+
+
 def test_room_is_used_before_anything_goes(prompt):
     model = tiny_model("llama")
     cache = mlx_h2o.compress_prompt(model, Characters(), prompt, "60%", room=6)

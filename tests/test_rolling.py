@@ -90,6 +90,7 @@ def test_a_file_remembers_the_rope(tmp_path):
     greedy_tokens(model, cache, prompt_tokens(60), 5)
     mlx_h2o.save_prompt_cache(tmp_path / "rolling", cache)
     loaded = mlx_h2o.load_prompt_cache(tmp_path / "rolling")
+    assert "positions without gaps" in str(mlx_h2o.describe(loaded)[0])
     assert [entry.settings.rope for entry in loaded] == [Rope(16, 10000.0)] * 2
     more = prompt_tokens(20, 3)
     assert greedy_tokens(model, loaded, more, 9) == greedy_tokens(model, cache, more, 9)
@@ -124,14 +125,13 @@ def test_what_does_not_go_with_it_is_refused(given, reason):
         make_prompt_cache(coverage_model("llama"), max_size=64, **given)
 
 
-FACTS = {"Otto Shaw": "4876", "Clara Pole": "3159", "Ada Finch": "7718"}
+FACTS = {"Otto Shaw": "4876", "Clara Pole": "3159", "Hugh Frost": "9024", "Ruth Lane": "5502"}
 
 
 @pytest.mark.slow
 def test_what_was_said_long_before_the_trained_context_is_still_read():
     """The first tokens are kept and asked for 3,000 tokens later, by a model that was trained to
-    see 2,048. Measured: none of the three at their own positions, two without gaps (and three
-    after 700 tokens)."""
+    see 2,048. Measured: all four without gaps, as after 700 tokens; none at their own positions."""
     model, tokenizer = load()
     story = tokenizer.encode(SAMPLE_TEXT.read_text())[:3000]
     answers: dict[str, int] = {"absolute": 0, "rolling": 0}
@@ -149,4 +149,5 @@ def test_what_was_said_long_before_the_trained_context_is_still_read():
         )
         said = greedy_tokens(model, cache, [*fact, *story, *question], 6, chunk=256)
         answers[positions] += number in tokenizer.decode(said)
-    assert answers["rolling"] >= 2 > answers["absolute"]
+    assert answers["rolling"] >= 3
+    assert answers["absolute"] <= 1

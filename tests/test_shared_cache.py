@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import generate_step
 from mlx_lm.models import base
 
 import mlx_h2o
 from mlx_h2o import SharedKVCache, make_prompt_cache
 from mlx_h2o.bounded_cache import BoundedKVCache
-from mlx_h2o.settings import CacheSettings, packing_of
+from mlx_h2o.layer_kinds import layer_kinds
+from mlx_h2o.prompt_cache import bounded_caches
+from mlx_h2o.settings import CacheSettings, ModelSettings, packing_of
 from model_coverage import coverage_model
-from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens
+from tiny_models import TinyLayer, greedy_steps, kept_positions, prefill, prompt_tokens
 
 SHARERS = 3
 
@@ -121,3 +125,27 @@ def test_undo_is_refused():
         make_prompt_cache(coverage_model("gemma4_text"), max_size=24, undo=2)
     with pytest.raises(ValueError, match="leave undo away"):
         shared_cache(settings_of(undo=1))
+
+
+def test_keys_that_are_shared_in_an_unknown_way_are_refused():
+    """As an mlx-lm before 0.32.1 does it in Gemma 3n: by the cache's `state`."""
+    model = coverage_model("qwen3")
+    kinds = [replace(kind, derived=True, sharers=2) for kind in layer_kinds(model)]
+    with pytest.raises(ValueError, match=r"Layers of qwen3 share keys.*update mlx-lm"):
+        bounded_caches(model, ModelSettings(24), kinds)
+
+
+def test_mlx_lms_own_loop_decodes_with_it():
+    """It looks a token ahead, and evaluates nothing but tokens."""
+    model, prompt = coverage_model("gemma3n"), prompt_tokens(40)
+    cache = make_prompt_cache(model, max_size=24)
+    steps = generate_step(
+        mx.array(prompt), model, max_tokens=40, prompt_cache=cache, prefill_step_size=13
+    )
+    said = [int(token) for token, _ in steps]
+    again = make_prompt_cache(model, max_size=24)
+    logits = prefill(model, again, prompt[:-1], 13)
+    logits = prefill(model, again, prompt[-1:], 1)
+    expected = [mx.argmax(logits).item()]
+    expected += [mx.argmax(x).item() for _, x in greedy_steps(model, again, logits, 39)]
+    assert said == expected

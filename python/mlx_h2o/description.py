@@ -59,6 +59,8 @@ def _described(layer: str, entry: Any) -> LayerDescription:
         framed = " in a frame" if entry.frame else ""
         spread = f"{sizes[0]}" if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
         reason = f"{spread} slots a KV head{entry.packing}{framed}, policy {policy}, {answer}"
+        if entry.settings.rope:
+            reason += ", positions without gaps"
         if entry.sharers > 1:
             reason += f", attended to by {entry.sharers} layers"
         if entry.settings.filling:

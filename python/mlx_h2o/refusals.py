@@ -34,12 +34,18 @@ def require_boundable(name: str, kinds: Sequence[LayerKind], caches: Sequence[An
 
     Raises:
         NothingToBound: No cache of it grows.
-        ValueError: Its caches are of its own kind, or it picks keys by an index of all tokens.
+        ValueError: Its caches are of its own kind, it picks keys by an index of all tokens, or its
+            layers share keys in a way that is not known.
     """
     if any(kind.indexes for kind in kinds):
         raise ValueError(
             f"{name} picks the keys to attend to by an index of all tokens (sparse attention), "
             "beside which no token can be forgotten: leave its caches as they are."
+        )
+    if any(kind.derived and kind.sharers > 1 for kind in kinds):
+        raise ValueError(
+            f"Layers of {name} share keys that are made of the cached ones, or that an mlx-lm "
+            "before 0.32.1 hands out otherwise: update mlx-lm, or leave its caches as they are."
         )
     if kinds:
         return

@@ -62,7 +62,11 @@ def add_parser(commands: Any) -> None:
         "--table", type=int, choices=sorted(tables()), metavar="N",
         help="instead: a sweep of the AtomGradient report beside its own figures, where they are "
         "known: 0 (its headline), 4 (budget split), 7 (KV size), 8 (sequence length), 9 (stress), "
-        "10 to 12 (bits)",
+        "10 to 12 (bits), 14 (entropy by layer, and slots by it)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--size", action="append", default=[], metavar="MEASURE.FIELD=VALUE",
+        help="another size of a measure, e.g. needles.lengths=512,1024 or perplexity.samples=20",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="smaller sizes: minutes")
     parser.add_argument(
@@ -156,7 +160,7 @@ def plain_text(path: Path) -> str:
 def suite_of(args: argparse.Namespace) -> Suite:
     """What the options ask for."""
     shares = args.shares or (QUICK_SHARES if args.quick else SHARES)
-    chosen: list[Measure] = measures(args.quick, args.measures)
+    chosen: list[Measure] = measures(args.quick, args.measures, args.size)
     return Suite(stage_of(args), contenders(args.policies, shares, args.budgets), chosen)
 
 

@@ -10,9 +10,16 @@ from typing import Any
 
 from mlx_h2o.cli.evaluation_output import facts_of, measure_all, rich_table, told
 from mlx_h2o.cli.tables import show
+from mlx_h2o.evaluate.attention_shape import text_of
 from mlx_h2o.evaluate.measures import Findings
 from mlx_h2o.evaluate.page import page
-from mlx_h2o.evaluate.report_tables import ReportTable, rows_of
+from mlx_h2o.evaluate.report_tables import (
+    SHAPE_TOKENS,
+    SHAPES,
+    ReportTable,
+    rows_of,
+    shape_rows,
+)
 from mlx_h2o.evaluate.sections import Section
 from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.evaluate.suite import Evaluation, Suite
@@ -50,16 +57,21 @@ def _report(
     findings: list[Findings] = [e.findings(e.suite.measures[0]) for e in evaluations]
     if not any(findings):
         return
-    rows = rows_of(table, findings, args.model)
+    tables = [rows_of(table, findings, args.model)]
+    if table.number == SHAPES:
+        stage = evaluations[0].suite.stage
+        tables.insert(0, shape_rows(stage.model, text_of(stage, SHAPE_TOKENS)))
     if args.json:
         parts: list[dict[str, Any]] = [evaluation.as_json() for evaluation in evaluations]
         print(json.dumps({"table": table.number, "parts": parts}))
     else:
-        show(rich_table(rows, ""), args.markdown)
+        for rows in tables:
+            show(rich_table(rows, ""), args.markdown)
+            print()
         print(told(evaluations[0].machine), file=sys.stderr)
     if args.out:
-        section = Section(rows.title, "", [rows])
-        text = page(rows.title, facts_of(evaluations[0]), [section], [])
+        title = tables[-1].title
+        text = page(title, facts_of(evaluations[0]), [Section(title, "", tables)], [])
         path: Path = args.out / f"{name}.html"
         write_kept(path, lambda at: at.write_text(text, encoding="utf-8"))
         print(f"The table is {path}.", file=sys.stderr)

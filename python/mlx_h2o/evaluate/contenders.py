@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,6 +39,9 @@ class Contender:
     arm: Arm
     share: float | None = None
 
+    #: How often it reads what it is given.
+    readings: ClassVar[int] = 1
+
     @property
     def name(self) -> str:
         """For people: "mlx-h2o, 1/8"."""
@@ -65,6 +68,8 @@ class Contender:
 
 class Compressor(Contender):
     """KVzip: prompts that are known whole are read twice, and cut down once."""
+
+    readings = 2
 
     def make(self, model: nn.Module, tokens: int) -> list[Any]:
         raise ValueError(

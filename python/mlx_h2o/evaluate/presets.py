@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 from mlx_h2o.evaluate.measures import (
     MEASURES,
@@ -32,17 +34,46 @@ _FULL: tuple[Measure, ...] = tuple(kind() for kind in MEASURES.values())
 QUICK_SHARES = (0.25, 0.125)
 
 
-def measures(quick: bool, only: Sequence[str] = ()) -> list[Measure]:
+def measures(quick: bool, only: Sequence[str] = (), sizes: Sequence[str] = ()) -> list[Measure]:
     """The measures of a run, those named or all.
 
     Args:
         quick: Whether to take the smaller sizes.
         only: Names.
+        sizes: Others, as in `needles.lengths=512,1024`.
 
     Raises:
-        ValueError: There is no such measure.
+        ValueError: There is no such measure or size.
     """
     unknown = [name for name in only if name not in MEASURES]
     if unknown:
         raise ValueError(f"There is no measure {unknown[0]!r}; choose from {', '.join(MEASURES)}.")
-    return [m for m in (_QUICK if quick else _FULL) if not only or m.name in only]
+    chosen = [m for m in (_QUICK if quick else _FULL) if not only or m.name in only]
+    for size in sizes:
+        chosen = _resized(chosen, size)
+    return chosen
+
+
+def _resized(chosen: Sequence[Measure], size: str) -> list[Measure]:
+    """The same measures with one size changed.
+
+    Raises:
+        ValueError: It is none of theirs, or of another type.
+    """
+    where, equals, value = size.partition("=")
+    name, dot, field = where.partition(".")
+    of = next((measure for measure in chosen if measure.name == name), None)
+    known = [one.name for one in fields(of)] if of is not None else []  # type: ignore[arg-type]
+    if not (equals and dot) or field not in known:
+        of_which = f"{name} has {', '.join(known)}" if known else "there is no such measure here"
+        raise ValueError(f"{size!r} is no MEASURE.SIZE=VALUE: {of_which}.")
+    before = getattr(of, field)
+    try:
+        changed: Any = type(before)(value)
+        if isinstance(before, tuple):
+            changed = tuple(type(before[0])(part) for part in value.split(","))
+    except ValueError:
+        raise ValueError(
+            f"{where} is {before!r} otherwise; {value!r} is nothing like it."
+        ) from None
+    return [replace(m, **{field: changed}) if m is of else m for m in chosen]  # type: ignore[type-var]

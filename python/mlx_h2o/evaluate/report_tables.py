@@ -14,14 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_h2o.builtin import CALIBRATION_TEXT
+from mlx_h2o.evaluate.attention_shape import budgets_by_entropy, shapes_of
 from mlx_h2o.evaluate.comparison import FULL, OURS, WINDOW, Arm
 from mlx_h2o.evaluate.contenders import Contender
 from mlx_h2o.evaluate.measures import Findings, PerplexityMeasure
 from mlx_h2o.evaluate.perplexity import Perplexity
 from mlx_h2o.evaluate.sections import Rows
-from mlx_h2o.settings import DEFAULT_POLICY
+from mlx_h2o.prompt_cache import bounded_caches
+from mlx_h2o.settings import DEFAULT_POLICY, ModelSettings
 
 SINK = 4
 #: What the report's page shows, at 256 slots of 10 x 512 tokens on an M2 Ultra: perplexity of the
@@ -33,6 +37,9 @@ HEADLINE = {
 }
 HEADLINE_SLOTS, HEADLINE_TOKENS, HEADLINE_SAMPLES, HEADLINE_PREFILL = 256, 512, 10, 32
 REPORTS = "the report's H2O"
+#: The table of entropies; tokens that they are measured on where slots follow them, and the part of
+#: an even share that every layer keeps.
+SHAPES, SHAPE_TOKENS, LEAST_PART = 14, 512, 4
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,26 @@ class SlotContender(Contender):
 
     def make(self, model: nn.Module, tokens: int) -> list[Any]:
         return self.arm.make(model, self.slots or tokens, "slots", tokens)
+
+
+@dataclass(frozen=True)
+class EntropyContender(SlotContender):
+    """The same slots on average, shared out among layers by the entropy of their attention."""
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}, by entropy"
+
+    def make(self, model: nn.Module, tokens: int) -> list[Any]:
+        assert self.slots is not None
+        text = model.mlx_h2o_tokenizer.encode(CALIBRATION_TEXT.read_text())[:SHAPE_TOKENS]
+        shapes = shapes_of(model, mx.array([text]))
+        budgets = budgets_by_entropy(shapes, self.slots, self.slots // LEAST_PART)
+        arm = self.arm
+        settings = ModelSettings.of(
+            policy=arm.policy, remainder=arm.remainder, budgets=budgets, **dict(arm.settings)
+        )
+        return bounded_caches(model, settings)
 
 
 @dataclass(frozen=True)
@@ -100,6 +127,27 @@ def reports_arm(slots: int, heavy: float = 0.5, **settings: Any) -> Arm:
     return replace(arm, name=", ".join(filter(None, (REPORTS, said))))
 
 
+def by_layer(slots: int) -> list[Contender]:
+    """The report's H2O with even slots, and by each layer's entropy; the newest have a share."""
+    recent = (slots // 2 - SINK) / slots
+    arm = reports_arm(slots)
+    fields = {**dict(arm.settings), "recent": recent}
+    arm = replace(arm, settings=tuple(fields.items()))
+    return [SlotContender(arm, None, slots), EntropyContender(arm, None, slots)]
+
+
+def shape_rows(model: nn.Module, tokens: mx.array) -> Rows:
+    """Table 14's first half: entropy and concentration of each layer on a text `[1, T]`."""
+    shapes = shapes_of(model, tokens)
+    budgets = budgets_by_entropy(shapes, HEADLINE_SLOTS, HEADLINE_SLOTS // LEAST_PART)
+    rows = [
+        (str(i), f"{shape.entropy:.3f}", f"{shape.concentration:.1%}", str(slots))
+        for i, (shape, slots) in enumerate(zip(shapes, budgets, strict=True))
+    ]
+    columns = ("layer", "entropy, of even attention's", "mass of the strongest tenth", "slots")
+    return Rows(f"Attention by layer, {tokens.shape[1]} tokens", columns, rows)
+
+
 def _against_the_window(slots: int) -> list[Contender]:
     """The window, the report's H2O and ours, with so many slots."""
     ours = Arm(OURS, DEFAULT_POLICY)
@@ -146,6 +194,7 @@ def tables(samples: int = HEADLINE_SAMPLES) -> dict[int, ReportTable]:
         ReportTable(8, "sequence length", lengths((384, 512, 1024, 2048), slots)),
         ReportTable(9, "stress", lengths((1024, 2048), slots // 4)),
         *(ReportTable(number, "bits", [Part("", usual, [full, *bits])]) for number in (10, 11, 12)),
+        ReportTable(SHAPES, "slots by entropy", [Part("", usual, [full, *by_layer(slots)])]),
     )  # fmt: skip
     return {table.number: table for table in made}
 

@@ -113,12 +113,17 @@ class Evaluation:
         """What is still to do, longest first: of measures that run alone, or of the others."""
         measures, contenders = self.suite.measures, self.suite.contenders
         open_jobs = [
-            (i * len(contenders) + j, measure.work())
+            i * len(contenders) + j
             for i, measure in enumerate(measures)
             for j, contender in enumerate(contenders)
             if measure.alone == alone and contender.name not in self.found.get(measure.name, {})
         ]
-        return [job for job, _ in sorted(open_jobs, key=lambda pair: -pair[1])]
+        return sorted(open_jobs, key=lambda job: -self.work_of(job))
+
+    def work_of(self, job: int) -> int:
+        """About how many tokens a job tells of."""
+        measure, contender = self.suite.pair(job)
+        return measure.work() * contender.readings
 
     def run(self, progress: Progress, keep: Callable[[], None]) -> None:
         """Do all that is still to do.
@@ -128,7 +133,7 @@ class Evaluation:
             keep: Called whenever something was found.
         """
         waiting = {alone: self.jobs(alone) for alone in (False, True)}
-        works = {job: self.suite.pair(job)[0].work() for jobs in waiting.values() for job in jobs}
+        works = {job: self.work_of(job) for jobs in waiting.values() for job in jobs}
         whole, before = sum(works.values()), 0
         for alone, jobs in waiting.items():
             of_part = sum(works[job] for job in jobs)

@@ -118,6 +118,11 @@ extension CacheSettings {
         else {
             throw H2OError.file("this is no state of an H2OKVCache.")
         }
+        // What only Python has: read as an ordinary cache it would go on as another conversation.
+        guard (json["rope"] ?? .null) == .null, json["sharers"]?.int ?? 1 == 1 else {
+            throw H2OError.file(
+                "its layers share keys, or see them at positions without gaps: go on in Python.")
+        }
         let size: H2OKVCache.Size
         if let tokens = json["max_size"]?.int {
             size = .tokens(tokens)

@@ -55,6 +55,20 @@ import Testing
         #expect(arrays.allSatisfy { same($1, expected[$0]!) })
     }
 
+    /// Shared keys and positions without gaps: read as an ordinary cache, they would be another conversation.
+    @Test func cachesThatOnlyPythonHasAreRefused() throws {
+        let own = try H2OKVCache(.tokens(24)).configuration
+        _ = try CacheSettings(own)
+        let other: [(String, SettingValue)] = [
+            ("sharers", .int(2)), ("rope", .object(["dims": .int(64)])),
+        ]
+        for (name, value) in other {
+            var changed = own.object!
+            changed[name] = value
+            #expect(throws: H2OError.self, "\(name)") { try CacheSettings(.object(changed)) }
+        }
+    }
+
     @Test func damagedFilesAreRefused() throws {
         let whole = try Data(contentsOf: Self.python), file = temporaryFile()
         defer { try? FileManager.default.removeItem(at: file) }

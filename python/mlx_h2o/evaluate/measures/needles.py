@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_h2o import checks
 from mlx_h2o.evaluate.contenders import Contender
 from mlx_h2o.evaluate.measures.measure import Findings, Found, Measure, fraction, part_of
-from mlx_h2o.evaluate.needles import Needle, kinds_of, needle_task
+from mlx_h2o.evaluate.needles import KINDS, Needle, kinds_of, needle_task
 from mlx_h2o.evaluate.recall import RecallTask
 from mlx_h2o.evaluate.sections import Maps, Rows, Section
 from mlx_h2o.evaluate.stage import Stage, in_batches, known, read
@@ -26,34 +27,46 @@ class NeedleMeasure(Measure):
         lengths: Tokens of prompts, question included.
         depths: Of the needle, from 0 to 1.
         of_each: Prompts for every kind, depth and length.
+        kinds: Of needles (`needles.KINDS`), of which those are left out that the model cannot be
+            asked for.
+        questions: "unseen", "seen" or both.
         batch: Prompts side by side.
     """
 
     lengths: tuple[int, ...] = (512, 1024)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 0.95)
     of_each: int = 2
+    kinds: tuple[str, ...] = KINDS
+    questions: tuple[str, ...] = tuple(SEEN)
     batch: int = 10
 
     name = "needles"
+
+    def __post_init__(self) -> None:
+        for kind in self.kinds:
+            checks.choice("kinds", kind, KINDS)
+        for question in self.questions:
+            checks.choice("questions", question, tuple(SEEN))
 
     def tokens(self) -> int:
         return max(self.lengths)
 
     def work(self) -> int:
-        kinds = 4
-        return len(SEEN) * kinds * len(self.depths) * self.of_each * sum(self.lengths)
+        prompts = len(self.questions) * len(self.kinds) * len(self.depths) * self.of_each
+        return prompts * sum(self.lengths)
 
     def needles(self, stage: Stage) -> list[Needle]:
         """All kinds at all depths."""
-        return [Needle(kind, depth) for kind in kinds_of(stage) for depth in self.depths]
+        kinds = [kind for kind in self.kinds if kind in kinds_of(stage)]
+        return [Needle(kind, depth) for kind in kinds for depth in self.depths]
 
     def of(self, stage: Stage, contender: Contender, tell: Tell) -> Found:
         records: list[dict[str, Any]] = []
         needles = self.needles(stage)
         for length in self.lengths:
             task = needle_task(stage, needles, length, self.of_each, stage.seed + length)
-            for name, seen in SEEN.items():
-                right = asked(stage, contender, task, self.batch, seen, tell)
+            for name in self.questions:
+                right = asked(stage, contender, task, self.batch, SEEN[name], tell)
                 for i, needle in enumerate(needles):
                     rows = right[i * self.of_each : (i + 1) * self.of_each]
                     which = {"length": length, "kind": needle.kind, "depth": needle.depth}
@@ -66,7 +79,7 @@ class NeedleMeasure(Measure):
         rows = []
         for contender, found in findings:
             cells = [contender.name]
-            for question in SEEN:
+            for question in self.questions:
                 of = [of_records(found["records"], full, question=question)]
                 of += [
                     of_records(found["records"], full, question=question, kind=kind)
@@ -75,7 +88,7 @@ class NeedleMeasure(Measure):
                 cells += [fraction(*counts) for counts in of]
             rows.append(cells)
         columns = ["cache"]
-        for question in SEEN:
+        for question in self.questions:
             columns += [f"{question}: all", *(f"{question}: {kind}" for kind in kinds)]
         return Section(
             "Needles",
@@ -83,7 +96,7 @@ class NeedleMeasure(Measure):
             "cut down before the question came; seen: the question came with the text's last "
             "chunk. Only facts that the full cache answers count.",
             [Rows("", columns, rows)],
-            [self._map(findings, question) for question in SEEN],
+            [self._map(findings, question) for question in self.questions],
         )
 
     def _map(self, findings: Findings, question: str) -> Maps:

@@ -1,0 +1,98 @@
+"""How spread out each layer's attention is: its entropy, and what its strongest tenth takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_h2o import routing
+from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.watching import LookingCache, Watcher, full_attention, looked_through
+
+#: Part of the keys whose mass is called concentration.
+STRONGEST = 0.1
+# Earlier queries see too few keys to be spread out or not.
+FIRST_QUERY = 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of one layer's attention, means over queries and heads.
+
+    Attributes:
+        entropy: In nats, divided by that of even attention to as many keys: 0 to 1.
+        concentration: The share of the mass that the strongest tenth of the keys gets.
+    """
+
+    entropy: float
+    concentration: float
+
+
+class _Shaping(LookingCache):
+    """Sees one layer's queries and keys."""
+
+    def __init__(self, shapes: list[Shape]):
+        self.shapes = shapes
+
+    def attend(
+        self, q: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Any, sinks: Any
+    ) -> mx.array:
+        """Full attention, whose shape is noted."""
+        self.shapes.append(shape_of(q, keys, scale))
+        return full_attention(q, keys, values, scale, sinks)
+
+
+def shape_of(q: mx.array, keys: mx.array, scale: float) -> Shape:
+    """The shape of causal attention.
+
+    Args:
+        q: `[B, Hq, T, D]`.
+        keys: `[B, Hk, T, D]`.
+        scale: Factor on q.k.
+    """
+    B, Hq, T, D = q.shape
+    H = keys.shape[1]
+    grouped = q.astype(mx.float32).reshape(B, H, Hq // H, T, D)[..., FIRST_QUERY:, :] * scale
+    seen = mx.arange(T) <= mx.arange(FIRST_QUERY, T)[:, None]
+    logits = grouped @ keys.astype(mx.float32)[:, :, None].swapaxes(-1, -2)
+    weights = mx.softmax(mx.where(seen, logits, -mx.inf), axis=-1)
+    counts = mx.arange(FIRST_QUERY + 1, T + 1)
+    entropy = -(weights * mx.log(mx.maximum(weights, 1e-30))).sum(axis=-1) / mx.log(counts)
+    ordered = -mx.sort(-weights, axis=-1)
+    strongest = mx.arange(T) < mx.ceil(STRONGEST * counts)[:, None]
+    concentration = mx.where(strongest, ordered, 0).sum(axis=-1)
+    return Shape(*(cast(float, x.mean().item()) for x in (entropy, concentration)))
+
+
+def shapes_of(model: nn.Module, tokens: mx.array) -> list[Shape]:
+    """Of each layer with a plain cache, on a text `[B, T]`.
+
+    Raises:
+        ValueError: The model attends by itself.
+    """
+    routing.install()
+    shapes: list[Shape] = []
+    mx.eval(looked_through(model, tokens, Watcher(), lambda _: _Shaping(shapes))[:, -1, :1])
+    if not shapes:
+        raise ValueError("This model attends by itself: the shape of its attention is not seen.")
+    return shapes
+
+
+def text_of(stage: Stage, length: int) -> mx.array:
+    """The text's beginning, `[1, length]`."""
+    return mx.array([[*stage.first, *stage.prose(length - len(stage.first), 0)]])
+
+
+def budgets_by_entropy(shapes: list[Shape], mean: int, least: int) -> list[int]:
+    """Slots of each layer, `mean` on average: in proportion to entropy beyond `least` each."""
+    whole = sum(shape.entropy for shape in shapes)
+    free = (mean - least) * len(shapes)
+    shares = [free * shape.entropy / whole for shape in shapes]
+    slots = [int(share) for share in shares]
+    rests = sorted(range(len(slots)), key=lambda i: slots[i] - shares[i])
+    for i in rests[: free - sum(slots)]:
+        slots[i] += 1
+    return [least + count for count in slots]
