@@ -91,9 +91,9 @@ def make_prompt_cache(
     if is_asked(model):  # by its own make_cache, which was replaced by this function
         return caches_beneath(model)
     stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
-    given = {"policy": policy, "remainder": remainder, "budgets": budgets, "pins": pins, **stored}
+    given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
     given |= {"max_bytes": max_bytes, "context": context, "recent_bits": recent_bits, "undo": undo}
-    given |= {"frames": frames, "positions": positions, **settings}
+    given |= {"frames": frames, "positions": positions, "pins": pins}
     return bounded_caches(model, ModelSettings.of(max_size, **given))
 
 
