@@ -13,6 +13,7 @@ struct DecodeStep {
   int buffer_slots;    // S
   int attended_slots;  // of all heads, at this step
   int kv_heads, evict_every, sink;
+  int aged_from;  // the position from which ages count
 };
 
 struct HeadPlan {
@@ -25,7 +26,7 @@ struct HeadPlan {
 #define STEP_INTS 8
 
 inline DecodeStep decode_step_of(const device int* plan) {
-  return {plan[0], plan[1], plan[2], plan[3], plan[4], plan[5]};
+  return {plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plan[6]};
 }
 
 inline HeadPlan head_plan_of(const device int* plan, int head) {

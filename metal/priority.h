@@ -29,7 +29,7 @@ struct HeadSlots {
   device float* scores;
   const device float* norms;
   const device half* value_lengths;
-  int length, offset;
+  int length, offset, aged_from;
   int first_free, end_free;  // positions that may go: from the first on, before the end
   float least_distance;
 };
@@ -52,7 +52,12 @@ inline float accumulated(
                             : decay * score + (1.0f - decay) * evidence;
 }
 
-// selection.evictable_slots
+// Slots.ages: no step counts that is before where they count from.
+inline float age_of(HeadSlots head, int position) {
+  return float(head.offset - max(position, head.aged_from));
+}
+
+// selection.evictable_slots; the positions of pinned tokens are below 0 (pins.py).
 inline bool may_go(HeadSlots head, int position) {
   return position >= head.first_free && position < head.end_free;
 }
@@ -62,7 +67,7 @@ template <bool AGE, bool VALUES>
 inline float weighted(HeadSlots head, int slot, int position) {
   float score = head.scores[slot];
   if (AGE) {
-    score /= float(head.offset - position);
+    score /= age_of(head, position);
   }
   return VALUES ? score * head.norms[slot] : score;
 }
@@ -83,7 +88,7 @@ inline void terms_of(HeadSlots head, int slot, int position, thread float* terms
   terms[0] = log(max(head.distances[slot], head.least_distance));
   terms[1] = MASS ? log(weighted<true, VALUES>(head, slot, position) + MASS_FLOOR) : 0.0f;
   terms[VALUE_TERM] = PRIORITY == BY_SALIENCE ? float(head.value_lengths[slot]) : 0.0f;
-  terms[3] = log(float(head.offset - position));
+  terms[3] = log(age_of(head, position));
 }
 
 // Policy.priority; `standards` has the mean and the weight over the deviation of each term.

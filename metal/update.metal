@@ -41,6 +41,7 @@ inline HeadSlots head_slots_of(LayerSlots layer, int head) {
       layer.value_lengths + first,
       line.length,
       layer.step.offset,
+      layer.step.aged_from,
       layer.step.sink,
       layer.step.offset - line.recent,
       0.0f};

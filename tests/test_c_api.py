@@ -19,7 +19,16 @@ HOST_GPU = ROOT / "tests" / "host_gpu"
 GOLDEN = ROOT / "golden"
 # Rebuilt only when sources change.
 BUILD = ROOT / "build" / "c_api"
-GROUPS = ("attention", "quantized", "remainder", "accumulate", "selection", "trajectory", "framed")
+GROUPS = (
+    "attention",
+    "quantized",
+    "remainder",
+    "accumulate",
+    "selection",
+    "trajectory",
+    "framed",
+    "turns",
+)
 
 
 def run(*command: object, lines: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -149,6 +158,7 @@ ON_HOST_GPU = {
         *("--case", "salient-ragged-dense"),
     ),
     "framed": ("--case", "distinct-4bit"),
+    "turns": ("--case", "salient-ragged"),
 }
 # What must have run beside attention.
 RUN_BESIDES: dict[str, set[str]] = {
@@ -156,6 +166,7 @@ RUN_BESIDES: dict[str, set[str]] = {
     "quantized": set(),
     "trajectory": {"prompt", "overwrite", "update", "kept"},
     "framed": {"overwrite", "update"},
+    "turns": {"overwrite", "update"},
 }
 
 

@@ -139,7 +139,7 @@ def test_chat_templates_are_applied_once_per_turn(builtin: tuple[Any, Any]) -> N
 
     def prompted(resumed: bool = False, **changes: Any) -> str:
         args = {"prompt": "a\\nb", "system_prompt": None, "ignore_chat_template": False} | changes
-        tokens = generate.prompt_tokens(argparse.Namespace(**args), tokenizer, resumed)
+        tokens, _ = generate.prompt_tokens(argparse.Namespace(**args), tokenizer, resumed)
         return str(tokenizer.decode(tokens))
 
     bos = tokenizer.bos_token

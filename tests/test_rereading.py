@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 import mlx_h2o
 from mlx_h2o.builtin import SAMPLE_TEXT
 from mlx_h2o.cli import main
-from mlx_h2o.rereading import read_twice, shared_out
+from mlx_h2o.rereading import compress_into, read_twice, shared_out
 from tiny_models import tiny_model
 
 
@@ -153,6 +153,20 @@ def test_a_compressed_cache_is_saved_as_any_other(prompt, tmp_path):
     ids = mx.array([[1], [2]])
     for _ in range(8):  # beyond the room
         assert mx.allclose(model(ids, cache=compressed), model(ids, cache=again), atol=1e-5)
+
+
+def test_room_within_is_taken_off_the_size(prompt):
+    model = tiny_model("llama")
+    sizes = []
+    for room, within in ((0, False), (6, True), (6, False)):
+        empty = mlx_h2o.make_prompt_cache(model, max_bytes="60%", context=70)
+        cache = compress_into(empty, model, Characters(), prompt, room=room, within=within)
+        sizes.append(sum(sum(entry.budgets) for entry in cache))
+    heads = sum(len(entry.budgets) for entry in cache)
+    assert sizes == [sizes[0], sizes[0], sizes[0] + 6 * heads]
+    empty = mlx_h2o.make_prompt_cache(model, max_bytes="60%", context=70)
+    with pytest.raises(ValueError, match="too few to keep"):
+        compress_into(empty, model, Characters(), prompt, room=60, within=True)
 
 
 def test_room_is_used_before_anything_goes(prompt):

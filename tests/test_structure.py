@@ -15,22 +15,23 @@ LONGEST_FUNCTION, LONGEST_CLASS = 60, 300
 # circle. A folder stands for all that is in it.
 FLOORS = {
     "ground": """checks drawing files gguf gguf_tokenizer interrupts linear_algebra masks patching
-        curves number_text measured memory_size model_identity safetensors_header smollm2 softmax
-        stock store value_lengths builtin handed_rows cache_lists layer_budgets
+        curves number_text measured memory_size model_identity pins safetensors_header smollm2
+        softmax stock store value_lengths builtin handed_rows cache_lists layer_budgets
         ranks rolling""",
     "rows": "packed remainder recent_window undo frame profile profile_places",
     "policies": "policies selection",
-    "settings": "settings budget filling sizing attention_call",
+    "settings": "settings budget filling sizing attention_call pin_room",
     "attention": "backends attention tracing",
     "memory": "memory layer views",
-    "eviction": "eviction observe",
+    "eviction": "eviction observe pinning turns",
     "core": "core",
     "opening": "saved_state opening",
-    "caches": "copying bounded_cache batch_cache cache latent_cache plain_rows_cache shared_cache",
+    "caches": """conversing copying bounded_cache batch_cache cache latent_cache plain_rows_cache
+        shared_cache""",
     "mlx-lm": """known_rope trimming routing layer_kinds description cache_file watching key_frames
-        kept_frames plan prompt_cache refusals""",
-    "models": """bounding resizing rereading trials echoes calibrated_layers calibration
-        kl_calibration inspection""",
+        kept_frames plan prompt_cache refusals conversations""",
+    "models": """pin_rules bounding resizing rereading trials echoes calibrated_layers calibration
+        kl_calibration inspection dialogue""",
     "tools": "evaluate bench golden serve",
     "top": "__init__ cli __main__",
 }

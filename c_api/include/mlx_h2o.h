@@ -223,6 +223,23 @@ MLX_H2O_API int mlx_h2o_cache_trimmable(int* res, const mlx_h2o_cache cache);
 // and nothing is taken back, if n is more than mlx_h2o_cache_trimmable.
 MLX_H2O_API int mlx_h2o_cache_trim(mlx_h2o_cache cache, int n, const mlx_stream s);
 
+// Never evicts the tokens at some logical positions, those held and those to come, whatever the
+// policy: a system prompt, a definition. spans [n_spans, 2] are first positions and those one past
+// the last. Pins count against the budget and stay with their positions, also when tokens are taken
+// back; steps before this cannot be taken back any more. res_missing, unless NULL: at how many of
+// the positions some head has lost its token already, and cannot pin it. Where a head is too small
+// for the pins it gets slots of the others, before the first tokens; an error, and nothing is
+// changed, if it cannot.
+MLX_H2O_API int mlx_h2o_cache_pin(
+    int* res_missing, mlx_h2o_cache cache, const int* spans, size_t n_spans, const mlx_stream s);
+// Lets all pinned tokens go as any others.
+MLX_H2O_API int mlx_h2o_cache_unpin(mlx_h2o_cache cache, const mlx_stream s);
+
+// Says at the beginning of a turn how much of what was attended to before still counts, from 0
+// (all that is held is as if it came just now) to 1 (all of it, as without this call): scores speak
+// of that part of the steps that they spoke of. Steps before this cannot be taken back any more.
+MLX_H2O_API int mlx_h2o_cache_new_turn(mlx_h2o_cache cache, double carry, const mlx_stream s);
+
 // Positions held [B, Hk, size] int32, ascending per head, then -1; and their scores in the same
 // order, then 0. Looking interrupts the fused decode steps: the next one is slower.
 MLX_H2O_API int mlx_h2o_cache_kept(mlx_array* res, mlx_h2o_cache cache, const mlx_stream s);

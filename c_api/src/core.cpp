@@ -1,5 +1,7 @@
 #include "core.h"
 
+#include <algorithm>
+
 #include "eviction.h"
 #include "observe.h"
 #include "views.h"
@@ -48,7 +50,8 @@ mx::array attend_now(
     BoundedLayer& layer, const AttentionCall& call, const mx::array& keys,
     const mx::array& values) {
   // The first token of all goes op by op: then there are arrays to lend.
-  if (layer.offset() && accepts(layer.settings, call, keys, values))
+  // A step that brings a pinned token too, which is marked on its way in.
+  if (layer.offset() && !layer.next_is_pinned() && accepts(layer.settings, call, keys, values))
     return layer.decode(call, keys, values);
   const std::optional<Frame>& frame = layer.settings.frame;
   if (!frame) return attend_op_by_op(layer, call, keys, values);
@@ -143,6 +146,62 @@ void Core::trim(int n) {
     layer_.reset();  // as it was made
   else
     layer_->trim(n);
+}
+
+int Core::pin(Spans spans) {
+  spans = joined(std::move(spans));
+  const auto [missing, gone] = lost_of(spans);
+  Spans all = without(spans, gone);
+  all.insert(all.end(), settings_.pins.begin(), settings_.pins.end());
+  pin_all(joined(std::move(all)));
+  return missing;
+}
+
+void Core::unpin() {
+  pin_all({});
+}
+
+void Core::pin_all(Spans pins) {
+  const int plain = settings_.plain_rows();
+  std::vector<int> slots = settings_.budgets;
+  for (int& budget : slots) budget -= plain;
+  std::vector<int> roomy = pins.empty() ? slots : room_for_pins(slots, settings_.policy, pins);
+  check(
+      !layer_ || roomy == slots,
+      "Some heads are too small for these pins. Before the first tokens they would get slots of "
+      "the "
+      "others: pin then, or give every head the slots.");
+  for (int& budget : roomy) budget += plain;
+  settings_.budgets = std::move(roomy);
+  settings_.pins = std::move(pins);
+  if (!layer_) return;
+  layer_->mark_pins();
+  if (layer_->offset()) choose_victims(*layer_);
+}
+
+std::pair<int, Spans> Core::lost_of(const Spans& spans) {
+  int missing = 0;
+  Spans gone;
+  if (!offset()) return {0, gone};
+  mx::array held = mx::contiguous(kept());
+  mx::eval(held);
+  const size_t most = held.shape(2), heads = held.size() / most;
+  const int* positions = held.data<int>();
+  for (const auto& [first, end] : spans)
+    for (int p = first; p < std::min(end, offset()); ++p) {
+      size_t holding = 0;
+      for (size_t h = 0; h < heads; ++h)
+        holding += std::find(positions + h * most, positions + (h + 1) * most, p) !=
+            positions + (h + 1) * most;
+      missing += holding < heads;
+      if (!holding) gone.emplace_back(p, p + 1);
+    }
+  return {missing, joined(std::move(gone))};
+}
+
+void Core::new_turn(double carry) {
+  check(carry >= 0 && carry <= 1, "How much of the past counts is a number from 0 to 1.");
+  if (layer_) layer_->new_turn(carry);
 }
 
 mx::array Core::kept() {

@@ -43,6 +43,12 @@ class Core {
     return layer_ ? layer_->trimmable() : 0;
   }
   void trim(int n);
+  // Never evicts the tokens at these positions, held or to come: how many of them some head has
+  // lost already. Raises, and changes nothing, if there is no room for them.
+  int pin(Spans spans);
+  void unpin();
+  // Begins a turn, of which `carry` of the past counts, from 0 to 1.
+  void new_turn(double carry);
   // Positions held, ascending per head, or their scores: [B, Hk, size()], unused -1 or 0.
   mx::array kept();
   mx::array scores();
@@ -53,7 +59,11 @@ class Core {
   BoundedLayer& layer_for(const mx::array& keys, const mx::array& values);
   BoundedLayer& layer_with_tokens();
 
-  const CacheSettings settings_;
+  // Positions in spans that some heads, or all, have lost.
+  std::pair<int, Spans> lost_of(const Spans& spans);
+  void pin_all(Spans pins);
+
+  CacheSettings settings_;             // only pins, and what they need of budgets, change
   std::optional<BoundedLayer> layer_;  // none before the first rows
 };
 

@@ -40,7 +40,7 @@ class CPUDecoder : public Decoder {
     const AttentionCall& call = step.call;
     return layer_.step(
         call.q, step.keys, step.values, call.scale, call.sinks, step.offset, std::move(step.heads),
-        step.recent, stream());
+        step.recent, stream(), nullptr, step.aged_from);
   }
 
   Lent end() override {

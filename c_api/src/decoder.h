@@ -19,6 +19,7 @@ struct DecodeStep {
   int offset;                        // the next logical position
   std::vector<HeadPlan> heads;       // one plan for each KV head
   std::optional<RecentStep> recent;  // what happens in the recent window, if there is one
+  int aged_from;                     // the position from which ages count
 };
 
 // The arrays that a layer lends to a decoder, and gets back.

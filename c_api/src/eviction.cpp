@@ -27,8 +27,8 @@ mx::array kept_slots(
     priorities.push_back(part(policy.prompt_priority(seen, mass), 2, 0, N));
   }
   return select_kept(
-      join_along(std::move(priorities), 1), positions, evictable_of(layer, run, positions),
-      run.budget, policy.per_layer);
+      join_along(std::move(priorities), 1), true_positions(positions),
+      evictable_of(layer, run, positions), run.budget, policy.per_layer);
 }
 
 // The rows of a run that stay within its budget; the others are folded.
@@ -64,7 +64,8 @@ mx::array victims_of(BoundedLayer& layer, const Run& run) {
       part(seen.evictable, 2, 0, run.length), policy.evict_every, policy.per_layer);
 }
 
-// For every full run without victims left, chooses the next `evict_every`.
+}  // namespace
+
 void choose_victims(BoundedLayer& layer) {
   if (!layer.slots_are_next()) return;
   std::vector<bool> due;
@@ -85,8 +86,6 @@ void choose_victims(BoundedLayer& layer) {
   }
   layer.name_victims(due, join_along(std::move(chosen), 1));
 }
-
-}  // namespace
 
 void settle(
     BoundedLayer& layer, const std::vector<Fields>& attended,

@@ -6,6 +6,9 @@
 
 namespace mlx_h2o {
 
+// For every full run without victims left, chooses the next `evict_every`.
+void choose_victims(BoundedLayer& layer);
+
 // After attention: reduces a chunk that is over the budget, then chooses the next victims. Per run
 // the fields of all slots attended to and, of a prompt, its window's mass.
 void settle(

@@ -38,6 +38,7 @@ std::vector<Fields> BoundedLayer::take_in(const mx::array& keys, const mx::array
     rows = window->push(keys, values, first);
   else
     rows = fields_of(settings, keys, values, first);
+  if (rows) rows = marked(std::move(*rows));
   offset_ += L;
   if (!rows) return memory_.attended(std::nullopt);
   if (L == 1) {  // for which victims are named already
@@ -127,7 +128,7 @@ mx::array BoundedLayer::decode(
   ++offset_;
   const std::optional<RecentStep> recent = memory_.advance_window();
   std::vector<HeadPlan> heads = advanced(recent && !recent->leaving);
-  return decoder.step({call, keys, values, offset_, std::move(heads), recent});
+  return decoder.step({call, keys, values, offset_, std::move(heads), recent, aged_from_});
 }
 
 // What each head does in a fused step; no row comes into slots where the new one `stays` recent.
@@ -148,6 +149,49 @@ std::vector<HeadPlan> BoundedLayer::advanced(bool stays) {
   return heads;
 }
 
+// -- between steps --------------------------------------------------------------------------------
+
+// Rows with the positions that slots store, which tell of pins.
+Fields BoundedLayer::marked(Fields rows) const {
+  if (!settings.pins.empty())
+    rows.insert_or_assign("positions", stored_positions(rows.at("positions"), settings.pins));
+  return rows;
+}
+
+void BoundedLayer::mark_pins() {
+  SlotStore& store = memory_.store();
+  journal_.clear();
+  if (!store.fields().empty())
+    store.set_field("positions", stored_positions(store.fields().at("positions"), settings.pins));
+  forget_victims();
+}
+
+void BoundedLayer::new_turn(double carry) {
+  if (carry == 1 || !offset_) return;
+  journal_.clear();
+  const int before = aged_from_, after = offset_ - int(carry * (offset_ - before));
+  // Some step is always spoken of, or masses per step would be none.
+  aged_from_ = std::min(after, offset_ - 1);
+  if (!settings.policy.needs_attention()) return;
+  const auto carried = [&](const mx::array& scores, const mx::array& positions) {
+    const auto ages = [&](int begun) {
+      return f32(mx::array(offset_) - mx::maximum(positions, mx::array(begun)));
+    };
+    return settings.policy.carried(scores, ages(before), ages(after), carry);
+  };
+  SlotStore& store = memory_.store();
+  std::vector<mx::array> scores;
+  for (const Run& run : runs()) {
+    const mx::array stored = store.view(run, store.fields().at("positions"));
+    scores.push_back(carried(store.view(run, store.fields().at("scores")), true_positions(stored)));
+  }
+  write_scores(scores);
+  const RecentWindow* window = memory_.window();
+  if (!window || !window->length()) return;
+  const Fields newest = window->views(0, store.heads(), offset_);
+  write_newest_scores(carried(newest.at("scores"), newest.at("positions")));
+}
+
 // -- taking tokens back ---------------------------------------------------------------------------
 
 int BoundedLayer::trimmable() const {
@@ -157,6 +201,7 @@ int BoundedLayer::trimmable() const {
 }
 
 void BoundedLayer::trim(int n) {
+  aged_from_ = std::min(aged_from_, std::max(offset_ - n - 1, 0));
   SlotStore& store = memory_.store();
   for (; n && journal_.count(); --n) {
     const StepBefore step = journal_.pop();

@@ -50,6 +50,14 @@ class BoundedLayer {
   size_t nbytes() const {
     return memory_.nbytes() + journal_.nbytes();
   }
+  // The position from which scores speak (python/mlx_h2o/turns.py).
+  int aged_from() const {
+    return aged_from_;
+  }
+  // Whether the next token brings a pinned one into the slots.
+  bool next_is_pinned() const {
+    return is_pinned(settings.pins, offset_ - settings.recent_size());
+  }
   // Tokens held by the head that holds most.
   int held() const;
   // Tokens that each head of a run has lost.
@@ -96,6 +104,14 @@ class BoundedLayer {
   // One token in one fused step, which `accepts` it. Out [B, Hq, 1, Dv].
   mx::array decode(const AttentionCall& call, const mx::array& keys, const mx::array& values);
 
+  // -- between steps ------------------------------------------------------------------------------
+
+  // Has the positions marked that the settings pin, and every full run choose anew. Steps before
+  // this cannot be taken back any more, and neither those before the next.
+  void mark_pins();
+  // Begins a turn, of which `carry` of the past counts, from 0 to 1.
+  void new_turn(double carry);
+
   // -- taking tokens back -------------------------------------------------------------------------
 
   // How many of the newest tokens `trim` can take back now.
@@ -104,6 +120,7 @@ class BoundedLayer {
   void trim(int n);
 
  private:
+  Fields marked(Fields rows) const;
   void note(int count);
   void write_one(const Fields& rows);
   void forget_victims();
@@ -111,7 +128,7 @@ class BoundedLayer {
 
   Memory memory_;
   Journal journal_;
-  int offset_ = 0;
+  int offset_ = 0, aged_from_ = 0;
 };
 
 }  // namespace mlx_h2o

@@ -26,6 +26,7 @@ struct RunAttention {
   int offset;  // the next logical position, after these queries
   std::optional<Remainder> remainder;
   Saturations saturations;  // of these heads
+  int aged_from;            // the position from which scores speak
 
   // Whether a prompt is scored by its last queries.
   bool windowed() const {
@@ -95,7 +96,8 @@ mx::array RunAttention::window_mass(const Observation& seen, const mx::array& sc
   const int missing = policy.window - call.length();
   if (missing <= 0) return mass;
   const mx::array before = mx::array(offset - call.length());
-  const mx::array ages = f32(mx::maximum(before - ranked.at("positions"), mx::array(1)));
+  const mx::array begun = mx::maximum(true_positions(ranked.at("positions")), mx::array(aged_from));
+  const mx::array ages = f32(mx::maximum(before - begun, mx::array(1)));
   return mass + number(missing) * policy.mean_mass(scores, ages);
 }
 
@@ -118,7 +120,8 @@ Seen observe(BoundedLayer& layer, const Run& run, const AttentionCall& call, con
       run.heads(),
       layer.offset(),
       remainder,
-      {all.begin() + run.first, all.begin() + run.last}};
+      {all.begin() + run.first, all.begin() + run.last},
+      layer.aged_from()};
   return attention.seen(fields);
 }
 

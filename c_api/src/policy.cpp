@@ -143,6 +143,18 @@ int Policy::recent_slots(int budget) const {
   return static_cast<int>(recent_is_share ? std::floor(recent * budget) : recent);
 }
 
+int Policy::least_budget(int pinned) const {
+  const int64_t needed = int64_t(sink) + pinned + evict_every;
+  int64_t slots = needed + (recent_is_share ? 0 : int64_t(recent));
+  if (recent_is_share) {
+    // A share leaves ceil((1 - recent) * slots) of them; near it rounding decides.
+    slots = std::max(int64_t(std::floor((needed - 1) / (1 - recent))) - 1, needed);
+    while (slots < needed + int64_t(std::floor(recent * double(slots)))) ++slots;
+  }
+  check(slots <= std::numeric_limits<int>::max(), "No head has so many slots.");
+  return int(slots);
+}
+
 void Policy::check_budget(int budget) const {
   const int protects = recent_slots(budget);
   check(

@@ -36,6 +36,7 @@ struct Slots {
   mx::array evicted_mean_key;  // [B, H, D]
   // log ||v||^2 of the values as they came, [B, H, N]; none: of `values`.
   std::optional<mx::array> value_lengths = std::nullopt;
+  int aged_from = 0;  // the position from which steps count: older tokens are as old as it
 
   mx::array ages() const;
   mx::array lengths_of_values() const;  // float32
@@ -79,6 +80,8 @@ struct Policy {
     return uses_evicted_mean() || kind == PolicyKind::h2o;
   }
   int recent_slots(int budget) const;
+  // The fewest slots from which a head can always evict, beside so many pinned tokens.
+  int least_budget(int pinned) const;
   void check_budget(int budget) const;
   // This policy in the fused kernels' terms, which may leave the weighting by ||v|| out.
   KernelPolicy kernel_policy() const;
@@ -87,6 +90,11 @@ struct Policy {
   mx::array accumulate(const mx::array& scores, const Observation& seen) const;
   // Each slot's mean mass per step, as far as its score tells.
   mx::array mean_mass(const mx::array& scores, const mx::array& ages) const;
+  // Scores when a turn begins, of which `carry` of the past counts: of sums the mean per step over
+  // fewer steps, of averages the part that counts.
+  mx::array carried(
+      const mx::array& scores, const mx::array& ages, const mx::array& ages_after,
+      double carry) const;
   // What each slot is worth keeping, [B, H, N]; the lowest goes first.
   mx::array priority(const Slots& slots) const;
   // The same for a prompt; window_mass is the mass of its last queries, or none.

@@ -35,7 +35,7 @@ Observation Observation::query(int i) const {
 }
 
 mx::array Slots::ages() const {
-  return f32(mx::array(offset) - positions);
+  return f32(mx::array(offset) - mx::maximum(positions, mx::array(aged_from)));
 }
 
 mx::array Slots::lengths_of_values() const {
@@ -66,6 +66,12 @@ mx::array Policy::accumulate(const mx::array& scores, const Observation& seen) c
     after = number(decay) * after + number(1 - decay) * evidence;
   }
   return after;
+}
+
+mx::array Policy::carried(
+    const mx::array& scores, const mx::array& ages, const mx::array& ages_after,
+    double carry) const {
+  return sums_mass() ? scores * (ages_after / ages) : scores * number(carry);
 }
 
 mx::array Policy::mean_mass(const mx::array& scores, const mx::array& ages) const {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "key_frame.h"
-#include "policy.h"
+#include "pins.h"
 #include "remainder.h"
 #include "rows.h"
 
@@ -18,6 +18,7 @@ struct CacheSettings {
   Saturations saturations = {};  // of the remainder's term, for each KV head
 
   std::optional<Frame> frame = {};  // in which packed keys are stored
+  Spans pins = {};                  // positions that are never evicted, in order
 
   // Raises for what makes no cache.
   void check_all() const;

@@ -55,6 +55,10 @@ class SlotStore {
   mx::array take(const mx::array& index, const std::string& name) const;
   // Replaces all slots: per run its rows, [B, heads, length, ...].
   void replace(const std::vector<Fields>& rows);
+  // Replaces a field [B, S, ...].
+  void set_field(const std::string& name, const mx::array& field) {
+    fields_.insert_or_assign(name, field);
+  }
   // Replaces a field's slots in use.
   void write(const std::string& name, const std::vector<mx::array>& parts);
 

@@ -33,22 +33,25 @@ mx::array evictable_of(BoundedLayer& layer, const Run& run, const mx::array& pos
 
 Slots slots_of(BoundedLayer& layer, const Run& run, const Fields& fields, int evicted) {
   const Fields ranked = ranked_of(layer, run, fields);
-  const mx::array& positions = ranked.at("positions");
+  const mx::array& stored = ranked.at("positions");
+  const mx::array positions = true_positions(stored);
   const auto [keys, values] = rows_of(layer, run, fields);
   const auto scores = ranked.find("scores"), lengths = ranked.find("value_lengths");
   Slots slots{
       dense(keys),    dense(values),
       positions,      scores == ranked.end() ? mx::zeros(positions.shape()) : scores->second,
-      layer.offset(), evictable_of(layer, run, positions),
+      layer.offset(), evictable_of(layer, run, stored),
       evicted,        part(layer.evictions().remainder.mean_key, 1, run.first, run.last)};
   if (lengths != ranked.end()) slots.value_lengths = lengths->second;
+  slots.aged_from = layer.aged_from();
   return slots;
 }
 
 mx::array by_position(BoundedLayer& layer, const std::string& name, float unused) {
   std::vector<mx::array> parts;
   for (const Run& run : layer.runs()) {
-    const Fields fields = ranked_of(layer, run, layer.store().views(run));
+    Fields fields = ranked_of(layer, run, layer.store().views(run));
+    fields.insert_or_assign("positions", true_positions(fields.at("positions")));
     const mx::array& positions = fields.at("positions");
     const mx::array field = mx::take_along_axis(fields.at(name), mx::argsort(positions, -1), -1);
     const int missing = layer.held() - field.shape(-1);

@@ -13,7 +13,7 @@ std::pair<Parts, Parts> rows_of(BoundedLayer& layer, const Run& run, const Field
 // Positions, scores and lengths of values of the same rows, [B, heads, M].
 Fields ranked_of(BoundedLayer& layer, const Run& run, const Fields& fields);
 
-// Which of a run's rows, by their positions [B, heads, M], are not protected.
+// Which of a run's rows, by their stored positions [B, heads, M], are not protected.
 mx::array evictable_of(BoundedLayer& layer, const Run& run, const mx::array& positions);
 
 // The same rows as a policy sees them; `evicted` tokens are gone from each head.

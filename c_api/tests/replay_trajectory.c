@@ -124,6 +124,38 @@ static float* call(const Replay* r, const Trajectory* t, Layer* layer, int L) {
   return numbers;
 }
 
+// What is pinned before a call, and the turns that begin, where the case has any.
+typedef struct Conversation_ {
+  int *pins, *turns;  // (call, first, end) and calls
+  float* carries;
+  size_t pin_numbers, turn_count;
+} Conversation;
+
+static Conversation conversation_of(Case* c) {
+  Conversation talk = {0};
+  if (text_or_null(c, "pins")) talk.pins = ints_of(c, "pins", &talk.pin_numbers);
+  if (!text_or_null(c, "turn_calls")) return talk;
+  talk.turns = ints_of(c, "turn_calls", &talk.turn_count);
+  talk.carries = fractions_of(c, "carries", talk.turn_count);
+  return talk;
+}
+
+static void begin_call(const Replay* r, const Conversation* talk, const Trajectory* t, int number) {
+  int spans[64], missing;
+  size_t count = 0;
+  for (size_t i = 0; i < talk->pin_numbers; i += 3)
+    if (talk->pins[i] == number && count < 32) {
+      spans[2 * count] = talk->pins[i + 1];
+      spans[2 * count++ + 1] = talk->pins[i + 2];
+    }
+  for (int l = 0; l < t->layers; ++l) {
+    if (count) TRY(mlx_h2o_cache_pin(&missing, t->of[l].cache, spans, count, r->s));
+    for (size_t i = 0; i < talk->turn_count; ++i)
+      if (talk->turns[i] == number)
+        TRY(mlx_h2o_cache_new_turn(t->of[l].cache, talk->carries[i], r->s));
+  }
+}
+
 static bool contains(const int* numbers, size_t count, int wanted) {
   for (size_t i = 0; i < count; ++i)
     if (numbers[i] == wanted) return true;
@@ -244,16 +276,20 @@ void replay_trajectory(Replay* r) {
   size_t calls, recorded, chunks;
   int* lengths = ints_of(c, "calls", &calls);
   int *records = ints_of(c, "recorded", &recorded), *whole = ints_of(c, "chunks", &chunks);
+  const Conversation talk = conversation_of(c);
   Records all = records_of(&t, recorded);
   int number = 0;
   for (size_t turn = 0; turn < calls; turn += 2)
-    for (int time = 0; time < lengths[turn + 1]; ++time, ++number)
+    for (int time = 0; time < lengths[turn + 1]; ++time, ++number) {
+      begin_call(r, &talk, &t, number);
       replay_call(
           r, &t, lengths[turn], number, contains(whole, chunks, number),
           contains(records, recorded, number) ? &all : NULL);
+    }
   expect_records(r, &all);
   expect_remainders(r, &t);
   free(all.outs), free(all.scores), free(all.kept);
   free(lengths), free(records), free(whole);
+  free(talk.pins), free(talk.turns), free(talk.carries);
   trajectory_free(t);
 }

@@ -8,11 +8,14 @@ from mlx_h2o.builtin import load
 from mlx_h2o.cache import H2OKVCache
 from mlx_h2o.cache_file import load_prompt_cache, save_prompt_cache
 from mlx_h2o.calibration import calibrate
+from mlx_h2o.conversations import new_turn, pin, unpin
 from mlx_h2o.description import describe
 from mlx_h2o.frame import Frame, frames_of
 from mlx_h2o.kl_calibration import calibrate_exactly
 from mlx_h2o.latent_cache import LatentKVCache
 from mlx_h2o.linear_algebra import blas, use_openblas
+from mlx_h2o.pin_rules import PinRules, spans_for
+from mlx_h2o.pinning import PinAnswer
 from mlx_h2o.plain_rows_cache import PlainRowsKVCache
 from mlx_h2o.policies import (
     EMA,
@@ -61,6 +64,8 @@ __all__ = [
     "KeyDiff",
     "LatentKVCache",
     "Observation",
+    "PinAnswer",
+    "PinRules",
     "PlainRowsKVCache",
     "Policy",
     "Profile",
@@ -82,6 +87,8 @@ __all__ = [
     "load_prompt_cache",
     "make_policy",
     "make_prompt_cache",
+    "new_turn",
+    "pin",
     "policy_names",
     "register_policy",
     "register_preset",
@@ -89,5 +96,7 @@ __all__ = [
     "save_prompt_cache",
     "scaled_dot_product_attention_with_scores",
     "select_victims",
+    "spans_for",
     "uninstall",
+    "unpin",
 ]

@@ -106,6 +106,7 @@ class DecodingLayer:
         heads: list[tuple[int, int, int, int, int, bool]],
         recent: tuple[int, int, bool] | None = None,
         undo: bool = False,
+        aged_from: int = 0,
         stream: mx.Stream | mx.Device | None = None,
     ) -> tuple[mx.array, list[mx.array]]: ...
     def close(self, stream: mx.Stream | mx.Device | None = None) -> list[mx.array]: ...
@@ -121,7 +122,9 @@ def step_together(
     scale: float,
     sinks: mx.array | None = None,
     tokens: Sequence[
-        tuple[int, Sequence[tuple[int, int, int, int, int, bool]], tuple[int, int, bool] | None]
+        tuple[
+            int, Sequence[tuple[int, int, int, int, int, bool]], tuple[int, int, bool] | None, int
+        ]
     ],
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array: ...

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlx_h2o import checks, eviction, opening, saved_state
 from mlx_h2o.budget import LayerShare
+from mlx_h2o.conversing import Conversing
 from mlx_h2o.copying import SharingCopies
 from mlx_h2o.frame import Frame
 from mlx_h2o.layer import Layer
@@ -26,7 +27,7 @@ NOT_ASKED = (
 )
 
 
-class BoundedKVCache(SharingCopies):
+class BoundedKVCache(Conversing, SharingCopies):
     """The bounded memory of one layer, with what mlx-lm asks of any cache.
 
     Subclasses say how rows come in and how they are attended to.

@@ -17,6 +17,7 @@ from mlx_h2o.backends.decoders import accepts, step_together
 from mlx_h2o.layer import Layer
 from mlx_h2o.memory import Fields
 from mlx_h2o.observe import Seen, mean_of, observe, observe_derived
+from mlx_h2o.pins import is_pinned
 from mlx_h2o.undo import single_steps
 
 
@@ -42,7 +43,8 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
         return _token_by_token(layer, call, k, v)
     _check_sinks(layer, call)
     # The first token of all goes op by op: then there are arrays to lend.
-    if layer.offset and accepts(layer.settings, call, k, v):
+    # A step that brings a pinned token too, which is marked on its way in.
+    if layer.offset and not _brings_pin(layer) and accepts(layer.settings, call, k, v):
         decoder, token = layer.planned(k, v)
         return decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, *token))
     frame = layer.settings.frame
@@ -93,6 +95,12 @@ def evict_after_sharers(layer: Layer, rounds: Sequence[Sequence[Seen]]) -> list[
     return layer.side_state()
 
 
+def _brings_pin(layer: Layer) -> bool:
+    """Whether the next token brings a pinned one into the slots: itself, or out of the window."""
+    size = layer.window.size if layer.window else 0
+    return is_pinned(layer.settings.pins, layer.offset - size)
+
+
 def decode_together(
     layers: Sequence[Layer], call: AttentionCall, k: mx.array, v: mx.array
 ) -> mx.array | None:
@@ -107,8 +115,9 @@ def decode_together(
     Returns:
         `[B, Hq, 1, Dv]`; None, and nothing is changed, where a layer has no fused step.
     """
-    if not all(layer.offset and accepts(layer.settings, call, k, v) for layer in layers):
-        return None
+    for layer in layers:
+        if not layer.offset or _brings_pin(layer) or not accepts(layer.settings, call, k, v):
+            return None
     like = k[:1], v[:1]
     planned = []
     for layer in layers:

@@ -10,6 +10,8 @@ import mlx.core as mx
 from mlx_h2o import selection
 from mlx_h2o.layer import Layer
 from mlx_h2o.memory import Fields
+from mlx_h2o.pin_room import room_for_pins
+from mlx_h2o.pins import true_positions
 from mlx_h2o.settings import CacheSettings
 from mlx_h2o.store import Run
 from mlx_h2o.views import evictable_of, slots_of
@@ -155,7 +157,8 @@ def _shared_out(
             heads.append((_head(fields, i), worth[:, i : i + 1]))
             ranked.append(may_go[:, i])
             budgets.append(run.budget)
-    given = layer.policy.shared_out(ranked, budgets)
+    shared = layer.policy.shared_out(ranked, budgets)
+    given = room_for_pins(shared, layer.policy, layer.settings.pins)
     layer.journal.clear()
     layer.regroup(layer.settings.resized(given), given)
     of_runs = [heads[run.first : run.last] for run in layer.runs]
@@ -182,7 +185,7 @@ def _best(
     if count >= positions.shape[2]:
         return fields
     unit, ranks = layer.policy.unit, layer.settings.ranks
-    kept = selection.select_kept(worth, positions, may_go, count, unit, ranks)
+    kept = selection.select_kept(worth, true_positions(positions), may_go, count, unit, ranks)
     if layer.settings.remembers:
         dropped = mx.put_along_axis(mx.ones(positions.shape), kept, mx.zeros(kept.shape), axis=-1)
         for i in range(run.heads):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_h2o.backends.decoder import Decoder, HeadPlan, PlannedToken
-from mlx_h2o.memory import Evictions, Fields, Memory, fields_of
+from mlx_h2o.memory import Evictions, Fields, Memory, fields_of, marked
 from mlx_h2o.packed import dense
 from mlx_h2o.recent_window import RecentWindow
 from mlx_h2o.settings import CacheSettings
@@ -54,6 +54,7 @@ class Layer:
         types: Of "keys" and "values".
         memory: Its arrays.
         offset: The next logical position.
+        aged_from: The position from which scores speak (`turns.py`).
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class Layer:
         types: dict[str, RowType],
         memory: Memory,
         offset: int = 0,
+        aged_from: int = 0,
     ):
         self.settings, self.policy, self.packing = settings, settings.policy, settings.packing
-        self.offset = offset
+        self.offset, self.aged_from = offset, aged_from
         self.journal = Journal(settings.undo)
         self.memory = memory
         self.types = types
@@ -166,9 +168,9 @@ class Layer:
         self._note(L)
         rows: Fields | None
         if self.window is None:
-            rows = fields_of(self.settings, keys, values, first)
+            rows = marked(self.settings, fields_of(self.settings, keys, values, first))
         else:
-            rows = self.window.push(keys, values, first)
+            rows = marked(self.settings, self.window.push(keys, values, first))
         self.offset += L
         beyond = None
         if rows is not None and L == 1:  # for which victims are named already
@@ -276,13 +278,12 @@ class Layer:
         """Change how many tokens the recent window holds; the rows that leave it, or None."""
         self.memory.take_back()
         assert self.window is not None
-        first = self.offset - self.window.length
-        gone = self.window.resize(size)
+        first, gone = self.offset - self.window.length, self.window.resize(size)
         if gone is None:
             return None
         shape = gone["keys"].shape[:3]
         positions = mx.arange(first, first + shape[2], dtype=mx.int32)
-        return {**gone, "positions": mx.broadcast_to(positions, shape)}
+        return marked(self.settings, {**gone, "positions": mx.broadcast_to(positions, shape)})
 
     def put_plain_rows(self, rows: tuple[mx.array, mx.array]) -> None:
         """Write the remainder's plain rows `[B, H, R, ...]` into the reserved slots."""
@@ -296,7 +297,8 @@ class Layer:
         return self.journal.trimmable(self.offset, any(self.lost(run) for run in self.runs))
 
     def trim(self, n: int) -> None:
-        """Take the newest n tokens back, at most `trimmable`."""
+        """Take the newest n tokens back, at most `trimmable`; pins stay with their positions."""
+        self.aged_from = min(self.aged_from, max(self.offset - n - 1, 0))
         undone = min(n, len(self.journal))
         if undone:
             evictions = self.evictions
@@ -331,7 +333,7 @@ class Layer:
         recent = window.advance() if window is not None else None
         stays = recent is not None and not recent.leaving
         heads = tuple(head for run in memory.runs for head in self._advanced(run, stays))
-        return decoder, PlannedToken(self.offset, heads, recent, before)
+        return decoder, PlannedToken(self.offset, heads, recent, before, self.aged_from)
 
     def _advanced(self, run: Run, stays: bool) -> list[HeadPlan]:
         """What a run's heads do in a step; no row comes into slots where the new one `stays`."""

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_h2o.backends.choice import pack
 from mlx_h2o.backends.decoder import Decoder, Lent
 from mlx_h2o.backends.decoders import decoder_for, fits_device
+from mlx_h2o.pins import stored_positions
 from mlx_h2o.recent_window import RecentWindow
 from mlx_h2o.remainder import Remainder
 from mlx_h2o.settings import CacheSettings
@@ -150,6 +151,13 @@ class Memory:
         """What pickle and copy take along: the steps chosen ahead too, so that they go on alike."""
         self.take_back()
         return vars(self)
+
+
+def marked(settings: CacheSettings, rows: Fields | None) -> Fields | None:
+    """Rows with the positions that slots store, which tell of pins."""
+    if rows is None or not settings.pins:
+        return rows
+    return {**rows, "positions": stored_positions(rows["positions"], settings.pins)}
 
 
 def fields_of(settings: CacheSettings, keys: mx.array, values: mx.array, first: int) -> Fields:

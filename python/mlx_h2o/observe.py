@@ -20,6 +20,7 @@ from mlx_h2o.layer import Layer
 from mlx_h2o.masks import block_of
 from mlx_h2o.memory import Fields
 from mlx_h2o.packed import AnyRows, dense, first_rows
+from mlx_h2o.pins import true_positions
 from mlx_h2o.policies import Observation, ObservedMass, Policy
 from mlx_h2o.remainder import Remainder
 from mlx_h2o.rolling import without_gaps
@@ -61,7 +62,8 @@ def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> Seen
         saturation = layer.settings.saturations(layer.store.heads)[run.first : run.last]
     keys, values = rows_of(layer, run, fields)
     if layer.settings.rope is not None:
-        keys = without_gaps(dense(keys), fields["positions"], layer.offset, layer.settings.rope)
+        places = true_positions(fields["positions"])
+        keys = without_gaps(dense(keys), places, layer.offset, layer.settings.rope)
     return _Attention(
         layer.policy,
         call.of_heads(run.first * group, run.last * group),
@@ -72,6 +74,7 @@ def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> Seen
         layer.offset,
         remainder,
         saturation,
+        aged_from=layer.aged_from,
     ).seen(fields)
 
 
@@ -104,7 +107,12 @@ def observe_derived(
     """The same of keys and values `[B, Hk, N, ...]` that a model made of the rows attended to."""
     heads = layer.runs[0].heads
     of_layer = (heads, layer.offset, None)
-    return _Attention(layer.policy, call, keys, values, fields, *of_layer, own=False).seen(fields)
+    looked = _Attention(
+        *(layer.policy, call, keys, values, fields, *of_layer),
+        own=False,
+        aged_from=layer.aged_from,
+    )
+    return looked.seen(fields)
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,7 @@ class _Attention:
         remainder: That answers beside the slots, if any.
         saturation: Of the remainder's term, `[H]`.
         own: Whether keys and values are the cache's own.
+        aged_from: The position from which scores speak.
     """
 
     policy: Policy
@@ -134,6 +143,7 @@ class _Attention:
     remainder: Remainder | None
     saturation: tuple[float, ...] = ()
     own: bool = True
+    aged_from: int = 0
 
     def seen(self, fields: Fields) -> Seen:
         """Attend block by block, accumulating scores; `fields` are the slots'."""
@@ -154,7 +164,8 @@ class _Attention:
             outs.append(out)
             assert scores is not None
             if windowed:
-                window_mass = mass_of_window(self.policy, observation, self.ranked, self.offset, L)
+                of_policy = (self.policy, observation, self.ranked)
+                window_mass = mass_of_window(*of_policy, self.offset, L, self.aged_from)
                 observation.stands_for = stands_for(L, N, end - start)
             part = self.policy.accumulate(scores[..., :n_keys], observation)
             rest = scores[..., n_keys:]
@@ -196,7 +207,7 @@ class _Attention:
 
 
 def mass_of_window(
-    policy: Policy, seen: Observation, fields: Fields, offset: int, L: int
+    policy: Policy, seen: Observation, fields: Fields, offset: int, L: int, aged_from: int
 ) -> mx.array:
     """Mass of the last `window` queries of the whole prompt, `[B, H, N]`.
 
@@ -206,7 +217,8 @@ def mass_of_window(
     missing = policy.window - L
     if missing <= 0:
         return seen.mass
-    ages = mx.maximum(offset - L - fields["positions"], 1).astype(mx.float32)
+    begun = mx.maximum(true_positions(fields["positions"]), aged_from)
+    ages = mx.maximum(offset - L - begun, 1).astype(mx.float32)
     return seen.mass + missing * policy.mean_mass(fields["scores"], ages)
 
 

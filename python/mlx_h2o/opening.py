@@ -98,9 +98,10 @@ def window_of(settings: CacheSettings, size: int) -> RecentWindow:
 def config_of(layer: Layer | None) -> dict[str, Any]:
     """What `restored` needs beside the arrays, as JSON types; None: no rows came yet."""
     if layer is None:
-        return {"offset": 0, "reserved": 0, "runs": [], "recent": None}
+        return {"offset": 0, "aged_from": 0, "reserved": 0, "runs": [], "recent": None}
     return {
         "offset": layer.offset,
+        "aged_from": layer.aged_from,
         "reserved": layer.store.reserved,
         "runs": [vars(run).copy() for run in layer.runs],
         "recent": layer.window.config() if layer.window else None,
@@ -131,7 +132,7 @@ def restored(
     if policy.uses_value_lengths and not saved_state.has_value_lengths(arrays, policy):
         arrays = arrays | _value_lengths(arrays, packing)
     newest = config["offset"] - (numbers["length"] if numbers else 0)
-    saved_state.check_indices(arrays, runs, config["reserved"], policy, newest)
+    saved_state.check_indices(arrays, runs, config["reserved"], settings, newest)
     store = SlotStore.of(runs, config["reserved"], _under("slots.", arrays))
     window = None
     if numbers:
@@ -148,7 +149,10 @@ def restored(
     if remembers:
         remainder = Remainder(**_under("remainder.", arrays))
     evictions = Evictions(remainder, arrays.get("victims"))
-    return Layer(settings, types, Memory(store, window, evictions), config["offset"]), share
+    memory = Memory(store, window, evictions)
+    # Files from before there were turns do not say from where ages count.
+    aged_from = config.get("aged_from", 0)
+    return Layer(settings, types, memory, config["offset"], aged_from), share
 
 
 def _value_lengths(arrays: dict[str, mx.array], packing: Packing) -> dict[str, mx.array]:

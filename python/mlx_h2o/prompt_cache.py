@@ -20,6 +20,7 @@ from mlx_h2o.layer_kinds import LayerKind, layer_kinds
 from mlx_h2o.memory_size import USUAL_CONTEXT
 from mlx_h2o.model_identity import ModelIdentity, identity_of
 from mlx_h2o.packed import DEFAULT_GROUP_SIZE
+from mlx_h2o.pins import Span
 from mlx_h2o.plan import AtHand, planned
 from mlx_h2o.policies import Policy
 from mlx_h2o.profile import Profile
@@ -51,11 +52,12 @@ def make_prompt_cache(
     undo: int = 0,
     frames: Sequence[Frame | None] | Literal[False] | str | None = None,
     positions: str = "absolute",
+    pins: Sequence[Span] = (),
     **settings: Any,
 ) -> list[Any]:
     """The model's own caches, with every plain KV cache replaced by a bounded one.
 
-    Other caches stay as the model made them (`describe` tells which, and why).
+    Other caches stay as they are (`describe` tells which, and why).
 
     Args:
         model: An mlx-lm model.
@@ -76,10 +78,10 @@ def make_prompt_cache(
         group_size: Elements that share a scale and a bias: 32, 64 or 128.
         recent_bits: Of the newest tokens, where that is to differ (16: as they come).
         undo: How many of the last tokens can be taken back after evictions.
-        frames: Of packed keys: one or None for each of the model's own caches. False or "none": as
-            they come. By default those of the profile.
+        frames: Of packed keys: one or None for each cache, or "none"; by default the profile's.
         positions: "absolute", or "rolling": kept tokens are seen without the gaps of forgotten ones
             (`rolling.py`; models with a plain RoPE; needs remainder=False and no bits).
+        pins: Pairs (first, one past the last) of positions never evicted; `mlx_h2o.pin` adds more.
         settings: Fields of the policy to change, such as `sink`, `recent` or `evict_every`.
 
     Raises:
@@ -90,8 +92,8 @@ def make_prompt_cache(
         return caches_beneath(model)
     stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
     given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
-    given |= {"max_bytes": max_bytes, "context": context, "recent_bits": recent_bits}
-    given |= {"undo": undo, "frames": frames, "positions": positions}
+    given |= {"max_bytes": max_bytes, "context": context, "recent_bits": recent_bits, "undo": undo}
+    given |= {"frames": frames, "positions": positions, "pins": pins}
     return bounded_caches(model, ModelSettings.of(max_size, **given))
 
 
@@ -143,6 +145,7 @@ def bounded_caches(
             filling=layer.filling,
             rope=layer.rope,
             ranks=1 if ranks is None else ranks.count,
+            pins=settings.pins,
         )
         use = use_of(kind) if attending else "plain rows"
         cache = BoundedKVCache.of(of_layer, use, layer.share)

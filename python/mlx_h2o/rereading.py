@@ -218,6 +218,7 @@ def compress_into(
     tokens: mx.array,
     *,
     room: int = 0,
+    within: bool = False,
     chunk: int = CHUNK,
     tell: Tell = lambda _: None,
 ) -> list[Any]:
@@ -228,8 +229,9 @@ def compress_into(
         model: An mlx-lm model.
         tokenizer: Its tokenizer.
         tokens: `[B, T]`.
-        room: As in `compress_prompt`, and so are the next two.
-        chunk: Likewise.
+        room: As in `compress_prompt`.
+        within: Whether the room is taken off the caches' size, and does not come on top of it.
+        chunk: As in `compress_prompt`.
         tell: Likewise.
 
     Raises:
@@ -243,11 +245,16 @@ def compress_into(
     repeat = tokenizer.encode(REPEAT, add_special_tokens=False)
     reading = read_twice(model, tokens, repeat, chunk, tell)
     policy = bounded[0].policy
-    shares = shared_out(
-        [np.asarray(worth.mean(axis=0)) for worth in reading.worths],
-        sum(sum(entry.budgets or ()) for entry in bounded),
-        max(policy.least_budget() + FEWEST_CHOICES - room, policy.sink + 1),
-    )
+    budgets = [slots for entry in bounded for slots in entry.budgets or ()]
+    whole = sum(budgets) - (room * len(budgets) if within else 0)
+    least = max(policy.least_budget() + FEWEST_CHOICES - room, policy.sink + 1)
+    if whole < min(least, tokens.shape[1]) * len(budgets):
+        raise ValueError(
+            f"{sum(budgets)} slots of {len(budgets)} KV heads are too few to keep {least} rows of "
+            f"each, beside room for {room}: give more bytes."
+        )
+    worths = [np.asarray(worth.mean(axis=0)) for worth in reading.worths]
+    shares = shared_out(worths, whole, least)
     for i, (entry, slots) in enumerate(zip(bounded, shares, strict=True)):
         entry.resize([count + room for count in slots])
         entry.hold(*reading.rows[i], reading.worths[i], reading.rates[i], room)

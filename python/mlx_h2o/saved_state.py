@@ -84,6 +84,7 @@ def settings_of(
         filling=config.get("filling", ()),
         rope=Rope.of_config(config["rope"]) if config.get("rope") else None,
         ranks=config.get("ranks", 1),
+        pins=config.get("pins", ()),
     )
     check_ranges(config, settings.policy)
     share = None
@@ -97,6 +98,9 @@ def settings_of(
 def check_ranges(config: dict[str, Any], policy: Policy) -> None:
     """Numbers of a cache that need no arrays to be compared with."""
     within("offset", config["offset"], 0, MOST_TOKENS)
+    within("aged_from", config.get("aged_from", 0), 0, max(config["offset"] - 1, 0))
+    for span in config.get("pins", ()):
+        within("pins", span[1], 1, MOST_TOKENS)
     for name in ("max_size", "max_bytes"):
         if config[name] is not None:
             within(name, config[name], 1, 2**50 if name == "max_bytes" else MOST_TOKENS)
@@ -285,18 +289,19 @@ def row_shapes(
 
 
 def check_indices(
-    arrays: Arrays, runs: Sequence[Run], reserved: int, policy: Policy, newest: int
+    arrays: Arrays, runs: Sequence[Run], reserved: int, settings: CacheSettings, newest: int
 ) -> None:
-    """Positions that came, each once in a head, and victims that are there.
+    """Positions that came, each once in a head and marked where pinned; victims that are there.
 
     Args:
         arrays: As `check_arrays` left them.
         runs: Of heads.
         reserved: Slots at the head of each range that hold no token.
-        policy: Of the cache.
+        settings: Of the cache.
         newest: The next logical position that is not in a slot.
     """
-    positions = np.array(arrays["slots.positions"])
+    stored, policy = np.array(arrays["slots.positions"]), settings.policy
+    positions = np.maximum(stored, -1 - stored)
     victims = np.array(arrays["victims"]) if "victims" in arrays else None
     for run in runs:
         shape = (len(positions), run.heads, run.allocated)
@@ -309,3 +314,8 @@ def check_indices(
             left = victims[:, run.first : run.last, policy.evict_every - run.victims :]
             if left.min() < 0 or left.max() >= run.length or not np.diff(np.sort(left)).all():
                 raise ValueError("Slots are to be overwritten that are none, or twice.")
+    pinned = np.zeros(positions.shape, bool)
+    for first, end in settings.pins:
+        pinned |= (positions >= first) & (positions < end)
+    if (stored[~pinned] < 0).any():
+        raise ValueError("Slots hold tokens as pinned that no pin names.")

@@ -27,10 +27,10 @@ def accumulate(policy: Policy, scores: mx.array, logits: mx.array, lse: mx.array
 
 
 def evictable_slots(positions: mx.array, offset: int, sink: int, recent: int) -> mx.array:
-    """True where a slot is neither a sink nor recent, `[B, H, N]` bool.
+    """True where a slot is neither a sink nor recent nor pinned, `[B, H, N]` bool.
 
     Args:
-        positions: `[B, H, N]`.
+        positions: `[B, H, N]` as slots store them: below 0 where a token is pinned (`pins.py`).
         offset: The next logical position.
         sink: First positions to protect.
         recent: Last positions to protect.

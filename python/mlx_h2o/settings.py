@@ -14,12 +14,14 @@ from mlx_h2o.frame import Frame
 from mlx_h2o.layer_budgets import LayerBudgets
 from mlx_h2o.memory_size import Share, memory_size
 from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, UNPACKED, Packing
+from mlx_h2o.pin_room import room_for_pins
+from mlx_h2o.pins import Span, checked_spans
 from mlx_h2o.policies import KernelPolicy, Policy, make_policy
 from mlx_h2o.policies.base import kernel_policy_of
 from mlx_h2o.policies.distinct import KEYS_ONLY
 from mlx_h2o.profile import Profile
 from mlx_h2o.ranks import checked_ranks
-from mlx_h2o.remainder import SATURATION, checked_saturation, saturations
+from mlx_h2o.remainder import SATURATION, checked_saturation, plain_rows_for, saturations
 from mlx_h2o.rolling import Rope
 from mlx_h2o.undo import MOST_STEPS
 
@@ -49,6 +51,9 @@ class CacheSettings:
             those of a shorter one.
         rope: That of the keys, if they are to be seen at positions without gaps (`rolling.py`).
         ranks: Processes that share the layer's KV heads (`ranks.py`).
+        pins: Spans of positions that are never evicted (`pins.py`). A head that is too small for
+            them, and for what its policy protects beside them, gets slots of the layer's larger
+            heads, so that a profile's smallest heads hold every pin and bytes stay as they were.
 
     Raises:
         ValueError: A setting is none, or they do not go together; the message names it.
@@ -67,6 +72,7 @@ class CacheSettings:
     filling: tuple[Stage, ...] = ()
     rope: Rope | None = None
     ranks: int = 1
+    pins: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
         self._set("policy", make_policy(self.policy))
@@ -114,6 +120,23 @@ class CacheSettings:
             self.checked_budgets("budgets", stage.budgets)
             if self.undo or len(stage.budgets) != len(self.budgets or ()):
                 raise ValueError("filling needs budgets of as many heads, and no undo.")
+        self._set("pins", checked_spans("pins", self.pins))
+        if self.pins:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Have every head hold the pins, now and at every stage to come."""
+        if self.max_size is not None:
+            room_for_pins((self.max_size,), self.policy, self.pins)
+        if self.budgets is not None:
+            plain = 0
+            if self.remainder and not self.attending:
+                plain = plain_rows_for(min(self.budgets))
+            slots = [budget - plain for budget in self.budgets]
+            roomy = room_for_pins(slots, self.policy, self.pins)
+            self._set("budgets", tuple(count + plain for count in roomy))
+        later = [Stage(b, room_for_pins(s, self.policy, self.pins)) for b, s in self.filling]
+        self._set("filling", tuple(later))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -155,6 +178,7 @@ class CacheSettings:
             "filling": [list(stage) for stage in self.filling],
             **({"rope": self.rope.config()} if self.rope else {}),
             **({"ranks": self.ranks} if self.ranks > 1 else {}),
+            "pins": [list(span) for span in self.pins],
             "max_size": self.max_size,
             "max_bytes": self.max_bytes,
             "budgets": None if self.budgets is None else list(self.budgets),
@@ -240,6 +264,7 @@ class ModelSettings:
         context: Tokens that conversations may reach, or None: what the model was trained to see.
         chooses_bits: Whether the size is in bytes and it is not said how rows are stored.
         positions: "absolute", or "rolling": without gaps (`rolling.py`).
+        pins: Spans of positions that are never evicted.
 
     Raises:
         ValueError: A setting is none, or they do not go together; the message names it.
@@ -257,6 +282,7 @@ class ModelSettings:
     context: int | None = None
     chooses_bits: bool = False
     positions: str = "absolute"
+    pins: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budgets", budgets_of_model(self.budgets))
@@ -285,6 +311,7 @@ class ModelSettings:
         if self.rolls:
             check_rolling(True, self.remainder, self.packing)
         object.__setattr__(self, "frames", frames_or_none(self.frames))
+        object.__setattr__(self, "pins", checked_spans("pins", self.pins))
         if isinstance(self.frames, tuple) and self.packing.k_bits is None:
             raise ValueError("frames are for packed keys: they need bits or k_bits.")
 
@@ -306,6 +333,7 @@ class ModelSettings:
         undo: int = 0,
         frames: Sequence[Frame | None] | Literal[False] | str | None = None,
         positions: str = "absolute",
+        pins: Sequence[Span] = (),
         **settings: Any,
     ) -> ModelSettings:
         """From the arguments of `make_prompt_cache`, which explains them."""
@@ -315,7 +343,8 @@ class ModelSettings:
         said = any(given is not None for given in (bits, k_bits, v_bits, recent_bits))
         chooses = max_bytes is not None and not said and positions != "rolling"
         stored = (remainder, budgets, packing, undo, frames, context, chooses, positions)
-        return cls(max_size, max_bytes, policy, settings, *stored)
+        # `pins` is made a tuple when it is checked.
+        return cls(max_size, max_bytes, policy, settings, *stored, pins=pins)  # type: ignore[arg-type]
 
     @property
     def rolls(self) -> bool:

@@ -8,6 +8,7 @@ from mlx_h2o import selection
 from mlx_h2o.layer import Layer
 from mlx_h2o.memory import Fields
 from mlx_h2o.packed import AnyRows, dense
+from mlx_h2o.pins import true_positions
 from mlx_h2o.policies import Slots
 from mlx_h2o.store import Run
 
@@ -44,7 +45,7 @@ def ranked_of(layer: Layer, run: Run, fields: Fields) -> Fields:
 
 
 def evictable_of(layer: Layer, run: Run, positions: mx.array) -> mx.array:
-    """Which of a run's rows, by their positions `[B, heads, M]`, are not protected."""
+    """Which of a run's rows, by their stored positions `[B, heads, M]`, are not protected."""
     recent = layer.policy.recent_slots(layer.budget_of(run))
     return selection.evictable_slots(positions, layer.offset, layer.policy.sink, recent)
 
@@ -52,7 +53,8 @@ def evictable_of(layer: Layer, run: Run, positions: mx.array) -> mx.array:
 def slots_of(layer: Layer, run: Run, fields: Fields, evicted: int) -> Slots:
     """The same rows as a policy sees them; `evicted` tokens are gone from each head."""
     ranked = ranked_of(layer, run, fields)
-    positions, scores = ranked["positions"], ranked.get("scores")
+    stored, scores = ranked["positions"], ranked.get("scores")
+    positions = true_positions(stored)
     keys, values = rows_of(layer, run, fields)
     return Slots(
         keys=dense(keys),
@@ -60,8 +62,9 @@ def slots_of(layer: Layer, run: Run, fields: Fields, evicted: int) -> Slots:
         positions=positions,
         scores=mx.zeros(positions.shape) if scores is None else scores,
         offset=layer.offset,
-        evictable=evictable_of(layer, run, positions),
+        evictable=evictable_of(layer, run, stored),
         evicted=evicted,
         evicted_mean_key=layer.evictions.remainder.mean_key[:, run.first : run.last],
         value_lengths=ranked.get("value_lengths"),
+        aged_from=layer.aged_from,
     )

@@ -24,11 +24,11 @@ namespace {
 
 using RecentTuple = std::tuple<int, int, bool>;
 using HeadTuple = std::tuple<int64_t, int, int, int, int, bool>;
-using TokenTuple = std::tuple<int, std::vector<HeadTuple>, std::optional<RecentTuple>>;
+using TokenTuple = std::tuple<int, std::vector<HeadTuple>, std::optional<RecentTuple>, int>;
 
 PlannedToken planned_token(const TokenTuple& tuple) {
-  const auto& [offset, heads, recent] = tuple;
-  PlannedToken token{offset, {}, {}};
+  const auto& [offset, heads, recent, aged_from] = tuple;
+  PlannedToken token{offset, {}, {}, aged_from};
   token.heads.reserve(heads.size());
   for (const auto& [start, length, victim, recent, evicted, choose] : heads)
     token.heads.push_back({start, length, victim, recent, evicted, choose});
@@ -129,16 +129,17 @@ NB_MODULE(_ext, m) {
           [](DecodingLayer& self, const mx::array& q, const mx::array& k, const mx::array& v,
              float scale, const std::optional<mx::array>& sinks, int offset,
              const std::vector<HeadTuple>& heads, const std::optional<RecentTuple>& recent,
-             bool undo, mx::StreamOrDevice s) {
-            PlannedToken token = planned_token({offset, heads, recent});
+             bool undo, int aged_from, mx::StreamOrDevice s) {
+            PlannedToken token = planned_token({offset, heads, recent, aged_from});
             std::vector<mx::array> before;
             mx::array out = self.step(
                 q, k, v, scale, sinks, offset, std::move(token.heads), token.recent, s,
-                undo ? &before : nullptr);
+                undo ? &before : nullptr, token.aged_from);
             return std::pair(std::move(out), std::move(before));
           },
           "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "offset"_a,
-          "heads"_a, "recent"_a = nb::none(), "undo"_a = false, "stream"_a = nb::none(),
+          "heads"_a, "recent"_a = nb::none(), "undo"_a = false, "aged_from"_a = 0,
+          "stream"_a = nb::none(),
           "One token; heads are (start, length, victim, recent, evicted, choose), recent is "
           "(slot, length, leaving). Returns out, and with undo what the step changes, as it was.")
       .def(
@@ -158,7 +159,7 @@ NB_MODULE(_ext, m) {
       },
       "layers"_a, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "tokens"_a,
       "stream"_a = nb::none(),
-      "One token of several layers: (offset, heads, recent) of each. Returns out.");
+      "One token of several layers: (offset, heads, recent, aged_from) of each. Returns out.");
 
   m.def(
       "tracing",

@@ -157,6 +157,30 @@ def test_a_chunk_between(on_device):
     assert_alike(ours, theirs, outs)
 
 
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [("salient", {"sink": 0}), ("h2o", {"sink": 2, "age_normalised": True}), ("keydiff", {})],
+)
+def test_pins_and_a_turn(on_device, policy, settings):
+    """Pinned tokens stay, and ages count from where the turn says."""
+    caches, outs = [], []
+    for kernels in (True, False):
+        on_device(kernels)
+        cache = H2OKVCache(budgets=[24, 30], policy=make_policy(policy, **settings))
+        cache.pin([(0, 5), (20, 22)])
+        attend(cache, tokens(0, 12))
+        steps = [attend(cache, tokens(1 + i, 1)) for i in range(20)]
+        cache.new_turn(0.25)
+        steps += [attend(cache, tokens(21 + i, 1)) for i in range(20)]
+        mx.eval(steps)
+        caches.append(cache)
+        outs.append(mx.concatenate(steps, axis=2))
+    on_device(True)
+    assert_alike(*caches, outs)
+    for head in kept(caches[0]):
+        assert {-1 - p for p in (*range(5), 20, 21)} <= set(head.tolist())
+
+
 def test_arrays_held_elsewhere_never_see_what_is_written_in_place(on_device):
     """Arrays that were given out before, and twins, keep their values."""
     on_device(True)

@@ -5,6 +5,9 @@ namespace mlx_h2o {
 
 // More KV heads than any model has: a number that went wrong, as -1 does.
 constexpr size_t kMostHeads = 1 << 16;
+constexpr size_t kMostSpans = 1 << 16;
+// A billion: positions are int32, and conversations go on.
+constexpr int kMostTokens = 1 << 30;
 
 namespace {
 
@@ -136,6 +139,32 @@ int mlx_h2o_cache_trimmable(int* res, const mlx_h2o_cache cache) {
 
 int mlx_h2o_cache_trim(mlx_h2o_cache cache, int n, const mlx_stream s) {
   return guarded_on(s, [&] { changed(cache).trim(n); });
+}
+
+int mlx_h2o_cache_pin(
+    int* res_missing, mlx_h2o_cache cache, const int* spans, size_t n_spans, const mlx_stream s) {
+  return guarded_on(s, [&] {
+    check(spans && n_spans > 0 && n_spans <= kMostSpans, "Pins are 1 to 65536 spans.");
+    Spans pins;
+    for (size_t i = 0; i < n_spans; ++i) {
+      const int first = spans[2 * i], end = spans[2 * i + 1];
+      check(
+          first >= 0 && first < end && end <= kMostTokens,
+          "A span is a first position and one past the last, above it; got " +
+              std::to_string(first) + " and " + std::to_string(end) + ".");
+      pins.emplace_back(first, end);
+    }
+    const int missing = changed(cache).pin(std::move(pins));
+    if (res_missing) *res_missing = missing;
+  });
+}
+
+int mlx_h2o_cache_unpin(mlx_h2o_cache cache, const mlx_stream s) {
+  return guarded_on(s, [&] { changed(cache).unpin(); });
+}
+
+int mlx_h2o_cache_new_turn(mlx_h2o_cache cache, double carry, const mlx_stream s) {
+  return guarded_on(s, [&] { changed(cache).new_turn(carry); });
 }
 
 int mlx_h2o_cache_kept(mlx_array* res, mlx_h2o_cache cache, const mlx_stream s) {

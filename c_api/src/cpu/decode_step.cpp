@@ -245,6 +245,7 @@ class DecodeStep {
     update.value_lengths = state_.value_lengths ? state_.value_lengths + slot(b, h) : nullptr;
     update.offset = step_.offset;
     update.recent = head.recent;
+    update.aged_from = step_.aged_from;
     if (head.choose) {
       if (layer_.policy.per_layer) {
         update.priority = layer_priorities_.data() + of_head(b, h) * head.length;

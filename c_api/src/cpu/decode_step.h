@@ -55,7 +55,7 @@ struct RecentState {
 struct LayerState {
   SlotRows keys;
   SlotRows values;
-  int32_t* positions;  // [B, S]
+  int32_t* positions;  // [B, S], complements where pinned (python/mlx_h2o/pins.py)
   float* scores;       // [B, S], or nullptr where the policy accumulates nothing
   // [B, S] float16, log ||v||^2 of the values as they came; or nullptr where no policy asks
   uint16_t* value_lengths;
@@ -83,6 +83,7 @@ struct Step {
   int recent_length = 0;        // the new one included
   bool leaving = true;          // whether a token comes into the heads' slots
   int offset;                   // the next logical position; the new token's is one less
+  int aged_from = 0;            // the position from which ages count
   const void* q;                // [B, Hq, 1, D], by strides
   int64_t q_batch, q_head;
   Dtype q_dtype;

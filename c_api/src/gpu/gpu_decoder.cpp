@@ -54,9 +54,8 @@ class GPUDecoder : public Decoder {
 
   mx::array step(DecodeStep step) override {
     const mx::array &q = step.call.q, &k = step.keys, &v = step.values;
-    const StepPlan plan{
-        step.offset, slots_.keys.arrays[0].shape(1), policy_.sink, policy_.evict_every,
-        std::move(step.heads)};
+    const StepPlan plan{step.offset,         slots_.keys.arrays[0].shape(1), policy_.sink,
+                        policy_.evict_every, std::move(step.heads),          step.aged_from};
     std::optional<Remainder> remembered;
     if (remembers_) remembered = remainder_;
     const mx::array written = overwrite(plan, slots_, victims_, k, v, remembered, frame_);

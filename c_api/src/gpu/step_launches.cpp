@@ -43,7 +43,8 @@ mx::array weights_of(const KernelPolicy& policy) {
 
 }  // namespace
 
-StepPlan::StepPlan(int offset, int slots, int sink, int evict_every, std::vector<HeadPlan> of_heads)
+StepPlan::StepPlan(
+    int offset, int slots, int sink, int evict_every, std::vector<HeadPlan> of_heads, int aged_from)
     : heads(std::move(of_heads)), integers(0) {
   std::vector<int> lines;
   for (const HeadPlan& head : heads) {
@@ -55,8 +56,8 @@ StepPlan::StepPlan(int offset, int slots, int sink, int evict_every, std::vector
         {start, head.length, attended, head.recent, head.victim, int(head.choose), 0, 0});
     attended += head.length;
   }
-  std::vector<int> all{offset,      slots, attended, static_cast<int>(heads.size()),
-                       evict_every, sink,  0,        0};
+  std::vector<int> all{offset,      slots, attended,  static_cast<int>(heads.size()),
+                       evict_every, sink,  aged_from, 0};
   all.insert(all.end(), lines.begin(), lines.end());
   integers = mx::array(all.begin(), {static_cast<int>(all.size())}, mx::int32);
 }

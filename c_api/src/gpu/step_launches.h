@@ -11,7 +11,10 @@ namespace mlx_h2o {
 // What a layer does in a step.
 struct StepPlan {
   // offset is the next logical position (the new token's is one less), slots S of the flat buffers.
-  StepPlan(int offset, int slots, int sink, int evict_every, std::vector<HeadPlan> heads);
+  // Ages count from the position `aged_from` on.
+  StepPlan(
+      int offset, int slots, int sink, int evict_every, std::vector<HeadPlan> heads,
+      int aged_from = 0);
 
   const std::vector<HeadPlan> heads;
   HeadRanges ranges;

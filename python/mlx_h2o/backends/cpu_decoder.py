@@ -78,6 +78,7 @@ class CPUDecoder(Decoder):
             heads=list(step.heads),
             recent=step.recent,
             undo=step.before is not None,
+            aged_from=step.aged_from,
         )
         if step.before is not None:
             step.before.arrays = dict(zip(self._changed_by(step), changed, strict=True))
@@ -107,7 +108,9 @@ class CPUDecoder(Decoder):
         Returns:
             `[B, Hq, 1, Dv]`.
         """
-        plans = [(token.offset, list(token.heads), token.recent) for token in tokens]
+        plans = [
+            (token.offset, list(token.heads), token.recent, token.aged_from) for token in tokens
+        ]
         return _ext.step_together(
             [decoder._layer for decoder in decoders],
             q, k, v, scale=scale, sinks=sinks, tokens=plans,

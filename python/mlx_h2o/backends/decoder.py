@@ -47,12 +47,14 @@ class PlannedToken(NamedTuple):
         heads: One plan for each KV head.
         recent: What happens in the recent window, if there is one.
         before: Takes the arrays that the step changes, as they are before it.
+        aged_from: The position from which ages count.
     """
 
     offset: int
     heads: tuple[HeadPlan, ...]
     recent: RecentStep | None = None
     before: StepBefore | None = None
+    aged_from: int = 0
 
 
 class DecodeStep(NamedTuple):
@@ -68,6 +70,7 @@ class DecodeStep(NamedTuple):
         heads: One plan for each KV head.
         recent: What happens in the recent window, if there is one.
         before: Takes the arrays that the step changes, as they are before it.
+        aged_from: The position from which ages count.
     """
 
     q: mx.array
@@ -79,6 +82,7 @@ class DecodeStep(NamedTuple):
     heads: tuple[HeadPlan, ...]
     recent: RecentStep | None = None
     before: StepBefore | None = None
+    aged_from: int = 0
 
 
 @dataclass

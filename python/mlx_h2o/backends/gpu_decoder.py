@@ -82,7 +82,8 @@ class GPUDecoder(Decoder):
             step.before.arrays = self._changed_by(step.heads)
             self._victims = after(self._victims, step.before.arrays.values())
         sink, every = self._settings.policy.sink, self._settings.policy.evict_every
-        plan = StepPlan(step.offset, self._slots.keys.shape[1], sink, every, step.heads)
+        slots = self._slots.keys.shape[1]
+        plan = StepPlan(step.offset, slots, sink, every, step.heads, step.aged_from)
         written, remainder = overwrite(
             self._launcher,
             plan,

@@ -38,6 +38,7 @@ class StepPlan:
         sink: How many of the first positions are protected.
         evict_every: Victims named at once.
         heads: Each KV head's part.
+        aged_from: The position from which ages count.
     """
 
     offset: int
@@ -45,6 +46,7 @@ class StepPlan:
     sink: int
     evict_every: int
     heads: tuple[HeadPlan, ...]
+    aged_from: int = 0
 
     @property
     def ranges(self) -> Ranges:
@@ -61,7 +63,7 @@ class StepPlan:
 def plan_array(plan: StepPlan) -> mx.array:
     """The plan's integers, in the layout of metal/decode_step.h."""
     of_layer = [plan.offset, plan.slots, plan.attended, len(plan.heads)]
-    of_layer += [plan.evict_every, plan.sink, 0, 0]
+    of_layer += [plan.evict_every, plan.sink, plan.aged_from, 0]
     before = accumulate((head.length for head in plan.heads), initial=0)
     lines = [
         [head.start, head.length, prefix, head.recent, head.victim, int(head.choose), 0, 0]

@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     from mlx_h2o.cli import (
         bench,
         calibrate,
+        chat,
         compare,
         compress,
         demo,
@@ -70,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
         inspect,
         serve,
         tune,
+        turns,
     )
 
     made = argparse.ArgumentParser(
@@ -83,11 +85,13 @@ def parser() -> argparse.ArgumentParser:
     for module in (
         demo,
         generate,
+        chat,
         serve,
         compress,
         compare,
         evaluate,
         tune,
+        turns,
         calibrate,
         inspect,
         bench,

@@ -17,15 +17,19 @@ from mlx_h2o.cache_file import load_prompt_cache, require_savable, save_prompt_c
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_options,
+    add_pin_options,
     bounded_cache,
     cache_settings,
     load_model,
+    pin_rules,
     truth,
     typed,
 )
+from mlx_h2o.conversations import pin
 from mlx_h2o.description import describe
 from mlx_h2o.files import require_writable, write_kept
 from mlx_h2o.inspection import bounded_layers
+from mlx_h2o.pin_rules import spans_for
 from mlx_h2o.settings import ModelSettings
 from mlx_h2o.stock import stock_caches
 
@@ -69,6 +73,7 @@ def add_parser(commands: Any) -> None:
     sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="among the K likeliest")
     sampling.add_argument("--seed", type=int, metavar="N", help="makes sampling reproducible")
     add_cache_options(parser, DEFAULT_MAX_KV_SIZE)
+    add_pin_options(parser)
     parser.add_argument(
         "--prefill-step-size", type=int, default=2048, metavar="N",
         help="prompt tokens processed at a time (default: %(default)s)",
@@ -93,6 +98,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Generate, report, save."""
     check_options(args)
+    rules = pin_rules(args)
     if args.seed is not None:
         mx.random.seed(args.seed)
     resumed = args.prompt_cache_file is not None and args.prompt_cache_file.exists()
@@ -110,7 +116,11 @@ def run(args: argparse.Namespace) -> None:
         cache = bounded_cache(model, settings)
     if args.save_prompt_cache is not None:
         require_savable(cache)
-    prompt = prompt_tokens(args, tokenizer, resumed)
+    prompt, messages = prompt_tokens(args, tokenizer, resumed)
+    if rules:
+        # A resumed conversation's prompt comes after what it holds.
+        offset = max(entry.offset for _, entry in bounded_layers(cache))
+        pin(cache, spans_for(rules, tokenizer, prompt, messages, offset))
     text, tokens = "", []
     for response in stream_generate(
         model,
@@ -201,8 +211,13 @@ def resumed_cache(args: argparse.Namespace, model: nn.Module) -> list[Any]:
     return list(cache)
 
 
-def prompt_tokens(args: argparse.Namespace, tokenizer: Any, resumed: bool) -> list[int]:
-    """The prompt as tokens; a resumed conversation gets it as its next turn, as in mlx_lm.chat."""
+def prompt_tokens(
+    args: argparse.Namespace, tokenizer: Any, resumed: bool
+) -> tuple[list[int], list[dict[str, str]]]:
+    """The prompt as tokens, and the messages in it where a chat template made it.
+
+    A resumed conversation gets it as its next turn, as in mlx_lm.chat.
+    """
     prompt = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     prompt = sys.stdin.read() if prompt == "-" else prompt
     templated = tokenizer.has_chat_template and not args.ignore_chat_template
@@ -210,6 +225,7 @@ def prompt_tokens(args: argparse.Namespace, tokenizer: Any, resumed: bool) -> li
         raise ValueError(
             "--system-prompt needs the model's chat template: put it into the prompt itself."
         )
+    messages: list[dict[str, str]] = []
     if templated:
         messages = [{"role": "user", "content": prompt}]
         if args.system_prompt is not None:
@@ -220,7 +236,7 @@ def prompt_tokens(args: argparse.Namespace, tokenizer: Any, resumed: bool) -> li
         tokens = tokens[1:]  # the text began long ago
     if not tokens:
         raise ValueError("The prompt is empty: give --prompt TEXT, or --prompt - and text on it.")
-    return tokens
+    return tokens, messages
 
 
 def closing_report(cache: list[Any], response: Any) -> dict[str, Any]:

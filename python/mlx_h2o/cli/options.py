@@ -14,6 +14,7 @@ from mlx_h2o import checks
 from mlx_h2o.builtin import DEFAULT_MODEL, load
 from mlx_h2o.memory_size import USUAL_CONTEXT, memory_size
 from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, UNPACKED
+from mlx_h2o.pin_rules import DEFINITIONS, PinRules
 from mlx_h2o.policies import policy_names
 from mlx_h2o.policies.settings import count_or_share, setting_of
 from mlx_h2o.prompt_cache import bounded_caches
@@ -31,6 +32,31 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="cast the weights (default: as they are)")
+
+
+def add_pin_options(parser: argparse.ArgumentParser) -> None:
+    """What of the prompt is never evicted."""
+    group = parser.add_argument_group("pins", "What is never evicted, counted against the memory.")
+    group.add_argument(
+        "--pin", action="append", default=[], metavar="TEXT", help="this text of the prompt"
+    )
+    group.add_argument(
+        "--pin-pattern", action="append", default=[], metavar="REGEX",
+        help=f"whole sentences that match, e.g. {DEFINITIONS!r}".replace("%", "%%"),
+    )  # fmt: skip
+    group.add_argument(
+        "--pin-role", action="append", default=[], metavar="ROLE",
+        help="all that this role says, e.g. system",
+    )  # fmt: skip
+
+
+def pin_rules(args: argparse.Namespace) -> PinRules:
+    """What the options say is to be pinned.
+
+    Raises:
+        ValueError: A pattern is no regular expression.
+    """
+    return PinRules(tuple(args.pin_role), tuple(args.pin), tuple(args.pin_pattern))
 
 
 def add_cache_options(

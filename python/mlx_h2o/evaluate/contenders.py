@@ -23,8 +23,8 @@ SHARES = (0.5, 0.25, 0.125, 0.0625)
 LARGEST_DENOMINATOR = 64
 #: Stands where a policy does.
 COMPRESSOR = "kvzip"
-#: Slots of each head beside a compressed prompt, for question and answer.
-ROOM = 64
+#: Slots of each head that a compressor leaves for an answer.
+ANSWER = 8
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,15 @@ class Compressor(Contender):
         )
 
     def after(self, stage: Stage, tokens: mx.array, context: int, tell: Tell) -> list[Any]:
-        empty = super().make(stage.model, context)
+        # Question and answer have the rest of the bytes, and nothing beyond them.
+        room = context - tokens.shape[1] + ANSWER
         return compress_into(
-            empty, stage.model, stage.tokenizer, tokens, room=ROOM, chunk=stage.chunk, tell=tell
+            super().make(stage.model, context),
+            *(stage.model, stage.tokenizer, tokens),
+            room=room,
+            within=True,
+            chunk=stage.chunk,
+            tell=tell,
         )
 
 

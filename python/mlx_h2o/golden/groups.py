@@ -13,6 +13,7 @@ from mlx_h2o.golden import (
     remainder,
     selection,
     trajectory,
+    turns,
 )
 from mlx_h2o.golden.group import Group
 
@@ -26,6 +27,7 @@ GROUPS: dict[str, Group] = {
         selection,
         trajectory,
         framed,
+        turns,
         model,
     )
 }

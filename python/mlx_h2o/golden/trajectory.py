@@ -215,6 +215,8 @@ def replayed(p: Parameters, inputs: Arrays) -> tuple[Arrays, list[H2OKVCache]]:
     results: dict[str, list[mx.array]] = {}
     calls = [length for length, times in p["calls"] for _ in range(times)]
     for call, L in enumerate(calls):
+        for cache in caches:
+            begin_call(p, call, cache)
         outs = [layer.call(L) for layer in layers]
         mx.eval(outs)
         if call in p["chunks"]:
@@ -237,6 +239,16 @@ def replayed(p: Parameters, inputs: Arrays) -> tuple[Arrays, list[H2OKVCache]]:
                 [cache.arrays()[f"remainder.{name}"] for cache in caches]
             )
     return arrays, caches
+
+
+def begin_call(p: Parameters, call: int, cache: H2OKVCache) -> None:
+    """Pin what is pinned before a call, and begin its turn, where the case (`turns`) says so."""
+    spans = [(first, end) for at, first, end in p.get("pins", ()) if at == call]
+    if spans:
+        cache.pin(spans)
+    for at, carry in zip(p.get("turn_calls", ()), p.get("carries", ()), strict=True):
+        if at == call:
+            cache.new_turn(carry)
 
 
 class Layer:

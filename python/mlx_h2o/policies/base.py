@@ -77,6 +77,8 @@ class Slots:
         evicted_mean_key: Their mean key `[B, H, D]` float32 (zeros while there are none).
         value_lengths: log ||v||^2 of the values as they came `[B, H, N]` float16, for policies that
             use them.
+        aged_from: The position from which steps count: older tokens are as old as it
+            (`turns.py`).
     """
 
     keys: mx.array
@@ -88,6 +90,7 @@ class Slots:
     evicted: int
     evicted_mean_key: mx.array
     value_lengths: mx.array | None = None
+    aged_from: int = 0
 
     @property
     def lengths_of_values(self) -> mx.array:
@@ -97,8 +100,9 @@ class Slots:
 
     @property
     def ages(self) -> mx.array:
-        """Steps since each token came, itself included: `[B, H, N]` float32, at least 1."""
-        return (self.offset - self.positions).astype(mx.float32)
+        """Steps that each token's score speaks of, its own included: `[B, H, N]` float32, at least
+        1."""
+        return (self.offset - mx.maximum(self.positions, self.aged_from)).astype(mx.float32)
 
 
 @dataclass(frozen=True)
@@ -218,9 +222,9 @@ class Policy:
                 f"{least}, or lower sink, recent or evict_every."
             )
 
-    def least_budget(self) -> int:
-        """The fewest slots from which a head can always evict."""
-        needed = self.sink + self.evict_every
+    def least_budget(self, pinned: int = 0) -> int:
+        """The fewest slots from which a head can always evict, beside so many pinned tokens."""
+        needed = self.sink + pinned + self.evict_every
         if not isinstance(self.recent, float):
             return needed + self.recent
         # A share leaves ceil((1 - recent) * slots) of them; near it rounding decides.
@@ -252,6 +256,22 @@ class Policy:
     def mean_mass(self, scores: mx.array, ages: mx.array) -> mx.array:
         """Each slot's mean mass per step, `[B, H, N]`, as far as its score tells."""
         return scores / ages
+
+    def carried(
+        self, scores: mx.array, ages: mx.array, ages_after: mx.array, carry: float
+    ) -> mx.array:
+        """Scores `[B, H, N]` when a turn begins (`turns.py`).
+
+        Args:
+            scores: Before.
+            ages: Steps that they speak of.
+            ages_after: Steps that they shall speak of.
+            carry: How much of the past counts, from 0 to 1.
+
+        Returns:
+            Of sums of masses the mean per step over fewer steps; of averages the part that counts.
+        """
+        return scores * (ages_after / ages) if self.sums_mass else scores * carry
 
     def priority(self, slots: Slots) -> mx.array:
         """What each slot is worth keeping, `[B, H, N]`; the lowest goes first."""

@@ -68,7 +68,7 @@ extension Layer {
         return (window.rows("keys", keys, views), window.rows("values", values, views))
     }
 
-    /// The same of the fields that policies work on.
+    /// The same of the fields that policies work on; positions as slots store them.
     func positionsAndScores(_ attended: AttendedSlots) -> Fields {
         guard let window else { return attended.fields }
         let views = window.views(attended.run.range, offset: offset)

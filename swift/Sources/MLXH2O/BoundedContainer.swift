@@ -59,6 +59,8 @@ extension ChatSession {
         instructions: String? = nil, generateParameters: GenerateParameters = .init(),
         additionalContext: [String: any Sendable]? = nil
     ) async throws {
+        let configuration = try await configuration.pinning(
+            instructions, in: container, additionalContext)
         self.init(
             try await configuration.bounding(container), instructions: instructions,
             generateParameters: generateParameters, additionalContext: additionalContext)

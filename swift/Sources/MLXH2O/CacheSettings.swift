@@ -22,6 +22,8 @@ struct CacheSettings: Sendable {
     private(set) var frame: H2OFrame?
     /// Where each KV head's remainder saturates (``Remainder/saturation``), or one number for all.
     let saturation: [Float]
+    /// Positions that are never evicted, in order.
+    private(set) var pins: [Range<Int>] = []
 
     /// - Throws: ``H2OError`` for settings out of range or a budget without room to evict.
     init(
@@ -135,6 +137,35 @@ struct CacheSettings: Sendable {
         return changed
     }
 
+    /// The same settings with other pins, and with room for them in each head whose slots are known.
+    ///
+    /// - Throws: ``H2OError/configuration(_:)`` for too many pins.
+    func with(pins: [Range<Int>]) throws -> CacheSettings {
+        var changed = self
+        changed.pins = try PinnedPositions.joined(pins)
+        switch size {
+        case .heads(let budgets): changed.size = .heads(try changed.withRoomForPins(budgets))
+        case .tokens(let count): _ = try changed.withRoomForPins([count])
+        case .bytes: break
+        }
+        return changed
+    }
+
+    /// The same settings with other pins, for which there is room.
+    func pinning(_ pins: [Range<Int>]) -> CacheSettings {
+        var changed = self
+        changed.pins = pins
+        return changed
+    }
+
+    /// Slots of each head, the plain rows' among them, shared out so that pins have room.
+    func withRoomForPins(_ budgets: [Int]) throws -> [Int] {
+        let plain = attends || !remainderAnswers ? 0 : plainRows(forBudget: budgets.min()!)
+        return try PinnedPositions.room(for: pins, in: budgets.map { $0 - plain }, policy).map {
+            $0 + plain
+        }
+    }
+
     /// The same settings with the frame of what was saved, which its rows are in.
     ///
     /// - Throws: ``H2OError/configuration(_:)`` for a frame without packed keys.
@@ -176,7 +207,7 @@ struct CacheSettings: Sendable {
             budgets = budgets.map { $0 - reserved }
         }
         try check(budgets: budgets)
-        return (budgets, reserved)
+        return (try PinnedPositions.room(for: pins, in: budgets, policy), reserved)
     }
 
     /// Tokens that every head protects, for the recent window; nil where none is asked for.
@@ -196,7 +227,8 @@ struct CacheSettings: Sendable {
     /// The fewest slots that memory pressure leaves to a head: those with which the policy can work,
     /// and the recent window where there is one, and some to choose from.
     var fewestSlots: Int {
-        var least = policy.leastBudget
+        let pinned = pins.reduce(0) { $0 + $1.count }
+        var least = policy.leastBudget(pinned: pinned)
         while packing.recent != nil && policy.recentSlots(least) < 1 { least += 1 }
         return least + Self.fewestChoices
     }

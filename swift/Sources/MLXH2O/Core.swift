@@ -103,7 +103,9 @@ struct Core {
     /// The kernels for a fused step, or nil where there is none. The first rows of a layer, and of
     /// one whose rows are read after each step, go in MLX's operations.
     private func kernels(for tokens: NewTokens) -> MetalKernels? {
-        guard layer != nil, briefDecodings < Self.mostBriefDecodings else { return nil }
+        guard let layer, briefDecodings < Self.mostBriefDecodings else { return nil }
+        // A step that brings a pinned token is taken here, where it is marked on its way in.
+        if layer.nextIsPinned { return nil }
         return GPUDecoder.kernels(for: tokens, given)
     }
 
@@ -192,12 +194,38 @@ struct Core {
             throw H2OError.configuration("Give one budget for each of \(heads) KV heads.")
         }
         try given.check(budgets: budgets)
-        guard layer != nil else {
-            given = given.with(
-                size: budgets.count == 1 ? .tokens(budgets[0]) : .heads(budgets))
+        guard let held = layer else {
+            let roomy = try given.withRoomForPins(budgets)
+            given = given.with(size: roomy.count == 1 ? .tokens(roomy[0]) : .heads(roomy))
             return
         }
-        try layer!.resize(budgets)
+        try layer!.resize(PinnedPositions.room(for: held.settings.pins, in: budgets, given.policy))
+        journal.removeAll()
+    }
+
+    /// Pin these positions, in order, and nothing else.
+    ///
+    /// - Throws: ``H2OError/configuration(_:)`` for too many; nothing is changed.
+    mutating func hold(pins: [Range<Int>]) throws {
+        guard let now = layer else {
+            given = try given.with(pins: pins)
+            return
+        }
+        let roomy = try PinnedPositions.room(for: pins, in: now.budgets, given.policy)
+        given = given.pinning(pins)
+        layer!.hold(pinsOf: now.settings.pinning(pins))
+        if roomy != now.budgets { try layer!.resize(roomy) }
+        journal.removeAll()
+    }
+
+    /// As of ``H2OKVCache/newTurn(carry:)``.
+    mutating func newTurn(carry: Double) throws {
+        guard 0 ... 1 ~= carry else {
+            throw H2OError.configuration("carry is a number from 0 to 1; got \(carry).")
+        }
+        rest()
+        guard carry < 1, layer != nil else { return }
+        layer!.newTurn(carry: carry)
         journal.removeAll()
     }
 
@@ -225,6 +253,7 @@ struct Core {
         }
         // The rows are in their own frame, whatever this cache had.
         let settings = try settings.with(frame: SavedState.frame(arrays))
+            .with(pins: CacheSettings.pins(configuration["pins"]))
         let restored =
             runs.isEmpty
             ? nil : Layer(settings, try SavedState(arrays, configuration, of: settings))

@@ -13,7 +13,7 @@ extension Layer {
                 .slicedLast(0 ..< attended.count)
         }
         return Selection.kept(
-            priority: joined(priorities, axis: 1), positions: places,
+            priority: joined(priorities, axis: 1), positions: PinnedPositions.unmarked(places),
             evictable: evictable(attended.run, places), count: attended.run.budget,
             unit: settings.policy.options.unit)
     }
@@ -70,17 +70,18 @@ extension Layer {
 
     /// A run's slots as policies see them.
     private func policySlots(_ attended: AttendedSlots) -> PolicySlots {
-        let whole = positionsAndScores(attended), places = whole["positions"]!
+        let whole = positionsAndScores(attended), stored = whole["positions"]!
+        let places = PinnedPositions.unmarked(stored)
         let (keys, values) = keysAndValues(attended)
         return PolicySlots(
             keys: keys.dense, values: values.dense, positions: places,
             scores: whole["scores"] ?? MLXArray.zeros(places.shape, dtype: .float32),
-            offset: offset, evictable: evictable(attended.run, places), evicted: attended.evicted,
+            offset: offset, evictable: evictable(attended.run, stored), evicted: attended.evicted,
             evictedMeanKey: remainder.meanKey.sliced(attended.run.range, axis: 1),
-            storedLengths: whole["value_lengths"])
+            storedLengths: whole["value_lengths"], agedFrom: agedFrom)
     }
 
-    /// True where a run may lose the token.
+    /// True where a run may lose the token, by positions as slots store them.
     private func evictable(_ run: Run, _ places: MLXArray) -> MLXArray {
         Selection.evictable(
             positions: places, offset: offset, sink: settings.policy.options.sink,

@@ -62,6 +62,17 @@ public final class H2OChatSession: Sendable {
         stream(prompt) { $0 }
     }
 
+    /// Begin a turn in which only a part of what was attended to before counts.
+    ///
+    /// - Parameter carry: As of ``H2OKVCache/newTurn(carry:)``.
+    public func newTurn(carry: Double) async throws {
+        try await container.perform { [memory] _ in
+            for case let cache as H2OKVCache in memory.caches ?? [] {
+                try cache.newTurn(carry: carry)
+            }
+        }
+    }
+
     /// Forget everything said; what comes next is bounded as before.
     public func clear() async {
         await container.perform { [memory] _ in memory.clear() }
@@ -113,7 +124,8 @@ public final class H2OChatSession: Sendable {
     private func turn(
         _ prompt: String, _ context: ModelContext, _ give: (Generation) -> Bool
     ) async throws {
-        let caches = try memory.caches ?? configuration.caches(for: context.model)
+        let caches: [any KVCache]
+        if let held = memory.caches { caches = held } else { caches = try await fresh(context) }
         let (tokens, isBatch) = try await newTokens(prompt, context)
         let array = MLXArray(tokens.map { Int32($0) })
         memory.clear()  // for where reading fails half-way
@@ -135,6 +147,17 @@ public final class H2OChatSession: Sendable {
         task.cancel()
         await task.value
         memory.note(caches, last: said.last, isStop: isStop)
+    }
+
+    /// Caches for a conversation that begins.
+    private func fresh(_ context: ModelContext) async throws -> [any KVCache] {
+        var configuration = configuration
+        if configuration.pins == .instructions {
+            let count = try await H2OConfiguration.tokens(
+                of: instructions, context, additionalContext)
+            configuration = configuration.pinning(first: count)
+        }
+        return try configuration.caches(for: context.model)
     }
 
     /// The tokens of a turn that the memory does not hold yet, and whether the model wants them as a

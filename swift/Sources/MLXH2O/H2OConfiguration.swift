@@ -35,6 +35,17 @@ public struct H2OConfiguration: Sendable {
         case none
     }
 
+    /// Tokens of the conversation that are never evicted.
+    public enum Pins: Sendable, Equatable {
+        /// None but those that ``H2OKVCache/pin(_:)`` names.
+        case none
+        /// What the model is told first: the instructions of an ``H2OChatSession``, or of a `ChatSession`
+        /// that is made with this configuration.
+        case instructions
+        /// At these positions, whatever comes there.
+        case positions([Range<Int>])
+    }
+
     /// What to do about layers that cannot be bounded.
     public enum Compatibility: Sendable {
         /// Every layer must be bounded, by this library or by itself, else it is an error.
@@ -64,6 +75,8 @@ public struct H2OConfiguration: Sendable {
     public var saturation: Float?
     /// How many of the last steps can be taken back after evictions (``H2OKVCache/trim(_:)``).
     public var undo: Int
+    /// Tokens that are never evicted, counted against the budget.
+    public var pins: Pins
     /// What to do about layers that cannot be bounded.
     public var compatibility: Compatibility
     /// What may ask for less memory while caches are in use.
@@ -74,12 +87,13 @@ public struct H2OConfiguration: Sendable {
         budget: Budget, policy: (any Policy)? = nil, remainder: Bool = true,
         headBudgets: HeadBudgets = .uniform, packing: H2OPacking? = nil,
         frames: Frames = .profile, context: Int = usualContext, saturation: Float? = nil,
-        undo: Int = 0,
+        undo: Int = 0, pins: Pins = .none,
         compatibility: Compatibility = .requireAllLayers, pressure: MemoryPressure? = nil
     ) throws {
         self.init(
             unchecked: budget, policy: policy, remainder: remainder, headBudgets: headBudgets,
             packing: packing, frames: frames, context: context, saturation: saturation, undo: undo,
+            pins: pins,
             compatibility: compatibility, pressure: pressure)
         try validate()
     }
@@ -88,12 +102,13 @@ public struct H2OConfiguration: Sendable {
         unchecked budget: Budget, policy: (any Policy)? = nil, remainder: Bool = true,
         headBudgets: HeadBudgets = .uniform, packing: H2OPacking? = nil,
         frames: Frames = .profile, context: Int = usualContext, saturation: Float? = nil,
-        undo: Int = 0,
+        undo: Int = 0, pins: Pins = .none,
         compatibility: Compatibility = .requireAllLayers, pressure: MemoryPressure? = nil
     ) {
         (self.budget, self.policy, self.remainder) = (budget, policy, remainder)
         (self.headBudgets, self.packing, self.undo) = (headBudgets, packing, undo)
         (self.frames, self.context, self.saturation) = (frames, context, saturation)
+        self.pins = pins
         (self.compatibility, self.pressure) = (compatibility, pressure)
     }
 
@@ -103,6 +118,7 @@ public struct H2OConfiguration: Sendable {
         try policy.validate()
         try CacheSettings.check(undo: undo, attends: true)
         try CacheSettings.check(saturation: saturation.map { [$0] } ?? [])
+        _ = try pinnedPositions
         guard 1 ... Self.mostContext ~= context else {
             throw H2OError.configuration(
                 "context is 1 to \(Self.mostContext) tokens; got \(context).")
@@ -115,6 +131,14 @@ public struct H2OConfiguration: Sendable {
                 throw H2OError.configuration(
                     "A share is a part of a 16-bit cache, such as 0.25; got \(part).")
             }
+        }
+    }
+
+    /// Spans of positions, as far as they are known.
+    var pinnedPositions: [Range<Int>] {
+        get throws {
+            guard case .positions(let spans) = pins else { return [] }
+            return try PinnedPositions.joined(spans)
         }
     }
 

@@ -24,7 +24,7 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
         case heads([Int])
     }
 
-    private var core: Core
+    var core: Core
     /// Arrays set by `state` whose names `metaState` has not told yet.
     private var unnamed: [MLXArray]?
     /// Tokens that `trim` was asked for in vain.

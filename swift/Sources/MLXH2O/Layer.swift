@@ -11,6 +11,8 @@ struct Layer {
     private(set) var rowTypes: RowTypes
     /// The next logical position.
     private(set) var offset = 0
+    /// The position from which scores speak (``newTurn(carry:)``).
+    private(set) var agedFrom = 0
     private(set) var store: SlotStore
     /// The newest tokens, where they are stored in another width; all others are in slots.
     private(set) var window: RecentWindow?
@@ -53,6 +55,7 @@ struct Layer {
         (self.settings, rowTypes) = (settings, saved.rowTypes)
         (frame, saturation) = settings.arrays(heads: saved.rowTypes.heads)
         (offset, store, window) = (saved.offset, saved.store, saved.window)
+        agedFrom = saved.agedFrom
         (remainder, victims) = (saved.remainder, saved.victims)
         chooseVictims()
     }
@@ -84,7 +87,7 @@ struct Layer {
             ? rows(keys, values)
             : window!.push(keys: keys, values: values, offset: offset, after: before?.window)
         offset += keys.dim(2)
-        guard let rows else { return nil }
+        guard let rows = rows.map(marked) else { return nil }
         if keys.dim(2) == 1 {
             write(rows, noting: &before)
             return nil
@@ -197,7 +200,7 @@ struct Layer {
         if let size, var gone = window!.resize(size) {
             let shape = Array(gone["keys"]!.shape[0 ..< 3])
             gone["positions"] = broadcast(positions(first ..< first + shape[2]), to: shape)
-            overflow = gone
+            overflow = marked(gone)
         }
         let own = budgets.map { $0 - (size ?? 0) }
         store.regroup(own)
@@ -255,6 +258,7 @@ struct Layer {
     mutating func dropNewest(_ n: Int) {
         guard n > 0 else { return }
         offset -= n
+        agedFrom = min(agedFrom, max(offset - 1, 0))
         store.shorten(by: n - (window?.trim(n) ?? 0))
         forgetVictims()
     }
@@ -296,8 +300,56 @@ struct Layer {
             return headPlans(run, victim)
         }
         let result = decoder.step(
-            tokens, offset: offset, heads: heads, remainder: remainder, victims: victims!)
+            tokens, offset: offset, heads: heads, remainder: remainder, victims: victims!,
+            agedFrom: agedFrom)
         (remainder, victims) = (result.remainder, result.victims)
         return result.output
+    }
+}
+
+// MARK: pins and turns
+
+extension Layer {
+    /// Whether the next token brings a pinned one into the slots.
+    var nextIsPinned: Bool {
+        let next = offset - (window?.size ?? 0)
+        return settings.pins.contains { $0.contains(next) }
+    }
+
+    /// Rows with the positions that slots store, which tell of pins.
+    private func marked(_ rows: Fields) -> Fields {
+        guard !settings.pins.isEmpty else { return rows }
+        return rows.merging(["positions": PinnedPositions.stored(rows["positions"]!, settings.pins)]
+        ) { $1 }
+    }
+
+    /// Pin what these settings, otherwise its own, pin, and nothing else.
+    mutating func hold(pinsOf settings: CacheSettings) {
+        self.settings = settings
+        if let positions = store.fields["positions"] {
+            store.set("positions", PinnedPositions.stored(positions, settings.pins))
+        }
+        forgetVictims()
+        chooseVictims()
+    }
+
+    /// Begin a turn, of which `carry` of the past counts, from 0 to 1.
+    mutating func newTurn(carry: Double) {
+        guard carry < 1, offset > 0 else { return }
+        let before = agedFrom, after = offset - Int(carry * Double(offset - before))
+        // Some step is always spoken of, or masses per step would be none.
+        agedFrom = min(after, offset - 1)
+        guard settings.policy.needsAttention else { return }
+        let policy = settings.policy, now = MLXArray(Int32(offset))
+        func carried(_ fields: Fields) -> MLXArray {
+            let places = PinnedPositions.unmarked(fields["positions"]!)
+            let ages = [before, after].map { (now - maximum(places, Int32($0))).float32 }
+            return policy.carried(
+                fields["scores"]!, ages: ages[0], agesAfter: ages[1], carry: carry)
+        }
+        store.write("scores", store.runs.map { carried(store.views($0)) })
+        if let window, window.length > 0 {
+            self.window!.writeScores(carried(window.views(0 ..< store.heads, offset: offset)))
+        }
     }
 }

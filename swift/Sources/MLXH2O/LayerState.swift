@@ -47,7 +47,7 @@ extension Layer {
             repeating: [[(position: Int32, score: Float)]](), count: rowTypes.batch)
         for run in store.runs {
             let fields = positionsAndScores(attended(run)), length = fields["positions"]!.dim(2)
-            let places = fields["positions"]!.asArray(Int32.self)
+            let places = PinnedPositions.unmarked(fields["positions"]!).asArray(Int32.self)
             let scores =
                 fields["scores"]?.asArray(Float.self) ?? Array(repeating: 0, count: places.count)
             for b in 0 ..< rowTypes.batch {
@@ -64,13 +64,14 @@ extension Layer {
 
     /// What is no array, in the form that Python's `H2OKVCache.config` has.
     var json: [String: SettingValue] {
-        [
+        let json: [String: SettingValue] = [
             "offset": .int(offset),
             "own": settings.attends ? .bool(true) : .null,
             "reserved": .int(store.reserved),
             "recent": window?.json ?? .null,
             "runs": .array(store.runs.map(\.json)),
         ]
+        return agedFrom == 0 ? json : json.merging(["aged_from": .int(agedFrom)]) { $1 }
     }
 }
 
@@ -94,6 +95,10 @@ extension CacheSettings {
         case .tokens(let count): json["max_size"] = .int(count)
         case .bytes(let count): json["max_bytes"] = .int(count)
         case .heads(let slots): json["budgets"] = .array(slots.map { .int($0) })
+        }
+        if !pins.isEmpty {
+            json["pins"] = .array(
+                pins.map { .array([.int($0.lowerBound), .int($0.upperBound)]) })
         }
         if undo > 0 { json["undo"] = .int(undo) }
         if saturation != [Remainder.saturation] {
@@ -134,6 +139,19 @@ extension CacheSettings {
                 groupSize: packing["group_size"]?.int ?? 64,
                 recentBits: packing["recent_bits"]?.int),
             undo: json["undo"]?.int ?? 0, saturation: try Self.saturation(json["saturation"]))
+        self = try with(pins: Self.pins(json["pins"]))
+    }
+
+    /// Pins; files from before there were any do not say.
+    static func pins(_ json: SettingValue?) throws -> [Range<Int>] {
+        try (json?.array ?? []).map {
+            guard let ends = $0.array, ends.count == 2, let first = ends[0].int,
+                let end = ends[1].int, first >= 0, first < end
+            else {
+                throw H2OError.file("this is no state of an H2OKVCache: its pins are no spans.")
+            }
+            return first ..< end
+        }
     }
 
     /// Where remainders saturate; files from before heads differed do not say.
@@ -158,7 +176,8 @@ extension Core {
     /// Everything but arrays, in the form that Python's `H2OKVCache.config` has.
     var configuration: SettingValue {
         let none: [String: SettingValue] = [
-            "offset": .int(0), "own": .null, "reserved": .int(0), "recent": .null,
+            "offset": .int(0), "own": .null, "reserved": .int(0),
+            "recent": .null,
             "runs": .array([]),
         ]
         return .object(settings.json.merging(layer?.json ?? none) { $1 })

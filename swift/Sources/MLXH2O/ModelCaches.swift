@@ -97,7 +97,8 @@ extension H2OConfiguration {
             try CacheSettings(
                 .heads(budgets[layer]), policy: policy, remainder: remainder, attends: attends,
                 packing: packing, undo: undo, frame: frames?[layer],
-                saturation: measured?[layer] ?? usual)
+                saturation: measured?[layer] ?? usual
+            ).with(pins: pinnedPositions)
         }
     }
 

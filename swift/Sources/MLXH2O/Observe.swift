@@ -88,7 +88,8 @@ extension Layer {
     private func windowMass(_ seen: PolicyObservation, _ fields: Fields, _ L: Int) -> MLXArray {
         let policy = settings.policy, missing = policy.options.window - L
         if missing <= 0 { return seen.mass }
-        let ages = maximum(Int32(offset - L) - fields["positions"]!, Int32(1)).asType(.float32)
+        let begun = maximum(PinnedPositions.unmarked(fields["positions"]!), Int32(agedFrom))
+        let ages = maximum(Int32(offset - L) - begun, Int32(1)).asType(.float32)
         return seen.mass + Float(missing) * policy.meanMass(fields["scores"]!, ages: ages)
     }
 }

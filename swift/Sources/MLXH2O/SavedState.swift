@@ -7,6 +7,7 @@ import MLX
 struct SavedState {
     let store: SlotStore
     let offset: Int
+    let agedFrom: Int
     let remainder: Remainder
     let victims: MLXArray?
     let window: RecentWindow?
@@ -29,6 +30,11 @@ struct SavedState {
         let slots = arrays.below("slots.")
         var store = SlotStore(runs: runs.map { $0! }, reserved: reserved, fields: slots)
         self.offset = offset
+        // Files from before there were turns do not say from where ages count.
+        agedFrom = configuration["aged_from"]?.int ?? 0
+        guard 0 ... max(offset - 1, 0) ~= agedFrom else {
+            throw Self.damage("ages that count from \(agedFrom)")
+        }
         let saved = try Self.window(configuration["recent"] ?? .null, of: settings)
         try Self.check(store, offset: offset, saved, of: settings)
         rowTypes = try Self.rowTypes(store, settings.packing)
@@ -38,7 +44,8 @@ struct SavedState {
             fields: try Self.completed(
                 slots, settings.packing, store.leading(batch: rowTypes.batch), settings.asides))
         self.store = store
-        try Self.checkPositions(store, before: offset - (saved?.length ?? 0))
+        try Self.checkPositions(
+            store, before: offset - (saved?.length ?? 0), pins: settings.pins)
         remainder = try Self.remainder(arrays.below("remainder."), rowTypes, settings.remembers)
         victims = arrays["victims"]
         try Self.check(victims, store, rowTypes, count: settings.policy.options.evictEvery)
@@ -100,6 +107,10 @@ struct SavedState {
             Array(repeating: $0.budget + (window?.size ?? 0), count: $0.heads)
         }
         try settings.check(budgets: budgets)
+        guard try PinnedPositions.room(for: settings.pins, in: budgets, settings.policy) == budgets
+        else {
+            throw damage("heads without room for its pins")
+        }
         if let window, try settings.recentWindow(budgets) != window.size {
             throw damage("its recent window is of another policy")
         }
@@ -203,11 +214,16 @@ struct SavedState {
         return fields
     }
 
-    private static func checkPositions(_ store: SlotStore, before end: Int) throws {
+    private static func checkPositions(
+        _ store: SlotStore, before end: Int, pins: [Range<Int>]
+    ) throws {
         for run in store.runs where run.length > 0 {
-            let places = store.view(run, "positions")
-            guard places.min().item(Int.self) >= 0, places.max().item(Int.self) < end else {
+            let stored = store.view(run, "positions"), places = PinnedPositions.unmarked(stored)
+            guard places.max().item(Int.self) < end else {
                 throw damage("positions that were not yet")
+            }
+            guard arrayEqual(stored, PinnedPositions.stored(places, pins)).item(Bool.self) else {
+                throw damage("tokens pinned that no pin names, or the other way round")
             }
         }
     }

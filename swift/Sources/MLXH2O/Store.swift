@@ -94,6 +94,9 @@ struct SlotStore {
         return slots + MLXArray(starts).column
     }
 
+    /// Replace a field `[B, S, ...]`.
+    mutating func set(_ name: String, _ field: MLXArray) { fields[name] = field }
+
     // MARK: which slots are in use
 
     /// Use up the next slot of a run's heads: an unused one (nil), or that of its victims.

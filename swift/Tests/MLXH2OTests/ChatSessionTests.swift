@@ -138,6 +138,41 @@ import Testing
         #expect(try await other.respond(to: prompts[3]) == session.respond(to: prompts[3]))
     }
 
+    /// Instructions that are pinned stay through all turns, after `clear()` and in a new session.
+    @Test(arguments: [true, false]) func pinnedInstructionsStay(_ stock: Bool) async throws {
+        let url = temporaryFile()
+        defer { try? FileManager.default.removeItem(at: url) }
+        let configuration = try H2OConfiguration(budget: .tokens(96), pins: .instructions)
+        let container = try container(stock: stock), instructions = "be brief and be kind"
+        func session() -> H2OChatSession {
+            H2OChatSession(
+                container, h2o: configuration, instructions: instructions,
+                parameters: parameters(24))
+        }
+        func expectPinned(_ session: H2OChatSession) {
+            let end = Letters().rendered([.system(instructions)]).count - 12
+            for case let cache as H2OKVCache in session.held! {
+                #expect(cache.pins.count == 1 && cache.pins[0].lowerBound == 0)
+                #expect(cache.pins[0].upperBound >= end && cache.evicted > 0)
+                for head in cache.keptPositions()[0] {
+                    #expect(Set(cache.pins[0]).isSubset(of: head))
+                }
+            }
+        }
+        let one = session()
+        for _ in 0 ..< 2 {
+            for prompt in prompts { _ = try await one.respond(to: prompt) }
+            expectPinned(one)
+            try await one.save(to: url)
+            await one.clear()
+        }
+        let other = session()
+        try await other.restore(from: url)
+        try await other.newTurn(carry: 0.5)
+        for prompt in prompts { _ = try await other.respond(to: prompt) }
+        expectPinned(other)
+    }
+
     /// A stop token that the template does not write is taken back where steps can be.
     @Test func aForeignStopTokenIsTakenBack() async throws {
         let first = try await firstToken()

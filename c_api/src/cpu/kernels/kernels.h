@@ -143,12 +143,13 @@ struct UpdateHead {
   const float* distance;          // [slots], Priority::distance, salience or direction
   float least_distance;           // what a distance counts as at least
   const uint16_t* value_lengths;  // [slots] float16, Priority::salience
-  const int32_t* positions;
-  float* scores;    // [slots] in place
-  float* priority;  // [slots] out, or nullptr
-  float* terms;     // [kTerms, slots] scratch, with priority
-  int offset;       // the next logical position
-  int recent;       // last positions that are protected
+  const int32_t* positions;       // below 0 where a token is pinned (python/mlx_h2o/pins.py)
+  float* scores;                  // [slots] in place
+  float* priority;                // [slots] out, or nullptr
+  float* terms;                   // [kTerms, slots] scratch, with priority
+  int offset;                     // the next logical position
+  int recent;                     // last positions that are protected
+  int aged_from;                  // the position from which ages count
 };
 
 struct Kernels {

@@ -87,7 +87,8 @@ inline vi positions(const UpdateHead& h, int n, int count) {
 
 inline vf ages(const UpdateHead& h, int n, int count) {
   // (Unsigned, so that positions of a damaged state do no more harm than a wrong age.)
-  return __builtin_convertvector((vi)(uint32_t(h.offset) - (vu)positions(h, n, count)), vf);
+  const vi at = positions(h, n, count), from = vi{} + h.aged_from, begun = at < from ? from : at;
+  return __builtin_convertvector((vi)(uint32_t(h.offset) - (vu)begun), vf);
 }
 
 // 1 where a slot may go, 0 where it is protected (selection.evictable_slots); 0 beyond `count`.

@@ -95,6 +95,7 @@ PlannedStep DecodingLayer::planned(const mx::array& q, float scale, PlannedToken
   PlannedStep planned{layout_, measured_, recent_layout_, layer_, {}, {}};
   planned.step.heads = std::move(token.heads);
   planned.step.offset = token.offset;
+  planned.step.aged_from = token.aged_from;
   if (token.recent) {
     planned.step.recent_slot = token.recent->slot;
     planned.step.recent_length = token.recent->length;
@@ -109,9 +110,10 @@ PlannedStep DecodingLayer::planned(const mx::array& q, float scale, PlannedToken
 mx::array DecodingLayer::step(
     const mx::array& q, const mx::array& k, const mx::array& v, float scale,
     const std::optional<mx::array>& sinks, int offset, std::vector<HeadPlan> heads,
-    const std::optional<RecentStep>& recent, mx::StreamOrDevice s, std::vector<mx::array>* before) {
+    const std::optional<RecentStep>& recent, mx::StreamOrDevice s, std::vector<mx::array>* before,
+    int aged_from) {
   check_token(layer_.B, q, k, v);
-  PlannedStep planned = this->planned(q, scale, {offset, std::move(heads), recent});
+  PlannedStep planned = this->planned(q, scale, {offset, std::move(heads), recent, aged_from});
   std::vector<mx::array> inputs{q, k, v};
   if (sinks) inputs.push_back(checked_sinks(*sinks, q, s));
   inputs.push_back(last_step_);

@@ -38,6 +38,7 @@ struct PlannedToken {
   int offset;
   std::vector<HeadPlan> heads;
   std::optional<RecentStep> recent;
+  int aged_from = 0;  // the position from which ages count
 };
 
 // A layer's slots, remainder and victims while it decodes.
@@ -72,7 +73,7 @@ class DecodingLayer {
       const mx::array& q, const mx::array& k, const mx::array& v, float scale,
       const std::optional<mx::array>& sinks, int offset, std::vector<HeadPlan> heads,
       const std::optional<RecentStep>& recent, mx::StreamOrDevice s,
-      std::vector<mx::array>* before = nullptr);
+      std::vector<mx::array>* before = nullptr, int aged_from = 0);
 
   // The same of several layers at once, which differ in their memory and its plan alone: out
   // [B, Hq, 1, Dv], the sequences of the layers one after the other.

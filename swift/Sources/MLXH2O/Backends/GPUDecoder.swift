@@ -77,15 +77,16 @@ final class GPUDecoder {
     ///   - heads: A plan for each KV head.
     ///   - remainder: Statistics of the evicted.
     ///   - victims: `[B, H, evictEvery]` int32.
+    ///   - agedFrom: The position from which ages count.
     /// - Returns: `[B, Hq, 1, Dv]`, and what the remainder and the victims are afterwards.
     func step(
         _ tokens: NewTokens, offset: Int, heads: [HeadPlan], remainder: Remainder,
-        victims: MLXArray
+        victims: MLXArray, agedFrom: Int
     ) -> (output: MLXArray, remainder: Remainder, victims: MLXArray) {
         steps += 1
         let plan = StepPlan(
             offset: offset, slots: slots.keys.shape[1], sink: options.sink,
-            evictEvery: options.evictEvery, heads: heads)
+            evictEvery: options.evictEvery, heads: heads, agedFrom: agedFrom)
         let launches = StepLaunches(plan, slots)
         let (written, folded) = launches.overwrite(
             victims: victims, newKeys: tokens.keys, newValues: tokens.values,

@@ -466,6 +466,7 @@ struct DecodeStep {
   int buffer_slots;    // S
   int attended_slots;  // of all heads, at this step
   int kv_heads, evict_every, sink;
+  int aged_from;  // the position from which ages count
 };
 
 struct HeadPlan {
@@ -478,7 +479,7 @@ struct HeadPlan {
 #define STEP_INTS 8
 
 inline DecodeStep decode_step_of(const device int* plan) {
-  return {plan[0], plan[1], plan[2], plan[3], plan[4], plan[5]};
+  return {plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plan[6]};
 }
 
 inline HeadPlan head_plan_of(const device int* plan, int head) {
@@ -1229,7 +1230,7 @@ struct HeadSlots {
   device float* scores;
   const device float* norms;
   const device half* value_lengths;
-  int length, offset;
+  int length, offset, aged_from;
   int first_free, end_free;  // positions that may go: from the first on, before the end
   float least_distance;
 };
@@ -1252,7 +1253,12 @@ inline float accumulated(
                             : decay * score + (1.0f - decay) * evidence;
 }
 
-// selection.evictable_slots
+// Slots.ages: no step counts that is before where they count from.
+inline float age_of(HeadSlots head, int position) {
+  return float(head.offset - max(position, head.aged_from));
+}
+
+// selection.evictable_slots; the positions of pinned tokens are below 0 (pins.py).
 inline bool may_go(HeadSlots head, int position) {
   return position >= head.first_free && position < head.end_free;
 }
@@ -1262,7 +1268,7 @@ template <bool AGE, bool VALUES>
 inline float weighted(HeadSlots head, int slot, int position) {
   float score = head.scores[slot];
   if (AGE) {
-    score /= float(head.offset - position);
+    score /= age_of(head, position);
   }
   return VALUES ? score * head.norms[slot] : score;
 }
@@ -1283,7 +1289,7 @@ inline void terms_of(HeadSlots head, int slot, int position, thread float* terms
   terms[0] = log(max(head.distances[slot], head.least_distance));
   terms[1] = MASS ? log(weighted<true, VALUES>(head, slot, position) + MASS_FLOOR) : 0.0f;
   terms[VALUE_TERM] = PRIORITY == BY_SALIENCE ? float(head.value_lengths[slot]) : 0.0f;
-  terms[3] = log(float(head.offset - position));
+  terms[3] = log(age_of(head, position));
 }
 
 // Policy.priority; `standards` has the mean and the weight over the deviation of each term.
@@ -1988,6 +1994,7 @@ inline HeadSlots head_slots_of(LayerSlots layer, int head) {
       layer.value_lengths + first,
       line.length,
       layer.step.offset,
+      layer.step.aged_from,
       layer.step.sink,
       layer.step.offset - line.recent,
       0.0f};

@@ -28,6 +28,8 @@ struct StepPlan: Equatable {
     let evictEvery: Int
     /// Each KV head's part.
     let heads: [HeadPlan]
+    /// The position from which ages count.
+    var agedFrom = 0
 
     var ranges: Ranges { Ranges(starts: heads.map(\.start), lengths: heads.map(\.length)) }
 
@@ -39,7 +41,7 @@ struct StepPlan: Equatable {
 
     /// The plan's integers, in the layout of metal/decode_step.h.
     var integers: [Int32] {
-        var integers = [offset, slots, attended, heads.count, evictEvery, sink, 0, 0]
+        var integers = [offset, slots, attended, heads.count, evictEvery, sink, agedFrom, 0]
         var before = 0
         for head in heads {
             integers += [

@@ -150,9 +150,13 @@ public struct PolicySlots {
     public let evictedMeanKey: MLXArray
     /// As the store keeps them, where it does (``Policy/usesValueLengths``).
     var storedLengths: MLXArray?
+    /// The position from which steps count: older tokens are as old as it (``H2OKVCache/newTurn(carry:)``).
+    var agedFrom = 0
 
-    /// Steps since each token came, itself included: `[B, H, N]` float32, at least 1.
-    public var ages: MLXArray { (MLXArray(Int32(offset)) - positions).float32 }
+    /// Steps that each token's score speaks of, its own included: `[B, H, N]` float32, at least 1.
+    public var ages: MLXArray {
+        (MLXArray(Int32(offset)) - maximum(positions, Int32(agedFrom))).float32
+    }
 
     /// log ||v||^2 of each slot's value as it came, `[B, H, N]` float16; of what is stored where the
     /// policy does not say that it uses them.
@@ -197,6 +201,11 @@ public protocol Policy: Sendable {
     func accumulate(_ scores: MLXArray, seen: PolicyObservation) -> MLXArray
     /// Each slot's mean mass per step, `[B, H, N]`, as far as its score tells.
     func meanMass(_ scores: MLXArray, ages: MLXArray) -> MLXArray
+    /// Scores when a turn begins, of which `carry` of the past counts: of sums of masses the mean per
+    /// step over fewer steps, of averages the part that counts.
+    func carried(
+        _ scores: MLXArray, ages: MLXArray, agesAfter: MLXArray, carry: Double
+    ) -> MLXArray
     /// What each slot is worth keeping, `[B, H, N]`; the lowest goes first.
     func priority(_ slots: PolicySlots) -> MLXArray
     /// The same for a prompt chunk. `windowMass` `[B, H, N]` is nil when the prompt is scored in full.
@@ -219,6 +228,12 @@ extension Policy {
     }
 
     public func meanMass(_ scores: MLXArray, ages: MLXArray) -> MLXArray { scores / ages }
+
+    public func carried(
+        _ scores: MLXArray, ages: MLXArray, agesAfter: MLXArray, carry: Double
+    ) -> MLXArray {
+        Self.sumsMass ? scores * (agesAfter / ages) : scores * Float(carry)
+    }
 
     public func priority(_ slots: PolicySlots) -> MLXArray { weighted(slots.scores, slots) }
 
@@ -243,12 +258,14 @@ extension Policy {
     }
 
     /// The fewest slots from which a head can always evict.
-    public var leastBudget: Int {
-        func suffices(_ slots: Int) -> Bool {
-            slots - recentSlots(slots) >= options.sink + options.evictEvery
-        }
+    public var leastBudget: Int { leastBudget(pinned: 0) }
+
+    /// The same beside so many pinned tokens.
+    func leastBudget(pinned: Int) -> Int {
+        let needed = options.sink + pinned + options.evictEvery
+        func suffices(_ slots: Int) -> Bool { slots - recentSlots(slots) >= needed }
         // What is left of a budget grows with it.
-        var enough = options.sink + options.evictEvery, few = enough - 1
+        var enough = needed, few = enough - 1
         while !suffices(enough) && enough < mostPositions { (few, enough) = (enough, 2 * enough) }
         while enough - few > 1 {
             let middle = (few + enough) / 2

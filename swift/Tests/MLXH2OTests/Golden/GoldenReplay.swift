@@ -13,7 +13,7 @@ enum GoldenReplay {
         case "remainder": remainder(golden)
         case "accumulate": try accumulate(golden, inputs)
         case "selection": try selection(golden, inputs)
-        case "trajectory", "framed": try trajectory(golden, inputs)
+        case "trajectory", "framed", "turns": try trajectory(golden, inputs)
         case "model": try model(golden, inputs)
         default: throw GoldenError("Unknown group \(golden.group).")
         }
@@ -203,6 +203,7 @@ enum GoldenReplay {
         var outs: [MLXArray] = [], kept: [MLXArray] = [], scores: [MLXArray] = []
         var results = Arrays()
         for (call, L) in calls.enumerated() {
+            for cache in caches { try begin(call, of: p, cache) }
             let layers = caches.enumerated().map { layer, cache in
                 let part = cache.offset ..< cache.offset + L
                 return h2oAttention(
@@ -241,6 +242,16 @@ enum GoldenReplay {
             }
         }
         return results
+    }
+
+    /// Pin what is pinned before a call, and begin its turn, where the case says so.
+    private static func begin(_ call: Int, of p: GoldenCase, _ cache: H2OKVCache) throws {
+        let spans = integers(p.parameters["pins"] ?? .array([])).filter { $0[0] == call }
+        if !spans.isEmpty { try cache.pin(spans.map { $0[1] ..< $0[2] }) }
+        let turns = p.parameters["turn_calls"]?.array ?? []
+        for (turn, carry) in zip(turns, p.numbers("carries") ?? []) where turn.int! == call {
+            try cache.newTurn(carry: Double(carry))
+        }
     }
 
     private static func cache(

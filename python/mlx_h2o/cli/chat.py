@@ -1,0 +1,220 @@
+"""`mlx_h2o chat`: talk with a model in bounded memory."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_h2o.cli.options import (
+    add_cache_options,
+    add_model_options,
+    add_pin_options,
+    bounded_cache,
+    cache_settings,
+    load_model,
+    pin_rules,
+    truth,
+    typed,
+)
+from mlx_h2o.dialogue import Dialogue
+from mlx_h2o.pinning import PinAnswer
+from mlx_h2o.pins import Span
+from mlx_h2o.turns import checked_carry
+
+DEFAULT_MAX_KV_SIZE = 512
+PROMPT = "> "
+# Tokens that this share of the heads holds are shown as remembered.
+REMEMBERED = 0.5
+DIM, PLAIN = "\033[2m", "\033[0m"
+HELP = """\
+/pin TEXT    never forget this text, which was said (without TEXT: what you said last)
+/pins        what is pinned
+/unpin       pin nothing any more
+/kept        the conversation; what most of the model's memory has lost is dim, or [in brackets]
+/turn CARRY  how much of the past counts from here on: 0 (or reset) to 1
+/save FILE   write the conversation's memory
+/load FILE   go on with one that was written
+/clear       begin anew
+/quit        or an end of file"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add `chat` to the command's subparsers."""
+    parser = commands.add_parser(
+        "chat",
+        help="talk with a model within bounded memory",
+        description="Talk with a model whose memory is bounded; /help tells what else can be said.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model_options(parser)
+    parser.set_defaults(model="smollm2-135m")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told first")
+    parser.add_argument(
+        "--max-tokens", "-m", type=int, default=256, metavar="N",
+        help="of an answer, at most (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="of the sampling")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="likewise")
+    parser.add_argument("--seed", type=int, metavar="N", help="makes sampling reproducible")
+    parser.add_argument(
+        "--carry", type=typed(checked_carry, "a number from 0 to 1, or reset"), default=1.0,
+        metavar="PART", help="how much of the past counts in each new turn (default: all of it)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--status", type=typed(truth, "True or False"), default=True, metavar="BOOL",
+        help="False leaves the status line out",
+    )  # fmt: skip
+    add_cache_options(parser, DEFAULT_MAX_KV_SIZE)
+    add_pin_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Talk until there is no more."""
+    if args.max_tokens < 1:
+        raise ValueError("--max-tokens must be at least 1.")
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    rules, settings = pin_rules(args), cache_settings(args, DEFAULT_MAX_KV_SIZE)
+    model, tokenizer = load_model(args)
+    dialogue = Dialogue(
+        model,
+        tokenizer,
+        lambda: bounded_cache(model, settings),
+        args.system_prompt,
+        rules,
+        args.carry,
+    )
+    sampler = make_sampler(args.temp, args.top_p)
+    print(f"{args.model}; /help tells what else can be said.", flush=True)
+    Talk(dialogue, args, sampler).go_on()
+
+
+class Talk:
+    """Lines of the user, and what is answered.
+
+    Args:
+        dialogue: What is said.
+        args: Of the command.
+        sampler: Chooses tokens.
+    """
+
+    def __init__(
+        self, dialogue: Dialogue, args: argparse.Namespace, sampler: Callable[[mx.array], mx.array]
+    ):
+        self._dialogue, self._args, self._sampler = dialogue, args, sampler
+        self._last = ""
+        self._commands: dict[str, Callable[[str], None]] = {
+            "help": lambda _: print(HELP),
+            "pin": self._pin,
+            "pins": self._pins,
+            "unpin": lambda _: dialogue.unpin(),
+            "kept": self._kept,
+            "turn": dialogue.begin_turn,
+            "save": self._save,
+            "load": lambda path: dialogue.load(_path(path), args.model),
+            "clear": lambda _: dialogue.clear(),
+        }
+
+    def go_on(self) -> None:
+        """Until an end of file, or /quit."""
+        while True:
+            try:
+                line = input(PROMPT).strip()
+            except EOFError:
+                print()
+                return
+            if line == "/quit":
+                return
+            try:
+                if line.startswith("/"):
+                    self._command(line)
+                elif line:
+                    self._say(line)
+            except (ValueError, OSError) as error:
+                print(error)
+            sys.stdout.flush()
+
+    def _command(self, line: str) -> None:
+        name, _, rest = line[1:].partition(" ")
+        if name not in self._commands:
+            raise ValueError(f"There is no /{name}; /help lists what there is.")
+        self._commands[name](rest.strip())
+
+    def _say(self, line: str) -> None:
+        """One turn; Ctrl-C ends the answer, and the conversation goes on."""
+        self._last = line
+        speed = 0.0
+        replies = self._dialogue.reply(line, self._args.max_tokens, sampler=self._sampler)
+        try:
+            for response in replies:
+                print(response.text, end="", flush=True)
+                speed = response.generation_tps
+        except KeyboardInterrupt:
+            print(" ...", end="")
+        finally:
+            replies.close()
+        print()
+        if self._args.status:
+            print(self._status(speed))
+
+    def _status(self, speed: float) -> str:
+        now = self._dialogue.status()
+        evicted = f"{now['evicted']:,} of {now['tokens']:,} tokens evicted"
+        return (
+            f"[{now['slots']} slots a head, {now['bytes']:,} bytes, {evicted}, "
+            f"{now['pinned']} pinned, {speed:.1f} tokens/s]"
+        )
+
+    def _pin(self, text: str) -> None:
+        answer = self._dialogue.pin(text or self._last)
+        print(_told(answer))
+
+    def _pins(self, _: str) -> None:
+        texts = self._dialogue.pinned_texts
+        print("\n".join(repr(text) for text in texts) or "Nothing is pinned.")
+
+    def _kept(self, _: str) -> None:
+        marks = (DIM, PLAIN) if sys.stdout.isatty() else ("[", "]")
+        out, lost = "", False
+        for text, share in self._dialogue.kept():
+            if (share < REMEMBERED) != lost:
+                lost = not lost
+                out += marks[not lost]
+            out += text
+        print((out + marks[1] * lost) or "Nothing was said yet.")
+
+    def _save(self, path: str) -> None:
+        self._dialogue.save(_path(path), self._args.model)
+        print(f"saved in {path}")
+
+
+def _path(text: str) -> Path:
+    """A file's name as it was typed."""
+    if not text:
+        raise ValueError("Which file? /save FILE, /load FILE.")
+    return Path(text).expanduser()
+
+
+def _told(answer: PinAnswer) -> str:
+    """What became of a pin, in words."""
+    parts = []
+    for spans, words in (
+        (answer.pinned, "pinned"),
+        (answer.partly, "pinned where they are still held"),
+        (answer.gone, "forgotten already"),
+    ):
+        if count := _count(spans):
+            parts.append(f"{count} tokens {words}")
+    return ", ".join(parts)
+
+
+def _count(spans: tuple[Span, ...]) -> int:
+    return sum(end - first for first, end in spans)

@@ -1,0 +1,68 @@
+"""Golden 9: conversations of three turns with pins.
+
+What is pinned before anything came (a system prompt), what a later turn says, what is pinned when
+it is held already, heads that are too small for the pins, and turns of which less of the past
+counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mlx_h2o.golden import trajectory
+from mlx_h2o.golden.group import Arrays, Parameters, parameters_of
+from mlx_h2o.policies import make_policy
+
+NAME = "turns"
+
+# Three turns, each of them read and answered; the third brings a document that is over the budget.
+CALLS = [[26, 1], [1, 40], [12, 1], [1, 40], [40, 1], [1, 40]]
+# The first calls of the second and the third turn.
+SECOND, THIRD = 41, 82
+RECORDED = [0, 1, 40, 41, 42, 60, 82, 83, 100, 122]
+CHUNKS = [SECOND]
+# (call before which they are pinned, first position, one past the last).
+PINS = [[0, 0, 5], [SECOND, 68, 71], [THIRD, 117, 119]]
+MIXED = trajectory.STORES["mixed"]
+
+
+def cases() -> Iterator[tuple[str, Parameters]]:
+    seed = 12000
+
+    def case(policy: str, carries: list[float], **changed: Any) -> Parameters:
+        nonlocal seed
+        seed += 16
+        own = {"sink": 2, "recent": 0.25}
+        if policy in ("h2o", "salient"):
+            own["window"] = 16
+        given = {"policy": parameters_of(make_policy(policy, **own)), "pins": PINS, **changed}
+        turns = {"turn_calls": [SECOND, THIRD], "carries": carries}
+        talk = {"calls": CALLS, "recorded": RECORDED, "chunks": CHUNKS}
+        return trajectory.plain_case(seed, **given, **turns, **talk)
+
+    ragged = {"budgets": trajectory.RAGGED, "remainder": True}
+    for policy in ("salient", "distinct", "h2o", "ema", "ema-logits", "tova"):
+        yield policy, case(policy, [0.5, 0.25])
+        yield f"{policy}-ragged", case(policy, [0.25, 0.0], cache=ragged)
+    for policy in ("streaming", "keydiff"):
+        yield f"{policy}-ragged", case(policy, [1.0, 1.0], cache=ragged)
+    yield "salient-mixed", case("salient", [0.5, 0.0], cache=ragged | MIXED)
+    yield "salient-batch", case("salient", [0.5, 0.5], batch=2)
+    # The smallest head gets a slot of the larger one.
+    yield "salient-raised", case("salient", [0.5, 0.5], cache=ragged, pins=[[0, 0, 14]])
+    plain = {"budgets": [[64, 64], [64, 64]], "remainder": True, "attending": False}
+    pins = [[0, 0, 20], [SECOND, 68, 80]]
+    yield "keydiff-plain", case("keydiff", [1.0, 1.0], kind="plain", cache=plain, pins=pins)
+
+
+def inputs(parameters: Parameters) -> Arrays:
+    return {}
+
+
+def run(parameters: Parameters, inputs: Arrays) -> Arrays:
+    return trajectory.replayed(parameters, inputs)[0]
+
+
+def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
+    return trajectory.watched(parameters, inputs)

@@ -1,0 +1,92 @@
+"""Pinning tokens of a layer, before they came or after; and letting go of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_h2o import eviction
+from mlx_h2o.layer import Layer
+from mlx_h2o.pins import Span, joined, spans_of, stored_positions, true_positions, without
+from mlx_h2o.settings import CacheSettings
+
+
+@dataclass(frozen=True)
+class PinAnswer:
+    """What became of the positions that were to be pinned.
+
+    Attributes:
+        pinned: Held by every KV head, or still to come.
+        partly: Gone from some heads; pinned in the others.
+        gone: Evicted from every head: nothing can be pinned there.
+    """
+
+    pinned: tuple[Span, ...] = ()
+    partly: tuple[Span, ...] = ()
+    gone: tuple[Span, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether every head has every one."""
+        return not (self.partly or self.gone)
+
+    @classmethod
+    def of_all(cls, answers: Iterable[PinAnswer]) -> PinAnswer:
+        """What becomes of them in several layers together."""
+        whole, *others = answers
+        asked = joined((*whole.pinned, *whole.partly, *whole.gone))
+        pinned, gone = whole.pinned, whole.gone
+        for other in others:
+            pinned = without(pinned, (*other.partly, *other.gone))
+            gone = without(gone, (*other.pinned, *other.partly))
+        return cls(pinned, without(asked, (*pinned, *gone)), gone)
+
+
+def repin(layer: Layer, settings: CacheSettings) -> None:
+    """Pin what these settings, otherwise a layer's own, pin, and nothing else.
+
+    Steps before this cannot be taken back any more.
+
+    Args:
+        layer: That has tokens.
+        settings: Its own, with other pins and with budgets that have room for them.
+    """
+    fields = layer.store.fields
+    if "positions" in fields:
+        fields["positions"] = stored_positions(fields["positions"], settings.pins)
+    if settings.budgets != layer.settings.budgets:
+        eviction.resize(layer, settings)
+        return
+    layer.journal.clear()
+    layer.settings = settings
+    layer.forget_victims()
+    if layer.offset:
+        eviction.choose_victims(layer)
+
+
+def answer_of(layer: Layer, asked: Sequence[Span]) -> PinAnswer:
+    """What would become of positions, by what the heads hold."""
+    come = [(first, min(end, layer.offset)) for first, end in asked if first < layer.offset]
+    wanted = np.array([p for first, end in come for p in range(first, end)], np.int64)
+    if not wanted.size:
+        return PinAnswer(tuple(asked))
+    counts = _heads_that_hold(layer, wanted)
+    heads = layer.runs[-1].last * layer.store.fields["positions"].shape[0]
+    gone = spans_of(wanted[counts == 0].tolist())
+    partly = spans_of(wanted[(counts > 0) & (counts < heads)].tolist())
+    return PinAnswer(without(asked, (*partly, *gone)), partly, gone)
+
+
+def _heads_that_hold(layer: Layer, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many heads, of all sequences, hold the token at each position."""
+    store = layer.store
+    counts = np.zeros(wanted.shape, np.int64)
+    for run in store.runs:
+        held = np.array(true_positions(store.view(run, "positions"))).reshape(-1, run.length)
+        for row in held:
+            counts += np.isin(wanted, row)
+        newest = layer.offset - layer.recently_held
+        counts += len(held) * (wanted >= newest)
+    return counts
