@@ -341,7 +341,8 @@ def test_the_command_prints_and_writes_a_page_that_opens_offline(tmp_path, capsy
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done(tmp_path):
     """Whatever was measured is in the file and in the report, and it can be gone on with."""
-    command = [sys.executable, "-m", "mlx_h2o", *COMMAND, "--out", str(tmp_path)]
+    sizes = ["--size", "perplexity.length=160"]
+    command = [sys.executable, "-m", "mlx_h2o", *COMMAND, *sizes, "--out", str(tmp_path)]
     file = tmp_path / FILE_NAME
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ

@@ -166,11 +166,11 @@ def suite_of(args: argparse.Namespace) -> Suite:
 
 def settings(args: argparse.Namespace) -> dict[str, str]:
     """Everything that the figures depend on, by name."""
-    of_suite = suite_of(args).settings()
-    arms = {name.rpartition(", 1/")[0] or name: v for name, v in of_suite["contenders"].items()}
+    suite = suite_of(args)
+    arms = {contender.arm.name: contender.arm.described() for contender in suite.contenders}
     sizes = {
-        name: ", ".join(f"{k}={v}" for k, v in of.items())
-        for name, of in of_suite["measures"].items()
+        name: ", ".join(f"{size}={value}" for size, value in of.items())
+        for name, of in suite.settings()["measures"].items()
     }
     return named_options(args) | arms | sizes
 
