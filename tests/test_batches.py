@@ -1,4 +1,4 @@
-"""Batches: every sequence gives what it gives alone, whoever joins, leaves or is padded."""
+"""Batches: every sequence gives what it gives alone, whatever joins, leaves or is padded."""
 
 from __future__ import annotations
 

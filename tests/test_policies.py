@@ -225,7 +225,7 @@ def test_rkv_drops_what_was_said_again():
     st.integers(8, 30),
     st.sampled_from([0.0, 0.2, 1.0]),
 )
-def test_adakv_gives_no_slot_away_and_starves_nobody(worths, mean, least_share):
+def test_adakv_gives_no_slot_away_and_starves_none(worths, mean, least_share):
     policy = make_policy("adakv", sink=1, recent=2, least_share=least_share)
     budgets = [mean] * len(worths)
     shared = policy.shared_out([mx.array([worth]) for worth in worths], budgets)

@@ -133,7 +133,7 @@ def hold_best(
 def _worth(layer: Layer, run: Run, fields: Fields, window_mass: mx.array | None) -> mx.array:
     """What a run's rows are worth, `[B, heads, N]`."""
     N = fields["positions"].shape[2]
-    if run.budget >= N and not layer.policy.shares_slots:  # nobody will ask
+    if run.budget >= N and not layer.policy.shares_slots:  # not asked for
         return mx.zeros(fields["positions"].shape)
     evicted = layer.lost_beside(fields)
     # Head by head, so that float32 copies are never of more than one head's rows.

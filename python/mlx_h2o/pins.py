@@ -5,7 +5,7 @@ every sink, so whatever spares sinks spares pinned tokens too, by the comparison
 anyway: the reference, the CPU's kernels, the GPU's text, C and Swift. There is no list of pins to
 hand to a kernel, and a step costs the same with pins as without. Each sequence of a batch and each
 head has its own, slots lie in any order, and copies, files and steps taken back hold pins as they
-hold positions. Whoever wants the position itself asks `true_positions`.
+hold positions. `true_positions` gives the position itself.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from mlx_h2o.policies.settings import setting_of
 from mlx_h2o.rereading import compress_into
 from mlx_h2o.settings import DEFAULT_POLICY, ModelSettings, budgets_of_model
 
-#: Parts of a full 16-bit cache's bytes, where nobody says others.
+#: Parts of a full 16-bit cache's bytes, where no others are given.
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 # A share is written as a fraction with no larger denominator.
 LARGEST_DENOMINATOR = 64

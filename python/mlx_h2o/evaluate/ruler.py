@@ -111,7 +111,7 @@ def common_words(rng: random.Random, room: int) -> Task:
     words = rng.sample(_WORDS, len(_WORDS))
     common, rare = words[:COMMON], words[COMMON:]
     listed = common * COMMON_TIMES
-    # About four tokens a line; the list is cut to the room by whoever encodes it.
+    # About four tokens a line; the list is cut to the room where it is encoded.
     listed += rare[: max(room // (4 * RARE_TIMES) - len(listed) // RARE_TIMES, 4)] * RARE_TIMES
     rng.shuffle(listed)
     pieces = tuple(f"{i + 1}. {word}" for i, word in enumerate(listed))

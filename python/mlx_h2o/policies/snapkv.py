@@ -20,7 +20,7 @@ class SnapKV(Policy):
     stands beside a hit is kept with it. Published for prompts alone: generated tokens are never
     given up there. Here the window goes on while decoding, as an average that forgets at its pace,
     c <- (1 - 1/window) c + mass/window, and without the pool. Use it where the question is known
-    when the prompt is cut down; of what nobody asked about it keeps little.
+    when the prompt is cut down; of what no question is about it keeps little.
     """
 
     window: int = 32

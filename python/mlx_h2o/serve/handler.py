@@ -19,7 +19,7 @@ from mlx_h2o.serve.generator import BoundedGenerator
 
 #: Seconds that a client may keep a read or a write waiting.
 PATIENCE = 60
-#: Bytes of a request that nobody asked to be larger.
+#: Bytes of a request where no other limit is set.
 USUAL_REQUEST = 8 << 20
 
 

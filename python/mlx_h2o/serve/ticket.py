@@ -12,8 +12,8 @@ class HungUp(ConnectionError):
     """The client of a request went away."""
 
 
-def nobody() -> bool:
-    """What asks whether the client went away, where there is none."""
+def still_there() -> bool:
+    """Of a request without a client that could go away."""
     return False
 
 
@@ -34,7 +34,7 @@ class Ticket:
     label: str
     settings: Mapping[str, Any]
     need: int
-    gone: Callable[[], bool] = nobody
+    gone: Callable[[], bool] = still_there
     came: float = field(default_factory=time.monotonic)
     admitted: float = 0.0
     evicted: float = 0.0
