@@ -287,11 +287,15 @@ def test_a_quick_run_writes_everything(
         "date",
     }  # fmt: skip
     assert report["settings"] == {
-        "parts": ["attention", "model", "threads", *["products"] * products.can_be_measured()],
+        "parts": [
+            *("attention", "model", "batch", "threads"),
+            *["products"] * products.can_be_measured(),
+        ],
         "quick": True,
         "rounds": 1,
         "dtypes": ["float32"],
         "model": "builtin:recall-4m",
+        "streams": 8,
     }
     assert [(case["kv_heads"], case["slots"]) for case in report["attention"]] == [
         (8, 256), (8, 4096), (2, 1024),
@@ -307,7 +311,8 @@ def test_a_quick_run_writes_everything(
     assert len(report["products"]) in (0, len(products.SHAPES))
     assert len(report["threads"]) == len(threads.WORK) * len(threads.GAPS)
     # Two dtypes' speeds are missing.
-    assert len(report["figures"]) == 2 + 4 + 2 + 4 + 1 + 1
+    assert set(report["batch"]) > {"streaming, no remainder"}
+    assert len(report["figures"]) == 2 + 4 + 2 + 6 + 1 + 1 + 2
 
 
 @needs_kernels
