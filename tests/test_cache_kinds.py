@@ -53,7 +53,7 @@ def test_by_hand():
         assert plain.attending is plain.settings.attending is False
     with pytest.raises(ValueError, match="must see attention"):
         PlainRowsKVCache(24)
-    with pytest.raises(ValueError, match="remainder=False, no bits and no undo"):
+    with pytest.raises(ValueError, match="remainder=False, no bits, no undo"):
         LatentKVCache(24)
     with pytest.raises(ValueError, match="attending=False is for PlainRowsKVCache"):
         LatentKVCache(24, remainder=False, policy="streaming", attending=False)
