@@ -313,9 +313,9 @@ def test_nothing_piles_up_before_eviction_starts_either(policy):
 # -- what mlx-lm would take for another kind of cache ----------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["merge", "bits", "group_size", "__len__"])
+@pytest.mark.parametrize("name", ["bits", "group_size", "__len__"])
 def test_nothing_invites_mlx_lm_to_do_the_wrong_thing(name):
-    """`merge` makes a plain batched cache of it, `bits` a quantized one, `__len__` none at all."""
+    """`bits` would make a quantized cache of it, `__len__` none at all."""
     cache = H2OKVCache(24)
     assert not hasattr(cache, name)
     TinyLayer().feed(cache, 40)

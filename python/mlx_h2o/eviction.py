@@ -12,6 +12,7 @@ from mlx_h2o.layer import Layer
 from mlx_h2o.memory import Fields
 from mlx_h2o.pin_room import room_for_pins
 from mlx_h2o.pins import true_positions
+from mlx_h2o.ranks import mean_of_ranks
 from mlx_h2o.settings import CacheSettings
 from mlx_h2o.store import Run
 from mlx_h2o.views import evictable_of, slots_of
@@ -102,13 +103,20 @@ def _victims(layer: Layer, run: Run, fields: Fields) -> mx.array:
     """The slots of a full run to overwrite next, `[B, heads, evict_every]`."""
     slots = slots_of(layer, run, fields, layer.lost(run))
     return selection.select_victims(
-        layer.policy.priority(slots)[..., : run.length],
+        agreed(layer.settings, layer.policy.priority(slots)[..., : run.length]),
         slots.positions[..., : run.length],
         slots.evictable[..., : run.length],
         layer.policy.evict_every,
         layer.policy.unit,
-        layer.settings.ranks,
     )
+
+
+def agreed(settings: CacheSettings, priority: mx.array) -> mx.array:
+    """Priorities `[B, H, N]` by which all ranks choose alike, where a whole layer does."""
+    if settings.ranks == 1 or settings.policy.unit == "head":
+        return priority
+    mean = mean_of_ranks(priority.mean(axis=1, keepdims=True), settings.ranks)
+    return mx.broadcast_to(mean, priority.shape)
 
 
 def hold_best(
@@ -184,8 +192,8 @@ def _best(
     positions = fields["positions"]
     if count >= positions.shape[2]:
         return fields
-    unit, ranks = layer.policy.unit, layer.settings.ranks
-    kept = selection.select_kept(worth, true_positions(positions), may_go, count, unit, ranks)
+    worth, unit = agreed(layer.settings, worth), layer.policy.unit
+    kept = selection.select_kept(worth, true_positions(positions), may_go, count, unit)
     if layer.settings.remembers:
         dropped = mx.put_along_axis(mx.ones(positions.shape), kept, mx.zeros(kept.shape), axis=-1)
         for i in range(run.heads):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_h2o.policies.base import Observation, Policy
-from mlx_h2o.ranks import mean_of_ranks
 
 
 def accumulate(policy: Policy, scores: mx.array, logits: mx.array, lse: mx.array) -> mx.array:
@@ -39,12 +38,7 @@ def evictable_slots(positions: mx.array, offset: int, sink: int, recent: int) ->
 
 
 def select_victims(
-    priority: mx.array,
-    positions: mx.array,
-    evictable: mx.array,
-    count: int,
-    unit: str = "head",
-    ranks: int = 1,
+    priority: mx.array, positions: mx.array, evictable: mx.array, count: int, unit: str = "head"
 ) -> mx.array:
     """The `count` slots to free, worst first.
 
@@ -54,12 +48,11 @@ def select_victims(
         evictable: `[B, H, N]` bool; at least `count` True in each head.
         count: Victims per head.
         unit: "head", or "layer": the heads' mean priority decides for all (their positions agree).
-        ranks: Processes that share the layer's heads (`ranks.py`).
 
     Returns:
         Slot indices `[B, H, count]` int32.
     """
-    ranked = rankable(priority, evictable, unit, ranks)
+    ranked = rankable(priority, evictable, unit)
     if count == 1:
         lowest = ranked.min(axis=-1, keepdims=True)
         tied = mx.where((ranked == lowest) & evictable, positions, mx.iinfo(mx.int32).max)
@@ -68,12 +61,7 @@ def select_victims(
 
 
 def select_kept(
-    priority: mx.array,
-    positions: mx.array,
-    evictable: mx.array,
-    count: int,
-    unit: str = "head",
-    ranks: int = 1,
+    priority: mx.array, positions: mx.array, evictable: mx.array, count: int, unit: str = "head"
 ) -> mx.array:
     """The `count` slots to keep of a prompt chunk, in order of position.
 
@@ -82,17 +70,16 @@ def select_kept(
     Returns:
         Slot indices `[B, H, count]` int32.
     """
-    order = order_by_worth(rankable(priority, evictable, unit, ranks), positions)
+    order = order_by_worth(rankable(priority, evictable, unit), positions)
     kept = order[..., order.shape[-1] - count :]
     by_position = mx.argsort(mx.take_along_axis(positions, kept, axis=-1), axis=-1)
     return mx.take_along_axis(kept, by_position, axis=-1).astype(mx.int32)
 
 
-def rankable(priority: mx.array, evictable: mx.array, unit: str, ranks: int = 1) -> mx.array:
+def rankable(priority: mx.array, evictable: mx.array, unit: str) -> mx.array:
     """Priorities with plus infinity for the protected; a NaN counts as the lowest."""
     if unit == "layer":
-        mean = mean_of_ranks(priority.mean(axis=1, keepdims=True), ranks)
-        priority = mx.broadcast_to(mean, priority.shape)
+        priority = mx.broadcast_to(priority.mean(axis=1, keepdims=True), priority.shape)
     priority = mx.where(mx.isnan(priority), -mx.inf, priority)
     # Finite, so that a protected slot never ties with an unprotected one.
     return mx.where(evictable, mx.minimum(priority, mx.finfo(mx.float32).max), mx.inf)

@@ -281,7 +281,7 @@ def leaves_no_trace(cache: Sequence[Any], count: int) -> bool:
 
 
 def _undoable(layer: Layer) -> int:
-    """How many of the newest tokens leave no trace: steps within `undo`, and what no query scored."""
+    """How many of the newest tokens leave no trace: steps within `undo`, or what none scored."""
     return len(layer.journal) if layer.policy.needs_attention else layer.trimmable
 
 
