@@ -32,7 +32,7 @@ ELSEWHERE := --ignore tests/metal --ignore tests/test_c_api.py
 
 .PHONY: demo test test-all lint format bench clean
 .PHONY: quick-python quick-others quick-metal quick-native quick-swift
-.PHONY: test-python test-models test-metal test-native test-sanitize test-swift test-old-mlx-lm test-macos
+.PHONY: test-python test-caches test-models test-metal test-native test-sanitize test-swift test-old-mlx-lm test-macos
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx_h2o demo --out out
@@ -66,7 +66,7 @@ quick-native: $(VENV)/.installed
 
 # Everything, in targets that know nothing of each other: side by side on several machines, or with
 # -j. Each takes less than 20 minutes on two cores.
-ALL := test-python test-models test-metal test-native test-sanitize test-swift test-old-mlx-lm test-macos
+ALL := test-python test-caches test-models test-metal test-native test-sanitize test-swift test-old-mlx-lm test-macos
 test-all: lint $(ALL)
 
 # Whole models: all of mlx-lm's, the embedded one's figures, conversations, several processes.
@@ -75,8 +75,15 @@ MODELS := tests/test_model_coverage.py tests/test_model_families.py tests/test_m
 test-models: $(VENV)/.installed
 	$(BIN)/pytest $(MODELS)
 
+# Caches and kernels against the definition: most cases, and what happens to caches in any order.
+CACHES := tests/test_cache_against_oracle.py tests/test_cache_journeys.py tests/test_cpu_kernels.py \
+    tests/test_damaged_files.py tests/test_fused_decoding.py tests/test_packed.py tests/test_pins.py \
+    tests/test_recent.py tests/test_undo.py
+test-caches: $(VENV)/.installed
+	$(BIN)/pytest $(CACHES)
+
 test-python: real-model
-	$(BIN)/pytest $(ELSEWHERE) $(addprefix --ignore ,$(MODELS))
+	$(BIN)/pytest $(ELSEWHERE) $(addprefix --ignore ,$(MODELS) $(CACHES))
 
 test-metal: $(VENV)/.installed
 	$(BIN)/pytest tests/metal

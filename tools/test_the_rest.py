@@ -23,6 +23,7 @@ LOGS = ROOT / "build" / "logs"
 #: What each target of `make test-all` proves, by the paths that it depends on.
 AREAS = {
     "test-python": ("python/mlx_h2o/", "tests/test_", "golden/", "docs/"),
+    "test-caches": ("python/mlx_h2o/", "python/src/", "c_api/src/cpu/"),
     "test-models": ("python/mlx_h2o/", "tests/model_", "tests/test_model"),
     "test-metal": ("metal/", "tests/metal/", "python/mlx_h2o/backends/"),
     "test-native": ("c_api/", "golden/", "tests/test_c_api.py"),
