@@ -44,6 +44,8 @@ FACTORS = {
 
 
 def allowed(case) -> bool:
+    if case["policy"] == "adakv" and (case["unit"] == "layer" or "mixed" in case["store"]):
+        return False  # refused: it changes the heads' slots
     return case["budgets"] == "uniform" or case["unit"] == "head"
 
 
