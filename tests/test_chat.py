@@ -93,7 +93,7 @@ def test_a_chat_in_the_terminal(tmp_path):
     other.read_until("> ")
     other.say(f"/load {path}")
     assert other.say("/pins") == pins
-    answer = other.say("Question: What is the secret number of Ada Hill?\nAnswer:")
+    answer = other.say("Question: What is the secret number of Ada Hill? Answer:")
     assert "tokens evicted" in answer
     assert "no readable" in other.say("/load nowhere.safetensors")
     assert other.close() == 0
