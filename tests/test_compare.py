@@ -19,17 +19,8 @@ import mlx_h2o
 from mlx_h2o.builtin import SAMPLE_TEXT
 from mlx_h2o.cli import main
 from mlx_h2o.cli.compare import table
-from mlx_h2o.evaluate.comparison import (
-    FULL,
-    PACKED,
-    WINDOW,
-    Arm,
-    Protocol,
-    Result,
-    arms_of_sizes,
-    compare,
-    default_arms,
-)
+from mlx_h2o.evaluate.arms import FULL, PACKED, WINDOW, Arm, arms_of_sizes, default_arms
+from mlx_h2o.evaluate.comparison import Protocol, Result, compare
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
 from mlx_h2o.evaluate.recall import CLOZE, is_known, recall_task, recalled

@@ -3,7 +3,7 @@
 from mlx_h2o import smollm2
 from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT, load
 from mlx_h2o.cli import demo, main
-from mlx_h2o.evaluate.comparison import FULL, WINDOW, Arm
+from mlx_h2o.evaluate.arms import FULL, WINDOW, Arm
 from mlx_h2o.evaluate.planting import demo_arms, plant_and_ask
 from mlx_h2o.evaluate.recall import recall_task
 

@@ -8,7 +8,8 @@ measured on the bundled text (docs/results.md); the text was never calibrated on
 import pytest
 
 from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT
-from mlx_h2o.evaluate.comparison import FULL, WINDOW, Arm, Protocol, compare
+from mlx_h2o.evaluate.arms import FULL, WINDOW, Arm
+from mlx_h2o.evaluate.comparison import Protocol, compare
 
 BUDGET = 128
 PROFILE = Arm("profile", "distinct")

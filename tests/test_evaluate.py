@@ -18,8 +18,8 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from mlx_h2o.builtin import SAMPLE_TEXT
 from mlx_h2o.cli import main
 from mlx_h2o.cli.evaluate import plain_text, share_of
+from mlx_h2o.evaluate.arms import FULL, PACKED
 from mlx_h2o.evaluate.bootstrap import loss_interval, mean_interval
-from mlx_h2o.evaluate.comparison import FULL, PACKED
 from mlx_h2o.evaluate.contenders import arm_of, contenders, label
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.figures import svg

@@ -8,8 +8,8 @@ import pytest
 
 import mlx_h2o
 from mlx_h2o.cli import main
+from mlx_h2o.evaluate.arms import FULL
 from mlx_h2o.evaluate.attention_shape import Shape, budgets_by_entropy, shape_of
-from mlx_h2o.evaluate.comparison import FULL
 from mlx_h2o.evaluate.report_tables import HEADLINE, by_layer, reports_arm, rows_of, tables
 from mlx_h2o.policies import make_policy
 

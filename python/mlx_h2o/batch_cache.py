@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NoReturn
 import mlx.core as mx
 
 from mlx_h2o.attention_call import AttentionCall
-from mlx_h2o.bounded_cache import NOT_ASKED, BoundedKVCache
+from mlx_h2o.bounded_cache import NO_KV_BITS, NOT_ASKED, BoundedKVCache
 from mlx_h2o.core import decode_together
 from mlx_h2o.masks import Mask
 from mlx_h2o.tracing import refuse_tracing
@@ -289,10 +289,7 @@ class BatchH2OKVCache:
     @property
     def to_quantized(self) -> NoReturn:
         """Refused, as in `H2OKVCache`."""
-        raise ValueError(
-            "kv_bits cannot pack a bounded cache later on: leave it away, and give bits=8 (or "
-            "k_bits, v_bits) to make_prompt_cache or install."
-        )
+        raise ValueError(NO_KV_BITS)
 
     def _refuse_between(self) -> None:
         if self._handed is not None:
@@ -306,10 +303,10 @@ def _require_one_sequence(cache: Any) -> None:
     """Raise ValueError unless a cache is an attending one of at most one sequence."""
     if not isinstance(cache, BoundedKVCache) or not hasattr(cache, "merge"):
         raise ValueError(f"A batch is made of H2OKVCaches; got a {type(cache).__name__}.")
-    if cache.layer is not None and cache.layer.sequences != 1:
+    sequences = 1 if cache.layer is None else cache.layer.types["keys"].batch
+    if sequences != 1:
         raise ValueError(
-            "A batch is made of caches of one sequence each; got one of "
-            f"{cache.layer.sequences} sequences."
+            f"A batch is made of caches of one sequence each; got one of {sequences} sequences."
         )
 
 

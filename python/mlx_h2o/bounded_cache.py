@@ -25,6 +25,10 @@ NOT_ASKED = (
     "This model did not ask the cache to attend. Call mlx_h2o.install(), or, for a model that "
     "attends by itself, choose a policy that looks at keys only and pass attending=False."
 )
+NO_KV_BITS = (
+    "kv_bits cannot pack a bounded cache later on: leave it away, and give bits=8 (or k_bits, "
+    "v_bits) to make_prompt_cache or install."
+)
 
 
 class BoundedKVCache(Conversing, SharingCopies):
@@ -163,10 +167,7 @@ class BoundedKVCache(Conversing, SharingCopies):
     @property
     def to_quantized(self) -> None:
         """Refused, where mlx-lm first asks for it: at the first step with `kv_bits`."""
-        raise ValueError(
-            "kv_bits cannot pack a bounded cache later on: leave it away, and give bits=8 (or "
-            "k_bits, v_bits) to make_prompt_cache or install."
-        )
+        raise ValueError(NO_KV_BITS)
 
     @property
     def nbytes(self) -> int:

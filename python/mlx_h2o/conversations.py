@@ -9,6 +9,7 @@ from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries
 from mlx_h2o.pinning import PinAnswer
 from mlx_h2o.pins import Span
+from mlx_h2o.refusals import NothingToBound
 from mlx_h2o.turns import checked_carry
 
 
@@ -16,11 +17,11 @@ def bounded_entries(cache: Sequence[Any]) -> list[BoundedKVCache]:
     """The bounded caches of a model's list.
 
     Raises:
-        ValueError: There are none.
+        NothingToBound: There are none.
     """
     layers = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
     if not layers:
-        raise ValueError("There is no bounded cache in this list.")
+        raise NothingToBound("There is no bounded cache in this list.")
     return layers
 
 

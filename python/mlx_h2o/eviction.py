@@ -68,7 +68,6 @@ def choose_victims(layer: Layer) -> None:
 def resize(layer: Layer, settings: CacheSettings) -> None:
     """Give the heads the budgets of other settings; what no longer fits is evicted."""
     assert settings.budgets is not None
-    layer.journal.clear()
     beyond, size = None, 0
     if layer.window is not None:
         beyond = layer.resize_window(recent_size(settings, settings.budgets))
@@ -167,7 +166,6 @@ def _shared_out(
             budgets.append(run.budget)
     shared = layer.policy.shared_out(ranked, budgets)
     given = room_for_pins(shared, layer.policy, layer.settings.pins)
-    layer.journal.clear()
     layer.regroup(layer.settings.resized(given), given)
     of_runs = [heads[run.first : run.last] for run in layer.runs]
     return (

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_h2o.backends.decoder import Decoder, HeadPlan, PlannedToken
 from mlx_h2o.memory import Evictions, Fields, Memory, fields_of, marked
 from mlx_h2o.packed import dense
+from mlx_h2o.pins import stored_positions
 from mlx_h2o.recent_window import RecentWindow
 from mlx_h2o.settings import CacheSettings
 from mlx_h2o.store import Run, SlotStore
@@ -36,6 +37,15 @@ class RowType(NamedTuple):
         """That of rows `[B, H, L, width]`."""
         batch, heads, _, width = rows.shape
         return cls(batch, heads, width, rows.dtype)
+
+    def require(self, name: str, rows: mx.array) -> None:
+        """Raise ValueError unless rows are of this type."""
+        come = RowType.of(rows)
+        if come != self:
+            raise ValueError(
+                f"This cache holds {name} of (batch, heads, width, dtype) {tuple(self)}; "
+                f"{tuple(come)} came."
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         *sizes, dtype = self  # which cannot be pickled
@@ -98,11 +108,6 @@ class Layer:
         return self.memory.arrays(self.settings.remembers)
 
     @property
-    def sequences(self) -> int:
-        """B."""
-        return self.types["keys"].batch
-
-    @property
     def nbytes(self) -> int:
         """Bytes of everything held, the steps to undo included."""
         return self.memory.nbytes(self.settings.remembers) + self.journal.nbytes
@@ -145,12 +150,7 @@ class Layer:
     def check_rows(self, keys: mx.array, values: mx.array) -> None:
         """Raise ValueError unless new rows are like those held."""
         for name, rows in (("keys", keys), ("values", values)):
-            come = RowType.of(rows)
-            if come != self.types[name]:
-                raise ValueError(
-                    f"This cache holds {name} of (batch, heads, width, dtype) "
-                    f"{tuple(self.types[name])}; {tuple(come)} came."
-                )
+            self.types[name].require(name, rows)
 
     def take_in(self, keys: mx.array, values: mx.array) -> list[Fields]:
         """Store new rows; those beyond the budget are held until attention has seen what must go.
@@ -264,26 +264,36 @@ class Layer:
         self.store.forget_victims()
 
     def regroup(self, settings: CacheSettings, budgets: Sequence[int]) -> None:
-        """Give the heads other budgets; a run may then exceed its own.
+        """Give the heads other budgets, which a run may exceed; no step can be taken back then.
 
         Args:
             settings: That say so.
             budgets: Slots of each head, less those of the recent window.
         """
+        self.journal.clear()
         self.settings = settings
         self.store.regroup(budgets)
         self.forget_victims()
+
+    def mark_pins(self, settings: CacheSettings) -> None:
+        """Obey other pins, of settings like its own; no step before this can be taken back."""
+        self.journal.clear()
+        fields = self.store.fields
+        if "positions" in fields:
+            fields["positions"] = stored_positions(fields["positions"], settings.pins)
+        self.settings = settings
+        self.forget_victims()
+
+    def begin_turn(self, aged_from: int) -> None:
+        """Have scores speak from a position on; no step before this can be taken back."""
+        self.journal.clear()
+        self.aged_from = aged_from
 
     def resize_window(self, size: int) -> Fields | None:
         """Change how many tokens the recent window holds; the rows that leave it, or None."""
         self.memory.take_back()
         assert self.window is not None
-        first, gone = self.offset - self.window.length, self.window.resize(size)
-        if gone is None:
-            return None
-        shape = gone["keys"].shape[:3]
-        positions = mx.arange(first, first + shape[2], dtype=mx.int32)
-        return marked(self.settings, {**gone, "positions": mx.broadcast_to(positions, shape)})
+        return marked(self.settings, self.window.resize(size, self.offset))
 
     def put_plain_rows(self, rows: tuple[mx.array, mx.array]) -> None:
         """Write the remainder's plain rows `[B, H, R, ...]` into the reserved slots."""

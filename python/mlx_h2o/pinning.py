@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mlx_h2o import eviction
 from mlx_h2o.layer import Layer
-from mlx_h2o.pins import Span, joined, spans_of, stored_positions, true_positions, without
+from mlx_h2o.pins import Span, joined, spans_of, true_positions, without
 from mlx_h2o.settings import CacheSettings
 
 
@@ -53,16 +53,11 @@ def repin(layer: Layer, settings: CacheSettings) -> None:
         layer: That has tokens.
         settings: Its own, with other pins and with budgets that have room for them.
     """
-    fields = layer.store.fields
-    if "positions" in fields:
-        fields["positions"] = stored_positions(fields["positions"], settings.pins)
-    if settings.budgets != layer.settings.budgets:
+    other_budgets = settings.budgets != layer.settings.budgets
+    layer.mark_pins(settings)
+    if other_budgets:
         eviction.resize(layer, settings)
-        return
-    layer.journal.clear()
-    layer.settings = settings
-    layer.forget_victims()
-    if layer.offset:
+    elif layer.offset:
         eviction.choose_victims(layer)
 
 

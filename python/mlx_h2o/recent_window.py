@@ -107,9 +107,7 @@ class RecentWindow:
             name: part if len(parts) == 1 else mx.concatenate([p[name] for p in parts], axis=2)
             for name, part in parts[0].items()
         }
-        positions = mx.arange(first_leaving, first_leaving + leaving, dtype=mx.int32)
-        gone["positions"] = mx.broadcast_to(positions, (*keys.shape[:2], leaving))
-        return gone
+        return _placed(gone, first_leaving)
 
     def advance(self) -> RecentStep:
         """Make room for one token, whose row a decoder writes."""
@@ -205,14 +203,14 @@ class RecentWindow:
             else:
                 self._put(oldest, {name: before[:, :, None]})
 
-    def resize(self, size: int) -> dict[str, mx.array] | None:
-        """Change how many tokens it can hold; the rows that leave, without positions, or None."""
-        leaving = max(self.length - size, 0)
+    def resize(self, size: int, offset: int) -> dict[str, mx.array] | None:
+        """Change how many tokens it can hold before a position; what leaves then, as by `push`."""
+        first, leaving = offset - self.length, max(self.length - size, 0)
         gone = self._left(self._oldest_first(leaving)) if leaving else None
         kept = {name: field[:, :, leaving:] for name, field in self._oldest_first().items()}
         self.fields, self.oldest = kept, 0
         self.size, self.length = size, self.length - leaving
-        return gone
+        return None if gone is None else _placed(gone, first)
 
     def _oldest_first(self, count: int | None = None) -> dict[str, mx.array]:
         """The oldest `count` tokens, or all."""
@@ -267,3 +265,10 @@ class RecentWindow:
             parts = [*([old[name]] if old else []), row, *([unused] if unused.size else [])]
             self.fields[name] = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
         self.length, self.oldest = length, 0
+
+
+def _placed(rows: dict[str, mx.array], first: int) -> dict[str, mx.array]:
+    """Rows `[B, H, M, ...]` by field, with their positions, which follow one another."""
+    shape = rows["keys"].shape[:3]
+    positions = mx.arange(first, first + shape[2], dtype=mx.int32)
+    return {**rows, "positions": mx.broadcast_to(positions, shape)}

@@ -21,9 +21,9 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from mlx_h2o import checks
-from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache import H2OKVCache
 from mlx_h2o.cache_lists import entries, replaced
+from mlx_h2o.conversations import bounded_entries
 from mlx_h2o.layer_kinds import layer_kinds
 from mlx_h2o.plan import FEWEST_CHOICES
 from mlx_h2o.prompt_cache import bounded_caches
@@ -239,9 +239,7 @@ def compress_into(
     """
     checks.whole("room", room, 0)
     checks.whole("chunk", chunk, 1)
-    bounded = cast(
-        list[H2OKVCache], [e for _, e in entries(empty) if isinstance(e, BoundedKVCache)]
-    )
+    bounded = cast(list[H2OKVCache], bounded_entries(empty))
     repeat = tokenizer.encode(REPEAT, add_special_tokens=False)
     reading = read_twice(model, tokens, repeat, chunk, tell)
     policy = bounded[0].policy

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.budget import LayerShare
-from mlx_h2o.cache_lists import entries
+from mlx_h2o.conversations import bounded_entries
 from mlx_h2o.model_identity import ModelIdentity
 from mlx_h2o.plan import fillings, slots_of_layers
 from mlx_h2o.profile import Profile
-from mlx_h2o.refusals import NothingToBound
 from mlx_h2o.settings import ModelSettings
 
 
@@ -35,9 +33,7 @@ def resize(
             was changed then.
     """
     settings = ModelSettings(max_size, max_bytes)
-    layers = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
-    if not layers:
-        raise NothingToBound("There is no bounded cache in this list.")
+    layers = bounded_entries(cache)
     first = layers[0]
     for layer in layers:
         if any(

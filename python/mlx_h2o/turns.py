@@ -44,11 +44,10 @@ def new_turn(layer: Layer, carry: float) -> None:
     """
     if carry == 1 or not layer.offset:
         return
-    layer.journal.clear()
     before = layer.aged_from
     after = layer.offset - int(carry * (layer.offset - before))
     # Some step is always spoken of, or masses per step would be none.
-    layer.aged_from = min(after, layer.offset - 1)
+    layer.begin_turn(min(after, layer.offset - 1))
     if not layer.policy.needs_attention:
         return
 

@@ -28,16 +28,19 @@ def require_kernels() -> None:
 
 
 def describe() -> dict[str, Any]:
-    """The machine as JSON types."""
+    """The machine and the kernels' part of it, as JSON types."""
     from mlx_h2o import _ext
 
+    kernels = {"threads": _ext.threads(), "isa": _ext.isa(), "cache_bytes": cache_bytes()}
+    return {**machine(), **kernels}
+
+
+def machine() -> dict[str, Any]:
+    """What measures: processor, system, versions and BLAS, as JSON types."""
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count() or 1,
-        "threads": _ext.threads(),
-        "isa": _ext.isa(),
         "blas": blas(),
-        "cache_bytes": cache_bytes(),
         "load": load_average(),
         "system": f"{platform.system()} {platform.machine()}",
         "versions": {

@@ -10,8 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +18,7 @@ from mlx_h2o.builtin import CALIBRATION_TEXT
 from mlx_h2o.calibrated_layers import CalibratedLayers
 from mlx_h2o.calibration import LENGTH, calibrate
 from mlx_h2o.cli.options import add_model_options, load_model, read_text
+from mlx_h2o.cli.progress import progress_bar
 from mlx_h2o.cli.tables import show
 from mlx_h2o.files import require_writable, write_kept
 from mlx_h2o.key_frames import frame_tokens
@@ -99,18 +98,11 @@ def run(args: argparse.Namespace) -> None:
         "date": date.today().isoformat(),
         "mlx-h2o": version("mlx-h2o"),
     }
-    with Progress(
-        TextColumn("calibrating"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    ) as bar:
-        task = bar.add_task("")
+    with progress_bar("calibrating") as bar:
         shared = {
             "length": args.length,
             "details": details,
-            "progress": lambda done, whole: bar.update(task, completed=done, total=whole),
+            "progress": bar,
         }
         tokens = tokenizer.encode(text)[: args.tokens]
         if args.exact:

@@ -9,25 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT
 from mlx_h2o.cli.options import named_options, read_text
+from mlx_h2o.cli.progress import progress_bar
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
 from mlx_h2o.evaluate import chart
-from mlx_h2o.evaluate.comparison import (
-    FULL,
-    Arm,
-    Protocol,
-    Result,
-    arms_of_sizes,
-    as_json,
-    compare,
-    default_arms,
-)
+from mlx_h2o.evaluate.arms import FULL, Arm, arms_of_sizes, default_arms
+from mlx_h2o.evaluate.comparison import Protocol, Result, as_json, compare
 from mlx_h2o.evaluate.recall import FORMS
 from mlx_h2o.files import require_folder, write_kept
 from mlx_h2o.linear_algebra import advice, blas
@@ -156,18 +147,9 @@ def run(args: argparse.Namespace) -> None:
     if args.out:
         drawing()
         require_folder("--out", args.out)
-    with Progress(
-        TextColumn("comparing {task.fields[caches]} caches"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    ) as bar:
-        task = bar.add_task("", caches=len(arms))
+    with progress_bar(f"comparing {len(arms)} caches") as bar:
         try:
-            results = compare(
-                arms, protocol, lambda done, whole: bar.update(task, completed=done, total=whole)
-            )
+            results = compare(arms, protocol, bar)
         except ValueError as error:
             raise ValueError(str(error).replace("max_size", "--max-kv-size", 1)) from error
     report = as_json(results, protocol)

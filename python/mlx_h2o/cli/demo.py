@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.nn as nn
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from mlx_h2o import smollm2
 from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT, load
 from mlx_h2o.cli.options import named_options
+from mlx_h2o.cli.progress import progress_bar
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
-from mlx_h2o.evaluate.comparison import OURS, Arm
+from mlx_h2o.evaluate.arms import OURS, Arm
 from mlx_h2o.evaluate.planting import ANSWER_TOKENS, Answers, demo_arms, draw, plant_and_ask
 from mlx_h2o.evaluate.recall import CLOZE, QUESTIONS, Form, recall_task
 from mlx_h2o.files import require_folder, write_kept
@@ -74,14 +73,7 @@ def run(args: argparse.Namespace) -> None:
         tokens=TOKENS,
         form=FORM[name],
     )
-    with Progress(
-        TextColumn("planting, burying, asking"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    ) as bar:
-        shown = bar.add_task("")
+    with progress_bar("planting, burying, asking") as bar:
         results = plant_and_ask(
             model,
             tokenizer,
@@ -90,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
             max_size=MAX_SIZE,
             prefill=PREFILL,
             chunk=CHUNK,
-            progress=lambda done, whole: bar.update(shown, completed=done, total=whole),
+            progress=bar,
         )
     first = cast(list[int], task.prompts[0].tolist())
     question = tokenizer.decode(first[task.questions[0] :])

@@ -5,28 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from mlx_h2o.cli.progress import progress_bar
 from mlx_h2o.evaluate.sections import Rows
 from mlx_h2o.evaluate.suite import Evaluation
 
 
 def measure_all(evaluation: Evaluation, kept: Path | None, title: str) -> None:
     """Do what is still to do, with a bar, keeping what was found in a file."""
-    with Progress(
-        TextColumn(title),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    ) as bar:
-        task = bar.add_task("")
-        evaluation.run(
-            lambda done, whole: bar.update(task, completed=done, total=whole),
-            lambda: evaluation.save(kept) if kept else None,
-        )
+    with progress_bar(title) as bar:
+        evaluation.run(bar, lambda: evaluation.save(kept) if kept else None)
 
 
 def told(machine: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from mlx_h2o import smollm2
 from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT
 from mlx_h2o.cli.options import add_model_options, load_model, named_options, read_text, typed
 from mlx_h2o.cli.tables import show
-from mlx_h2o.evaluate.comparison import FULL, OURS, WINDOW, Arm
+from mlx_h2o.evaluate.arms import FULL, OURS, WINDOW, Arm
 from mlx_h2o.evaluate.recall import CLOZE, QUESTIONS
 from mlx_h2o.evaluate.turns import known_at_last, turns_task, ways
 from mlx_h2o.policies import policy_names

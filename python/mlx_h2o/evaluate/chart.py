@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_h2o.drawing import drawing
-from mlx_h2o.evaluate.comparison import FULL, PACKED, WINDOW, Result
+from mlx_h2o.evaluate.arms import FULL, PACKED, WINDOW
+from mlx_h2o.evaluate.comparison import Result
 
 _COLOURS = {FULL: "#8c8c8c", WINDOW: "#c44e52", **dict.fromkeys(PACKED, "#c9a227")}
 _OURS, _OURS_WITHOUT = "#2a7f62", "#9fcbb9"

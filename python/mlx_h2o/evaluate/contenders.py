@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o.evaluate.comparison import FULL, OURS, PACKED, WINDOW, Arm
+from mlx_h2o.evaluate.arms import FULL, OURS, PACKED, WINDOW, Arm
 from mlx_h2o.evaluate.stage import Stage, read
 from mlx_h2o.evaluate.workers import Tell
 from mlx_h2o.policies.settings import setting_of

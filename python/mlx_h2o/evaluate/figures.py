@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_h2o.drawing import drawing
-from mlx_h2o.evaluate.comparison import OURS, PACKED, WINDOW
+from mlx_h2o.evaluate.arms import OURS, PACKED, WINDOW
 from mlx_h2o.evaluate.sections import Chart, Curves, Maps
 
 # Stands for the page's own ink, until the drawing is text.

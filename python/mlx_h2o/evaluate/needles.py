@@ -17,6 +17,7 @@ from mlx_h2o.evaluate.recall import (
     Fact,
     RecallTask,
     digits,
+    distinct_facts,
     paragraphs_of,
     person,
     secret_number,
@@ -54,11 +55,7 @@ def facts_of(stage: Stage, kind: str, rng: random.Random) -> tuple[Fact, list[Fa
     form = stage.form
     if kind in CLOZE_KINDS:
         return _decoys(rng) if kind == "decoys" else (_reworded(rng), [])
-    asked, others = form.fact(rng), list[Fact]()
-    while kind == "multi" and len(others) < COMPANY - 1:
-        other = form.fact(rng)
-        if other.question not in {asked.question, *(fact.question for fact in others)}:
-            others.append(other)
+    asked, *others = distinct_facts(form, COMPANY if kind == "multi" else 1, rng)
     return asked, others
 
 

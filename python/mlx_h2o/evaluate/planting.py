@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o.drawing import drawing
-from mlx_h2o.evaluate.comparison import FULL, PACKED, WINDOW, Arm
+from mlx_h2o.evaluate.arms import FULL, PACKED, WINDOW, Arm
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.recall import RecallTask
 

@@ -137,7 +137,7 @@ class RecallTask:
     least: float = 0.0
 
 
-def _facts(form: Form, count: int, rng: random.Random) -> list[Fact]:
+def distinct_facts(form: Form, count: int, rng: random.Random) -> list[Fact]:
     """So many facts, each with a question of its own."""
     planted: list[Fact] = []
     while len(planted) < count:
@@ -206,7 +206,7 @@ def recall_task(
     first = [] if bos is None else [bos]
     rows, questions, answers, distances = [], [], [], []
     for _ in range(prompts):
-        planted = _facts(form, facts, rng)
+        planted = distinct_facts(form, facts, rng)
         asked = planted[rng.randrange(facts)]
         statements = [encode(fact.statement + "\n\n") for fact in planted]
         question = encode(form.asking.format(asked.question))

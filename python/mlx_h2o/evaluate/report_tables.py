@@ -18,8 +18,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o.builtin import CALIBRATION_TEXT
+from mlx_h2o.evaluate.arms import FULL, OURS, WINDOW, Arm
 from mlx_h2o.evaluate.attention_shape import budgets_by_entropy, shapes_of
-from mlx_h2o.evaluate.comparison import FULL, OURS, WINDOW, Arm
 from mlx_h2o.evaluate.contenders import Contender
 from mlx_h2o.evaluate.measures import Findings, PerplexityMeasure
 from mlx_h2o.evaluate.perplexity import Perplexity

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mlx_h2o.bench.machine import cpu_model, load_average
+from mlx_h2o.bench.machine import machine
 from mlx_h2o.evaluate.contenders import Contender
 from mlx_h2o.evaluate.measures import Findings, Measure
 from mlx_h2o.evaluate.sections import Section
 from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.evaluate.workers import Tell, cores, finished
 from mlx_h2o.files import replacing
-from mlx_h2o.linear_algebra import blas
 
 FILE_NAME = "evaluation.json"
 #: Of the file's form.
@@ -208,19 +203,3 @@ def _found_in(file: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]
             "anew, without --resume."
         )
     return {name: dict(of) for name, of in found.items()}
-
-
-def machine() -> dict[str, Any]:
-    """What measures: processor, system, versions and BLAS."""
-    return {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count() or 1,
-        "system": f"{platform.system()} {platform.machine()}",
-        "load": load_average(),
-        "blas": blas(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("mlx", "mlx-lm", "mlx-h2o")},
-        },
-        "date": date.today().isoformat(),
-    }

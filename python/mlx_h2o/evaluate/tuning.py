@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mlx_h2o.evaluate.arms import FULL, OURS, Arm
 from mlx_h2o.evaluate.bootstrap import loss_interval
-from mlx_h2o.evaluate.comparison import FULL, OURS, Arm
 from mlx_h2o.evaluate.contenders import Contender, arm_of
 from mlx_h2o.evaluate.measures import Findings
 from mlx_h2o.evaluate.perplexity import Perplexity

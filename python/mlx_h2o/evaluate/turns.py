@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o.conversations import new_turn, pin
-from mlx_h2o.evaluate.recall import QUESTIONS, Form, is_known, paragraphs_of
+from mlx_h2o.evaluate.recall import QUESTIONS, Form, paragraphs_of
+from mlx_h2o.evaluate.stage import known
+from mlx_h2o.evaluate.workers import Tell
 from mlx_h2o.pins import Span
 
 #: Tokens of a turn, after its message, that are given at once.
@@ -98,7 +100,7 @@ def known_at_last(
     *,
     carry: float | str = 1.0,
     pinned: bool = False,
-    step: Callable[[int], None] = lambda tokens: None,
+    tell: Tell = lambda tokens: None,
 ) -> list[bool]:
     """Which facts are known in the last turn.
 
@@ -108,10 +110,8 @@ def known_at_last(
         task: The conversations.
         carry: How much of the past counts in each turn (`turns.py`).
         pinned: Pin the positions of the facts, of any of the conversations, in all of them.
-        step: Told how many tokens were read.
+        tell: Told how many tokens were read.
     """
-    longest = max(map(len, task.answers))
-    padded = mx.array([[*answer, *[0] * (longest - len(answer))] for answer in task.answers])
     cache = make_cache()
     bounded = hasattr(cache[0], "pin")
     if pinned and bounded:
@@ -120,7 +120,7 @@ def known_at_last(
     def read(tokens: mx.array) -> mx.array:
         logits: mx.array = model(tokens, cache=cache)[:, -1]
         mx.eval(logits, [entry.state for entry in cache])
-        step(tokens.shape[1])
+        tell(tokens.size)
         return logits
 
     logits = mx.zeros(0)
@@ -133,13 +133,7 @@ def known_at_last(
         logits = read(task.tokens[:, first:message])
         for start in range(message, end, CHUNK):
             logits = read(task.tokens[:, start : min(start + CHUNK, end)])
-    guesses = []
-    for i in range(longest):
-        guesses.append(is_known(logits, padded[:, i], task.least))
-        if i < longest - 1:
-            logits = read(padded[:, i : i + 1])
-    known = cast(list[list[bool]], mx.stack(guesses, axis=1).tolist())
-    return [all(of[: len(answer)]) for of, answer in zip(known, task.answers, strict=True)]
+    return known(model, cache, logits, task.answers, task.least, tell)
 
 
 def ways(carries: Sequence[float | str]) -> list[tuple[str, dict[str, Any]]]:

@@ -58,8 +58,11 @@ def _run(job: int) -> Any:
 
 def cores() -> int:
     """Processes that measure side by side: one a core, or 0 where a GPU is shared by all."""
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    return (os.cpu_count() or 1) if on_cpu else 0
+    if mx.default_device() != mx.Device(mx.cpu):
+        return 0
+    if hasattr(os, "sched_getaffinity"):  # of the cores, those that this process may run on
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def finished(

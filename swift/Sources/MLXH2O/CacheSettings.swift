@@ -4,8 +4,6 @@ import MLX
 struct CacheSettings: Sendable {
     // More steps than this are no draft and no slip of a chat, and each costs a row of every head.
     private static let mostUndo = 4096
-    /// Fewest slots beyond its protected ones that a head keeps under memory pressure.
-    private static let fewestChoices = 4
 
     /// How much it may hold; `.heads` once the slots of each head are known.
     private(set) var size: H2OKVCache.Size
@@ -230,7 +228,7 @@ struct CacheSettings: Sendable {
         let pinned = pins.reduce(0) { $0 + $1.count }
         var least = policy.leastBudget(pinned: pinned)
         while packing.recent != nil && policy.recentSlots(least) < 1 { least += 1 }
-        return least + Self.fewestChoices
+        return least + H2OConfiguration.fewestChoices
     }
 }
 

@@ -1,0 +1,170 @@
+"""The caches of a comparison: mlx-lm's own and ours, each of a size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models import cache as mlx_lm_cache
+
+from mlx_h2o.evaluate.equal_bytes import caches_in_16_bits, slots_in_16_bits
+from mlx_h2o.policies.settings import setting_of
+from mlx_h2o.prompt_cache import bounded_caches
+from mlx_h2o.settings import DEFAULT_POLICY, ModelSettings, budgets_of_model
+from mlx_h2o.stock import stock_caches
+
+FULL = "full cache"
+WINDOW = "sliding window"
+OURS = "mlx-h2o"
+# mlx-lm's own packed caches, which keep every token.
+PACKED = {"mlx-lm, 8 bits": 8, "mlx-lm, 4 bits": 4}
+# What RotatingKVCache keeps of the beginning in mlx-lm's own make_prompt_cache.
+WINDOW_KEEP = 4
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One cache of a comparison.
+
+    Attributes:
+        name: For people.
+        policy: A policy's name, or None for mlx-lm's own cache (full, or the window).
+        remainder: Whether the evicted go on answering.
+        budgets: As in `make_prompt_cache`.
+        settings: Fields of the policy, as pairs.
+        by_bytes: Whether the size is given in bytes, so that bits and slots are chosen together.
+        size: Tokens whose bytes (or slots) it gets; None: those of the comparison.
+    """
+
+    name: str
+    policy: str | None = None
+    remainder: bool = True
+    budgets: str | None = None
+    settings: tuple[tuple[str, Any], ...] = ()
+    by_bytes: bool = False
+    size: int | None = None
+
+    def make(
+        self, model: nn.Module, max_size: int, equal: str = "bytes", context: int | None = None
+    ) -> list[Any]:
+        """An empty cache.
+
+        Args:
+            model: Whose.
+            max_size: Tokens that the window holds, unless the arm has a size of its own.
+            equal: "bytes": no more bytes than those take in a 16-bit model; "slots": as many slots
+                a KV head, on average, whatever they are stored in.
+            context: Tokens that will come, where bits are chosen; None: as many as the model knows.
+
+        Raises:
+            ValueError: There is no such cache, or that is too small for it.
+        """
+        max_size = self.size or max_size
+        if self.name == FULL:
+            return stock_caches(model)
+        if self.name in PACKED:
+            return [
+                mlx_lm_cache.QuantizedKVCache(group_size=64, bits=PACKED[self.name])
+                if type(entry) is mlx_lm_cache.KVCache
+                else entry
+                for entry in stock_caches(model)
+            ]
+        if self.policy is None:
+            return [
+                mlx_lm_cache.RotatingKVCache(max_size=max_size, keep=WINDOW_KEEP)
+                if type(entry) is mlx_lm_cache.KVCache
+                else entry
+                for entry in stock_caches(model)
+            ]
+        try:
+            settings = self.model_settings(max_size)
+            if self.by_bytes and equal == "bytes":
+                return caches_in_16_bits(model, settings, max_size, context)
+            if equal == "bytes":
+                settings = replace(settings, max_size=slots_in_16_bits(model, settings, max_size))
+            return bounded_caches(model, settings)
+        except ValueError as error:
+            of = "slots" if equal == "slots" else "tokens' bytes"
+            given = f"a max_size of {max_size} {of}"
+            raise ValueError(f"{self.name}, with {given}: {error}") from error
+
+    def described(self) -> str:
+        """What it is, every default written out."""
+        if self.policy is None:
+            return "mlx-lm's own"
+        settings = self.model_settings(1)
+        policy = settings.policy_for(attending=True)
+        fields = ", ".join(f"{name}={value}" for name, value in asdict(policy).items())
+        budgets = Path(self.budgets).name if self.budgets else "the model's own profile"
+        remainder = "remainder" if self.remainder else "no remainder"
+        undo = f"undo {settings.undo}" if settings.undo else ""
+        chosen = self.by_bytes and not settings.packing.packs
+        packing = "bits by bytes" if chosen else str(settings.packing).strip()
+        parts = (remainder, budgets, packing, undo)
+        return ", ".join([f"{policy.name}({fields})", *filter(None, parts)])
+
+    def model_settings(self, max_size: int) -> ModelSettings:
+        """What the caches of a policy are made with."""
+        return ModelSettings.of(
+            max_size,
+            policy=self.policy,
+            remainder=self.remainder,
+            budgets=self.budgets,
+            **dict(self.settings),
+        )
+
+
+def default_arms(
+    policies: Sequence[str] = (), budgets: str | None = None, bits: Sequence[int] = ()
+) -> list[Arm]:
+    """Mlx-lm's own, ours with bits and slots chosen by bytes and in 16 bits, any policies named.
+
+    Args:
+        policies: Names, with settings if wanted: `h2o`, `distinct:recent=0.25:evict_every=8`,
+            `h2o:bits=4:recent_bits=8`.
+        budgets: A profile's path instead of the model's own.
+        bits: Widths of rows for ours beside the one that is chosen.
+
+    Raises:
+        ValueError: A policy or a setting is unknown, or the profile cannot be read.
+    """
+    budgets_of_model(budgets)
+    arms = [
+        Arm(FULL),
+        Arm(WINDOW),
+        *map(Arm, PACKED),
+        Arm(OURS, DEFAULT_POLICY, budgets=budgets, by_bytes=True),
+        Arm(f"{DEFAULT_POLICY}, 16 bits", DEFAULT_POLICY, budgets=budgets),
+    ]
+    for width in bits:
+        stored = (("bits", width),)
+        name = f"{OURS}, {width} bits"
+        arms.append(Arm(name, DEFAULT_POLICY, budgets=budgets, settings=stored, by_bytes=True))
+    for spec in policies:
+        policy, *fields = spec.split(":")
+        settings = tuple(setting_of(field) for field in fields)
+        ModelSettings.of(1, policy=policy, **dict(settings))  # raises for what there is not
+        arms.append(Arm(f"{spec}, uniform", policy, True, "uniform", settings))
+        arms.append(Arm(f"{spec}, uniform, no remainder", policy, False, "uniform", settings))
+    return arms
+
+
+def arms_of_sizes(arms: Sequence[Arm], sizes: Sequence[int]) -> list[Arm]:
+    """The bounded caches once for each size, after those that keep every token.
+
+    Args:
+        arms: As `default_arms` gives them.
+        sizes: Tokens whose bytes they get; of one size, names stay as they are.
+    """
+    if len(sizes) == 1:
+        return [replace(arm, size=sizes[0]) for arm in arms]
+    keeping = [arm for arm in arms if arm.name in (FULL, *PACKED)]
+    bounded = [arm for arm in arms if arm not in keeping]
+    return keeping + [
+        replace(arm, name=f"{arm.name}, {size} tokens", size=size)
+        for size in sizes
+        for arm in bounded
+    ]
