@@ -69,6 +69,16 @@ import Testing
         }
     }
 
+    @Test(arguments: ["snapkv", "adakv", "chunkkv", "r-kv"])
+    func policiesThatOnlyPythonHasAreRefusedByName(name: String) throws {
+        var config = try H2OKVCache(.tokens(24)).configuration.object!
+        var policy = config["policy"]!.object!
+        policy["name"] = .string(name)
+        config["policy"] = .object(policy)
+        let refused = #expect(throws: H2OError.self) { try CacheSettings(.object(config)) }
+        #expect(refused?.localizedDescription.contains(name) == true)
+    }
+
     @Test func damagedFilesAreRefused() throws {
         let whole = try Data(contentsOf: Self.python), file = temporaryFile()
         defer { try? FileManager.default.removeItem(at: file) }
