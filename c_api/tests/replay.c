@@ -26,6 +26,7 @@ static const Group kGroups[] = {
     {"trajectory", replay_trajectory},
     {"framed", replay_trajectory},
     {"turns", replay_trajectory},
+    {"filling", replay_trajectory},
     {"model", NULL},  // models are Python's and Swift's
 };
 
