@@ -167,10 +167,11 @@ typedef struct mlx_h2o_cache_options_ {
   // only; beside attention sinks the centre must be zeros).
   mlx_array frame_centre;
   mlx_array frame_scale;
-  // Slots that follow as the conversation grows, n_stages rows [n_stages, 1 + n_kv_heads] of a number
-  // of tokens, above the one before, and the slots of each KV head once more tokens than that have
-  // come. So a short conversation can keep all its tokens in every head, until the memory is full
-  // and slots are shared out by need. NULL: none. Copied (attending only, and without undo).
+  // Slots that follow as the conversation grows, n_stages rows [n_stages, 1 + n_kv_heads] of a
+  // number of tokens, above the one before, and the slots of each KV head once more tokens than
+  // that have come. So a short conversation can keep all its tokens in every head, until the memory
+  // is full and slots are shared out by need. NULL: none. Copied (attending only, and without
+  // undo).
   const int* filling;
   size_t n_stages;
 } mlx_h2o_cache_options;

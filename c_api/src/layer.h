@@ -108,8 +108,8 @@ class BoundedLayer {
 
   // Has the recent window, if there is one, as large as the settings say; the rows that leave it.
   std::optional<Fields> resize_window();
-  // Has the runs that the settings' budgets make, which they may exceed. Steps before this cannot be
-  // taken back any more.
+  // Has the runs that the settings' budgets make, which they may exceed. Steps before this cannot
+  // be taken back any more.
   void regroup();
   // As `take_in`, of rows that are beyond the budget already.
   std::vector<Fields> attended(const std::optional<Fields>& beyond) {

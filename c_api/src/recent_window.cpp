@@ -124,8 +124,8 @@ std::optional<Fields> RecentWindow::resize(int size, int offset) {
   if (leaving) {
     gone = fields_of_leaving(oldest_first(leaving));
     const mx::array& keys = gone->at("keys");
-    const mx::array positions = mx::broadcast_to(
-        range(first, first + leaving), {keys.shape(0), keys.shape(1), leaving});
+    const mx::array positions =
+        mx::broadcast_to(range(first, first + leaving), {keys.shape(0), keys.shape(1), leaving});
     gone->insert_or_assign("positions", positions);
   }
   Fields staying = oldest_first(length_);

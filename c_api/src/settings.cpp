@@ -43,7 +43,8 @@ void CacheSettings::check_budgets(const std::vector<int>& slots) const {
 void CacheSettings::check_filling() const {
   check(
       filling.empty() || (attending && !undo),
-      "filling needs attention of ours, and no undo: slots that have changed cannot be taken back.");
+      "filling needs attention of ours, and no undo: slots that have changed cannot be taken "
+      "back.");
   int before = 0;
   for (const Stage& stage : filling) {
     check(

@@ -26,8 +26,7 @@ mx::array spread(const mx::array& index, const mx::Shape& rows) {
 std::vector<Run> grouped(const std::vector<int>& budgets, const std::vector<int>& lengths) {
   std::vector<Run> runs;
   for (int head = 0; head < static_cast<int>(budgets.size()); ++head) {
-    if (!runs.empty() && runs.back().budget == budgets[head] &&
-        runs.back().length == lengths[head])
+    if (!runs.empty() && runs.back().budget == budgets[head] && runs.back().length == lengths[head])
       runs.back().last = head + 1;
     else
       runs.push_back({head, head + 1, budgets[head], lengths[head]});

@@ -385,10 +385,8 @@ static void refuse_fillings(mlx_h2o_policy policy) {
   const int wrong[][6] = {
       {8, 10, 6, 8, 6, 10},   // not beyond the one before
       {0, 10, 6, 16, 6, 10},  // none at all
-      {-5, 10, 6, 16, 6, 10},
-      {INT_MIN, 10, 6, INT_MAX, 6, 10},
-      {8, 10, 0, 16, 6, 10},
-      {8, 10, 6, 16, -1, 10},
+      {-5, 10, 6, 16, 6, 10}, {INT_MIN, 10, 6, INT_MAX, 6, 10},
+      {8, 10, 0, 16, 6, 10},  {8, 10, 6, 16, -1, 10},
       {8, 10, 6, 16, 1, 10},
   };
   mlx_h2o_cache_options options = mlx_h2o_cache_options_default();

@@ -46,9 +46,7 @@ def cases() -> Iterator[tuple[str, Parameters]]:
         cache = {"budgets": UNIFORM, "remainder": True, **trajectory.STORES[store]}
         cache |= {"filling": STAGES, **changed.pop("cache", {})}
         of_policy = parameters_of(make_policy(policy, **own))
-        return trajectory.plain_case(
-            seed, policy=of_policy, cache=cache, **TALKS[talk], **changed
-        )
+        return trajectory.plain_case(seed, policy=of_policy, cache=cache, **TALKS[talk], **changed)
 
     for policy in ("salient", "distinct", "h2o", "ema", "tova", "streaming", "keydiff"):
         yield policy, case(policy)

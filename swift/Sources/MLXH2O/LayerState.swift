@@ -128,7 +128,8 @@ extension CacheSettings {
                 "its layers share keys, or see them at positions without gaps: go on in Python.")
         }
         try self.init(
-            Self.size(json), policy: try Policies.make(name, settings: policy.filter { $0.key != "name" }),
+            Self.size(json),
+            policy: try Policies.make(name, settings: policy.filter { $0.key != "name" }),
             remainder: answers, attends: attends,
             packing: try H2OPacking(
                 keyBits: packing["k_bits"]?.int, valueBits: packing["v_bits"]?.int,

@@ -7,7 +7,8 @@ import Testing
 
 /// Sizes in bytes: nothing goes before the memory is full, and it is never exceeded.
 @Suite(.serialized) struct FillingTests {
-    private static let fixtures = checkout.appendingPathComponent("swift/Tests/MLXH2OTests/Fixtures")
+    private static let fixtures = checkout.appendingPathComponent(
+        "swift/Tests/MLXH2OTests/Fixtures")
     /// Of ``ModelTests/own(_:)``.
     private static let profile = fixtures.appendingPathComponent("profile.json")
     /// One layer of two heads, 40 slots each on average.
@@ -192,7 +193,8 @@ import Testing
         rows.run(trimmed, ones(20))
         #expect(trimmed.evicted == 0)
         rows.run(trimmed, [1])
-        #expect(trimmed.budgets == [60, 20] && trimmed.keptPositions()[0].map(\.count) == [41, 20])
+        #expect(
+            trimmed.budgets == [60, 20] && trimmed.keptPositions()[0].map(\.count) == [41, 20])
         // The state of an empty cache brings the beginning back.
         let empty = try cache()
         prompt.state = empty.state
@@ -275,7 +277,8 @@ import Testing
     @Test func whatIsNoFillingIsRefused() throws {
         let stage = { Stage(beyond: $0, budgets: $1) }
         for filling in [
-            [stage(80, [60, 20]), stage(40, [60, 20])], [stage(40, [60, 20]), stage(40, [60, 20])],
+            [stage(80, [60, 20]), stage(40, [60, 20])],
+            [stage(40, [60, 20]), stage(40, [60, 20])],
             [stage(0, [60, 20])], [stage(-3, [60, 20])], [stage(.max, [60, 20])],
             [stage(40, [30, 25, 25])], [stage(40, [])], [stage(40, [78, 2])],
             [stage(40, [.max, .max])], (1 ... 65).map { stage($0, [40, 40]) },
@@ -286,10 +289,12 @@ import Testing
         #expect(throws: H2OError.self) {
             try settings(policy: Policies.Distinct.keysOnly, attends: false)
         }
-        let json = try settings().json, damaged: [SettingValue] = [
-            .array([.int(40)]), .array([.array([.int(40)])]), .array([.array([.int(40), .int(8)])]),
-            .array([.array([.int(40), .array([.double(20.5), .int(20)])])]), .array([.null]),
-        ]
+        let json = try settings().json,
+            damaged: [SettingValue] = [
+                .array([.int(40)]), .array([.array([.int(40)])]),
+                .array([.array([.int(40), .int(8)])]),
+                .array([.array([.int(40), .array([.double(20.5), .int(20)])])]), .array([.null]),
+            ]
         _ = try CacheSettings(.object(json))
         for filling in damaged {
             let changed = json.merging(["filling": filling]) { $1 }
