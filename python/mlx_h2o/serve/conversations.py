@@ -21,11 +21,14 @@ from mlx_h2o.cache_lists import entries
 from mlx_h2o.layer import Layer
 from mlx_h2o.resizing import resize
 from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
+from mlx_h2o.serve.ticket import Turn
 
 #: What mlx-lm's server calls the entries that it keeps.
 KINDS = ("assistant", "user", "system")
 #: How much of its bytes an idle conversation keeps when it shrinks.
 SHRUNK = 0.5
+#: Answers by whose names one conversation is found.
+MOST_TURNS = 16
 
 
 @dataclass(eq=False)
@@ -41,6 +44,7 @@ class Idle:
         used: When it was used last: higher is later.
         passed: Whether a longer conversation has gone on from it.
         shrunk: Whether it was made smaller.
+        turns: The answers that ended here: several, where clients had the same one.
     """
 
     label: str
@@ -51,6 +55,7 @@ class Idle:
     used: int
     passed: bool = False
     shrunk: bool = False
+    turns: tuple[Turn, ...] = ()
 
     @property
     def is_snapshot(self) -> bool:
@@ -74,6 +79,9 @@ class Conversations:
         self.shrunk = self.forgotten = 0  # how often, for the metrics
         self._idle: dict[tuple[str, bytes], Idle] = {}
         self._snapped: set[int] = set()
+        #: Of the request that is served by itself.
+        self.turn: Turn | None = None
+        self._turns: dict[int, Turn] = {}
         self._clock = 0
 
     def __len__(self) -> int:
@@ -140,6 +148,11 @@ class Conversations:
         """What will be inserted next was copied before its turn ended: it is no conversation."""
         self._snapped.add(id(cache))
 
+    def came_of(self, cache: list[Any], turn: Turn | None) -> None:
+        """What will be inserted next is where this answer ended."""
+        if turn is not None:
+            self._turns[id(cache)] = turn
+
     def insert_cache(
         self,
         model: Any,
@@ -166,7 +179,12 @@ class Conversations:
                 idle.passed = True
         self._clock += 1
         pieces = pieces_of(prompt_cache)
-        self._idle[label, key] = Idle(label, key, prompt_cache, cache_type, pieces, self._clock)
+        new = Idle(label, key, prompt_cache, cache_type, pieces, self._clock)
+        turn = self._turns.pop(id(prompt_cache), self.turn)
+        before = self._idle.get((label, key))
+        same = before.turns if before is not None else ()
+        new.turns = (*same, *((turn,) if turn is not None else ()))[-MOST_TURNS:]
+        self._idle[label, key] = new
         if cache_type == "assistant" and self.sessions is not None:
             self._save(label, key, prompt_cache)
         self.trim_to(n_sequences=self.most)
@@ -226,6 +244,41 @@ class Conversations:
             return
         while (earlier := self.sessions.longest_before(label, key)) is not None:
             self.sessions.forget(earlier.label, earlier.key)
+
+    # -- what is looked at ------------------------------------------------------------------------
+
+    def told(self) -> list[Idle]:
+        """Conversations that an answer's name leads to."""
+        return [idle for idle in list(self._idle.values()) if idle.turns and not idle.passed]
+
+    def named(self, name: str) -> Idle | None:
+        """The conversation in which the answer of this name is the last."""
+        for idle in self.told():
+            if any(turn.name == name for turn in idle.turns):
+                return idle
+        return None
+
+    def change(self, idle: Idle, to: Callable[[list[Any]], Any]) -> None:
+        """Change an idle conversation's caches, and what its file holds.
+
+        Args:
+            idle: One of these.
+            to: Changes a list of caches, or raises before it has changed anything.
+        """
+        to(idle.cache)
+        mx.eval([entry.state for entry in idle.cache])
+        idle.pieces = pieces_of(idle.cache)
+        if self.sessions is not None:
+            saved = self.sessions.saved.get((idle.label, idle.key))
+            # A shrunk conversation's file still has all that it held.
+            whole = self.sessions.load(saved) if idle.shrunk and saved is not None else None
+            if whole is not None:
+                to(whole)
+            try:
+                self.sessions.save_again(idle.label, idle.key, whole or idle.cache)
+            except OSError as error:
+                logging.error("Changed pins could not be saved: %s", error)
+        self.make_room(self.left())
 
     # -- looking ----------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from mlx_h2o.refusals import NothingToBound
 from mlx_h2o.serve.accountant import Accountant
 from mlx_h2o.serve.conversations import Conversations
 from mlx_h2o.serve.fields import label_of
+from mlx_h2o.serve.job import Job
 from mlx_h2o.serve.metrics import Metrics
 from mlx_h2o.serve.most_bytes import most_bytes
 from mlx_h2o.serve.served_model import ServedModel
@@ -138,11 +139,12 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         """Move what has come into the line; wait for the first so long, if at all."""
         try:
             while True:
-                if timeout is None:
-                    self._line.append(self.requests.get_nowait())
+                came = self.requests.get(timeout is not None, timeout)
+                timeout = None
+                if isinstance(came, Job):
+                    came.run()
                 else:
-                    self._line.append(self.requests.get(timeout=timeout))
-                    timeout = None
+                    self._line.append(came)
         except Empty:
             return
 
@@ -163,9 +165,11 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
     def _serve_single(self, request: Any, *args: Any) -> None:
         """As in mlx-lm, for what cannot be batched."""
         ticket = request[1].ticket
+        self.conversations.turn = ticket.turn
         try:
             super()._serve_single(request, *args)
         finally:
+            self.conversations.turn = None
             self.ended(ticket, None)
 
     # -- what the batch tells ---------------------------------------------------------------------
@@ -198,6 +202,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         """A request runs no longer."""
         seconds = None
         if cache is not None:
+            self.conversations.came_of(cache, ticket.turn)
             seconds = time.monotonic() - ticket.admitted
             self.metrics.count(
                 "evicted_tokens", "Tokens evicted, mean over heads.", _evicted(cache)
@@ -205,6 +210,17 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         self.accountant.release(ticket, seconds)
 
     # -- what a handler asks ----------------------------------------------------------------------
+
+    def between_steps(self, do: Callable[[], Any]) -> Any:
+        """What `do` gives, done by the thread that generates, between two of its steps.
+
+        Raises:
+            Busy: That thread did not come to it.
+            Exception: What `do` raises.
+        """
+        job = Job(do)
+        self.requests.put(job)
+        return job.result(self.generation_available)
 
     def generate(
         self,

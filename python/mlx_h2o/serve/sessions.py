@@ -105,6 +105,16 @@ class Sessions:
         save_prompt_cache(path, cache, metadata)
         self.saved[label, key] = Saved(label, key, path)
 
+    def save_again(self, label: str, key: bytes, cache: list[Any]) -> None:
+        """Write a conversation that has changed; errors as in `save`, and its file stays then."""
+        before = self.saved.pop((label, key), None)
+        try:
+            self.save(label, key, cache)
+        except OSError:
+            if before is not None:
+                self.saved[label, key] = before
+            raise
+
     def load(self, saved: Saved) -> list[Any] | None:
         """A conversation's caches, evaluated; None, and it is forgotten, where the file is bad."""
         try:

@@ -1,0 +1,74 @@
+"""`mlx_h2o serve` in a thread of the tests' process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+
+from mlx_h2o.serve.generator import BoundedGenerator
+from mlx_h2o.serve.handler import Server
+from mlx_h2o.serve.running import ServerSettings, serve
+
+MODEL = "builtin:recall-4m"
+#: Slots that a head has where a test does not say.
+SIZE = 48
+
+
+@dataclass
+class Running:
+    """A server in a thread of this process."""
+
+    httpd: Server
+    generator: BoundedGenerator
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.httpd.server_port}"
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def ask(self, prompt: str, tokens: int = 8, **options: Any) -> str:
+        answer = self.client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=tokens, temperature=0, **options
+        )
+        return answer.choices[0].text
+
+
+@contextmanager
+def serving(**settings: Any) -> Iterator[Running]:
+    options = settings.pop("options", [])
+    settings.setdefault("defaults", {"max_size": SIZE})
+    ready: list[Running] = []
+    begun = threading.Event()
+
+    def told(httpd: Server, generator: BoundedGenerator) -> None:
+        ready.append(Running(httpd, generator))
+        begun.set()
+
+    arguments = ["--model", MODEL, "--port", "0", "--allowed-origins", "", *options]
+    thread = threading.Thread(
+        target=serve, args=(ServerSettings(**settings), arguments, told), daemon=True
+    )
+    thread.start()
+    assert begun.wait(120)
+    try:
+        yield ready[0]
+    finally:
+        ready[0].httpd.shutdown()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def until(said: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not said():
+        assert time.monotonic() < end
+        time.sleep(0.02)
