@@ -36,4 +36,5 @@ def caches_of(p: Parameters, inputs: Arrays) -> list[H2OKVCache]:
 def most_slots(p: Parameters) -> int:
     """The most that a head ever has."""
     stages = [p["cache"]["budgets"], *(of for _, of in p["cache"].get("filling", ()))]
-    return max(slots for stage in stages for layer in stage for slots in layer)
+    most: int = max(slots for stage in stages for layer in stage for slots in layer)
+    return most
