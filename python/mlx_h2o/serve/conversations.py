@@ -1,7 +1,8 @@
 """Idle conversations and prefixes: where mlx-lm's server looks for what it knows of a prompt.
 
 It stands in the place of mlx-lm's `LRUPromptCache`. What has evicted tokens serves its own
-continuation and nothing else, except what the undo of its last steps allows. When room is needed,
+continuation and nothing else, except what the undo of its last steps allows; what was pinned while
+it was read must be what the prompt pins of it, no more and no less. When room is needed,
 snapshots that a longer conversation has passed go first, then idle conversations shrink, the
 longest unused first, then they go to disk, if there is a folder for them, or are forgotten.
 """
@@ -18,14 +19,20 @@ import mlx.core as mx
 
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries
+from mlx_h2o.conversations import pin
 from mlx_h2o.layer import Layer
+from mlx_h2o.pins import Span
 from mlx_h2o.resizing import resize
-from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
+from mlx_h2o.serve.sessions import Sessions, agree, key_of, token_count, tokens_of
 
 #: What mlx-lm's server calls the entries that it keeps.
 KINDS = ("assistant", "user", "system")
 #: How much of its bytes an idle conversation keeps when it shrinks.
 SHRUNK = 0.5
+
+
+#: By which an entry is found: its settings, its pins, its tokens.
+Place = tuple[str, tuple[Span, ...], bytes]
 
 
 @dataclass(eq=False)
@@ -35,6 +42,7 @@ class Idle:
     Attributes:
         label: Of their settings.
         key: Of their tokens.
+        pins: What they pin.
         cache: One for each layer.
         kind: Of KINDS.
         pieces: Their bytes by identity (`BoundedKVCache.pieces`).
@@ -45,6 +53,7 @@ class Idle:
 
     label: str
     key: bytes
+    pins: tuple[Span, ...]
     cache: list[Any]
     kind: str
     pieces: dict[int, int]
@@ -72,12 +81,18 @@ class Conversations:
         # Of the request that is being begun: its settings, and empty caches of them.
         self.label, self._empty = "", list[Any]()
         self.shrunk = self.forgotten = 0  # how often, for the metrics
-        self._idle: dict[tuple[str, bytes], Idle] = {}
+        self._pins: tuple[Span, ...] = ()
+        self._idle: dict[Place, Idle] = {}
         self._snapped: set[int] = set()
         self._clock = 0
 
     def __len__(self) -> int:
         return len(self._idle)
+
+    @property
+    def idle(self) -> list[Idle]:
+        """All of them, the one that was used last at the end."""
+        return sorted(self._idle.values(), key=lambda idle: idle.used)
 
     @property
     def nbytes(self) -> int:
@@ -99,8 +114,11 @@ class Conversations:
     # -- what mlx-lm's server asks ----------------------------------------------------------------
 
     def begin(self, label: str, empty: list[Any]) -> None:
-        """The next prompt that is looked up is of these settings, with empty caches of them."""
-        self.label, self._empty = label, empty
+        """The next prompt that is looked up is of these settings, with empty caches of them.
+
+        What the empty caches pin is what the prompt pins.
+        """
+        self.label, self._empty, self._pins = label, empty, pins_of(empty)
 
     def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any], list[int]]:
         """The caches that know most of a prompt, and the tokens that they do not know.
@@ -112,29 +130,41 @@ class Conversations:
             model: Unused: all are of one model.
             tokens: The prompt.
         """
-        tokens, key = list(tokens), key_of(tokens)
+        tokens = list(tokens)
+        try:
+            cache, known = self._found(key_of(tokens))
+            if pins_of(cache) != self._pins:  # some are still to come
+                pin(cache, self._pins)
+        except Exception:
+            # Whatever is wrong with what was found, the prompt itself can still be read.
+            logging.exception("An idle conversation cannot be gone on with")
+            cache, known = copy.deepcopy(self._empty), 0
+        return cache, tokens[known:]
+
+    def _found(self, key: bytes) -> tuple[list[Any], int]:
+        """Caches of the caller's own, and how many of a prompt's tokens they know."""
         found = self._longest_before(key)
         undone = self._undone(key, token_count(found.key) if found else 0)
         if undone is not None:
-            return undone[0], tokens[undone[1] :]
+            return undone
         known = token_count(found.key) if found else 0
         if self.sessions is not None:
-            saved = self.sessions.longest_before(self.label, key)
+            saved = self.sessions.longest_before(self.label, key, self._pins)
             # A shrunk conversation's file still has all that it held.
             if saved is not None and (
                 token_count(saved.key) > known or (found is not None and found.shrunk)
             ):
                 cache = self.sessions.load(saved)
                 if cache is not None:
-                    return cache, tokens[token_count(saved.key) :]
+                    return cache, token_count(saved.key)
         if found is None:
-            return copy.deepcopy(self._empty), tokens
+            return copy.deepcopy(self._empty), 0
         self._clock += 1
         found.used = self._clock
         cache = copy.deepcopy(found.cache)
         if found.shrunk:
             grow(cache, self._empty)
-        return cache, tokens[known:]
+        return cache, known
 
     def snapped(self, cache: list[Any]) -> None:
         """What will be inserted next was copied before its turn ended: it is no conversation."""
@@ -150,27 +180,34 @@ class Conversations:
     ) -> None:
         """Keep caches; a conversation goes to its file at once, so that a crash cannot lose it.
 
+        What cannot be kept is forgotten, and said in the log: no request depends on it.
+
         Args:
             model: Unused.
             tokens: What they hold.
             prompt_cache: One for each layer; theirs from now on.
             cache_type: One of KINDS.
         """
-        key, label = key_of(tokens), label_of(prompt_cache)
         if id(prompt_cache) in self._snapped:
             self._snapped.remove(id(prompt_cache))
             cache_type = "system" if cache_type == "system" else "user"
-        mx.eval([entry.state for entry in prompt_cache])
-        for idle in self._idle.values():
-            if idle.label == label and len(idle.key) < len(key) and key.startswith(idle.key):
-                idle.passed = True
-        self._clock += 1
-        pieces = pieces_of(prompt_cache)
-        self._idle[label, key] = Idle(label, key, prompt_cache, cache_type, pieces, self._clock)
-        if cache_type == "assistant" and self.sessions is not None:
-            self._save(label, key, prompt_cache)
+        try:
+            mx.eval([entry.state for entry in prompt_cache])
+            self._keep(key_of(tokens), prompt_cache, cache_type)
+        except Exception:
+            logging.exception("A conversation cannot be kept")
         self.trim_to(n_sequences=self.most)
         self.make_room(self.left())
+
+    def _keep(self, key: bytes, cache: list[Any], kind: str) -> None:
+        label, pins = label_of(cache), pins_of(cache)
+        for idle in self._before(label, key, pins):
+            idle.passed = True
+        self._clock += 1
+        pieces = pieces_of(cache)
+        self._idle[label, pins, key] = Idle(label, key, pins, cache, kind, pieces, self._clock)
+        if kind == "assistant" and self.sessions is not None:
+            self._save(label, key, pins, cache)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Make room until no more than so many entries or bytes are left."""
@@ -213,30 +250,37 @@ class Conversations:
 
     def _give_up(self, idle: Idle) -> None:
         """Let go of an entry; a conversation's file, if there is a folder, is written already."""
-        del self._idle[idle.label, idle.key]
+        del self._idle[idle.label, idle.pins, idle.key]
         self.forgotten += 1
 
-    def _save(self, label: str, key: bytes, cache: list[Any]) -> None:
+    def _save(self, label: str, key: bytes, pins: tuple[Span, ...], cache: list[Any]) -> None:
         """Write a conversation, and remove the files of its earlier turns."""
         assert self.sessions is not None
         try:
-            self.sessions.save(label, key, cache)
+            self.sessions.save(label, key, cache, pins)
         except OSError as error:
             logging.error("A conversation could not be saved: %s", error)
             return
-        while (earlier := self.sessions.longest_before(label, key)) is not None:
-            self.sessions.forget(earlier.label, earlier.key)
+        while (earlier := self.sessions.longest_before(label, key, pins)) is not None:
+            self.sessions.forget(earlier)
 
     # -- looking ----------------------------------------------------------------------------------
 
     def _longest_before(self, key: bytes) -> Idle | None:
         """The longest entry of these settings that the tokens go on from."""
-        before = (
+        before = self._before(self.label, key, self._pins)
+        return max(before, key=lambda idle: len(idle.key), default=None)
+
+    def _before(self, label: str, key: bytes, pins: Sequence[Span]) -> list[Idle]:
+        """Entries of some settings and pins that tokens go on from."""
+        return [
             idle
             for idle in self._idle.values()
-            if idle.label == self.label and len(idle.key) < len(key) and key.startswith(idle.key)
-        )
-        return max(before, key=lambda idle: len(idle.key), default=None)
+            if idle.label == label
+            and len(idle.key) < len(key)
+            and key.startswith(idle.key)
+            and agree(idle.pins, pins, token_count(idle.key))
+        ]
 
     def _undone(self, key: bytes, more_than: int) -> tuple[list[Any], int] | None:
         """Caches that differ by steps which can be undone without a trace, and what they know.
@@ -252,7 +296,9 @@ class Conversations:
                 continue
             held = tokens_of(idle.key)
             common = min(_common(held, tokens), len(tokens) - 1)
-            if common > more_than and leaves_no_trace(idle.cache, len(held) - common):
+            if common <= more_than or not agree(idle.pins, self._pins, common):
+                continue
+            if leaves_no_trace(idle.cache, len(held) - common):
                 best, more_than = idle, common
         if best is None:
             return None
@@ -297,6 +343,12 @@ def label_of(cache: Sequence[Any]) -> str:
     """The label that a list's bounded caches carry."""
     labels = {entry.label for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)}
     return labels.pop() if len(labels) == 1 else ""
+
+
+def pins_of(cache: Sequence[Any]) -> tuple[Span, ...]:
+    """What a list's bounded caches pin, which is the same in all of them."""
+    bounded = (entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache))
+    return next((entry.pins for entry in bounded), ())
 
 
 def pieces_of(cache: Sequence[Any]) -> dict[int, int]:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_file import load_prompt_cache, save_prompt_cache
 from mlx_h2o.cache_lists import entries
+from mlx_h2o.pins import Span, among_first, checked_spans
 
 SUFFIX = ".safetensors"
 #: A token of a key: prompts with images have ids beyond 32 bits.
@@ -40,6 +41,20 @@ def tokens_of(key: bytes) -> list[int]:
     return tokens.tolist()
 
 
+def agree(held: Sequence[Span], wanted: Sequence[Span], count: int) -> bool:
+    """Whether caches with some pins may serve a prompt that wants others.
+
+    What pins a prompt's first tokens decides which of the others were evicted, so they must be the
+    same ones; and pins that were still to come have taken their room already.
+
+    Args:
+        held: Of the caches.
+        wanted: Of the prompt.
+        count: Of its tokens the caches know these.
+    """
+    return held in (wanted, among_first(wanted, count))
+
+
 @dataclass(frozen=True)
 class Saved:
     """A conversation in a file.
@@ -47,11 +62,13 @@ class Saved:
     Attributes:
         label: Of its settings.
         key: Of its tokens.
+        pins: What it pins.
         path: Where it is.
     """
 
     label: str
     key: bytes
+    pins: tuple[Span, ...]
     path: Path
 
 
@@ -69,11 +86,11 @@ class Sessions:
     def __init__(self, folder: Path, model: str):
         self.folder, self.model = folder, model
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.saved: dict[tuple[str, bytes], Saved] = {}
+        self.saved: dict[Path, Saved] = {}
         for path in sorted(folder.glob(f"*{SUFFIX}")):
             found = self._read_header(path)
             if found is not None:
-                self.saved[found.label, found.key] = found
+                self.saved[path] = found
 
     def _read_header(self, path: Path) -> Saved | None:
         """What a file says that it holds; None where it is another's, or damaged."""
@@ -82,28 +99,36 @@ class Sessions:
                 metadata = json.loads((file.metadata() or {})["metadata"])
             if metadata["model"] != self.model:
                 return None
-            return Saved(metadata["label"], key_of(json.loads(metadata["tokens"])), path)
+            # Files from before there were pins name none.
+            pins = checked_spans("pins", json.loads(metadata.get("pins", "[]")))
+            return Saved(metadata["label"], key_of(json.loads(metadata["tokens"])), pins, path)
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             logging.warning("Left aside %s, which is no saved conversation: %s", path.name, error)
             return None
 
-    def path_of(self, label: str, key: bytes) -> Path:
+    def path_of(self, label: str, key: bytes, pins: tuple[Span, ...] = ()) -> Path:
         """Where a conversation's file is; nothing that a client sent is part of its name."""
-        digest = hashlib.sha256(f"{self.model}\n{label}\n".encode() + key).hexdigest()
+        about = f"{self.model}\n{label}\n" + (f"{pins}\n" if pins else "")
+        digest = hashlib.sha256(about.encode() + key).hexdigest()
         return self.folder / f"{digest[:40]}{SUFFIX}"
 
-    def save(self, label: str, key: bytes, cache: list[Any]) -> None:
+    def save(self, label: str, key: bytes, cache: list[Any], pins: tuple[Span, ...] = ()) -> None:
         """Write a conversation; a file that is there already is left as it is.
 
         Raises:
             OSError: It cannot be written.
         """
-        if (label, key) in self.saved:
+        path = self.path_of(label, key, pins)
+        if path in self.saved:
             return
-        path = self.path_of(label, key)
-        metadata = {"model": self.model, "label": label, "tokens": json.dumps(tokens_of(key))}
+        metadata = {
+            "model": self.model,
+            "label": label,
+            "tokens": json.dumps(tokens_of(key)),
+            "pins": json.dumps(pins),
+        }
         save_prompt_cache(path, cache, metadata)
-        self.saved[label, key] = Saved(label, key, path)
+        self.saved[path] = Saved(label, key, pins, path)
 
     def load(self, saved: Saved) -> list[Any] | None:
         """A conversation's caches, evaluated; None, and it is forgotten, where the file is bad."""
@@ -116,20 +141,22 @@ class Sessions:
             return list(cache)
         except (OSError, ValueError, RuntimeError) as error:
             logging.warning("Cannot go on with %s: %s", saved.path.name, error)
-            self.saved.pop((saved.label, saved.key), None)
+            self.saved.pop(saved.path, None)
             return None
 
-    def forget(self, label: str, key: bytes) -> None:
-        """Remove a conversation's file, if there is one."""
-        saved = self.saved.pop((label, key), None)
-        if saved is not None:
-            saved.path.unlink(missing_ok=True)
+    def forget(self, saved: Saved) -> None:
+        """Remove a conversation's file."""
+        self.saved.pop(saved.path, None)
+        saved.path.unlink(missing_ok=True)
 
-    def longest_before(self, label: str, key: bytes) -> Saved | None:
-        """The longest conversation that these tokens go on from."""
+    def longest_before(self, label: str, key: bytes, pins: Sequence[Span] = ()) -> Saved | None:
+        """The longest conversation of some settings and pins that these tokens go on from."""
         before = (
             saved
             for saved in self.saved.values()
-            if saved.label == label and len(saved.key) < len(key) and key.startswith(saved.key)
+            if saved.label == label
+            and len(saved.key) < len(key)
+            and key.startswith(saved.key)
+            and agree(saved.pins, pins, token_count(saved.key))
         )
         return max(before, key=lambda saved: len(saved.key), default=None)

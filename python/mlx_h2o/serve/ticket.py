@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_h2o.serve.asked_pins import NO_PINS, AskedPins
+
 
 class HungUp(ConnectionError):
     """The client of a request went away."""
@@ -25,6 +27,7 @@ class Ticket:
         label: Its settings as text: caches of other settings are never gone on with.
         settings: What its cache may hold, as `ModelSettings.of` takes it.
         need: Bytes that its cache takes at most.
+        pins: What of its prompt is never to be evicted.
         gone: Whether its client went away.
         came: When it came (`time.monotonic`).
         admitted: When it was let in, likewise.
@@ -34,6 +37,7 @@ class Ticket:
     label: str
     settings: Mapping[str, Any]
     need: int
+    pins: AskedPins = NO_PINS
     gone: Callable[[], bool] = still_there
     came: float = field(default_factory=time.monotonic)
     admitted: float = 0.0
@@ -41,4 +45,4 @@ class Ticket:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Other ranks learn of a request by pickle; its client's socket is of this process.
-        return Ticket, (self.label, self.settings, self.need)
+        return Ticket, (self.label, self.settings, self.need, self.pins)
