@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -18,7 +20,7 @@ import pytest
 
 import mlx_h2o
 from mlx_h2o.serve.running import ServerSettings, serve
-from servers import MODEL, SIZE, Running, alone, serving, started, until, words
+from serving import MODEL, SIZE, Running, alone, serving, until, words
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +256,23 @@ def test_a_client_that_hangs_up_frees_its_slots(loaded, stream, waiting):
 
 
 # -- files ----------------------------------------------------------------------------------------
+
+
+def started(folder: Any, *options: str) -> tuple[subprocess.Popen[str], int]:
+    """The command itself, in a process of its own, and its port."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "mlx_h2o", "serve", "--port", "0", "--max-kv-size", str(SIZE)),
+            *("--sessions", str(folder), *options),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    for line in process.stderr:
+        if found := re.search(r"Serving on http://127.0.0.1:(\d+)", line):
+            return process, int(found[1])
+    raise AssertionError("it did not start")
 
 
 @pytest.mark.slow

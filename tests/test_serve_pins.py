@@ -20,7 +20,7 @@ from mlx_h2o.cache_lists import entries
 from mlx_h2o.pin_rules import PinRules, spans_for
 from mlx_h2o.serve.asked_pins import AskedPins
 from mlx_h2o.serve.patterns import MOST_SECONDS, check_pattern, matches
-from servers import MODEL, SIZE, Running, serving, until, words
+from serving import MODEL, SIZE, Running, serving, until, words
 from tiny_models import kept_positions
 
 # Alike in all layers: a profile gives some so few slots that a sentence is too many.
@@ -77,7 +77,7 @@ def test_sequences_of_one_batch_have_each_its_own_pins(server, loaded):
         answers = pool.map(lambda one: server.ask(text, 12, extra_body=pins(**one)), asked)
         assert list(answers) == [alone(loaded, text, each) for each in spans]
     until(lambda: len(server.generator.conversations) >= 4)
-    held = {idle.pins: idle.cache for idle in server.generator.conversations.idle}
+    held = {idle.mark.pins: idle.cache for idle in server.generator.conversations.idle}
     assert all(holds(held[each], *each) for each in spans)
     assert not holds(held[()], *spans[0])  # which a policy alone forgets
 
@@ -93,7 +93,7 @@ def test_a_pinned_system_prompt_stays_through_a_long_chat(server):
         assert (known > 0) == (turn > 0)
         messages.append({"role": "assistant", "content": answer.choices[0].message.content})
     last = newest(server)
-    ((first, end),) = last.pins
+    ((first, end),) = last.mark.pins
     assert first == 0
     assert end > 5
     assert last.cache[0].evicted > 100
@@ -104,14 +104,14 @@ def test_what_the_server_pins_is_looked_for_and_need_not_be_there(loaded):
     usual = AskedPins(roles=("system",), texts=("ducats",), required=False)
     with serving(pins=usual, defaults=SETTINGS) as running:
         assert running.ask("And Anne said to Toby that") is not None
-        assert newest(running).pins == ()
+        assert newest(running).mark.pins == ()
         running.ask("He had ten ducats, and Anne said")
-        assert newest(running).pins != ()
+        assert newest(running).mark.pins != ()
         running.ask("He had ten ducats, and Anne said", extra_body=pins())
-        assert newest(running).pins == ()
+        assert newest(running).mark.pins == ()
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Who?"}]
         running.client.chat.completions.create(model=MODEL, messages=messages, max_tokens=2)
-        assert newest(running).pins[0][0] == 0
+        assert newest(running).mark.pins[0][0] == 0
 
 
 # -- what is gone on with -------------------------------------------------------------------------
@@ -151,19 +151,22 @@ def test_pins_survive_shrinking_files_and_a_restart(tmp_path, loaded):
     }
     with serving(**settings) as running:
         answer = running.ask(text, 6, extra_body=asked)
-        ((first, end),) = newest(running).pins
+        ((first, end),) = newest(running).mark.pins
         running.ask(words(300, 60), 6)  # for which the other makes room
         until(lambda: running.generator.conversations.shrunk > 0)
-        shrunk = next(i for i in running.generator.conversations.idle if i.pins)
+        shrunk = next(i for i in running.generator.conversations.idle if i.mark.pins)
         assert shrunk.shrunk
         assert holds(shrunk.cache, (first, end))
     with serving(**settings) as running:
         going_on = running.client.completions.create(
-            model=MODEL, prompt=f"{text} {answer.lstrip()} and Anne", max_tokens=40, extra_body=asked
+            model=MODEL,
+            prompt=f"{text} {answer.lstrip()} and Anne",
+            max_tokens=40,
+            extra_body=asked,
         )
         assert going_on.usage.prompt_tokens_details.cached_tokens > end
         later = newest(running)
-        assert later.pins == ((first, end),)
+        assert later.mark.pins == ((first, end),)
         assert holds(later.cache, (first, end))
         other = running.client.completions.create(
             model=MODEL, prompt=f"{text} {answer.lstrip()} and Anne", max_tokens=1

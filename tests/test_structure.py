@@ -31,7 +31,7 @@ FLOORS = {
     "mlx-lm": """known_rope trimming routing layer_kinds description cache_file watching key_frames
         kept_frames plan prompt_cache refusals conversations""",
     "models": """pin_rules bounding resizing rereading trials echoes calibrated_layers calibration
-        kl_calibration inspection dialogue""",
+        kl_calibration inspection remembered dialogue""",
     "tools": "evaluate bench golden serve",
     "top": "__init__ cli __main__",
 }

@@ -14,10 +14,11 @@ from mlx_lm import stream_generate
 
 from mlx_h2o.cache_file import load_prompt_cache, save_prompt_cache
 from mlx_h2o.conversations import bounded_entries, new_turn, pin, unpin
-from mlx_h2o.inspection import runs_of, token_texts
+from mlx_h2o.inspection import token_texts
 from mlx_h2o.pin_rules import PinRules, spans_for
 from mlx_h2o.pinning import PinAnswer
 from mlx_h2o.pins import Span
+from mlx_h2o.remembered import remembered
 from mlx_h2o.turns import checked_carry
 
 #: Under this name a file says which tokens were read.
@@ -165,15 +166,9 @@ class Dialogue:
 
     def kept(self) -> list[tuple[str, float]]:
         """Each token's text, and the share of all KV heads that hold it."""
-        holding = np.zeros(len(self.tokens))
-        heads = 0
-        for cache in bounded_entries(self.cache):
-            if cache.empty():
-                continue
-            for run in runs_of(cache):
-                for positions in np.array(cache.slots(run).positions[0]):
-                    holding[positions] += 1
-                    heads += 1
+        layers = remembered(self.cache, len(self.tokens))
+        heads = sum(layer.heads for layer in layers)
+        holding = sum((layer.held for layer in layers), np.zeros(len(self.tokens)))
         shares = (holding / max(heads, 1)).tolist()
         return list(zip(token_texts(self._tokenizer, self.tokens), shares, strict=True))
 

@@ -60,7 +60,7 @@ class AskedPins:
                 f"{FIELD} must be an object with lists of {', '.join(KINDS)}, as "
                 "{'roles': ['system']}, or a list of spans of tokens, as [[0, 40]]."
             )
-        words = {}
+        words = dict[str, tuple[str, ...]]()
         for kind in KINDS[:-1]:
             given = asked.get(kind, [])
             if not isinstance(given, list) or not all(isinstance(x, str) and x for x in given):
@@ -70,7 +70,8 @@ class AskedPins:
             if isinstance(asked.get(kind), list) and len(asked[kind]) > MOST_RULES:
                 count = len(asked[kind])
                 raise ValueError(f"{FIELD}.{kind} has {count}; {MOST_RULES} are taken at most.")
-        return cls(**words, spans=checked_spans(f"{FIELD}.spans", asked.get("spans", [])))
+        spans = checked_spans(f"{FIELD}.spans", asked.get("spans", []))
+        return cls(words["roles"], words["texts"], words["patterns"], spans)
 
     def in_prompt(
         self, tokenizer: Any, tokens: Sequence[int], messages: Sequence[Mapping[str, Any]]

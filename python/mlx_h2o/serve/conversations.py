@@ -21,18 +21,22 @@ from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries
 from mlx_h2o.conversations import pin
 from mlx_h2o.layer import Layer
-from mlx_h2o.pins import Span
+from mlx_h2o.pins import without
 from mlx_h2o.resizing import resize
-from mlx_h2o.serve.sessions import Sessions, agree, key_of, token_count, tokens_of
+from mlx_h2o.serve.marks import Mark, mark, mark_of
+from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
+from mlx_h2o.serve.ticket import Turn
 
 #: What mlx-lm's server calls the entries that it keeps.
 KINDS = ("assistant", "user", "system")
 #: How much of its bytes an idle conversation keeps when it shrinks.
 SHRUNK = 0.5
+#: Answers by whose names one conversation is found.
+MOST_TURNS = 16
 
 
-#: By which an entry is found: its settings, its pins, its tokens.
-Place = tuple[str, tuple[Span, ...], bytes]
+#: By which an entry is found: its mark, and its tokens.
+Place = tuple[Mark, bytes]
 
 
 @dataclass(eq=False)
@@ -40,26 +44,26 @@ class Idle:
     """Caches that no request uses now.
 
     Attributes:
-        label: Of their settings.
+        mark: Of their settings, and of the pins that were asked for.
         key: Of their tokens.
-        pins: What they pin.
         cache: One for each layer.
         kind: Of KINDS.
         pieces: Their bytes by identity (`BoundedKVCache.pieces`).
         used: When it was used last: higher is later.
         passed: Whether a longer conversation has gone on from it.
         shrunk: Whether it was made smaller.
+        turns: The answers that ended here: several, where clients had the same one.
     """
 
-    label: str
+    mark: Mark
     key: bytes
-    pins: tuple[Span, ...]
     cache: list[Any]
     kind: str
     pieces: dict[int, int]
     used: int
     passed: bool = False
     shrunk: bool = False
+    turns: tuple[Turn, ...] = ()
 
     @property
     def is_snapshot(self) -> bool:
@@ -78,12 +82,14 @@ class Conversations:
     def __init__(self, most: int | None = None, sessions: Sessions | None = None):
         self.most, self.sessions = most, sessions
         self.left: Callable[[], int | None] = lambda: None  # bytes that all may take now
-        # Of the request that is being begun: its settings, and empty caches of them.
-        self.label, self._empty = "", list[Any]()
+        # Of the request that is being begun: its mark, and empty caches with it.
+        self._wanted, self._empty = Mark(), list[Any]()
         self.shrunk = self.forgotten = 0  # how often, for the metrics
-        self._pins: tuple[Span, ...] = ()
         self._idle: dict[Place, Idle] = {}
         self._snapped: set[int] = set()
+        #: Of the request that is served by itself.
+        self.turn: Turn | None = None
+        self._turns: dict[int, Turn] = {}
         self._clock = 0
 
     def __len__(self) -> int:
@@ -116,9 +122,9 @@ class Conversations:
     def begin(self, label: str, empty: list[Any]) -> None:
         """The next prompt that is looked up is of these settings, with empty caches of them.
 
-        What the empty caches pin is what the prompt pins.
+        The pins of the empty caches' mark are what the prompt pins.
         """
-        self.label, self._empty, self._pins = label, empty, pins_of(empty)
+        self._wanted, self._empty = Mark(label, mark_of(empty).pins), empty
 
     def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any], list[int]]:
         """The caches that know most of a prompt, and the tokens that they do not know.
@@ -133,8 +139,11 @@ class Conversations:
         tokens = list(tokens)
         try:
             cache, known = self._found(key_of(tokens))
-            if pins_of(cache) != self._pins:  # some are still to come
-                pin(cache, self._pins)
+            # What was asked for before may have been let go, by hand, since.
+            more = without(self._wanted.pins, mark_of(cache).pins)
+            if more:
+                pin(cache, more)
+                mark(cache, self._wanted)
         except Exception:
             # Whatever is wrong with what was found, the prompt itself can still be read.
             logging.exception("An idle conversation cannot be gone on with")
@@ -149,7 +158,7 @@ class Conversations:
             return undone
         known = token_count(found.key) if found else 0
         if self.sessions is not None:
-            saved = self.sessions.longest_before(self.label, key, self._pins)
+            saved = self.sessions.longest_before(self._wanted, key)
             # A shrunk conversation's file still has all that it held.
             if saved is not None and (
                 token_count(saved.key) > known or (found is not None and found.shrunk)
@@ -169,6 +178,11 @@ class Conversations:
     def snapped(self, cache: list[Any]) -> None:
         """What will be inserted next was copied before its turn ended: it is no conversation."""
         self._snapped.add(id(cache))
+
+    def came_of(self, cache: list[Any], turn: Turn | None) -> None:
+        """What will be inserted next is where this answer ended."""
+        if turn is not None:
+            self._turns[id(cache)] = turn
 
     def insert_cache(
         self,
@@ -191,23 +205,27 @@ class Conversations:
         if id(prompt_cache) in self._snapped:
             self._snapped.remove(id(prompt_cache))
             cache_type = "system" if cache_type == "system" else "user"
+        turn = self._turns.pop(id(prompt_cache), self.turn)
         try:
             mx.eval([entry.state for entry in prompt_cache])
-            self._keep(key_of(tokens), prompt_cache, cache_type)
+            self._keep(key_of(tokens), prompt_cache, cache_type, turn)
         except Exception:
             logging.exception("A conversation cannot be kept")
         self.trim_to(n_sequences=self.most)
         self.make_room(self.left())
 
-    def _keep(self, key: bytes, cache: list[Any], kind: str) -> None:
-        label, pins = label_of(cache), pins_of(cache)
-        for idle in self._before(label, key, pins):
+    def _keep(self, key: bytes, cache: list[Any], kind: str, turn: Turn | None) -> None:
+        own = mark_of(cache)
+        for idle in self._before(own, key):
             idle.passed = True
         self._clock += 1
-        pieces = pieces_of(cache)
-        self._idle[label, pins, key] = Idle(label, key, pins, cache, kind, pieces, self._clock)
+        before = self._idle.get((own, key))
+        same = before.turns if before is not None else ()
+        turns = (*same, *((turn,) if turn is not None else ()))[-MOST_TURNS:]
+        new = Idle(own, key, cache, kind, pieces_of(cache), self._clock, turns=turns)
+        self._idle[own, key] = new
         if kind == "assistant" and self.sessions is not None:
-            self._save(label, key, pins, cache)
+            self._save(own, key, cache)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Make room until no more than so many entries or bytes are left."""
@@ -250,36 +268,70 @@ class Conversations:
 
     def _give_up(self, idle: Idle) -> None:
         """Let go of an entry; a conversation's file, if there is a folder, is written already."""
-        del self._idle[idle.label, idle.pins, idle.key]
+        del self._idle[idle.mark, idle.key]
         self.forgotten += 1
 
-    def _save(self, label: str, key: bytes, pins: tuple[Span, ...], cache: list[Any]) -> None:
+    def _save(self, own: Mark, key: bytes, cache: list[Any]) -> None:
         """Write a conversation, and remove the files of its earlier turns."""
         assert self.sessions is not None
         try:
-            self.sessions.save(label, key, cache, pins)
+            self.sessions.save(own, key, cache)
         except OSError as error:
             logging.error("A conversation could not be saved: %s", error)
             return
-        while (earlier := self.sessions.longest_before(label, key, pins)) is not None:
+        while (earlier := self.sessions.longest_before(own, key)) is not None:
             self.sessions.forget(earlier)
+
+    # -- what is looked at ------------------------------------------------------------------------
+
+    def told(self) -> list[Idle]:
+        """Conversations that an answer's name leads to."""
+        return [idle for idle in list(self._idle.values()) if idle.turns and not idle.passed]
+
+    def named(self, name: str) -> Idle | None:
+        """The conversation in which the answer of this name is the last."""
+        for idle in self.told():
+            if any(turn.name == name for turn in idle.turns):
+                return idle
+        return None
+
+    def change(self, idle: Idle, to: Callable[[list[Any]], Any]) -> None:
+        """Change an idle conversation's caches, and what its file holds.
+
+        Args:
+            idle: One of these.
+            to: Changes a list of caches, or raises before it has changed anything.
+        """
+        to(idle.cache)
+        mx.eval([entry.state for entry in idle.cache])
+        idle.pieces = pieces_of(idle.cache)
+        if self.sessions is not None:
+            saved = self.sessions.saved.get(self.sessions.path_of(idle.mark, idle.key))
+            # A shrunk conversation's file still has all that it held.
+            whole = self.sessions.load(saved) if idle.shrunk and saved is not None else None
+            if whole is not None:
+                to(whole)
+            try:
+                self.sessions.save_again(idle.mark, idle.key, whole or idle.cache)
+            except OSError as error:
+                logging.error("Changed pins could not be saved: %s", error)
+        self.make_room(self.left())
 
     # -- looking ----------------------------------------------------------------------------------
 
     def _longest_before(self, key: bytes) -> Idle | None:
         """The longest entry of these settings that the tokens go on from."""
-        before = self._before(self.label, key, self._pins)
+        before = self._before(self._wanted, key)
         return max(before, key=lambda idle: len(idle.key), default=None)
 
-    def _before(self, label: str, key: bytes, pins: Sequence[Span]) -> list[Idle]:
-        """Entries of some settings and pins that tokens go on from."""
+    def _before(self, wanted: Mark, key: bytes) -> list[Idle]:
+        """Entries that tokens with a mark go on from."""
         return [
             idle
             for idle in self._idle.values()
-            if idle.label == label
-            and len(idle.key) < len(key)
+            if len(idle.key) < len(key)
             and key.startswith(idle.key)
-            and agree(idle.pins, pins, token_count(idle.key))
+            and idle.mark.serves(wanted, token_count(idle.key))
         ]
 
     def _undone(self, key: bytes, more_than: int) -> tuple[list[Any], int] | None:
@@ -292,11 +344,9 @@ class Conversations:
         tokens = tokens_of(key)
         best: Idle | None = None
         for idle in self._idle.values():
-            if idle.label != self.label:
-                continue
             held = tokens_of(idle.key)
             common = min(_common(held, tokens), len(tokens) - 1)
-            if common <= more_than or not agree(idle.pins, self._pins, common):
+            if common <= more_than or not idle.mark.serves(self._wanted, common):
                 continue
             if leaves_no_trace(idle.cache, len(held) - common):
                 best, more_than = idle, common
@@ -337,18 +387,6 @@ def grow(cache: Sequence[Any], empty: Sequence[Any]) -> None:
         if isinstance(entry, BoundedKVCache) and new.budgets is not None:
             whole = replace(entry.resized_settings(new.budgets), filling=new.settings.filling)
             entry.follow(whole.grown(entry.offset) or whole)
-
-
-def label_of(cache: Sequence[Any]) -> str:
-    """The label that a list's bounded caches carry."""
-    labels = {entry.label for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)}
-    return labels.pop() if len(labels) == 1 else ""
-
-
-def pins_of(cache: Sequence[Any]) -> tuple[Span, ...]:
-    """What a list's bounded caches pin, which is the same in all of them."""
-    bounded = (entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache))
-    return next((entry.pins for entry in bounded), ())
 
 
 def pieces_of(cache: Sequence[Any]) -> dict[int, int]:

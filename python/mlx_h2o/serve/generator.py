@@ -23,6 +23,8 @@ from mlx_h2o.serve.asked_pins import AskedPins
 from mlx_h2o.serve.conversations import Conversations
 from mlx_h2o.serve.failures import Answers, Health, StepFailed, Unanswered
 from mlx_h2o.serve.fields import label_of
+from mlx_h2o.serve.job import Job
+from mlx_h2o.serve.marks import Mark, mark
 from mlx_h2o.serve.metrics import Metrics
 from mlx_h2o.serve.most_bytes import most_bytes
 from mlx_h2o.serve.served_model import ServedModel
@@ -107,9 +109,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             empty = bounded_caches(model, ModelSettings.of(**settings))
         except NothingToBound:
             empty = stock_caches(model)
-        for _, entry in entries(empty):
-            if isinstance(entry, BoundedKVCache):
-                entry.label = label
+        mark(empty, Mark(label))
         bound = self.accountant.bound
         if bound is None:
             return empty, 0
@@ -154,11 +154,12 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         """Move what has come into the line; wait for the first so long, if at all."""
         try:
             while True:
-                if timeout is None:
-                    self._line.append(self.requests.get_nowait())
+                came = self.requests.get(timeout is not None, timeout)
+                timeout = None
+                if isinstance(came, Job):
+                    came.run()
                 else:
-                    self._line.append(self.requests.get(timeout=timeout))
-                    timeout = None
+                    self._line.append(came)
         except Empty:
             return
 
@@ -174,6 +175,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             if pins:
                 empty = copy.deepcopy(empty)
                 pin(empty, pins)
+                mark(empty, Mark(ticket.label, pins))
         except Exception:
             self.ended(ticket, None)
             raise
@@ -184,9 +186,11 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
     def _serve_single(self, request: Any, *args: Any) -> None:
         """As in mlx-lm, for what cannot be batched."""
         ticket = request[1].ticket
+        self.conversations.turn = ticket.turn
         try:
             super()._serve_single(request, *args)
         finally:
+            self.conversations.turn = None
             self.ended(ticket, None)
 
     # -- what the batch tells ---------------------------------------------------------------------
@@ -222,6 +226,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         self._answers.pop(ticket, None)
         seconds = None
         if cache is not None:
+            self.conversations.came_of(cache, ticket.turn)
             seconds = time.monotonic() - ticket.admitted
             self.metrics.count(
                 "evicted_tokens", "Tokens evicted, mean over heads.", _evicted(cache)
@@ -255,6 +260,17 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         self._generation_failed = True
 
     # -- what a handler asks ----------------------------------------------------------------------
+
+    def between_steps(self, do: Callable[[], Any]) -> Any:
+        """What `do` gives, done by the thread that generates, between two of its steps.
+
+        Raises:
+            Busy: That thread did not come to it.
+            Exception: What `do` raises.
+        """
+        job = Job(do)
+        self.requests.put(job)
+        return job.result(self.generation_available)
 
     def generate(
         self,

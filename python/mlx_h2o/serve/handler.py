@@ -7,6 +7,7 @@ import logging
 import select
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from http.server import ThreadingHTTPServer
 from typing import Any
@@ -14,14 +15,19 @@ from urllib.parse import urlsplit
 
 from mlx_lm.server import APIHandler
 
+from mlx_h2o.serve import watching
 from mlx_h2o.serve.failures import StepFailed, Unanswered
 from mlx_h2o.serve.fields import check_body, check_for_model, pins_of, settings_of
 from mlx_h2o.serve.generator import BoundedGenerator
+from mlx_h2o.serve.page import page
+from mlx_h2o.serve.ticket import Turn, title_of
 
 #: Seconds that a client may keep a read or a write waiting.
 PATIENCE = 60
 #: Bytes of a request where no other limit is set.
 USUAL_REQUEST = 8 << 20
+#: Of answers that say what is so now.
+NOT_KEPT = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
 class Refused(Exception):
@@ -51,6 +57,8 @@ class Handler(APIHandler):  # type: ignore[misc]
             self.refuse(413, f"The request has {length} bytes; {self.largest} are taken at most.")
         elif origin is not None and not self._welcome(origin):
             self.refuse(403, "Pages of other origins are not served; see --allowed-origins.")
+        elif self.path.startswith(watching.ROOT):
+            self._tell(lambda path: watching.posted(self.response_generator, path, self._read()))
         else:
             try:
                 super().do_POST()
@@ -65,6 +73,31 @@ class Handler(APIHandler):  # type: ignore[misc]
         return (
             "*" in allowed or origin in allowed or urlsplit(origin).netloc == self.headers["Host"]
         )
+
+    def _read(self) -> bytes:
+        """The body, of the length that was told."""
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def _tell(self, look: Callable[[str], dict[str, Any]]) -> None:
+        """Answer with what a path's endpoint gives, or why it gives nothing."""
+        try:
+            watching.require_here(self.client_address[0], self.headers.get("Host", ""))
+            origin, site = (self.headers.get(name) for name in ("Origin", "Sec-Fetch-Site"))
+            watching.require_own_page(origin, site, self._welcome)
+            told = look(urlsplit(self.path).path)
+        except watching.NotHere as error:
+            self.refuse(error.status, str(error))
+        else:
+            self.send_answer(200, "application/json", json.dumps(told).encode(), NOT_KEPT)
+
+    def _show_page(self) -> None:
+        """The page, to whom its endpoints would answer."""
+        try:
+            watching.require_here(self.client_address[0], self.headers.get("Host", ""))
+        except watching.NotHere as error:
+            self.refuse(error.status, str(error))
+        else:
+            self.send_answer(200, "text/html; charset=utf-8", page().body, page().headers)
 
     def validate_model_parameters(self) -> None:
         """As in mlx-lm; and what it would pass over, or break off at, is refused.
@@ -103,6 +136,7 @@ class Handler(APIHandler):  # type: ignore[misc]
             wait = generator.accountant.retry_after
             self.refuse(429, "The queue is full.", {"Retry-After": str(wait)})
             return
+        ticket.turn = Turn(self.request_id, title_of(request))
         request.ticket = ticket
         try:
             super().handle_completion(request, stop_words)
@@ -160,7 +194,7 @@ class Handler(APIHandler):  # type: ignore[misc]
         self.response_generator.metrics.count("requests", text, status=str(status))
 
     def do_GET(self) -> None:
-        """/metrics, /v1/models and /health."""
+        """/metrics, /v1/models, /health, the page and what it reads."""
         path = urlsplit(self.path).path
         if path == "/metrics":
             metrics = self.response_generator.metrics
@@ -175,6 +209,10 @@ class Handler(APIHandler):  # type: ignore[misc]
             told = generator.health.told(generator.provider.loaded.is_set(), generator.is_healthy)
             status = 200 if told["status"] == "ok" else 503
             self.send_answer(status, "application/json", json.dumps(told).encode())
+        elif path == "/":
+            self._show_page()
+        elif path.startswith(watching.ROOT):
+            self._tell(lambda path: watching.got(self.response_generator, path))
         else:
             self.refuse(404, "There is nothing here.")
 

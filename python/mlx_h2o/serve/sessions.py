@@ -14,10 +14,9 @@ from typing import Any
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
-from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_file import load_prompt_cache, save_prompt_cache
-from mlx_h2o.cache_lists import entries
-from mlx_h2o.pins import Span, among_first, checked_spans
+from mlx_h2o.pins import checked_spans
+from mlx_h2o.serve.marks import Mark, mark
 
 SUFFIX = ".safetensors"
 #: A token of a key: prompts with images have ids beyond 32 bits.
@@ -41,34 +40,18 @@ def tokens_of(key: bytes) -> list[int]:
     return tokens.tolist()
 
 
-def agree(held: Sequence[Span], wanted: Sequence[Span], count: int) -> bool:
-    """Whether caches with some pins may serve a prompt that wants others.
-
-    What pins a prompt's first tokens decides which of the others were evicted, so they must be the
-    same ones; and pins that were still to come have taken their room already.
-
-    Args:
-        held: Of the caches.
-        wanted: Of the prompt.
-        count: Of its tokens the caches know these.
-    """
-    return held in (wanted, among_first(wanted, count))
-
-
 @dataclass(frozen=True)
 class Saved:
     """A conversation in a file.
 
     Attributes:
-        label: Of its settings.
+        mark: Of its settings, and of the pins that were asked for.
         key: Of its tokens.
-        pins: What it pins.
         path: Where it is.
     """
 
-    label: str
+    mark: Mark
     key: bytes
-    pins: tuple[Span, ...]
     path: Path
 
 
@@ -101,43 +84,46 @@ class Sessions:
                 return None
             # Files from before there were pins name none.
             pins = checked_spans("pins", json.loads(metadata.get("pins", "[]")))
-            return Saved(metadata["label"], key_of(json.loads(metadata["tokens"])), pins, path)
+            own = Mark(metadata["label"], pins)
+            return Saved(own, key_of(json.loads(metadata["tokens"])), path)
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             logging.warning("Left aside %s, which is no saved conversation: %s", path.name, error)
             return None
 
-    def path_of(self, label: str, key: bytes, pins: tuple[Span, ...] = ()) -> Path:
+    def path_of(self, own: Mark, key: bytes) -> Path:
         """Where a conversation's file is; nothing that a client sent is part of its name."""
-        about = f"{self.model}\n{label}\n" + (f"{pins}\n" if pins else "")
+        about = f"{self.model}\n{own.label}\n" + (f"{own.pins}\n" if own.pins else "")
         digest = hashlib.sha256(about.encode() + key).hexdigest()
         return self.folder / f"{digest[:40]}{SUFFIX}"
 
-    def save(self, label: str, key: bytes, cache: list[Any], pins: tuple[Span, ...] = ()) -> None:
+    def save(self, own: Mark, key: bytes, cache: list[Any]) -> None:
         """Write a conversation; a file that is there already is left as it is.
 
         Raises:
             OSError: It cannot be written.
         """
-        path = self.path_of(label, key, pins)
-        if path in self.saved:
-            return
+        path = self.path_of(own, key)
+        if path not in self.saved:
+            self.save_again(own, key, cache)
+
+    def save_again(self, own: Mark, key: bytes, cache: list[Any]) -> None:
+        """Write a conversation that has changed; errors as in `save`, and its file stays then."""
+        path = self.path_of(own, key)
         metadata = {
             "model": self.model,
-            "label": label,
+            "label": own.label,
             "tokens": json.dumps(tokens_of(key)),
-            "pins": json.dumps(pins),
+            "pins": json.dumps(own.pins),
         }
         save_prompt_cache(path, cache, metadata)
-        self.saved[path] = Saved(label, key, pins, path)
+        self.saved[path] = Saved(own, key, path)
 
     def load(self, saved: Saved) -> list[Any] | None:
         """A conversation's caches, evaluated; None, and it is forgotten, where the file is bad."""
         try:
             cache: Any = load_prompt_cache(saved.path)
             mx.eval([entry.state for entry in cache])
-            for _, entry in entries(cache):
-                if isinstance(entry, BoundedKVCache):
-                    entry.label = saved.label
+            mark(cache, saved.mark)
             return list(cache)
         except (OSError, ValueError, RuntimeError) as error:
             logging.warning("Cannot go on with %s: %s", saved.path.name, error)
@@ -149,14 +135,13 @@ class Sessions:
         self.saved.pop(saved.path, None)
         saved.path.unlink(missing_ok=True)
 
-    def longest_before(self, label: str, key: bytes, pins: Sequence[Span] = ()) -> Saved | None:
-        """The longest conversation of some settings and pins that these tokens go on from."""
+    def longest_before(self, wanted: Mark, key: bytes) -> Saved | None:
+        """The longest conversation that these tokens, with a mark, go on from."""
         before = (
             saved
             for saved in self.saved.values()
-            if saved.label == label
-            and len(saved.key) < len(key)
+            if len(saved.key) < len(key)
             and key.startswith(saved.key)
-            and agree(saved.pins, pins, token_count(saved.key))
+            and saved.mark.serves(wanted, token_count(saved.key))
         )
         return max(before, key=lambda saved: len(saved.key), default=None)

@@ -5,13 +5,41 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any
 
 from mlx_h2o.serve.asked_pins import NO_PINS, AskedPins
 
+#: Characters of a conversation's title.
+LONGEST_TITLE = 60
+
 
 class HungUp(ConnectionError):
     """The client of a request went away."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An answer, by which its conversation is found again.
+
+    Attributes:
+        name: The answer's id, which its client was told and nobody can guess.
+        title: How the conversation began.
+    """
+
+    name: str
+    title: str
+
+
+def title_of(request: Any) -> str:
+    """How a request's conversation began: the first line that its user said, cut short."""
+    texts = [request.prompt] if request.request_type == "text" else []
+    for message in request.messages:
+        content = message.get("content") if message.get("role") == "user" else None
+        for part in content if isinstance(content, list) else [content]:
+            texts.append(part.get("text") if isinstance(part, dict) else part)
+    first = next((text for text in texts if isinstance(text, str) and text.strip()), "")
+    return shorten(first, LONGEST_TITLE, placeholder="…")
 
 
 def still_there() -> bool:
@@ -32,6 +60,7 @@ class Ticket:
         came: When it came (`time.monotonic`).
         admitted: When it was let in, likewise.
         evicted: Tokens that its caches had evicted when it began (mean over layers).
+        turn: What its answer is called, if anyone is told.
     """
 
     label: str
@@ -42,6 +71,7 @@ class Ticket:
     came: float = field(default_factory=time.monotonic)
     admitted: float = 0.0
     evicted: float = 0.0
+    turn: Turn | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Other ranks learn of a request by pickle; its client's socket is of this process.

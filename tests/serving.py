@@ -1,11 +1,7 @@
-"""A server for tests: in a thread of this process, or as a process of its own."""
+"""`mlx_h2o serve` in a thread of the tests' process."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +20,7 @@ from mlx_h2o.serve.running import ServerSettings, serve
 
 MODEL = "builtin:recall-4m"
 WORDS = SAMPLE_TEXT.read_text(encoding="utf-8").split()
-#: Slots of each head.
+#: Slots that a head has where a test does not say.
 SIZE = 48
 
 
@@ -75,16 +71,6 @@ def serving(**settings: Any) -> Iterator[Running]:
         assert not thread.is_alive()
 
 
-def words(first: int, count: int) -> str:
-    return " ".join(WORDS[first : first + count])
-
-
-def alone(loaded: Any, prompt: str, tokens: int = 8, **settings: Any) -> str:
-    model, tokenizer = loaded
-    cache = mlx_h2o.make_prompt_cache(model, **({"max_size": SIZE} | settings))
-    return mlx_lm.generate(model, tokenizer, prompt, max_tokens=tokens, prompt_cache=cache)
-
-
 def until(said: Callable[[], bool], seconds: float = 20) -> None:
     end = time.monotonic() + seconds
     while not said():
@@ -92,18 +78,12 @@ def until(said: Callable[[], bool], seconds: float = 20) -> None:
         time.sleep(0.02)
 
 
-def started(folder: Any, *options: str) -> tuple[subprocess.Popen[str], int]:
-    """The command itself, in a process of its own, and its port."""
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "mlx_h2o", "serve", "--port", "0", "--max-kv-size", str(SIZE)),
-            *("--sessions", str(folder), *options),
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
-    for line in process.stderr:
-        if found := re.search(r"Serving on http://127.0.0.1:(\d+)", line):
-            return process, int(found[1])
-    raise AssertionError("it did not start")
+def words(first: int, count: int) -> str:
+    return " ".join(WORDS[first : first + count])
+
+
+def alone(loaded: Any, prompt: str, tokens: int = 8, **settings: Any) -> str:
+    """What a prompt gets by itself."""
+    model, tokenizer = loaded
+    cache = mlx_h2o.make_prompt_cache(model, **({"max_size": SIZE} | settings))
+    return mlx_lm.generate(model, tokenizer, prompt, max_tokens=tokens, prompt_cache=cache)

@@ -1,0 +1,58 @@
+"""The page that `GET /` gives: one file, which loads nothing and runs its own script alone."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from mlx_h2o.builtin import PACKAGE
+
+PAGE = PACKAGE / "data" / "serve.html"
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page as it is sent.
+
+    Attributes:
+        body: Its text.
+        headers: What a browser is told of it.
+    """
+
+    body: bytes
+    headers: dict[str, str]
+
+
+@cache
+def page() -> Page:
+    """The page, and a policy under which nothing runs but the script and the style that it has."""
+    text = PAGE.read_text(encoding="utf-8")
+    script, style = (_digest(_inside(text, name)) for name in ("script", "style"))
+    policy = (
+        f"default-src 'none'; script-src '{script}'; style-src '{style}'; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    headers = {
+        "Content-Security-Policy": policy,
+        "Cache-Control": "no-cache",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return Page(text.encode(), headers)
+
+
+def _inside(text: str, name: str) -> str:
+    """What the page's one element of this name holds."""
+    found = re.findall(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
+    assert len(found) == 1, name
+    return str(found[0])
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
