@@ -1,0 +1,390 @@
+"""The server's page in a real Chromium: by mouse and keyboard, light and dark, wide and narrow."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+import mlx_h2o
+from mlx_h2o.builtin import SAMPLE_TEXT
+from mlx_h2o.serve.most_bytes import most_bytes
+from serving import MODEL, SIZE, Running, serving, until
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+WORDS = SAMPLE_TEXT.read_text(encoding="utf-8").split()
+WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+#: Of text on its background, by WCAG 2.2, 1.4.3 (level AA).
+LEAST_CONTRAST = 4.5
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving(options=["--max-tokens", "12"], bound=8 << 20) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip("there is no Chromium here: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser: Browser, server: Running, size: Any = WIDE, scheme: Any = "light") -> Any:
+    """The page, on which nothing may go wrong unseen."""
+    page = browser.new_page(viewport=size, color_scheme=scheme)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+    page.set_default_timeout(60_000)
+    try:
+        page.goto(server.url)
+        yield page
+        assert wrong == []
+    finally:
+        page.close()
+
+
+def words(first: int, count: int) -> str:
+    return " ".join(WORDS[first : first + count])
+
+
+def say(page: Page, text: str) -> None:
+    """Send a message by the keyboard, and wait until what is remembered of it is shown."""
+    before = page.locator("#said .assistant").count()
+    page.locator("#question").fill(text)
+    page.locator("#question").press("Enter")
+    expect(page.locator("#said .assistant")).to_have_count(before + 1, timeout=60_000)
+    expect(page.locator("#send")).to_have_text("Send", timeout=60_000)
+    expect(page.locator("#text")).to_contain_text(text.split()[-1], timeout=60_000)
+
+
+def fetched(server: Running, path: str = "") -> Any:
+    connection = HTTPConnection("127.0.0.1", server.httpd.server_port, timeout=60)
+    connection.request("GET", f"/h2o/conversations{path}")
+    return json.loads(connection.getresponse().read())
+
+
+def newest(server: Running) -> Any:
+    """The conversation that was used last, as the server tells it."""
+    return fetched(server, "/" + fetched(server)["conversations"][0]["id"])
+
+
+def share(layers: list[Any], first: int, end: int) -> float:
+    held = sum(sum(layer["held"][first:end]) for layer in layers)
+    return held / sum(layer["heads"] * (end - first) for layer in layers)
+
+
+def shown_shares(page: Page) -> list[tuple[int, int, float, float]]:
+    """Each word's first token, the one past its last, what the page found, and what it paints."""
+    return [
+        tuple(word)
+        for word in page.evaluate(
+            "words.map(word => [word.first, word.end, word.then, "
+            "+word.span.style.getPropertyValue('--share')])"
+        )
+    ]
+
+
+def test_a_chat_is_watched_pinned_and_halved(browser, server):
+    with opened(browser, server) as page:
+        say(page, words(0, 90))
+        told = newest(server)
+        answer = page.locator("#said .assistant .body").inner_text()
+        assert answer
+        assert "".join(told["texts"]).rstrip().endswith(answer.rstrip())
+        expect(page.locator("#status")).to_have_text(f"The model says: {answer}")
+        spans = shown_shares(page)
+        assert (spans[0][0], spans[-1][1]) == (0, len(told["texts"]))
+        for first, end, found, painted in spans:
+            assert found == pytest.approx(share(told["layers"], first, end))
+            assert painted == pytest.approx(0.06 + 0.54 * found if found else 0, abs=1e-3)
+        page.locator("#text .w:not(.gone)").nth(20).click()
+        expect(page.locator("#pins button")).to_have_count(1)
+        (pinned,) = newest(server)["pins"]
+        page.locator("#half").check()
+        expect(page.locator("#at-half")).to_contain_text("would be lost")
+        told = newest(server)
+        half = fetched(server, f"/{told['id']}/half")["layers"]
+        lost = sum(share(told["layers"], a, b) > 0 and share(half, a, b) == 0 for a, b, *_ in spans)
+        assert lost > 0
+        expect(page.locator("#text .w.lost")).to_have_count(lost)
+        page.locator("#half").uncheck()
+        say(page, words(200, 30))
+        expect(page.locator("#pins button")).to_have_count(1)
+        assert newest(server)["pins"] == [pinned]
+        page.locator("#pins button").click()
+        expect(page.locator("#pins")).to_be_hidden()
+        assert newest(server)["pins"] == []
+
+
+# -- looks ----------------------------------------------------------------------------------------
+
+# The contrast of each text that is seen, worst first. Backgrounds that let through are painted over
+# what is behind them; what is switched off may be faint.
+CONTRAST = """
+(() => {
+  const parse = text => {
+    const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
+    return [r, g, b, a];
+  };
+  const over = ([r, g, b, a], under) => [r, g, b].map((c, i) => a * c + (1 - a) * under[i]);
+  const behind = element => {
+    const layers = [];
+    for (let at = element; at; at = at.parentElement) {
+      layers.push(parse(getComputedStyle(at).backgroundColor));
+    }
+    return layers.reverse().reduce((under, layer) => over(layer, under), [255, 255, 255]);
+  };
+  const light = colour => {
+    const linear = c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
+    const [r, g, b] = colour.map(c => linear(c / 255));
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const ratio = (colour, under) => {
+    const [a, b] = [light(over(colour, under)), light(under)].sort((a, b) => b - a);
+    return (a + .05) / (b + .05);
+  };
+  const found = [];
+  for (const element of document.querySelectorAll("body *")) {
+    const words = [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim());
+    const placeholder = element.placeholder && !element.value;
+    if (!(words || placeholder) || !element.checkVisibility({visibilityProperty: true})) continue;
+    if (element.closest(".unseen, :disabled, script, option")) continue;
+    const colour = parse(getComputedStyle(element, placeholder ? "::placeholder" : null).color);
+    const name = `${element.tagName} ${element.id || element.className}`;
+    found.push([ratio(colour, behind(element)), name]);
+  }
+  return found.sort((a, b) => a[0] - b[0]);
+})()
+"""
+OVERFLOW = """
+[document.documentElement, document.body, ...document.querySelectorAll("section, #said, #text")]
+  .filter(element => element.scrollWidth > element.clientWidth)
+  .map(element => element.tagName + element.id)
+"""
+
+
+def check_looks(page: Page) -> None:
+    assert page.evaluate(OVERFLOW) == []
+    contrasts = page.evaluate(CONTRAST)
+    assert len(contrasts) > 5
+    assert contrasts[0][0] >= LEAST_CONTRAST, contrasts[:5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_fits_and_can_be_read(browser, server, scheme, size):
+    with opened(browser, server, size, scheme) as page:
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(22, 23, 26)"
+        assert dark == (scheme == "dark")
+        check_looks(page)
+
+        def show(part: str) -> None:
+            if size is NARROW:  # one part at a time
+                page.locator(f"[data-show={part}]").click()
+
+        page.locator("summary").click()
+        page.locator("#system").fill("Be short.")
+        text = f"{words(0, 60)} {'unbreakable' * 20} end"
+        page.locator("#question").fill(text)
+        page.locator("#question").press("Enter")
+        expect(page.locator("#status")).to_contain_text("The model says", timeout=60_000)
+        check_looks(page)
+        show("memory")
+        expect(page.locator("#text")).to_be_visible()
+        if size is WIDE:
+            expect(page.locator("#chat")).to_be_visible()
+        page.locator("#text .w:not(.gone)").nth(5).click()
+        expect(page.locator("#pins button")).to_have_count(1)
+        check_looks(page)
+        page.locator("#half").check()
+        expect(page.locator("#at-half")).to_be_visible()
+        expect(page.locator("#text .w.lost").first).to_be_visible()
+        check_looks(page)
+        page.locator("#layer").select_option("0")
+        assert page.locator("#text .w.gone").count() > 0
+        check_looks(page)
+        box = page.locator("#text").bounding_box()
+        assert box["height"] > 150
+        show("chat")
+        expect(page.locator("#question")).to_be_in_viewport()
+
+
+# -- keyboard and assistive technology ------------------------------------------------------------
+
+FOCUS = """
+(() => {
+  const at = document.activeElement, style = getComputedStyle(at);
+  const seen = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2;
+  return [at.id || at.dataset.show || at.tagName, seen];
+})()
+"""
+
+
+@pytest.mark.slow
+def test_everything_is_reached_and_done_by_keyboard(browser, server):
+    with opened(browser, server) as page:
+        assert page.evaluate(FOCUS) == ["question", True]
+        page.keyboard.type("one")
+        page.keyboard.press("Shift+Enter")
+        page.keyboard.type(words(0, 40))
+        assert page.locator("#question").input_value().startswith("one\n")
+        page.keyboard.press("Enter")
+        expect(page.locator("#pins")).to_be_attached()
+        expect(page.locator("#text")).to_be_visible(timeout=60_000)
+        assert page.evaluate(FOCUS)[0] == "question"
+        reached = []
+        for _ in range(5):
+            page.keyboard.press("Tab")
+            reached.append(page.evaluate(FOCUS))
+        names = ["send", "which", "layer", "half", "text"]
+        assert reached == [[name, True] for name in names]
+        page.keyboard.press("Home")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("Shift+ArrowRight")
+        page.keyboard.press("Shift+ArrowRight")
+        expect(page.locator("#text .w.range")).to_have_count(3)
+        page.keyboard.press("Enter")
+        expect(page.locator("#pins button")).to_have_count(1)
+        expect(page.locator("#told")).to_contain_text("Pinned.")
+        spans = shown_shares(page)
+        assert newest(server)["pins"] == [[spans[1][0], spans[3][1]]]
+        assert page.evaluate(FOCUS) == ["text", True]
+        down = page.locator("#text").get_attribute("aria-activedescendant")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowUp")
+        assert page.locator("#text").get_attribute("aria-activedescendant") == down
+        page.keyboard.press("Tab")
+        assert page.evaluate(FOCUS)[1]
+        page.keyboard.press("Enter")
+        expect(page.locator("#pins")).to_be_hidden()
+        assert newest(server)["pins"] == []
+
+
+@pytest.mark.slow
+def test_every_control_has_a_name(browser, server):
+    with opened(browser, server) as page:
+        say(page, words(0, 30))
+        page.locator("#text .w:not(.gone)").nth(3).click()
+        expect(page.locator("#pins button")).to_have_count(1)
+        tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
+        roles = {}
+        for node in tree:
+            role = node.get("role", {}).get("value")
+            if role in ("button", "combobox", "checkbox", "textbox", "listbox", "option", "image"):
+                name = node.get("name", {}).get("value", "")
+                assert name.strip(), node
+                roles[role] = roles.get(role, 0) + 1
+        assert roles["listbox"] == 1
+        assert roles["option"] > 30
+        assert {"button", "combobox", "checkbox", "textbox", "image"} <= roles.keys()
+        chosen = page.locator("#text .w[aria-selected=true]")
+        expect(chosen).to_have_count(1)
+        assert "pinned" in chosen.get_attribute("aria-description")
+
+
+# -- what may happen ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_what_is_said_is_text_and_nothing_else_is_loaded(browser, server):
+    with opened(browser, server) as page:
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("dialog", lambda dialog: asked.append("a dialog"))
+        said = "<img src=x onerror=alert(1)><script>alert(2)</script> & end"
+        say(page, said)
+        assert page.locator("#said .user .body").inner_text() == said
+        assert page.locator("#said img, #text img, #said script, #text script").count() == 0
+        assert asked
+        assert all(url.startswith(server.url) for url in asked)
+    with serving() as other:
+        page = browser.new_page()
+        page.goto(server.url)
+        attempt = f"fetch('{other.url}/v1/models').then(() => 'read', () => 'blocked')"
+        assert page.evaluate(attempt) == "blocked"
+        inline = (
+            "document.body.append(Object.assign(document.createElement('script'), {text: '1'}))"
+        )
+        with pytest.raises(Exception, match="TrustedScript"):
+            page.evaluate(inline)
+        page.close()
+
+
+@pytest.mark.slow
+def test_an_answer_can_be_stopped_and_the_chat_goes_on(browser):
+    with serving(options=["--max-tokens", "100000"]) as server, opened(browser, server) as page:
+        page.locator("#question").fill(words(0, 30))
+        page.locator("#question").press("Enter")
+        expect(page.locator("#said .assistant .body")).not_to_be_empty(timeout=60_000)
+        expect(page.locator("#send")).to_have_text("Stop")
+        page.locator("#send").click()
+        expect(page.locator("#send")).to_have_text("Send")
+        expect(page.locator("#said .stopped")).to_have_count(1)
+        until(lambda: server.generator.accountant.running == 0)
+        page.locator("#new").click()
+        expect(page.locator("#said li")).to_have_count(1)
+        expect(page.locator("#question")).to_be_focused()
+
+
+@pytest.mark.slow
+def test_a_full_server_says_so_and_the_words_are_kept(browser):
+    need = most_bytes(mlx_h2o.make_prompt_cache(mlx_h2o.load(MODEL)[0], SIZE))
+    with serving(bound=need, queue=0) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        stream = server.client.completions.create(
+            model=MODEL, prompt=words(0, 20), max_tokens=100_000, stream=True
+        )
+        until(lambda: server.generator.accountant.running == 1)
+        page.locator("#question").fill("Are you there?")
+        page.locator("#question").press("Enter")
+        expect(page.locator("#problem")).to_contain_text("The queue is full. Try again in")
+        expect(page.locator("#question")).to_have_value("Are you there?")
+        assert page.locator("#said .user").count() == 0
+        expect(page.locator("#bytes")).to_contain_text("for all conversations")
+        stream.close()
+        page.close()
+
+
+@pytest.mark.slow
+def test_conversations_of_other_clients_are_shown(browser, server):
+    with opened(browser, server) as page:
+        say(page, words(0, 20))
+        messages = [{"role": "user", "content": f"Remember the zebra. {words(400, 30)}"}]
+        server.client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4)
+        option = page.locator("#which option", has_text="Remember the zebra")
+        expect(option).to_have_count(1, timeout=20_000)
+        page.locator("#which").select_option(option.get_attribute("value"))
+        expect(page.locator("#text")).to_contain_text("zebra")
+        page.locator("#which").select_option("")
+        expect(page.locator("#text")).not_to_contain_text("zebra")
+
+
+@pytest.mark.slow
+def test_what_is_selected_is_pinned_by_a_button(browser, server):
+    with opened(browser, server) as page:
+        say(page, words(0, 30))
+        page.evaluate(
+            "getSelection().setBaseAndExtent("
+            "words[2].span.firstChild, 0, words[4].span.firstChild, 1)"
+        )
+        page.locator("#pin-range").click()
+        expect(page.locator("#pins button")).to_have_count(1)
+        spans = shown_shares(page)
+        assert newest(server)["pins"] == [[spans[2][0], spans[4][1]]]
+        expect(page.locator("#pin-range")).to_be_hidden()
