@@ -35,10 +35,10 @@ def health(running: Running) -> tuple[int, dict[str, Any]]:
 
 
 class Breaking:
-    """A model's call that raises at will, and waits at will.
+    """A model's call that raises once, and waits at will.
 
     Attributes:
-        at: Rows of a call that raises: 1 is a step, more a prompt; 0: none.
+        at: Rows of the next call to raise: 1 is a step, more a prompt; 0: none.
         hold: Calls wait while it is cleared.
     """
 
@@ -54,6 +54,7 @@ class Breaking:
             out = own(one, inputs, *args, **kwargs)
             # After the layers took the rows in: caches are left in the middle of a step.
             if one is model and self.at and (inputs.shape[1] > 1) == (self.at > 1):
+                self.at = 0
                 raise RuntimeError("out of memory")
             return out
 
@@ -80,7 +81,6 @@ def test_a_step_that_raises_is_a_500_with_the_reason_and_frees_its_bytes(
     assert (status, told["status"]) == (503, "failing")
     assert "out of memory" in told["last_failure"]
     until(lambda: server.generator.accountant.reserved == 0)
-    breaking.at = 0
     assert server.ask(words(40, 30), 6) == alone(loaded, words(40, 30), 6)
     status, told = health(server)
     assert (status, told["status"]) == (200, "ok")
@@ -115,7 +115,6 @@ def test_those_whom_it_does_not_concern_go_on(server, breaking, loaded, rows):
         broken, whole = (second, first) if rows > 1 else (first, second)
         with pytest.raises(openai.InternalServerError):
             broken.result()
-        breaking.at = 0
         asked = (prompts[1], 8) if rows == 1 else (prompts[0], 60)
         assert whole.result() == alone(loaded, *asked)
 
@@ -125,7 +124,6 @@ def test_one_that_is_served_by_itself_gets_a_500_too(server, breaking, loaded):
     with pytest.raises(openai.InternalServerError, match="out of memory"):
         server.ask(words(0, 30), 4, seed=3)
     until(lambda: server.generator.accountant.reserved == 0)
-    breaking.at = 0
     assert server.ask(words(40, 30), 6) == alone(loaded, words(40, 30), 6)
 
 
