@@ -31,7 +31,7 @@ def test_what_swift_saved_is_what_python_saved() -> None:
     assert len(ours) == len(theirs) == 6
     assert "frame.scale" in ours[3].arrays()
     assert "slots.value_lengths" in ours[3].arrays()
-    assert ours[4].config()["filling"] == [[96, [18, 30]]]
+    assert ours[4].settings.filling == ((96, (18, 30)),)
     for a, b in zip(ours[:5], theirs[:5], strict=True):
         assert isinstance(b, H2OKVCache)
         assert a.config() == b.config()
