@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[1] / "docs/models.md"
 SAMPLE = {
     "deepseek_v32": "an index of all tokens",
     "gemma2": "attention of its own, capped",
-    "phi3small": "attends by itself",
+    "phi3small": "blocks of places",
     "gemma3n": "layers share keys",
     "iquestloopcoder": "a second pass over shared keys",
     "longcat_flash": "MLA, two caches a layer",

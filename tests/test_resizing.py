@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.nn import Module
 from mlx_lm.models import cache as mlx_lm_cache
@@ -175,6 +175,7 @@ def test_bytes_hold_the_steps_that_can_be_taken_back():
 SHARES = st.lists(st.lists(st.integers(8, 400), min_size=1, max_size=4), min_size=1, max_size=5)
 
 
+@settings(deadline=None)
 @given(layers=SHARES, mean=st.integers(40, 600), remembers=st.booleans())
 def test_every_head_keeps_its_part_of_the_whole(layers, mean, remembers):
     widths, policy = RowWidths(16, 16, 2, 2), make_policy("h2o")

@@ -38,11 +38,13 @@ of fixed size already, and stay as the model made them.
 - **of fixed size**: nothing grows, with or without mlx-h2o.
 - **not run**: mlx-lm's own caches do not run the model where this page was written.
 
-*keys made of the rows*: the model makes keys and values of the cached rows (MLA), or repeats or \
-casts them: one budget for all heads, no remainder, rows as they come. *by keys alone*: the model \
-computes attention by itself, so the policy looks at keys, and the remainder goes in as plain \
-rows. *shared by layers*: several layers attend to one cache's rows, and a token's mass is that of \
-all their queries. Vision and other wrappers are run with their language part.
+*keys made of the rows*: the model makes keys and values of the cached rows (MLA), or sees blocks \
+of places (phi3small), so all rows are handed out: one budget for all heads, no remainder, rows as \
+they come. *shared by layers*: several layers attend to one cache's rows, and a token's mass is \
+that of all their queries. Models with attention of their own (gemma2, phi3small, plamo, plamo2, \
+stablelm) ask the cache through `own_attention.py`; with an mlx-lm in which that code is another, \
+a warning says so, and plamo and stablelm are bounded as MLA is, the others *by keys alone* (the \
+policy looks at keys, the remainder goes in as plain rows). Vision and other wrappers are run with their language part.
 
 What a bounded model does beside that, run likewise:
 
