@@ -101,6 +101,7 @@ def test_the_embedded_models_profile_is_what_calibration_measures(embedded):
     assert (np.diff(np.array(profile.losses), axis=-1) <= 0).all()
 
 
+@pytest.mark.slow
 def test_one_pass_orders_heads_as_the_exact_measure_does(embedded):
     """At a size where it matters, the heads that cost most by KL cost most in one pass."""
     model, tokenizer = embedded
