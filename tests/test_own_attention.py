@@ -293,12 +293,12 @@ def test_blocks_of_places_need_a_cache_that_knows_them():
 
 def test_a_profile_of_such_a_model_shares_slots_out():
     model = tiny_model("gemma2", attn_logit_softcapping=CAP)
-    profile = calibration.calibrate(model, prompt_tokens(96), length=96)
+    profile = calibration.calibrate(model, prompt_tokens(64), length=64)
     cache = make_prompt_cache(model, max_size=48, budgets=profile)
     logits = prefill(model, cache, prompt_tokens(90), 30)
     assert mx.all(mx.isfinite(logits))
     with pytest.raises(ValueError, match="caps the logits"):
-        kl_calibration.calibrate_exactly(model, prompt_tokens(96), length=96)
+        kl_calibration.calibrate_exactly(model, prompt_tokens(64), length=64)
 
 
 def test_caches_side_by_side_are_capped_each():
