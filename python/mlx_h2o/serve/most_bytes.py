@@ -95,11 +95,11 @@ def _most_of(entry: Any, chunk: int) -> int | None:
         return 0  # it goes unused
     if kind is RotatingKVCache:
         # Each token of a chunk sees the whole window, and what no other sees goes with the next.
-        return _row_bytes(entry) * (entry.max_size + chunk - 1)
+        return _row_bytes(entry) * (int(entry.max_size) + chunk - 1)
     if kind is ChunkedKVCache:
         # It is trimmed before a chunk comes, and grows by as many whole steps as hold it.
-        steps = -(-chunk // entry.step) * entry.step
-        return _row_bytes(entry) * (entry.chunk_size + chunk + steps)
+        steps = -(-chunk // int(entry.step)) * int(entry.step)
+        return _row_bytes(entry) * (int(entry.chunk_size) + chunk + steps)
     return None
 
 
