@@ -217,9 +217,12 @@ def fillings(
     """
     heads = [slots for of_layer in sizes for slots in of_layer]
     mean, rest = divmod(sum(heads), len(heads))
+    at_once = [(tuple(of_layer), tuple[Stage, ...]()) for of_layer in sizes]
     if profile is None or settings.max_bytes is None or settings.undo or rest:
-        return [(tuple(of_layer), ()) for of_layer in sizes]
+        return at_once
     first, *later = stages_of(profile, mean, policy.least_budget() + FEWEST_CHOICES)
+    if later[-1][1] != [list(of_layer) for of_layer in sizes]:
+        return at_once  # layers whose means only happen to have a whole one
     return [
         (
             tuple(first[1][layer]),
