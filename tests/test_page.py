@@ -110,12 +110,12 @@ def test_a_chat_is_watched_pinned_and_halved(browser, server):
         assert (spans[0][0], spans[-1][1]) == (0, len(told["texts"]))
         for first, end, found, painted in spans:
             assert found == pytest.approx(share(told["layers"], first, end))
-            assert painted == pytest.approx(0.06 + 0.54 * found if found else 0, abs=1e-3)
+            assert painted == pytest.approx(0.04 + 0.56 * found**0.5 if found else 0, abs=1e-3)
         page.locator("#text .w:not(.gone)").nth(20).click()
         expect(page.locator("#pins button")).to_have_count(1)
         (pinned,) = newest(server)["pins"]
         page.locator("#half").check()
-        expect(page.locator("#at-half")).to_contain_text("would be lost")
+        expect(page.locator("#at-half")).to_contain_text("words would be lost")
         told = newest(server)
         half = fetched(server, f"/{told['id']}/half")["layers"]
         lost = sum(share(told["layers"], a, b) > 0 and share(half, a, b) == 0 for a, b, *_ in spans)
