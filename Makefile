@@ -25,7 +25,7 @@ SHELL := bash
 LOGS := build/logs
 # What `make test` leaves to `make test-all`: tests marked slow, and of the kernels' cases all but every
 # fifth.
-QUICK := MLX_H2O_STEP=5 MLX_H2O_EXAMPLES=30
+QUICK := MLX_H2O_STEP=7 MLX_H2O_EXAMPLES=20
 QUICK_PYTEST := $(QUICK) $(BIN)/pytest -m "not slow"
 # What the other targets run has no place in test-python.
 ELSEWHERE := --ignore tests/metal --ignore tests/test_c_api.py

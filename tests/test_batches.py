@@ -267,7 +267,7 @@ def test_what_cannot_be_a_batch_is_refused():
             change()
 
 
-@pytest.mark.parametrize("family", ["gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["gemma2_by_itself", "deepseek_v3"])
 def test_models_that_attend_in_their_own_way_say_that_they_cannot_be_batched(family):
     """mlx-lm's server asks in this way, and then serves them one at a time."""
     caches = mlx_h2o.make_prompt_cache(tiny_model(family), 40, remainder=False)

@@ -266,6 +266,7 @@ def test_the_machine_is_described() -> None:
 # -- the command ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_a_quick_run_writes_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -16,7 +16,12 @@ from mlx_h2o import (
 )
 from tiny_models import prefill, prompt_tokens, tiny_model
 
-KINDS = {"llama": H2OKVCache, "deepseek_v3": LatentKVCache, "gemma2": PlainRowsKVCache}
+KINDS = {
+    "llama": H2OKVCache,
+    "gemma2": H2OKVCache,
+    "deepseek_v3": LatentKVCache,
+    "gemma2_by_itself": PlainRowsKVCache,
+}
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["unused", "in use"])

@@ -133,6 +133,7 @@ def test_the_model_recalls_with_everything_in_view(embedded):
     assert sum(runs[0][0]) >= 4
 
 
+@pytest.mark.slow
 def test_caches_side_by_side_are_each_as_alone(embedded):
     """The same nats and the same facts, whatever reads the other parts of the batch."""
     model, tokenizer = embedded
@@ -307,7 +308,8 @@ def started(folder):
         # Background jobs of a shell ignore the signal, and so would their children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    assert any(members(process.pid) > 1 or time.sleep(0.05) for _ in range(2000))
+    # Not any child: while MLX asks for a compiler (system(3)), a Ctrl-C is lost.
+    assert any(members(process.pid, "spawn_main") or time.sleep(0.05) for _ in range(2000))
     return process
 
 
@@ -319,7 +321,13 @@ def test_workers_end_when_their_parent_is_killed(tmp_path):
     assert any(is_gone(process.pid) or time.sleep(0.1) for _ in range(200))
 
 
-@pytest.mark.parametrize("seconds", [0, 5], ids=["workers starting", "workers at work"])
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        pytest.param(0, id="workers starting", marks=pytest.mark.slow),
+        pytest.param(5, id="workers at work"),
+    ],
+)
 def test_ctrl_c_leaves_nothing_behind(seconds, tmp_path):
     """Neither files nor worker processes, and one line instead of tracebacks."""
     process = started(tmp_path)
@@ -334,9 +342,10 @@ def test_ctrl_c_leaves_nothing_behind(seconds, tmp_path):
     assert any(is_gone(process.pid) or time.sleep(0.1) for _ in range(100))
 
 
-def members(group):
-    """Processes of a group."""
-    found = subprocess.run(["pgrep", "-g", str(group)], capture_output=True, text=True)
+def members(group, command=""):
+    """Processes of a group whose command line has something in it."""
+    asked = ["pgrep", "-g", str(group), "-f", command or "."]
+    found = subprocess.run(asked, capture_output=True, text=True)
     return len(found.stdout.split())
 
 

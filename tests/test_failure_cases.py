@@ -20,7 +20,7 @@ from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_
 
 
 @pytest.mark.parametrize("chunk", [1, 17])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma2_by_itself"])
 def test_positions_count_on_beyond_the_budget(family, chunk):
     """Every kept key carries the rotation of its true position.
 

@@ -75,7 +75,7 @@ def test_files_keep_them(tmp_path):
         ("qwen3", {"budgets": lambda layer, heads: None}, r"budgets\[0\] must be a whole number"),
         ("qwen3", {"budgets": []}, "a function of a cache's index"),
         ("deepseek_v3", {"budgets": [20, 40]}, "all its layers and heads need the same"),
-        ("gemma2", {"budgets": [30, 40]}, "all its layers and heads need the same"),
+        ("phi3small", {"budgets": [30, 40]}, "all its layers and heads need the same"),
     ],
 )
 def test_what_is_no_slots_for_every_layer_is_refused(name, given, reason):

@@ -31,7 +31,8 @@ PAGE = Path(__file__).parents[1] / "docs/models.md"
 # One of each kind, in every run.
 SAMPLE = {
     "deepseek_v32": "an index of all tokens",
-    "gemma2": "attends by itself",
+    "gemma2": "attention of its own, capped",
+    "phi3small": "attends by itself",
     "gemma3n": "layers share keys",
     "iquestloopcoder": "a second pass over shared keys",
     "longcat_flash": "MLA, two caches a layer",

@@ -97,7 +97,9 @@ def test_half_precision_survives_a_file(dtype, mode, tmp_path):
     assert mx.array_equal(layer.feed(loaded, 10), layer.feed(cache, 10))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_next", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt_oss", "qwen3_next", "gemma2", "gemma2_by_itself", "deepseek_v3"]
+)
 def test_a_models_mixed_caches_survive_a_file(family, tmp_path):
     """Sliding windows and states of mlx-lm's own beside the bounded layers."""
     model = tiny_model(family)
@@ -613,7 +615,7 @@ def test_max_bytes_is_a_bound_with_plain_rows(policy):
             assert cache.nbytes <= max_bytes
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2_by_itself", "deepseek_v3"])
 def test_max_bytes_of_a_model_bounds_its_layers_together(family):
     model = tiny_model(family)
     for max_bytes in (11_111, 30_000):

@@ -422,6 +422,7 @@ def test_huge_queries_and_keys_stay_finite(dtype: mx.Dtype, size: float, directi
         assert np.isfinite(np.array(lse)).all()
 
 
+@pytest.mark.slow
 def test_ten_million_rows_in_chunks() -> None:
     """10 000 folds of 1000 rows leave statistics that are right against float64."""
     folds, M = 10_000, 1000

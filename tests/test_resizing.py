@@ -93,7 +93,7 @@ def test_packed_layers_and_those_with_a_recent_zone_are_resized():
             assert layer.size() == layer.budgets[0] < size  # the remainder is charged
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2_by_itself", "qwen3_next", "deepseek_v3"])
 def test_other_caches_stay_and_models_that_attend_by_themselves_follow(family):
     model = tiny_model(family)
     cache = make_prompt_cache(model, max_size=64)

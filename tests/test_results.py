@@ -13,7 +13,7 @@ Block, blocks_of, block_text = (results[name] for name in ("Block", "blocks_of",
 BLOCKS = [block for page in results["PAGES"] for block in blocks_of(page)]
 DATED = re.compile(r"^Printed \d{4}-\d\d-\d\d at commit [0-9a-f]{7,}[,;].* BLAS", re.MULTILINE)
 # Gathered by hand from many runs, and the text above it says so.
-BY_HAND = ("| mass_weight | age_weight | recent |", "| bytes | rows | slots a head, mean | loss |")
+BY_HAND = ("| bytes | rows | slots a head, mean | loss |",)
 EXAMPLE = "compare --samples 2"
 
 

@@ -28,8 +28,8 @@ FLOORS = {
     "opening": "saved_state opening",
     "caches": """conversing copying bounded_cache batch_cache cache latent_cache plain_rows_cache
         shared_cache""",
-    "mlx-lm": """known_rope trimming routing layer_kinds description cache_file watching key_frames
-        kept_frames plan prompt_cache refusals conversations""",
+    "mlx-lm": """known_rope trimming own_attention routing layer_kinds description cache_file
+        watching key_frames kept_frames plan prompt_cache refusals conversations""",
     "models": """pin_rules bounding resizing rereading trials echoes calibrated_layers calibration
         kl_calibration inspection remembered dialogue""",
     "tools": "evaluate bench golden serve",

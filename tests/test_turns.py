@@ -187,7 +187,7 @@ def conversations():
     return model, task, full
 
 
-QUICK = ("salient", "streaming")
+QUICK = ("salient",)
 
 
 @pytest.mark.parametrize(

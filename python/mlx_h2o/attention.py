@@ -12,9 +12,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o import softmax
-from mlx_h2o.backends import joined
+from mlx_h2o.backends import joined, reference
 from mlx_h2o.backends.choice import backend
-from mlx_h2o.backends.operands import Ranges, Seed
+from mlx_h2o.backends.operands import Options, Ranges, Seed
 from mlx_h2o.masks import Mask
 from mlx_h2o.packed import AnyRows, JoinedRows, PackedRows
 
@@ -31,14 +31,14 @@ def scaled_dot_product_attention(
     sinks: mx.array | None = None,
     seed: Seed | None = None,
     ranges: Ranges | None = None,
+    softcap: float = 0.0,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """Softmax attention `[B, Hq, L, Dv]`; arguments as in the form with scores."""
     check_attention(q, k, v, mask, sinks, seed, ranges)
+    options = _options(scale, mask, sinks, seed, ranges, softcap)
     with on(stream):
-        out: mx.array = _computing(k).attention(
-            q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
-        )
+        out: mx.array = _computing(k, softcap).attention(q, k, v, **options)
     return out
 
 
@@ -52,6 +52,7 @@ def scaled_dot_product_attention_with_scores(
     sinks: mx.array | None = None,
     seed: Seed | None = None,
     ranges: Ranges | None = None,
+    softcap: float = 0.0,
     stream: mx.Stream | mx.Device | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Softmax attention, its logits and their log-sum-exp.
@@ -70,6 +71,8 @@ def scaled_dot_product_attention_with_scores(
         seed: One more column, with a value: logits `[B, Hq, L]` and values `[B, Hk, Dv]`, float32
             (the remainder's).
         ranges: (first slot, number of slots) of each KV head, so that heads may differ in N.
+        softcap: c of logits capped softly, c tanh(logits / c) before the mask (Gemma 2), which the
+            reference backend computes; 0: they are not capped.
         stream: Where to compute.
 
     Returns:
@@ -82,10 +85,9 @@ def scaled_dot_product_attention_with_scores(
         ValueError: Shapes, dtypes or the mask do not fit together.
     """
     check_attention(q, k, v, mask, sinks, seed, ranges)
+    options = _options(scale, mask, sinks, seed, ranges, softcap)
     with on(stream):
-        out, scores, lse = _computing(k).attention_with_scores(
-            q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
-        )
+        out, scores, lse = _computing(k, softcap).attention_with_scores(q, k, v, **options)
     return out, scores, lse
 
 
@@ -99,6 +101,7 @@ def scaled_dot_product_attention_with_mass(
     sinks: mx.array | None = None,
     seed: Seed | None = None,
     ranges: Ranges | None = None,
+    softcap: float = 0.0,
     stream: mx.Stream | mx.Device | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Softmax attention and the mass that each key received, without `[L, N]` scores.
@@ -110,10 +113,9 @@ def scaled_dot_product_attention_with_mass(
         `ranges` `[B, S]`, zero where a slot is no head's); lse `[B, Hq, L]`.
     """
     check_attention(q, k, v, mask, sinks, seed, ranges)
+    options = _options(scale, mask, sinks, seed, ranges, softcap)
     with on(stream):
-        out, mass, lse = _computing(k).attention_with_mass(
-            q, k, v, scale=scale, mask=mask, sinks=sinks, seed=seed, ranges=ranges
-        )
+        out, mass, lse = _computing(k, softcap).attention_with_mass(q, k, v, **options)
     return out, mass, lse
 
 
@@ -196,9 +198,35 @@ def attention_mass(scores: mx.array, lse: mx.array, n_kv_heads: int) -> mx.array
     return softmax.attention_mass(scores, lse, n_kv_heads)
 
 
-def _computing(k: AnyRows) -> Any:
+def _options(
+    scale: float,
+    mask: Mask,
+    sinks: mx.array | None,
+    seed: Seed | None,
+    ranges: Ranges | None,
+    softcap: float,
+) -> Options:
+    """What goes to a backend by name; kernels know nothing of soft-capping.
+
+    Raises:
+        ValueError: There is no such softcap.
+    """
+    if not (0 <= softcap < float("inf")):
+        raise ValueError(f"softcap must be 0 (none) or a positive number; got {softcap!r}.")
+    options: Options = {
+        "scale": scale,
+        "mask": mask,
+        "sinks": sinks,
+        "seed": seed,
+        "ranges": ranges,
+    }
+    return {**options, "softcap": softcap} if softcap else options
+
+
+def _computing(k: AnyRows, softcap: float) -> Any:
     """What attends to rows like these on the default device."""
-    return joined.Joined(backend()) if isinstance(k, JoinedRows) else backend()
+    computing = reference if softcap else backend()
+    return joined.Joined(computing) if isinstance(k, JoinedRows) else computing
 
 
 def on(stream: mx.Stream | mx.Device | None) -> AbstractContextManager[object]:

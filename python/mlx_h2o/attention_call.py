@@ -17,12 +17,14 @@ class AttentionCall(NamedTuple):
         scale: Factor on q.k.
         mask: None, "causal" or an array over the new rows' columns.
         sinks: Attention-sink logits `[Hq]`.
+        softcap: c of logits capped softly, c tanh(logits / c) before the mask; 0: they are not.
     """
 
     q: mx.array
     scale: float
     mask: Mask = None
     sinks: mx.array | None = None
+    softcap: float = 0.0
 
     @property
     def length(self) -> int:
@@ -32,6 +34,10 @@ class AttentionCall(NamedTuple):
     def with_queries(self, q: mx.array) -> AttentionCall:
         """The same of other queries."""
         return self._replace(q=q)
+
+    def of_sequence(self, q: mx.array, mask: Mask) -> AttentionCall:
+        """The same of one sequence's queries `[1, Hq, L, D]`, with a mask of its own."""
+        return self._replace(q=q, mask=mask)
 
     def of_heads(self, first: int, last: int) -> AttentionCall:
         """The call of the query heads first to last - 1."""

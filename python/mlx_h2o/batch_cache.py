@@ -180,6 +180,7 @@ class BatchH2OKVCache:
         scale: float,
         mask: Mask = None,
         sinks: mx.array | None = None,
+        softcap: float = 0.0,
     ) -> mx.array:
         """Attend to each sequence's own rows; padding gets zeros.
 
@@ -190,6 +191,7 @@ class BatchH2OKVCache:
             scale: Factor on q.k.
             mask: As in `H2OKVCache`; an array may have a batch of 1 or B.
             sinks: Attention-sink logits `[Hq]`.
+            softcap: As in `H2OKVCache`.
 
         Returns:
             `[B, Hq, L, Dv]`.
@@ -204,7 +206,7 @@ class BatchH2OKVCache:
             raise RuntimeError("attend() before update_and_fetch(): there is nothing to attend to.")
         if keys is not handed[0] or values is not handed[1]:
             raise RuntimeError("This model attends to keys derived from the cached ones.")
-        call, length = AttentionCall(q, scale, mask, sinks), q.shape[2]
+        call, length = AttentionCall(q, scale, mask, sinks, softcap), q.shape[2]
         own = list(self._own_rows(length))
         if length == 1 and mask is None and all(rows.stop > rows.start for rows in own):
             layers = [cache.layer for cache in self.caches]
@@ -217,7 +219,7 @@ class BatchH2OKVCache:
         parts = zip(self.caches, own, _each(q), _each(keys), _each(values), strict=True)
         outs = []
         for i, (cache, rows, *one) in enumerate(parts):
-            mine = AttentionCall(one[0], scale, _mask_of(mask, i, rows, length), sinks)
+            mine = call.of_sequence(one[0], _mask_of(mask, i, rows, length))
             outs.append(_attended(cache, rows, mine, *one[1:]))
         self._came(own)
         return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=0)
@@ -327,7 +329,9 @@ def _attended(
         return mx.zeros((*call.q.shape[:3], values.shape[3]), call.q.dtype)
     k, v = cache.update_and_fetch(_rows_of(keys, rows), _rows_of(values, rows))
     q = _rows_of(call.q, rows)
-    out: mx.array = cache.attend(q, k, v, scale=call.scale, mask=call.mask, sinks=call.sinks)
+    out: mx.array = cache.attend(
+        q, k, v, scale=call.scale, mask=call.mask, sinks=call.sinks, softcap=call.softcap
+    )
     if out.shape[2] == length:
         return out
     return mx.pad(out, [(0, 0), (0, 0), (rows.start, length - rows.stop), (0, 0)])

@@ -150,6 +150,7 @@ class H2OKVCache(BoundedKVCache, kind=""):
         scale: float,
         mask: Mask = None,
         sinks: mx.array | None = None,
+        softcap: float = 0.0,
     ) -> mx.array:
         """Attend to the rows held and those of `update_and_fetch`, then choose what to forget.
 
@@ -161,6 +162,7 @@ class H2OKVCache(BoundedKVCache, kind=""):
             mask: None, "causal" or an array, of which only the last L columns are read, since kept
                 slots are always visible.
             sinks: Attention-sink logits `[Hq]`.
+            softcap: c of logits capped softly, or 0 (`AttentionCall`).
 
         Returns:
             `[B, Hq, L, Dv]`.
@@ -177,7 +179,7 @@ class H2OKVCache(BoundedKVCache, kind=""):
                 'budgets="uniform", remainder=False, no bits and no undo, in a cache of another '
                 "kind, which mlx_h2o.make_prompt_cache chooses."
             )
-        return update_and_attend(layer, AttentionCall(q, scale, mask, sinks), k, v)
+        return update_and_attend(layer, AttentionCall(q, scale, mask, sinks, softcap), k, v)
 
     def hold(
         self, keys: mx.array, values: mx.array, worths: mx.array, rates: mx.array, room: int = 0

@@ -88,15 +88,25 @@ class _Run:
 class _Calibrating(LookingCache):
     """A looking cache that tries every setting of its layer's heads on the way."""
 
+    knows_softcap = True
+
     def __init__(self, index: int, run: _Run):
         self.index, self.run = index, run
 
     def attend(
-        self, q: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Any, sinks: Any
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Any,
+        sinks: Any,
+        softcap: float = 0.0,
     ) -> mx.array:
-        rows = Rows(q, keys, values, scale, sinks)
+        rows = Rows(q, keys, values, scale, sinks, softcap)
         mx.eval(q, keys, values)
-        out = full_attention(q, keys, values, scale, sinks)
+        out = full_attention(q, keys, values, scale, sinks, softcap)
         if self.index not in self.run.kept:
             weights = HeadWeights.of(self.run.watcher, out, keys.shape[1])
             mx.eval(weights.grams, weights.norm)
@@ -137,7 +147,7 @@ class _Calibrating(LookingCache):
         for bits in PACKED_BITS:
             form = RowFormat(bits, bits, run.group_size, frame=frame)
             keys, values = form.keys(rows.keys), form.values(rows.values)
-            packed = full_attention(rows.q, keys, values, rows.scale, rows.sinks)
+            packed = full_attention(rows.q, keys, values, rows.scale, rows.sinks, rows.softcap)
             error = weights.errors((out - packed)[:, None], 0)
             losses.append(np.array(error.mean(axis=(1, 2))))
         return np.stack(losses)

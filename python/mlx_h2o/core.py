@@ -41,7 +41,7 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
     grow(layer, call.length)
     if 1 < call.length <= layer.settings.undo + 1:
         return _token_by_token(layer, call, k, v)
-    _check_sinks(layer, call)
+    _check_frame(layer, call)
     # The first token of all goes op by op: then there are arrays to lend.
     # A step that brings a pinned token too, which is marked on its way in.
     if layer.offset and not _brings_pin(layer) and accepts(layer.settings, call, k, v):
@@ -76,7 +76,7 @@ def attend_to_shared(
     Raises:
         ValueError: The call does not fit the rows.
     """
-    _check_sinks(layer, call)
+    _check_frame(layer, call)
     seen = _observed(layer, call, attended)
     return _output(seen), seen
 
@@ -172,13 +172,14 @@ def _output(seen: Sequence[Seen]) -> mx.array:
     return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
 
 
-def _check_sinks(layer: Layer, call: AttentionCall) -> None:
-    """Raise ValueError where attention sinks meet a frame that they do not move with."""
+def _check_frame(layer: Layer, call: AttentionCall) -> None:
+    """Raise ValueError where a frame's centre would move some logits and not others."""
     frame = layer.settings.frame
-    if frame is not None and frame.moves and call.sinks is not None:
+    if frame is not None and frame.moves and (call.sinks is not None or call.softcap):
+        what = "Attention sinks" if call.sinks is not None else "Capped logits"
         raise ValueError(
-            "Attention sinks do not move with a frame's centre, so the frame of a layer that has "
-            "them needs a centre of zeros."
+            f"{what} do not move with a frame's centre, so the frame of a layer that has them "
+            "needs a centre of zeros."
         )
 
 

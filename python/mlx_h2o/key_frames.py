@@ -65,20 +65,31 @@ def frames_of_text(
 class _Framing(LookingCache):
     """A looking cache that makes its layer's frames of the keys that it sees."""
 
+    knows_softcap = True
+
     def __init__(
         self, watcher: Watcher, contexts: Sequence[int], layers: list[dict[int, np.ndarray]]
     ):
         self.watcher, self.contexts, self.layers = watcher, contexts, layers
 
     def attend(
-        self, q: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Any, sinks: Any
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Any,
+        sinks: Any,
+        softcap: float = 0.0,
     ) -> mx.array:
         mx.eval(keys)
         turn = turning(self.watcher.layer, keys[:1, :, :1])
-        # An attention-sink column does not move with the centre, so there can be none.
-        frames = frames_of_keys(keys, turn, self.contexts, centred=sinks is None)
+        # Attention sinks and capped logits do not move with the centre, so there can be none.
+        centred = sinks is None and not softcap
+        frames = frames_of_keys(keys, turn, self.contexts, centred)
         self.layers.append(frames)
-        return full_attention(q, keys, values, scale, sinks)
+        return full_attention(q, keys, values, scale, sinks, softcap)
 
 
 def frames_of_keys(

@@ -20,7 +20,12 @@ TOLERANCE = 0.03
 
 
 class _At(LookingCache):
-    """A looking cache that claims to stand at some position, and keeps the keys."""
+    """A looking cache that claims to stand at some position, and keeps the keys.
+
+    One token alone gets its own value, whatever caps its logit.
+    """
+
+    knows_softcap = True
 
     def __init__(self, offset: int, seen: list[mx.array]):
         self.offset, self.seen = offset, seen
@@ -35,7 +40,15 @@ class _At(LookingCache):
         return self.rows
 
     def attend(
-        self, q: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Any, sinks: Any
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Any,
+        sinks: Any,
+        softcap: float = 0.0,
     ) -> mx.array:
         return mx.fast.scaled_dot_product_attention(
             q, keys, values, scale=scale, mask=mask, sinks=sinks

@@ -76,6 +76,7 @@ class LatentKVCache(H2OKVCache, kind="latent"):
         scale: float,
         mask: Mask = None,
         sinks: mx.array | None = None,
+        softcap: float = 0.0,
     ) -> mx.array:
         """Attend to keys and values `[B, H, N, ...]` made of the rows; others as in `H2OKVCache`.
 
@@ -85,5 +86,5 @@ class LatentKVCache(H2OKVCache, kind="latent"):
         attended, self._attended = self._attended, None
         if attended is None:
             raise RuntimeError("attend() before update_and_fetch(): there is nothing to attend to.")
-        call = AttentionCall(q, scale, mask, sinks)
+        call = AttentionCall(q, scale, mask, sinks, softcap)
         return attend_to_derived(self._held(), call, attended, keys, values)

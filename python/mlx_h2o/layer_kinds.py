@@ -62,7 +62,15 @@ class _Trial(mlx_lm_cache.KVCache):
         return any(rows is own for own in self.handed)
 
     def attend(
-        self, q: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Any, sinks: Any
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Any,
+        sinks: Any,
+        softcap: float = 0.0,
     ) -> mx.array:
         self.sharers += 1
         # Latent rows are keys and values at once where they are attended to as they are.

@@ -194,7 +194,8 @@ class _Attention:
         q = call.q[:, :, start:end]
         seed: Seed | None = None
         if self.remainder is not None:
-            seed = self.remainder.column(q, call.scale, self.saturation), self.remainder.mean_value
+            column = self.remainder.column(q, call.scale, self.saturation, call.softcap)
+            seed = column, self.remainder.mean_value
         return block.keys, {
             "q": q,
             "k": first_rows(self.keys, block.keys),
@@ -203,6 +204,7 @@ class _Attention:
             "mask": block.mask,
             "sinks": call.sinks,
             "seed": seed,
+            "softcap": call.softcap,
         }
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from mlx_h2o import own_attention
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries, replaced
 from mlx_h2o.frame import Frame
@@ -111,13 +112,16 @@ def bounded_caches(
         NothingToBound: Nothing in the model's memory grows.
         ValueError: The settings do not suit the model, or it cannot be bounded.
     """
-    name = type(model).__module__.rsplit(".", 1)[-1]
+    module = type(model).__module__
+    name = module.rsplit(".", 1)[-1]
     kinds, ranks = layer_kinds(model) if kinds is None else kinds, ranks_of(model)
     if ranks is not None:
         kinds = [replace(kind, heads=kind.heads * ranks.count) for kind in kinds]
     caches = stock_caches(model)
     require_boundable(name, kinds, caches)
     attending = all(kind.routed for kind in kinds)
+    if not attending:
+        own_attention.warn_if_changed(module)
     policy = settings.policy_for(attending)
     check_settings(name, kinds, settings, policy)
     answers = settings.remainder and not any(kind.derived for kind in kinds)

@@ -120,7 +120,11 @@ class Remainder:
         )
 
     def column(
-        self, q: mx.array, scale: float, saturation: float | Sequence[float] = SATURATION
+        self,
+        q: mx.array,
+        scale: float,
+        saturation: float | Sequence[float] = SATURATION,
+        softcap: float = 0.0,
     ) -> mx.array:
         """The logit r `[B, Hq, L]` of the remainder's column, minus infinity while it is empty.
 
@@ -128,6 +132,9 @@ class Remainder:
             q: Queries `[B, Hq, L, D]`.
             scale: As in the attention.
             saturation: t of the module's formula, of all heads or of each `[H]`; 0 is first order.
+            softcap: c of the attention's capped logits, or 0. Then both orders are those of
+                c tanh(s / c) around the mean logit s, and r - log n stays below c as every capped
+                logit does.
 
         Raises:
             ValueError: A saturation is negative, or there is not one for each head.
@@ -139,7 +146,12 @@ class Remainder:
         square = mx.square(mx.clip(grouped, -LARGEST_QUERY, LARGEST_QUERY))
         x = square @ (0.5 * self.var_key)[..., None]
         x = mx.minimum(x, LARGEST_TERM)
-        r = mx.log(self.count)[..., None] + (mean + saturated(x, ts)).squeeze(-1)
+        if softcap:
+            tanh = mx.tanh(mean / softcap)
+            mean, x = softcap * tanh, mx.square(1 - mx.square(tanh)) * x
+        weight = mean + saturated(x, ts)
+        weight = mx.minimum(weight, softcap) if softcap else weight
+        r = mx.log(self.count)[..., None] + weight.squeeze(-1)
         return r.reshape(B, Hq, L)
 
     def join(self, out: mx.array, lse: mx.array, r: mx.array) -> tuple[mx.array, mx.array]:

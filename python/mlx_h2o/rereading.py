@@ -21,6 +21,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from mlx_h2o import checks
+from mlx_h2o.backends.reference import softcapped
 from mlx_h2o.cache import H2OKVCache
 from mlx_h2o.cache_lists import entries, replaced
 from mlx_h2o.conversations import bounded_entries
@@ -73,7 +74,15 @@ class RereadCache:
         return [self.most, self.summed]
 
     def attend(
-        self, q: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Any, sinks: Any
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Any,
+        sinks: Any,
+        softcap: float = 0.0,
     ) -> mx.array:
         """Attend to the whole prompt and, causally, to the chunk itself.
 
@@ -84,6 +93,7 @@ class RereadCache:
             scale: Factor on q.k.
             mask: Not read.
             sinks: Attention-sink logits `[Hq]`, or None.
+            softcap: c of logits capped softly, or 0.
 
         Returns:
             `[B, Hq, L, Dv]`.
@@ -92,7 +102,7 @@ class RereadCache:
         H, T = self.keys.shape[1], self.offset
         grouped = q.astype(mx.float32).reshape(B, H, Hq // H, L, D) * scale
         seen = mx.concatenate([self.keys, keys], axis=2).astype(mx.float32)[:, :, None]
-        logits = grouped @ seen.swapaxes(-1, -2)
+        logits = softcapped(grouped @ seen.swapaxes(-1, -2), softcap)
         own = mx.arange(T + L) <= mx.arange(T, T + L)[:, None]
         logits = mx.where(own, logits, -mx.inf)
         lse = mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -5,7 +5,8 @@ puts a wrapper there and into every loaded module that holds the original; modul
 pick the wrapper up by themselves. It asks a cache that can attend to do so (the one whose rows the
 keys are, where layers share them), and calls the original untouched otherwise. mlx-lm's
 `save_prompt_cache`, whose files of bounded caches could not be read back, refuses them meanwhile,
-and what takes tokens back is checked (`trimming.py`).
+and what takes tokens back is checked (`trimming.py`). `own_attention.py` does the same for models
+that attend by themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models import base
 from mlx_lm.models import cache as mlx_lm_cache
 
-from mlx_h2o import trimming
+from mlx_h2o import own_attention, trimming
 from mlx_h2o.handed_rows import owner_of
 from mlx_h2o.patching import replace_everywhere
 
@@ -52,6 +53,7 @@ def install() -> None:
     for name in _LRU_METHODS:
         _methods[name] = getattr(mlx_lm_cache.LRUPromptCache, name)
         setattr(mlx_lm_cache.LRUPromptCache, name, trimming.by_any_number(_methods[name]))
+    own_attention.install()
 
 
 def uninstall() -> None:
@@ -60,6 +62,7 @@ def uninstall() -> None:
         replace_everywhere(*_replaced.pop())
     while _methods:
         setattr(mlx_lm_cache.LRUPromptCache, *_methods.popitem())
+    own_attention.uninstall()
 
 
 def routed(original: Callable[..., mx.array]) -> Callable[..., mx.array]:

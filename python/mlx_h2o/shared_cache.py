@@ -100,6 +100,7 @@ class SharedKVCache(H2OKVCache, kind="shared"):
         scale: float,
         mask: Mask = None,
         sinks: mx.array | None = None,
+        softcap: float = 0.0,
     ) -> mx.array:
         """Attend to all rows held, once for each of the `sharers`; arguments as in `H2OKVCache`.
 
@@ -112,7 +113,7 @@ class SharedKVCache(H2OKVCache, kind="shared"):
                 f"{self.sharers} layers were to attend to this cache's rows in each step; another "
                 "attended, or to other keys."
             )
-        layer, call = self._held(), AttentionCall(q, scale, mask, sinks)
+        layer, call = self._held(), AttentionCall(q, scale, mask, sinks, softcap)
         out, seen = attend_to_shared(layer, call, self._attended)
         self._seen.append(seen)
         if len(self._seen) < self.sharers:

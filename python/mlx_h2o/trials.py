@@ -36,6 +36,7 @@ class Rows:
         values: `[B, H, T, Dv]`.
         scale: Factor on q.k.
         sinks: Attention-sink logits `[Hq]`, or None.
+        softcap: c of logits capped softly, or 0.
     """
 
     q: mx.array
@@ -43,6 +44,7 @@ class Rows:
     values: mx.array
     scale: float
     sinks: mx.array | None = None
+    softcap: float = 0.0
 
     @property
     def length(self) -> int:
@@ -77,7 +79,7 @@ def tried(
         outs = []
         for i in range(end - start):
             one = slice(i, i + 1)
-            call = AttentionCall(q[:, :, one], rows.scale, None, sinks)
+            call = AttentionCall(q[:, :, one], rows.scale, None, sinks, rows.softcap)
             outs.append(update_and_attend(layer, call, k[:, :, one], v[:, :, one]))
         out = mx.concatenate(outs, axis=2).reshape(B, settings, Hq, end - start, -1)
         mx.eval(out, layer.side_state() if layer.memory.decoder is None else [])

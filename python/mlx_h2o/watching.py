@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
+from mlx_h2o.attention import scaled_dot_product_attention
 from mlx_h2o.cache_lists import replaced
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
 from mlx_h2o.profile import SMALLEST_BUDGET
@@ -37,6 +38,8 @@ class LookingCache:
 
     attending = True
     offset = 0
+    #: Whether `attend` takes a softcap.
+    knows_softcap = False
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """The rows as they are."""
@@ -103,20 +106,26 @@ def looked_through(
 
 
 def full_attention(
-    q: mx.array, keys: mx.array, values: mx.array, scale: float, sinks: mx.array | None
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    sinks: mx.array | None,
+    softcap: float = 0.0,
 ) -> mx.array:
     """Causal attention `[B, Hq, T, Dv]` in blocks of queries, evaluated."""
     blocks = []
     for start in range(0, q.shape[2], QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, q.shape[2])
-        block = mx.fast.scaled_dot_product_attention(
-            q[:, :, start:end],
-            keys[:, :, :end],
-            values[:, :, :end],
-            scale=scale,
-            mask="causal",
-            sinks=sinks,
-        )
+        rows = q[:, :, start:end], keys[:, :, :end], values[:, :, :end]
+        if softcap:
+            block = scaled_dot_product_attention(
+                *rows, scale=scale, mask="causal", sinks=sinks, softcap=softcap
+            )
+        else:
+            block = mx.fast.scaled_dot_product_attention(
+                *rows, scale=scale, mask="causal", sinks=sinks
+            )
         mx.eval(block)
         blocks.append(block)
     return mx.concatenate(blocks, axis=2)

@@ -25,7 +25,7 @@ def accepts(settings: CacheSettings, call: AttentionCall, k: mx.array, v: mx.arr
         k: `[B, Hk, L, D]`, the new keys.
         v: `[B, Hk, L, Dv]`, the new values.
     """
-    one_token = k.shape[2] == 1 and call.mask is None
+    one_token = k.shape[2] == 1 and call.mask is None and not call.softcap
     if not one_token or k.dtype != v.dtype or settings.rope is not None:
         return False
     if settings.ranks > 1 and settings.policy.unit == "layer":

@@ -78,6 +78,8 @@ def _parts(
             "scale": call.scale,
             "mask": columns_of(call.mask, start, end, call.q.shape[2], call.k.shape[2]),
         }
+        if call.softcap:  # which no kernel takes
+            options["softcap"] = call.softcap
         if not parts:  # once: they are columns of the whole
             options |= {"sinks": call.sinks, "seed": call.seed}
         parts.append(attend(call.q, keys, values, **options))

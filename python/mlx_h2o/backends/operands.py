@@ -30,6 +30,7 @@ class Options(TypedDict, total=False):
     sinks: mx.array | None
     seed: Seed | None
     ranges: Ranges | None
+    softcap: float
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Operands(Generic[R]):
         sinks: Attention-sink logits `[Hq]`.
         seed: One more column.
         ranges: Where the slots of heads with different lengths lie.
+        softcap: c of logits capped softly, or 0; the reference alone knows it.
     """
 
     q: mx.array
@@ -55,6 +57,7 @@ class Operands(Generic[R]):
     sinks: mx.array | None = None
     seed: Seed | None = None
     ranges: Ranges | None = None
+    softcap: float = 0.0
 
     @property
     def packed(self) -> bool:
@@ -70,6 +73,7 @@ class Operands(Generic[R]):
             "sinks": self.sinks,
             "seed": self.seed,
             "ranges": self.ranges,
+            "softcap": self.softcap,
         }
 
     def of_heads(self) -> Iterator[Operands[mx.array]]:
@@ -89,6 +93,7 @@ class Operands(Generic[R]):
                 mask=self.mask,
                 sinks=None if self.sinks is None else self.sinks[heads],
                 seed=None if seed is None else (seed[0][:, heads], seed[1][:, h : h + 1]),
+                softcap=self.softcap,
             )
 
     def of_queries(self, count: int) -> Iterator[Operands[R]]:

@@ -28,7 +28,7 @@ def attention(q: mx.array, k: AnyRows, v: AnyRows, **options: Unpack[Options]) -
     if call.ranges is not None:
         heads = [attention(h.q, h.k, h.v, **h.options) for h in call.of_heads()]
         return mx.concatenate(heads, axis=1)
-    if call.seed is None and not packed:
+    if call.seed is None and not packed and not call.softcap:
         sinks = None if call.sinks is None else call.sinks.astype(q.dtype)
         mask = fast_mask(call.mask, q.dtype)
         return mx.fast.scaled_dot_product_attention(
@@ -91,7 +91,7 @@ def attention_with_scores(
     # The G query heads of a KV head are stacked along the queries: one matmul, no repeated keys.
     grouped = (q.astype(mx.float32) * call.scale).reshape(B, Hk, -1, D)
     scores = (grouped @ keys.astype(mx.float32).swapaxes(-1, -2)).reshape(B, Hq, L, N)
-    scores = apply_mask(scores, call.mask)
+    scores = apply_mask(softcapped(scores, call.softcap), call.mask)
     lse = mx.logsumexp(scores, axis=-1)
     if call.sinks is not None:
         lse = mx.logaddexp(lse, call.sinks.astype(mx.float32)[:, None])
@@ -100,6 +100,11 @@ def attention_with_scores(
     if call.seed is not None:
         out, lse = join(out, lse, *call.seed)
     return out.astype(q.dtype), scores, lse
+
+
+def softcapped(scores: mx.array, softcap: float) -> mx.array:
+    """Logits capped softly, c tanh(logits / c), as Gemma 2 has them; 0 leaves them."""
+    return softcap * mx.tanh(scores / softcap) if softcap else scores
 
 
 def apply_mask(scores: mx.array, mask: Mask) -> mx.array:

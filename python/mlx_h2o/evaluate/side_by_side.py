@@ -16,6 +16,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o import routing
 from mlx_h2o.cache import H2OKVCache
+from mlx_h2o.own_attention import asked
 
 # What keeps rows of attention alone, and reads masks as `make_mask` of its own gives them.
 SERVED = (
@@ -71,11 +72,25 @@ class SideBySide:
         return keys, values
 
     def attend(
-        self, q: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Any, sinks: Any
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Any,
+        sinks: Any,
+        softcap: float = 0.0,
     ) -> mx.array:
         """Attention `[A * B, Hq, L, Dv]`, each part's by itself."""
-        attention: Any = base.scaled_dot_product_attention
         each = zip(self.parts, self._cut(q), self._handed, self.masks, strict=True)
+        if softcap:
+            outs = [
+                asked(part, queries, *rows, scale, own, softcap)
+                for part, queries, rows, own in each
+            ]
+            return mx.concatenate(outs)
+        attention: Any = base.scaled_dot_product_attention
         return mx.concatenate(
             [
                 attention(queries, *rows, cache=part, scale=scale, mask=own, sinks=sinks)
