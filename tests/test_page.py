@@ -388,3 +388,23 @@ def test_what_is_selected_is_pinned_by_a_button(browser, server):
         spans = shown_shares(page)
         assert newest(server)["pins"] == [[spans[2][0], spans[4][1]]]
         expect(page.locator("#pin-range")).to_be_hidden()
+
+
+@pytest.mark.slow
+def test_pins_that_a_turn_did_not_carry_over_are_set_again(browser, server):
+    """Another client asks the same, and its conversation, without pins, takes the other's place."""
+    with opened(browser, server) as page:
+        asked = words(500, 20)
+        say(page, asked)
+        page.locator("#text .w").nth(0).click()
+        expect(page.locator("#pins button")).to_have_count(1)
+        pins = newest(server)["pins"]
+        assert pins
+        server.client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": asked}]
+        )
+        assert newest(server)["pins"] == []
+        say(page, words(530, 20))
+        expect(page.locator("#told")).to_contain_text("Pinned.")
+        expect(page.locator("#pins button")).to_have_count(1)
+        assert newest(server)["pins"] == pins
