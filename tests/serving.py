@@ -9,13 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import mlx_lm
 import openai
 
+import mlx_h2o
+from mlx_h2o.builtin import SAMPLE_TEXT
 from mlx_h2o.serve.generator import BoundedGenerator
 from mlx_h2o.serve.handler import Server
 from mlx_h2o.serve.running import ServerSettings, serve
 
 MODEL = "builtin:recall-4m"
+WORDS = SAMPLE_TEXT.read_text(encoding="utf-8").split()
 #: Slots that a head has where a test does not say.
 SIZE = 48
 
@@ -72,3 +76,14 @@ def until(said: Callable[[], bool], seconds: float = 20) -> None:
     while not said():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def words(first: int, count: int) -> str:
+    return " ".join(WORDS[first : first + count])
+
+
+def alone(loaded: Any, prompt: str, tokens: int = 8, **settings: Any) -> str:
+    """What a prompt gets by itself."""
+    model, tokenizer = loaded
+    cache = mlx_h2o.make_prompt_cache(model, **({"max_size": SIZE} | settings))
+    return mlx_lm.generate(model, tokenizer, prompt, max_tokens=tokens, prompt_cache=cache)

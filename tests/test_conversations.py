@@ -11,10 +11,11 @@ import mlx_h2o
 from mlx_h2o.serve.accountant import Accountant
 from mlx_h2o.serve.conversations import Conversations, pieces_of
 from mlx_h2o.serve.fields import label_of
+from mlx_h2o.serve.marks import Mark, mark, mark_of
 from mlx_h2o.serve.most_bytes import most_bytes
 from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
 from mlx_h2o.serve.ticket import Ticket
-from tiny_models import prompt_tokens, tiny_model
+from tiny_models import kept_positions, prompt_tokens, tiny_model
 
 SIZE = 40
 
@@ -26,8 +27,7 @@ def model() -> Any:
 
 def made(model: Any, label: str = "a", **settings: Any) -> list[Any]:
     cache = mlx_h2o.make_prompt_cache(model, **({"max_size": SIZE} | settings))
-    for entry in cache:
-        entry.label = label
+    mark(cache, Mark(label, tuple(settings.get("pins", ()))))
     return cache
 
 
@@ -109,6 +109,55 @@ def test_caches_of_other_settings_are_not_gone_on_with(model):
     conversations.begin("b", made(model, "b"))
     assert known(conversations, tokens) == 20
     assert label_of({"max_size": 3, "sink": 2}) == label_of({"sink": 2, "max_size": 3})
+
+
+ROOMY = {"max_size": 60, "budgets": "uniform"}
+
+
+@pytest.mark.parametrize("files", [False, True])
+@pytest.mark.parametrize(
+    ("held", "wanted", "served"),
+    [
+        ([(2, 9)], [(2, 9)], True),
+        ([(2, 9)], [(2, 9), (82, 84)], True),  # what is still to come is pinned when it comes
+        ([(2, 9)], [], False),
+        ([], [(2, 9)], False),
+        ([(2, 9)], [(2, 8)], False),
+        ([(2, 9), (85, 88)], [(2, 9), (85, 88)], True),
+        ([(2, 9), (85, 88)], [(2, 9)], False),  # which took room already
+    ],
+)
+def test_a_pinned_prefix_serves_prompts_that_pin_the_same_of_it(
+    model, tmp_path, files, held, wanted, served
+):
+    tokens = prompt_tokens(90)
+    conversations = Conversations(sessions=Sessions(tmp_path, "m"))
+    cache = made(model, pins=held, **ROOMY)
+    read(model, cache, tokens[:80])
+    conversations.insert_cache("model", tokens[:80], cache)
+    if files:
+        conversations = Conversations(sessions=Sessions(tmp_path, "m"))
+    conversations.begin("a", made(model, pins=wanted, **ROOMY))
+    taken, rest = conversations.fetch_nearest_cache("model", tokens)
+    assert len(tokens) - len(rest) == (80 if served else 0)
+    read(model, taken, rest)
+    assert taken[0].pins == tuple(wanted)
+    pinned = {position for span in wanted for position in range(*span)}
+    assert all(pinned <= set(head) for entry in taken for head in kept_positions(entry))
+    assert mark_of(taken) == Mark("a", tuple(wanted))
+
+
+def test_what_was_let_go_by_hand_stays_so(model):
+    tokens, conversations = prompt_tokens(90), Conversations()
+    cache = made(model, pins=[(2, 9)], **ROOMY)
+    read(model, cache, tokens[:80])
+    conversations.insert_cache("model", tokens[:80], cache)
+    conversations.change(conversations.idle[0], lambda cache: mlx_h2o.unpin(cache, [(2, 5)]))
+    conversations.change(conversations.idle[0], lambda cache: mlx_h2o.pin(cache, [(79, 80)]))
+    conversations.begin("a", made(model, pins=[(2, 9), (82, 84)], **ROOMY))
+    taken, rest = conversations.fetch_nearest_cache("model", tokens)
+    assert len(rest) == 10
+    assert taken[0].pins == ((5, 9), (79, 80), (82, 84))
 
 
 # -- room -----------------------------------------------------------------------------------------

@@ -19,11 +19,8 @@ import openai
 import pytest
 
 import mlx_h2o
-from mlx_h2o.builtin import SAMPLE_TEXT
 from mlx_h2o.serve.running import ServerSettings, serve
-from serving import MODEL, SIZE, Running, serving, until
-
-WORDS = SAMPLE_TEXT.read_text(encoding="utf-8").split()
+from serving import MODEL, SIZE, Running, alone, serving, until, words
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +32,6 @@ def loaded():
 def plain() -> Iterator[Running]:
     with serving() as running:
         yield running
-
-
-def words(first: int, count: int) -> str:
-    return " ".join(WORDS[first : first + count])
-
-
-def alone(loaded: Any, prompt: str, tokens: int = 8, **settings: Any) -> str:
-    model, tokenizer = loaded
-    cache = mlx_h2o.make_prompt_cache(model, **({"max_size": SIZE} | settings))
-    return mlx_lm.generate(model, tokenizer, prompt, max_tokens=tokens, prompt_cache=cache)
 
 
 # -- clients --------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -72,30 +73,75 @@ def spans_for(
     Raises:
         ValueError: A text or a role's message is not in the prompt.
     """
-    texts = token_texts(tokenizer, tokens)
-    text, ends = "".join(texts), list(accumulate(map(len, texts)))
+    prompt = PromptText.of(tokenizer, tokens)
+    matches = (match.span() for p in rules.patterns for match in re.finditer(p, prompt.text))
     found = [
-        *_of_roles(rules.roles, messages, text),
-        *_of_texts(rules.texts, text),
-        *_of_sentences(rules, text),
+        *of_roles(rules.roles, messages, prompt.text),
+        *of_texts(rules.texts, prompt.text),
+        *whole_sentences(prompt.text, matches),
     ]
-    spans = []
-    for start, stop in found:
-        inside = [
-            i
-            for i, end in enumerate(ends)
+    if rules.predicate is not None:
+        found += (s for s in sentences_of(prompt.text) if rules.predicate(prompt.text[slice(*s)]))
+    return prompt.positions(found, first)
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """A prompt's text, and which of its tokens says what of it.
+
+    Attributes:
+        text: All of it.
+        starts: Where each token's part begins in it.
+        ends: Where it ends.
+    """
+
+    text: str
+    starts: Sequence[int]
+    ends: Sequence[int]
+
+    @classmethod
+    def of(cls, tokenizer: Any, tokens: Sequence[int]) -> PromptText:
+        """That of some tokens."""
+        texts = token_texts(tokenizer, tokens)
+        ends = list(accumulate(map(len, texts)))
+        return cls("".join(texts), [0, *ends[:-1]], ends)
+
+    def positions(self, found: Iterable[Span], first: int = 0) -> tuple[Span, ...]:
+        """The positions of the tokens that say some parts of the text.
+
+        Args:
+            found: Where the parts begin and end in the text.
+            first: The position of the first token.
+        """
+        spans = []
+        for start, stop in joined(span for span in found if span[0] < span[1]):
+            begin = bisect_right(self.ends, start)
             # A token that begins a character has no text of its own: the next one has it.
-            if (end > start or (not texts[i] and end == start)) and end - len(texts[i]) < stop
-        ]
-        if inside:
-            spans.append((first + inside[0], first + inside[-1] + 1))
-    return joined(spans)
+            while begin and self.starts[begin - 1] == self.ends[begin - 1] == start:
+                begin -= 1
+            end = bisect_left(self.starts, stop)
+            if begin < end:
+                spans.append((first + begin, first + end))
+        return joined(spans)
 
 
-def _of_roles(
-    roles: Sequence[str], messages: Sequence[Mapping[str, str]], text: str
+def of_roles(
+    roles: Sequence[str],
+    messages: Sequence[Mapping[str, str]],
+    text: str,
+    required: bool = True,
 ) -> Iterator[Span]:
-    """Where the messages of some roles stand; with a first message all that comes before it."""
+    """Where the messages of some roles stand; with a first message all that comes before it.
+
+    Args:
+        roles: Of the messages.
+        messages: All that are in the text, in order.
+        text: The prompt's.
+        required: Whether a role that says nothing is an error.
+
+    Raises:
+        ValueError: A message is not in the text as it was written, or a required role has none.
+    """
     after = 0
     for i, message in enumerate(messages):
         content = message["content"].strip()
@@ -110,29 +156,32 @@ def _of_roles(
         after = start + len(content)
         if message["role"] in roles:
             yield (start if i else 0, after)
-    for role in roles:
+    for role in roles if required else ():
         if all(message["role"] != role for message in messages):
             raise ValueError(f"The prompt has no {role} message to pin.")
 
 
-def _of_texts(texts: Sequence[str], text: str) -> Iterator[Span]:
+def of_texts(texts: Sequence[str], text: str, required: bool = True) -> Iterator[Span]:
+    """Where some texts stand in another, every time.
+
+    Raises:
+        ValueError: One that is required is not there.
+    """
     for wanted in texts:
         places = [match.span() for match in re.finditer(re.escape(wanted), text)] if wanted else []
-        if not places:
+        if not places and required:
             raise ValueError(f"The prompt does not say {wanted!r}, so that cannot be pinned.")
         yield from places
 
 
-def _of_sentences(rules: PinRules, text: str) -> Iterator[Span]:
-    """Sentences that a pattern matches in, or that the predicate is true of."""
+def whole_sentences(text: str, matches: Iterable[Span]) -> Iterator[Span]:
+    """The sentences that matches lie in, from the first to the last of each match."""
     sentences = sentences_of(text)
-    for pattern in rules.patterns:
-        for match in re.finditer(pattern, text):
-            around = [s for s in sentences if s[0] < max(match.end(), 1) and s[1] > match.start()]
-            if around:
-                yield around[0][0], around[-1][1]
-    if rules.predicate is not None:
-        yield from (s for s in sentences if rules.predicate(text[slice(*s)]))
+    starts, stops = [start for start, _ in sentences], [stop for _, stop in sentences]
+    for start, stop in matches:
+        first, end = bisect_right(stops, start), bisect_left(starts, max(stop, 1))
+        if first < end:
+            yield starts[first], stops[end - 1]
 
 
 def sentences_of(text: str) -> list[Span]:

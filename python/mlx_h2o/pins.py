@@ -78,6 +78,11 @@ def without(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(out)
 
 
+def among_first(spans: Sequence[Span], count: int) -> tuple[Span, ...]:
+    """The positions of some spans, in order and apart, that are below `count`."""
+    return tuple((first, min(end, count)) for first, end in spans if first < count)
+
+
 def pinned_from(spans: Sequence[Span], sink: int) -> int:
     """How many positions are pinned that are no sinks."""
     return sum(end - max(first, sink) for first, end in spans if end > sink)

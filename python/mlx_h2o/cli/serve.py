@@ -10,7 +10,14 @@ from typing import Any
 
 from mlx_h2o import checks
 from mlx_h2o.builtin import DEFAULT_MODEL, model_path, require_model
-from mlx_h2o.cli.options import add_cache_options, cache_settings, memory, policy_settings, typed
+from mlx_h2o.cli.options import (
+    add_cache_options,
+    add_pin_options,
+    cache_settings,
+    memory,
+    policy_settings,
+    typed,
+)
 from mlx_h2o.files import require_folder
 from mlx_h2o.gguf import SUFFIX
 from mlx_h2o.memory_size import Share, memory_size
@@ -77,6 +84,7 @@ def add_parser(commands: Any) -> None:
     for name, text in MLX_LMS.items():
         server.add_argument(f"--{name}", metavar=name.rpartition("-")[2].upper(), help=text)
     add_cache_options(parser, DEFAULT_MAX_KV_SIZE, "--conversation-memory")
+    add_pin_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -94,6 +102,7 @@ def size_in_bytes(text: str) -> int:
 
 def run(args: argparse.Namespace) -> None:
     """Serve until Ctrl-C or SIGTERM."""
+    from mlx_h2o.serve.asked_pins import AskedPins
     from mlx_h2o.serve.running import ServerSettings, serve
 
     checks.whole("--queue", args.queue, 0)
@@ -104,8 +113,9 @@ def run(args: argparse.Namespace) -> None:
     path = model_path(args.model)
     if not path.endswith(SUFFIX):
         require_model(args.model, path)
+    pins = AskedPins(tuple(args.pin_role), tuple(args.pin), tuple(args.pin_pattern), required=False)
     settings = ServerSettings(
-        cache_defaults(args), args.bound, args.queue, args.sessions, args.max_request
+        cache_defaults(args), args.bound, args.queue, args.sessions, args.max_request, pins
     )
     options = ["--model", args.model, "--allowed-origins", args.allowed_origins]
     for name in MLX_LMS:

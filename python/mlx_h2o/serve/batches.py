@@ -1,12 +1,13 @@
-"""mlx-lm's batch generator, telling when a request begins, steps and ends."""
+"""mlx-lm's batch generator, telling when a request begins, steps, ends, or breaks off."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from mlx_lm.generate import BatchGenerator
+from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
 
 from mlx_h2o.batch_cache import BatchH2OKVCache
 from mlx_h2o.cache_lists import entries
@@ -34,40 +35,112 @@ class Owner(Protocol):
     def ended(self, ticket: Ticket, cache: list[Any] | None) -> None:
         """A request's sequence left the batch, with its cache if it came to its end."""
 
+    def failed(self, tickets: Sequence[Ticket], error: Exception) -> None:
+        """A step raised, and these requests' sequences are lost by it."""
+
+
+class Generating(GenerationBatch):  # type: ignore[misc]
+    """mlx-lm's `GenerationBatch`, of which is known whether it came through.
+
+    Attributes:
+        said: What its last step gave, which a prompt that fails after it must not take away.
+        whole: Whether its last step, or the last joining, came to its end.
+    """
+
+    said: Sequence[Any] = ()
+    whole = True
+
+    def next(self) -> Any:
+        """As in mlx-lm."""
+        self.whole = False
+        self.said = super().next()
+        self.whole = True
+        return self.said
+
+    def extend(self, batch: Any) -> None:
+        """As in mlx-lm."""
+        self.whole = False
+        super().extend(batch)
+        self.whole = True
+
 
 class AccountedBatch(BatchGenerator):  # type: ignore[misc]
-    """A `BatchGenerator` whose sequences have tickets."""
+    """A `BatchGenerator` whose sequences have tickets, and whose steps may fail.
+
+    A step that raises leaves the sequences that were in it in no known state: they are given up,
+    those that generate or those whose prompts are read, and the others go on.
+    """
 
     def __init__(self, *args: Any, owner: Owner, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._owner = owner
         self._tickets: dict[int, Ticket] = {}
+        self._lost: list[int] = []  # given up, of which mlx-lm's loop was not told yet
         self._steps = 0
+        self._generation_batch = Generating.empty(self.model, self.sampler)
 
     def insert_segments(
         self, segments: list[list[list[int]]], *args: Any, **kwargs: Any
     ) -> list[int]:
-        """As in mlx-lm."""
-        uids: list[int] = super().insert_segments(segments, *args, **kwargs)
+        """As in mlx-lm; what it cannot take in is given up."""
         ticket = self._owner.begun()
+        try:
+            uids: list[int] = super().insert_segments(segments, *args, **kwargs)
+        except Exception as error:
+            uids = [self._uid_count + i for i in range(len(segments))]
+            self._uid_count += len(segments)
+            self._lost += uids
+            self._owner.failed([ticket], error)
+            return uids
         self._tickets |= dict.fromkeys(uids, ticket)
         return uids
 
     def next(self) -> tuple[list[Any], list[Any]]:
-        """As in mlx-lm."""
+        """As in mlx-lm; sequences that are given up are among the prompts."""
         before, start = self._counters.prompt_tokens, time.perf_counter()
-        prompted, generated = super().next()
-        seconds = time.perf_counter() - start
-        tokens = self._counters.prompt_tokens - before
-        self._owner.stepped(seconds, tokens, len(generated))
+        self._generation_batch.said = ()
+        try:
+            prompted, generated = super().next()
+        except Exception as error:
+            logging.exception("A step failed")
+            prompted, generated = [], list(self._generation_batch.said)
+            self._give_up(error, {response.uid for response in generated})
+        else:
+            seconds = time.perf_counter() - start
+            tokens = self._counters.prompt_tokens - before
+            self._owner.stepped(seconds, tokens, len(generated))
         ended = [response for response in generated if response.finish_reason is not None]
         self._steps += 1
-        if prompted or ended or self._steps % WEIGHED_EVERY == 0:
+        if prompted or ended or self._lost or self._steps % WEIGHED_EVERY == 0:
             gone = sum(entry.nbytes for response in ended for entry in response.prompt_cache)
             self._owner.weighed(self.prompt_cache_nbytes + gone, self._slots())
         for response in ended:
             self._end(response.uid, response.prompt_cache)
+        # mlx-lm's loop removes a sequence of which it hears once its request has stopped.
+        lost, self._lost = self._lost, []
+        prompted += [PromptProcessingBatch.Response(uid, (0, 0), False, True) for uid in lost]
         return prompted, generated
+
+    def _give_up(self, error: Exception, answered: set[int]) -> None:
+        """Let go of the sequences that a step which raised was about.
+
+        Args:
+            error: That it raised.
+            answered: Sequences whose token of this step is out.
+        """
+        kept = answered | {sequence[0] for sequence in self._unprocessed_sequences}
+        if self._generation_batch.whole:
+            kept |= set(self._generation_batch.uids)
+            self._prompt_batch = PromptProcessingBatch.empty(
+                self.model, self.sampler, prefill_step_size=self.prefill_step_size
+            )
+            self._currently_processing = []
+        else:
+            kept |= set(self._prompt_batch.uids)
+            self._generation_batch = Generating.empty(self.model, self.sampler)
+        lost = [uid for uid in self._tickets if uid not in kept]
+        self._lost += lost
+        self._owner.failed([self._tickets.pop(uid) for uid in lost], error)
 
     def _slots(self) -> float:
         """Tokens that all sequences hold, mean over layers."""

@@ -1,7 +1,8 @@
 """Idle conversations and prefixes: where mlx-lm's server looks for what it knows of a prompt.
 
 It stands in the place of mlx-lm's `LRUPromptCache`. What has evicted tokens serves its own
-continuation and nothing else, except what the undo of its last steps allows. When room is needed,
+continuation and nothing else, except what the undo of its last steps allows; what was pinned while
+it was read must be what the prompt pins of it, no more and no less. When room is needed,
 snapshots that a longer conversation has passed go first, then idle conversations shrink, the
 longest unused first, then they go to disk, if there is a folder for them, or are forgotten.
 """
@@ -18,8 +19,11 @@ import mlx.core as mx
 
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries
+from mlx_h2o.conversations import pin
 from mlx_h2o.layer import Layer
+from mlx_h2o.pins import without
 from mlx_h2o.resizing import resize
+from mlx_h2o.serve.marks import Mark, mark, mark_of
 from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
 from mlx_h2o.serve.ticket import Turn
 
@@ -31,12 +35,16 @@ SHRUNK = 0.5
 MOST_TURNS = 16
 
 
+#: By which an entry is found: its mark, and its tokens.
+Place = tuple[Mark, bytes]
+
+
 @dataclass(eq=False)
 class Idle:
     """Caches that no request uses now.
 
     Attributes:
-        label: Of their settings.
+        mark: Of their settings, and of the pins that were asked for.
         key: Of their tokens.
         cache: One for each layer.
         kind: Of KINDS.
@@ -47,7 +55,7 @@ class Idle:
         turns: The answers that ended here: several, where clients had the same one.
     """
 
-    label: str
+    mark: Mark
     key: bytes
     cache: list[Any]
     kind: str
@@ -74,10 +82,10 @@ class Conversations:
     def __init__(self, most: int | None = None, sessions: Sessions | None = None):
         self.most, self.sessions = most, sessions
         self.left: Callable[[], int | None] = lambda: None  # bytes that all may take now
-        # Of the request that is being begun: its settings, and empty caches of them.
-        self.label, self._empty = "", list[Any]()
+        # Of the request that is being begun: its mark, and empty caches with it.
+        self._wanted, self._empty = Mark(), list[Any]()
         self.shrunk = self.forgotten = 0  # how often, for the metrics
-        self._idle: dict[tuple[str, bytes], Idle] = {}
+        self._idle: dict[Place, Idle] = {}
         self._snapped: set[int] = set()
         #: Of the request that is served by itself.
         self.turn: Turn | None = None
@@ -86,6 +94,11 @@ class Conversations:
 
     def __len__(self) -> int:
         return len(self._idle)
+
+    @property
+    def idle(self) -> list[Idle]:
+        """All of them, the one that was used last at the end."""
+        return sorted(self._idle.values(), key=lambda idle: idle.used)
 
     @property
     def nbytes(self) -> int:
@@ -107,8 +120,11 @@ class Conversations:
     # -- what mlx-lm's server asks ----------------------------------------------------------------
 
     def begin(self, label: str, empty: list[Any]) -> None:
-        """The next prompt that is looked up is of these settings, with empty caches of them."""
-        self.label, self._empty = label, empty
+        """The next prompt that is looked up is of these settings, with empty caches of them.
+
+        The pins of the empty caches' mark are what the prompt pins.
+        """
+        self._wanted, self._empty = Mark(label, mark_of(empty).pins), empty
 
     def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any], list[int]]:
         """The caches that know most of a prompt, and the tokens that they do not know.
@@ -120,29 +136,44 @@ class Conversations:
             model: Unused: all are of one model.
             tokens: The prompt.
         """
-        tokens, key = list(tokens), key_of(tokens)
+        tokens = list(tokens)
+        try:
+            cache, known = self._found(key_of(tokens))
+            # What was asked for before may have been let go, by hand, since.
+            more = without(self._wanted.pins, mark_of(cache).pins)
+            if more:
+                pin(cache, more)
+                mark(cache, self._wanted)
+        except Exception:
+            # Whatever is wrong with what was found, the prompt itself can still be read.
+            logging.exception("An idle conversation cannot be gone on with")
+            cache, known = copy.deepcopy(self._empty), 0
+        return cache, tokens[known:]
+
+    def _found(self, key: bytes) -> tuple[list[Any], int]:
+        """Caches of the caller's own, and how many of a prompt's tokens they know."""
         found = self._longest_before(key)
         undone = self._undone(key, token_count(found.key) if found else 0)
         if undone is not None:
-            return undone[0], tokens[undone[1] :]
+            return undone
         known = token_count(found.key) if found else 0
         if self.sessions is not None:
-            saved = self.sessions.longest_before(self.label, key)
+            saved = self.sessions.longest_before(self._wanted, key)
             # A shrunk conversation's file still has all that it held.
             if saved is not None and (
                 token_count(saved.key) > known or (found is not None and found.shrunk)
             ):
                 cache = self.sessions.load(saved)
                 if cache is not None:
-                    return cache, tokens[token_count(saved.key) :]
+                    return cache, token_count(saved.key)
         if found is None:
-            return copy.deepcopy(self._empty), tokens
+            return copy.deepcopy(self._empty), 0
         self._clock += 1
         found.used = self._clock
         cache = copy.deepcopy(found.cache)
         if found.shrunk:
             grow(cache, self._empty)
-        return cache, tokens[known:]
+        return cache, known
 
     def snapped(self, cache: list[Any]) -> None:
         """What will be inserted next was copied before its turn ended: it is no conversation."""
@@ -163,32 +194,38 @@ class Conversations:
     ) -> None:
         """Keep caches; a conversation goes to its file at once, so that a crash cannot lose it.
 
+        What cannot be kept is forgotten, and said in the log: no request depends on it.
+
         Args:
             model: Unused.
             tokens: What they hold.
             prompt_cache: One for each layer; theirs from now on.
             cache_type: One of KINDS.
         """
-        key, label = key_of(tokens), label_of(prompt_cache)
         if id(prompt_cache) in self._snapped:
             self._snapped.remove(id(prompt_cache))
             cache_type = "system" if cache_type == "system" else "user"
-        mx.eval([entry.state for entry in prompt_cache])
-        for idle in self._idle.values():
-            if idle.label == label and len(idle.key) < len(key) and key.startswith(idle.key):
-                idle.passed = True
-        self._clock += 1
-        pieces = pieces_of(prompt_cache)
-        new = Idle(label, key, prompt_cache, cache_type, pieces, self._clock)
         turn = self._turns.pop(id(prompt_cache), self.turn)
-        before = self._idle.get((label, key))
-        same = before.turns if before is not None else ()
-        new.turns = (*same, *((turn,) if turn is not None else ()))[-MOST_TURNS:]
-        self._idle[label, key] = new
-        if cache_type == "assistant" and self.sessions is not None:
-            self._save(label, key, prompt_cache)
+        try:
+            mx.eval([entry.state for entry in prompt_cache])
+            self._keep(key_of(tokens), prompt_cache, cache_type, turn)
+        except Exception:
+            logging.exception("A conversation cannot be kept")
         self.trim_to(n_sequences=self.most)
         self.make_room(self.left())
+
+    def _keep(self, key: bytes, cache: list[Any], kind: str, turn: Turn | None) -> None:
+        own = mark_of(cache)
+        for idle in self._before(own, key):
+            idle.passed = True
+        self._clock += 1
+        before = self._idle.get((own, key))
+        same = before.turns if before is not None else ()
+        turns = (*same, *((turn,) if turn is not None else ()))[-MOST_TURNS:]
+        new = Idle(own, key, cache, kind, pieces_of(cache), self._clock, turns=turns)
+        self._idle[own, key] = new
+        if kind == "assistant" and self.sessions is not None:
+            self._save(own, key, cache)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Make room until no more than so many entries or bytes are left."""
@@ -231,19 +268,19 @@ class Conversations:
 
     def _give_up(self, idle: Idle) -> None:
         """Let go of an entry; a conversation's file, if there is a folder, is written already."""
-        del self._idle[idle.label, idle.key]
+        del self._idle[idle.mark, idle.key]
         self.forgotten += 1
 
-    def _save(self, label: str, key: bytes, cache: list[Any]) -> None:
+    def _save(self, own: Mark, key: bytes, cache: list[Any]) -> None:
         """Write a conversation, and remove the files of its earlier turns."""
         assert self.sessions is not None
         try:
-            self.sessions.save(label, key, cache)
+            self.sessions.save(own, key, cache)
         except OSError as error:
             logging.error("A conversation could not be saved: %s", error)
             return
-        while (earlier := self.sessions.longest_before(label, key)) is not None:
-            self.sessions.forget(earlier.label, earlier.key)
+        while (earlier := self.sessions.longest_before(own, key)) is not None:
+            self.sessions.forget(earlier)
 
     # -- what is looked at ------------------------------------------------------------------------
 
@@ -269,13 +306,13 @@ class Conversations:
         mx.eval([entry.state for entry in idle.cache])
         idle.pieces = pieces_of(idle.cache)
         if self.sessions is not None:
-            saved = self.sessions.saved.get((idle.label, idle.key))
+            saved = self.sessions.saved.get(self.sessions.path_of(idle.mark, idle.key))
             # A shrunk conversation's file still has all that it held.
             whole = self.sessions.load(saved) if idle.shrunk and saved is not None else None
             if whole is not None:
                 to(whole)
             try:
-                self.sessions.save_again(idle.label, idle.key, whole or idle.cache)
+                self.sessions.save_again(idle.mark, idle.key, whole or idle.cache)
             except OSError as error:
                 logging.error("Changed pins could not be saved: %s", error)
         self.make_room(self.left())
@@ -284,12 +321,18 @@ class Conversations:
 
     def _longest_before(self, key: bytes) -> Idle | None:
         """The longest entry of these settings that the tokens go on from."""
-        before = (
+        before = self._before(self._wanted, key)
+        return max(before, key=lambda idle: len(idle.key), default=None)
+
+    def _before(self, wanted: Mark, key: bytes) -> list[Idle]:
+        """Entries that tokens with a mark go on from."""
+        return [
             idle
             for idle in self._idle.values()
-            if idle.label == self.label and len(idle.key) < len(key) and key.startswith(idle.key)
-        )
-        return max(before, key=lambda idle: len(idle.key), default=None)
+            if len(idle.key) < len(key)
+            and key.startswith(idle.key)
+            and idle.mark.serves(wanted, token_count(idle.key))
+        ]
 
     def _undone(self, key: bytes, more_than: int) -> tuple[list[Any], int] | None:
         """Caches that differ by steps which can be undone without a trace, and what they know.
@@ -301,11 +344,11 @@ class Conversations:
         tokens = tokens_of(key)
         best: Idle | None = None
         for idle in self._idle.values():
-            if idle.label != self.label:
-                continue
             held = tokens_of(idle.key)
             common = min(_common(held, tokens), len(tokens) - 1)
-            if common > more_than and leaves_no_trace(idle.cache, len(held) - common):
+            if common <= more_than or not idle.mark.serves(self._wanted, common):
+                continue
+            if leaves_no_trace(idle.cache, len(held) - common):
                 best, more_than = idle, common
         if best is None:
             return None
@@ -344,12 +387,6 @@ def grow(cache: Sequence[Any], empty: Sequence[Any]) -> None:
         if isinstance(entry, BoundedKVCache) and new.budgets is not None:
             whole = replace(entry.resized_settings(new.budgets), filling=new.settings.filling)
             entry.follow(whole.grown(entry.offset) or whole)
-
-
-def label_of(cache: Sequence[Any]) -> str:
-    """The label that a list's bounded caches carry."""
-    labels = {entry.label for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)}
-    return labels.pop() if len(labels) == 1 else ""
 
 
 def pieces_of(cache: Sequence[Any]) -> dict[int, int]:

@@ -7,17 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_h2o.policies import policy_names
+from mlx_h2o.serve.asked_pins import AskedPins
 from mlx_h2o.settings import ModelSettings
 
 #: The field that holds one request's own settings of its cache.
 EXTRA = "mlx_h2o"
 #: Settings of `make_prompt_cache` that a request may give there; others are fields of its policy.
 OWN = (
-    "max_size max_bytes context policy remainder bits k_bits v_bits group_size recent_bits undo"
+    "max_size max_bytes context policy remainder bits k_bits v_bits group_size recent_bits undo "
+    "positions"
 ).split()
 #: Those that name files or hold arrays are the server's alone.
 SERVERS_OWN = ("budgets", "frames")
 SIZES = ("max_size", "max_bytes")
+#: What a request pins, which is no setting of its caches: it is looked for in its prompt.
+PINS = "pins"
 #: Texts at which an answer may stop.
 MOST_STOPS = 16
 
@@ -118,9 +122,23 @@ def settings_of(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
         base = {name: value for name, value in base.items() if name not in SIZES}
     if "policy" in own:  # whose fields are its own
         base = {name: value for name, value in base.items() if name in (*OWN, *SERVERS_OWN)}
-    wanted = base | own
+    wanted = base | {name: value for name, value in own.items() if name != PINS}
     ModelSettings.of(**wanted)
     return wanted
+
+
+def pins_of(body: Mapping[str, Any], usual: AskedPins) -> AskedPins:
+    """What a request pins.
+
+    Args:
+        body: The request's, of which `settings_of` thought well.
+        usual: What is pinned where it says nothing.
+
+    Raises:
+        ValueError: It says what are no pins.
+    """
+    asked = (body.get(EXTRA) or {}).get(PINS)
+    return usual if asked is None else AskedPins.of(asked)
 
 
 def label_of(settings: Mapping[str, Any]) -> str:

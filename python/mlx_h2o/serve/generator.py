@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Empty
 from typing import Any
 
@@ -13,21 +15,27 @@ from mlx_lm.server import ResponseGenerator
 
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries
+from mlx_h2o.conversations import pin
 from mlx_h2o.prompt_cache import bounded_caches
 from mlx_h2o.refusals import NothingToBound
 from mlx_h2o.serve.accountant import Accountant
+from mlx_h2o.serve.asked_pins import AskedPins
 from mlx_h2o.serve.conversations import Conversations
+from mlx_h2o.serve.failures import Answers, Health, StepFailed, Unanswered
 from mlx_h2o.serve.fields import label_of
 from mlx_h2o.serve.job import Job
+from mlx_h2o.serve.marks import Mark, mark
 from mlx_h2o.serve.metrics import Metrics
 from mlx_h2o.serve.most_bytes import most_bytes
 from mlx_h2o.serve.served_model import ServedModel
-from mlx_h2o.serve.ticket import HungUp, Ticket
+from mlx_h2o.serve.ticket import HungUp, Ticket, still_there
 from mlx_h2o.settings import ModelSettings
 from mlx_h2o.stock import stock_caches
 
 #: Different settings whose empty caches are kept.
 MOST_PLANS = 64
+#: How often the loop of steps may break off, one time after another, with nothing to do.
+MOST_TRIES = 3
 
 
 class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
@@ -39,6 +47,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         accountant: Of the bytes.
         metrics: What is counted.
         defaults: Settings of caches whose request says nothing of them.
+        pins: What of a prompt is pinned where the request says nothing of that.
         made: Takes this generator, before its thread begins.
     """
 
@@ -49,11 +58,12 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         accountant: Accountant,
         metrics: Metrics,
         defaults: Mapping[str, Any],
+        pins: AskedPins,
         made: list[BoundedGenerator],
     ):
         made.append(self)
         self.provider, self.accountant, self.metrics = provider, accountant, metrics
-        self.defaults = defaults
+        self.defaults, self.pins = defaults, pins
         self.conversations, self.running_bytes, self.peak = conversations, 0, 0
         conversations.left = lambda: accountant.left_for_idle
         self._plans: dict[str, tuple[list[Any], int]] = {}
@@ -61,23 +71,28 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         self._line: deque[Any] = deque()
         self._current: Ticket | None = None
         self.slots = 0.0  # tokens that all running caches hold, mean over layers
+        self.health = Health()
+        self._answers: dict[Ticket, Answers] = {}  # of all that were let in
         super().__init__(provider, conversations)  # type: ignore[arg-type]
 
     # -- what a request needs ---------------------------------------------------------------------
 
-    def ticket_for(self, settings: Mapping[str, Any], gone: Callable[[], bool]) -> Ticket:
+    def ticket_for(
+        self, settings: Mapping[str, Any], gone: Callable[[], bool], pins: AskedPins
+    ) -> Ticket:
         """A request's claim.
 
         Args:
             settings: Of its caches, as `ModelSettings.of` takes them.
             gone: Whether its client went away.
+            pins: What of its prompt is never to be evicted.
 
         Raises:
             ValueError: The model cannot have such caches, or they exceed the bound.
             RuntimeError: The model could not be loaded.
         """
         label = label_of(settings)
-        return Ticket(label, settings, self._planned(label, settings)[1], gone)
+        return Ticket(label, settings, self._planned(label, settings)[1], pins, gone)
 
     def _planned(self, label: str, settings: Mapping[str, Any]) -> tuple[list[Any], int]:
         """Empty caches of these settings, and the bytes that they may take."""
@@ -94,9 +109,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             empty = bounded_caches(model, ModelSettings.of(**settings))
         except NothingToBound:
             empty = stock_caches(model)
-        for _, entry in entries(empty):
-            if isinstance(entry, BoundedKVCache):
-                entry.label = label
+        mark(empty, Mark(label))
         bound = self.accountant.bound
         if bound is None:
             return empty, 0
@@ -117,7 +130,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
     def _admitted(self, timeout: float | None) -> Any:
         self._line_up(None if self._line else timeout)
         while self._line:
-            answers, request, _ = self._line[0]
+            answers, request, args = self._line[0]
             ticket = request.ticket
             if ticket.gone():
                 self._line.popleft()
@@ -132,7 +145,9 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             self.metrics.observe(
                 "queue_seconds", "Time until a request was let in.", ticket.admitted - ticket.came
             )
-            return self._line.popleft()
+            self._line.popleft()
+            self._answers[ticket] = Answers(answers)
+            return self._answers[ticket], request, args
         return None
 
     def _line_up(self, timeout: float | None) -> None:
@@ -155,11 +170,17 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             tokenized = super()._tokenize(tokenizer, request, args)
             if not tokenized[0]:
                 raise ValueError("The prompt is empty.")
+            pins = ticket.pins.in_prompt(tokenizer, tokenized[0], request.messages)
+            empty = self._planned(ticket.label, ticket.settings)[0]
+            if pins:
+                empty = copy.deepcopy(empty)
+                pin(empty, pins)
+                mark(empty, Mark(ticket.label, pins))
         except Exception:
             self.ended(ticket, None)
             raise
         self._current = ticket
-        self.conversations.begin(ticket.label, self._planned(ticket.label, ticket.settings)[0])
+        self.conversations.begin(ticket.label, empty)
         return tokenized
 
     def _serve_single(self, request: Any, *args: Any) -> None:
@@ -186,6 +207,8 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def stepped(self, seconds: float, prompted: int, generated: int) -> None:
         """A step of all sequences is done."""
+        if prompted or generated:
+            self.health.worked()
         if prompted:
             self.metrics.count("prompt_tokens", "Prompt tokens read.", prompted)
         if generated:
@@ -200,6 +223,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def ended(self, ticket: Ticket, cache: list[Any] | None) -> None:
         """A request runs no longer."""
+        self._answers.pop(ticket, None)
         seconds = None
         if cache is not None:
             self.conversations.came_of(cache, ticket.turn)
@@ -208,6 +232,32 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
                 "evicted_tokens", "Tokens evicted, mean over heads.", _evicted(cache)
             )
         self.accountant.release(ticket, seconds)
+
+    def failed(self, tickets: Sequence[Ticket], error: Exception) -> None:
+        """A step raised: these requests get no more answer, and their bytes are free."""
+        self.health.failed(error)
+        self.metrics.count("failed_steps", "Steps that raised.")
+        for ticket in tickets:
+            if ticket in self._answers:
+                self._answers[ticket].fail(StepFailed(error))
+            self.ended(ticket, None)
+
+    def _run_generate(self) -> None:
+        """As in mlx-lm; where its loop breaks off, all that ran fails, and it begins anew."""
+        tries = 0
+        while tries < MOST_TRIES:
+            try:
+                self._generate()
+                return
+            except Exception as error:
+                logging.exception("Generating broke off")
+                if self.provider.failure is not None:
+                    break
+                # A loop that breaks off without anything to do is not begun again for ever.
+                tries = 0 if self._answers else tries + 1
+                self.failed(list(self._answers), error)
+                self.running_bytes, self.slots = 0, 0.0
+        self._generation_failed = True
 
     # -- what a handler asks ----------------------------------------------------------------------
 
@@ -232,9 +282,11 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
 
         Raises:
             HungUp: It did.
+            Unanswered: The request cannot be answered.
+            StepFailed: While it was answered, generating broke off.
         """
         if not hasattr(request, "ticket"):
-            request.ticket = self.ticket_for(self.defaults, lambda: False)
+            request.ticket = self.ticket_for(self.defaults, still_there, self.pins)
         gone = request.ticket.gone
 
         def told(done: int, whole: int) -> None:
@@ -243,13 +295,24 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             if progress_callback is not None:
                 progress_callback(done, whole)
 
-        context, responses = super().generate(request, generation_args, told)
+        try:
+            context, responses = super().generate(request, generation_args, told)
+        except HungUp:
+            raise
+        except Exception as error:
+            raise Unanswered(error, self.is_healthy) from error
 
         def watched() -> Iterator[Any]:
-            for response in responses:
-                if gone():
-                    raise HungUp("The client went away.")
-                yield response
+            try:
+                for response in responses:
+                    if gone():
+                        raise HungUp("The client went away.")
+                    yield response
+            except (ConnectionError, TimeoutError, StepFailed):
+                raise
+            except Exception as error:  # of a request that was served by itself
+                self.health.failed(error)
+                raise StepFailed(error) from error
 
         return context, watched()
 

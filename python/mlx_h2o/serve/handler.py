@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 from mlx_lm.server import APIHandler
 
 from mlx_h2o.serve import watching
-from mlx_h2o.serve.fields import check_body, check_for_model, settings_of
+from mlx_h2o.serve.failures import StepFailed, Unanswered
+from mlx_h2o.serve.fields import check_body, check_for_model, pins_of, settings_of
 from mlx_h2o.serve.generator import BoundedGenerator
 from mlx_h2o.serve.page import page
 from mlx_h2o.serve.ticket import Turn, title_of
@@ -111,6 +112,7 @@ class Handler(APIHandler):  # type: ignore[misc]
             super().validate_model_parameters()
             check_for_model(self.body, provider.require(), provider.tokenizer)
             self.settings = settings_of(self.body, generator.defaults)
+            self.pins = pins_of(self.body, generator.pins)
         except ValueError as error:
             raise Refused(str(error)) from error
         # Whatever it was called: requests for different models do not share a batch.
@@ -126,7 +128,7 @@ class Handler(APIHandler):  # type: ignore[misc]
         """As in mlx-lm, once there is a place in the queue."""
         generator = self.response_generator
         try:
-            ticket = generator.ticket_for(self.settings, self._hung_up)
+            ticket = generator.ticket_for(self.settings, self._hung_up, self.pins)
         except ValueError as error:
             self.refuse(400, str(error))
             return
@@ -136,9 +138,14 @@ class Handler(APIHandler):  # type: ignore[misc]
             return
         ticket.turn = Turn(self.request_id, title_of(request))
         request.ticket = ticket
-        self._count(200)
         try:
             super().handle_completion(request, stop_words)
+        except Unanswered as error:
+            self.refuse(error.status, str(error))
+        except StepFailed as error:
+            self._break_off(error)
+        else:
+            self._count(200)
         finally:
             generator.accountant.leave(ticket)
 
@@ -153,20 +160,21 @@ class Handler(APIHandler):  # type: ignore[misc]
 
     # -- what goes out ----------------------------------------------------------------------------
 
-    def _set_completion_headers(self, status_code: int = 200) -> None:
-        # mlx-lm says 404 of whatever went wrong with a completion.
-        if status_code == 404 and hasattr(self, "settings"):
-            status_code = 400 if self.response_generator.is_healthy else 503
-        super()._set_completion_headers(status_code)
+    def _break_off(self, error: StepFailed) -> None:
+        """End an answer that will not be whole: by its status, or in a stream by its last event."""
+        if not self.stream:
+            self._headers_buffer = list[bytes]()  # of an answer with 200, not sent yet
+            self.refuse(500, str(error))
+            return
+        self._count(500)
+        self.close_connection = True
+        self.wfile.write(b"data: " + _error(500, str(error)) + b"\n\n")
 
     def refuse(self, status: int, why: str, headers: dict[str, str] | None = None) -> None:
         """Answer with an error, in the form that OpenAI's clients read."""
         self._count(status)
-        kinds = {429: "rate_limit_error", 503: "server_error"}
-        error = {"message": why, "type": kinds.get(status, "invalid_request_error"), "code": status}
-        body = json.dumps({"error": error}).encode()
         self.close_connection = True
-        self.send_answer(status, "application/json", body, headers)
+        self.send_answer(status, "application/json", _error(status, why), headers)
 
     def send_answer(
         self, status: int, content_type: str, body: bytes, headers: dict[str, str] | None = None
@@ -186,7 +194,7 @@ class Handler(APIHandler):  # type: ignore[misc]
         self.response_generator.metrics.count("requests", text, status=str(status))
 
     def do_GET(self) -> None:
-        """/metrics, /v1/models, the page and what it reads; /health as in mlx-lm."""
+        """/metrics, /v1/models, /health, the page and what it reads."""
         path = urlsplit(self.path).path
         if path == "/metrics":
             metrics = self.response_generator.metrics
@@ -197,7 +205,10 @@ class Handler(APIHandler):  # type: ignore[misc]
             body = json.dumps({"object": "list", "data": [model | {"owned_by": "mlx-h2o"}]})
             self.send_answer(200, "application/json", body.encode())
         elif path == "/health":
-            super().do_GET()
+            generator = self.response_generator
+            told = generator.health.told(generator.provider.loaded.is_set(), generator.is_healthy)
+            status = 200 if told["status"] == "ok" else 503
+            self.send_answer(status, "application/json", json.dumps(told).encode())
         elif path == "/":
             self._show_page()
         elif path.startswith(watching.ROOT):
@@ -208,6 +219,13 @@ class Handler(APIHandler):  # type: ignore[misc]
     def log_message(self, format: str, *args: Any) -> None:
         """To the log, as mlx-lm's own lines."""
         logging.info(format, *args)
+
+
+def _error(status: int, why: str) -> bytes:
+    """An error as OpenAI's clients read it."""
+    kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+    kind = kinds.get(status, "invalid_request_error")
+    return json.dumps({"error": {"message": why, "type": kind, "code": status}}).encode()
 
 
 class Server(ThreadingHTTPServer):

@@ -19,6 +19,7 @@ import mlx_lm.server
 
 from mlx_h2o import routing
 from mlx_h2o.serve.accountant import Accountant
+from mlx_h2o.serve.asked_pins import NO_PINS, AskedPins
 from mlx_h2o.serve.batches import AccountedBatch
 from mlx_h2o.serve.conversations import Conversations
 from mlx_h2o.serve.generator import BoundedGenerator
@@ -26,6 +27,7 @@ from mlx_h2o.serve.handler import USUAL_REQUEST, Handler, Server
 from mlx_h2o.serve.metrics import Metrics
 from mlx_h2o.serve.served_model import ServedModel
 from mlx_h2o.serve.sessions import Sessions
+from mlx_h2o.serve.ticket import still_there
 
 #: The mlx-lm whose server's pieces are subclassed here.
 LEAST_MLX_LM = (0, 32, 2)
@@ -41,6 +43,7 @@ class ServerSettings:
         queue: Requests that may wait.
         sessions: Folder of saved conversations, or None.
         largest: Bytes of a request.
+        pins: What of every prompt is pinned, where the request says nothing of that.
     """
 
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -48,6 +51,7 @@ class ServerSettings:
     queue: int = 32
     sessions: Path | None = None
     largest: int = USUAL_REQUEST
+    pins: AskedPins = NO_PINS
 
 
 def serve(
@@ -109,12 +113,12 @@ def generating(provider: ServedModel, settings: ServerSettings) -> Iterator[Boun
 
     with _instead(mlx_lm.server, {"BatchGenerator": batch}):
         generator = BoundedGenerator(
-            provider, conversations, accountant, metrics, settings.defaults, made
+            provider, conversations, accountant, metrics, settings.defaults, settings.pins, made
         )
         _watch(metrics, generator)
         try:
             if accountant.bound is not None:  # before the first request finds out
-                generator.ticket_for(settings.defaults, lambda: False)
+                generator.ticket_for(settings.defaults, still_there, settings.pins)
             yield generator
         finally:
             generator.stop_and_join()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Any
 
+from mlx_h2o.serve.asked_pins import NO_PINS, AskedPins
+
 #: Characters of a conversation's title.
 LONGEST_TITLE = 60
 
@@ -53,6 +55,7 @@ class Ticket:
         label: Its settings as text: caches of other settings are never gone on with.
         settings: What its cache may hold, as `ModelSettings.of` takes it.
         need: Bytes that its cache takes at most.
+        pins: What of its prompt is never to be evicted.
         gone: Whether its client went away.
         came: When it came (`time.monotonic`).
         admitted: When it was let in, likewise.
@@ -63,6 +66,7 @@ class Ticket:
     label: str
     settings: Mapping[str, Any]
     need: int
+    pins: AskedPins = NO_PINS
     gone: Callable[[], bool] = still_there
     came: float = field(default_factory=time.monotonic)
     admitted: float = 0.0
@@ -71,4 +75,4 @@ class Ticket:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Other ranks learn of a request by pickle; its client's socket is of this process.
-        return Ticket, (self.label, self.settings, self.need)
+        return Ticket, (self.label, self.settings, self.need, self.pins)
