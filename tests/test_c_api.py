@@ -28,6 +28,7 @@ GROUPS = (
     "trajectory",
     "framed",
     "turns",
+    "filling",
 )
 
 
@@ -159,6 +160,7 @@ ON_HOST_GPU = {
     ),
     "framed": ("--case", "distinct-4bit"),
     "turns": ("--case", "salient-ragged"),
+    "filling": ("--case", "salient-4bit"),
 }
 # What must have run beside attention.
 RUN_BESIDES: dict[str, set[str]] = {
@@ -167,6 +169,7 @@ RUN_BESIDES: dict[str, set[str]] = {
     "trajectory": {"prompt", "overwrite", "update", "kept"},
     "framed": {"overwrite", "update"},
     "turns": {"overwrite", "update"},
+    "filling": {"overwrite", "update"},
 }
 
 

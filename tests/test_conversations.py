@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import BatchGenerator
 
 import mlx_h2o
+from mlx_h2o.refusals import NothingToBound
 from mlx_h2o.serve.accountant import Accountant
 from mlx_h2o.serve.conversations import Conversations, pieces_of
 from mlx_h2o.serve.fields import label_of
@@ -15,6 +18,8 @@ from mlx_h2o.serve.marks import Mark, mark, mark_of
 from mlx_h2o.serve.most_bytes import most_bytes
 from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
 from mlx_h2o.serve.ticket import Ticket
+from mlx_h2o.stock import stock_caches
+from model_coverage import coverage_model
 from tiny_models import kept_positions, prompt_tokens, tiny_model
 
 SIZE = 40
@@ -43,7 +48,7 @@ def known(conversations: Conversations, tokens: list[int]) -> int:
 
 def begun(model: Any, **options: Any) -> Conversations:
     conversations = Conversations(**options)
-    conversations.begin("a", made(model))
+    conversations.begin(made(model))
     return conversations
 
 
@@ -82,7 +87,7 @@ def test_what_differs_is_gone_on_with_only_where_undo_leaves_no_trace(model, und
     """The last three tokens were steps; a fourth was not asked to be undone."""
     tokens = prompt_tokens(70)
     conversations, cache = Conversations(), made(model, undo=undo)
-    conversations.begin("a", made(model, undo=undo))
+    conversations.begin(made(model, undo=undo))
     read(model, cache, tokens[:67])
     for token in tokens[67:]:
         read(model, cache, [token])
@@ -106,7 +111,7 @@ def test_caches_of_other_settings_are_not_gone_on_with(model):
     read(model, cache, tokens[:20])
     conversations.insert_cache("model", tokens[:20], cache)
     assert known(conversations, tokens) == 0
-    conversations.begin("b", made(model, "b"))
+    conversations.begin(made(model, "b"))
     assert known(conversations, tokens) == 20
     assert label_of({"max_size": 3, "sink": 2}) == label_of({"sink": 2, "max_size": 3})
 
@@ -137,7 +142,7 @@ def test_a_pinned_prefix_serves_prompts_that_pin_the_same_of_it(
     conversations.insert_cache("model", tokens[:80], cache)
     if files:
         conversations = Conversations(sessions=Sessions(tmp_path, "m"))
-    conversations.begin("a", made(model, pins=wanted, **ROOMY))
+    conversations.begin(made(model, pins=wanted, **ROOMY))
     taken, rest = conversations.fetch_nearest_cache("model", tokens)
     assert len(tokens) - len(rest) == (80 if served else 0)
     read(model, taken, rest)
@@ -154,7 +159,7 @@ def test_what_was_let_go_by_hand_stays_so(model):
     conversations.insert_cache("model", tokens[:80], cache)
     conversations.change(conversations.idle[0], lambda cache: mlx_h2o.unpin(cache, [(2, 5)]))
     conversations.change(conversations.idle[0], lambda cache: mlx_h2o.pin(cache, [(79, 80)]))
-    conversations.begin("a", made(model, pins=[(2, 9), (82, 84)], **ROOMY))
+    conversations.begin(made(model, pins=[(2, 9), (82, 84)], **ROOMY))
     taken, rest = conversations.fetch_nearest_cache("model", tokens)
     assert len(rest) == 10
     assert taken[0].pins == ((5, 9), (79, 80), (82, 84))
@@ -229,11 +234,11 @@ def test_what_made_room_comes_back_from_its_file_as_it_was(model, tmp_path):
         assert rest == tokens[70:]
         assert mx.array_equal(read(model, back, rest), expected)
     again = Conversations(sessions=Sessions(tmp_path, "m"))
-    again.begin("a", made(model))
+    again.begin(made(model))
     back, rest = again.fetch_nearest_cache("model", tokens)
     assert mx.array_equal(read(model, back, rest), expected)
     other = Conversations(sessions=Sessions(tmp_path, "another model"))
-    other.begin("a", made(model))
+    other.begin(made(model))
     assert known(other, tokens) == 0
 
 
@@ -286,7 +291,47 @@ def test_no_cache_ever_takes_more_than_was_reserved(model, settings):
 def test_a_size_in_bytes_is_reserved_at_its_largest_stage(model):
     cache = mlx_h2o.make_prompt_cache(model, max_bytes=60_000, context=256, bits=16)
     assert 0 < most_bytes(cache) <= 60_000
-    with pytest.raises(ValueError, match="RotatingKVCache, whose bytes are not known"):
+
+
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 40])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3_text", "gpt_oss", "qwen3_next", "granitemoehybrid", "plamo2", "llama4_text", "mamba2"],
+)
+def test_layers_of_other_kinds_are_reserved_whole(name, chunk):
+    """Sliding windows, chunks and states: alone and in a batch, and not far from what they take."""
+    model = coverage_model(name)
+    try:
+        empty = mlx_h2o.make_prompt_cache(model, SIZE)
+    except NothingToBound:
+        empty = stock_caches(model)
+    most, tokens = most_bytes(empty, model, chunk), prompt_tokens(120)
+    cache, held = copy.deepcopy(empty), list[int]()
+    for first in range(0, len(tokens), chunk):
+        read(model, cache, tokens[first : first + chunk])
+        held.append(sum(entry.nbytes for entry in cache))
+    for _ in range(3):
+        read(model, cache, [5])
+        held.append(sum(entry.nbytes for entry in cache))
+    assert 0.3 * most < max(held) <= most
+    if all(hasattr(entry, "merge") for entry in empty):
+        generator = BatchGenerator(
+            model, prefill_step_size=chunk, completion_batch_size=4, prefill_batch_size=4
+        )
+        prompts = [prompt_tokens(count, seed=count) for count in (90, 3, 33, 60)]
+        generator.insert(prompts[:3], [9] * 3, [copy.deepcopy(empty) for _ in range(3)])
+        for _ in range(3):
+            generator.next()
+        generator.insert(prompts[3:], [9], [copy.deepcopy(empty)])
+        while any(generator.next()):
+            running = len(generator._prompt_batch) + len(generator._generation_batch)
+            assert generator.prompt_cache_nbytes <= most * running
+
+
+def test_what_grows_or_is_not_known_is_refused_with_its_name(model):
+    with pytest.raises(ValueError, match="Layer 0 has a KVCache, whose bytes are not known"):
+        most_bytes(stock_caches(model), model)
+    with pytest.raises(ValueError, match="Layer 0 has a RotatingKVCache, whose bytes"):
         most_bytes(mlx_h2o.make_prompt_cache(tiny_model("gemma3_text"), SIZE))
 
 

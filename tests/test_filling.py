@@ -1,7 +1,9 @@
 """Sizes in bytes: nothing goes before the memory is full, and it is never exceeded."""
 
 import copy
+import json
 from itertools import pairwise
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -12,11 +14,15 @@ from mlx_h2o.curves import check_curves
 from mlx_h2o.filling import stages_of
 from mlx_h2o.model_identity import ModelIdentity
 from mlx_h2o.packed import Packing
+from mlx_h2o.plan import FEWEST_CHOICES, fillings
 from mlx_h2o.policies import make_policy
 from mlx_h2o.profile import Profile
-from mlx_h2o.settings import CacheSettings
+from mlx_h2o.settings import CacheSettings, ModelSettings
 from tiny_models import TinyLayer, kept_positions
 
+ROOT = Path(__file__).parents[1]
+#: What Swift's tests expect of the same profiles (tools/record_caches.py --stages).
+RECORDED = ROOT / "swift/Tests/MLXH2OTests/Fixtures/stages.json"
 #: One layer of two heads, 40 slots each on average.
 STAGES = ((40, (60, 20)), (80, (52, 28)), (160, (24, 56)))
 
@@ -142,3 +148,22 @@ def test_stages_double_and_end_with_the_profiles_shares(mean):
         assert sum(slots) == 4 * mean
         assert max(slots) <= longer
     assert later[-1][1] == profile.budgets(mean)
+
+
+def test_stages_are_those_that_swift_expects():
+    for one in json.loads(RECORDED.read_text()):
+        profile = Profile.load(ROOT / one["profile"])
+        stages = stages_of(profile, one["mean"], one["least"])
+        assert [list(stage) for stage in stages] == one["stages"], one["profile"]
+
+
+def test_layers_with_other_means_are_shared_out_at_once():
+    """Though all together have a whole mean: bytes are each layer's own."""
+    profile, policy = made_up(200), make_policy("distinct")
+    least = policy.least_budget() + FEWEST_CHOICES
+    settings = ModelSettings(max_bytes=90_000)
+    alike = profile.budgets(40, least)
+    assert all(later for _, later in fillings(alike, settings, policy, profile))
+    other = [profile.budgets(30, least)[0], profile.budgets(50, least)[1]]
+    other[1][0] += 160 - sum(map(sum, other))
+    assert fillings(other, settings, policy, profile) == [(tuple(of), ()) for of in other]

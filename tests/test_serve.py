@@ -19,8 +19,11 @@ import openai
 import pytest
 
 import mlx_h2o
+from mlx_h2o.serve.most_bytes import most_bytes
 from mlx_h2o.serve.running import ServerSettings, serve
+from mlx_h2o.stock import stock_caches
 from serving import MODEL, SIZE, Running, alone, serving, until, words
+from tiny_models import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -187,8 +190,6 @@ def test_an_older_mlx_lm_is_refused_with_what_to_do_instead(monkeypatch):
 def test_the_bound_holds_while_requests_wait_and_idle_conversations_make_room(loaded):
     """Room for two and a half; seven come, and all get what they get alone."""
     model, _ = loaded
-    from mlx_h2o.serve.most_bytes import most_bytes
-
     need = most_bytes(mlx_h2o.make_prompt_cache(model, SIZE))
     bound = int(2.5 * need)
     with serving(bound=bound) as running:
@@ -217,9 +218,40 @@ def test_the_bound_holds_while_requests_wait_and_idle_conversations_make_room(lo
         assert value["queue"] == 0
 
 
-def test_a_full_queue_is_told_when_to_come_again(loaded):
-    from mlx_h2o.serve.most_bytes import most_bytes
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
+def test_layers_of_other_kinds_are_within_the_bound_too(family, loaded, monkeypatch):
+    """Sliding windows and states: room for two and a half conversations, of five."""
+    _, tokenizer = loaded
+    model = tiny_model(family, vocab_size=tokenizer.vocab_size)
+    monkeypatch.setattr("mlx_h2o.serve.served_model.load", lambda name: (model, tokenizer))
+    need = most_bytes(mlx_h2o.make_prompt_cache(model, SIZE), model, 32)
+    bound = int(2.5 * need)
+    with serving(bound=bound, options=["--prefill-step-size", "32"]) as running:
+        prompts = [words(150 * i, 40) for i in range(5)]
+        with ThreadPoolExecutor(5) as pool:
+            answers = list(pool.map(lambda prompt: running.ask(prompt, 12), prompts))
+        expected = [
+            mlx_lm.generate(
+                model, tokenizer, prompt, max_tokens=12, prefill_step_size=32,
+                prompt_cache=mlx_h2o.make_prompt_cache(model, SIZE),
+            )
+            for prompt in prompts
+        ]  # fmt: skip
+        assert answers == expected
+        until(lambda: running.generator.accountant.running == 0)
+        assert need < running.generator.peak <= bound
+        assert running.generator.conversations.nbytes <= bound
 
+
+def test_a_model_whose_bytes_are_not_known_is_refused_at_the_start(loaded, monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr("mlx_h2o.serve.served_model.load", lambda name: (model, loaded[1]))
+    monkeypatch.setattr("mlx_h2o.serve.generator.bounded_caches", lambda *_: stock_caches(model))
+    with pytest.raises(ValueError, match="has a KVCache, whose bytes are not known"):
+        serve(ServerSettings({"max_size": SIZE}, bound=1 << 20), ["--model", MODEL, "--port", "0"])
+
+
+def test_a_full_queue_is_told_when_to_come_again(loaded):
     need = most_bytes(mlx_h2o.make_prompt_cache(loaded[0], SIZE))
     with serving(bound=need, queue=1) as running, ThreadPoolExecutor(2) as pool:
         first = pool.submit(running.ask, words(0, 30), 300)
@@ -235,8 +267,6 @@ def test_a_full_queue_is_told_when_to_come_again(loaded):
 
 @pytest.mark.parametrize(("stream", "waiting"), [(True, False), (False, True)])
 def test_a_client_that_hangs_up_frees_its_slots(loaded, stream, waiting):
-    from mlx_h2o.serve.most_bytes import most_bytes
-
     need = most_bytes(mlx_h2o.make_prompt_cache(loaded[0], SIZE))
     with serving(bound=need) as running:
         accountant = running.generator.accountant

@@ -1,13 +1,18 @@
-"""Write the caches that Swift's tests load, so that files are known to go from one to the other.
+"""Write what Swift's tests load, so that files are known to go from one to the other.
 
-They are python-caches.safetensors in swift/Tests/MLXH2OTests/Fixtures. What Swift makes of them is
-swift-caches.safetensors beside it: `MLX_H2O_RECORD=1 swift test --filter FileTests` writes it, and
-tests/test_swift_package.py reads it.
+The caches are python-caches.safetensors in swift/Tests/MLXH2OTests/Fixtures. What Swift makes of
+them is swift-caches.safetensors beside it: `MLX_H2O_RECORD=1 swift test --filter FileTests` writes
+it, and tests/test_swift_package.py reads it. `--stages` writes the shares of slots of conversations
+that grow instead, stages.json, which tests/test_filling.py reads too.
 """
 
 from __future__ import annotations
 
+import json
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -15,9 +20,18 @@ from mlx_lm.models.cache import KVCache
 import mlx_h2o
 from mlx_h2o.backends.choice import only_reference
 from mlx_h2o.cache import H2OKVCache
+from mlx_h2o.filling import Stage, stages_of
 from mlx_h2o.frame import Frame
+from mlx_h2o.profile import Profile
 
-FIXTURES = Path(__file__).parents[1] / "swift/Tests/MLXH2OTests/Fixtures"
+ROOT = Path(__file__).parents[1]
+FIXTURES = ROOT / "swift/Tests/MLXH2OTests/Fixtures"
+# Profiles, and for each of them slots a head: from hardly any to more than a calibration's length.
+PROFILES = {
+    "python/mlx_h2o/models/recall-4m/mlx_h2o_profile.json": (16, 94, 128, 700, 3000),
+    "swift/Tests/MLXH2OTests/Fixtures/profile.json": (14, 20, 41, 100),
+}
+LEAST = 12
 
 
 def main() -> None:
@@ -37,7 +51,11 @@ def main() -> None:
             frame=frame,
             saturation=[0.0, 2.5],
         ),
+        H2OKVCache(budgets=[24, 24], policy="salient"),
     ]
+    # In the second stage when it is saved; the third is still to come.
+    filling = (Stage(24, (30, 18)), Stage(48, (20, 28)), Stage(96, (18, 30)))
+    caches[4].follow(replace(caches[4].settings, filling=filling))
     with only_reference():
         for cache in caches:
             for length in [40] + [1] * 50:
@@ -54,5 +72,23 @@ def main() -> None:
     )
 
 
+def stages() -> list[dict[str, Any]]:
+    """How slots are shared out as conversations grow, by these profiles."""
+    return [
+        {
+            "profile": path,
+            "mean": mean,
+            "least": LEAST,
+            "stages": [list(stage) for stage in stages_of(Profile.load(ROOT / path), mean, LEAST)],
+        }
+        for path, means in PROFILES.items()
+        for mean in means
+    ]
+
+
 if __name__ == "__main__":
-    main()
+    if "--stages" in sys.argv[1:]:
+        lines = ",\n".join(json.dumps(one) for one in stages())
+        (FIXTURES / "stages.json").write_text(f"[\n{lines}\n]\n")
+    else:
+        main()

@@ -4,7 +4,10 @@
 
 Each stream asks for answers of so many tokens, one after another, until the time is over. Printed,
 side by side: resident memory after parts of the time, the most KV bytes, tokens per second, errors,
-and how many answers differ from the one that the same prompt gets alone.
+and how many answers differ from the one that the same prompt gets alone, which is made once for
+each prompt. mlx-lm's server gets half of the time (--stock-minutes), and the answers alone an
+eighth of it (--alone-minutes): what they do not reach is said. So ten minutes end in less than
+twenty, on a machine that gives an answer in a minute; standard error tells how far it is.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ import mlx_h2o
 from mlx_h2o.builtin import SAMPLE_TEXT, model_path
 from mlx_h2o.memory_size import memory_size
 
-#: Seconds between two looks at the resident memory.
+#: Seconds between two looks at the resident memory, and looks between two lines of progress.
 EVERY = 5
+TOLD_EVERY = 6
 PROMPT_WORDS = 60
 
 
@@ -73,8 +77,13 @@ def resident_mb(pid: int) -> float:
     return int(subprocess.check_output(["ps", "-o", "rss=", "-p", str(pid)])) / 1024
 
 
-def soak(name: str, command: list[str], args: argparse.Namespace) -> Soaked:
-    """Start a server, let the streams ask, and watch it."""
+def tell(text: str) -> None:
+    """How far it is."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def soak(name: str, command: list[str], minutes: float, args: argparse.Namespace) -> Soaked:
+    """Start a server, let the streams ask for so long, and watch it."""
     soaked = Soaked(name)
     with tempfile.TemporaryDirectory() as folder:
         noted = Path(folder) / "peak"
@@ -83,7 +92,7 @@ def soak(name: str, command: list[str], args: argparse.Namespace) -> Soaked:
         try:
             wait_for(args.port, process)
             start = time.monotonic()
-            end = start + 60 * args.minutes
+            end = start + 60 * minutes
             threads = [
                 threading.Thread(target=stream, args=(i, prompt, end, args, soaked))
                 for i, prompt in enumerate(prompts(args.streams))
@@ -91,8 +100,14 @@ def soak(name: str, command: list[str], args: argparse.Namespace) -> Soaked:
             for thread in threads:
                 thread.start()
             while any(thread.is_alive() for thread in threads):
-                soaked.resident.append((time.monotonic() - start, resident_mb(process.pid)))
-                threads[0].join(EVERY)
+                look = time.monotonic() - start, resident_mb(process.pid)
+                if len(soaked.resident) % TOLD_EVERY == 0:
+                    tell(
+                        f"{name}: {look[0]:.0f} of {60 * minutes:.0f} s, {look[1]:.0f} MB, "
+                        f"{soaked.tokens} tokens, {len(soaked.errors)} errors"
+                    )
+                soaked.resident.append(look)
+                next((thread for thread in threads if thread.is_alive()), threads[0]).join(EVERY)
             soaked.seconds = time.monotonic() - start
             soaked.kv_peak = peak_of(args.port, noted)
         finally:
@@ -158,16 +173,24 @@ def peak_of(port: int, noted: Path) -> int:
 
 
 def unlike_alone(soaked: Soaked, args: argparse.Namespace) -> tuple[int, int]:
-    """Answers that differ from the one given alone, of how many that were compared."""
+    """Answers that differ from the one given alone, of how many that were compared.
+
+    Each prompt is asked once, however often it was answered, until the time for it is over.
+    """
     model, tokenizer = mlx_h2o.load(args.model)
+    end = time.monotonic() + 60 * args.alone_minutes
     unlike = compared = 0
     for number, prompt in enumerate(prompts(args.streams)[: args.alone]):
+        if time.monotonic() > end:
+            tell(f"alone: the time is over before prompt {number + 1}")
+            break
         cache = mlx_h2o.make_prompt_cache(model, args.max_kv_size)
         expected = mlx_lm.generate(
             model, tokenizer, prompt, max_tokens=args.tokens, prompt_cache=cache
         )
         unlike += sum(answer != expected for answer in soaked.answers[number])
         compared += len(soaked.answers[number])
+        tell(f"alone: {number + 1} of {args.alone} prompts, {unlike} of {compared} answers differ")
     return unlike, compared
 
 
@@ -180,18 +203,28 @@ def main() -> None:
     parser.add_argument("--max-kv-size", type=int, default=256)
     parser.add_argument("--kv-memory", default="64MB")
     parser.add_argument("--alone", type=int, default=16, help="prompts that are asked alone too")
+    parser.add_argument("--stock-minutes", type=float, help="of mlx-lm's server (default: half)")
+    parser.add_argument("--alone-minutes", type=float, help="of the latter (default: an eighth)")
     parser.add_argument("--port", type=int, default=8791)
     args = parser.parse_args()
+    if args.stock_minutes is None:
+        args.stock_minutes = args.minutes / 2
+    if args.alone_minutes is None:
+        args.alone_minutes = args.minutes / 8
+    args.alone = min(args.alone, args.streams)
     bound = memory_size("--kv-memory", args.kv_memory)
     common = ["--port", str(args.port), "--decode-concurrency", str(args.streams)]
     common += ["--prompt-cache-size", str(args.streams)]
     own = ["--max-kv-size", str(args.max_kv_size), "--kv-memory", args.kv_memory, *common]
     command = [sys.executable, "-m", "mlx_h2o", "serve", "--model", args.model, *own]
-    ours = soak("mlx_h2o serve", command, args)
+    ours = soak("mlx_h2o serve", command, args.minutes, args)
     stock = str(Path(__file__).with_name("stock_server.py"))
     command = [sys.executable, stock, "--model", model_path(args.model), *common]
-    theirs = soak("mlx_lm.server", command, args)
-    print(f"{args.streams} streams of {args.tokens} tokens, {args.minutes:g} minutes, {args.model}")
+    theirs = soak("mlx_lm.server", command, args.stock_minutes, args)
+    print(
+        f"{args.streams} streams of {args.tokens} tokens, {args.minutes:g} minutes (mlx-lm's "
+        f"server {args.stock_minutes:g}), {args.model}"
+    )
     print(
         "| server | KV bytes, most | resident MB at 10, 50, 100 % | tokens/s | answers | errors |"
     )

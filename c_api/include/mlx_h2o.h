@@ -167,6 +167,13 @@ typedef struct mlx_h2o_cache_options_ {
   // only; beside attention sinks the centre must be zeros).
   mlx_array frame_centre;
   mlx_array frame_scale;
+  // Slots that follow as the conversation grows, n_stages rows [n_stages, 1 + n_kv_heads] of a
+  // number of tokens, above the one before, and the slots of each KV head once more tokens than
+  // that have come. So a short conversation can keep all its tokens in every head, until the memory
+  // is full and slots are shared out by need. NULL: none. Copied (attending only, and without
+  // undo).
+  const int* filling;
+  size_t n_stages;
 } mlx_h2o_cache_options;
 
 // The remainder on, attention ours, nothing packed, groups of 64, no undo. Start from these: later
@@ -227,9 +234,8 @@ MLX_H2O_API int mlx_h2o_cache_trim(mlx_h2o_cache cache, int n, const mlx_stream 
 // policy: a system prompt, a definition. spans [n_spans, 2] are first positions and those one past
 // the last. Pins count against the budget and stay with their positions, also when tokens are taken
 // back; steps before this cannot be taken back any more. res_missing, unless NULL: at how many of
-// the positions some head has lost its token already, and cannot pin it. Where a head is too small
-// for the pins it gets slots of the others, before the first tokens; an error, and nothing is
-// changed, if it cannot.
+// the positions some head has lost its token already, and cannot pin it. A head that is too small
+// for the pins gets slots of the others; an error, and nothing is changed, if all have too few.
 MLX_H2O_API int mlx_h2o_cache_pin(
     int* res_missing, mlx_h2o_cache cache, const int* spans, size_t n_spans, const mlx_stream s);
 // Lets all pinned tokens go as any others.

@@ -1,6 +1,7 @@
 #include "core.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "eviction.h"
 #include "observe.h"
@@ -100,6 +101,7 @@ mx::array Core::update_and_attend(
       !call.sinks || !settings_.frame || !moves(*settings_.frame),
       "Attention sinks do not move with a frame's centre: a layer that has them needs a frame with "
       "a centre of zeros.");
+  grow(call.length());
   BoundedLayer& layer = layer_for(keys, values);
   const bool singly = call.length() > 1 && call.length() - 1 <= settings_.undo;
   return singly ? token_by_token(layer, call, keys, values) : attend_now(layer, call, keys, values);
@@ -165,18 +167,34 @@ void Core::pin_all(Spans pins) {
   const int plain = settings_.plain_rows();
   std::vector<int> slots = settings_.budgets;
   for (int& budget : slots) budget -= plain;
-  std::vector<int> roomy = pins.empty() ? slots : room_for_pins(slots, settings_.policy, pins);
-  check(
-      !layer_ || roomy == slots,
-      "Some heads are too small for these pins. Before the first tokens they would get slots of "
-      "the "
-      "others: pin then, or give every head the slots.");
+  const auto with_room = [&](const std::vector<int>& of_heads) {
+    return pins.empty() ? of_heads : room_for_pins(of_heads, settings_.policy, pins);
+  };
+  std::vector<int> roomy = with_room(slots);
+  std::vector<Stage> later = settings_.filling;
+  for (Stage& stage : later) stage.budgets = with_room(stage.budgets);
+  const bool moves = roomy != slots;
   for (int& budget : roomy) budget += plain;
   settings_.budgets = std::move(roomy);
+  settings_.filling = std::move(later);
   settings_.pins = std::move(pins);
   if (!layer_) return;
   layer_->mark_pins();
-  if (layer_->offset()) choose_victims(*layer_);
+  if (moves)
+    resize(*layer_);
+  else if (layer_->offset())
+    choose_victims(*layer_);
+}
+
+void Core::grow(int length) {
+  std::vector<Stage>& later = settings_.filling;
+  const auto next = std::find_if(later.begin(), later.end(), [&](const Stage& stage) {
+    return stage.beyond >= offset() + length;
+  });
+  if (next == later.begin()) return;
+  settings_.budgets = std::prev(next)->budgets;
+  later.erase(later.begin(), next);
+  if (layer_) resize(*layer_);
 }
 
 std::pair<int, Spans> Core::lost_of(const Spans& spans) {

@@ -62,8 +62,10 @@ class Core {
   // Positions in spans that some heads, or all, have lost.
   std::pair<int, Spans> lost_of(const Spans& spans);
   void pin_all(Spans pins);
+  // Gives the layer the budgets that a conversation has which is longer by so many tokens.
+  void grow(int length);
 
-  CacheSettings settings_;             // only pins, and what they need of budgets, change
+  CacheSettings settings_;             // only pins, budgets and what is left of filling change
   std::optional<BoundedLayer> layer_;  // none before the first rows
 };
 

@@ -107,4 +107,14 @@ void settle(
   choose_victims(layer);
 }
 
+void resize(BoundedLayer& layer) {
+  const std::optional<Fields> beyond = layer.resize_window();
+  layer.regroup();
+  const size_t runs = layer.runs().size();
+  settle(layer, layer.attended(beyond), std::vector<std::optional<mx::array>>(runs));
+  // Heads that have become alike form one run again.
+  layer.regroup();
+  choose_victims(layer);
+}
+
 }  // namespace mlx_h2o

@@ -15,4 +15,8 @@ void settle(
     BoundedLayer& layer, const std::vector<Fields>& attended,
     const std::vector<std::optional<mx::array>>& window_masses);
 
+// Has the heads of a layer that has tokens hold what the budgets of its settings allow, which are
+// others than before: what no longer fits is evicted.
+void resize(BoundedLayer& layer);
+
 }  // namespace mlx_h2o

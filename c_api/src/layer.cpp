@@ -158,6 +158,20 @@ Fields BoundedLayer::marked(Fields rows) const {
   return rows;
 }
 
+std::optional<Fields> BoundedLayer::resize_window() {
+  RecentWindow* window = memory_.window();
+  if (!window) return std::nullopt;
+  std::optional<Fields> gone = window->resize(settings.recent_size(), offset_);
+  if (gone) gone = marked(std::move(*gone));
+  return gone;
+}
+
+void BoundedLayer::regroup() {
+  journal_.clear();
+  memory_.store().regroup(settings.own_slots());
+  forget_victims();
+}
+
 void BoundedLayer::mark_pins() {
   SlotStore& store = memory_.store();
   journal_.clear();

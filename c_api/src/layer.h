@@ -106,6 +106,15 @@ class BoundedLayer {
 
   // -- between steps ------------------------------------------------------------------------------
 
+  // Has the recent window, if there is one, as large as the settings say; the rows that leave it.
+  std::optional<Fields> resize_window();
+  // Has the runs that the settings' budgets make, which they may exceed. Steps before this cannot
+  // be taken back any more.
+  void regroup();
+  // As `take_in`, of rows that are beyond the budget already.
+  std::vector<Fields> attended(const std::optional<Fields>& beyond) {
+    return memory_.attended(beyond);
+  }
   // Has the positions marked that the settings pin, and every full run choose anew. Steps before
   // this cannot be taken back any more, and neither those before the next.
   void mark_pins();

@@ -4,20 +4,9 @@
 
 namespace mlx_h2o {
 
-namespace {
-
-// Slots of each head, less those of the recent window and of plain rows.
-std::vector<int> slots_of(const CacheSettings& settings) {
-  std::vector<int> slots = settings.budgets;
-  for (int& budget : slots) budget -= settings.recent_size() + settings.plain_rows();
-  return slots;
-}
-
-}  // namespace
-
 Memory::Memory(const CacheSettings& settings, const mx::array& keys, const mx::array& values)
     : settings_(settings),
-      store_(slots_of(settings)),
+      store_(settings.own_slots()),
       evictions_(
           Evictions{
               Remainder::empty(keys.shape(0), keys.shape(1), keys.shape(3), values.shape(3)),

@@ -118,6 +118,23 @@ void RecentWindow::restore(const Before& before) {
   length_ = before.length, oldest_ = 0;
 }
 
+std::optional<Fields> RecentWindow::resize(int size, int offset) {
+  const int leaving = std::max(length_ - size, 0), first = offset - length_;
+  std::optional<Fields> gone;
+  if (leaving) {
+    gone = fields_of_leaving(oldest_first(leaving));
+    const mx::array& keys = gone->at("keys");
+    const mx::array positions =
+        mx::broadcast_to(range(first, first + leaving), {keys.shape(0), keys.shape(1), leaving});
+    gone->insert_or_assign("positions", positions);
+  }
+  Fields staying = oldest_first(length_);
+  for (auto& [name, field] : staying) field = part(field, 2, leaving, length_);
+  fields_ = std::move(staying);
+  size_ = size, length_ -= leaving, oldest_ = 0;
+  return gone;
+}
+
 int RecentWindow::trim(int count) {
   count = std::min(count, length_);
   if (!count) return 0;

@@ -58,6 +58,9 @@ class RecentWindow {
   Before before() const;
   // As it was before the last token came.
   void restore(const Before& before);
+  // Changes how many tokens it can hold, of those before position `offset`; the rows that leave it,
+  // as `push` gives them.
+  std::optional<Fields> resize(int size, int offset);
   // Forgets the newest tokens, or all; how many that were.
   int trim(int count);
 

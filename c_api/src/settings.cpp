@@ -9,7 +9,6 @@ void CacheSettings::check_all() const {
       !undo || attending,
       "undo needs attention of ours: a model that attends by itself cannot take a chunk token by "
       "token.");
-  for (int budget : budgets) check(budget > 0, "A head's budget must be at least 1 slot.");
   packing.check_widths();
   check(!frame || packing.k_bits, "A frame is for packed keys: it needs k_bits.");
   for (float t : saturations)
@@ -24,14 +23,36 @@ void CacheSettings::check_all() const {
             "choose keydiff, streaming, or distinct with mass_weight 0.");
     check(!packing.packs(), "A model that attends by itself cannot read packed rows.");
   }
-  for (int budget : budgets) {
+  check_budgets(budgets);
+  check_filling();
+}
+
+void CacheSettings::check_budgets(const std::vector<int>& slots) const {
+  for (int budget : slots) {
+    check(budget > 0, "A head's budget must be at least 1 slot.");
     policy.check_budget(budget - plain_rows());
     check(
-        (attending && !policy.per_layer) || budget == budgets[0],
+        (attending && !policy.per_layer) || budget == slots[0],
         "All heads need one budget where the policy's unit is the layer, or the model attends.");
     check(
         !packing.recent_bits || policy.recent_slots(budget) >= 1,
         "recent_bits needs protected tokens: this policy protects none.");
+  }
+}
+
+void CacheSettings::check_filling() const {
+  check(
+      filling.empty() || (attending && !undo),
+      "filling needs attention of ours, and no undo: slots that have changed cannot be taken "
+      "back.");
+  int before = 0;
+  for (const Stage& stage : filling) {
+    check(
+        stage.beyond > before,
+        "The stages of filling begin at 1 token or later, each beyond the one before; got " +
+            std::to_string(stage.beyond) + " after " + std::to_string(before) + ".");
+    check_budgets(stage.budgets);
+    before = stage.beyond;
   }
 }
 
@@ -46,6 +67,13 @@ int CacheSettings::recent_size() const {
   int newest = budgets[0];
   for (int budget : budgets) newest = std::min(newest, policy.recent_slots(budget));
   return newest;
+}
+
+std::vector<int> CacheSettings::own_slots() const {
+  const int taken = recent_size() + plain_rows();
+  std::vector<int> slots = budgets;
+  for (int& budget : slots) budget -= taken;
+  return slots;
 }
 
 }  // namespace mlx_h2o

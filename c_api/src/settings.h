@@ -8,6 +8,12 @@
 
 namespace mlx_h2o {
 
+// Slots of a layer's heads from some length of the conversation on (python/mlx_h2o/filling.py).
+struct Stage {
+  int beyond;  // tokens that have come when it begins to serve
+  std::vector<int> budgets;
+};
+
 struct CacheSettings {
   Policy policy = {};
   std::vector<int> budgets;  // slots of each KV head
@@ -19,6 +25,7 @@ struct CacheSettings {
 
   std::optional<Frame> frame = {};  // in which packed keys are stored
   Spans pins = {};                  // positions that are never evicted, in order
+  std::vector<Stage> filling = {};  // budgets that follow as the conversation grows, in order
 
   // Raises for what makes no cache.
   void check_all() const;
@@ -34,6 +41,12 @@ struct CacheSettings {
   int plain_rows() const;
   // Tokens of the recent window, which each head's budget counts; 0: there is none.
   int recent_size() const;
+  // Slots of each head, less those of the recent window and of plain rows.
+  std::vector<int> own_slots() const;
+
+ private:
+  void check_budgets(const std::vector<int>& slots) const;
+  void check_filling() const;
 };
 
 }  // namespace mlx_h2o

@@ -22,6 +22,18 @@ mx::array spread(const mx::array& index, const mx::Shape& rows) {
   return mx::broadcast_to(mx::reshape(index, shape), rows);
 }
 
+// A layer's heads, by budget and slots in use, as runs.
+std::vector<Run> grouped(const std::vector<int>& budgets, const std::vector<int>& lengths) {
+  std::vector<Run> runs;
+  for (int head = 0; head < static_cast<int>(budgets.size()); ++head) {
+    if (!runs.empty() && runs.back().budget == budgets[head] && runs.back().length == lengths[head])
+      runs.back().last = head + 1;
+    else
+      runs.push_back({head, head + 1, budgets[head], lengths[head]});
+  }
+  return runs;
+}
+
 }  // namespace
 
 void check_rows_fit(const mx::array& buffer, const mx::array& index, const mx::array& rows) {
@@ -47,14 +59,8 @@ mx::array with_rows(const mx::array& buffer, const mx::array& index, const mx::a
       buffer, spread(index, rows.shape()), mx::astype(rows, buffer.dtype()), 1);
 }
 
-SlotStore::SlotStore(const std::vector<int>& budgets) {
-  for (int head = 0; head < static_cast<int>(budgets.size()); ++head) {
-    if (!runs_.empty() && runs_.back().budget == budgets[head])
-      runs_.back().last = head + 1;
-    else
-      runs_.push_back({head, head + 1, budgets[head]});
-  }
-}
+SlotStore::SlotStore(const std::vector<int>& budgets)
+    : runs_(grouped(budgets, std::vector<int>(budgets.size()))) {}
 
 bool SlotStore::needs_room() const {
   return std::any_of(runs_.begin(), runs_.end(), [](const Run& run) {
@@ -157,6 +163,30 @@ void SlotStore::replace(const std::vector<Fields>& rows) {
   }
   set(std::move(replaced), lengths);
   for (size_t i = 0; i < runs_.size(); ++i) runs_[i].length = lengths[i];
+}
+
+void SlotStore::regroup(const std::vector<int>& budgets) {
+  std::vector<Fields> heads;
+  std::vector<int> lengths;
+  for (const Run& run : runs_) {
+    const Fields rows = views(run);
+    for (int i = 0; i < run.heads(); ++i) {
+      heads.push_back(heads_of(rows, i, i + 1));
+      lengths.push_back(run.length);
+    }
+  }
+  runs_ = grouped(budgets, lengths);
+  std::vector<Fields> of_runs;
+  for (const Run& run : runs_) {
+    Fields rows;
+    for (const auto& [name, field] : heads[run.first]) {
+      std::vector<mx::array> parts;
+      for (int head = run.first; head < run.last; ++head) parts.push_back(heads[head].at(name));
+      rows.emplace(name, join_along(std::move(parts), 1));
+    }
+    of_runs.push_back(std::move(rows));
+  }
+  replace(of_runs);
 }
 
 void SlotStore::write(const std::string& name, const std::vector<mx::array>& parts) {

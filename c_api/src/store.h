@@ -55,6 +55,9 @@ class SlotStore {
   mx::array take(const mx::array& index, const std::string& name) const;
   // Replaces all slots: per run its rows, [B, heads, length, ...].
   void replace(const std::vector<Fields>& rows);
+  // Gives the heads, which have rows, new budgets and forms runs anew; a run may then exceed its
+  // budget.
+  void regroup(const std::vector<int>& budgets);
   // Replaces a field [B, S, ...].
   void set_field(const std::string& name, const mx::array& field) {
     fields_.insert_or_assign(name, field);

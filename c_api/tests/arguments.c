@@ -378,6 +378,40 @@ static void refuse_frames(mlx_h2o_policy policy) {
   mlx_h2o_cache_free(cache);
 }
 
+// Stages of other forms; and others than attention of ours without undo can have.
+static void refuse_fillings(mlx_h2o_policy policy) {
+  mlx_h2o_cache cache = mlx_h2o_cache_new();
+  const int budgets[] = {8, 8};
+  const int wrong[][6] = {
+      {8, 10, 6, 8, 6, 10},   // not beyond the one before
+      {0, 10, 6, 16, 6, 10},  // none at all
+      {-5, 10, 6, 16, 6, 10}, {INT_MIN, 10, 6, INT_MAX, 6, 10},
+      {8, 10, 0, 16, 6, 10},  {8, 10, 6, 16, -1, 10},
+      {8, 10, 6, 16, 1, 10},
+  };
+  mlx_h2o_cache_options options = mlx_h2o_cache_options_default();
+  options.n_stages = 2;
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, options));  // a null pointer
+  for (size_t i = 0; i < sizeof wrong / sizeof *wrong; ++i) {
+    options.filling = wrong[i];
+    REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, options));
+  }
+  const int right[] = {8, 10, 6, 16, 6, 10};
+  options.filling = right;
+  options.n_stages = (size_t)-1;
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, options));
+  options.n_stages = 2, options.undo = 1;
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, options));
+  options.undo = 0;
+  if (cache.ctx) fails("cache_make", "filling", "made something");
+  must(mlx_h2o_cache_make(&cache, policy, budgets, 2, options), "a cache with stages");
+  mlx_h2o_policy keys_only = a_policy("keydiff");
+  options.attending = false;
+  REFUSED(mlx_h2o_cache_make(&cache, keys_only, budgets, 2, options));
+  mlx_h2o_policy_free(keys_only);
+  mlx_h2o_cache_free(cache);
+}
+
 // A cache for a model that attends by itself.
 static void refuse_fetching(void) {
   mlx_h2o_cache cache = mlx_h2o_cache_new();
@@ -445,6 +479,7 @@ static void refuse_caches(void) {
     REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, saturated));
   }
   refuse_frames(policy);
+  refuse_fillings(policy);
   must(mlx_h2o_policy_set(policy, "sink", "2147483647"), "sink");
   must(mlx_h2o_policy_set(policy, "evict_every", "2147483647"), "evict_every");
   REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, fine));
@@ -555,6 +590,8 @@ static mlx_h2o_cache any_cache(void) {
     options.undo = chance(50) ? below(6) : 0;
     const float saturation[] = {(float)below(5) - (float)chance(10), (float)below(3)};
     if (chance(30)) options.saturation = saturation;
+    const int stages[] = {below(20), budgets[below(10)], budgets[below(10)], below(40), 12, 6};
+    if (chance(options.undo ? 5 : 40)) options.filling = stages, options.n_stages = 1 + below(2);
     if (chance(options.k_bits ? 50 : 5)) {
       options.frame_centre = part_of_frame((float)below(2), chance(10) ? NAN : 0);
       options.frame_scale = part_of_frame(2, (float)below(10) / 4);

@@ -79,7 +79,9 @@ class LayerPlan:
         heads = share.heads // ranks.count
         return replace(
             self,
-            share=replace(share, heads=heads, losses=ranks.own(share.losses)),
+            share=replace(
+                share, heads=heads, losses=ranks.own(share.losses), slots=ranks.own(share.slots)
+            ),
             budgets=ranks.own(self.budgets),
             saturation=t if isinstance(t, float) else ranks.own(t),
             frame=frame and Frame(ranks.own_rows(frame.centre), ranks.own_rows(frame.scale)),
@@ -143,6 +145,9 @@ def planned(
     sizes = at_hand.slots
     if sizes is None:
         sizes = slots_of_layers(shares, settings, policy, remembers, attending, profile)
+    elif len({slots for of_layer in sizes for slots in of_layer}) > 1:
+        given = zip(shares, sizes, strict=True)
+        shares = [replace(share, slots=tuple(slots)) for share, slots in given]
     stages = fillings(sizes, settings, policy, profile)
     ropes: Sequence[Rope | None] = at_hand.ropes or [None] * len(shares)
     layers = [
@@ -217,9 +222,12 @@ def fillings(
     """
     heads = [slots for of_layer in sizes for slots in of_layer]
     mean, rest = divmod(sum(heads), len(heads))
+    at_once = [(tuple(of_layer), tuple[Stage, ...]()) for of_layer in sizes]
     if profile is None or settings.max_bytes is None or settings.undo or rest:
-        return [(tuple(of_layer), ()) for of_layer in sizes]
+        return at_once
     first, *later = stages_of(profile, mean, policy.least_budget() + FEWEST_CHOICES)
+    if later[-1][1] != [list(of_layer) for of_layer in sizes]:
+        return at_once  # layers whose means only happen to have a whole one
     return [
         (
             tuple(first[1][layer]),

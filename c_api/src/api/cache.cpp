@@ -8,6 +8,8 @@ constexpr size_t kMostHeads = 1 << 16;
 constexpr size_t kMostSpans = 1 << 16;
 // A billion: positions are int32, and conversations go on.
 constexpr int kMostTokens = 1 << 30;
+// Tokens double from stage to stage.
+constexpr size_t kMostStages = 64;
 
 namespace {
 
@@ -25,6 +27,19 @@ std::optional<Frame> frame_of(const mlx_h2o_cache_options& options, int heads) {
       "The frame is of " + std::to_string(operands["Hk"]) + " KV heads, the budgets of " +
           std::to_string(heads) + ".");
   return checked_frame(of_centre, of_scale);
+}
+
+std::vector<Stage> filling_of(const mlx_h2o_cache_options& options, int heads) {
+  check(
+      options.n_stages <= kMostStages && (options.filling || !options.n_stages),
+      "filling has at most " + std::to_string(kMostStages) + " stages; got " +
+          std::to_string(options.n_stages) + (options.filling ? "." : " and a null pointer."));
+  std::vector<Stage> stages;
+  for (size_t i = 0; i < options.n_stages; ++i) {
+    const int* stage = options.filling + i * (1 + heads);
+    stages.push_back({stage[0], {stage + 1, stage + 1 + heads}});
+  }
+  return stages;
 }
 
 }  // namespace
@@ -68,6 +83,7 @@ int mlx_h2o_cache_make(
     settings.undo = options.undo;
     settings.saturations = saturations_of(options.saturation, settings.heads());
     settings.frame = frame_of(options, settings.heads());
+    settings.filling = filling_of(options, settings.heads());
     auto cache = std::make_unique<Core>(std::move(settings));
     delete static_cast<Core*>(res->ctx);
     res->ctx = cache.release();

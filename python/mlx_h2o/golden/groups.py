@@ -7,6 +7,7 @@ from typing import cast
 from mlx_h2o.golden import (
     accumulate,
     attention,
+    filling,
     framed,
     model,
     quantized,
@@ -28,6 +29,7 @@ GROUPS: dict[str, Group] = {
         trajectory,
         framed,
         turns,
+        filling,
         model,
     )
 }

@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_h2o.cache import H2OKVCache
-from mlx_h2o.frame import Frame
-from mlx_h2o.golden.group import Arrays, Parameters, parameters_of, policy_of
+from mlx_h2o.golden.caches import caches_of, most_slots
+from mlx_h2o.golden.group import Arrays, Parameters, parameters_of
 from mlx_h2o.golden.margins import watching
 from mlx_h2o.golden.numbers import SINKS, K, Q, V, tensor
 from mlx_h2o.policies import Policy, make_policy
@@ -201,16 +201,7 @@ def replayed(p: Parameters, inputs: Arrays) -> tuple[Arrays, list[H2OKVCache]]:
         p: Of the case.
         inputs: "frame.centre" and "frame.scale" of the layers, or nothing.
     """
-    settings = dict(p["cache"])
-    budgets = settings.pop("budgets")
-    frames: list[Frame | None] = [None] * len(budgets)
-    if inputs:
-        parts = zip(inputs["frame.centre"], inputs["frame.scale"], strict=True)
-        frames = [Frame(centre, scale) for centre, scale in parts]
-    caches = [
-        H2OKVCache(budgets=of_layer, policy=policy_of(p["policy"]), frame=frame, **settings)
-        for of_layer, frame in zip(budgets, frames, strict=True)
-    ]
+    caches = caches_of(p, inputs)
     layers = [Layer(p, layer, cache) for layer, cache in enumerate(caches)]
     results: dict[str, list[mx.array]] = {}
     calls = [length for length, times in p["calls"] for _ in range(times)]
@@ -223,8 +214,7 @@ def replayed(p: Parameters, inputs: Arrays) -> tuple[Arrays, list[H2OKVCache]]:
             results[f"chunk.{call}"] = [mx.stack(outs)]
         if call in p["recorded"]:
             results.setdefault("out", []).append(mx.stack([out[:, :, -1] for out in outs]))
-            most = max(cache.size() for cache in caches)
-            most = max(most, max(max(layer) for layer in p["cache"]["budgets"]))
+            most = max(most_slots(p), max(cache.size() for cache in caches))
             for name in ("kept", "scores"):
                 if name == "kept" or caches[0].policy.needs_attention:
                     of_layers = [mx.array(held(cache, name, most)) for cache in caches]

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries
-from mlx_h2o.conversations import pin
+from mlx_h2o.conversations import bounded_entries, pin
 from mlx_h2o.layer import Layer
 from mlx_h2o.pins import without
 from mlx_h2o.resizing import resize
@@ -119,12 +119,9 @@ class Conversations:
 
     # -- what mlx-lm's server asks ----------------------------------------------------------------
 
-    def begin(self, label: str, empty: list[Any]) -> None:
-        """The next prompt that is looked up is of these settings, with empty caches of them.
-
-        The pins of the empty caches' mark are what the prompt pins.
-        """
-        self._wanted, self._empty = Mark(label, mark_of(empty).pins), empty
+    def begin(self, empty: list[Any]) -> None:
+        """The next prompt that is looked up is to have caches with the mark of these empty ones."""
+        self._wanted, self._empty = mark_of(empty), empty
 
     def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any], list[int]]:
         """The caches that know most of a prompt, and the tokens that they do not know.
@@ -255,9 +252,8 @@ class Conversations:
         whole = [idle for idle in self._idle.values() if not idle.shrunk]
         for idle in sorted(whole, key=lambda idle: idle.used):
             idle.shrunk = True
-            before = sum(idle.pieces.values())
             try:
-                resize(idle.cache, max_bytes=int(before * SHRUNK))
+                shrink(idle.cache)
             except ValueError:  # as small as its policy works with
                 continue
             mx.eval([entry.state for entry in idle.cache])
@@ -379,6 +375,15 @@ def leaves_no_trace(cache: Sequence[Any], count: int) -> bool:
 def _undoable(layer: Layer) -> int:
     """How many of the newest tokens leave no trace: steps within `undo`, or what none scored."""
     return len(layer.journal) if layer.policy.needs_attention else layer.trimmable
+
+
+def shrink(cache: Sequence[Any]) -> None:
+    """Have bounded caches hold `SHRUNK` of their bytes; others of the list stay as they are.
+
+    Raises:
+        ValueError: They are as small as their policy works with; nothing was changed.
+    """
+    resize(cache, max_bytes=int(sum(entry.nbytes for entry in bounded_entries(cache)) * SHRUNK))
 
 
 def grow(cache: Sequence[Any], empty: Sequence[Any]) -> None:

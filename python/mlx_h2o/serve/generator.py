@@ -113,7 +113,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         bound = self.accountant.bound
         if bound is None:
             return empty, 0
-        need = most_bytes(empty)
+        need = most_bytes(empty, model, int(self.cli_args.prefill_step_size))
         if need > bound:
             raise ValueError(
                 f"These caches may take {need:,} bytes, and the server holds {bound:,} in all: ask "
@@ -180,7 +180,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             self.ended(ticket, None)
             raise
         self._current = ticket
-        self.conversations.begin(ticket.label, empty)
+        self.conversations.begin(empty)
         return tokenized
 
     def _serve_single(self, request: Any, *args: Any) -> None:

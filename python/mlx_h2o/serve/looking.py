@@ -17,8 +17,7 @@ from mlx_h2o.inspection import DECODE_CONTEXT, bounded_layers, token_texts
 from mlx_h2o.pinning import PinAnswer
 from mlx_h2o.pins import Span, checked_spans, joined
 from mlx_h2o.remembered import remembered
-from mlx_h2o.resizing import resize
-from mlx_h2o.serve.conversations import SHRUNK, Idle
+from mlx_h2o.serve.conversations import Idle, shrink
 from mlx_h2o.serve.generator import BoundedGenerator
 from mlx_h2o.serve.sessions import token_count, tokens_of
 
@@ -137,7 +136,7 @@ def at_half(generator: BoundedGenerator, name: str) -> dict[str, Any]:
     def look() -> dict[str, Any]:
         idle = find(generator, name)
         cache = copy.deepcopy(idle.cache)
-        resize(cache, max_bytes=int(sum(idle.pieces.values()) * SHRUNK))
+        shrink(cache)
         mx.eval([entry.state for entry in cache])
         layers = _told(cache, token_count(idle.key))
         return {"bytes": sum(entry.nbytes for entry in cache), "layers": layers}

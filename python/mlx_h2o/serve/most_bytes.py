@@ -5,36 +5,107 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
+
+from mlx_h2o import routing
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.budget import bytes_for_slots
 from mlx_h2o.cache_lists import entries
+from mlx_h2o.stock import stock_caches
+
+#: Prompt tokens that go through a model at once, where the server does not say.
+USUAL_CHUNK = 2048
+#: Tokens of the calls by which the rows of other caches become known: a step's, and a prompt's.
+TRIALS = (1, 2)
 
 
-def most_bytes(cache: Sequence[Any]) -> int:
+def most_bytes(
+    cache: Sequence[Any], model: nn.Module | None = None, chunk: int = USUAL_CHUNK
+) -> int:
     """Bytes that a list of caches of one conversation can ever take between two steps.
+
+    In a batch of several conversations each takes no more than by itself.
 
     Args:
         cache: From `make_prompt_cache`, before its first token.
+        model: Of which they are; not needed where all of them are bounded ones.
+        chunk: Prompt tokens that go through the model at once.
 
     Raises:
         ValueError: One of them has no bound that is known beforehand.
     """
     layers: list[list[int]] = []
+    others = 0
+    known = dict[str, int]()
     for place, entry in entries(cache):
-        if not isinstance(entry, BoundedKVCache) or entry.share is None:
+        if isinstance(entry, BoundedKVCache) and entry.share is not None:
+            budgets = [entry.settings.budgets or ()]
+            budgets += [stage.budgets for stage in entry.settings.filling]
+            layers.append([sum(_head_bytes(entry, slots) for slots in stage) for stage in budgets])
+            continue
+        known = known or (_most_of_others(model, chunk) if model is not None else {})
+        if place not in known:
             raise ValueError(
                 f"Layer {place} has a {type(entry).__name__}, whose bytes are not known before it "
-                "is used: --kv-memory is for models of which all layers are bounded. Leave it away "
-                "and bound each conversation by --max-kv-size."
+                "is used, so --kv-memory cannot bound them. Leave it away and bound each "
+                "conversation by --max-kv-size."
             )
-        budgets = [entry.settings.budgets or ()]
-        budgets += [stage.budgets for stage in entry.settings.filling]
-        layers.append([sum(_head_bytes(entry, slots) for slots in stage) for stage in budgets])
-    stages = max(map(len, layers))
-    return max(sum(layer[min(i, len(layer) - 1)] for layer in layers) for i in range(stages))
+        others += known[place]
+    stages = max(map(len, layers), default=0)
+    sums = [sum(layer[min(i, len(layer) - 1)] for layer in layers) for i in range(stages)]
+    return others + max(sums, default=0)
 
 
 def _head_bytes(entry: BoundedKVCache, slots: int) -> int:
     assert entry.share is not None
     remembers = entry.settings.remembers
     return bytes_for_slots(slots, 1, entry.share.widths, entry.policy, remembers)
+
+
+def _most_of_others(model: nn.Module, chunk: int) -> dict[str, int]:
+    """Bytes that the model's own caches of known kinds take at most, by their places.
+
+    They are used for a token or two that nothing computes: shapes become known all the same.
+    """
+    routing.install()
+    most = dict[str, int]()
+    for count in TRIALS:
+        caches = stock_caches(model)
+        model(mx.zeros((1, count), mx.int32), cache=caches)
+        for place, entry in entries(caches):
+            nbytes = _most_of(entry, chunk)
+            if nbytes is not None:
+                most[place] = max(nbytes, most.get(place, 0))
+    return most
+
+
+def _most_of(entry: Any, chunk: int) -> int | None:
+    """Bytes that one of mlx-lm's caches takes at most; None where they grow, or are not known.
+
+    Args:
+        entry: That was used.
+        chunk: Tokens that come at once at most.
+    """
+    kind = type(entry)
+    if kind is ArraysCache:
+        return int(entry.nbytes)  # each token overwrites them whole
+    if kind is KVCache and entry.keys is None:
+        return 0  # it goes unused
+    if kind is RotatingKVCache:
+        # Each token of a chunk sees the whole window, and what no other sees goes with the next.
+        return _row_bytes(entry) * (int(entry.max_size) + chunk - 1)
+    if kind is ChunkedKVCache:
+        # It is trimmed before a chunk comes, and grows by as many whole steps as hold it.
+        steps = -(-chunk // int(entry.step)) * int(entry.step)
+        return _row_bytes(entry) * (int(entry.chunk_size) + chunk + steps)
+    return None
+
+
+def _row_bytes(entry: Any) -> int:
+    """Bytes of one token's keys and values in a plain cache; 0 where it goes unused."""
+    if entry.keys is None:
+        return 0
+    rows: int = entry.keys.shape[2]
+    return int(entry.nbytes) // rows

@@ -20,6 +20,8 @@ struct CacheSettings: Sendable {
     private(set) var frame: H2OFrame?
     /// Where each KV head's remainder saturates (``Remainder/saturation``), or one number for all.
     let saturation: [Float]
+    /// Slots that follow as the conversation grows, where those of `size` are for a shorter one.
+    private(set) var filling: [Stage] = []
     /// Positions that are never evicted, in order.
     private(set) var pins: [Range<Int>] = []
 
@@ -27,7 +29,7 @@ struct CacheSettings: Sendable {
     init(
         _ size: H2OKVCache.Size, policy: any Policy, remainder: Bool, attends: Bool,
         packing: H2OPacking, undo: Int, frame: H2OFrame? = nil,
-        saturation: [Float] = [Remainder.saturation]
+        saturation: [Float] = [Remainder.saturation], filling: [Stage] = []
     ) throws {
         (self.size, self.policy, self.undo) = (size, policy, undo)
         (remainderAnswers, self.attends, self.packing) = (remainder, attends, packing)
@@ -44,7 +46,13 @@ struct CacheSettings: Sendable {
             throw H2OError.configuration(
                 "A model that attends by itself cannot read packed keys and values.")
         }
-        // Budgets are known now unless they depend on the model's widths.
+        try checkSize()
+        self.filling = try with(filling: filling).filling
+    }
+
+    /// Throw ``H2OError/configuration(_:)`` unless the size can serve: budgets are known now unless they
+    /// depend on the model's widths.
+    private func checkSize() throws {
         switch size {
         case .tokens(let count): try check(budgets: [count])
         case .heads(let budgets):
@@ -128,42 +136,6 @@ struct CacheSettings: Sendable {
         }
     }
 
-    /// The same settings with another size, which was checked.
-    func with(size: H2OKVCache.Size) -> CacheSettings {
-        var changed = self
-        changed.size = size
-        return changed
-    }
-
-    /// The same settings with other pins, and with room for them in each head whose slots are known.
-    ///
-    /// - Throws: ``H2OError/configuration(_:)`` for too many pins.
-    func with(pins: [Range<Int>]) throws -> CacheSettings {
-        var changed = self
-        changed.pins = try PinnedPositions.joined(pins)
-        switch size {
-        case .heads(let budgets): changed.size = .heads(try changed.withRoomForPins(budgets))
-        case .tokens(let count): _ = try changed.withRoomForPins([count])
-        case .bytes: break
-        }
-        return changed
-    }
-
-    /// The same settings with other pins, for which there is room.
-    func pinning(_ pins: [Range<Int>]) -> CacheSettings {
-        var changed = self
-        changed.pins = pins
-        return changed
-    }
-
-    /// Slots of each head, the plain rows' among them, shared out so that pins have room.
-    func withRoomForPins(_ budgets: [Int]) throws -> [Int] {
-        let plain = attends || !remainderAnswers ? 0 : plainRows(forBudget: budgets.min()!)
-        return try PinnedPositions.room(for: pins, in: budgets.map { $0 - plain }, policy).map {
-            $0 + plain
-        }
-    }
-
     /// The same settings with the frame of what was saved, which its rows are in.
     ///
     /// - Throws: ``H2OError/configuration(_:)`` for a frame without packed keys.
@@ -229,6 +201,103 @@ struct CacheSettings: Sendable {
         var least = policy.leastBudget(pinned: pinned)
         while packing.recent != nil && policy.recentSlots(least) < 1 { least += 1 }
         return least + H2OConfiguration.fewestChoices
+    }
+}
+
+// MARK: other slots and pins
+
+extension CacheSettings {
+    /// The same settings with another size, which was checked and stays.
+    func with(size: H2OKVCache.Size) -> CacheSettings {
+        var changed = self
+        (changed.size, changed.filling) = (size, [])
+        return changed
+    }
+
+    /// The same settings with another size, slots that follow, and pins.
+    ///
+    /// - Throws: ``H2OError`` where they cannot serve.
+    func with(
+        size: H2OKVCache.Size, filling: [Stage], pins: [Range<Int>]
+    ) throws -> CacheSettings {
+        let sized = with(size: size)
+        try sized.checkSize()
+        return try sized.with(filling: filling).with(pins: pins)
+    }
+
+    /// The same settings with other slots, which were checked.
+    func with(_ plan: SlotPlan) -> CacheSettings {
+        var changed = with(size: .heads(plan.budgets))
+        changed.filling = plan.later
+        return changed
+    }
+
+    /// The same settings with slots that follow as the conversation grows.
+    ///
+    /// - Throws: ``H2OError/configuration(_:)`` for stages that do not ascend, or such that the policy or
+    ///   the model cannot work with.
+    func with(filling: [Stage]) throws -> CacheSettings {
+        guard let last = filling.last else { return self }
+        guard case .heads(let first) = size, attends, undo == 0 else {
+            throw H2OError.configuration(
+                "filling needs the slots of each head, a model that attends through this library, and "
+                    + "no undo: slots that have changed cannot be taken back.")
+        }
+        guard filling.count <= SlotPlan.mostStages, filling[0].beyond >= 1,
+            last.beyond <= PinnedPositions.mostTokens,
+            zip(filling, filling.dropFirst()).allSatisfy({ $0.beyond < $1.beyond }),
+            filling.allSatisfy({ $0.budgets.count == first.count })
+        else {
+            throw H2OError.configuration(
+                "filling is at most \(SlotPlan.mostStages) stages, ascending from 1 token, with slots for "
+                    + "each of \(first.count) KV heads; got \(filling).")
+        }
+        for stage in filling {
+            try check(budgets: stage.budgets)
+            _ = try recentWindow(stage.budgets)
+        }
+        var changed = self
+        changed.filling = filling
+        return changed
+    }
+
+    /// The same settings with other pins, and with room for them in each head whose slots are known.
+    ///
+    /// - Throws: ``H2OError/configuration(_:)`` for too many pins.
+    func with(pins: [Range<Int>]) throws -> CacheSettings {
+        var changed = self
+        changed.pins = try PinnedPositions.joined(pins)
+        switch size {
+        case .heads(let budgets): changed.size = .heads(try changed.withRoomForPins(budgets))
+        case .tokens(let count): _ = try changed.withRoomForPins([count])
+        case .bytes: break
+        }
+        changed.filling = try changed.fillingWithRoomForPins()
+        return changed
+    }
+
+    /// The same settings with other pins, for which there is room in the slots that a layer has.
+    ///
+    /// - Throws: ``H2OError/configuration(_:)`` where those that follow have too little.
+    func pinning(_ pins: [Range<Int>]) throws -> CacheSettings {
+        var changed = self
+        changed.pins = pins
+        changed.filling = try changed.fillingWithRoomForPins()
+        return changed
+    }
+
+    private func fillingWithRoomForPins() throws -> [Stage] {
+        try filling.map {
+            Stage(beyond: $0.beyond, budgets: try withRoomForPins($0.budgets))
+        }
+    }
+
+    /// Slots of each head, the plain rows' among them, shared out so that pins have room.
+    func withRoomForPins(_ budgets: [Int]) throws -> [Int] {
+        let plain = attends || !remainderAnswers ? 0 : plainRows(forBudget: budgets.min()!)
+        return try PinnedPositions.room(for: pins, in: budgets.map { $0 - plain }, policy).map {
+            $0 + plain
+        }
     }
 }
 

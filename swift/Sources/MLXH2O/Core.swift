@@ -35,9 +35,9 @@ struct Core {
     ///
     /// - Returns: `[B, Hq, L, Dv]`.
     mutating func updateAndAttend(_ tokens: NewTokens) -> MLXArray {
-        let kernels = kernels(for: tokens)
+        let isFirst = layer == nil
         begin(tokens.keys, tokens.values)
-        if let kernels {
+        if !isFirst, let kernels = kernels(for: tokens) {
             checkSinks(of: tokens)
             return fusedStep(tokens, kernels)
         }
@@ -117,7 +117,7 @@ struct Core {
         return nil
     }
 
-    /// Make the layer with the first rows, and obey memory pressure.
+    /// Make the layer with the first rows, and have it of the size that its tokens are to have.
     private mutating func begin(_ keys: MLXArray, _ values: MLXArray) {
         let types = RowTypes(keys: keys, values: values)
         if layer?.rowTypes != types {
@@ -130,33 +130,38 @@ struct Core {
                 rest()
                 layer!.cast(to: types)
             } else {
-                layer = makeLayer(types)
+                layer = makeLayer(types, tokens: keys.dim(2))
             }
         }
-        yieldToPressure()
+        follow(to: offset + keys.dim(2))
     }
 
-    private mutating func makeLayer(_ types: RowTypes) -> Layer {
+    private mutating func makeLayer(_ types: RowTypes, tokens: Int) -> Layer {
         do {
             let (budgets, reserved) = try given.budgets(for: types)
             _ = try given.recentWindow(budgets)
-            return try Layer(
-                given, types, budgets: pressure.begin(budgets, fewest: given.fewestSlots),
-                reserved: reserved)
+            let full = SlotPlan(budgets: budgets, later: given.filling)
+            let plan = pressure.begin(full, fewest: given.fewestSlots).grown(to: tokens)
+            return try Layer(given, types, plan, reserved: reserved)
         } catch {
             fatalError(
                 error.localizedDescription + " (H2OConfiguration.caches(for:) tells in time.)")
         }
     }
 
-    /// Obey a lowered fraction of the budgets, if there is one.
-    mutating func yieldToPressure() {
-        guard let layer,
-            let lowered = pressure.lowered(
-                layer.budgets, at: layer.offset, fewest: given.fewestSlots)
-        else { return }
-        // The fewest slots are such as the policy can work with.
-        try! resize(lowered)
+    /// Have the slots of a conversation of so many tokens, and obey a lowered fraction of them, if there
+    /// is one.
+    mutating func follow(to tokens: Int) {
+        guard let layer else { return }
+        let lowered = pressure.lowered(
+            layer.plan, at: layer.offset, fewest: layer.settings.fewestSlots)
+        let later = lowered?.later ?? layer.settings.filling
+        let isDue = later.first.map { $0.beyond < tokens } ?? false
+        guard lowered != nil || isDue else { return }
+        rest()
+        // Stages were checked, and the fewest slots are such as the policy can work with.
+        try! self.layer!.resize((lowered ?? layer.plan).grown(to: tokens))
+        journal.removeAll()
     }
 
     // MARK: between steps
@@ -199,7 +204,9 @@ struct Core {
             given = given.with(size: roomy.count == 1 ? .tokens(roomy[0]) : .heads(roomy))
             return
         }
-        try layer!.resize(PinnedPositions.room(for: held.settings.pins, in: budgets, given.policy))
+        let roomy = try PinnedPositions.room(
+            for: held.settings.pins, in: budgets, given.policy)
+        try layer!.resize(SlotPlan(budgets: roomy))
         journal.removeAll()
     }
 
@@ -211,10 +218,12 @@ struct Core {
             given = try given.with(pins: pins)
             return
         }
+        let settings = try now.settings.pinning(pins)
         let roomy = try PinnedPositions.room(for: pins, in: now.budgets, given.policy)
-        given = given.pinning(pins)
-        layer!.hold(pinsOf: now.settings.pinning(pins))
-        if roomy != now.budgets { try layer!.resize(roomy) }
+        layer!.hold(pinsOf: settings)
+        if roomy != now.budgets {
+            try layer!.resize(SlotPlan(budgets: roomy, later: settings.filling))
+        }
         journal.removeAll()
     }
 
@@ -251,19 +260,21 @@ struct Core {
         guard let runs = configuration["runs"]?.array else {
             throw H2OError.file("this is no state of an H2OKVCache.")
         }
-        // The rows are in their own frame, whatever this cache had.
+        // The rows are in their own frame, whatever this cache had, and have slots of their own.
         let settings = try settings.with(frame: SavedState.frame(arrays))
-            .with(pins: CacheSettings.pins(configuration["pins"]))
+            .sized(as: configuration)
         let restored =
             runs.isEmpty
             ? nil : Layer(settings, try SavedState(arrays, configuration, of: settings))
         (given, layer, decoder) = (settings, restored, nil)
         journal.removeAll()
-        if let restored { pressure.adopt(restored.budgets) }
+        if let restored { pressure.adopt(restored.plan) }
     }
+}
 
-    // MARK: what is known without taking rows back
+// MARK: what is known without taking rows back
 
+extension Core {
     /// What it is to be; its size is `.heads` since the first rows.
     var settings: CacheSettings { layer?.settings ?? given }
 
@@ -272,7 +283,14 @@ struct Core {
     var isDecoding: Bool { decoder != nil }
 
     /// Slots of each head without memory pressure, once known.
-    var fullBudgets: [Int]? { pressure.full }
+    var fullBudgets: [Int]? {
+        pressure.full?.left(settings.filling.count).budgets
+    }
+
+    /// The mean of a head's slots without memory pressure, once known: of a conversation that begins.
+    var meanSlots: Int? {
+        pressure.full.map { $0.budgets.reduce(0, +) / $0.budgets.count }
+    }
 
     /// How many of the newest tokens can be taken back.
     var undoableSteps: Int { layer.map { journal.undoable(of: $0) } ?? 0 }

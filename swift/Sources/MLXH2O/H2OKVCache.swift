@@ -136,7 +136,7 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
             windowSize == nil,
             "This model masks a sliding window over a full cache, which a bounded cache cannot "
                 + "serve: leave that layer's own cache in place.")
-        core.yieldToPressure()
+        core.follow(to: offset)
         if let mask = core.layer?.plainRowsMask(n) { return .array(mask) }
         if n == 1 { return .none }
         if returnArray {
@@ -181,7 +181,9 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     public func isTrimmable(after positions: Int) -> Bool {
         if positions <= undo { return isTrimmable }
         guard isTrimmable, let fewest = budgets?.min() else { return false }
-        return offset + positions <= fewest
+        // Slots that are shared out anew evict too.
+        let next = core.settings.filling.first?.beyond ?? .max
+        return offset + positions <= min(fewest, next)
     }
 
     /// Take back the newest n tokens, or all.
@@ -227,7 +229,7 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
 
     /// The mean number of slots of a KV head, once known.
     public var maxSize: Int? {
-        if let full = core.fullBudgets { return full.reduce(0, +) / full.count }
+        if let mean = core.meanSlots { return mean }
         return switch size {
         case .tokens(let count): count
         case .heads(let budgets): budgets.reduce(0, +) / budgets.count

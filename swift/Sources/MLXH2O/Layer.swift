@@ -29,14 +29,15 @@ struct Layer {
     /// - Parameters:
     ///   - settings: What it is to be.
     ///   - rowTypes: What its rows have in common.
-    ///   - budgets: Slots of each head.
+    ///   - plan: Slots of each head.
     ///   - reserved: How many more each head has, for plain rows.
     /// - Throws: ``H2OError/configuration(_:)`` for budgets without room for a recent window.
     init(
-        _ settings: CacheSettings, _ rowTypes: RowTypes, budgets: [Int], reserved: Int
+        _ settings: CacheSettings, _ rowTypes: RowTypes, _ plan: SlotPlan, reserved: Int
     ) throws {
-        let size = try settings.recentWindow(budgets)
-        self.settings = settings.with(size: .heads(budgets.map { $0 + reserved }))
+        let budgets = plan.budgets, size = try settings.recentWindow(budgets)
+        self.settings = settings.with(
+            SlotPlan(budgets: budgets.map { $0 + reserved }, later: plan.later))
         self.rowTypes = rowTypes
         (frame, saturation) = settings.arrays(heads: rowTypes.heads)
         store = SlotStore(budgets: budgets.map { $0 - (size ?? 0) }, reserved: reserved)
@@ -189,29 +190,6 @@ struct Layer {
 
     // MARK: between steps
 
-    /// Change the slots of each head; what no longer fits is folded.
-    ///
-    /// - Throws: ``H2OError/configuration(_:)`` for budgets without room for the recent window;
-    ///   nothing is changed then.
-    mutating func resize(_ budgets: [Int]) throws {
-        let size = try settings.recentWindow(budgets), first = offset - recentlyHeld
-        settings = settings.with(size: .heads(budgets))
-        var overflow: Fields?
-        if let size, var gone = window!.resize(size) {
-            let shape = Array(gone["keys"]!.shape[0 ..< 3])
-            gone["positions"] = broadcast(positions(first ..< first + shape[2]), to: shape)
-            overflow = marked(gone)
-        }
-        let own = budgets.map { $0 - (size ?? 0) }
-        store.regroup(own)
-        forgetVictims()
-        settle(attended(overflow))
-        // Heads that have become alike form one run again.
-        store.regroup(own)
-        forgetVictims()
-        chooseVictims()
-    }
-
     /// Have keys and values in the model's dtypes, where they were saved in others.
     mutating func cast(to types: RowTypes) {
         store.cast(keys: types.keyDType, values: types.valueDType, settings.packing)
@@ -304,6 +282,36 @@ struct Layer {
             agedFrom: agedFrom)
         (remainder, victims) = (result.remainder, result.victims)
         return result.output
+    }
+}
+
+// MARK: other budgets
+
+extension Layer {
+    /// Slots of each head, and those that follow.
+    var plan: SlotPlan { SlotPlan(budgets: budgets, later: settings.filling) }
+
+    /// Change the slots of each head; what no longer fits is folded.
+    ///
+    /// - Throws: ``H2OError/configuration(_:)`` for budgets without room for the recent window;
+    ///   nothing is changed then.
+    mutating func resize(_ plan: SlotPlan) throws {
+        let size = try settings.recentWindow(plan.budgets), first = offset - recentlyHeld
+        settings = settings.with(plan)
+        var overflow: Fields?
+        if let size, var gone = window!.resize(size) {
+            let shape = Array(gone["keys"]!.shape[0 ..< 3])
+            gone["positions"] = broadcast(positions(first ..< first + shape[2]), to: shape)
+            overflow = marked(gone)
+        }
+        let own = plan.budgets.map { $0 - (size ?? 0) }
+        store.regroup(own)
+        forgetVictims()
+        settle(attended(overflow))
+        // Heads that have become alike form one run again.
+        store.regroup(own)
+        forgetVictims()
+        chooseVictims()
     }
 }
 

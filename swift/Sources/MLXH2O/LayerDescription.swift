@@ -50,7 +50,9 @@ extension H2OKVCache {
                 layer: layer, kind: kind, isBounded: true,
                 reason: "\(slots) slots a KV head\(cache.packing)"
                     + (cache.frame == nil ? "" : " in a frame")
-                    + ", policy \(type(of: cache.policy).name), \(cache.answer)",
+                    + ", policy \(type(of: cache.policy).name), \(cache.answer)"
+                    + (cache.core.settings.filling.isEmpty
+                        ? "" : ", shared out by the profile when the memory is full"),
                 budgets: cache.budgets, nbytes: cache.nbytes)
         }
     }

@@ -101,6 +101,10 @@ extension CacheSettings {
                 pins.map { .array([.int($0.lowerBound), .int($0.upperBound)]) })
         }
         if undo > 0 { json["undo"] = .int(undo) }
+        if !filling.isEmpty {
+            json["filling"] = .array(
+                filling.map { .array([.int($0.beyond), .array($0.budgets.map { .int($0) })]) })
+        }
         if saturation != [Remainder.saturation] {
             let numbers = saturation.map { SettingValue.double(Double($0)) }
             json["saturation"] = Set(saturation).count == 1 ? numbers[0] : .array(numbers)
@@ -123,27 +127,46 @@ extension CacheSettings {
             throw H2OError.file(
                 "its layers share keys, or see them at positions without gaps: go on in Python.")
         }
-        let size: H2OKVCache.Size
-        if let tokens = json["max_size"]?.int {
-            size = .tokens(tokens)
-        } else if let bytes = json["max_bytes"]?.int {
-            size = .bytes(bytes)
-        } else {
-            size = .heads(json["budgets"]?.array?.compactMap(\.int) ?? [])
-        }
         try self.init(
-            size, policy: try Policies.make(name, settings: policy.filter { $0.key != "name" }),
+            Self.size(json),
+            policy: try Policies.make(name, settings: policy.filter { $0.key != "name" }),
             remainder: answers, attends: attends,
             packing: try H2OPacking(
                 keyBits: packing["k_bits"]?.int, valueBits: packing["v_bits"]?.int,
                 groupSize: packing["group_size"]?.int ?? 64,
                 recentBits: packing["recent_bits"]?.int),
             undo: json["undo"]?.int ?? 0, saturation: try Self.saturation(json["saturation"]))
-        self = try with(pins: Self.pins(json["pins"]))
+        self = try with(filling: Self.filling(json["filling"])).with(pins: Self.pins(json["pins"]))
+    }
+
+    /// The same settings with the size, the slots that follow, and the pins of a JSON.
+    func sized(as json: SettingValue) throws -> CacheSettings {
+        try with(
+            size: Self.size(json), filling: Self.filling(json["filling"]),
+            pins: Self.pins(json["pins"]))
+    }
+
+    private static func size(_ json: SettingValue) -> H2OKVCache.Size {
+        if let tokens = json["max_size"]?.int { return .tokens(tokens) }
+        if let bytes = json["max_bytes"]?.int { return .bytes(bytes) }
+        return .heads(json["budgets"]?.array?.compactMap(\.int) ?? [])
+    }
+
+    /// Slots that follow; files from before there were any do not say.
+    private static func filling(_ json: SettingValue?) throws -> [Stage] {
+        try (json?.array ?? []).map {
+            guard let stage = $0.array, stage.count == 2, let beyond = stage[0].int,
+                let budgets = stage[1].array?.map(\.int), !budgets.contains(nil)
+            else {
+                throw H2OError.file(
+                    "this is no state of an H2OKVCache: its filling is no list of stages.")
+            }
+            return Stage(beyond: beyond, budgets: budgets.map { $0! })
+        }
     }
 
     /// Pins; files from before there were any do not say.
-    static func pins(_ json: SettingValue?) throws -> [Range<Int>] {
+    private static func pins(_ json: SettingValue?) throws -> [Range<Int>] {
         try (json?.array ?? []).map {
             guard let ends = $0.array, ends.count == 2, let first = ends[0].int,
                 let end = ends[1].int, first >= 0, first < end

@@ -118,7 +118,7 @@ struct PressureShare {
     /// The fraction of its budgets that the cache has.
     private var fraction = 1.0
     /// Slots of each head without pressure, once known.
-    private(set) var full: [Int]?
+    private(set) var full: SlotPlan?
 
     /// - Parameters:
     ///   - pressure: What may ask for less memory.
@@ -133,30 +133,28 @@ struct PressureShare {
     /// - Parameters:
     ///   - full: Slots of each head without pressure.
     ///   - fewest: That pressure leaves to a head.
-    mutating func begin(_ full: [Int], fewest: @autoclosure () -> Int) -> [Int] {
+    mutating func begin(_ full: SlotPlan, fewest: @autoclosure () -> Int) -> SlotPlan {
         self.full = full
         return lowered(full, at: 0, fewest: fewest()) ?? full
     }
 
     /// Note the budgets of a cache that was saved.
-    mutating func adopt(_ budgets: [Int]) { full = budgets }
+    mutating func adopt(_ plan: SlotPlan) { full = plan }
 
     /// Budgets for the step that begins, or nil where no less is asked for than before.
     ///
     /// - Parameters:
-    ///   - now: Slots of each head.
+    ///   - now: Slots of each head, and those that follow.
     ///   - offset: The step's position.
     ///   - fewest: As for ``begin(_:fewest:)``.
     mutating func lowered(
-        _ now: @autoclosure () -> [Int], at offset: Int, fewest: @autoclosure () -> Int
-    ) -> [Int]? {
+        _ now: @autoclosure () -> SlotPlan, at offset: Int, fewest: @autoclosure () -> Int
+    ) -> SlotPlan? {
         guard let pressure, let agreement, let full else { return nil }
         let wanted = agreement.fraction(at: offset, of: pressure)
         guard wanted < fraction else { return nil }
         fraction = wanted
-        let fewest = fewest()
-        return zip(full, now()).map { full, now in
-            min(now, max(fewest, Int(Double(full) * wanted)))
-        }
+        let now = now()
+        return full.left(now.later.count).lowered(to: wanted, fewest: fewest()).capped(by: now)
     }
 }

@@ -93,11 +93,12 @@ extension H2OConfiguration {
         let budgets = try sharedOut(kinds, by: profile, policy: policy, attends: attends)
         let measured = saturation == nil ? profile?.saturations(of: budgets, policy: policy) : nil
         let usual = [saturation ?? Remainder.saturation]
+        let plans = try plans(of: budgets, by: profile, policy)
         return try kinds.indices.map { layer in
             try CacheSettings(
-                .heads(budgets[layer]), policy: policy, remainder: remainder, attends: attends,
-                packing: packing, undo: undo, frame: frames?[layer],
-                saturation: measured?[layer] ?? usual
+                .heads(plans[layer].budgets), policy: policy, remainder: remainder,
+                attends: attends, packing: packing, undo: undo, frame: frames?[layer],
+                saturation: measured?[layer] ?? usual, filling: plans[layer].later
             ).with(pins: pinnedPositions)
         }
     }

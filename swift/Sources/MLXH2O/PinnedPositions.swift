@@ -7,7 +7,7 @@ import MLX
 /// without.
 enum PinnedPositions {
     // A billion: positions are int32, and a conversation goes on.
-    private static let mostTokens = 1 << 30
+    static let mostTokens = 1 << 30
 
     /// The same positions in as few spans as can be, in order.
     ///

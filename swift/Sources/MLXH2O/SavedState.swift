@@ -107,6 +107,9 @@ struct SavedState {
             Array(repeating: $0.budget + (window?.size ?? 0), count: $0.heads)
         }
         try settings.check(budgets: budgets)
+        guard settings.filling.allSatisfy({ $0.budgets.count == budgets.count }) else {
+            throw damage("slots that follow for other heads")
+        }
         guard try PinnedPositions.room(for: settings.pins, in: budgets, settings.policy) == budgets
         else {
             throw damage("heads without room for its pins")

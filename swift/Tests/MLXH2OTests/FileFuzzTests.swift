@@ -103,6 +103,14 @@ import Testing
             try H2OKVCache(
                 .heads([14, 20]), policy: Policies.Salient(), packing: CacheTests.stores[1].packing,
                 frame: H2OFrame(of: rows.keys), saturation: [0, 2]))
+        let filling = [(20, [14, 26]), (39, [24, 16]), (80, [16, 24])].map {
+            Stage(beyond: $0, budgets: $1)
+        }
+        caches.append(
+            H2OKVCache(
+                try CacheSettings(
+                    .heads([20, 20]), policy: Policies.Distinct(), remainder: true, attends: true,
+                    packing: .dense, undo: 0, filling: filling), PressureShare(nil, nil)))
         for cache in caches { rows.run(cache, [30] + ones(10)) }
         let plain = KVCacheSimple()
         _ = plain.update(keys: rows.keys[0..., 0..., ..<9], values: rows.values[0..., 0..., ..<9])

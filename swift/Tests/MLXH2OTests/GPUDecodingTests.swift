@@ -131,6 +131,21 @@ import Testing
         }
     }
 
+    /// Slots that are shared out anew in the midst of fused steps.
+    @Test func conversationsThatGrow() throws {
+        let filling = [(16, [24, 12]), (32, [14, 22])].map { Stage(beyond: $0, budgets: $1) }
+        for packing in [H2OPacking.dense, try H2OPacking(keyBits: 8, valueBits: 8, groupSize: 32)] {
+            try comparing("filling \(packing.keyBits ?? 0)") { side in
+                let settings = try CacheSettings(
+                    .heads([18, 18]), policy: Policies.Salient(), remainder: true, attends: true,
+                    packing: packing, undo: 0, filling: filling)
+                let cache = H2OKVCache(settings, PressureShare(nil, nil))
+                side.follow(cache, side.rows(tokens: 52), [12] + ones(40))
+                #expect(cache.budgets == [14, 22])
+            }
+        }
+    }
+
     /// Where steps can be taken back each is in MLX's operations, and its attention in kernels.
     @Test func stepsThatCanBeTakenBackAreNotFused() throws {
         try comparing("undo", fuses: false) { side in

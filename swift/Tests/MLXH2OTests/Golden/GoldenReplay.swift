@@ -13,7 +13,7 @@ enum GoldenReplay {
         case "remainder": remainder(golden)
         case "accumulate": try accumulate(golden, inputs)
         case "selection": try selection(golden, inputs)
-        case "trajectory", "framed", "turns": try trajectory(golden, inputs)
+        case "trajectory", "framed", "turns", "filling": try trajectory(golden, inputs)
         case "model": try model(golden, inputs)
         default: throw GoldenError("Unknown group \(golden.group).")
         }
@@ -182,11 +182,19 @@ enum GoldenReplay {
     /// - Parameter inputs: Centres and scales `[layers, Hk, D]` of group "framed".
     private static func trajectory(_ p: GoldenCase, _ inputs: Arrays) throws -> Arrays {
         let budgets = integers(p["cache"]["budgets"]!)
+        let filling = (p["cache"]["filling"]?.array ?? []).map {
+            (beyond: $0.array![0].int!, budgets: integers($0.array![1]))
+        }
         let caches = try budgets.enumerated().map { layer, budgets in
             let parts = FrameArrays.names.compactMap { inputs[$0]?[layer] }
             let frame = parts.isEmpty ? nil : FrameArrays(centre: parts[0], scale: parts[1])
-            return try cache(p, budgets: budgets, frame: frame.map { try H2OFrame($0) })
+            return try cache(
+                p, budgets: budgets, frame: frame.map { try H2OFrame($0) },
+                filling: filling.map {
+                    Stage(beyond: $0.beyond, budgets: $0.budgets[layer])
+                })
         }
+        let mostSlots = (budgets + filling.flatMap(\.budgets)).joined().max()!
         let calls = p["calls"].array!.flatMap { call in
             Array(repeating: call.array![0].int!, count: call.array![1].int!)
         }
@@ -216,8 +224,7 @@ enum GoldenReplay {
             if chunks.contains(call) { results["chunk.\(call)"] = stacked(layers) }
             guard recorded.contains(call) else { continue }
             outs.append(stacked(layers.map { $0[0..., 0..., L - 1] }))
-            let most = max(
-                caches.map(\.physicalLength).max()!, budgets.flatMap { $0 }.max()!)
+            let most = max(caches.map(\.physicalLength).max()!, mostSlots)
             kept.append(stacked(caches.map { held($0, most) }))
             if caches[0].policy.needsAttention {
                 scores.append(
@@ -255,10 +262,10 @@ enum GoldenReplay {
     }
 
     private static func cache(
-        _ p: GoldenCase, budgets: [Int], frame: H2OFrame?
+        _ p: GoldenCase, budgets: [Int], frame: H2OFrame?, filling: [Stage]
     ) throws -> H2OKVCache {
         let settings = p["cache"], bits = settings["bits"]?.int
-        return try H2OKVCache(
+        let made = try CacheSettings(
             .heads(budgets), policy: p.policy(), remainder: settings["remainder"]?.bool ?? true,
             attends: settings["attending"]?.bool ?? true,
             packing: H2OPacking(
@@ -266,7 +273,10 @@ enum GoldenReplay {
                 valueBits: settings["v_bits"]?.int ?? bits,
                 groupSize: settings["group_size"]?.int ?? 64,
                 recentBits: settings["recent_bits"]?.int),
-            frame: frame, saturation: settings.numbers("saturation") ?? [Remainder.saturation])
+            undo: 0, frame: frame,
+            saturation: settings.numbers("saturation") ?? [Remainder.saturation],
+            filling: filling)
+        return H2OKVCache(made, PressureShare(nil, nil))
     }
 
     /// Positions `[B, H, most]`, ascending, then -1.

@@ -1,0 +1,40 @@
+"""The caches of a conversation's case: its layers'."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mlx_h2o.cache import H2OKVCache
+from mlx_h2o.filling import Stage
+from mlx_h2o.frame import Frame
+from mlx_h2o.golden.group import Arrays, Parameters, policy_of
+
+
+def caches_of(p: Parameters, inputs: Arrays) -> list[H2OKVCache]:
+    """Each layer's cache.
+
+    Args:
+        p: Of the case.
+        inputs: "frame.centre" and "frame.scale" of the layers, or nothing.
+    """
+    settings = dict(p["cache"])
+    budgets, stages = settings.pop("budgets"), settings.pop("filling", [])
+    frames: list[Frame | None] = [None] * len(budgets)
+    if inputs:
+        parts = zip(inputs["frame.centre"], inputs["frame.scale"], strict=True)
+        frames = [Frame(centre, scale) for centre, scale in parts]
+    caches = [
+        H2OKVCache(budgets=of_layer, policy=policy_of(p["policy"]), frame=frame, **settings)
+        for of_layer, frame in zip(budgets, frames, strict=True)
+    ]
+    for layer, cache in enumerate(caches):
+        filling = tuple(Stage(beyond, tuple(of[layer])) for beyond, of in stages)
+        cache.follow(replace(cache.settings, filling=filling))
+    return caches
+
+
+def most_slots(p: Parameters) -> int:
+    """The most that a head ever has."""
+    stages = [p["cache"]["budgets"], *(of for _, of in p["cache"].get("filling", ()))]
+    most: int = max(slots for stage in stages for layer in stage for slots in layer)
+    return most

@@ -1,0 +1,113 @@
+/// The slots of a layer's KV heads from some length of the conversation on.
+struct Stage: Sendable, Equatable {
+    /// Tokens that have come when it begins to serve.
+    let beyond: Int
+    /// Slots of each KV head.
+    let budgets: [Int]
+}
+
+/// The slots of a layer's KV heads, and those that they have later on.
+///
+/// A size in bytes is so many slots in all, whichever heads have them. While a conversation has no more
+/// tokens than there are slots a head, every head keeps all of it. From then on slots are shared out
+/// anew whenever it has doubled, each time as the profile knows conversations of that length, until the
+/// shares are those of a long one. Each layer changes by its own offset, so all do so at the same token.
+struct SlotPlan: Sendable, Equatable {
+    // Of one layer in a file: tokens double from stage to stage.
+    static let mostStages = 64
+
+    /// Slots of each KV head.
+    let budgets: [Int]
+    /// What follows, in order.
+    var later: [Stage] = []
+
+    /// The plan when so many tokens have come.
+    func grown(to tokens: Int) -> SlotPlan {
+        left(later.drop { $0.beyond < tokens }.count)
+    }
+
+    /// The plan when only so many stages are to come.
+    func left(_ count: Int) -> SlotPlan {
+        guard count < later.count else { return self }
+        return SlotPlan(
+            budgets: later[later.count - count - 1].budgets, later: later.suffix(count))
+    }
+
+    /// A part of the slots at every stage; stages begin as much earlier.
+    ///
+    /// - Parameters:
+    ///   - fraction: How much.
+    ///   - fewest: Slots that every head keeps.
+    func lowered(to fraction: Double, fewest: Int) -> SlotPlan {
+        func part(_ budgets: [Int]) -> [Int] {
+            budgets.map { max(fewest, Int(Double($0) * fraction)) }
+        }
+        var before = 0
+        let earlier = later.map { stage in
+            before = max(before + 1, Int(Double(stage.beyond) * fraction))
+            return Stage(beyond: before, budgets: part(stage.budgets))
+        }
+        return SlotPlan(budgets: part(budgets), later: earlier)
+    }
+
+    /// The plan with no head above what it has in another, stage by stage.
+    func capped(by other: SlotPlan) -> SlotPlan {
+        func least(_ a: [Int], _ b: [Int]) -> [Int] { zip(a, b).map { min($0, $1) } }
+        return SlotPlan(
+            budgets: least(budgets, other.budgets),
+            later: zip(later, other.later).map {
+                Stage(beyond: $0.beyond, budgets: least($0.budgets, $1.budgets))
+            })
+    }
+}
+
+extension H2OProfile {
+    /// How slots are shared out as a conversation grows: those of all layers from a number of tokens on.
+    ///
+    /// The first serve from 0 and are uniform, the last are ``budgets(mean:least:length:)``.
+    ///
+    /// - Parameters:
+    ///   - mean: Slots per KV head on average, the same at every stage.
+    ///   - least: Slots that every head must have.
+    func stages(mean: Int, least: Int) throws -> [(beyond: Int, budgets: [[Int]])] {
+        var stages = [(beyond: 0, budgets: losses.map { $0.map { _ in mean } })]
+        var beyond = mean
+        // At least once capped, and then for as long as the profile knows better.
+        repeat {
+            stages.append((beyond, try budgets(mean: mean, least: least, length: 2 * beyond)))
+            beyond *= 2
+        } while 2 * beyond < grid.last!
+        stages.append((beyond, try budgets(mean: mean, least: least)))
+        return stages
+    }
+}
+
+extension H2OConfiguration {
+    /// Each layer's slots at first, and those that follow as the conversation grows.
+    ///
+    /// A size in tokens is shared out at once; so is one in bytes where layers have other means, or
+    /// steps can be taken back: a change of slots cannot.
+    ///
+    /// - Parameters:
+    ///   - sizes: Slots of each layer's heads in a long conversation.
+    ///   - profile: By which they were shared out, if by any.
+    ///   - policy: What chooses.
+    func plans(
+        of sizes: [[Int]], by profile: H2OProfile?, _ policy: any Policy
+    ) throws -> [SlotPlan] {
+        let atOnce = sizes.map { SlotPlan(budgets: $0) }, heads = sizes.flatMap { $0 }
+        guard let profile, case .bytes = budget, undo == 0 else { return atOnce }
+        let (mean, rest) = heads.reduce(0, +).quotientAndRemainder(dividingBy: heads.count)
+        guard rest == 0 else { return atOnce }
+        let stages = try profile.stages(
+            mean: mean, least: policy.leastBudget + Self.fewestChoices)
+        guard stages.last!.budgets == sizes else { return atOnce }
+        return sizes.indices.map { layer in
+            SlotPlan(
+                budgets: stages[0].budgets[layer],
+                later: stages.dropFirst().map {
+                    Stage(beyond: $0.beyond, budgets: $0.budgets[layer])
+                })
+        }
+    }
+}
