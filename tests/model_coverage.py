@@ -38,17 +38,12 @@ class Row:
     """What the table says of a model.
 
     Attributes:
-        model: Its module in `mlx_lm.models`.
         memory: "bounded", "partly", "refused", "of fixed size" without us, or "not run".
         how: Which layers, with what; or why not.
     """
 
-    model: str
     memory: str
     how: str
-
-    def __str__(self) -> str:
-        return f"| {self.model} | {self.memory} | {self.how} |"
 
 
 def model_names() -> list[str]:
@@ -57,29 +52,28 @@ def model_names() -> list[str]:
     return [name for name in found if hasattr(_module(name), "Model")]
 
 
-def row_of(name: str) -> Row:
+def row_of(model: nn.Module) -> Row:
     """Run a model past its budget.
 
     Raises:
         AssertionError: It is not what mlx-lm's own caches give before anything is evicted, not
             bounded afterwards, or not sane.
     """
-    model = coverage_model(name)
     if broken := _broken(model):
-        return Row(name, NOT_RUN, broken)
+        return Row(NOT_RUN, broken)
     try:
         cache = make_prompt_cache(model, max_size=ROOMY)
     except NothingToBound:
         check_memory(model, stock_prompt_cache(model), 0)
-        return Row(name, CONSTANT, _others(stock_prompt_cache(model)))
+        return Row(CONSTANT, _others(stock_prompt_cache(model)))
     except ValueError as error:
-        return Row(name, REFUSED, str(error).partition(": leave")[0])
+        return Row(REFUSED, str(error).partition(": leave")[0])
     check_like_stock(model, cache)
     cache = make_prompt_cache(model, max_size=SMALL)
     check_memory(model, cache, SMALL)
     grows = [line.layer for line in mlx_h2o.describe(cache) if not line.bounded]
     how = "; ".join(filter(None, [_bounded(cache), _others(cache)]))
-    return Row(name, PARTLY if grows else BOUNDED, how)
+    return Row(PARTLY if grows else BOUNDED, how)
 
 
 def coverage_model(name: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
@@ -99,32 +93,39 @@ def coverage_model(name: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
 
 def check_like_stock(model: nn.Module, cache: list[Any]) -> None:
     """While nothing is evicted the logits are those of mlx-lm's own caches."""
-    tokens = prompt_tokens(32)
-    own = list(_fed(model, stock_prompt_cache(model), tokens, [7] * 3 + [1] * 11))
-    ours = list(_fed(model, cache, tokens, [7] * 3 + [1] * 11))
-    for step, (expected, logits) in enumerate(zip(own, ours, strict=True)):
-        expected, logits = expected[: VOCABULARY - 1], logits[: VOCABULARY - 1]
-        assert mx.all(mx.isfinite(expected)), "mlx-lm's own logits are not finite"
-        worst = (mx.abs(logits - expected).max() / mx.abs(expected).max()).item()
+    for step, worst in enumerate(off_stock(model, cache)):
         assert worst < 1e-3, f"step {step}: logits differ from mlx-lm's own by {worst:.1e}"
 
 
-def check_memory(model: nn.Module, cache: list[Any], size: int) -> None:
+def off_stock(model: nn.Module, cache: list[Any]) -> list[float]:
+    """By what part of the largest logit each step differs from mlx-lm's own caches."""
+    tokens = prompt_tokens(32)
+    own = list(fed(model, stock_prompt_cache(model), tokens, [7] * 3 + [1] * 11))
+    ours = list(fed(model, cache, tokens, [7] * 3 + [1] * 11))
+    off = []
+    for expected, logits in zip(own, ours, strict=True):
+        expected, logits = expected[: VOCABULARY - 1], logits[: VOCABULARY - 1]
+        assert mx.all(mx.isfinite(expected)), "mlx-lm's own logits are not finite"
+        off.append((mx.abs(logits - expected).max() / mx.abs(expected).max()).item())
+    return off
+
+
+def check_memory(model: nn.Module, cache: list[Any], size: int, far: int = FAR) -> None:
     """Far beyond the budget, memory has stopped to grow and the model still says something."""
     before: list[int] = []
-    for tokens in (FAR // 4, FAR):
+    for tokens in (far // 2, far):
         seen = _offset(cache)
-        fed = prompt_tokens(tokens - seen, seed=2)
-        sizes = [25] * (len(fed) // 25 - 1) + [5] * 4 + [1] * 5
-        for logits in _fed(model, cache, fed, sizes):
+        new = prompt_tokens(tokens - seen, seed=2)
+        sizes = [25] * (len(new) // 25 - 1) + [5] * 4 + [1] * 5
+        for logits in fed(model, cache, new, sizes):
             assert mx.all(mx.isfinite(logits[: VOCABULARY - 1])), "logits are not finite"
         before, now = [_bytes(entry) for _, entry in entries(cache)], before
     assert before == now or not now, f"memory went from {now} to {before} bytes"
     for place, entry in entries(cache):
         if isinstance(entry, BoundedKVCache):
-            assert entry.offset == FAR, f"layer {place} counts {entry.offset} of {FAR} tokens"
+            assert entry.offset == far, f"layer {place} counts {entry.offset} of {far} tokens"
             assert 0 < entry.size() <= size, f"layer {place} holds {entry.size()} tokens"
-            assert entry.evicted >= FAR - size, f"layer {place} evicted {entry.evicted} tokens"
+            assert entry.evicted >= far - size, f"layer {place} evicted {entry.evicted} tokens"
 
 
 def packs(cache: Sequence[Any]) -> bool:
@@ -144,21 +145,10 @@ def framed(cache: Sequence[Any]) -> list[mlx_h2o.Frame | None]:
     return frames
 
 
-def check_batch(model: nn.Module, cache: list[Any], single: list[Any]) -> None:
-    """A batch of two is what each would be alone, while nothing is evicted."""
-    first, second = prompt_tokens(20), prompt_tokens(20, seed=3)
-    for start, end in ((0, 8), (8, 15), *((i, i + 1) for i in range(15, 20))):
-        both = model(mx.array([first[start:end], second[start:end]]), cache=cache)[0, -1]
-        alone = model(mx.array([first[start:end]]), cache=single)[0, -1]
-        both, alone = both[: VOCABULARY - 1], alone[: VOCABULARY - 1]
-        worst = (mx.abs(both - alone).max() / mx.abs(alone).max()).item()
-        assert worst < 1e-3, f"tokens {start} to {end}: a batch differs by {worst:.1e}"
-
-
 def _broken(model: nn.Module) -> str:
     """Why mlx-lm's own caches cannot run a model here; empty if they can."""
     try:
-        list(_fed(model, stock_prompt_cache(model), prompt_tokens(3), [2, 1]))
+        list(fed(model, stock_prompt_cache(model), prompt_tokens(3), [2, 1]))
     except Exception as error:
         if NO_METAL in str(error):
             return "its own kernels need Metal"
@@ -170,7 +160,7 @@ def _module(name: str) -> types.ModuleType:
     return importlib.import_module(f"mlx_lm.models.{name}")
 
 
-def _fed(
+def fed(
     model: nn.Module, cache: list[Any], tokens: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[mx.array]:
     """Logits `[V]` after each chunk of these sizes."""

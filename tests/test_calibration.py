@@ -141,7 +141,7 @@ def test_a_page_of_text_is_asked_for():
 
 def test_models_that_need_one_budget_are_not_calibrated():
     with pytest.raises(ValueError, match="one budget"):
-        calibration.calibrate(tiny_model("phi3small"), [i % 100 for i in range(96)])
+        calibration.calibrate(tiny_model("gemma2_by_itself"), [i % 100 for i in range(96)])
 
 
 def test_the_command_writes_a_profile_that_is_found_again(tmp_path, capsys):

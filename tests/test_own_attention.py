@@ -6,8 +6,12 @@ import importlib
 from dataclasses import replace
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
@@ -25,9 +29,9 @@ from mlx_h2o import (
 )
 from mlx_h2o.backends.choice import only_reference
 from mlx_h2o.evaluate.side_by_side import side_by_side
+from model_coverage import coverage_model
 from tiny_models import (
     TinyLayer,
-    bounded_layers,
     kept_positions,
     prefill,
     prompt_tokens,
@@ -36,8 +40,20 @@ from tiny_models import (
 
 CAP = 2.0  # far below the logits of these layers, so that it shapes them
 LAYER = TinyLayer(length=160)
-# Caps that bite: the tiny model's logits are larger than they.
-MODELS = {"gemma2": {"attn_logit_softcapping": CAP}, "plamo2": {}}
+# A cap that bites, since the tiny model's logits are larger, and blocks of which some are not seen.
+MODELS = {
+    "gemma2": {"attn_logit_softcapping": CAP},
+    "plamo2": {},
+    "phi3small": {"blocksparse_num_local_blocks": 1, "blocksparse_vert_stride": 3},
+}
+NAMES = [module.rpartition(".")[2] for module in own_attention.TABLE]
+
+
+def model_of(name: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
+    """A tiny model of the table."""
+    if name in MODELS:
+        return tiny_model(name, dtype=dtype, **MODELS[name])
+    return coverage_model(name, dtype)
 
 
 def capped_weights(q: np.ndarray, k: np.ndarray, scale: float, seen: np.ndarray) -> np.ndarray:
@@ -187,40 +203,102 @@ def test_a_frame_with_a_centre_is_refused_since_a_cap_does_not_move_with_it():
 
 
 @pytest.mark.parametrize("policy", ["salient", "h2o", "tova", "streaming"])
-@pytest.mark.parametrize("family", MODELS)
-def test_logits_are_mlx_lms_own_before_anything_is_evicted(family, policy):
-    model, tokens = tiny_model(family, **MODELS[family]), prompt_tokens(60)
-    own, ours = stock_prompt_cache(model), make_prompt_cache(model, max_size=150, policy=policy)
-    for first, last in ((0, 25), (25, 48), *((i, i + 1) for i in range(48, 60))):
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_mlx_lms_own_before_anything_is_evicted(name, policy):
+    """Over several blocks of phi3small's."""
+    model, tokens = model_of(name), prompt_tokens(170)
+    own, ours = stock_prompt_cache(model), make_prompt_cache(model, max_size=300, policy=policy)
+    for first, last in ((0, 97), (97, 110), (110, 160), *((i, i + 1) for i in range(160, 170))):
         chunk = mx.array([tokens[first:last]])
-        expected, logits = model(chunk, cache=own), model(chunk, cache=ours)
+        expected, logits = (model(chunk, cache=cache)[..., :120] for cache in (own, ours))
         assert mx.abs(logits - expected).max().item() < 1e-5 * mx.abs(expected).max().item()
 
 
-@pytest.mark.parametrize("family", MODELS)
-def test_they_have_what_any_model_has(family):
-    """Head budgets, the exact remainder, undo, batches and a policy that sees attention."""
-    model = tiny_model(family, **MODELS[family])
-    layers = bounded_layers(family)
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_is_no_coarser_than_mlx_lms_own(name):
+    exact, half = model_of(name), model_of(name, mx.bfloat16)
+    exact.update(tree_map(lambda weight: weight.astype(mx.float32), half.parameters()))
+    tokens = mx.array([prompt_tokens(40)])
+    expected = exact(tokens, cache=stock_prompt_cache(exact))[..., :120]
+    off = []
+    for cache in (stock_prompt_cache(half), make_prompt_cache(half, max_size=100)):
+        logits = half(tokens, cache=cache)[..., :120]
+        assert logits.dtype == mx.bfloat16
+        off.append(mx.abs(logits - expected).mean().item())
+    assert off[1] < 1.3 * off[0]
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"phi3small"}))
+def test_they_have_what_any_model_has(name):
+    """The exact remainder, undo, batches and a policy that sees attention."""
+    model = model_of(name)
     cache = make_prompt_cache(model, max_size=24, undo=2)
     prefill(model, cache, prompt_tokens(60), 13)
-    assert {type(cache[i]) for i in layers} == {H2OKVCache}
-    for i in layers:
-        assert cache[i].answers
-        assert cache[i].policy.name == "salient"
-        assert cache[i].size() <= 24
-        assert cache[i].evicted > 30
-        assert hasattr(cache[i], "merge")
+    bounded = [entry for entry in cache if isinstance(entry, H2OKVCache)]
+    assert {type(entry) for entry in bounded} == {H2OKVCache}
+    for entry in bounded:
+        assert entry.answers
+        assert entry.policy.name == "salient"
+        assert entry.size() <= 24
+        assert entry.evicted > 30
+        assert hasattr(entry, "merge")
+
+
+def test_mass_goes_to_the_head_whose_rows_were_seen():
+    """plamo's query head i attends to the KV head i mod H."""
+    model = model_of("plamo")
+    cache = make_prompt_cache(model, max_size=100, policy="h2o", remainder=False)
+    tokens = mx.array([prompt_tokens(30)])
+    full = stock_prompt_cache(model)
+    model(tokens, cache=cache)
+    model(tokens, cache=full)
+    block = model.layers[0]
+    layer = block.self_attn
+    q = layer.q_proj(block.norm(model.model.embed_tokens(tokens)))
+    q = layer.rotary_emb(q.reshape(1, 30, 4, -1).transpose(0, 2, 1, 3))
+    keys = np.array(full[0].keys[0, :, :30], np.float64)
+    logits = layer.scale * np.array(q[0], np.float64) @ np.tile(keys, (2, 1, 1)).swapaxes(-1, -2)
+    weights = np.exp(np.where(np.tril(np.ones((30, 30), bool)), logits, -np.inf))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = weights.reshape(2, 2, 30, 30).mean(0).sum(1)
+    scores = np.array(cache[0].store.view(cache[0].store.runs[0], "scores"))[0]
+    np.testing.assert_allclose(scores, expected, atol=1e-4)
+
+
+PHI = model_of("phi3small")
+
+
+@settings(deadline=None)
+@given(total=st.integers(1, 300), length=st.integers(1, 80), places=st.randoms())
+def test_blocks_are_seen_by_places_not_by_slots(total, length, places):
+    length = min(length, total)
+    layer = PHI.layers[0].self_attn
+    _, dense = layer._block_sparse_mask(length, total)
+    expected = np.array(dense).reshape(layer.n_heads, length, total)
+    order = list(range(total))
+    places.shuffle(order)
+    rows = mx.broadcast_to(mx.array(order), (1, layer.n_kv_heads, total))
+    seen = own_attention.blocks_seen(layer, rows, total - length, length)
+    assert np.array_equal(np.array(seen)[0], expected[..., order])
+
+
+def test_blocks_of_places_need_a_cache_that_knows_them():
+    routing.install()
+    with pytest.raises(ValueError, match=r"make_prompt_cache know alone"):
+        PHI(mx.array([[1, 2]]), cache=[H2OKVCache(40), H2OKVCache(40)])
+    cache = make_prompt_cache(PHI, max_size=40)
+    with pytest.raises(RuntimeError, match="no rows were handed out"):
+        cache[0].places()
 
 
 def test_a_profile_of_such_a_model_shares_slots_out():
     model = tiny_model("gemma2", attn_logit_softcapping=CAP)
-    profile = calibration.calibrate(model, prompt_tokens(96), length=96)
+    profile = calibration.calibrate(model, prompt_tokens(64), length=64)
     cache = make_prompt_cache(model, max_size=48, budgets=profile)
     logits = prefill(model, cache, prompt_tokens(90), 30)
     assert mx.all(mx.isfinite(logits))
     with pytest.raises(ValueError, match="caps the logits"):
-        kl_calibration.calibrate_exactly(model, prompt_tokens(96), length=96)
+        kl_calibration.calibrate_exactly(model, prompt_tokens(64), length=64)
 
 
 def test_caches_side_by_side_are_capped_each():
@@ -262,7 +340,7 @@ def test_a_source_that_changed_is_left_alone_and_told(uninstalled, monkeypatch):
     name = "mlx_lm.models.gemma2"
     known = replace(own_attention.TABLE[name], digest="of another release")
     model = tiny_model("gemma2")
-    told = pytest.warns(RuntimeWarning, match=r"mlx_lm\.models\.gemma2 is another.*keys only")
+    told = pytest.warns(RuntimeWarning, match=r"mlx_lm\.models\.gemma2 is another.*only keys")
     with monkeypatch.context() as patched, told:
         patched.setitem(own_attention.TABLE, name, known)
         cache = make_prompt_cache(model, max_size=24)

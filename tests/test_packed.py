@@ -298,6 +298,6 @@ def test_models_that_attend_by_themselves_are_refused_bits():
     with pytest.raises(ValueError, match="cannot read packed"):
         H2OKVCache(32, policy="keydiff", attending=False, bits=8)
     with pytest.raises(ValueError, match="leave bits"):
-        make_prompt_cache(tiny_model("phi3small"), 32, bits=8)
+        make_prompt_cache(tiny_model("gemma2_by_itself"), 32, bits=8)
     with pytest.raises(ValueError, match=r"k_bits must be 2, 3, .* got 1"):
         H2OKVCache(32, k_bits=1)

@@ -184,7 +184,7 @@ def test_room_is_used_before_anything_goes(prompt):
 def test_models_that_attend_by_themselves_are_refused(prompt):
     with pytest.raises(ValueError, match=r"cannot be compressed|attends by itself"):
         mlx_h2o.compress_prompt(
-            tiny_model("phi3small"),
+            tiny_model("gemma2_by_itself"),
             Characters(),
             prompt,
             10**6,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx.nn import Module
 from mlx_lm.models import cache as mlx_lm_cache
 
@@ -11,11 +13,14 @@ from mlx_h2o import (
     H2OKVCache,
     Profile,
     load_prompt_cache,
+    make_policy,
     make_prompt_cache,
     resize,
     save_prompt_cache,
 )
+from mlx_h2o.budget import LayerShare, RowWidths, bytes_for_slots
 from mlx_h2o.model_identity import identity_of
+from mlx_h2o.proportion import slots_in_proportion
 from tiny_models import TinyLayer, greedy_tokens, prefill, prompt_tokens, tiny_model
 
 SIZES = {"fewer": {"max_size": 30}, "more": {"max_size": 77}, "bytes": {"max_bytes": 30_000}}
@@ -163,3 +168,60 @@ def test_bytes_hold_the_steps_that_can_be_taken_back():
     prefill(model, cache, prompt_tokens(200), 50)
     assert len(greedy_tokens(model, cache, [1], 30)) == 30
     assert 0.7 * limit < sum(entry.nbytes for entry in cache) <= limit
+
+
+# -- slots that layers were given -----------------------------------------------------------------
+
+SHARES = st.lists(st.lists(st.integers(8, 400), min_size=1, max_size=4), min_size=1, max_size=5)
+
+
+@settings(deadline=None)
+@given(layers=SHARES, mean=st.integers(40, 600), remembers=st.booleans())
+def test_every_head_keeps_its_part_of_the_whole(layers, mean, remembers):
+    widths, policy = RowWidths(16, 16, 2, 2), make_policy("h2o")
+    least = policy.least_budget()
+    shares = [LayerShare(len(slots), widths, slots=tuple(slots)) for slots in layers]
+    before = [slots for layer in layers for slots in layer]
+    total = len(before) * (mean - widths.remainder_slots(remembers))
+    sized = slots_in_proportion(shares, mean, None, policy, remembers)
+    slots = [count for layer in sized for count in layer]
+    assert [len(layer) for layer in sized] == [len(layer) for layer in layers]
+    assert sum(slots) == total
+    assert min(slots) >= least
+    if all(count * total >= least * sum(before) for count in before):  # none is held up by it
+        parts = [count * total / sum(before) for count in before]
+        assert all(abs(got - part) < 2 for got, part in zip(slots, parts, strict=True))
+    # In bytes the same, and no slot more would fit.
+    every = sum(bytes_for_slots(count, 1, widths, policy, remembers) for count in slots)
+    assert slots_in_proportion(shares, None, every, policy, remembers) == sized
+    more = slots_in_proportion(shares, None, every + widths.slot_bytes(policy), policy, remembers)
+    assert sum(map(sum, more)) == total + 1
+
+
+@pytest.mark.parametrize("way", ["unused", "in use", "through a file"])
+def test_layers_keep_the_proportions_of_the_slots_they_were_given(way, tmp_path):
+    model = tiny_model("llama")
+    given = [[20, 20], [80, 40]]
+    cache = make_prompt_cache(model, budgets=given)
+    if way != "unused":
+        prefill(model, cache, prompt_tokens(90), 20)
+    if way == "through a file":
+        save_prompt_cache(tmp_path / "cache.safetensors", cache)
+        cache = load_prompt_cache(tmp_path / "cache.safetensors")
+    charged = cache[0].share.widths.remainder_slots(True)
+    resize(cache, max_size=80 + charged)
+    assert budgets_of(cache) == [[40, 40], [160, 80]]
+    prefill(model, cache, prompt_tokens(200), 50)
+    assert [entry.size() for entry in cache] == [40, 160]
+    resize(cache, max_bytes=sum(entry.nbytes for entry in cache) // 2)
+    (a, b), (c, d) = budgets_of(cache)
+    assert a == b
+    assert abs(c - 4 * a) < 5
+    assert abs(d - 2 * a) < 3
+    resize(cache, max_size=40 + charged)
+    assert budgets_of(cache) == given
+    with pytest.raises(ValueError, match=r"max_size=6 is too small.*make it at least \d+"):
+        resize(cache, max_size=6)
+    with pytest.raises(ValueError, match=r"max_bytes=900 is too small.*make it at least \d+"):
+        resize(cache, max_bytes=900)
+    assert budgets_of(cache) == given

@@ -104,7 +104,7 @@ def test_a_file_remembers_the_rope(tmp_path):
         ("phimoe", "have another one than mlx.nn.RoPE, or none"),
         ("hunyuan", "have another one than mlx.nn.RoPE, or none"),
         ("deepseek_v3", "leave positions away"),
-        ("phi3small", "attends by itself"),
+        ("phi3small", "blocks of places"),
     ],
 )
 def test_models_without_a_plain_rope_in_every_layer_are_refused(name, reason):

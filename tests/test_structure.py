@@ -20,7 +20,7 @@ FLOORS = {
         ranks rolling""",
     "rows": "packed remainder recent_window undo frame profile profile_places",
     "policies": "policies selection",
-    "settings": "settings budget filling sizing attention_call pin_room",
+    "settings": "settings budget filling sizing proportion attention_call pin_room",
     "attention": "backends attention tracing",
     "memory": "memory layer views",
     "eviction": "eviction observe pinning turns",

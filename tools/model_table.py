@@ -1,20 +1,24 @@
 #!/usr/bin/env python3
 """Write docs/models.md: what bounded caches do with every model of the mlx-lm that is installed.
 
-Each model is run as tests/test_model_coverage.py runs it (tests/model_coverage.py): minutes.
+Each model is run as tests/test_model_coverage.py runs it (tests/model_matrix.py): minutes. With
+names of models their rows alone are run anew, and the others stay.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from model_coverage import BOUNDED, PARTLY, REFUSED, Row, model_names, row_of  # noqa: E402
+from model_coverage import BOUNDED, PARTLY, REFUSED, SMALL, model_names  # noqa: E402
+from model_matrix import COLUMNS, LENGTHS, YES, line_of  # noqa: E402
 
 PAGE = ROOT / "docs/models.md"
 HEAD = """# Models
@@ -34,54 +38,92 @@ of fixed size already, and stay as the model made them.
 - **of fixed size**: nothing grows, with or without mlx-h2o.
 - **not run**: mlx-lm's own caches do not run the model where this page was written.
 
-*keys made of the rows*: the model makes keys and values of the cached rows (MLA), or repeats or \
-casts them: one budget for all heads, no remainder, rows as they come. *by keys alone*: the model \
-computes attention by itself, so the policy looks at keys, and the remainder goes in as plain \
-rows. *shared by layers*: several layers attend to one cache's rows, and a token's mass is that of \
-all their queries. Vision and other wrappers are run with their language part.
+*keys made of the rows*: the model makes keys and values of the cached rows (MLA), or sees blocks \
+of places (phi3small), so all rows are handed out: one budget for all heads, no remainder, rows as \
+they come. *shared by layers*: several layers attend to one cache's rows, and a token's mass is \
+that of all their queries. Models with attention of their own (gemma2, phi3small, plamo, plamo2, \
+stablelm) ask the cache through `own_attention.py`; with an mlx-lm in which that code is another, \
+a warning says so, and plamo and stablelm are bounded as MLA is, the others *by keys alone* (the \
+policy looks at keys, the remainder goes in as plain rows). Vision and other wrappers are run \
+with their language part.
 
-mlx-lm {version}: {counts}. Of the {growing} whose memory grows, {bounded} are bounded \
-({percent} %).
+What a bounded model does beside that, run likewise:
 
-| model | memory | layers |
-|---|---|---|
+- **packed in frames**: with `bits=8` and frames, logits are near mlx-lm's own while nothing is \
+evicted, and memory is bounded. *refused*: `bits` raises a ValueError, since the model attends to \
+keys that this library does not hand out.
+- **batches**: sequences of {first} and {second} tokens in one `BatchGenerator`, evictions and \
+all, give what each gives alone. *one at a time*: its caches have no `merge`, by which mlx-lm's \
+server and ours know that they take its sequences one after another. *nor mlx-lm's own*: \
+batches with mlx-lm's own caches do not either.
+- **server**: copies and files go on bit by bit as the cache that they were made of, and a \
+conversation takes no more bytes than are put aside for it, where they are known beforehand.
+
+Written with mlx-lm {version}: {counts}. Of the {growing} whose memory grows, {bounded} are \
+bounded ({percent} %); of those {packed} can be packed, {batched} batched, {served} served.
+
+| model | {columns} |
+|---|{rule}
 """
 
 
-def page_of(rows: list[Row], small: int) -> str:
-    """The page for these rows."""
-    counts = Counter(row.memory for row in rows)
-    bounded = counts[BOUNDED]
-    growing = bounded + counts[PARTLY] + counts[REFUSED]
+def page_of(lines: Sequence[str]) -> str:
+    """The page for these lines."""
+    rows = [cells_of(line) for line in lines]
+    counts = Counter(row[1] for row in rows)
+    growing = counts[BOUNDED] + counts[PARTLY] + counts[REFUSED]
+    packed, batched, served = (sum(row[i] == YES for row in rows) for i in (3, 4, 5))
+    columns = " | ".join(COLUMNS)
     head = HEAD.format(
-        small=small,
+        small=SMALL,
+        first=LENGTHS[0],
+        second=LENGTHS[1],
         version=version("mlx-lm"),
         counts=", ".join(f"{count} {memory}" for memory, count in counts.most_common()),
         growing=growing,
-        bounded=bounded,
-        percent=100 * bounded // growing,
+        bounded=counts[BOUNDED],
+        percent=100 * counts[BOUNDED] // growing,
+        packed=packed,
+        batched=batched,
+        served=served,
+        columns=columns,
+        rule="---|" * len(columns.split(" | ")),
     )
-    return head + "".join(f"{row}\n" for row in rows)
+    return head + "".join(f"{line}\n" for line in lines)
 
 
-def main() -> int:
-    """Run all models; a model that fails is told, and the page stays as it was."""
-    from model_coverage import SMALL
+def cells_of(line: str) -> list[str]:
+    """The cells of a line of the table, the model's name first."""
+    return [cell.strip() for cell in line.strip("|\n").split(" | ")]
 
-    rows, failed = [], []
-    for name in model_names():
+
+def written() -> dict[str, str]:
+    """The page's lines by model."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith("| ")][1:]
+    return {cells_of(row)[0]: row for row in rows}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run models; where one fails it is told, and the page stays as it was."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", help="whose rows are run anew; all if none is named")
+    names = parser.parse_args(arguments).models
+    lines = written() if names else {}
+    failed = []
+    for name in names or model_names():
         try:
-            rows.append(row_of(name))
-            print(rows[-1], file=sys.stderr)
+            lines[name] = line_of(name)
+            print(lines[name], file=sys.stderr)
         except Exception as error:
             failed.append(name)
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
     if failed:
         print(f"docs/models.md was left as it is: {', '.join(failed)} failed.", file=sys.stderr)
         return 1
-    PAGE.write_text(page_of(rows, SMALL), encoding="utf-8")
+    PAGE.write_text(page_of([lines[name] for name in sorted(lines)]), encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -81,18 +81,22 @@ class LayerShare:
         widths: Of its rows.
         grid: Numbers of slots that the model's profile knows; empty without a profile.
         losses: What each KV head loses at each of them (`Profile.losses`), or empty.
+        slots: Of each KV head, where the caller gave layers different ones; or empty.
     """
 
     heads: int
     widths: RowWidths
     grid: tuple[int, ...] = ()
     losses: tuple[tuple[float, ...], ...] = ()
+    slots: tuple[int, ...] = ()
 
     def config(self) -> dict[str, Any]:
         """As JSON types; packing, undo and the frame are the cache's own settings."""
         own = ("packing", "undo", "framed")
         widths = {name: value for name, value in vars(self.widths).items() if name not in own}
-        return {"heads": self.heads, "widths": widths, "grid": self.grid, "losses": self.losses}
+        given = {"slots": self.slots} if self.slots else {}
+        shared = {"grid": self.grid, "losses": self.losses}
+        return {"heads": self.heads, "widths": widths, **shared, **given}
 
     @classmethod
     def of_config(
@@ -112,8 +116,11 @@ class LayerShare:
             check_curves(grid, losses)
         if len(losses) not in (0, heads):
             raise ValueError(f"There are losses of {len(losses)} heads for {heads} KV heads.")
+        slots = checks.wholes("slots", config["slots"], 1) if config.get("slots") else ()
+        if len(slots) not in (0, heads):
+            raise ValueError(f"There are slots of {len(slots)} heads for {heads} KV heads.")
         widths = RowWidths(**sizes, packing=packing, undo=undo, framed=framed)
-        return cls(heads, widths, grid, losses)
+        return cls(heads, widths, grid, losses, tuple(slots))
 
 
 def bytes_for_slots(

@@ -15,7 +15,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o import routing, saved_state
 from mlx_h2o.bounded_cache import BoundedKVCache
-from mlx_h2o.cache_lists import entries
+from mlx_h2o.cache_lists import entries, listed
 from mlx_h2o.files import replacing
 from mlx_h2o.safetensors_header import check_header
 from mlx_h2o.saved_state import MOST_TOKENS
@@ -141,7 +141,7 @@ def _restored(entry: dict[str, Any], prefix: str, arrays: dict[str, mx.array]) -
     """The cache that `_saved` described."""
     if entry["class"] == "CacheList":
         members = [_restored(m, f"{prefix}.{i}", arrays) for i, m in enumerate(entry["members"])]
-        return mlx_lm_cache.CacheList(*members)
+        return listed(members)
     own = {
         name.removeprefix(f"{prefix}."): array
         for name, array in arrays.items()

@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from mlx_lm.models import cache as mlx_lm_cache
+
+
+class UnmergedCacheList(mlx_lm_cache.CacheList):
+    """A list with a member that cannot be merged with others' into a batch, so it cannot be."""
+
+    @property
+    def merge(self) -> NoReturn:
+        """Not there: mlx-lm asks whether it is, and serves such sequences one at a time."""
+        raise AttributeError("Members of this list of caches cannot be batched.")
+
+
+def listed(members: Sequence[Any]) -> Any:
+    """A CacheList of these caches, which says by `merge` whether all of them can be batched."""
+    merges = all(hasattr(member, "merge") for member in members)
+    kind: Any = mlx_lm_cache.CacheList if merges else UnmergedCacheList
+    return kind(*members)
 
 
 def entries(cache: Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -20,5 +36,5 @@ def entries(cache: Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 def replaced(entry: Any, make: Any) -> Any:
     """A cache list's entry with its plain KV caches, members of a CacheList too, replaced."""
     if isinstance(entry, mlx_lm_cache.CacheList):
-        return mlx_lm_cache.CacheList(*(replaced(member, make) for member in entry.caches))
+        return listed([replaced(member, make) for member in entry.caches])
     return make() if type(entry) is mlx_lm_cache.KVCache else entry

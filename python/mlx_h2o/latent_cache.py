@@ -12,6 +12,7 @@ from mlx_h2o.cache import H2OKVCache
 from mlx_h2o.core import attend_to_derived
 from mlx_h2o.masks import Mask
 from mlx_h2o.memory import Fields
+from mlx_h2o.pins import true_positions
 from mlx_h2o.settings import CacheSettings
 from mlx_h2o.tracing import refuse_tracing
 
@@ -66,6 +67,16 @@ class LatentKVCache(H2OKVCache, kind="latent"):
         """
         self._attended = self._opened(keys, values).take_in(keys, values)
         return self._attended[0]["keys"], self._attended[0]["values"]
+
+    def places(self) -> mx.array:
+        """Positions of the rows that `update_and_fetch` handed out last, `[B, Hk, N]`.
+
+        Raises:
+            RuntimeError: They were attended to already.
+        """
+        if self._attended is None:
+            raise RuntimeError("places() before update_and_fetch(): no rows were handed out.")
+        return true_positions(self._attended[0]["positions"])
 
     def attend(
         self,

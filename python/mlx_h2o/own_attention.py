@@ -1,11 +1,12 @@
 """Models that compute attention by themselves, and how they ask a cache for it instead.
 
-Most of mlx-lm's models attend through one function, which `routing` replaces. Some have their own,
-and a cache never sees their queries. The table here has such modules: while attention is routed,
+Most of mlx-lm's models attend to the rows of their cache through one function, which `routing`
+replaces. Some have their own, so that a cache never sees their queries, or change the rows first,
+so that it cannot tell what they are. The table here has such modules: while attention is routed,
 their `__call__` is replaced by one that computes the same and lets a cache that can attend do so;
 any other cache goes to mlx-lm's own code, untouched. A module is replaced only where its source is
-one that was read when its entry was written. Where it is another, it attends by itself as before,
-so policies look at keys only.
+one that was read when its entry was written. Where it is another, it attends as before: by itself,
+so that policies look at keys only, or to rows that the cache does not know.
 """
 
 from __future__ import annotations
@@ -50,6 +51,62 @@ def _gemma2(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> Any
     return self.o_proj(_joined(asked(cache, q, k, v, self.scale, mask, cap)))
 
 
+def _phi3small(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> Any:
+    """Every other layer sees blocks of places: near ones, and each so many-th of those before."""
+    B, L, _ = x.shape
+    qkv = self.query_key_value(x).reshape(B, L, -1, self.n_q_per_kv + 2, self.head_dim)
+    q = qkv[..., :-2, :].flatten(-3, -2).transpose(0, 2, 1, 3)
+    k, v = (qkv[..., part, :].transpose(0, 2, 1, 3) for part in (-2, -1))
+    first = cache.offset
+    q, k = self.rope(q, offset=first), self.rope(k, offset=first)
+    k, v = cache.update_and_fetch(k, v)
+    if self.block_sparse:
+        if not hasattr(cache, "places"):
+            raise ValueError(
+                "phi3small sees blocks of places, which caches of mlx_h2o.make_prompt_cache know "
+                "alone."
+            )
+        # As in mlx-lm a mask of truth values is added, too.
+        seen = blocks_seen(self, cache.places(), first, L)
+        bias = mask.astype(q.dtype) if isinstance(mask, mx.array) else mx.zeros((), q.dtype)
+        mask = mx.where(seen, bias, mx.array(-mx.inf, q.dtype))
+    return self.dense(_joined(asked(cache, q, k, v, self.scale, mask)))
+
+
+def blocks_seen(self: Any, places: mx.array, first: int, L: int) -> mx.array:
+    """Which rows each query of a block-sparse layer sees, `[B, Hq, L, N]`.
+
+    As in mlx-lm, the last query is taken to be the last of its block.
+
+    Args:
+        self: The layer's attention.
+        places: Positions of the rows, `[B, H, N]`.
+        first: The first query's position.
+        L: Queries.
+    """
+    size, total = self.blocksparse_block_size, first + L
+    own = (mx.arange(first, total) + -total % size) // size
+    of_rows = mx.repeat(places // size, self.n_q_per_kv, axis=1)[:, :, None]
+    heads = mx.arange(1, self.n_heads + 1)[:, None, None]
+    strided = (of_rows + heads) % self.blocksparse_vert_stride == 0
+    ahead = own[:, None] - of_rows
+    seen: mx.array = (ahead >= 0) & ((ahead < self.blocksparse_num_local_blocks) | strided)
+    return seen
+
+
+def _plamo(
+    self: Any, hidden_states: mx.array, attention_mask: Mask = None, cache: Any = None
+) -> Any:
+    """Query head i has the KV head i mod H; they are handed over in groups, and put back."""
+    x, H = hidden_states, self.k_num_heads
+    q, k, v = _heads(self.q_proj(x), self.q_num_heads), self.k_proj(x), self.v_proj(x)
+    q = self.rotary_emb(q, offset=cache.offset)
+    k = self.rotary_emb(_heads(k, H), offset=cache.offset)
+    k, v = cache.update_and_fetch(k, _heads(v, H))
+    out = asked(cache, _regrouped(q, H), k, v, self.scale, attention_mask)
+    return self.o_proj(_joined(_regrouped(out, out.shape[1] // H)))
+
+
 def _plamo2(self: Any, hidden_states: mx.array, mask: Mask = None, cache: Any = None) -> Any:
     """Plain attention, without mlx-lm's function."""
     ends = [self.q_proj_dim, self.q_proj_dim + self.k_proj_dim]
@@ -62,13 +119,34 @@ def _plamo2(self: Any, hidden_states: mx.array, mask: Mask = None, cache: Any = 
     return self.o_proj(_joined(asked(cache, q, k, v, self.scale, mask)))
 
 
+def _stablelm(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> Any:
+    """Queries and keys are cast to float32 for attention, in which logits are float32 anyway."""
+    B, L, _ = x.shape
+    q = self.q_proj(x).reshape(B, L, self.num_heads, -1)
+    k = self.k_proj(x).reshape(B, L, self.num_key_value_heads, -1)
+    if self.qk_layernorm:
+        q, k = self.q_layernorm(q), self.k_layernorm(k)
+    q, k = (self.rope(rows.transpose(0, 2, 1, 3), offset=cache.offset) for rows in (q, k))
+    k, v = cache.update_and_fetch(k, _heads(self.v_proj(x), self.num_key_value_heads))
+    return self.o_proj(_joined(asked(cache, q, k, v, self.head_dim**-0.5, mask)))
+
+
 #: By module; in each it is the class `Attention`.
 TABLE = {
     "mlx_lm.models.gemma2": OwnAttention(
         "2fc0e1b3741487c4c910ad00b1f6cbb4589f6ff5d290ef6bd33de446de614d8c", _gemma2
     ),
+    "mlx_lm.models.phi3small": OwnAttention(
+        "1f5ec5aedc7e2ef79c62cab0bad55840b32f949e66f416f8f54e3125f5004703", _phi3small
+    ),
+    "mlx_lm.models.plamo": OwnAttention(
+        "788147755065f924dfe27bb11ec7cba7acfd411fd5d93e3737a734a6ba853f5a", _plamo
+    ),
     "mlx_lm.models.plamo2": OwnAttention(
         "10b1e5bbd4d8a1c8f6a880d3c6845feca2230f27186f836bb8ee3c6e7ccef51d", _plamo2
+    ),
+    "mlx_lm.models.stablelm": OwnAttention(
+        "ec0795f798d63a9642f5e9d84b1653d93b07b225e1380d1b8f8d069ac0187148", _stablelm
     ),
 }
 
@@ -99,8 +177,9 @@ def warn_if_changed(module: str) -> None:
     """Say so where a module is in the table, and its source is another than the one known."""
     if module in TABLE and not any(known.__module__ == module for known in _replaced):
         warnings.warn(
-            f"The attention of {module} is another than mlx-h2o knows, so its caches do not see "
-            "it: policies look at keys only. An mlx-h2o made for this mlx-lm would know it.",
+            f"The attention of {module} is another than mlx-h2o knows, so its caches see less of "
+            "it, or only keys (mlx_h2o.describe tells). An mlx-h2o made for this mlx-lm would know "
+            "it.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -172,6 +251,12 @@ def _asking(original: Call, asking: Call) -> Call:
 def _heads(x: mx.array, heads: int) -> mx.array:
     """`[B, L, heads * D]` as `[B, heads, L, D]`."""
     return x.reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3)
+
+
+def _regrouped(x: mx.array, groups: int) -> mx.array:
+    """Heads `[B, heads, L, D]` with every groups-th side by side; by heads // groups: put back."""
+    B, heads, L, D = x.shape
+    return x.reshape(B, -1, groups, L, D).swapaxes(1, 2).reshape(B, heads, L, D)
 
 
 def _joined(x: mx.array) -> mx.array:

@@ -79,7 +79,9 @@ class LayerPlan:
         heads = share.heads // ranks.count
         return replace(
             self,
-            share=replace(share, heads=heads, losses=ranks.own(share.losses)),
+            share=replace(
+                share, heads=heads, losses=ranks.own(share.losses), slots=ranks.own(share.slots)
+            ),
             budgets=ranks.own(self.budgets),
             saturation=t if isinstance(t, float) else ranks.own(t),
             frame=frame and Frame(ranks.own_rows(frame.centre), ranks.own_rows(frame.scale)),
@@ -143,6 +145,9 @@ def planned(
     sizes = at_hand.slots
     if sizes is None:
         sizes = slots_of_layers(shares, settings, policy, remembers, attending, profile)
+    elif len({slots for of_layer in sizes for slots in of_layer}) > 1:
+        given = zip(shares, sizes, strict=True)
+        shares = [replace(share, slots=tuple(slots)) for share, slots in given]
     stages = fillings(sizes, settings, policy, profile)
     ropes: Sequence[Rope | None] = at_hand.ropes or [None] * len(shares)
     layers = [

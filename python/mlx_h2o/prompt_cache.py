@@ -120,8 +120,7 @@ def bounded_caches(
     caches = stock_caches(model)
     require_boundable(name, kinds, caches)
     attending = all(kind.routed for kind in kinds)
-    if not attending:
-        own_attention.warn_if_changed(module)
+    own_attention.warn_if_changed(module)
     policy = settings.policy_for(attending)
     check_settings(name, kinds, settings, policy)
     answers = settings.remainder and not any(kind.derived for kind in kinds)

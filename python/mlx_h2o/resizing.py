@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from mlx_h2o.budget import LayerShare
 from mlx_h2o.conversations import bounded_entries
 from mlx_h2o.model_identity import ModelIdentity
 from mlx_h2o.plan import fillings, slots_of_layers
 from mlx_h2o.profile import Profile
+from mlx_h2o.proportion import slots_in_proportion
 from mlx_h2o.settings import ModelSettings
 
 
@@ -20,7 +21,8 @@ def resize(
     """Change the budget of a whole model's caches; what no longer fits goes into the remainders.
 
     The slots are shared out as `make_prompt_cache` shares them out for this size: by the profile
-    that the caches were made with, which files remember too. Caches that are not bounded stay as
+    that the caches were made with, which files remember too; or in the proportions of the slots
+    that layers were given (`budgets=[...]`). Caches that are not bounded stay as
     they are. (`H2OKVCache.resize` changes one layer alone.)
 
     Args:
@@ -52,7 +54,13 @@ def resize(
         )
     remembers = first.answers or first.policy.uses_evicted_mean
     profile = _profile_of(shares)
-    sizes = slots_of_layers(shares, settings, first.policy, remembers, first.attending, profile)
+    how = (first.policy, remembers)
+    if all(share.slots for share in shares):
+        sizes = slots_in_proportion(
+            shares, settings.max_size, cast(int | None, settings.max_bytes), *how
+        )
+    else:
+        sizes = slots_of_layers(shares, settings, *how, first.attending, profile)
     new = []
     own = replace(settings, undo=first.undo)
     for layer, (slots, later) in zip(

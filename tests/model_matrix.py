@@ -1,0 +1,181 @@
+"""What each bounded model of mlx-lm does beside being bounded: packed rows, batches, the server."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
+
+import mlx_h2o
+from mlx_h2o import make_prompt_cache
+from mlx_h2o.cache_lists import entries
+from mlx_h2o.serve.most_bytes import most_bytes
+from model_configs import VOCABULARY
+from model_coverage import (
+    BOUNDED,
+    PARTLY,
+    ROOMY,
+    SMALL,
+    check_memory,
+    coverage_model,
+    fed,
+    framed,
+    off_stock,
+    packs,
+    row_of,
+)
+from tiny_models import prompt_tokens
+
+YES, REFUSED = "yes", "refused"
+ONE_BY_ONE, NOT_STOCK = "one at a time", "nor mlx-lm's own"
+# Prompts of a batch: ragged, and beyond the budget.
+LENGTHS, DECODED, CHUNK = (40, 27), 6, 16
+# Rows in 8 bits of weights that are random move logits by a few hundredths, in the median of steps
+# (an expert chosen otherwise moves those of one step by more).
+PACKED_OFF = 0.1
+
+
+def packed(model: nn.Module) -> str:
+    """Rows in 8 bits, in frames: near mlx-lm's own logits at first, and bounded."""
+    cache = make_prompt_cache(model, max_size=ROOMY)
+    if not packs(cache):
+        with pytest.raises(ValueError, match=r"cannot be packed: leave bits"):
+            make_prompt_cache(model, max_size=ROOMY, bits=8, group_size=32)
+        return REFUSED
+    list(fed(model, cache, [1], [1]))  # then the widths are known
+    stored = {"bits": 8, "group_size": 32, "frames": framed(cache)}
+    near = make_prompt_cache(model, max_size=ROOMY, **stored)
+    off = median(off_stock(model, near))
+    assert off < PACKED_OFF, f"packed in 8 bits, logits are off by {off:.1e}"
+    check_memory(model, make_prompt_cache(model, max_size=2 * SMALL, **stored), 2 * SMALL, far=150)
+    return YES
+
+
+def batches(model: nn.Module) -> str:
+    """Two ragged sequences in mlx-lm's batches: what each gives alone, evictions and all."""
+
+    def ours() -> list[Any]:
+        return make_prompt_cache(model, max_size=SMALL)
+
+    if not all(hasattr(entry, "merge") for entry in ours()):
+        with pytest.raises((AttributeError, ValueError)):
+            side_by_side(model, ours)
+        return ONE_BY_ONE
+    wrong = what_is_wrong(model, ours)
+    if wrong and what_is_wrong(model, lambda: stock_prompt_cache(model)):
+        return NOT_STOCK
+    assert not wrong, f"{wrong}, and mlx-lm's own does not"
+    return YES
+
+
+def server(model: nn.Module) -> str:
+    """What the server does with caches: copies and files go on alike, bytes stay below the most."""
+    cache = make_prompt_cache(model, max_size=SMALL)
+    most = None
+    with suppress(ValueError):  # there is a layer whose bytes are not known beforehand
+        most = most_bytes(cache)
+    tokens = prompt_tokens(60)
+    list(fed(model, cache, tokens[:45], [25, 13, 7]))
+    copied = copy.deepcopy(cache)
+    with tempfile.TemporaryDirectory() as folder:
+        mlx_h2o.save_prompt_cache(Path(folder) / "cache", cache)
+        loaded = mlx_h2o.load_prompt_cache(Path(folder) / "cache")
+    rest = [
+        list(fed(model, each, tokens[45:], [5, 4, *[1] * 6])) for each in (cache, copied, loaded)
+    ]
+    for name, logits in (("copy", rest[1]), ("file", rest[2])):
+        for expected, got in zip(rest[0], logits, strict=True):
+            assert mx.array_equal(expected, got), f"what came from a {name} goes on otherwise"
+    if most is not None:
+        held = sum(entry.nbytes for _, entry in entries(cache))
+        assert held <= most, f"{held} bytes are held, and at most {most} were told"
+    return YES
+
+
+def what_is_wrong(model: nn.Module, make: Callable[[], list[Any]]) -> str:
+    """Why a batch does not do what sequences do alone; empty if it does."""
+    try:
+        worst = off_alone(model, make)
+    except Exception as error:  # of any model, about arrays where it wants numbers and the like
+        return f"a batch of two fails ({type(error).__name__}: {error})"
+    return f"a batch of two differs from each alone by {worst:.1e}" if worst > 1e-3 else ""
+
+
+def off_alone(model: nn.Module, make: Callable[[], list[Any]]) -> float:
+    """The largest relative difference between a batch's logits and those of each alone."""
+    worst = 0.0
+    for prompt, both in zip(prompts(), side_by_side(model, make), strict=True):
+        single = list(alone(model, prompt, make()))
+        for (token, expected), (other, got) in zip(single, both, strict=True):
+            off = mx.abs(mx.exp(got) - mx.exp(expected)).max().item()
+            worst = max(worst, off)
+            if token != other:  # the next steps read other tokens
+                break
+    return worst
+
+
+def prompts() -> list[list[int]]:
+    return [prompt_tokens(length, seed) for seed, length in enumerate(LENGTHS, 5)]
+
+
+def alone(
+    model: nn.Module, prompt: Sequence[int], cache: list[Any]
+) -> Iterator[tuple[int, mx.array]]:
+    """Tokens and log-probabilities of one sequence."""
+    steps = generate_step(
+        mx.array(prompt), model, max_tokens=DECODED, prompt_cache=cache, prefill_step_size=CHUNK
+    )
+    for token, logprobs in steps:
+        yield int(token), logprobs[: VOCABULARY - 1]
+
+
+def side_by_side(
+    model: nn.Module, make: Callable[[], list[Any]]
+) -> list[list[tuple[int, mx.array]]]:
+    """The same of all, by mlx-lm's own generator of batches."""
+    generator = BatchGenerator(model, prefill_step_size=CHUNK, prefill_batch_size=len(LENGTHS))
+    try:
+        uids = generator.insert(
+            prompts(), [DECODED] * len(LENGTHS), caches=[make() for _ in LENGTHS]
+        )
+        found: dict[int, list[tuple[int, mx.array]]] = {uid: [] for uid in uids}
+        while responses := generator.next_generated():
+            for response in responses:
+                found[response.uid].append((response.token, response.logprobs[: VOCABULARY - 1]))
+    finally:
+        generator.close()
+    return list(found.values())
+
+
+def memory(model: nn.Module) -> str:
+    """Which layers are bounded, with what."""
+    row = row_of(model)
+    return f"{row.memory} | {row.how}"
+
+
+#: The columns of docs/models.md behind the model's name, with what fills them.
+COLUMNS: dict[str, Callable[[nn.Module], str]] = {
+    "memory | layers": memory,
+    "packed in frames": packed,
+    "batches": batches,
+    "server": server,
+}
+
+
+def line_of(name: str) -> str:
+    """A model's line of the table; where nothing was bounded the other columns are empty."""
+    model = coverage_model(name)
+    cells = [memory(model)]
+    bounded = cells[0].startswith((BOUNDED, PARTLY))
+    cells += [fill(model) if bounded else "" for fill in list(COLUMNS.values())[1:]]
+    return f"| {name} | {' | '.join(cells)} |"
