@@ -28,15 +28,16 @@ def test_what_swift_saved_is_what_python_saved() -> None:
     ours, _ = mlx_h2o.load_prompt_cache(FIXTURES / "python-caches.safetensors", True)
     theirs, metadata = mlx_h2o.load_prompt_cache(FIXTURES / "swift-caches.safetensors", True)
     assert metadata == {"from": "swift"}
-    assert len(ours) == len(theirs) == 5
+    assert len(ours) == len(theirs) == 6
     assert "frame.scale" in ours[3].arrays()
     assert "slots.value_lengths" in ours[3].arrays()
-    for a, b in zip(ours[:4], theirs[:4], strict=True):
+    assert ours[4].settings.filling == ((96, (18, 30)),)
+    for a, b in zip(ours[:5], theirs[:5], strict=True):
         assert isinstance(b, H2OKVCache)
         assert a.config() == b.config()
         assert a.arrays().keys() == b.arrays().keys()
         for name, array in a.arrays().items():
             assert array.dtype == b.arrays()[name].dtype
             assert mx.array_equal(array, b.arrays()[name]).item(), name
-    for a, b in zip(ours[4].keys_and_values(), theirs[4].keys_and_values(), strict=True):
+    for a, b in zip(ours[5].keys_and_values(), theirs[5].keys_and_values(), strict=True):
         assert mx.array_equal(a, b).item()

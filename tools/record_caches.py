@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mlx_lm.models.cache import KVCache
 import mlx_h2o
 from mlx_h2o.backends.choice import only_reference
 from mlx_h2o.cache import H2OKVCache
-from mlx_h2o.filling import stages_of
+from mlx_h2o.filling import Stage, stages_of
 from mlx_h2o.frame import Frame
 from mlx_h2o.profile import Profile
 
@@ -50,7 +51,11 @@ def main() -> None:
             frame=frame,
             saturation=[0.0, 2.5],
         ),
+        H2OKVCache(budgets=[24, 24], policy="salient"),
     ]
+    # In the second stage when it is saved; the third is still to come.
+    filling = (Stage(24, (30, 18)), Stage(48, (20, 28)), Stage(96, (18, 30)))
+    caches[4].follow(replace(caches[4].settings, filling=filling))
     with only_reference():
         for cache in caches:
             for length in [40] + [1] * 50:
