@@ -17,6 +17,7 @@ from mlx_h2o.settings import CacheSettings
 from model_coverage import coverage_model
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model
 
+SLOW = pytest.mark.slow
 PINS = ((0, 5), (20, 24), (110, 112))
 
 
@@ -33,8 +34,14 @@ def policies(name: str) -> tuple[Any, Any]:
     return tuple(make_policy(name, sink=sink, recent=8) for sink in (0, 5))
 
 
-@pytest.mark.parametrize("chunk", [1, 20])
-@pytest.mark.parametrize("policy", ["salient", "h2o", "keydiff"])
+@pytest.mark.parametrize(
+    ("policy", "chunk"),
+    [
+        ("salient", 20),
+        *(pytest.param(name, 1, marks=SLOW) for name in ("salient", "h2o", "keydiff")),
+        *(pytest.param(name, 20, marks=SLOW) for name in ("h2o", "keydiff")),
+    ],
+)
 def test_positions_without_gaps(policy, chunk):
     """Pinned first tokens are seen where sinks are, and later pins stay."""
     layer = TinyLayer()
@@ -70,7 +77,7 @@ def test_layers_that_attend_to_anothers_keys(name, tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["salient", "h2o", "keydiff"])
-@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("bits", [16, pytest.param(8, marks=SLOW)])
 def test_compressed_prompts(policy, bits):
     """What nobody would look at again is kept where it is pinned, now and later."""
     model, tokens = tiny_model("llama", head_dim=32), mx.array([prompt_tokens(90)])
