@@ -160,8 +160,8 @@ lint: $(VENV)/.installed
 # The seams with mlx-lm, on its older protocol. (Its own phi3small crashes with a
 # current MLX, and its own batches pad the states of qwen3_next.)
 test-old-mlx-lm: .compat/mlx_lm .compat/previous/mlx_lm
-	PYTHONPATH=.compat $(BIN)/pytest tests/test_routing.py tests/test_bounding.py tests/test_model_families.py \
-	    tests/test_prompt_cache.py tests/test_batches.py \
+	PYTHONPATH=.compat $(BIN)/pytest tests/test_routing.py tests/test_own_attention.py tests/test_bounding.py \
+	    tests/test_model_families.py tests/test_prompt_cache.py tests/test_batches.py \
 	    -k "not phi3small and not (sequences_give_alone and qwen3_next)"
 	PYTHONPATH=.compat/previous $(BIN)/pytest tests/test_model_coverage.py -k "page"
 

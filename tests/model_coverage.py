@@ -119,7 +119,7 @@ def check_memory(model: nn.Module, cache: list[Any], size: int, far: int = FAR) 
         sizes = [25] * (len(new) // 25 - 1) + [5] * 4 + [1] * 5
         for logits in fed(model, cache, new, sizes):
             assert mx.all(mx.isfinite(logits[: VOCABULARY - 1])), "logits are not finite"
-        before, now = [_bytes(entry) for _, entry in entries(cache)], before
+        before, now = [bytes_of(entry) for _, entry in entries(cache)], before
     assert before == now or not now, f"memory went from {now} to {before} bytes"
     for place, entry in entries(cache):
         if isinstance(entry, BoundedKVCache):
@@ -177,7 +177,7 @@ def _offset(cache: list[Any]) -> int:
     return max((getattr(entry, "offset", 0) or 0 for _, entry in entries(cache)), default=0)
 
 
-def _bytes(entry: Any) -> int:
+def bytes_of(entry: Any) -> int:
     return 0 if entry.empty() else int(entry.nbytes)
 
 

@@ -293,7 +293,7 @@ def test_a_size_in_bytes_is_reserved_at_its_largest_stage(model):
     assert 0 < most_bytes(cache) <= 60_000
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 40])
+@pytest.mark.parametrize("chunk", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 7)), 40])
 @pytest.mark.parametrize(
     "name",
     ["gemma3_text", "gpt_oss", "qwen3_next", "granitemoehybrid", "plamo2", "llama4_text", "mamba2"],

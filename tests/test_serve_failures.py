@@ -13,6 +13,7 @@ import openai
 import pytest
 
 import mlx_h2o
+from mlx_h2o.serve.failures import Health
 from serving import MODEL, Running, alone, serving, until, words
 
 
@@ -150,3 +151,15 @@ def test_what_cannot_be_kept_is_forgotten_and_answered(server, loaded, monkeypat
     monkeypatch.setattr("mlx_h2o.serve.conversations.pieces_of", refused)
     assert server.ask(words(90, 30), 6) == alone(loaded, words(90, 30), 6)
     assert server.generator.is_healthy
+
+
+def test_health_tells_what_is_known():
+    state = Health()
+    assert state.told(loaded=True, alive=True)["status"] == "ok"
+    assert state.told(loaded=False, alive=True)["status"] == "loading"
+    state.failed(RuntimeError("no memory"))
+    told = {"status": "failing", "failures": 1, "last_failure": "RuntimeError: no memory"}
+    assert state.told(loaded=True, alive=True) == told
+    assert state.told(loaded=True, alive=False)["status"] == "unavailable"
+    state.worked()
+    assert state.told(loaded=True, alive=True) == told | {"status": "ok"}

@@ -8,6 +8,7 @@ names of models their rows alone are run anew, and the others stay.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -57,9 +58,11 @@ all, give what each gives alone. *one at a time*: its caches have no `merge`, by
 server and ours know that they take its sequences one after another. *nor mlx-lm's own*: \
 batches with mlx-lm's own caches do not either.
 - **server**: copies and files go on bit by bit as the cache that they were made of, and a \
-conversation takes no more bytes than are put aside for it, where they are known beforehand.
+conversation takes no more bytes than `--kv-memory` puts aside for it. *without --kv-memory*: the \
+same, but those bytes are not known beforehand.
 
-Written with mlx-lm {version}: {counts}. Of the {growing} whose memory grows, {bounded} are \
+Written with mlx-lm {version}; `make test-old-mlx-lm` holds mlx-lm {previous}, the release before \
+it, to the same rows. {counts}. Of the {growing} whose memory grows, {bounded} are \
 bounded ({percent} %); of those {packed} can be packed, {batched} batched, {served} served.
 
 | model | {columns} |
@@ -79,7 +82,8 @@ def page_of(lines: Sequence[str]) -> str:
         first=LENGTHS[0],
         second=LENGTHS[1],
         version=version("mlx-lm"),
-        counts=", ".join(f"{count} {memory}" for memory, count in counts.most_common()),
+        previous=previous(),
+        counts=", ".join(f"{count} are {memory}" for memory, count in counts.most_common()),
         growing=growing,
         bounded=counts[BOUNDED],
         percent=100 * counts[BOUNDED] // growing,
@@ -90,6 +94,13 @@ def page_of(lines: Sequence[str]) -> str:
         rule="---|" * len(columns.split(" | ")),
     )
     return head + "".join(f"{line}\n" for line in lines)
+
+
+def previous() -> str:
+    """The release of mlx-lm that the Makefile's tests run beside the newest."""
+    found = re.search(r"^PREVIOUS_MLX_LM := (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found, "the Makefile names no PREVIOUS_MLX_LM"
+    return found[1]
 
 
 def cells_of(line: str) -> list[str]:

@@ -16,6 +16,7 @@ from mlx_h2o.core import update_and_attend
 from mlx_h2o.frame import Frame
 from mlx_h2o.layer import Layer
 from mlx_h2o.masks import Mask
+from mlx_h2o.pins import true_positions
 from mlx_h2o.policies import Policy
 from mlx_h2o.remainder import SATURATION
 from mlx_h2o.settings import CacheSettings, packing_of
@@ -211,7 +212,7 @@ class H2OKVCache(BoundedKVCache, kind=""):
         attended, of_heads = layer.take_in(keys, values), []
         for run, fields in zip(layer.runs, attended, strict=True):
             if "scores" in fields:
-                ages = (layer.offset - fields["positions"]).astype(mx.float32)
+                ages = layer.offset - true_positions(fields["positions"]).astype(mx.float32)
                 rate = rates[:, run.first : run.last]
                 fields["scores"] = rate * ages if layer.policy.sums_mass else rate
             of_heads.append(worths[:, run.first : run.last])

@@ -26,6 +26,7 @@ from mlx_h2o.cache import H2OKVCache
 from mlx_h2o.cache_lists import entries, replaced
 from mlx_h2o.conversations import bounded_entries
 from mlx_h2o.layer_kinds import layer_kinds
+from mlx_h2o.pins import pinned_from
 from mlx_h2o.plan import FEWEST_CHOICES
 from mlx_h2o.prompt_cache import bounded_caches
 from mlx_h2o.settings import ModelSettings
@@ -255,7 +256,8 @@ def compress_into(
     policy = bounded[0].policy
     budgets = [slots for entry in bounded for slots in entry.budgets or ()]
     whole = sum(budgets) - (room * len(budgets) if within else 0)
-    least = max(policy.least_budget() + FEWEST_CHOICES - room, policy.sink + 1)
+    pinned = pinned_from(bounded[0].pins, policy.sink)
+    least = max(policy.least_budget(pinned) + FEWEST_CHOICES - room, policy.sink + pinned + 1)
     if whole < min(least, tokens.shape[1]) * len(budgets):
         raise ValueError(
             f"{sum(budgets)} slots of {len(budgets)} KV heads are too few to keep {least} rows of "

@@ -156,7 +156,7 @@ struct Core {
         let lowered = pressure.lowered(
             layer.plan, at: layer.offset, fewest: layer.settings.fewestSlots)
         let later = lowered?.later ?? layer.settings.filling
-        let isDue = later.first.map { $0.beyond < tokens } ?? false
+        let isDue = later.first?.hasBegun(at: tokens) ?? false
         guard lowered != nil || isDue else { return }
         rest()
         // Stages were checked, and the fewest slots are such as the policy can work with.

@@ -4,6 +4,9 @@ struct Stage: Sendable, Equatable {
     let beyond: Int
     /// Slots of each KV head.
     let budgets: [Int]
+
+    /// Whether it has begun when so many tokens have come.
+    func hasBegun(at tokens: Int) -> Bool { beyond < tokens }
 }
 
 /// The slots of a layer's KV heads, and those that they have later on.
@@ -23,7 +26,7 @@ struct SlotPlan: Sendable, Equatable {
 
     /// The plan when so many tokens have come.
     func grown(to tokens: Int) -> SlotPlan {
-        left(later.drop { $0.beyond < tokens }.count)
+        left(later.drop { $0.hasBegun(at: tokens) }.count)
     }
 
     /// The plan when only so many stages are to come.

@@ -180,6 +180,10 @@ import Testing
         rows.run(prompt, [100])
         #expect(prompt.budgets == [52, 28])
         expectWhole(prompt, "prompt")
+        // One that fills it does not.
+        let filling = try cache()
+        rows.run(filling, [40])
+        #expect(filling.budgets == [40, 40] && filling.evicted == 0)
         let resized = try cache()
         rows.run(resized, [30])
         try resized.resize([30, 30])
