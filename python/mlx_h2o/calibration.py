@@ -24,6 +24,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_h2o import routing
+from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.calibrated_layers import CalibratedLayers, LayerLosses
 from mlx_h2o.echoes import with_echoes
 from mlx_h2o.frame import Frame, RowFormat
@@ -93,20 +94,10 @@ class _Calibrating(LookingCache):
     def __init__(self, index: int, run: _Run):
         self.index, self.run = index, run
 
-    def attend(
-        self,
-        q: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Any,
-        sinks: Any,
-        softcap: float = 0.0,
-    ) -> mx.array:
-        rows = Rows(q, keys, values, scale, sinks, softcap)
-        mx.eval(q, keys, values)
-        out = full_attention(q, keys, values, scale, sinks, softcap)
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+        rows = Rows(call.q, keys, values, call.scale, call.sinks, call.softcap)
+        mx.eval(call.q, keys, values)
+        out = full_attention(call.q, keys, values, call.scale, call.sinks, call.softcap)
         if self.index not in self.run.kept:
             weights = HeadWeights.of(self.run.watcher, out, keys.shape[1])
             mx.eval(weights.grams, weights.norm)

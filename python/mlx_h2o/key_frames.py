@@ -16,6 +16,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_h2o import routing
+from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.builtin import CALIBRATION_TEXT, MIXED_TEXT
 from mlx_h2o.frame import LEAST_SCALE
 from mlx_h2o.watching import LookingCache, Watcher, full_attention, looked_through
@@ -72,24 +73,14 @@ class _Framing(LookingCache):
     ):
         self.watcher, self.contexts, self.layers = watcher, contexts, layers
 
-    def attend(
-        self,
-        q: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Any,
-        sinks: Any,
-        softcap: float = 0.0,
-    ) -> mx.array:
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         mx.eval(keys)
         turn = turning(self.watcher.layer, keys[:1, :, :1])
         # Attention sinks and capped logits do not move with the centre, so there can be none.
-        centred = sinks is None and not softcap
+        centred = call.sinks is None and not call.softcap
         frames = frames_of_keys(keys, turn, self.contexts, centred)
         self.layers.append(frames)
-        return full_attention(q, keys, values, scale, sinks, softcap)
+        return full_attention(call.q, keys, values, call.scale, call.sinks, call.softcap)
 
 
 def frames_of_keys(

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o import routing
+from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.calibration import GRID, Progress
 from mlx_h2o.curves import falling
 from mlx_h2o.model_identity import identity_of
@@ -123,11 +124,10 @@ class _Limiting(LookingCache):
     def __init__(self, limited: tuple[int, int] | None):
         self.limited = limited
 
-    def attend(
-        self, q: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Any, sinks: Any
-    ) -> mx.array:
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+        q = call.q
         out = mx.fast.scaled_dot_product_attention(
-            q, keys, values, scale=scale, mask=mask, sinks=sinks
+            q, keys, values, scale=call.scale, mask=call.mask, sinks=call.sinks
         )
         if self.limited is None:
             return out
@@ -138,7 +138,7 @@ class _Limiting(LookingCache):
         blocks = []
         for start in range(0, q.shape[2], QUERY_BLOCK):
             queries = q[0, first:last, start : start + QUERY_BLOCK]
-            _, limited = limited_attention(queries, rows, start, scale, [budget])
+            _, limited = limited_attention(queries, rows, start, call.scale, [budget])
             blocks.append(limited)
         limited = mx.concatenate(blocks, axis=1)[None].astype(out.dtype)
         return mx.concatenate([out[:, :first], limited, out[:, last:]], axis=1)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o import routing
+from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.cache_lists import replaced
 from mlx_h2o.rolling import Rope
 from mlx_h2o.stock import stock_caches
@@ -39,19 +38,9 @@ class _At(LookingCache):
         """For layers that share them."""
         return self.rows
 
-    def attend(
-        self,
-        q: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Any,
-        sinks: Any,
-        softcap: float = 0.0,
-    ) -> mx.array:
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         return mx.fast.scaled_dot_product_attention(
-            q, keys, values, scale=scale, mask=mask, sinks=sinks
+            call.q, keys, values, scale=call.scale, mask=call.mask, sinks=call.sinks
         )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o import routing
+from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.watching import LookingCache, Watcher, full_attention, looked_through
 
@@ -37,12 +38,10 @@ class _Shaping(LookingCache):
     def __init__(self, shapes: list[Shape]):
         self.shapes = shapes
 
-    def attend(
-        self, q: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Any, sinks: Any
-    ) -> mx.array:
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         """Full attention, whose shape is noted."""
-        self.shapes.append(shape_of(q, keys, scale))
-        return full_attention(q, keys, values, scale, sinks)
+        self.shapes.append(shape_of(call.q, keys, call.scale))
+        return full_attention(call.q, keys, values, call.scale, call.sinks)
 
 
 def shape_of(q: mx.array, keys: mx.array, scale: float) -> Shape:
