@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "replays.h"
+#include "stages.h"
 
 // A layer's stream and cache.
 typedef struct Layer_ {
@@ -60,35 +61,6 @@ static mlx_array part_of_frame(const Replay* r, const char* name, const Trajecto
   return squeezed;
 }
 
-// The stages of a case's caches, run flat: (tokens, slots of each KV head of each layer).
-typedef struct Filling_ {
-  int* numbers;
-  size_t stages, width;
-} Filling;
-
-static Filling filling_of(Case* c, size_t slots, int* most) {
-  Filling filling = {.width = 1 + slots};
-  if (!text_or_null(c, "cache.filling")) return filling;
-  size_t count;
-  filling.numbers = ints_of(c, "cache.filling", &count);
-  filling.stages = count / filling.width;
-  for (size_t i = 0; i < count; ++i)
-    if (i % filling.width && filling.numbers[i] > *most) *most = filling.numbers[i];
-  return filling;
-}
-
-// Those of one layer, as options have them; to be freed.
-static int* stages_of(const Filling* filling, int layer, int kv_heads) {
-  const size_t heads = (size_t)kv_heads;
-  int* stages = malloc((filling->stages * (1 + heads) + 1) * sizeof *stages);
-  for (size_t i = 0; i < filling->stages; ++i) {
-    const int* stage = filling->numbers + i * filling->width;
-    stages[i * (1 + heads)] = stage[0];
-    memcpy(stages + i * (1 + heads) + 1, stage + 1 + layer * heads, heads * sizeof *stages);
-  }
-  return stages;
-}
-
 static Trajectory trajectory_of(const Replay* r) {
   Case* c = r->c;
   Trajectory t = {
@@ -104,7 +76,7 @@ static Trajectory trajectory_of(const Replay* r) {
   for (size_t i = 0; i < slots; ++i)
     if (budgets[i] > t.most) t.most = budgets[i];
   t.layers = (int)slots / t.Hk;
-  const Filling filling = filling_of(c, slots, &t.most);
+  const Stages filling = stages_of(c, slots, &t.most);
   t.of = calloc((size_t)t.layers, sizeof *t.of);
   mlx_h2o_policy policy = policy_of(c);
   mlx_h2o_cache_options options = options_of(c, t.Hk);
@@ -113,7 +85,7 @@ static Trajectory trajectory_of(const Replay* r) {
     t.of[l] = layer_of(r, &t, l);
     options.frame_centre = part_of_frame(r, "frame.centre", &t, l);
     options.frame_scale = part_of_frame(r, "frame.scale", &t, l);
-    int* stages = stages_of(&filling, l, t.Hk);
+    int* stages = stages_of_layer(&filling, l, t.Hk);
     options.filling = stages, options.n_stages = filling.stages;
     TRY(mlx_h2o_cache_make(
         &t.of[l].cache, policy, budgets + (size_t)l * t.Hk, (size_t)t.Hk, options));
