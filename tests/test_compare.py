@@ -313,6 +313,7 @@ def started(folder):
     return process
 
 
+@pytest.mark.slow
 def test_workers_end_when_their_parent_is_killed(tmp_path):
     process = started(tmp_path)
     time.sleep(5)

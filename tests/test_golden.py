@@ -74,7 +74,7 @@ def test_a_sample_of_each_group_is_reproduced(
     cases = [case for case in golden.cases if case.group == group]
     # The reference takes its time.
     step = (
-        {"trajectory": 26, "framed": 26, "model": 3, "turns": 4}.get(group, 1)
+        {"trajectory": 52, "framed": 52, "model": 3, "turns": 6, "filling": 7}.get(group, 1)
         if backend == "reference"
         else STEP
     )
