@@ -79,7 +79,7 @@ def test_layers_that_attend_to_anothers_keys(name, tmp_path):
 @pytest.mark.parametrize("policy", ["salient", "h2o", "keydiff"])
 @pytest.mark.parametrize("bits", [16, pytest.param(8, marks=SLOW)])
 def test_compressed_prompts(policy, bits):
-    """What nobody would look at again is kept where it is pinned, now and later."""
+    """What no query would look at again is kept where it is pinned, now and later."""
     model, tokens = tiny_model("llama", head_dim=32), mx.array([prompt_tokens(90)])
     settings: dict[str, Any] = {"policy": policy, "recent": 4, "bits": bits, "group_size": 32}
     if bits == 16:

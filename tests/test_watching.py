@@ -109,7 +109,7 @@ def test_a_conversation_goes_by_the_name_of_its_last_answer(server):
         status, told = fetch(server, place(first))
         assert status == 404
         assert "later answer" in told["error"]["message"]
-    # Whoever asked the same and got the same is told the same.
+    # A client that asked the same and got the same is told the same.
     again = chat(server, words(300, 30), text, words(330, 5))
     assert fetch(server, place(again))[1]["texts"] == fetch(server, place(second))[1]["texts"]
 

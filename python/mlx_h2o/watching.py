@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class Watcher:
     residual: mx.array | None = None
 
 
-class LookingCache:
+class LookingCache(ABC):
     """A cache that holds nothing: it sees one pass over a whole text, layer by layer."""
 
     attending = True
@@ -42,6 +43,7 @@ class LookingCache:
     #: Whether `look` reads a call's softcap.
     knows_softcap = False
 
+    @abstractmethod
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         """What the layer attends to comes by; its output `[B, Hq, T, Dv]`.
 
@@ -50,7 +52,6 @@ class LookingCache:
             keys: `[B, H, T, D]`.
             values: `[B, H, T, Dv]`.
         """
-        raise NotImplementedError
 
     def attend(
         self,

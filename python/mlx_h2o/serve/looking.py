@@ -21,7 +21,7 @@ from mlx_h2o.serve.conversations import Idle, shrink
 from mlx_h2o.serve.generator import BoundedGenerator
 from mlx_h2o.serve.sessions import token_count, tokens_of
 
-#: Tokens whose texts are found between two steps: few enough that nobody waits for them.
+#: Tokens whose texts are found between two steps: few enough that no step waits long.
 TEXTS_AT_A_TIME = 512
 #: What may be done to pins.
 CHANGES = ("pin", "unpin")

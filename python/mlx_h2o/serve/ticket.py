@@ -23,7 +23,7 @@ class Turn:
     """An answer, by which its conversation is found again.
 
     Attributes:
-        name: The answer's id, which its client was told and nobody can guess.
+        name: The answer's id, which its client was told, and which cannot be guessed.
         title: How the conversation began.
     """
 
@@ -60,7 +60,7 @@ class Ticket:
         came: When it came (`time.monotonic`).
         admitted: When it was let in, likewise.
         evicted: Tokens that its caches had evicted when it began (mean over layers).
-        turn: What its answer is called, if anyone is told.
+        turn: What its answer is called, if a client is told.
     """
 
     label: str

@@ -1,4 +1,4 @@
-"""The page and the endpoints that it reads, for those who sit at the machine that serves."""
+"""The page and the endpoints that it reads, for clients on the machine that serves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NotHere(Exception):
 
     Args:
         status: Of the answer.
-        why: For whoever asks.
+        why: For the client.
     """
 
     def __init__(self, status: int, why: str):
@@ -47,9 +47,9 @@ def is_loopback(host: str) -> bool:
 
 
 def require_here(peer: str, host: str) -> None:
-    """Let through who sits at this machine, and asks it by a name of its own.
+    """Let through clients on this machine that ask it by a name of its own.
 
-    Conversations are everyone's that the server talks to, and there is no password. A name that is
+    Conversations of all clients are told, and there is no password. A name that is
     not this machine's own may lead here all the same (DNS rebinding), so it is looked at too.
 
     Args:
