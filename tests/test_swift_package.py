@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -41,3 +42,23 @@ def test_what_swift_saved_is_what_python_saved() -> None:
             assert mx.array_equal(array, b.arrays()[name]).item(), name
     for a, b in zip(ours[5].keys_and_values(), theirs[5].keys_and_values(), strict=True):
         assert mx.array_equal(a, b).item()
+
+
+def test_swift_is_given_a_compressed_document_as_it_is_made_now(tmp_path: Path) -> None:
+    """The command makes that file still, and Python goes on from it as Swift's test expects."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    import record_caches
+
+    recorded = FIXTURES / "compressed.safetensors"
+    assert record_caches.continued(recorded) == json.loads(
+        (FIXTURES / "compressed.json").read_text()
+    )
+    record_caches.compress(tmp_path / "now.safetensors")
+    then, now = (
+        mlx_h2o.load_prompt_cache(file) for file in (recorded, tmp_path / "now.safetensors")
+    )
+    for a, b in zip(then, now, strict=True):
+        assert isinstance(b, H2OKVCache)
+        assert a.budgets == b.budgets
+        assert a.pins == b.pins == ((20, 24),)
+        assert a.arrays().keys() == b.arrays().keys()

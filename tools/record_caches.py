@@ -3,25 +3,33 @@
 The caches are python-caches.safetensors in swift/Tests/MLXH2OTests/Fixtures. What Swift makes of
 them is swift-caches.safetensors beside it: `MLX_H2O_RECORD=1 swift test --filter FileTests` writes
 it, and tests/test_swift_package.py reads it. `--stages` writes the shares of slots of conversations
-that grow instead, stages.json, which tests/test_filling.py reads too.
+that grow instead, stages.json, which tests/test_filling.py reads too. `--compressed` writes a file
+of `mlx_h2o compress`, compressed.safetensors, and how the embedded model goes on from it,
+compressed.json.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import KVCache
 
 import mlx_h2o
+from mlx_h2o import cli, routing
 from mlx_h2o.backends.choice import only_reference
+from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT
 from mlx_h2o.cache import H2OKVCache
 from mlx_h2o.filling import Stage, stages_of
 from mlx_h2o.frame import Frame
+from mlx_h2o.golden.margins import LEAST_MARGIN, watching
+from mlx_h2o.golden.model import LEAST_LOGIT_GAP
 from mlx_h2o.profile import Profile
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +40,8 @@ PROFILES = {
     "swift/Tests/MLXH2OTests/Fixtures/profile.json": (14, 20, 41, 100),
 }
 LEAST = 12
+#: Characters of the sample text that are compressed, what comes after them, and tokens said then.
+DOCUMENT, QUESTION, ANSWER = 300, " And so it was that Miss Anne", 24
 
 
 def main() -> None:
@@ -86,8 +96,53 @@ def stages() -> list[dict[str, Any]]:
     ]
 
 
+def compress(out: Path) -> None:
+    """A document as the command makes it, with a pin; the room beside it is soon used up."""
+    with tempfile.TemporaryDirectory() as folder:
+        document = Path(folder) / "document.txt"
+        document.write_text(SAMPLE_TEXT.read_text(encoding="utf-8")[:DOCUMENT], encoding="utf-8")
+        asked = ["--to", "40%", "--room", "6", "--pin-span", "20:24", "--json"]
+        assert cli.main(["compress", str(document), "--out", str(out), *asked]) == 0
+
+
+def continued(file: Path) -> dict[str, Any]:
+    """How the model goes on from a file: the prompt, the likeliest tokens, and what is held then.
+
+    Raises:
+        ValueError: Rounding could choose another token or another victim.
+    """
+    routing.install()
+    model, tokenizer = mlx_h2o.load(DEFAULT_MODEL, mx.float32)
+    caches = mlx_h2o.load_prompt_cache(file)
+    prompt = tokenizer.encode(QUESTION, add_special_tokens=False)
+    said: list[int] = []
+    gap = float("inf")
+    with only_reference(), watching() as margins:
+        while len(said) < ANSWER:
+            given = mx.array([[said[-1]] if said else prompt])
+            logits = np.array(model(given, cache=caches)[0, -1])
+            second, first = np.sort(logits)[-2:]
+            gap = min(gap, float(first - second))
+            said.append(int(logits.argmax()))
+    if gap < LEAST_LOGIT_GAP or min(margins) < LEAST_MARGIN:
+        raise ValueError(f"Choices are too close: {gap:.1e} and {min(margins):.1e}.")
+    kept = [
+        [sorted(row) for run in cache.store.runs for row in cache.slots(run).positions[0].tolist()]
+        for cache in caches
+    ]
+    return {"prompt": prompt, "tokens": said, "kept": kept}
+
+
+def record_compressed() -> None:
+    file = FIXTURES / "compressed.safetensors"
+    compress(file)
+    (FIXTURES / "compressed.json").write_text(json.dumps(continued(file)) + "\n")
+
+
 if __name__ == "__main__":
-    if "--stages" in sys.argv[1:]:
+    if "--compressed" in sys.argv[1:]:
+        record_compressed()
+    elif "--stages" in sys.argv[1:]:
         lines = ",\n".join(json.dumps(one) for one in stages())
         (FIXTURES / "stages.json").write_text(f"[\n{lines}\n]\n")
     else:

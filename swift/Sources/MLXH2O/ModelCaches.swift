@@ -137,7 +137,10 @@ extension H2OConfiguration {
             switch budget {
             case .tokens(let count): mean = count - widths.remainderSlots(remembers)
             case .bytes(let bytes): mean = try slots(of: kind, in: bytes / kinds.count, policy)
-            case .share: fatalError("A share has become bytes (Sizing.swift).")
+            case .share(let part):
+                throw H2OError.configuration(
+                    "a share of \(part) is no number of slots before the model's own caches are "
+                        + "known: caches(for:) makes bytes of it.")
             }
             guard let profile else { return Array(repeating: mean, count: kind.heads) }
             return try profile.budgets(mean: mean, least: least)[layer]

@@ -57,6 +57,39 @@ import Testing
         #expect(arrays.allSatisfy { same($1, expected[$0]!) })
     }
 
+    /// What `mlx_h2o compress` made on another machine: an app goes on from it as Python does, with
+    /// the document's pins, beyond the room that was left for the conversation.
+    @Test func aCompressedDocumentIsGoneOnWith() throws {
+        let file = Self.fixtures.appendingPathComponent("compressed.safetensors")
+        let expected = try JSONDecoder().decode(
+            Continuation.self,
+            from: Data(contentsOf: Self.fixtures.appendingPathComponent("compressed.json")))
+        let model = try H2OModels.load(folder: GoldenReplay.embeddedModel, dtype: .float32)
+        let (caches, metadata) = try H2OKVCache.loadCaches(from: file, for: model)
+        #expect(metadata == ["model": "builtin:recall-4m", "compressed": "40%"])
+        let bounded = caches.compactMap { $0 as? H2OKVCache }
+        #expect(bounded.count == caches.count && bounded.allSatisfy { $0.evicted > 0 })
+        #expect(bounded.allSatisfy { $0.packing.keyBits != nil && $0.frame != nil })
+        let before = bounded.map(\.evicted)
+        var said: [Int32] = []
+        while said.count < expected.tokens.count {
+            let given = said.last.map { [$0] } ?? expected.prompt
+            let logits = model(MLXArray(given)[.newAxis], cache: caches)
+            said.append(argMax(logits[0, given.count - 1], axis: -1).item(Int32.self))
+        }
+        #expect(said == expected.tokens)
+        #expect(bounded.map { $0.keptPositions()[0].map { $0.sorted() } } == expected.kept)
+        #expect(zip(bounded, before).allSatisfy { $0.evicted > $1 })
+        let pinned = Set(20 ..< 24)
+        #expect(bounded.allSatisfy { $0.keptPositions()[0].allSatisfy(pinned.isSubset) })
+    }
+
+    /// How Python goes on from a file (tools/record_caches.py --compressed).
+    private struct Continuation: Decodable {
+        let prompt, tokens: [Int32]
+        let kept: [[[Int]]]
+    }
+
     /// Shared keys and positions without gaps: read as an ordinary cache, they would be another conversation.
     @Test func cachesThatOnlyPythonHasAreRefused() throws {
         let own = try H2OKVCache(.tokens(24)).configuration
@@ -71,7 +104,7 @@ import Testing
         }
     }
 
-    @Test(arguments: ["snapkv", "adakv", "chunkkv", "r-kv"])
+    @Test(arguments: ["snapkv", "adakv", "chunkkv", "r-kv", "triattention"])
     func policiesThatOnlyPythonHasAreRefusedByName(name: String) throws {
         var config = try H2OKVCache(.tokens(24)).configuration.object!
         var policy = config["policy"]!.object!
