@@ -411,7 +411,7 @@ def test_only_policies_can_be_registered():
 def test_which_policies_run_without_seeing_attention():
     """What a model that attends by itself may be given."""
     blind = {name for name in policy_names() if not make_policy(name).needs_attention}
-    assert blind == {"keydiff", "streaming"}
+    assert blind == {"keydiff", "streaming", "triattention"}
     assert not make_policy("distinct", mass_weight=0.0).needs_attention
 
 

@@ -12,6 +12,8 @@ from mlx_h2o.rolling import Rope
 from mlx_h2o.stock import stock_caches
 from mlx_h2o.watching import LookingCache
 
+#: Keys or queries `[1, heads, 1, D]` of one token, of each plain KV cache.
+OneToken = list[mx.array]
 # Where the token is sent to; a turn by so many positions is none by chance.
 FAR = 300
 # Of the largest channel: what keys computed in bfloat16 may be off.
@@ -19,15 +21,15 @@ TOLERANCE = 0.03
 
 
 class _At(LookingCache):
-    """A looking cache that claims to stand at some position, and keeps the keys.
+    """A looking cache that claims to stand at some position, and keeps the keys and queries.
 
     One token alone gets its own value, whatever caps its logit.
     """
 
     knows_softcap = True
 
-    def __init__(self, offset: int, seen: list[mx.array]):
-        self.offset, self.seen = offset, seen
+    def __init__(self, offset: int, seen: OneToken, asked: OneToken):
+        self.offset, self.seen, self.asked = offset, seen, asked
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.seen.append(keys)
@@ -39,6 +41,7 @@ class _At(LookingCache):
         return self.rows
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+        self.asked.append(call.q)
         return mx.fast.scaled_dot_product_attention(
             call.q, keys, values, scale=call.scale, mask=call.mask, sinks=call.sinks
         )
@@ -58,18 +61,14 @@ def ropes_in_keys(name: str, model: nn.Module, layers: int) -> list[Rope]:
     Raises:
         ValueError: The keys of a layer have another RoPE, or none, or were changed after it.
     """
-    routing.install()
-    here, there = (_keys_at(model, place) for place in (0, FAR))
-    known = _plain_ropes(model)
     found = []
-    for layer, (first, second) in enumerate(zip(here, there, strict=True)):
-        of_layer = [rope for rope in known if _explains(rope, first, second)]
-        if not of_layer:
+    for layer, rope in enumerate(known_ropes(model, queries=False)):
+        if rope is None:
             raise ValueError(
                 f'positions="rolling" turns cached keys by their RoPE, and those of {name} have '
                 f"another one than mlx.nn.RoPE, or none (layer {layer}): leave positions away."
             )
-        found.append(of_layer[0])
+        found.append(rope)
     if len(found) != layers:
         raise ValueError(
             f'positions="rolling" must know every layer\'s RoPE, and {name} shows {len(found)} of '
@@ -78,13 +77,34 @@ def ropes_in_keys(name: str, model: nn.Module, layers: int) -> list[Rope]:
     return found
 
 
-def _keys_at(model: nn.Module, place: int) -> list[mx.array]:
-    """The keys `[1, H, 1, D]` of one token at a place, in all layers with a plain KV cache."""
-    seen: list[mx.array] = []
-    caches = [replaced(entry, lambda: _At(place, seen)) for entry in stock_caches(model)]
+def known_ropes(model: nn.Module, queries: bool = True) -> list[Rope | None]:
+    """The plain RoPE of each plain KV cache that is used; None where it is another one, or none.
+
+    Args:
+        model: An mlx-lm model that mlx_h2o can route.
+        queries: Whether it must be that of the queries too; then no layers may share keys.
+    """
+    routing.install()
+    kinds = [
+        list(zip(*of_places, strict=True))
+        for of_places in zip(*(_seen_at(model, place) for place in (0, FAR)), strict=True)
+    ]
+    known = _plain_ropes(model)
+    layers = zip(*kinds, strict=True) if queries else zip(kinds[0], strict=True)
+    return [
+        next((rope for rope in known if all(_explains(rope, *pair) for pair in pairs)), None)
+        for pairs in layers
+    ]
+
+
+def _seen_at(model: nn.Module, place: int) -> tuple[OneToken, OneToken]:
+    """Keys and queries of one token at a place, in all layers with a plain KV cache."""
+    seen: OneToken = []
+    asked: OneToken = []
+    caches = [replaced(entry, lambda: _At(place, seen, asked)) for entry in stock_caches(model)]
     model(mx.array([[1]]), cache=caches)
-    mx.eval(seen)
-    return seen
+    mx.eval(seen, asked)
+    return seen, asked
 
 
 def _plain_ropes(model: nn.Module) -> list[Rope]:

@@ -46,22 +46,28 @@ class Rope:
         Returns:
             `[B, H, N, D]`, of the keys' dtype.
         """
-        half = self.dims // 2
-        exponents = mx.arange(half).astype(mx.float32) * (-2.0 / self.dims)
+        exponents = mx.arange(self.dims // 2).astype(mx.float32) * (-2.0 / self.dims)
         angles = (by.astype(mx.float32) * self.scale)[..., None] * mx.power(self.base, exponents)
         cos, sin = mx.cos(angles), mx.sin(angles)
-        x, rest = keys[..., : self.dims].astype(mx.float32), keys[..., self.dims :]
-        if self.traditional:
-            first, second = x[..., ::2], x[..., 1::2]
-        else:
-            first, second = x[..., :half], x[..., half:]
+        first, second = self.pairs(keys.astype(mx.float32))
         pair = [first * cos - second * sin, first * sin + second * cos]
         if self.traditional:
-            turned = mx.stack(pair, axis=-1).reshape(x.shape)
+            turned = mx.stack(pair, axis=-1)
+            turned = turned.reshape(*turned.shape[:-2], self.dims)
         else:
             turned = mx.concatenate(pair, axis=-1)
-        turned = turned.astype(keys.dtype)
+        turned, rest = turned.astype(keys.dtype), keys[..., self.dims :]
         return mx.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
+
+    def pairs(self, rows: mx.array) -> tuple[mx.array, mx.array]:
+        """The channels of rows `[..., D]` that are turned together, `[..., dims / 2]` each."""
+        x, half = rows[..., : self.dims], self.dims // 2
+        return (x[..., ::2], x[..., 1::2]) if self.traditional else (x[..., :half], x[..., half:])
+
+    def pair_lengths(self, rows: mx.array) -> mx.array:
+        """The lengths of those pairs, which no turn changes, `[..., dims / 2]` float32."""
+        first, second = self.pairs(rows.astype(mx.float32))
+        return mx.sqrt(mx.square(first) + mx.square(second))
 
     def config(self) -> dict[str, Any]:
         """As JSON types."""

@@ -24,6 +24,7 @@ from mlx_h2o.policies.salient import Salient
 from mlx_h2o.policies.snapkv import SnapKV
 from mlx_h2o.policies.streaming import Streaming
 from mlx_h2o.policies.tova import TOVA
+from mlx_h2o.policies.triattention import TriAttention
 
 __all__ = [
     "EMA",
@@ -43,6 +44,7 @@ __all__ = [
     "Slots",
     "SnapKV",
     "Streaming",
+    "TriAttention",
     "make_policy",
     "policy_names",
     "presets",

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from mlx_h2o import checks
 from mlx_h2o.policies.kernel_policy import KernelPolicy
+from mlx_h2o.query_centres import QueryCentres
 from mlx_h2o.softmax import attention_mass
 from mlx_h2o.value_lengths import value_lengths
 
@@ -79,6 +80,7 @@ class Slots:
             use them.
         aged_from: The position from which steps count: older tokens are as old as it
             (`turns.py`).
+        centres: Of the queries of these KV heads, for policies that use them.
     """
 
     keys: mx.array
@@ -91,6 +93,7 @@ class Slots:
     evicted_mean_key: mx.array
     value_lengths: mx.array | None = None
     aged_from: int = 0
+    centres: QueryCentres | None = None
 
     @property
     def lengths_of_values(self) -> mx.array:
@@ -143,6 +146,9 @@ class Policy:
     suits_frames: ClassVar[bool] = True
     #: Whether the lengths of values are kept beside their rows, for `Slots.lengths_of_values`.
     uses_value_lengths: ClassVar[bool] = False
+    #: Whether it must know where the model's queries stand, as `Slots.centres`; keys are then seen
+    #: as the model made them, in no frame.
+    uses_query_centres: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -218,8 +224,8 @@ class Policy:
             raise ValueError(
                 f"{name}={given} is too small: it must hold {self.sink} sink and "
                 f"{self.recent_slots(self.least_budget())} recent tokens, {self.evict_every} to "
-                f"evict{' and the remainder' if given > budget else ''}: make {name} at least "
-                f"{least}, or lower sink, recent or evict_every."
+                f"evict{' and what is kept beside them' if given > budget else ''}: make {name} at "
+                f"least {least}, or lower sink, recent or evict_every."
             )
 
     def least_budget(self, pinned: int = 0) -> int:
