@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -365,6 +366,43 @@ def test_an_answer_can_be_stopped_and_the_chat_goes_on(browser):
         page.locator("#new").click()
         expect(page.locator("#said li")).to_have_count(1)
         expect(page.locator("#question")).to_be_focused()
+
+
+# When each look at an answer that is being given began, in milliseconds.
+LOOKS = """
+performance.getEntriesByType("resource").filter(one => one.name.includes("known="))
+  .map(one => one.startTime)
+"""
+
+
+def test_the_text_is_shaded_while_it_is_said(browser):
+    """A second apart at least, and what stands there already is left where it is."""
+    with serving(options=["--max-tokens", "100000"]) as server, opened(browser, server) as page:
+        page.locator("#question").fill(words(0, 60))
+        page.locator("#question").press("Enter")
+        until(lambda: page.evaluate("shown?.running === true"), 60)
+        page.evaluate("window.first = words[0].span")
+        before = page.evaluate("shown.texts.length")
+        expect(page.locator("#text")).to_be_visible()
+        until(lambda: page.evaluate("shown.texts.length") > before, 60)
+        until(lambda: len(page.evaluate(LOOKS)) >= 3, 60)
+        found = page.evaluate("[shown.texts.length, shown.layers.map(layer => layer.held.length)]")
+        assert set(found[1]) == {found[0]}
+        assert page.evaluate("words[0].span === window.first && window.first.isConnected")
+        painted = shown_shares(page)
+        assert (painted[0][0], painted[-1][1]) == (0, found[0])
+        assert 0 < sum(share > 0 for *_, share in painted) < len(painted)
+        assert page.evaluate("words.map(word => word.text).join('') === shown.texts.join('')")
+        spans = "[...document.querySelectorAll('#text .w')]"
+        assert page.evaluate(f"{spans}.every((span, i) => span === words[i].span)")
+        assert page.evaluate(f"{spans}.length === words.length")
+        assert min(b - a for a, b in itertools.pairwise(page.evaluate(LOOKS))) >= 1000
+        page.locator("#send").click()
+        expect(page.locator("#send")).to_have_text("Send")
+        page.wait_for_timeout(1200)  # a look may be on its way
+        count = len(page.evaluate(LOOKS))
+        page.wait_for_timeout(1200)
+        assert len(page.evaluate(LOOKS)) == count
 
 
 @pytest.mark.slow

@@ -246,7 +246,7 @@ def test_layers_of_other_kinds_are_within_the_bound_too(family, loaded, monkeypa
 def test_a_model_whose_bytes_are_not_known_is_refused_at_the_start(loaded, monkeypatch):
     model = tiny_model("llama")
     monkeypatch.setattr("mlx_h2o.serve.served_model.load", lambda name: (model, loaded[1]))
-    monkeypatch.setattr("mlx_h2o.serve.generator.bounded_caches", lambda *_: stock_caches(model))
+    monkeypatch.setattr("mlx_h2o.serve.plans.bounded_caches", lambda *_: stock_caches(model))
     with pytest.raises(ValueError, match="has a KVCache, whose bytes are not known"):
         serve(ServerSettings({"max_size": SIZE}, bound=1 << 20), ["--model", MODEL, "--port", "0"])
 

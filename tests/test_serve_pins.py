@@ -101,12 +101,12 @@ def test_a_pinned_system_prompt_stays_through_a_long_chat(server):
 
 
 def test_what_the_server_pins_is_looked_for_and_need_not_be_there(loaded):
-    usual = AskedPins(roles=("system",), texts=("ducats",), required=False)
+    usual = AskedPins(("system",), ("ducats",), spans=((3, 5), (900, 950)), required=False)
     with serving(pins=usual, defaults=SETTINGS) as running:
         assert running.ask("And Anne said to Toby that") is not None
-        assert newest(running).mark.pins == ()
+        assert newest(running).mark.pins == ((3, 5),)
         running.ask("He had ten ducats, and Anne said")
-        assert newest(running).mark.pins != ()
+        assert {p for span in newest(running).mark.pins for p in range(*span)} > {3, 4}
         running.ask("He had ten ducats, and Anne said", extra_body=pins())
         assert newest(running).mark.pins == ()
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Who?"}]

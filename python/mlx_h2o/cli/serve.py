@@ -12,15 +12,16 @@ from mlx_h2o import checks
 from mlx_h2o.builtin import DEFAULT_MODEL, model_path, require_model
 from mlx_h2o.cli.options import (
     add_cache_options,
-    add_pin_options,
     cache_settings,
     memory,
     policy_settings,
     typed,
 )
+from mlx_h2o.cli.pin_options import add_pin_options
 from mlx_h2o.files import require_folder
 from mlx_h2o.gguf import SUFFIX
 from mlx_h2o.memory_size import Share, memory_size
+from mlx_h2o.pins import joined
 
 DEFAULT_MAX_KV_SIZE = 1024
 #: Options of mlx-lm's server that are passed on as they are.
@@ -113,7 +114,8 @@ def run(args: argparse.Namespace) -> None:
     path = model_path(args.model)
     if not path.endswith(SUFFIX):
         require_model(args.model, path)
-    pins = AskedPins(tuple(args.pin_role), tuple(args.pin), tuple(args.pin_pattern), required=False)
+    words = (tuple(args.pin_role), tuple(args.pin), tuple(args.pin_pattern))
+    pins = AskedPins(*words, joined(args.pin_span), required=False)
     settings = ServerSettings(
         cache_defaults(args), args.bound, args.queue, args.sessions, args.max_request, pins
     )

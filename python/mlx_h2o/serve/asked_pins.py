@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_h2o.pin_rules import PromptText, of_roles, of_texts, whole_sentences
-from mlx_h2o.pins import Span, checked_spans, joined
+from mlx_h2o.pins import Span, among_first, checked_spans, joined
 from mlx_h2o.serve.patterns import check_pattern, matches
 
 #: The field among a request's settings.
@@ -86,13 +86,14 @@ class AskedPins:
         Raises:
             ValueError: What is required is not there, or there is too much to look for.
         """
-        for first, end in self.spans:
+        spans = self.spans if self.required else among_first(self.spans, len(tokens))
+        for first, end in spans:
             if end > len(tokens):
                 raise ValueError(
                     f"{FIELD}.spans has ({first}, {end}), and the prompt has {len(tokens)} tokens."
                 )
         if not (self.roles or self.texts or self.patterns):
-            return self.spans
+            return spans
         prompt = PromptText.of(tokenizer, tokens)
         said = [message for message in messages if isinstance(message.get("content"), str)]
         found = [
@@ -100,7 +101,7 @@ class AskedPins:
             *of_texts(self.texts, prompt.text, self.required),
             *whole_sentences(prompt.text, matches(self.patterns, prompt.text)),
         ]
-        return joined((*self.spans, *prompt.positions(found)))
+        return joined((*spans, *prompt.positions(found)))
 
 
 NO_PINS = AskedPins()

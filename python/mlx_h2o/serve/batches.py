@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
+from mlx_lm.models.cache import CacheList
 
 from mlx_h2o.batch_cache import BatchH2OKVCache
 from mlx_h2o.cache_lists import entries
-from mlx_h2o.serve.ticket import Ticket
+from mlx_h2o.serve.ticket import Ticket, Turn
 
 #: Steps without a newcomer between two looks at the bytes, which grow slowly.
 WEIGHED_EVERY = 8
@@ -19,6 +21,9 @@ WEIGHED_EVERY = 8
 
 class Owner(Protocol):
     """Who is told."""
+
+    def batched(self, batch: AccountedBatch) -> None:
+        """Requests will run in this batch."""
 
     def begun(self) -> Ticket:
         """The request whose prompt comes now."""
@@ -37,6 +42,29 @@ class Owner(Protocol):
 
     def failed(self, tickets: Sequence[Ticket], error: Exception) -> None:
         """A step raised, and these requests' sequences are lost by it."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A sequence whose answer is being given.
+
+    Attributes:
+        turn: Its answer's name, and how its conversation began.
+        tokens: That its caches have read.
+        caches: Its own, one for each layer, not copied: they go on with the next step. What
+            bounds nothing is the whole batch's.
+    """
+
+    turn: Turn
+    tokens: list[int]
+    caches: list[Any]
+
+
+def _of_sequence(entry: Any, place: int) -> Any:
+    """One sequence's cache of a batch's, members of a CacheList too."""
+    if isinstance(entry, CacheList):
+        return CacheList(*(_of_sequence(member, place) for member in entry.caches))
+    return entry.caches[place] if isinstance(entry, BatchH2OKVCache) else entry
 
 
 class Generating(GenerationBatch):  # type: ignore[misc]
@@ -78,6 +106,7 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
         self._lost: list[int] = []  # given up, of which mlx-lm's loop was not told yet
         self._steps = 0
         self._generation_batch = Generating.empty(self.model, self.sampler)
+        owner.batched(self)
 
     def insert_segments(
         self, segments: list[list[list[int]]], *args: Any, **kwargs: Any
@@ -148,6 +177,16 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
         bounded = [layer for layer in layers if isinstance(layer, BatchH2OKVCache)]
         held = sum(cache.size() for layer in bounded for cache in layer.caches)
         return held / len(bounded) if bounded else 0.0
+
+    def answered(self, name: str) -> Answered | None:
+        """The sequence whose answer of this name is being given; between two steps."""
+        batch = self._generation_batch
+        for place, uid in enumerate(batch.uids):
+            turn = self._tickets[uid].turn if uid in self._tickets else None
+            if turn is not None and turn.name == name:
+                caches = [_of_sequence(entry, place) for entry in batch.prompt_cache]
+                return Answered(turn, list(batch.tokens[place]), caches)
+        return None
 
     def extract_cache(self, uids: Sequence[int]) -> dict[int, Any]:
         """As in mlx-lm."""

@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Empty
 from typing import Any
+from weakref import ReferenceType, ref
 
 from mlx_lm.server import ResponseGenerator
 
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries
 from mlx_h2o.conversations import pin
-from mlx_h2o.prompt_cache import bounded_caches
-from mlx_h2o.refusals import NothingToBound
 from mlx_h2o.serve.accountant import Accountant
 from mlx_h2o.serve.asked_pins import AskedPins
+from mlx_h2o.serve.batches import AccountedBatch
 from mlx_h2o.serve.conversations import Conversations
 from mlx_h2o.serve.failures import Answers, Health, StepFailed, Unanswered
 from mlx_h2o.serve.fields import label_of
 from mlx_h2o.serve.job import Job
 from mlx_h2o.serve.marks import Mark, mark
 from mlx_h2o.serve.metrics import Metrics
-from mlx_h2o.serve.most_bytes import most_bytes
+from mlx_h2o.serve.plans import Plans
 from mlx_h2o.serve.served_model import ServedModel
+from mlx_h2o.serve.sharing import Ended, any_failed
 from mlx_h2o.serve.ticket import HungUp, Ticket, still_there
-from mlx_h2o.settings import ModelSettings
-from mlx_h2o.stock import stock_caches
 
-#: Different settings whose empty caches are kept.
-MOST_PLANS = 64
 #: How often the loop of steps may break off, one time after another, with nothing to do.
 MOST_TRIES = 3
 
@@ -66,10 +62,10 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         self.defaults, self.pins = defaults, pins
         self.conversations, self.running_bytes, self.peak = conversations, 0, 0
         conversations.left = lambda: accountant.left_for_idle
-        self._plans: dict[str, tuple[list[Any], int]] = {}
-        self._planning = threading.Lock()
+        self._plans = Plans(provider, accountant.bound)
         self._line: deque[Any] = deque()
         self._current: Ticket | None = None
+        self._batch: ReferenceType[AccountedBatch] | None = None
         self.slots = 0.0  # tokens that all running caches hold, mean over layers
         self.health = Health()
         self._answers: dict[Ticket, Answers] = {}  # of all that were let in
@@ -92,40 +88,20 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             RuntimeError: The model could not be loaded.
         """
         label = label_of(settings)
-        return Ticket(label, settings, self._planned(label, settings)[1], pins, gone)
-
-    def _planned(self, label: str, settings: Mapping[str, Any]) -> tuple[list[Any], int]:
-        """Empty caches of these settings, and the bytes that they may take."""
-        model = self.provider.require()
-        with self._planning:
-            if label not in self._plans:
-                if len(self._plans) >= MOST_PLANS:
-                    del self._plans[next(iter(self._plans))]
-                self._plans[label] = self._plan(model, label, settings)
-            return self._plans[label]
-
-    def _plan(self, model: Any, label: str, settings: Mapping[str, Any]) -> tuple[list[Any], int]:
-        try:
-            empty = bounded_caches(model, ModelSettings.of(**settings))
-        except NothingToBound:
-            empty = stock_caches(model)
-        mark(empty, Mark(label))
-        bound = self.accountant.bound
-        if bound is None:
-            return empty, 0
-        need = most_bytes(empty, model, int(self.cli_args.prefill_step_size))
-        if need > bound:
-            raise ValueError(
-                f"These caches may take {need:,} bytes, and the server holds {bound:,} in all: ask "
-                "for fewer."
-            )
-        return empty, need
+        return Ticket(label, settings, self._plans.of(label, settings)[1], pins, gone)
 
     # -- who is let in ----------------------------------------------------------------------------
 
     def _next_request(self, timeout: float | None = None) -> Any:
-        """The next request whose bytes are free; mlx-lm asks between two steps."""
-        return self._share_request(self._admitted(timeout) if self._rank == 0 else None)
+        """The next request whose bytes are free; mlx-lm asks between two steps.
+
+        Raises:
+            Ended: Rank 0 takes no more.
+        """
+        came = self._share_request(self._admitted(timeout) if self._rank == 0 else None)
+        if came is not None and came[1] is None:
+            raise Ended
+        return came
 
     def _admitted(self, timeout: float | None) -> Any:
         self._line_up(None if self._line else timeout)
@@ -166,22 +142,34 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """As in mlx-lm; the caches that are looked up next are this request's."""
         ticket = request.ticket
+        tokenized, empty, error = None, list[Any](), None
         try:
             tokenized = super()._tokenize(tokenizer, request, args)
-            if not tokenized[0]:
-                raise ValueError("The prompt is empty.")
-            pins = ticket.pins.in_prompt(tokenizer, tokenized[0], request.messages)
-            empty = self._planned(ticket.label, ticket.settings)[0]
-            if pins:
-                empty = copy.deepcopy(empty)
-                pin(empty, pins)
-                mark(empty, Mark(ticket.label, pins))
-        except Exception:
+            empty = self._empty_for(ticket, tokenizer, tokenized[0], request.messages)
+        except Exception as raised:
+            error = raised
+        if self._is_distributed and any_failed(error is not None) and error is None:
+            error = ValueError("Another process has no room for its heads' part: ask for more.")
+        if error is not None:
             self.ended(ticket, None)
-            raise
+            raise error
         self._current = ticket
         self.conversations.begin(empty)
         return tokenized
+
+    def _empty_for(
+        self, ticket: Ticket, tokenizer: Any, tokens: Sequence[int], messages: Any
+    ) -> list[Any]:
+        """Empty caches for a request's prompt, with its pins and its mark."""
+        if not tokens:
+            raise ValueError("The prompt is empty.")
+        pins = ticket.pins.in_prompt(tokenizer, tokens, messages)
+        empty = self._plans.of(ticket.label, ticket.settings)[0]
+        if pins:
+            empty = copy.deepcopy(empty)
+            pin(empty, pins)
+            mark(empty, Mark(ticket.label, pins))
+        return empty
 
     def _serve_single(self, request: Any, *args: Any) -> None:
         """As in mlx-lm, for what cannot be batched."""
@@ -193,7 +181,16 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             self.conversations.turn = None
             self.ended(ticket, None)
 
+    @property
+    def batch(self) -> AccountedBatch | None:
+        """Of the requests that run, if there are any; for the thread that generates."""
+        return self._batch() if self._batch is not None else None
+
     # -- what the batch tells ---------------------------------------------------------------------
+
+    def batched(self, batch: AccountedBatch) -> None:
+        """Requests will run in this batch."""
+        self._batch = ref(batch)
 
     def begun(self) -> Ticket:
         """The request whose prompt comes now."""
@@ -248,6 +245,11 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         while tries < MOST_TRIES:
             try:
                 self._generate()
+                if self._is_distributed and self._rank == 0:  # as a request of nothing
+                    self._share_request((None, None, None))
+                return
+            except Ended:
+                self.provider.reset()
                 return
             except Exception as error:
                 logging.exception("Generating broke off")
@@ -258,6 +260,13 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
                 self.failed(list(self._answers), error)
                 self.running_bytes, self.slots = 0, 0.0
         self._generation_failed = True
+
+    def stop_and_join(self) -> None:
+        """End; ranks but the first end with it, since it may still wait for them."""
+        if self._rank == 0:
+            super().stop_and_join()
+        else:
+            self.join()
 
     # -- what a handler asks ----------------------------------------------------------------------
 

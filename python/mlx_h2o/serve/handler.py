@@ -20,6 +20,7 @@ from mlx_h2o.serve.failures import StepFailed, Unanswered
 from mlx_h2o.serve.fields import check_body, check_for_model, pins_of, settings_of
 from mlx_h2o.serve.generator import BoundedGenerator
 from mlx_h2o.serve.page import page
+from mlx_h2o.serve.sharing import processes, require_batchable
 from mlx_h2o.serve.ticket import Turn, title_of
 
 #: Seconds that a client may keep a read or a write waiting.
@@ -84,7 +85,7 @@ class Handler(APIHandler):  # type: ignore[misc]
             watching.require_here(self.client_address[0], self.headers.get("Host", ""))
             origin, site = (self.headers.get(name) for name in ("Origin", "Sec-Fetch-Site"))
             watching.require_own_page(origin, site, self._welcome)
-            told = look(urlsplit(self.path).path)
+            told = look(self.path)
         except watching.NotHere as error:
             self.refuse(error.status, str(error))
         else:
@@ -109,6 +110,8 @@ class Handler(APIHandler):  # type: ignore[misc]
         provider = generator.provider
         try:
             check_body(self.body, self._names())
+            if processes() > 1:
+                require_batchable(self.body)
             super().validate_model_parameters()
             check_for_model(self.body, provider.require(), provider.tokenizer)
             self.settings = settings_of(self.body, generator.defaults)

@@ -1,4 +1,4 @@
-"""What idle conversations are told of: their text, what every layer still holds of it, their pins.
+"""What is told of conversations: their text, what every layer still holds of it, their pins.
 
 Everything here that touches caches runs on the thread that generates, between two steps.
 """
@@ -6,7 +6,8 @@ Everything here that touches caches runs on the thread that generates, between t
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,12 @@ from mlx_h2o.conversations import bounded_entries, pin, unpin
 from mlx_h2o.inspection import DECODE_CONTEXT, bounded_layers, token_texts
 from mlx_h2o.pinning import PinAnswer
 from mlx_h2o.pins import Span, checked_spans, joined
-from mlx_h2o.remembered import remembered
+from mlx_h2o.remembered import LayerMemory, remembered
+from mlx_h2o.serve.batches import Answered
 from mlx_h2o.serve.conversations import Idle, shrink
 from mlx_h2o.serve.generator import BoundedGenerator
 from mlx_h2o.serve.sessions import token_count, tokens_of
+from mlx_h2o.serve.sharing import processes, require_alone
 
 #: Tokens whose texts are found between two steps: few enough that no step waits long.
 TEXTS_AT_A_TIME = 512
@@ -39,6 +42,7 @@ def overview(generator: BoundedGenerator) -> dict[str, Any]:
         told = sorted(conversations.told(), key=lambda idle: -idle.used)
         return {
             "model": str(generator.cli_args.model),
+            "processes": processes(),
             "bytes": {
                 "bound": accountant.bound,
                 "running": generator.running_bytes if accountant.running else 0,
@@ -64,27 +68,70 @@ def _outline(idle: Idle) -> dict[str, Any]:
     }
 
 
-def conversation(generator: BoundedGenerator, name: str) -> dict[str, Any]:
+def conversation(generator: BoundedGenerator, name: str, known: int = 0) -> dict[str, Any]:
     """One conversation's tokens, and how many heads of each layer hold each of them.
 
+    An idle one, or one whose answer is being given, as far as it is. Only what must be is done
+    between two steps.
+
+    Args:
+        generator: Of the server.
+        name: Of its answer.
+        known: Tokens, from the first, whose texts are not asked for.
+
     Raises:
-        Unknown: It is no idle one.
+        Unknown: There is none of this name.
     """
 
-    def look() -> tuple[dict[str, Any], list[int]]:
-        idle = find(generator, name)
-        tokens, layers = tokens_of(idle.key), bounded_layers(idle.cache)
+    def look() -> tuple[dict[str, Any], list[LayerMemory], list[int]]:
+        seen = _being_answered(generator, name)
+        if seen is not None:
+            outline, cache, tokens = _outline_so_far(seen), seen.caches, seen.tokens
+        else:
+            idle = find(generator, name)
+            outline, cache, tokens = _outline(idle), idle.cache, tokens_of(idle.key)
+        layers = bounded_layers(cache)
         told = {
+            "id": name,
+            "running": seen is not None,
             "policy": layers[0][1].policy.name if layers else None,
+            "processes": processes(),
             "evicted": sum(entry.evicted for _, entry in layers) / max(len(layers), 1),
-            "pins": _pins(idle.cache),
-            "layers": _told(idle.cache, len(tokens)),
+            "pins": _pins(cache),
         }
-        return _outline(idle) | told | {"id": name}, tokens
+        return outline | told, remembered(cache, len(tokens)), tokens
 
-    told, tokens = generator.between_steps(look)
-    told["texts"] = _texts(generator, tokens)
+    (told, layers, tokens), seconds = generator.between_steps(partial(_timed, look))
+    told["layers"] = _told(layers)
+    told["texts"], more = _texts(generator, tokens, known)
+    told["seconds"] = seconds + more
     return dict(told)
+
+
+def _timed(do: Callable[[], Any]) -> tuple[Any, float]:
+    """What it gives, and the seconds that it took of the thread that generates."""
+    begun = time.perf_counter()
+    return do(), time.perf_counter() - begun
+
+
+def _being_answered(generator: BoundedGenerator, name: str) -> Answered | None:
+    """The conversation whose answer of this name is being given, if it can be looked at.
+
+    Where several processes share the model, what the newest step did to caches may not be
+    computed yet, and computing it may need all of them.
+    """
+    batch = generator.batch
+    return batch.answered(name) if batch is not None and processes() == 1 else None
+
+
+def _outline_so_far(seen: Answered) -> dict[str, Any]:
+    """What `_outline` says of an idle one."""
+    return {
+        "title": seen.turn.title,
+        "tokens": len(seen.tokens),
+        "bytes": sum(entry.nbytes for _, entry in bounded_layers(seen.caches)),
+        "shrunk": False,
+    }
 
 
 def find(generator: BoundedGenerator, name: str) -> Idle:
@@ -102,10 +149,10 @@ def find(generator: BoundedGenerator, name: str) -> Idle:
     return idle
 
 
-def _told(cache: Sequence[Any], T: int) -> list[dict[str, Any]]:
+def _told(layers: Sequence[LayerMemory]) -> list[dict[str, Any]]:
     return [
         {"layer": layer.layer, "heads": layer.heads, "held": layer.held.tolist()}
-        for layer in remembered(cache, T)
+        for layer in layers
     ]
 
 
@@ -114,15 +161,22 @@ def _pins(cache: Sequence[Any]) -> list[Span]:
     return list(joined(span for _, entry in bounded_layers(cache) for span in entry.pins))
 
 
-def _texts(generator: BoundedGenerator, tokens: Sequence[int]) -> list[str]:
-    """Each token's text, few at a time: tokenizers are for one thread."""
-    tokenizer, texts = generator.provider.tokenizer, list[str]()
-    for first in range(0, len(tokens), TEXTS_AT_A_TIME):
+def _texts(
+    generator: BoundedGenerator, tokens: Sequence[int], known: int
+) -> tuple[list[str], float]:
+    """Each token's text but the first ones', and the seconds that it took.
+
+    Few at a time: tokenizers are for one thread.
+    """
+    tokenizer, texts, seconds = generator.provider.tokenizer, list[str](), 0.0
+    for first in range(known, len(tokens), TEXTS_AT_A_TIME):
         before = max(0, first - DECODE_CONTEXT)
         part = tokens[before : first + TEXTS_AT_A_TIME]
-        found = generator.between_steps(partial(token_texts, tokenizer, part))
+        find_them = partial(token_texts, tokenizer, part)
+        found, took = generator.between_steps(partial(_timed, find_them))
         texts += found[first - before :]
-    return texts
+        seconds += took
+    return texts, seconds
 
 
 def at_half(generator: BoundedGenerator, name: str) -> dict[str, Any]:
@@ -135,10 +189,12 @@ def at_half(generator: BoundedGenerator, name: str) -> dict[str, Any]:
 
     def look() -> dict[str, Any]:
         idle = find(generator, name)
+        if any(entry.policy.unit == "layer" for _, entry in bounded_layers(idle.cache)):
+            require_alone('with unit="layer" what would be lost is for all of them to find out.')
         cache = copy.deepcopy(idle.cache)
         shrink(cache)
         mx.eval([entry.state for entry in cache])
-        layers = _told(cache, token_count(idle.key))
+        layers = _told(remembered(cache, token_count(idle.key)))
         return {"bytes": sum(entry.nbytes for entry in cache), "layers": layers}
 
     told: dict[str, Any] = generator.between_steps(look)
@@ -158,6 +214,7 @@ def change_pins(generator: BoundedGenerator, name: str, body: Any) -> dict[str, 
         ValueError: The body asks for something else, or there is nothing or no room to pin.
     """
     what = _asked(body)
+    require_alone("pins are a request's (its field mlx_h2o.pins), or the server's (--pin).")
 
     def change() -> dict[str, Any]:
         idle = find(generator, name)

@@ -27,6 +27,7 @@ from mlx_h2o.serve.handler import USUAL_REQUEST, Handler, Server
 from mlx_h2o.serve.metrics import Metrics
 from mlx_h2o.serve.served_model import ServedModel
 from mlx_h2o.serve.sessions import Sessions
+from mlx_h2o.serve.sharing import processes, require_shareable
 from mlx_h2o.serve.ticket import still_there
 
 #: The mlx-lm whose server's pieces are subclassed here.
@@ -67,16 +68,21 @@ def serve(
         ready: Told once requests are answered.
 
     Raises:
-        ValueError: mlx-lm is older than the one whose pieces these are.
+        ValueError: mlx-lm is older than the one whose pieces these are, or several processes that
+            share the model cannot keep to a setting.
     """
 
     _require_mlx_lm(mlx_lm.__version__)
+    if processes() > 1:
+        require_shareable(settings.bound is not None, settings.sessions is not None)
 
     def run(host: str, port: int, provider: ServedModel, **_: Any) -> None:
         with generating(provider, settings) as generator:
             if mx.distributed.init().rank() == 0:
                 listen(host, port, generator, settings.largest, ready)
             else:
+                # Ctrl-C in a terminal is said to all; rank 0 says when it waits for none.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
                 generator.join()
 
     routing.install()

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_lm.server import ModelProvider
 
 from mlx_h2o.builtin import load
+from mlx_h2o.serve.sharing import is_own, load_shared, remember
 from mlx_h2o.stock import stock_caches
 
 
@@ -45,10 +46,15 @@ class ServedModel(ModelProvider):  # type: ignore[misc]
     def _load_served(self) -> None:
         own: Any = self  # mlx-lm's attributes begin as None
         args = self.cli_args
-        if args.adapter_path is not None or self.is_distributed:
+        if args.adapter_path is not None or (self.is_distributed and not is_own(args.model)):
             super().load("default_model", args.adapter_path, None)
+            if self.is_distributed:
+                remember(own.model, own.tokenizer, args.model)
         else:
-            own.model, own.tokenizer = load(args.model)
+            if self.tensor_group is not None:
+                own.model, own.tokenizer = load_shared(args.model, self.tensor_group)
+            else:
+                own.model, own.tokenizer = load(args.model)
             own.model_key = (args.model, None, None)
             own.processor = own.draft_model = None
             if args.chat_template:
@@ -56,6 +62,11 @@ class ServedModel(ModelProvider):  # type: ignore[misc]
         # Other threads make caches of it, which cannot evaluate what this one left lazy.
         mx.eval(own.model.parameters())
         own.is_batchable = all(hasattr(cache, "merge") for cache in stock_caches(own.model))
+        if self.is_distributed and not own.is_batchable:
+            raise ValueError(
+                "Several processes share the model (mlx.launch), and its caches cannot be batched, "
+                "which serving it together needs: run one process."
+            )
 
     def require(self) -> Any:
         """The model, once it is loaded.

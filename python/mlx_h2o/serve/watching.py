@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from mlx_h2o.serve import looking
 from mlx_h2o.serve.generator import BoundedGenerator
@@ -87,16 +87,20 @@ def got(generator: BoundedGenerator, path: str) -> Told:
 
     Args:
         generator: Of the server.
-        path: Without its query.
+        path: As it was asked for, with its query.
 
     Raises:
         NotHere: There is no such thing, or it cannot be told.
     """
-    match path.removeprefix(ROOT).split("/"):
+    asked = urlsplit(path)
+    known = parse_qs(asked.query).get("known", ["0"])[-1]
+    if not known.isdecimal():
+        raise NotHere(HTTPStatus.BAD_REQUEST, f"known must be a whole number; got {known!r}.")
+    match asked.path.removeprefix(ROOT).split("/"):
         case ["conversations"]:
             return _answered(lambda: looking.overview(generator))
         case ["conversations", name]:
-            return _answered(lambda: looking.conversation(generator, name))
+            return _answered(lambda: looking.conversation(generator, name, int(known)))
         case ["conversations", name, "half"]:
             return _answered(lambda: looking.at_half(generator, name))
         case _:
@@ -105,7 +109,7 @@ def got(generator: BoundedGenerator, path: str) -> Told:
 
 def posted(generator: BoundedGenerator, path: str, body: bytes) -> Told:
     """What POST to an endpoint gives; arguments and errors as in `got`."""
-    match path.removeprefix(ROOT).split("/"):
+    match urlsplit(path).path.removeprefix(ROOT).split("/"):
         case ["conversations", name, "pins"]:
             try:
                 asked = json.loads(body)

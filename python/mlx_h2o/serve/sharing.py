@@ -1,0 +1,94 @@
+"""A server whose model's heads several processes share (`mlx.launch`).
+
+Rank 0 listens; the others do what it tells them, step by step. Each holds the caches of its own KV
+heads, and all must do the same with them at the same time, since every layer of the model waits for
+the others. So what one rank would decide by its own bytes, its own files or a click is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_h2o.builtin import PREFIX, load, model_path
+from mlx_h2o.gguf import SUFFIX
+from mlx_h2o.smollm2 import NAME as SMOLLM2
+
+#: What a refusal begins with.
+SHARED = "Here several processes share the model (mlx.launch)"
+
+
+class Ended(Exception):
+    """Rank 0 has ended, and so does this one."""
+
+
+def processes() -> int:
+    """How many share the model."""
+    return int(mx.distributed.init().size())
+
+
+def require_shareable(bounded: bool, saving: bool) -> None:
+    """Raise ValueError for settings by which ranks would come to differ.
+
+    Args:
+        bounded: Whether there is a bound for all conversations.
+        saving: Whether there is a folder for them.
+    """
+    if bounded:
+        raise ValueError(
+            f"{SHARED}, and --kv-memory would bound one of them: leave it away, and bound each "
+            "conversation by --max-kv-size or --conversation-memory."
+        )
+    if saving:
+        raise ValueError(
+            f"{SHARED}, each with caches of its own heads, and --sessions saves those of one "
+            "process only: leave it away."
+        )
+
+
+def require_batchable(body: dict[str, Any]) -> None:
+    """Raise ValueError for a request that mlx-lm would serve by itself.
+
+    It cannot end such a one on all ranks when its client goes away.
+    """
+    if body.get("seed") is not None:
+        raise ValueError(f"{SHARED}, and seed is not served there: leave it away.")
+
+
+def require_alone(what: str) -> None:
+    """Raise ValueError where several processes would have to do the same, and one is asked."""
+    if processes() > 1:
+        raise ValueError(f"{SHARED}, and this page sees the heads of one of them: {what}")
+
+
+def any_failed(failed: bool) -> bool:
+    """Whether it failed on any rank; all must ask."""
+    return bool(mx.any(mx.distributed.all_sum(mx.array(int(failed))) > 0).item())
+
+
+def is_own(name: str) -> bool:
+    """Whether a model of this name is none that mlx-lm's loader shares out."""
+    return name.startswith(PREFIX) or name == SMOLLM2 or model_path(name).endswith(SUFFIX)
+
+
+def load_shared(name: str, group: mx.distributed.Group) -> tuple[nn.Module, Any]:
+    """A model that is loaded whole and then shared out: an embedded one, or a GGUF file.
+
+    Raises:
+        ValueError: Its heads cannot be shared.
+    """
+    model, tokenizer = load(name)
+    if not hasattr(model, "shard"):
+        raise ValueError(f"{SHARED}, and mlx-lm cannot share out the heads of {name!r}.")
+    model.shard(group)
+    return model, tokenizer
+
+
+def remember(model: nn.Module, tokenizer: Any, name: str) -> None:
+    """Have a model that mlx-lm loaded find its profile, as `mlx_h2o.load` does."""
+    if Path(name).is_dir():
+        model.mlx_h2o_folder = str(Path(name))
+    model.mlx_h2o_tokenizer = tokenizer
