@@ -56,6 +56,8 @@ def refusal(options, capsys):
         ([*PROMPT, "--save-prompt-cache", "file/chat"], "there is no folder"),
         ([*PROMPT, "--verbose", "maybe"], "--verbose: it must be True or False; got 'maybe'"),
         ([*PROMPT, "--recent", "few"], "--recent: it must be a count such as 64, or a share"),
+        ([*PROMPT, "--pin-span", "9:3"], "--pin-span: it must be tokens such as 0:40, the first"),
+        (["chat", "--pin-span", "4"], "--pin-span: it must be tokens such as 0:40, the first"),
         ([*PROMPT, "--kv-group-size", "64"], "--kv-group-size needs --kv-bits"),
         ([*PROMPT, "--max-kv-size", "-7"], "--max-kv-size must be at least 1; got -7"),
         ([*PROMPT, "--set", "age_weight=nan"], "age_weight must be a finite number; got nan"),

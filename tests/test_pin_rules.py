@@ -106,3 +106,14 @@ def test_a_real_tokenizer():
     assert "French" in texts[0]
     assert texts[1].strip().startswith("The Fee")
     assert texts[1].strip().endswith("!")
+
+
+def test_tokens_by_their_numbers():
+    tokens = tokens_of("an ant and a man")
+    rules = PinRules(texts=("ant",), spans=((0, 1), (4, 8)))
+    assert spans_for(rules, Letters(), tokens, first=100) == ((100, 101), (103, 108))
+    assert rules
+    with pytest.raises(ValueError, match="0:99 cannot be pinned: the prompt has 16 tokens"):
+        spans_for(PinRules(spans=((0, 99),)), Letters(), tokens)
+    with pytest.raises(ValueError, match=r"spans\[0\] must be"):
+        PinRules(spans=((3, 3),))

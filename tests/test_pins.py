@@ -57,10 +57,12 @@ def name_of(case) -> str:
 
 def cache_of(case, sink=0, **settings) -> H2OKVCache:
     options = {"evict_every": case["evict_every"], "unit": case["unit"], "recent": 8}
+    policy = make_policy(case["policy"], sink=sink, **options)
     return H2OKVCache(
         budgets=BUDGETS[case["budgets"]],
-        policy=make_policy(case["policy"], sink=sink, **options),
+        policy=policy,
         remainder=case["remainder"],
+        **attack().given(policy, scale=0.0),
         **STORES[case["store"]],
         **settings,
     )

@@ -8,6 +8,23 @@ from mlx_h2o.pins import Span, pinned_from
 from mlx_h2o.policies import Policy
 
 
+class TooManyPins(ValueError):
+    """A layer has too few slots for its pins.
+
+    Attributes:
+        why: In numbers, a sentence.
+        most: Tokens that could be pinned.
+        least: Slots that every head needs for those that were asked for.
+    """
+
+    def __init__(self, why: str, most: int, least: int):
+        self.why, self.most, self.least = why, most, least
+        super().__init__(
+            f"{why} Pin at most {most} tokens, make max_size at least {least} slots a head, or "
+            "lower sink or recent."
+        )
+
+
 def room_for_pins(budgets: Sequence[int], policy: Policy, pins: Sequence[Span]) -> tuple[int, ...]:
     """A layer's budgets, shared out so that every head holds its pins and can still evict.
 
@@ -24,7 +41,7 @@ def room_for_pins(budgets: Sequence[int], policy: Policy, pins: Sequence[Span]) 
         Slots of each KV head.
 
     Raises:
-        ValueError: All heads together have too few.
+        TooManyPins: All heads together have too few.
     """
     pinned = pinned_from(pins, policy.sink)
     least = policy.least_budget(pinned)
@@ -33,7 +50,7 @@ def room_for_pins(budgets: Sequence[int], policy: Policy, pins: Sequence[Span]) 
         return tuple(budgets)
     spare = [max(budget - least, 0) for budget in budgets]
     if sum(spare) < lacking:
-        raise ValueError(_too_many(pinned, least, budgets, policy))
+        raise _too_many(pinned, least, budgets, policy)
     given = [part * lacking // sum(spare) for part in spare]
     # What rounding down left over comes of the largest.
     largest = sorted(range(len(spare)), key=lambda i: -spare[i])
@@ -42,13 +59,13 @@ def room_for_pins(budgets: Sequence[int], policy: Policy, pins: Sequence[Span]) 
     return tuple(max(b, least) - part for b, part in zip(budgets, given, strict=True))
 
 
-def _too_many(pinned: int, least: int, budgets: Sequence[int], policy: Policy) -> str:
+def _too_many(pinned: int, least: int, budgets: Sequence[int], policy: Policy) -> TooManyPins:
     """What is wrong, in numbers, and what to do."""
     mean = sum(budgets) // len(budgets)
     most = max((n for n in range(pinned) if policy.least_budget(n) <= mean), default=0)
-    return (
+    why = (
         f"{pinned} pinned tokens are too many: with {policy.sink} sinks, "
         f"{policy.recent_slots(least)} recent tokens and {policy.evict_every} to evict they need "
-        f"{least} slots in every KV head, and a layer here has {mean} a head. Pin at most {most} "
-        f"tokens, make max_size at least {least} slots a head, or lower sink or recent."
+        f"{least} slots in every KV head, and a layer here has {mean} a head."
     )
+    return TooManyPins(why, most, least)

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from mlx_h2o.inspection import token_texts
-from mlx_h2o.pins import Span, joined
+from mlx_h2o.pins import Span, checked_spans, joined
 
 #: Words by which a text says what another one is to mean.
 DEFINITIONS = r"\bmeans\b|\bshall mean\b|\b(?:is|are) defined as\b"
@@ -28,15 +28,17 @@ class PinRules:
         texts: As they stand in the prompt, every time.
         patterns: Regular expressions: the whole sentences that they match in.
         predicate: Says of a sentence whether it is pinned.
+        spans: Of the prompt's tokens, first and one past the last.
 
     Raises:
-        ValueError: A pattern is no regular expression.
+        ValueError: A pattern is no regular expression, or a span is none.
     """
 
     roles: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
     predicate: Callable[[str], bool] | None = None
+    spans: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
         for pattern in self.patterns:
@@ -46,9 +48,10 @@ class PinRules:
                 raise ValueError(
                     f"The pattern {pattern!r} is no regular expression: {error}."
                 ) from error
+        object.__setattr__(self, "spans", checked_spans("spans", self.spans))
 
     def __bool__(self) -> bool:
-        return bool(self.roles or self.texts or self.patterns or self.predicate)
+        return bool(self.roles or self.texts or self.patterns or self.predicate or self.spans)
 
 
 def spans_for(
@@ -71,8 +74,13 @@ def spans_for(
         Spans of positions, for `mlx_h2o.pin` or `make_prompt_cache(pins=...)`.
 
     Raises:
-        ValueError: A text or a role's message is not in the prompt.
+        ValueError: A text, a role's message or a span is not in the prompt.
     """
+    for start, end in rules.spans:
+        if end > len(tokens):
+            raise ValueError(
+                f"The span {start}:{end} cannot be pinned: the prompt has {len(tokens)} tokens."
+            )
     prompt = PromptText.of(tokenizer, tokens)
     matches = (match.span() for p in rules.patterns for match in re.finditer(p, prompt.text))
     found = [
@@ -82,7 +90,8 @@ def spans_for(
     ]
     if rules.predicate is not None:
         found += (s for s in sentences_of(prompt.text) if rules.predicate(prompt.text[slice(*s)]))
-    return prompt.positions(found, first)
+    given = ((first + start, first + end) for start, end in rules.spans)
+    return joined((*given, *prompt.positions(found, first)))
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,13 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_options,
-    add_pin_options,
     bounded_cache,
     cache_settings,
     load_model,
-    pin_rules,
     truth,
     typed,
 )
+from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
 from mlx_h2o.dialogue import Dialogue
 from mlx_h2o.pinning import PinAnswer
 from mlx_h2o.pins import Span

@@ -5,18 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mlx_h2o import checks
 from mlx_h2o.cache_file import save_prompt_cache
-from mlx_h2o.cli.options import add_model_options, load_model, memory, read_text, typed
+from mlx_h2o.cli.options import (
+    add_model_options,
+    in_options,
+    load_model,
+    memory,
+    read_text,
+    typed,
+)
+from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
 from mlx_h2o.files import require_writable, write_kept
 from mlx_h2o.layer_kinds import layer_kinds
 from mlx_h2o.packed import BITS, UNPACKED
+from mlx_h2o.pin_room import TooManyPins
+from mlx_h2o.pin_rules import spans_for
+from mlx_h2o.pins import Span
 from mlx_h2o.prompt_cache import plain_bytes
 from mlx_h2o.rereading import CHUNK, DEFAULT_SIZE, compress_prompt
 
@@ -32,7 +45,7 @@ def add_parser(commands: Any) -> None:
         description="Reads a document or a system prompt, reads it again as if to repeat it, keeps "
         "the rows that the second reading looks at (KVzip) and the others as one remainder, and "
         "writes a prompt cache: for `mlx_h2o generate --prompt-cache-file`, mlx_h2o."
-        "load_prompt_cache, or inside an app (MLXH2O's loadPromptCache).",
+        "load_prompt_cache, or inside an app (MLXH2O's H2OKVCache.loadCaches).",
     )
     parser.add_argument("prompt", type=Path, metavar="PROMPT", help="a text file, or - to read one")
     add_model_options(parser)
@@ -59,6 +72,7 @@ def add_parser(commands: Any) -> None:
         "--chunk", type=int, default=CHUNK, metavar="N",
         help="tokens read at once (default: %(default)s)",
     )  # fmt: skip
+    add_pin_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of words")
     parser.set_defaults(run=run)
 
@@ -68,38 +82,69 @@ def run(args: argparse.Namespace) -> None:
     checks.whole("--room", args.room, 0)
     checks.whole("--chunk", args.chunk, 1)
     require_writable("--out", args.out)
+    rules = pin_rules(args)
     text = sys.stdin.read() if str(args.prompt) == "-" else read_text(args.prompt)
     model, tokenizer = load_model(args)
-    tokens = prompt_ids(tokenizer, text, args.system)
-    columns = (TextColumn("reading twice"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=2 * len(tokens))
-        cache = compress_prompt(
-            model,
-            tokenizer,
-            tokens,
-            args.to,
-            room=args.room,
-            chunk=args.chunk,
-            tell=lambda done: bar.advance(task, done),
-            bits=args.kv_bits,
-        )
+    tokens, messages = prompt_ids(tokenizer, text, args.system)
+    pins = spans_for(rules, tokenizer, tokens, messages) if rules else ()
+    cache = compressed(args, model, tokenizer, tokens, pins)
     written = {"model": args.model, "compressed": str(args.to)}
     write_kept(args.out, lambda path: save_prompt_cache(path, cache, written))
     full = len(tokens) * sum(map(plain_bytes, layer_kinds(model)))
     held = sum(entry.nbytes for entry in cache if hasattr(entry, "nbytes"))
-    told = {"out": str(args.out), "tokens": len(tokens), "kv_bytes": held, "full_bytes": full}
+    told = {
+        "out": str(args.out),
+        "tokens": len(tokens),
+        "pinned": sum(end - first for first, end in pins),
+        "kv_bytes": held,
+        "full_bytes": full,
+    }
     if args.json:
         print(json.dumps(told))
         return
     print(
-        f"{args.out}: {len(tokens):,} tokens in {held:,} bytes of KV, {held / full:.0%} of a "
-        "16-bit cache's"
+        f"{args.out}: {len(tokens):,} tokens, {told['pinned']:,} of them pinned, in {held:,} bytes "
+        f"of KV, {held / full:.0%} of a 16-bit cache's"
     )
 
 
-def prompt_ids(tokenizer: Any, text: str, system: bool) -> list[int]:
-    """The prompt's token ids.
+def compressed(
+    args: argparse.Namespace,
+    model: nn.Module,
+    tokenizer: Any,
+    tokens: Sequence[int],
+    pins: Sequence[Span],
+) -> list[Any]:
+    """The prompt read twice and cut down, with a bar that says how far it is.
+
+    Raises:
+        ValueError: It cannot be; the message speaks of options.
+    """
+    columns = (TextColumn("reading twice"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=2 * len(tokens))
+        try:
+            return compress_prompt(
+                model,
+                tokenizer,
+                tokens,
+                args.to,
+                room=args.room,
+                chunk=args.chunk,
+                tell=lambda done: bar.advance(task, done),
+                bits=args.kv_bits,
+                pins=pins,
+            )
+        except TooManyPins as error:
+            raise ValueError(
+                f"{error.why} Pin at most {error.most} tokens, or raise --to."
+            ) from error
+        except ValueError as error:
+            raise ValueError(in_options(str(error), max_bytes="--to")) from error
+
+
+def prompt_ids(tokenizer: Any, text: str, system: bool) -> tuple[list[int], list[dict[str, str]]]:
+    """The prompt's token ids, and the messages in it where a chat template made it.
 
     Raises:
         ValueError: There is no text, or no chat template to put it into.
@@ -107,9 +152,9 @@ def prompt_ids(tokenizer: Any, text: str, system: bool) -> list[int]:
     if not text.strip():
         raise ValueError("The prompt is empty.")
     if not system:
-        return list(tokenizer.encode(text))
+        return list(tokenizer.encode(text)), []
     if not tokenizer.has_chat_template:
         raise ValueError("--system needs the model's chat template, and it has none.")
     message = [{"role": "system", "content": text}]
     framed = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=False)
-    return list(tokenizer.encode(framed, add_special_tokens=False))
+    return list(tokenizer.encode(framed, add_special_tokens=False)), message

@@ -17,14 +17,13 @@ from mlx_h2o.cache_file import load_prompt_cache, require_savable, save_prompt_c
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_options,
-    add_pin_options,
     bounded_cache,
     cache_settings,
     load_model,
-    pin_rules,
     truth,
     typed,
 )
+from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
 from mlx_h2o.conversations import pin
 from mlx_h2o.description import describe
 from mlx_h2o.files import require_writable, write_kept

@@ -14,7 +14,6 @@ from mlx_h2o import checks
 from mlx_h2o.builtin import DEFAULT_MODEL, load
 from mlx_h2o.memory_size import USUAL_CONTEXT, memory_size
 from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, UNPACKED
-from mlx_h2o.pin_rules import DEFINITIONS, PinRules
 from mlx_h2o.policies import policy_names
 from mlx_h2o.policies.settings import count_or_share, setting_of
 from mlx_h2o.prompt_cache import bounded_caches
@@ -32,31 +31,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="cast the weights (default: as they are)")
-
-
-def add_pin_options(parser: argparse.ArgumentParser) -> None:
-    """What of the prompt is never evicted."""
-    group = parser.add_argument_group("pins", "What is never evicted, counted against the memory.")
-    group.add_argument(
-        "--pin", action="append", default=[], metavar="TEXT", help="this text of the prompt"
-    )
-    group.add_argument(
-        "--pin-pattern", action="append", default=[], metavar="REGEX",
-        help=f"whole sentences that match, e.g. {DEFINITIONS!r}".replace("%", "%%"),
-    )  # fmt: skip
-    group.add_argument(
-        "--pin-role", action="append", default=[], metavar="ROLE",
-        help="all that this role says, e.g. system",
-    )  # fmt: skip
-
-
-def pin_rules(args: argparse.Namespace) -> PinRules:
-    """What the options say is to be pinned.
-
-    Raises:
-        ValueError: A pattern is no regular expression.
-    """
-    return PinRules(tuple(args.pin_role), tuple(args.pin), tuple(args.pin_pattern))
 
 
 def add_cache_options(
@@ -250,9 +224,11 @@ def bounded_cache(model: nn.Module, settings: ModelSettings) -> list[Any]:
         raise ValueError(in_options(str(error))) from error
 
 
-def in_options(message: str) -> str:
-    """A message about arguments, about options."""
-    for argument, option in (("max_size", "--max-kv-size"), ("max_bytes", "--max-kv-bytes")):
+def in_options(
+    message: str, max_size: str = "--max-kv-size", max_bytes: str = "--max-kv-bytes"
+) -> str:
+    """A message about arguments, about the options that a command has for them."""
+    for argument, option in (("max_size", max_size), ("max_bytes", max_bytes)):
         message = message.replace(f"{argument}=", f"{option} ").replace(argument, option)
     return message
 

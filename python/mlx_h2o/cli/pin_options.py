@@ -1,0 +1,52 @@
+"""Options that say what is never evicted: of `generate`, `chat`, `serve` and `compress`."""
+
+from __future__ import annotations
+
+import argparse
+
+from mlx_h2o.cli.options import typed
+from mlx_h2o.pin_rules import DEFINITIONS, PinRules
+from mlx_h2o.pins import Span, checked_spans
+
+
+def add_pin_options(parser: argparse.ArgumentParser) -> None:
+    """What of the prompt is never evicted."""
+    group = parser.add_argument_group("pins", "What is never evicted, counted against the memory.")
+    group.add_argument(
+        "--pin", action="append", default=[], metavar="TEXT", help="this text of the prompt"
+    )
+    group.add_argument(
+        "--pin-pattern", action="append", default=[], metavar="REGEX",
+        help=f"whole sentences that match, e.g. {DEFINITIONS!r}".replace("%", "%%"),
+    )  # fmt: skip
+    group.add_argument(
+        "--pin-role", action="append", default=[], metavar="ROLE",
+        help="all that this role says, e.g. system",
+    )  # fmt: skip
+    group.add_argument(
+        "--pin-span", action="append", default=[], metavar="FIRST:END",
+        type=typed(span_of, "tokens such as 0:40, the first and one past the last"),
+        help="these tokens of the prompt, e.g. 0:40",
+    )  # fmt: skip
+
+
+def pin_rules(args: argparse.Namespace) -> PinRules:
+    """What the options say is to be pinned.
+
+    Raises:
+        ValueError: A pattern is no regular expression.
+    """
+    return PinRules(
+        tuple(args.pin_role), tuple(args.pin), tuple(args.pin_pattern), spans=tuple(args.pin_span)
+    )
+
+
+def span_of(text: str) -> Span:
+    """Tokens, "0:40": the first and one past the last.
+
+    Raises:
+        ValueError: They are none.
+    """
+    first, end = (int(part) for part in text.split(":"))
+    (span,) = checked_spans("span", [(first, end)])
+    return span
