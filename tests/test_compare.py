@@ -97,6 +97,7 @@ def test_a_cloze_asks_in_the_statements_own_words(embedded):
         assert f"{sentence}{number}." in prose
         assert number not in cue
         assert not cue.startswith(sentence)
+        assert prose.count("The secret number of") == CLOZE.planted == 1
 
 
 def test_known_is_the_likeliest_or_more_likely_than_half():

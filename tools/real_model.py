@@ -13,12 +13,13 @@ what the frames and curves are made of, which is the package's calibration text.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,7 +40,7 @@ from mlx_h2o.evaluate.simulation import (
 )
 from mlx_h2o.frame import Frame, RowFormat, frames_of
 from mlx_h2o.kept_frames import found_frames
-from mlx_h2o.key_frames import frame_tokens, frames_of_text
+from mlx_h2o.key_frames import frame_tokens, frames_of_keys, turn_by
 from mlx_h2o.layer_kinds import layer_kinds
 from mlx_h2o.model_identity import identity_of
 from mlx_h2o.profile import Profile
@@ -47,9 +48,9 @@ from mlx_h2o.profile_places import found_profile
 from mlx_h2o.watching import windows_of
 
 FRAME_PASSES = 3
-#: Of `contexts`: widths of keys, and what frames are made for.
-KEY_BITS = (8, 6, 4)
-LATE_CONTEXTS = (1024, 2048, 8192, 32768)
+#: Of `contexts`: widths of keys, and where the sample ends.
+KEY_BITS = (6, 4)
+LATE_CONTEXTS = (1024, 8192, 131072)
 #: Bits of the rows of 16-bit numbers that budgets are counted in.
 PLAIN_BITS = 16
 
@@ -125,21 +126,79 @@ def nats(
     return losses
 
 
+class LateRows:
+    """A cache whose first token stands at a late position; it is read in one call.
+
+    Queries and keys are turned alike, so that without packing nothing changes.
+    """
+
+    def __init__(self, position: int, store: Callable[[mx.array], mx.array]):
+        self.offset, self.store = position, store
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: Any = None) -> str:
+        return "causal"
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return self.store(keys), values
+
+
+#: A layer's keys `[B, H, L, D]` at a position, as they are stored.
+Store = Callable[[mx.array], mx.array]
+
+
+def turned_back(rope: nn.Module, position: int, keys: mx.array) -> mx.array:
+    """Keys `[B, H, L, D]` of the tokens from a position on, without their rotation."""
+    last = position + keys.shape[2] - 1
+    # From the last token to the first, angles rise by one position a token.
+    return cast(mx.array, rope(keys[:, :, ::-1], offset=-last)[:, :, ::-1])
+
+
+def before_rotation(rope: nn.Module, position: int, store: Store) -> Store:
+    """Keys turned back by their RoPE, stored, and turned on again."""
+
+    def stored(keys: mx.array) -> mx.array:
+        return cast(mx.array, rope(store(turned_back(rope, position, keys)), offset=position))
+
+    return stored
+
+
+def cached_keys(model: nn.Module, passes: mx.array) -> list[mx.array]:
+    """Each layer's keys `[B, H, T, D]` of a text at positions 0 to T - 1."""
+    keys: list[mx.array] = []
+
+    def seen(rows: mx.array) -> mx.array:
+        keys.append(rows.astype(mx.float32))
+        return rows
+
+    mx.eval(model(passes, cache=[LateRows(0, seen) for _ in model.layers]), keys)
+    return keys
+
+
 def contexts(model: nn.Module, tokenizer: Any, samples: mx.array) -> None:
-    """Packed keys, 16-bit values; scored over the last half of the positions."""
-    frames = frames_of_text(model, mx.concatenate(windows_of(frame_tokens(tokenizer), 1024)))
-    layers, half = len(frames[512]), samples.shape[1] // 2
-    formats = {f"plain, {bits} bits": [RowFormat(bits)] * layers for bits in KEY_BITS}
-    for context in LATE_CONTEXTS:
-        made = [Frame(mx.array(centre), mx.array(scale)) for centre, scale in frames[context]]
-        for bits in KEY_BITS:
-            name = f"frame for {context}, {bits} bits"
-            formats[name] = [RowFormat(bits, frame=frame) for frame in made]
-    full = nats(model, samples, make_prompt_cache, half)
+    """Packed keys, 16-bit values, at early and late positions, by what frames are made of."""
+    T = samples.shape[1]
+    read = cached_keys(model, mx.concatenate(windows_of(frame_tokens(tokenizer), T)))
+    ropes = [layer.self_attn.rope for layer in model.layers]
+    bare = [turned_back(rope, 0, keys) for rope, keys in zip(ropes, read, strict=True)]
+    turned = [(keys, turn_by(rope)) for keys, rope in zip(read, ropes, strict=True)]
+    full = nats(model, samples, make_prompt_cache)
     report("full cache", full, full)
-    for name, of_layers in formats.items():
-        nll = nats(model, samples, lambda _, of=of_layers: [RowsAsStored(f) for f in of], half)
-        report(name, nll, full)
+    for end in LATE_CONTEXTS:
+        at = end - T
+        wide = [frames_of_keys(keys, turn, (end,))[end] for keys, turn in turned]
+        ways: dict[str, list[Frame | None]] = {
+            "plain": [None] * len(ropes),
+            f"frame for 0 to {end}": [Frame(mx.array(c), mx.array(s)) for c, s in wide],
+            f"frame for {at} to {end}": [Frame.of(turn(keys, at)) for keys, turn in turned],
+            "frame before rotation": [Frame.of(keys) for keys in bare],
+        }
+        for (way, frames), bits in itertools.product(ways.items(), KEY_BITS):
+            stores: list[Store] = [RowFormat(bits, frame=frame).keys for frame in frames]
+            if way == "frame before rotation":
+                pairs = zip(ropes, stores, strict=True)
+                stores = [before_rotation(rope, at, store) for rope, store in pairs]
+            nll = nats(model, samples, lambda _, of=stores, at=at: [LateRows(at, s) for s in of])
+            report(f"positions {at} to {end}: {way}, {bits} bits", nll, full)
 
 
 def simulate(model: nn.Module, samples: mx.array, settings: Sequence[Setting], first: int) -> None:

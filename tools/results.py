@@ -94,6 +94,9 @@ class Block:
 
 
 def _tools_parser(path: str) -> argparse.ArgumentParser:
+    folder = str((ROOT / path).parent)
+    if folder not in sys.path:  # a tool may import its neighbours
+        sys.path.append(folder)
     return cast(argparse.ArgumentParser, runpy.run_path(str(ROOT / path))["parser"]())
 
 

@@ -21,6 +21,7 @@ from mlx_h2o.budget import RowWidths, slots_for_bytes
 from mlx_h2o.cache_lists import entries
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
 from mlx_h2o.prompt_cache import PLAIN_ELEMENT, bounded_caches, plain_bytes
+from mlx_h2o.query_centres import most_bytes
 from mlx_h2o.settings import ModelSettings
 
 #: Where a cache of ours has its rows, by the names of its arrays.
@@ -74,7 +75,8 @@ def _slots_of_layer(
     policy = settings.policy_for(all(k.routed for k in kinds))
     answers = settings.remainder and not any(k.derived for k in kinds)
     remembers = answers or policy.uses_evicted_mean
-    own = replace(kind.widths, packing=settings.packing, undo=settings.undo)
+    centres = most_bytes(kind.group, kind.widths.key) * policy.uses_query_centres
+    own = replace(kind.widths, packing=settings.packing, undo=settings.undo, centre_bytes=centres)
     held = _in_16_bits(own)
     given = tokens * PLAIN_ELEMENT * (own.key + own.value)
     # The cache takes the remainder's slots off its size, in its own rows.

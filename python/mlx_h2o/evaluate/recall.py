@@ -105,16 +105,19 @@ class Form:
         ending: Follows the answer, and belongs to it.
         least: A fact is known if every token of the answer has more than this probability; 0: if
             every one is the likeliest.
+        planted: How many a prompt holds; one of them is asked for.
     """
 
     fact: Callable[[random.Random], Fact]
     asking: str
     ending: str
     least: float
+    planted: int
 
 
-QUESTIONS = Form(random_fact, "Question: {}\nAnswer:", "\n", 0.0)
-CLOZE = Form(secret_number, "{}", "", 0.5)
+QUESTIONS = Form(random_fact, "Question: {}\nAnswer:", "\n", 0.0, planted=4)
+# Of several numbers a model of 135 million parameters seldom knows which one is meant.
+CLOZE = Form(secret_number, "{}", "", 0.5, planted=1)
 FORMS = {"questions": QUESTIONS, "cloze": CLOZE}
 
 
@@ -176,7 +179,7 @@ def recall_task(
     *,
     prompts: int = 48,
     tokens: int = 528,
-    facts: int = 4,
+    facts: int | None = None,
     seed: int = 0,
     form: Form = QUESTIONS,
 ) -> RecallTask:
@@ -187,7 +190,7 @@ def recall_task(
         text: Prose, paragraphs separated by blank lines.
         prompts: P, how many prompts to make.
         tokens: T, the length of each with its question.
-        facts: Facts planted in each, at random places; one of them is asked for.
+        facts: Facts planted in each, at random places; None: as many as the form has.
         seed: Same seed, same prompts.
         form: How facts are told and asked for.
 
@@ -195,6 +198,7 @@ def recall_task(
         ValueError: The text is too short for such prompts.
     """
     rng = random.Random(seed)
+    facts = form.planted if facts is None else facts
 
     def encode(piece: str) -> list[int]:
         return list(tokenizer.encode(piece, add_special_tokens=False))

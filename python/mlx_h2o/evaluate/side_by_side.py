@@ -15,6 +15,7 @@ from mlx_lm.models import base
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o import routing
+from mlx_h2o.attention_call import AttentionCall, Looking
 from mlx_h2o.cache import H2OKVCache
 from mlx_h2o.own_attention import asked
 
@@ -29,16 +30,13 @@ SERVED = (
 Masks = list[Any]
 
 
-class SideBySide:
+class SideBySide(Looking):
     """One layer's caches as one cache.
 
     Args:
         parts: The caches, for equal parts of the batch in this order.
         masks: Of all layers, one for each part: the model asks its first layer's cache alone.
     """
-
-    #: Routed attention comes here.
-    attending = True
 
     def __init__(self, parts: Sequence[Any], masks: Masks):
         self.parts, self.masks = list(parts), masks
@@ -71,29 +69,19 @@ class SideBySide:
         ]
         return keys, values
 
-    def attend(
-        self,
-        q: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Any,
-        sinks: Any,
-        softcap: float = 0.0,
-    ) -> mx.array:
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         """Attention `[A * B, Hq, L, Dv]`, each part's by itself."""
-        each = zip(self.parts, self._cut(q), self._handed, self.masks, strict=True)
-        if softcap:
+        each = zip(self.parts, self._cut(call.q), self._handed, self.masks, strict=True)
+        if call.softcap:
             outs = [
-                asked(part, queries, *rows, scale, own, softcap)
+                asked(part, queries, *rows, call.scale, own, call.softcap)
                 for part, queries, rows, own in each
             ]
             return mx.concatenate(outs)
         attention: Any = base.scaled_dot_product_attention
         return mx.concatenate(
             [
-                attention(queries, *rows, cache=part, scale=scale, mask=own, sinks=sinks)
+                attention(queries, *rows, cache=part, scale=call.scale, mask=own, sinks=call.sinks)
                 for part, queries, rows, own in each
             ]
         )

@@ -22,6 +22,8 @@ SINK = 4
 STRIDE = 64
 #: The saturation t of a remainder that does not answer.
 SILENT = -1.0
+#: How a score is rounded: to the nearest number, or by chance and right on average.
+NEAREST, DITHERED = ROUNDINGS = ("nearest", "dithered")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,20 @@ H2O = Rule(recent=0.5, summed=True)
 WINDOW = Rule(mass=0.0, distance=0.0, value=0.0, age=1.0, recent=0.0)
 
 
+def in_half(scores: mx.array, dithered: bool) -> mx.array:
+    """Scores as they come back from logarithms of 16 bits (float16's 10 bits of fraction).
+
+    Args:
+        scores: Float32, 0 or more.
+        dithered: Round up or down by chance, right on average; else to the nearest, where what
+            adds less than half a step is lost for good.
+    """
+    logs = mx.log(mx.maximum(scores, MASS_FLOOR))
+    step = mx.power(2.0, mx.floor(mx.log2(mx.maximum(mx.abs(logs), 2.0**-14))) - 10)
+    up = mx.random.uniform(shape=logs.shape) if dithered else 0.5
+    return mx.where(scores > 0, mx.exp(mx.floor(logs / step + up) * step), 0)
+
+
 class Trial:
     """What R settings of each KV head would hold and answer, over the same rows.
 
@@ -61,6 +77,7 @@ class Trial:
         rules: One for each sequence `[B]`, or one for all.
         length: T, tokens at most.
         widths: D and Dv.
+        rounding: How each sequence's scores are kept, or nothing: in float32.
     """
 
     def __init__(
@@ -70,6 +87,7 @@ class Trial:
         rules: Sequence[Rule],
         length: int,
         widths: tuple[int, int],
+        rounding: Sequence[str | None] = (),
     ):
         B, H, R = budgets.shape
         self.budgets, self.saturation = budgets, saturation
@@ -77,6 +95,11 @@ class Trial:
         self.weights = {
             name: mx.array([getattr(rule, name) for rule in rules])[:, None, None, None]
             for name in ("mass", "distance", "value", "age")
+        }
+        self.rounded = {
+            way: mx.array([of == way for of in rounding])[:, None, None, None]
+            for way in ROUNDINGS
+            if way in rounding
         }
         share = mx.array([rule.recent for rule in rules])[:, None, None]
         self.recent = mx.floor(share * budgets).astype(mx.int32)
@@ -121,6 +144,8 @@ class Trial:
         out = (p.reshape(B, H, R * G, N) @ values).reshape(B, H, R, G, -1)
         out = out + mx.exp(r - lse)[..., None] * self.mean_value[..., None, :]
         scores = self.scores[..., :N] + p.sum(axis=-2)
+        for way, which in self.rounded.items():
+            scores = mx.where(which, in_half(scores, way == DITHERED), scores)
         victim, goes = self._victim(scores, kept, keys, values, offset)
         self._fold(keys, values, victim, goes)
         kept = kept & ~((at == victim[..., None]) & goes[..., None])
@@ -208,6 +233,7 @@ class Setting:
         saturation: t of each, likewise, or one number for all.
         rule: How slots are ranked.
         formats: The row format of each layer, or None: rows as they are.
+        rounding: One of `ROUNDINGS`, of logarithms of scores to 16 bits; None keeps float32.
     """
 
     name: str
@@ -215,6 +241,7 @@ class Setting:
     saturation: Sequence[Sequence[float]] | float = SILENT
     rule: Rule = SALIENT
     formats: Sequence[RowFormat] | None = None
+    rounding: str | None = None
 
 
 class SimulatedCache:
@@ -283,16 +310,18 @@ class SimulatedCache:
         B, H, _, D = keys.shape
         Dv, n = values.shape[-1], B // len(self.settings)
         self.keys, self.values = mx.zeros((B, H, self.length, D)), mx.zeros((B, H, self.length, Dv))
-        budgets, saturation, rules = [], [], []
+        budgets, saturation, rules, rounding = [], [], [], []
         for setting in self.settings:
             slots, t = setting.budgets, setting.saturation
             budgets += [list(slots[self.layer]) if slots is not None else [self.length] * H] * n
             saturation += [[t] * H if isinstance(t, float) else list(t[self.layer])] * n
             rules += [setting.rule] * n
+            rounding += [setting.rounding] * n
         self.trial = Trial(
             mx.array(budgets, mx.int32)[..., None],
             mx.array(saturation, mx.float32)[..., None],
             rules,
             self.length,
             (D, Dv),
+            rounding,
         )

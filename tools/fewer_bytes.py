@@ -1,0 +1,216 @@
+"""What fewer bytes a slot would gain: bits that differ by head, and scores in half precision.
+
+    python tools/fewer_bytes.py                                   what the profile expects
+    python tools/fewer_bytes.py TEXT [--samples 4] [--tokens 1024]
+                                                                  what a text loses
+
+By the shares, orders, frames and losses of the model's own profile; a text, which must not be what
+that was made of, is simulated (`mlx_h2o.evaluate.simulation`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from real_model import shipped_frames, simulate
+
+import mlx_h2o
+from mlx_h2o import curves
+from mlx_h2o.evaluate.perplexity import samples_of
+from mlx_h2o.evaluate.simulation import DITHERED, NEAREST, SALIENT, Setting
+from mlx_h2o.frame import Frame, RowFormat
+from mlx_h2o.layer_kinds import layer_kinds
+from mlx_h2o.model_identity import identity_of
+from mlx_h2o.profile import SMALLEST_BUDGET, Profile
+from mlx_h2o.profile_places import found_profile
+
+#: Beside a row: score, position and value length; and the same with a score of 16 bits.
+BESIDE, BESIDE_HALF = 10, 8
+#: And the least that seems possible: a position and half a score, the length in the row's scale.
+BESIDE_LEAST = 6
+WIDTHS = (4, 5, 6, 8)
+#: Slots between which heads choose.
+STEP = 4
+#: Halvings of the interval in which the price of a byte lies.
+HALVINGS = 60
+
+
+@dataclass(frozen=True)
+class ByHead:
+    """Rows of one layer whose heads have widths of their own; a `RowFormat` to the simulation.
+
+    Attributes:
+        bits: Of each KV head.
+        frame: Of its keys.
+    """
+
+    bits: tuple[int, ...]
+    frame: Frame
+
+    def keys(self, keys: mx.array) -> mx.array:
+        """Keys `[B, H, L, D]` as attention will see them."""
+        return self._of_heads([(b, self._format(b).keys(keys)) for b in sorted({*self.bits})])
+
+    def values(self, values: mx.array) -> mx.array:
+        """Values `[B, H, L, Dv]`, likewise."""
+        return self._of_heads([(b, self._format(b).values(values)) for b in sorted({*self.bits})])
+
+    def _format(self, bits: int) -> RowFormat:
+        return RowFormat(bits, bits, frame=self.frame)
+
+    def _of_heads(self, stored: Sequence[tuple[int, mx.array]]) -> mx.array:
+        mine = mx.array(self.bits)[:, None, None]
+        out = stored[0][1]
+        for bits, rows in stored[1:]:
+            out = mx.where(mine == bits, rows, out)
+        return out
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Slots and widths of all heads, and what they are expected to lose.
+
+    Attributes:
+        slots: Of each head.
+        bits: Of each head.
+        loss: In units of the profile.
+    """
+
+    slots: tuple[int, ...]
+    bits: tuple[int, ...]
+    loss: float
+
+
+def shared_out(profile: Profile, total: int, widths: Sequence[int], beside: int) -> Shared:
+    """The least expected loss for so many bytes: each head buys where a byte's price is met.
+
+    Args:
+        profile: With losses of slots and of packing.
+        total: Bytes of all heads' slots.
+        widths: Bits that a head may choose among.
+        beside: Bytes of a slot beside its row.
+    """
+    assert profile.measured is not None
+    heads = [curves.falling(curve) for layer in profile.losses for curve in layer]
+    slots = np.arange(SMALLEST_BUDGET, profile.grid[-1] + 1, STEP)
+    lost = np.array([np.interp(slots, profile.grid, curve) for curve in heads])
+    width = profile.model.key_widths[0]
+    cost = {b: slots * (RowFormat(b, b).row_bytes(width, width) + beside) for b in widths}
+    losses = {b: lost + profile.measured.packing[b][:, None] for b in widths}
+
+    def sold(bits: Sequence[int], at: np.ndarray) -> Shared:
+        loss = sum(losses[b][h, i] for h, (b, i) in enumerate(zip(bits, at, strict=True)))
+        return Shared(tuple(int(slots[i]) for i in at), tuple(bits), float(loss))
+
+    def bought(price: float) -> tuple[list[int], np.ndarray]:
+        flat = np.concatenate([losses[b] + price * cost[b] for b in widths], axis=1).argmin(axis=1)
+        which, at = np.divmod(flat, len(slots))
+        return [widths[i] for i in which], at
+
+    def takes(bits: Sequence[int], at: np.ndarray) -> int:
+        return sum(int(cost[b][i]) for b, i in zip(bits, at, strict=True))
+
+    low, high = 1e-15, 1e3
+    for _ in range(HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if takes(*bought(middle)) > total else (low, middle)
+    bits, at = bought(high)
+    # What no head buys at this price goes to all alike.
+    while takes(bits, more := np.minimum(at + 1, len(slots) - 1)) <= total and (more > at).any():
+        at = more
+    return sold(bits, at)
+
+
+def setting(
+    name: str, profile: Profile, shared: Shared, frames: Sequence[Frame], rounding: str | None
+) -> Setting:
+    """What the simulation runs."""
+    edges = np.cumsum([0, *profile.model.kv_heads]).tolist()
+    budgets = [list(shared.slots[a:b]) for a, b in pairwise(edges)]
+    formats = [
+        ByHead(shared.bits[a:b], f) for (a, b), f in zip(pairwise(edges), frames, strict=True)
+    ]
+    orders = profile.saturation(budgets)
+    mean = sum(shared.slots) / len(shared.slots)
+    named = f"{name}: {mean:.0f} slots, expected {shared.loss:.4f}"
+    return Setting(named, budgets, orders, SALIENT, formats, rounding)  # type: ignore[arg-type]
+
+
+def settings_of(profile: Profile, frames: Sequence[Frame], part: int) -> list[Setting]:
+    """Of one part of a 16-bit cache's bytes."""
+    heads, width = sum(profile.model.kv_heads), profile.model.key_widths[0]
+    total = heads * profile.grid[-1] * RowFormat().row_bytes(width, width) // part
+    alike = min(
+        (shared_out(profile, total, (b,), BESIDE) for b in WIDTHS), key=lambda shared: shared.loss
+    )
+    bits = alike.bits[0]
+    differing = shared_out(profile, total, WIDTHS, BESIDE)
+    half = shared_out(profile, total, (bits,), BESIDE_HALF)
+    counts = ", ".join(f"{differing.bits.count(b)} heads of {b}" for b in WIDTHS)
+    return [
+        setting(f"1/{part}, {bits} bits everywhere", profile, alike, frames, None),
+        setting(f"1/{part}, bits by head ({counts})", profile, differing, frames, None),
+        setting(f"1/{part}, scores of 16 bits, to the nearest", profile, half, frames, NEAREST),
+        setting(f"1/{part}, scores of 16 bits, dithered", profile, half, frames, DITHERED),
+    ]
+
+
+def expected(profile: Profile, parts: Sequence[int]) -> None:
+    """A table of what the profile expects to lose, in its own units."""
+    width = profile.model.key_widths[0]
+    whole = sum(profile.model.kv_heads) * profile.grid[-1] * RowFormat().row_bytes(width, width)
+    print("| bytes | everywhere | bits by head | 8 bytes beside a row | 6 bytes |")
+    print("|---|---|---:|---:|---:|")
+    for part in parts:
+        alike = [shared_out(profile, whole // part, (b,), BESIDE) for b in WIDTHS]
+        best = min(alike, key=lambda shared: shared.loss)
+        only = best.bits[:1]
+        others = [
+            shared_out(profile, whole // part, WIDTHS, BESIDE),
+            shared_out(profile, whole // part, only, BESIDE_HALF),
+            shared_out(profile, whole // part, only, BESIDE_LEAST),
+        ]
+        losses = " | ".join(f"{other.loss / best.loss - 1:+.0%}" for other in others)
+        print(f"| 1/{part} | {only[0]} bits, {best.loss:.5f} | {losses} |")
+
+
+def parser() -> argparse.ArgumentParser:
+    """What understands the command line."""
+    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    made.add_argument("text", type=Path, nargs="?")
+    made.add_argument("--model", default="smollm2-135m")
+    made.add_argument("--samples", type=int, default=4)
+    made.add_argument("--tokens", type=int, default=1024)
+    made.add_argument("--parts", type=int, nargs="+", default=[4, 8, 16, 32])
+    return made
+
+
+def main() -> None:
+    """Parse and run; the table is Markdown."""
+    args = parser().parse_args()
+    mlx_h2o.install()
+    model, tokenizer = mlx_h2o.load(args.model)
+    kinds = layer_kinds(model)
+    identity = identity_of(model, [k.heads for k in kinds], [k.widths.key for k in kinds])
+    profile = found_profile(model, identity)
+    if profile is None or profile.measured is None:
+        raise SystemExit("The model has no profile: `mlx_h2o calibrate` makes one.")
+    if args.text is None:
+        expected(profile, args.parts)
+        return
+    text = tokenizer.encode(args.text.read_text())
+    samples = samples_of(text, args.samples, args.tokens, None)
+    frames = shipped_frames(model, args.tokens)
+    print("| what | perplexity | loss |\n|---|---:|---:|")
+    sides = [one for part in args.parts for one in settings_of(profile, frames, part)]
+    simulate(model, samples, [Setting("full cache"), *sides], 64)
+
+
+if __name__ == "__main__":
+    main()
