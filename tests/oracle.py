@@ -28,10 +28,14 @@ NEAR_TIE = 1e-4
 
 #: Policies whose score is the summed attention mass, and those that gather no score.
 SUMMED = ("h2o", "distinct", "salient")
-KEYS_ONLY = ("keydiff", "streaming")
+KEYS_ONLY = ("keydiff", "streaming", "triattention")
 #: Those whose score is an average that forgets, and those among them that SnapKV's pool serves.
 SNAP = ("snapkv", "adakv", "chunkkv", "r-kv")
 FORGETFUL = ("ema", "ema-logits", *SNAP)
+#: Those that rank by sums of z-scores, or by cosines.
+STANDARDISED = ("distinct", "salient", "keydiff", "triattention")
+#: Of the RoPE whose pairs are half of the width apart.
+ROPE_BASE = 10000.0
 
 
 @dataclass
@@ -58,9 +62,12 @@ class Head:
         kept: Positions still held, ascending.
         scores: The policy's score of each kept position.
         victims: Positions that the next rows will push out, in order.
+        asked: Per query head the mean of its queries before RoPE, a complex number a pair, and how
+            far they scatter.
     """
 
     budget: int
+    asked: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     keys: list[np.ndarray] = field(default_factory=list)
     values: list[np.ndarray] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
@@ -120,13 +127,22 @@ class Oracle:
         budgets: Slots of each KV head.
         remainder: Whether evicted tokens go on answering.
         batch: Sequences, which share nothing.
+        asked: Of each head's `asked`, for `triattention`.
     """
 
-    def __init__(self, policy: Policy, budgets: list[int], remainder: bool, batch: int = 1):
+    def __init__(
+        self,
+        policy: Policy,
+        budgets: list[int],
+        remainder: bool,
+        batch: int = 1,
+        asked: list[list[tuple[np.ndarray, np.ndarray]]] | None = None,
+    ):
         self.policy = policy
         self.remainder = remainder
         self.offset = 0
-        self.heads = [[Head(budget) for budget in budgets] for _ in range(batch)]
+        given = asked or [[] for _ in budgets]
+        self.heads = [list(map(Head, budgets, given)) for _ in range(batch)]
         #: How often a choice was only followed, being within NEAR_TIE of the oracle's own.
         self.near_ties = 0
 
@@ -289,6 +305,8 @@ class Oracle:
             anchor = np.mean(list(directions.values()), axis=0)
             anchor /= np.linalg.norm(anchor)
             return {p: 1 - float(directions[p] @ anchor) for p in head.kept}
+        if policy.name == "triattention":
+            return self._foreseen(head, may_go)
         if policy.name == "distinct":
             evicted = head.evicted
             among = evicted if len(evicted) >= FEWEST_FOR_A_MEAN else head.kept
@@ -304,6 +322,29 @@ class Oracle:
             return self._salience(head, {p: head.scores[p] / self._age(p) for p in head.kept})
         worth = self._weighed(head, dict(head.scores))
         return self._joint(head, worth) if policy.name == "r-kv" else worth
+
+    def _foreseen(self, head: Head, may_go: list[int]) -> dict[int, float]:
+        """`triattention` as its paper writes it: a trigonometric series in the distance."""
+        best = dict.fromkeys(head.kept, -math.inf)
+        steps = [1]
+        while 2 * steps[-1] <= self.policy.horizon:
+            steps.append(2 * steps[-1])
+        for centre, spread in head.asked:
+            half = len(centre)
+            turn = ROPE_BASE ** (-np.arange(half) / half)
+            worth = {}
+            for p in head.kept:
+                bare = head.keys[p][:half] + 1j * head.keys[p][half:]
+                bare = bare * np.exp(-1j * turn * p)
+                sizes, phase = np.abs(centre) * np.abs(bare), np.angle(centre * bare.conj())
+                series = [
+                    float((sizes * np.cos(turn * (self.offset - 1 + n - p) + phase)).sum())
+                    for n in steps
+                ]
+                worth[p] = float(np.mean(series) + (spread * np.abs(bare)).sum())
+            heads_own = standardised(worth, may_go)
+            best = {p: max(best[p], heads_own[p]) for p in head.kept}
+        return best
 
     def _weighed(self, head: Head, worth: dict[int, float]) -> dict[int, float]:
         """With the options age_normalised and value_weighted."""
@@ -392,8 +433,8 @@ class Oracle:
         return self._joint(head, worth) if policy.name == "r-kv" else worth
 
     def _near(self, a: float, b: float) -> bool:
-        standardised_or_cosine = self.policy.name in ("distinct", "salient", "keydiff")
-        return abs(a - b) < NEAR_TIE * (1 if standardised_or_cosine else max(abs(a), abs(b)))
+        scale = 1 if self.policy.name in STANDARDISED else max(abs(a), abs(b))
+        return abs(a - b) < NEAR_TIE * scale
 
     # -- choices -----------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ class Talk:
     @classmethod
     def of(cls, seed: int, **settings: Any) -> Talk:
         layer = TinyLayer(key_width=WIDTH, value_width=WIDTH, seed=seed, length=400)
-        return cls(layer, H2OKVCache(**settings))
+        return cls(layer, H2OKVCache(**settings, **layer.given(settings.get("policy", "h2o"))))
 
 
 def padded(parts: Sequence[mx.array], before: Sequence[int], length: int) -> mx.array:
@@ -102,7 +102,7 @@ def test_who_is_beside_a_sequence_changes_nothing(policy, store, remainder):
     def new(seed: int) -> Talk:
         chosen = make_policy(policy, sink=2, recent=0.25)
         settings = {"policy": chosen, "remainder": remainder, **STORES[store]}
-        return Talk.of(seed, max_size=rng.choice([40, 48]) if remainder else 24, **settings)
+        return Talk.of(seed, max_size=rng.choice([40, 48]) if remainder else 32, **settings)
 
     members = [new(seed) for seed in range(3)]
     batch = members[0].alone.merge([member.alone for member in members])

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_h2o import H2OKVCache, Policy, make_policy, observe
-from oracle import KEYS_ONLY, Oracle, Witness
+from mlx_h2o import H2OKVCache, Policy, QueryCentres, make_policy, observe
+from mlx_h2o.rolling import Rope
+from oracle import KEYS_ONLY, ROPE_BASE, Oracle, Witness
 
 # Float32 against float64, over some hundred accumulated steps.
 TOLERANCE = 2e-4
@@ -96,8 +97,9 @@ def agree(
 ) -> Oracle:
     """Drive cache and oracle by the same tokens in calls of the given lengths; compare each."""
     rng = np.random.default_rng(seed)
-    cache = H2OKVCache(budgets=budgets, policy=policy, remainder=remainder)
-    oracle = Oracle(policy, budgets, remainder, shape.batch)
+    centres, asked = centres_of(policy, rng, shape)
+    cache = H2OKVCache(budgets=budgets, policy=policy, remainder=remainder, centres=centres)
+    oracle = Oracle(policy, budgets, remainder, shape.batch, asked)
     for L in calls:
         rows = stream(rng, shape, L)
         out = attend(cache, rows, shape.scale, sinks)
@@ -113,6 +115,22 @@ def agree(
         if policy.needs_attention:
             compare_scores(cache, oracle, where)
     return oracle
+
+
+def centres_of(
+    policy: Policy, rng: np.random.Generator, shape: Shape
+) -> tuple[QueryCentres | None, list[list[tuple[np.ndarray, np.ndarray]]] | None]:
+    """Centres of queries drawn at will, for a cache and the oracle; None where none are used."""
+    if not policy.uses_query_centres:
+        return None, None
+    sizes, half = (shape.kv_heads, shape.group), shape.key_width // 2
+    centre, spread = rng.normal(size=(*sizes, 2 * half)), rng.uniform(size=(*sizes, half))
+    rope = Rope(2 * half, ROPE_BASE)
+    asked = [
+        [(c[:half] + 1j * c[half:], s) for c, s in zip(*of_head, strict=True)]
+        for of_head in zip(centre, spread, strict=True)
+    ]
+    return QueryCentres(mx.array(centre), mx.array(spread), rope), asked
 
 
 def compare_scores(cache: H2OKVCache, oracle: Oracle, where: str) -> None:
@@ -149,6 +167,8 @@ POLICIES = {
     "r-kv, importance": make_policy(
         "r-kv", sink=2, recent=3, window=6, evict_every=1, importance_weight=0.9
     ),
+    "triattention": make_policy("triattention", sink=2, recent=3, evict_every=1, horizon=64),
+    "triattention, far": make_policy("triattention", sink=2, recent=3, evict_every=3),
     "streaming": make_policy("streaming", sink=3),
     "streaming, two at once": make_policy("streaming", sink=3, evict_every=2),
 }

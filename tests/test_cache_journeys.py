@@ -71,7 +71,13 @@ class Journey(RuleBasedStateMachine):
         self.alike = not attending or policy.unit == "layer"
         budgets = [19, 32] if ragged and not self.alike else [19, 19]
         self.stayed, self.travelled = (
-            H2OKVCache(budgets=budgets, policy=policy, remainder=remainder, **STORES[store])
+            H2OKVCache(
+                budgets=budgets,
+                policy=policy,
+                remainder=remainder,
+                **LAYER.given(policy),
+                **STORES[store],
+            )
             for _ in range(2)
         )
         self.feed(prompt, prompt)

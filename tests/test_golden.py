@@ -108,6 +108,20 @@ def test_written_twice_they_are_the_same_bytes(written: Path, tmp_path: Path) ->
         assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
 
 
+def test_groups_that_are_written_later_join_the_others(written: Path, tmp_path: Path) -> None:
+    """One after the other, in any order, and one anew: as all of them at once."""
+    for group in (*QUICK, QUICK[0]):
+        generate(tmp_path, [group])
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in written.iterdir()}
+    for path in written.iterdir():
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
+    (tmp_path / f"{QUICK[1]}.safetensors").write_bytes(b"cut")
+    with pytest.raises(GoldenError, match="was cut off or changed"):
+        generate(tmp_path, QUICK[:1])  # that would vouch for what is damaged
+    generate(tmp_path, QUICK[1:])
+    manifest.read(tmp_path)
+
+
 def test_flat_text_says_what_json_says(golden: manifest.Golden) -> None:
     """Read back as another language would."""
     text = (GOLDEN / "cases.txt").read_text()

@@ -1,6 +1,7 @@
 """Compressed prompts: what a second reading looks at is kept, and everything fits its bytes."""
 
 import json
+import re
 
 import mlx.core as mx
 import numpy as np
@@ -10,8 +11,9 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 import mlx_h2o
 from mlx_h2o.builtin import SAMPLE_TEXT
 from mlx_h2o.cli import main
+from mlx_h2o.pin_rules import PinRules, spans_for
 from mlx_h2o.rereading import compress_into, read_twice, shared_out
-from tiny_models import tiny_model
+from tiny_models import kept_positions, tiny_model
 
 
 class Characters:
@@ -228,3 +230,76 @@ def test_the_command_writes_a_cache_that_generate_goes_on_from(tmp_path, capsys)
     assert main(["compress", str(tmp_path / "empty.txt"), "--out", str(out)]) == 2
     assert main(["compress", str(text), "--out", str(out), "--system"]) == 2
     assert "chat template" in capsys.readouterr().err
+
+
+def test_the_command_keeps_what_is_pinned(tmp_path, capsys):
+    """By text, pattern and tokens; counted against --to, in the file, and while it is gone on."""
+    text, out = tmp_path / "text.txt", tmp_path / "doc.safetensors"
+    text.write_text(SAMPLE_TEXT.read_text()[:1500] + ". The Fee shall mean ten ducats.")
+    compress = ["compress", str(text), "--out", str(out), "--to", "25%", "--json"]
+    rules = PinRules(patterns=("shall mean",), spans=((30, 40),))
+    model, tokenizer = mlx_h2o.load()
+    tokens = tokenizer.encode(text.read_text())
+    spans = spans_for(rules, tokenizer, tokens)
+    wanted = {p for span in spans for p in range(*span)}
+
+    def kept(*options):
+        assert main([*compress, *options]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["kv_bytes"] <= 0.25 * told["full_bytes"]
+        return told, mlx_h2o.load_prompt_cache(out)
+
+    def holds(cache):
+        return all(wanted <= set(head) for entry in cache for head in kept_positions(entry))
+
+    told, cache = kept("--pin-pattern", "shall mean", "--pin-span", "30:40")
+    assert told["pinned"] == len(wanted) > 18
+    assert holds(cache)
+    assert all(entry.pins == spans for entry in cache)
+    before = sum(entry.evicted for entry in cache)
+    model(mx.array([tokens[:300]]), cache=cache)
+    mlx_h2o.save_prompt_cache(out, cache)
+    again = mlx_h2o.load_prompt_cache(out)
+    assert sum(entry.evicted for entry in again) > before
+    assert holds(again)
+    told, cache = kept()
+    assert told["pinned"] == 0
+    assert not holds(cache)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--pin-span", "0:400"],
+            r"396 pinned tokens are too many.* Pin at most \d+ tokens, or .*--to",
+        ),
+        (["--pin-span", "3:9999"], r"3:9999 cannot be pinned: the prompt has \d+ tokens"),
+        (["--pin", "no such words"], "does not say 'no such words'"),
+        (["--pin-role", "system"], "no system message"),
+        (["--pin-pattern", "("], "no regular expression"),
+    ],
+)
+def test_pins_that_cannot_be_are_refused_and_write_nothing(options, message, tmp_path, capsys):
+    text, out = tmp_path / "text.txt", tmp_path / "doc.safetensors"
+    text.write_text(SAMPLE_TEXT.read_text()[:1500])
+    assert main(["compress", str(text), "--out", str(out), *options]) == 2
+    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
+    assert not out.exists()
+
+
+def test_a_system_prompt_can_be_pinned_whole(tmp_path, monkeypatch):
+    """By its role, which --system gives it."""
+    model, tokenizer = mlx_h2o.load()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    )
+    tokenizer.has_chat_template = True
+    monkeypatch.setattr("mlx_h2o.cli.options.load", lambda *_: (model, tokenizer))
+    text, out = tmp_path / "text.txt", tmp_path / "doc.safetensors"
+    text.write_text("Anne and Toby went home.")
+    options = ["--system", "--pin-role", "system", "--to", "500KB"]
+    assert main(["compress", str(text), "--out", str(out), *options]) == 0
+    (span,) = mlx_h2o.load_prompt_cache(out)[0].pins
+    assert span[0] == 0
+    assert span[1] > len(tokenizer.encode("Anne and Toby went home.")) - 1

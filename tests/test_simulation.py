@@ -4,7 +4,15 @@ import mlx.core as mx
 import pytest
 
 from mlx_h2o import H2OKVCache, install
-from mlx_h2o.evaluate.simulation import DISTINCT, H2O, SALIENT, SILENT, Setting, SimulatedCache
+from mlx_h2o.evaluate.simulation import (
+    DISTINCT,
+    H2O,
+    SALIENT,
+    SILENT,
+    Setting,
+    SimulatedCache,
+    in_half,
+)
 from tiny_models import tiny_model
 
 TOKENS, BUDGET = 90, 32
@@ -35,3 +43,16 @@ def test_it_forgets_what_the_cache_forgets(policy, rule, saturation):
     assert mx.abs(got[:2] - plain).max().item() < 1e-3
     assert mx.abs(got[2:] - expected).max().item() < 1e-3
     assert mx.abs(plain - expected).max().item() > 0.1  # it did forget
+
+
+def test_scores_in_half_precision_are_near_and_when_dithered_right_on_average():
+    scores = mx.exp(mx.random.uniform(-12, 8, (1000,)))
+    logs = mx.log(scores)
+    near = mx.abs(mx.log(in_half(scores, False)) - logs)
+    # Half a step of a number below 16 whose fraction has 10 bits.
+    assert near.max().item() <= 2.0**-8 + 1e-5
+    assert mx.array_equal(in_half(in_half(scores, False), False), in_half(scores, False))
+    many = mx.stack([mx.log(in_half(scores, True)) for _ in range(256)])
+    assert mx.abs(many - logs).max().item() <= 2.0**-7 + 1e-5
+    assert mx.abs(many.mean(axis=0) - logs).max().item() < 2e-3
+    assert in_half(mx.zeros(3), True).tolist() == [0, 0, 0]

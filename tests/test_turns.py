@@ -43,7 +43,8 @@ def cache_of(case) -> H2OKVCache:
     policy = make_policy(case["policy"], **options)
     if case["aged"] and policy.ranks_scores and policy.needs_attention:
         policy = make_policy(policy, age_normalised=True)
-    return H2OKVCache(budgets=[40, 40], policy=policy, **STORES[case["store"]])
+    given = TinyLayer(key_width=64, value_width=32).given(policy)
+    return H2OKVCache(budgets=[40, 40], policy=policy, **given, **STORES[case["store"]])
 
 
 def scores_by_position(cache) -> dict[int, float]:

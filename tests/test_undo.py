@@ -72,6 +72,7 @@ def cache_of(case, undo=UNDO, **settings) -> H2OKVCache:
         policy=policy,
         remainder=case["remainder"],
         undo=undo,
+        **layers_of(case)[0].given(policy),
         **STORES[case["store"]],
         **settings,
     )

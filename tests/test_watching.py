@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from typing import Any
 
@@ -56,6 +57,13 @@ def place(answer: Any) -> str:
     return f"/h2o/conversations/{answer.id}"
 
 
+def told_of(server: Running, answer: Any) -> dict[str, Any]:
+    """A conversation, but for the time that telling it took."""
+    told = fetch(server, place(answer))[1]
+    assert told.pop("seconds") >= 0
+    return told
+
+
 @pytest.fixture(scope="module")
 def said(server) -> Any:
     """An answer of some 80 tokens of conversation."""
@@ -90,6 +98,41 @@ def test_a_conversation_is_told_by_the_name_of_its_answer(server, options):
         assert sum(layer["held"]) < layer["heads"] * len(tokens)
 
 
+def test_an_answer_is_watched_while_it_is_given(server):
+    """As far as it is; nobody's tokens change, and texts that are known are not told again."""
+    prompt = words(0, 60)
+
+    def asked(**options: Any) -> Any:
+        return server.client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=250, temperature=0, **options
+        )
+
+    expected = asked().choices[0].text
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(asked)
+        said, looks = "", []
+        for event in asked(stream=True):
+            said += event.choices[0].text
+            if len(looks) < 4:
+                known = len(looks[-1]["texts"]) if looks else 0
+                status, told = fetch(server, f"{place(event)}?known={known}")
+                assert status == 200
+                told["texts"] = (looks[-1]["texts"] if looks else []) + told["texts"]
+                looks.append(told)
+        assert said == expected == beside.result().choices[0].text
+    seen = [told for told in looks if told["running"]]
+    assert seen
+    assert [len(told["texts"]) for told in looks] == [told["tokens"] for told in looks]
+    last = fetch(server, place(event))[1]
+    assert not last["running"]
+    for told in looks:
+        assert last["texts"][: told["tokens"] - 1] == told["texts"][:-1]
+        for layer in told["layers"]:
+            assert len(layer["held"]) == told["tokens"]
+            assert 0 < sum(layer["held"]) <= layer["heads"] * told["tokens"]
+    assert fetch(server, f"{place(event)}?known=x")[0] == 400
+
+
 def test_all_conversations_and_their_bytes_are_listed(server):
     first, second = chat(server, words(100, 20)), chat(server, words(200, 20))
     status, told = fetch(server, "/h2o/conversations")
@@ -116,7 +159,7 @@ def test_a_conversation_goes_by_the_name_of_its_last_answer(server):
 
 def test_what_half_the_memory_would_hold_is_what_shrinking_leaves(server):
     answer = chat(server, words(400, 90))
-    before = fetch(server, place(answer))[1]
+    before = told_of(server, answer)
     idle = idle_of(server, answer)
     status, half = fetch(server, place(answer) + "/half")
     assert status == 200
@@ -128,7 +171,7 @@ def test_what_half_the_memory_would_hold_is_what_shrinking_leaves(server):
         )
         assert all(a <= b for a, b in zip(layer["held"], whole["held"], strict=True))
     assert half["bytes"] <= before["bytes"] / 2
-    assert fetch(server, place(answer))[1] == before  # nothing shrank
+    assert told_of(server, answer) == before  # nothing shrank
     small = chat(server, words(500, 30), extra_body={"mlx_h2o": {"max_size": 12}})
     status, told = fetch(server, place(small) + "/half")
     assert status == 400
@@ -185,11 +228,11 @@ def test_pins_hold_through_the_turns_that_follow(server):
     ],
 )
 def test_pins_that_cannot_be_are_refused_with_the_reason(server, said, body, why):
-    before = fetch(server, place(said))[1]
+    before = told_of(server, said)
     status, told = fetch(server, place(said) + "/pins", body)
     assert status == 400
     assert why in told["error"]["message"]
-    assert fetch(server, place(said))[1] == before
+    assert told_of(server, said) == before
 
 
 def test_what_every_head_forgot_cannot_be_pinned(server):

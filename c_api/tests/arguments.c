@@ -286,8 +286,9 @@ static void refuse_settings(void) {
   mlx_h2o_policy policy = a_policy("distinct"), none = mlx_h2o_policy_new();
   REFUSED(mlx_h2o_policy_named(NULL, "h2o"));
   REFUSED(mlx_h2o_policy_named(&policy, NULL));
-  const char* unknown[] = {"unheard-of", "snapkv", "adakv", "chunkkv", "r-kv"};  // some Python has
-  for (int i = 0; i < 5; i++) {
+  // Some Python has.
+  const char* unknown[] = {"unheard-of", "snapkv", "adakv", "chunkkv", "r-kv", "triattention"};
+  for (int i = 0; i < 6; i++) {
     REFUSED(mlx_h2o_policy_named(&none, unknown[i]));
     if (none.ctx) fails("policy_named", unknown[i], "made something");
   }

@@ -11,6 +11,7 @@ from mlx_h2o.calibration import calibrate
 from mlx_h2o.conversations import new_turn, pin, unpin
 from mlx_h2o.description import describe
 from mlx_h2o.frame import Frame, frames_of
+from mlx_h2o.kept_centres import learn_query_centres
 from mlx_h2o.kl_calibration import calibrate_exactly
 from mlx_h2o.latent_cache import LatentKVCache
 from mlx_h2o.linear_algebra import blas, use_openblas
@@ -32,6 +33,7 @@ from mlx_h2o.policies import (
     Slots,
     SnapKV,
     Streaming,
+    TriAttention,
     make_policy,
     policy_names,
     register_policy,
@@ -39,6 +41,7 @@ from mlx_h2o.policies import (
 )
 from mlx_h2o.profile import Profile
 from mlx_h2o.prompt_cache import make_prompt_cache
+from mlx_h2o.query_centres import QueryCentres
 from mlx_h2o.remainder import Remainder
 from mlx_h2o.rereading import compress_prompt
 from mlx_h2o.resizing import resize
@@ -69,11 +72,13 @@ __all__ = [
     "PlainRowsKVCache",
     "Policy",
     "Profile",
+    "QueryCentres",
     "Remainder",
     "SharedKVCache",
     "Slots",
     "SnapKV",
     "Streaming",
+    "TriAttention",
     "accumulate",
     "attention_mass",
     "blas",
@@ -83,6 +88,7 @@ __all__ = [
     "describe",
     "frames_of",
     "install",
+    "learn_query_centres",
     "load",
     "load_prompt_cache",
     "make_policy",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 
@@ -49,3 +50,33 @@ class AttentionCall(NamedTuple):
     def token(self, index: int, mask: Mask) -> AttentionCall:
         """The call of one query, with a mask of its own."""
         return self._replace(q=self.q[:, :, index : index + 1], mask=mask)
+
+
+class Looking(ABC):
+    """A cache that routed attention comes to, and that takes what a model asks in one piece."""
+
+    attending: ClassVar[bool] = True
+
+    @abstractmethod
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+        """What the layer attends to comes by; its output `[B, Hq, L, Dv]`.
+
+        Args:
+            call: Queries `[B, Hq, L, D]`, and how they see the keys.
+            keys: `[B, H, L, D]`.
+            values: `[B, H, L, Dv]`.
+        """
+
+    def attend(
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Any,
+        sinks: Any,
+        softcap: float = 0.0,
+    ) -> mx.array:
+        """As routing asks (`H2OKVCache.attend`)."""
+        return self.look(AttentionCall(q, scale, mask, sinks, softcap), keys, values)

@@ -16,6 +16,7 @@ from mlx_h2o.frame import Frame
 from mlx_h2o.layer import Layer
 from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy, Slots
+from mlx_h2o.query_centres import QueryCentres
 from mlx_h2o.remainder import Remainder
 from mlx_h2o.settings import CacheSettings
 from mlx_h2o.store import Run, SlotStore
@@ -115,6 +116,11 @@ class BoundedKVCache(Conversing, SharingCopies):
         return self._unopened.frame
 
     @property
+    def centres(self) -> QueryCentres | None:
+        """Of the layer's queries, where the policy uses them."""
+        return self._unopened.centres
+
+    @property
     def budgets(self) -> list[int] | None:
         """Slots of each KV head, once they are known."""
         budgets = self.settings.budgets
@@ -171,9 +177,9 @@ class BoundedKVCache(Conversing, SharingCopies):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything held: rows and what belongs to them, remainder, frame, undo."""
-        of_frame = self.frame.nbytes if self.frame else 0
-        return of_frame + (self._layer.nbytes if self._layer else 0)
+        """Bytes of everything held: rows and their own, remainder, frame, centres, undo."""
+        constants = sum(part.nbytes for part in (self.frame, self.centres) if part is not None)
+        return constants + (self._layer.nbytes if self._layer else 0)
 
     @property
     def evicted(self) -> int:
@@ -263,7 +269,8 @@ class BoundedKVCache(Conversing, SharingCopies):
 
     def arrays(self) -> dict[str, mx.array]:
         """Every array held, by name."""
-        return saved_state.frame_arrays(self.frame) | (self._layer.arrays() if self._layer else {})
+        constants = saved_state.constant_arrays(self.frame, self.centres)
+        return constants | (self._layer.arrays() if self._layer else {})
 
     def config(self) -> dict[str, Any]:
         """Everything else that a copy needs, as JSON types."""
@@ -298,7 +305,8 @@ class BoundedKVCache(Conversing, SharingCopies):
     @classmethod
     def _restored(cls, arrays: dict[str, mx.array], config: dict[str, Any]) -> BoundedKVCache:
         frame, arrays = saved_state.frame_apart(arrays)
-        settings, share = saved_state.settings_of(config, frame)
+        centres, arrays = saved_state.centres_apart(arrays, config)
+        settings, share = saved_state.settings_of(config, frame, centres)
         cache = cls.of(settings, saved_state.kind_of(config), share)
         cache.sharers = saved_state.sharers_of(config)
         if config["runs"]:

@@ -28,6 +28,7 @@ class RowWidths:
         packing: How they are stored.
         undo: Steps that can be taken back.
         framed: Whether its keys have a frame.
+        centre_bytes: Of the centres of the queries that look at a KV head, or 0.
     """
 
     key: int
@@ -37,6 +38,7 @@ class RowWidths:
     packing: Packing = field(default_factory=Packing)
     undo: int = 0
     framed: bool = False
+    centre_bytes: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -52,8 +54,9 @@ class RowWidths:
         return replace(self, packing=recent).row_bytes if recent else self.row_bytes
 
     def remainder_slots(self, remembers: bool) -> int:
-        """Slots whose memory the remainder of one head takes (rounded up)."""
-        return -(-Remainder.bytes_per_head(self.key, self.value) // self.row_bytes) * remembers
+        """Slots whose memory one head's remainder and centres take (rounded up)."""
+        remainder = Remainder.bytes_per_head(self.key, self.value) * remembers
+        return -(-(remainder + self.centre_bytes) // self.row_bytes)
 
     def slot_bytes(self, policy: Policy) -> int:
         """Bytes of a slot with everything kept beside it: position, value length, and scores, now
@@ -62,14 +65,16 @@ class RowWidths:
         return self.row_bytes + 4 + scores + 2 * policy.uses_value_lengths
 
     def head_bytes(self, policy: Policy, remembers: bool) -> int:
-        """Bytes of a head apart from its slots: remainder, frame, next victims, steps to undo."""
+        """Bytes of a head apart from its slots: remainder, frame, centres, next victims, steps to
+        undo."""
         remainder = Remainder.bytes_per_head(self.key, self.value) if remembers else 0
         recent = self.recent_row_bytes if self.packing.recent else 0
         length = 2 * policy.uses_value_lengths
         rows = self.row_bytes + length, recent + length * bool(recent)
         step = step_bytes(*rows, remainder, policy.evict_every)
         frame = 2 * 4 * self.key * self.framed
-        return remainder + frame + 4 * policy.evict_every + self.undo * step
+        constants = frame + self.centre_bytes
+        return remainder + constants + 4 * policy.evict_every + self.undo * step
 
 
 @dataclass(frozen=True)
@@ -91,8 +96,8 @@ class LayerShare:
     slots: tuple[int, ...] = ()
 
     def config(self) -> dict[str, Any]:
-        """As JSON types; packing, undo and the frame are the cache's own settings."""
-        own = ("packing", "undo", "framed")
+        """As JSON types; packing, undo, frame and centres are the cache's own settings."""
+        own = ("packing", "undo", "framed", "centre_bytes")
         widths = {name: value for name, value in vars(self.widths).items() if name not in own}
         given = {"slots": self.slots} if self.slots else {}
         shared = {"grid": self.grid, "losses": self.losses}
@@ -100,7 +105,7 @@ class LayerShare:
 
     @classmethod
     def of_config(
-        cls, config: dict[str, Any], packing: Packing, undo: int, framed: bool
+        cls, config: dict[str, Any], packing: Packing, undo: int, framed: bool, centre_bytes: int
     ) -> LayerShare:
         """What `config` gave, of a cache with these settings.
 
@@ -119,7 +124,8 @@ class LayerShare:
         slots = checks.wholes("slots", config["slots"], 1) if config.get("slots") else ()
         if len(slots) not in (0, heads):
             raise ValueError(f"There are slots of {len(slots)} heads for {heads} KV heads.")
-        widths = RowWidths(**sizes, packing=packing, undo=undo, framed=framed)
+        own = {"packing": packing, "undo": undo, "framed": framed, "centre_bytes": centre_bytes}
+        widths = RowWidths(**sizes, **own)  # type: ignore[arg-type]  # each is what it is named
         return cls(heads, widths, grid, losses, tuple(slots))
 
 

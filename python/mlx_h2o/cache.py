@@ -18,6 +18,7 @@ from mlx_h2o.layer import Layer
 from mlx_h2o.masks import Mask
 from mlx_h2o.pins import true_positions
 from mlx_h2o.policies import Policy
+from mlx_h2o.query_centres import QueryCentres
 from mlx_h2o.remainder import SATURATION
 from mlx_h2o.settings import CacheSettings, packing_of
 from mlx_h2o.tracing import refuse_tracing
@@ -59,6 +60,7 @@ class H2OKVCache(BoundedKVCache, kind=""):
         saturation: t of the remainder's second-order term (`remainder.py`), for all KV heads or for
             each; 0 is first order.
         frame: In which packed keys are stored (`frame.py`), or None: as they come.
+        centres: Of the layer's queries, for policies that use them (`query_centres.py`).
 
     Raises:
         ValueError: No or several sizes, an unknown policy, a budget without room to evict, or an
@@ -90,6 +92,7 @@ class H2OKVCache(BoundedKVCache, kind=""):
         undo: int = 0,
         saturation: float | Sequence[float] = SATURATION,
         frame: Frame | None = None,
+        centres: QueryCentres | None = None,
     ):
         # Budgets are checked now unless they depend on the model's widths.
         settings = CacheSettings(
@@ -103,6 +106,7 @@ class H2OKVCache(BoundedKVCache, kind=""):
             undo,
             saturation,  # type: ignore[arg-type]  # likewise
             frame,
+            centres=centres,
         )
         self._begin(settings)
 

@@ -184,7 +184,7 @@ def calibrate(
         ValueError: The text is too short, or the model's heads cannot be weighed.
     """
     kinds = profiled_kinds(model)
-    policy = make_policy(policy)
+    policy = _measurable(make_policy(policy))
     settings: dict[str, Any] = {"name": policy.name, **asdict(policy)}
     length = min(length, trained_context(model))
     passes = mx.concatenate(windows_of(with_echoes(tokens, length) if echoes else tokens, length))
@@ -210,6 +210,16 @@ def calibrate(
     measured = _measured(run, at_hand.all(len(kinds)), frames, settings)
     seen = {"tokens": passes.size, "length": T, "echoes": echoes, **(details or {})}
     return Profile.of(identity, run.grid, measured, METHOD, seen)
+
+
+def _measurable(policy: Policy) -> Policy:
+    """The policy; ValueError where its settings depend on the layer."""
+    if policy.uses_query_centres:
+        raise ValueError(
+            f"A profile cannot be measured with policy {policy.name!r}; it shares slots out by one "
+            "that was measured with another: leave policy away."
+        )
+    return policy
 
 
 def _measured(

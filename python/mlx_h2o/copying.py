@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from mlx_h2o.frame import Frame
 from mlx_h2o.layer import Layer
+from mlx_h2o.query_centres import QueryCentres
 
 
 class SharingCopies:
@@ -23,6 +24,11 @@ class SharingCopies:
     @abstractmethod
     def frame(self) -> Frame | None:
         """In which packed keys are stored."""
+
+    @property
+    @abstractmethod
+    def centres(self) -> QueryCentres | None:
+        """Of the layer's queries."""
 
     @property
     @abstractmethod
@@ -61,8 +67,9 @@ class SharingCopies:
 
         The union over several caches counts what they share once.
         """
-        of_frame = {id(self.frame): self.frame.nbytes} if self.frame else {}
-        return of_frame | (_pieces(self.layer) if self.layer else {})
+        held = [part for part in (self.frame, self.centres) if part is not None]
+        constants = {id(part): part.nbytes for part in held}
+        return constants | (_pieces(self.layer) if self.layer else {})
 
 
 def _arrays(layer: Layer) -> list[mx.array]:

@@ -147,7 +147,7 @@ def turning(layer: nn.Module | None, keys: mx.array) -> Turn | None:
     """
     for name, module in layer.named_modules() if layer is not None else ():
         if name.split(".")[-1] in ROPE_NAMES and callable(module):
-            turn = _turn_by(module)
+            turn = turn_by(module)
             try:
                 here, there = turn(keys, 0), turn(turn(keys, 300), 700)
                 close = mx.allclose(here, keys, rtol=1e-3, atol=1e-3)
@@ -160,7 +160,9 @@ def turning(layer: nn.Module | None, keys: mx.array) -> Turn | None:
     return None
 
 
-def _turn_by(rope: Callable[..., mx.array]) -> Turn:
+def turn_by(rope: Callable[..., mx.array]) -> Turn:
+    """A RoPE that only adds an angle, as a turn of keys that have theirs already."""
+
     def turn(keys: mx.array, delta: int) -> mx.array:
         B, H, L, D = keys.shape
         # One token a sequence: all are turned by the same angle.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o import routing
+from mlx_h2o.attention_call import AttentionCall, Looking
 from mlx_h2o.budget import RowWidths
 from mlx_h2o.cache_lists import entries, replaced
 from mlx_h2o.handed_rows import hand_out
@@ -27,6 +27,7 @@ class LayerKind:
         derived: Whether it attended to keys made of the cached ones (MLA).
         sharers: How many layers attended to its rows.
         indexes: Whether it holds what another cache's keys are picked by (sparse attention).
+        group: G, the query heads of each KV head (of the first layer that attended).
     """
 
     heads: int
@@ -35,16 +36,15 @@ class LayerKind:
     derived: bool
     sharers: int = 1
     indexes: bool = False
+    group: int = 1
 
 
-class _Trial(mlx_lm_cache.KVCache):
+class _Trial(Looking, mlx_lm_cache.KVCache):
     """A plain cache that notes how the model attends to it."""
-
-    attending = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.derived, self.sharers = False, 0
+        self.derived, self.sharers, self.query_heads = False, 0, 0
         self.handed: list[mx.array] = []
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -67,22 +67,13 @@ class _Trial(mlx_lm_cache.KVCache):
     def handed_out(self, rows: mx.array) -> bool:
         return any(rows is own for own in self.handed)
 
-    def attend(
-        self,
-        q: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Any,
-        sinks: Any,
-        softcap: float = 0.0,
-    ) -> mx.array:
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         self.sharers += 1
+        self.query_heads = self.query_heads or call.q.shape[1]
         # Latent rows are keys and values at once where they are attended to as they are.
         self.derived |= keys is values or not (self.handed_out(keys) and self.handed_out(values))
         return mx.fast.scaled_dot_product_attention(
-            q, keys, values, scale=scale, mask=mask, sinks=sinks
+            call.q, keys, values, scale=call.scale, mask=call.mask, sinks=call.sinks
         )
 
     def kind(self) -> LayerKind | None:
@@ -92,7 +83,8 @@ class _Trial(mlx_lm_cache.KVCache):
             self.keys.shape[-1], self.values.shape[-1], self.keys.dtype.size, self.values.dtype.size
         )
         heads, sharers = self.keys.shape[1], self.sharers
-        return LayerKind(heads, widths, sharers > 0, self.derived, max(sharers, 1))
+        group = max(self.query_heads // heads, 1)
+        return LayerKind(heads, widths, sharers > 0, self.derived, max(sharers, 1), group=group)
 
 
 def layer_kinds(model: nn.Module) -> list[LayerKind]:

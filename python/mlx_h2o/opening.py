@@ -41,8 +41,7 @@ def open_layer(
         )
     B, H, _, D = keys.shape
     Dv, sizes = values.shape[-1], (keys.dtype.size, values.dtype.size)
-    framed = settings.frame is not None
-    widths = RowWidths(D, Dv, *sizes, settings.packing, settings.undo, framed)
+    widths = _row_widths(settings, D, Dv, *sizes)
     budgets = budgets_of(settings, B, H, widths)
     reserved = 0
     if not settings.attending and settings.remainder:
@@ -175,9 +174,18 @@ def _types_and_widths(
         types[name] = RowType(batch, store.heads, width, held.dtype)
         widths.append(width)
         sizes.append(held.dtype.size)
-    framed = settings.frame is not None
-    packing, undo = settings.packing, settings.undo
-    return types, RowWidths(widths[0], widths[1], sizes[0], sizes[1], packing, undo, framed)
+    return types, _row_widths(settings, widths[0], widths[1], sizes[0], sizes[1])
+
+
+def _row_widths(
+    settings: CacheSettings, key: int, value: int, key_size: int, value_size: int
+) -> RowWidths:
+    """What rows of so many elements, of so many bytes each, measure with these settings."""
+    return RowWidths(
+        *(key, value, key_size, value_size, settings.packing, settings.undo),
+        framed=settings.frame is not None,
+        centre_bytes=0 if settings.centres is None else settings.centres.head_bytes,
+    )
 
 
 def _under(prefix: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -16,6 +16,7 @@ from mlx_h2o.measured import LayerFrames, frames_for
 from mlx_h2o.packed import DEFAULT_GROUP_SIZE, GROUP_SIZES, Packing
 from mlx_h2o.policies import Policy
 from mlx_h2o.profile import Profile
+from mlx_h2o.query_centres import QueryCentres
 from mlx_h2o.ranks import Ranks
 from mlx_h2o.remainder import SATURATION
 from mlx_h2o.rolling import Rope
@@ -37,6 +38,7 @@ class AtHand:
         given: Each layer's frame as the caller gave it.
         slots: Slots of each layer's KV heads, where the caller gave them.
         ropes: Of each layer's keys, where positions are to have no gaps.
+        centres: Of each layer's queries, where the policy uses them.
     """
 
     profile: Profile | None
@@ -44,6 +46,7 @@ class AtHand:
     given: Sequence[Frame | None]
     slots: list[list[int]] | None = None
     ropes: Sequence[Rope] | None = None
+    centres: Sequence[QueryCentres] | None = None
 
     def frame(self, layer: int, context: int) -> Frame | None:
         """A layer's frame for so many positions, if there are any."""
@@ -64,6 +67,7 @@ class LayerPlan:
         frame: Of packed keys.
         filling: Budgets that follow.
         rope: Of its keys, where positions are to have no gaps.
+        centres: Of its queries, where the policy uses them.
     """
 
     share: LayerShare
@@ -72,6 +76,7 @@ class LayerPlan:
     frame: Frame | None
     filling: tuple[Stage, ...] = ()
     rope: Rope | None = None
+    centres: QueryCentres | None = None
 
     def of_rank(self, ranks: Ranks) -> LayerPlan:
         """The part of the heads that a process has."""
@@ -125,7 +130,11 @@ def planned(
     """
     attending = all(kind.routed for kind in kinds)
     profile, undo = at_hand.profile, settings.undo
-    shares = [LayerShare(k.heads, replace(k.widths, undo=undo)) for k in kinds]
+    centres: Sequence[QueryCentres | None] = at_hand.centres or [None] * len(kinds)
+    shares = [
+        LayerShare(k.heads, replace(k.widths, undo=undo, centre_bytes=c.head_bytes if c else 0))
+        for k, c in zip(kinds, centres, strict=True)
+    ]
     if profile is not None:
         shares = [
             replace(share, grid=profile.grid, losses=losses)
@@ -151,9 +160,9 @@ def planned(
     stages = fillings(sizes, settings, policy, profile)
     ropes: Sequence[Rope | None] = at_hand.ropes or [None] * len(shares)
     layers = [
-        LayerPlan(share, budgets, t, frame, later, rope)
-        for share, t, frame, (budgets, later), rope in zip(
-            shares, saturations(profile, policy, sizes), frames, stages, ropes, strict=True
+        LayerPlan(share, budgets, t, frame, later, rope, of_queries)
+        for share, t, frame, (budgets, later), rope, of_queries in zip(
+            shares, saturations(profile, policy, sizes), frames, stages, ropes, centres, strict=True
         )
     ]
     return Plan(packing, layers, choice)

@@ -14,6 +14,7 @@ from mlx_h2o import own_attention
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries, replaced
 from mlx_h2o.frame import Frame
+from mlx_h2o.kept_centres import centres_for
 from mlx_h2o.kept_frames import Frames, found_frames, made_frames
 from mlx_h2o.known_rope import ropes_in_keys
 from mlx_h2o.layer_budgets import LayerBudgets, slots_given
@@ -126,9 +127,7 @@ def bounded_caches(
     answers = settings.remainder and not any(kind.derived for kind in kinds)
     context = trained_context(model, USUAL_CONTEXT)
     settings = settings.in_bytes(sum(map(plain_bytes, kinds)), context)
-    at_hand = _at_hand(model, kinds, caches, settings, policy)
-    if settings.rolls:
-        at_hand = replace(at_hand, ropes=ropes_in_keys(name, model, len(kinds)))
+    at_hand = _at_hand(name, model, kinds, caches, settings, policy)
     remembers = answers or policy.uses_evicted_mean
     plan = planned(kinds, settings, policy, remembers, at_hand)
     own = [layer if ranks is None else layer.of_rank(ranks) for layer in plan.layers]
@@ -149,6 +148,7 @@ def bounded_caches(
             rope=layer.rope,
             ranks=1 if ranks is None else ranks.count,
             pins=settings.pins,
+            centres=layer.centres,
         )
         use = use_of(kind) if attending else "plain rows"
         cache = BoundedKVCache.of(of_layer, use, layer.share)
@@ -159,13 +159,14 @@ def bounded_caches(
 
 
 def _at_hand(
+    name: str,
     model: nn.Module,
     kinds: Sequence[LayerKind],
     caches: Sequence[Any],
     settings: ModelSettings,
     policy: Policy,
 ) -> AtHand:
-    """What is known of a model: slots that the caller gave, or a profile, and frames."""
+    """What is known of a model: slots that the caller gave, or a profile, frames, and more."""
     attending = all(kind.routed for kind in kinds)
     one_mask = not attending or any(kind.derived for kind in kinds)
     shared = any(kind.sharers > 1 for kind in kinds)
@@ -179,7 +180,10 @@ def _at_hand(
         profile = _profile_for(model, identity, settings.profile, uniform)
     if settings.frames is None and policy.suits_frames and not one_mask:
         frames = _frames_at_hand(model, identity, profile, settings, shared)
-    return AtHand(profile, frames, frames_of_caches(caches, settings.frames), slots)
+    given = frames_of_caches(caches, settings.frames)
+    ropes = ropes_in_keys(name, model, len(kinds)) if settings.rolls else None
+    centres = centres_for(model, kinds, policy) if policy.uses_query_centres else None
+    return AtHand(profile, frames, given, slots, ropes, centres)
 
 
 def use_of(kind: LayerKind) -> str:

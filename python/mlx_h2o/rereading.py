@@ -21,6 +21,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from mlx_h2o import checks
+from mlx_h2o.attention_call import AttentionCall, Looking
 from mlx_h2o.backends.reference import softcapped
 from mlx_h2o.cache import H2OKVCache
 from mlx_h2o.cache_lists import entries, replaced
@@ -43,14 +44,12 @@ DEFAULT_SIZE = "30%"
 Tell = Callable[[int], None]
 
 
-class RereadCache:
+class RereadCache(Looking):
     """One layer while its prompt is read again: the first reading's rows, and what they receive.
 
     Args:
         first: The layer's full cache.
     """
-
-    attending = True
 
     def __init__(self, first: KVCache):
         self.offset = first.offset
@@ -74,36 +73,23 @@ class RereadCache:
         """What the second reading leaves."""
         return [self.most, self.summed]
 
-    def attend(
-        self,
-        q: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Any,
-        sinks: Any,
-        softcap: float = 0.0,
-    ) -> mx.array:
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         """Attend to the whole prompt and, causally, to the chunk itself.
 
         Args:
-            q: `[B, Hq, L, D]`.
+            call: Queries `[B, Hq, L, D]`; its mask is not read.
             keys: Of the chunk, `[B, Hk, L, D]`.
             values: Likewise.
-            scale: Factor on q.k.
-            mask: Not read.
-            sinks: Attention-sink logits `[Hq]`, or None.
-            softcap: c of logits capped softly, or 0.
 
         Returns:
             `[B, Hq, L, Dv]`.
         """
+        q, sinks = call.q, call.sinks
         B, Hq, L, D = q.shape
         H, T = self.keys.shape[1], self.offset
-        grouped = q.astype(mx.float32).reshape(B, H, Hq // H, L, D) * scale
+        grouped = q.astype(mx.float32).reshape(B, H, Hq // H, L, D) * call.scale
         seen = mx.concatenate([self.keys, keys], axis=2).astype(mx.float32)[:, :, None]
-        logits = softcapped(grouped @ seen.swapaxes(-1, -2), softcap)
+        logits = softcapped(grouped @ seen.swapaxes(-1, -2), call.softcap)
         own = mx.arange(T + L) <= mx.arange(T, T + L)[:, None]
         logits = mx.where(own, logits, -mx.inf)
         lse = mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -18,6 +18,7 @@ from mlx_h2o.budget import LayerShare
 from mlx_h2o.frame import Frame
 from mlx_h2o.packed import BIASES, SCALES, Packing
 from mlx_h2o.policies import Policy, make_policy
+from mlx_h2o.query_centres import QueryCentres
 from mlx_h2o.remainder import SATURATION, STATISTICS
 from mlx_h2o.rolling import Rope
 from mlx_h2o.settings import CacheSettings
@@ -38,11 +39,14 @@ Expected = dict[str, tuple[tuple[int, ...], mx.Dtype]]
 
 #: What a file calls a frame's centre and scale.
 FRAME = ("frame.centre", "frame.scale")
+#: And the centre and spread of queries.
+CENTRES = ("centres.centre", "centres.spread")
 
 
-def frame_arrays(frame: Frame | None) -> Arrays:
-    """What a file keeps of a frame, by name."""
-    return {} if frame is None else dict(zip(FRAME, frame.arrays, strict=True))
+def constant_arrays(frame: Frame | None, centres: QueryCentres | None) -> Arrays:
+    """What a file keeps of a model's constants, by name."""
+    arrays = {} if frame is None else dict(zip(FRAME, frame.arrays, strict=True))
+    return arrays if centres is None else arrays | dict(zip(CENTRES, centres.arrays, strict=True))
 
 
 def frame_apart(arrays: Arrays) -> tuple[Frame | None, Arrays]:
@@ -59,14 +63,31 @@ def frame_apart(arrays: Arrays) -> tuple[Frame | None, Arrays]:
     return Frame(*found), {name: x for name, x in arrays.items() if name not in FRAME}
 
 
+def centres_apart(arrays: Arrays, config: dict[str, Any]) -> tuple[QueryCentres | None, Arrays]:
+    """The centres of queries that a file keeps, if it does, and its other arrays.
+
+    Raises:
+        ValueError: It keeps a part of them, or numbers that are none.
+    """
+    found = [arrays[name] for name in CENTRES if name in arrays]
+    rope = config.get("centres")
+    if not found and rope is None:
+        return None, arrays
+    if len(found) < len(CENTRES) or any(part.dtype != mx.float32 for part in found):
+        raise ValueError(f"Centres of queries are {' and '.join(CENTRES)}, both float32.")
+    centres = QueryCentres(found[0], found[1], Rope.of_config(rope))
+    return centres, {name: x for name, x in arrays.items() if name not in CENTRES}
+
+
 def settings_of(
-    config: dict[str, Any], frame: Frame | None = None
+    config: dict[str, Any], frame: Frame | None = None, centres: QueryCentres | None = None
 ) -> tuple[CacheSettings, LayerShare | None]:
     """What a saved cache was made with, and its part in its model's budget, if it says so.
 
     Args:
         config: Its numbers.
         frame: That of its keys.
+        centres: Those of its queries.
     """
     saved = dict(config["policy"])
     settings = CacheSettings(
@@ -85,12 +106,17 @@ def settings_of(
         rope=Rope.of_config(config["rope"]) if config.get("rope") else None,
         ranks=config.get("ranks", 1),
         pins=config.get("pins", ()),
+        centres=centres,
     )
     check_ranges(config, settings.policy)
     share = None
     if config.get("share"):
         share = LayerShare.of_config(
-            config["share"], settings.packing, settings.undo, frame is not None
+            config["share"],
+            settings.packing,
+            settings.undo,
+            frame is not None,
+            centres.head_bytes if centres is not None else 0,
         )
     return settings, share
 

@@ -20,6 +20,7 @@ from mlx_h2o.policies import KernelPolicy, Policy, make_policy
 from mlx_h2o.policies.base import kernel_policy_of
 from mlx_h2o.policies.distinct import KEYS_ONLY
 from mlx_h2o.profile import Profile
+from mlx_h2o.query_centres import QueryCentres
 from mlx_h2o.ranks import checked_ranks
 from mlx_h2o.remainder import SATURATION, checked_saturation, plain_rows_for, saturations
 from mlx_h2o.rolling import Rope
@@ -54,6 +55,7 @@ class CacheSettings:
         pins: Spans of positions that are never evicted (`pins.py`). A head that is too small for
             them, and for what its policy protects beside them, gets slots of the layer's larger
             heads, so that a profile's smallest heads hold every pin and bytes stay as they were.
+        centres: Of the layer's queries, where the policy uses them, and only there.
 
     Raises:
         ValueError: A setting is none, or they do not go together; the message names it.
@@ -73,6 +75,7 @@ class CacheSettings:
     rope: Rope | None = None
     ranks: int = 1
     pins: tuple[Span, ...] = ()
+    centres: QueryCentres | None = None
 
     def __post_init__(self) -> None:
         self._set("policy", make_policy(self.policy))
@@ -114,6 +117,7 @@ class CacheSettings:
             self._check_frame(self.frame)
         if self.rope is not None:
             check_rolling(self.attending, self.remainder, self.packing)
+        self._check_centres(self.centres)
         self._set("ranks", checked_ranks(self.ranks))
         self._set("filling", checked_filling(self.filling))
         for stage in self.filling:
@@ -147,9 +151,30 @@ class CacheSettings:
         if self.packing.k_bits is None:
             raise ValueError("frame is for packed keys: it needs bits or k_bits.")
 
+    def _check_centres(self, centres: Any) -> None:
+        if centres is not None and not isinstance(centres, QueryCentres):
+            raise ValueError(f"centres must be QueryCentres or None; got {type(centres).__name__}.")
+        name = self.policy.name
+        if self.policy.uses_query_centres and centres is None:
+            raise ValueError(
+                f"Policy {name!r} must know where the model's queries stand: make caches with "
+                "mlx_h2o.make_prompt_cache, which sees to it, or give centres."
+            )
+        if centres is not None and not self.policy.uses_query_centres:
+            raise ValueError(f"Policy {name!r} does not use centres of queries: leave them away.")
+        if centres is not None and self.rope is not None:
+            raise ValueError(
+                f"Policy {name!r} asks about distances in the text: leave positions away."
+            )
+
     def check_rows(self, heads: int, width: int) -> None:
         """Raise ValueError unless keys of so many KV heads and this width fit the settings."""
         self.saturations(heads)
+        if self.centres is not None and self.centres.keys != (heads, width):
+            raise ValueError(
+                f"centres are for (KV heads, key width) {self.centres.keys}; this layer has "
+                f"{(heads, width)}."
+            )
         if self.frame is not None and self.frame.centre.shape != (heads, width):
             raise ValueError(
                 f"frame is for (KV heads, key width) {self.frame.centre.shape}; this layer has "
@@ -177,6 +202,7 @@ class CacheSettings:
             "saturation": self._saturation_config(),
             "filling": [list(stage) for stage in self.filling],
             **({"rope": self.rope.config()} if self.rope else {}),
+            **({"centres": self.centres.config()} if self.centres else {}),
             **({"ranks": self.ranks} if self.ranks > 1 else {}),
             "pins": [list(span) for span in self.pins],
             "max_size": self.max_size,

@@ -55,10 +55,14 @@ def slots_of(layer: Layer, run: Run, fields: Fields, evicted: int) -> Slots:
     ranked = ranked_of(layer, run, fields)
     stored, scores = ranked["positions"], ranked.get("scores")
     positions = true_positions(stored)
-    keys, values = rows_of(layer, run, fields)
+    keys, values = map(dense, rows_of(layer, run, fields))
+    frame, centres = layer.settings.frame, layer.settings.centres
+    if centres is not None:
+        centres = centres.of_heads(run.first, run.last)
+        keys = keys if frame is None else frame.leave(keys, run.first)
     return Slots(
-        keys=dense(keys),
-        values=dense(values),
+        keys=keys,
+        values=values,
         positions=positions,
         scores=mx.zeros(positions.shape) if scores is None else scores,
         offset=layer.offset,
@@ -67,4 +71,5 @@ def slots_of(layer: Layer, run: Run, fields: Fields, evicted: int) -> Slots:
         evicted_mean_key=layer.evictions.remainder.mean_key[:, run.first : run.last],
         value_lengths=ranked.get("value_lengths"),
         aged_from=layer.aged_from,
+        centres=centres,
     )

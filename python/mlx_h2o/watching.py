@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o.attention import scaled_dot_product_attention
-from mlx_h2o.attention_call import AttentionCall
+from mlx_h2o.attention_call import Looking
 from mlx_h2o.cache_lists import replaced
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
 from mlx_h2o.profile import SMALLEST_BUDGET
@@ -35,37 +34,12 @@ class Watcher:
     residual: mx.array | None = None
 
 
-class LookingCache(ABC):
+class LookingCache(Looking):
     """A cache that holds nothing: it sees one pass over a whole text, layer by layer."""
 
-    attending = True
     offset = 0
     #: Whether `look` reads a call's softcap.
     knows_softcap = False
-
-    @abstractmethod
-    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
-        """What the layer attends to comes by; its output `[B, Hq, T, Dv]`.
-
-        Args:
-            call: Queries `[B, Hq, T, D]`, and how they see the keys.
-            keys: `[B, H, T, D]`.
-            values: `[B, H, T, Dv]`.
-        """
-
-    def attend(
-        self,
-        q: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Any,
-        sinks: Any,
-        softcap: float = 0.0,
-    ) -> mx.array:
-        """As routing asks (`H2OKVCache.attend`)."""
-        return self.look(AttentionCall(q, scale, mask, sinks, softcap), keys, values)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """The rows as they are."""

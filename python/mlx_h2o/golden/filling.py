@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlx_h2o.golden import trajectory
-from mlx_h2o.golden.group import Arrays, Parameters, parameters_of
+from mlx_h2o.golden.group import Parameters, parameters_of
+from mlx_h2o.golden.trajectory import inputs, run, watched
 from mlx_h2o.policies import make_policy
+
+__all__ = ["NAME", "cases", "inputs", "run", "watched"]
 
 NAME = "filling"
 
@@ -61,15 +64,3 @@ def cases() -> Iterator[tuple[str, Parameters]]:
     yield "h2o-no-remainder", case("h2o", cache={"remainder": False})
     # In the second stage the smallest head gets slots of the other for its pins.
     yield "salient-pins", case("salient", pins=[[0, 0, 6], [12, 26, 31]])
-
-
-def inputs(parameters: Parameters) -> Arrays:
-    return {}
-
-
-def run(parameters: Parameters, inputs: Arrays) -> Arrays:
-    return trajectory.replayed(parameters, inputs)[0]
-
-
-def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
-    return trajectory.watched(parameters, inputs)

@@ -10,7 +10,10 @@ import mlx.core as mx
 from mlx_h2o.golden import trajectory
 from mlx_h2o.golden.group import Arrays, Parameters, parameters_of
 from mlx_h2o.golden.numbers import MEAN_KEY, WORTH, tensor
+from mlx_h2o.golden.trajectory import run, watched
 from mlx_h2o.policies import make_policy
+
+__all__ = ["NAME", "cases", "inputs", "run", "watched"]
 
 NAME = "framed"
 
@@ -51,11 +54,3 @@ def inputs(parameters: Parameters) -> Arrays:
         "frame.centre": centre,
         "frame.scale": 0.5 + mx.abs(tensor(p["seed"], WORTH, shape)),
     }
-
-
-def run(parameters: Parameters, inputs: Arrays) -> Arrays:
-    return trajectory.replayed(parameters, inputs)[0]
-
-
-def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
-    return trajectory.watched(parameters, inputs)

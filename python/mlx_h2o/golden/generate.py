@@ -24,7 +24,7 @@ def generate(
     groups: Sequence[str] = tuple(GROUPS),
     progress: Callable[[str], None] = lambda case: None,
 ) -> list[Case]:
-    """Write the golden vectors of some groups into a folder.
+    """Write the golden vectors of some groups into a folder; others that it has stay.
 
     Args:
         folder: Made if it is missing.
@@ -49,7 +49,7 @@ def generate(
                 noted = None if math.isinf(margin) else margin
                 cases.append(Case(name, case_name, chosen, noted))
             arrays[name] = of_group
-        manifest.write(folder, cases, arrays)
+        manifest.write(folder, cases, arrays, tuple(GROUPS))
     return cases
 
 

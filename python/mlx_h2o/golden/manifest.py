@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -77,14 +77,30 @@ class Golden:
         }
 
 
-def write(folder: Path, cases: Sequence[Case], arrays: dict[str, Arrays]) -> None:
-    """Write the files; `arrays` by group and then by "case/in.name" or "case/out.name"."""
+def write(
+    folder: Path, cases: Sequence[Case], arrays: dict[str, Arrays], order: Sequence[str] = ()
+) -> None:
+    """Write the files of some groups, beside those of others that lie there.
+
+    Args:
+        folder: Made if it is missing.
+        cases: Of these groups.
+        arrays: By group and then by "case/in.name" or "case/out.name".
+        order: All groups, as they follow each other in the manifest.
+
+    Raises:
+        GoldenError: What lies there of other groups is damaged.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    names = []
+    others = set(order) - set(arrays)
+    if others and (folder / FILE_NAME).exists():
+        cases = [*cases, *(case for case in read(folder, others).cases if case.group in others)]
+    places = {group: i for i, group in enumerate(order)}
+    cases = sorted(cases, key=lambda case: places.get(case.group, 0))
     for group, of_group in arrays.items():
-        names.append(f"{group}.safetensors")
         metadata = {"format": FORMAT, "schema": str(SCHEMA), "group": group}
-        mx.save_safetensors(str(folder / names[-1]), dict(of_group), metadata)
+        mx.save_safetensors(str(folder / f"{group}.safetensors"), dict(of_group), metadata)
+    names = [f"{group}.safetensors" for group in dict.fromkeys(case.group for case in cases)]
     (folder / CASES_NAME).write_text("\n".join(flat_text(cases)) + "\n")
     head = {
         "format": FORMAT,
@@ -100,8 +116,12 @@ def write(folder: Path, cases: Sequence[Case], arrays: dict[str, Arrays]) -> Non
     (folder / FILE_NAME).write_text(text)
 
 
-def read(folder: Path) -> Golden:
+def read(folder: Path, groups: Container[str] | None = None) -> Golden:
     """Read the files and check them against the manifest.
+
+    Args:
+        folder: Where they lie.
+        groups: Of which arrays are read; None: all.
 
     Raises:
         GoldenError: A file is missing, is not the one that the manifest describes, or has another
@@ -123,11 +143,13 @@ def read(folder: Path) -> Golden:
         )
     try:
         cases = [Case(**case) for case in manifest["cases"]]
-        for name, expected in manifest["files"].items():
-            check_file(folder / name, expected)
-        groups = list(dict.fromkeys(case.group for case in cases))
-        arrays = {group: loaded(folder / f"{group}.safetensors") for group in groups}
-        if any(f"{group}.safetensors" not in manifest["files"] for group in groups):
+        named = list(dict.fromkeys(case.group for case in cases))
+        wanted = [group for group in named if groups is None or group in groups]
+        files = [CASES_NAME, *(f"{group}.safetensors" for group in wanted)]
+        for name in manifest["files"] if groups is None else files:
+            check_file(folder / name, manifest["files"][name])
+        arrays = {group: loaded(folder / f"{group}.safetensors") for group in wanted}
+        if any(f"{group}.safetensors" not in manifest["files"] for group in named):
             raise GoldenError(f"{path} has cases whose file it does not list.")
         if "\n".join(flat_text(cases)) + "\n" != (folder / CASES_NAME).read_text(encoding="utf-8"):
             raise GoldenError(f"{folder / CASES_NAME} and {path} hold different cases.")

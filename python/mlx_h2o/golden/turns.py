@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlx_h2o.golden import trajectory
-from mlx_h2o.golden.group import Arrays, Parameters, parameters_of
+from mlx_h2o.golden.group import Parameters, parameters_of
+from mlx_h2o.golden.trajectory import inputs, run, watched
 from mlx_h2o.policies import make_policy
+
+__all__ = ["NAME", "cases", "inputs", "run", "watched"]
 
 NAME = "turns"
 
@@ -54,15 +57,3 @@ def cases() -> Iterator[tuple[str, Parameters]]:
     plain = {"budgets": [[64, 64], [64, 64]], "remainder": True, "attending": False}
     pins = [[0, 0, 20], [SECOND, 68, 80]]
     yield "keydiff-plain", case("keydiff", [1.0, 1.0], kind="plain", cache=plain, pins=pins)
-
-
-def inputs(parameters: Parameters) -> Arrays:
-    return {}
-
-
-def run(parameters: Parameters, inputs: Arrays) -> Arrays:
-    return trajectory.replayed(parameters, inputs)[0]
-
-
-def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
-    return trajectory.watched(parameters, inputs)
