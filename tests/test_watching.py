@@ -278,6 +278,11 @@ def test_there_is_nothing_at_other_paths(server, path):
     assert fetch(server, path + "/pins", {"pin": [[0, 1]]})[0] == 404
 
 
+def test_to_watch_an_answer_that_is_over_is_no_failure(server):
+    assert fetch(server, "/h2o/conversations/x?known=0") == (200, None)
+    assert fetch(server, "/h2o/conversations/x?known=few")[0] == 400
+
+
 @pytest.mark.parametrize(
     "headers",
     [

@@ -79,7 +79,7 @@ class Handler(APIHandler):  # type: ignore[misc]
         """The body, of the length that was told."""
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def _tell(self, look: Callable[[str], dict[str, Any]]) -> None:
+    def _tell(self, look: Callable[[str], dict[str, Any] | None]) -> None:
         """Answer with what a path's endpoint gives, or why it gives nothing."""
         try:
             watching.require_here(self.client_address[0], self.headers.get("Host", ""))

@@ -17,6 +17,8 @@ from mlx_h2o.serve.job import Busy
 ROOT = "/h2o/"
 #: Said by browsers of requests that come from pages of others.
 ELSEWHERE = ("cross-site", "same-site")
+#: No failures to who watches an answer: its prompt is still read, or it was stopped just now.
+NOTHING_YET = (HTTPStatus.NOT_FOUND, HTTPStatus.SERVICE_UNAVAILABLE)
 
 Told = dict[str, Any]
 
@@ -82,8 +84,8 @@ def require_own_page(origin: str | None, site: str | None, welcome: Callable[[st
         raise NotHere(HTTPStatus.FORBIDDEN, "Pages of other origins are not told.")
 
 
-def got(generator: BoundedGenerator, path: str) -> Told:
-    """What GET of an endpoint gives.
+def got(generator: BoundedGenerator, path: str) -> Told | None:
+    """What GET of an endpoint gives; None where an answer is watched of which nothing can be told.
 
     Args:
         generator: Of the server.
@@ -93,14 +95,20 @@ def got(generator: BoundedGenerator, path: str) -> Told:
         NotHere: There is no such thing, or it cannot be told.
     """
     asked = urlsplit(path)
-    known = parse_qs(asked.query).get("known", ["0"])[-1]
+    watched = parse_qs(asked.query).get("known")
+    known = watched[-1] if watched else "0"
     if not known.isdecimal():
         raise NotHere(HTTPStatus.BAD_REQUEST, f"known must be a whole number; got {known!r}.")
     match asked.path.removeprefix(ROOT).split("/"):
         case ["conversations"]:
             return _answered(lambda: looking.overview(generator))
         case ["conversations", name]:
-            return _answered(lambda: looking.conversation(generator, name, int(known)))
+            try:
+                return _answered(lambda: looking.conversation(generator, name, int(known)))
+            except NotHere as error:
+                if watched and error.status in NOTHING_YET:
+                    return None
+                raise
         case ["conversations", name, "half"]:
             return _answered(lambda: looking.at_half(generator, name))
         case _:
