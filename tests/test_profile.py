@@ -157,8 +157,9 @@ def test_the_shipped_profile_shares_out_what_swift_expects():
     slots = [cache.settings.budgets for cache in mlx_h2o.make_prompt_cache(model, max_size=96)]
     assert slots == [(10, 128), (48, 48), (48, 38), (48, 384)]
     for size, bits, slots in (
-        ("25%", 8, [(1536, 1488), (96, 256), (192, 96), (1536, 1536)]),
-        ("12%", 6, [(936, 1024), (96, 128), (128, 64), (128, 1536)]),
+        ("100%", 8, [(5094, 5094), (424, 849), (849, 2971), (5094, 6793)]),
+        ("25%", 6, [(1595, 1595), (132, 265), (265, 930), (1595, 2127)]),
+        ("10%", 5, [(768, 1024), (96, 128), (128, 64), (128, 1520)]),
     ):
         caches = mlx_h2o.make_prompt_cache(model, max_bytes=size, context=2048)
         assert {cache.packing.k_bits for cache in caches} == {bits}

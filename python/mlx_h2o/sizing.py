@@ -12,6 +12,10 @@ from mlx_h2o.profile import Profile
 
 #: Widths of rows that are weighed against each other; None: not packed.
 WIDTHS = (None, 8, 6, 5, 4)
+#: Of expected loss, what curves of prose do not tell apart. Of widths so near to the least the one
+#: with most slots serves best: facts stay in slots, though prose does not ask for them
+#: (docs/results.md, "Facts").
+NEGLIGIBLE = 1e-3
 #: Of packed rows in frames where no profile tells what packing loses.
 USUAL_BITS = 6
 
@@ -50,7 +54,10 @@ def choices(
     least: int,
     context: int,
 ) -> list[Choice]:
-    """What each width of rows would give, the least loss first.
+    """What each width of rows would give: the chosen one, then the others by their losses.
+
+    Chosen is, of those whose loss is the least but for what is negligible, the one with most slots
+    that a conversation can use; of several that keep all of it, the one that loses least.
 
     Args:
         shares: Of the model's layers, their rows not packed.
@@ -72,7 +79,11 @@ def choices(
         slots = fewest_slots(packed, max_bytes, policy, remembers)
         if slots >= least:
             out.append(Choice(bits, slots, profile.loss_of(slots, least, bits, context)))
-    return sorted(out, key=lambda choice: choice.loss)
+    out.sort(key=lambda choice: choice.loss)
+    near = [choice for choice in out if choice.loss <= out[0].loss + NEGLIGIBLE]
+    # Of equals the first, which loses least.
+    chosen = max(near, key=lambda choice: min(choice.slots, context), default=None)
+    return [] if chosen is None else [chosen, *(choice for choice in out if choice is not chosen)]
 
 
 def fewest_slots(

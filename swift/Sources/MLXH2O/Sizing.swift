@@ -2,6 +2,8 @@
 extension H2OConfiguration {
     // Widths of rows that are weighed against each other; nil: not packed.
     private static let widths: [Int?] = [nil, 8, 6, 5, 4]
+    // Of expected loss: what losses on prose do not tell apart (NEGLIGIBLE of Python's sizing.py).
+    private static let negligible = 1e-3
     // Bytes of an element of a 16-bit cache.
     private static let plainElement = 2
 
@@ -31,13 +33,14 @@ extension H2OConfiguration {
         return own
     }
 
-    /// How rows lose least in so many bytes of all layers.
+    /// How rows lose least in so many bytes of all layers; of those that lose hardly more, how most
+    /// slots fit that a conversation can use.
     private func packing(
         in bytes: Int, of kinds: [LayerKind], by profile: H2OProfile, _ policy: any Policy
     ) throws -> H2OPacking {
         guard let groupSize = profile.packedGroupSize else { return .dense }
         let least = policy.leastBudget + Self.fewestChoices
-        var best = (packing: H2OPacking.dense, loss: Double.infinity)
+        var found: [(packing: H2OPacking, slots: Int, loss: Double)] = []
         for bits in Self.widths {
             let packing = try bits.map {
                 try H2OPacking(keyBits: $0, valueBits: $0, groupSize: groupSize)
@@ -50,11 +53,13 @@ extension H2OConfiguration {
                 }.min() ?? 0
             guard mean >= least,
                 let loss = try profile.loss(
-                    mean: mean, least: least, bits: bits, context: context), loss < best.loss
+                    mean: mean, least: least, bits: bits, context: context)
             else { continue }
-            best = (packing ?? .dense, loss)
+            found.append((packing ?? .dense, min(mean, context), loss))
         }
-        return best.packing
+        let limit = (found.map(\.loss).min() ?? 0) + Self.negligible
+        let near = found.filter { $0.loss <= limit }
+        return near.max { ($0.slots, -$0.loss) < ($1.slots, -$1.loss) }?.packing ?? .dense
     }
 
     /// Slots per KV head of a layer that fit into bytes of its own.

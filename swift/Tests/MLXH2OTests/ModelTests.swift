@@ -192,13 +192,16 @@ import Testing
             caches.map { $0.core.settings.filling.last!.budgets }
         }
         // As Python's caches of so many bytes begin, and end up (tests/test_profile.py).
-        let quarter = try caches(0.25), eighth = try caches(0.12)
-        #expect(quarter.allSatisfy { $0.packing.keyBits == 8 && $0.frame != nil })
-        #expect(quarter.allSatisfy { $0.budgets == [842, 842] })
-        #expect(last(quarter) == [[1536, 1488], [96, 256], [192, 96], [1536, 1536]])
-        #expect(eighth.allSatisfy { $0.packing.keyBits == 6 && $0.frame != nil })
-        #expect(eighth.allSatisfy { $0.budgets == [505, 505] })
-        #expect(last(eighth) == [[936, 1024], [96, 128], [128, 64], [128, 1536]])
+        let whole = try caches(1), quarter = try caches(0.25), tenth = try caches(0.1)
+        #expect(whole.allSatisfy { $0.packing.keyBits == 8 && $0.frame != nil })
+        #expect(whole.allSatisfy { $0.budgets == [3396, 3396] })
+        #expect(last(whole) == [[5094, 5094], [424, 849], [849, 2971], [5094, 6793]])
+        #expect(quarter.allSatisfy { $0.packing.keyBits == 6 && $0.frame != nil })
+        #expect(quarter.allSatisfy { $0.budgets == [1063, 1063] })
+        #expect(last(quarter) == [[1595, 1595], [132, 265], [265, 930], [1595, 2127]])
+        #expect(tenth.allSatisfy { $0.packing.keyBits == 5 && $0.frame != nil })
+        #expect(tenth.allSatisfy { $0.budgets == [482, 482] })
+        #expect(last(tenth) == [[768, 1024], [96, 128], [128, 64], [128, 1520]])
         #expect(try caches(0.25, Policies.Distinct()).allSatisfy { !$0.packing.packs })
         for part in [0, -1, .nan, .infinity, 17] {
             #expect(throws: H2OError.self) { try H2OConfiguration(budget: .share(part)) }
