@@ -23,6 +23,7 @@ from mlx_h2o.evaluate.bootstrap import loss_interval, mean_interval
 from mlx_h2o.evaluate.contenders import arm_of, contenders, label
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.figures import svg
+from mlx_h2o.evaluate.grid import at_a_glance, grid_of
 from mlx_h2o.evaluate.measures import (
     MEASURES,
     AgreementMeasure,
@@ -258,6 +259,43 @@ def test_charts_take_the_pages_ink():
 # -- the whole ------------------------------------------------------------------------------------
 
 
+def test_a_grid_has_the_figure_of_each_cache_at_its_part_of_the_bytes():
+    """Caches of few bytes may be missing; those that keep all have a column of their own."""
+    made = contenders(["h2o"], [0.25, 0.5])
+    losses = {c.name: 0.001 * i for i, c in enumerate(made)}
+    findings = [
+        (c, {"nll": [1.0 + losses[c.name]] * 2, "nbytes": 1}) for c in made if c.name != "h2o, 1/4"
+    ]
+    rows = grid_of(TINY[0], findings)
+    assert rows.columns == ("cache", "keeps all", "1/2", "1/4")
+    found = {name: dict(zip(rows.columns[1:], cells, strict=True)) for name, *cells in rows.rows}
+    assert list(found) == [*PACKED, "sliding window", "mlx-h2o", "h2o"]
+    assert found["h2o"]["1/4"] == found["h2o"]["keeps all"] == ""
+    for contender, _ in findings[1:]:
+        cell = found[contender.arm.name][label(contender.share) if contender.share else "keeps all"]
+        assert cell == f"{100 * math.expm1(losses[contender.name]):+.2f} %"
+
+
+def test_every_brief_figure_is_that_of_the_measures_own_table(stage):
+    """What the page tells at a glance is what it tells in full, further down."""
+    measured = [measure for measure in TINY if measure.briefly]
+    assert len(measured) == 5
+    suite = Suite(stage, contenders([], [0.5])[:4], measured)
+    evaluation = Evaluation.begin(suite)
+    for job in evaluation.jobs(alone=False):
+        measure, contender = suite.pair(job)
+        found = suite.run(job, untold)
+        evaluation.found.setdefault(measure.name, {})[contender.name] = found
+    glance = at_a_glance(evaluation.known())
+    assert len(glance.tables) == len(measured)
+    for grid, section in zip(glance.tables, evaluation.sections(), strict=True):
+        in_full = {row[0]: row[1:] for row in section.tables[0].rows}
+        for name, *cells in grid.rows:
+            (cell,) = filter(None, cells)
+            whole = name if name in in_full else f"{name}, 1/2"
+            assert cell in in_full[whole]
+
+
 def small_suite(stage):
     return Suite(stage, contenders([], [0.5])[:1], [TINY[0], TINY[6]])
 
@@ -336,6 +374,14 @@ def test_the_command_prints_and_writes_a_page_that_opens_offline(tmp_path, capsy
     assert json.loads(capsys.readouterr().out)["found"] == report["found"]
     assert main([*COMMAND, "--out", str(tmp_path), "--resume", "--seed", "1"]) == 2
     assert "another seed" in capsys.readouterr().err
+    assert "At a glance" in page
+    assert main([*COMMAND, "--out", str(tmp_path), "--resume", "--grid"]) == 0
+    printed = capsys.readouterr().out
+    assert "by part of the bytes" in printed
+    assert "95% interval" not in printed
+    for wrong in ("--json", "--table 0", "--measures speed"):
+        assert main([*COMMAND, "--grid", *wrong.split()]) == 2
+        assert "--grid" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from mlx_h2o.cli.report_table import run_table
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
 from mlx_h2o.evaluate.contenders import SHARES, contenders
+from mlx_h2o.evaluate.grid import at_a_glance
 from mlx_h2o.evaluate.measures import MEASURES, Measure
 from mlx_h2o.evaluate.page import page
 from mlx_h2o.evaluate.presets import QUICK_SHARES, measures
@@ -72,6 +73,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR",
         help=f"write {FILE_NAME} (as it goes on) and {PAGE_NAME}, one page that opens offline",
+    )  # fmt: skip
+    parser.add_argument(
+        "--grid", action="store_true",
+        help="print a figure for each cache and part of the bytes, instead of all tables",
     )  # fmt: skip
     parser.add_argument(
         "--resume", action="store_true", help="go on with what --out holds of the same evaluation"
@@ -179,6 +184,8 @@ def run(args: argparse.Namespace) -> None:
     """Measure, print, draw."""
     if args.resume and not args.out:
         raise ValueError("--resume needs --out DIR, where the evaluation was kept.")
+    if args.grid:
+        require_grids(args)
     if args.out:
         drawing()
         require_folder("--out", args.out)
@@ -195,14 +202,23 @@ def run(args: argparse.Namespace) -> None:
         report(evaluation, args)
 
 
+def require_grids(args: argparse.Namespace) -> None:
+    """Raise ValueError where --grid would be passed over."""
+    if args.json or args.table is not None:
+        raise ValueError("--grid is another form of the tables: leave out --json and --table.")
+    if not any(MEASURES[name].briefly for name in args.measures or MEASURES):
+        having = ", ".join(name for name, kind in MEASURES.items() if kind.briefly)
+        raise ValueError(f"--grid needs a measure with one figure a cache: {having}.")
+
+
 def report(evaluation: Evaluation, args: argparse.Namespace) -> None:
     """Print and write what is known, however far it came."""
-    sections = evaluation.sections()
+    glance, sections = at_a_glance(evaluation.known()), evaluation.sections()
     refused = [f"{what}: {why}" for what, why in evaluation.refusals().items()]
     if args.json:
         print(json.dumps(evaluation.as_json()))
     else:
-        for section in sections:
+        for section in [glance] if args.grid else sections:
             for rows in section.tables:
                 show(rich_table(rows, section.title), args.markdown)
                 print()
@@ -212,6 +228,8 @@ def report(evaluation: Evaluation, args: argparse.Namespace) -> None:
             print(line, file=sys.stderr)
     if args.out and sections:
         title = f"{args.model}: what parts of the KV cache cost"
+        if glance.tables:
+            sections = [glance, *sections]
         text = page(title, facts_of(evaluation), sections, refused)
         write_kept(args.out / PAGE_NAME, lambda path: path.write_text(text, encoding="utf-8"))
         print(f"The report is {args.out / PAGE_NAME}.", file=sys.stderr)

@@ -153,10 +153,14 @@ class Evaluation:
         ]
         return done if done and done[0][0] is self.suite.contenders[0] else []
 
+    def known(self) -> list[tuple[Measure, Findings]]:
+        """Measures that found something so far, and what."""
+        found = [(measure, self.findings(measure)) for measure in self.suite.measures]
+        return [(measure, findings) for measure, findings in found if findings]
+
     def sections(self) -> list[Section]:
         """What all measures have to say so far."""
-        known = [(measure, self.findings(measure)) for measure in self.suite.measures]
-        return [measure.section(findings) for measure, findings in known if findings]
+        return [measure.section(findings) for measure, findings in self.known()]
 
     def refusals(self) -> dict[str, str]:
         """Contenders that could not be made, by measure and name, and why."""

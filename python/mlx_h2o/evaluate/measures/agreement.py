@@ -38,6 +38,7 @@ class AgreementMeasure(Measure):
     temperature: float = 0.8
 
     name = "agreement"
+    briefly = "KL of long answers, nats"
 
     def tokens(self) -> int:
         return self.length
@@ -66,6 +67,9 @@ class AgreementMeasure(Measure):
             mx.eval(apart[-1], same[-1])
         kl, top = mx.stack(apart).mean(axis=1), mx.stack(same).mean(axis=1)
         return {"kl": _parts(kl), "top": _parts(top)}
+
+    def brief(self, found: Found, full: Found) -> str:
+        return f"{statistics.fmean(found['kl']):.4f}"
 
     def section(self, findings: Findings) -> Section:
         size = (self.length - self.prompt) / PARTS

@@ -45,6 +45,13 @@ class Measure(ABC):
     def section(self, findings: Findings) -> Section:
         """What was found, for people."""
 
+    #: What `brief` tells, as a heading; empty where it tells nothing.
+    briefly: ClassVar[str] = ""
+
+    def brief(self, found: Found, full: Found) -> str:
+        """The one figure that matters most, of a contender beside the full cache."""
+        raise NotImplementedError(f"{self.name} has no figure that stands for all.")
+
 
 def signed(share: float) -> str:
     """0.0123 as "+1.23 %"."""

@@ -41,6 +41,7 @@ class NeedleMeasure(Measure):
     batch: int = 10
 
     name = "needles"
+    briefly = "needles found"
 
     def __post_init__(self) -> None:
         for kind in self.kinds:
@@ -72,6 +73,11 @@ class NeedleMeasure(Measure):
                     which = {"length": length, "kind": needle.kind, "depth": needle.depth}
                     records.append({**which, "question": name, "known": rows})
         return {"records": records}
+
+    def brief(self, found: Found, full: Found) -> str:
+        """With the first of the questions: unseen, where both are asked."""
+        records, first = (found["records"], full["records"]), self.questions[0]
+        return fraction(*of_records(*records, question=first))
 
     def section(self, findings: Findings) -> Section:
         full = findings[0][1]["records"]

@@ -29,6 +29,7 @@ class PerplexityMeasure(Measure):
     prefill: int = 32
 
     name = "perplexity"
+    briefly = "loss of perplexity"
 
     def tokens(self) -> int:
         return self.length
@@ -48,6 +49,9 @@ class PerplexityMeasure(Measure):
 
         result = perplexity(stage.model, cache, samples, prefill=self.prefill, progress=progress)
         return {"nll": result.nll, "nbytes": bytes_in_16_bits(cache) // self.samples}
+
+    def brief(self, found: Found, full: Found) -> str:
+        return signed(Perplexity(found["nll"]).loss_against(Perplexity(full["nll"])))
 
     def section(self, findings: Findings) -> Section:
         full = findings[0][1]

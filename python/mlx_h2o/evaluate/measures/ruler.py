@@ -32,6 +32,7 @@ class RulerMeasure(Measure):
     batch: int = 7
 
     name = "ruler"
+    briefly = "strings of RULER's tasks said"
 
     def tokens(self) -> int:
         return self.length
@@ -57,14 +58,18 @@ class RulerMeasure(Measure):
                 found[name].append(found_in(stage.tokenizer.decode(ids), task.answers))
         return {"found": found}
 
+    def brief(self, found: Found, full: Found) -> str:
+        counts = [_part(found["found"][name], full["found"][name]) for name in TASKS]
+        known, asked = map(sum, zip(*counts, strict=True))
+        return fraction(known, asked)
+
     def section(self, findings: Findings) -> Section:
         full = findings[0][1]["found"]
         rows = []
         for contender, found in findings:
             counts = [_part(found["found"][name], full[name]) for name in TASKS]
-            known, asked = map(sum, zip(*counts, strict=True))
             cells = [fraction(*of_task) for of_task in counts]
-            rows.append((contender.name, fraction(known, asked), *cells))
+            rows.append((contender.name, self.brief(found, findings[0][1]), *cells))
         asked_for = {name: sum(map(len, full[name])) for name in TASKS}
         caption = "Strings asked for in all: " + ", ".join(
             f"{name} {count}" for name, count in asked_for.items()

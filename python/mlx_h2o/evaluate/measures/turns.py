@@ -51,6 +51,7 @@ class TurnMeasure(Measure):
     asked_after: tuple[int, ...] = (2, 4, 6, 8)
 
     name = "turns"
+    briefly = "facts of the first turn known after the last"
 
     def tokens(self) -> int:
         return self.turns * self.turn
@@ -82,6 +83,10 @@ class TurnMeasure(Measure):
         if len(told) + len(stage.first) > self.turn:
             raise ValueError(f"Fact and rule do not fit into a turn of {self.turn} tokens.")
         return [*stage.first, *told, *stage.prose(room, rng.randrange(len(stage.tokens)))]
+
+    def brief(self, found: Found, full: Found) -> str:
+        last = str(max(self.asked_after))
+        return fraction(*part_of(found["fact"][last], full["fact"][last]))
 
     def section(self, findings: Findings) -> Section:
         full = findings[0][1]

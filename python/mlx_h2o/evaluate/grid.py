@@ -1,0 +1,48 @@
+"""At a glance: one figure a cache and part of the bytes, for each measure that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_h2o.evaluate.contenders import label
+from mlx_h2o.evaluate.measures import Findings, Measure
+from mlx_h2o.evaluate.sections import Rows, Section
+
+#: Heads the column of caches that keep every token.
+KEEPS_ALL = "keeps all"
+#: Where a cache was not given these bytes, or could not do with them.
+NOTHING = ""
+
+
+def grid_of(measure: Measure, findings: Findings) -> Rows:
+    """Caches down, parts of the bytes across.
+
+    Args:
+        measure: One with a `brief` figure.
+        findings: What it found, the full cache first.
+    """
+    (_, full), *others = findings
+    shares = sorted({c.share for c, _ in others if c.share is not None}, reverse=True)
+    columns = [None, *shares] if any(c.share is None for c, _ in others) else [*shares]
+    cells = {(c.arm.name, c.share): measure.brief(found, full) for c, found in others}
+    names = list(dict.fromkeys(name for name, _ in cells))
+    return Rows(
+        f"{measure.briefly}, by part of the bytes",
+        ("cache", *(KEEPS_ALL if share is None else label(share) for share in columns)),
+        [(name, *(cells.get((name, share), NOTHING) for share in columns)) for name in names],
+    )
+
+
+def at_a_glance(found: Sequence[tuple[Measure, Findings]]) -> Section:
+    """The grids of all measures that have one.
+
+    Args:
+        found: Measures, and what each found.
+    """
+    grids = [grid_of(*of) for of in found if of[0].briefly and len(of[1]) > 1]
+    return Section(
+        "At a glance",
+        "Every cache in each part of a full 16-bit cache's bytes, everything counted, against the "
+        "full cache. Needles and facts: found, of those that the full cache finds.",
+        grids,
+    )
