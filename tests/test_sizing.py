@@ -10,7 +10,7 @@ import pytest
 import mlx_h2o
 from mlx_h2o import describe, make_prompt_cache
 from mlx_h2o.builtin import SAMPLE_TEXT
-from mlx_h2o.kept_frames import place_of
+from mlx_h2o.kept_frames import KEPT
 from mlx_h2o.memory_size import Share, memory_size
 from mlx_h2o.model_identity import identity_of
 from mlx_h2o.profile_places import found_profile
@@ -144,7 +144,7 @@ def test_without_a_profile_frames_are_made_once_and_kept(capsys):
     assert "Making frames" in capsys.readouterr().err
     assert cache[0].packing.k_bits == 6
     assert len(set(cache[0].budgets)) == 1
-    place = place_of(identity_of(model, [2, 2], [32, 32]))
+    place = KEPT.place_of(identity_of(model, [2, 2], [32, 32]))
     before = place.read_text()
     again = make_prompt_cache(framed_tiny(), max_bytes=100_000)
     assert "Making frames" not in capsys.readouterr().err

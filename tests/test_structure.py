@@ -29,7 +29,8 @@ FLOORS = {
     "caches": """conversing copying bounded_cache batch_cache cache latent_cache plain_rows_cache
         shared_cache""",
     "mlx-lm": """known_rope trimming own_attention routing layer_kinds description cache_file
-        watching key_frames kept_frames kept_centres plan prompt_cache refusals conversations""",
+        watching key_frames kept_of_model kept_frames kept_centres plan prompt_cache refusals
+        conversations""",
     "models": """pin_rules bounding resizing rereading trials echoes calibrated_layers calibration
         kl_calibration inspection remembered dialogue""",
     "tools": "evaluate bench golden serve",

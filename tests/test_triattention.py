@@ -13,7 +13,7 @@ import mlx_h2o
 from arrays import numpy_of
 from mlx_h2o import H2OKVCache, QueryCentres, Slots, learn_query_centres, make_policy
 from mlx_h2o.frame import Frame
-from mlx_h2o.kept_centres import place_of
+from mlx_h2o.kept_centres import KEPT
 from mlx_h2o.key_frames import frame_tokens
 from mlx_h2o.model_identity import identity_of
 from mlx_h2o.rolling import Rope
@@ -192,7 +192,7 @@ def test_centres_are_learnt_once_and_kept(capsys):
     centres, learnt = make()
     assert learnt
     assert make() == (centres, False)
-    path = place_of(identity_of(tiny_model("qwen3"), [2, 2], [16, 16]))
+    path = KEPT.place_of(identity_of(tiny_model("qwen3"), [2, 2], [16, 16]))
     data = json.loads(path.read_text())
     data["layers"].pop()
     path.write_text(json.dumps(data))

@@ -25,8 +25,7 @@ from mlx_h2o import curves
 from mlx_h2o.evaluate.perplexity import samples_of
 from mlx_h2o.evaluate.simulation import DITHERED, NEAREST, SALIENT, Setting
 from mlx_h2o.frame import Frame, RowFormat
-from mlx_h2o.layer_kinds import layer_kinds
-from mlx_h2o.model_identity import identity_of
+from mlx_h2o.layer_kinds import identity_by_kinds, layer_kinds
 from mlx_h2o.profile import SMALLEST_BUDGET, Profile
 from mlx_h2o.profile_places import found_profile
 
@@ -197,7 +196,7 @@ def main() -> None:
     mlx_h2o.install()
     model, tokenizer = mlx_h2o.load(args.model)
     kinds = layer_kinds(model)
-    identity = identity_of(model, [k.heads for k in kinds], [k.widths.key for k in kinds])
+    identity = identity_by_kinds(model, kinds)
     profile = found_profile(model, identity)
     if profile is None or profile.measured is None:
         raise SystemExit("The model has no profile: `mlx_h2o calibrate` makes one.")

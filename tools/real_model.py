@@ -41,8 +41,7 @@ from mlx_h2o.evaluate.simulation import (
 from mlx_h2o.frame import Frame, RowFormat, frames_of
 from mlx_h2o.kept_frames import found_frames
 from mlx_h2o.key_frames import frame_tokens, frames_of_keys, turn_by
-from mlx_h2o.layer_kinds import layer_kinds
-from mlx_h2o.model_identity import identity_of
+from mlx_h2o.layer_kinds import identity_by_kinds, layer_kinds
 from mlx_h2o.profile import Profile
 from mlx_h2o.profile_places import found_profile
 from mlx_h2o.watching import windows_of
@@ -90,7 +89,7 @@ def formats_of(model: nn.Module, tokenizer: Any, length: int, bits: int) -> list
 def shipped_frames(model: nn.Module, context: int) -> list[Frame]:
     """Those that caches of the model get for so many tokens."""
     kinds = layer_kinds(model)
-    identity = identity_of(model, [k.heads for k in kinds], [k.widths.key for k in kinds])
+    identity = identity_by_kinds(model, kinds)
     found = found_frames(identity, found_profile(model, identity))
     if not found:
         sys.exit("The model has no frames: make a profile first (mlx_h2o calibrate).")

@@ -28,9 +28,9 @@ from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.calibrated_layers import CalibratedLayers, LayerLosses
 from mlx_h2o.echoes import with_echoes
 from mlx_h2o.frame import Frame, RowFormat
-from mlx_h2o.key_frames import FRAME_LENGTH, frames_of_text
+from mlx_h2o.key_frames import frame_passes, frames_of_text
+from mlx_h2o.layer_kinds import identity_by_kinds
 from mlx_h2o.measured import LayerFrames, Measured, frames_for
-from mlx_h2o.model_identity import identity_of
 from mlx_h2o.packed import DEFAULT_GROUP_SIZE
 from mlx_h2o.plan import group_size_of
 from mlx_h2o.policies import Policy, make_policy
@@ -189,10 +189,9 @@ def calibrate(
     length = min(length, trained_context(model))
     passes = mx.concatenate(windows_of(with_echoes(tokens, length) if echoes else tokens, length))
     T = passes.shape[1]
-    width = min(trained_context(model), FRAME_LENGTH)
-    framing = mx.concatenate(windows_of(tokens if frame_tokens is None else frame_tokens, width))
+    framing = frame_passes(model, tokens if frame_tokens is None else frame_tokens)
     frames = frames_of_text(model, framing)
-    identity = identity_of(model, [k.heads for k in kinds], [k.widths.key for k in kinds])
+    identity = identity_by_kinds(model, kinds)
     at_hand = CalibratedLayers() if kept is None else kept
     run = _Run(
         policy,

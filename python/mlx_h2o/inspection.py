@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.builtin import PACKAGE
 from mlx_h2o.cache_lists import entries
+from mlx_h2o.model_identity import architecture
 from mlx_h2o.store import Run
 
 # The page's text, with {{names}} to fill in.
@@ -273,7 +274,7 @@ def look(cache: BoundedKVCache, run: Run) -> tuple[mx.array, mx.array, mx.array]
 def model_name(model: nn.Module) -> str:
     """The model's folder, or its architecture."""
     folder = getattr(model, "mlx_h2o_folder", None)
-    return Path(folder).name if folder else type(model).__module__.rsplit(".", 1)[-1]
+    return Path(folder).name if folder else architecture(model)
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_h2o import profile_places, routing
+from mlx_h2o import routing
 from mlx_h2o.attention_call import AttentionCall
-from mlx_h2o.files import replacing
-from mlx_h2o.key_frames import FRAME_LENGTH, frame_tokens
+from mlx_h2o.kept_of_model import KeptOfModel
+from mlx_h2o.key_frames import frame_passes, frame_tokens
 from mlx_h2o.known_rope import known_ropes
-from mlx_h2o.layer_kinds import LayerKind, layer_kinds
-from mlx_h2o.model_identity import ModelIdentity, identity_of
+from mlx_h2o.layer_kinds import LayerKind, identity_by_kinds, layer_kinds
+from mlx_h2o.model_identity import ModelIdentity, architecture
 from mlx_h2o.number_text import as_text, of_text
 from mlx_h2o.policies import Policy
 from mlx_h2o.query_centres import QueryCentres
 from mlx_h2o.ranks import ranks_of
 from mlx_h2o.rolling import Rope
-from mlx_h2o.watching import (
-    LookingCache,
-    Watcher,
-    full_attention,
-    looked_through,
-    trained_context,
-    windows_of,
-)
+from mlx_h2o.watching import LookingCache, Watcher, full_attention, looked_through
 
-FORMAT, VERSION = "mlx-h2o query centres", 1
-SUFFIX = ".centres.json"
+KEPT = KeptOfModel("mlx-h2o query centres", ".centres.json")
 
 #: Of each plain KV cache of a model, in their order.
 Centres = tuple[QueryCentres, ...]
@@ -55,9 +44,8 @@ def centres_for(model: nn.Module, kinds: Sequence[LayerKind], policy: Policy) ->
     """
     wish = f"Policy {policy.name!r} must know where the queries of each layer stand"
     _require_seen(model, kinds, wish)
-    identity = _identity(model, kinds)
-    path = place_of(identity)
-    found = load_centres(path, identity)
+    identity = identity_by_kinds(model, kinds)
+    found = _kept_of(identity)
     if found is not None:
         return found
     tokenizer = getattr(model, "mlx_h2o_tokenizer", None)
@@ -66,7 +54,8 @@ def centres_for(model: nn.Module, kinds: Sequence[LayerKind], policy: Policy) ->
             f"{wish}, as seen over a text: load the model with mlx_h2o.load, or give a text's "
             "tokens to mlx_h2o.learn_query_centres(model, tokens) once."
         )
-    print(f"Learning where queries stand (once, kept in {path})", file=sys.stderr)
+    place = KEPT.place_of(identity)
+    print(f"Learning where queries stand (once, kept in {place})", file=sys.stderr)
     return _learnt(model, identity, frame_tokens(tokenizer), wish)
 
 
@@ -89,15 +78,16 @@ def learn_query_centres(model: nn.Module, tokens: Sequence[int]) -> list[QueryCe
     """
     kinds, wish = layer_kinds(model), "Where the queries of each layer stand cannot be told"
     _require_seen(model, kinds, wish)
-    return list(_learnt(model, _identity(model, kinds), tokens, wish))
+    return list(_learnt(model, identity_by_kinds(model, kinds), tokens, wish))
 
 
 def _require_seen(model: nn.Module, kinds: Sequence[LayerKind], wish: str) -> None:
     """Raise ValueError unless queries of one layer each come to every plain KV cache."""
     if any(not kind.routed or kind.derived or kind.sharers > 1 for kind in kinds):
         raise ValueError(
-            f"{wish}, and {_name(model)} attends by itself, to keys made of the cached ones, or "
-            'with several layers to the same: choose another policy ("keydiff" looks at keys only).'
+            f"{wish}, and {architecture(model)} attends by itself, to keys made of the cached "
+            "ones, or with several layers to the same: choose another policy "
+            '("keydiff" looks at keys only).'
         )
     if ranks_of(model) is not None:
         raise ValueError(f"{wish}, and this process has a part of them: choose another policy.")
@@ -109,17 +99,12 @@ def _learnt(model: nn.Module, identity: ModelIdentity, tokens: Sequence[int], wi
     for layer, rope in enumerate(ropes):
         if rope is None:
             raise ValueError(
-                f"{wish} before RoPE, and {_name(model)} has another one than mlx.nn.RoPE, or none "
-                f"(layer {layer}): choose another policy."
+                f"{wish} before RoPE, and {architecture(model)} has another one than "
+                f"mlx.nn.RoPE, or none (layer {layer}): choose another policy."
             )
-    length = min(FRAME_LENGTH, trained_context(model))
-    passes = mx.concatenate(windows_of(tokens, length))
+    passes = frame_passes(model, tokens)
     centres = centres_of_text(model, passes, [rope for rope in ropes if rope is not None])
-    path = place_of(identity)
-    try:
-        save_centres(path, identity, centres)
-    except OSError as error:
-        print(f"They could not be kept: {error}", file=sys.stderr)
+    KEPT.keep(identity, {"layers": _json_of(centres)})
     return centres
 
 
@@ -150,16 +135,9 @@ class _Centring(LookingCache):
         return full_attention(call.q, keys, values, call.scale, call.sinks, call.softcap)
 
 
-def place_of(identity: ModelIdentity) -> Path:
-    """Of a model's centres among this user's files."""
-    return profile_places.kept_folder() / f"{identity.file_stem}{SUFFIX}"
-
-
-def save_centres(path: Path, identity: ModelIdentity, centres: Centres) -> None:
-    """Write centres as JSON; the folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    head: dict[str, Any] = {"format": FORMAT, "version": VERSION, "model": asdict(identity)}
-    layers = [
+def _json_of(centres: Centres) -> list[dict[str, Any]]:
+    """Each layer's, as JSON types."""
+    return [
         {
             "rope": layer.rope.config(),
             "centre": as_text(np.array(layer.centre)),
@@ -167,19 +145,13 @@ def save_centres(path: Path, identity: ModelIdentity, centres: Centres) -> None:
         }
         for layer in centres
     ]
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps({**head, "layers": layers}))
 
 
-def load_centres(path: Path, identity: ModelIdentity) -> Centres | None:
-    """What `save_centres` wrote of this model; None where it is anything else, to be made anew."""
-    try:
-        data = json.loads(path.read_text())
-        if (data["format"], data["version"]) != (FORMAT, VERSION):
-            return None
-        if ModelIdentity.of_json(data["model"]).difference(identity) is not None:
-            return None
-        centres = tuple(
+def _kept_of(identity: ModelIdentity) -> Centres | None:
+    """What was kept of this model; None where they are to be learnt anew."""
+
+    def read(data: Any) -> Centres:
+        return tuple(
             QueryCentres(
                 mx.array(of_text(layer["centre"])),
                 mx.array(of_text(layer["spread"])),
@@ -187,16 +159,7 @@ def load_centres(path: Path, identity: ModelIdentity) -> Centres | None:
             )
             for layer in data["layers"]
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
+
+    found = KEPT.load(identity, read)
     expected = list(zip(identity.kv_heads, identity.key_widths, strict=True))
-    return centres if [layer.keys for layer in centres] == expected else None
-
-
-def _identity(model: nn.Module, kinds: Sequence[LayerKind]) -> ModelIdentity:
-    return identity_of(model, [k.heads for k in kinds], [k.widths.key for k in kinds])
-
-
-def _name(model: nn.Module) -> str:
-    """The model's, for people."""
-    return type(model).__module__.rsplit(".", 1)[-1]
+    return found if found and [layer.keys for layer in found] == expected else None

@@ -19,7 +19,14 @@ from mlx_h2o import routing
 from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.builtin import CALIBRATION_TEXT, MIXED_TEXT
 from mlx_h2o.frame import LEAST_SCALE
-from mlx_h2o.watching import LookingCache, Watcher, full_attention, looked_through
+from mlx_h2o.watching import (
+    LookingCache,
+    Watcher,
+    full_attention,
+    looked_through,
+    trained_context,
+    windows_of,
+)
 
 #: Contexts for which frames are made; beyond the last its frame serves.
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -41,6 +48,15 @@ def frame_tokens(tokenizer: Any) -> list[int]:
     text = MIXED_TEXT.read_text(encoding="utf-8") + CALIBRATION_TEXT.read_text(encoding="utf-8")
     tokens: list[int] = tokenizer.encode(text)[: FRAME_PASSES * FRAME_LENGTH]
     return tokens
+
+
+def frame_passes(model: nn.Module, tokens: Sequence[int]) -> mx.array:
+    """A text for frames as passes `[B, T]` of the model, all from position 0.
+
+    Raises:
+        ValueError: It is too short.
+    """
+    return mx.concatenate(windows_of(tokens, min(FRAME_LENGTH, trained_context(model))))
 
 
 def frames_of_text(

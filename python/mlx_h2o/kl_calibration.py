@@ -17,7 +17,7 @@ from mlx_h2o import routing
 from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.calibration import GRID, Progress
 from mlx_h2o.curves import falling
-from mlx_h2o.model_identity import identity_of
+from mlx_h2o.layer_kinds import identity_by_kinds
 from mlx_h2o.profile import Profile
 from mlx_h2o.remainder import SATURATION
 from mlx_h2o.watching import (
@@ -189,7 +189,7 @@ def calibrate_exactly(
         tuple(tuple(float(f"{x:.4g}") for x in falling(curve)) for curve in of_layer)
         for of_layer in losses
     )
-    identity = identity_of(model, [k.heads for k in kinds], [k.widths.key for k in kinds])
+    identity = identity_by_kinds(model, kinds)
     seen = {"tokens": sum(p.size for p in passes), **(details or {})}
     return Profile(identity, GRID, curves, "KL divergence, one head at a time", seen)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from mlx_h2o.attention_call import AttentionCall, Looking
 from mlx_h2o.budget import RowWidths
 from mlx_h2o.cache_lists import entries, replaced
 from mlx_h2o.handed_rows import hand_out
+from mlx_h2o.model_identity import ModelIdentity, identity_of
 from mlx_h2o.stock import stock_caches
 
 
@@ -37,6 +39,11 @@ class LayerKind:
     sharers: int = 1
     indexes: bool = False
     group: int = 1
+
+
+def identity_by_kinds(model: nn.Module, kinds: Sequence[LayerKind]) -> ModelIdentity:
+    """The identity of a loaded model whose plain KV caches are of these kinds."""
+    return identity_of(model, [k.heads for k in kinds], [k.widths.key for k in kinds])
 
 
 class _Trial(Looking, mlx_lm_cache.KVCache):

@@ -80,6 +80,11 @@ class ModelIdentity:
         return None if (likeness >= LEAST_LIKENESS).item() else "its embedding differs"
 
 
+def architecture(model: nn.Module) -> str:
+    """What mlx-lm calls a model's file, for messages: "llama"."""
+    return type(model).__module__.rsplit(".", 1)[-1]
+
+
 def identity_of(model: nn.Module, heads: Sequence[int], widths: Sequence[int]) -> ModelIdentity:
     """The identity of a loaded model.
 

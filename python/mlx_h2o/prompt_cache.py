@@ -18,9 +18,9 @@ from mlx_h2o.kept_centres import centres_for
 from mlx_h2o.kept_frames import Frames, found_frames, made_frames
 from mlx_h2o.known_rope import ropes_in_keys
 from mlx_h2o.layer_budgets import LayerBudgets, slots_given
-from mlx_h2o.layer_kinds import LayerKind, layer_kinds
+from mlx_h2o.layer_kinds import LayerKind, identity_by_kinds, layer_kinds
 from mlx_h2o.memory_size import USUAL_CONTEXT
-from mlx_h2o.model_identity import ModelIdentity, identity_of
+from mlx_h2o.model_identity import ModelIdentity, architecture
 from mlx_h2o.packed import DEFAULT_GROUP_SIZE
 from mlx_h2o.pins import Span
 from mlx_h2o.plan import AtHand, planned
@@ -113,15 +113,14 @@ def bounded_caches(
         NothingToBound: Nothing in the model's memory grows.
         ValueError: The settings do not suit the model, or it cannot be bounded.
     """
-    module = type(model).__module__
-    name = module.rsplit(".", 1)[-1]
+    name = architecture(model)
     kinds, ranks = layer_kinds(model) if kinds is None else kinds, ranks_of(model)
     if ranks is not None:
         kinds = [replace(kind, heads=kind.heads * ranks.count) for kind in kinds]
     caches = stock_caches(model)
     require_boundable(name, kinds, caches)
     attending = all(kind.routed for kind in kinds)
-    own_attention.warn_if_changed(module)
+    own_attention.warn_if_changed(type(model).__module__)
     policy = settings.policy_for(attending)
     check_settings(name, kinds, settings, policy)
     answers = settings.remainder and not any(kind.derived for kind in kinds)
@@ -171,7 +170,7 @@ def _at_hand(
     one_mask = not attending or any(kind.derived for kind in kinds)
     shared = any(kind.sharers > 1 for kind in kinds)
     heads = [kind.heads for kind in kinds]
-    identity = identity_of(model, heads, [kind.widths.key for kind in kinds])
+    identity = identity_by_kinds(model, kinds)
     slots = profile = frames = None
     if settings.layer_budgets is not None:
         slots = slots_given(settings.layer_budgets, caches, heads, one_mask)

@@ -23,7 +23,7 @@ from mlx_h2o.cli.tables import show
 from mlx_h2o.files import require_writable, write_kept
 from mlx_h2o.key_frames import frame_tokens
 from mlx_h2o.kl_calibration import calibrate_exactly
-from mlx_h2o.model_identity import identity_of
+from mlx_h2o.layer_kinds import identity_by_kinds
 from mlx_h2o.policies import policy_names
 from mlx_h2o.profile import FILE_NAME, SMALLEST_BUDGET, Profile
 from mlx_h2o.profile_places import place_for
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
         checks.whole(f"--{name}", getattr(args, name), fewest)
     model, tokenizer = load_model(args)
     kinds = profiled_kinds(model)
-    identity = identity_of(model, [k.heads for k in kinds], [k.widths.key for k in kinds])
+    identity = identity_by_kinds(model, kinds)
     out = args.out or place_for(model, identity)
     require_writable("--out", out)
     kept = CalibratedLayers(out.with_name(out.name + ".part"))
