@@ -1,6 +1,7 @@
 """Profiles: what they say for each size and length, and what their files may hold."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from mlx_h2o.curves import capped, scaled
 from mlx_h2o.measured import Measured, frames_for
 from mlx_h2o.model_identity import ModelIdentity
 from mlx_h2o.number_text import as_text, of_text
-from mlx_h2o.profile import Profile
+from mlx_h2o.profile import ECHO_PART, Profile
 
 HEADS, GRID, SPANS = (2, 1), (12, 24, 48, 96), (24, 48, 96)
 
@@ -70,6 +71,36 @@ def test_slots_are_shared_exactly_and_none_beyond_the_length(mean, length):
     assert min(slots) >= 12
     if length is not None:
         assert max(slots) <= max(length, mean)
+
+
+def with_echoes(*echoes):
+    made = profile()
+    heads = np.array(echoes, np.float32)
+    return replace(made, measured=replace(made.measured, echoes=heads))
+
+
+def test_what_echoes_lose_is_weighed_where_slots_are_shared_out(tmp_path):
+    """A head that copies holds everything; what prose alone loses is told as before."""
+    plain, made = profile(), with_echoes(0, 1e4, 0)
+    (a, b), (c,) = made.budgets(47, length=96)
+    assert b == 96
+    assert (a, c) != (plain.budgets(47, length=96)[0][0], plain.budgets(47, length=96)[1][0])
+    assert a + c == 3 * 47 - 96
+    for length in (48, 96, 200):
+        (grid, curves), (same, wanted) = made.curves_upto(length), made.wanted_upto(length)
+        assert grid == same
+        assert curves == plain.curves_upto(length)[1]
+        assert [wanted[0], wanted[2]] == [curves[0], curves[2]]
+        lost = [ECHO_PART * 1e4 * (1 - slots / grid[-1]) for slots in grid]
+        assert np.allclose(np.subtract(wanted[1], curves[1]), lost)
+    assert plain.wanted_upto(96) == plain.curves_upto(96)
+    # With room for one head, what the others lose.
+    added = with_echoes(1e4, 1e4, 1e4).loss_of(47, 12, None, 96)
+    assert added > made.loss_of(47, 12, None, 96) > plain.loss_of(47, 12, None, 96)
+    made.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == made != plain
+    with pytest.raises(ValueError, match="echoes must be losses"):
+        with_echoes(1, 2)
 
 
 def test_frames_are_of_the_next_context_up_or_the_longest():
@@ -155,11 +186,11 @@ def test_the_shipped_profile_shares_out_what_swift_expects():
     """The same numbers stand in swift/Tests/MLXH2OTests/ModelTests.swift."""
     model, _ = mlx_h2o.load()
     slots = [cache.settings.budgets for cache in mlx_h2o.make_prompt_cache(model, max_size=96)]
-    assert slots == [(10, 128), (48, 48), (48, 38), (48, 384)]
+    assert slots == [(10, 128), (48, 48), (48, 32), (32, 406)]
     for size, bits, slots in (
         ("100%", 8, [(5094, 5094), (424, 849), (849, 2971), (5094, 6793)]),
         ("25%", 6, [(1595, 1595), (132, 265), (265, 930), (1595, 2127)]),
-        ("10%", 5, [(768, 1024), (96, 128), (128, 64), (128, 1520)]),
+        ("10%", 5, [(560, 768), (64, 128), (128, 64), (96, 2048)]),
     ):
         caches = mlx_h2o.make_prompt_cache(model, max_bytes=size, context=2048)
         assert {cache.packing.k_bits for cache in caches} == {bits}

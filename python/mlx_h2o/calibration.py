@@ -9,7 +9,8 @@ steps that decode (`trials.py`). The loss is
 with o the head's full attention output and o_b what the b slots that the policy keeps, and their
 remainder, give. Curves of another policy mislead: shares by a window's cost twice what the
 policy's own do. The same pass tells what packing alone costs each head, and another, over a mixed
-text, makes the frames for packed keys (`key_frames.py`).
+text, makes the frames for packed keys (`key_frames.py`); a third, in which stretches of the text
+come again, tells which heads must hold what prose does not ask for (`echoes.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 from mlx_h2o import routing
 from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.calibrated_layers import CalibratedLayers, LayerLosses
-from mlx_h2o.echoes import with_echoes
+from mlx_h2o.echoes import echo_losses
 from mlx_h2o.frame import Frame, RowFormat
 from mlx_h2o.key_frames import frame_passes, frames_of_text
 from mlx_h2o.layer_kinds import identity_by_kinds
@@ -56,6 +57,8 @@ LENGTH = 2048
 FIRST_SPAN = 256
 #: Widths of rows whose loss from packing alone is measured.
 PACKED_BITS = (4, 5, 6, 8)
+#: Time of the pass over echoes, as a part of that of the trials, about.
+ECHO_WORK = 0.1
 METHOD = "output error of the policy itself, token by token"
 
 #: Called with (steps done, steps in all).
@@ -159,7 +162,6 @@ def calibrate(
     length: int = LENGTH,
     policy: str | Policy = DEFAULT_POLICY,
     frame_tokens: Sequence[int] | None = None,
-    echoes: bool = False,
     details: dict[str, Any] | None = None,
     progress: Progress | None = None,
     kept: CalibratedLayers | None = None,
@@ -174,8 +176,6 @@ def calibrate(
         policy: A policy or its name.
         frame_tokens: A text for the frames of packed keys, as varied as what the model will see;
             some 4000 tokens. By default the same text.
-        echoes: Whether stretches of the text come again further on (`echoes.py`), so that heads
-            that copy from afar are seen to.
         details: Anything to note in the profile.
         progress: Told as it goes on.
         kept: Layers that an earlier run of the same calibration finished; new ones are added.
@@ -187,27 +187,35 @@ def calibrate(
     policy = _measurable(make_policy(policy))
     settings: dict[str, Any] = {"name": policy.name, **asdict(policy)}
     length = min(length, trained_context(model))
-    passes = mx.concatenate(windows_of(with_echoes(tokens, length) if echoes else tokens, length))
+    passes = mx.concatenate(windows_of(tokens, length))
     T = passes.shape[1]
     framing = frame_passes(model, tokens if frame_tokens is None else frame_tokens)
     frames = frames_of_text(model, framing)
     identity = identity_by_kinds(model, kinds)
     at_hand = CalibratedLayers() if kept is None else kept
+
+    echo_layers = ECHO_WORK * len(kinds)
+
+    def told(layers: float) -> None:
+        if progress:
+            progress(round(100 * layers), round(100 * (len(kinds) + echo_layers)))
+
+    echoes = echo_losses(model, tokens, T, lambda done: told(ECHO_WORK * done))
     run = _Run(
         policy,
         (*(b for b in GRID if policy.least_budget() <= b < T), T),
         spans_of(T),
         frames_for(frames, T),
         at_hand,
-        lambda done: progress(round(100 * done), 100 * len(kinds)) if progress else None,
+        lambda done: told(echo_layers + done),
         group_size_of([k.widths for k in kinds]),
     )
     same = {"model": asdict(identity), "grid": run.grid, "orders": ORDERS, "policy": settings}
     at_hand.begin({**same, "texts": [_digest(passes), _digest(framing)]})
     routing.install()
     looked_through(model, passes, run.watcher, lambda i: _Calibrating(i, run))
-    measured = _measured(run, at_hand.all(len(kinds)), frames, settings)
-    seen = {"tokens": passes.size, "length": T, "echoes": echoes, **(details or {})}
+    measured = _measured(run, at_hand.all(len(kinds)), frames, settings, echoes)
+    seen = {"tokens": passes.size, "length": T, **(details or {})}
     return Profile.of(identity, run.grid, measured, METHOD, seen)
 
 
@@ -226,8 +234,9 @@ def _measured(
     layers: Sequence[LayerLosses],
     frames: dict[int, LayerFrames],
     policy: dict[str, Any],
+    echoes: np.ndarray,
 ) -> Measured:
-    """All layers' losses together, with the frames and the policy's settings."""
+    """All layers' losses together, with what else was measured, and the policy's settings."""
     packing = np.concatenate([layer.packing for layer in layers], axis=1)
     return Measured(
         ORDERS,
@@ -237,6 +246,7 @@ def _measured(
         run.group_size or DEFAULT_GROUP_SIZE,
         frames,
         policy,
+        echoes,
     )
 
 

@@ -34,6 +34,8 @@ class Measured:
         group_size: Elements of those that shared a scale.
         frames: By context (positions from 0 to below it), one entry a layer.
         policy: Name and settings of the policy that ran.
+        echoes: Each head's error where a stretch of text comes again whose first coming it does not
+            hold (`echoes.py`), `[heads]`; None where that was not measured.
     """
 
     orders: tuple[float, ...]
@@ -43,6 +45,7 @@ class Measured:
     group_size: int = 64
     frames: dict[int, LayerFrames] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
+    echoes: np.ndarray | None = None
 
     def check(self, heads: Sequence[int], widths: Sequence[int], grid: Sequence[int]) -> None:
         """Raise ValueError unless all is of a model with these heads and widths."""
@@ -54,6 +57,7 @@ class Measured:
         shape: tuple[int, ...] = (sum(heads), len(self.orders), len(self.spans), len(grid))
         losses = [("errors", self.errors, shape)]
         losses += [(f"{bits} bits", x, (sum(heads),)) for bits, x in self.packing.items()]
+        losses += [] if self.echoes is None else [("echoes", self.echoes, (sum(heads),))]
         for name, numbers, expected in losses:
             if numbers.shape != expected or not (numbers >= 0).all():
                 raise ValueError(
@@ -96,7 +100,7 @@ class Measured:
             "group_size": self.group_size,
             "packing": {str(bits): as_text(x) for bits, x in self.packing.items()},
             "frames": json_of_frames(self.frames),
-        }
+        } | ({} if self.echoes is None else {"echoes": as_text(self.echoes)})
 
     @classmethod
     def of_json(cls, data: Any) -> Measured:
@@ -109,6 +113,7 @@ class Measured:
             data["group_size"],
             frames_of_json(data["frames"]),
             dict(data["policy"]),
+            of_text(data["echoes"]) if "echoes" in data else None,
         )
 
 

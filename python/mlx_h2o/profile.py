@@ -30,6 +30,10 @@ VERSIONS = (1, 2)
 FILE_NAME = "mlx_h2o_profile.json"
 # Below 4 sinks, a few recent tokens and some to choose from, a head is no use.
 SMALLEST_BUDGET = 12
+#: Of a conversation's tokens, the part that says again what was said once: so much do echoes count
+#: beside prose. SmolLM2 at an eighth of the bytes knows 9 of 23 planted facts by prose alone (losing
+#: 0.67 % of perplexity), 16 with 0.04 and 18 with 0.1 (0.93 %); more helps less than it costs.
+ECHO_PART = 0.1
 # Beyond this part of the calibrated length the curves see too little of what would be evicted, and
 # their shares at this size are kept.
 LARGEST_PART = 2
@@ -108,7 +112,7 @@ class Profile:
         at = mean
         if length is None or length > known:
             at = min(mean, max(known // LARGEST_PART, least))
-        grid, heads = self.curves_upto(known if length is None else length)
+        grid, heads = self.wanted_upto(known if length is None else length)
         slots = curves.shared_out(grid, heads, at, least)
         if at < mean:
             slots = curves.scaled(slots, mean * len(slots), least)
@@ -125,6 +129,22 @@ class Profile:
             heads = self.measured.curves_upto(self.measured.span_for(length))
         below = sum(b < length for b in self.grid)
         return (*self.grid[:below], length), [(*curve[:below], 0.0) for curve in heads]
+
+    def wanted_upto(self, length: int) -> tuple[tuple[int, ...], list[tuple[float, ...]]]:
+        """The same by which slots are bought: with what a head loses over echoes, if measured.
+
+        No policy knows what will be said again, so of n tokens that came once a head of b slots is
+        taken to have lost the part 1 - b/n.
+        """
+        grid, heads = self.curves_upto(length)
+        if self.measured is None or self.measured.echoes is None:
+            return grid, heads
+        gone = [ECHO_PART * (1 - b / grid[-1]) for b in grid]
+        each = zip(heads, self.measured.echoes.tolist(), strict=True)
+        return grid, [
+            tuple(loss + echo * part for loss, part in zip(curve, gone, strict=True))
+            for curve, echo in each
+        ]
 
     def saturation(self, budgets: Sequence[Sequence[int]]) -> list[list[float]]:
         """Each head's better t for these budgets `[layers][H]`, at the next grid point up."""
@@ -167,12 +187,13 @@ class Profile:
     def loss_of(self, mean: int, least: int, bits: int | None, context: int) -> float:
         """What conversations of `context` tokens are expected to lose at so many slots a head.
 
-        Beyond the calibrated length a head is taken to need the same share of the tokens.
+        Echoes are counted, as where slots are bought. Beyond the calibrated length a head is taken
+        to need the same share of the tokens.
         """
         known = self.grid[-1]
         if context > known:
             mean, context = max(mean * known // context, least), known
-        grid, heads = self.curves_upto(context)
+        grid, heads = self.wanted_upto(context)
         flat = [b for layer in self.budgets(mean, least, context) for b in layer]
         total = sum(curves.loss_at(grid, c, b) for c, b in zip(heads, flat, strict=True))
         return total + self._packing_loss(bits)

@@ -118,17 +118,29 @@ def full_attention(
     for start in range(0, q.shape[2], QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, q.shape[2])
         rows = q[:, :, start:end], keys[:, :, :end], values[:, :, :end]
-        if softcap:
-            block = scaled_dot_product_attention(
-                *rows, scale=scale, mask="causal", sinks=sinks, softcap=softcap
-            )
-        else:
-            block = mx.fast.scaled_dot_product_attention(
-                *rows, scale=scale, mask="causal", sinks=sinks
-            )
+        block = block_attention(*rows, scale=scale, mask="causal", sinks=sinks, softcap=softcap)
         mx.eval(block)
         blocks.append(block)
     return mx.concatenate(blocks, axis=2)
+
+
+def block_attention(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float,
+    mask: str | mx.array,
+    sinks: mx.array | None,
+    softcap: float,
+) -> mx.array:
+    """Attention of a block of queries `[B, Hq, n, D]`, by MLX where it knows such logits."""
+    rows = q, keys, values
+    if softcap:
+        return scaled_dot_product_attention(
+            *rows, scale=scale, mask=mask, sinks=sinks, softcap=softcap
+        )
+    return mx.fast.scaled_dot_product_attention(*rows, scale=scale, mask=mask, sinks=sinks)
 
 
 def output_projection(layer: nn.Module | None, width: int) -> Callable[[mx.array], mx.array]:

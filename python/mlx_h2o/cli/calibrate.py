@@ -58,11 +58,6 @@ def add_parser(commands: Any) -> None:
         help="the policy that will run (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--echoes",
-        action="store_true",
-        help="say stretches of the text again further on, so that heads that copy are seen to",
-    )
-    parser.add_argument(
         "--exact", action="store_true",
         help="measure a window by KL divergence, one head and size at a time, instead",
     )  # fmt: skip
@@ -110,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
         else:
             framing = frame_tokens(tokenizer)
             shared |= {"policy": args.policy, "frame_tokens": framing, "kept": kept}
-            profile = calibrate(model, tokens, echoes=args.echoes, **shared)
+            profile = calibrate(model, tokens, **shared)
     write_kept(out, profile.save)
     kept.end()
     if args.json:

@@ -14,6 +14,9 @@ struct MeasuredHeads: Sendable, Equatable {
     private let heads: Int, points: Int
     /// By bits, each head's error when all its rows are packed in the frame.
     let packing: [Int: [Double]]
+    /// Each head's error where a stretch of text comes again whose first coming it does not hold; nil
+    /// where that was not measured.
+    let echoes: [Double]?
     /// Elements of those that shared a scale.
     let groupSize: Int
     /// Of the policy that ran.
@@ -47,6 +50,7 @@ struct MeasuredHeads: Sendable, Equatable {
             guard let bits = Int(entry.key) else { throw Self.damage("\(entry.key) bits") }
             found[bits] = try Self.losses(entry.value, [heads]).map(Double.init)
         }
+        echoes = try json["echoes"].map { try Self.losses($0, [heads]).map(Double.init) }
         groupSize = json["group_size"]?.int ?? H2OPacking.dense.groupSize
         self.frames = try frames.reduce(into: [:]) { found, entry in
             guard let context = Int(entry.key), context > 0, let layers = entry.value.array,

@@ -22,6 +22,9 @@ public struct H2OProfile: Sendable, Equatable {
     /// What else a calibration by the very policy tells; nil in files of version 1.
     let measured: MeasuredHeads?
 
+    // Of a conversation's tokens, the part that says again what was said once: so much do echoes count
+    // beside prose (ECHO_PART of Python's profile.py, which says why).
+    private static let echoPart = 0.1
     // Beyond this part of the calibrated length the curves see too little of what would be evicted,
     // and their shares at this size are kept.
     private static let largestPart = 2
@@ -104,7 +107,7 @@ public struct H2OProfile: Sendable, Equatable {
         let longest = grid.last!
         let goesOn = length.map { $0 > longest } ?? true
         let known = goesOn ? min(mean, max(longest / Self.largestPart, least)) : mean
-        let curves = curves(upTo: length ?? longest)
+        let curves = wanted(upTo: length ?? longest)
         var slots = curves.sharedOut(mean: known, least: least)
         if known < mean { slots = scaledShares(slots, total: mean * slots.count, least: least) }
         return byLayer(length.map { cappedShares(slots, most: $0) } ?? slots)
@@ -120,8 +123,23 @@ public struct H2OProfile: Sendable, Equatable {
             heads: (measured?.curves(upTo: length) ?? heads).map { $0.prefix(below.count) + [0] })
     }
 
+    /// The same by which slots are bought: with what a head loses over echoes, if that was measured. No
+    /// policy knows what will be said again, so of n tokens that came once a head of b slots is taken to
+    /// have lost the part 1 - b/n.
+    private func wanted(upTo length: Int) -> LossCurves {
+        let curves = curves(upTo: length)
+        guard let echoes = measured?.echoes else { return curves }
+        let tokens = Double(curves.grid.last!)
+        let gone = curves.grid.map { Self.echoPart * (1 - Double($0) / tokens) }
+        return LossCurves(
+            grid: curves.grid,
+            heads: zip(curves.heads, echoes).map { curve, echo in
+                zip(curve, gone).map { $0 + echo * $1 }
+            })
+    }
+
     /// What conversations of so many tokens are expected to lose, summed over the heads, in units of the
-    /// profile. Beyond the calibrated length a head is taken to need the same share of the tokens.
+    /// profile. Echoes are counted, as where slots are bought. Beyond the calibrated length a head is taken to need the same share of the tokens.
     ///
     /// - Parameters:
     ///   - mean: Slots per KV head on average.
@@ -138,7 +156,7 @@ public struct H2OProfile: Sendable, Equatable {
             guard let losses = measured?.packing[bits] else { return nil }
             packed = losses.reduce(0, +)
         }
-        let curves = curves(upTo: context)
+        let curves = wanted(upTo: context)
         let slots = try budgets(mean: mean, least: least, length: context).flatMap { $0 }
         return zip(curves.heads, slots).reduce(packed) { $0 + curves.loss($1.0, at: $1.1) }
     }
