@@ -193,13 +193,7 @@ def calibrate(
     frames = frames_of_text(model, framing)
     identity = identity_by_kinds(model, kinds)
     at_hand = CalibratedLayers() if kept is None else kept
-
-    echo_layers = ECHO_WORK * len(kinds)
-
-    def told(layers: float) -> None:
-        if progress:
-            progress(round(100 * layers), round(100 * (len(kinds) + echo_layers)))
-
+    told = _telling(progress, len(kinds))
     echoes = echo_losses(model, tokens, T, lambda done: told(ECHO_WORK * done))
     run = _Run(
         policy,
@@ -207,7 +201,7 @@ def calibrate(
         spans_of(T),
         frames_for(frames, T),
         at_hand,
-        lambda done: told(echo_layers + done),
+        lambda done: told(ECHO_WORK * len(kinds) + done),
         group_size_of([k.widths for k in kinds]),
     )
     same = {"model": asdict(identity), "grid": run.grid, "orders": ORDERS, "policy": settings}
@@ -217,6 +211,16 @@ def calibrate(
     measured = _measured(run, at_hand.all(len(kinds)), frames, settings, echoes)
     seen = {"tokens": passes.size, "length": T, **(details or {})}
     return Profile.of(identity, run.grid, measured, METHOD, seen)
+
+
+def _telling(progress: Progress | None, layers: int) -> Callable[[float], None]:
+    """Tells of work in layers of the trials, with the pass over echoes before them."""
+
+    def told(done: float) -> None:
+        if progress:
+            progress(round(100 * done), round(100 * layers * (1 + ECHO_WORK)))
+
+    return told
 
 
 def _measurable(policy: Policy) -> Policy:
