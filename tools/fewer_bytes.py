@@ -126,6 +126,14 @@ def shared_out(profile: Profile, total: int, widths: Sequence[int], beside: int)
     return sold(bits, at)
 
 
+def alike(profile: Profile, part: int) -> tuple[int, Shared]:
+    """Bytes of all slots at a part of a 16-bit cache's, and the best width that all heads share."""
+    heads, width = sum(profile.model.kv_heads), profile.model.key_widths[0]
+    total = heads * profile.grid[-1] * RowFormat().row_bytes(width, width) // part
+    of_widths = [shared_out(profile, total, (bits,), BESIDE) for bits in WIDTHS]
+    return total, min(of_widths, key=lambda shared: shared.loss)
+
+
 def setting(
     name: str, profile: Profile, shared: Shared, frames: Sequence[Frame], rounding: str | None
 ) -> Setting:
@@ -143,17 +151,13 @@ def setting(
 
 def settings_of(profile: Profile, frames: Sequence[Frame], part: int) -> list[Setting]:
     """Of one part of a 16-bit cache's bytes."""
-    heads, width = sum(profile.model.kv_heads), profile.model.key_widths[0]
-    total = heads * profile.grid[-1] * RowFormat().row_bytes(width, width) // part
-    alike = min(
-        (shared_out(profile, total, (b,), BESIDE) for b in WIDTHS), key=lambda shared: shared.loss
-    )
-    bits = alike.bits[0]
+    total, best = alike(profile, part)
+    bits = best.bits[0]
     differing = shared_out(profile, total, WIDTHS, BESIDE)
     half = shared_out(profile, total, (bits,), BESIDE_HALF)
     counts = ", ".join(f"{differing.bits.count(b)} heads of {b}" for b in WIDTHS)
     return [
-        setting(f"1/{part}, {bits} bits everywhere", profile, alike, frames, None),
+        setting(f"1/{part}, {bits} bits everywhere", profile, best, frames, None),
         setting(f"1/{part}, bits by head ({counts})", profile, differing, frames, None),
         setting(f"1/{part}, scores of 16 bits, to the nearest", profile, half, frames, NEAREST),
         setting(f"1/{part}, scores of 16 bits, dithered", profile, half, frames, DITHERED),
@@ -162,18 +166,15 @@ def settings_of(profile: Profile, frames: Sequence[Frame], part: int) -> list[Se
 
 def expected(profile: Profile, parts: Sequence[int]) -> None:
     """A table of what the profile expects to lose, in its own units."""
-    width = profile.model.key_widths[0]
-    whole = sum(profile.model.kv_heads) * profile.grid[-1] * RowFormat().row_bytes(width, width)
     print("| bytes | everywhere | bits by head | 8 bytes beside a row | 6 bytes |")
     print("|---|---|---:|---:|---:|")
     for part in parts:
-        alike = [shared_out(profile, whole // part, (b,), BESIDE) for b in WIDTHS]
-        best = min(alike, key=lambda shared: shared.loss)
+        total, best = alike(profile, part)
         only = best.bits[:1]
         others = [
-            shared_out(profile, whole // part, WIDTHS, BESIDE),
-            shared_out(profile, whole // part, only, BESIDE_HALF),
-            shared_out(profile, whole // part, only, BESIDE_LEAST),
+            shared_out(profile, total, WIDTHS, BESIDE),
+            shared_out(profile, total, only, BESIDE_HALF),
+            shared_out(profile, total, only, BESIDE_LEAST),
         ]
         losses = " | ".join(f"{other.loss / best.loss - 1:+.0%}" for other in others)
         print(f"| 1/{part} | {only[0]} bits, {best.loss:.5f} | {losses} |")
