@@ -139,7 +139,8 @@ public struct H2OProfile: Sendable, Equatable {
     }
 
     /// What conversations of so many tokens are expected to lose, summed over the heads, in units of the
-    /// profile. Echoes are counted, as where slots are bought. Beyond the calibrated length a head is taken to need the same share of the tokens.
+    /// profile. Echoes are counted, as where slots are bought. Beyond the calibrated length a head is
+    /// taken to need the same share of the tokens.
     ///
     /// - Parameters:
     ///   - mean: Slots per KV head on average.
