@@ -14,6 +14,7 @@ from mlx_h2o.kept_frames import KEPT
 from mlx_h2o.memory_size import Share, memory_size
 from mlx_h2o.model_identity import identity_of
 from mlx_h2o.profile_places import found_profile
+from mlx_h2o.sizing import NEGLIGIBLE
 from tiny_models import prefill, prompt_tokens, tiny_model
 
 #: Bytes of a token in a 16-bit cache of recall-4m: layers, heads, keys and values, bytes.
@@ -80,10 +81,11 @@ def test_of_widths_that_lose_hardly_more_the_one_with_most_slots_is_chosen(embed
     assert cache[0].settings.frame is not None or bits == 16
     assert "expected loss" in describe(cache)[0].reason
     least = min(loss, *losses)
-    assert loss <= least + 1.01e-3  # told in three digits
+    # Losses are told in three digits.
+    assert loss <= least + 1.01 * NEGLIGIBLE
     for _, more, other in others:
         # Slots beyond the conversation are none.
-        assert other > least + 0.99e-3 or min(more, 1024) <= min(slots, 1024)
+        assert other > least + 0.99 * NEGLIGIBLE or min(more, 1024) <= min(slots, 1024)
     if slots >= 1024:
         assert loss == min(one for _, n, one in [(0, slots, loss), *others] if n >= 1024)
 
