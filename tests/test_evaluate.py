@@ -323,8 +323,9 @@ def test_a_cache_that_cannot_be_made_does_not_stop_the_others(stage):
     last = len(suite.contenders) - 1
     why = suite.run(last, untold)
     assert "too small" in why
-    evaluation.found = {"perplexity": {suite.contenders[last].name: why}}
-    assert list(evaluation.refusals().values()) == [why]
+    name = suite.contenders[last].name
+    evaluation.found = {"perplexity": {name: why}, "kept": {name: why}}
+    assert evaluation.refusals() == {why: [f"perplexity, {name}", f"kept, {name}"]}
     assert evaluation.sections() == []
 
 

@@ -214,7 +214,7 @@ def require_grids(args: argparse.Namespace) -> None:
 def report(evaluation: Evaluation, args: argparse.Namespace) -> None:
     """Print and write what is known, however far it came."""
     glance, sections = at_a_glance(evaluation.known()), evaluation.sections()
-    refused = [f"{what}: {why}" for what, why in evaluation.refusals().items()]
+    refused = [f"{why} ({'; '.join(of)})" for why, of in evaluation.refusals().items()]
     if args.json:
         print(json.dumps(evaluation.as_json()))
     else:

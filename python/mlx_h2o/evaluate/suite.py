@@ -162,14 +162,14 @@ class Evaluation:
         """What all measures have to say so far."""
         return [measure.section(findings) for measure, findings in self.known()]
 
-    def refusals(self) -> dict[str, str]:
-        """Contenders that could not be made, by measure and name, and why."""
-        return {
-            f"{measure}, {contender}": found
-            for measure, of in self.found.items()
-            for contender, found in of.items()
-            if isinstance(found, str)
-        }
+    def refusals(self) -> dict[str, list[str]]:
+        """Why contenders could not be made, and which, by measure and name."""
+        reasons: dict[str, list[str]] = {}
+        for measure, of in self.found.items():
+            for contender, found in of.items():
+                if isinstance(found, str):
+                    reasons.setdefault(found, []).append(f"{measure}, {contender}")
+        return reasons
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as JSON types."""
