@@ -257,6 +257,33 @@ def test_the_command_writes_json_and_a_chart(tmp_path, capsys):
     assert len(chart) > 10_000
 
 
+def test_a_grid_has_a_figure_for_each_cache_and_size(capsys):
+    """The same as the table's, in another form, without the time that speeds take."""
+    sizes = "--max-kv-size 64 48 --markdown --only mlx-lm sliding h2o".split()
+    assert main([*SMALL, "h2o", *sizes]) == 0
+    table = {cells[0]: cells[2] for cells in table_rows(capsys.readouterr().out)}
+    assert main([*SMALL, "h2o", *sizes, "--grid"]) == 0
+    out = capsys.readouterr().out
+    head, *rows = table_rows(out.split("facts")[0])
+    assert head == ["cache", "keeps all", "64 tokens' bytes", "48 tokens' bytes"]
+    by_name = {name: cells for name, *cells in rows}
+    for name in PACKED:
+        assert by_name[name] == [table[name], "", ""]
+    names = [WINDOW, "h2o, uniform", "h2o, uniform, no remainder"]
+    assert [*by_name] == [*PACKED, *names]
+    for name in names:
+        assert by_name[name] == ["", *(table[f"{name}, {size} tokens"] for size in (64, 48))]
+    assert "facts" in out
+    assert main([*SMALL, "h2o", "--grid", "--json"]) == 2
+    assert "--grid is another form" in capsys.readouterr().err
+
+
+def table_rows(markdown):
+    """Cells of a Markdown table, its heading first."""
+    lines = [line for line in markdown.splitlines() if line.startswith("|") and "---" not in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
 def test_the_table_says_what_was_measured():
     protocol = Protocol("some/model", "text", 48, 1, 64, 32, 4, 100)
     result = Result(WINDOW, [1.0], 2.718, 0.0953, 3, 4, 123.4, 65536, 3.25)

@@ -5,21 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT
+from mlx_h2o.cli.evaluation_output import rich_table
 from mlx_h2o.cli.options import named_options, read_text
 from mlx_h2o.cli.progress import progress_bar
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
 from mlx_h2o.evaluate import chart
-from mlx_h2o.evaluate.arms import FULL, Arm, arms_of_sizes, default_arms
+from mlx_h2o.evaluate.arms import FULL, PACKED, Arm, arms_of_sizes, default_arms
 from mlx_h2o.evaluate.comparison import Protocol, Result, as_json, compare
+from mlx_h2o.evaluate.grid import KEEPS_ALL, grid
 from mlx_h2o.evaluate.recall import FORMS
+from mlx_h2o.evaluate.sections import Rows
 from mlx_h2o.files import require_folder, write_kept
 from mlx_h2o.linear_algebra import advice, blas
 from mlx_h2o.packed import BITS
@@ -78,6 +81,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="write compare.json and compare.png"
+    )
+    parser.add_argument(
+        "--grid",
+        action="store_true",
+        help="print a figure for each cache and size, instead of all columns, and time nothing",
     )
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--json", action="store_true", help="print JSON instead of the table")
@@ -142,6 +150,7 @@ def run(args: argparse.Namespace) -> None:
         equal=args.equal,
         facts=args.facts or ("questions" if args.model == DEFAULT_MODEL else "cloze"),
         chunk=args.chunk,
+        timed=not args.grid,
     )
     arms = arms_of(args, args.budgets)
     if args.out:
@@ -156,7 +165,8 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(report))
     else:
-        show(table(results, protocol, args.max_kv_size), args.markdown)
+        for made in tables(results, arms, protocol, args):
+            show(made, args.markdown)
         if line := advice():
             print(line, file=sys.stderr)
     if args.out:
@@ -177,6 +187,8 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--prompts must be at least 0, which leaves recall out.")
     if args.prefill >= args.tokens:
         raise ValueError("--prefill must leave tokens to score: make it less than --tokens.")
+    if args.grid and args.json:
+        raise ValueError("--grid is another form of the table: leave out --json.")
 
 
 def what_is_equal(protocol: Protocol, sizes: Sequence[int] = ()) -> str:
@@ -185,7 +197,62 @@ def what_is_equal(protocol: Protocol, sizes: Sequence[int] = ()) -> str:
     return f"{of} slots" if protocol.equal == "slots" else f"the bytes of {of} tokens"
 
 
-def table(results: list[Result], protocol: Protocol, sizes: Sequence[int] = ()) -> Table:
+def tables(
+    results: Sequence[Result], arms: Sequence[Arm], protocol: Protocol, args: argparse.Namespace
+) -> list[Table]:
+    """The results for a terminal: one table, or with --grid one for each figure."""
+    if not args.grid:
+        return [table(results, protocol, args.max_kv_size)]
+    of = "slots" if protocol.equal == "slots" else "tokens' bytes"
+    what = {"loss of perplexity": loss_of, "facts": facts_of}
+    if not protocol.prompts:
+        del what["facts"]
+    title = f"{protocol.model}, {protocol.samples} x {protocol.tokens} tokens"
+    return [
+        rich_table(grid_of_sizes(name, figure, results, arms, of), title)
+        for name, figure in what.items()
+    ]
+
+
+def grid_of_sizes(
+    title: str,
+    figure: Callable[[Result], str],
+    results: Sequence[Result],
+    arms: Sequence[Arm],
+    of: str,
+) -> Rows:
+    """Caches down, sizes across; the full cache is what the others are compared with.
+
+    Args:
+        title: What the figures are.
+        figure: A result's.
+        results: The full cache's first.
+        arms: The caches, in the same order.
+        of: What sizes are counted in.
+    """
+    pairs = list(zip(arms, results, strict=True))[1:]
+    keeping = [arm.name for arm, _ in pairs if arm.name in PACKED]
+    sizes = sorted({arm.size for arm, _ in pairs if arm.size and arm.name not in PACKED})
+    cells = {
+        (arm.name, None) if arm.name in PACKED else (arm.base, arm.size): figure(result)
+        for arm, result in pairs
+    }
+    heads = {None: KEEPS_ALL} if keeping else {}
+    return grid(title, cells, heads | {size: f"{size} {of}" for size in reversed(sizes)})
+
+
+def loss_of(result: Result) -> str:
+    """With its standard error over the samples, where there are several."""
+    error = "" if not result.loss_error else f" ± {100 * result.loss_error:.2f}"
+    return f"{100 * result.loss:+.2f}{error} %"
+
+
+def facts_of(result: Result) -> str:
+    """Recalled, of those that the full cache recalls."""
+    return f"{result.recalled}/{result.asked}" if result.asked else "-"
+
+
+def table(results: Sequence[Result], protocol: Protocol, sizes: Sequence[int] = ()) -> Table:
     """The results for a terminal."""
     rows = Table(
         title=f"{protocol.model}, {protocol.samples} x {protocol.tokens} tokens, bounded caches: "
@@ -197,13 +264,13 @@ def table(results: list[Result], protocol: Protocol, sizes: Sequence[int] = ()) 
     for column in ("perplexity", "loss", "facts", "tokens/s", "KV bytes", "less"):
         rows.add_column(column, justify="right")
     for result in results:
-        error = "" if not result.loss_error else f" ± {100 * result.loss_error:.2f}"
+        speed = result.tokens_per_second
         rows.add_row(
             result.arm,
             f"{result.perplexity:.2f}",
-            f"{100 * result.loss:+.2f}{error} %",
-            f"{result.recalled}/{result.asked}" if result.asked else "-",
-            f"{result.tokens_per_second:.0f}",
+            loss_of(result),
+            facts_of(result),
+            "-" if speed is None else f"{speed:.0f}",
             f"{result.nbytes:,}",
             f"{result.compression:.1f}x",
         )

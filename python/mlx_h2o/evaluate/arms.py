@@ -47,6 +47,11 @@ class Arm:
     by_bytes: bool = False
     size: int | None = None
 
+    @property
+    def base(self) -> str:
+        """Its name without the size, which it tells where there are several."""
+        return self.name.removesuffix(f", {self.size} tokens")
+
     def make(
         self, model: nn.Module, max_size: int, equal: str = "bytes", context: int | None = None
     ) -> list[Any]:

@@ -45,6 +45,7 @@ class Protocol:
         equal: What the bounded caches have the same of: "bytes" or "slots" (`Arm.make`).
         facts: How facts are told and asked for: a name of `recall.FORMS`.
         chunk: Tokens of a prompt's prose given at once after the prefill.
+        timed: Whether speeds are measured too.
     """
 
     model: str
@@ -59,6 +60,7 @@ class Protocol:
     equal: str = "bytes"
     facts: str = "questions"
     chunk: int = 1
+    timed: bool = True
 
 
 @dataclass
@@ -72,7 +74,8 @@ class Result:
         loss: Share by which that exceeds the full cache's.
         recalled: Facts recalled, of those that the full cache recalls.
         asked: How many the full cache recalls.
-        tokens_per_second: Decoding, eviction active, side by side with the other arms.
+        tokens_per_second: Decoding, eviction active, side by side with the other arms; None where
+            that was not measured.
         nbytes: Bytes held at the end of a sample, per sample, as a 16-bit model has them.
         compression: How many times less that is than the full cache holds.
         loss_error: Standard error of the loss over the samples, paired with the full cache; None
@@ -85,7 +88,7 @@ class Result:
     loss: float
     recalled: int
     asked: int
-    tokens_per_second: float
+    tokens_per_second: float | None
     nbytes: int
     compression: float
     loss_error: float | None = None
@@ -244,14 +247,15 @@ def compare(
     found = dict(finished(work, range(2 * count), told, workers))
     known = [of_arm for job in range(count) for of_arm in found[job]]
     measured = [of_arm for job in range(count, 2 * count) for of_arm in found[job]]
-    return _results(arms, measured, known, speeds_of(work.model, arms, protocol))
+    speeds = speeds_of(work.model, arms, protocol) if protocol.timed else [None] * len(arms)
+    return _results(arms, measured, known, speeds)
 
 
 def _results(
     arms: Sequence[Arm],
     measured: Sequence[tuple[Any, int]],
     recalls: Sequence[Any],
-    speeds: Sequence[float],
+    speeds: Sequence[float | None],
 ) -> list[Result]:
     """One result an arm, against the first; what that arm does not know does not count."""
     known, full = recalls[0], Perplexity(measured[0][0])

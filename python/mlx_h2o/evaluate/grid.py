@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mlx_h2o.evaluate.contenders import label
 from mlx_h2o.evaluate.measures import Findings, Measure
@@ -14,6 +15,22 @@ KEEPS_ALL = "keeps all"
 NOTHING = ""
 
 
+def grid(title: str, cells: Mapping[tuple[str, Any], str], heads: Mapping[Any, str]) -> Rows:
+    """Caches down, what they were given across.
+
+    Args:
+        title: Of the table.
+        cells: Figures, by a cache's name and what it was given.
+        heads: Of the columns, by what was given.
+    """
+    names = dict.fromkeys(name for name, _ in cells)
+    return Rows(
+        title,
+        ("cache", *heads.values()),
+        [(name, *(cells.get((name, given), NOTHING) for given in heads)) for name in names],
+    )
+
+
 def grid_of(measure: Measure, findings: Findings) -> Rows:
     """Caches down, parts of the bytes across.
 
@@ -23,13 +40,11 @@ def grid_of(measure: Measure, findings: Findings) -> Rows:
     """
     (_, full), *others = findings
     shares = sorted({c.share for c, _ in others if c.share is not None}, reverse=True)
-    columns = [None, *shares] if any(c.share is None for c, _ in others) else [*shares]
-    cells = {(c.arm.name, c.share): measure.brief(found, full) for c, found in others}
-    names = list(dict.fromkeys(name for name, _ in cells))
-    return Rows(
+    keeping = {None: KEEPS_ALL} if any(c.share is None for c, _ in others) else {}
+    return grid(
         f"{measure.briefly}, by part of the bytes",
-        ("cache", *(KEEPS_ALL if share is None else label(share) for share in columns)),
-        [(name, *(cells.get((name, share), NOTHING) for share in columns)) for name in names],
+        {(c.arm.name, c.share): measure.brief(found, full) for c, found in others},
+        keeping | {share: label(share) for share in shares},
     )
 
 
