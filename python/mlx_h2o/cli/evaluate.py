@@ -15,7 +15,7 @@ from mlx_h2o.cli.options import named_options, read_text, typed
 from mlx_h2o.cli.report_table import run_table
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
-from mlx_h2o.evaluate.contenders import SHARES, contenders
+from mlx_h2o.evaluate.contenders import SHARES, Contender, contenders
 from mlx_h2o.evaluate.grid import at_a_glance
 from mlx_h2o.evaluate.measures import MEASURES, Measure
 from mlx_h2o.evaluate.page import page
@@ -23,7 +23,7 @@ from mlx_h2o.evaluate.presets import QUICK_SHARES, measures
 from mlx_h2o.evaluate.recall import FORMS
 from mlx_h2o.evaluate.report_tables import HEADLINE_SAMPLES, tables
 from mlx_h2o.evaluate.stage import Stage
-from mlx_h2o.evaluate.suite import FILE_NAME, Evaluation, Suite
+from mlx_h2o.evaluate.suite import FILE_NAME, Evaluation, Suite, sizes_of
 from mlx_h2o.files import require_folder, write_kept
 from mlx_h2o.linear_algebra import advice
 from mlx_h2o.policies import policy_names
@@ -164,18 +164,26 @@ def plain_text(path: Path) -> str:
 
 def suite_of(args: argparse.Namespace) -> Suite:
     """What the options ask for."""
+    return Suite(stage_of(args), contenders_of(args), measures_of(args))
+
+
+def contenders_of(args: argparse.Namespace) -> list[Contender]:
+    """The caches, in every share."""
     shares = args.shares or (QUICK_SHARES if args.quick else SHARES)
-    chosen: list[Measure] = measures(args.quick, args.measures, args.size)
-    return Suite(stage_of(args), contenders(args.policies, shares, args.budgets), chosen)
+    return contenders(args.policies, shares, args.budgets)
+
+
+def measures_of(args: argparse.Namespace) -> list[Measure]:
+    """The measures, in their sizes."""
+    return measures(args.quick, args.measures, args.size)
 
 
 def settings(args: argparse.Namespace) -> dict[str, str]:
-    """Everything that the figures depend on, by name."""
-    suite = suite_of(args)
-    arms = {contender.arm.name: contender.arm.described() for contender in suite.contenders}
+    """Everything that the figures depend on, by name; the text itself need not be there."""
+    arms = {contender.arm.name: contender.arm.described() for contender in contenders_of(args)}
     sizes = {
-        name: ", ".join(f"{size}={value}" for size, value in of.items())
-        for name, of in suite.settings()["measures"].items()
+        measure.name: ", ".join(f"{size}={value}" for size, value in sizes_of(measure).items())
+        for measure in measures_of(args)
     }
     return named_options(args) | arms | sizes
 

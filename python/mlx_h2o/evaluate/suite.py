@@ -65,12 +65,13 @@ class Suite:
             "chunk": self.stage.chunk,
             "seed": self.stage.seed,
             "contenders": {c.name: c.arm.described() for c in self.contenders},
-            "measures": {
-                # As JSON has it: lists for tuples.
-                measure.name: json.loads(json.dumps(asdict(measure)))  # type: ignore[call-overload]
-                for measure in self.measures
-            },
+            "measures": {measure.name: sizes_of(measure) for measure in self.measures},
         }
+
+
+def sizes_of(measure: Measure) -> dict[str, Any]:
+    """A measure's fields as JSON has them: lists for tuples."""
+    return dict(json.loads(json.dumps(asdict(measure))))  # type: ignore[call-overload]
 
 
 @dataclass
