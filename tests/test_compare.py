@@ -240,6 +240,17 @@ def test_what_holds_everything_is_counted_in_16_bits(embedded):
     assert {name: held[name] / held[FULL] for name in PACKED} == pytest.approx(of_16)
 
 
+def test_mlx_lms_packed_caches_have_groups_that_fit_the_heads():
+    """Of 64 where they can; heads of 96 have 32, and heads of 12 none."""
+    for hidden, group in ((256, 64), (384, 32)):
+        model = tiny_model("llama", hidden_size=hidden)
+        cache = Arm("mlx-lm, 4 bits").make(model, 64)
+        mx.eval(model(mx.zeros((1, 8), mx.int32), cache=cache))
+        assert {entry.group_size for entry in cache} == {group}
+    with pytest.raises(ValueError, match=r"mlx-lm, 4 bits: .* too narrow"):
+        Arm("mlx-lm, 4 bits").make(tiny_model("llama"), 64)
+
+
 def test_the_command_writes_json_and_a_chart(tmp_path, capsys):
     folder = tmp_path / "new" / "folder"
     assert main([*SMALL, "keydiff", "--json", "--out", str(folder)]) == 0

@@ -316,6 +316,19 @@ def test_an_evaluation_goes_on_where_it_was_left(stage, tmp_path):
         Evaluation.begin(small_suite(stage), tmp_path / "none.json", resume=True)
 
 
+def test_only_what_the_full_cache_cannot_do_ends_a_run(stage):
+    """Where it fails it is the text or a size; mlx-lm's packed caches may fail by themselves."""
+
+    class Refusing(PerplexityMeasure):
+        def of(self, stage, contender, tell):
+            raise ValueError(f"not with {contender.name}")
+
+    suite = Suite(stage, contenders([], [0.5])[:2], [Refusing()])
+    assert suite.run(1, untold) == "not with mlx-lm, 8 bits"
+    with pytest.raises(ValueError, match="not with full cache"):
+        suite.run(0, untold)
+
+
 def test_a_cache_that_cannot_be_made_does_not_stop_the_others(stage):
     """A sixty-fourth of 64 tokens holds nothing; the report says so."""
     suite = Suite(stage, contenders([], [1 / 64]), [TINY[0]])

@@ -79,17 +79,7 @@ def add_parser(commands: Any) -> None:
         help="how facts are asked for: questions (as recall-4m was trained) or cloze (words to "
         "complete; default for other models). Only facts that the full cache knows count",
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write compare.json and compare.png"
-    )
-    parser.add_argument(
-        "--grid",
-        action="store_true",
-        help="print a figure for each cache and size, instead of all columns, and time nothing",
-    )
-    style = parser.add_mutually_exclusive_group()
-    style.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    style.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    _add_output(parser)
     parser.set_defaults(run=run, settings=settings)
 
 
@@ -110,6 +100,21 @@ def _add_caches(parser: argparse.ArgumentParser) -> None:
         help="of all these caches the full one, and those whose names begin so",
     )  # fmt: skip
     parser.add_argument("--budgets", metavar="FILE", help="a profile (default: the model's own)")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    """What is written and printed."""
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write compare.json and compare.png"
+    )
+    parser.add_argument(
+        "--grid",
+        action="store_true",
+        help="print a figure for each cache and size, instead of all columns, and time nothing",
+    )
+    style = parser.add_mutually_exclusive_group()
+    style.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    style.add_argument("--markdown", action="store_true", help="print the table as Markdown")
 
 
 def settings(args: argparse.Namespace) -> dict[str, str]:

@@ -11,6 +11,8 @@ import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o.evaluate.equal_bytes import caches_in_16_bits, slots_in_16_bits
+from mlx_h2o.layer_kinds import layer_kinds
+from mlx_h2o.plan import group_size_of
 from mlx_h2o.policies.settings import setting_of
 from mlx_h2o.prompt_cache import bounded_caches
 from mlx_h2o.settings import DEFAULT_POLICY, ModelSettings, budgets_of_model
@@ -71,8 +73,14 @@ class Arm:
         if self.name == FULL:
             return stock_caches(model)
         if self.name in PACKED:
+            group_size = group_size_of([kind.widths for kind in layer_kinds(model)])
+            if group_size is None:
+                raise ValueError(
+                    f"{self.name}: this model's keys and values are too narrow to be packed "
+                    "(`compare --only` leaves a cache out)."
+                )
             return [
-                mlx_lm_cache.QuantizedKVCache(group_size=64, bits=PACKED[self.name])
+                mlx_lm_cache.QuantizedKVCache(group_size=group_size, bits=PACKED[self.name])
                 if type(entry) is mlx_lm_cache.KVCache
                 else entry
                 for entry in stock_caches(model)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_h2o.bench.machine import machine
+from mlx_h2o.evaluate.arms import FULL
 from mlx_h2o.evaluate.contenders import Contender
 from mlx_h2o.evaluate.measures import Findings, Measure
 from mlx_h2o.evaluate.sections import Section
@@ -45,7 +46,7 @@ class Suite:
         try:
             return measure.of(self.stage, contender, tell)
         except ValueError as error:
-            if contender.share is None:  # then it is the text or the sizes, and nothing goes
+            if contender.arm.name == FULL:  # then it is the text or the sizes, and nothing goes
                 raise
             return str(error)
 
