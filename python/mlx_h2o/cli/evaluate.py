@@ -164,13 +164,13 @@ def plain_text(path: Path) -> str:
 
 def suite_of(args: argparse.Namespace) -> Suite:
     """What the options ask for."""
-    return Suite(stage_of(args), contenders_of(args), measures_of(args))
+    return Suite(stage_of(args), contenders_of(args, args.budgets), measures_of(args))
 
 
-def contenders_of(args: argparse.Namespace) -> list[Contender]:
+def contenders_of(args: argparse.Namespace, budgets: str | None = None) -> list[Contender]:
     """The caches, in every share."""
     shares = args.shares or (QUICK_SHARES if args.quick else SHARES)
-    return contenders(args.policies, shares, args.budgets)
+    return contenders(args.policies, shares, budgets)
 
 
 def measures_of(args: argparse.Namespace) -> list[Measure]:
@@ -179,7 +179,7 @@ def measures_of(args: argparse.Namespace) -> list[Measure]:
 
 
 def settings(args: argparse.Namespace) -> dict[str, str]:
-    """Everything that the figures depend on, by name; the text itself need not be there."""
+    """Everything that the figures depend on, by name; the files it names need not be there."""
     arms = {contender.arm.name: contender.arm.described() for contender in contenders_of(args)}
     sizes = {
         measure.name: ", ".join(f"{size}={value}" for size, value in sizes_of(measure).items())
