@@ -192,10 +192,14 @@ import Testing
             caches.map { $0.core.settings.filling.last!.budgets }
         }
         // As Python's caches of so many bytes begin, and end up (tests/test_profile.py).
-        let whole = try caches(1), quarter = try caches(0.25), tenth = try caches(0.1)
+        let whole = try caches(1), half = try caches(0.5)
+        let quarter = try caches(0.25), tenth = try caches(0.1)
         #expect(whole.allSatisfy { $0.packing.keyBits == 8 && $0.frame != nil })
         #expect(whole.allSatisfy { $0.budgets == [3396, 3396] })
         #expect(last(whole) == [[5094, 5094], [424, 849], [849, 2971], [5094, 6793]])
+        // More slots in 6 bits are not worth what those lose more.
+        #expect(half.allSatisfy { $0.packing.keyBits == 8 && $0.frame != nil })
+        #expect(last(half) == [[2540, 2540], [211, 423], [423, 1481], [2539, 3387]])
         #expect(quarter.allSatisfy { $0.packing.keyBits == 6 && $0.frame != nil })
         #expect(quarter.allSatisfy { $0.budgets == [1063, 1063] })
         #expect(last(quarter) == [[1595, 1595], [132, 265], [265, 930], [1595, 2127]])
