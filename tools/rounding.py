@@ -11,20 +11,21 @@ bundled text; TEXT must be another one.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache, make_prompt_cache
-from real_model import calibration_passes, nats, report, shipped_frames
+from mlx_lm.models.cache import make_prompt_cache
+from real_model import RowsAsStored, calibration_passes, nats, report, shipped_frames
 
 import mlx_h2o
 from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.evaluate.perplexity import samples_of
 from mlx_h2o.frame import Frame, RowFormat
+from mlx_h2o.packed import PackedRows
 from mlx_h2o.watching import LookingCache, Watcher, full_attention, looked_through
 
 BITS = (5, 4)
@@ -69,11 +70,11 @@ class Rounding:
 
     def of(self, keys: mx.array, bits: int) -> mx.array:
         """Keys `[B, H, L, D]` in the frame, as they come out of packed rows; a group is a row."""
-        rows = np.array(keys.astype(mx.float16).astype(mx.float32))
+        half = keys.astype(mx.float16)
+        packed = PackedRows.of(half, bits, keys.shape[-1])
+        rows = np.array(half.astype(mx.float32))
+        by, off = (np.array(x[..., 0].astype(mx.float32)) for x in (packed.scales, packed.biases))
         top = 2**bits - 1
-        least, greatest = rows.min(axis=-1), rows.max(axis=-1)
-        by = ((greatest - least) / top).astype(np.float16).astype(np.float32)
-        off = least.astype(np.float16).astype(np.float32)
         out = np.empty_like(rows)
         for h, (order, parts) in enumerate(zip(self.orders, self.parts, strict=True)):
             wanted = rows[:, h][..., order]
@@ -85,22 +86,15 @@ class Rounding:
         return mx.array(out)
 
 
-class RoundedRows(KVCache):
-    """A full cache whose rows are packed, keys in their frame by a rounding."""
+@dataclass(frozen=True)
+class RoundedFormat(RowFormat):
+    """Packed rows, keys in their frame by a rounding."""
 
-    def __init__(self, bits: int, frame: Frame, rounding: Rounding | None):
-        super().__init__()
-        # mlx-lm takes a cache that has `bits` for one of its own packed ones.
-        self.width, self.frame, self.rounding = bits, frame, rounding
+    rounding: Rounding | None = None
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        stored = RowFormat(self.width, self.width, frame=self.frame)
-        if self.rounding is None:
-            keys = stored.keys(keys)
-        else:
-            framed = self.rounding.of(self.frame.enter(keys.astype(mx.float32)), self.width)
-            keys = self.frame.leave(framed)
-        return super().update_and_fetch(keys, stored.values(values))
+    def keys(self, keys: mx.array) -> mx.array:
+        framed = self.rounding.of(self.frame.enter(keys.astype(mx.float32)), self.k_bits)
+        return self.frame.leave(framed)
 
 
 def energies_of(model: nn.Module, passes: mx.array, frames: Sequence[Frame]) -> list[np.ndarray]:
@@ -144,18 +138,23 @@ def main() -> None:
     samples = samples_of(text, args.samples, args.tokens, None)
     frames = shipped_frames(model, args.tokens)
     energies = energies_of(model, calibration_passes(tokenizer, PASSES, PASS_TOKENS), frames)
-    ways: dict[str, list[Rounding] | list[None]] = {
-        "to the nearest level": [None] * len(frames),
-        "with regard to the usual query": [Rounding(by_one(energy)) for energy in energies],
-        "with regard to all queries": [Rounding(by_all(energy)) for energy in energies],
+    ways: dict[str, Callable[[np.ndarray], np.ndarray] | None] = {
+        "to the nearest level": None,
+        "with regard to the usual query": by_one,
+        "with regard to all queries": by_all,
     }
     print("| keys are rounded | perplexity | loss |\n|---|---:|---:|")
     full = nats(model, samples, make_prompt_cache)
     report("not at all", full, full)
     for bits in BITS:
-        for way, layers in ways.items():
-            pairs = list(zip(frames, layers, strict=True))
-            nll = nats(model, samples, lambda _, b=bits, of=pairs: [RoundedRows(b, *p) for p in of])
+        for way, regarded in ways.items():
+            formats = [
+                RoundedFormat(bits, bits, frame=frame, rounding=Rounding(regarded(energy)))
+                if regarded
+                else RowFormat(bits, bits, frame=frame)
+                for frame, energy in zip(frames, energies, strict=True)
+            ]
+            nll = nats(model, samples, lambda _, of=formats: [RowsAsStored(f) for f in of])
             report(f"{way}, {bits} bits", nll, full)
 
 

@@ -20,7 +20,7 @@ from mlx_h2o.drawing import drawing
 from mlx_h2o.evaluate import chart
 from mlx_h2o.evaluate.arms import FULL, PACKED, Arm, arms_of_sizes, default_arms
 from mlx_h2o.evaluate.comparison import Protocol, Result, as_json, compare
-from mlx_h2o.evaluate.grid import KEEPS_ALL, grid
+from mlx_h2o.evaluate.grid import grid
 from mlx_h2o.evaluate.recall import FORMS
 from mlx_h2o.evaluate.sections import Rows
 from mlx_h2o.files import require_folder, write_kept
@@ -209,13 +209,10 @@ def tables(
     if not args.grid:
         return [table(results, protocol, args.max_kv_size)]
     of = "slots" if protocol.equal == "slots" else "tokens' bytes"
-    what = {"loss of perplexity": loss_of, "facts": facts_of}
-    if not protocol.prompts:
-        del what["facts"]
-    title = f"{protocol.model}, {protocol.samples} x {protocol.tokens} tokens"
+    figures = {"loss of perplexity": loss_of} | ({"facts": facts_of} if protocol.prompts else {})
     return [
-        rich_table(grid_of_sizes(name, figure, results, arms, of), title)
-        for name, figure in what.items()
+        rich_table(grid_of_sizes(name, figure, results, arms, of), what_was_read(protocol))
+        for name, figure in figures.items()
     ]
 
 
@@ -235,15 +232,16 @@ def grid_of_sizes(
         arms: The caches, in the same order.
         of: What sizes are counted in.
     """
-    pairs = list(zip(arms, results, strict=True))[1:]
-    keeping = [arm.name for arm, _ in pairs if arm.name in PACKED]
-    sizes = sorted({arm.size for arm, _ in pairs if arm.size and arm.name not in PACKED})
     cells = {
         (arm.name, None) if arm.name in PACKED else (arm.base, arm.size): figure(result)
-        for arm, result in pairs
+        for arm, result in list(zip(arms, results, strict=True))[1:]
     }
-    heads = {None: KEEPS_ALL} if keeping else {}
-    return grid(title, cells, heads | {size: f"{size} {of}" for size in reversed(sizes)})
+    return grid(title, cells, lambda size: f"{size} {of}")
+
+
+def what_was_read(protocol: Protocol) -> str:
+    """The model and the samples, in words."""
+    return f"{protocol.model}, {protocol.samples} x {protocol.tokens} tokens"
 
 
 def loss_of(result: Result) -> str:
@@ -260,8 +258,7 @@ def facts_of(result: Result) -> str:
 def table(results: Sequence[Result], protocol: Protocol, sizes: Sequence[int] = ()) -> Table:
     """The results for a terminal."""
     rows = Table(
-        title=f"{protocol.model}, {protocol.samples} x {protocol.tokens} tokens, bounded caches: "
-        f"{what_is_equal(protocol, sizes)}",
+        title=f"{what_was_read(protocol)}, bounded caches: {what_is_equal(protocol, sizes)}",
         caption="Bytes as a 16-bit model has them; the loss with its standard error over the "
         f"samples. BLAS: {blas()}",
     )

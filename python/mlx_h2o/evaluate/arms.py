@@ -25,6 +25,8 @@ OURS = "mlx-h2o"
 PACKED = {"mlx-lm, 8 bits": 8, "mlx-lm, 4 bits": 4}
 # What RotatingKVCache keeps of the beginning in mlx-lm's own make_prompt_cache.
 WINDOW_KEEP = 4
+# Ends the names of caches of several sizes.
+OF_SIZE = ", {} tokens"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Arm:
     @property
     def base(self) -> str:
         """Its name without the size, which it tells where there are several."""
-        return self.name.removesuffix(f", {self.size} tokens")
+        return self.name.removesuffix(OF_SIZE.format(self.size))
 
     def make(
         self, model: nn.Module, max_size: int, equal: str = "bytes", context: int | None = None
@@ -177,7 +179,7 @@ def arms_of_sizes(arms: Sequence[Arm], sizes: Sequence[int]) -> list[Arm]:
     keeping = [arm for arm in arms if arm.name in (FULL, *PACKED)]
     bounded = [arm for arm in arms if arm not in keeping]
     return keeping + [
-        replace(arm, name=f"{arm.name}, {size} tokens", size=size)
+        replace(arm, name=arm.name + OF_SIZE.format(size), size=size)
         for size in sizes
         for arm in bounded
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_h2o.evaluate.contenders import label
@@ -15,19 +15,21 @@ KEEPS_ALL = "keeps all"
 NOTHING = ""
 
 
-def grid(title: str, cells: Mapping[tuple[str, Any], str], heads: Mapping[Any, str]) -> Rows:
-    """Caches down, what they were given across.
+def grid(title: str, cells: Mapping[tuple[str, Any], str], head: Callable[[Any], str]) -> Rows:
+    """Caches down, what they were given across: those that keep all first, then the most.
 
     Args:
         title: Of the table.
-        cells: Figures, by a cache's name and what it was given.
-        heads: Of the columns, by what was given.
+        cells: Figures, by a cache's name and what it was given; None: it keeps all.
+        head: Of the column of what was given.
     """
     names = dict.fromkeys(name for name, _ in cells)
+    given = {size for _, size in cells}
+    columns = [None] * (None in given) + sorted(given - {None}, reverse=True)
     return Rows(
         title,
-        ("cache", *heads.values()),
-        [(name, *(cells.get((name, given), NOTHING) for given in heads)) for name in names],
+        ("cache", *(KEEPS_ALL if size is None else head(size) for size in columns)),
+        [(name, *(cells.get((name, size), NOTHING) for size in columns)) for name in names],
     )
 
 
@@ -39,13 +41,8 @@ def grid_of(measure: Measure, findings: Findings) -> Rows:
         findings: What it found, the full cache first.
     """
     (_, full), *others = findings
-    shares = sorted({c.share for c, _ in others if c.share is not None}, reverse=True)
-    keeping = {None: KEEPS_ALL} if any(c.share is None for c, _ in others) else {}
-    return grid(
-        f"{measure.briefly}, by part of the bytes",
-        {(c.arm.name, c.share): measure.brief(found, full) for c, found in others},
-        keeping | {share: label(share) for share in shares},
-    )
+    cells = {(c.arm.name, c.share): measure.brief(found, full) for c, found in others}
+    return grid(f"{measure.briefly}, by part of the bytes", cells, label)
 
 
 def at_a_glance(found: Sequence[tuple[Measure, Findings]]) -> Section:
