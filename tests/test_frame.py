@@ -3,7 +3,8 @@
 import mlx.core as mx
 import pytest
 
-from mlx_h2o.frame import LEAST_SCALE, Frame, RowFormat, frames_of
+from mlx_h2o.frame import LEAST_SCALE, Frame, RowFormat
+from mlx_h2o.key_frames import frames_of
 from mlx_h2o.packed import PackedRows
 from tiny_models import tiny_model
 

@@ -20,7 +20,8 @@ from mlx_h2o import (
     save_prompt_cache,
 )
 from mlx_h2o.backends.choice import only_reference
-from mlx_h2o.frame import Frame, frames_of
+from mlx_h2o.frame import Frame
+from mlx_h2o.key_frames import frames_of
 from tiny_models import TinyLayer, tiny_model
 
 WIDTH = 64

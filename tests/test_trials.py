@@ -10,9 +10,10 @@ import pytest
 
 from mlx_h2o import calibration, make_prompt_cache
 from mlx_h2o.calibrated_layers import CalibratedLayers
-from mlx_h2o.key_frames import frames_of_keys, frames_of_text, turning
+from mlx_h2o.key_frames import frames_of_keys, frames_of_text
 from mlx_h2o.policies import make_policy
 from mlx_h2o.trials import ORDERS, Rows, tried
+from mlx_h2o.turning import turning
 from mlx_h2o.watching import HeadWeights
 from tiny_models import tiny_model
 

@@ -38,12 +38,13 @@ from mlx_h2o.evaluate.simulation import (
     Setting,
     SimulatedCache,
 )
-from mlx_h2o.frame import Frame, RowFormat, frames_of
+from mlx_h2o.frame import Frame, RowFormat
 from mlx_h2o.kept_frames import found_frames
-from mlx_h2o.key_frames import frame_tokens, frames_of_keys, turn_by
+from mlx_h2o.key_frames import frame_tokens, frames_of, frames_of_keys
 from mlx_h2o.layer_kinds import identity_by_kinds, layer_kinds
 from mlx_h2o.profile import Profile
 from mlx_h2o.profile_places import found_profile
+from mlx_h2o.turning import turn_by
 from mlx_h2o.watching import windows_of
 
 FRAME_PASSES = 3

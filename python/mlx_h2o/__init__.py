@@ -10,8 +10,9 @@ from mlx_h2o.cache_file import load_prompt_cache, save_prompt_cache
 from mlx_h2o.calibration import calibrate
 from mlx_h2o.conversations import new_turn, pin, unpin
 from mlx_h2o.description import describe
-from mlx_h2o.frame import Frame, frames_of
+from mlx_h2o.frame import Frame
 from mlx_h2o.kept_centres import learn_query_centres
+from mlx_h2o.key_frames import frames_of
 from mlx_h2o.kl_calibration import calibrate_exactly
 from mlx_h2o.latent_cache import LatentKVCache
 from mlx_h2o.linear_algebra import blas, use_openblas

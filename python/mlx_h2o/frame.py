@@ -1,10 +1,11 @@
-"""A frame for packed keys: each channel's centre and greatest distance, taken off before packing.
+"""A frame for packed keys: each channel's centre and scale, taken off before packing.
 
 A few key channels carry large, constant offsets, and one of them in a group of 64 leaves the others
-hardly a level. With k' = (k - centre) / scale, per channel and KV head, every channel fills its
-group's range alike. A query q meets packed keys as q' = scale q: q.k = q'.k' + q.centre, and the
-last term is the same for every slot, so the softmax never sees it. Values need no frame. Related:
-SmoothAttention (QServe, arXiv 2405.04532; a scale alone), KIVI, KVQuant.
+hardly a level. With k' = (k - centre) / scale, per channel and KV head, each has the part of its
+group's range that it is worth to queries (`frame_fit.py`). A query q meets packed keys as
+q' = scale q: q.k = q'.k' + q.centre, and the last term is the same for every slot, so the softmax
+never sees it. Values need no frame. Related: SmoothAttention (QServe, arXiv 2405.04532; a scale
+alone), KIVI, KVQuant.
 
 A cache with a frame works in it throughout: keys and queries enter at its door (`core.py`), and
 slots, recent window, remainder, distances and files know no other keys. What comes out needs
@@ -14,17 +15,12 @@ var(k'), is the same number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
-from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o.packed import PackedRows
-from mlx_h2o.stock import stock_caches
 
 # A channel that never moves keeps a scale that can be divided by.
 LEAST_SCALE = 1e-4
@@ -35,8 +31,8 @@ class Frame:
     """One layer's frame.
 
     Attributes:
-        centre: Each channel's mean, `[H, D]`; kept in float32.
-        scale: Its greatest distance from that, `[H, D]`, above 0; likewise.
+        centre: Of each channel, `[H, D]`; kept in float32.
+        scale: Likewise, above 0.
 
     Raises:
         ValueError: The two have another or different shapes, or numbers that no key can be put
@@ -70,7 +66,9 @@ class Frame:
 
     @classmethod
     def of(cls, keys: mx.array, centred: bool = True) -> Frame:
-        """The frame of keys `[B, H, T, D]` as they are cached, with RoPE applied.
+        """Mean and greatest distance of keys `[B, H, T, D]` as they are cached, with RoPE applied.
+
+        Where nothing is known of the queries, each channel fills the range alike.
 
         Args:
             keys: Of a text like those to come.
@@ -110,45 +108,6 @@ class Frame:
         float32."""
         heads = slice(first, first + keys.shape[1])
         return keys.astype(mx.float32) * self.scale[heads, None] + self.centre[heads, None]
-
-
-def frames_of(model: nn.Module, passes: Sequence[mx.array]) -> list[Frame | None]:
-    """A frame for each layer, from calibration passes at positions 0 and on.
-
-    Args:
-        model: An mlx-lm model.
-        passes: Token ids `[B, T]`.
-
-    Returns:
-        One entry a layer; None where the layer has no plain `KVCache`. Beside attention sinks a
-        frame has no centre.
-    """
-    seen: list[list[mx.array | None]] = []
-    for tokens in passes:
-        caches = stock_caches(model)
-        mx.eval(model(tokens, cache=caches))
-        seen.append([_cached_keys(entry) for entry in caches])
-    frames: list[Frame | None] = []
-    for i, layer in enumerate(zip(*seen, strict=True)):
-        keys = [rows for rows in layer if rows is not None]
-        centred = not has_sinks(model.layers[i])
-        frames.append(Frame.of(mx.concatenate(keys, axis=2), centred) if keys else None)
-    return frames
-
-
-def has_sinks(layer: nn.Module) -> bool:
-    """Whether a transformer block has attention-sink logits."""
-    parameters: list[tuple[str, mx.array]] = tree_flatten(layer.parameters())  # type: ignore[assignment]
-    return any("sink" in name for name, _ in parameters)
-
-
-def _cached_keys(entry: object) -> mx.array | None:
-    """A copy of a plain cache's keys: its buffer is larger, and would stay alive."""
-    if type(entry) is not mlx_lm_cache.KVCache or entry.keys is None:
-        return None
-    keys = mx.contiguous(entry.keys[:, :, : entry.offset])
-    mx.eval(keys)
-    return keys
 
 
 @dataclass(frozen=True)

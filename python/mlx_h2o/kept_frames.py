@@ -13,7 +13,7 @@ from mlx_h2o.measured import LayerFrames, check_frames, frames_of_json, json_of_
 from mlx_h2o.model_identity import ModelIdentity
 from mlx_h2o.profile import Profile
 
-KEPT = KeptOfModel("mlx-h2o frames", ".frames.json")
+KEPT = KeptOfModel("mlx-h2o frames", ".frames.json", version=2)
 
 Frames = dict[int, LayerFrames]
 

@@ -1,24 +1,32 @@
 """Frames for packed keys, made of one short text for contexts of any length.
 
-A frame belongs to a range of positions: a slow rotary channel that hardly moves over a thousand
-tokens takes every value over ten thousand, and a frame made of the thousand would clip it or leave
-it no levels. RoPE only turns each pair of channels by an angle, so the text's keys can be turned on
-to later positions by the model's own RoPE, without reading a longer text.
+A frame begins as each channel's mean and greatest distance from it, and is fitted to what queries
+make of the keys (`frame_fit.py`). It belongs to a range of positions: a slow rotary channel that
+hardly moves over a thousand tokens takes every value over ten thousand, and a frame made of the
+thousand would clip it or leave it no levels. RoPE only turns each pair of channels by an angle, so
+the text's keys can be turned on to later positions by the model's own RoPE, without reading a
+longer text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o import routing
 from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.builtin import CALIBRATION_TEXT, MIXED_TEXT
-from mlx_h2o.frame import LEAST_SCALE
+from mlx_h2o.frame import LEAST_SCALE, Frame
+from mlx_h2o.frame_fit import FrameSample, fitted
+from mlx_h2o.key_use import KeyUse
+from mlx_h2o.stock import stock_caches
+from mlx_h2o.turning import Turn, turning
 from mlx_h2o.watching import (
     LookingCache,
     Watcher,
@@ -34,13 +42,12 @@ CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 MOST_TURNS = 64
 # Where keys are turned to so many places or more, each turn takes a part of the tokens.
 PARTS = 4
-ROPE_NAMES = ("rope", "rotary_emb", "rotary", "rope_emb")
+# The first tokens of a text stay where they are: heads look at them from everywhere, and there are
+# no such tokens later on.
+FIRST = 4
 
 #: What is read of the bundled texts.
 FRAME_PASSES, FRAME_LENGTH = 4, 1024
-
-#: Adds an angle to keys `[B, H, L, D]`: that of so many positions.
-Turn = Callable[[mx.array, int], mx.array]
 
 
 def frame_tokens(tokenizer: Any) -> list[int]:
@@ -79,6 +86,56 @@ def frames_of_text(
     return {context: tuple(layer[context] for layer in layers) for context in contexts}
 
 
+def frames_of(model: nn.Module, passes: Sequence[mx.array]) -> list[Frame | None]:
+    """A frame for each layer, for contexts no longer than a text's passes.
+
+    Args:
+        model: An mlx-lm model.
+        passes: Token ids `[B, T]`, each at positions 0 to T - 1.
+
+    Returns:
+        One entry a layer; None where it has no plain `KVCache`, or attends without mlx_h2o. Beside
+        attention sinks and capped logits a frame has no centre.
+    """
+    routing.install()
+    layers = [
+        _Sampling() if type(entry) is mlx_lm_cache.KVCache else None
+        for entry in stock_caches(model)
+    ]
+    for tokens in passes:
+        stock = zip(layers, stock_caches(model), strict=True)
+        mx.eval(model(tokens, cache=[layer or entry for layer, entry in stock]))
+    return [layer.frame() if layer else None for layer in layers]
+
+
+class _Sampling(LookingCache):
+    """A looking cache that keeps its layer's keys, and their use, of all passes."""
+
+    knows_softcap = True
+
+    def __init__(self) -> None:
+        self.keys: list[mx.array] = []
+        self.uses: list[KeyUse] = []
+        self.centred = True
+
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+        self.keys.append(keys.astype(mx.float32))
+        self.uses.append(KeyUse.of(call, keys, values))
+        self.centred = _can_be_centred(call)
+        return full_attention(call.q, keys, values, call.scale, call.sinks, call.softcap)
+
+    def frame(self) -> Frame | None:
+        """Of all that was seen, if anything was."""
+        if not self.keys:
+            return None
+        weights, queries = (
+            [getattr(use, of) for use in self.uses] for of in ("weights", "queries")
+        )
+        sample = _sample(self.keys, weights, queries)
+        centre, scale = fitted(_widest(self.keys, self.centred), sample, self.centred)
+        return Frame(mx.array(centre), mx.array(scale))
+
+
 class _Framing(LookingCache):
     """A looking cache that makes its layer's frames of the keys that it sees."""
 
@@ -90,17 +147,24 @@ class _Framing(LookingCache):
         self.watcher, self.contexts, self.layers = watcher, contexts, layers
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
-        mx.eval(keys)
+        mx.eval(call.q, keys, values)
         turn = turning(self.watcher.layer, keys[:1, :, :1])
-        # Attention sinks and capped logits do not move with the centre, so there can be none.
-        centred = call.sinks is None and not call.softcap
-        frames = frames_of_keys(keys, turn, self.contexts, centred)
-        self.layers.append(frames)
+        use = KeyUse.of(call, keys, values)
+        self.layers.append(frames_of_keys(keys, turn, self.contexts, _can_be_centred(call), use))
         return full_attention(call.q, keys, values, call.scale, call.sinks, call.softcap)
 
 
+def _can_be_centred(call: AttentionCall) -> bool:
+    """Attention sinks and capped logits do not move with a centre."""
+    return call.sinks is None and not call.softcap
+
+
 def frames_of_keys(
-    keys: mx.array, turn: Turn | None, contexts: Sequence[int], centred: bool = True
+    keys: mx.array,
+    turn: Turn | None,
+    contexts: Sequence[int],
+    centred: bool = True,
+    use: KeyUse | None = None,
 ) -> dict[int, np.ndarray]:
     """One layer's frame for each context.
 
@@ -109,36 +173,66 @@ def frames_of_keys(
         turn: To later positions; None: they serve as they are.
         contexts: Positions from 0 to below each.
         centred: Whether the frame has a centre.
+        use: What queries make of the keys; None: frames stay as they begin.
 
     Returns:
         By context: centre and scale `[2, H, D]`.
     """
-    T = keys.shape[2]
     keys = keys.astype(mx.float32)
-    frames = {}
+    frames: dict[int, np.ndarray] = {}
     for context in contexts:
-        if context <= T or turn is None:
-            parts = [keys[:, :, :context]]
-        else:
-            parts = _turned(keys, turn, context)
-        frames[context] = _frame(parts, centred)
+        spread = _Spread.over(context, keys.shape[2], turn)
+        parts = spread.parts(keys)
+        frame = _widest(parts, centred)
+        if use is not None:
+            weights, queries = spread.weights(use.weights), spread.parts(use.queries)
+            frame = fitted(frame, _sample(parts, weights, queries), centred)
+        frames[context] = frame
     return frames
 
 
-def _turned(keys: mx.array, turn: Turn, context: int) -> list[mx.array]:
-    """The keys at places spread evenly over a context."""
-    T = keys.shape[2]
-    places = min(-(-context // T), MOST_TURNS)
-    stride = min(places, PARTS)
-    parts = []
-    for i in range(places):
-        delta = round(i * (context - T) / (places - 1))
-        parts.append(turn(keys[:, :, i % stride :: stride], delta))
-    return parts
+@dataclass(frozen=True)
+class _Spread:
+    """The tokens of a text, spread evenly over a context.
+
+    Attributes:
+        turn: Of rows to later positions.
+        places: Tokens, and by how many positions they are turned on.
+        times: How often each token comes, the first ones left out.
+    """
+
+    turn: Turn | None
+    places: list[tuple[slice, int]]
+    times: float
+
+    @classmethod
+    def over(cls, context: int, length: int, turn: Turn | None) -> _Spread:
+        """Those of a text of so many tokens."""
+        if context <= length or turn is None:
+            return cls(turn, [(slice(0, context), 0)], 1)
+        count = min(-(-context // length), MOST_TURNS)
+        stride = min(count, PARTS)
+        places = [(slice(0, FIRST), 0)]
+        for i in range(count):
+            delta = round(i * (context - length) / (count - 1))
+            places.append((slice(FIRST + i % stride, length, stride), delta))
+        return cls(turn, places, count / stride)
+
+    def parts(self, rows: mx.array) -> list[mx.array]:
+        """Rows `[B, heads, T, D]` place by place, `[B, heads, n, D]`."""
+        return [
+            self.turn(rows[:, :, tokens], by) if self.turn and by else rows[:, :, tokens]
+            for tokens, by in self.places
+        ]
+
+    def weights(self, of_tokens: mx.array) -> list[mx.array]:
+        """Tokens' weights `[B, H, T]` place by place, `[B, H, n]`."""
+        first, *others = (of_tokens[:, :, tokens] for tokens, _ in self.places)
+        return [self.times * first, *others]
 
 
-def _frame(parts: Sequence[mx.array], centred: bool) -> np.ndarray:
-    """Centre and scale `[2, H, D]` of keys `[B, H, n, D]`."""
+def _widest(parts: list[mx.array], centred: bool) -> np.ndarray:
+    """Each channel's mean and greatest distance `[2, H, D]` of keys `[B, H, n, D]`."""
     count = sum(part.shape[0] * part.shape[2] for part in parts)
     seen = []
     for part in parts:
@@ -151,39 +245,11 @@ def _frame(parts: Sequence[mx.array], centred: bool) -> np.ndarray:
     return np.array(mx.stack([centre, scale]))
 
 
-def turning(layer: nn.Module | None, keys: mx.array) -> Turn | None:
-    """A block's own RoPE as a turn of keys that have theirs already; None where it cannot serve.
-
-    It must do nothing for no positions, and two turns must add up: a RoPE that scales what it
-    turns, or takes other angles for longer texts, does not.
-
-    Args:
-        layer: A transformer block.
-        keys: A few of it, `[B, H, 1, D]`.
-    """
-    for name, module in layer.named_modules() if layer is not None else ():
-        if name.split(".")[-1] in ROPE_NAMES and callable(module):
-            turn = turn_by(module)
-            try:
-                here, there = turn(keys, 0), turn(turn(keys, 300), 700)
-                close = mx.allclose(here, keys, rtol=1e-3, atol=1e-3)
-                adds = mx.allclose(there, turn(keys, 1000), rtol=1e-2, atol=1e-2)
-                moves = mx.abs(there - keys).max() > 0
-                if (close & adds & moves).item():
-                    return turn
-            except (TypeError, ValueError):  # it is called in another way
-                continue
-    return None
-
-
-def turn_by(rope: Callable[..., mx.array]) -> Turn:
-    """A RoPE that only adds an angle, as a turn of keys that have theirs already."""
-
-    def turn(keys: mx.array, delta: int) -> mx.array:
-        B, H, L, D = keys.shape
-        # One token a sequence: all are turned by the same angle.
-        rows = keys.astype(mx.float32).transpose(0, 2, 1, 3).reshape(B * L, H, 1, D)
-        turned = rope(rows, offset=delta)
-        return turned.reshape(B, L, H, D).transpose(0, 2, 1, 3)
-
-    return turn
+def _sample(keys: list[mx.array], weights: list[mx.array], queries: list[mx.array]) -> FrameSample:
+    """What a frame is fitted to: parts `[B, H, n, D]`, `[B, H, n]` and `[B, Hq, m, D]`."""
+    H, D = keys[0].shape[1], keys[0].shape[3]
+    rows = mx.concatenate(keys, axis=2).swapaxes(0, 1).reshape(H, -1, D)
+    costs = mx.concatenate(weights, axis=2).swapaxes(0, 1).reshape(H, -1)
+    squares = mx.square(mx.concatenate(queries, axis=2).astype(mx.float32)).mean(axis=(0, 2))
+    energies = squares.reshape(H, -1, D).mean(axis=1)
+    return FrameSample(*(np.array(of) for of in (rows, costs, energies)))

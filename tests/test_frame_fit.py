@@ -1,0 +1,119 @@
+"""Fitted frames: errors of packed keys fall where attention feels them."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_h2o.attention import scaled_dot_product_attention
+from mlx_h2o.attention_call import AttentionCall
+from mlx_h2o.frame import Frame, RowFormat
+from mlx_h2o.frame_fit import FrameSample, fitted
+from mlx_h2o.key_frames import FIRST, frames_of_keys
+from mlx_h2o.key_use import QUERY_STEP, KeyUse
+
+H, N, D = 2, 600, 64
+
+
+def sample(width=D, heads=H):
+    """Rows whose first is like no other and looked at most; queries that use few channels."""
+    draw = np.random.default_rng(1)
+    keys = draw.normal(size=(heads, N, width)) * draw.uniform(0.2, 2, size=(heads, 1, width))
+    keys[:, 0] += 4 * draw.normal(size=(heads, width)) * (draw.random(width) < 0.1)
+    weights = draw.random((heads, N))
+    weights[:, 0] = N / 2
+    energies = draw.lognormal(0, 1.5, size=(heads, width))
+    return FrameSample(keys.astype(np.float32), weights, energies)
+
+
+def widest(of):
+    """Each channel's mean and greatest distance."""
+    centre = of.keys.mean(axis=1)
+    return np.stack([centre, np.abs(of.keys - centre[:, None]).max(axis=1)])
+
+
+def test_packed_rows_lose_less_where_it_counts():
+    of = sample()
+    start = widest(of)
+    found = fitted(start, of)
+    lost = {}
+    for name, (centre, scale) in (("start", start), ("fitted", found)):
+        form = RowFormat(k_bits=4, frame=Frame(mx.array(centre), mx.array(scale)))
+        error = np.array(form.keys(mx.array(of.keys[None])))[0] - of.keys
+        lost[name] = (of.weights * (error**2 * of.energies[:, None]).sum(axis=-1)).sum()
+    assert lost["fitted"] < 0.6 * lost["start"]
+
+
+def test_a_channel_has_the_share_of_the_ranges_that_it_has_of_the_energy():
+    of = sample()
+    centre, scale = fitted(widest(of), of)
+    framed = (of.keys - centre[:, None]) / scale[:, None]
+    chances = of.weights / of.weights.sum(axis=-1, keepdims=True) / 2 + 0.5 / N
+    for h in range(H):
+        least, greatest = framed[h].min(axis=-1), framed[h].max(axis=-1)
+        ranges = (greatest - least) * chances[h]
+        share = np.bincount(framed[h].argmax(axis=-1), ranges * greatest, D)
+        share -= np.bincount(framed[h].argmin(axis=-1), ranges * least, D)
+        energy = of.energies[h] * scale[h] ** 2
+        apart = np.abs(share / share.sum() - energy / energy.sum()).sum()
+        assert apart < 0.3
+
+
+def test_groups_are_fitted_apart():
+    """They have ranges of their own, so one's queries say nothing of the other's channels."""
+    of = sample(2 * D)
+    louder = of.energies * np.where(np.arange(2 * D) < D, 1000, 1)
+    found, other = (
+        fitted(widest(of), of),
+        fitted(widest(of), FrameSample(of.keys, of.weights, louder)),
+    )
+    assert np.allclose(found, other, rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_centre_there_stays_none():
+    of = sample()
+    start = widest(of) * np.array([0, 1])[:, None, None]
+    centre, scale = fitted(start, of, centred=False)
+    assert (centre == 0).all()
+    assert not np.allclose(scale, start[1], rtol=0.1)
+
+
+@pytest.mark.parametrize("part", ["keys", "weights", "energies"])
+def test_what_tells_nothing_breaks_nothing(part):
+    of = sample()
+    silent = {**vars(of), part: np.zeros_like(getattr(of, part))}
+    start = np.stack([np.zeros((H, D)), np.ones((H, D))])
+    centre, scale = fitted(start, FrameSample(**silent))
+    assert np.isfinite([centre, scale]).all()
+    assert (scale > 0).all()
+
+
+@pytest.mark.parametrize("sinks", [None, mx.array([0.5, -1.0, 0.0, 2.0])])
+def test_the_weight_of_a_key_is_what_an_error_of_its_logit_costs(sinks):
+    shape = (1, 2, 150, 8)
+    keys, values = (mx.random.normal(shape, key=mx.random.key(i)) for i in range(2))
+    q = 2 * mx.random.normal((1, 4, 150, 8), key=mx.random.key(2))
+    use = KeyUse.of(AttentionCall(q, 0.3, "causal", sinks), keys, values)
+    assert (use.queries == q[:, :, ::QUERY_STEP]).all()
+    causal = mx.where(mx.tril(mx.ones((150, 150))) > 0, 0.0, -mx.inf)
+
+    def attended(mask):
+        return scaled_dot_product_attention(q, keys, values, scale=0.3, mask=mask, sinks=sinks)
+
+    error = 0.01
+    for n in (0, 60, 149):
+        moved = attended(causal + error * (mx.arange(150) == n)) - attended(causal)
+        cost = mx.square(moved / error).sum(axis=(0, 2, 3)).reshape(2, 2).sum(axis=1)
+        assert mx.allclose(use.weights[0, :, n], cost, rtol=0.05, atol=1e-3)
+
+
+def test_for_a_longer_context_all_but_the_first_tokens_are_turned():
+    """Heads look at those from everywhere, and nothing like them comes later."""
+    T, turned = 64, set()
+
+    def turn(rows, delta):
+        turned.update(rows.flatten().astype(mx.int32).tolist())
+        return rows + delta
+
+    keys = mx.broadcast_to(mx.arange(T)[:, None], (1, 1, T, D))
+    frames_of_keys(keys, turn, (16 * T,))
+    assert turned == set(range(FIRST, T))
