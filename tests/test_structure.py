@@ -18,7 +18,8 @@ FLOORS = {
         curves number_text measured memory_size model_identity pins safetensors_header smollm2
         softmax stock store value_lengths builtin handed_rows cache_lists layer_budgets
         ranks rolling""",
-    "rows": "packed remainder recent_window undo frame frame_fit query_centres profile profile_places",
+    "rows": """packed remainder recent_window undo frame frame_fit query_centres profile
+        profile_places""",
     "policies": "policies selection",
     "settings": "settings budget filling sizing proportion attention_call pin_room",
     "attention": "backends attention tracing",
@@ -29,8 +30,8 @@ FLOORS = {
     "caches": """conversing copying bounded_cache batch_cache cache latent_cache plain_rows_cache
         shared_cache""",
     "mlx-lm": """known_rope trimming own_attention routing layer_kinds description cache_file
-        watching turning key_use key_frames kept_of_model kept_frames kept_centres plan prompt_cache refusals
-        conversations""",
+        watching turning key_use key_frames kept_of_model kept_frames kept_centres plan
+        prompt_cache refusals conversations""",
     "models": """pin_rules bounding resizing rereading trials echoes calibrated_layers calibration
         kl_calibration inspection remembered dialogue""",
     "tools": "evaluate bench golden serve",
