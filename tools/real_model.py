@@ -4,7 +4,6 @@
     python tools/real_model.py policies TEXT      uniform budgets at 1/4 of the tokens
     python tools/real_model.py shares TEXT PROFILE
                                                   shares of slots by a profile, 16 and fewer bits
-    python tools/real_model.py contexts TEXT      late positions, by what frames are for
 
 All are simulated (`mlx_h2o.evaluate.simulation`): quality only, nothing is saved. TEXT must not be
 what the frames and curves are made of, which is the package's calibration text.
@@ -13,13 +12,12 @@ what the frames and curves are made of, which is the package's calibration text.
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -40,17 +38,12 @@ from mlx_h2o.evaluate.simulation import (
 )
 from mlx_h2o.frame import Frame, RowFormat
 from mlx_h2o.kept_frames import found_frames
-from mlx_h2o.key_frames import frame_tokens, frames_of, frames_of_keys
+from mlx_h2o.key_frames import frames_of
 from mlx_h2o.layer_kinds import identity_by_kinds, layer_kinds
 from mlx_h2o.profile import Profile
 from mlx_h2o.profile_places import found_profile
-from mlx_h2o.turning import turn_by
-from mlx_h2o.watching import windows_of
 
 FRAME_PASSES = 3
-#: Of `contexts`: widths of keys, and where the sample ends.
-KEY_BITS = (6, 4)
-LATE_CONTEXTS = (1024, 8192, 131072)
 #: Bits of the rows of 16-bit numbers that budgets are counted in.
 PLAIN_BITS = 16
 
@@ -126,81 +119,6 @@ def nats(
     return losses
 
 
-class LateRows:
-    """A cache whose first token stands at a late position; it is read in one call.
-
-    Queries and keys are turned alike, so that without packing nothing changes.
-    """
-
-    def __init__(self, position: int, store: Callable[[mx.array], mx.array]):
-        self.offset, self.store = position, store
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: Any = None) -> str:
-        return "causal"
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        return self.store(keys), values
-
-
-#: A layer's keys `[B, H, L, D]` at a position, as they are stored.
-Store = Callable[[mx.array], mx.array]
-
-
-def turned_back(rope: nn.Module, position: int, keys: mx.array) -> mx.array:
-    """Keys `[B, H, L, D]` of the tokens from a position on, without their rotation."""
-    last = position + keys.shape[2] - 1
-    # From the last token to the first, angles rise by one position a token.
-    return cast(mx.array, rope(keys[:, :, ::-1], offset=-last)[:, :, ::-1])
-
-
-def before_rotation(rope: nn.Module, position: int, store: Store) -> Store:
-    """Keys turned back by their RoPE, stored, and turned on again."""
-
-    def stored(keys: mx.array) -> mx.array:
-        return cast(mx.array, rope(store(turned_back(rope, position, keys)), offset=position))
-
-    return stored
-
-
-def cached_keys(model: nn.Module, passes: mx.array) -> list[mx.array]:
-    """Each layer's keys `[B, H, T, D]` of a text at positions 0 to T - 1."""
-    keys: list[mx.array] = []
-
-    def seen(rows: mx.array) -> mx.array:
-        keys.append(rows.astype(mx.float32))
-        return rows
-
-    mx.eval(model(passes, cache=[LateRows(0, seen) for _ in model.layers]), keys)
-    return keys
-
-
-def contexts(model: nn.Module, tokenizer: Any, samples: mx.array) -> None:
-    """Packed keys, 16-bit values, at early and late positions, by what frames are made of."""
-    T = samples.shape[1]
-    read = cached_keys(model, mx.concatenate(windows_of(frame_tokens(tokenizer), T)))
-    ropes = [layer.self_attn.rope for layer in model.layers]
-    bare = [turned_back(rope, 0, keys) for rope, keys in zip(ropes, read, strict=True)]
-    turned = [(keys, turn_by(rope)) for keys, rope in zip(read, ropes, strict=True)]
-    full = nats(model, samples, make_prompt_cache)
-    report("full cache", full, full)
-    for end in LATE_CONTEXTS:
-        at = end - T
-        wide = [frames_of_keys(keys, turn, (end,))[end] for keys, turn in turned]
-        ways: dict[str, list[Frame | None]] = {
-            "plain": [None] * len(ropes),
-            f"frame for 0 to {end}": [Frame(mx.array(c), mx.array(s)) for c, s in wide],
-            f"frame for {at} to {end}": [Frame.of(turn(keys, at)) for keys, turn in turned],
-            "frame before rotation": [Frame.of(keys) for keys in bare],
-        }
-        for (way, frames), bits in itertools.product(ways.items(), KEY_BITS):
-            stores: list[Store] = [RowFormat(bits, frame=frame).keys for frame in frames]
-            if way == "frame before rotation":
-                pairs = zip(ropes, stores, strict=True)
-                stores = [before_rotation(rope, at, store) for rope, store in pairs]
-            nll = nats(model, samples, lambda _, of=stores, at=at: [LateRows(at, s) for s in of])
-            report(f"positions {at} to {end}: {way}, {bits} bits", nll, full)
-
-
 def simulate(model: nn.Module, samples: mx.array, settings: Sequence[Setting], first: int) -> None:
     """All settings side by side, token by token; scored from token `first` on."""
     (n, T), count = samples.shape, len(settings)
@@ -255,7 +173,7 @@ def shares(model: nn.Module, tokenizer: Any, samples: mx.array, profile: Profile
 def parser() -> argparse.ArgumentParser:
     """What understands the command line."""
     made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    made.add_argument("what", choices=("rows", "policies", "shares", "contexts"))
+    made.add_argument("what", choices=("rows", "policies", "shares"))
     made.add_argument("paths", nargs="+", type=Path)
     made.add_argument("--model", default="smollm2-135m")
     made.add_argument("--samples", type=int, default=4)
@@ -275,8 +193,6 @@ def main() -> None:
         rows(model, samples)
     elif args.what == "policies":
         policies(model, samples)
-    elif args.what == "contexts":
-        contexts(model, tokenizer, samples)
     else:
         shares(model, tokenizer, samples, Profile.load(args.paths[1]))
 

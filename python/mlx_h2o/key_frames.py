@@ -131,7 +131,7 @@ class _Sampling(LookingCache):
         weights, queries = (
             [getattr(use, of) for use in self.uses] for of in ("weights", "queries")
         )
-        sample = _sample(self.keys, weights, queries)
+        sample = sample_of(self.keys, weights, queries)
         centre, scale = fitted(_widest(self.keys, self.centred), sample, self.centred)
         return Frame(mx.array(centre), mx.array(scale))
 
@@ -186,7 +186,7 @@ def frames_of_keys(
         frame = _widest(parts, centred)
         if use is not None:
             weights, queries = spread.weights(use.weights), spread.parts(use.queries)
-            frame = fitted(frame, _sample(parts, weights, queries), centred)
+            frame = fitted(frame, sample_of(parts, weights, queries), centred)
         frames[context] = frame
     return frames
 
@@ -245,7 +245,9 @@ def _widest(parts: list[mx.array], centred: bool) -> np.ndarray:
     return np.array(mx.stack([centre, scale]))
 
 
-def _sample(keys: list[mx.array], weights: list[mx.array], queries: list[mx.array]) -> FrameSample:
+def sample_of(
+    keys: list[mx.array], weights: list[mx.array], queries: list[mx.array]
+) -> FrameSample:
     """What a frame is fitted to: parts `[B, H, n, D]`, `[B, H, n]` and `[B, Hq, m, D]`."""
     H, D = keys[0].shape[1], keys[0].shape[3]
     rows = mx.concatenate(keys, axis=2).swapaxes(0, 1).reshape(H, -1, D)
