@@ -1,5 +1,7 @@
 """Fitted frames: errors of packed keys fall where attention feels them."""
 
+from dataclasses import dataclass, replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -14,75 +16,85 @@ from mlx_h2o.key_use import QUERY_STEP, KeyUse
 H, N, D = 2, 600, 64
 
 
-def sample(width=D, heads=H):
+@dataclass
+class Seen:
     """Rows whose first is like no other and looked at most; queries that use few channels."""
-    draw = np.random.default_rng(1)
-    keys = draw.normal(size=(heads, N, width)) * draw.uniform(0.2, 2, size=(heads, 1, width))
-    keys[:, 0] += 4 * draw.normal(size=(heads, width)) * (draw.random(width) < 0.1)
-    weights = draw.random((heads, N))
-    weights[:, 0] = N / 2
-    energies = draw.lognormal(0, 1.5, size=(heads, width))
-    return FrameSample(keys.astype(np.float32), weights, energies)
 
+    keys: np.ndarray
+    weights: np.ndarray
+    energies: np.ndarray
 
-def widest(of):
-    """Each channel's mean and greatest distance."""
-    centre = of.keys.mean(axis=1)
-    return np.stack([centre, np.abs(of.keys - centre[:, None]).max(axis=1)])
+    @classmethod
+    def drawn(cls, width=D):
+        draw = np.random.default_rng(1)
+        keys = draw.normal(size=(H, N, width)) * draw.uniform(0.2, 2, size=(H, 1, width))
+        keys[:, 0] += 4 * draw.normal(size=(H, width)) * (draw.random(width) < 0.1)
+        weights = draw.random((H, N))
+        weights[:, 0] = N / 2
+        return cls(keys, weights, draw.lognormal(0, 1.5, size=(H, width)))
+
+    @property
+    def sample(self):
+        parts = (self.keys, self.weights, self.energies)
+        return FrameSample(*(mx.array(of.astype(np.float32)) for of in parts))
+
+    @property
+    def widest(self):
+        """Each channel's mean and greatest distance."""
+        centre = self.keys.mean(axis=1)
+        distance = np.abs(self.keys - centre[:, None]).max(axis=1)
+        return np.stack([centre, distance]).astype(np.float32)
 
 
 def test_packed_rows_lose_less_where_it_counts():
-    of = sample()
-    start = widest(of)
-    found = fitted(start, of)
+    seen = Seen.drawn()
+    still = fitted(seen.widest, seen.sample, centred=False)
+    found = fitted(seen.widest, seen.sample)
     lost = {}
-    for name, (centre, scale) in (("start", start), ("fitted", found)):
+    for name, (centre, scale) in (("start", seen.widest), ("still", still), ("fitted", found)):
         form = RowFormat(k_bits=4, frame=Frame(mx.array(centre), mx.array(scale)))
-        error = np.array(form.keys(mx.array(of.keys[None])))[0] - of.keys
-        lost[name] = (of.weights * (error**2 * of.energies[:, None]).sum(axis=-1)).sum()
-    assert lost["fitted"] < 0.6 * lost["start"]
+        error = np.array(form.keys(seen.sample.keys[None]))[0] - seen.keys
+        lost[name] = (seen.weights * (error**2 * seen.energies[:, None]).sum(axis=-1)).sum()
+    assert lost["fitted"] < 0.9 * lost["still"] < 0.6 * lost["start"]
 
 
 def test_a_channel_has_the_share_of_the_ranges_that_it_has_of_the_energy():
-    of = sample()
-    centre, scale = fitted(widest(of), of)
-    framed = (of.keys - centre[:, None]) / scale[:, None]
-    chances = of.weights / of.weights.sum(axis=-1, keepdims=True) / 2 + 0.5 / N
+    seen = Seen.drawn()
+    centre, scale = fitted(seen.widest, seen.sample)
+    framed = (seen.keys - centre[:, None]) / scale[:, None]
+    chances = seen.weights / seen.weights.sum(axis=-1, keepdims=True) / 2 + 0.5 / N
     for h in range(H):
         least, greatest = framed[h].min(axis=-1), framed[h].max(axis=-1)
         ranges = (greatest - least) * chances[h]
         share = np.bincount(framed[h].argmax(axis=-1), ranges * greatest, D)
         share -= np.bincount(framed[h].argmin(axis=-1), ranges * least, D)
-        energy = of.energies[h] * scale[h] ** 2
+        energy = seen.energies[h] * scale[h] ** 2
         apart = np.abs(share / share.sum() - energy / energy.sum()).sum()
-        assert apart < 0.3
+        assert apart < 0.3  # 1.3 at the start
 
 
 def test_groups_are_fitted_apart():
     """They have ranges of their own, so one's queries say nothing of the other's channels."""
-    of = sample(2 * D)
-    louder = of.energies * np.where(np.arange(2 * D) < D, 1000, 1)
-    found, other = (
-        fitted(widest(of), of),
-        fitted(widest(of), FrameSample(of.keys, of.weights, louder)),
-    )
-    assert np.allclose(found, other, rtol=1e-4, atol=1e-5)
+    seen = Seen.drawn(2 * D)
+    louder = replace(seen, energies=seen.energies * np.where(np.arange(2 * D) < D, 1000, 1))
+    found, other = (fitted(of.widest, of.sample) for of in (seen, louder))
+    assert np.allclose(found, other, rtol=1e-3, atol=1e-3)
 
 
 def test_without_a_centre_there_stays_none():
-    of = sample()
-    start = widest(of) * np.array([0, 1])[:, None, None]
-    centre, scale = fitted(start, of, centred=False)
+    seen = Seen.drawn()
+    start = seen.widest * np.array([0, 1], np.float32)[:, None, None]
+    centre, scale = fitted(start, seen.sample, centred=False)
     assert (centre == 0).all()
     assert not np.allclose(scale, start[1], rtol=0.1)
 
 
 @pytest.mark.parametrize("part", ["keys", "weights", "energies"])
 def test_what_tells_nothing_breaks_nothing(part):
-    of = sample()
-    silent = {**vars(of), part: np.zeros_like(getattr(of, part))}
-    start = np.stack([np.zeros((H, D)), np.ones((H, D))])
-    centre, scale = fitted(start, FrameSample(**silent))
+    seen = Seen.drawn()
+    silent = replace(seen, **{part: np.zeros_like(getattr(seen, part))})
+    start = np.stack([np.zeros((H, D)), np.ones((H, D))]).astype(np.float32)
+    centre, scale = fitted(start, silent.sample)
     assert np.isfinite([centre, scale]).all()
     assert (scale > 0).all()
 

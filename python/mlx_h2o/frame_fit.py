@@ -18,7 +18,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import mlx.core as mx
 import numpy as np
+from mlx.optimizers import Adam, linear_schedule
 
 #: Rows in a step: half of them drawn by weight, half evenly, as a text has but few that are looked
 #: at much, and another text others.
@@ -28,15 +30,17 @@ BY_WEIGHT = 0.5
 STEPS = 60
 #: Of a step, in log scales and in centres by the scale; falls to 0 over the steps.
 RATE = 0.05
-#: Adam's: how slowly the gradient's mean and square are forgotten.
-MEAN_DECAY, SQUARE_DECAY = 0.9, 0.99
+#: How much of the gradient's mean and square Adam keeps: slopes of small samples are rough.
+KEPT = [0.9, 0.99]
 #: Widths of groups that rows are packed in, the usual one first.
 GROUPS = (64, 32)
+#: What channels without queries and rows without a range are taken to have.
+LEAST = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
 class FrameSample:
-    """What a layer's frame is fitted to.
+    """What a layer's frame is fitted to, float32.
 
     Attributes:
         keys: As they are cached, `[H, N, D]`.
@@ -44,9 +48,9 @@ class FrameSample:
         energies: E q^2 of each channel, mean over a KV head's queries, `[H, D]`.
     """
 
-    keys: np.ndarray
-    weights: np.ndarray
-    energies: np.ndarray
+    keys: mx.array
+    weights: mx.array
+    energies: mx.array
 
 
 def fitted(frame: np.ndarray, sample: FrameSample, centred: bool = True) -> np.ndarray:
@@ -60,70 +64,50 @@ def fitted(frame: np.ndarray, sample: FrameSample, centred: bool = True) -> np.n
     Returns:
         Centre and scale `[2, H, D]`, float32.
     """
-    H, N, D = sample.keys.shape
+    H, _, D = sample.keys.shape
     group = next((size for size in GROUPS if D % size == 0), D)
-    centre, scale = (part.astype(np.float64) for part in frame)
+    centre, scale = (mx.array(part) for part in frame)
     # In the first frame all channels are alike, and one rate serves them.
-    energies = (sample.energies * scale**2 + np.finfo(np.float32).tiny).reshape(-1, group)
-    chances = _chances(sample.weights)
-    draw = np.random.default_rng(0)
-    at = np.zeros((2, H * D // group, group))  # centre and log scale, from the first frame on
-    mean, square = np.zeros_like(at), np.zeros_like(at)
-    for step in range(STEPS):
-        rows = _drawn(sample.keys, chances, draw)
+    energies = (sample.energies * mx.square(scale)).reshape(-1, group)
+    found = {name: mx.zeros((H * D // group, group)) for name in ("centre", "log_scale")}
+    optimizer = Adam(linear_schedule(RATE, 0, STEPS), betas=KEPT, bias_correction=True)
+    for drawn in _drawn(np.array(sample.weights)):
+        rows = mx.take_along_axis(sample.keys, mx.array(drawn)[..., None], axis=1)
         rows = (rows - centre[:, None]) / scale[:, None]
         rows = rows.reshape(H, SAMPLE, D // group, group).swapaxes(1, 2)
-        slope = _slope(rows.reshape(-1, SAMPLE, group), energies, at)
-        mean += (1 - MEAN_DECAY) * (slope - mean)
-        square += (1 - SQUARE_DECAY) * (slope**2 - square)
-        unbiased = mean / (1 - MEAN_DECAY ** (step + 1))
-        size = np.sqrt(square / (1 - SQUARE_DECAY ** (step + 1))) + 1e-8
-        at -= RATE * (1 - step / STEPS) * unbiased / size
-        at[0] *= centred
-    moved, log_scale = (part.reshape(H, D) for part in at)
-    return np.stack([centre + scale * moved, scale * np.exp(log_scale)]).astype(np.float32)
+        slopes = _SLOPES(found, rows.reshape(-1, SAMPLE, group), energies)
+        slopes["centre"] *= centred
+        found = optimizer.apply_gradients(slopes, found)
+        mx.eval(found, optimizer.state)
+    moved, log_scale = (found[name].reshape(H, D) for name in ("centre", "log_scale"))
+    return np.array(mx.stack([centre + scale * moved, scale * mx.exp(log_scale)]))
 
 
-def _chances(weights: np.ndarray) -> np.ndarray:
-    """How often a row up to each is drawn, `[H, N]`, from 0 to 1."""
-    N = weights.shape[-1]
-    total = np.maximum(weights.sum(axis=-1, keepdims=True), np.finfo(np.float32).tiny)
-    return np.cumsum(BY_WEIGHT * weights / total + (1 - BY_WEIGHT) / N, axis=-1)
+def _drawn(weights: np.ndarray) -> np.ndarray:
+    """Which rows each step takes, `[STEPS, H, SAMPLE]`, by their weights `[H, N]`."""
+    H, N = weights.shape
+    draw = np.random.default_rng(0)
+    out = np.empty((H, STEPS * SAMPLE), np.int32)
+    for head, of_rows in enumerate(weights.astype(np.float64)):
+        chances = BY_WEIGHT * of_rows / max(of_rows.sum(), LEAST) + (1 - BY_WEIGHT) / N
+        up_to = np.cumsum(chances)
+        out[head] = np.searchsorted(up_to, draw.random(STEPS * SAMPLE) * up_to[-1])
+    return out.reshape(H, STEPS, SAMPLE).swapaxes(0, 1)
 
 
-def _drawn(keys: np.ndarray, chances: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-    """Some rows of each head `[H, SAMPLE, D]`."""
-    at = [np.searchsorted(of, draw.random(SAMPLE) * of[-1]) for of in chances]
-    return np.take_along_axis(keys, np.stack(at)[..., None], axis=1)
-
-
-def _slope(rows: np.ndarray, energies: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Of the expected error's logarithm, by centre and by log scale: `[2, R, d]`.
+def _expected_error(found: dict[str, mx.array], rows: mx.array, energies: mx.array) -> mx.array:
+    """Its logarithm, summed over the groups.
 
     Args:
-        rows: `[R, n, d]`.
-        energies: `[R, d]`.
-        at: Centre and log scale `[2, R, d]`.
+        found: Centre and log scale `[R, d]`, from the first frame on.
+        rows: In the first frame, `[R, n, d]`.
+        energies: Of queries as they meet those, `[R, d]`.
     """
-    R, n, d = rows.shape
-    centre, by = at[0], np.exp(-at[1])
-    framed = (rows - centre[:, None]) * by[:, None]
-    low, high = framed.argmin(axis=-1), framed.argmax(axis=-1)
-    least, greatest = (
-        np.take_along_axis(framed, of[..., None], axis=-1)[..., 0] for of in (low, high)
-    )
-    ranges = greatest - least
-    first = d * np.arange(R)[:, None]
+    framed = (rows - found["centre"][:, None]) * mx.exp(-found["log_scale"])[:, None]
+    ranges = framed.max(axis=-1) - framed.min(axis=-1)
+    spent = energies * mx.exp(2 * found["log_scale"])
+    of_groups = mx.stack([mx.square(ranges).sum(axis=-1), spent.sum(axis=-1)])
+    return mx.log(mx.maximum(of_groups, LEAST)).sum()
 
-    def by_channel(of_low: np.ndarray, of_high: np.ndarray) -> np.ndarray:
-        """What rows say of the channels that make their ranges, `[R, d]`."""
-        told = [np.bincount((first + at).ravel(), of.ravel(), R * d) for at, of in
-                ((low, of_low), (high, of_high))]  # fmt: skip
-        return (told[0] + told[1]).reshape(R, d)
 
-    squares = np.maximum((ranges**2).sum(axis=-1), np.finfo(np.float32).tiny)[:, None]
-    share = by_channel(-ranges * least, ranges * greatest) / squares
-    spent = energies * np.exp(2 * at[1])
-    spent /= spent.sum(axis=-1, keepdims=True)
-    to_centre = by_channel(ranges, -ranges) * by / squares
-    return 2 * np.stack([to_centre, spent - share])
+_SLOPES = mx.grad(_expected_error)

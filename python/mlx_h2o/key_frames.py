@@ -254,4 +254,4 @@ def sample_of(
     costs = mx.concatenate(weights, axis=2).swapaxes(0, 1).reshape(H, -1)
     squares = mx.square(mx.concatenate(queries, axis=2).astype(mx.float32)).mean(axis=(0, 2))
     energies = squares.reshape(H, -1, D).mean(axis=1)
-    return FrameSample(*(np.array(of) for of in (rows, costs, energies)))
+    return FrameSample(rows, costs, energies)
