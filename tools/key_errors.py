@@ -1,4 +1,4 @@
-"""What packing keys loses, by how their frame is fitted and how they are rounded, simulated.
+"""What packing loses, by how the keys' frame is fitted and how they are rounded, simulated.
 
     python tools/key_errors.py TEXT [--samples N] [--tokens N]
 
@@ -35,7 +35,8 @@ from mlx_h2o.key_use import KeyUse
 from mlx_h2o.packed import PackedRows
 from mlx_h2o.watching import LookingCache, Watcher, full_attention, looked_through
 
-BITS = (5, 4)
+#: The last is looked at closely.
+BITS = (6, 5, 4)
 #: Of the tokens, so many are left out where distributions are compared.
 STEP = 3
 #: A frame of one layer, as centre and scale.
@@ -188,29 +189,32 @@ def main() -> None:
     seen: list[SeenLayer] = []
     passes = frame_passes(model, frame_tokens(tokenizer))
     looked_through(model, passes, Watcher(), lambda _: _Seeing(seen))
-    fits = {
-        "each channel's mean and greatest distance": as_it_begins,
+    begun, fitted_whole = "each channel's mean and greatest distance", "fitted"
+    parts = {
         "fitted, every row weighed alike": rows_alike,
         "fitted, the centres left where they are": scales_alone,
-        "fitted": as_caches_have_it,
     }
-    rounded = ("each channel's mean and greatest distance", "fitted")
-    print("| keys alone are packed | divergence | loss |\n|---|---:|---:|")
+    print("| what is packed | divergence | loss |\n|---|---:|---:|")
     full = log_chances(model, samples, make_prompt_cache)
+
+    def told(name: str, formats: Sequence[RowFormat]) -> None:
+        """What these formats cost."""
+        caches = lambda _: [RowsAsStored(form) for form in formats]  # noqa: E731
+        report(name, full, log_chances(model, samples, caches), samples)
+
     for bits in BITS:
+        told(f"values, {bits} bits", [RowFormat(None, bits)] * len(seen))
+        closely = bits == BITS[-1]
+        fits = {begun: as_it_begins, **(parts if closely else {}), fitted_whole: as_caches_have_it}
         for name, fit in fits.items():
             frames = [layer.frame(fit) for layer in seen]
-            ways: dict[str, list[RowFormat]] = {"": [RowFormat(bits, frame=f) for f in frames]}
-            if name in rounded:
-                ways[", rounded with regard to the usual query"] = [
+            told(f"keys, {bits} bits: {name}", [RowFormat(bits, frame=f) for f in frames])
+            if closely and fit not in parts.values():
+                regarded = [
                     RoundedFormat(bits, frame=f, rounding=UsualQuery(layer.energies, f))
                     for f, layer in zip(frames, seen, strict=True)
                 ]
-            for way, formats in ways.items():
-                other = log_chances(
-                    model, samples, lambda _, of=formats: [RowsAsStored(f) for f in of]
-                )
-                report(f"{bits} bits, {name}{way}", full, other, samples)
+                told(f"keys, {bits} bits: {name}, rounded with regard to the usual query", regarded)
 
 
 if __name__ == "__main__":
