@@ -37,7 +37,7 @@ from mlx_h2o.watching import (
 )
 
 #: Contexts for which frames are made; beyond the last its frame serves.
-CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 # Texts that short are turned to many places; more tell nothing new.
 MOST_TURNS = 64
 # Where keys are turned to so many places or more, each turn takes a part of the tokens.
