@@ -41,9 +41,7 @@ class Seen:
     @property
     def widest(self):
         """Each channel's mean and greatest distance."""
-        centre = self.keys.mean(axis=1)
-        distance = np.abs(self.keys - centre[:, None]).max(axis=1)
-        return np.stack([centre, distance]).astype(np.float32)
+        return Frame.of(self.sample.keys[None])
 
 
 def test_packed_rows_lose_less_where_it_counts():
@@ -51,8 +49,8 @@ def test_packed_rows_lose_less_where_it_counts():
     still = fitted(seen.widest, seen.sample, centred=False)
     found = fitted(seen.widest, seen.sample)
     lost = {}
-    for name, (centre, scale) in (("start", seen.widest), ("still", still), ("fitted", found)):
-        form = RowFormat(k_bits=4, frame=Frame(mx.array(centre), mx.array(scale)))
+    for name, frame in (("start", seen.widest), ("still", still), ("fitted", found)):
+        form = RowFormat(k_bits=4, frame=frame)
         error = np.array(form.keys(seen.sample.keys[None]))[0] - seen.keys
         lost[name] = (seen.weights * (error**2 * seen.energies[:, None]).sum(axis=-1)).sum()
     assert lost["fitted"] < 0.9 * lost["still"] < 0.6 * lost["start"]
@@ -60,7 +58,7 @@ def test_packed_rows_lose_less_where_it_counts():
 
 def test_a_channel_has_the_share_of_the_ranges_that_it_has_of_the_energy():
     seen = Seen.drawn()
-    centre, scale = fitted(seen.widest, seen.sample)
+    centre, scale = (np.array(of) for of in fitted(seen.widest, seen.sample).arrays)
     framed = (seen.keys - centre[:, None]) / scale[:, None]
     chances = seen.weights / seen.weights.sum(axis=-1, keepdims=True) / 2 + 0.5 / N
     for h in range(H):
@@ -77,24 +75,24 @@ def test_groups_are_fitted_apart():
     """They have ranges of their own, so one's queries say nothing of the other's channels."""
     seen = Seen.drawn(2 * D)
     louder = replace(seen, energies=seen.energies * np.where(np.arange(2 * D) < D, 1000, 1))
-    found, other = (fitted(of.widest, of.sample) for of in (seen, louder))
+    found, other = (fitted(of.widest, of.sample).arrays for of in (seen, louder))
     assert np.allclose(found, other, rtol=1e-3, atol=1e-3)
 
 
 def test_without_a_centre_there_stays_none():
     seen = Seen.drawn()
-    start = seen.widest * np.array([0, 1], np.float32)[:, None, None]
-    centre, scale = fitted(start, seen.sample, centred=False)
-    assert (centre == 0).all()
-    assert not np.allclose(scale, start[1], rtol=0.1)
+    start = Frame.of(seen.sample.keys[None], centred=False)
+    found = fitted(start, seen.sample, centred=False)
+    assert (found.centre == 0).all()
+    assert not np.allclose(found.scale, start.scale, rtol=0.1)
 
 
 @pytest.mark.parametrize("part", ["keys", "weights", "energies"])
 def test_what_tells_nothing_breaks_nothing(part):
     seen = Seen.drawn()
     silent = replace(seen, **{part: np.zeros_like(getattr(seen, part))})
-    start = np.stack([np.zeros((H, D)), np.ones((H, D))]).astype(np.float32)
-    centre, scale = fitted(start, silent.sample)
+    start = Frame(mx.zeros((H, D)), mx.ones((H, D)))
+    centre, scale = (np.array(of) for of in fitted(start, silent.sample).arrays)
     assert np.isfinite([centre, scale]).all()
     assert (scale > 0).all()
 
@@ -104,13 +102,14 @@ def test_the_weight_of_a_key_is_what_an_error_of_its_logit_costs(sinks):
     shape = (1, 2, 150, 8)
     keys, values = (mx.random.normal(shape, key=mx.random.key(i)) for i in range(2))
     q = 2 * mx.random.normal((1, 4, 150, 8), key=mx.random.key(2))
-    use = KeyUse.of(AttentionCall(q, 0.3, "causal", sinks), keys, values)
+    out, use = KeyUse.attended(AttentionCall(q, 0.3, "causal", sinks), keys, values)
     assert (use.queries == q[:, :, ::QUERY_STEP]).all()
     causal = mx.where(mx.tril(mx.ones((150, 150))) > 0, 0.0, -mx.inf)
 
     def attended(mask):
         return scaled_dot_product_attention(q, keys, values, scale=0.3, mask=mask, sinks=sinks)
 
+    assert mx.allclose(out, attended(causal), atol=1e-5)
     error = 0.01
     for n in (0, 60, 149):
         moved = attended(causal + error * (mx.arange(150) == n)) - attended(causal)

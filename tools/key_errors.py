@@ -29,18 +29,16 @@ import mlx_h2o
 from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.evaluate.perplexity import samples_of
 from mlx_h2o.frame import Frame, RowFormat
-from mlx_h2o.frame_fit import fitted
-from mlx_h2o.key_frames import frame_passes, frame_tokens, frames_of_keys, sample_of
+from mlx_h2o.frame_fit import FrameSample, fitted
+from mlx_h2o.key_frames import frame_passes, frame_tokens, sample_of
 from mlx_h2o.key_use import KeyUse
 from mlx_h2o.packed import PackedRows
-from mlx_h2o.watching import LookingCache, Watcher, full_attention, looked_through
+from mlx_h2o.watching import LookingCache, Watcher, looked_through
 
 #: The last is looked at closely.
 BITS = (6, 5, 4)
 #: Of the tokens, so many are left out where distributions are compared.
 STEP = 3
-#: A frame of one layer, as centre and scale.
-Start = np.ndarray
 
 
 @dataclass(frozen=True)
@@ -57,32 +55,34 @@ class SeenLayer:
     use: KeyUse
     energies: np.ndarray
 
-    def frame(self, fit: Callable[[Start, SeenLayer], Start]) -> Frame:
+    def frame(self, fit: Callable[[Frame, SeenLayer], Frame]) -> Frame:
         """As a way of fitting makes it."""
-        T = self.keys.shape[2]
-        centre, scale = fit(frames_of_keys(self.keys, None, (T,))[T], self)
-        return Frame(mx.array(centre), mx.array(scale))
+        return fit(Frame.of(self.keys), self)
+
+    @property
+    def sample(self) -> FrameSample:
+        """What caches' frames are fitted to."""
+        return sample_of([self.keys], [self.use.weights], [self.use.queries])
 
 
-def as_it_begins(start: Start, seen: SeenLayer) -> Start:
+def as_it_begins(start: Frame, seen: SeenLayer) -> Frame:
     """Each channel's mean and greatest distance."""
     return start
 
 
-def rows_alike(start: Start, seen: SeenLayer) -> Start:
+def rows_alike(start: Frame, seen: SeenLayer) -> Frame:
     """Fitted, but that every row weighs the same."""
-    even = replace(seen.use, weights=mx.ones_like(seen.use.weights))
-    return fitted(start, sample_of([seen.keys], [even.weights], [even.queries]))
+    return fitted(start, replace(seen.sample, weights=mx.ones_like(seen.sample.weights)))
 
 
-def scales_alone(start: Start, seen: SeenLayer) -> Start:
+def scales_alone(start: Frame, seen: SeenLayer) -> Frame:
     """Fitted, but for the centres."""
-    return fitted(start, sample_of([seen.keys], [seen.use.weights], [seen.use.queries]), False)
+    return fitted(start, seen.sample, centred=False)
 
 
-def as_caches_have_it(start: Start, seen: SeenLayer) -> Start:
+def as_caches_have_it(start: Frame, seen: SeenLayer) -> Frame:
     """Fitted."""
-    return fitted(start, sample_of([seen.keys], [seen.use.weights], [seen.use.queries]))
+    return fitted(start, seen.sample)
 
 
 class _Seeing(LookingCache):
@@ -95,9 +95,9 @@ class _Seeing(LookingCache):
         B, Hq, T, D = call.q.shape
         rows = np.array(call.q.astype(mx.float32)).reshape(B, keys.shape[1], -1, D)
         energies = np.einsum("bhte,bhtf->hef", rows, rows) / (B * rows.shape[2])
-        use = KeyUse.of(call, keys, values)
+        out, use = KeyUse.attended(call, keys, values)
         self.seen.append(SeenLayer(keys.astype(mx.float32), use, energies))
-        return full_attention(call.q, keys, values, call.scale, call.sinks, call.softcap)
+        return out
 
 
 class UsualQuery:

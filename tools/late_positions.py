@@ -28,7 +28,7 @@ from mlx_h2o.frame import Frame, RowFormat
 from mlx_h2o.key_frames import FIRST, frame_tokens, frames_of_keys
 from mlx_h2o.key_use import KeyUse
 from mlx_h2o.turning import Turn, turn_by
-from mlx_h2o.watching import LookingCache, Watcher, full_attention, looked_through, windows_of
+from mlx_h2o.watching import LookingCache, Watcher, looked_through, windows_of
 
 #: Widths of keys, and where the sample ends.
 KEY_BITS = (6, 4)
@@ -91,8 +91,9 @@ class _Seeing(LookingCache):
         self.seen = seen
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
-        self.seen.append((keys.astype(mx.float32), KeyUse.of(call, keys, values)))
-        return full_attention(call.q, keys, values, call.scale, call.sinks, call.softcap)
+        out, use = KeyUse.attended(call, keys, values)
+        self.seen.append((keys.astype(mx.float32), use))
+        return out
 
 
 class FittedFrames:

@@ -65,18 +65,24 @@ class Frame:
         return hash(self.centre.shape)
 
     @classmethod
-    def of(cls, keys: mx.array, centred: bool = True) -> Frame:
-        """Mean and greatest distance of keys `[B, H, T, D]` as they are cached, with RoPE applied.
+    def of(cls, *parts: mx.array, centred: bool = True) -> Frame:
+        """Mean and greatest distance of keys as they are cached, with RoPE applied.
 
         Where nothing is known of the queries, each channel fills the range alike.
 
         Args:
-            keys: Of a text like those to come.
+            parts: Keys `[B, H, n, D]` of a text like those to come, read one after the other.
             centred: Whether it may move logits: not beside attention sinks, which do not move.
         """
-        keys = keys.astype(mx.float32)
-        centre = keys.mean(axis=(0, 2)) * centred
-        distance = mx.abs(keys - centre[:, None]).max(axis=(0, 2))
+        count = sum(part.shape[0] * part.shape[2] for part in parts)
+        seen = []
+        for part in parts:
+            keys = part.astype(mx.float32)
+            seen.append([keys.sum(axis=(0, 2)), keys.min(axis=(0, 2)), keys.max(axis=(0, 2))])
+            mx.eval(seen[-1])
+        sums, lows, highs = (mx.stack(list(of)) for of in zip(*seen, strict=True))
+        centre = sums.sum(axis=0) / count if centred else mx.zeros(sums.shape[1:])
+        distance = mx.maximum(highs.max(axis=0) - centre, centre - lows.min(axis=0))
         return cls(centre, mx.maximum(distance, LEAST_SCALE))
 
     @property

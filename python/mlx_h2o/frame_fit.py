@@ -22,6 +22,9 @@ import mlx.core as mx
 import numpy as np
 from mlx.optimizers import Adam, linear_schedule
 
+from mlx_h2o.frame import Frame
+from mlx_h2o.packed import group_size_for
+
 #: Rows in a step: half of them drawn by weight, half evenly, as a text has but few that are looked
 #: at much, and another text others.
 SAMPLE = 256
@@ -32,8 +35,6 @@ STEPS = 60
 RATE = 0.05
 #: How much of the gradient's mean and square Adam keeps: slopes of small samples are rough.
 KEPT = [0.9, 0.99]
-#: Widths of groups that rows are packed in, the usual one first.
-GROUPS = (64, 32)
 #: What channels without queries and rows without a range are taken to have.
 LEAST = float(np.finfo(np.float32).tiny)
 
@@ -53,20 +54,17 @@ class FrameSample:
     energies: mx.array
 
 
-def fitted(frame: np.ndarray, sample: FrameSample, centred: bool = True) -> np.ndarray:
+def fitted(frame: Frame, sample: FrameSample, centred: bool = True) -> Frame:
     """The frame of least expected error.
 
     Args:
-        frame: Where to begin: centre and scale `[2, H, D]`.
+        frame: Where to begin.
         sample: Rows and queries.
         centred: Whether the centre may be moved.
-
-    Returns:
-        Centre and scale `[2, H, D]`, float32.
     """
     H, _, D = sample.keys.shape
-    group = next((size for size in GROUPS if D % size == 0), D)
-    centre, scale = (mx.array(part) for part in frame)
+    group = group_size_for(D) or D
+    centre, scale = frame.arrays
     # In the first frame all channels are alike, and one rate serves them.
     energies = (sample.energies * mx.square(scale)).reshape(-1, group)
     found = {name: mx.zeros((H * D // group, group)) for name in ("centre", "log_scale")}
@@ -80,7 +78,7 @@ def fitted(frame: np.ndarray, sample: FrameSample, centred: bool = True) -> np.n
         found = optimizer.apply_gradients(slopes, found)
         mx.eval(found, optimizer.state)
     moved, log_scale = (found[name].reshape(H, D) for name in ("centre", "log_scale"))
-    return np.array(mx.stack([centre + scale * moved, scale * mx.exp(log_scale)]))
+    return Frame(centre + scale * moved, scale * mx.exp(log_scale))
 
 
 def _drawn(weights: np.ndarray) -> np.ndarray:

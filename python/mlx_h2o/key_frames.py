@@ -22,7 +22,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_h2o import routing
 from mlx_h2o.attention_call import AttentionCall
 from mlx_h2o.builtin import CALIBRATION_TEXT, MIXED_TEXT
-from mlx_h2o.frame import LEAST_SCALE, Frame
+from mlx_h2o.frame import Frame
 from mlx_h2o.frame_fit import FrameSample, fitted
 from mlx_h2o.key_use import KeyUse
 from mlx_h2o.stock import stock_caches
@@ -30,7 +30,6 @@ from mlx_h2o.turning import Turn, turning
 from mlx_h2o.watching import (
     LookingCache,
     Watcher,
-    full_attention,
     looked_through,
     trained_context,
     windows_of,
@@ -120,9 +119,10 @@ class _Sampling(LookingCache):
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         self.keys.append(keys.astype(mx.float32))
-        self.uses.append(KeyUse.of(call, keys, values))
+        out, use = KeyUse.attended(call, keys, values)
+        self.uses.append(use)
         self.centred = _can_be_centred(call)
-        return full_attention(call.q, keys, values, call.scale, call.sinks, call.softcap)
+        return out
 
     def frame(self) -> Frame | None:
         """Of all that was seen, if anything was."""
@@ -132,8 +132,7 @@ class _Sampling(LookingCache):
             [getattr(use, of) for use in self.uses] for of in ("weights", "queries")
         )
         sample = sample_of(self.keys, weights, queries)
-        centre, scale = fitted(_widest(self.keys, self.centred), sample, self.centred)
-        return Frame(mx.array(centre), mx.array(scale))
+        return fitted(Frame.of(*self.keys, centred=self.centred), sample, self.centred)
 
 
 class _Framing(LookingCache):
@@ -149,9 +148,9 @@ class _Framing(LookingCache):
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         mx.eval(call.q, keys, values)
         turn = turning(self.watcher.layer, keys[:1, :, :1])
-        use = KeyUse.of(call, keys, values)
+        out, use = KeyUse.attended(call, keys, values)
         self.layers.append(frames_of_keys(keys, turn, self.contexts, _can_be_centred(call), use))
-        return full_attention(call.q, keys, values, call.scale, call.sinks, call.softcap)
+        return out
 
 
 def _can_be_centred(call: AttentionCall) -> bool:
@@ -183,11 +182,11 @@ def frames_of_keys(
     for context in contexts:
         spread = _Spread.over(context, keys.shape[2], turn)
         parts = spread.parts(keys)
-        frame = _widest(parts, centred)
+        frame = Frame.of(*parts, centred=centred)
         if use is not None:
             weights, queries = spread.weights(use.weights), spread.parts(use.queries)
             frame = fitted(frame, sample_of(parts, weights, queries), centred)
-        frames[context] = frame
+        frames[context] = np.array(mx.stack([*frame.arrays]))
     return frames
 
 
@@ -229,20 +228,6 @@ class _Spread:
         """Tokens' weights `[B, H, T]` place by place, `[B, H, n]`."""
         first, *others = (of_tokens[:, :, tokens] for tokens, _ in self.places)
         return [self.times * first, *others]
-
-
-def _widest(parts: list[mx.array], centred: bool) -> np.ndarray:
-    """Each channel's mean and greatest distance `[2, H, D]` of keys `[B, H, n, D]`."""
-    count = sum(part.shape[0] * part.shape[2] for part in parts)
-    seen = []
-    for part in parts:
-        seen.append([part.sum(axis=(0, 2)), part.min(axis=(0, 2)), part.max(axis=(0, 2))])
-        mx.eval(seen[-1])
-    sums, lows, highs = (mx.stack(list(of)) for of in zip(*seen, strict=True))
-    centre = sums.sum(axis=0) / count if centred else mx.zeros(sums.shape[1:])
-    least, greatest = lows.min(axis=0), highs.max(axis=0)
-    scale = mx.maximum(mx.maximum(greatest - centre, centre - least), LEAST_SCALE)
-    return np.array(mx.stack([centre, scale]))
 
 
 def sample_of(

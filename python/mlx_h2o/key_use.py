@@ -30,8 +30,10 @@ class KeyUse:
     weights: mx.array
 
     @classmethod
-    def of(cls, call: AttentionCall, keys: mx.array, values: mx.array) -> KeyUse:
-        """That of a causal call over a whole text.
+    def attended(
+        cls, call: AttentionCall, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, KeyUse]:
+        """The output `[B, Hq, T, Dv]` of a causal call over a whole text, and its use of the keys.
 
         Args:
             call: Queries `[B, Hq, T, D]`.
@@ -41,7 +43,7 @@ class KeyUse:
         B, H, T, _ = keys.shape
         group = call.q.shape[1] // H
         by_query_head = mx.repeat(values.astype(mx.float32), group, axis=1)
-        total = mx.zeros((B, H * group, T))
+        total, outs = mx.zeros((B, H * group, T)), []
         for start in range(0, T, QUERY_BLOCK):
             end = min(start + QUERY_BLOCK, T)
             seen = by_query_head[:, :, :end]
@@ -54,6 +56,7 @@ class KeyUse:
                 sinks=call.sinks,
                 softcap=call.softcap,
             )
+            outs.append(out)
             out = out.astype(mx.float32)
             squares = mx.exp(2 * (logits - lse[..., None]))
             # |v - o|^2 = |v|^2 - 2 v.o + |o|^2, summed over the queries.
@@ -61,6 +64,7 @@ class KeyUse:
             cost = cost - 2 * (seen * (squares.swapaxes(-1, -2) @ out)).sum(axis=-1)
             cost = cost + (squares * (out**2).sum(axis=-1, keepdims=True)).sum(axis=-2)
             total[:, :, :end] += cost
-            mx.eval(total)
+            mx.eval(total, outs[-1])
         weights = total.reshape(B, H, group, T).sum(axis=2)
-        return cls(call.q[:, :, ::QUERY_STEP], mx.maximum(weights, 0))
+        use = cls(call.q[:, :, ::QUERY_STEP], mx.maximum(weights, 0))
+        return mx.concatenate(outs, axis=2), use

@@ -22,6 +22,12 @@ DEFAULT_GROUP_SIZE = 64
 UNPACKED = 16
 
 
+def group_size_for(*widths: int) -> int | None:
+    """A group size in which rows of all these widths can be packed: the usual one if possible."""
+    fits = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
+    return DEFAULT_GROUP_SIZE if DEFAULT_GROUP_SIZE in fits else next(iter(fits), None)
+
+
 @dataclass(frozen=True)
 class PackedRows:
     """Rows in affine quantization: w = scale * level + bias, per group of a row's elements.

@@ -13,7 +13,7 @@ from mlx_h2o.filling import Stage, stages_of
 from mlx_h2o.frame import Frame
 from mlx_h2o.layer_kinds import LayerKind
 from mlx_h2o.measured import LayerFrames, frames_for
-from mlx_h2o.packed import DEFAULT_GROUP_SIZE, GROUP_SIZES, Packing
+from mlx_h2o.packed import Packing, group_size_for
 from mlx_h2o.policies import Policy
 from mlx_h2o.profile import Profile
 from mlx_h2o.query_centres import QueryCentres
@@ -205,8 +205,7 @@ def _chosen_packing(
 
 def group_size_of(widths: Sequence[RowWidths]) -> int | None:
     """A group size in which all these rows can be packed: the usual one if possible."""
-    fits = [g for g in GROUP_SIZES if all(w.key % g == w.value % g == 0 for w in widths)]
-    return DEFAULT_GROUP_SIZE if DEFAULT_GROUP_SIZE in fits else next(iter(fits), None)
+    return group_size_for(*(width for of in widths for width in (of.key, of.value)))
 
 
 def saturations(
