@@ -8,6 +8,9 @@ namespace h2o {
 
 #define IN_PLACE(type, buffer) ((device type*)(buffer))
 
+// Of a squared length: keeps the logarithm of a zero vector finite (python/mlx_h2o/value_lengths.py).
+#define LEAST_SQUARE 1e-12f
+
 struct DecodeStep {
   int offset;          // the next logical position; the new token's is one less
   int buffer_slots;    // S

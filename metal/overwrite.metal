@@ -23,9 +23,6 @@ inline float column_of(Row row, int i, int lane) {
   return column[0];
 }
 
-// Of a squared length: keeps the logarithm of a zero vector finite (python/mlx_h2o/value_lengths.py).
-#define LEAST_SQUARE 1e-12f
-
 // A key as it is stored where keys lie in a frame (python/mlx_h2o/frame.py), in its own type.
 template <int W, typename T>
 inline void enter_frame(
@@ -38,7 +35,7 @@ inline void enter_frame(
 
 // Threadgroup (0, KV head, batch) of a launch, one simdgroup.
 template <int D, int DV, bool REMEMBERS, bool NORMS, bool LENGTHS, bool FRAME, typename T,
-          typename Victims, typename Keys, typename Values, typename Counts>
+          typename Victims, typename Keys, typename Values, typename Position, typename Counts>
 inline void overwrite(
     const device int* plan,
     Victims victims,                // [B, H, evict_every]
@@ -46,9 +43,9 @@ inline void overwrite(
     Rows<const device T*> new_value,
     Keys keys,      // [B * S, D], dense or packed
     Values values,  // [B * S, DV], likewise
-    device int* positions,
+    device Position* positions,
     device float* norms,               // ||v|| of each slot, as it is stored
-    device half* value_lengths,        // log ||v||^2 of each slot, as it came
+    device half* value_lengths,        // log ||v||^2 of each dense slot, as it came
     const device float* frame_centre,  // [H, D], in which ...
     const device float* frame_scale,   // ... keys lie
     Remainder<Counts> evicted,         // before and ...
@@ -127,7 +124,7 @@ inline void overwrite(
     }
   }
   if (lane == 0) {
-    positions[row] = step.offset - 1;
+    positions[row] = Position(step.offset - 1);
     slots_out[kv_head] = slot;
   }
 }
@@ -177,7 +174,7 @@ inline void overwrite(
           of_values, h2o::dense_rows(IN_PLACE(Value, values), ELEMENTS_OF(DV, V_BITS)),
           h2o::dense_rows(IN_PLACE(T, value_scales), VALUE_GROUPS),
           h2o::dense_rows(IN_PLACE(T, value_biases), VALUE_GROUPS)),
-      IN_PLACE(int, positions), IN_PLACE(float, norms), IN_PLACE(half, value_lengths),
+      IN_PLACE(POSITION, positions), IN_PLACE(float, norms), IN_PLACE(half, value_lengths),
       frame_centre, frame_scale,
       h2o::remainder_of(counts, mean_keys, var_keys, mean_values), counts_out, mean_keys_out,
       var_keys_out, mean_values_out, slots_out, threadgroup_position_in_grid,

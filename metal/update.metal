@@ -15,20 +15,24 @@ namespace h2o {
 #define STANDARDS (LEAST_DISTANCE + 1)
 
 // A layer's slots, all heads' in one buffer.
+template <int RANGES, int LEVELS, typename Positions, typename Scales>
 struct LayerSlots {
   const device int* plan;
   const device float* logits;
   const device float* distances;
-  const device int* positions;
+  Positions positions;
   device float* scores;
   const device float* norms;
   const device half* value_lengths;
+  Scales value_scales;
   DecodeStep step;
   int batch, queries;  // which of the batch; query heads of a KV head
 };
 
 // Of one head, but for its least distance.
-inline HeadSlots head_slots_of(LayerSlots layer, int head) {
+template <int RANGES, int LEVELS, typename Positions, typename Scales>
+inline HeadSlots<RANGES, LEVELS, Positions, Scales> head_slots_of(
+    LayerSlots<RANGES, LEVELS, Positions, Scales> layer, int head) {
   const HeadPlan line = head_plan_of(layer.plan, head);
   const int64_t first = int64_t(layer.batch) * layer.step.buffer_slots + line.start;
   const int64_t attended = int64_t(layer.batch) * layer.step.attended_slots + line.prefix;
@@ -39,6 +43,7 @@ inline HeadSlots head_slots_of(LayerSlots layer, int head) {
       layer.scores + first,
       layer.norms + first,
       layer.value_lengths + first,
+      layer.value_scales + first * RANGES,
       line.length,
       layer.step.offset,
       layer.step.aged_from,
@@ -87,8 +92,9 @@ inline float square_norm(const device float* x, threadgroup float* scratch, int 
 
 // Threadgroup (0, KV head or 0, batch) of a launch.
 template <
-    int D, int G, int SCORE, int PRIORITY, bool AGE, bool VALUES, int HEADS, int SIMDS,
-    typename Weights, typename Victims, typename Written, typename Lse>
+    int D, int G, int SCORE, int PRIORITY, bool AGE, bool VALUES, int RANGES, int LEVELS, int HEADS,
+    int SIMDS, typename Weights, typename Victims, typename Written, typename Lse,
+    typename Positions, typename Scales>
 inline void update(
     const device int* plan,
     Weights weights,                   // decay; of the terms: distance, mass, value, age
@@ -97,10 +103,11 @@ inline void update(
     Lse lse,                           // [B, H * G, 1]
     const device float* distances,     // [B, attended slots], from ...
     const device float* means,         // ... [B, H, D]; or what else ranks the slots
-    const device int* positions,       // [B, S]
+    Positions positions,               // [B, S]
     device float* scores,              // [B, S]
     const device float* norms,         // [B, S]
-    const device half* value_lengths,  // [B, S]
+    const device half* value_lengths,  // [B, S] of dense values
+    Scales value_scales,               // [B, S, RANGES] of packed ones
     Written slots,                     // [B, H]: those just written, counted in their heads
     device int* victims_out,           // [B, H, evict_every]
     threadgroup float* standards, threadgroup float* scratch, threadgroup int* places, uint3 at,
@@ -114,13 +121,15 @@ inline void update(
   const int64_t heads_before = int64_t(at.z) * step.kv_heads;
   const HeadPlan lead = head_plan_of(plan, first_head);
 
-  const LayerSlots layer = {
-      plan, logits, distances, positions, scores, norms, value_lengths, step, int(at.z), G};
+  const LayerSlots<RANGES, LEVELS, Positions, Scales> layer = {
+      plan,  logits,        distances,    positions, scores,
+      norms, value_lengths, value_scales, step,      int(at.z),
+      G};
 
   for (int h = 0; h < HEADS; h++) {
     const HeadPlan line = head_plan_of(plan, first_head + h);
     const int64_t kv_head = heads_before + first_head + h;
-    HeadSlots head = head_slots_of(layer, first_head + h);
+    auto head = head_slots_of(layer, first_head + h);
     const int fresh = slots[kv_head];
     float lses[G];
     UNROLL
@@ -167,7 +176,7 @@ inline void update(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   // An array of the heads' slots would lie in memory: the others' are made anew where they are read.
-  HeadSlots first = head_slots_of(layer, first_head);
+  auto first = head_slots_of(layer, first_head);
   if (RANKS_TERMS) {
     first.least_distance = standards[LEAST_DISTANCE];
   }
@@ -185,7 +194,7 @@ inline void update(
         float worth = 0.0f;
         for (int h = 0; h < HEADS; h++) {
           threadgroup float* standard = standards + h * STANDARDS;
-          HeadSlots head = first;
+          auto head = first;
           if (h > 0) {
             head = head_slots_of(layer, first_head + h);
             if (RANKS_TERMS) {
@@ -223,6 +232,7 @@ inline void update(
 //! in scores optional float
 //! in norms optional float
 //! in value_lengths optional half
+//! in value_scales optional half
 //! in slots
 //! out victims_out
 //! body
@@ -230,7 +240,7 @@ inline void update(
   THREADGROUP_ARRAY(float, standards, HEADS * STANDARDS);
   THREADGROUP_ARRAY(float, scratch, SIMDS);
   THREADGROUP_ARRAY(int, places, 2 * SIMDS);
-  h2o::update<D, G, SCORE, PRIORITY, AGE, VALUES, HEADS, SIMDS>(
+  h2o::update<D, G, SCORE, PRIORITY, AGE, VALUES, RANGES, LEVELS, HEADS, SIMDS>(
       plan, weights, victims, logits, lse, distances, means, positions,
-      IN_PLACE(float, scores), norms, value_lengths, slots, victims_out, standards, scratch, places,
-      threadgroup_position_in_grid, int(thread_index_in_threadgroup));
+      IN_PLACE(float, scores), norms, value_lengths, value_scales, slots, victims_out, standards,
+      scratch, places, threadgroup_position_in_grid, int(thread_index_in_threadgroup));

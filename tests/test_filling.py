@@ -14,7 +14,7 @@ from mlx_h2o.curves import check_curves
 from mlx_h2o.filling import stages_of
 from mlx_h2o.model_identity import ModelIdentity
 from mlx_h2o.packed import Packing
-from mlx_h2o.plan import FEWEST_CHOICES, fillings
+from mlx_h2o.plan import FEWEST_CHOICES, _shared_out_anew
 from mlx_h2o.policies import make_policy
 from mlx_h2o.profile import Profile
 from mlx_h2o.settings import CacheSettings, ModelSettings
@@ -163,7 +163,7 @@ def test_layers_with_other_means_are_shared_out_at_once():
     least = policy.least_budget() + FEWEST_CHOICES
     settings = ModelSettings(max_bytes=90_000)
     alike = profile.budgets(40, least)
-    assert all(later for _, later in fillings(alike, settings, policy, profile))
+    assert all(later for _, later in _shared_out_anew(alike, settings, policy, profile))
     other = [profile.budgets(30, least)[0], profile.budgets(50, least)[1]]
     other[1][0] += 160 - sum(map(sum, other))
-    assert fillings(other, settings, policy, profile) == [(tuple(of), ()) for of in other]
+    assert _shared_out_anew(other, settings, policy, profile) == [(tuple(of), ()) for of in other]

@@ -560,7 +560,7 @@ def test_damaged_positions_are_survived(policy, position):
     [
         ("victims", mx.int8),
         ("victims", F32),
-        ("slots.positions", mx.int16),
+        ("slots.positions", mx.int8),
         ("slots.scores", F16),
         ("remainder.count", mx.int8),
         ("remainder.mean_key", F16),

@@ -16,10 +16,10 @@ LONGEST_FUNCTION, LONGEST_CLASS = 60, 300
 FLOORS = {
     "ground": """checks drawing files gguf gguf_tokenizer interrupts linear_algebra masks patching
         curves number_text measured memory_size model_identity pins safetensors_header smollm2
-        softmax stock store value_lengths builtin handed_rows cache_lists layer_budgets
-        ranks rolling""",
-    "rows": """packed remainder recent_window undo frame frame_fit query_centres profile
-        profile_places""",
+        softmax stock store builtin handed_rows cache_lists layer_budgets
+        ranks rolling positions""",
+    "rows": """packed value_lengths remainder recent_window undo frame frame_fit query_centres
+        profile profile_places""",
     "policies": "policies selection",
     "settings": "settings budget filling sizing proportion attention_call pin_room",
     "attention": "backends attention tracing",

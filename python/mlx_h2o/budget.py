@@ -9,6 +9,7 @@ from mlx_h2o import checks
 from mlx_h2o.curves import check_curves
 from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy
+from mlx_h2o.positions import NARROW, WIDE
 from mlx_h2o.remainder import Remainder
 from mlx_h2o.undo import step_bytes
 
@@ -29,6 +30,8 @@ class RowWidths:
         undo: Steps that can be taken back.
         framed: Whether its keys have a frame.
         centre_bytes: Of the centres of the queries that look at a KV head, or 0.
+        position: Bytes of a slot's position (`positions.py`): those of a long conversation, but for
+            what serves before it is long (`narrow`).
     """
 
     key: int
@@ -39,6 +42,12 @@ class RowWidths:
     undo: int = 0
     framed: bool = False
     centre_bytes: int = 0
+    position: int = WIDE.size
+
+    @property
+    def narrow(self) -> RowWidths:
+        """The same while positions fit into few bits."""
+        return replace(self, position=NARROW.size)
 
     @property
     def row_bytes(self) -> int:
@@ -59,17 +68,20 @@ class RowWidths:
         return -(-(remainder + self.centre_bytes) // self.row_bytes)
 
     def slot_bytes(self, policy: Policy) -> int:
-        """Bytes of a slot with everything kept beside it: position, value length, and scores, now
-        and before."""
+        """Bytes of a slot with everything kept beside it: position, value length if it is kept, and
+        scores, now and before."""
         scores = 4 * (1 + self.undo) * policy.needs_attention
-        return self.row_bytes + 4 + scores + 2 * policy.uses_value_lengths
+        return self.row_bytes + self.position + scores + self._length_bytes(policy)
+
+    def _length_bytes(self, policy: Policy) -> int:
+        return 2 * policy.keeps_value_lengths(self.packing)
 
     def head_bytes(self, policy: Policy, remembers: bool) -> int:
         """Bytes of a head apart from its slots: remainder, frame, centres, next victims, steps to
         undo."""
         remainder = Remainder.bytes_per_head(self.key, self.value) if remembers else 0
         recent = self.recent_row_bytes if self.packing.recent else 0
-        length = 2 * policy.uses_value_lengths
+        length = self._length_bytes(policy)
         rows = self.row_bytes + length, recent + length * bool(recent)
         step = step_bytes(*rows, remainder, policy.evict_every)
         frame = 2 * 4 * self.key * self.framed
@@ -97,7 +109,7 @@ class LayerShare:
 
     def config(self) -> dict[str, Any]:
         """As JSON types; packing, undo, frame and centres are the cache's own settings."""
-        own = ("packing", "undo", "framed", "centre_bytes")
+        own = ("packing", "undo", "framed", "centre_bytes", "position")
         widths = {name: value for name, value in vars(self.widths).items() if name not in own}
         given = {"slots": self.slots} if self.slots else {}
         shared = {"grid": self.grid, "losses": self.losses}

@@ -3,7 +3,8 @@
 A size in bytes is so many slots in all. While a conversation has no more tokens than there are
 slots a head, every head keeps all of it. From then on slots are shared out anew whenever it has
 doubled, each time as the profile knows conversations of that length, until the shares are those of
-a long one. Each layer changes by its own offset, so all do so at the same token.
+a long one. Each layer changes by its own offset, so all do so at the same token. Where positions
+need more bits (`positions.py`), there are fewer slots from then on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mlx_h2o import checks
+from mlx_h2o.positions import FEW
 from mlx_h2o.profile import Profile
 
 #: Of one layer in a file: tokens double from stage to stage.
@@ -50,6 +52,27 @@ def stages_of(profile: Profile, mean: int, least: int) -> list[tuple[int, list[l
         beyond *= 2
     stages.append((beyond, profile.budgets(mean, least)))
     return stages
+
+
+#: A layer's slots of each KV head, at first and later on.
+Stages = tuple[tuple[int, ...], tuple[Stage, ...]]
+
+
+def starts_narrow(max_bytes: int | None, undo: int, attending: bool) -> bool:
+    """Whether slots are counted with narrow positions at first: of a size in bytes that a later
+    stage can hold to, which steps to undo and a model that attends by itself do not allow."""
+    return max_bytes is not None and not undo and attending
+
+
+def while_narrow(narrow: Stages, wide: Stages) -> Stages:
+    """One layer's slots while its positions are narrow, then those that it has with wide ones."""
+    (budgets, before), (first, later) = narrow, wide
+    begun = [first, *(stage.budgets for stage in later if stage.beyond <= FEW)]
+    return budgets, (
+        *(stage for stage in before if stage.beyond < FEW),
+        Stage(FEW, begun[-1]),
+        *(stage for stage in later if stage.beyond > FEW),
+    )
 
 
 def checked_filling(stages: Any) -> tuple[Stage, ...]:

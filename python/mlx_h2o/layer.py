@@ -164,6 +164,7 @@ class Layer:
             Where N is over the run's budget, they are to be reduced (`keep`).
         """
         L, first = keys.shape[2], self.offset
+        self.memory.fit_positions(first + L)
         self.memory.take_back()
         self._note(L)
         rows: Fields | None
@@ -278,9 +279,9 @@ class Layer:
     def mark_pins(self, settings: CacheSettings) -> None:
         """Obey other pins, of settings like its own; no step before this can be taken back."""
         self.journal.clear()
-        fields = self.store.fields
-        if "positions" in fields:
-            fields["positions"] = stored_positions(fields["positions"], settings.pins)
+        if (store := self.store).fields:
+            held = [store.view(run, "positions") for run in store.runs]
+            store.write("positions", [stored_positions(of_run, settings.pins) for of_run in held])
         self.settings = settings
         self.forget_victims()
 
@@ -317,13 +318,12 @@ class Layer:
             evictions.remainder = remainder or evictions.remainder
             evictions.victims = evictions.victims if victims is None else victims
         older = n - undone
-        if not older:
-            return
-        # Nothing was evicted before these.
-        store = self.store
-        self.offset -= older
-        store.shorten(older - (self.window.trim(older) if self.window else 0))
-        self.forget_victims()
+        if older:  # nothing was evicted before these
+            store = self.store
+            self.offset -= older
+            store.shorten(older - (self.window.trim(older) if self.window else 0))
+            self.forget_victims()
+        self.memory.fit_positions(self.offset)
 
     # -- fused steps ------------------------------------------------------------------------------
 
@@ -335,6 +335,7 @@ class Layer:
             values: `[B, H, 1, Dv]`, likewise.
         """
         memory, window = self.memory, self.memory.window
+        memory.fit_positions(self.offset + 1)
         decoder = memory.lent(self.settings, keys, values)
         before = None
         if self.settings.undo:

@@ -137,6 +137,11 @@ class Memory:
         self._evictions = decoder_for(lent, settings)
         return self._evictions
 
+    def fit_positions(self, tokens: int) -> None:
+        """Have positions as wide as those of so many tokens."""
+        if not self._store.positions_fit(tokens):
+            self.store.fit_positions(tokens)
+
     def take_back(self) -> Evictions:
         """Have all arrays here and not with a decoder."""
         if isinstance(self._evictions, Decoder):
@@ -171,6 +176,6 @@ def fields_of(settings: CacheSettings, keys: mx.array, values: mx.array, first: 
     }
     if settings.policy.needs_attention:
         fields["scores"] = mx.zeros((B, H, L))
-    if settings.policy.uses_value_lengths:
+    if settings.policy.keeps_value_lengths(settings.packing):
         fields["value_lengths"] = value_lengths(values)
     return fields

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,9 +12,12 @@ from mlx_h2o.attention import FLOAT_DTYPES
 from mlx_h2o.backends.choice import pack
 from mlx_h2o.budget import LayerShare, RowWidths, slots_for_bytes
 from mlx_h2o.eviction import recent_size
+from mlx_h2o.filling import Stage, starts_narrow, while_narrow
 from mlx_h2o.layer import Layer, RowType
 from mlx_h2o.memory import Evictions, Memory, fields_of
-from mlx_h2o.packed import Packing, dense
+from mlx_h2o.packed import Packing
+from mlx_h2o.policies import Policy
+from mlx_h2o.positions import position_dtype
 from mlx_h2o.recent_window import RecentWindow
 from mlx_h2o.remainder import Remainder, plain_rows_for
 from mlx_h2o.settings import CacheSettings
@@ -42,7 +46,7 @@ def open_layer(
     B, H, _, D = keys.shape
     Dv, sizes = values.shape[-1], (keys.dtype.size, values.dtype.size)
     widths = _row_widths(settings, D, Dv, *sizes)
-    budgets = budgets_of(settings, B, H, widths)
+    budgets, filling = _sized(settings, B, H, widths)
     reserved = 0
     if not settings.attending and settings.remainder:
         reserved = plain_rows_for(min(budgets))
@@ -55,7 +59,7 @@ def open_layer(
         of_slots = [budget - window.size for budget in of_slots]
     settings.check_rows(H, D)
     if settings.budgets is None:
-        settings = settings.resized(budgets)
+        settings = replace(settings.resized(budgets), filling=filling)
     store = SlotStore(of_slots, reserved)
     if window is not None:
         # So that there are fields to look at while all tokens are recent.
@@ -63,6 +67,18 @@ def open_layer(
     types = {"keys": RowType.of(keys), "values": RowType.of(values)}
     evictions = Evictions(Remainder.empty(B, H, D, Dv))
     return Layer(settings, types, Memory(store, window, evictions)), LayerShare(H, widths)
+
+
+def _sized(
+    settings: CacheSettings, batch: int, heads: int, widths: RowWidths
+) -> tuple[list[int], tuple[Stage, ...]]:
+    """Slots of each KV head, and those that follow as the conversation grows; errors as below."""
+    budgets = budgets_of(settings, batch, heads, widths)
+    if not starts_narrow(settings.max_bytes, settings.undo, settings.attending):
+        return budgets, settings.filling
+    narrow = budgets_of(settings, batch, heads, widths.narrow)
+    first, later = while_narrow((tuple(narrow), ()), (tuple(budgets), ()))
+    return list(first), later
 
 
 def budgets_of(settings: CacheSettings, batch: int, heads: int, widths: RowWidths) -> list[int]:
@@ -88,9 +104,9 @@ def budgets_of(settings: CacheSettings, batch: int, heads: int, widths: RowWidth
 
 def window_of(settings: CacheSettings, size: int) -> RecentWindow:
     """An empty recent window."""
-    policy = settings.policy
+    policy, packing = settings.policy, settings.packing
     return RecentWindow(
-        size, settings.packing, policy.needs_attention, policy.uses_value_lengths, pack
+        size, packing, policy.needs_attention, policy.keeps_value_lengths(packing), pack
     )
 
 
@@ -128,11 +144,12 @@ def restored(
     numbers = saved_state.checked_window(config, policy, packing)
     runs = saved_state.checked_runs(config, policy, numbers)
     saved_state.check_arrays(arrays, runs, policy, packing, remembers, numbers)
-    if policy.uses_value_lengths and not saved_state.has_value_lengths(arrays, policy):
-        arrays = arrays | _value_lengths(arrays, packing)
+    arrays = _with_value_lengths(arrays, policy, packing)
     newest = config["offset"] - (numbers["length"] if numbers else 0)
     saved_state.check_indices(arrays, runs, config["reserved"], settings, newest)
-    store = SlotStore.of(runs, config["reserved"], _under("slots.", arrays))
+    held = _under("slots.", arrays)
+    held["positions"] = held["positions"].astype(position_dtype(config["offset"]))
+    store = SlotStore.of(runs, config["reserved"], held)
     window = None
     if numbers:
         window = window_of(settings, numbers["size"])
@@ -154,13 +171,18 @@ def restored(
     return Layer(settings, types, memory, config["offset"], aged_from), share
 
 
-def _value_lengths(arrays: dict[str, mx.array], packing: Packing) -> dict[str, mx.array]:
-    """The lengths of the values that a file holds without them, of slots and recent window."""
-    kinds = {"slots.": packing} | ({"recent.": packing.recent} if packing.recent else {})
-    return {
-        f"{prefix}value_lengths": value_lengths(dense(kind.rows("values", _under(prefix, arrays))))
-        for prefix, kind in kinds.items()
-    }
+def _with_value_lengths(
+    arrays: dict[str, mx.array], policy: Policy, packing: Packing
+) -> dict[str, mx.array]:
+    """The arrays with lengths of values where they are kept, and only there, of slots and recent
+    window: older files have them of packed values too, or have none."""
+    if not policy.keeps_value_lengths(packing):
+        return {n: array for n, array in arrays.items() if not n.endswith(".value_lengths")}
+    if saved_state.has_value_lengths(arrays, policy):
+        return arrays
+    prefixes = ("slots.", "recent.") if packing.recent else ("slots.",)
+    lengths = {f"{at}value_lengths": value_lengths(arrays[f"{at}values"]) for at in prefixes}
+    return arrays | lengths
 
 
 def _types_and_widths(

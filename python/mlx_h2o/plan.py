@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 import mlx.core as mx
 
 from mlx_h2o.budget import LayerShare, RowWidths, bytes_for_slots, slots_for_bytes
-from mlx_h2o.filling import Stage, stages_of
+from mlx_h2o.filling import Stage, Stages, stages_of, starts_narrow, while_narrow
 from mlx_h2o.frame import Frame
 from mlx_h2o.layer_kinds import LayerKind
 from mlx_h2o.measured import LayerFrames, frames_for
@@ -140,24 +140,27 @@ def planned(
             replace(share, grid=profile.grid, losses=losses)
             for share, losses in zip(shares, profile.losses, strict=True)
         ]
-    context = cast(int, settings.context)
     packing, choice = settings.packing, ""
     if settings.chooses_bits and attending:
-        packing, choice = _chosen_packing(shares, settings, policy, remembers, at_hand)
+        first = _narrow(shares, settings, attending)
+        packing, choice = _chosen_packing(first, settings, policy, remembers, at_hand)
     frames = list(at_hand.given)
     if settings.frames is None and packing.k_bits is not None:
-        frames = [at_hand.frame(i, context) for i in range(len(shares))]
+        frames = [at_hand.frame(i, cast(int, settings.context)) for i in range(len(shares))]
     shares = [
         replace(share, widths=replace(share.widths, packing=packing, framed=frame is not None))
         for share, frame in zip(shares, frames, strict=True)
     ]
-    sizes = at_hand.slots
-    if sizes is None:
-        sizes = slots_of_layers(shares, settings, policy, remembers, attending, profile)
-    elif len({slots for of_layer in sizes for slots in of_layer}) > 1:
-        given = zip(shares, sizes, strict=True)
-        shares = [replace(share, slots=tuple(slots)) for share, slots in given]
-    stages = fillings(sizes, settings, policy, profile)
+    if at_hand.slots is not None:
+        shares = _with_given(shares, at_hand.slots)
+
+    def sizes_of(shares: Sequence[LayerShare]) -> list[list[int]]:
+        if at_hand.slots is not None:
+            return at_hand.slots
+        return slots_of_layers(shares, settings, policy, remembers, attending, profile)
+
+    sizes = sizes_of(shares)
+    stages = fillings(shares, sizes_of, settings, policy, attending, profile)
     ropes: Sequence[Rope | None] = at_hand.ropes or [None] * len(shares)
     layers = [
         LayerPlan(share, budgets, t, frame, later, rope, of_queries)
@@ -217,13 +220,56 @@ def saturations(
     return [tuple(of_layer) for of_layer in profile.saturation(sizes)]
 
 
+def _with_given(shares: Sequence[LayerShare], sizes: Sequence[Sequence[int]]) -> list[LayerShare]:
+    """Shares that remember slots which the caller gave, unless all heads have as many."""
+    if len({slots for of_layer in sizes for slots in of_layer}) == 1:
+        return list(shares)
+    given = zip(shares, sizes, strict=True)
+    return [replace(share, slots=tuple(slots)) for share, slots in given]
+
+
+def _narrow(
+    shares: Sequence[LayerShare], settings: ModelSettings, attending: bool
+) -> list[LayerShare]:
+    """The layers' shares as they are at first."""
+    if not starts_narrow(cast(int | None, settings.max_bytes), settings.undo, attending):
+        return list(shares)
+    return [replace(share, widths=share.widths.narrow) for share in shares]
+
+
 def fillings(
+    shares: Sequence[LayerShare],
+    sizes_of: Callable[[Sequence[LayerShare]], list[list[int]]],
+    settings: ModelSettings,
+    policy: Policy,
+    attending: bool,
+    profile: Profile | None,
+) -> list[Stages]:
+    """Each layer's budgets at first, and those that follow as the conversation grows.
+
+    Args:
+        shares: Of all layers, in long conversations.
+        sizes_of: What slots the KV heads of layers with such shares have in the end.
+        settings: With a size, and steps to undo.
+        policy: What chooses.
+        attending: Whether the layers attend through this library.
+        profile: By which slots are shared out, if by any.
+    """
+    long = _shared_out_anew(sizes_of(shares), settings, policy, profile)
+    narrow = _narrow(shares, settings, attending)
+    if narrow == list(shares):
+        return long
+    short = _shared_out_anew(sizes_of(narrow), settings, policy, profile)
+    return [while_narrow(*of_layer) for of_layer in zip(short, long, strict=True)]
+
+
+def _shared_out_anew(
     sizes: Sequence[Sequence[int]],
     settings: ModelSettings,
     policy: Policy,
     profile: Profile | None,
-) -> list[tuple[tuple[int, ...], tuple[Stage, ...]]]:
-    """Each layer's budgets at first, and those that follow as the conversation grows.
+) -> list[Stages]:
+    """The same for sizes as positions stay as wide as they are.
 
     A size in slots is shared out at once; so is one in bytes where layers have other means, or
     steps can be taken back: a change of budgets cannot.

@@ -55,17 +55,17 @@ def resize(
     remembers = first.answers or first.policy.uses_evicted_mean
     profile = _profile_of(shares)
     how = (first.policy, remembers)
-    if all(share.slots for share in shares):
-        sizes = slots_in_proportion(
-            shares, settings.max_size, cast(int | None, settings.max_bytes), *how
-        )
-    else:
-        sizes = slots_of_layers(shares, settings, *how, first.attending, profile)
+
+    def sizes_of(shares: Sequence[LayerShare]) -> list[list[int]]:
+        if all(share.slots for share in shares):
+            given = settings.max_size, cast(int | None, settings.max_bytes)
+            return slots_in_proportion(shares, *given, *how)
+        return slots_of_layers(shares, settings, *how, first.attending, profile)
+
     new = []
     own = replace(settings, undo=first.undo)
-    for layer, (slots, later) in zip(
-        layers, fillings(sizes, own, first.policy, profile), strict=True
-    ):
+    stages = fillings(shares, sizes_of, own, first.policy, first.attending, profile)
+    for layer, (slots, later) in zip(layers, stages, strict=True):
         # Plain rows of the remainder, where there are any yet, stay as many as they are.
         reserved = layer.store.reserved if layer.store else 0
         resized = layer.resized_settings([count - reserved for count in slots])

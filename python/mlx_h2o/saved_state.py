@@ -18,6 +18,7 @@ from mlx_h2o.budget import LayerShare
 from mlx_h2o.frame import Frame
 from mlx_h2o.packed import BIASES, SCALES, Packing
 from mlx_h2o.policies import Policy, make_policy
+from mlx_h2o.positions import NARROW, WIDE
 from mlx_h2o.query_centres import QueryCentres
 from mlx_h2o.remainder import SATURATION, STATISTICS
 from mlx_h2o.rolling import Rope
@@ -246,7 +247,8 @@ def check_arrays(
     types = {name: row_type(name, arrays, packing) for name in ("keys", "values")}
     widths = {name: width for name, (width, _) in types.items()}
     expected = row_shapes("slots.", (batch, slots), types, packing)
-    expected["slots.positions"] = (batch, slots), mx.int32
+    positions = arrays["slots.positions"].dtype
+    expected["slots.positions"] = (batch, slots), NARROW if positions == NARROW else WIDE
     if policy.needs_attention:
         expected["slots.scores"] = (batch, slots), mx.float32
     measured = has_value_lengths(arrays, policy)
@@ -278,8 +280,8 @@ def check_arrays(
 
 
 def has_value_lengths(arrays: Arrays, policy: Policy) -> bool:
-    """Whether the lengths of values are among the arrays; files from before they were kept have
-    none, and `opening.restored` makes them of the rows."""
+    """Whether the lengths of values are among the arrays: `opening.restored` makes those that older
+    files lack, and drops those of packed values, which older files have."""
     return policy.uses_value_lengths and "slots.value_lengths" in arrays
 
 
@@ -326,7 +328,7 @@ def check_indices(
         settings: Of the cache.
         newest: The next logical position that is not in a slot.
     """
-    stored, policy = np.array(arrays["slots.positions"]), settings.policy
+    stored, policy = np.array(arrays["slots.positions"].astype(WIDE)), settings.policy
     positions = np.maximum(stored, -1 - stored)
     victims = np.array(arrays["victims"]) if "victims" in arrays else None
     for run in runs:

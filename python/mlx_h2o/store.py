@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_h2o.positions import NARROW, WIDE, position_dtype
+
 # Slots allocated at a time until the budget is reached, as mlx-lm's KVCache grows.
 GROWTH_STEP = 256
 
@@ -63,19 +65,21 @@ class SlotStore:
     Attributes:
         runs: The heads and their ranges.
         reserved: Slots at the head of each range that hold no token (the remainder's plain rows).
-        fields: `[B, S, ...]` per name.
+        fields: `[B, S, ...]` per name. Positions are narrow until `fit_positions`.
     """
 
     def __init__(self, budgets: Sequence[int], reserved: int = 0):
         self.runs = runs_of(budgets)
         self.reserved = reserved
         self.fields: dict[str, mx.array] = {}
+        self._wide = False  # positions are
 
     @classmethod
     def of(cls, runs: list[Run], reserved: int, fields: dict[str, mx.array]) -> SlotStore:
         """A store with these runs and fields, which go together."""
         store = cls([run.budget for run in runs for _ in range(run.heads)], reserved)
         store.runs, store.fields = runs, fields
+        store._wide = fields["positions"].dtype == WIDE
         return store
 
     @property
@@ -83,8 +87,9 @@ class SlotStore:
         return self.runs[-1].last
 
     def view(self, run: Run, name: str, with_reserved: bool = False) -> mx.array:
-        """A run's slots in use, `[B, heads, length, ...]`."""
-        return self.slots_of(self.fields[name], run, with_reserved)
+        """A run's slots in use, `[B, heads, length, ...]`; positions as int32."""
+        field = self.slots_of(self.fields[name], run, with_reserved)
+        return field.astype(WIDE) if name == "positions" else field
 
     def slots_of(self, field: mx.array, run: Run, with_reserved: bool = False) -> mx.array:
         """The same of any field laid out as `run` says."""
@@ -135,7 +140,8 @@ class SlotStore:
         if self.fields and all(r <= run.allocated for r, run in zip(room, self.runs, strict=True)):
             return
         grown = {}
-        for name, row in like.items():
+        for name, of_field in like.items():
+            row = self._kept(name, of_field)
             parts = []
             for run, slots in zip(self.runs, room, strict=True):
                 slots = max(slots, run.allocated)
@@ -146,6 +152,20 @@ class SlotStore:
                 parts.append(part)
             grown[name] = self._flatten(parts)
         self._set(grown, [max(r, run.allocated) for r, run in zip(room, self.runs, strict=True)])
+
+    def positions_fit(self, tokens: int) -> bool:
+        """Whether positions are as wide as those of so many tokens."""
+        return self._wide == (position_dtype(tokens) == WIDE)
+
+    def fit_positions(self, tokens: int) -> None:
+        """Have positions as wide as those of so many tokens."""
+        self._wide = position_dtype(tokens) == WIDE
+        if "positions" in self.fields:
+            self.fields["positions"] = self._kept("positions", self.fields["positions"])
+
+    def _kept(self, name: str, rows: mx.array) -> mx.array:
+        """Rows of a field as they are kept."""
+        return rows.astype(WIDE if self._wide else NARROW) if name == "positions" else rows
 
     def lend(self) -> dict[str, mx.array]:
         """Give the fields away: to be changed in place they must have the only reference."""
@@ -249,7 +269,7 @@ class SlotStore:
         lengths = [next(iter(of_run.values())).shape[2] for of_run in rows]
         fields = {}
         for name in rows[0]:
-            parts = [of_run[name] for of_run in rows]
+            parts = [self._kept(name, of_run[name]) for of_run in rows]
             if self.reserved:
                 parts = [mx.pad(part, pad + [(0, 0)] * (part.ndim - 3)) for part in parts]
             fields[name] = self._flatten(parts)
@@ -281,7 +301,8 @@ class SlotStore:
     def write(self, name: str, parts: Sequence[mx.array]) -> None:
         """Replace a field's slots in use: per run `[B, heads, length, ...]`."""
         padded = []
-        for run, part in zip(self.runs, parts, strict=True):
+        for run, of_run in zip(self.runs, parts, strict=True):
+            part = self._kept(name, of_run)
             tail = run.allocated - self.reserved - run.length
             if tail or self.reserved:
                 widths = [(0, 0), (0, 0), (self.reserved, tail), *[(0, 0)] * (part.ndim - 3)]

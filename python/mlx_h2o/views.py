@@ -11,6 +11,7 @@ from mlx_h2o.packed import AnyRows, dense
 from mlx_h2o.pins import true_positions
 from mlx_h2o.policies import Slots
 from mlx_h2o.store import Run
+from mlx_h2o.value_lengths import value_lengths
 
 
 def rows_of(layer: Layer, run: Run, fields: Fields) -> tuple[AnyRows, AnyRows]:
@@ -33,7 +34,8 @@ def rows_of(layer: Layer, run: Run, fields: Fields) -> tuple[AnyRows, AnyRows]:
 
 
 def ranked_of(layer: Layer, run: Run, fields: Fields) -> Fields:
-    """Positions, scores and value lengths of the same rows, `[B, heads, M]`; arguments as there."""
+    """Positions, scores and value lengths, if they are kept, of the same rows: `[B, heads, M]`;
+    arguments as there."""
     if layer.window is None:
         return fields
     views = layer.window.views(run.first, run.last, layer.offset)
@@ -55,21 +57,24 @@ def slots_of(layer: Layer, run: Run, fields: Fields, evicted: int) -> Slots:
     ranked = ranked_of(layer, run, fields)
     stored, scores = ranked["positions"], ranked.get("scores")
     positions = true_positions(stored)
-    keys, values = map(dense, rows_of(layer, run, fields))
+    of_keys, of_values = rows_of(layer, run, fields)
+    keys, lengths = dense(of_keys), ranked.get("value_lengths")
+    if lengths is None and layer.policy.uses_value_lengths:
+        lengths = value_lengths(of_values)
     frame, centres = layer.settings.frame, layer.settings.centres
     if centres is not None:
         centres = centres.of_heads(run.first, run.last)
         keys = keys if frame is None else frame.leave(keys, run.first)
     return Slots(
         keys=keys,
-        values=values,
+        values=dense(of_values),
         positions=positions,
         scores=mx.zeros(positions.shape) if scores is None else scores,
         offset=layer.offset,
         evictable=evictable_of(layer, run, stored),
         evicted=evicted,
         evicted_mean_key=layer.evictions.remainder.mean_key[:, run.first : run.last],
-        value_lengths=ranked.get("value_lengths"),
+        value_lengths=lengths,
         aged_from=layer.aged_from,
         centres=centres,
     )

@@ -14,7 +14,7 @@ void keep(const Layer& layer, const LayerState& state, const Step& step, const B
       before.slots[i] = slot;
       before.keys.copy(i, state.keys, where);
       before.values.copy(i, state.values, where);
-      before.positions[i] = state.positions[where];
+      before.positions.set(i, state.positions[where]);
       if (before.value_lengths) before.value_lengths[i] = state.value_lengths[where];
     }
     if (before.recent_keys.data) {

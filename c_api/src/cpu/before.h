@@ -9,7 +9,7 @@ namespace mlx_h2o {
 struct Before {
   int32_t* slots = nullptr;           // [B, Hk]: which slot of each head takes the new row
   SlotRows keys{}, values{};          // [B, Hk] rows of those slots, stored as the slots' are
-  int32_t* positions = nullptr;       // [B, Hk]
+  Positions positions{};              // [B, Hk]
   uint16_t* value_lengths = nullptr;  // [B, Hk]
   float* scores = nullptr;            // [B, S]
   float *count = nullptr, *mean_key = nullptr, *var_key = nullptr, *mean_value = nullptr;

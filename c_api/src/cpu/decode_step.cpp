@@ -127,7 +127,7 @@ class DecodeStep {
   }
 
   void note(int64_t slot, int position, float score, uint16_t value_length) {
-    state_.positions[slot] = position;
+    state_.positions.set(slot, position);
     if (state_.scores) state_.scores[slot] = score;
     if (state_.value_lengths) state_.value_lengths[slot] = value_length;
   }
@@ -231,7 +231,7 @@ class DecodeStep {
   void after(const AttendedHead& attended) {
     const int b = attended.batch, h = attended.head;
     const HeadPlan& head = step_.heads[h];
-    thread_local std::vector<float> priorities, terms, directions;
+    thread_local std::vector<float> priorities, terms, directions, ranges;
     UpdateHead update{};
     update.slots = head.length;
     update.rows = attended.rows;
@@ -240,7 +240,7 @@ class DecodeStep {
     update.tile_max = attended.tile_max;
     update.lse = attended.lse;
     update.logits = attended.logits;
-    update.positions = state_.positions + slot(b, h);
+    update.positions = state_.positions.from(slot(b, h));
     update.scores = state_.scores ? state_.scores + slot(b, h) : nullptr;
     update.value_lengths = state_.value_lengths ? state_.value_lengths + slot(b, h) : nullptr;
     update.offset = step_.offset;
@@ -252,6 +252,12 @@ class DecodeStep {
       } else {
         priorities.resize(head.length);
         update.priority = priorities.data();
+      }
+      if (layer_.policy.value_weight && state_.values.bits) {
+        update.value_groups = state_.values.groups();
+        ranges.resize(int64_t(head.length) * update.value_groups);
+        state_.values.ranges(slot(b, h), head.length, ranges.data());
+        update.value_ranges = ranges.data();
       }
       terms.resize(int64_t(kTerms) * head.length);
       update.terms = terms.data();
@@ -318,7 +324,7 @@ class DecodeStep {
         copy = mean;
         UpdateHead update{};
         update.slots = length;
-        update.positions = state_.positions + slot(b, h);
+        update.positions = state_.positions.from(slot(b, h));
         update.priority = copy.data();
         update.offset = step_.offset;
         update.recent = step_.heads[h].recent;
@@ -363,6 +369,11 @@ void SlotRows::write(int64_t slot, const void* row) const {
 const void* SlotRows::row(int64_t slot) const {
   const Rows r = rows();
   return static_cast<const char*>(data) + slot * r.stride * (bits ? 4 : size_of(dtype));
+}
+
+void SlotRows::ranges(int64_t slot, int count, float* out) const {
+  const auto* first = static_cast<const char*>(scales) + slot * groups() * size_of(dtype);
+  kernels().widen(out, first, dtype, (1 << bits) - 1, count * groups());
 }
 
 void SlotRows::take_over(int64_t slot, const SlotRows& others, int64_t other) const {

@@ -33,6 +33,11 @@ struct SlotRows {
   void* biases = nullptr;
 
   Rows rows() const;
+  int groups() const {
+    return width / group_size;
+  }
+  // Of packed rows: from a group's least to its greatest element, [count, groups()].
+  void ranges(int64_t slot, int count, float* out) const;
   const void* row(int64_t slot) const;
   // A new row, dense and in `dtype`; packed here from full precision, once.
   void write(int64_t slot, const void* row) const;
@@ -55,9 +60,9 @@ struct RecentState {
 struct LayerState {
   SlotRows keys;
   SlotRows values;
-  int32_t* positions;  // [B, S], complements where pinned (python/mlx_h2o/pins.py)
-  float* scores;       // [B, S], or nullptr where the policy accumulates nothing
-  // [B, S] float16, log ||v||^2 of the values as they came; or nullptr where no policy asks
+  Positions positions;  // [B, S]
+  float* scores;        // [B, S], or nullptr where the policy accumulates nothing
+  // [B, S] float16, log ||v||^2 of dense values as they came; or nullptr where no policy asks
   uint16_t* value_lengths;
   float* count;       // [B, Hk]
   float* mean_key;    // [B, Hk, D]

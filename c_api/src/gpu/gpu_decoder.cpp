@@ -47,7 +47,7 @@ class GPUDecoder : public Decoder {
         remainder_(lent.remainder),
         victims_(lent.victims) {
     if (policy_.score != Score::none) slots_.scores = own(lent.fields.at("scores"));
-    if (settings.policy.uses_value_lengths())
+    if (settings.policy.keeps_value_lengths(packing_))
       slots_.value_lengths = own(lent.fields.at("value_lengths"));
     if (settings.policy.value_weighted) slots_.norms = mx::linalg::norm(dense(slots_.values), -1);
   }

@@ -96,6 +96,7 @@ mx::array overwrite(
            {{"REMEMBERS", remainder.has_value()},
             {"NORMS", slots.norms.has_value()},
             {"LENGTHS", slots.value_lengths.has_value()},
+            {"POSITION", slots.positions.dtype()},
             {"FRAME", frame.has_value()}}}),
       {1, H, B}, kSimdgroup);
   if (remainder)
@@ -132,6 +133,11 @@ mx::array update(
   add_of_values(inputs, slots);
   bool ranks = false;
   for (const HeadPlan& head : plan.heads) ranks = ranks || head.choose;
+  int ranges = 0, levels = 0;
+  if (ranks && policy.priority == Priority::salience && slots.values.bits) {
+    inputs.emplace("value_scales", slots.values.arrays[1]);
+    ranges = slots.values.arrays[1].shape(-1), levels = (1 << slots.values.bits) - 1;
+  }
   return launch(
              "update", inputs, {{"victims_out", {victims.shape(), mx::int32}}},
              {{"D", slots.keys.width()},
@@ -140,6 +146,8 @@ mx::array update(
               {"PRIORITY", static_cast<int>(ranks ? policy.priority : Priority::age)},
               {"AGE", policy.age_normalised},
               {"VALUES", slots.norms.has_value()},
+              {"RANGES", ranges},
+              {"LEVELS", levels},
               {"HEADS", policy.per_layer ? H : 1},
               {"SIMDS", kUpdateSimdgroups}},
              {1, policy.per_layer ? 1 : H, B}, kUpdateSimdgroups * kSimdgroup)

@@ -26,11 +26,11 @@ struct StepPlan {
 // A layer's slots in flat buffers, which the kernels change in place.
 struct SlotArrays {
   Stored keys, values;                             // [B, S, width]
-  mx::array positions;                             // [B, S] int32
+  mx::array positions;                             // [B, S] int16 or int32
   std::optional<mx::array> scores = std::nullopt;  // [B, S]
   // ||v|| [B, S] of the values as they are stored, where the policy weighs by it.
   std::optional<mx::array> norms = std::nullopt;
-  // log ||v||^2 [B, S] float16 of the values as they came, where the policy ranks by it.
+  // log ||v||^2 [B, S] float16 of dense values as they came, where the policy ranks by it.
   std::optional<mx::array> value_lengths = std::nullopt;
 };
 

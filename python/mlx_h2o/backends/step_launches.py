@@ -15,7 +15,7 @@ from mlx_h2o.backends.launcher import SIMDGROUP, Launcher, Outputs
 from mlx_h2o.backends.row_buffers import buffers, packing
 from mlx_h2o.backends.work import Ranges
 from mlx_h2o.frame import Frame
-from mlx_h2o.packed import Rows
+from mlx_h2o.packed import PackedRows, Rows
 from mlx_h2o.policies.kernel_policy import KernelPolicy
 from mlx_h2o.remainder import Remainder
 
@@ -79,12 +79,12 @@ class SlotArrays:
     Attributes:
         keys: `[B, S, D]`, dense or packed.
         values: `[B, S, Dv]`, likewise.
-        positions: `[B, S]` int32.
+        positions: `[B, S]` int16 or int32.
         scores: `[B, S]` float32, where the policy gathers some.
         norms: ||v|| `[B, S]` float32 of the values as they are stored, where the policy weighs by
             it.
-        value_lengths: log ||v||^2 `[B, S]` float16 of the values as they came, where the policy
-            ranks by it.
+        value_lengths: log ||v||^2 `[B, S]` float16 of dense values as they came, where the policy
+            ranks by it; of packed ones their scales tell it.
     """
 
     keys: Rows
@@ -154,6 +154,7 @@ def overwrite(
         "REMEMBERS": remainder is not None,
         "NORMS": slots.norms is not None,
         "LENGTHS": slots.value_lengths is not None,
+        "POSITION": slots.positions.dtype,
         "FRAME": frame is not None,
     }
     written = launcher.launch("overwrite", inputs, outputs, template, (1, H, B), SIMDGROUP)
@@ -245,8 +246,10 @@ def update(
         "scores": slots.scores if scores else None,
         **slots.of_values,
     }
-    inputs |= {name: array for name, array in optional.items() if array is not None}
     template = _update_template(plan, slots, policy, attended.lse.shape[1] // H)
+    if template["RANGES"]:
+        optional["value_scales"] = slots.values.scales
+    inputs |= {name: array for name, array in optional.items() if array is not None}
     return launcher.launch(
         "update",
         inputs,
@@ -262,6 +265,9 @@ def _update_template(
 ) -> dict[str, Any]:
     """Template arguments of `update`, for `group` query heads a KV head."""
     ranks = any(head.choose for head in plan.heads)
+    ranges, levels = 0, 0
+    if ranks and policy.priority == "salience" and isinstance(slots.values, PackedRows):
+        ranges, levels = slots.values.scales.shape[-1], 2**slots.values.bits - 1
     return {
         "D": slots.keys.shape[-1],
         "G": group,
@@ -269,6 +275,8 @@ def _update_template(
         "PRIORITY": PRIORITIES.index(policy.priority if ranks else "age"),
         "AGE": policy.age_normalised,
         "VALUES": slots.norms is not None,
+        "RANGES": ranges,
+        "LEVELS": levels,
         "HEADS": len(plan.heads) if policy.per_layer else 1,
         "SIMDS": _UPDATE_SIMDGROUPS,
     }

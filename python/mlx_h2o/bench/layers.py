@@ -50,7 +50,7 @@ def full_layer(
     fields["positions"] = positions[None]
     if policy.needs_attention:
         fields["scores"] = mx.random.uniform(shape=positions[None].shape)
-    if policy.uses_value_lengths:
+    if policy.keeps_value_lengths(packing):
         fields["value_lengths"] = value_lengths(values)
     remembered = Remainder.empty(1, heads, width, value_width)
     remembered.count += EVICTED

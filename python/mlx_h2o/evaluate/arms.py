@@ -99,7 +99,8 @@ class Arm:
             if self.by_bytes and equal == "bytes":
                 return caches_in_16_bits(model, settings, max_size, context)
             if equal == "bytes":
-                settings = replace(settings, max_size=slots_in_16_bits(model, settings, max_size))
+                slots = slots_in_16_bits(model, settings, max_size, context)
+                settings = replace(settings, max_size=slots)
             return bounded_caches(model, settings)
         except ValueError as error:
             of = "slots" if equal == "slots" else "tokens' bytes"

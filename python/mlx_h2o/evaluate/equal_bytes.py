@@ -20,6 +20,7 @@ from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.budget import RowWidths, slots_for_bytes
 from mlx_h2o.cache_lists import entries
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
+from mlx_h2o.positions import FEW
 from mlx_h2o.prompt_cache import PLAIN_ELEMENT, bounded_caches, plain_bytes
 from mlx_h2o.query_centres import most_bytes
 from mlx_h2o.settings import ModelSettings
@@ -28,20 +29,24 @@ from mlx_h2o.settings import ModelSettings
 ROWS = tuple(f"{place}.{rows}" for place in ("slots", "recent") for rows in ("keys", "values"))
 
 
-def slots_in_16_bits(model: nn.Module, settings: ModelSettings, tokens: int) -> int:
+def slots_in_16_bits(
+    model: nn.Module, settings: ModelSettings, tokens: int, context: int | None
+) -> int:
     """The `max_size` of bounded caches that takes the bytes of so many plain 16-bit tokens.
 
     Args:
         model: Whose caches.
         settings: Of the caches; the size in them is not looked at.
         tokens: Of a plain cache.
+        context: Tokens that will come; few, if that is not known.
 
     Raises:
         ValueError: The remainder alone takes more.
     """
     kinds = layer_kinds(model)
     # One size serves all layers: the one that no layer is too small for.
-    return min(_slots_of_layer(kind, kinds, settings, tokens) for kind in kinds)
+    few = context is None or context <= FEW
+    return min(_slots_of_layer(kind, kinds, settings, tokens, few) for kind in kinds)
 
 
 def caches_in_16_bits(
@@ -70,14 +75,14 @@ def _in_16_bits(widths: RowWidths) -> RowWidths:
 
 
 def _slots_of_layer(
-    kind: LayerKind, kinds: Sequence[LayerKind], settings: ModelSettings, tokens: int
+    kind: LayerKind, kinds: Sequence[LayerKind], settings: ModelSettings, tokens: int, few: bool
 ) -> int:
     policy = settings.policy_for(all(k.routed for k in kinds))
     answers = settings.remainder and not any(k.derived for k in kinds)
     remembers = answers or policy.uses_evicted_mean
     centres = most_bytes(kind.group, kind.widths.key) * policy.uses_query_centres
     own = replace(kind.widths, packing=settings.packing, undo=settings.undo, centre_bytes=centres)
-    held = _in_16_bits(own)
+    held = _in_16_bits(own.narrow if few else own)
     given = tokens * PLAIN_ELEMENT * (own.key + own.value)
     # The cache takes the remainder's slots off its size, in its own rows.
     return slots_for_bytes(given, 1, held, policy, remembers) + own.remainder_slots(remembers)

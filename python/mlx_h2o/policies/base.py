@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from mlx_h2o import checks
+from mlx_h2o.packed import Packing
 from mlx_h2o.policies.kernel_policy import KernelPolicy
 from mlx_h2o.query_centres import QueryCentres
 from mlx_h2o.softmax import attention_mass
@@ -76,8 +77,8 @@ class Slots:
         evictable: True where the slot may go, `[B, H, N]` bool.
         evicted: How many tokens each head has lost so far.
         evicted_mean_key: Their mean key `[B, H, D]` float32 (zeros while there are none).
-        value_lengths: log ||v||^2 of the values as they came `[B, H, N]` float16, for policies that
-            use them.
+        value_lengths: How long values are `[B, H, N]` (`value_lengths.py`), for policies that use
+            them.
         aged_from: The position from which steps count: older tokens are as old as it
             (`turns.py`).
         centres: Of the queries of these KV heads, for policies that use them.
@@ -97,7 +98,7 @@ class Slots:
 
     @property
     def lengths_of_values(self) -> mx.array:
-        """log ||v||^2 `[B, H, N]` float32; of the values held, where they were not kept."""
+        """The same in float32; log ||v||^2 of `values` where they were not given."""
         kept = self.value_lengths
         return (value_lengths(self.values) if kept is None else kept).astype(mx.float32)
 
@@ -144,7 +145,7 @@ class Policy:
     # Packed keys get a frame of themselves; not where distances between keys decide all, since a
     # frame stretches them (distinct at a quarter of 512 tokens: +17 against +8.5 %).
     suits_frames: ClassVar[bool] = True
-    #: Whether the lengths of values are kept beside their rows, for `Slots.lengths_of_values`.
+    #: Whether it ranks by the lengths of values (`Slots.lengths_of_values`).
     uses_value_lengths: ClassVar[bool] = False
     #: Whether it must know where the model's queries stand, as `Slots.centres`; keys are then seen
     #: as the model made them, in no frame.
@@ -201,6 +202,11 @@ class Policy:
             budgets: Slots of each head so far.
         """
         return list(budgets)
+
+    def keeps_value_lengths(self, packing: Packing) -> bool:
+        """Whether lengths of values are kept beside rows that are stored so: of packed values the
+        rows tell them."""
+        return self.uses_value_lengths and packing.v_bits is None
 
     def recent_slots(self, budget: int) -> int:
         """How many of the last positions a head of `budget` slots protects."""

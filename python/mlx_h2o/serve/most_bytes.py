@@ -13,6 +13,7 @@ from mlx_h2o import routing
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.budget import bytes_for_slots
 from mlx_h2o.cache_lists import entries
+from mlx_h2o.positions import FEW
 from mlx_h2o.stock import stock_caches
 
 #: Prompt tokens that go through a model at once, where the server does not say.
@@ -41,9 +42,7 @@ def most_bytes(
     known = dict[str, int]()
     for place, entry in entries(cache):
         if isinstance(entry, BoundedKVCache) and entry.share is not None:
-            budgets = [entry.settings.budgets or ()]
-            budgets += [stage.budgets for stage in entry.settings.filling]
-            layers.append([sum(_head_bytes(entry, slots) for slots in stage) for stage in budgets])
+            layers.append(_bytes_by_stage(entry))
             continue
         known = known or (_most_of_others(model, chunk) if model is not None else {})
         if place not in known:
@@ -58,10 +57,17 @@ def most_bytes(
     return others + max(sums, default=0)
 
 
-def _head_bytes(entry: BoundedKVCache, slots: int) -> int:
+def _bytes_by_stage(entry: BoundedKVCache) -> list[int]:
+    """Bytes of one layer, at first and from each stage of its filling on."""
     assert entry.share is not None
-    remembers = entry.settings.remembers
-    return bytes_for_slots(slots, 1, entry.share.widths, entry.policy, remembers)
+    settings, widths = entry.settings, entry.share.widths
+    how = entry.policy, settings.remembers
+    budgets = [settings.budgets or (), *(stage.budgets for stage in settings.filling)]
+    # Until the next stage begins; the last one serves for good.
+    ends = [stage.beyond for stage in settings.filling]
+    held = [*(widths.narrow if end <= FEW else widths for end in ends), widths]
+    stages = zip(budgets, held, strict=True)
+    return [sum(bytes_for_slots(n, 1, of, *how) for n in slots) for slots, of in stages]
 
 
 def _most_of_others(model: nn.Module, chunk: int) -> dict[str, int]:

@@ -131,6 +131,28 @@ struct KernelPolicy {
 // Terms of Priority::distance and salience, at most: distance, mass, value, age.
 constexpr int kTerms = 4;
 
+// Positions of slots, in 16 or 32 bits (python/mlx_h2o/positions.py); below 0 where a token is
+// pinned (python/mlx_h2o/pins.py).
+constexpr int kFewTokens = 1 << 15;  // whose positions fit into 16 bits
+struct Positions {
+  void* data;
+  bool narrow;
+
+  int operator[](int64_t slot) const {
+    return narrow ? static_cast<int16_t*>(data)[slot] : static_cast<int32_t*>(data)[slot];
+  }
+  void set(int64_t slot, int position) const {
+    if (narrow)
+      static_cast<int16_t*>(data)[slot] = int16_t(position);
+    else
+      static_cast<int32_t*>(data)[slot] = position;
+  }
+  // Those from a slot on.
+  Positions from(int64_t slot) const {
+    return {static_cast<char*>(data) + slot * (narrow ? 2 : 4), narrow};
+  }
+};
+
 // One KV head after attention: scores are brought up to date and, if `priority` is wanted, slots
 // are ranked.
 struct UpdateHead {
@@ -142,14 +164,16 @@ struct UpdateHead {
   const float* logits;            // [rows, weights_stride], for ema_logits
   const float* distance;          // [slots], Priority::distance, salience or direction
   float least_distance;           // what a distance counts as at least
-  const uint16_t* value_lengths;  // [slots] float16, Priority::salience
-  const int32_t* positions;       // below 0 where a token is pinned (python/mlx_h2o/pins.py)
-  float* scores;                  // [slots] in place
-  float* priority;                // [slots] out, or nullptr
-  float* terms;                   // [kTerms, slots] scratch, with priority
-  int offset;                     // the next logical position
-  int recent;                     // last positions that are protected
-  int aged_from;                  // the position from which ages count
+  const uint16_t* value_lengths;  // [slots] float16, Priority::salience over dense values
+  const float* value_ranges;      // [slots, value_groups], the same over packed ones
+  int value_groups;
+  Positions positions;
+  float* scores;    // [slots] in place
+  float* priority;  // [slots] out, or nullptr
+  float* terms;     // [kTerms, slots] scratch, with priority
+  int offset;       // the next logical position
+  int recent;       // last positions that are protected
+  int aged_from;    // the position from which ages count
 };
 
 struct Kernels {

@@ -9,7 +9,8 @@
 
 namespace mlx_h2o::MLX_H2O_ISA {
 
-constexpr float kMassFloor = 1e-6f;  // policies/terms.py: MASS_FLOOR
+constexpr float kMassFloor = 1e-6f;     // policies/terms.py: MASS_FLOOR
+constexpr float kLeastSquare = 1e-12f;  // value_lengths.py: LEAST_SQUARE
 
 // What a weight e^(s - top) is multiplied by to become e^(s - lse). Equal infinities cancel: beside
 // an infinite logit all others weigh nothing.
@@ -79,10 +80,32 @@ inline void accumulate(const UpdateHead& h, const KernelPolicy& policy) {
 }
 
 inline vi positions(const UpdateHead& h, int n, int count) {
-  if (count == W) return load_as<vi>(h.positions + n);
+  const void* from = h.positions.from(n).data;
+  if (h.positions.narrow) {
+    typedef int16_t Narrow __attribute__((vector_size(W * sizeof(int16_t))));
+    Narrow some{};
+    __builtin_memcpy(&some, from, count * sizeof(int16_t));
+    return __builtin_convertvector(some, vi);
+  }
   vi some{};
-  __builtin_memcpy(&some, h.positions + n, count * sizeof(int32_t));
+  __builtin_memcpy(&some, from, count * sizeof(int32_t));
   return some;
+}
+
+// value_lengths.value_lengths
+inline vf value_lengths(const UpdateHead& h, int n, int count) {
+  if (h.value_lengths)
+    return load_some(reinterpret_cast<const float16*>(h.value_lengths) + n, count);
+  vf square{};
+  if (h.value_groups == 1) {
+    const vf range = load_some(h.value_ranges + n, count);
+    square = range * range;
+  } else {
+    const float* ranges = h.value_ranges + int64_t(n) * h.value_groups;
+    for (int i = 0; i < count; ++i)
+      for (int g = 0; g < h.value_groups; ++g, ++ranges) square[i] += *ranges * *ranges;
+  }
+  return log(max(splat(kLeastSquare), square));
 }
 
 inline vf ages(const UpdateHead& h, int n, int count) {
@@ -143,8 +166,7 @@ inline void rank_by_terms(const UpdateHead& h, const KernelPolicy& policy) {
   add(policy.mass_weight, [&](int n, int count) {
     return log(load_some(h.scores + n, count) / ages(h, n, count) + kMassFloor);
   });
-  const auto* lengths = reinterpret_cast<const float16*>(h.value_lengths);
-  add(policy.value_weight, [&](int n, int count) { return load_some(lengths + n, count); });
+  add(policy.value_weight, [&](int n, int count) { return value_lengths(h, n, count); });
   add(-policy.age_weight, [&](int n, int count) { return log(ages(h, n, count)); });
   each_vector(h.slots, [&](int n, int count) {
     vf priority{};

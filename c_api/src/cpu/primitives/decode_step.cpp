@@ -20,6 +20,10 @@ SlotRows slot_rows(
   return rows;
 }
 
+Positions positions_in(mx::array& field) {
+  return {field.data<void>(), field.dtype() == mx::int16};
+}
+
 // The fields as the step gets them.
 LayerState layer_state(SlotMemory& memory, const PlannedStep& planned) {
   auto& fields = memory.fields;
@@ -31,7 +35,7 @@ LayerState layer_state(SlotMemory& memory, const PlannedStep& planned) {
   state.keys = slot_rows(fields, next, D, layout.k_bits, layout.k_group_size);
   state.values = slot_rows(fields, next, Dv, layout.v_bits, layout.v_group_size);
   const auto field = [&](int f) -> mx::array& { return fields[next + f]; };
-  state.positions = field(Field::positions).data<int32_t>();
+  state.positions = positions_in(field(Field::positions));
   state.scores = field(Field::scores).size() ? field(Field::scores).data<float>() : nullptr;
   state.count = field(Field::count).data<float>();
   state.mean_key = field(Field::mean_key).data<float>();
@@ -125,7 +129,7 @@ class DecodeStepOnSlots : public CpuPrimitive {
       before.slots = outputs[next++].data<int32_t>();
       before.keys = slot_rows(outputs, next, layer.D, layout.k_bits, layout.k_group_size);
       before.values = slot_rows(outputs, next, layer.Dv, layout.v_bits, layout.v_group_size);
-      before.positions = outputs[next++].data<int32_t>();
+      before.positions = positions_in(outputs[next++]);
       if (planned.measured) before.value_lengths = outputs[next++].data<uint16_t>();
     }
     if (kept.scores) before.scores = outputs[next++].data<float>();

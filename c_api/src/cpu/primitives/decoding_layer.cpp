@@ -38,7 +38,8 @@ DecodingLayer::DecodingLayer(
         "A layer has seven fields beside keys and values, and value_lengths, not " +
         std::to_string(others.size()));
   require(
-      measured_ || policy.priority != Priority::salience, "Salience needs the lengths of values");
+      measured_ || v.bits || policy.priority != Priority::salience,
+      "Salience needs the lengths of dense values");
   const mx::array &slots = k.arrays[0], &n = others[Field::count];
   require(
       slots.ndim() == 3 && n.ndim() == 2, "Fields have wrong ranks",
@@ -92,6 +93,12 @@ void DecodingLayer::take_frame(const Frame& frame, mx::StreamOrDevice s) {
 PlannedStep DecodingLayer::planned(const mx::array& q, float scale, PlannedToken token) const {
   require(memory_ != nullptr, "This layer was closed");
   check_plan(token.heads, token.recent);
+  const mx::Dtype positions = dtypes_[layout_.keys() + layout_.values() + Field::positions];
+  if (positions == mx::int16 && token.offset > kFewTokens)
+    refuse(
+        "Positions of " + std::to_string(token.offset) +
+        " tokens do not fit into the 16 bits that "
+        "these slots have for them");
   PlannedStep planned{layout_, measured_, recent_layout_, layer_, {}, {}};
   planned.step.heads = std::move(token.heads);
   planned.step.offset = token.offset;

@@ -51,11 +51,12 @@ struct PlannedToken {
 // threads, and a conversation may go on in another thread.
 class DecodingLayer {
  public:
-  // keys [B, S, D], values [B, S, Dv], and the other fields: positions [B, S] int32, scores [B, S]
-  // (or size 0), count [B, Hk], mean_key, var_key [B, Hk, D], mean_value [B, Hk, Dv], victims
-  // [B, Hk, evict_every] int32, and, where the policy wants them, value_lengths [B, S] float16.
-  // `close` gives all arrays back in this order, those of the newest tokens (keys, values, scores,
-  // value_lengths) last. `saturation` is t of the remainder's term for each KV head.
+  // keys [B, S, D], values [B, S, Dv], and the other fields: positions [B, S] int16 or int32,
+  // scores [B, S] (or size 0), count [B, Hk], mean_key, var_key [B, Hk, D], mean_value [B, Hk, Dv],
+  // victims [B, Hk, evict_every] int32, and, where the policy wants those of dense values,
+  // value_lengths [B, S] float16. `close` gives all arrays back in this order, those of the newest
+  // tokens (keys, values, scores, value_lengths) last. `saturation` is t of the remainder's term
+  // for each KV head.
   DecodingLayer(
       const Stored& keys, const Stored& values, std::vector<mx::array> fields, KernelPolicy policy,
       bool remembers, bool answers, std::vector<float> saturation,

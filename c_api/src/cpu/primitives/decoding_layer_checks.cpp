@@ -29,18 +29,19 @@ void DecodingLayer::check_fields(
       {B, Hk, Dv}, {B, Hk, layer_.policy.evict_every},           {B, S}};
   for (int field = 0; field < Field::value_lengths + measured_; ++field) {
     const mx::array& a = fields[field];
-    const bool whole = field == Field::positions || field == Field::victims;
     const bool empty = field == Field::scores && !accumulates;
     if (empty ? a.size() : a.shape() != wanted[field])
       refuse(
           "The policy and the slots want the shape " + text(wanted[field]), {{kNames[field], a}});
-    const mx::Dtype dtype = whole       ? mx::int32
-        : field == Field::value_lengths ? mx::float16
-                                        : mx::float32;
+    const bool narrow = field == Field::positions && a.dtype() == mx::int16;
+    const mx::Dtype dtype = narrow                             ? mx::int16
+        : field == Field::positions || field == Field::victims ? mx::int32
+        : field == Field::value_lengths                        ? mx::float16
+                                                               : mx::float32;
     require(
         a.dtype() == dtype,
-        "Positions and victims must be int32, value_lengths float16, scores and the remainder "
-        "float32",
+        "Positions must be int16 or int32, victims int32, value_lengths float16, scores and the "
+        "remainder float32",
         {{kNames[field], a}});
   }
 }

@@ -461,6 +461,9 @@ namespace h2o {
 
 #define IN_PLACE(type, buffer) ((device type*)(buffer))
 
+// Of a squared length: keeps the logarithm of a zero vector finite (python/mlx_h2o/value_lengths.py).
+#define LEAST_SQUARE 1e-12f
+
 struct DecodeStep {
   int offset;          // the next logical position; the new token's is one less
   int buffer_slots;    // S
@@ -864,9 +867,6 @@ inline float column_of(Row row, int i, int lane) {
   return column[0];
 }
 
-// Of a squared length: keeps the logarithm of a zero vector finite (python/mlx_h2o/value_lengths.py).
-#define LEAST_SQUARE 1e-12f
-
 // A key as it is stored where keys lie in a frame (python/mlx_h2o/frame.py), in its own type.
 template <int W, typename T>
 inline void enter_frame(
@@ -879,7 +879,7 @@ inline void enter_frame(
 
 // Threadgroup (0, KV head, batch) of a launch, one simdgroup.
 template <int D, int DV, bool REMEMBERS, bool NORMS, bool LENGTHS, bool FRAME, typename T,
-          typename Victims, typename Keys, typename Values, typename Counts>
+          typename Victims, typename Keys, typename Values, typename Position, typename Counts>
 inline void overwrite(
     const device int* plan,
     Victims victims,                // [B, H, evict_every]
@@ -887,9 +887,9 @@ inline void overwrite(
     Rows<const device T*> new_value,
     Keys keys,      // [B * S, D], dense or packed
     Values values,  // [B * S, DV], likewise
-    device int* positions,
+    device Position* positions,
     device float* norms,               // ||v|| of each slot, as it is stored
-    device half* value_lengths,        // log ||v||^2 of each slot, as it came
+    device half* value_lengths,        // log ||v||^2 of each dense slot, as it came
     const device float* frame_centre,  // [H, D], in which ...
     const device float* frame_scale,   // ... keys lie
     Remainder<Counts> evicted,         // before and ...
@@ -968,7 +968,7 @@ inline void overwrite(
     }
   }
   if (lane == 0) {
-    positions[row] = step.offset - 1;
+    positions[row] = Position(step.offset - 1);
     slots_out[kv_head] = slot;
   }
 }
@@ -1018,7 +1018,7 @@ inline void overwrite(
           of_values, h2o::dense_rows(IN_PLACE(Value, values), ELEMENTS_OF(DV, V_BITS)),
           h2o::dense_rows(IN_PLACE(T, value_scales), VALUE_GROUPS),
           h2o::dense_rows(IN_PLACE(T, value_biases), VALUE_GROUPS)),
-      IN_PLACE(int, positions), IN_PLACE(float, norms), IN_PLACE(half, value_lengths),
+      IN_PLACE(POSITION, positions), IN_PLACE(float, norms), IN_PLACE(half, value_lengths),
       frame_centre, frame_scale,
       h2o::remainder_of(counts, mean_keys, var_keys, mean_values), counts_out, mean_keys_out,
       var_keys_out, mean_values_out, slots_out, threadgroup_position_in_grid,
@@ -1222,23 +1222,26 @@ namespace h2o {
 
 #define MASS_FLOOR 1e-6f  // policies/terms.py
 
-// What attention and the layer know of one KV head's slots; index 0 is its first.
+// What attention and the layer know of one KV head's slots; index 0 is its first. A packed value has
+// RANGES groups of LEVELS + 1 levels; of dense ones, RANGES 0, lengths are kept.
+template <int RANGES, int LEVELS, typename Positions, typename Scales>
 struct HeadSlots {
   const device float* logits;  // [G, length]
   const device float* distances;
-  const device int* positions;
+  Positions positions;
   device float* scores;
   const device float* norms;
   const device half* value_lengths;
+  Scales value_scales;  // [length, RANGES]
   int length, offset, aged_from;
   int first_free, end_free;  // positions that may go: from the first on, before the end
   float least_distance;
 };
 
 // Policy.accumulate after one query, whose evidence is the mean over G query heads.
-template <int SCORE, int G>
+template <int SCORE, int G, typename Head>
 inline float accumulated(
-    float score, HeadSlots head, int slot, const thread float* lse, float decay) {
+    float score, Head head, int slot, const thread float* lse, float decay) {
   float total = 0.0f;
   UNROLL
   for (int g = 0; g < G; g++) {
@@ -1254,23 +1257,40 @@ inline float accumulated(
 }
 
 // Slots.ages: no step counts that is before where they count from.
-inline float age_of(HeadSlots head, int position) {
+template <typename Head>
+inline float age_of(Head head, int position) {
   return float(head.offset - max(position, head.aged_from));
 }
 
 // selection.evictable_slots; the positions of pinned tokens are below 0 (pins.py).
-inline bool may_go(HeadSlots head, int position) {
+template <typename Head>
+inline bool may_go(Head head, int position) {
   return position >= head.first_free && position < head.end_free;
 }
 
 // Policy.weighted; a score per step where AGE is set.
-template <bool AGE, bool VALUES>
-inline float weighted(HeadSlots head, int slot, int position) {
+template <bool AGE, bool VALUES, typename Head>
+inline float weighted(Head head, int slot, int position) {
   float score = head.scores[slot];
   if (AGE) {
     score /= age_of(head, position);
   }
   return VALUES ? score * head.norms[slot] : score;
+}
+
+// value_lengths.value_lengths
+template <int RANGES, int LEVELS, typename Positions, typename Scales>
+inline float value_length(HeadSlots<RANGES, LEVELS, Positions, Scales> head, int slot) {
+  if (RANGES == 0) {
+    return float(head.value_lengths[slot]);
+  }
+  float square = 0.0f;
+  UNROLL
+  for (int g = 0; g < RANGES; g++) {
+    const float range = float(head.value_scales[int64_t(slot) * RANGES + g]) * float(LEVELS);
+    square += range * range;
+  }
+  return log(max(square, LEAST_SQUARE));
 }
 
 // The terms of Distinct and Salient before they are standardised (terms.py): distance, mass, value,
@@ -1284,17 +1304,17 @@ inline bool has_term(int i) {
   return i != VALUE_TERM || PRIORITY == BY_SALIENCE;
 }
 
-template <int PRIORITY, bool MASS, bool VALUES>
-inline void terms_of(HeadSlots head, int slot, int position, thread float* terms) {
+template <int PRIORITY, bool MASS, bool VALUES, typename Head>
+inline void terms_of(Head head, int slot, int position, thread float* terms) {
   terms[0] = log(max(head.distances[slot], head.least_distance));
   terms[1] = MASS ? log(weighted<true, VALUES>(head, slot, position) + MASS_FLOOR) : 0.0f;
-  terms[VALUE_TERM] = PRIORITY == BY_SALIENCE ? float(head.value_lengths[slot]) : 0.0f;
+  terms[VALUE_TERM] = PRIORITY == BY_SALIENCE ? value_length(head, slot) : 0.0f;
   terms[3] = log(age_of(head, position));
 }
 
 // Policy.priority; `standards` has the mean and the weight over the deviation of each term.
-template <int SCORE, int PRIORITY, bool AGE, bool VALUES, typename Standards>
-inline float priority_of(HeadSlots head, int slot, int position, Standards standards) {
+template <int SCORE, int PRIORITY, bool AGE, bool VALUES, typename Head, typename Standards>
+inline float priority_of(Head head, int slot, int position, Standards standards) {
   if (PRIORITY == BY_AGE) {
     return float(position);
   }
@@ -1968,20 +1988,24 @@ namespace h2o {
 #define STANDARDS (LEAST_DISTANCE + 1)
 
 // A layer's slots, all heads' in one buffer.
+template <int RANGES, int LEVELS, typename Positions, typename Scales>
 struct LayerSlots {
   const device int* plan;
   const device float* logits;
   const device float* distances;
-  const device int* positions;
+  Positions positions;
   device float* scores;
   const device float* norms;
   const device half* value_lengths;
+  Scales value_scales;
   DecodeStep step;
   int batch, queries;  // which of the batch; query heads of a KV head
 };
 
 // Of one head, but for its least distance.
-inline HeadSlots head_slots_of(LayerSlots layer, int head) {
+template <int RANGES, int LEVELS, typename Positions, typename Scales>
+inline HeadSlots<RANGES, LEVELS, Positions, Scales> head_slots_of(
+    LayerSlots<RANGES, LEVELS, Positions, Scales> layer, int head) {
   const HeadPlan line = head_plan_of(layer.plan, head);
   const int64_t first = int64_t(layer.batch) * layer.step.buffer_slots + line.start;
   const int64_t attended = int64_t(layer.batch) * layer.step.attended_slots + line.prefix;
@@ -1992,6 +2016,7 @@ inline HeadSlots head_slots_of(LayerSlots layer, int head) {
       layer.scores + first,
       layer.norms + first,
       layer.value_lengths + first,
+      layer.value_scales + first * RANGES,
       line.length,
       layer.step.offset,
       layer.step.aged_from,
@@ -2040,8 +2065,9 @@ inline float square_norm(const device float* x, threadgroup float* scratch, int 
 
 // Threadgroup (0, KV head or 0, batch) of a launch.
 template <
-    int D, int G, int SCORE, int PRIORITY, bool AGE, bool VALUES, int HEADS, int SIMDS,
-    typename Weights, typename Victims, typename Written, typename Lse>
+    int D, int G, int SCORE, int PRIORITY, bool AGE, bool VALUES, int RANGES, int LEVELS, int HEADS,
+    int SIMDS, typename Weights, typename Victims, typename Written, typename Lse,
+    typename Positions, typename Scales>
 inline void update(
     const device int* plan,
     Weights weights,                   // decay; of the terms: distance, mass, value, age
@@ -2050,10 +2076,11 @@ inline void update(
     Lse lse,                           // [B, H * G, 1]
     const device float* distances,     // [B, attended slots], from ...
     const device float* means,         // ... [B, H, D]; or what else ranks the slots
-    const device int* positions,       // [B, S]
+    Positions positions,               // [B, S]
     device float* scores,              // [B, S]
     const device float* norms,         // [B, S]
-    const device half* value_lengths,  // [B, S]
+    const device half* value_lengths,  // [B, S] of dense values
+    Scales value_scales,               // [B, S, RANGES] of packed ones
     Written slots,                     // [B, H]: those just written, counted in their heads
     device int* victims_out,           // [B, H, evict_every]
     threadgroup float* standards, threadgroup float* scratch, threadgroup int* places, uint3 at,
@@ -2067,13 +2094,15 @@ inline void update(
   const int64_t heads_before = int64_t(at.z) * step.kv_heads;
   const HeadPlan lead = head_plan_of(plan, first_head);
 
-  const LayerSlots layer = {
-      plan, logits, distances, positions, scores, norms, value_lengths, step, int(at.z), G};
+  const LayerSlots<RANGES, LEVELS, Positions, Scales> layer = {
+      plan,  logits,        distances,    positions, scores,
+      norms, value_lengths, value_scales, step,      int(at.z),
+      G};
 
   for (int h = 0; h < HEADS; h++) {
     const HeadPlan line = head_plan_of(plan, first_head + h);
     const int64_t kv_head = heads_before + first_head + h;
-    HeadSlots head = head_slots_of(layer, first_head + h);
+    auto head = head_slots_of(layer, first_head + h);
     const int fresh = slots[kv_head];
     float lses[G];
     UNROLL
@@ -2120,7 +2149,7 @@ inline void update(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   // An array of the heads' slots would lie in memory: the others' are made anew where they are read.
-  HeadSlots first = head_slots_of(layer, first_head);
+  auto first = head_slots_of(layer, first_head);
   if (RANKS_TERMS) {
     first.least_distance = standards[LEAST_DISTANCE];
   }
@@ -2138,7 +2167,7 @@ inline void update(
         float worth = 0.0f;
         for (int h = 0; h < HEADS; h++) {
           threadgroup float* standard = standards + h * STANDARDS;
-          HeadSlots head = first;
+          auto head = first;
           if (h > 0) {
             head = head_slots_of(layer, first_head + h);
             if (RANKS_TERMS) {
@@ -2176,6 +2205,7 @@ inline void update(
 //! in scores optional float
 //! in norms optional float
 //! in value_lengths optional half
+//! in value_scales optional half
 //! in slots
 //! out victims_out
 //! body
@@ -2183,10 +2213,10 @@ inline void update(
   THREADGROUP_ARRAY(float, standards, HEADS * STANDARDS);
   THREADGROUP_ARRAY(float, scratch, SIMDS);
   THREADGROUP_ARRAY(int, places, 2 * SIMDS);
-  h2o::update<D, G, SCORE, PRIORITY, AGE, VALUES, HEADS, SIMDS>(
+  h2o::update<D, G, SCORE, PRIORITY, AGE, VALUES, RANGES, LEVELS, HEADS, SIMDS>(
       plan, weights, victims, logits, lse, distances, means, positions,
-      IN_PLACE(float, scores), norms, value_lengths, slots, victims_out, standards, scratch, places,
-      threadgroup_position_in_grid, int(thread_index_in_threadgroup));
+      IN_PLACE(float, scores), norms, value_lengths, value_scales, slots, victims_out, standards,
+      scratch, places, threadgroup_position_in_grid, int(thread_index_in_threadgroup));
 
 """##,
     "work.h": ##"""
