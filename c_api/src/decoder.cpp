@@ -28,7 +28,7 @@ class CPUDecoder : public Decoder {
   CPUDecoder(const Lent& lent, const CacheSettings& settings)
       : packing_(settings.packing),
         scored_(settings.policy.needs_attention()),
-        measured_(settings.policy.uses_value_lengths()),
+        measured_(settings.policy.keeps_value_lengths(settings.packing)),
         keys_(packing_.rows("keys", lent.fields)),
         values_(packing_.rows("values", lent.fields)),
         layer_(

@@ -32,6 +32,7 @@ std::vector<mx::array> BoundedLayer::side_state() const {
 
 std::vector<Fields> BoundedLayer::take_in(const mx::array& keys, const mx::array& values) {
   const int L = keys.shape(2), first = offset_;
+  memory_.fit_positions(first + L);
   note(L);
   std::optional<Fields> rows;
   if (RecentWindow* window = memory_.window())
@@ -124,6 +125,7 @@ void BoundedLayer::forget_victims() {
 
 mx::array BoundedLayer::decode(
     const AttentionCall& call, const mx::array& keys, const mx::array& values) {
+  memory_.fit_positions(offset_ + 1);
   Decoder& decoder = memory_.lent(keys, values);
   ++offset_;
   const std::optional<RecentStep> recent = memory_.advance_window();
@@ -175,8 +177,12 @@ void BoundedLayer::regroup() {
 void BoundedLayer::mark_pins() {
   SlotStore& store = memory_.store();
   journal_.clear();
-  if (!store.fields().empty())
-    store.set_field("positions", stored_positions(store.fields().at("positions"), settings.pins));
+  if (!store.fields().empty()) {
+    std::vector<mx::array> stored;
+    for (const Run& run : runs())
+      stored.push_back(stored_positions(store.view(run, "positions"), settings.pins));
+    store.write("positions", stored);
+  }
   forget_victims();
 }
 
@@ -196,8 +202,8 @@ void BoundedLayer::new_turn(double carry) {
   SlotStore& store = memory_.store();
   std::vector<mx::array> scores;
   for (const Run& run : runs()) {
-    const mx::array stored = store.view(run, store.fields().at("positions"));
-    scores.push_back(carried(store.view(run, store.fields().at("scores")), true_positions(stored)));
+    const mx::array positions = true_positions(store.view(run, "positions"));
+    scores.push_back(carried(store.view(run, "scores"), positions));
   }
   write_scores(scores);
   const RecentWindow* window = memory_.window();
@@ -222,12 +228,13 @@ void BoundedLayer::trim(int n) {
     offset_ = step.offset;
     step.put_back(store, memory_.window(), memory_.evictions());
   }
-  if (!n) return;
-  // Nothing was evicted before these: the newest tokens are the last of each head.
-  offset_ -= n;
-  if (RecentWindow* window = memory_.window()) n -= window->trim(n);
-  store.shorten(n);
-  forget_victims();
+  if (n) {  // nothing was evicted before these: they are the last of each head
+    offset_ -= n;
+    if (RecentWindow* window = memory_.window()) n -= window->trim(n);
+    store.shorten(n);
+    forget_victims();
+  }
+  memory_.fit_positions(offset_);
 }
 
 }  // namespace mlx_h2o

@@ -62,8 +62,7 @@ std::vector<Fields> Memory::attended(const std::optional<Fields>& beyond) {
     }
     Fields all = heads_of(*beyond, run.first, run.last);
     if (run.length)
-      for (auto& [name, rows] : all)
-        rows = mx::concatenate({store_.view(run, store_.fields().at(name)), rows}, 2);
+      for (auto& [name, rows] : all) rows = mx::concatenate({store_.view(run, name), rows}, 2);
     of_runs.push_back(std::move(all));
   }
   return of_runs;
@@ -93,6 +92,10 @@ std::optional<RecentStep> Memory::advance_window() {
   return window_ ? std::optional(window_->advance()) : std::nullopt;
 }
 
+void Memory::fit_positions(int tokens) {
+  if (!store_.positions_fit(tokens)) store().fit_positions(tokens);
+}
+
 void Memory::take_back() {
   if (!decoder_) return;
   Lent back = decoder_->end();
@@ -110,7 +113,8 @@ Fields fields_of(
   settings.packing.put(rows, "values", {{values}});
   rows.emplace("positions", mx::broadcast_to(range(first, first + L), {B, H, L}));
   if (settings.policy.needs_attention()) rows.emplace("scores", mx::zeros({B, H, L}));
-  if (settings.policy.uses_value_lengths()) rows.emplace("value_lengths", value_lengths(values));
+  if (settings.policy.keeps_value_lengths(settings.packing))
+    rows.emplace("value_lengths", value_lengths(values));
   return rows;
 }
 

@@ -44,6 +44,9 @@ class Memory {
   // Per run all fields of its slots, and of rows [B, H, L, ...] that are beyond the budget.
   std::vector<Fields> attended(const std::optional<Fields>& beyond);
 
+  // Has positions as wide as those of so many tokens.
+  void fit_positions(int tokens);
+
   // What a fused step does next: the decoder, which has the arrays and room for these rows, and
   // the plans of slots and window that it follows.
   Decoder& lent(const mx::array& keys, const mx::array& values);

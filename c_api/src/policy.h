@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/kernels.h"
-#include "ops.h"
+#include "rows.h"
 
 namespace mlx_h2o {
 
@@ -71,9 +71,13 @@ struct Policy {
   bool uses_evicted_mean() const {
     return kind == PolicyKind::distinct || kind == PolicyKind::salient;
   }
-  // Whether the lengths of values are kept beside their rows.
+  // Whether it ranks by the lengths of values.
   bool uses_value_lengths() const {
     return kind == PolicyKind::salient;
+  }
+  // Whether they are kept beside rows that are stored so: packed ones tell them.
+  bool keeps_value_lengths(const Packing& packing) const {
+    return uses_value_lengths() && !packing.v_bits;
   }
   // Whether accumulate only sums masses, so that no logits need be written for it.
   bool sums_mass() const {

@@ -15,7 +15,7 @@ class RecentWindow {
         kept_(kept),
         recent_(*kept.recent()),
         scored_(policy.needs_attention()),
-        measured_(policy.uses_value_lengths()) {}
+        measured_(policy.keeps_value_lengths(kept)) {}
 
   int length() const {
     return length_;

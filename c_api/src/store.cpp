@@ -79,10 +79,25 @@ mx::array SlotStore::view(const Run& run, const mx::array& field) const {
   return part(range_of(field, run), 2, 0, run.length);
 }
 
+mx::array SlotStore::view(const Run& run, const std::string& name) const {
+  const mx::array rows = view(run, fields_.at(name));
+  return name == "positions" ? mx::astype(rows, mx::int32) : rows;
+}
+
 Fields SlotStore::views(const Run& run) const {
   Fields of_run;
-  for (const auto& [name, field] : fields_) of_run.emplace(name, view(run, field));
+  for (const auto& [name, field] : fields_) of_run.emplace(name, view(run, name));
   return of_run;
+}
+
+mx::array SlotStore::kept(const std::string& name, const mx::array& rows) const {
+  return name == "positions" ? mx::astype(rows, wide_ ? mx::int32 : mx::int16) : rows;
+}
+
+void SlotStore::fit_positions(int tokens) {
+  wide_ = tokens > kFewTokens;
+  const auto held = fields_.find("positions");
+  if (held != fields_.end()) held->second = kept("positions", held->second);
 }
 
 mx::array SlotStore::flat_index(const Run& run, const mx::array& slots) const {
@@ -107,7 +122,8 @@ void SlotStore::reserve(int extra, const Fields& like) {
   }
   if (fits) return;
   Fields grown;
-  for (const auto& [name, row] : like) {
+  for (const auto& [name, of_field] : like) {
+    const mx::array row = kept(name, of_field);
     std::vector<mx::array> parts;
     for (size_t i = 0; i < runs_.size(); ++i) {
       const Run& run = runs_[i];
@@ -158,7 +174,7 @@ void SlotStore::replace(const std::vector<Fields>& rows) {
   Fields replaced;
   for (const auto& [name, row] : rows[0]) {
     std::vector<mx::array> parts;
-    for (const Fields& of_run : rows) parts.push_back(of_run.at(name));
+    for (const Fields& of_run : rows) parts.push_back(kept(name, of_run.at(name)));
     replaced.emplace(name, flattened(std::move(parts)));
   }
   set(std::move(replaced), lengths);
@@ -193,7 +209,8 @@ void SlotStore::write(const std::string& name, const std::vector<mx::array>& par
   std::vector<mx::array> padded;
   for (size_t i = 0; i < runs_.size(); ++i) {
     const int tail = runs_[i].allocated - runs_[i].length;
-    padded.push_back(tail ? mx::pad(parts[i], {{0, 0}, {0, 0}, {0, tail}}, number(0)) : parts[i]);
+    const mx::array rows = kept(name, parts[i]), zero = mx::zeros({}, rows.dtype());
+    padded.push_back(tail ? mx::pad(rows, {{0, 0}, {0, 0}, {0, tail}}, zero) : rows);
   }
   fields_.insert_or_assign(name, flattened(std::move(padded)));
 }

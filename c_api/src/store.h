@@ -1,6 +1,7 @@
 // Where the rows of a layer's kept tokens lie (python/mlx_h2o/store.py).
 #pragma once
 
+#include "kernels/kernels.h"
 #include "rows.h"
 
 namespace mlx_h2o {
@@ -40,8 +41,10 @@ class SlotStore {
   // Whether the next token needs more memory.
   bool needs_room() const;
 
-  // A run's slots in use, [B, heads, length, ...], of a flat field.
+  // A run's slots in use, [B, heads, length, ...], of a flat field; or of one that is held,
+  // positions as int32.
   mx::array view(const Run& run, const mx::array& field) const;
+  mx::array view(const Run& run, const std::string& name) const;
   Fields views(const Run& run) const;
   // Flat indices [B or 1, H] of one slot of each head: per run [B or 1, heads], counted within it.
   mx::array flat_index_of_heads(const std::vector<mx::array>& slots) const;
@@ -58,12 +61,16 @@ class SlotStore {
   // Gives the heads, which have rows, new budgets and forms runs anew; a run may then exceed its
   // budget.
   void regroup(const std::vector<int>& budgets);
-  // Replaces a field [B, S, ...].
-  void set_field(const std::string& name, const mx::array& field) {
-    fields_.insert_or_assign(name, field);
-  }
   // Replaces a field's slots in use.
   void write(const std::string& name, const std::vector<mx::array>& parts);
+
+  // Positions are kept in 16 bits while the conversation has no more of them
+  // (python/mlx_h2o/positions.py): whether they are as wide as those of so many tokens, and what
+  // makes them so.
+  bool positions_fit(int tokens) const {
+    return wide_ == (tokens > kFewTokens);
+  }
+  void fit_positions(int tokens);
 
   // Uses up the next slot of each head of a run: which of its `named` victims that is, or -1 for an
   // unused one.
@@ -88,6 +95,8 @@ class SlotStore {
   void get_back(Fields fields);
 
  private:
+  // Rows of a field as they are kept.
+  mx::array kept(const std::string& name, const mx::array& rows) const;
   mx::array range_of(const mx::array& field, const Run& run) const;
   // Flat indices [..., heads, M] of a run's slots.
   mx::array flat_index(const Run& run, const mx::array& slots) const;
@@ -96,6 +105,7 @@ class SlotStore {
 
   std::vector<Run> runs_;
   Fields fields_;
+  bool wide_ = false;  // positions are
 };
 
 // Raises unless rows [B, M, ...] can be written into a buffer [B, S, ...] at an index [B or 1, M],

@@ -1,6 +1,7 @@
 #include "views.h"
 
 #include "selection.h"
+#include "value_lengths.h"
 
 namespace mlx_h2o {
 
@@ -42,7 +43,10 @@ Slots slots_of(BoundedLayer& layer, const Run& run, const Fields& fields, int ev
       positions,      scores == ranked.end() ? mx::zeros(positions.shape()) : scores->second,
       layer.offset(), evictable_of(layer, run, stored),
       evicted,        part(layer.evictions().remainder.mean_key, 1, run.first, run.last)};
-  if (lengths != ranked.end()) slots.value_lengths = lengths->second;
+  if (lengths != ranked.end())
+    slots.value_lengths = lengths->second;
+  else if (layer.settings.policy.uses_value_lengths())
+    slots.value_lengths = value_lengths(values);
   slots.aged_from = layer.aged_from();
   return slots;
 }

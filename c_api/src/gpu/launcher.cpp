@@ -35,6 +35,7 @@ mlx_dtype of(mx::Dtype dtype) {
   if (dtype == mx::float32) return MLX_FLOAT32;
   if (dtype == mx::float16) return MLX_FLOAT16;
   if (dtype == mx::bfloat16) return MLX_BFLOAT16;
+  if (dtype == mx::int16) return MLX_INT16;
   check(dtype == mx::int32, "No kernel has arrays of this dtype.");
   return MLX_INT32;
 }

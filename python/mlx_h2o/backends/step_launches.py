@@ -247,7 +247,7 @@ def update(
         **slots.of_values,
     }
     template = _update_template(plan, slots, policy, attended.lse.shape[1] // H)
-    if template["RANGES"]:
+    if template["RANGES"] and isinstance(slots.values, PackedRows):
         optional["value_scales"] = slots.values.scales
     inputs |= {name: array for name, array in optional.items() if array is not None}
     return launcher.launch(
