@@ -91,7 +91,13 @@ def test_every_golden_vector_is_replayed(sanitized: Path, options: tuple[str, ..
         assert f"{options[1]} steps" in done.stdout
 
 
-@pytest.mark.parametrize("what", ["undo", "interrupt", "frame", "memory"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("undo", "interrupt", "frame", "memory"),
+        pytest.param("positions", marks=pytest.mark.slow),  # 32,768 tokens, two minutes
+    ],
+)
 def test_conversations(sanitized: Path, what: str) -> None:
     """Bit by bit: drafts taken back, steps that are looked at, frames; a reduced prompt's memory.
 

@@ -3,6 +3,7 @@
 //   conversations undo        drafts of which some tokens are taken back against plain decoding
 //   conversations interrupt   decoding that is looked at after each step against one that is not
 //   conversations frame       keys in a cache's frame against keys that are put into it before
+//   conversations positions   one of more tokens than 16 bits have positions for
 //   conversations memory      a prompt that is reduced needs float32 copies of one head at a time
 //   conversations gpu         a draft taken back where tests/host_gpu is the device
 //
@@ -237,6 +238,64 @@ static void same_caches(const char* layer, mlx_h2o_cache one, mlx_h2o_cache othe
   }
 }
 
+// -- positions ------------------------------------------------------------------------------------
+
+static const int kFew = 1 << 15;  // whose positions fit into 16 bits
+
+static size_t bytes_of(mlx_h2o_cache cache) {
+  size_t bytes = 0;
+  must(mlx_h2o_cache_nbytes(&bytes, cache), "nbytes");
+  return bytes;
+}
+
+// The greatest position that each head keeps is the last token's.
+static void keeps_the_newest(const Layer* layer, mlx_h2o_cache cache, int offset) {
+  mlx_array kept = mlx_array_new(), newest = mlx_array_new(), dense = mlx_array_new();
+  must(mlx_h2o_cache_kept(&kept, cache, s), "kept");
+  must(mlx_max_axis(&newest, kept, 2, false, s), "max");
+  must(mlx_contiguous(&dense, newest, false, s), "contiguous");
+  must(mlx_array_eval(dense), "eval");
+  const int32_t* positions = mlx_array_data_int32(dense);
+  for (int i = 0; i < B * Hk; ++i)
+    if (positions[i] != offset - 1) differs(layer->name, "the newest positions", positions[i]);
+  mlx_array_free(kept), mlx_array_free(newest), mlx_array_free(dense);
+}
+
+// So many times the same chunk.
+static void again(mlx_h2o_cache cache, int chunk, int times) {
+  const mlx_array q = rows(Q, Hq, 0, chunk, D, false), k = rows(K, Hk, 0, chunk, D, false);
+  const mlx_array v = rows(V, Hk, 0, chunk, Dv, false);
+  for (int i = 0; i < times; ++i) {
+    mlx_array out = mlx_array_new();
+    must(mlx_h2o_cache_update_and_attend(&out, cache, q, k, v, 0.18f, kNone, s), "attend");
+    must(mlx_array_eval(out), "eval");
+    mlx_array_free(out);
+  }
+  mlx_array_free(q), mlx_array_free(k), mlx_array_free(v);
+}
+
+// Steps beyond what 16 bits hold, looked at after each one and not: two bytes more a slot.
+static void positions(const Layer* layer) {
+  enum { CHUNK = 341, STEPS = 7 };
+  mlx_h2o_cache one = made(layer, 0), other = made(layer, 0);
+  again(one, CHUNK, 96), again(other, CHUNK, 96);
+  for (int t = 96 * CHUNK; t < kFew - STEPS; ++t) again(one, 1, 1), again(other, 1, 1);
+  const size_t slots = bytes_of(other);
+  size_t before = 0, after = 0;
+  for (int t = kFew - STEPS; t < kFew + STEPS; ++t) {
+    again(one, 1, 1), again(other, 1, 1);
+    keeps_the_newest(layer, other, t + 1);
+    if (t == kFew - 1) before = bytes_of(other);
+    if (t == kFew) after = bytes_of(other);
+  }
+  same_caches(layer->name, one, other, kFew);
+  int size = 0;
+  must(mlx_h2o_cache_size(&size, other), "size");
+  if (before < slots || after <= before || after - before > 2u * B * Hk * (size_t)size)
+    differs(layer->name, "bytes of positions", (int)(after - before));
+  mlx_h2o_cache_free(one), mlx_h2o_cache_free(other);
+}
+
 // -- undo -----------------------------------------------------------------------------------------
 
 static int trimmable(mlx_h2o_cache cache) {
@@ -462,6 +521,10 @@ int main(int argc, char** argv) {
     }
     mlx_h2o_use_kernels(true);
     flat_memory(&kLayers[3]);
+  } else if (!strcmp(what, "positions")) {
+    for (int i = 0; i < kLayerCount; i += kLayerCount - 1) positions(&kLayers[i]);
+    mlx_h2o_use_kernels(false);
+    positions(&kLayers[2]);
   } else if (!strcmp(what, "frame")) {
     for (int i = 0; i < 2 * kLayerCount; ++i) {
       mlx_h2o_use_kernels(i % 2);
@@ -470,7 +533,7 @@ int main(int argc, char** argv) {
   } else if (!strcmp(what, "gpu")) {
     undo(&kLayers[0], TOKENS - 4);
   } else {
-    fprintf(stderr, "conversations undo | interrupt | frame | memory | gpu\n");
+    fprintf(stderr, "conversations undo | interrupt | frame | positions | memory | gpu\n");
     return 2;
   }
   mlx_stream_free(s);
