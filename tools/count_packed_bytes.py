@@ -27,6 +27,7 @@ from mlx_h2o.backends.work import Ranges
 from mlx_h2o.frame import Frame
 from mlx_h2o.packed import PackedRows, Rows, dense
 from mlx_h2o.policies import Policy
+from mlx_h2o.positions import NARROW
 
 GPU = Gpu(Launcher(harness.metal_kernel, "metal"), lambda: "applegpu_g13g")
 # Hq, Hk, D: a 4B or 8B model's layer.
@@ -79,7 +80,7 @@ def appended(bits: tuple[int, int]) -> int:
     keys, values = (
         stored(mx.random.normal((1, plan.slots, D)).astype(mx.float16), width) for width in bits
     )
-    held = SlotArrays(keys, values, mx.zeros((1, plan.slots), mx.int32))
+    held = SlotArrays(keys, values, mx.zeros((1, plan.slots), NARROW))
     row = mx.random.normal((1, Hk, 1, D)).astype(mx.float16)
     empty = Remainder.empty(1, Hk, D, D)
     with harness.recorded() as launches:
@@ -99,15 +100,13 @@ def stepped(slots: int, policy: Policy, framed: bool) -> list[int]:
     keys, values = (
         stored(mx.random.normal((1, plan.slots, D)).astype(mx.float16), 6) for _ in range(2)
     )
-    held = SlotArrays(keys, values, mx.tile(mx.arange(slots, dtype=mx.int32), (1, Hk)))
+    held = SlotArrays(keys, values, mx.tile(mx.arange(slots, dtype=NARROW), (1, Hk)))
     kernel_policy = policy.kernel_policy()
     assert kernel_policy is not None
     ranks = kernel_policy.priority in ("distance", "salience")
     scored = policy.needs_attention
     if scored:
         held.scores = mx.zeros((1, plan.slots))
-    if kernel_policy.priority == "salience":
-        held.value_lengths = mx.zeros((1, plan.slots), mx.float16)
     frame = Frame(mx.zeros((Hk, D)), mx.ones((Hk, D))) if framed else None
     victims = mx.zeros((1, Hk, 1), mx.int32)
     q, row = (mx.random.normal((1, H, 1, D)).astype(mx.float16) for H in (Hq, Hk))

@@ -1,4 +1,4 @@
-"""What fewer bytes a slot would gain: bits that differ by head, and scores in half precision.
+"""What bytes beside a row cost: as they were, in half precision; and bits that differ by head.
 
     python tools/fewer_bytes.py                                   what the profile expects
     python tools/fewer_bytes.py TEXT [--samples 4] [--tokens 1024]
@@ -23,16 +23,22 @@ from real_model import shipped_frames, simulate
 import mlx_h2o
 from mlx_h2o import curves
 from mlx_h2o.evaluate.perplexity import samples_of
-from mlx_h2o.evaluate.simulation import DITHERED, NEAREST, SALIENT, Setting
+from mlx_h2o.evaluate.simulation import (
+    DITHERED,
+    NEAREST,
+    SALIENT,
+    SALIENT_PACKED,
+    Rule,
+    Setting,
+)
 from mlx_h2o.frame import Frame, RowFormat
 from mlx_h2o.layer_kinds import identity_by_kinds, layer_kinds
 from mlx_h2o.profile import SMALLEST_BUDGET, Profile
 from mlx_h2o.profile_places import found_profile
 
-#: Beside a row: score, position and value length; and the same with a score of 16 bits.
-BESIDE, BESIDE_HALF = 10, 8
-#: And the least that seems possible: a position and half a score, the length in the row's scale.
-BESIDE_LEAST = 6
+#: Beside a packed row: score and position; the same with a score of 16 bits; and as it was while
+#: positions took 32 bits and lengths of values were kept.
+BESIDE, BESIDE_HALF, BESIDE_BEFORE = 6, 4, 10
 WIDTHS = (4, 5, 6, 8)
 #: Slots between which heads choose.
 STEP = 4
@@ -135,7 +141,12 @@ def alike(profile: Profile, part: int) -> tuple[int, Shared]:
 
 
 def setting(
-    name: str, profile: Profile, shared: Shared, frames: Sequence[Frame], rounding: str | None
+    name: str,
+    profile: Profile,
+    shared: Shared,
+    frames: Sequence[Frame],
+    rounding: str | None = None,
+    rule: Rule = SALIENT_PACKED,
 ) -> Setting:
     """What the simulation runs."""
     edges = np.cumsum([0, *profile.model.kv_heads]).tolist()
@@ -146,7 +157,7 @@ def setting(
     orders = profile.saturation(budgets)
     mean = sum(shared.slots) / len(shared.slots)
     named = f"{name}: {mean:.0f} slots, expected {shared.loss:.4f}"
-    return Setting(named, budgets, orders, SALIENT, formats, rounding)  # type: ignore[arg-type]
+    return Setting(named, budgets, orders, rule, formats, rounding)  # type: ignore[arg-type]
 
 
 def settings_of(profile: Profile, frames: Sequence[Frame], part: int) -> list[Setting]:
@@ -155,10 +166,13 @@ def settings_of(profile: Profile, frames: Sequence[Frame], part: int) -> list[Se
     bits = best.bits[0]
     differing = shared_out(profile, total, WIDTHS, BESIDE)
     half = shared_out(profile, total, (bits,), BESIDE_HALF)
+    before = shared_out(profile, total, (bits,), BESIDE_BEFORE)
     counts = ", ".join(f"{differing.bits.count(b)} heads of {b}" for b in WIDTHS)
     return [
-        setting(f"1/{part}, {bits} bits everywhere", profile, best, frames, None),
-        setting(f"1/{part}, bits by head ({counts})", profile, differing, frames, None),
+        setting(f"1/{part}, {bits} bits everywhere", profile, best, frames),
+        setting(f"1/{part}, by lengths of values", profile, best, frames, rule=SALIENT),
+        setting(f"1/{part}, 10 bytes, lengths of values", profile, before, frames, rule=SALIENT),
+        setting(f"1/{part}, bits by head ({counts})", profile, differing, frames),
         setting(f"1/{part}, scores of 16 bits, to the nearest", profile, half, frames, NEAREST),
         setting(f"1/{part}, scores of 16 bits, dithered", profile, half, frames, DITHERED),
     ]
@@ -166,15 +180,15 @@ def settings_of(profile: Profile, frames: Sequence[Frame], part: int) -> list[Se
 
 def expected(profile: Profile, parts: Sequence[int]) -> None:
     """A table of what the profile expects to lose, in its own units."""
-    print("| bytes | everywhere | bits by head | 8 bytes beside a row | 6 bytes |")
+    print("| bytes | everywhere | bits by head | 10 bytes beside a row | 4 bytes |")
     print("|---|---|---:|---:|---:|")
     for part in parts:
         total, best = alike(profile, part)
         only = best.bits[:1]
         others = [
             shared_out(profile, total, WIDTHS, BESIDE),
+            shared_out(profile, total, only, BESIDE_BEFORE),
             shared_out(profile, total, only, BESIDE_HALF),
-            shared_out(profile, total, only, BESIDE_LEAST),
         ]
         losses = " | ".join(f"{other.loss / best.loss - 1:+.0%}" for other in others)
         print(f"| 1/{part} | {only[0]} bits, {best.loss:.5f} | {losses} |")

@@ -14,8 +14,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o.frame import RowFormat
+from mlx_h2o.packed import DEFAULT_GROUP_SIZE
 from mlx_h2o.policies.terms import FEWEST_FOR_A_MEAN, MASS_FLOOR
-from mlx_h2o.value_lengths import value_lengths
+from mlx_h2o.value_lengths import logarithm, value_lengths
 
 SINK = 4
 #: Positions are attended in steps of this many, so that shapes repeat.
@@ -37,6 +38,7 @@ class Rule:
         age: Of the log age, taken off.
         recent: Share of a head's budget that the newest tokens have for themselves.
         summed: Rank by the summed mass instead (H2O).
+        ranges: The ranges of a value's groups stand for its length, as where values are packed.
     """
 
     mass: float = 1.0
@@ -45,9 +47,11 @@ class Rule:
     age: float = 0.3
     recent: float = 0.25
     summed: bool = False
+    ranges: bool = False
 
 
 SALIENT = Rule()
+SALIENT_PACKED = Rule(ranges=True)
 DISTINCT = Rule(mass=0.5, distance=1.0, value=0.0, age=0.6, recent=0.2)
 MASS_RATE = Rule(distance=0.0, value=0.0, age=0.0)
 H2O = Rule(recent=0.5, summed=True)
@@ -92,6 +96,7 @@ class Trial:
         B, H, R = budgets.shape
         self.budgets, self.saturation = budgets, saturation
         self.summed = mx.array([rule.summed for rule in rules])[:, None, None, None]
+        self.ranges = mx.array([rule.ranges for rule in rules])[:, None, None, None]
         self.weights = {
             name: mx.array([getattr(rule, name) for rule in rules])[:, None, None, None]
             for name in ("mass", "distance", "value", "age")
@@ -194,7 +199,7 @@ class Trial:
         terms = {
             "mass": mx.log(scores / age + MASS_FLOOR),
             "distance": mx.log(apart),
-            "value": value_lengths(values).astype(mx.float32)[:, :, None],
+            "value": mx.where(self.ranges, _ranges(values), _lengths(values)),
             "age": -mx.log(age),
         }
         worth = mx.zeros_like(scores)
@@ -215,6 +220,15 @@ class Trial:
         self.mean_key = self.mean_key + part * step
         self.var_key = self.var_key + part * ((1 - part) * mx.square(step) - self.var_key)
         self.mean_value = self.mean_value + part * (value - self.mean_value)
+
+
+def _lengths(values: mx.array) -> mx.array:
+    return value_lengths(values).astype(mx.float32)[:, :, None]
+
+
+def _ranges(values: mx.array) -> mx.array:
+    groups = values.reshape(*values.shape[:-1], -1, min(DEFAULT_GROUP_SIZE, values.shape[-1]))
+    return logarithm(groups.max(axis=-1) - groups.min(axis=-1))[:, :, None]
 
 
 def shares(among: mx.array) -> mx.array:
