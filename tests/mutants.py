@@ -42,7 +42,7 @@ VALUES += [[], {}, [1], [[]], {"a": 1}, "DEEP"]
 SHAPES = [[1, -5, 3], [10**12, 10**9], [0, 10**18], [2**32, 0], [2**31, 1], [], [-1], [1.5], ["3"]]
 SHAPES += [[2**62, 4], [2**32 + 1, 1], None, 7, [[1]], [1] * 50]
 OFFSETS = [[0, 10**12], [-8, 8], [8, 0], [0, 0], [10**18, 10**18], [2**64, 2**64], [0], None, "x"]
-DTYPES = ["F32", "F16", "BF16", "I32", "U32", "F64", "I8", "BOOL", "C64", "X", 3, None]
+DTYPES = ["F32", "F16", "BF16", "I16", "I32", "U32", "F64", "I8", "BOOL", "C64", "X", 3, None]
 # A depth at which parsers that recurse give up.
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -101,6 +101,7 @@ def sign(header: dict[str, Any], data: bytes) -> None:
         "F32": "float32",
         "F16": "float16",
         "BF16": "bfloat16",
+        "I16": "int16",
         "I32": "int32",
         "U32": "uint32",
     }

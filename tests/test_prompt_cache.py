@@ -628,7 +628,9 @@ def test_max_bytes_of_a_model_bounds_its_layers_together(family):
             entry.store.heads * sum(f.nbytes // f.shape[1] for f in entry.store.fields.values())
             for entry in bounded
         )
-        assert max_bytes - slot - len(bounded) < held <= max_bytes
+        # Plain rows, whose budgets do not change, are counted with wide positions from the first.
+        spare = sum(entry.size() * entry.store.heads * 2 for entry in bounded if not entry.attending)
+        assert max_bytes - slot - spare - len(bounded) < held <= max_bytes
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)

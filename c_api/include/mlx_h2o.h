@@ -218,7 +218,8 @@ MLX_H2O_API int mlx_h2o_cache_offset(int* res, const mlx_h2o_cache cache);
 MLX_H2O_API int mlx_h2o_cache_size(int* res, const mlx_h2o_cache cache);
 // Tokens dropped, mean over KV heads, rounded down.
 MLX_H2O_API int mlx_h2o_cache_evicted(int64_t* res, const mlx_h2o_cache cache);
-// Bytes of everything held: rows, what belongs to them, remainder, victims, frame, undo.
+// Bytes of everything held: rows, what belongs to them, remainder, victims, frame, undo. Beyond
+// 32,768 tokens a position takes 4 bytes, not 2: a stage of `filling` there can make up for it.
 MLX_H2O_API int mlx_h2o_cache_nbytes(size_t* res, const mlx_h2o_cache cache);
 
 // How many of the newest tokens mlx_h2o_cache_trim can take back: those of the last steps that undo

@@ -149,12 +149,24 @@ struct CacheSettings: Sendable {
     /// Whether statistics of the evicted are kept at all.
     var remembers: Bool { remainderAnswers || type(of: policy).usesEvictedMean }
 
-    /// Slots of each head for rows like these, and how many more it has for plain rows of the
-    /// remainder.
-    func budgets(for rows: RowTypes) throws -> (budgets: [Int], reserved: Int) {
+    /// Slots of each head for rows like these, those that follow, and how many more there are for plain
+    /// rows of the remainder.
+    func plan(for rows: RowTypes) throws -> (plan: SlotPlan, reserved: Int) {
         try check(rows)
         var widths = rows.widths(packing)
         widths.isFramed = frame != nil
+        let (budgets, reserved) = try budgets(for: rows, of: widths)
+        let plan = SlotPlan(budgets: budgets, later: filling)
+        guard case .bytes(let bytes) = size,
+            H2OConfiguration.startsNarrow(bytes: bytes, undo: undo, attends: attends)
+        else { return (plan, reserved) }
+        let few = SlotPlan(budgets: try self.budgets(for: rows, of: widths.narrow).budgets)
+        return (few.whileNarrow(then: plan), reserved)
+    }
+
+    private func budgets(
+        for rows: RowTypes, of widths: RowWidths
+    ) throws -> (budgets: [Int], reserved: Int) {
         var budgets: [Int]
         switch size {
         case .heads(let given): budgets = given

@@ -138,9 +138,8 @@ struct Core {
 
     private mutating func makeLayer(_ types: RowTypes, tokens: Int) -> Layer {
         do {
-            let (budgets, reserved) = try given.budgets(for: types)
-            _ = try given.recentWindow(budgets)
-            let full = SlotPlan(budgets: budgets, later: given.filling)
+            let (full, reserved) = try given.plan(for: types)
+            _ = try given.recentWindow(full.budgets)
             let plan = pressure.begin(full, fewest: given.fewestSlots).grown(to: tokens)
             return try Layer(given, types, plan, reserved: reserved)
         } catch {

@@ -78,7 +78,12 @@ extension Layer {
             scores: whole["scores"] ?? MLXArray.zeros(places.shape, dtype: .float32),
             offset: offset, evictable: evictable(attended.run, stored), evicted: attended.evicted,
             evictedMeanKey: remainder.meanKey.sliced(attended.run.range, axis: 1),
-            storedLengths: whole["value_lengths"], agedFrom: agedFrom)
+            storedLengths: whole["value_lengths"] ?? lengths(of: values), agedFrom: agedFrom)
+    }
+
+    /// Lengths of values that are not kept, where the policy ranks by them.
+    private func lengths(of values: Rows) -> MLXArray? {
+        settings.usesValueLengths ? values.lengths : nil
     }
 
     /// True where a run may lose the token, by positions as slots store them.

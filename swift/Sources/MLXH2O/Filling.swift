@@ -15,6 +15,7 @@ struct Stage: Sendable, Equatable {
 /// tokens than there are slots a head, every head keeps all of it. From then on slots are shared out
 /// anew whenever it has doubled, each time as the profile knows conversations of that length, until the
 /// shares are those of a long one. Each layer changes by its own offset, so all do so at the same token.
+/// Where positions need more bits (``StoredPositions``), there are fewer slots from then on.
 struct SlotPlan: Sendable, Equatable {
     // Of one layer in a file: tokens double from stage to stage.
     static let mostStages = 64
@@ -34,6 +35,15 @@ struct SlotPlan: Sendable, Equatable {
         guard count < later.count else { return self }
         return SlotPlan(
             budgets: later[later.count - count - 1].budgets, later: later.suffix(count))
+    }
+
+    /// This plan while positions are narrow, then another that counts wide ones.
+    func whileNarrow(then wide: SlotPlan) -> SlotPlan {
+        let few = StoredPositions.few, begun = wide.later.prefix { $0.beyond <= few }
+        let then = Stage(beyond: few, budgets: begun.last?.budgets ?? wide.budgets)
+        let before = later.filter { $0.beyond < few }
+        return SlotPlan(
+            budgets: budgets, later: before + [then] + wide.later.dropFirst(begun.count))
     }
 
     /// A part of the slots at every stage; stages begin as much earlier.
@@ -86,6 +96,12 @@ extension H2OProfile {
 }
 
 extension H2OConfiguration {
+    /// Whether slots are counted with narrow positions at first: of a size in bytes that a later stage
+    /// can hold to, which steps to undo and a model that attends by itself do not allow.
+    static func startsNarrow(bytes: Int?, undo: Int, attends: Bool) -> Bool {
+        bytes != nil && undo == 0 && attends
+    }
+
     /// Each layer's slots at first, and those that follow as the conversation grows.
     ///
     /// A size in tokens is shared out at once; so is one in bytes where layers have other means, or

@@ -83,6 +83,7 @@ struct Layer {
     mutating func takeIn(
         keys: MLXArray, values: MLXArray, noting before: inout StepBefore?
     ) -> Fields? {
+        store.fitPositions(offset + keys.dim(2))
         let rows =
             window == nil
             ? rows(keys, values)
@@ -230,6 +231,7 @@ struct Layer {
             store.write("scores", first.runs.map { before.view($0, "scores") })
         }
         victims = first.victims
+        store.fitPositions(offset)
     }
 
     /// Forget the newest n tokens, where none was evicted.
@@ -238,19 +240,22 @@ struct Layer {
         offset -= n
         agedFrom = min(agedFrom, max(offset - 1, 0))
         store.shorten(by: n - (window?.trim(n) ?? 0))
+        store.fitPositions(offset)
         forgetVictims()
     }
 
     // MARK: lent to kernels
 
-    /// Whether the next token needs more memory than there is.
+    /// Whether the next token needs more memory than there is, or a position more bits.
     var isOutOfRoom: Bool {
         store.runs.contains { $0.length == $0.allocated && $0.length < $0.budget }
+            || !store.positionsFit(offset + 1)
     }
 
     /// Have memory for one more token.
     mutating func makeRoom() {
         let row = rowTypes.zeros
+        store.fitPositions(offset + 1)
         store.reserve(1, like: rows(row.keys, row.values))
     }
 
@@ -334,8 +339,9 @@ extension Layer {
     /// Pin what these settings, otherwise its own, pin, and nothing else.
     mutating func hold(pinsOf settings: CacheSettings) {
         self.settings = settings
-        if let positions = store.fields["positions"] {
-            store.set("positions", PinnedPositions.stored(positions, settings.pins))
+        if !store.fields.isEmpty {
+            let held = store.runs.map { store.view($0, "positions") }
+            store.write("positions", held.map { PinnedPositions.stored($0, settings.pins) })
         }
         forgetVictims()
         chooseVictims()

@@ -93,7 +93,16 @@ extension H2OConfiguration {
         let budgets = try sharedOut(kinds, by: profile, policy: policy, attends: attends)
         let measured = saturation == nil ? profile?.saturations(of: budgets, policy: policy) : nil
         let usual = [saturation ?? Remainder.saturation]
-        let plans = try plans(of: budgets, by: profile, policy)
+        var plans = try plans(of: budgets, by: profile, policy)
+        if case .bytes(let bytes) = budget,
+            Self.startsNarrow(bytes: bytes, undo: undo, attends: attends)
+        {
+            let few = try sharedOut(
+                kinds.map(\.narrow), by: profile, policy: policy, attends: attends)
+            plans = try zip(self.plans(of: few, by: profile, policy), plans).map {
+                $0.whileNarrow(then: $1)
+            }
+        }
         return try kinds.indices.map { layer in
             try CacheSettings(
                 .heads(plans[layer].budgets), policy: policy, remainder: remainder,

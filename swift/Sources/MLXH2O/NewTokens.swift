@@ -47,7 +47,7 @@ extension Layer {
         if settings.policy.needsAttention {
             rows["scores"] = MLXArray.zeros([B, H, L], dtype: .float32)
         }
-        if type(of: settings.policy).usesValueLengths {
+        if settings.keepsValueLengths {
             rows["value_lengths"] = valueLengths(values)
         }
         return rows

@@ -27,7 +27,7 @@ struct RecentWindow {
     init(size: Int, kept: H2OPacking, policy: any Policy) {
         (self.size, self.kept, recent) = (size, kept, kept.recent!)
         isScored = policy.needsAttention
-        hasLengths = type(of: policy).usesValueLengths
+        hasLengths = policy.keepsValueLengths(in: kept)
     }
 
     /// A window as it was saved.

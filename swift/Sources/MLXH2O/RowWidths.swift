@@ -3,7 +3,7 @@ extension Policy {
     /// narrow its rows; how wide they are only the model tells.
     func checkBytes(_ bytes: Int) throws {
         // The narrowest that can be packed: a key and a value of one group in 2 bits, and a position.
-        let least = leastBudget * (H2OPacking.narrowestRow + 4)
+        let least = leastBudget * (H2OPacking.narrowestRow + StoredPositions.narrow.size)
         guard bytes >= least else {
             throw H2OError.configuration(
                 "A budget of \(bytes) bytes holds nothing: policy \"\(Self.name)\" needs at least "
@@ -26,6 +26,15 @@ struct RowWidths: Equatable {
     var packing = H2OPacking.dense
     /// Whether keys have a frame.
     var isFramed = false
+    /// Of a slot's position: those of a long conversation, but for what serves before it is long.
+    private(set) var positionBytes = StoredPositions.wide.size
+
+    /// The same while positions fit into few bits.
+    var narrow: RowWidths {
+        var widths = self
+        widths.positionBytes = StoredPositions.narrow.size
+        return widths
+    }
 
     /// Bytes of one token's key and value.
     var rowBytes: Int {
@@ -56,14 +65,14 @@ struct RowWidths: Equatable {
         bytes: Int, heads: Int, policy: any Policy, remembers: Bool, undo: Int = 0
     ) throws -> Int {
         let remainder = remembers ? Remainder.bytesPerHead(keyWidth: key, valueWidth: value) : 0
-        let length = type(of: policy).usesValueLengths ? 2 : 0
+        let length = policy.keepsValueLengths(in: packing) ? 2 : 0
         let perStep =
             rowBytes + length + (packing.recent == nil ? 0 : recentRowBytes + length) + 8
             + remainder + 4 * policy.options.evictEvery
         let frame = isFramed ? 2 * 4 * key : 0
         let perHead =
             bytes / heads - (remainder + frame + 4 * policy.options.evictEvery) - undo * perStep
-        let slot = rowBytes + 4 + length + (policy.needsAttention ? 4 * (1 + undo) : 0)
+        let slot = rowBytes + positionBytes + length + (policy.needsAttention ? 4 * (1 + undo) : 0)
         var slots = perHead / slot
         // A recent window of wider rows leaves room for fewer. (Of narrower ones it gives none back:
         // with a profile the window is as small as the smallest head's.)

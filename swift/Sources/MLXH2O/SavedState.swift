@@ -42,7 +42,9 @@ struct SavedState {
         store = SlotStore(
             runs: store.runs, reserved: reserved,
             fields: try Self.completed(
-                slots, settings.packing, store.leading(batch: rowTypes.batch), settings.asides))
+                slots, settings.packing, store.leading(batch: rowTypes.batch), settings.asides,
+                hadLengths: settings.usesValueLengths))
+        store.fitPositions(offset)
         self.store = store
         try Self.checkPositions(
             store, before: offset - (saved?.length ?? 0), pins: settings.pins)
@@ -192,19 +194,24 @@ struct SavedState {
         }
     }
 
-    /// Fields whose keys and values are checked, with the lengths of values where they lack them: those
-    /// of the rows as they are stored, in files from before lengths were.
+    /// Fields whose keys and values are checked, with the lengths of values where they are kept, and
+    /// only there: older files have none, or have them of packed values too.
     ///
     /// Throws unless what is not keys or values is there, and nothing besides.
     private static func completed(
-        _ fields: Fields, _ packing: H2OPacking, _ shape: [Int], _ asides: [String: DType]
+        _ fields: Fields, _ packing: H2OPacking, _ shape: [Int], _ asides: [String: DType],
+        hadLengths: Bool
     ) throws -> Fields {
         var fields = fields
-        if asides["value_lengths"] != nil && fields["value_lengths"] == nil {
+        if asides["value_lengths"] == nil && hadLengths {
+            fields["value_lengths"] = nil
+        } else if asides["value_lengths"] != nil && fields["value_lengths"] == nil {
             fields["value_lengths"] = valueLengths(packing.rows("values", fields).dense)
         }
         for (name, dtype) in asides {
-            guard let field = fields[name], field.shape == shape, field.dtype == dtype else {
+            let isNarrow = name == "positions" && fields[name]?.dtype == StoredPositions.narrow
+            guard let field = fields[name], field.shape == shape, field.dtype == dtype || isNarrow
+            else {
                 throw damage("its \(name) are missing or of another form")
             }
         }
@@ -278,7 +285,8 @@ struct SavedState {
             values == (types.valueWidth, types.valueDType)
         else { throw damage("its recent window has rows of another form") }
         let fields = try completed(
-            fields, packing, leading, settings.asides.filter { $0.key != "positions" })
+            fields, packing, leading, settings.asides.filter { $0.key != "positions" },
+            hadLengths: settings.usesValueLengths)
         let bytes = fields.values.reduce(0) { $0 + $1.nbytes } / max(held[2], 1)
         guard held[2] == window.size || window.size <= mostWindowBytes / max(bytes, 1) else {
             throw damage("its recent window of \(window.size) tokens is too large")
@@ -299,9 +307,15 @@ extension CacheSettings {
     var asides: [String: DType] {
         var asides: [String: DType] = ["positions": .int32]
         if policy.needsAttention { asides["scores"] = .float32 }
-        if type(of: policy).usesValueLengths { asides["value_lengths"] = .float16 }
+        if keepsValueLengths { asides["value_lengths"] = .float16 }
         return asides
     }
+
+    /// Whether the policy ranks by the lengths of values.
+    var usesValueLengths: Bool { type(of: policy).usesValueLengths }
+
+    /// Whether they are kept beside the rows.
+    var keepsValueLengths: Bool { policy.keepsValueLengths(in: packing) }
 }
 
 extension [String: MLXArray] {

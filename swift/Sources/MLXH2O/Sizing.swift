@@ -28,7 +28,10 @@ extension H2OConfiguration {
         if case .bytes(let bytes) = own.budget, frames == .profile, type(of: policy).suitsFrames,
             let profile
         {
-            own.packing = try packing(in: bytes, of: kinds, by: profile, policy)
+            let narrow = Self.startsNarrow(
+                bytes: bytes, undo: undo, attends: kinds.allSatisfy(\.attends))
+            own.packing = try packing(
+                in: bytes, of: narrow ? kinds.map(\.narrow) : kinds, by: profile, policy)
         }
         return own
     }

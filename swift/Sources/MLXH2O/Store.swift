@@ -54,6 +54,8 @@ struct SlotStore {
     /// Slots at the head of each range that hold no token (the remainder's plain rows).
     let reserved: Int
     private(set) var fields: Fields = [:]
+    /// Of positions.
+    private var dtype = StoredPositions.narrow
 
     init(budgets: [Int], reserved: Int = 0) {
         runs = Run.grouping(budgets)
@@ -62,14 +64,16 @@ struct SlotStore {
 
     init(runs: [Run], reserved: Int, fields: Fields) {
         (self.runs, self.reserved, self.fields) = (runs, reserved, fields)
+        dtype = fields["positions"]?.dtype ?? dtype
     }
 
     var heads: Int { runs.last!.last }
 
-    /// A run's slots in use, `[B, heads, length, ...]`.
+    /// A run's slots in use, `[B, heads, length, ...]`; positions as int32.
     func view(_ run: Run, _ name: String, withReserved: Bool = false) -> MLXArray {
-        range(of: fields[name]!, run).sliced(
+        let field = range(of: fields[name]!, run).sliced(
             (withReserved ? 0 : reserved) ..< reserved + run.length, axis: 2)
+        return name == "positions" ? field.asType(StoredPositions.wide) : field
     }
 
     /// All fields of a run's slots in use.
@@ -94,8 +98,21 @@ struct SlotStore {
         return slots + MLXArray(starts).column
     }
 
-    /// Replace a field `[B, S, ...]`.
-    mutating func set(_ name: String, _ field: MLXArray) { fields[name] = field }
+    // MARK: how wide positions are
+
+    /// Whether positions are as wide as those of so many tokens.
+    func positionsFit(_ tokens: Int) -> Bool { dtype == StoredPositions.dtype(of: tokens) }
+
+    /// Have positions as wide as those of so many tokens.
+    mutating func fitPositions(_ tokens: Int) {
+        dtype = StoredPositions.dtype(of: tokens)
+        if let positions = fields["positions"] { fields["positions"] = positions.asType(dtype) }
+    }
+
+    /// Rows of a field as they are kept.
+    private func kept(_ name: String, _ rows: MLXArray) -> MLXArray {
+        name == "positions" ? rows.asType(dtype) : rows
+    }
 
     // MARK: which slots are in use
 
@@ -149,7 +166,8 @@ struct SlotStore {
         }
         if !fields.isEmpty && zip(room, runs).allSatisfy({ $0 <= $1.allocated }) { return }
         let allocated = zip(room, runs).map { max($0, $1.allocated) }
-        let grown = like.map { name, row in
+        let grown = like.map { name, ofField in
+            let row = kept(name, ofField)
             let parts = zip(runs, allocated).map { run, slots in
                 let tail = Array(row.shape.dropFirst(3))
                 let new = MLXArray.zeros(
@@ -206,7 +224,9 @@ struct SlotStore {
         var replaced: Fields = [:]
         for name in rows[0].keys {
             replaced[name] = flattened(
-                rows.map { zeroPadded($0[name]!, axis: 2, before: reserved, after: 0) })
+                rows.map {
+                    zeroPadded(kept(name, $0[name]!), axis: 2, before: reserved, after: 0)
+                })
         }
         set(replaced, lengths.map { reserved + $0 })
         for i in runs.indices { runs[i].length = lengths[i] }
@@ -239,7 +259,7 @@ struct SlotStore {
         fields[name] = flattened(
             zip(runs, parts).map { run, part in
                 zeroPadded(
-                    part, axis: 2, before: reserved,
+                    kept(name, part), axis: 2, before: reserved,
                     after: run.allocated - reserved - run.length)
             })
     }

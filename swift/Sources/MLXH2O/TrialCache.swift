@@ -15,6 +15,13 @@ struct LayerKind: Sendable {
         (kind.widths.packing, kind.widths.isFramed) = (packing, isFramed)
         return kind
     }
+
+    /// The same while positions fit into few bits.
+    var narrow: LayerKind {
+        var kind = self
+        kind.widths = widths.narrow
+        return kind
+    }
 }
 
 /// What a trial step told about a model.

@@ -217,11 +217,11 @@ import Testing
             do { try body() } catch { return error.localizedDescription }
             return ""
         }
-        // 9 slots of 28 bytes: 4 sinks, one to evict, and as many as these are recent.
-        let nothing = message { _ = try H2OKVCache(.bytes(251), policy: Policies.H2O()) }
+        // 9 slots of 26 bytes: 4 sinks, one to evict, and as many as these are recent.
+        let nothing = message { _ = try H2OKVCache(.bytes(233), policy: Policies.H2O()) }
         #expect(
-            nothing.contains("251 bytes holds nothing") && nothing.contains("at least 252 bytes"))
-        _ = try H2OKVCache(.bytes(252), policy: Policies.H2O())
+            nothing.contains("233 bytes holds nothing") && nothing.contains("at least 234 bytes"))
+        _ = try H2OKVCache(.bytes(234), policy: Policies.H2O())
         let configured = message { _ = try H2OConfiguration(budget: .bytes(100)) }
         #expect(configured.contains("100 bytes holds nothing"))
 

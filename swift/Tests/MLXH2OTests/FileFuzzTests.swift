@@ -176,7 +176,7 @@ private struct SavedFile {
         configuration = entry["config"] ?? .null
         scalars = entry["scalars"] ?? .null
         let names: [DType: String] = [
-            .float32: "F32", .float16: "F16", .int32: "I32", .uint32: "U32",
+            .float32: "F32", .float16: "F16", .int16: "I16", .int32: "I32", .uint32: "U32",
         ]
         for (name, array) in read.entries {
             arrays[name] = .object([
@@ -237,7 +237,7 @@ private struct SavedFile {
             "entries": SettingValue.array([.object(entry)]).text,
         ]
         let dtypes: [String: DType] = [
-            "F32": .float32, "F16": .float16, "I32": .int32, "U32": .uint32,
+            "F32": .float32, "F16": .float16, "I16": .int16, "I32": .int32, "U32": .uint32,
         ]
         metadata["digest"] = fileDigest(
             arrays.mapValues { array in

@@ -199,9 +199,9 @@ import Testing
                 batch: 1, heads: heads, keyWidth: width, valueWidth: 32, keyDType: .float32,
                 valueDType: .float32)
             if (heads, width) == (2, 32) {
-                _ = try settings.budgets(for: rows)
+                _ = try settings.plan(for: rows)
             } else {
-                #expect(throws: H2OError.self) { try settings.budgets(for: rows) }
+                #expect(throws: H2OError.self) { try settings.plan(for: rows) }
             }
         }
     }

@@ -87,6 +87,6 @@ import Testing
         let rows = RowTypes(
             batch: 1, heads: 2, keyWidth: 32, valueWidth: 32, keyDType: .float32,
             valueDType: .float32)
-        #expect(throws: H2OError.self) { try settings.budgets(for: rows) }
+        #expect(throws: H2OError.self) { try settings.plan(for: rows) }
     }
 }

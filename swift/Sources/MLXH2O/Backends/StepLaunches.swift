@@ -6,13 +6,13 @@ struct SlotArrays {
     let keys: Rows
     /// `[B, S, Dv]`, likewise.
     let values: Rows
-    /// `[B, S]` int32.
+    /// `[B, S]` int16 or int32.
     let positions: MLXArray
     /// `[B, S]` float32, where the policy gathers some.
     var scores: MLXArray?
     /// ||v|| `[B, S]` float32 of the values as they are stored, where the policy weighs by it.
     var norms: MLXArray?
-    /// log ||v||^2 `[B, S]` float16 of the values as they came, where the policy ranks by it.
+    /// log ||v||^2 `[B, S]` float16 of dense values as they came, where the policy ranks by it.
     var valueLengths: MLXArray?
 
     /// What is kept of the values' sizes, by the names of the kernels' buffers.
@@ -77,7 +77,8 @@ struct StepLaunches {
             template: [("T", slots.keys.dtype), ("D", D), ("DV", Dv)] + slots.keys.packing("K")
                 + slots.values.packing("V") + [
                     ("REMEMBERS", remainder != nil), ("NORMS", slots.norms != nil),
-                    ("LENGTHS", slots.valueLengths != nil), ("FRAME", frame != nil),
+                    ("LENGTHS", slots.valueLengths != nil),
+                    ("POSITION", slots.positions.dtype), ("FRAME", frame != nil),
                 ],
             threadgroups: (1, H, B), threads: KernelLaunch.simdgroup
         ).run()
@@ -137,6 +138,11 @@ struct StepLaunches {
         inputs["scores"] = scores ? slots.scores : nil
         inputs.merge(slots.ofValues) { $1 }
         let priority = plan.chooses ? policy.priority : .age
+        var ranges = 0, levels = 0
+        if priority == .salience, case .packed(let values) = slots.values {
+            inputs["value_scales"] = values.scales
+            (ranges, levels) = (values.scales.dim(-1), (1 << values.bits) - 1)
+        }
         return KernelLaunch(
             interface: Self.update, inputs: inputs,
             outputs: [.init("victims_out", victims.shape, .int32)],
@@ -144,6 +150,7 @@ struct StepLaunches {
                 ("D", slots.keys.shape[2]), ("G", lse.dim(1) / H),
                 ("SCORE", policy.score.rawValue), ("PRIORITY", priority.rawValue),
                 ("AGE", policy.ageNormalised), ("VALUES", slots.norms != nil),
+                ("RANGES", ranges), ("LEVELS", levels),
                 ("HEADS", policy.perLayer ? H : 1), ("SIMDS", Self.updateSimdgroups),
             ],
             threadgroups: (1, policy.perLayer ? 1 : H, B),

@@ -148,7 +148,7 @@ public struct PolicySlots {
     public let evicted: Int
     /// Their mean key `[B, H, D]` float32 (zeros while there are none).
     public let evictedMeanKey: MLXArray
-    /// As the store keeps them, where it does (``Policy/usesValueLengths``).
+    /// As the store keeps them, or as packed values tell them (``Policy/usesValueLengths``).
     var storedLengths: MLXArray?
     /// The position from which steps count: older tokens are as old as it (``H2OKVCache/newTurn(carry:)``).
     var agedFrom = 0
@@ -158,8 +158,8 @@ public struct PolicySlots {
         (MLXArray(Int32(offset)) - maximum(positions, Int32(agedFrom))).float32
     }
 
-    /// log ||v||^2 of each slot's value as it came, `[B, H, N]` float16; of what is stored where the
-    /// policy does not say that it uses them.
+    /// log ||v||^2 of each slot's value as it came, `[B, H, N]`; of packed values the ranges of their
+    /// groups stand for it. Of what is stored where the policy does not say that it uses them.
     public var valueLengths: MLXArray { storedLengths ?? MLXH2O.valueLengths(values) }
 }
 
@@ -175,7 +175,7 @@ public protocol Policy: Sendable {
     static var ranksScores: Bool { get }
     /// Whether the mean key of the evicted is kept even when the remainder does not answer.
     static var usesEvictedMean: Bool { get }
-    /// Whether the lengths of values are kept for it, as they were before they were packed.
+    /// Whether it ranks by the lengths of values.
     static var usesValueLengths: Bool { get }
     /// Whether packed keys get a frame of themselves; not where distances between keys decide all, since
     /// a frame stretches them.

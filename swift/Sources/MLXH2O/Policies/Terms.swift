@@ -45,11 +45,3 @@ enum Terms {
         return (x - mean) / (deviation + Float(1e-6))
     }
 }
-
-// Keeps the logarithm of a zero vector from stretching the scale of all.
-private let leastSquare: Float = 1e-12
-
-/// log ||v||^2 `[...]` float16 of values `[..., Dv]`, as a store keeps them.
-func valueLengths(_ values: MLXArray) -> MLXArray {
-    log(maximum(square(values.float32).sum(axis: -1), leastSquare)).asType(.float16)
-}
