@@ -629,7 +629,9 @@ def test_max_bytes_of_a_model_bounds_its_layers_together(family):
             for entry in bounded
         )
         # Plain rows, whose budgets do not change, are counted with wide positions from the first.
-        spare = sum(entry.size() * entry.store.heads * 2 for entry in bounded if not entry.attending)
+        spare = sum(
+            entry.size() * entry.store.heads * 2 for entry in bounded if not entry.attending
+        )
         assert max_bytes - slot - spare - len(bounded) < held <= max_bytes
 
 

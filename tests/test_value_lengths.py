@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_h2o import H2OKVCache
+from mlx_h2o import H2OKVCache, make_policy
 from mlx_h2o.backends.choice import only_reference
 from mlx_h2o.packed import JoinedRows, PackedRows
 from mlx_h2o.value_lengths import value_lengths
@@ -97,6 +97,23 @@ def test_every_token_has_its_own_value_s_length(store: str, reference: bool) -> 
         layer.feed(cache, 8)
     assert cache.evicted > 0
     assert_each_has_its_own(cache, layer)
+
+
+@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_the_kernels_rank_by_the_ranges_of_all_groups(width: int, dtype: mx.Dtype) -> None:
+    """By nothing else here, so that a group left out would choose others."""
+    layer = TinyLayer(heads=2, group=2, key_width=32, value_width=width, dtype=dtype)
+    policy = make_policy("salient", value_weight=30.0, distance_weight=0.0, age_weight=0.0)
+    held = []
+    for reference in (False, True):
+        with only_reference() if reference else nullcontext():
+            cache = H2OKVCache(budgets=[24, 33], policy=policy, bits=4, group_size=32)
+            layer.feed(cache, 20, 20)
+            layer.feed(cache, 80)
+            held.append([np.sort(np.array(cache.slots(run).positions)) for run in cache.store.runs])
+    for kernels, definition in zip(*held, strict=True):
+        assert np.array_equal(kernels, definition)
 
 
 def test_a_file_from_before_there_were_lengths_gets_them_of_its_rows() -> None:
