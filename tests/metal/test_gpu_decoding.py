@@ -13,6 +13,7 @@ from mlx_h2o.backends import choice, metal
 from mlx_h2o.backends.decoders import accepts
 from mlx_h2o.backends.gpu_decoder import GPUDecoder
 from mlx_h2o.frame import Frame
+from mlx_h2o.positions import FEW, WIDE
 from mlx_h2o.settings import CacheSettings
 
 B, HK, G, D, DV = 1, 2, 2, 64, 32
@@ -29,10 +30,10 @@ def on_device(monkeypatch):
     return choose
 
 
-def tokens(seed, L, batch=B, heads=HK, dtype=mx.float32):
+def tokens(seed, L, batch=B, heads=HK, dtype=mx.float32, value_width=DV):
     """q, k, v of L tokens; keys lie off the origin, so that the remainder matters."""
     rng = np.random.default_rng(seed)
-    shapes = [(batch, heads * G, L, D), (batch, heads, L, D), (batch, heads, L, DV)]
+    shapes = [(batch, heads * G, L, D), (batch, heads, L, D), (batch, heads, L, value_width)]
     q, k, v = (mx.array(rng.standard_normal(shape).astype(np.float32)) for shape in shapes)
     return tuple(x.astype(dtype) for x in (1.5 * q, k + 0.5, v))
 
@@ -104,6 +105,35 @@ def both(on_device, prompt, steps, sinks=None, policy="distinct", settings=None,
 def test_trajectories(on_device, policy, settings):
     """From below the budget to far beyond it."""
     assert_alike(*both(on_device, 12, 40, policy=policy, settings=settings, budgets=[24, 24]))
+
+
+def test_values_of_several_groups_are_ranked_by_all_of_them(on_device):
+    """By nothing else here, so that a group left out would choose others."""
+    settings = {"value_weight": 30.0, "distance_weight": 0.0, "age_weight": 0.0}
+    ours, theirs, _ = both(
+        on_device, 12, 40, policy="salient", settings=settings, shape={"value_width": 64},
+        budgets=[24, 24], bits=4, group_size=32,
+    )  # fmt: skip
+    assert all(map(np.array_equal, kept(ours), kept(theirs)))
+
+
+def test_positions_of_more_tokens_than_16_bits_hold(on_device):
+    """Narrow up to there and wide from then on, as the reference has them."""
+    held = []
+    for kernels in (True, False):
+        on_device(False)
+        cache = H2OKVCache(policy="h2o", budgets=[24, 24])
+        for chunk in range(0, FEW - 6, 2048):
+            attend(cache, tokens(chunk, min(2048, FEW - 6 - chunk)))
+        on_device(kernels)
+        for i in range(12):
+            mx.eval(attend(cache, tokens(i, 1)))
+            assert isinstance(cache.layer.memory.decoder, GPUDecoder) == kernels
+        held.append(cache)
+    dtype = held[0].arrays()["slots.positions"].dtype
+    assert dtype == WIDE
+    assert all(map(np.array_equal, kept(held[0]), kept(held[1])))
+    assert all(head[-1] == FEW + 5 for head in kept(held[0]))
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
