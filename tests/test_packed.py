@@ -256,6 +256,17 @@ def test_max_bytes_holds_more_packed_tokens():
     assert sizes[0] < sizes[1] < sizes[2]
 
 
+@pytest.fixture
+def one_operation_at_a_time():
+    """MLX waits for what is under way before it takes more memory, on a busy machine as on an idle.
+
+    Without, a machine that is slow to free what is done with peaks by a third higher.
+    """
+    before = mx.set_memory_limit(1)
+    yield
+    mx.set_memory_limit(before)
+
+
 def peak_of_a_prompt(policy: str, packing: dict[str, int]) -> int:
     """Most bytes while chunks of a prompt are read, the later ones far beyond the budget."""
     cache = H2OKVCache(1024, policy=policy, **packing)
@@ -286,12 +297,14 @@ MEMORY = [
 
 
 @pytest.mark.parametrize(("packing", "policy"), MEMORY, ids=str)
+@pytest.mark.usefixtures("one_operation_at_a_time")
 def test_a_prompt_takes_hardly_more_memory_than_with_dense_rows(packing, policy):
     """Rows are dequantized tile by tile or head by head, and never the whole cache at once."""
-    # Packed prompts peak at 1.0 to 1.17 of dense ones; the whole cache dequantized would add a
-    # third. What is freed when depends on how far MLX runs ahead: the least of some tries counts.
-    plain = min(peak_of_a_prompt(policy, {}) for _ in range(3))
-    assert any(peak_of_a_prompt(policy, packing) <= 1.2 * plain for _ in range(8))
+    # Packed prompts peak at 0.6 to 1.17 of dense ones; caches dequantized whole at 1.26 and more.
+    plain, packed = (
+        min(peak_of_a_prompt(policy, each) for _ in range(3)) for each in ({}, packing)
+    )
+    assert packed <= 1.2 * plain
 
 
 def test_models_that_attend_by_themselves_are_refused_bits():
