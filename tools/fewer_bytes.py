@@ -102,9 +102,10 @@ def shared_out(profile: Profile, total: int, widths: Sequence[int], beside: int)
         beside: Bytes of a slot beside its row.
     """
     assert profile.measured is not None
-    heads = [curves.falling(curve) for layer in profile.losses for curve in layer]
-    slots = np.arange(SMALLEST_BUDGET, profile.grid[-1] + 1, STEP)
-    lost = np.array([np.interp(slots, profile.grid, curve) for curve in heads])
+    grid, wanted = profile.wanted_upto(profile.grid[-1])
+    heads = [curves.falling(curve) for curve in wanted]
+    slots = np.arange(SMALLEST_BUDGET, grid[-1] + 1, STEP)
+    lost = np.array([np.interp(slots, grid, curve) for curve in heads])
     width = profile.model.key_widths[0]
     cost = {b: slots * (RowFormat(b, b).row_bytes(width, width) + beside) for b in widths}
     losses = {b: lost + profile.measured.packing[b][:, None] for b in widths}
@@ -221,7 +222,6 @@ def main() -> None:
     text = tokenizer.encode(args.text.read_text())
     samples = samples_of(text, args.samples, args.tokens, None)
     frames = shipped_frames(model, args.tokens)
-    print("| what | perplexity | loss |\n|---|---:|---:|")
     sides = [one for part in args.parts for one in settings_of(profile, frames, part)]
     simulate(model, samples, [Setting("full cache"), *sides], 64)
 

@@ -59,13 +59,24 @@ class RowsAsStored(KVCache):
         return super().update_and_fetch(self.row_format.keys(keys), self.row_format.values(values))
 
 
-def report(name: str, nll: Sequence[float], full: Sequence[float]) -> None:
-    """One line: perplexity, loss, and the standard error of the loss over the samples."""
+def report(
+    name: str, nll: Sequence[float], full: Sequence[float], apart: Sequence[float] = ()
+) -> None:
+    """One line: perplexity, loss and divergence, with their standard errors over the samples."""
     worse = [a - b for a, b in zip(nll, full, strict=True)]
     loss = math.exp(statistics.fmean(worse)) - 1
-    error = statistics.stdev(worse) / len(worse) ** 0.5 if len(worse) > 1 else math.nan
     perplexity = math.exp(statistics.fmean(nll))
-    print(f"| {name} | {perplexity:.3f} | {loss:+.2%} ± {error:.2%} |", flush=True)
+    line = f"| {name} | {perplexity:.3f} | {loss:+.2%} ± {standard_error(worse):.2%} |"
+    if apart:
+        line += f" {statistics.fmean(apart):.5f} ± {standard_error(apart):.5f} |"
+    print(line, flush=True)
+
+
+def standard_error(of_samples: Sequence[float]) -> float:
+    """Of the mean; no number where there is one sample."""
+    if len(of_samples) < 2:
+        return math.nan
+    return float(statistics.stdev(of_samples) / len(of_samples) ** 0.5)
 
 
 def calibration_passes(tokenizer: Any, count: int, length: int) -> mx.array:
@@ -101,6 +112,7 @@ def rows(model: nn.Module, samples: mx.array) -> None:
         name = f"in the frame, {bits} bits, groups of {group}"
         formats[name] = [RowFormat(bits, bits, group, frame=frame) for frame in frames]
     full = nats(model, samples, make_prompt_cache)
+    print("| what | perplexity | loss |\n|---|---:|---:|")
     report("full cache", full, full)
     for name, of_layers in formats.items():
         nll = nats(model, samples, lambda _, of=of_layers: [RowsAsStored(f) for f in of])
@@ -120,21 +132,29 @@ def nats(
 
 
 def simulate(model: nn.Module, samples: mx.array, settings: Sequence[Setting], first: int) -> None:
-    """All settings side by side, token by token; scored from token `first` on."""
+    """All settings side by side, token by token; scored from token `first` on.
+
+    The first setting is the full cache. The divergence is that of the next-token distributions from
+    its (KL, nats): what a text drawn from the model would lose on average.
+    """
     (n, T), count = samples.shape, len(settings)
     tokens = mx.concatenate([samples] * count)
     caches = [SimulatedCache(settings, i, T) for i in range(len(model.layers))]
-    total = mx.zeros(n * count)
+    total, apart = mx.zeros(n * count), mx.zeros(n * count)
     for i in range(T - 1):
         logits = model(tokens[:, i : i + 1], cache=caches)[:, -1].astype(mx.float32)
+        logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if i + 1 >= first:
             total = total + nn.losses.cross_entropy(logits, tokens[:, i + 1])
-        mx.eval(total, [cache.state for cache in caches])
+            full = mx.concatenate([logs[:n]] * count)
+            apart = apart + (mx.exp(full) * (full - logs)).sum(axis=-1)
+        mx.eval(total, apart, [cache.state for cache in caches])
         if i % 64 == 0:
             print(f"token {i} of {T}", file=sys.stderr)
-    nll = (total / (T - first)).reshape(count, n).tolist()
-    for setting, losses in zip(settings, nll, strict=True):
-        report(setting.name, losses, nll[0])
+    print("| what | perplexity | loss | divergence |\n|---|---:|---:|---:|")
+    nll, divergence = ((x / (T - first)).reshape(count, n).tolist() for x in (total, apart))
+    for setting, losses, far in zip(settings, nll, divergence, strict=True):
+        report(setting.name, losses, nll[0], far)
 
 
 def policies(model: nn.Module, samples: mx.array) -> None:
@@ -186,7 +206,6 @@ def main() -> None:
     args = parser().parse_args()
     mlx_h2o.install()
     model, tokenizer = mlx_h2o.load(args.model)
-    print("| what | perplexity | loss |\n|---|---:|---:|")
     text = tokenizer.encode(args.paths[0].read_text())
     samples = samples_of(text, args.samples, args.tokens, None)
     if args.what == "rows":
