@@ -1,11 +1,11 @@
 """What bytes beside a row cost: as they were, in half precision; and bits that differ by head.
 
-    python tools/fewer_bytes.py                                   what the profile expects
-    python tools/fewer_bytes.py TEXT [--samples 4] [--tokens 1024]
-                                                                  what a text loses
+    python tools/fewer_bytes.py                          what the profile expects
+    python tools/fewer_bytes.py TEXT ... [--samples 4] [--tokens 1024] [--by-head]
+                                                         what texts lose, so many samples of each
 
-By the shares, orders, frames and losses of the model's own profile; a text, which must not be what
-that was made of, is simulated (`mlx_h2o.evaluate.simulation`).
+By the shares, orders, frames and losses of the model's own profile; texts, which must not be what
+that was made of, are simulated (`mlx_h2o.evaluate.simulation`).
 """
 
 from __future__ import annotations
@@ -161,19 +161,26 @@ def setting(
     return Setting(named, budgets, orders, rule, formats, rounding)  # type: ignore[arg-type]
 
 
-def settings_of(profile: Profile, frames: Sequence[Frame], part: int) -> list[Setting]:
-    """Of one part of a 16-bit cache's bytes."""
+def by_head(profile: Profile, frames: Sequence[Frame], part: int) -> list[Setting]:
+    """The best width for all, and widths of the heads' own, at a part of a 16-bit cache's bytes."""
     total, best = alike(profile, part)
-    bits = best.bits[0]
     differing = shared_out(profile, total, WIDTHS, BESIDE)
-    half = shared_out(profile, total, (bits,), BESIDE_HALF)
-    before = shared_out(profile, total, (bits,), BESIDE_BEFORE)
     counts = ", ".join(f"{differing.bits.count(b)} heads of {b}" for b in WIDTHS)
     return [
-        setting(f"1/{part}, {bits} bits everywhere", profile, best, frames),
+        setting(f"1/{part}, {best.bits[0]} bits everywhere", profile, best, frames),
+        setting(f"1/{part}, bits by head ({counts})", profile, differing, frames),
+    ]
+
+
+def bytes_beside(profile: Profile, frames: Sequence[Frame], part: int) -> list[Setting]:
+    """What else could stand beside rows of the best width, in the same bytes."""
+    total, best = alike(profile, part)
+    bits = best.bits[0]
+    half = shared_out(profile, total, (bits,), BESIDE_HALF)
+    before = shared_out(profile, total, (bits,), BESIDE_BEFORE)
+    return [
         setting(f"1/{part}, by lengths of values", profile, best, frames, rule=SALIENT),
         setting(f"1/{part}, 10 bytes, lengths of values", profile, before, frames, rule=SALIENT),
-        setting(f"1/{part}, bits by head ({counts})", profile, differing, frames),
         setting(f"1/{part}, scores of 16 bits, to the nearest", profile, half, frames, NEAREST),
         setting(f"1/{part}, scores of 16 bits, dithered", profile, half, frames, DITHERED),
     ]
@@ -198,11 +205,12 @@ def expected(profile: Profile, parts: Sequence[int]) -> None:
 def parser() -> argparse.ArgumentParser:
     """What understands the command line."""
     made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    made.add_argument("text", type=Path, nargs="?")
+    made.add_argument("texts", type=Path, nargs="*")
     made.add_argument("--model", default="smollm2-135m")
     made.add_argument("--samples", type=int, default=4)
     made.add_argument("--tokens", type=int, default=1024)
     made.add_argument("--parts", type=int, nargs="+", default=[4, 8, 16, 32])
+    made.add_argument("--by-head", action="store_true", help="nothing but bits by head")
     return made
 
 
@@ -216,14 +224,17 @@ def main() -> None:
     profile = found_profile(model, identity)
     if profile is None or profile.measured is None:
         raise SystemExit("The model has no profile: `mlx_h2o calibrate` makes one.")
-    if args.text is None:
+    if not args.texts:
         expected(profile, args.parts)
         return
-    text = tokenizer.encode(args.text.read_text())
-    samples = samples_of(text, args.samples, args.tokens, None)
+    texts = [tokenizer.encode(path.read_text()) for path in args.texts]
+    samples = mx.concatenate([samples_of(text, args.samples, args.tokens, None) for text in texts])
     frames = shipped_frames(model, args.tokens)
-    sides = [one for part in args.parts for one in settings_of(profile, frames, part)]
-    simulate(model, samples, [Setting("full cache"), *sides], 64)
+    for part in args.parts:
+        sides = by_head(profile, frames, part)
+        if not args.by_head:
+            sides += bytes_beside(profile, frames, part)
+        simulate(model, samples, [Setting("full cache"), *sides], 64)
 
 
 if __name__ == "__main__":

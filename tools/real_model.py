@@ -59,17 +59,16 @@ class RowsAsStored(KVCache):
         return super().update_and_fetch(self.row_format.keys(keys), self.row_format.values(values))
 
 
-def report(
-    name: str, nll: Sequence[float], full: Sequence[float], apart: Sequence[float] = ()
-) -> None:
-    """One line: perplexity, loss and divergence, with their standard errors over the samples."""
-    worse = [a - b for a, b in zip(nll, full, strict=True)]
-    loss = math.exp(statistics.fmean(worse)) - 1
+def report(name: str, nll: Sequence[float], full: Sequence[float], *columns: str) -> None:
+    """One line: perplexity and loss, then columns of one's own."""
     perplexity = math.exp(statistics.fmean(nll))
-    line = f"| {name} | {perplexity:.3f} | {loss:+.2%} ± {standard_error(worse):.2%} |"
-    if apart:
-        line += f" {statistics.fmean(apart):.5f} ± {standard_error(apart):.5f} |"
-    print(line, flush=True)
+    print(f"| {name} | {perplexity:.3f} | {' | '.join([lost(nll, full), *columns])} |", flush=True)
+
+
+def lost(nll: Sequence[float], beside: Sequence[float]) -> str:
+    """Loss in perplexity and its standard error over the samples, which are paired."""
+    worse = [a - b for a, b in zip(nll, beside, strict=True)]
+    return f"{math.expm1(statistics.fmean(worse)):+.2%} ± {standard_error(worse):.2%}"
 
 
 def standard_error(of_samples: Sequence[float]) -> float:
@@ -134,8 +133,9 @@ def nats(
 def simulate(model: nn.Module, samples: mx.array, settings: Sequence[Setting], first: int) -> None:
     """All settings side by side, token by token; scored from token `first` on.
 
-    The first setting is the full cache. The divergence is that of the next-token distributions from
-    its (KL, nats): what a text drawn from the model would lose on average.
+    The first setting is the full cache, the second what the others are compared with. Divergence is
+    that of next-token distributions from the full cache's (KL, 1000 to a nat): what a text that the
+    model itself wrote would lose on average.
     """
     (n, T), count = samples.shape, len(settings)
     tokens = mx.concatenate([samples] * count)
@@ -151,10 +151,12 @@ def simulate(model: nn.Module, samples: mx.array, settings: Sequence[Setting], f
         mx.eval(total, apart, [cache.state for cache in caches])
         if i % 64 == 0:
             print(f"token {i} of {T}", file=sys.stderr)
-    print("| what | perplexity | loss | divergence |\n|---|---:|---:|---:|")
-    nll, divergence = ((x / (T - first)).reshape(count, n).tolist() for x in (total, apart))
-    for setting, losses, far in zip(settings, nll, divergence, strict=True):
-        report(setting.name, losses, nll[0], far)
+    print("| what | perplexity | loss | beside the second line | divergence |")
+    print("|---|---:|---:|---:|---:|")
+    nll, far = ((x / (T - first)).reshape(count, n).tolist() for x in (total, apart * 1000))
+    for setting, losses, d in zip(settings, nll, far, strict=True):
+        divergence = f"{statistics.fmean(d):.2f} ± {standard_error(d):.2f}"
+        report(setting.name, losses, nll[0], lost(losses, nll[1]), divergence)
 
 
 def policies(model: nn.Module, samples: mx.array) -> None:
