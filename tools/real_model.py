@@ -107,7 +107,7 @@ def rows(model: nn.Module, samples: mx.array) -> None:
     formats: dict[str, list[RowFormat]] = {}
     for bits in (8, 4):
         formats[f"mlx-lm's, {bits} bits"] = [RowFormat(bits, bits, by_range=False)] * len(frames)
-    for bits, group in ((8, 64), (6, 64), (5, 64), (4, 64), (4, 32)):
+    for bits, group in ((8, 64), (6, 64), (6, 32), (5, 64), (5, 32), (4, 64), (4, 32)):
         name = f"in the frame, {bits} bits, groups of {group}"
         formats[name] = [RowFormat(bits, bits, group, frame=frame) for frame in frames]
     full = nats(model, samples, make_prompt_cache)
