@@ -1,0 +1,537 @@
+"""Attacks `mlx_h2o serve` for minutes: sixteen clients, fuzzers, slow senders, kill -9 every 20 s.
+
+    tools/attack.py --minutes 60
+
+The server gets a bound for its KV memory and a folder for its sessions. At the same time
+
+- clients ask prompts whose answers are known, because each was asked alone before the attack began;
+- clients hold conversations of many turns, and send back what they got;
+- fuzzers change one to three fields of a good request into anything: integers from -10^400 to
+  10^400, powers of ten and two, NaN, deep lists, texts, null, unknown roles and settings; and send
+  bodies that are no JSON, with headers that lie;
+- slow senders stop in the middle of a request's head or body;
+- clients hang up in the middle of an answer;
+- a process looks at the server's bytes all the time;
+- the server is killed by SIGKILL every 20 seconds and started again on the same folder.
+
+It fails if a client that asked for nothing wrong gets an error, if an answer differs from the one
+given alone, if a turn that was answered is not found by the next one, if a request gets no answer
+or one in no known form, if the bytes exceed the bound, or if a slow sender is not sent away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+
+from soak import prompts, resident_mb, tell, wait_for
+
+from mlx_h2o.builtin import SAMPLE_TEXT
+from mlx_h2o.memory_size import memory_size
+from mlx_h2o.policies import policy_names
+
+#: Tokens of each answer, and of a conversation before its client begins another.
+ANSWER, LONGEST_CONVERSATION = 24, 900
+#: Tokens of a turn that its cache need not hold: those after the last step, or behind a stop text.
+UNCOUNTED = 4
+#: Seconds between two looks at the bytes, two lines of progress, and for one answer.
+LOOK_EVERY, TELL_EVERY, PATIENCE = 0.1, 30, 120
+#: Tokens that take long, and seconds after which a client that asked for so many hangs up.
+MANY_TOKENS, HURRY = 500, 10
+#: Seconds after which a sender that is silent must have been sent away.
+SLOW_LIMIT = 150
+#: Resident memory beyond the bound that the process may reach: weights, activations, MLX's pool.
+RESIDENT_SLACK_MB = 1500
+FINDINGS_SHOWN = 20
+
+
+class ServerGone(Exception):
+    """The server was killed while it was asked."""
+
+
+@dataclass
+class Attacked:
+    """What happened.
+
+    Attributes:
+        counts: How often, by what.
+        findings: What must not happen and did.
+        most_bytes: Of running and idle caches at once.
+        most_resident: MB of the server's process.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    findings: list[str] = field(default_factory=list)
+    most_bytes: int = 0
+    most_resident: float = 0.0
+
+    def found(self, text: str) -> None:
+        """Note what must not happen."""
+        self.findings.append(text)
+        tell(f"FOUND: {text}")
+
+
+class Server:
+    """The server's process, which is killed and started again.
+
+    Args:
+        command: That starts it.
+        port: Where it listens.
+        log: Of its standard error.
+    """
+
+    def __init__(self, command: list[str], port: int, log: Path):
+        self.command, self.port, self.log = command, port, log
+        self.lives = 0  # how often it was started
+        self.up = threading.Event()
+        self.start()
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(self.command, stderr=log, stdout=log, env=environment)
+        wait_for(self.port, self.process)
+        self.lives += 1
+        self.up.set()
+
+    def kill(self) -> None:
+        """End it without a warning."""
+        self.up.clear()
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def exchange(
+        self, method: str, path: str, body: bytes | None = None, patience: float = PATIENCE
+    ) -> tuple[int, bytes]:
+        """Ask and read the whole answer.
+
+        Raises:
+            ServerGone: It was killed meanwhile.
+            OSError, HTTPException: It gave no answer.
+        """
+        self.up.wait()
+        life = self.lives
+        try:
+            with closing(HTTPConnection("127.0.0.1", self.port, timeout=patience)) as connection:
+                connection.request(method, path, body)
+                answer = connection.getresponse()
+                return answer.status, answer.read()
+        except (OSError, HTTPException) as error:
+            if life != self.lives or not self.up.is_set():
+                raise ServerGone from error
+            raise
+
+
+def answered(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    """The whole answer to a good completion request.
+
+    Raises:
+        RuntimeError: It is an error.
+    """
+    status, text = server.exchange("POST", "/v1/completions", json.dumps(body).encode())
+    if status != 200:
+        raise RuntimeError(f"{status}: {text[:300]!r}")
+    answer: dict[str, Any] = json.loads(text)
+    return answer
+
+
+def question(prompt: str, **fields: Any) -> dict[str, Any]:
+    """A good request."""
+    return {"prompt": prompt, "max_tokens": ANSWER, "temperature": 0} | fields
+
+
+# -- clients that ask for nothing wrong -----------------------------------------------------------
+
+
+def ask_known(
+    server: Server, known: dict[str, str], attacked: Attacked, rng: random.Random
+) -> None:
+    """Ask a prompt whose answer is known."""
+    prompt, expected = rng.choice(list(known.items()))
+    text = answered(server, question(prompt))["choices"][0]["text"]
+    attacked.counts["known answers"] += 1
+    if text != expected:
+        attacked.found(f"an answer differs from the one given alone: {text!r}, {expected!r}")
+
+
+@dataclass
+class Conversation:
+    """A client that sends back what it got.
+
+    Attributes:
+        text: All that was said.
+        tokens: That its last turn's cache must hold.
+        life: Of the server that gave the last answer.
+    """
+
+    text: str = ""
+    tokens: int = 0
+    life: int = 0
+
+    def turn(self, server: Server, attacked: Attacked, rng: random.Random) -> None:
+        """One more turn; the one before must be found."""
+        if not self.text or self.tokens > LONGEST_CONVERSATION:
+            self.text, self.tokens = f"Conversation {rng.getrandbits(60)}.", 0
+        words = SAMPLE_TEXT.read_text(encoding="utf-8").split()
+        first = rng.randrange(len(words) - 40)
+        asked = f"{self.text} {' '.join(words[first : first + rng.randrange(5, 40)])}"
+        # With a temperature: what is sampled is often not what its text would be tokenised to.
+        answer = answered(server, question(asked, temperature=1.0))
+        usage = answer["usage"]
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        attacked.counts["turns"] += 1
+        if self.tokens:
+            attacked.counts["continuations"] += 1
+            if self.life != server.lives:
+                attacked.counts["continuations after a kill"] += 1
+            if cached < self.tokens - UNCOUNTED:
+                where = "after a kill" if self.life != server.lives else "without a kill"
+                attacked.found(
+                    f"a turn was lost {where}: {cached} tokens were found of {self.tokens}"
+                )
+        self.text = asked + answer["choices"][0]["text"]
+        self.tokens, self.life = usage["total_tokens"], server.lives
+
+
+def hang_up(server: Server, attacked: Attacked, rng: random.Random) -> None:
+    """Stream an answer and close the connection in its middle."""
+    server.up.wait()
+    body = json.dumps(question("Once upon a time", max_tokens=400, stream=True)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), 10) as client:
+            client.sendall(head.encode() + body)
+            client.recv(rng.randrange(1, 2000))
+    except OSError as error:
+        raise ServerGone from error
+    attacked.counts["hung up"] += 1
+
+
+# -- fuzzers --------------------------------------------------------------------------------------
+
+
+def some_integer(rng: random.Random) -> int:
+    """From -10^400 to 10^400, most of them at an edge."""
+    base = rng.choice((2, 10))
+    power = rng.randrange(401 if base == 10 else 1330)
+    return rng.choice((-1, 1)) * base**power + rng.choice((-1, 0, 0, 1))
+
+
+def anything(rng: random.Random, depth: int = 0) -> Any:
+    """A JSON value that a field may not expect."""
+    kind = rng.randrange(12 if depth < 2 else 9)
+    if kind < 4:
+        return some_integer(rng)
+    if kind == 4:
+        return rng.choice((float("nan"), float("inf"), -float("inf"), 1e308, -0.0, 5e-324, 0.5))
+    if kind == 5:
+        return rng.choice((None, True, False))
+    if kind < 9:
+        return rng.choice(("", "x", "wizard", "user", "10" * 50, "25%", "\0", "\ud83d", "a" * 9000))
+    if kind == 9:
+        return [anything(rng, depth + 1) for _ in range(rng.randrange(4))]
+    if kind == 10:
+        return {str(rng.choice(FIELDS)): anything(rng, depth + 1) for _ in range(rng.randrange(3))}
+    return [[[[]]]]
+
+
+FIELDS = (
+    "prompt max_tokens max_completion_tokens temperature top_p top_k min_p seed stop n stream "
+    "stream_options logprobs top_logprobs logit_bias repetition_penalty repetition_context_size "
+    "presence_penalty presence_context_size frequency_penalty frequency_context_size "
+    "xtc_probability xtc_threshold tools tool_choice response_format parallel_tool_calls user "
+    "reasoning_effort model messages role_mapping chat_template_kwargs mlx_h2o nonsense"
+).split()
+SETTINGS = (
+    "max_size max_bytes context policy remainder bits k_bits v_bits group_size undo positions pins "
+    "sink recent evict_every window pool prompt age_normalised value_weighted chunk max_sise"
+).split()
+
+
+def fuzzed(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """A path and a request of which some fields were changed."""
+    chat = rng.random() < 0.4
+    body = question("A prompt of a few words.", max_tokens=4)
+    if chat:
+        del body["prompt"]
+        body["messages"] = [{"role": "user", "content": "Who?"}]
+    for _ in range(rng.randrange(1, 4)):
+        if rng.random() < 0.5:
+            own = body.setdefault("mlx_h2o", {})
+            if isinstance(own, dict):
+                name = rng.choice(SETTINGS)
+                known = name == "policy" and rng.random() < 0.7
+                own[name] = rng.choice(policy_names()) if known else anything(rng)
+        elif chat and rng.random() < 0.4 and isinstance(body.get("messages"), list):
+            body["messages"].append({"role": anything(rng), "content": anything(rng)})
+        else:
+            body[rng.choice(FIELDS)] = anything(rng)
+    return "/v1/chat/completions" if chat else "/v1/completions", body
+
+
+def written(body: Any) -> bytes:
+    """As JSON, integers of any length too."""
+    sys.set_int_max_str_digits(0)
+    return json.dumps(body, ensure_ascii=True).encode()
+
+
+RAW = (
+    b"", b"{", b"null", b"[1, 2]", b'"text"', b"\xff\xfe{}", b"[" * 100_000, b'{"a":' * 50_000,
+    b'{"prompt": 1' + b"0" * 5000 + b"}", b'{"prompt": "x", "prompt": 3}', b"\0" * 100,
+)  # fmt: skip
+ROUTES = ("/", "/v1", "/v1/models/none", "/v1/completions/x", "/h2o/x", "/../etc/passwd", "/%00")
+METHODS = ("GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "BREW")
+
+
+def fuzz(server: Server, attacked: Attacked, rng: random.Random) -> None:
+    """One request that is wrong somewhere."""
+    kind = rng.random()
+    method, patience = "POST", PATIENCE
+    if kind < 0.85:
+        path, body = fuzzed(rng)
+        content, told = written(body), f"{path} {body}"
+        if wants_much(body):
+            patience = HURRY
+    elif kind < 0.95:
+        path, content = rng.choice(("/v1/completions", "/v1/chat/completions")), rng.choice(RAW)
+        told = f"{path} {content[:60]!r}"
+    else:
+        method, path, content = rng.choice(METHODS), rng.choice(ROUTES), b""
+        told = f"{method} {path}"
+    try:
+        status, text = server.exchange(method, path, content, patience)
+    except (OSError, HTTPException) as error:
+        if isinstance(error, TimeoutError) and patience == HURRY:
+            attacked.counts["fuzzed, long answers broken off"] += 1
+        else:
+            attacked.found(f"no answer ({error!r}) to {told[:400]}")
+        return
+    attacked.counts[f"fuzzed, {status}"] += 1
+    if status >= 500:
+        attacked.found(f"{status} {text[:200]!r} to {told[:400]}")
+    elif status >= 400 and method != "HEAD" and not is_openai_error(text):
+        attacked.found(f"{status} in no known form, {text[:200]!r}, to {told[:400]}")
+
+
+def wants_much(body: dict[str, Any]) -> bool:
+    """Whether a request may rightly be answered by more tokens than there is time for."""
+    names = ("max_tokens", "max_completion_tokens")
+    counts = [body[name] for name in names if name in body]
+    return any(count is None or (type(count) is int and count > MANY_TOKENS) for count in counts)
+
+
+def is_openai_error(text: bytes) -> bool:
+    """Whether an answer is an error as OpenAI's clients read it."""
+    try:
+        return isinstance(json.loads(text)["error"]["message"], str)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def lie(server: Server, attacked: Attacked, rng: random.Random) -> None:
+    """A head that lies about the body."""
+    length = rng.choice(("9" * 5000, "-5", "1e9", "0x10", "18446744073709551616", "12, 13", ""))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+    server.up.wait()
+    life = server.lives
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), 10) as client:
+            client.settimeout(30)
+            client.sendall(head.encode() + b"{}")
+            first = client.recv(64)
+    except OSError as error:
+        if life != server.lives or not server.up.is_set():
+            raise ServerGone from error
+        if isinstance(error, TimeoutError):
+            attacked.found(f"no answer to Content-Length: {length[:30]}")
+        return
+    attacked.counts["lying heads"] += 1
+    if not first.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")) and server.up.is_set():
+        attacked.found(f"Content-Length: {length[:30]} was answered by {first!r}")
+
+
+def send_slowly(server: Server, attacked: Attacked, rng: random.Random) -> None:
+    """Stop in the middle of a request, and wait to be sent away."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n"
+    body = head + b'\r\n{"prompt": "'
+    server.up.wait()
+    life, start = server.lives, time.monotonic()
+    clients = []
+    try:
+        for _ in range(rng.randrange(1, 20)):
+            client = socket.create_connection(("127.0.0.1", server.port), 10)
+            clients.append(client)
+            client.sendall(rng.choice((b"", b"PO", head, body)))
+        for client in clients:
+            client.settimeout(max(SLOW_LIMIT - (time.monotonic() - start), 0.1))
+            while client.recv(1000):
+                pass
+        attacked.counts["slow senders sent away"] += len(clients)
+    except TimeoutError:
+        attacked.found(f"a slow sender was still there after {SLOW_LIMIT} s")
+    except OSError as error:
+        if life == server.lives and server.up.is_set():
+            attacked.counts["slow senders sent away"] += 1
+        else:
+            raise ServerGone from error
+    finally:
+        for client in clients:
+            client.close()
+
+
+# -- what looks and what kills --------------------------------------------------------------------
+
+
+def look(server: Server, bound: int, attacked: Attacked) -> None:
+    """Compare the bytes that the server tells with its bound."""
+    status, text = server.exchange("GET", "/metrics")
+    if status != 200:
+        attacked.found(f"/metrics gave {status}")
+        return
+    found = dict(re.findall(r"^mlx_h2o_(kv_bytes_\w+) (\S+)$", text.decode(), re.M))
+    held = int(float(found["kv_bytes_running"])) + int(float(found["kv_bytes_idle"]))
+    attacked.most_bytes = max(attacked.most_bytes, held)
+    if held > bound:
+        attacked.found(f"{held:,} bytes are held; the bound is {bound:,}")
+    if server.process.poll() is None:
+        attacked.most_resident = max(attacked.most_resident, resident_mb(server.process.pid))
+    time.sleep(LOOK_EVERY)
+
+
+def repeat(name: str, act: Callable[[], None], end: float, attacked: Attacked) -> None:
+    """Act again and again until the time is over."""
+    while time.monotonic() < end:
+        try:
+            act()
+        except ServerGone:
+            attacked.counts["broken off by a kill"] += 1
+        except Exception as error:
+            attacked.found(f"{name}: {error!r}")
+            time.sleep(1)
+
+
+def kill_often(server: Server, every: float, end: float, attacked: Attacked) -> None:
+    """Kill the server and start it again, until the time is over."""
+    told = time.monotonic()
+    while time.monotonic() < end:
+        time.sleep(min(every, max(end - time.monotonic(), 0)))
+        if server.process.poll() is not None:
+            attacked.found(f"the server ended by itself, with {server.process.returncode}")
+            server.up.clear()
+            server.start()
+        elif time.monotonic() < end:
+            server.kill()
+            attacked.counts["kills"] += 1
+            server.start()
+        if time.monotonic() - told > TELL_EVERY:
+            told = time.monotonic()
+            rest = max(end - told, 0) / 60
+            tell(f"{rest:.0f} minutes are left: {summary(attacked)}")
+
+
+def summary(attacked: Attacked) -> str:
+    """The counts in one line."""
+    parts = [f"{name} {count}" for name, count in sorted(attacked.counts.items())]
+    return ", ".join([*parts, f"findings {len(attacked.findings)}"])
+
+
+def attack(server: Server, bound: int, args: argparse.Namespace) -> Attacked:
+    """All of it at once."""
+    attacked = Attacked()
+    known = {
+        prompt: answered(server, question(prompt))["choices"][0]["text"] for prompt in prompts(8)
+    }
+    end = time.monotonic() + 60 * args.minutes
+    random_of = iter(random.Random(f"{args.seed}-{i}") for i in range(1000))
+    actors: list[tuple[str, Callable[[], None]]] = []
+    for i in range(args.clients):
+        if i % 2:
+            actors.append(("talk", partial(Conversation().turn, server, attacked, next(random_of))))
+        else:
+            actors.append(("ask", partial(ask_known, server, known, attacked, next(random_of))))
+    for act in (*[fuzz] * args.fuzzers, lie, send_slowly, hang_up):
+        actors.append((act.__name__, partial(act, server, attacked, next(random_of))))
+    actors.append(("look", partial(look, server, bound, attacked)))
+    threads = [
+        threading.Thread(target=repeat, args=(*actor, end, attacked), daemon=True)
+        for actor in actors
+    ]
+    for thread in threads:
+        thread.start()
+    kill_often(server, args.kill_every, end, attacked)
+    for thread in threads:
+        thread.join(PATIENCE + SLOW_LIMIT)
+        if thread.is_alive():
+            attacked.found("a client waits for ever")
+    try:
+        again = [answered(server, question(prompt))["choices"][0]["text"] for prompt in known]
+    except (OSError, HTTPException, RuntimeError) as error:
+        attacked.found(f"after the attack the server gives no answer: {error!r}")
+    else:
+        if again != [*known.values()]:
+            attacked.found("after the attack the answers differ from those before it")
+    if attacked.most_resident > bound / 2**20 + RESIDENT_SLACK_MB:
+        attacked.found(f"the process took {attacked.most_resident:.0f} MB")
+    return attacked
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--fuzzers", type=int, default=4)
+    parser.add_argument("--kill-every", type=float, default=20, metavar="SECONDS")
+    parser.add_argument("--model", default="builtin:recall-4m")
+    parser.add_argument("--max-kv-size", type=int, default=256)
+    parser.add_argument("--kv-memory", default="64MB")
+    parser.add_argument("--port", type=int, default=8792)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    bound = memory_size("--kv-memory", args.kv_memory)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "mlx_h2o", "serve", "--model", args.model]
+        command += ["--port", str(args.port), "--max-kv-size", str(args.max_kv_size)]
+        command += ["--kv-memory", args.kv_memory, "--sessions", str(Path(folder) / "sessions")]
+        log = Path(folder) / "log"
+        server = Server(command, args.port, log)
+        try:
+            attacked = attack(server, bound, args)
+        except KeyboardInterrupt:
+            raise SystemExit("broken off") from None
+        finally:
+            server.process.kill()
+            server.process.wait()
+        tracebacks = log.read_text(errors="replace").count("Traceback")
+    print(f"{args.minutes:g} minutes, {args.clients} clients, seed {args.seed}, {args.model}\n")
+    print("| what | count |\n|---|---:|")
+    for name, count in sorted(attacked.counts.items()):
+        print(f"| {name} | {count:,} |")
+    print(f"| most KV bytes, of {bound:,} | {attacked.most_bytes:,} |")
+    print(f"| most resident MB | {attacked.most_resident:,.0f} |")
+    print(f"| tracebacks in the server's log | {tracebacks} |")
+    print(f"| findings | {len(attacked.findings)} |")
+    print("", *attacked.findings[:FINDINGS_SHOWN], sep="\n")
+    raise SystemExit(bool(attacked.findings))
+
+
+if __name__ == "__main__":
+    main()
