@@ -90,6 +90,31 @@ def test_without_the_kernels_everything_works_and_says_once_why(
         np.testing.assert_allclose(got, like, rtol=2e-5, atol=2e-5)
 
 
+# Every command, in a process whose extension cannot be imported.
+COMMAND = """
+import sys
+sys.modules["mlx_h2o._ext"] = None
+from mlx_h2o.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ("generate --model builtin:recall-4m --prompt Once --max-tokens 2 --max-kv-size 64", 0, ""),
+        ("bench --quick", 2, "CPU kernels"),
+    ],
+    ids=["generate", "bench"],
+)
+def test_commands_run_without_the_kernels(arguments, code, says):
+    command = [sys.executable, "-c", COMMAND, *arguments.split()]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == code, run.stderr
+    assert says in run.stderr
+    assert "Traceback" not in run.stderr
+
+
 def test_with_the_kernels_nothing_is_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -123,8 +148,7 @@ assert mx.allclose(out, v)
 
 
 def test_a_wheel_is_built_and_works_where_there_is_no_compiler(tmp_path):
-    """(Needs the build's own requirements in this environment, since it must not load any.)"""
-    pytest.importorskip("scikit_build_core")
+    """(The build's own requirements come from the extra `dev`: nothing is loaded.)"""
     root = Path(__file__).parent.parent
     nowhere = {"CXX": "/nonexistent", "CC": "/nonexistent"}
     options = ["--no-build-isolation", "--no-deps", "--wheel-dir", tmp_path]

