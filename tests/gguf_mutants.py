@@ -7,7 +7,6 @@ Run as a program in a process of its own, since what is looked for ends it, or n
 from __future__ import annotations
 
 import random
-import struct
 import sys
 from pathlib import Path
 
@@ -54,7 +53,9 @@ SHAPES = {
     "ffn_norm": (HIDDEN,),
 }
 SMALL = [0, 1, 2, 3, 7, 9, 31, 33, 255]
-LARGE = [2**n + d for n in (8, 16, 20, 31, 32, 40, 48, 61, 62, 63) for d in (-1, 0, 1)] + [2**64 - 1]
+LARGE = [2**n + d for n in (8, 16, 20, 31, 32, 40, 48, 61, 62, 63) for d in (-1, 0, 1)] + [
+    2**64 - 1
+]
 
 
 def arrays(kind: int) -> dict[str, tuple[np.ndarray, int]]:

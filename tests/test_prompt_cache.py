@@ -409,10 +409,9 @@ def test_nothing_changes_or_reads_a_cache_in_the_middle_of_a_step(undo, length):
         LAYER.feed(one, 3)
     q, k, v = LAYER.at(33, length)
     handed = cache.update_and_fetch(k, v)
-    for name, change in WITHIN_A_STEP.items():
+    for change in WITHIN_A_STEP.values():
         with pytest.raises(RuntimeError, match="middle of a step"):
             change(cache)
-            pytest.fail(name)
     mask = None if length == 1 else "causal"
     out = cache.attend(q, *handed, scale=LAYER.scale, mask=mask)
     assert mx.array_equal(out, LAYER.feed(untouched, length, length))

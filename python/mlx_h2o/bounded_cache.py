@@ -27,9 +27,9 @@ NOT_ASKED = (
     "attends by itself, choose a policy that looks at keys only and pass attending=False."
 )
 IN_A_STEP = (
-    "This cache is in the middle of a step: rows came with update_and_fetch and were not attended "
-    "to. Save, copy, look into, trim, resize or pin it between two calls of the model; after a call "
-    "that failed, go on from a copy or a file made before it."
+    "This cache is in the middle of a step: its last rows were not attended to. Save, copy, trim, "
+    "resize, pin or read it between two calls of the model; after a call that failed, go on from a "
+    "copy or a file made before it."
 )
 NO_KV_BITS = (
     "kv_bits cannot pack a bounded cache later on: leave it away, and give bits=8 (or k_bits, "
@@ -216,7 +216,6 @@ class BoundedKVCache(Conversing, SharingCopies):
         Raises:
             ValueError: Something was evicted, and that many steps cannot be undone; nothing was
                 changed.
-            RuntimeError: The last rows were not attended to yet.
         """
         self.require_at_rest()
         n = min(n, self.offset)
@@ -246,7 +245,6 @@ class BoundedKVCache(Conversing, SharingCopies):
 
         Raises:
             ValueError: They are no whole numbers, too small, or not one for each head.
-            RuntimeError: The last rows were not attended to yet.
         """
         self.follow(self.resized_settings(max_size))
 
@@ -280,21 +278,13 @@ class BoundedKVCache(Conversing, SharingCopies):
     # -- saving -----------------------------------------------------------------------------------
 
     def arrays(self) -> dict[str, mx.array]:
-        """Every array held, by name.
-
-        Raises:
-            RuntimeError: The last rows were not attended to yet.
-        """
+        """Every array held, by name; RuntimeError within a step."""
         self.require_at_rest()
         constants = saved_state.constant_arrays(self.frame, self.centres)
         return constants | (self._layer.arrays() if self._layer else {})
 
     def config(self) -> dict[str, Any]:
-        """Everything else that a copy needs, as JSON types.
-
-        Raises:
-            RuntimeError: As in `arrays`.
-        """
+        """Everything else that a copy needs, as JSON types; RuntimeError within a step."""
         self.require_at_rest()
         return {
             **self.settings.config(),

@@ -1,7 +1,8 @@
 """Models from GGUF files of the llama and qwen2 families, as mlx-lm's own classes.
 
 The file's weights stay packed: MLX reads Q4_0, Q4_1 and Q8_0 as its own affine quantization, and
-turns other packed kinds that it reads (`gguf_header.KINDS`) into float16. Source of the format: ggml's docs/gguf.md.
+turns other packed kinds that it reads (`gguf_header.KINDS`) into float16. Source of the format:
+ggml's docs/gguf.md.
 """
 
 from __future__ import annotations

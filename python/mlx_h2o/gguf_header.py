@@ -273,6 +273,6 @@ def _arrays(reader: _Reader, count: int, alignment: int) -> Iterator[_Array]:
         good = ", ".join(kind.name for kind in KINDS.values() if kind.reads)
         raise ValueError(
             f"{len(unread)} of its arrays are {kinds} ({first!r} is the first), which MLX "
-            f"cannot read; it reads {good}. Quantize the model anew to Q4_0, Q4_1 or Q8_0 (llama-quantize "
-            "--allow-requantize), or use the model's folder for mlx-lm (mlx_lm.convert)"
+            f"cannot read; it reads {good}. Quantize the model anew to Q4_0, Q4_1 or Q8_0 "
+            "(llama-quantize --allow-requantize), or use a folder that mlx_lm.convert made"
         )

@@ -48,7 +48,7 @@ def positive(metadata: Metadata, key: str, default: float | None = None) -> floa
     if value is None:
         raise missing(key)
     fits = isinstance(value, int | float) and not isinstance(value, bool)
-    if not fits or not (0 < value and math.isfinite(value)):
+    if not fits or not (value > 0 and math.isfinite(value)):
         raise ValueError(
             f"The GGUF file's {key} must be a number above 0; it is {str(value)[:40]}."
         )

@@ -65,8 +65,8 @@ def bpe_of(metadata: Mapping[str, Any]) -> Any:
     for pair in pairs:
         if len(pair) != 2 or not vocabulary.keys() >= {*pair, "".join(pair)}:
             raise ValueError(
-                f"The GGUF file's tokenizer.ggml.merges has {' '.join(pair)[:40]!r}, which does not "
-                "join two of its tokens to one of its tokens."
+                f"The GGUF file's tokenizer.ggml.merges has {' '.join(pair)[:40]!r}, which does "
+                "not join two of its tokens to one of its tokens."
             )
     bpe = models.BPE(
         vocab=vocabulary,
@@ -117,8 +117,8 @@ def tokenizer_of(metadata: Mapping[str, Any], rows: int | None = None) -> Any:
     tokens = metadata["tokenizer.ggml.tokens"]
     if rows is not None and len(tokens) > rows:  # MLX does not check what it gathers
         raise ValueError(
-            f"The GGUF file's tokenizer.ggml.tokens has {len(tokens)} tokens, and token_embd.weight "
-            f"{rows} rows."
+            f"The GGUF file's tokenizer.ggml.tokens has {len(tokens)} tokens, and "
+            f"token_embd.weight {rows} rows."
         )
 
     def named(role: str) -> str | None:

@@ -27,8 +27,9 @@ def block_of(mask: Mask, start: int, end: int, L: int, N: int, own: bool) -> Blo
         end: One past the last query.
         L: Queries of the whole call.
         N: Keys of the whole call.
-        own: Whether only the last L columns of an array mask are to be read: those before them speak
-            of slots, as many as the mask's maker held, which in a batch is another sequence.
+        own: Whether only the last L columns of an array mask are to be read: those before them
+            are for slots, as many as the cache held that made the mask; in a batch of caches that
+            is one of them, and the others hold more or fewer.
     """
     if mask is None:
         return Block(N, None)

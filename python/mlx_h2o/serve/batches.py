@@ -102,6 +102,10 @@ class Generating(GenerationBatch):  # type: ignore[misc]
         super().extend(batch)
         self.whole = True
 
+    def settle(self) -> None:
+        """Compute all that is still to be computed, so that an error in it comes to light."""
+        mx.eval(self._next_tokens, self._next_logprobs, [c.state for c in self.prompt_cache])
+
     def pending_tokens(self) -> dict[int, int]:
         """What a step that raised had taken in, of each sequence; nothing where it is lost too."""
         if self.pending is None:
@@ -181,19 +185,22 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
         ticket = self._owner.begun()
         count = len(segments)
         uids = [self._uid_count + i for i in range(count)]
-        caches = [
-            make_prompt_cache(self.model, self.max_kv_size) if cache is None else cache
-            for cache in caches or [None] * count
-        ]
+        given: list[Any] = list(caches) if caches else [None for _ in uids]
+        begin = [make_prompt_cache(self.model, self.max_kv_size) if c is None else c for c in given]
         failed = [partial(self._broken.__setitem__, uid) for uid in uids]
-        own = zip(uids, samplers or [None] * count, failed, strict=False)
-        samplers = [own_sampler(sampler, of_own) for _, sampler, of_own in own]
+        # mlx-lm refuses lists that are too short: they must stay so.
+        own = [
+            own_sampler(sampler, of_own)
+            for sampler, of_own in zip(samplers or [None] * count, failed, strict=False)
+        ]
         asked = logits_processors or [self.logits_processors] * count
-        own = zip(uids, asked, failed, strict=False)
-        processors = [own_processors(of_sequence, of_own) for _, of_sequence, of_own in own]
+        of_logits = [
+            own_processors(processors, of_own)
+            for processors, of_own in zip(asked, failed, strict=False)
+        ]
         try:
             super().insert_segments(
-                segments, max_tokens, caches, all_tokens, samplers, processors, stop_sequences
+                segments, max_tokens, begin, all_tokens, own, of_logits, stop_sequences
             )
         except Exception as error:
             self._uid_count = uids[-1] + 1
@@ -201,10 +208,10 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
             self._owner.failed([ticket], error)
             return uids
         for uid, sequence in zip(uids, list(self._unprocessed_sequences)[-count:], strict=True):
-            _, pieces, most, cache, known, sampler, of_logits, stop = sequence
+            _, pieces, most, cache, known, sampler, processors, stop = sequence
             pieces = [list(piece) for piece in pieces]  # mlx-lm takes them off as it reads
             self._members[uid] = Member(
-                ticket, cache, list(known), pieces, sampler, of_logits, stop, most
+                ticket, cache, list(known), pieces, sampler, processors, stop, most
             )
         self.let_go()
         return uids
@@ -254,7 +261,7 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
         if idle is None:
             return
         for member in continued:
-            if not all(piece in idle for piece in pieces_of(member.base)):
+            if not all(piece in idle for piece in pieces_of(member.base or [])):
                 member.base = None
 
     # -- a step that raises -----------------------------------------------------------------------
@@ -324,17 +331,22 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
         """What a sequence's step gives by itself; it joins those that generate."""
         batch, responses = generate_again(uid, member, self._prompt_batch, pending)
         if batch.uids:
-            self._generation_batch.extend(batch)
+            self._join(batch)
         return responses
+
+    def _join(self, batch: GenerationBatch) -> None:
+        """Let a sequence that was computed alone generate beside the others."""
+        joining = Generating.empty(self.model, self.sampler)
+        joining.extend(batch)
+        joining.settle()
+        self._generation_batch.extend(joining)
 
     def _read_again(self, uid: int, member: Member) -> Any:
         """What a sequence's chunk gives by itself; it joins the others of its kind."""
         reading = Reading(uid, member, self._prompt_batch)
         reading.read_until(member.read)
         if reading.is_over:
-            batch = reading.settled().generate([reading.left[0]])
-            mx.eval(batch._next_tokens, batch._next_logprobs)
-            self._generation_batch.extend(batch)
+            self._join(reading.settled().generate([reading.left[0]]))
             whole = (member.length, member.length)
             return PromptProcessingBatch.Response(uid, whole, True, True)
         reading.read_chunk()

@@ -55,9 +55,9 @@ def own_sampler(sampler: Any, failed: Callable[[Exception], None]) -> Any:
     return Own(sampler, greedy_sampler, failed)
 
 
-def own_processors(processors: Any, failed: Callable[[Exception], None]) -> tuple[Any, ...]:
+def own_processors(processors: Any, failed: Callable[[Exception], None]) -> list[Any]:
     """A member's logits processors as its own."""
-    return tuple(Own(call, lambda tokens, logits: logits, failed) for call in processors or ())
+    return [Own(call, lambda tokens, logits: logits, failed) for call in processors or ()]
 
 
 class Retelling:
@@ -70,7 +70,7 @@ class Retelling:
 
     def __init__(self, tokens: Sequence[int], member: Member):
         self._left, self._sampler = list(reversed(tokens)), member.sampler
-        self.processors = tuple(self._later(call) for call in member.processors)
+        self.processors: Any = tuple(self._later(call) for call in member.processors)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         if self._left:
@@ -106,7 +106,7 @@ class Member:
     known: list[int]
     segments: list[list[int]]
     sampler: Any
-    processors: tuple[Any, ...]
+    processors: Any
     stop: Any
     most: int
     read: int = 0
@@ -148,6 +148,7 @@ class Reading:
     def __init__(
         self, uid: int, member: Member, like: PromptProcessingBatch, upcoming: Sequence[int] = ()
     ):
+        assert member.base is not None
         retelling = Retelling(upcoming, member)
         self.batch = type(like)(
             model=like.model,
@@ -190,7 +191,7 @@ class Reading:
         return self.batch
 
     def generating(self) -> Any:
-        """The member's batch, once its last prompt token was taken in."""
+        """The batch that generates, once the last token of the prompt was taken in."""
         return self.batch.generate([self.left[0]])
 
 
@@ -216,7 +217,4 @@ def generate_again(uid: int, member: Member, like: Any, pending: int | None) -> 
     for _ in member.said:
         batch.next()
     batch.samplers, batch.logits_processors = [member.sampler], [member.processors]
-    responses = batch.next()
-    # Whatever else is wrong with it comes to light before it is beside others again.
-    mx.eval(batch._next_tokens, batch._next_logprobs, [c.state for c in batch.prompt_cache])
-    return batch, responses
+    return batch, batch.next()
