@@ -217,7 +217,6 @@ class BoundedKVCache(Conversing, SharingCopies):
             ValueError: Something was evicted, and that many steps cannot be undone; nothing was
                 changed.
         """
-        self.require_at_rest()
         n = min(n, self.offset)
         if n <= 0:
             return 0
