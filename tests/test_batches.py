@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -262,6 +263,11 @@ def test_what_cannot_be_a_batch_is_refused():
         lambda: batch.filter([0]),
         lambda: batch.extract(0),
         lambda: batch.extend(batch),
+        lambda: batch.trim(1),
+        lambda: batch.prepare(left_padding=[1, 0]),
+        lambda: batch.finalize(),
+        lambda: copy.deepcopy(batch),
+        lambda: batch.state,
     ):
         with pytest.raises(RuntimeError, match="in the middle of a step"):
             change()

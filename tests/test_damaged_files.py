@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
+import gguf_mutants
 import mutants
 from mlx_h2o import load_prompt_cache, save_prompt_cache
 
 
-def survived(folder: Path, seed: int, count: int) -> int:
+def survived(folder: Path, seed: int, count: int, program: str = mutants.__file__) -> int:
     """How many of `count` mutants could be read and run."""
     done = subprocess.run(
-        [sys.executable, mutants.__file__, folder, str(seed), str(count)],
+        [sys.executable, program, folder, str(seed), str(count)],
         capture_output=True,
         text=True,
     )
@@ -80,3 +81,14 @@ def test_damaged_files_are_refused_or_safe(tmp_path):
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_thousands_of_damaged_files_are_refused_or_safe(tmp_path, seed):
     survived(tmp_path, seed, 2000)
+
+
+def test_damaged_gguf_files_are_refused_or_safe(tmp_path):
+    # As above: a model whose numbers are others is still a model.
+    assert 30 < survived(tmp_path, 0, 300, gguf_mutants.__file__) < 150
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_thousands_of_damaged_gguf_files_are_refused_or_safe(tmp_path, seed):
+    survived(tmp_path, seed, 1500, gguf_mutants.__file__)

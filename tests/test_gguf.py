@@ -1,5 +1,7 @@
 """GGUF files: the model, its packed weights, its tokenizer; and what is refused."""
 
+import struct
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -87,7 +89,7 @@ def write_model(path, model, family, kind=F32):
 
 
 def small(family, **changes):
-    settings = {"hidden_size": HIDDEN, "intermediate_size": 64, **changes}
+    settings = {"hidden_size": HIDDEN, "intermediate_size": 64, "vocab_size": len(TOKENS)} | changes
     return tiny_model(family, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, **settings)
 
 
@@ -175,6 +177,84 @@ def test_what_is_not_known_is_refused(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):  # noqa: PT012
         gguf.config_of(found, weights)
         tokenizer_of(found)
+
+
+def changed(path, at, new):
+    """The file with other bytes behind the first place of `at`."""
+    content = path.read_bytes()
+    place = content.index(at) + len(at)
+    path.write_bytes(content[:place] + new + content[place + len(new) :])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(12, "Q4_K"), (13, "Q5_K"), (39, "MXFP4"), (6, "Q5_0"), (77, "type 77")]
+)
+def test_arrays_of_a_kind_that_mlx_does_not_read_are_named_with_what_to_do(tmp_path, kind, name):
+    """Of Q4_K it takes every second scale wrongly and says nothing; of newer kinds it is silent."""
+    path = tmp_path / "model.gguf"
+    write_model(path, small("llama"), "llama")
+    changed(path, b"blk.0.ffn_up.weight", struct.pack("<I2QI", 2, HIDDEN, 64, kind))
+    with pytest.raises(ValueError, match=f"{name}.*ffn_up.*Quantize the model anew to Q4_0"):
+        mlx_h2o.load(str(path))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "general.architecture",
+        "llama.embedding_length",
+        "llama.block_count",
+        "llama.feed_forward_length",
+        "llama.attention.head_count",
+        "llama.attention.layer_norm_rms_epsilon",
+        "llama.context_length",
+        "tokenizer.ggml.model",
+        "tokenizer.ggml.tokens",
+        "tokenizer.ggml.merges",
+    ],
+)
+def test_a_key_that_is_missing_is_named(tmp_path, key):
+    metadata = metadata_of(small("llama"), "llama")
+    del metadata[key]
+    write_gguf(tmp_path / "m.gguf", metadata, {"token_embd.weight": (np.zeros((8, 32)), F32)})
+    weights, found = gguf.read(tmp_path / "m.gguf")
+    named = {"general.architecture": "architecture 'None'", "tokenizer.ggml.model": "is None"}
+    with pytest.raises(ValueError, match=named.get(key, f"lacks {key}")):  # noqa: PT012
+        gguf.config_of(found, weights)
+        tokenizer_of(found)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.block_count", 2**31),
+        ("llama.attention.head_count", 0),
+        ("llama.embedding_length", "many"),
+        ("llama.context_length", 0.5),
+        ("llama.rope.freq_base", float("nan")),
+        ("llama.attention.layer_norm_rms_epsilon", -1.0),
+        ("tokenizer.ggml.eos_token_id", 4_000_000),
+        ("tokenizer.ggml.tokens", [1, 2, 3]),
+        ("tokenizer.ggml.token_type", [1]),
+        ("tokenizer.ggml.merges", ["alone"]),
+        ("tokenizer.chat_template", 3),
+    ],
+)
+def test_a_value_out_of_range_is_named(tmp_path, key, value):
+    metadata = {**metadata_of(small("llama"), "llama"), key: value}
+    write_gguf(tmp_path / "m.gguf", metadata, {"token_embd.weight": (np.zeros((8, 32)), F32)})
+    weights, found = gguf.read(tmp_path / "m.gguf")
+    with pytest.raises(ValueError, match=key):  # noqa: PT012
+        gguf.config_of(found, weights)
+        tokenizer_of(found)
+
+
+def test_tokens_without_a_row_of_the_embeddings_are_refused(tmp_path):
+    """MLX would read beside the array."""
+    path = tmp_path / "m.gguf"
+    write_model(path, small("llama", vocab_size=100), "llama")
+    with pytest.raises(ValueError, match=r"tokens has \d+ tokens, and token_embd.weight 100 rows"):
+        mlx_h2o.load(str(path))
 
 
 def test_a_file_that_is_none(tmp_path):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import cache as mlx_lm_cache
 
+import mlx_h2o
 from mlx_h2o import (
     H2OKVCache,
     Profile,
@@ -379,6 +380,66 @@ def test_a_cache_is_not_saved_or_copied_in_the_middle_of_a_step(tmp_path):
     cache.attend(q, *handed, scale=LAYER.scale)
     assert pickle.loads(pickle.dumps(cache)).offset == 31
     assert not path.exists()
+
+
+WITHIN_A_STEP = {
+    "trim": lambda cache: cache.trim(1),
+    "trim_prompt_cache": lambda cache: mlx_lm_cache.trim_prompt_cache([cache], 1),
+    "resize": lambda cache: cache.resize(20),
+    "resize of all": lambda cache: mlx_h2o.resize([cache], max_size=20),
+    "pin": lambda cache: cache.pin([(2, 4)]),
+    "pin of all": lambda cache: mlx_h2o.pin([cache], [(2, 4)]),
+    "unpin": lambda cache: cache.unpin(),
+    "new_turn": lambda cache: cache.new_turn(0.5),
+    "arrays": lambda cache: cache.arrays(),
+    "config": lambda cache: cache.config(),
+    "slots": lambda cache: cache.slots(cache.store.runs[0]),
+    "merge": lambda cache: cache.merge([cache]),
+}
+
+
+@pytest.mark.parametrize("undo", [0, 3])
+@pytest.mark.parametrize("length", [1, 2])
+def test_nothing_changes_or_reads_a_cache_in_the_middle_of_a_step(undo, length):
+    """And what was refused left no trace."""
+    mlx_h2o.install()
+    cache, untouched = (H2OKVCache(24, undo=undo) for _ in range(2))
+    for one in (cache, untouched):
+        LAYER.feed(one, 30, chunk=10)
+        LAYER.feed(one, 3)
+    q, k, v = LAYER.at(33, length)
+    handed = cache.update_and_fetch(k, v)
+    for change in WITHIN_A_STEP.values():
+        with pytest.raises(RuntimeError, match="middle of a step"):
+            change(cache)
+    mask = None if length == 1 else "causal"
+    out = cache.attend(q, *handed, scale=LAYER.scale, mask=mask)
+    assert mx.array_equal(out, LAYER.feed(untouched, length, length))
+    assert cache.config() == untouched.config()
+    for name, array in untouched.arrays().items():
+        assert mx.array_equal(cache.arrays()[name], array), name
+
+
+def test_a_list_with_one_cache_in_the_middle_of_a_step_stays_as_it_is():
+    """A call of the model that failed between two layers leaves such a list."""
+    mlx_h2o.install()  # so that mlx-lm's trim_prompt_cache trims all layers or none
+    done, within = (H2OKVCache(24, undo=2) for _ in range(2))
+    for one in (done, within):
+        LAYER.feed(one, 30, chunk=10)
+        LAYER.feed(one, 2)
+    within.update_and_fetch(*LAYER.at(32)[1:])
+    before = done.config(), {name: mx.array(array) for name, array in done.arrays().items()}
+    for change in (
+        lambda caches: mlx_lm_cache.trim_prompt_cache(caches, 1),
+        lambda caches: mlx_h2o.resize(caches, max_size=20),
+        lambda caches: mlx_h2o.pin(caches, [(28, 29)]),
+        lambda caches: mlx_h2o.unpin(caches),
+        lambda caches: mlx_h2o.new_turn(caches, 0.5),
+    ):
+        with pytest.raises(RuntimeError, match="middle of a step"):
+            change([done, within])
+    assert done.config() == before[0]
+    assert all(mx.array_equal(array, before[1][name]) for name, array in done.arrays().items())
 
 
 def test_repr_says_what_a_cache_holds():

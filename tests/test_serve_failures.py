@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from typing import Any
 
+import mlx_lm.server
 import openai
 import pytest
 
@@ -118,6 +119,26 @@ def test_those_whom_it_does_not_concern_go_on(server, breaking, loaded, rows):
             broken.result()
         asked = (prompts[1], 8) if rows == 1 else (prompts[0], 60)
         assert whole.result() == alone(loaded, *asked)
+
+
+def test_a_sampler_that_raises_gives_its_own_request_alone_a_500(server, loaded, monkeypatch):
+    own = mlx_lm.server._make_sampler
+
+    def made(args: Any, tokenizer: Any) -> Any:
+        def raising(logprobs: Any) -> Any:
+            raise RuntimeError("no such token")
+
+        return raising if args.max_tokens == 33 else own(args, tokenizer)
+
+    monkeypatch.setattr(mlx_lm.server, "_make_sampler", made)
+    with ThreadPoolExecutor(3) as pool:
+        first, third = (pool.submit(server.ask, words(n, 30), 60) for n in (1200, 1300))
+        until(lambda: server.generator.slots > 0)
+        with pytest.raises(openai.InternalServerError, match="no such token"):
+            server.ask(words(1250, 40), 33)
+        assert first.result() == alone(loaded, words(1200, 30), 60)
+        assert third.result() == alone(loaded, words(1300, 30), 60)
+    until(lambda: server.generator.accountant.reserved == 0)
 
 
 def test_one_that_is_served_by_itself_gets_a_500_too(server, breaking, loaded):

@@ -63,7 +63,7 @@ class BatchH2OKVCache:
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
         """Keep the sequences of these places, in this order."""
-        self._refuse_between()
+        self.require_at_rest()
         listed: Any = (
             batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
         )
@@ -83,14 +83,14 @@ class BatchH2OKVCache:
                 f"A batch of bounded caches cannot take in a {type(other).__name__}: make all of "
                 "its caches with mlx_h2o.make_prompt_cache, or all after mlx_h2o.install(...)."
             )
-        self._refuse_between()
+        self.require_at_rest()
         self.caches += other.caches
         self._before += other._before
         self._due += other._due
 
     def extract(self, idx: int) -> BoundedKVCache:
         """A copy of one sequence's cache; it shares memory with it until either goes on."""
-        self._refuse_between()
+        self.require_at_rest()
         taken: BoundedKVCache = copy.deepcopy(self.caches[idx])
         return taken
 
@@ -113,7 +113,9 @@ class BatchH2OKVCache:
         Raises:
             ValueError: Left padding for a sequence that holds tokens, or right padding without
                 lengths.
+            RuntimeError: The last rows were not attended to yet.
         """
+        self.require_at_rest()
         if left_padding is not None:
             for cache, rows in zip(self.caches, left_padding, strict=True):
                 if rows and not cache.empty():
@@ -131,6 +133,7 @@ class BatchH2OKVCache:
 
     def finalize(self) -> None:
         """Right padding is over."""
+        self.require_at_rest()
         self._due = [None] * len(self.caches)
 
     def _own_rows(self, length: int) -> Iterator[slice]:
@@ -268,6 +271,7 @@ class BatchH2OKVCache:
 
     def require_trimmable(self, n: int) -> None:
         """Raise ValueError unless `trim` can take n tokens back of every sequence."""
+        self.require_at_rest()
         for cache in self.caches:
             cache.require_trimmable(n)
 
@@ -286,6 +290,7 @@ class BatchH2OKVCache:
     @property
     def state(self) -> list[Any]:
         """The states of all sequences, to be evaluated; files hold sequences one by one."""
+        self.require_at_rest()
         return [cache.state for cache in self.caches]
 
     @property
@@ -293,11 +298,18 @@ class BatchH2OKVCache:
         """Refused, as in `H2OKVCache`."""
         raise ValueError(NO_KV_BITS)
 
-    def _refuse_between(self) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle and copy take along."""
+        self.require_at_rest()
+        return vars(self)
+
+    def require_at_rest(self) -> None:
+        """Raise RuntimeError unless every row that came was attended to."""
         if self._handed is not None:
             raise RuntimeError(
-                "This batch is in the middle of a step: the last rows were not attended to. Let "
-                "sequences join or leave between two calls of the model."
+                "This batch is in the middle of a step: rows came with update_and_fetch and were "
+                "not attended to. Let sequences join or leave, and copy or trim them, between two "
+                "calls of the model."
             )
 
 

@@ -26,6 +26,11 @@ NOT_ASKED = (
     "This model did not ask the cache to attend. Call mlx_h2o.install(), or, for a model that "
     "attends by itself, choose a policy that looks at keys only and pass attending=False."
 )
+IN_A_STEP = (
+    "This cache is in the middle of a step: its last rows were not attended to. Save, copy, trim, "
+    "resize, pin or read it between two calls of the model; after a call that failed, go on from a "
+    "copy or a file made before it."
+)
 NO_KV_BITS = (
     "kv_bits cannot pack a bounded cache later on: leave it away, and give bits=8 (or k_bits, "
     "v_bits) to make_prompt_cache or install."
@@ -143,6 +148,7 @@ class BoundedKVCache(Conversing, SharingCopies):
 
     def slots(self, run: Run) -> Slots:
         """What a run of `store.runs` holds, as its policy sees it."""
+        self.require_at_rest()
         layer = self._held()
         return slots_of(layer, run, layer.store.views(run), layer.lost(run))
 
@@ -219,7 +225,8 @@ class BoundedKVCache(Conversing, SharingCopies):
         return n
 
     def require_trimmable(self, n: int) -> None:
-        """Raise ValueError unless `trim` can take n tokens back."""
+        """Raise ValueError unless `trim` can take n tokens back, RuntimeError within a step."""
+        self.require_at_rest()
         n = min(n, self.offset)
         if n > self.trimmable:
             raise ValueError(
@@ -242,6 +249,7 @@ class BoundedKVCache(Conversing, SharingCopies):
 
     def follow(self, settings: CacheSettings) -> None:
         """Hold what other settings of its own (`resized_settings`) allow."""
+        self.require_at_rest()
         if self._layer is None:
             self._unopened = settings
         else:
@@ -249,6 +257,7 @@ class BoundedKVCache(Conversing, SharingCopies):
 
     def resized_settings(self, max_size: int | Sequence[int]) -> CacheSettings:
         """What `resize` would set; arguments and errors are its own."""
+        self.require_at_rest()
         counts = self._unopened.checked_budgets("max_size", max_size)
         heads = self._layer.runs[-1].last if self._layer else 1
         budgets = counts if checks.is_list(max_size) else counts * heads
@@ -268,13 +277,14 @@ class BoundedKVCache(Conversing, SharingCopies):
     # -- saving -----------------------------------------------------------------------------------
 
     def arrays(self) -> dict[str, mx.array]:
-        """Every array held, by name."""
+        """Every array held, by name; RuntimeError within a step."""
+        self.require_at_rest()
         constants = saved_state.constant_arrays(self.frame, self.centres)
         return constants | (self._layer.arrays() if self._layer else {})
 
     def config(self) -> dict[str, Any]:
-        """Everything else that a copy needs, as JSON types."""
-        self._refuse_between()
+        """Everything else that a copy needs, as JSON types; RuntimeError within a step."""
+        self.require_at_rest()
         return {
             **self.settings.config(),
             "own": self.own if self._layer or not self.own else None,
@@ -323,12 +333,7 @@ class BoundedKVCache(Conversing, SharingCopies):
         """Whether rows came that were not attended to yet."""
         return False
 
-    def _refuse_between(self) -> None:
+    def require_at_rest(self) -> None:
         """Raise RuntimeError unless every row that came was attended to."""
         if self._between:
-            raise RuntimeError(
-                "This cache is in the middle of a step: the last rows were not attended to. Save "
-                "or copy it between two calls of the model."
-                if self._held().offset
-                else NOT_ASKED
-            )
+            raise RuntimeError(IN_A_STEP if self._held().offset else NOT_ASKED)

@@ -39,6 +39,7 @@ def pin(cache: Sequence[Any], spans: Sequence[Span]) -> PinAnswer:
     Raises:
         ValueError: They are no spans, or too many for the budget of some layer; nothing was
             changed.
+        RuntimeError: The last rows of some layer were not attended to yet; likewise.
     """
     layers = bounded_entries(cache)
     asked = [layer.pinned_settings(spans) for layer in layers]
@@ -49,7 +50,10 @@ def pin(cache: Sequence[Any], spans: Sequence[Span]) -> PinAnswer:
 
 def unpin(cache: Sequence[Any], spans: Sequence[Span] | None = None) -> None:
     """Let pinned tokens of all layers go as any others; all of them without `spans`."""
-    for layer in bounded_entries(cache):
+    layers = bounded_entries(cache)
+    for layer in layers:
+        layer.require_at_rest()
+    for layer in layers:
         layer.unpin(spans)
 
 
@@ -67,5 +71,8 @@ def new_turn(cache: Sequence[Any], carry: float | str = 1.0) -> None:
         ValueError: It is none of these.
     """
     checked_carry(carry)
-    for layer in bounded_entries(cache):
+    layers = bounded_entries(cache)
+    for layer in layers:  # of all or of none
+        layer.require_at_rest()
+    for layer in layers:
         layer.new_turn(carry)

@@ -39,6 +39,7 @@ class Conversing:
 
         Raises:
             ValueError: They are no spans, or too many for the budget; nothing was changed.
+            RuntimeError: The last rows were not attended to yet.
         """
         settings, answer = self.pinned_settings(spans)
         self.pin_as(settings)
@@ -51,6 +52,7 @@ class Conversing:
 
     def pinned_settings(self, spans: Sequence[Span]) -> tuple[CacheSettings, PinAnswer]:
         """What `pin` would set and answer; arguments and errors are its own."""
+        self.require_at_rest()
         asked = checked_spans("spans", spans)
         if self._layer is None:
             return replace(self._unopened, pins=joined((*self.pins, *asked))), PinAnswer(asked)
@@ -60,7 +62,7 @@ class Conversing:
 
     def pin_as(self, settings: CacheSettings) -> None:
         """Have the pins, and the room for them, that other settings of its own have."""
-        self._refuse_between()
+        self.require_at_rest()
         if self._layer is None:
             self._unopened = settings
         else:
@@ -75,12 +77,13 @@ class Conversing:
 
         Raises:
             ValueError: It is none of these.
+            RuntimeError: The last rows were not attended to yet.
         """
         part = checked_carry(carry)
-        self._refuse_between()
+        self.require_at_rest()
         if self._layer is not None:
             new_turn(self._layer, part)
 
-    def _refuse_between(self) -> None:
+    def require_at_rest(self) -> None:
         """Raise RuntimeError unless every row that came was attended to."""
         raise NotImplementedError

@@ -40,12 +40,12 @@ class SharingCopies:
         """What never changes beside the arrays."""
 
     @abstractmethod
-    def _refuse_between(self) -> None:
+    def require_at_rest(self) -> None:
         """Raise RuntimeError in the middle of a step."""
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and copy take along."""
-        self._refuse_between()
+        self.require_at_rest()
         return vars(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -1,7 +1,8 @@
 """Models from GGUF files of the llama and qwen2 families, as mlx-lm's own classes.
 
 The file's weights stay packed: MLX reads Q4_0, Q4_1 and Q8_0 as its own affine quantization, and
-turns other packed kinds into float16. Source of the format: ggml's docs/gguf.md.
+turns other packed kinds that it reads (`gguf_header.KINDS`) into float16. Source of the format:
+ggml's docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
+
+from mlx_h2o.gguf_header import check_header
+from mlx_h2o.gguf_metadata import Metadata, positive, text, whole
 
 SUFFIX = ".gguf"
 #: Elements that share a scale in every packed kind that MLX keeps packed.
@@ -31,23 +35,26 @@ _LAYER = {
     "ffn_norm": "post_attention_layernorm",
 }
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+# What a part has, a packed one also what MLX makes of it.
+_OF_A_PART = ("weight", "bias", "scales", "biases")
 # Llama's query and key rows lie so that rotary pairs are neighbours; qwen2's lie as mlx-lm wants.
 _PAIRS_ARE_NEIGHBOURS = {"llama": True, "qwen2": False}
-
-Metadata = Mapping[str, Any]
+#: Layers, heads and widths: hundreds of times what models have, and little enough to build.
+MOST_LAYERS, MOST_HEADS, WIDEST, LONGEST = 1_000, 65_536, 2**24, 2**31 - 1
 
 
 def read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
     """A file's arrays and its metadata, numbers as Python's own.
 
     Raises:
-        ValueError: It is missing or cannot be read.
+        ValueError: It is missing, damaged or cannot be read.
     """
     if not path.is_file():
         raise ValueError(f"There is no model file {path}.")
     try:
+        check_header(path)
         loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         raise ValueError(f"Cannot read the model {path}: {error}") from error
     weights, metadata = loaded
     return weights, {
@@ -65,42 +72,52 @@ def config_of(metadata: Metadata, weights: Mapping[str, mx.array]) -> dict[str, 
     family = metadata.get("general.architecture")
     if family not in _PAIRS_ARE_NEIGHBOURS:
         raise ValueError(
-            f"A GGUF file of architecture {family!r} cannot be read; "
+            f"A GGUF file of architecture {str(family)[:40]!r} cannot be read; "
             f"{' and '.join(_PAIRS_ARE_NEIGHBOURS)} can. Convert the model with mlx_lm.convert."
         )
 
-    def of(name: str, default: Any = None) -> Any:
-        value = metadata.get(f"{family}.{name}", default)
-        if value is None:
-            raise ValueError(f"The GGUF file lacks {family}.{name}.")
-        return value
+    def count(name: str, most: int, default: int | None = None) -> int:
+        return whole(metadata, f"{family}.{name}", 1, most, default)
 
-    if of("expert_count", 0) or "rope_freqs.weight" in weights:
+    experts = whole(metadata, f"{family}.expert_count", 0, LONGEST, 0)
+    if experts or "rope_freqs.weight" in weights:
         raise ValueError(
             "GGUF files of mixture-of-experts models, or with rotary frequencies of their own, "
             "cannot be read; convert the model with mlx_lm.convert."
         )
-    heads = of("attention.head_count")
+    embeddings = weights.get("token_embd.weight")
+    if embeddings is None or embeddings.ndim != 2:
+        raise ValueError("The GGUF file lacks the array token_embd.weight of two axes.")
+    heads = count("attention.head_count", MOST_HEADS)
+    kv_heads = count("attention.head_count_kv", MOST_HEADS, heads)
+    width = count("embedding_length", WIDEST)
+    head_dim = count("attention.key_length", WIDEST, max(width // heads, 1))
+    if heads % kv_heads or head_dim % 2:
+        raise ValueError(
+            f"The GGUF file's {family}.attention has {heads} heads, {kv_heads} of keys and values, "
+            f"of width {head_dim}: the first must be a multiple of the second, and the width even."
+        )
     config = {
         "model_type": family,
-        "hidden_size": of("embedding_length"),
-        "num_hidden_layers": of("block_count"),
-        "intermediate_size": of("feed_forward_length"),
+        "hidden_size": width,
+        "num_hidden_layers": count("block_count", MOST_LAYERS),
+        "intermediate_size": count("feed_forward_length", WIDEST),
         "num_attention_heads": heads,
-        "num_key_value_heads": of("attention.head_count_kv", heads),
-        "head_dim": of("attention.key_length", of("embedding_length") // heads),
-        "rms_norm_eps": of("attention.layer_norm_rms_epsilon"),
-        "rope_theta": of("rope.freq_base", 10000.0),
-        "max_position_embeddings": of("context_length"),
-        "vocab_size": weights["token_embd.weight"].shape[0],
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": positive(metadata, f"{family}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": positive(metadata, f"{family}.rope.freq_base", 10000.0),
+        "max_position_embeddings": count("context_length", LONGEST),
+        "vocab_size": embeddings.shape[0],
         "tie_word_embeddings": "output.weight" not in weights,
         "attention_bias": "blk.0.attn_q.bias" in weights,
     }
-    scaling = of("rope.scaling.type", "none")
+    scaling = text(metadata, f"{family}.rope.scaling.type", "none")
     if scaling == "linear":
-        config["rope_scaling"] = {"type": "linear", "factor": of("rope.scaling.factor")}
+        factor = positive(metadata, f"{family}.rope.scaling.factor")
+        config["rope_scaling"] = {"type": "linear", "factor": factor}
     elif scaling != "none":
-        raise ValueError(f"GGUF files with {scaling!r} rotary scaling cannot be read.")
+        raise ValueError(f"GGUF files with {scaling[:40]!r} rotary scaling cannot be read.")
     return config
 
 
@@ -108,12 +125,14 @@ def weights_for(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> d
     """The file's arrays under mlx-lm's names, query and key rows in its order.
 
     Raises:
-        ValueError: An array whose place is not known.
+        ValueError: An array whose place is not known, or whose shape is not that of its place.
     """
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     renamed = {}
     for name, array in weights.items():
-        part, kind = name.rsplit(".", 1)
+        part, _, kind = name.rpartition(".")
+        if kind not in _OF_A_PART:
+            raise ValueError(f"The GGUF file has an array that has no place here: {name}.")
         if part in _OUTSIDE:
             renamed[f"{_OUTSIDE[part]}.{kind}"] = array
             continue
@@ -121,6 +140,11 @@ def weights_for(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> d
         if block != "blk" or part not in _LAYER:
             raise ValueError(f"The GGUF file has an array that has no place here: {name}.")
         if part in heads and _PAIRS_ARE_NEIGHBOURS[config["model_type"]]:
+            if array.shape[0] != heads[part] * config["head_dim"]:
+                raise ValueError(
+                    f"The GGUF file's array {name} has {array.shape[0]} rows; {heads[part]} heads "
+                    f"of width {config['head_dim']} need {heads[part] * config['head_dim']}."
+                )
             array = halves_apart(array, heads[part])
         renamed[f"model.layers.{layer}.{_LAYER[part]}.{kind}"] = array
     return renamed
@@ -138,16 +162,21 @@ def build(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> nn.Modu
     Args:
         config: From `config_of`.
         weights: From `weights_for`.
+
+    Raises:
+        ValueError: They are not the arrays that such a model has.
     """
     from importlib import import_module
 
-    module = import_module(f"mlx_lm.models.{config['model_type']}")
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(dict(config)))
+    family = import_module(f"mlx_lm.models.{config['model_type']}")
+    model: nn.Module = family.Model(family.ModelArgs.from_dict(dict(config)))
 
-    def packing(path: str, _: nn.Module) -> bool | dict[str, Any]:
-        if f"{path}.scales" not in weights:
+    def packing(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not weights.keys() >= {f"{path}.weight", f"{path}.scales"}:
             return False
         words, scales = weights[f"{path}.weight"], weights[f"{path}.scales"]
+        if not hasattr(module, "to_quantized"):
+            raise ValueError(f"The GGUF file's {path} is packed, which it must not be.")
         bits = words.shape[-1] * 32 // (scales.shape[-1] * GROUP_SIZE)
         return {"group_size": GROUP_SIZE, "bits": bits, "mode": "affine"}
 
@@ -171,7 +200,7 @@ def load(path: str | Path) -> tuple[nn.Module, Any]:
     config = config_of(metadata, arrays)
     model = build(config, weights_for(config, arrays))
     model.set_dtype(mx.float16)
-    return model, tokenizer_of(metadata)
+    return model, tokenizer_of(metadata, config["vocab_size"])
 
 
 _PACKED = (nn.QuantizedLinear, nn.QuantizedEmbedding)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mlx_h2o.gguf_metadata import items, text, whole
+
 # Kinds of token in `tokenizer.ggml.token_type` (llama.cpp's llama_token_type).
 CONTROL, USER_DEFINED = 3, 4
 _ADDED = (CONTROL, USER_DEFINED)
@@ -57,11 +59,18 @@ def bpe_of(metadata: Mapping[str, Any]) -> Any:
             "Convert the model with mlx_lm.convert."
         )
     kind = metadata.get("tokenizer.ggml.pre", "default")
-    tokens = metadata["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    tokens = items(metadata, "tokenizer.ggml.tokens", str)
+    pairs = [merge.split(" ", 1) for merge in items(metadata, "tokenizer.ggml.merges", str)]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    for pair in pairs:
+        if len(pair) != 2 or not vocabulary.keys() >= {*pair, "".join(pair)}:
+            raise ValueError(
+                f"The GGUF file's tokenizer.ggml.merges has {' '.join(pair)[:40]!r}, which does "
+                "not join two of its tokens to one of its tokens."
+            )
     bpe = models.BPE(
-        vocab={token: i for i, token in enumerate(tokens)},
-        merges=merges,
+        vocab=vocabulary,
+        merges=[tuple(pair) for pair in pairs],
         ignore_merges=kind == "llama-bpe",
     )
     tokenizer = Tokenizer(bpe)
@@ -69,7 +78,12 @@ def bpe_of(metadata: Mapping[str, Any]) -> Any:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizer_of(kind)
     tokenizer.decoder = decoders.ByteLevel()
-    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    types = items(metadata, "tokenizer.ggml.token_type", int, [1] * len(tokens))
+    if len(types) != len(tokens):
+        raise ValueError(
+            f"The GGUF file's tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} "
+            "tokens."
+        )
     marked = [(t, kind) for t, kind in zip(tokens, types, strict=True) if kind in _ADDED]
     tokenizer.add_tokens(
         [AddedToken(t, special=kind == CONTROL, normalized=False) for t, kind in marked]
@@ -86,21 +100,33 @@ def begins_with(tokenizer: Any, token: str, token_id: int) -> None:
     )
 
 
-def tokenizer_of(metadata: Mapping[str, Any]) -> Any:
+def tokenizer_of(metadata: Mapping[str, Any], rows: int | None = None) -> Any:
     """The file's tokenizer as mlx-lm wraps one, with its chat template and ends of a turn.
 
+    Args:
+        metadata: The file's.
+        rows: Of the model's embeddings, of which each token must have one; None: not known.
+
     Raises:
-        ValueError: As `bpe_of`.
+        ValueError: As `bpe_of`, or tokens without a row.
     """
     from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
     from transformers import PreTrainedTokenizerFast
 
     bpe = bpe_of(metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
+    if rows is not None and len(tokens) > rows:  # MLX does not check what it gathers
+        raise ValueError(
+            f"The GGUF file's tokenizer.ggml.tokens has {len(tokens)} tokens, and "
+            f"token_embd.weight {rows} rows."
+        )
 
     def named(role: str) -> str | None:
-        token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
-        return None if token_id is None else tokens[token_id]
+        key = f"tokenizer.ggml.{role}_token_id"
+        if metadata.get(key) is None:
+            return None
+        token: str = tokens[whole(metadata, key, 0, len(tokens) - 1)]
+        return token
 
     if metadata.get("tokenizer.ggml.add_bos_token") and named("bos"):
         begins_with(bpe, named("bos") or "", metadata["tokenizer.ggml.bos_token_id"])
@@ -113,7 +139,8 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> Any:
         pad_token=named("padding"),
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = metadata.get("tokenizer.chat_template")
+    template = "tokenizer.chat_template"
+    tokenizer.chat_template = text(metadata, template) if template in metadata else None
     vocabulary = set(tokens)
     ends = [tokenizer.convert_tokens_to_ids(end) for end in TURN_ENDS if end in vocabulary]
     return TokenizerWrapper(tokenizer, BPEStreamingDetokenizer, eos_token_ids=ends)

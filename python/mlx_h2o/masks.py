@@ -27,7 +27,9 @@ def block_of(mask: Mask, start: int, end: int, L: int, N: int, own: bool) -> Blo
         end: One past the last query.
         L: Queries of the whole call.
         N: Keys of the whole call.
-        own: Whether only the last L columns of an array mask are to be read.
+        own: Whether only the last L columns of an array mask are to be read: those before them
+            are for slots, as many as the cache held that made the mask; in a batch of caches that
+            is one of them, and the others hold more or fewer.
     """
     if mask is None:
         return Block(N, None)
@@ -35,10 +37,12 @@ def block_of(mask: Mask, start: int, end: int, L: int, N: int, own: bool) -> Blo
         return Block(N - L + end, "causal")
     if mask.shape[-2] > 1:
         mask = mask[..., start:end, :]
-    if own and mask.shape[-1] > 1 and N > L:
-        new = mask[..., -L:]
-        visible = mx.ones if mask.dtype == mx.bool_ else mx.zeros
-        mask = mx.concatenate([visible((*new.shape[:-1], N - L), mask.dtype), new], axis=-1)
+    if own and mask.shape[-1] > 1:
+        mask = mask[..., -L:]
+        if N > L:
+            visible = mx.ones if mask.dtype == mx.bool_ else mx.zeros
+            slots = visible((*mask.shape[:-1], N - L), mask.dtype)
+            mask = mx.concatenate([slots, mask], axis=-1)
     return Block(N, mask)
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
+import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
-from mlx_lm.models.cache import CacheList
+from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from mlx_h2o.batch_cache import BatchH2OKVCache
 from mlx_h2o.cache_lists import entries
+from mlx_h2o.serve.conversations import pieces_of
+from mlx_h2o.serve.member import Member, Reading, generate_again, own_processors, own_sampler
 from mlx_h2o.serve.ticket import Ticket, Turn
 
 #: Steps without a newcomer between two looks at the bytes, which grow slowly.
@@ -41,7 +45,10 @@ class Owner(Protocol):
         """A request's sequence left the batch, with its cache if it came to its end."""
 
     def failed(self, tickets: Sequence[Ticket], error: Exception) -> None:
-        """A step raised, and these requests' sequences are lost by it."""
+        """A step raised, and these requests' sequences are lost by it; none, if all go on."""
+
+    def idle_pieces(self) -> Collection[int] | None:
+        """The arrays that idle conversations hold (`BoundedKVCache.pieces`); None: no bound."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +80,57 @@ class Generating(GenerationBatch):  # type: ignore[misc]
     Attributes:
         said: What its last step gave, which a prompt that fails after it must not take away.
         whole: Whether its last step, or the last joining, came to its end.
+        taken: The sequences that its last step began with.
+        pending: The tokens that it took in, of each of them.
     """
 
     said: Sequence[Any] = ()
     whole = True
+    taken: Sequence[int] = ()
+    pending: mx.array | None = None
 
     def next(self) -> Any:
         """As in mlx-lm."""
-        self.whole = False
+        self.whole, self.taken, self.pending = False, list(self.uids), self._next_tokens
         self.said = super().next()
         self.whole = True
         return self.said
+
+    def extend(self, batch: Any) -> None:
+        """As in mlx-lm."""
+        self.whole, self.taken, self.pending = False, (), None
+        super().extend(batch)
+        self.whole = True
+
+    def settle(self) -> None:
+        """Compute all that is still to be computed, so that an error in it comes to light."""
+        mx.eval(self._next_tokens, self._next_logprobs, [c.state for c in self.prompt_cache])
+
+    def pending_tokens(self) -> dict[int, int]:
+        """What a step that raised had taken in, of each sequence; nothing where it is lost too."""
+        if self.pending is None:
+            return {}
+        try:
+            tokens: Any = self.pending.tolist()
+        except Exception:  # it was sampled lazily, and that is what raised
+            return {}
+        return dict(zip(self.taken, tokens, strict=True))
+
+
+class Prompting(PromptProcessingBatch):  # type: ignore[misc]
+    """mlx-lm's `PromptProcessingBatch`, of which is known whether it came through.
+
+    Attributes:
+        whole: Whether the last chunk, joining or leaving came to its end.
+    """
+
+    whole = True
+
+    def prompt(self, tokens: Any) -> None:
+        """As in mlx-lm."""
+        self.whole = False
+        super().prompt(tokens)
+        self.whole = True
 
     def extend(self, batch: Any) -> None:
         """As in mlx-lm."""
@@ -91,37 +138,82 @@ class Generating(GenerationBatch):  # type: ignore[misc]
         super().extend(batch)
         self.whole = True
 
+    def filter(self, keep: list[int]) -> None:
+        """As in mlx-lm."""
+        self.whole = False
+        super().filter(keep)
+        self.whole = True
+
 
 class AccountedBatch(BatchGenerator):  # type: ignore[misc]
     """A `BatchGenerator` whose sequences have tickets, and whose steps may fail.
 
-    A step that raises leaves the sequences that were in it in no known state: they are given up,
-    those that generate or those whose prompts are read, and the others go on.
+    A sampler or logits processor that raises ends its own sequence. Any other step that raises
+    leaves the sequences that were in it in no known state: it is taken apart, each of them is
+    computed again by itself (`member.py`), and those that fail alone are given up. Where several
+    processes share the model all must do the same at the same time, and all of them are given up.
     """
 
     def __init__(self, *args: Any, owner: Owner, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._owner = owner
-        self._tickets: dict[int, Ticket] = {}
+        self._members: dict[int, Member] = {}
         self._lost: list[int] = []  # given up, of which mlx-lm's loop was not told yet
+        self._broken: dict[int, Exception] = {}  # by their own samplers and processors
         self._steps = 0
         self._generation_batch = Generating.empty(self.model, self.sampler)
+        self._prompt_batch = self._no_prompts()
         owner.batched(self)
 
+    def _no_prompts(self) -> Prompting:
+        empty: Prompting = Prompting.empty(
+            self.model, self.sampler, prefill_step_size=self.prefill_step_size
+        )
+        return empty
+
     def insert_segments(
-        self, segments: list[list[list[int]]], *args: Any, **kwargs: Any
+        self,
+        segments: list[list[list[int]]],
+        max_tokens: list[int] | None = None,
+        caches: list[list[Any]] | None = None,
+        all_tokens: list[list[int]] | None = None,
+        samplers: list[Any] | None = None,
+        logits_processors: list[Any] | None = None,
+        stop_sequences: list[Any] | None = None,
     ) -> list[int]:
         """As in mlx-lm; what it cannot take in is given up."""
         ticket = self._owner.begun()
+        count = len(segments)
+        uids = [self._uid_count + i for i in range(count)]
+        given: list[Any] = list(caches) if caches else [None for _ in uids]
+        begin = [make_prompt_cache(self.model, self.max_kv_size) if c is None else c for c in given]
+        failed = [partial(self._broken.__setitem__, uid) for uid in uids]
+        # mlx-lm refuses lists that are too short: they must stay so.
+        own = [
+            own_sampler(sampler, of_own)
+            for sampler, of_own in zip(samplers or [None] * count, failed, strict=False)
+        ]
+        asked = logits_processors or [self.logits_processors] * count
+        of_logits = [
+            own_processors(processors, of_own)
+            for processors, of_own in zip(asked, failed, strict=False)
+        ]
         try:
-            uids: list[int] = super().insert_segments(segments, *args, **kwargs)
+            super().insert_segments(
+                segments, max_tokens, begin, all_tokens, own, of_logits, stop_sequences
+            )
         except Exception as error:
-            uids = [self._uid_count + i for i in range(len(segments))]
-            self._uid_count += len(segments)
+            self._uid_count = uids[-1] + 1
             self._lost += uids
             self._owner.failed([ticket], error)
             return uids
-        self._tickets |= dict.fromkeys(uids, ticket)
+        for uid, sequence in zip(uids, list(self._unprocessed_sequences)[-count:], strict=True):
+            _, pieces, most, cache, known, sampler, processors, stop = sequence
+            pieces = [list(piece) for piece in pieces]  # mlx-lm takes them off as it reads
+            self._members[uid] = Member(
+                ticket, cache, list(known), pieces, sampler, processors, stop, most
+            )
+        self.let_go()
         return uids
 
     def next(self) -> tuple[list[Any], list[Any]]:
@@ -133,16 +225,25 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
         except Exception as error:
             logging.exception("A step failed")
             prompted, generated = [], list(self._generation_batch.said)
-            self._give_up(error, {response.uid for response in generated})
+            with mx.stream(self._stream):
+                self._take_apart(error, prompted, generated)
         else:
             seconds = time.perf_counter() - start
             tokens = self._counters.prompt_tokens - before
             self._owner.stepped(seconds, tokens, len(generated))
+        if self._broken:
+            prompted, generated = self._without_broken(prompted, generated)
+        for response in prompted:
+            self._members[response.uid].read = response.progress[0]
+        for response in generated:
+            self._members[response.uid].said.append(response.token)
         ended = [response for response in generated if response.finish_reason is not None]
         self._steps += 1
         if prompted or ended or self._lost or self._steps % WEIGHED_EVERY == 0:
             gone = sum(entry.nbytes for response in ended for entry in response.prompt_cache)
             self._owner.weighed(self.prompt_cache_nbytes + gone, self._slots())
+        if ended or self._steps % WEIGHED_EVERY == 0:
+            self.let_go()
         for response in ended:
             self._end(response.uid, response.prompt_cache)
         # mlx-lm's loop removes a sequence of which it hears once its request has stopped.
@@ -150,26 +251,110 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
         prompted += [PromptProcessingBatch.Response(uid, (0, 0), False, True) for uid in lost]
         return prompted, generated
 
-    def _give_up(self, error: Exception, answered: set[int]) -> None:
-        """Let go of the sequences that a step which raised was about.
+    def let_go(self) -> None:
+        """Let go of what sequences began with, where idle conversations do not hold it anyway.
+
+        Nobody has reserved bytes for it. What began with nothing can always come again.
+        """
+        continued = [m for m in self._members.values() if m.base is not None and m.known]
+        idle = self._owner.idle_pieces() if continued else None
+        if idle is None:
+            return
+        for member in continued:
+            if not all(piece in idle for piece in pieces_of(member.base or [])):
+                member.base = None
+
+    # -- a step that raises -----------------------------------------------------------------------
+
+    def _without_broken(
+        self, prompted: list[Any], generated: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Give up the sequences whose own sampler or processor raised; what the others gave."""
+        broken, self._broken = self._broken, {}
+        for uid, error in broken.items():
+            if uid in self._members:
+                logging.error("The sampler or a logits processor raised", exc_info=error)
+                super().remove([uid])
+                self._give_up(uid, error)
+        return (
+            [response for response in prompted if response.uid in self._members],
+            [response for response in generated if response.uid in self._members],
+        )
+
+    def _give_up(self, uid: int, error: Exception) -> None:
+        self._lost.append(uid)
+        self._owner.failed([self._members.pop(uid).ticket], error)
+
+    def _take_apart(self, error: Exception, prompted: list[Any], generated: list[Any]) -> None:
+        """Find out which of the sequences of a step that raised fail alone; the others go on.
 
         Args:
             error: That it raised.
-            answered: Sequences whose token of this step is out.
+            prompted: Takes what those give whose prompts are read.
+            generated: What the step gave before it raised; takes what those give that generate.
         """
-        kept = answered | {sequence[0] for sequence in self._unprocessed_sequences}
+        pending: dict[int, int] = {}
+        for uid in self._generation_batch.uids:  # a prompt that raised after it took their news
+            self._members[uid].read = self._members[uid].length
+        kept = {response.uid for response in generated}
+        kept |= {sequence[0] for sequence in self._unprocessed_sequences}
         if self._generation_batch.whole:
             kept |= set(self._generation_batch.uids)
-            self._prompt_batch = PromptProcessingBatch.empty(
-                self.model, self.sampler, prefill_step_size=self.prefill_step_size
-            )
-            self._currently_processing = []
         else:
-            kept |= set(self._prompt_batch.uids)
+            pending = self._generation_batch.pending_tokens()
             self._generation_batch = Generating.empty(self.model, self.sampler)
-        lost = [uid for uid in self._tickets if uid not in kept]
-        self._lost += lost
-        self._owner.failed([self._tickets.pop(uid) for uid in lost], error)
+        if self._prompt_batch.whole:
+            kept |= set(self._prompt_batch.uids)
+            # Those whose caches could not be put together are not in the batch.
+            del self._currently_processing[len(self._prompt_batch.uids) :]
+        else:
+            self._prompt_batch, self._currently_processing = self._no_prompts(), []
+        suspects = [uid for uid in self._members if uid not in kept]
+        alone = len(suspects) == 1 or mx.distributed.init().size() > 1
+        failed = False
+        for uid in suspects:
+            member = self._members[uid]
+            try:
+                if alone or member.base is None:
+                    raise error  # it was alone, or cannot come again
+                if member.generates:
+                    generated += self._generated_again(uid, member, pending.get(uid))
+                else:
+                    prompted.append(self._read_again(uid, member))
+            except Exception as own:
+                failed = True
+                self._give_up(uid, own)
+        if not failed:
+            self._owner.failed([], error)
+
+    def _generated_again(self, uid: int, member: Member, pending: int | None) -> Any:
+        """What a sequence's step gives by itself; it joins those that generate."""
+        batch, responses = generate_again(uid, member, self._prompt_batch, pending)
+        if batch.uids:
+            self._join(batch)
+        return responses
+
+    def _join(self, batch: GenerationBatch) -> None:
+        """Let a sequence that was computed alone generate beside the others."""
+        joining = Generating.empty(self.model, self.sampler)
+        joining.extend(batch)
+        joining.settle()
+        self._generation_batch.extend(joining)
+
+    def _read_again(self, uid: int, member: Member) -> Any:
+        """What a sequence's chunk gives by itself; it joins the others of its kind."""
+        reading = Reading(uid, member, self._prompt_batch)
+        reading.read_until(member.read)
+        if reading.is_over:
+            self._join(reading.settled().generate([reading.left[0]]))
+            whole = (member.length, member.length)
+            return PromptProcessingBatch.Response(uid, whole, True, True)
+        reading.read_chunk()
+        self._prompt_batch.extend(reading.settled())
+        self._currently_processing.append([reading.left, reading.read, member.length])
+        progress = (reading.read, member.length)
+        ends = member.ends_segment(reading.read)
+        return PromptProcessingBatch.Response(uid, progress, ends, False)
 
     def _slots(self) -> float:
         """Tokens that all sequences hold, mean over layers."""
@@ -182,7 +367,7 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
         """The sequence whose answer of this name is being given; between two steps."""
         batch = self._generation_batch
         for place, uid in enumerate(batch.uids):
-            turn = self._tickets[uid].turn if uid in self._tickets else None
+            turn = self._members[uid].ticket.turn if uid in self._members else None
             if turn is not None and turn.name == name:
                 caches = [_of_sequence(entry, place) for entry in batch.prompt_cache]
                 return Answered(turn, list(batch.tokens[place]), caches)
@@ -203,6 +388,6 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
         return removed
 
     def _end(self, uid: int, cache: list[Any] | None) -> None:
-        ticket = self._tickets.pop(uid, None)
-        if ticket is not None:
-            self._owner.ended(ticket, cache)
+        member = self._members.pop(uid, None)
+        if member is not None:
+            self._owner.ended(member.ticket, cache)

@@ -118,6 +118,8 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             self.accountant.admit(ticket)
             ticket.admitted = time.monotonic()
             self.conversations.make_room(self.accountant.left_for_idle)
+            if self.batch is not None:
+                self.batch.let_go()
             self.metrics.observe(
                 "queue_seconds", "Time until a request was let in.", ticket.admitted - ticket.came
             )
@@ -213,6 +215,12 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             if not prompted:
                 text = "Time of one step of all that run, each of which gives one token."
                 self.metrics.observe("token_seconds", text, seconds)
+
+    def idle_pieces(self) -> set[int] | None:
+        """The arrays that idle conversations hold; None: there is no bound."""
+        if self.accountant.bound is None:
+            return None
+        return {piece for idle in self.conversations.idle for piece in idle.pieces}
 
     def snapped(self, cache: list[Any]) -> None:
         """These caches were copied in mid-way."""

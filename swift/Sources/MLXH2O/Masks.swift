@@ -71,14 +71,16 @@ enum Mask {
             if mask.dim(-2) > 1 {
                 mask = mask.sliced(queries, axis: mask.ndim - 2)
             }
-            if newColumnsOnly && mask.dim(-1) > 1 && N > L {
-                let new = mask.slicedLast(mask.dim(-1) - L ..< mask.dim(-1))
-                let visible = Array(new.shape.dropLast()) + [N - L]
-                let old =
-                    mask.dtype == .bool
-                    ? MLXArray.ones(visible, dtype: .bool)
-                    : MLXArray.zeros(visible, dtype: mask.dtype)
-                mask = concatenated([old, new], axis: -1)
+            if newColumnsOnly && mask.dim(-1) > 1 {
+                mask = mask.slicedLast(mask.dim(-1) - L ..< mask.dim(-1))
+                if N > L {
+                    let visible = Array(mask.shape.dropLast()) + [N - L]
+                    let old =
+                        mask.dtype == .bool
+                        ? MLXArray.ones(visible, dtype: .bool)
+                        : MLXArray.zeros(visible, dtype: mask.dtype)
+                    mask = concatenated([old, mask], axis: -1)
+                }
             }
             return (N, .array(mask))
         }
