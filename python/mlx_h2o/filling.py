@@ -82,11 +82,11 @@ def checked_filling(stages: Any) -> tuple[Stage, ...]:
         ValueError: They are none.
     """
     if not checks.is_list(stages) or len(stages) > MOST_STAGES:
-        raise ValueError(f"filling must be a list of (tokens, budgets); got {stages!r}.")
+        raise ValueError(f"filling must be a list of (tokens, budgets); got {checks.shown(stages)}.")
     out: list[Stage] = []
     for stage in stages:
         if not checks.is_list(stage) or len(stage) != 2:
-            raise ValueError(f"filling must be a list of (tokens, budgets); got {stage!r}.")
+            raise ValueError(f"filling must be a list of (tokens, budgets); got {checks.shown(stage)}.")
         least = out[-1].beyond + 1 if out else 1
         beyond = checks.whole("filling", stage[0], least)
         out.append(Stage(beyond, checks.wholes("filling", stage[1])))

@@ -196,7 +196,8 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
         args.max_kv_size = default_size
     for name in ("max_kv_size", "max_kv_bytes", "context"):
         if getattr(args, name) is not None:
-            checks.whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+            most = checks.MOST_BYTES if name == "max_kv_bytes" else checks.MOST_TOKENS
+            checks.whole(f"--{name.replace('_', '-')}", getattr(args, name), 1, most)
     if args.kv_group_size and not (args.kv_bits or args.k_bits or args.v_bits):
         raise ValueError("--kv-group-size needs --kv-bits (or --k-bits, --v-bits).")
     return ModelSettings.of(
