@@ -138,6 +138,6 @@ def choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """" Did you mean ...?", where a name that is not known resembles one that is; else nothing."""
+    """ " Did you mean ...?", where a name that is not known resembles one that is; else nothing."""
     near = difflib.get_close_matches(name, list(known), 1)
     return f" Did you mean {near[0]}?" if near else ""

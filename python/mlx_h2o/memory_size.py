@@ -49,7 +49,9 @@ def memory_size(name: str, size: Any) -> int | Share:
             f'as "25%"; got {checks.shown(size)}.'
         )
     if len(found[1]) > LONGEST:
-        raise ValueError(f"{name} has a number of {len(found[1])} characters; got {checks.shown(size)}.")
+        raise ValueError(
+            f"{name} has a number of {len(found[1])} characters; got {checks.shown(size)}."
+        )
     number = float(found[1])
     if number <= 0:
         raise ValueError(f"{name} must be above 0; got {size!r}.")

@@ -55,4 +55,3 @@ class SnapKV(Policy):
             return self.priority(slots)
         pooled = maximum_pool(window_mass, slots.positions, self.pool)
         return value_weighted(pooled, slots) if self.value_weighted else pooled
-
