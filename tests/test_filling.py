@@ -213,9 +213,14 @@ def entry_end(cache) -> int:
     return cache[0].settings.filling[-1].beyond
 
 
-def test_a_size_far_above_the_context_is_an_exact_cache_that_grows():
+@pytest.mark.parametrize(
+    "size",
+    [{"max_size": 2**30}, {"max_size": 2**23}, {"max_bytes": 2**50}, {"max_bytes": "1600%"}],
+    ids=str,
+)
+def test_a_size_far_above_the_context_is_an_exact_cache_that_grows(size):
     model = mlx_h2o.load()[0]
-    cache = mlx_h2o.make_prompt_cache(model, 2**29)
+    cache = mlx_h2o.make_prompt_cache(model, **size)
     prefill(model, cache, prompt_tokens(60), 20)
     assert [entry.evicted for entry in cache] == [0] * len(cache)
     assert sum(entry.nbytes for entry in cache) < 8 << 20

@@ -33,7 +33,8 @@ def checked_spans(name: str, spans: Any) -> tuple[Span, ...]:
     """
     if isinstance(spans, str | bytes) or not isinstance(spans, Iterable):
         raise ValueError(
-            f"{name} must be a list of (first, one past the last) positions; got {checks.shown(spans)}."
+            f"{name} must be a list of (first, one past the last) positions; got "
+            f"{checks.shown(spans)}."
         )
     pairs = []
     for i, span in enumerate(spans):

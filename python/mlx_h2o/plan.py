@@ -9,6 +9,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlx_h2o.budget import LayerShare, RowWidths, bytes_for_slots, slots_for_bytes
+from mlx_h2o.checks import MOST_TOKENS
 from mlx_h2o.filling import Stage, Stages, stages_of, starts_narrow, while_narrow
 from mlx_h2o.frame import Frame
 from mlx_h2o.layer_kinds import LayerKind
@@ -25,6 +26,8 @@ from mlx_h2o.sizing import USUAL_BITS, choices, packed_in
 
 # A head of a profile that could only choose among one or two tokens would choose nothing.
 FEWEST_CHOICES = 4
+# Slots per KV head that no conversation fills: later stages would be beyond all positions.
+NEVER_FULL = MOST_TOKENS // 64
 ADVICE = "`mlx_h2o calibrate --model MODEL` makes a profile (minutes, once)"
 
 
@@ -289,6 +292,8 @@ def shared_out_anew(
         least: Slots that every head must have.
         profile: By which they were shared out.
     """
+    if min(means) >= NEVER_FULL:
+        return [((mean,) * len(of), ()) for mean, of in zip(means, sizes, strict=True)]
     if len(set(means)) > 1:
         full = min(means)
         return [

@@ -89,8 +89,8 @@ class CacheSettings:
         if not self.attending and self.policy.needs_attention:
             raise ValueError(
                 f"Policy {self.policy.name!r} must see attention, which this model computes by "
-                'itself (attending=False): choose one that looks at keys only ("keydiff", "streaming", or "distinct" '
-                "with mass_weight=0)."
+                'itself (attending=False): choose one that looks at keys only ("keydiff", '
+                '"streaming", or "distinct" with mass_weight=0).'
             )
         if self.packing.packs and not self.attending:
             raise ValueError("A model that attends by itself cannot read packed keys and values.")

@@ -392,7 +392,7 @@ def window_sums(x: mx.array, width: int) -> mx.array:
 
 
 def window_maxima(x: mx.array, width: int) -> mx.array:
-    """Maxima over each `width` neighbours of the last axis, `[..., N]` to `[..., N - width + 1]`."""
+    """Maxima of the same neighbours: `[..., N]` to `[..., N - width + 1]`."""
     kept = x.shape[-1] - width + 1
     most, reach = x, 1
     while 2 * reach <= width:
