@@ -3,8 +3,8 @@
 A size, in tokens or in bytes, is so many slots in all. While a conversation has no more tokens than
 there are slots a head, every head keeps all of it. From then on slots are shared out anew whenever
 it has doubled, each time as the profile knows conversations of that length, until the shares are
-those of a long one. Each layer changes by its own offset, so all do so at the same token. Where positions
-need more bits (`positions.py`), there are fewer slots from then on.
+those of a long one. Each layer changes by its own offset, so all do so at the same token. Where
+positions need more bits (`positions.py`), there are fewer slots from then on.
 """
 
 from __future__ import annotations
