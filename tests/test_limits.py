@@ -271,6 +271,20 @@ def test_flags_of_a_policy(name, text):
     ends_well(name, parse)
 
 
+@pytest.mark.parametrize("given", ["99999999", "-1", "9" * 5000, "eighty", "1e3"])
+def test_a_port_that_is_none_is_refused_in_a_line(given, capsys):
+    assert cli.run(["serve", f"--port={given}"]) != 0
+    said = capsys.readouterr().err
+    assert "--port must be" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_number_for_a_share_is_answered_with_the_share(capsys):
+    with pytest.raises(SystemExit):
+        PARSER.parse_args(["generate", "--kv-memory", "25"])
+    assert 'did you mean "25%"?' in capsys.readouterr().err
+
+
 # -- nothing counts up ----------------------------------------------------------------------------
 
 

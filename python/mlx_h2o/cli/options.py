@@ -163,9 +163,12 @@ def memory(text: str) -> str:
     """A size in bytes, or a share of a 16-bit cache, as text.
 
     Raises:
-        ValueError: It is none.
+        argparse.ArgumentTypeError: It is none.
     """
-    memory_size("--kv-memory", text)
+    try:
+        memory_size("it", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 
