@@ -169,7 +169,12 @@ def test_layers_with_other_means_are_shared_out_once_the_first_is_full():
     ]
 
 
-SIZES = [{"max_size": 96}, {"max_bytes": 300_000}, {"max_bytes": "25%"}]
+@pytest.fixture(scope="module")
+def embedded():
+    return mlx_h2o.load()[0]
+
+
+SIZES = [{"max_size": 48}, {"max_bytes": 120_000}, {"max_bytes": "12%"}]
 STORED = [{}, {"bits": 16}, {"bits": 6}, {"bits": 4, "recent_bits": 16}, {"remainder": False}]
 
 
@@ -179,9 +184,9 @@ STORED = [{}, {"bits": 16}, {"bits": 6}, {"bits": 4, "recent_bits": 16}, {"remai
 @pytest.mark.parametrize("budgets", [None, "uniform"])
 @pytest.mark.parametrize("policy", ["salient", "h2o", "keydiff"])
 @pytest.mark.parametrize("chunk", [1, 40])
-def test_nothing_is_evicted_while_all_of_it_fits(size, stored, budgets, policy, chunk):
+def test_nothing_is_evicted_while_all_of_it_fits(embedded, size, stored, budgets, policy, chunk):
     """Though the model's profile gives some heads a dozen slots later on."""
-    model = mlx_h2o.load()[0]
+    model = embedded
     cache = mlx_h2o.make_prompt_cache(
         model, **size, **stored, budgets=budgets, policy=policy, context=400
     )
@@ -199,9 +204,9 @@ def test_nothing_is_evicted_while_all_of_it_fits(size, stored, budgets, policy, 
         assert len({slots for entry in cache for slots in entry.budgets}) > 1
 
 
-def test_a_size_in_tokens_shares_out_as_before_in_the_end():
+def test_a_size_in_tokens_shares_out_as_before_in_the_end(embedded):
     """A prompt longer than all stages leaves every head the slots of the profile."""
-    model = mlx_h2o.load()[0]
+    model = embedded
     cache = mlx_h2o.make_prompt_cache(model, 48)
     ends = [entry.settings.filling[-1].budgets for entry in cache]
     prefill(model, cache, prompt_tokens(entry_end(cache) + 1), 64)
@@ -218,8 +223,8 @@ def entry_end(cache) -> int:
     [{"max_size": 2**30}, {"max_size": 2**23}, {"max_bytes": 2**50}, {"max_bytes": "1600%"}],
     ids=str,
 )
-def test_a_size_far_above_the_context_is_an_exact_cache_that_grows(size):
-    model = mlx_h2o.load()[0]
+def test_a_size_far_above_the_context_is_an_exact_cache_that_grows(embedded, size):
+    model = embedded
     cache = mlx_h2o.make_prompt_cache(model, **size)
     prefill(model, cache, prompt_tokens(60), 20)
     assert [entry.evicted for entry in cache] == [0] * len(cache)
