@@ -8,17 +8,18 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+import mlx_h2o
 from mlx_h2o import H2OKVCache
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.curves import check_curves
 from mlx_h2o.filling import stages_of
 from mlx_h2o.model_identity import ModelIdentity
 from mlx_h2o.packed import Packing
-from mlx_h2o.plan import FEWEST_CHOICES, _shared_out_anew
+from mlx_h2o.plan import FEWEST_CHOICES, shared_out_anew
 from mlx_h2o.policies import make_policy
 from mlx_h2o.profile import Profile
-from mlx_h2o.settings import CacheSettings, ModelSettings
-from tiny_models import TinyLayer, kept_positions
+from mlx_h2o.settings import CacheSettings
+from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens
 
 ROOT = Path(__file__).parents[1]
 #: What Swift's tests expect of the same profiles (tools/record_caches.py --stages).
@@ -157,13 +158,74 @@ def test_stages_are_those_that_swift_expects():
         assert [list(stage) for stage in stages] == one["stages"], one["profile"]
 
 
-def test_layers_with_other_means_are_shared_out_at_once():
-    """Though all together have a whole mean: bytes are each layer's own."""
-    profile, policy = made_up(200), make_policy("distinct")
-    least = policy.least_budget() + FEWEST_CHOICES
-    settings = ModelSettings(max_bytes=90_000)
+def test_layers_with_other_means_are_shared_out_once_the_first_is_full():
+    profile, least = made_up(200), make_policy("distinct").least_budget() + FEWEST_CHOICES
     alike = profile.budgets(40, least)
-    assert all(later for _, later in _shared_out_anew(alike, settings, policy, profile))
+    assert all(len(later) > 1 for _, later in shared_out_anew(alike, (40, 40), least, profile))
     other = [profile.budgets(30, least)[0], profile.budgets(50, least)[1]]
-    other[1][0] += 160 - sum(map(sum, other))
-    assert _shared_out_anew(other, settings, policy, profile) == [(tuple(of), ()) for of in other]
+    assert shared_out_anew(other, (30, 50), least, profile) == [
+        ((30, 30), ((30, tuple(other[0])),)),
+        ((50, 50), ((30, tuple(other[1])),)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return mlx_h2o.load()[0]
+
+
+SIZES = [{"max_size": 48}, {"max_bytes": 120_000}, {"max_bytes": "12%"}]
+STORED = [{}, {"bits": 16}, {"bits": 6}, {"bits": 4, "recent_bits": 16}, {"remainder": False}]
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize("budgets", [None, "uniform"])
+@pytest.mark.parametrize("policy", ["salient", "h2o", "keydiff"])
+@pytest.mark.parametrize("chunk", [1, 40])
+def test_nothing_is_evicted_while_all_of_it_fits(embedded, size, stored, budgets, policy, chunk):
+    """Though the model's profile gives some heads a dozen slots later on."""
+    model = embedded
+    cache = mlx_h2o.make_prompt_cache(
+        model, **size, **stored, budgets=budgets, policy=policy, context=400
+    )
+    fits = min(slots for entry in cache for slots in entry.budgets)
+    if "max_size" in size:
+        bare = mlx_h2o.make_prompt_cache(model, **size, **stored, budgets="uniform", policy=policy)
+        assert fits == bare[0].budgets[0]
+    tokens = prompt_tokens(fits + 1)
+    prefill(model, cache, tokens[:fits], chunk)
+    assert [entry.evicted for entry in cache] == [0] * len(cache)
+    for entry in cache:
+        assert {run.length + entry.layer.recently_held for run in entry.layer.runs} == {fits}
+    prefill(model, cache, tokens[fits:], 1)
+    if budgets is None:
+        assert len({slots for entry in cache for slots in entry.budgets}) > 1
+
+
+def test_a_size_in_tokens_shares_out_as_before_in_the_end(embedded):
+    """A prompt longer than all stages leaves every head the slots of the profile."""
+    model = embedded
+    cache = mlx_h2o.make_prompt_cache(model, 48)
+    ends = [entry.settings.filling[-1].budgets for entry in cache]
+    prefill(model, cache, prompt_tokens(entry_end(cache) + 1), 64)
+    assert [tuple(entry.budgets) for entry in cache] == ends
+    assert sum(map(sum, ends)) == sum(slots for entry in cache for slots in entry.budgets)
+
+
+def entry_end(cache) -> int:
+    return cache[0].settings.filling[-1].beyond
+
+
+@pytest.mark.parametrize(
+    "size",
+    [{"max_size": 2**30}, {"max_size": 2**23}, {"max_bytes": 2**50}, {"max_bytes": "1600%"}],
+    ids=str,
+)
+def test_a_size_far_above_the_context_is_an_exact_cache_that_grows(embedded, size):
+    model = embedded
+    cache = mlx_h2o.make_prompt_cache(model, **size)
+    prefill(model, cache, prompt_tokens(60), 20)
+    assert [entry.evicted for entry in cache] == [0] * len(cache)
+    assert sum(entry.nbytes for entry in cache) < 8 << 20

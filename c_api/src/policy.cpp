@@ -117,15 +117,17 @@ void Policy::set(const std::string& field, const std::string& value) {
 }
 
 void Policy::check_fields() const {
+  check_within("sink", sink, 0, kMostTokens);
   check(
-      sink >= 0 && recent >= 0 && (!recent_is_share || recent < 1),
-      "sink and recent are counts of at least 0 (recent may be a share below 1.0).");
-  check(
-      evict_every >= 1 && window >= 1 && pool >= 1 && pool % 2 == 1,
-      "evict_every and window must be at least 1 and pool odd.");
+      recent >= 0 && (recent_is_share ? recent < 1 : recent <= kMostTokens),
+      "recent must be a count up to " + std::to_string(kMostTokens) + ", or a share below 1.0.");
+  check_within("evict_every", evict_every, 1, kMostVictims);
+  check_within("window", window, 1, kMostTokens);
+  check_within("pool", pool, 1, kWidestPool);
+  check(pool % 2 == 1, "pool must be odd; got " + std::to_string(pool) + ".");
   check(decay >= 0 && decay < 1, "decay must be at least 0 and below 1.");
   for (double weight : {mass_weight, age_weight, distance_weight, value_weight})
-    check(std::isfinite(float(weight)), "A policy's weights must be finite numbers.");
+    check(std::abs(weight) <= kMostNumber, "A policy's weights must be numbers up to 2^60.");
   const bool ranks_scores =
       kind != PolicyKind::streaming && kind != PolicyKind::keydiff && kind != PolicyKind::salient;
   check(
@@ -145,14 +147,20 @@ int Policy::recent_slots(int budget) const {
 
 int Policy::least_budget(int pinned) const {
   const int64_t needed = int64_t(sink) + pinned + evict_every;
-  int64_t slots = needed + (recent_is_share ? 0 : int64_t(recent));
-  if (recent_is_share) {
-    // A share leaves ceil((1 - recent) * slots) of them; near it rounding decides.
-    slots = std::max(int64_t(std::floor((needed - 1) / (1 - recent))) - 1, needed);
-    while (slots < needed + int64_t(std::floor(recent * double(slots)))) ++slots;
+  const auto suffices = [&](int64_t slots) {
+    return slots - recent_slots(static_cast<int>(slots)) >= needed;
+  };
+  check(
+      suffices(kMostTokens),
+      "sink, recent and evict_every need a head of more than " + std::to_string(kMostTokens) +
+          " slots: lower one of them.");
+  // What is left of a budget grows with it; a share's rounding decides where it is enough.
+  int64_t few = 0, enough = kMostTokens;
+  while (enough - few > 1) {
+    const int64_t middle = (few + enough) / 2;
+    (suffices(middle) ? enough : few) = middle;
   }
-  check(slots <= std::numeric_limits<int>::max(), "No head has so many slots.");
-  return int(slots);
+  return static_cast<int>(enough);
 }
 
 void Policy::check_budget(int budget) const {

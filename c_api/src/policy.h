@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/kernels.h"
+#include "ranges.h"
 #include "rows.h"
 
 namespace mlx_h2o {

@@ -12,6 +12,26 @@ mx::array value_weighted_by(const mx::array& scores, const Slots& slots) {
   return scores * mx::sqrt(mx::sum(mx::square(f32(slots.values)), -1));
 }
 
+// Sums over each `width` neighbours of the last axis, [..., N] to [..., N - width + 1].
+//
+// Sums over 1, 2, 4, ... neighbours are made of each other, and those in `width` added up: log
+// width additions of arrays, and as many roundings.
+mx::array window_sums(const mx::array& x, int width) {
+  const int kept = x.shape(-1) - width + 1;
+  mx::array sums = x;
+  std::optional<mx::array> total;
+  for (int step = 1, done = 0; step <= width; step *= 2) {
+    const int held = sums.shape(-1);
+    if (width & step) {
+      const mx::array of_step = part(sums, -1, done, done + kept);
+      total = total ? *total + of_step : of_step;
+      done += step;
+    }
+    if (2 * step <= width) sums = part(sums, -1, 0, held - step) + part(sums, -1, step, held);
+  }
+  return *total;
+}
+
 // Mean over `width` neighbours in order of position, zeros beyond the ends.
 mx::array average_pool(const mx::array& mass, const mx::array& positions, int width) {
   const mx::array order = mx::argsort(positions, -1);
@@ -19,8 +39,7 @@ mx::array average_pool(const mx::array& mass, const mx::array& positions, int wi
   const int half = std::min(width / 2, N - 1);  // farther neighbours are zeros
   const mx::array padded =
       mx::pad(mx::take_along_axis(mass, order, -1), {{0, 0}, {0, 0}, {half, half}}, number(0));
-  mx::array pooled = mx::zeros({1});
-  for (int i = 0; i < 2 * half + 1; ++i) pooled = pooled + part(padded, -1, i, i + N);
+  const mx::array pooled = window_sums(padded, 2 * half + 1);
   return mx::take_along_axis(pooled / number(width), mx::argsort(order, -1), -1);
 }
 

@@ -4,7 +4,7 @@ namespace mlx_h2o {
 
 void CacheSettings::check_all() const {
   check(!budgets.empty(), "A cache needs one number of slots per KV head.");
-  check(undo >= 0, "undo is a number of steps, or 0.");
+  check_within("undo", undo, 0, kMostSteps);
   check(
       !undo || attending,
       "undo needs attention of ours: a model that attends by itself cannot take a chunk token by "
@@ -29,7 +29,7 @@ void CacheSettings::check_all() const {
 
 void CacheSettings::check_budgets(const std::vector<int>& slots) const {
   for (int budget : slots) {
-    check(budget > 0, "A head's budget must be at least 1 slot.");
+    check_within("A head's budget", budget, 1, kMostTokens);
     policy.check_budget(budget - plain_rows());
     check(
         (attending && !policy.per_layer) || budget == slots[0],
@@ -47,6 +47,7 @@ void CacheSettings::check_filling() const {
       "back.");
   int before = 0;
   for (const Stage& stage : filling) {
+    check_within("A stage of filling", stage.beyond, 1, kMostTokens);
     check(
         stage.beyond > before,
         "The stages of filling begin at 1 token or later, each beyond the one before; got " +

@@ -308,6 +308,13 @@ static void refuse_settings(void) {
       {"sink", "4x"},
       {"sink", ""},
       {"sink", "2147483648"},
+      {"sink", "1073741825"},
+      {"recent", "1073741825"},
+      {"evict_every", "65537"},
+      {"window", "1073741825"},
+      {"pool", "4097"},
+      {"pool", "500001"},
+      {"mass_weight", "1e19"},
       {"evict_every", "0"},
       {"pool", "2"},
       {"pool", "-3"},
@@ -484,8 +491,8 @@ static void refuse_caches(void) {
   }
   refuse_frames(policy);
   refuse_fillings(policy);
-  must(mlx_h2o_policy_set(policy, "sink", "2147483647"), "sink");
-  must(mlx_h2o_policy_set(policy, "evict_every", "2147483647"), "evict_every");
+  must(mlx_h2o_policy_set(policy, "sink", "1073741824"), "sink");
+  must(mlx_h2o_policy_set(policy, "evict_every", "65536"), "evict_every");
   REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, fine));
   if (cache.ctx) fails("cache_make", "", "made something");
   mlx_h2o_policy_free(policy);
@@ -560,9 +567,9 @@ static mlx_h2o_policy any_policy(void) {
       {"prompt", "full"},
       {"prompt", "window"},
       {"window", "1"},
-      {"window", "2147483647"},
+      {"window", "1073741824"},
       {"pool", "1"},
-      {"pool", "2147483647"},
+      {"pool", "4095"},
       {"decay", "0"},
       {"mass_weight", "0"},
       {"age_weight", "-3e38"},

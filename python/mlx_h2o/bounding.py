@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +34,16 @@ _UNSAID = {
 }
 
 
+class NothingBounded(UserWarning):
+    """`install()` was called without a size: mlx-lm's own caches grow as before."""
+
+
+UNBOUNDED = (
+    "install() without a size bounds nothing that mlx-lm makes: only caches from "
+    "mlx_h2o.make_prompt_cache or H2OKVCache are bounded. Give max_size or max_bytes to bound all."
+)
+
+
 def install(
     max_size: int | None = None,
     *,
@@ -56,7 +68,8 @@ def install(
     holds it: the server's, the chat's, those of `generate` and `stream_generate`, and your own
     modules'. Models without a plain KV cache keep their own caches. A `max_kv_size` that a caller
     passes takes the place of the size given here. Called again, it puts new settings in force;
-    called without arguments, it leaves them as they are.
+    called without arguments, it leaves them as they are, and warns (`NothingBounded`) where there
+    are none: then only caches that you make yourself are bounded.
 
     Args:
         max_size: As in `make_prompt_cache`, which explains the others too.
@@ -86,8 +99,14 @@ def install(
     if max_size is None and max_bytes is None and not of_layers:
         named = [name for name, value in given.items() if value != _UNSAID.get(name)]
         if named:
-            raise ValueError(f"install() needs max_size or max_bytes with {', '.join(named)}.")
+            names = inspect.signature(install).parameters
+            near = checks.suggestion(named[0], names) if named[0] not in names else ""
+            raise ValueError(
+                f"install() needs max_size or max_bytes with {', '.join(named)}.{near}"
+            )
         routing.install()
+        if _bounded is None:
+            warnings.warn(UNBOUNDED, NothingBounded, stacklevel=2)
         return
     bound = ModelSettings.of(max_size, max_bytes=max_bytes, **given)
     routing.install()
@@ -97,7 +116,8 @@ def install(
 def uninstall() -> None:
     """Put mlx-lm's own functions back everywhere.
 
-    Bounded caches that exist cannot attend afterwards.
+    What was imported or kept while ours was in place makes mlx-lm's own caches from now on. Bounded
+    caches that exist cannot attend afterwards.
     """
     _replace(None)
     routing.uninstall()
@@ -108,6 +128,10 @@ def bounding(settings: ModelSettings) -> Callable[..., list[Any]]:
 
     @functools.wraps(stock_function)
     def make_prompt_cache(model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
+        if _bounded is None:  # kept by someone who took it before `uninstall`
+            return list(stock_function(model, max_kv_size))
+        if make_prompt_cache is not _bounded:  # or before other settings came into force
+            return _bounded(model, max_kv_size)
         if asking():  # a model's own make_cache, for a part of it
             return list(stock_function(model, max_kv_size))
         own = settings

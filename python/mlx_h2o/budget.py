@@ -167,7 +167,8 @@ def slots_for_bytes(
     """
     per_head = max_bytes // heads
     # The most slots that fit: bytes grow with slots.
-    slots, too_many = 0, per_head // widths.slot_bytes(policy) + 1
+    slots = 0
+    too_many = min(per_head // widths.slot_bytes(policy), checks.MOST_TOKENS) + 1
     while too_many - slots > 1:
         middle = (slots + too_many) // 2
         if bytes_for_slots(middle, 1, widths, policy, remembers) > per_head:

@@ -16,9 +16,9 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_h2o import routing, saved_state
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries, listed
+from mlx_h2o.checks import MOST_TOKENS
 from mlx_h2o.files import replacing
 from mlx_h2o.safetensors_header import check_header
-from mlx_h2o.saved_state import MOST_TOKENS
 
 FILE_FORMAT = "mlx-h2o prompt cache"
 FILE_VERSION = "1"

@@ -1,28 +1,79 @@
-"""What a setting may be: a check gives its value as Python's own type, or names what is wrong."""
+"""What a setting may be: a check gives its value as Python's own type, or names what is wrong.
+
+Every number that comes from outside (an argument, a request, a file, an option) passes through here
+before anything is computed with it, and has a largest value.
+"""
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
+import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+#: Tokens, slots and steps: positions are int32, and a cache goes on after it was loaded.
+MOST_TOKENS = 2**30
+#: A pebibyte, above any memory; products with a model's widths stay within 64 bits.
+MOST_BYTES = 2**50
+#: Victims of one choice: each head keeps their slots, and larger choices would stall a step.
+MOST_VICTIMS = 2**16
+#: Neighbours that smooth a window's mass: more would make all masses alike.
+WIDEST_POOL = 2**12
+#: Of a size as a share of a 16-bit cache: as in Swift, 16 such caches.
+LARGEST_SHARE = 16.0
+#: Weights and other real numbers: kernels count in float32, where squares of these are finite.
+MOST_NUMBER = 2.0**60
+#: Integers of more bits are described in messages: Python prints none of thousands of digits.
+_PRINTED_BITS = 128
 
-def whole(name: str, value: Any, least: int | None = None) -> int:
+
+class _Shortened(reprlib.Repr):
+    """Values as messages show them: long texts and lists are cut, and so are huge integers."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() <= _PRINTED_BITS:
+            return repr(x)
+        digits = int(x.bit_length() * math.log10(2)) + 1
+        return f"{'-' * (x < 0)}(an integer of about {digits} digits)"
+
+
+_shortened = _Shortened()
+_shortened.maxlist = _shortened.maxtuple = _shortened.maxdict = 16
+_shortened.maxstring = _shortened.maxother = 160
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut where it is long."""
+    return _shortened.repr(value)
+
+
+def whole(name: str, value: Any, least: int | None = None, most: int = MOST_TOKENS) -> int:
     """A whole number: Python's or numpy's, but no truth value and no 3.0.
 
+    Args:
+        name: What the caller calls it.
+        value: Anything.
+        least: The smallest that is taken, or None: `-most`.
+        most: The largest.
+
     Raises:
-        ValueError: It is something else, or less than `least`.
+        ValueError: It is something else, or out of range.
     """
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
         number = operator.index(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a whole number; got {value!r}.") from None
-    if least is not None and number < least:
-        raise ValueError(f"{name} must be at least {least}; got {number}.")
+        raise ValueError(f"{name} must be a whole number; got {shown(value)}.") from None
+    least = -most if least is None else least
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}; got {shown(number)}.")
+    if number > most:
+        raise ValueError(f"{name} must be at most {most}; got {shown(number)}.")
     return number
 
 
@@ -39,20 +90,27 @@ def wholes(name: str, values: Any, least: int | None = None) -> tuple[int, ...]:
     """
     values = values.tolist() if hasattr(values, "tolist") else values
     if not is_list(values) or not values:
-        raise ValueError(f"{name} must be a list of whole numbers; got {values!r}.")
+        raise ValueError(f"{name} must be a list of whole numbers; got {shown(values)}.")
     return tuple(whole(f"{name}[{i}]", value, least) for i, value in enumerate(values))
 
 
-def finite(name: str, value: Any) -> float:
+def finite(name: str, value: Any, most: float = MOST_NUMBER) -> float:
     """A number that is neither NaN nor infinite.
 
+    Args:
+        name: What the caller calls it.
+        value: Anything.
+        most: The largest size that is taken, above and below 0.
+
     Raises:
-        ValueError: It is something else.
+        ValueError: It is something else, or out of range.
     """
-    number = value if isinstance(value, int | float | np.number) else math.nan
-    if isinstance(value, bool) or not math.isfinite(number):
-        raise ValueError(f"{name} must be a finite number; got {value!r}.")
-    return float(number)
+    real = isinstance(value, int | float | np.integer | np.floating)
+    if not real or isinstance(value, bool) or value != value or value in (math.inf, -math.inf):
+        raise ValueError(f"{name} must be a finite number; got {shown(value)}.")
+    if not -most <= value <= most:
+        raise ValueError(f"{name} must be from {-most:g} to {most:g}; got {shown(value)}.")
+    return float(value)
 
 
 def switch(name: str, value: Any) -> bool:
@@ -62,7 +120,7 @@ def switch(name: str, value: Any) -> bool:
         ValueError: It is something else.
     """
     if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"{name} must be True or False; got {value!r}.")
+        raise ValueError(f"{name} must be True or False; got {shown(value)}.")
     return bool(value)
 
 
@@ -75,5 +133,11 @@ def choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     # True == 1, and 8.0 == 8: neither is meant by what is written here.
     if not any(type(value) is type(one) and value == one for one in choices):
         *most, last = (f'"{one}"' if isinstance(one, str) else str(one) for one in choices)
-        raise ValueError(f"{name} must be {', '.join(most)} or {last}; got {value!r}.")
+        raise ValueError(f"{name} must be {', '.join(most)} or {last}; got {shown(value)}.")
     return value
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """ " Did you mean ...?", where a name that is not known resembles one that is; else nothing."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f" Did you mean {near[0]}?" if near else ""

@@ -7,8 +7,11 @@ next, until the slots are spent.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Sequence
+
+from mlx_h2o import checks
 
 # Of numbers in a file: beyond them sharing out would overflow or take its time.
 LONGEST_GRID, MOST_SLOTS = 1024, 2**40
@@ -23,7 +26,7 @@ def check_curves(grid: Sequence[int], curves: Sequence[Curve]) -> None:
     if not slots or not all(type(x) in (int, float) for curve in curves for x in curve):
         raise ValueError("A profile is damaged: its grid, losses and probe must be numbers.")
     if not grid or list(grid) != sorted(set(grid)) or grid[0] < 1:
-        raise ValueError(f"A profile's grid must ascend from at least 1; got {grid}.")
+        raise ValueError(f"A profile's grid must ascend from at least 1; got {checks.shown(grid)}.")
     if len(grid) > LONGEST_GRID or grid[-1] > MOST_SLOTS:
         raise ValueError(
             f"A profile's grid has at most {LONGEST_GRID} points of at most {MOST_SLOTS} slots."
@@ -127,11 +130,19 @@ def scaled(slots: Sequence[int], total: int, least: int) -> list[int]:
     """
     factor = total / sum(slots)
     out = [max(int(s * factor), least) for s in slots]
+    # What rounding left over is given, or what the least took is taken back, one slot a turn, the
+    # largest head first.
     order = sorted(range(len(out)), key=lambda h: (-out[h], h))
-    turn = 0
-    while (left := total - sum(out)) != 0:
-        head = order[turn % len(order)]
-        if left > 0 or out[head] > least:
-            out[head] += 1 if left > 0 else -1
-        turn += 1
-    return out
+    left = total - sum(out)
+    if left >= 0:
+        for turn, head in enumerate(order):
+            out[head] += left // len(out) + (turn < left % len(out))
+        return out
+    spare = [s - least for s in out]
+
+    def taken(turns: int) -> int:
+        return sum(min(turns, one) for one in spare)
+
+    turns = bisect.bisect_right(range(max(spare) + 1), -left, key=taken) - 1
+    last = [h for h in order if spare[h] > turns][: -left - taken(turns)]
+    return [s - min(turns, spare[h]) - (h in last) for h, s in enumerate(out)]

@@ -1,10 +1,10 @@
 """Shares of slots while a conversation is short: nothing goes before the memory is full.
 
-A size in bytes is so many slots in all. While a conversation has no more tokens than there are
-slots a head, every head keeps all of it. From then on slots are shared out anew whenever it has
-doubled, each time as the profile knows conversations of that length, until the shares are those of
-a long one. Each layer changes by its own offset, so all do so at the same token. Where positions
-need more bits (`positions.py`), there are fewer slots from then on.
+A size, in tokens or in bytes, is so many slots in all. While a conversation has no more tokens than
+there are slots a head, every head keeps all of it. From then on slots are shared out anew whenever
+it has doubled, each time as the profile knows conversations of that length, until the shares are
+those of a long one. Each layer changes by its own offset, so all do so at the same token. Where
+positions need more bits (`positions.py`), there are fewer slots from then on.
 """
 
 from __future__ import annotations
@@ -82,11 +82,15 @@ def checked_filling(stages: Any) -> tuple[Stage, ...]:
         ValueError: They are none.
     """
     if not checks.is_list(stages) or len(stages) > MOST_STAGES:
-        raise ValueError(f"filling must be a list of (tokens, budgets); got {stages!r}.")
+        raise ValueError(
+            f"filling must be a list of (tokens, budgets); got {checks.shown(stages)}."
+        )
     out: list[Stage] = []
     for stage in stages:
         if not checks.is_list(stage) or len(stage) != 2:
-            raise ValueError(f"filling must be a list of (tokens, budgets); got {stage!r}.")
+            raise ValueError(
+                f"filling must be a list of (tokens, budgets); got {checks.shown(stage)}."
+            )
         least = out[-1].beyond + 1 if out else 1
         beyond = checks.whole("filling", stage[0], least)
         out.append(Stage(beyond, checks.wholes("filling", stage[1])))

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -81,7 +82,16 @@ class ModelIdentity:
 
 
 def architecture(model: nn.Module) -> str:
-    """What mlx-lm calls a model's file, for messages: "llama"."""
+    """What mlx-lm calls a model's file, for messages: "llama".
+
+    Raises:
+        ValueError: It is the name of a model.
+    """
+    if isinstance(model, str | Path):
+        raise ValueError(
+            f"A loaded model is needed; got its name {checks.shown(str(model))}: load it first, as "
+            f"in `model, tokenizer = mlx_h2o.load({checks.shown(str(model))})`."
+        )
     return type(model).__module__.rsplit(".", 1)[-1]
 
 

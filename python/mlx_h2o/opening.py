@@ -17,6 +17,7 @@ from mlx_h2o.layer import Layer, RowType
 from mlx_h2o.memory import Evictions, Memory, fields_of
 from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy
+from mlx_h2o.policies.shapes import check_shapes
 from mlx_h2o.positions import position_dtype
 from mlx_h2o.recent_window import RecentWindow
 from mlx_h2o.remainder import Remainder, plain_rows_for
@@ -58,6 +59,7 @@ def open_layer(
         window = window_of(settings, recent_size(settings, of_slots))
         of_slots = [budget - window.size for budget in of_slots]
     settings.check_rows(H, D)
+    check_shapes(settings.policy, H, D, Dv, settings.centres)
     if settings.budgets is None:
         settings = replace(settings.resized(budgets), filling=filling)
     store = SlotStore(of_slots, reserved)

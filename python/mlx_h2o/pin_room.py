@@ -62,7 +62,8 @@ def room_for_pins(budgets: Sequence[int], policy: Policy, pins: Sequence[Span]) 
 def _too_many(pinned: int, least: int, budgets: Sequence[int], policy: Policy) -> TooManyPins:
     """What is wrong, in numbers, and what to do."""
     mean = sum(budgets) // len(budgets)
-    most = max((n for n in range(pinned) if policy.least_budget(n) <= mean), default=0)
+    protected = policy.sink + policy.recent_slots(mean) + policy.evict_every
+    most = min(max(mean - protected, 0), pinned - 1)
     why = (
         f"{pinned} pinned tokens are too many: with {policy.sink} sinks, "
         f"{policy.recent_slots(least)} recent tokens and {policy.evict_every} to evict they need "

@@ -33,7 +33,8 @@ def checked_spans(name: str, spans: Any) -> tuple[Span, ...]:
     """
     if isinstance(spans, str | bytes) or not isinstance(spans, Iterable):
         raise ValueError(
-            f"{name} must be a list of (first, one past the last) positions; got {spans!r}."
+            f"{name} must be a list of (first, one past the last) positions; got "
+            f"{checks.shown(spans)}."
         )
     pairs = []
     for i, span in enumerate(spans):
@@ -41,7 +42,7 @@ def checked_spans(name: str, spans: Any) -> tuple[Span, ...]:
         if len(numbers) != 2 or numbers[0] >= numbers[1]:
             raise ValueError(
                 f"{name}[{i}] must be (first, one past the last) with first below last; got "
-                f"{span!r}."
+                f"{checks.shown(span)}."
             )
         pairs.append((numbers[0], numbers[1]))
     return joined(pairs)

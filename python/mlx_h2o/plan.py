@@ -9,6 +9,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlx_h2o.budget import LayerShare, RowWidths, bytes_for_slots, slots_for_bytes
+from mlx_h2o.checks import MOST_TOKENS
 from mlx_h2o.filling import Stage, Stages, stages_of, starts_narrow, while_narrow
 from mlx_h2o.frame import Frame
 from mlx_h2o.layer_kinds import LayerKind
@@ -25,6 +26,8 @@ from mlx_h2o.sizing import USUAL_BITS, choices, packed_in
 
 # A head of a profile that could only choose among one or two tokens would choose nothing.
 FEWEST_CHOICES = 4
+# Slots per KV head that no conversation fills: later stages would be beyond all positions.
+NEVER_FULL = MOST_TOKENS // 64
 ADVICE = "`mlx_h2o calibrate --model MODEL` makes a profile (minutes, once)"
 
 
@@ -160,7 +163,7 @@ def planned(
         return slots_of_layers(shares, settings, policy, remembers, attending, profile)
 
     sizes = sizes_of(shares)
-    stages = fillings(shares, sizes_of, settings, policy, attending, profile)
+    stages = fillings(shares, sizes_of, settings, policy, remembers, attending, profile)
     ropes: Sequence[Rope | None] = at_hand.ropes or [None] * len(shares)
     layers = [
         LayerPlan(share, budgets, t, frame, later, rope, of_queries)
@@ -242,6 +245,7 @@ def fillings(
     sizes_of: Callable[[Sequence[LayerShare]], list[list[int]]],
     settings: ModelSettings,
     policy: Policy,
+    remembers: bool,
     attending: bool,
     profile: Profile | None,
 ) -> list[Stages]:
@@ -252,36 +256,51 @@ def fillings(
         sizes_of: What slots the KV heads of layers with such shares have in the end.
         settings: With a size, and steps to undo.
         policy: What chooses.
+        remembers: Whether statistics of the evicted are kept.
         attending: Whether the layers attend through this library.
         profile: By which slots are shared out, if by any.
     """
-    long = _shared_out_anew(sizes_of(shares), settings, policy, profile)
+
+    def stages_by(shares: Sequence[LayerShare]) -> list[Stages]:
+        sizes = sizes_of(shares)
+        if profile is None or settings.undo or settings.layer_budgets is not None:
+            return [(tuple(of_layer), ()) for of_layer in sizes]
+        least = policy.least_budget() + FEWEST_CHOICES
+        how = settings, policy, remembers, least
+        means = [_mean_slots(len(shares), share, *how) for share in shares]
+        return shared_out_anew(sizes, means, least, profile)
+
+    long = stages_by(shares)
     narrow = _narrow(shares, settings, attending)
     if narrow == list(shares):
         return long
-    short = _shared_out_anew(sizes_of(narrow), settings, policy, profile)
+    short = stages_by(narrow)
     return [while_narrow(*of_layer) for of_layer in zip(short, long, strict=True)]
 
 
-def _shared_out_anew(
-    sizes: Sequence[Sequence[int]],
-    settings: ModelSettings,
-    policy: Policy,
-    profile: Profile | None,
+def shared_out_anew(
+    sizes: Sequence[Sequence[int]], means: Sequence[int], least: int, profile: Profile
 ) -> list[Stages]:
-    """The same for sizes as positions stay as wide as they are.
+    """The same as positions stay as wide as they are: nothing is evicted while all of it fits.
 
-    A size in slots is shared out at once; so is one in bytes where layers have other means, or
-    steps can be taken back: a change of budgets cannot.
+    Layers whose rows are of different widths have different means. They are shared out once, when
+    the first of them is full: what a stage in between would take of each layer is not known.
+
+    Args:
+        sizes: Slots of each layer's KV heads in the end.
+        means: Of each layer's KV heads, before a profile shares them out.
+        least: Slots that every head must have.
+        profile: By which they were shared out.
     """
-    heads = [slots for of_layer in sizes for slots in of_layer]
-    mean, rest = divmod(sum(heads), len(heads))
-    at_once = [(tuple(of_layer), tuple[Stage, ...]()) for of_layer in sizes]
-    if profile is None or settings.max_bytes is None or settings.undo or rest:
-        return at_once
-    first, *later = stages_of(profile, mean, policy.least_budget() + FEWEST_CHOICES)
-    if later[-1][1] != [list(of_layer) for of_layer in sizes]:
-        return at_once  # layers whose means only happen to have a whole one
+    if min(means) >= NEVER_FULL:
+        return [((mean,) * len(of), ()) for mean, of in zip(means, sizes, strict=True)]
+    if len(set(means)) > 1:
+        full = min(means)
+        return [
+            ((mean,) * len(of_layer), (Stage(full, tuple(of_layer)),))
+            for mean, of_layer in zip(means, sizes, strict=True)
+        ]
+    first, *later = stages_of(profile, means[0], least)
     return [
         (
             tuple(first[1][layer]),

@@ -72,7 +72,7 @@ def checked_ranks(count: int) -> int:
     Raises:
         ValueError: It is none, or others are running.
     """
-    checks.whole("ranks", count, 1)
+    count = checks.whole("ranks", count, 1)
     if count > 1 and mx.distributed.init().size() != count:
         raise ValueError(
             f"This cache holds its part of heads that {count} processes share, and "

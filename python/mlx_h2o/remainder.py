@@ -206,7 +206,7 @@ def checked_saturation(name: str, value: Any) -> float | tuple[float, ...]:
     values = value.tolist() if hasattr(value, "tolist") else value
     ts = tuple(checks.finite(name, t) for t in (values if listed else [values]))
     if not ts or min(ts) < 0:
-        raise ValueError(f"{name} must be 0 (first order) or more; got {value!r}.")
+        raise ValueError(f"{name} must be 0 (first order) or more; got {checks.shown(value)}.")
     return ts if listed else ts[0]
 
 

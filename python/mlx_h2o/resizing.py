@@ -64,7 +64,7 @@ def resize(
 
     new = []
     own = replace(settings, undo=first.undo)
-    stages = fillings(shares, sizes_of, own, first.policy, first.attending, profile)
+    stages = fillings(shares, sizes_of, own, *how, first.attending, profile)
     for layer, (slots, later) in zip(layers, stages, strict=True):
         # Plain rows of the remainder, where there are any yet, stay as many as they are.
         reserved = layer.store.reserved if layer.store else 0

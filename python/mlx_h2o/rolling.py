@@ -81,7 +81,9 @@ class Rope:
             ValueError: It gave something else.
         """
         if not isinstance(config, dict) or set(config) != set(cls.__dataclass_fields__):
-            raise ValueError(f"A rope has {', '.join(cls.__dataclass_fields__)}; got {config!r}.")
+            raise ValueError(
+                f"A rope has {', '.join(cls.__dataclass_fields__)}; got {checks.shown(config)}."
+            )
         dims = checks.whole("rope.dims", config["dims"], 2)
         base, scale = (checks.finite(f"rope.{name}", config[name]) for name in ("base", "scale"))
         if dims % 2 or dims > MOST_DIMS or base <= 0:

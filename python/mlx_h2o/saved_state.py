@@ -15,6 +15,7 @@ import numpy as np
 from mlx_h2o import checks
 from mlx_h2o.attention import FLOAT_DTYPES
 from mlx_h2o.budget import LayerShare
+from mlx_h2o.checks import MOST_TOKENS
 from mlx_h2o.frame import Frame
 from mlx_h2o.packed import BIASES, SCALES, Packing
 from mlx_h2o.policies import Policy, make_policy
@@ -25,11 +26,6 @@ from mlx_h2o.rolling import Rope
 from mlx_h2o.settings import CacheSettings
 from mlx_h2o.store import Run
 
-# A billion tokens: positions are int32, and a cache goes on after it was loaded.
-MOST_TOKENS = 2**30
-# Of one choice and of one smoothed window: larger ones would take their time at every step.
-MOST_VICTIMS = 2**16
-WIDEST_POOL = 2**12
 MOST_SHARERS = 2**10
 # Plain rows that a remainder may have (`plain_rows_for`).
 PLAIN_ROWS = (1, 2, 4, 6, 8)
@@ -91,6 +87,7 @@ def settings_of(
         centres: Those of its queries.
     """
     saved = dict(config["policy"])
+    check_ranges(config)
     settings = CacheSettings(
         config["max_size"],
         config["max_bytes"],
@@ -109,7 +106,6 @@ def settings_of(
         pins=config.get("pins", ()),
         centres=centres,
     )
-    check_ranges(config, settings.policy)
     share = None
     if config.get("share"):
         share = LayerShare.of_config(
@@ -122,26 +118,12 @@ def settings_of(
     return settings, share
 
 
-def check_ranges(config: dict[str, Any], policy: Policy) -> None:
-    """Numbers of a cache that need no arrays to be compared with."""
+def check_ranges(config: dict[str, Any]) -> None:
+    """Numbers of a cache that are no settings, and need no arrays to be compared with."""
     within("offset", config["offset"], 0, MOST_TOKENS)
     within("aged_from", config.get("aged_from", 0), 0, max(config["offset"] - 1, 0))
-    for span in config.get("pins", ()):
-        within("pins", span[1], 1, MOST_TOKENS)
-    for name in ("max_size", "max_bytes"):
-        if config[name] is not None:
-            within(name, config[name], 1, 2**50 if name == "max_bytes" else MOST_TOKENS)
-    for budget in config["budgets"] or ():
-        within("budgets", budget, 1, MOST_TOKENS)
-    for beyond, budgets in config.get("filling", ()):
-        for number in (beyond, *budgets):
-            within("filling", number, 1, MOST_TOKENS)
-    within("sink", policy.sink, 0, MOST_TOKENS)
-    within("evict_every", policy.evict_every, 1, MOST_VICTIMS)
-    within("window", policy.window, 1, MOST_TOKENS)
-    within("pool", policy.pool, 1, WIDEST_POOL)
     if config["own"] not in (None, True, False):
-        raise ValueError(f"own must be true, false or null; got {config['own']!r}.")
+        raise ValueError(f"own must be true, false or null; got {checks.shown(config['own'])}.")
 
 
 def sharers_of(config: dict[str, Any]) -> int:
@@ -160,10 +142,7 @@ def kind_of(config: dict[str, Any]) -> str:
 
 def within(name: str, value: Any, least: int, most: int) -> int:
     """A whole number between two others, both included."""
-    number = checks.whole(name, value, least)
-    if number > most:
-        raise ValueError(f"{name} must be at most {most}; got {number}.")
-    return number
+    return checks.whole(name, value, least, most)
 
 
 def checked_runs(

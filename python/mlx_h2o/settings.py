@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -83,12 +84,13 @@ class CacheSettings:
         self._set("attending", checks.switch("attending", self.attending))
         one_size(max_size=self.max_size, max_bytes=self.max_bytes, budgets=self.budgets)
         if self.max_bytes is not None:
-            self._set("max_bytes", checks.whole("max_bytes", self.max_bytes, 1))
+            size = checks.whole("max_bytes", self.max_bytes, 1, checks.MOST_BYTES)
+            self._set("max_bytes", size)
         if not self.attending and self.policy.needs_attention:
             raise ValueError(
                 f"Policy {self.policy.name!r} must see attention, which this model computes by "
-                'itself: choose one that looks at keys only ("keydiff", "streaming", or "distinct" '
-                "with mass_weight=0)."
+                'itself (attending=False): choose one that looks at keys only ("keydiff", '
+                '"streaming", or "distinct" with mass_weight=0).'
             )
         if self.packing.packs and not self.attending:
             raise ValueError("A model that attends by itself cannot read packed keys and values.")
@@ -363,6 +365,7 @@ class ModelSettings:
         **settings: Any,
     ) -> ModelSettings:
         """From the arguments of `make_prompt_cache`, which explains them."""
+        _check_names(settings, policy)
         packing = packing_of(bits, k_bits, v_bits, group_size, recent_bits)
         if not packing.packs and group_size != DEFAULT_GROUP_SIZE:
             raise ValueError("group_size needs bits (or k_bits or v_bits): nothing is packed.")
@@ -412,6 +415,19 @@ class ModelSettings:
         return make_policy(self.policy or DEFAULT_POLICY, **self.policy_settings)
 
 
+def _check_names(settings: dict[str, Any], policy: Any) -> None:
+    """Raise ValueError for settings that neither caches nor their policy have."""
+    own = make_policy(DEFAULT_POLICY if policy is None else policy)
+    known = [one.name for one in fields(own)]
+    unknown = [name for name, value in settings.items() if value is not None and name not in known]
+    if unknown:
+        arguments = inspect.signature(ModelSettings.of).parameters
+        raise ValueError(
+            f"Policy {own.name!r} has no setting {', '.join(unknown)}; it has {', '.join(known)}."
+            f"{checks.suggestion(unknown[0], [*arguments, *known])}"
+        )
+
+
 def budgets_of_model(budgets: Any) -> Profile | str | LayerBudgets | None:
     """What `budgets=` of a model means; a path is read.
 
@@ -430,7 +446,8 @@ def budgets_of_model(budgets: Any) -> Profile | str | LayerBudgets | None:
         return budgets  # type: ignore[no-any-return]
     raise ValueError(
         'budgets must be "uniform", a Profile, the path of one, a list with the slots of each of '
-        f"the model's caches, or a function of a cache's index and KV heads; got {budgets!r}."
+        f"the model's caches, or a function of a cache's index and KV heads; got "
+        f"{checks.shown(budgets)}."
     )
 
 
@@ -469,7 +486,7 @@ def frames_or_none(frames: Any) -> tuple[Frame | None, ...] | str | None:
         return tuple(frames)
     raise ValueError(
         'frames must be a list with a Frame or None for each cache of the model, or "none"; '
-        f"got {frames!r}."
+        f"got {checks.shown(frames)}."
     )
 
 
@@ -479,10 +496,7 @@ def checked_undo(undo: Any) -> int:
     Raises:
         ValueError: It is no whole number from 0 to `MOST_STEPS`.
     """
-    steps = checks.whole("undo", undo, 0)
-    if steps > MOST_STEPS:
-        raise ValueError(f"undo must be at most {MOST_STEPS}; got {steps}.")
-    return steps
+    return checks.whole("undo", undo, 0, MOST_STEPS)
 
 
 def one_size(**sizes: Any) -> None:

@@ -6,8 +6,6 @@ namespace mlx_h2o {
 // More KV heads than any model has: a number that went wrong, as -1 does.
 constexpr size_t kMostHeads = 1 << 16;
 constexpr size_t kMostSpans = 1 << 16;
-// A billion: positions are int32, and conversations go on.
-constexpr int kMostTokens = 1 << 30;
 // Tokens double from stage to stage.
 constexpr size_t kMostStages = 64;
 

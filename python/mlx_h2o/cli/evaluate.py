@@ -133,7 +133,7 @@ def stage_of(args: argparse.Namespace) -> Stage:
         ValueError: A number is none, or the text is unreadable.
     """
     checks.whole("--chunk", args.chunk, 2)
-    checks.whole("--seed", args.seed, 0)
+    checks.whole("--seed", args.seed, 0, 2**63 - 1)
     facts = args.facts or ("questions" if args.model == DEFAULT_MODEL else "cloze")
     return Stage(args.model, plain_text(args.text), facts, args.chunk, args.seed)
 

@@ -163,9 +163,12 @@ def memory(text: str) -> str:
     """A size in bytes, or a share of a 16-bit cache, as text.
 
     Raises:
-        ValueError: It is none.
+        argparse.ArgumentTypeError: It is none.
     """
-    memory_size("--kv-memory", text)
+    try:
+        memory_size("it", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 
@@ -196,7 +199,8 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
         args.max_kv_size = default_size
     for name in ("max_kv_size", "max_kv_bytes", "context"):
         if getattr(args, name) is not None:
-            checks.whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+            most = checks.MOST_BYTES if name == "max_kv_bytes" else checks.MOST_TOKENS
+            checks.whole(f"--{name.replace('_', '-')}", getattr(args, name), 1, most)
     if args.kv_group_size and not (args.kv_bits or args.k_bits or args.v_bits):
         raise ValueError("--kv-group-size needs --kv-bits (or --k-bits, --v-bits).")
     return ModelSettings.of(

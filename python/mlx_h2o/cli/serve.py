@@ -20,7 +20,7 @@ from mlx_h2o.cli.options import (
 from mlx_h2o.cli.pin_options import add_pin_options
 from mlx_h2o.files import require_folder
 from mlx_h2o.gguf import SUFFIX
-from mlx_h2o.memory_size import Share, memory_size
+from mlx_h2o.memory_size import LONGEST, Share, memory_size
 from mlx_h2o.pins import joined
 
 DEFAULT_MAX_KV_SIZE = 1024
@@ -41,6 +41,18 @@ MLX_LMS = {
     "chat-template": "another chat template",
     "chat-template-args": "arguments of the chat template, as JSON",
     "log-level": "DEBUG, INFO, WARNING, ERROR or CRITICAL (default: WARNING)",
+}
+
+
+#: The largest of those that are whole numbers.
+LARGEST = {
+    "port": 2**16 - 1,
+    "max-tokens": checks.MOST_TOKENS,
+    "top-k": checks.MOST_TOKENS,
+    "decode-concurrency": 2**16,
+    "prompt-concurrency": 2**16,
+    "prefill-step-size": checks.MOST_TOKENS,
+    "prompt-cache-size": 2**16,
 }
 
 
@@ -107,6 +119,10 @@ def run(args: argparse.Namespace) -> None:
     from mlx_h2o.serve.running import ServerSettings, serve
 
     checks.whole("--queue", args.queue, 0)
+    for name, most in LARGEST.items():
+        given = getattr(args, name.replace("-", "_"))
+        if given is not None:
+            checks.whole(f"--{name}", int(given) if is_whole(given) else given, 0, most)
     if args.sessions is not None:
         if not args.sessions.exists():  # for its owner's eyes only
             args.sessions.mkdir(mode=0o700, parents=True)
@@ -132,6 +148,11 @@ def run(args: argparse.Namespace) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def is_whole(text: str) -> bool:
+    """Whether a text is a whole number in digits, not so many that reading them takes time."""
+    return text.removeprefix("-").isdecimal() and len(text) <= LONGEST
 
 
 def cache_defaults(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,8 +7,9 @@ it needs something other than the summed attention mass).
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -23,7 +24,8 @@ from mlx_h2o.softmax import attention_mass
 from mlx_h2o.value_lengths import value_lengths
 
 # Of the counts among the settings.
-LEAST = {"sink": 0, "evict_every": 1, "window": 1, "pool": 1}
+LEAST = {"sink": 0, "evict_every": 1, "window": 1, "pool": 1, "chunk": 1}
+MOST = {"evict_every": checks.MOST_VICTIMS, "pool": checks.WIDEST_POOL}
 
 
 @dataclass
@@ -167,6 +169,7 @@ class Policy:
             )
         if self.pool % 2 == 0:
             raise ValueError(f"pool must be odd; got {self.pool}.")
+        self.least_budget()
 
     def _check_types(self) -> None:
         """Raise ValueError unless every field is what its default is; make it Python's own type."""
@@ -176,11 +179,11 @@ class Policy:
                 value = checks.switch(one.name, value)
             elif isinstance(one.default, float) or one.name == "recent":
                 # A count stays a count: `recent` is a share only as a float.
-                whole = one.name == "recent" and hasattr(value, "__index__")
-                number = checks.finite(one.name, value)
-                value = int(number) if whole else number
+                counts = one.name == "recent" and hasattr(value, "__index__")
+                value = (checks.whole if counts else checks.finite)(one.name, value)
             elif isinstance(one.default, int):
-                value = checks.whole(one.name, value, LEAST.get(one.name))
+                most = MOST.get(one.name, checks.MOST_TOKENS)
+                value = checks.whole(one.name, value, LEAST.get(one.name), most)
             object.__setattr__(self, one.name, value)
 
     @property
@@ -235,15 +238,25 @@ class Policy:
             )
 
     def least_budget(self, pinned: int = 0) -> int:
-        """The fewest slots from which a head can always evict, beside so many pinned tokens."""
+        """The fewest slots from which a head can always evict, beside so many pinned tokens.
+
+        Raises:
+            ValueError: No head has so many.
+        """
         needed = self.sink + pinned + self.evict_every
-        if not isinstance(self.recent, float):
-            return needed + self.recent
-        # A share leaves ceil((1 - recent) * slots) of them; near it rounding decides.
-        slots = max(math.floor((needed - 1) / (1 - self.recent)) - 1, needed)
-        while slots < needed + self.recent_slots(slots):
-            slots += 1
-        return slots
+
+        def suffices(slots: int) -> bool:
+            return slots - self.recent_slots(slots) >= needed
+
+        if not suffices(checks.MOST_TOKENS):
+            raise ValueError(
+                f"sink={self.sink}, recent={self.recent} and evict_every={self.evict_every}"
+                f"{f' beside {pinned} pinned tokens' if pinned else ''} need a head of more than "
+                f"{checks.MOST_TOKENS} slots: lower one of them."
+            )
+        # What is left of a budget grows with it; a share's rounding decides where it is enough.
+        slots = range(checks.MOST_TOKENS + 1)
+        return bisect.bisect_left(slots, True, lo=min(needed, len(slots) - 1), key=suffices)
 
     def kernel_policy(self) -> KernelPolicy | None:
         """This policy in the fused kernels' terms; None leaves every step to the methods below.
@@ -333,11 +346,59 @@ def average_pool(mass: mx.array, positions: mx.array, width: int) -> mx.array:
         positions: `[B, H, N]`; slots lie in any order.
         width: Odd.
     """
+    return _pooled(mass, positions, width, window_sums) / width
+
+
+def maximum_pool(mass: mx.array, positions: mx.array, width: int) -> mx.array:
+    """The most of `width` neighbours in order of position.
+
+    Args:
+        mass: `[B, H, N]`, at least 0.
+        positions: `[B, H, N]`; slots lie in any order.
+        width: Odd.
+    """
+    return _pooled(mass, positions, width, window_maxima)
+
+
+def _pooled(
+    mass: mx.array, positions: mx.array, width: int, pool: Callable[[mx.array, int], mx.array]
+) -> mx.array:
+    """What `pool` makes of each slot's neighbours in order of position, beyond which are zeros."""
     order = mx.argsort(positions, axis=-1)
-    half, N = width // 2, mass.shape[-1]
+    # From the farthest slot that there is, all others are neighbours.
+    half = min(width // 2, mass.shape[-1])
     padded = mx.pad(mx.take_along_axis(mass, order, axis=-1), [(0, 0), (0, 0), (half, half)])
-    pooled = sum((padded[..., i : i + N] for i in range(width)), mx.zeros(1)) / width
-    return mx.take_along_axis(pooled, mx.argsort(order, axis=-1), axis=-1)
+    return mx.take_along_axis(pool(padded, 2 * half + 1), mx.argsort(order, axis=-1), axis=-1)
+
+
+def window_sums(x: mx.array, width: int) -> mx.array:
+    """Sums over each `width` neighbours of the last axis, `[..., N]` to `[..., N - width + 1]`.
+
+    Sums over 1, 2, 4, ... neighbours are made of each other, and those in `width` added up: log
+    width additions of arrays, and as many roundings (differences of running sums would lose the
+    small masses beside large ones).
+    """
+    kept = x.shape[-1] - width + 1
+    sums, done, total = x, 0, None
+    for bit in range(width.bit_length()):
+        if width >> bit & 1:
+            part = sums[..., done : done + kept]
+            total = part if total is None else total + part
+            done += 1 << bit
+        if width >> bit > 1:
+            sums = sums[..., : -(1 << bit)] + sums[..., 1 << bit :]
+    assert total is not None
+    return total
+
+
+def window_maxima(x: mx.array, width: int) -> mx.array:
+    """Maxima of the same neighbours: `[..., N]` to `[..., N - width + 1]`."""
+    kept = x.shape[-1] - width + 1
+    most, reach = x, 1
+    while 2 * reach <= width:
+        most = mx.maximum(most[..., :-reach], most[..., reach:])
+        reach *= 2
+    return mx.maximum(most[..., :kept], most[..., width - reach : width - reach + kept])
 
 
 _POLICIES: dict[str, type[Policy]] = {}
@@ -382,17 +443,21 @@ def make_policy(policy: str | Policy, **settings: Any) -> Policy:
     if isinstance(policy, str):
         name, preset = _PRESETS.get(policy, (policy, {}))
         if name not in _POLICIES:
-            raise ValueError(f"Unknown policy {policy!r}; choose from {', '.join(policy_names())}.")
+            raise ValueError(
+                f"Unknown policy {checks.shown(policy)}; choose from {', '.join(policy_names())}."
+                f"{checks.suggestion(policy, policy_names())}"
+            )
         cls = _POLICIES[name]
     elif isinstance(policy, Policy):
         cls = type(policy)
     else:
-        raise ValueError(f"policy must be a name or a Policy; got {policy!r}.")
+        raise ValueError(f"policy must be a name or a Policy; got {checks.shown(policy)}.")
     known = [f.name for f in fields(cls)]
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise ValueError(
             f"Policy {cls.name!r} has no setting {', '.join(unknown)}; it has {', '.join(known)}."
+            f"{checks.suggestion(unknown[0], known)}"
         )
     if isinstance(policy, str):
         return cls(**{**preset, **settings})

@@ -7,7 +7,6 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_h2o import checks
 from mlx_h2o.policies.base import Slots, register_policy
 from mlx_h2o.policies.kernel_policy import KernelPolicy
 from mlx_h2o.policies.snapkv import SnapKV
@@ -29,10 +28,6 @@ class ChunkKV(SnapKV):
     """
 
     chunk: int = 10
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.whole("chunk", self.chunk, 1)
 
     def kernel_policy(self) -> KernelPolicy | None:
         return KernelPolicy("ema", "score", decay=self.decay)

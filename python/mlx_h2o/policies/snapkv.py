@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_h2o.policies.base import Observation, Policy, Slots, register_policy, value_weighted
+from mlx_h2o.policies.base import (
+    Observation,
+    Policy,
+    Slots,
+    maximum_pool,
+    register_policy,
+    value_weighted,
+)
 from mlx_h2o.policies.kernel_policy import KernelPolicy
 
 
@@ -48,20 +55,3 @@ class SnapKV(Policy):
             return self.priority(slots)
         pooled = maximum_pool(window_mass, slots.positions, self.pool)
         return value_weighted(pooled, slots) if self.value_weighted else pooled
-
-
-def maximum_pool(mass: mx.array, positions: mx.array, width: int) -> mx.array:
-    """The most of `width` neighbours in order of position.
-
-    Args:
-        mass: `[B, H, N]`, at least 0.
-        positions: `[B, H, N]`; slots lie in any order.
-        width: Odd.
-    """
-    order = mx.argsort(positions, axis=-1)
-    half, N = width // 2, mass.shape[-1]
-    pooled = mx.take_along_axis(mass, order, axis=-1)
-    padded = mx.pad(pooled, [(0, 0), (0, 0), (half, half)])
-    for i in range(width):
-        pooled = mx.maximum(pooled, padded[..., i : i + N])
-    return mx.take_along_axis(pooled, mx.argsort(order, axis=-1), axis=-1)

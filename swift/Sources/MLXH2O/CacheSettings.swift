@@ -2,9 +2,6 @@ import MLX
 
 /// What a layer's cache is to be: one value, checked when it is made and passed whole.
 struct CacheSettings: Sendable {
-    // More steps than this are no draft and no slip of a chat, and each costs a row of every head.
-    private static let mostUndo = 4096
-
     /// How much it may hold; `.heads` once the slots of each head are known.
     private(set) var size: H2OKVCache.Size
     let policy: any Policy
@@ -66,9 +63,7 @@ struct CacheSettings: Sendable {
 
     /// Throw ``H2OError/configuration(_:)`` unless so many steps can be taken back.
     static func check(undo: Int, attends: Bool) throws {
-        guard 0 ... mostUndo ~= undo else {
-            throw H2OError.configuration("undo is 0 to \(mostUndo) steps; got \(undo).")
-        }
+        try Limits.check("undo", undo, in: 0 ... Limits.mostSteps)
         if undo > 0 && !attends {
             throw H2OError.configuration(
                 "undo needs a model that attends through this library, which takes a draft token by "
@@ -78,7 +73,7 @@ struct CacheSettings: Sendable {
 
     /// Throw ``H2OError/configuration(_:)`` unless remainders can saturate so.
     static func check(saturation: [Float]) throws {
-        guard saturation.allSatisfy({ $0.isFinite && $0 >= 0 }) else {
+        guard saturation.allSatisfy({ 0 ... Float(Limits.mostNumber) ~= $0 }) else {
             throw H2OError.configuration(
                 "saturation is finite and at least 0 (0 is first order), one number for all KV heads "
                     + "or one for each; got \(saturation).")
@@ -211,7 +206,10 @@ struct CacheSettings: Sendable {
     var fewestSlots: Int {
         let pinned = pins.reduce(0) { $0 + $1.count }
         var least = policy.leastBudget(pinned: pinned)
-        while packing.recent != nil && policy.recentSlots(least) < 1 { least += 1 }
+        if packing.recent != nil {
+            let range = least ... max(least, Limits.mostTokens)
+            least = Limits.first(in: range) { policy.recentSlots($0) >= 1 } ?? least
+        }
         return least + H2OConfiguration.fewestChoices
     }
 }
@@ -256,7 +254,7 @@ extension CacheSettings {
                     + "no undo: slots that have changed cannot be taken back.")
         }
         guard filling.count <= SlotPlan.mostStages, filling[0].beyond >= 1,
-            last.beyond <= PinnedPositions.mostTokens,
+            last.beyond <= Limits.mostTokens,
             zip(filling, filling.dropFirst()).allSatisfy({ $0.beyond < $1.beyond }),
             filling.allSatisfy({ $0.budgets.count == first.count })
         else {

@@ -11,7 +11,7 @@ struct Stage: Sendable, Equatable {
 
 /// The slots of a layer's KV heads, and those that they have later on.
 ///
-/// A size in bytes is so many slots in all, whichever heads have them. While a conversation has no more
+/// A size, in tokens or bytes, is so many slots in all, whichever heads have them. While a conversation has no more
 /// tokens than there are slots a head, every head keeps all of it. From then on slots are shared out
 /// anew whenever it has doubled, each time as the profile knows conversations of that length, until the
 /// shares are those of a long one. Each layer changes by its own offset, so all do so at the same token.
@@ -96,6 +96,9 @@ extension H2OProfile {
 }
 
 extension H2OConfiguration {
+    // Slots per KV head that no conversation fills: later stages would be beyond all positions.
+    private static let neverFull = Limits.mostTokens / 64
+
     /// Whether slots are counted with narrow positions at first: of a size in bytes that a later stage
     /// can hold to, which steps to undo and a model that attends by itself do not allow.
     static func startsNarrow(bytes: Int?, undo: Int, attends: Bool) -> Bool {
@@ -104,23 +107,34 @@ extension H2OConfiguration {
 
     /// Each layer's slots at first, and those that follow as the conversation grows.
     ///
-    /// A size in tokens is shared out at once; so is one in bytes where layers have other means, or
-    /// steps can be taken back: a change of slots cannot.
+    /// Nothing is evicted while all of a conversation fits. Layers whose rows are of different widths
+    /// have different means, and are shared out once, when the first of them is full. Where steps can be
+    /// taken back, slots are shared out at once: a change of them cannot be undone.
     ///
     /// - Parameters:
     ///   - sizes: Slots of each layer's heads in a long conversation.
+    ///   - means: Of each layer's heads, before a profile shares them out.
     ///   - profile: By which they were shared out, if by any.
     ///   - policy: What chooses.
     func plans(
-        of sizes: [[Int]], by profile: H2OProfile?, _ policy: any Policy
+        of sizes: [[Int]], means: [Int], by profile: H2OProfile?, _ policy: any Policy
     ) throws -> [SlotPlan] {
-        let atOnce = sizes.map { SlotPlan(budgets: $0) }, heads = sizes.flatMap { $0 }
-        guard let profile, case .bytes = budget, undo == 0 else { return atOnce }
-        let (mean, rest) = heads.reduce(0, +).quotientAndRemainder(dividingBy: heads.count)
-        guard rest == 0 else { return atOnce }
+        guard let profile, undo == 0, policy.options.unit == .head else {
+            return sizes.map { SlotPlan(budgets: $0) }
+        }
+        if means.min()! >= Self.neverFull {
+            return zip(sizes, means).map { slots, mean in SlotPlan(budgets: slots.map { _ in mean })
+            }
+        }
+        if Set(means).count > 1 {
+            let full = means.min()!
+            return zip(sizes, means).map { slots, mean in
+                SlotPlan(
+                    budgets: slots.map { _ in mean }, later: [Stage(beyond: full, budgets: slots)])
+            }
+        }
         let stages = try profile.stages(
-            mean: mean, least: policy.leastBudget + Self.fewestChoices)
-        guard stages.last!.budgets == sizes else { return atOnce }
+            mean: means[0], least: policy.leastBudget + Self.fewestChoices)
         return sizes.indices.map { layer in
             SlotPlan(
                 budgets: stages[0].budgets[layer],

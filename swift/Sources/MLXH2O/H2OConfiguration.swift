@@ -119,15 +119,12 @@ public struct H2OConfiguration: Sendable {
         try CacheSettings.check(undo: undo, attends: true)
         try CacheSettings.check(saturation: saturation.map { [$0] } ?? [])
         _ = try pinnedPositions
-        guard 1 ... Self.mostContext ~= context else {
-            throw H2OError.configuration(
-                "context is 1 to \(Self.mostContext) tokens; got \(context).")
-        }
+        try Limits.check("context", context, in: 1 ... Limits.mostTokens)
         switch budget {
         case .tokens(let count): try policy.checkBudget(count)
         case .bytes(let count): try policy.checkBytes(count)
         case .share(let part):
-            guard part > 0 && part <= Self.largestShare else {
+            guard part > 0 && part <= Limits.largestShare else {
                 throw H2OError.configuration(
                     "A share is a part of a 16-bit cache, such as 0.25; got \(part).")
             }
@@ -144,8 +141,6 @@ public struct H2OConfiguration: Sendable {
 
     /// What the longest conversations are taken to have.
     public static let usualContext = 2048
-    // Beyond these, bytes would overflow.
-    private static let mostContext = 1 << 30, largestShare = 16.0
 
     /// ``Policies/Salient`` and the remainder in 1024 tokens: the best of what is known here.
     public static let `default` = H2OConfiguration(unchecked: .tokens(1024))

@@ -99,15 +99,22 @@ func cappedShares(_ slots: [Int], most: Int) -> [Int] {
 func scaledShares(_ slots: [Int], total: Int, least: Int) -> [Int] {
     let factor = Double(total) / Double(slots.reduce(0, +))
     var scaled = slots.map { max(Int(Double($0) * factor), least) }
+    // What rounding left over is given, or what the least took is taken back, one slot a turn, the
+    // largest head first.
     let order = scaled.indices.sorted { (scaled[$1], $0) < (scaled[$0], $1) }
-    var left = total - scaled.reduce(0, +), turn = 0
-    while left != 0 {
-        let head = order[turn % order.count], step = left.signum()
-        if step > 0 || scaled[head] > least {
-            scaled[head] += step
-            left -= step
+    let left = total - scaled.reduce(0, +), count = scaled.count
+    guard left < 0 else {
+        for (turn, head) in order.enumerated() {
+            scaled[head] += left / count + (turn < left % count ? 1 : 0)
         }
-        turn += 1
+        return scaled
+    }
+    let spare = scaled.map { $0 - least }
+    func taken(_ turns: Int) -> Int { spare.reduce(0) { $0 + min(turns, $1) } }
+    let turns = (Limits.first(in: 1 ... spare.max()!) { taken($0) > -left } ?? spare.max()! + 1) - 1
+    for head in scaled.indices { scaled[head] -= min(turns, spare[head]) }
+    for head in order.filter({ spare[$0] > turns }).prefix(-left - taken(turns)) {
+        scaled[head] -= 1
     }
     return scaled
 }

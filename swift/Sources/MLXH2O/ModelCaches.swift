@@ -93,13 +93,16 @@ extension H2OConfiguration {
         let budgets = try sharedOut(kinds, by: profile, policy: policy, attends: attends)
         let measured = saturation == nil ? profile?.saturations(of: budgets, policy: policy) : nil
         let usual = [saturation ?? Remainder.saturation]
-        var plans = try plans(of: budgets, by: profile, policy)
+        let means = try self.means(of: kinds, policy)
+        let shares = attends ? profile : nil
+        var plans = try plans(of: budgets, means: means, by: shares, policy)
         if case .bytes(let bytes) = budget,
             Self.startsNarrow(bytes: bytes, undo: undo, attends: attends)
         {
             let few = try sharedOut(
                 kinds.map(\.narrow), by: profile, policy: policy, attends: attends)
-            plans = try zip(self.plans(of: few, by: profile, policy), plans).map {
+            let fewer = try self.means(of: kinds.map(\.narrow), policy)
+            plans = try zip(self.plans(of: few, means: fewer, by: shares, policy), plans).map {
                 $0.whileNarrow(then: $1)
             }
         }
@@ -138,21 +141,14 @@ extension H2OConfiguration {
     private func sharedOut(
         _ kinds: [LayerKind], by profile: H2OProfile?, policy: any Policy, attends: Bool
     ) throws -> [[Int]] {
-        let remembers = remainder || type(of: policy).usesEvictedMean
         let profile = policy.options.unit == .layer ? nil : profile
         let least = policy.leastBudget + Self.fewestChoices
-        var sizes = try kinds.enumerated().map { layer, kind in
-            let widths = kind.widths, mean: Int
-            switch budget {
-            case .tokens(let count): mean = count - widths.remainderSlots(remembers)
-            case .bytes(let bytes): mean = try slots(of: kind, in: bytes / kinds.count, policy)
-            case .share(let part):
-                throw H2OError.configuration(
-                    "a share of \(part) is no number of slots before the model's own caches are "
-                        + "known: caches(for:) makes bytes of it.")
+        let means = try means(of: kinds, policy)
+        var sizes = try kinds.indices.map { layer in
+            guard let profile else {
+                return Array(repeating: means[layer], count: kinds[layer].heads)
             }
-            guard let profile else { return Array(repeating: mean, count: kind.heads) }
-            return try profile.budgets(mean: mean, least: least)[layer]
+            return try profile.budgets(mean: means[layer], least: least)[layer]
         }
         if !attends {
             // One mask serves all layers, so all must hold the same number of tokens.
@@ -160,6 +156,21 @@ extension H2OConfiguration {
             sizes = sizes.map { Array(repeating: fewest, count: $0.count) }
         }
         return sizes
+    }
+
+    /// Slots per KV head of each layer, on average.
+    private func means(of kinds: [LayerKind], _ policy: any Policy) throws -> [Int] {
+        let remembers = remainder || type(of: policy).usesEvictedMean
+        return try kinds.map { kind in
+            switch budget {
+            case .tokens(let count): return count - kind.widths.remainderSlots(remembers)
+            case .bytes(let bytes): return try slots(of: kind, in: bytes / kinds.count, policy)
+            case .share(let part):
+                throw H2OError.configuration(
+                    "a share of \(part) is no number of slots before the model's own caches are "
+                        + "known: caches(for:) makes bytes of it.")
+            }
+        }
     }
 
     private func profile(of model: any LanguageModel, _ kinds: [LayerKind]) throws -> H2OProfile? {

@@ -6,16 +6,13 @@ import MLX
 /// spares sinks spares pinned tokens too, on the GPU as here, and steps cost the same with pins as
 /// without.
 enum PinnedPositions {
-    // A billion: positions are int32, and a conversation goes on.
-    static let mostTokens = 1 << 30
-
     /// The same positions in as few spans as can be, in order.
     ///
     /// - Throws: ``H2OError/configuration(_:)`` for spans that are empty or out of range.
     static func joined(_ spans: [Range<Int>]) throws -> [Range<Int>] {
         guard
             spans.allSatisfy({
-                !$0.isEmpty && $0.lowerBound >= 0 && $0.upperBound <= mostTokens
+                !$0.isEmpty && $0.lowerBound >= 0 && $0.upperBound <= Limits.mostTokens
             })
         else {
             throw H2OError.configuration(

@@ -2,6 +2,7 @@ extension Policy {
     /// Throw ``H2OError/configuration(_:)`` for bytes that cannot hold one head's fewest slots, however
     /// narrow its rows; how wide they are only the model tells.
     func checkBytes(_ bytes: Int) throws {
+        try Limits.check("A size in bytes", bytes, in: 0 ... Limits.mostBytes)
         // The narrowest that can be packed: a key and a value of one group in 2 bits, and a position.
         let least = leastBudget * (H2OPacking.narrowestRow + StoredPositions.narrow.size)
         guard bytes >= least else {
@@ -73,11 +74,14 @@ struct RowWidths: Equatable {
         let perHead =
             bytes / heads - (remainder + frame + 4 * policy.options.evictEvery) - undo * perStep
         let slot = rowBytes + positionBytes + length + (policy.needsAttention ? 4 * (1 + undo) : 0)
-        var slots = perHead / slot
+        let most = min(max(perHead / slot, 0), Limits.mostTokens)
         // A recent window of wider rows leaves room for fewer. (Of narrower ones it gives none back:
         // with a profile the window is as small as the smallest head's.)
         let extra = max(recentRowBytes - rowBytes, 0)
-        while slots > 0 && slots * slot > perHead - policy.recentSlots(slots) * extra { slots -= 1 }
+        let tooMany = Limits.first(in: 0 ... most) {
+            $0 * slot + policy.recentSlots($0) * extra > perHead
+        }
+        let slots = (tooMany ?? most + 1) - 1
         guard slots >= 1 else {
             throw H2OError.configuration(
                 "\(bytes) bytes leave no slot for each of \(heads) KV heads of \(rowBytes) bytes a "

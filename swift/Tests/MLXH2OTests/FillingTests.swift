@@ -113,7 +113,7 @@ import Testing
         }
     }
 
-    /// A size in tokens, and one whose steps can be taken back, is shared out at once.
+    /// A size whose steps can be taken back is shared out at once; one in tokens is filled as one in bytes.
     @Test func whatIsSharedOutAtOnce() throws {
         let profile = try H2OProfile(contentsOf: Self.profile), model = try ModelTests.own()
         func plans(
@@ -130,7 +130,7 @@ import Testing
         }
         let byLayer = Policies.Salient().with { $0.unit = .layer }
         for atOnce in [
-            try plans(.tokens(60)), try plans(.bytes(90_000), undo: 3),
+            try plans(.tokens(60), undo: 3), try plans(.bytes(90_000), undo: 3),
             try plans(.bytes(90_000), .uniform), try plans(.bytes(90_000), policy: byLayer),
         ] {
             #expect(atOnce.allSatisfy { $0.later.allSatisfy { $0.beyond == StoredPositions.few } })
@@ -139,6 +139,11 @@ import Testing
         func shared(_ mean: Int) throws -> [[Int]] {
             try profile.budgets(mean: mean, least: least)
         }
+        let tokens = try plans(.tokens(60)), each = tokens[0].budgets[0]
+        #expect(tokens.allSatisfy { $0.budgets.allSatisfy { $0 == each } })
+        #expect(tokens.allSatisfy { $0.later[0].beyond == each })
+        #expect(try tokens.map { $0.later.last!.budgets } == shared(each))
+        #expect(try plans(.tokens(1 << 30)).allSatisfy { $0.later.isEmpty })
         let filled = try plans(.bytes(90_000)), mean = filled[0].budgets[0]
         let narrow = filled.map { $0.later.last { $0.beyond < StoredPositions.few }!.budgets }
         #expect(try narrow == shared(mean))

@@ -32,10 +32,27 @@ import Testing
             ("h2o", ["pool": .int(4)]),
             ("h2o", ["unit": .string("model")]), ("streaming", ["age_normalised": .bool(true)]),
             ("tova", ["evict_every": .int(0)]),
+            ("h2o", ["sink": .int(1 << 30 + 1)]), ("h2o", ["recent": .int(1 << 30 + 1)]),
+            ("h2o", ["evict_every": .int(1 << 16 + 1)]), ("h2o", ["window": .int(1 << 31)]),
+            ("h2o", ["pool": .int(500_001)]), ("h2o", ["recent": .double(1 - 0x1p-53)]),
+            ("salient", ["age_weight": .double(1e19)]),
         ]
         for (name, settings) in wrong {
             #expect(throws: H2OError.self, "\(name) \(settings)") {
                 try Policies.make(name, settings: settings)
+            }
+        }
+    }
+
+    @Test func aWidePoolIsThatOfItsNeighbours() {
+        let mass = MLXArray((0 ..< 40).map { Float(($0 * 7) % 11) }, [1, 1, 40])
+        let positions = MLXArray((0 ..< 40).map(Int32.init), [1, 1, 40])
+        for width in [1, 3, 5, 7, 39, 4095] {
+            let pooled = averagePool(mass, positions: positions, width: width).asArray(Float.self)
+            for i in 0 ..< 40 {
+                let near = max(i - width / 2, 0) ... min(i + width / 2, 39)
+                let sum = near.reduce(Float(0)) { $0 + Float(($1 * 7) % 11) }
+                #expect(abs(pooled[i] - sum / Float(width)) < 1e-5, "\(width) \(i)")
             }
         }
     }

@@ -56,9 +56,10 @@ extension Policies {
         }
 
         public func validateOwn() throws {
-            guard massWeight.isFinite && ageWeight.isFinite else {
+            guard max(abs(massWeight), abs(ageWeight)) <= Limits.mostNumber else {
                 throw H2OError.configuration(
-                    "massWeight and ageWeight are finite; got \(massWeight) and \(ageWeight).")
+                    "massWeight and ageWeight are numbers up to 2^60; got \(massWeight) and \(ageWeight)."
+                )
             }
         }
 

@@ -263,24 +263,15 @@ extension Policy {
     /// The same beside so many pinned tokens.
     func leastBudget(pinned: Int) -> Int {
         let needed = options.sink + pinned + options.evictEvery
-        func suffices(_ slots: Int) -> Bool { slots - recentSlots(slots) >= needed }
-        // What is left of a budget grows with it.
-        var enough = needed, few = enough - 1
-        while !suffices(enough) && enough < mostPositions { (few, enough) = (enough, 2 * enough) }
-        while enough - few > 1 {
-            let middle = (few + enough) / 2
-            if suffices(middle) { enough = middle } else { few = middle }
-        }
-        return enough
+        // What is left of a budget grows with it. Settings without room in any head are refused.
+        return Limits.first(in: 0 ... Limits.mostTokens) { $0 - recentSlots($0) >= needed }
+            ?? Limits.mostTokens
     }
 
     /// Throw ``H2OError/configuration(_:)`` if a head of `budget` slots would have nothing left to
     /// evict.
     public func checkBudget(_ budget: Int) throws {
-        guard budget <= mostPositions else {
-            throw H2OError.configuration(
-                "A budget of \(budget) slots is more than positions can count (\(mostPositions)).")
-        }
+        try Limits.check("A head's budget", budget, in: 0 ... Limits.mostTokens)
         let recent = recentSlots(budget)
         guard budget >= options.sink + recent + options.evictEvery else {
             throw H2OError.configuration(
@@ -301,29 +292,29 @@ extension Policy {
             throw fail("recent is a count of at least 0; got \(count).")
         case .share(let share) where !(share >= 0 && share < 1):
             throw fail("recent is a share of at least 0 and below 1; got \(share).")
-        case .count(let count) where count > mostPositions:
-            throw fail("recent is at most \(mostPositions); got \(count).")
+        case .count(let count) where count > Limits.mostTokens:
+            throw fail("recent is at most \(Limits.mostTokens); got \(count).")
         default: break
         }
-        if max(options.sink, options.evictEvery, options.window) > mostPositions
-            || options.pool > mostNeighbours
-        {
-            throw fail(
-                "sink, evictEvery and window are at most \(mostPositions), pool at most "
-                    + "\(mostNeighbours).")
+        for (field, value, range) in [
+            ("sink", options.sink, 0 ... Limits.mostTokens),
+            ("evictEvery", options.evictEvery, 1 ... Limits.mostVictims),
+            ("window", options.window, 1 ... Limits.mostTokens),
+            ("pool", options.pool, 1 ... Limits.widestPool),
+        ] {
+            try Limits.check("Policy \"\(name)\": \(field)", value, in: range)
         }
-        if options.sink < 0 { throw fail("sink is at least 0; got \(options.sink).") }
+        if options.pool.isMultiple(of: 2) { throw fail("pool is odd; got \(options.pool).") }
+        let most = Limits.mostTokens
+        guard most - recentSlots(most) >= options.sink + options.evictEvery else {
+            throw fail(
+                "sink, recent and evictEvery need a head of more than \(most) slots: lower one of "
+                    + "them.")
+        }
         if (options.ageNormalised || options.valueWeighted) && !Self.ranksScores {
             throw fail(
                 "it does not rank by scores that ageNormalised or valueWeighted could weigh; leave "
                     + "them off.")
-        }
-        if options.evictEvery < 1 || options.window < 1 || options.pool < 1
-            || options.pool.isMultiple(of: 2)
-        {
-            throw fail(
-                "evictEvery and window are at least 1 and pool is odd; got \(options.evictEvery), "
-                    + "\(options.window) and \(options.pool).")
         }
         try validateOwn()
     }
@@ -341,11 +332,6 @@ extension Policy {
     }
 }
 
-// Positions are int32.
-private let mostPositions = Int(Int32.max)
-// The average pool adds its neighbours up one by one.
-private let mostNeighbours = 1023
-
 /// Scores times ||v||, `[B, H, N]`.
 func valueWeighted(_ scores: MLXArray, _ slots: PolicySlots) -> MLXArray {
     scores * sqrt(square(slots.values.float32).sum(axis: -1))
@@ -358,12 +344,33 @@ func valueWeighted(_ scores: MLXArray, _ slots: PolicySlots) -> MLXArray {
 ///   - positions: `[B, H, N]`; slots lie in any order.
 ///   - width: Odd.
 func averagePool(_ mass: MLXArray, positions: MLXArray, width: Int) -> MLXArray {
-    let order = argSort(positions, axis: -1), half = width / 2, N = mass.dim(-1)
+    let order = argSort(positions, axis: -1)
+    // From the farthest slot that there is, all others are neighbours.
+    let half = min(width / 2, mass.dim(-1))
     let padded = zeroPadded(
         takeAlong(mass, order, axis: -1), axis: mass.ndim - 1, before: half, after: half)
-    var pooled = padded.slicedLast(0 ..< N)
-    for first in 1 ..< max(width, 1) {
-        pooled = pooled + padded.slicedLast(first ..< first + N)
-    }
+    let pooled = windowSums(padded, width: 2 * half + 1)
     return takeAlong(pooled / Float(width), argSort(order, axis: -1), axis: -1)
+}
+
+/// Sums over each `width` neighbours of the last axis, `[..., N]` to `[..., N - width + 1]`.
+///
+/// Sums over 1, 2, 4, ... neighbours are made of each other, and those in `width` added up: log width
+/// additions of arrays, and as many roundings.
+private func windowSums(_ x: MLXArray, width: Int) -> MLXArray {
+    let kept = x.dim(-1) - width + 1
+    var sums = x, total: MLXArray?, done = 0, step = 1
+    while step <= width {
+        let held = sums.dim(-1)
+        if width & step != 0 {
+            let part = sums.slicedLast(done ..< done + kept)
+            total = total.map { $0 + part } ?? part
+            done += step
+        }
+        if 2 * step <= width {
+            sums = sums.slicedLast(0 ..< held - step) + sums.slicedLast(step ..< held)
+        }
+        step *= 2
+    }
+    return total!
 }

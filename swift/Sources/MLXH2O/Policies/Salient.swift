@@ -53,9 +53,13 @@ extension Policies {
         }
 
         public func validateOwn() throws {
-            guard [distanceWeight, valueWeight, ageWeight].allSatisfy(\.isFinite) else {
+            guard
+                [distanceWeight, valueWeight, ageWeight].allSatisfy({
+                    abs($0) <= Limits.mostNumber
+                })
+            else {
                 throw H2OError.configuration(
-                    "distanceWeight, valueWeight and ageWeight are finite; got \(distanceWeight), "
+                    "distanceWeight, valueWeight and ageWeight are numbers up to 2^60; got \(distanceWeight), "
                         + "\(valueWeight) and \(ageWeight).")
             }
         }

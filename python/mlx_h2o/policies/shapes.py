@@ -1,0 +1,78 @@
+"""Whether a policy of one's own gives arrays of the shapes that it must, before a cache holds rows.
+
+A wrong shape would otherwise be found in the middle of a step, when rows are stored already.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_h2o.policies.base import Observation, ObservedMass, Policy, Slots
+from mlx_h2o.query_centres import QueryCentres
+
+#: Slots of the trial: as many as the least that a policy can have, within these.
+FEWEST_SLOTS, MOST_SLOTS = 16, 256
+
+
+def check_shapes(
+    policy: Policy, heads: int, key_width: int, value_width: int, centres: QueryCentres | None
+) -> None:
+    """Raise ValueError where `accumulate`, `priority` or `prompt_priority` give other shapes.
+
+    This project's own policies are tested; others are asked once for one sequence of made-up rows.
+    What they raise over these is not held against them.
+
+    Args:
+        policy: Any.
+        heads: H.
+        key_width: D.
+        value_width: Dv.
+        centres: Of the layer's queries, where the policy uses them.
+    """
+    if type(policy).__module__.startswith(f"{__package__}."):
+        return
+    N = min(max(policy.least_budget(), FEWEST_SLOTS), MOST_SLOTS)
+    shape = (1, heads, N)
+    scores = mx.ones(shape)
+    keys = mx.sin(mx.arange(heads * N * key_width).astype(mx.float32))
+    values = mx.cos(mx.arange(heads * N * value_width).astype(mx.float32))
+    slots = Slots(
+        keys=keys.reshape(*shape, key_width),
+        values=values.reshape(*shape, value_width),
+        positions=mx.broadcast_to(mx.arange(N, dtype=mx.int32), shape),
+        scores=scores,
+        offset=N,
+        evictable=mx.ones(shape, mx.bool_),
+        evicted=0,
+        evicted_mean_key=mx.zeros((1, heads, key_width)),
+        centres=centres,
+    )
+    seen: Observation = ObservedMass(scores / N)
+    if not policy.sums_mass:
+        logits = mx.zeros((1, heads, 1, N))
+        seen = Observation(logits, mx.logsumexp(logits, axis=-1), heads)
+    windowed = policy.needs_attention and policy.prompt == "window"
+    asked = {
+        "priority": lambda: policy.priority(slots),
+        "prompt_priority": lambda: policy.prompt_priority(slots, scores if windowed else None),
+    }
+    if policy.needs_attention:
+        asked["accumulate"] = lambda: policy.accumulate(scores, seen)
+    for method, ask in asked.items():
+        try:
+            given = ask()
+        except Exception:
+            # Made-up rows are no reason to refuse: a real step tells.
+            continue
+        require_shape(policy, method, given, shape)
+
+
+def require_shape(policy: Policy, method: str, given: object, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless what a policy's method gave is an array of this shape."""
+    if isinstance(given, mx.array) and given.shape == shape:
+        return
+    found = given.shape if isinstance(given, mx.array) else type(given).__name__
+    raise ValueError(
+        f"{type(policy).__name__}.{method} of policy {policy.name!r} must give an array "
+        f"[batch, KV heads, slots] of shape {shape}; it gave {found}."
+    )
