@@ -40,7 +40,7 @@ CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 # Texts that short are turned to many places; more tell nothing new.
 MOST_TURNS = 64
 # Where keys are turned to so many places or more, each turn takes a part of the tokens.
-PARTS = 4
+PARTS = 8
 # The first tokens of a text stay where they are: heads look at them from everywhere, and there are
 # no such tokens later on.
 FIRST = 4

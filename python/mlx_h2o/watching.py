@@ -14,6 +14,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_h2o import routing
 from mlx_h2o.attention import scaled_dot_product_attention
 from mlx_h2o.attention_call import AttentionCall, Looking
+from mlx_h2o.backends.choice import backend, cpu
 from mlx_h2o.cache_lists import replaced
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
 from mlx_h2o.profile import SMALLEST_BUDGET
@@ -24,7 +25,7 @@ USUAL_PASS = 1024
 # Fewer tell nothing.
 LEAST_TOKENS = 4 * SMALLEST_BUDGET
 # Queries attended from at a time: bounds the [Hq, block, T] logits.
-QUERY_BLOCK = 512
+QUERY_BLOCK = 128
 
 
 @dataclass
@@ -158,9 +159,13 @@ def block_attention(
     sinks: mx.array | None,
     softcap: float,
 ) -> mx.array:
-    """Attention of a block of queries `[B, Hq, n, D]`, by MLX where it knows such logits."""
+    """Attention of a block of queries `[B, Hq, n, D]`.
+
+    MLX computes it where it knows such logits, but for the CPU: over 2048 tokens this library's
+    kernel takes a quarter of the time there.
+    """
     rows = q, keys, values
-    if softcap:
+    if softcap or backend() is cpu():
         return scaled_dot_product_attention(
             *rows, scale=scale, mask=mask, sinks=sinks, softcap=softcap
         )
