@@ -26,6 +26,7 @@ SAMPLE = {
     "iquestloopcoder": "a second pass over shared keys",
     "longcat_flash": "MLA, two caches a layer",
     "llama4": "chunks",
+    "qwen2": "a list of blocks made anew at every look",
     "qwen3_vl": "a wrapper",
     "mamba": "of fixed size",
 }

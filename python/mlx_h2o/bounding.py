@@ -29,6 +29,7 @@ _UNSAID = {
     "group_size": DEFAULT_GROUP_SIZE,
     "undo": 0,
     "positions": "absolute",
+    "profile": "first use",
 }
 
 
@@ -48,15 +49,15 @@ def install(
     undo: int = 0,
     frames: Sequence[Frame | None] | Literal[False] | str | None = None,
     positions: str = "absolute",
+    profile: str = "first use",
     **settings: Any,
 ) -> None:
     """Route mlx-lm's attention, and, with a size, bound every cache that mlx-lm makes from now on.
 
     With a size, `mlx_lm.models.cache.make_prompt_cache` gives bounded caches, in every module that
-    holds it: the server's, the chat's, those of `generate` and `stream_generate`, and your own
-    modules'. Models without a plain KV cache keep their own caches. A `max_kv_size` that a caller
-    passes takes the place of the size given here. Called again, it puts new settings in force;
-    called without arguments, it leaves them as they are.
+    holds it: the server's, the chat's, those of `generate`, and your own modules'. Models without a
+    plain KV cache keep their own caches. A `max_kv_size` that a caller passes takes the place of
+    the size given here. Called again, it puts new settings in force; without arguments, none.
 
     Args:
         max_size: As in `make_prompt_cache`, which explains the others too.
@@ -73,25 +74,25 @@ def install(
         undo: Likewise.
         frames: Likewise.
         positions: Likewise.
+        profile: Likewise.
         settings: Likewise.
 
     Raises:
-        ValueError: Settings without a size, or ones that are none.
+        ValueError: Settings without a size, or ones that there are not.
     """
     stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
     given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
     given |= {"context": context, "recent_bits": recent_bits, "undo": undo, "frames": frames}
-    given["positions"] = positions
+    given |= {"positions": positions, "profile": profile}
     of_layers = checks.is_list(budgets) or callable(budgets)
     if max_size is None and max_bytes is None and not of_layers:
-        named = [name for name, value in given.items() if value != _UNSAID.get(name)]
-        if named:
+        if named := [name for name, value in given.items() if value != _UNSAID.get(name)]:
             raise ValueError(f"install() needs max_size or max_bytes with {', '.join(named)}.")
         routing.install()
         return
-    bound = ModelSettings.of(max_size, max_bytes=max_bytes, **given)
+    bound = bounding(ModelSettings.of(max_size, max_bytes=max_bytes, **given))
     routing.install()
-    _replace(bounding(bound))
+    _replace(bound)
 
 
 def uninstall() -> None:

@@ -75,7 +75,7 @@ def fitted(frame: Frame, sample: FrameSample, centred: bool = True) -> Frame:
     found = np.zeros((2, H * D // group, group), np.float32)  # centre and log scale
     mean, square = np.zeros_like(found), np.zeros_like(found)
     for step, of_step in enumerate(rows.reshape(STEPS, -1, SAMPLE, group)):
-        slopes = _slopes(*found, of_step, energies)
+        slopes = _slopes(found[0], found[1], of_step, energies)
         slopes[0] *= centred
         mean += (1 - KEPT[0]) * (slopes - mean)
         square += (1 - KEPT[1]) * (slopes**2 - square)
@@ -87,7 +87,7 @@ def fitted(frame: Frame, sample: FrameSample, centred: bool = True) -> Frame:
 
 
 def _drawn(weights: np.ndarray) -> np.ndarray:
-    """Rows for all steps, one step's after the other, `[H, STEPS * SAMPLE]`, by weights `[H, N]`."""
+    """Rows of one step after the other `[H, STEPS * SAMPLE]`, by their weights `[H, N]`."""
     H, N = weights.shape
     draw = np.random.default_rng(0)
     out = np.empty((H, STEPS * SAMPLE), np.int32)

@@ -17,7 +17,9 @@ from mlx_h2o.attention_call import AttentionCall, Looking
 from mlx_h2o.backends.choice import backend, cpu
 from mlx_h2o.cache_lists import replaced
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
+from mlx_h2o.model_identity import architecture
 from mlx_h2o.profile import SMALLEST_BUDGET
+from mlx_h2o.refusals import require_boundable
 from mlx_h2o.stock import stock_caches
 
 # Tokens of one pass where a model does not say what it was trained to see.
@@ -93,7 +95,8 @@ def _telling(block: type[nn.Module], watcher: Watcher) -> type[nn.Module]:
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # The input comes first, whatever a model calls it.
-        watcher.layer, watcher.residual = self, next(iter((*args, *kwargs.values())))
+        x = next(iter((*args, *kwargs.values())))
+        watcher.layer, watcher.residual = self, x
         try:
             return block.__call__(self, *args, **kwargs)
         finally:  # what attends outside of every block is taken for no block's
@@ -206,6 +209,8 @@ def output_projection(layer: nn.Module | None, width: int) -> Callable[[mx.array
 class _Weighable(LookingCache):
     """A looking cache that computes nothing: it only sees whether its layer can be weighed."""
 
+    knows_softcap = True
+
     def __init__(self, watcher: Watcher):
         self.watcher = watcher
 
@@ -314,12 +319,26 @@ def profiled_kinds(model: nn.Module) -> list[LayerKind]:
     """How the model uses its caches, if a profile would be used.
 
     Raises:
-        ValueError: All its heads need one budget.
+        NothingToBound: No cache of it grows.
+        ValueError: It cannot be bounded, or all its heads need one budget.
     """
-    kinds = layer_kinds(model)
-    if any(not kind.routed or kind.derived or kind.sharers > 1 for kind in kinds):
+    name, kinds = architecture(model), layer_kinds(model)
+    require_boundable(name, kinds, stock_caches(model))
+    if reason := one_budget_because(kinds):
         raise ValueError(
-            "This model attends by itself or to derived keys, or its layers share keys: all its "
-            "heads need one budget, and a profile would not be used."
+            f"{name} {reason}, so all its heads need one budget, and a profile would not be used. "
+            "It is bounded without one: make_prompt_cache gives every head the same number of "
+            "slots."
         )
     return kinds
+
+
+def one_budget_because(kinds: Sequence[LayerKind]) -> str:
+    """Why all heads of a model with such caches need one budget; empty if they do not."""
+    if any(not kind.routed for kind in kinds):
+        return "attends by itself, with one mask for all heads of a layer"
+    if any(kind.derived for kind in kinds):
+        return "attends to keys that are made of the cached rows, with one mask for all heads"
+    if any(kind.sharers > 1 for kind in kinds):
+        return "has layers that share keys and values"
+    return ""

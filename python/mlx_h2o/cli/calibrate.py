@@ -28,7 +28,7 @@ from mlx_h2o.policies import policy_names
 from mlx_h2o.profile import FILE_NAME, SMALLEST_BUDGET, Profile
 from mlx_h2o.profile_places import place_for
 from mlx_h2o.settings import DEFAULT_POLICY
-from mlx_h2o.watching import LEAST_TOKENS, profiled_kinds
+from mlx_h2o.watching import LEAST_TOKENS, profiled_kinds, require_weighable
 
 
 def add_parser(commands: Any) -> None:
@@ -84,6 +84,8 @@ def run(args: argparse.Namespace) -> None:
         checks.whole(f"--{name}", getattr(args, name), fewest)
     model, tokenizer = load_model(args)
     kinds = profiled_kinds(model)
+    if not args.exact:
+        require_weighable(model)
     identity = identity_by_kinds(model, kinds)
     out = args.out or place_for(model, identity)
     require_writable("--out", out)
