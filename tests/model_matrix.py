@@ -132,7 +132,7 @@ def profile(model: nn.Module) -> str:
         list(fed(model, cache, prompt_tokens(90), [40, *[1] * 50]))
         bounded = [e for _, e in entries(cache) if isinstance(e, BoundedKVCache)]
         assert [len(entry.budgets) for entry in bounded] == list(found.model.kv_heads)
-        assert all(entry.evicted for entry in bounded)
+        assert any(entry.evicted for entry in bounded)
     return YES
 
 

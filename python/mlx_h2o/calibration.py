@@ -197,22 +197,22 @@ def calibrate(
     settings: dict[str, Any] = {"name": policy.name, **asdict(policy)}
     length = min(length, trained_context(model))
     passes = mx.concatenate(windows_of(tokens, length))
-    T = passes.shape[1]
+    T, seen = passes.shape[1], {"tokens": passes.size, "length": passes.shape[1]}
     framing = frame_passes(model, tokens if frame_tokens is None else frame_tokens)
     told = _telling(progress, len(kinds))
     frames = frames_of_text(model, framing, progress=lambda done: told(FRAME_WORK * done))
     identity = identity_by_kinds(model, kinds)
     at_hand = CalibratedLayers() if kept is None else kept
-    before = FRAME_WORK * len(kinds)
-    echoes = echo_losses(model, tokens, T, lambda done: told(before + ECHO_WORK * done))
-    before += ECHO_WORK * len(kinds)
+    begun = FRAME_WORK * len(kinds)
+    echoes = echo_losses(model, tokens, T, lambda done: told(begun + ECHO_WORK * done))
+    begun += ECHO_WORK * len(kinds)
     run = _Run(
         policy,
         (*(b for b in grid if policy.least_budget() <= b < T), T),
         spans_of(T),
         frames_for(frames, T),
         at_hand,
-        lambda done: told(before + done),
+        lambda done: told(begun + done),
         group_size_of([k.widths for k in kinds]),
     )
     same = {"model": asdict(identity), "grid": run.grid, "orders": ORDERS, "policy": settings}
@@ -220,8 +220,7 @@ def calibrate(
     routing.install()
     looked_through(model, passes, run.watcher, lambda i: _Calibrating(i, run))
     measured = _measured(run, at_hand.all(len(kinds)), frames, settings, echoes)
-    seen = {"tokens": passes.size, "length": T, **(details or {})}
-    return Profile.of(identity, run.grid, measured, METHOD, seen)
+    return Profile.of(identity, run.grid, measured, METHOD, seen | (details or {}))
 
 
 def _telling(progress: Progress | None, layers: int) -> Callable[[float], None]:

@@ -85,13 +85,11 @@ def make_prompt_cache(
         positions: "absolute", or "rolling": without the gaps of forgotten tokens (`rolling.py`;
             models with a plain RoPE; needs remainder=False and no bits).
         pins: Pairs (first, one past the last) of positions never evicted; `mlx_h2o.pin` adds more.
-        profile: "first use": a size in bytes has a model without a profile measured, quickly and
-            once (`first_profile.py`); "never": it does not.
+        profile: "first use": a size in bytes has a model without one measured; "never": not.
         settings: Fields of the policy to change, such as `sink` or `evict_every`.
 
     Raises:
-        ValueError: No or two sizes, an unknown policy or setting, a budget without room to evict,
-            a profile of another model, or a policy that this model cannot run.
+        ValueError: Settings that there are not, do not go together, or do not suit this model.
     """
     if is_asked(model):  # by its own make_cache, which was replaced by this function
         return caches_beneath(model)
