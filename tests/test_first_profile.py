@@ -202,7 +202,7 @@ def test_blocks_are_as_they_were_after_looking_whatever_happens():
 
 
 def test_a_config_that_mlx_lm_cannot_run_is_named():
-    """gemma3_text looks for the cache of its first full layer, which such a config does not have."""
+    """gemma3_text looks for the cache of its first full layer, and this one has none."""
     model = tiny_model("gemma3_text", num_hidden_layers=2, sliding_window_pattern=6)
     with pytest.raises(ValueError, match="does not run with mlx-lm's own caches either"):
         layer_kinds(model)
