@@ -80,7 +80,7 @@ def add_cache_options(
     group.add_argument(
         "--budgets", metavar="FILE", help='"uniform", or a profile (default: the model\'s own)'
     )
-    _add_profile_option(group)
+    add_profile_option(group)
     _add_packing_options(group)
     group.add_argument(
         "--undo",
@@ -109,7 +109,7 @@ def _add_size_options(
     )  # fmt: skip
 
 
-def _add_profile_option(group: argparse._ArgumentGroup) -> None:
+def add_profile_option(group: argparse._ActionsContainer) -> None:
     """Whether a model that has no profile is measured."""
     group.add_argument(
         "--profile", choices=PROFILES, default=PROFILES[0], metavar="WHEN",
