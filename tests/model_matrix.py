@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,8 +19,12 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
 from mlx_h2o import make_prompt_cache
+from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries
+from mlx_h2o.cli import main
+from mlx_h2o.layer_kinds import layer_kinds
 from mlx_h2o.serve.most_bytes import most_bytes
+from mlx_h2o.watching import one_budget_because
 from model_configs import VOCABULARY
 from model_coverage import (
     BOUNDED,
@@ -37,7 +42,7 @@ from model_coverage import (
 )
 from tiny_models import prompt_tokens
 
-YES, REFUSED = "yes", "refused"
+YES, REFUSED, ONE_BUDGET = "yes", "refused", "one budget"
 ONE_BY_ONE, NOT_STOCK = "one at a time", "nor mlx-lm's own"
 # Of the server, where it cannot tell beforehand what a conversation may take.
 UNTOLD, SERVED_CHUNK = "without --kv-memory", 25
@@ -104,6 +109,38 @@ def server(model: nn.Module) -> str:
     if most is not None:
         assert held <= most, f"{held} bytes are held, and at most {most} were told"
     return told
+
+
+def profile(model: nn.Module) -> str:
+    """`mlx_h2o calibrate` to its end: its file is read again, and caches share slots out by it."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        file = Path(folder) / "profile.json"
+        patch.setattr("mlx_h2o.cli.calibrate.load_model", lambda _: (model, TinyTokenizer()))
+        said = io.StringIO()
+        with redirect_stdout(io.StringIO()), redirect_stderr(said):
+            status = main(["calibrate", "--out", str(file)])
+        if one_budget_because(layer_kinds(model)):
+            assert status == 2, "a profile was made that would not be used"
+            assert "one budget" in said.getvalue(), said.getvalue()
+            assert not list(Path(folder).iterdir())
+            return ONE_BUDGET
+        assert status == 0, said.getvalue()
+        found = mlx_h2o.Profile.load(file)
+    size = {"max_bytes": "25%", "context": 96, "budgets": found}
+    for stored in ({"max_size": 2 * SMALL, "budgets": found}, size):
+        cache = make_prompt_cache(model, **stored)
+        list(fed(model, cache, prompt_tokens(90), [40, *[1] * 50]))
+        bounded = [e for _, e in entries(cache) if isinstance(e, BoundedKVCache)]
+        assert [len(entry.budgets) for entry in bounded] == list(found.model.kv_heads)
+        assert any(entry.evicted for entry in bounded)
+    return YES
+
+
+class TinyTokenizer:
+    """Some tokens of whatever text: models with random weights read nothing."""
+
+    def encode(self, text: str) -> list[int]:
+        return prompt_tokens(96)
 
 
 def what_is_wrong(model: nn.Module, make: Callable[[], list[Any]]) -> str:
@@ -173,6 +210,7 @@ COLUMNS: dict[str, Callable[[nn.Module], str]] = {
     "packed in frames": packed,
     "batches": batches,
     "server": server,
+    "profile": profile,
 }
 
 

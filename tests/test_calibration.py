@@ -181,7 +181,7 @@ def test_the_two_bundled_texts_are_independent():
 def test_sharing_out_costs_a_look_per_purchase(monkeypatch):
     """A 4B model has hundreds of heads: after a purchase only the buyer's offer is made anew."""
     rng = np.random.default_rng(0)
-    losses = np.sort(rng.exponential(size=(36, 8, 16)), axis=-1)[..., ::-1]
+    losses = np.sort(rng.exponential(size=(36, 8, len(calibration.GRID))), axis=-1)[..., ::-1]
     profile = made_up(losses.tolist(), grid=calibration.GRID)
     looks = []
     best_step = curves.best_step

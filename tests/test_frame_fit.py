@@ -111,9 +111,14 @@ def test_the_weight_of_a_key_is_what_an_error_of_its_logit_costs(sinks):
 
     assert mx.allclose(out, attended(causal), atol=1e-5)
     error = 0.01
-    for n in (0, 60, 149):
+    for n in (0, 60, 145):
         moved = attended(causal + error * (mx.arange(150) == n)) - attended(causal)
-        cost = mx.square(moved / error).sum(axis=(0, 2, 3)).reshape(2, 2).sum(axis=1)
+        cost = (
+            mx.square(moved / error)[:, :, ::QUERY_STEP]
+            .sum(axis=(0, 2, 3))
+            .reshape(2, 2)
+            .sum(axis=1)
+        )
         assert mx.allclose(use.weights[0, :, n], cost, rtol=0.05, atol=1e-3)
 
 

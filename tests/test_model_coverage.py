@@ -14,7 +14,7 @@ import pytest
 
 from model_configs import OLD_NAMES
 from model_coverage import BOUNDED, NOT_RUN, PARTLY, REFUSED, coverage_model, model_names
-from model_matrix import COLUMNS, NOT_STOCK, memory
+from model_matrix import COLUMNS, NOT_STOCK, YES, memory
 
 TEXT = (Path(__file__).parents[1] / "docs/models.md").read_text(encoding="utf-8")
 # One of each kind, in every run.
@@ -26,6 +26,7 @@ SAMPLE = {
     "iquestloopcoder": "a second pass over shared keys",
     "longcat_flash": "MLA, two caches a layer",
     "llama4": "chunks",
+    "qwen2": "a list of blocks made anew at every look",
     "qwen3_vl": "a wrapper",
     "mamba": "of fixed size",
 }
@@ -40,6 +41,14 @@ def documented() -> dict[str, list[str]]:
 
 ROWS = documented()
 BOUNDED_ROWS = [name for name in sorted(ROWS) if ROWS[name][0] in (BOUNDED, PARTLY)]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_calibration_needs_no_list_that_stays(family):
+    """The page's `profile` column, for a list of blocks that is made anew at every look."""
+    model = coverage_model(family)
+    assert model.layers is not model.layers
+    assert ROWS[family][-1] == YES
 
 
 def cases(names: Sequence[str]) -> list[Any]:

@@ -18,7 +18,7 @@ FLOORS = {
         linear_algebra masks patching
         curves number_text measured memory_size model_identity pins safetensors_header smollm2
         softmax stock store builtin handed_rows cache_lists layer_budgets
-        ranks rolling positions""",
+        ranks rolling positions progress""",
     "rows": """packed value_lengths remainder recent_window undo frame frame_fit query_centres
         profile profile_places""",
     "policies": "policies selection",
@@ -32,9 +32,10 @@ FLOORS = {
         shared_cache""",
     "mlx-lm": """known_rope trimming own_attention routing layer_kinds description cache_file
         watching turning key_use key_frames kept_of_model kept_frames kept_centres plan
+        trials echoes calibrated_layers calibration first_profile
         prompt_cache refusals conversations""",
-    "models": """pin_rules bounding resizing rereading trials echoes calibrated_layers calibration
-        kl_calibration inspection remembered dialogue""",
+    "models": """pin_rules bounding resizing rereading kl_calibration inspection
+        remembered dialogue""",
     "tools": "evaluate bench golden serve",
     "top": "__init__ cli __main__",
 }

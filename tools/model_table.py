@@ -60,10 +60,14 @@ batches with mlx-lm's own caches do not either.
 - **server**: copies and files go on bit by bit as the cache that they were made of, and a \
 conversation takes no more bytes than `--kv-memory` puts aside for it. *without --kv-memory*: the \
 same, but those bytes are not known beforehand.
+- **profile**: `mlx_h2o calibrate` measures each head, its file is read again, and slots and bits \
+are shared out by it. *one budget*: `calibrate` refuses before it computes anything, since all \
+heads need the same number of slots there (keys made of the rows, or shared by layers).
 
 Written with mlx-lm {version}; `make test-old-mlx-lm` holds mlx-lm {previous}, the release before \
 it, to the same rows. {counts}. Of the {growing} whose memory grows, {bounded} are \
-bounded ({percent} %); of those {packed} can be packed, {batched} batched, {served} served.
+bounded ({percent} %); of those {packed} can be packed, {batched} batched, {served} served, and \
+{profiled} have profiles.
 
 | model | {columns} |
 |---|{rule}
@@ -75,7 +79,7 @@ def page_of(lines: Sequence[str]) -> str:
     rows = [cells_of(line) for line in lines]
     counts = Counter(row[1] for row in rows)
     growing = counts[BOUNDED] + counts[PARTLY] + counts[REFUSED]
-    packed, batched, served = (sum(row[i] == YES for row in rows) for i in (3, 4, 5))
+    packed, batched, served, profiled = (sum(row[i] == YES for row in rows) for i in (3, 4, 5, 6))
     columns = " | ".join(COLUMNS)
     head = HEAD.format(
         small=SMALL,
@@ -90,6 +94,7 @@ def page_of(lines: Sequence[str]) -> str:
         packed=packed,
         batched=batched,
         served=served,
+        profiled=profiled,
         columns=columns,
         rule="---|" * len(columns.split(" | ")),
     )

@@ -31,6 +31,7 @@ _UNSAID = {
     "group_size": DEFAULT_GROUP_SIZE,
     "undo": 0,
     "positions": "absolute",
+    "profile": "first use",
 }
 
 
@@ -60,6 +61,7 @@ def install(
     undo: int = 0,
     frames: Sequence[Frame | None] | Literal[False] | str | None = None,
     positions: str = "absolute",
+    profile: str = "first use",
     **settings: Any,
 ) -> None:
     """Route mlx-lm's attention, and, with a size, bound every cache that mlx-lm makes from now on.
@@ -86,15 +88,16 @@ def install(
         undo: Likewise.
         frames: Likewise.
         positions: Likewise.
+        profile: Likewise.
         settings: Likewise.
 
     Raises:
-        ValueError: Settings without a size, or ones that are none.
+        ValueError: Settings without a size, or ones that there are not.
     """
     stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
     given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
     given |= {"context": context, "recent_bits": recent_bits, "undo": undo, "frames": frames}
-    given["positions"] = positions
+    given |= {"positions": positions, "profile": profile}
     of_layers = checks.is_list(budgets) or callable(budgets)
     if max_size is None and max_bytes is None and not of_layers:
         named = [name for name, value in given.items() if value != _UNSAID.get(name)]
@@ -108,9 +111,9 @@ def install(
         if _bounded is None:
             warnings.warn(UNBOUNDED, NothingBounded, stacklevel=2)
         return
-    bound = ModelSettings.of(max_size, max_bytes=max_bytes, **given)
+    bound = bounding(ModelSettings.of(max_size, max_bytes=max_bytes, **given))
     routing.install()
-    _replace(bounding(bound))
+    _replace(bound)
 
 
 def uninstall() -> None:

@@ -45,20 +45,26 @@ from mlx_h2o.watching import (
     full_attention,
     looked_through,
     profiled_kinds,
+    require_weighable,
     trained_context,
     windows_of,
 )
 
-# Slots tried per head, as far as the text is long.
-GRID = (SMALLEST_BUDGET, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+# Slots tried per head, as far as the text is long. (Beyond half of it too little is evicted to tell
+# anything, and many slots take the most time.)
+GRID = (SMALLEST_BUDGET, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 #: Tokens of one pass: as many as the context that will be asked for, up to what takes minutes.
 LENGTH = 2048
 # Errors are told apart by the positions where they came, in spans that double from here.
 FIRST_SPAN = 256
 #: Widths of rows whose loss from packing alone is measured.
 PACKED_BITS = (4, 5, 6, 8)
-#: Time of the pass over echoes, as a part of that of the trials, about.
-ECHO_WORK = 0.1
+#: Time of the passes for frames and over echoes, as parts of that of the trials, about.
+FRAME_WORK, ECHO_WORK = 0.2, 0.1
+#: A quick calibration, as at a model's first use (`first_profile.py`): tokens of its one pass,
+#: slots tried, and tokens read for frames. docs/results.md tells what it loses.
+QUICK_LENGTH, QUICK_FRAME_TOKENS = 1024, 2048
+QUICK_GRID = (SMALLEST_BUDGET, 24, 48, 96, 192, 384, 768)
 METHOD = "output error of the policy itself, token by token"
 
 #: Called with (steps done, steps in all).
@@ -161,6 +167,7 @@ def calibrate(
     *,
     length: int = LENGTH,
     policy: str | Policy = DEFAULT_POLICY,
+    grid: Sequence[int] = GRID,
     frame_tokens: Sequence[int] | None = None,
     details: dict[str, Any] | None = None,
     progress: Progress | None = None,
@@ -174,8 +181,9 @@ def calibrate(
         length: Tokens of one pass, at most: as long as the context that will be asked for. Never
             more than the model's trained context.
         policy: A policy or its name.
-        frame_tokens: A text for the frames of packed keys, as varied as what the model will see;
-            some 4000 tokens. By default the same text.
+        grid: Slots to try, as far as the text is long.
+        frame_tokens: Some 4000 of a text as varied as what the model will see, for the frames;
+            by default the same text.
         details: Anything to note in the profile.
         progress: Told as it goes on.
         kept: Layers that an earlier run of the same calibration finished; new ones are added.
@@ -183,25 +191,28 @@ def calibrate(
     Raises:
         ValueError: The text is too short, or the model's heads cannot be weighed.
     """
-    kinds = profiled_kinds(model)
     policy = _measurable(make_policy(policy))
+    kinds = profiled_kinds(model)
+    require_weighable(model)
     settings: dict[str, Any] = {"name": policy.name, **asdict(policy)}
     length = min(length, trained_context(model))
     passes = mx.concatenate(windows_of(tokens, length))
-    T = passes.shape[1]
+    T, seen = passes.shape[1], {"tokens": passes.size, "length": passes.shape[1]}
     framing = frame_passes(model, tokens if frame_tokens is None else frame_tokens)
-    frames = frames_of_text(model, framing)
+    told = _telling(progress, len(kinds))
+    frames = frames_of_text(model, framing, progress=lambda done: told(FRAME_WORK * done))
     identity = identity_by_kinds(model, kinds)
     at_hand = CalibratedLayers() if kept is None else kept
-    told = _telling(progress, len(kinds))
-    echoes = echo_losses(model, tokens, T, lambda done: told(ECHO_WORK * done))
+    begun = FRAME_WORK * len(kinds)
+    echoes = echo_losses(model, tokens, T, lambda done: told(begun + ECHO_WORK * done))
+    begun += ECHO_WORK * len(kinds)
     run = _Run(
         policy,
-        (*(b for b in GRID if policy.least_budget() <= b < T), T),
+        (*(b for b in grid if policy.least_budget() <= b < T), T),
         spans_of(T),
         frames_for(frames, T),
         at_hand,
-        lambda done: told(ECHO_WORK * len(kinds) + done),
+        lambda done: told(begun + done),
         group_size_of([k.widths for k in kinds]),
     )
     same = {"model": asdict(identity), "grid": run.grid, "orders": ORDERS, "policy": settings}
@@ -209,16 +220,16 @@ def calibrate(
     routing.install()
     looked_through(model, passes, run.watcher, lambda i: _Calibrating(i, run))
     measured = _measured(run, at_hand.all(len(kinds)), frames, settings, echoes)
-    seen = {"tokens": passes.size, "length": T, **(details or {})}
-    return Profile.of(identity, run.grid, measured, METHOD, seen)
+    return Profile.of(identity, run.grid, measured, METHOD, seen | (details or {}))
 
 
 def _telling(progress: Progress | None, layers: int) -> Callable[[float], None]:
-    """Tells of work in layers of the trials, with the pass over echoes before them."""
+    """Tells of work in layers of the trials, with the other passes before them."""
+    whole = layers * (1 + FRAME_WORK + ECHO_WORK)
 
     def told(done: float) -> None:
         if progress:
-            progress(round(100 * done), round(100 * layers * (1 + ECHO_WORK)))
+            progress(round(100 * done), round(100 * whole))
 
     return told
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-from mlx.optimizers import Adam, linear_schedule
 
 from mlx_h2o.frame import Frame
 from mlx_h2o.packed import group_size_for
@@ -34,7 +33,9 @@ STEPS = 60
 #: Of a step, in log scales and in centres by the scale; falls to 0 over the steps.
 RATE = 0.05
 #: How much of the gradient's mean and square Adam keeps: slopes of small samples are rough.
-KEPT = [0.9, 0.99]
+KEPT = (0.9, 0.99)
+#: Beside the root of a square in a step's denominator.
+EPSILON = 1e-8
 #: What channels without queries and rows without a range are taken to have.
 LEAST = float(np.finfo(np.float32).tiny)
 
@@ -64,25 +65,29 @@ def fitted(frame: Frame, sample: FrameSample, centred: bool = True) -> Frame:
     """
     H, _, D = sample.keys.shape
     group = group_size_for(D) or D
-    centre, scale = frame.arrays
+    centre, scale = (np.array(array) for array in frame.arrays)
     # In the first frame all channels are alike, and one rate serves them.
-    energies = (sample.energies * mx.square(scale)).reshape(-1, group)
-    found = {name: mx.zeros((H * D // group, group)) for name in ("centre", "log_scale")}
-    optimizer = Adam(linear_schedule(RATE, 0, STEPS), betas=KEPT, bias_correction=True)
-    for drawn in _drawn(np.array(sample.weights)):
-        rows = mx.take_along_axis(sample.keys, mx.array(drawn)[..., None], axis=1)
-        rows = (rows - centre[:, None]) / scale[:, None]
-        rows = rows.reshape(H, SAMPLE, D // group, group).swapaxes(1, 2)
-        slopes = _SLOPES(found, rows.reshape(-1, SAMPLE, group), energies)
-        slopes["centre"] *= centred
-        found = optimizer.apply_gradients(slopes, found)
-        mx.eval(found, optimizer.state)
-    moved, log_scale = (found[name].reshape(H, D) for name in ("centre", "log_scale"))
-    return Frame(centre + scale * moved, scale * mx.exp(log_scale))
+    energies = (np.array(sample.energies) * scale**2).reshape(-1, group)
+    drawn = _drawn(np.array(sample.weights))
+    rows = np.array(mx.take_along_axis(sample.keys, mx.array(drawn)[..., None], axis=1))
+    rows = (rows - centre[:, None]) / scale[:, None]
+    rows = rows.reshape(H, STEPS, SAMPLE, D // group, group).transpose(1, 0, 3, 2, 4)
+    found = np.zeros((2, H * D // group, group), np.float32)  # centre and log scale
+    mean, square = np.zeros_like(found), np.zeros_like(found)
+    for step, of_step in enumerate(rows.reshape(STEPS, -1, SAMPLE, group)):
+        slopes = _slopes(found[0], found[1], of_step, energies)
+        slopes[0] *= centred
+        mean += (1 - KEPT[0]) * (slopes - mean)
+        square += (1 - KEPT[1]) * (slopes**2 - square)
+        unbiased = [1 - kept ** (step + 1) for kept in KEPT]
+        rate = RATE * (1 - step / STEPS)
+        found -= rate * (mean / unbiased[0]) / (np.sqrt(square / unbiased[1]) + EPSILON)
+    moved, log_scale = (each.reshape(H, D) for each in found)
+    return Frame(mx.array(centre + scale * moved), mx.array(scale * np.exp(log_scale)))
 
 
 def _drawn(weights: np.ndarray) -> np.ndarray:
-    """Which rows each step takes, `[STEPS, H, SAMPLE]`, by their weights `[H, N]`."""
+    """Rows of one step after the other `[H, STEPS * SAMPLE]`, by their weights `[H, N]`."""
     H, N = weights.shape
     draw = np.random.default_rng(0)
     out = np.empty((H, STEPS * SAMPLE), np.int32)
@@ -90,22 +95,42 @@ def _drawn(weights: np.ndarray) -> np.ndarray:
         chances = BY_WEIGHT * of_rows / max(of_rows.sum(), LEAST) + (1 - BY_WEIGHT) / N
         up_to = np.cumsum(chances)
         out[head] = np.searchsorted(up_to, draw.random(STEPS * SAMPLE) * up_to[-1])
-    return out.reshape(H, STEPS, SAMPLE).swapaxes(0, 1)
+    return out
 
 
-def _expected_error(found: dict[str, mx.array], rows: mx.array, energies: mx.array) -> mx.array:
-    """Its logarithm, summed over the groups.
+def _slopes(
+    centre: np.ndarray, log_scale: np.ndarray, rows: np.ndarray, energies: np.ndarray
+) -> np.ndarray:
+    """Of the expected error's logarithm, by centre and log scale, `[2, R, d]`.
+
+    A row's range moves with its widest channels alone, so that the slopes are sums over rows of
+    what two channels give.
 
     Args:
-        found: Centre and log scale `[R, d]`, from the first frame on.
+        centre: From the first frame on, `[R, d]`.
+        log_scale: Likewise.
         rows: In the first frame, `[R, n, d]`.
         energies: Of queries as they meet those, `[R, d]`.
     """
-    framed = (rows - found["centre"][:, None]) * mx.exp(-found["log_scale"])[:, None]
-    ranges = framed.max(axis=-1) - framed.min(axis=-1)
-    spent = energies * mx.exp(2 * found["log_scale"])
-    of_groups = mx.stack([mx.square(ranges).sum(axis=-1), spent.sum(axis=-1)])
-    return mx.log(mx.maximum(of_groups, LEAST)).sum()
-
-
-_SLOPES = mx.grad(_expected_error)
+    R, n, d = rows.shape
+    inverse = np.exp(-log_scale)
+    framed = rows * inverse[:, None]
+    framed -= (centre * inverse)[:, None]
+    spent = energies * np.exp(2 * log_scale)
+    out = np.zeros((2, R, d), np.float32)
+    out[1] = 2 * spent / np.maximum(spent.sum(axis=-1, keepdims=True), LEAST)
+    flat = framed.reshape(R * n, d)
+    edges = flat.argmax(axis=-1), flat.argmin(axis=-1)
+    at = np.arange(R * n)
+    highest, lowest = (flat[at, edge] for edge in edges)
+    ranges = (highest - lowest).reshape(R, n)
+    # d log sum r^2 = 2 sum r dr / sum r^2, and a framed number x falls by 1/s with its centre and
+    # by x with its log scale.
+    shares = 2 * ranges / np.maximum((ranges**2).sum(axis=-1, keepdims=True), LEAST)
+    group = np.repeat(np.arange(R) * d, n)
+    for sign, edge, value in ((1, edges[0], highest), (-1, edges[1], lowest)):
+        moved = sign * shares.ravel()
+        for of, weights in enumerate((moved, moved * value)):
+            sums = np.bincount(group + edge, weights, R * d).reshape(R, d)
+            out[of] -= sums * inverse if of == 0 else sums
+    return out

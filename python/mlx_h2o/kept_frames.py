@@ -12,6 +12,7 @@ from mlx_h2o.key_frames import frame_passes, frame_tokens, frames_of_text
 from mlx_h2o.measured import LayerFrames, check_frames, frames_of_json, json_of_frames
 from mlx_h2o.model_identity import ModelIdentity
 from mlx_h2o.profile import Profile
+from mlx_h2o.progress import progress_bar
 
 KEPT = KeptOfModel("mlx-h2o frames", ".frames.json", version=2)
 
@@ -38,6 +39,8 @@ def made_frames(model: nn.Module, identity: ModelIdentity) -> Frames | None:
         return None
     place = KEPT.place_of(identity)
     print(f"Making frames for packed keys (once, kept in {place})", file=sys.stderr)
-    frames = frames_of_text(model, frame_passes(model, frame_tokens(tokenizer)))
+    passes, layers = frame_passes(model, frame_tokens(tokenizer)), len(identity.kv_heads)
+    with progress_bar("making frames") as told:
+        frames = frames_of_text(model, passes, progress=lambda done: told(done, layers))
     KEPT.keep(identity, {"frames": json_of_frames(frames)})
     return frames

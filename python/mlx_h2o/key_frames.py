@@ -10,7 +10,7 @@ longer text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 # Texts that short are turned to many places; more tell nothing new.
 MOST_TURNS = 64
 # Where keys are turned to so many places or more, each turn takes a part of the tokens.
-PARTS = 4
+PARTS = 8
 # The first tokens of a text stay where they are: heads look at them from everywhere, and there are
 # no such tokens later on.
 FIRST = 4
@@ -66,7 +66,10 @@ def frame_passes(model: nn.Module, tokens: Sequence[int]) -> mx.array:
 
 
 def frames_of_text(
-    model: nn.Module, passes: mx.array, contexts: Sequence[int] = CONTEXTS
+    model: nn.Module,
+    passes: mx.array,
+    contexts: Sequence[int] = CONTEXTS,
+    progress: Callable[[int], None] | None = None,
 ) -> dict[int, tuple[np.ndarray, ...]]:
     """Every layer's frame for each context.
 
@@ -74,6 +77,7 @@ def frames_of_text(
         model: An mlx-lm model that mlx_h2o can route.
         passes: Token ids `[B, T]`, all at positions 0 to T - 1.
         contexts: Positions from 0 to below each.
+        progress: Told how many layers are done.
 
     Returns:
         By context, one array a layer: centre and scale `[2, H, D]`.
@@ -81,7 +85,7 @@ def frames_of_text(
     routing.install()
     watcher = Watcher()
     layers: list[dict[int, np.ndarray]] = []
-    looked_through(model, passes, watcher, lambda _: _Framing(watcher, contexts, layers))
+    looked_through(model, passes, watcher, lambda _: _Framing(watcher, contexts, layers, progress))
     return {context: tuple(layer[context] for layer in layers) for context in contexts}
 
 
@@ -141,15 +145,22 @@ class _Framing(LookingCache):
     knows_softcap = True
 
     def __init__(
-        self, watcher: Watcher, contexts: Sequence[int], layers: list[dict[int, np.ndarray]]
+        self,
+        watcher: Watcher,
+        contexts: Sequence[int],
+        layers: list[dict[int, np.ndarray]],
+        progress: Callable[[int], None] | None,
     ):
         self.watcher, self.contexts, self.layers = watcher, contexts, layers
+        self.progress = progress
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         mx.eval(call.q, keys, values)
         turn = turning(self.watcher.layer, keys[:1, :, :1])
         out, use = KeyUse.attended(call, keys, values)
         self.layers.append(frames_of_keys(keys, turn, self.contexts, _can_be_centred(call), use))
+        if self.progress:
+            self.progress(len(self.layers))
         return out
 
 

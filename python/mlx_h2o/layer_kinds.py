@@ -14,7 +14,7 @@ from mlx_h2o.attention_call import AttentionCall, Looking
 from mlx_h2o.budget import RowWidths
 from mlx_h2o.cache_lists import entries, replaced
 from mlx_h2o.handed_rows import hand_out
-from mlx_h2o.model_identity import ModelIdentity, identity_of
+from mlx_h2o.model_identity import ModelIdentity, architecture, identity_of
 from mlx_h2o.stock import stock_caches
 
 
@@ -94,14 +94,35 @@ class _Trial(Looking, mlx_lm_cache.KVCache):
         return LayerKind(heads, widths, sharers > 0, self.derived, max(sharers, 1), group=group)
 
 
+def _runs(model: nn.Module) -> bool:
+    """Whether the model takes a token with mlx-lm's own caches."""
+    try:
+        model(mx.array([[0]]), cache=stock_caches(model))
+    except Exception:  # whatever a model raises
+        return False
+    return True
+
+
 def layer_kinds(model: nn.Module) -> list[LayerKind]:
     """How the model uses each of its plain KV caches, in order.
 
     One token is sent through the model lazily: shapes become known, and nothing is computed.
+
+    Raises:
+        ValueError: The model does not run with mlx-lm's own caches either.
     """
     routing.install()
     caches = [replaced(entry, _Trial) for entry in stock_caches(model)]
-    model(mx.array([[0]]), cache=caches)
+    try:
+        model(mx.array([[0]]), cache=caches)
+    except Exception as error:
+        if not _runs(model):
+            raise ValueError(
+                f"{architecture(model)} with this config does not run with mlx-lm's own caches "
+                f"either ({type(error).__name__}: {error}): look at its config.json (gemma3_text, "
+                "for one, needs as many layers as sliding_window_pattern says)."
+            ) from error
+        raise
     found: list[LayerKind] = []
     for entry in caches:
         trials = [trial for _, trial in entries([entry]) if isinstance(trial, _Trial)]

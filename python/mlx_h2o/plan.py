@@ -42,6 +42,7 @@ class AtHand:
         slots: Slots of each layer's KV heads, where the caller gave them.
         ropes: Of each layer's keys, where positions are to have no gaps.
         centres: Of each layer's queries, where the policy uses them.
+        without: Why there is no profile where one would serve; empty otherwise.
     """
 
     profile: Profile | None
@@ -50,6 +51,7 @@ class AtHand:
     slots: list[list[int]] | None = None
     ropes: Sequence[Rope] | None = None
     centres: Sequence[QueryCentres] | None = None
+    without: str = ""
 
     def frame(self, layer: int, context: int) -> Frame | None:
         """A layer's frame for so many positions, if there are any."""
@@ -183,15 +185,16 @@ def _chosen_packing(
 ) -> tuple[Packing, str]:
     """How rows are stored where bits were left to us, and why."""
     profile = at_hand.profile
+    advice = f"{at_hand.without}; {ADVICE}" if at_hand.without else ADVICE
     if not at_hand.frames or settings.frames is not None:
-        return settings.packing, f"rows as they come: there are no frames for packed keys; {ADVICE}"
+        return settings.packing, f"rows as they come: there are no frames for packed keys; {advice}"
     if profile is None or profile.measured is None or not profile.measured.packing:
         fits = group_size_of([share.widths for share in shares])
         if fits is None:
             return settings.packing, "rows as they come: their width has no groups"
         return (
             Packing(USUAL_BITS, USUAL_BITS, fits),
-            f"rows of {USUAL_BITS} bits in frames, slots shared out evenly; {ADVICE}",
+            f"rows of {USUAL_BITS} bits in frames, slots shared out evenly; {advice}",
         )
     found = choices(
         shares,

@@ -51,7 +51,10 @@ def found_profile(model: nn.Module, identity: ModelIdentity) -> Profile | None:
     # This very model's first; a quantized one is near enough.
     kept.sort(key=lambda path: path != kept_place(identity))
     for path in [*kept, *shipped_profiles()]:
-        profile = Profile.load(path)
+        try:
+            profile = Profile.load(path)
+        except ValueError:  # a damaged one, perhaps of another model, is no one's
+            continue
         if profile.model.difference(identity) is None:
             return profile
     return None

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_h2o import own_attention
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries, replaced
+from mlx_h2o.first_profile import first_profile
 from mlx_h2o.frame import Frame
 from mlx_h2o.kept_centres import centres_for
 from mlx_h2o.kept_frames import Frames, found_frames, made_frames
@@ -55,6 +56,7 @@ def make_prompt_cache(
     frames: Sequence[Frame | None] | Literal[False] | str | None = None,
     positions: str = "absolute",
     pins: Sequence[Span] = (),
+    profile: str = "first use",
     **settings: Any,
 ) -> list[Any]:
     """The model's own caches, with every plain KV cache replaced by a bounded one.
@@ -64,16 +66,15 @@ def make_prompt_cache(
     Args:
         model: An mlx-lm model.
         max_size: Tokens' worth of memory per KV head, on average, the remainder included.
-        max_bytes: Instead: bytes for all bounded layers and one sequence, everything counted: a
-            number, "64MB", or "25%" of a 16-bit cache at `context`. Bits, unless you say them, are
-            chosen with the slots by the model's profile, and nothing goes before they are full.
+        max_bytes: Instead: bytes for all bounded layers and one sequence: a number, "64MB", or
+            "25%" of a 16-bit cache at `context`. Bits, unless you say them, are chosen with the
+            slots by the model's profile, and nothing goes before they are full.
         context: Tokens that conversations may reach; by default what the model was trained to see.
         policy: A policy, or its name; the default is "salient" (in models that attend by
             themselves "distinct", in its form that looks at keys only).
         remainder: Whether evicted tokens go on answering.
-        budgets: "uniform", a `Profile`, or the path of one. By default the model's own profile
-            where one ships with mlx-h2o or lies beside its weights (see `mlx_h2o.load`). Instead of
-            a size: slots of each of the model's own caches (`layer_budgets.LayerBudgets`).
+        budgets: "uniform", a `Profile`, or the path of one; by default the model's own, if it has
+            one. Instead of a size: slots of each of its own caches (`layer_budgets.LayerBudgets`).
         bits: Store keys and values in 2, 3, 4, 5, 6 or 8 bits; 16 or None: as they come.
         k_bits: Of keys alone, instead of `bits`.
         v_bits: Of values alone, instead of `bits`.
@@ -81,21 +82,21 @@ def make_prompt_cache(
         recent_bits: Of the newest tokens, where that is to differ (16: as they come).
         undo: How many of the last tokens can be taken back after evictions.
         frames: Of packed keys: one or None for each cache, or "none"; by default the profile's.
-        positions: "absolute", or "rolling": kept tokens are seen without the gaps of forgotten ones
-            (`rolling.py`; models with a plain RoPE; needs remainder=False and no bits).
+        positions: "absolute", or "rolling": without the gaps of forgotten tokens (`rolling.py`;
+            models with a plain RoPE; needs remainder=False and no bits).
         pins: Pairs (first, one past the last) of positions never evicted; `mlx_h2o.pin` adds more.
-        settings: Fields of the policy to change, such as `sink`, `recent` or `evict_every`.
+        profile: "first use": a size in bytes has a model without one measured; "never": not.
+        settings: Fields of the policy to change, such as `sink` or `evict_every`.
 
     Raises:
-        ValueError: No or two sizes, an unknown policy or setting, a budget without room to evict, a
-            profile of another model, or a policy that this model cannot run.
+        ValueError: Settings that there are not, do not go together, or do not suit this model.
     """
     if is_asked(model):  # by its own make_cache, which was replaced by this function
         return caches_beneath(model)
     stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
     given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
     given |= {"max_bytes": max_bytes, "context": context, "recent_bits": recent_bits, "undo": undo}
-    given |= {"frames": frames, "positions": positions, "pins": pins}
+    given |= {"frames": frames, "positions": positions, "pins": pins, "profile": profile}
     return bounded_caches(model, ModelSettings.of(max_size, **given))
 
 
@@ -172,17 +173,20 @@ def _at_hand(
     heads = [kind.heads for kind in kinds]
     identity = identity_by_kinds(model, kinds)
     slots = profile = frames = None
+    why = ""
     if settings.layer_budgets is not None:
         slots = slots_given(settings.layer_budgets, caches, heads, one_mask)
     else:
         uniform = one_mask or shared or policy.unit == "layer"
         profile = _profile_for(model, identity, settings.profile, uniform)
+        if profile is None and not uniform and settings.profile is None:
+            profile, why = _first_profile(model, identity, settings)
     if settings.frames is None and policy.suits_frames and not one_mask:
         frames = _frames_at_hand(model, identity, profile, settings, shared)
     given = frames_of_caches(caches, settings.frames)
     ropes = ropes_in_keys(name, model, len(kinds)) if settings.rolls else None
     centres = centres_for(model, kinds, policy) if policy.uses_query_centres else None
-    return AtHand(profile, frames, given, slots, ropes, centres)
+    return AtHand(profile, frames, given, slots, ropes, centres, why)
 
 
 def use_of(kind: LayerKind) -> str:
@@ -242,6 +246,20 @@ def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
             )
         of_plain += [frame] * plain
     return of_plain
+
+
+def _first_profile(
+    model: nn.Module, identity: ModelIdentity, settings: ModelSettings
+) -> tuple[Profile | None, str]:
+    """A profile that is measured now, or None, and why."""
+    if settings.max_bytes is None:
+        return None, ""
+    if settings.measures == "never":
+        return None, 'profile="never"'
+    if ranks_of(model) is not None:
+        return None, "this process has a part of the model"
+    found = first_profile(model, identity)
+    return (found, "") if isinstance(found, Profile) else (None, found)
 
 
 def _profile_for(

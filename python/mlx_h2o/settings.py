@@ -29,6 +29,8 @@ from mlx_h2o.undo import MOST_STEPS
 
 DEFAULT_POLICY = "salient"
 POSITIONS = ("absolute", "rolling")
+#: Whether a model without a profile is measured at first use, or never.
+PROFILES = ("first use", "never")
 # In models that attend by themselves it is this one, in its form that looks at keys only.
 DEFAULT_UNSEEN = "distinct"
 
@@ -293,6 +295,8 @@ class ModelSettings:
         chooses_bits: Whether the size is in bytes and it is not said how rows are stored.
         positions: "absolute", or "rolling": without gaps (`rolling.py`).
         pins: Spans of positions that are never evicted.
+        measures: "first use": a size in bytes has a model without a profile measured, quickly and
+            once; "never": it does not.
 
     Raises:
         ValueError: A setting is none, or they do not go together; the message names it.
@@ -311,8 +315,10 @@ class ModelSettings:
     chooses_bits: bool = False
     positions: str = "absolute"
     pins: tuple[Span, ...] = ()
+    measures: str = PROFILES[0]
 
     def __post_init__(self) -> None:
+        checks.choice("profile", self.measures, PROFILES)
         object.__setattr__(self, "budgets", budgets_of_model(self.budgets))
         if self.layer_budgets is None:
             one_size(max_size=self.max_size, max_bytes=self.max_bytes)
@@ -362,6 +368,7 @@ class ModelSettings:
         frames: Sequence[Frame | None] | Literal[False] | str | None = None,
         positions: str = "absolute",
         pins: Sequence[Span] = (),
+        profile: str = PROFILES[0],
         **settings: Any,
     ) -> ModelSettings:
         """From the arguments of `make_prompt_cache`, which explains them."""
@@ -373,7 +380,8 @@ class ModelSettings:
         chooses = max_bytes is not None and not said and positions != "rolling"
         stored = (remainder, budgets, packing, undo, frames, context, chooses, positions)
         # `pins` is made a tuple when it is checked.
-        return cls(max_size, max_bytes, policy, settings, *stored, pins=pins)  # type: ignore[arg-type]
+        own: Any = {"pins": pins, "measures": profile}
+        return cls(max_size, max_bytes, policy, settings, *stored, **own)
 
     @property
     def rolls(self) -> bool:

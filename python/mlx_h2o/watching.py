@@ -11,11 +11,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
+from mlx_h2o import routing
 from mlx_h2o.attention import scaled_dot_product_attention
-from mlx_h2o.attention_call import Looking
+from mlx_h2o.attention_call import AttentionCall, Looking
+from mlx_h2o.backends.choice import backend, cpu
 from mlx_h2o.cache_lists import replaced
 from mlx_h2o.layer_kinds import LayerKind, layer_kinds
+from mlx_h2o.model_identity import architecture
 from mlx_h2o.profile import SMALLEST_BUDGET
+from mlx_h2o.refusals import require_boundable
 from mlx_h2o.stock import stock_caches
 
 # Tokens of one pass where a model does not say what it was trained to see.
@@ -23,12 +27,12 @@ USUAL_PASS = 1024
 # Fewer tell nothing.
 LEAST_TOKENS = 4 * SMALLEST_BUDGET
 # Queries attended from at a time: bounds the [Hq, block, T] logits.
-QUERY_BLOCK = 512
+QUERY_BLOCK = 128
 
 
 @dataclass
 class Watcher:
-    """What blocks that are looked at show: the block that runs now, and its input."""
+    """What blocks that are looked at show: the block that runs now, and its input; None between."""
 
     layer: nn.Module | None = None
     residual: mx.array | None = None
@@ -52,30 +56,70 @@ class LookingCache(Looking):
         )
 
 
-class _Watched:
-    """Stands in for a transformer block and shows its input to the watcher."""
-
-    def __init__(self, layer: nn.Module, watcher: Watcher):
-        self._layer, self._watcher = layer, watcher
-
-    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-        self._watcher.layer, self._watcher.residual = self._layer, x
-        return self._layer(x, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-
 @contextmanager
 def watched(model: nn.Module, watcher: Watcher) -> Iterator[None]:
-    """Let the watcher see the input of every block."""
-    layers = model.layers
-    originals = list(layers)
-    layers[:] = [_Watched(layer, watcher) for layer in originals]
+    """Let the watcher see the input of every block.
+
+    Each block gets, for so long, a subclass of its own class whose call tells the watcher first. So
+    it does not matter in which lists a model keeps its blocks, or whether `model.layers` is one of
+    them or made anew at every look (mlx-lm's pipelined models), and other models of the same class
+    see nothing of it.
+
+    Raises:
+        ValueError: The model does not say what its blocks are.
+    """
+    classes = {id(block): (block, type(block)) for block in _blocks(model)}
+    subclasses = {of: _telling(of, watcher) for _, of in classes.values()}
     try:
+        for block, of in classes.values():
+            block.__class__ = subclasses[of]
         yield
     finally:
-        layers[:] = originals
+        for block, of in classes.values():
+            block.__class__ = of
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """A model's blocks, without the empty places that a rank of a pipeline has among them."""
+    blocks = [b for b in getattr(model, "layers", ()) if isinstance(b, nn.Module)]
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__} does not list its blocks in `layers`, as models of mlx-lm do, "
+            'so nothing can be measured in it; use budgets="uniform".'
+        )
+    return blocks
+
+
+def _telling(block: type[nn.Module], watcher: Watcher) -> type[nn.Module]:
+    """A subclass of a block's class whose call tells the watcher first."""
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # The input comes first, whatever a model calls it.
+        if args:
+            watcher.residual, args = _quick_to_compute(args[0]), args[1:]
+            args = (watcher.residual, *args)
+        else:
+            name = next(iter(kwargs))
+            watcher.residual = kwargs[name] = _quick_to_compute(kwargs[name])
+        watcher.layer = self
+        try:
+            return block.__call__(self, *args, **kwargs)
+        finally:  # what attends outside of every block is taken for no block's
+            watcher.layer = watcher.residual = None
+
+    told = {"__call__": __call__, "__module__": block.__module__}
+    return type(block.__name__, (block,), told)
+
+
+def _quick_to_compute(x: mx.array) -> mx.array:
+    """A block's input as the device computes it best, and what follows from it likewise.
+
+    MLX's CPU backend multiplies 16-bit matrices some 15 times as slowly as float32 ones, and a
+    float32 input makes float32 products of them all.
+    """
+    if x.dtype in (mx.float16, mx.bfloat16) and mx.default_device().type == mx.DeviceType.cpu:
+        return x.astype(mx.float32)
+    return x
 
 
 def looked_through(
@@ -134,13 +178,23 @@ def block_attention(
     sinks: mx.array | None,
     softcap: float,
 ) -> mx.array:
-    """Attention of a block of queries `[B, Hq, n, D]`, by MLX where it knows such logits."""
+    """Attention of a block of queries `[B, Hq, n, D]`.
+
+    MLX computes it where it knows such logits, but for the CPU: over 2048 tokens this library's
+    kernel takes a quarter of the time there.
+    """
     rows = q, keys, values
-    if softcap:
+    if softcap or backend() is cpu():
         return scaled_dot_product_attention(
             *rows, scale=scale, mask=mask, sinks=sinks, softcap=softcap
         )
     return mx.fast.scaled_dot_product_attention(*rows, scale=scale, mask=mask, sinks=sinks)
+
+
+# What mlx-lm's models call the output projection, and parts of what they call the module that
+# attends (falcon_h1's "mamba" has an out_proj of its own beside it).
+PROJECTIONS = ("o_proj", "out_proj", "wo", "dense", "c_proj", "attn_resid")
+ATTENDING = ("att", "mixer")
 
 
 def output_projection(layer: nn.Module | None, width: int) -> Callable[[mx.array], mx.array]:
@@ -149,11 +203,14 @@ def output_projection(layer: nn.Module | None, width: int) -> Callable[[mx.array
     Args:
         layer: A transformer block.
         width: Hq * Dv.
+
+    Raises:
+        ValueError: There is none.
     """
-    names = ("o_proj", "out_proj", "wo", "dense", "c_proj")
     for name, module in layer.named_modules() if layer is not None else ():
         *path, last = name.split(".")
-        if last in names and any("att" in part for part in path) and "weight" in module:
+        attends = any(word in part for word in ATTENDING for part in path)
+        if last in PROJECTIONS and attends and "weight" in module:
             takes = module.weight.shape[-1]
             if "scales" in module:  # quantized: packed columns
                 takes = module.scales.shape[-1] * module.group_size
@@ -163,6 +220,30 @@ def output_projection(layer: nn.Module | None, width: int) -> Callable[[mx.array
         "No output projection was found in the model's attention, so heads cannot be weighed; use "
         '`mlx_h2o calibrate --exact`, or budgets="uniform".'
     )
+
+
+class _Weighable(LookingCache):
+    """A looking cache that computes nothing: it only sees whether its layer can be weighed."""
+
+    knows_softcap = True
+
+    def __init__(self, watcher: Watcher):
+        self.watcher = watcher
+
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+        B, Hq, L, _ = call.q.shape
+        output_projection(self.watcher.layer, Hq * values.shape[-1])
+        return mx.zeros((B, Hq, L, values.shape[-1]), call.q.dtype)
+
+
+def require_weighable(model: nn.Module) -> None:
+    """Raise ValueError where heads of some layer cannot be weighed.
+
+    One token is sent through the model lazily, so that nothing is computed.
+    """
+    routing.install()
+    watcher = Watcher()
+    looked_through(model, mx.array([[0]]), watcher, lambda _: _Weighable(watcher))
 
 
 def head_gram(
@@ -254,12 +335,26 @@ def profiled_kinds(model: nn.Module) -> list[LayerKind]:
     """How the model uses its caches, if a profile would be used.
 
     Raises:
-        ValueError: All its heads need one budget.
+        NothingToBound: No cache of it grows.
+        ValueError: It cannot be bounded, or all its heads need one budget.
     """
-    kinds = layer_kinds(model)
-    if any(not kind.routed or kind.derived or kind.sharers > 1 for kind in kinds):
+    name, kinds = architecture(model), layer_kinds(model)
+    require_boundable(name, kinds, stock_caches(model))
+    if reason := one_budget_because(kinds):
         raise ValueError(
-            "This model attends by itself or to derived keys, or its layers share keys: all its "
-            "heads need one budget, and a profile would not be used."
+            f"{name} {reason}, so all its heads need one budget, and a profile would not be used. "
+            "It is bounded without one: make_prompt_cache gives every head the same number of "
+            "slots."
         )
     return kinds
+
+
+def one_budget_because(kinds: Sequence[LayerKind]) -> str:
+    """Why all heads of a model with such caches need one budget; empty if they do not."""
+    if any(not kind.routed for kind in kinds):
+        return "attends by itself, with one mask for all heads of a layer"
+    if any(kind.derived for kind in kinds):
+        return "attends to keys that are made of the cached rows, with one mask for all heads"
+    if any(kind.sharers > 1 for kind in kinds):
+        return "has layers that share keys and values"
+    return ""

@@ -16,7 +16,13 @@ from rich.text import Text
 from mlx_h2o import checks
 from mlx_h2o.builtin import CALIBRATION_TEXT
 from mlx_h2o.calibrated_layers import CalibratedLayers
-from mlx_h2o.calibration import LENGTH, calibrate
+from mlx_h2o.calibration import (
+    LENGTH,
+    QUICK_FRAME_TOKENS,
+    QUICK_GRID,
+    QUICK_LENGTH,
+    calibrate,
+)
 from mlx_h2o.cli.options import add_model_options, load_model, read_text
 from mlx_h2o.cli.progress import progress_bar
 from mlx_h2o.cli.tables import show
@@ -28,7 +34,7 @@ from mlx_h2o.policies import policy_names
 from mlx_h2o.profile import FILE_NAME, SMALLEST_BUDGET, Profile
 from mlx_h2o.profile_places import place_for
 from mlx_h2o.settings import DEFAULT_POLICY
-from mlx_h2o.watching import LEAST_TOKENS, profiled_kinds
+from mlx_h2o.watching import LEAST_TOKENS, profiled_kinds, require_weighable
 
 
 def add_parser(commands: Any) -> None:
@@ -58,6 +64,10 @@ def add_parser(commands: Any) -> None:
         help="the policy that will run (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
+        "--quick", action="store_true",
+        help=f"as at a model's first use: {QUICK_LENGTH} tokens, fewer sizes, and much less time",
+    )  # fmt: skip
+    parser.add_argument(
         "--exact", action="store_true",
         help="measure a window by KL divergence, one head and size at a time, instead",
     )  # fmt: skip
@@ -79,11 +89,15 @@ def run(args: argparse.Namespace) -> None:
     text = read_text(args.text)
     if args.out:
         require_writable("--out", args.out)
+    if args.quick and args.exact:
+        raise ValueError("--quick and --exact are two ways of measuring: give one of them.")
     least = {"tokens": LEAST_TOKENS, "length": LEAST_TOKENS, "show": SMALLEST_BUDGET}
     for name, fewest in least.items():
         checks.whole(f"--{name}", getattr(args, name), fewest)
     model, tokenizer = load_model(args)
     kinds = profiled_kinds(model)
+    if not args.exact:
+        require_weighable(model)
     identity = identity_by_kinds(model, kinds)
     out = args.out or place_for(model, identity)
     require_writable("--out", out)
@@ -92,6 +106,7 @@ def run(args: argparse.Namespace) -> None:
         "text": args.text.name,
         "date": date.today().isoformat(),
         "mlx-h2o": version("mlx-h2o"),
+        **({"quick": True} if args.quick else {}),
     }
     with progress_bar("calibrating") as bar:
         shared = {
@@ -104,6 +119,9 @@ def run(args: argparse.Namespace) -> None:
             profile = calibrate_exactly(model, tokens, **shared)
         else:
             framing = frame_tokens(tokenizer)
+            if args.quick:
+                tokens, framing = tokens[:QUICK_LENGTH], framing[:QUICK_FRAME_TOKENS]
+                shared |= {"length": QUICK_LENGTH, "grid": QUICK_GRID}
             shared |= {"policy": args.policy, "frame_tokens": framing, "kept": kept}
             profile = calibrate(model, tokens, **shared)
     write_kept(out, profile.save)

@@ -17,6 +17,7 @@ from mlx_h2o import checks
 from mlx_h2o.cache_file import save_prompt_cache
 from mlx_h2o.cli.options import (
     add_model_options,
+    add_profile_option,
     in_options,
     load_model,
     memory,
@@ -25,6 +26,7 @@ from mlx_h2o.cli.options import (
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
 from mlx_h2o.files import require_writable, write_kept
+from mlx_h2o.first_profile import profile_at_load
 from mlx_h2o.layer_kinds import layer_kinds
 from mlx_h2o.packed import BITS, UNPACKED
 from mlx_h2o.pin_room import TooManyPins
@@ -72,6 +74,7 @@ def add_parser(commands: Any) -> None:
         "--chunk", type=int, default=CHUNK, metavar="N",
         help="tokens read at once (default: %(default)s)",
     )  # fmt: skip
+    add_profile_option(parser)
     add_pin_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of words")
     parser.set_defaults(run=run)
@@ -85,6 +88,8 @@ def run(args: argparse.Namespace) -> None:
     rules = pin_rules(args)
     text = sys.stdin.read() if str(args.prompt) == "-" else read_text(args.prompt)
     model, tokenizer = load_model(args)
+    if args.profile != "never":  # before there is a bar of another kind
+        profile_at_load(model)
     tokens, messages = prompt_ids(tokenizer, text, args.system)
     pins = spans_for(rules, tokenizer, tokens, messages) if rules else ()
     cache = compressed(args, model, tokenizer, tokens, pins)
@@ -133,6 +138,7 @@ def compressed(
                 chunk=args.chunk,
                 tell=lambda done: bar.advance(task, done),
                 bits=args.kv_bits,
+                profile=args.profile,
                 pins=pins,
             )
         except TooManyPins as error:

@@ -17,7 +17,7 @@ from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, UNPACKED
 from mlx_h2o.policies import policy_names
 from mlx_h2o.policies.settings import count_or_share, setting_of
 from mlx_h2o.prompt_cache import bounded_caches
-from mlx_h2o.settings import DEFAULT_POLICY, ModelSettings
+from mlx_h2o.settings import DEFAULT_POLICY, PROFILES, ModelSettings
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -80,6 +80,7 @@ def add_cache_options(
     group.add_argument(
         "--budgets", metavar="FILE", help='"uniform", or a profile (default: the model\'s own)'
     )
+    add_profile_option(group)
     _add_packing_options(group)
     group.add_argument(
         "--undo",
@@ -105,6 +106,15 @@ def _add_size_options(
         type=typed(memory, "bytes such as 64MB, or a share such as 25%"),
         help="the same as 64MB, 1.5GiB, or 25%% of what a 16-bit cache takes at "
         "--context; bits and slots are then chosen by the model's profile",
+    )  # fmt: skip
+
+
+def add_profile_option(group: argparse._ActionsContainer) -> None:
+    """Whether a model that has no profile is measured."""
+    group.add_argument(
+        "--profile", choices=PROFILES, default=PROFILES[0], metavar="WHEN",
+        help='"never": a size in bytes does not have a model without a profile measured (default: '
+        "it does, quickly, once)",
     )  # fmt: skip
 
 
@@ -216,6 +226,7 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
         group_size=args.kv_group_size or DEFAULT_GROUP_SIZE,
         recent_bits=args.recent_bits,
         undo=args.undo,
+        profile=args.profile,
         **policy_settings(args),
     )
 

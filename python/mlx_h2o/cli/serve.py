@@ -175,6 +175,7 @@ def cache_defaults(args: argparse.Namespace) -> dict[str, Any]:
         "group_size": args.kv_group_size,
         "recent_bits": args.recent_bits,
         "undo": args.undo,
+        "profile": args.profile,
         **policy_settings(args),
     }
     return {name: value for name, value in given.items() if value is not None}

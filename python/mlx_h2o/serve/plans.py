@@ -52,7 +52,8 @@ class Plans:
 
     def _plan(self, model: Any, label: str, settings: Mapping[str, Any]) -> tuple[list[Any], int]:
         try:
-            empty = bounded_caches(model, ModelSettings.of(**settings))
+            # A model is measured when it is loaded, if at all.
+            empty = bounded_caches(model, ModelSettings.of(**{**settings, "profile": "never"}))
         except NothingToBound:
             empty = stock_caches(model)
         mark(empty, Mark(label))

@@ -105,7 +105,8 @@ def _require_mlx_lm(version: str) -> None:
 @contextmanager
 def generating(provider: ServedModel, settings: ServerSettings) -> Iterator[BoundedGenerator]:
     """The generator that answers, in a thread of its own; it ends with the block."""
-    sessions = None
+    sessions, usual = None, settings.defaults
+    provider.measures = usual.get("max_bytes") is not None and usual.get("profile") != "never"
     if settings.sessions is not None:
         sessions = Sessions(settings.sessions, str(provider.cli_args.model))
     most = provider.cli_args.prompt_cache_size if settings.bound is None else None

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_lm.server import ModelProvider
 
 from mlx_h2o.builtin import load
+from mlx_h2o.first_profile import profile_at_load
 from mlx_h2o.serve.sharing import is_own, load_shared, remember
 from mlx_h2o.stock import stock_caches
 
@@ -19,12 +20,15 @@ class ServedModel(ModelProvider):  # type: ignore[misc]
     Attributes:
         loaded: Set once the model is there, or cannot be loaded.
         failure: Why it cannot, or None.
+        measures: Whether a model without a profile is measured before anything is answered
+            (`first_profile.py`): no request waits for that.
     """
 
     def __init__(self, cli_args: Any):
         super().__init__(cli_args)
         self.loaded = threading.Event()
         self.failure: Exception | None = None
+        self.measures = False
 
     def load(
         self,
@@ -67,6 +71,8 @@ class ServedModel(ModelProvider):  # type: ignore[misc]
                 "Several processes share the model (mlx.launch), and its caches cannot be batched, "
                 "which serving it together needs: run one process."
             )
+        if self.measures:
+            profile_at_load(own.model)
 
     def require(self) -> Any:
         """The model, once it is loaded.
