@@ -276,7 +276,18 @@ def test_a_quick_run_writes_everything(
     )
     monkeypatch.setattr("mlx_h2o.cli.bench.QUICK_SIZES", tiny)
     folder = tmp_path / "new" / "folder"
-    options = ["--quick", "--rounds", "1", "--dtype", "float32", "--json", "--out", str(folder)]
+    options = [
+        "--model",
+        "builtin:recall-4m",
+        "--quick",
+        "--rounds",
+        "1",
+        "--dtype",
+        "float32",
+        "--json",
+        "--out",
+        str(folder),
+    ]
     assert main(["bench", *options]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((folder / "bench.json").read_text())
@@ -366,6 +377,6 @@ def test_ctrl_c_leaves_nothing_behind(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(attention, "measure", interrupted)
-    assert main(["bench", "--quick", "--out", str(tmp_path)]) == 130
+    assert main(["bench", "--model", "builtin:recall-4m", "--quick", "--out", str(tmp_path)]) == 130
     assert capsys.readouterr().err.endswith("stopped\n")
     assert not list(tmp_path.iterdir())

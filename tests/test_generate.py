@@ -17,12 +17,13 @@ from mlx_h2o.cli import generate, main
 
 # Long enough that a cache of 48 evicts while it is read.
 PROMPT = " ".join(SAMPLE_TEXT.read_text(encoding="utf-8").split()[:60])
-SMALL = ["generate", "--prompt", PROMPT, "--max-kv-size", "48", "--max-tokens", "12"]
+GENERATE = ["generate", "--model", "builtin:recall-4m"]
+SMALL = [*GENERATE, "--prompt", PROMPT, "--max-kv-size", "48", "--max-tokens", "12"]
 
 
 @pytest.fixture(scope="module")
 def builtin() -> tuple[Any, Any]:
-    return mlx_h2o.load()
+    return mlx_h2o.load("builtin:recall-4m")
 
 
 def as_json(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -125,12 +126,12 @@ def test_the_prompt_may_come_from_standard_input(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    piped = as_json(["generate", "-p", "-", "--max-kv-size", "48", "-m", "12"], capsys)
+    piped = as_json([*GENERATE, "-p", "-", "--max-kv-size", "48", "-m", "12"], capsys)
     assert piped["tokens"] == as_json(SMALL, capsys)["tokens"]
 
 
 def test_chat_templates_are_applied_once_per_turn(builtin: tuple[Any, Any]) -> None:
-    _, tokenizer = mlx_h2o.load()
+    _, tokenizer = mlx_h2o.load("builtin:recall-4m")
     tokenizer._tokenizer.chat_template = (
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -195,7 +196,7 @@ def test_interruption_leaves_no_half_written_file(
 def test_bad_options_say_what_to_do(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", "--prompt", "Anne", *options]) == 2
+    assert main([*GENERATE, "--prompt", "Anne", *options]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -210,7 +211,7 @@ def test_foreign_prompt_caches_are_refused(
     tmp_path: Path, builtin: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "chat.safetensors"
-    resume = ["generate", "--prompt", "Anne", "--prompt-cache-file", str(file)]
+    resume = [*GENERATE, "--prompt", "Anne", "--prompt-cache-file", str(file)]
     file.write_bytes(b"not a cache")
     assert main(resume) == 2
     assert "no readable prompt cache" in capsys.readouterr().err

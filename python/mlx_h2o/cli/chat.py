@@ -53,7 +53,6 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_options(parser)
-    parser.set_defaults(model="smollm2-135m")
     parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told first")
     parser.add_argument(
         "--max-tokens", "-m", type=int, default=256, metavar="N",
