@@ -87,7 +87,7 @@ def test_a_resumed_run_continues_as_an_uninterrupted_one(
 
     both = ["--prompt-cache-file", file, "--save-prompt-cache", file]
     first = as_json([*SMALL, *both], capsys)
-    again = ["generate", "--prompt", more, "--max-tokens", "12"]
+    again = [*GENERATE, "--prompt", more, "--max-tokens", "12"]
     second = as_json([*again, *both], capsys)
     assert [(run["text"], run["tokens"]) for run in (first, second)] == whole
     assert second["kv_bytes"] == sum(entry.nbytes for entry in cache)
@@ -102,7 +102,7 @@ def test_a_resumed_run_continues_as_an_uninterrupted_one(
 
 def test_seeds_make_sampling_reproducible(capsys: pytest.CaptureFixture[str]) -> None:
     sampled = [
-        "generate",
+        *GENERATE,
         "-p",
         "Anne and Toby",
         "-m",
@@ -202,7 +202,7 @@ def test_bad_options_say_what_to_do(
 
 def test_two_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(["generate", "--max-kv-size", "64", "--max-kv-bytes", "100000"])
+        main([*GENERATE, "--max-kv-size", "64", "--max-kv-bytes", "100000"])
     assert stop.value.code == 2
     assert "not allowed with" in capsys.readouterr().err
 

@@ -15,6 +15,8 @@ from mlx_h2o.pin_rules import PinRules, spans_for
 from mlx_h2o.rereading import compress_into, read_twice, shared_out
 from tiny_models import kept_positions, tiny_model
 
+EMBEDDED = ["--model", "builtin:recall-4m"]
+
 
 class Characters:
     """A tokenizer whose tokens are characters."""
@@ -266,10 +268,7 @@ def test_the_command_writes_a_cache_that_generate_goes_on_from(tmp_path, capsys)
         )
         == 2
     )
-    assert (
-        main(["compress", "--model", "builtin:recall-4m", str(text), "--out", str(out), "--system"])
-        == 2
-    )
+    assert main(["compress", *EMBEDDED, str(text), "--out", str(out), "--system"]) == 2
     assert "chat template" in capsys.readouterr().err
 
 
@@ -334,10 +333,7 @@ def test_the_command_keeps_what_is_pinned(tmp_path, capsys):
 def test_pins_that_cannot_be_are_refused_and_write_nothing(options, message, tmp_path, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "doc.safetensors"
     text.write_text(SAMPLE_TEXT.read_text()[:1500])
-    assert (
-        main(["compress", "--model", "builtin:recall-4m", str(text), "--out", str(out), *options])
-        == 2
-    )
+    assert main(["compress", *EMBEDDED, str(text), "--out", str(out), *options]) == 2
     assert re.search(message, capsys.readouterr().err.splitlines()[-1])
     assert not out.exists()
 
@@ -353,10 +349,7 @@ def test_a_system_prompt_can_be_pinned_whole(tmp_path, monkeypatch):
     text, out = tmp_path / "text.txt", tmp_path / "doc.safetensors"
     text.write_text("Anne and Toby went home.")
     options = ["--system", "--pin-role", "system", "--to", "500KB"]
-    assert (
-        main(["compress", "--model", "builtin:recall-4m", str(text), "--out", str(out), *options])
-        == 0
-    )
+    assert main(["compress", *EMBEDDED, str(text), "--out", str(out), *options]) == 0
     (span,) = mlx_h2o.load_prompt_cache(out)[0].pins
     assert span[0] == 0
     assert span[1] > len(tokenizer.encode("Anne and Toby went home.")) - 1

@@ -73,7 +73,10 @@ def test_no_losses(text):
 
 def test_the_command_recommends_a_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("mlx_h2o.evaluate.suite.cores", lambda: 0)
-    sizes = "--model builtin:recall-4m --samples 2 --tokens 64 --prefill 16 --shares 1/2 --bits 16 --loss 90%".split()
+    sizes = (
+        "--model builtin:recall-4m --samples 2 --tokens 64 --prefill 16 --shares 1/2 --bits 16 "
+        "--loss 90%"
+    ).split()
     assert main(["tune", *sizes, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "cache = mlx_h2o.make_prompt_cache(model, max_bytes=" in printed

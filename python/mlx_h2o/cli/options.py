@@ -156,17 +156,23 @@ def _add_size_options(group: argparse._ArgumentGroup, default_size: int, many: b
         "--max-kv-size", type=int, metavar="N",
         help=f"tokens of a conversation held per KV head, on average (default: {default_size})",
     )  # fmt: skip
-    names = ["--conversation-memory"] if many else ["--kv-memory", "--conversation-memory"]
     in_bytes: dict[str, Any] = {
         "dest": "conversation_memory",
         "action": SizeOption,
         "type": typed(memory, "bytes such as 64MB, or a share such as 25%"),
     }
     size.add_argument(
-        *names, **in_bytes, metavar="SIZE",
+        "--conversation-memory" if many else "--kv-memory", **in_bytes, metavar="SIZE",
         help="instead: bytes of a conversation, as 64MB or 1.5GiB, or 25%% of what a 16-bit cache "
         "takes at --context; bits and slots are then chosen by the model's profile",
     )  # fmt: skip
+    if not many:  # Here one conversation's memory is all KV memory.
+        size.add_argument(
+            "--conversation-memory",
+            **in_bytes,
+            metavar="SIZE",
+            help="the same, as in every command",
+        )
     size.add_argument("--max-kv-bytes", **in_bytes, help=argparse.SUPPRESS)  # its former name
 
 
