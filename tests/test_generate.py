@@ -14,6 +14,7 @@ from mlx_lm import stream_generate
 import mlx_h2o
 from mlx_h2o.builtin import SAMPLE_TEXT
 from mlx_h2o.cli import generate, main
+from mlx_h2o.memory_size import size_text
 
 # Long enough that a cache of 48 evicts while it is read.
 PROMPT = " ".join(SAMPLE_TEXT.read_text(encoding="utf-8").split()[:60])
@@ -53,7 +54,7 @@ def test_text_is_streamed_and_the_report_closes(
     evicted = round(sum(entry.evicted for entry in cache) / len(cache))
     assert evicted > 0
     assert "tokens/s" in printed.err
-    assert f"{held:,} bytes of KV; {evicted} of {cache[0].offset} tokens evicted" in printed.err
+    assert f"{size_text(held)} of KV; {evicted} of {cache[0].offset} tokens evicted" in printed.err
     assert printed.err.endswith("every layer's memory is bounded\n")
 
     assert main([*SMALL, "--verbose", "False"]) == 0

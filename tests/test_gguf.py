@@ -241,7 +241,7 @@ def test_mlx_lm_loads_the_folder_that_is_written(tmp_path, kind):
     wanted, its = gguf.load(tmp_path / "model.gguf")
     wanted.set_dtype(model.model.norm.weight.dtype)
     tokens = mx.array([[5, 9, 80, 33, 5, 9, 7, 100]])
-    assert mx.array_equal(model(tokens), wanted(tokens)).item()
+    assert mx.allclose(model(tokens), wanted(tokens), rtol=0, atol=5e-3).item()
     layer = model.layers[0].self_attn.q_proj
     assert isinstance(layer, nn.QuantizedLinear if kind == Q4_1 else nn.Linear)
     text = "hello hello 12"

@@ -172,6 +172,32 @@ class Dialogue:
         shares = (holding / max(heads, 1)).tolist()
         return list(zip(token_texts(self._tokenizer, self.tokens), shares, strict=True))
 
+    def kept_words(self) -> list[tuple[str, float]]:
+        """What was said as words, each with the share of all KV heads that hold its tokens.
+
+        Of the chat template who speaks is left, on a line of its own turn.
+        """
+        special = special_ids(self._tokenizer)
+        parts: list[tuple[str, list[float]]] = []
+        kept, after_special, after_role = self.kept(), False, False
+        for i, (token, (text, share)) in enumerate(zip(self.tokens, kept, strict=True)):
+            begins, after_special = after_special, token in special
+            following = kept[i + 1][0] if i + 1 < len(kept) else ""
+            if token in special or ((begins or after_role) and not text.strip()):
+                continue
+            if begins and following.startswith("\n"):  # a role, alone on its line
+                parts.append((f"{chr(10) if parts else ''}{text.strip()}:", [1.0]))
+                after_role = True
+                continue
+            if after_role:
+                text, after_role = f" {text.lstrip()}", False
+            if parts and not (text[:1].isspace() or parts[-1][0][-1:].isspace()):
+                word, shares = parts[-1]
+                parts[-1] = (word + text, [*shares, share])
+            else:
+                parts.append((text, [share]))
+        return [(word, sum(shares) / len(shares)) for word, shares in parts]
+
     def status(self) -> dict[str, int]:
         """Tokens, slots a KV head, bytes, evictions and pinned tokens."""
         layers = bounded_entries(self.cache)
@@ -219,6 +245,13 @@ class Dialogue:
         if len(tokens) != bounded_entries(list(cache))[0].offset or len(cache) != len(self.cache):
             raise ValueError(f"{path} is damaged: its tokens are not those that it holds.")
         self.cache, self.tokens, self._pending = list(cache), tokens, pending
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Tokens that are no text: those of the chat template, and ends."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {number for number, token in added.items() if token.special}
+    return special | set(getattr(tokenizer, "all_special_ids", ()))
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:

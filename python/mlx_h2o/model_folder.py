@@ -52,7 +52,10 @@ def write_folder(file: Path, folder: Path) -> Path:
         weights = dict(tree_flatten(model.parameters()))
         mx.save_safetensors(str(temporary / "model.safetensors"), weights, {"format": "mlx"})
         tokenizer._tokenizer.save_pretrained(str(temporary))
-        config |= {"eos_token_id": sorted(tokenizer.eos_token_ids), "torch_dtype": str(dtype).split(".")[-1]}
+        config |= {
+            "eos_token_id": sorted(tokenizer.eos_token_ids),
+            "torch_dtype": str(dtype).split(".")[-1],
+        }
         if packing := packing_of(model):
             config["quantization"] = packing
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

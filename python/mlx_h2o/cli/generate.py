@@ -29,6 +29,7 @@ from mlx_h2o.conversations import pin
 from mlx_h2o.description import describe
 from mlx_h2o.files import require_writable, write_kept
 from mlx_h2o.inspection import bounded_layers
+from mlx_h2o.memory_size import size_text
 from mlx_h2o.pin_rules import spans_for
 from mlx_h2o.settings import ModelSettings
 from mlx_h2o.stock import stock_caches
@@ -272,7 +273,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"prompt: {report['prompt_tokens']} tokens, {report['prompt_tps']:.1f} tokens/s; "
         f"generation: {report['generation_tokens']} tokens, "
         f"{report['generation_tps']:.1f} tokens/s",
-        f"memory: {report['kv_bytes']:,} bytes of KV; {report['evicted_tokens']:,} of "
+        f"memory: {size_text(report['kv_bytes'])} of KV; {report['evicted_tokens']:,} of "
         f"{report['context_tokens']:,} tokens evicted (mean over heads)",
         *unbounded,
     ]
