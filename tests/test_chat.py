@@ -144,14 +144,27 @@ def test_what_is_kept_is_told_in_words(embedded, monkeypatch):
     dialogue.tokens = dialogue.tokens[: dialogue.cache[0].offset]
     assert "Aristotle" in [word.strip() for word, _ in dialogue.kept_words()]
     assert len(dialogue.kept()) > len(dialogue.kept_words())
-    texts = [marks[0], "user", "\n", "Hel", "lo", marks[1], "\n", marks[0], "assistant", "\n", "Hi"]
-    shares = [1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 1]
+    texts = [
+        marks[0],
+        "user",
+        "\n",
+        "Hel",
+        "lo",
+        marks[1],
+        "\n",
+        marks[0],
+        "ass",
+        "istant",
+        "\n",
+        "Hi",
+    ]
+    shares = [1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 1]
     dialogue.tokens = [0 if text in marks else 9 for text in texts]
     monkeypatch.setattr("mlx_h2o.dialogue.special_ids", lambda _: {0})
     monkeypatch.setattr(dialogue, "kept", lambda: list(zip(texts, shares, strict=True)))
     told = dialogue.kept_words()
     assert "".join(word for word, _ in told) == "user: Hello\nassistant: Hi"
-    assert told[1] == (" Hello", 0.5)
+    assert told[1] == ("Hello", 0.6)
 
 
 def test_pins_and_files_of_a_dialogue(embedded, tmp_path):

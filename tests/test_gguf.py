@@ -273,6 +273,6 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
 def test_the_fetched_folder_finds_the_shipped_profile():
     import mlx_lm
 
-    model, _ = mlx_lm.load(str(smollm2.folder()))
+    model, _ = mlx_lm.load(str(write_folder(smollm2.path(), smollm2.cache_folder() / smollm2.NAME)))
     cache = mlx_h2o.make_prompt_cache(model, max_bytes="25%", context=512)
     assert "chosen" in cache[0].choice or "profile" in str(mlx_h2o.describe(cache)[0])

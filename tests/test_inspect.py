@@ -232,9 +232,13 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([*INSPECT, *options]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith(str(out))
-    assert "of 100 tokens" in printed[1]
-    assert "layer 3:" in printed[1]
-    assert "old words" in printed[2]
+    assert len(printed) == 5
+    assert "100 tokens were read by builtin:recall-4m" in printed[1]
+    assert "a KV head holds" in printed[2]
+    assert "held by some head" in printed[3]
+    assert "old words" in printed[4]
+    assert main([*INSPECT, *options, "--all"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("layer 3: ")
     assert len(Page(out.read_text(encoding="utf-8")).words) == 100
 
     assert main([*INSPECT, *options, "--json"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ from mlx_h2o.turns import checked_carry
 
 #: Under this name a file says which tokens were read.
 TOKENS = "mlx-h2o dialogue"
+#: Stands for a token of the chat template in a conversation's text.
+MARK = "\0"
+#: A role that the template names, its other tokens, and words with the white space before them.
+SAID = re.compile(r"\0\s*\0?(?P<role>[a-z]+)(?:\n|\0\s*)|\0\s*|(?P<word>\s*[^\s\0]+|\s+)")
 
 
 class Dialogue:
@@ -178,25 +183,19 @@ class Dialogue:
         Of the chat template who speaks is left, on a line of its own turn.
         """
         special = special_ids(self._tokenizer)
-        parts: list[tuple[str, list[float]]] = []
-        kept, after_special, after_role = self.kept(), False, False
-        for i, (token, (text, share)) in enumerate(zip(self.tokens, kept, strict=True)):
-            begins, after_special = after_special, token in special
-            following = kept[i + 1][0] if i + 1 < len(kept) else ""
-            if token in special or ((begins or after_role) and not text.strip()):
-                continue
-            if begins and following.startswith("\n"):  # a role, alone on its line
-                parts.append((f"{chr(10) if parts else ''}{text.strip()}:", [1.0]))
-                after_role = True
-                continue
-            if after_role:
-                text, after_role = f" {text.lstrip()}", False
-            if parts and not (text[:1].isspace() or parts[-1][0][-1:].isspace()):
-                word, shares = parts[-1]
-                parts[-1] = (word + text, [*shares, share])
-            else:
-                parts.append((text, [share]))
-        return [(word, sum(shares) / len(shares)) for word, shares in parts]
+        text, shares = "", list[float]()
+        for token, (part, share) in zip(self.tokens, self.kept(), strict=True):
+            part = MARK if token in special else part.replace(MARK, "")
+            text += part
+            shares += [share] * len(part)
+        words: list[tuple[str, float]] = []
+        for found in SAID.finditer(text):
+            if role := found["role"]:
+                words.append((f"{chr(10) if words else ''}{role}: ", 1.0))
+            elif word := found["word"]:
+                of = shares[found.start() : found.end()]
+                words.append((word, sum(of) / len(of)))
+        return words
 
     def status(self) -> dict[str, int]:
         """Tokens, slots a KV head, bytes, evictions and pinned tokens."""

@@ -51,7 +51,7 @@ def write_folder(file: Path, folder: Path) -> Path:
     try:
         weights = dict(tree_flatten(model.parameters()))
         mx.save_safetensors(str(temporary / "model.safetensors"), weights, {"format": "mlx"})
-        tokenizer._tokenizer.save_pretrained(str(temporary))
+        tokenizer.save_pretrained(str(temporary))
         config |= {
             "eos_token_id": sorted(tokenizer.eos_token_ids),
             "torch_dtype": str(dtype).split(".")[-1],

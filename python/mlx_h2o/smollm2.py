@@ -35,18 +35,6 @@ def at_hand() -> Path | None:
     return next((f / FILE for f in [*folders, cache_folder()] if (f / FILE).is_file()), None)
 
 
-def folder() -> Path:
-    """The model as a folder that mlx-lm loads, made of the file that `path` gives.
-
-    Raises:
-        ValueError: The model cannot be fetched.
-        OSError: The folder cannot be written.
-    """
-    from mlx_h2o.model_folder import write_folder
-
-    return write_folder(path(), cache_folder() / NAME)
-
-
 def path() -> Path:
     """The model's file, fetched first if it is not at hand.
 

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from mlx_h2o import smollm2
+from mlx_h2o.model_folder import write_folder
 
 
 def add_parser(commands: Any) -> None:
@@ -22,4 +23,4 @@ def add_parser(commands: Any) -> None:
 
 def run(_: argparse.Namespace) -> None:
     """Fetch unless it is at hand; print the path of its folder."""
-    print(smollm2.folder())
+    print(write_folder(smollm2.path(), smollm2.cache_folder() / smollm2.NAME))
