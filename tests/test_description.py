@@ -14,15 +14,16 @@ DESCRIBE = ["describe", "--model", "builtin:recall-4m"]
 
 def test_a_description_prints_five_lines_at_most_and_tells_each_layer():
     caches = [mlx_h2o.H2OKVCache(24 + 8 * (i % 2)) for i in range(30)]
-    caches += [mlx_h2o.H2OKVCache(24, policy="h2o"), RotatingKVCache(64), KVCache(), KVCache()]
+    caches += [mlx_h2o.H2OKVCache(24, policy="h2o"), RotatingKVCache(64), RotatingKVCache(32)]
+    caches += [KVCache(), KVCache()]
     described = mlx_h2o.describe(caches)
-    assert len(described) == 34
+    assert len(described) == 35
     lines = str(described).splitlines()
     assert len(lines) <= 5
-    assert lines[0].startswith("32 of 34 layers are bounded")
+    assert lines[0].startswith("33 of 35 layers are bounded")
     assert lines[1].startswith("layers 0 to 29: H2OKVCache, 24 to 32 slots a KV head")
     assert lines[-2] == "2 other layers of 2 kinds"
-    assert lines[-1].startswith("NOT bounded: layers 32 to 33: ")
+    assert lines[-1].startswith("NOT bounded: layers 33 to 34: ")
     assert str(described[31]).startswith("layer 31: RotatingKVCache, bounded: ")
 
 
