@@ -21,7 +21,7 @@ from mlx_h2o.backends import choice
 from mlx_h2o.bench import attention, figures, machine, model, products, threads
 from mlx_h2o.bench.layers import full_layer
 from mlx_h2o.bench.measuring import Samples, in_turns, summary, timed
-from mlx_h2o.bench.report import Report
+from mlx_h2o.bench.report import Report, meaning
 from mlx_h2o.cli import main
 from mlx_h2o.policies import make_policy
 
@@ -253,8 +253,12 @@ def test_figures_are_told_as_aimed() -> None:
     for table in Report({}, {}, [result]).tables():
         console.print(table)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
-    for shown in ("(32, 8, 128)", "26.000", "13.0x, 65%", "+5.0%", ">= 12", "1.000, 2.10x"):
+    for shown in ("(32, 8, 128)", "26.000", "13.0x, 65%", "+5.0%", "better is", "1.000, 2.10x"):
         assert shown in printed
+    assert "aim" not in printed
+    assert "reached" not in printed
+    (line,) = meaning(Report({}, {}, [result]))
+    assert line.endswith("is 12.4 to 12.4 times as fast as MLX's without them.")
 
 
 def test_the_machine_is_described() -> None:

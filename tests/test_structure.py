@@ -14,10 +14,9 @@ LONGEST_FUNCTION, LONGEST_CLASS = 60, 300
 # From the ground up; a module may import those of its own floor and of the floors below, without a
 # circle. A folder stands for all that is in it.
 FLOORS = {
-    "ground": """checks drawing files gguf gguf_tokenizer model_folder interrupts linear_algebra masks
-        patching
-        curves number_text measured memory_size model_identity pins safetensors_header smollm2
-        softmax stock store builtin handed_rows cache_lists layer_budgets
+    "ground": """checks drawing files gguf gguf_tokenizer model_folder interrupts linear_algebra
+        masks patching curves number_text measured memory_size model_identity pins
+        safetensors_header smollm2 softmax stock store builtin handed_rows cache_lists layer_budgets
         ranks rolling positions""",
     "rows": """packed value_lengths remainder recent_window undo frame frame_fit query_centres
         profile profile_places""",
