@@ -1,6 +1,6 @@
 """Draw docs/inspect.png: the page of `mlx_h2o inspect`, as a browser shows it.
 
-    python tools/inspect_picture.py                of SmolLM2-135M on the bundled story
+    python tools/inspect_picture.py                of the embedded model, whose 8 heads fit
     python tools/inspect_picture.py --model M      of another
 
 Needs Chromium (apt-get install chromium) and playwright (the extra "dev").
@@ -25,9 +25,9 @@ SIZE = {"width": 1280, "height": 800}
 def main() -> None:
     """Inspect a text, open the page, point at a word, take the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--tokens", type=int, default=400)
-    parser.add_argument("--max-kv-size", type=int, default=100)
+    parser.add_argument("--model", default="builtin:recall-4m")
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--max-kv-size", type=int, default=64)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "inspect.png")
     parser.add_argument("--scheme", choices=("light", "dark"), default="light")
     parser.add_argument("--width", type=int, default=SIZE["width"])
