@@ -129,7 +129,7 @@ mlx_c: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(MLX_C)
 
 bench: $(VENV)/.installed
-	$(BIN)/mlx_h2o bench --out out
+	$(BIN)/mlx_h2o bench --model builtin:recall-4m --out out
 
 # The tables of README.md and docs/results.md, printed anew into their blocks: hours for all of them.
 # One: make results ONLY="mlx_h2o demo"

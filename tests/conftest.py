@@ -53,6 +53,16 @@ def values_of(item: pytest.Item) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
+def tests_name_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands' default is a real model, which is fetched: a test names the embedded one."""
+
+    def unnamed() -> str:
+        raise AssertionError('name a model: "--model", "builtin:recall-4m"')
+
+    monkeypatch.setattr("mlx_h2o.cli.options.default_model", unnamed)
+
+
+@pytest.fixture(autouse=True)
 def no_profiles_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Profiles that the tests' user keeps must not change what is tested."""
     monkeypatch.setattr("mlx_h2o.profile_places.kept_folder", lambda: tmp_path / "kept profiles")

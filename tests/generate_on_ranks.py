@@ -10,7 +10,7 @@ import mlx_h2o
 
 PROMPT = mx.array([i * 7 % 500 for i in range(200)])
 
-model, _ = mlx_h2o.load()
+model, _ = mlx_h2o.load("builtin:recall-4m")
 if mx.distributed.init().size() > 1:
     model.shard()
 told = []

@@ -21,7 +21,7 @@ from mlx_h2o.backends import choice
 from mlx_h2o.bench import attention, figures, machine, model, products, threads
 from mlx_h2o.bench.layers import full_layer
 from mlx_h2o.bench.measuring import Samples, in_turns, summary, timed
-from mlx_h2o.bench.report import Report
+from mlx_h2o.bench.report import Report, meaning
 from mlx_h2o.cli import main
 from mlx_h2o.policies import make_policy
 
@@ -253,8 +253,12 @@ def test_figures_are_told_as_aimed() -> None:
     for table in Report({}, {}, [result]).tables():
         console.print(table)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
-    for shown in ("(32, 8, 128)", "26.000", "13.0x, 65%", "+5.0%", ">= 12", "1.000, 2.10x"):
+    for shown in ("(32, 8, 128)", "26.000", "13.0x, 65%", "+5.0%", "better is", "1.000, 2.10x"):
         assert shown in printed
+    assert "aim" not in printed
+    assert "reached" not in printed
+    (line,) = meaning(Report({}, {}, [result]))
+    assert line.endswith("is 12.4 to 12.4 times as fast as MLX's without them.")
 
 
 def test_the_machine_is_described() -> None:
@@ -276,7 +280,18 @@ def test_a_quick_run_writes_everything(
     )
     monkeypatch.setattr("mlx_h2o.cli.bench.QUICK_SIZES", tiny)
     folder = tmp_path / "new" / "folder"
-    options = ["--quick", "--rounds", "1", "--dtype", "float32", "--json", "--out", str(folder)]
+    options = [
+        "--model",
+        "builtin:recall-4m",
+        "--quick",
+        "--rounds",
+        "1",
+        "--dtype",
+        "float32",
+        "--json",
+        "--out",
+        str(folder),
+    ]
     assert main(["bench", *options]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((folder / "bench.json").read_text())
@@ -366,6 +381,6 @@ def test_ctrl_c_leaves_nothing_behind(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(attention, "measure", interrupted)
-    assert main(["bench", "--quick", "--out", str(tmp_path)]) == 130
+    assert main(["bench", "--model", "builtin:recall-4m", "--quick", "--out", str(tmp_path)]) == 130
     assert capsys.readouterr().err.endswith("stopped\n")
     assert not list(tmp_path.iterdir())

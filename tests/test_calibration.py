@@ -28,7 +28,7 @@ def made_up(losses, grid=(12, 24, 48, 96)):
 
 @pytest.fixture(scope="module")
 def embedded():
-    return mlx_h2o.load()
+    return mlx_h2o.load("builtin:recall-4m")
 
 
 def test_slots_go_where_they_save_most():
@@ -124,7 +124,7 @@ def test_quantized_projections_can_be_weighed():
     from mlx import nn
 
     tokens = [(7 * i) % 1000 for i in range(96)]
-    model, _ = mlx_h2o.load()
+    model, _ = mlx_h2o.load("builtin:recall-4m")
     plain = np.array(calibration.calibrate(model, tokens).losses)
     nn.quantize(
         model, group_size=32, bits=8, class_predicate=lambda path, _: path.endswith("o_proj")

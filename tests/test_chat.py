@@ -64,10 +64,10 @@ def test_a_chat_in_the_terminal(tmp_path):
     fact = "The secret number of Ada Hill is 4711."
     said = chat.say(f"We met in spring. {fact} Then the summer came, and with it the heat.")
     status = re.search(
-        r"\[(\d+) slots a head, ([\d,]+) bytes, \d+ of (\d+) tokens evicted, (\d+) pinned", said
+        r"\[(\d+) slots a head, [\d.]+ [kM]B, \d+ of (\d+) tokens evicted, (\d+) pinned", said
     )
     assert status, said
-    assert int(status[4]) > 8
+    assert int(status[3]) > 8
     assert fact in chat.say("/pins")
     assert "\x1b" not in chat.say("/help")
     filler = "And so the days went by, one after the other, and the road was long and dusty. " * 4
@@ -83,19 +83,27 @@ def test_a_chat_in_the_terminal(tmp_path):
     pins = chat.say("/pins")
     assert "There is no /nonsense" in chat.say("/nonsense")
     assert "carry" in chat.say("/turn 7")
-    assert chat.say("/turn reset").strip() == ">"
-    chat.say("/clear")
+    assert "0% of the past counts" in chat.say("/turn reset")
+    assert "50% of the past counts" in chat.say("/turn 0.5")
+    assert "How much of the past" in chat.say("/turn")
+    assert "cleared" in chat.say("/clear")
+    assert "Nothing is pinned" in chat.say("/unpin")
     assert "Nothing is pinned" in chat.say("/pins")
-    chat.say(f"/load {path}")
+    assert re.search(r"read \d+ tokens", chat.say(f"/load {path}"))
     assert chat.say("/pins") == pins
+    count = len(pins.strip().splitlines()) - 1  # the last line is the prompt
+    assert f"unpinned {count}" in chat.say("/unpin")
+    gone = tmp_path / "no" / "folder.safetensors"
+    assert f"there is no folder {gone.parent}" in chat.say(f"/save {gone}")
+    assert str(path) in chat.say(f"/save {path}")
     assert chat.close() == 0
     other = Terminal(*options)
     other.read_until("> ")
     other.say(f"/load {path}")
-    assert other.say("/pins") == pins
+    assert "Nothing is pinned" in other.say("/pins")
     answer = other.say("Question: What is the secret number of Ada Hill? Answer:")
     assert "tokens evicted" in answer
-    assert "no readable" in other.say("/load nowhere.safetensors")
+    assert "There is no file nowhere.safetensors" in other.say("/load nowhere.safetensors")
     assert other.close() == 0
 
 
@@ -124,6 +132,39 @@ def test_only_what_is_new_is_read_and_nothing_is_said_twice(embedded):
     assert dialogue.cache[0].offset == len(dialogue.tokens)
     assert len(dialogue.kept()) == len(dialogue.tokens)
     assert max(share for _, share in dialogue.kept()) == 1
+
+
+def test_what_is_kept_is_told_in_words(embedded, monkeypatch):
+    """Without the template's tokens; a word of several tokens is one word."""
+    model, _ = embedded
+    _, tokenizer = mlx_h2o.load("builtin:recall-4m")
+    marks = ["<|im_start|>", "<|im_end|>"]
+    dialogue = Dialogue(model, tokenizer, lambda: make_prompt_cache(model, 96))
+    list(dialogue.reply("Aristotle lived in Stagira.", 1))
+    dialogue.tokens = dialogue.tokens[: dialogue.cache[0].offset]
+    assert "Aristotle" in [word.strip() for word, _ in dialogue.kept_words()]
+    assert len(dialogue.kept()) > len(dialogue.kept_words())
+    texts = [
+        marks[0],
+        "user",
+        "\n",
+        "Hel",
+        "lo",
+        marks[1],
+        "\n",
+        marks[0],
+        "ass",
+        "istant",
+        "\n",
+        "Hi",
+    ]
+    shares = [1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 1]
+    dialogue.tokens = [0 if text in marks else 9 for text in texts]
+    monkeypatch.setattr("mlx_h2o.dialogue.special_ids", lambda _: {0})
+    monkeypatch.setattr(dialogue, "kept", lambda: list(zip(texts, shares, strict=True)))
+    told = dialogue.kept_words()
+    assert "".join(word for word, _ in told) == "user: Hello\nassistant: Hi"
+    assert told[1] == ("Hello", 0.6)
 
 
 def test_pins_and_files_of_a_dialogue(embedded, tmp_path):

@@ -19,7 +19,8 @@ import mlx_h2o
 from mlx_h2o import files
 from mlx_h2o.cli import main, tables
 
-PROMPT = ["generate", "--prompt", "Anne and Toby"]
+EMBEDDED = ["--model", "builtin:recall-4m"]
+PROMPT = ["generate", *EMBEDDED, "--prompt", "Anne and Toby"]
 COMMAND = [sys.executable, "-c", "import sys; from mlx_h2o.cli import main; sys.exit(main())"]
 
 
@@ -35,14 +36,17 @@ def no_model(monkeypatch):
     monkeypatch.setattr("mlx_h2o.cli.bench.load", load)
 
 
-def refusal(options, capsys):
-    """The one line that a refused command prints."""
+def refusal(options, capsys, after_work=False):
+    """The one line that a refused command prints; after work, the last one."""
+    capsys.readouterr()
     try:
         code = main(options)
     except SystemExit as stop:  # argparse
         code = stop.code
     assert code == 2
-    return capsys.readouterr().err.splitlines()[-1]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 or after_work
+    return lines[-1]
 
 
 # -- before any work ------------------------------------------------------------------------------
@@ -51,6 +55,33 @@ def refusal(options, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ["generate", "--max-kv-sise", "3"],
+            "no option --max-kv-sise; did you mean --max-kv-size?",
+        ),
+        (["generat"], "there is no command 'generat'; did you mean generate?"),
+        (["generate", "words"], "there is no place for 'words'"),
+        ([*PROMPT, "--policy", "snapkc"], "--policy: there is no 'snapkc'; did you mean snapkv?"),
+        ([*PROMPT, "--policy", "x"], "--policy: there is no 'x'; there are "),
+        ([*PROMPT, "--kv-memory", "25"], "--kv-memory: 25 would be bytes; did you mean 25%?"),
+        (["serve", "--conversation-memory", "5"], "memory: 5 would be bytes; did you mean 5%?"),
+        ([*PROMPT, "--prompt-cache-file", "nowhere"], "there is no file nowhere; to begin it"),
+        ([*PROMPT, "--max-kv-size", "999999999999"], "--max-kv-size: it must be at most 2,147,483"),
+        ([*PROMPT, "--max-kv-size", "9" * 5000], "--max-kv-size: it must be at most 2,147,483,647"),
+        ([*PROMPT, "--temp", "inf"], "--temp: it must be a finite number; got 'inf'"),
+        ([*PROMPT, "--seed", "-1"], "--seed must be at least 0; got -1"),
+        ([*PROMPT, "--evict-every", "0"], "--evict-every must be"),
+        ([*PROMPT, "--sink", "-1"], "--sink must be"),
+        ([*PROMPT, "--undo", "-1"], "--undo must be"),
+        (["serve", "--port", "99999999"], "--port must be at most 65535; got 99999999"),
+        (["serve", "--port", "-1"], "--port must be at least 0; got -1"),
+        (["serve", "--top-p", "7"], "--top-p must be from 0 to 1; got 7"),
+        (["serve", "--decode-concurrency", "0"], "--decode-concurrency must be at least 1; got 0"),
+        (["serve", "--log-level", "LOUD"], "--log-level: there is no 'LOUD'; there are DEBUG"),
+        (["serve", "--adapter-path", "nowhere"], "--adapter-path: there is no folder nowhere"),
+        (["serve", "--chat-template-args", "{"], "--chat-template-args: it must be a JSON object"),
+        (["inspect", "--tokens", "1e3"], "--tokens: it must be a whole number; got '1e3'"),
+        (["bench", "--rounds", "0"], "--rounds must be at least 1"),
         (["generate"], 'a prompt is needed: --prompt "Once upon a time", or --prompt -'),
         ([*PROMPT, "--save-prompt-cache", "folder"], "no file that could be replaced"),
         ([*PROMPT, "--save-prompt-cache", "file/chat"], "there is no folder"),
@@ -115,10 +146,11 @@ def test_a_model_that_is_not_there_is_called_what_it_is(
 
 
 def test_sizes_are_called_by_their_options(capsys):
-    line = refusal([*PROMPT, "--max-kv-bytes", "100"], capsys)
-    assert "--max-kv-bytes 100 is too small" in line
-    enough = line.split("make --max-kv-bytes at least ")[1].split(",")[0]
-    assert main([*PROMPT, "--max-kv-bytes", enough, "-m", "2"]) == 0
+    for option in ("--kv-memory", "--conversation-memory", "--max-kv-bytes"):
+        line = refusal([*PROMPT, option, "200B"], capsys)
+        assert f"{option} 200B is too small" in line or f"{option} 200 is too small" in line
+        enough = line.split(f"make {option} at least ")[1].split(",")[0]
+        assert main([*PROMPT, option, enough, "-m", "2"]) == 0
 
 
 def test_a_cache_that_cannot_be_saved_is_refused_before_it_is_filled(tmp_path, monkeypatch, capsys):
@@ -157,7 +189,11 @@ def test_a_calibration_survives_a_folder_that_went_away(tmp_path, monkeypatch, c
 
     monkeypatch.setattr("mlx_h2o.cli.calibrate.calibrate", meanwhile)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    line = refusal(["calibrate", "--tokens", "100", "--out", str(folder / "p.json")], capsys)
+    line = refusal(
+        ["calibrate", *EMBEDDED, "--tokens", "100", "--out", str(folder / "p.json")],
+        capsys,
+        after_work=True,
+    )
     kept = Path(line.split("it is in ")[1].split(" instead")[0])
     assert mlx_h2o.Profile.load(kept).details["tokens"] > 0
 
@@ -302,5 +338,5 @@ def test_streamed_text_ends_with_a_newline(capsys):
 
 def test_the_prompt_may_be_piped(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("Anne and Toby"))
-    assert main(["generate", "--prompt", "-", "-m", "2"]) == 0
+    assert main(["generate", *EMBEDDED, "--prompt", "-", "-m", "2"]) == 0
     assert capsys.readouterr().out

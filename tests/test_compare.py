@@ -30,14 +30,14 @@ from mlx_h2o.prompt_cache import PLAIN_ELEMENT
 from tiny_models import tiny_model
 
 SMALL = (
-    "compare --max-kv-size 48 --samples 2 --tokens 96 --prefill 32 --prompts 2 "
-    "--prompt-tokens 160 --policies"
+    "compare --model builtin:recall-4m --max-kv-size 48 --samples 2 --tokens 96 --prefill 32 "
+    "--prompts 2 --prompt-tokens 160 --policies"
 ).split()
 
 
 @pytest.fixture(scope="module")
 def embedded():
-    return mlx_h2o.load()
+    return mlx_h2o.load("builtin:recall-4m")
 
 
 def test_perplexity_through_a_full_cache_is_that_of_one_pass():

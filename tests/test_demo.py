@@ -1,8 +1,9 @@
 """The demonstration: what it asks, and what it does without a network."""
 
 from mlx_h2o import smollm2
-from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT, load
+from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT, load
 from mlx_h2o.cli import demo, main
+from mlx_h2o.cli.options import default_model
 from mlx_h2o.evaluate.arms import FULL, WINDOW, Arm
 from mlx_h2o.evaluate.planting import demo_arms, plant_and_ask
 from mlx_h2o.evaluate.recall import recall_task
@@ -12,6 +13,7 @@ def test_without_a_network_the_embedded_model_is_asked(tmp_path, monkeypatch, ca
     def refuse():
         raise ValueError("no network here")
 
+    monkeypatch.setattr("mlx_h2o.cli.options.default_model", default_model)
     monkeypatch.setattr(smollm2, "path", refuse)
     for name, number in (("TOKENS", 200), ("PREFILL", 150), ("MAX_SIZE", 64)):
         monkeypatch.setattr(demo, name, number)
@@ -19,7 +21,7 @@ def test_without_a_network_the_embedded_model_is_asked(tmp_path, monkeypatch, ca
     assert main(["demo", "--prompts", "2", "--out", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr()
     assert "no network here" in shown.err
-    assert f"Going on with {DEFAULT_MODEL}" in shown.err
+    assert f"Going on with {EMBEDDED_MODEL}" in shown.err
     for arm in demo_arms(demo.OURS_BY_BYTES):
         assert arm.name in shown.out
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -29,7 +31,7 @@ def test_without_a_network_the_embedded_model_is_asked(tmp_path, monkeypatch, ca
 
 def test_answers_are_the_models_own_and_the_bytes_are_counted():
     """The full cache knows what was planted; a window too short for it does not."""
-    model, tokenizer = load()
+    model, tokenizer = load("builtin:recall-4m")
     task = recall_task(tokenizer, SAMPLE_TEXT.read_text(), prompts=4, tokens=300, facts=2)
     steps = []
     full, window = plant_and_ask(

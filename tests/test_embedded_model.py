@@ -7,7 +7,7 @@ measured on the bundled text (docs/results.md); the text was never calibrated on
 
 import pytest
 
-from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT
+from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.evaluate.arms import FULL, WINDOW, Arm
 from mlx_h2o.evaluate.comparison import Protocol, compare
 
@@ -22,7 +22,7 @@ UNIFORM = Arm("uniform", "distinct", budgets="uniform")
 def protocol(**sizes):
     """The bundled text in the bytes of 128 tokens."""
     text = SAMPLE_TEXT.read_text()
-    return Protocol(model=DEFAULT_MODEL, text=text, max_size=BUDGET, prefill=BUDGET, **sizes)
+    return Protocol(model=EMBEDDED_MODEL, text=text, max_size=BUDGET, prefill=BUDGET, **sizes)
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ TINY = (
     SpeedMeasure(prompt=96, beginning=8, steps=4),
     KeptMeasure(length=96, parts=8),
 )
-COMMAND = "evaluate --measures perplexity --quick --shares 1/4".split()
+COMMAND = "evaluate --model builtin:recall-4m --measures perplexity --quick --shares 1/4".split()
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,17 @@ from mlx_lm import stream_generate
 import mlx_h2o
 from mlx_h2o.builtin import SAMPLE_TEXT
 from mlx_h2o.cli import generate, main
+from mlx_h2o.memory_size import size_text
 
 # Long enough that a cache of 48 evicts while it is read.
 PROMPT = " ".join(SAMPLE_TEXT.read_text(encoding="utf-8").split()[:60])
-SMALL = ["generate", "--prompt", PROMPT, "--max-kv-size", "48", "--max-tokens", "12"]
+GENERATE = ["generate", "--model", "builtin:recall-4m"]
+SMALL = [*GENERATE, "--prompt", PROMPT, "--max-kv-size", "48", "--max-tokens", "12"]
 
 
 @pytest.fixture(scope="module")
 def builtin() -> tuple[Any, Any]:
-    return mlx_h2o.load()
+    return mlx_h2o.load("builtin:recall-4m")
 
 
 def as_json(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def test_text_is_streamed_and_the_report_closes(
     evicted = round(sum(entry.evicted for entry in cache) / len(cache))
     assert evicted > 0
     assert "tokens/s" in printed.err
-    assert f"{held:,} bytes of KV; {evicted} of {cache[0].offset} tokens evicted" in printed.err
+    assert f"{size_text(held)} of KV; {evicted} of {cache[0].offset} tokens evicted" in printed.err
     assert printed.err.endswith("every layer's memory is bounded\n")
 
     assert main([*SMALL, "--verbose", "False"]) == 0
@@ -86,7 +88,7 @@ def test_a_resumed_run_continues_as_an_uninterrupted_one(
 
     both = ["--prompt-cache-file", file, "--save-prompt-cache", file]
     first = as_json([*SMALL, *both], capsys)
-    again = ["generate", "--prompt", more, "--max-tokens", "12"]
+    again = [*GENERATE, "--prompt", more, "--max-tokens", "12"]
     second = as_json([*again, *both], capsys)
     assert [(run["text"], run["tokens"]) for run in (first, second)] == whole
     assert second["kv_bytes"] == sum(entry.nbytes for entry in cache)
@@ -101,7 +103,7 @@ def test_a_resumed_run_continues_as_an_uninterrupted_one(
 
 def test_seeds_make_sampling_reproducible(capsys: pytest.CaptureFixture[str]) -> None:
     sampled = [
-        "generate",
+        *GENERATE,
         "-p",
         "Anne and Toby",
         "-m",
@@ -125,12 +127,12 @@ def test_the_prompt_may_come_from_standard_input(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    piped = as_json(["generate", "-p", "-", "--max-kv-size", "48", "-m", "12"], capsys)
+    piped = as_json([*GENERATE, "-p", "-", "--max-kv-size", "48", "-m", "12"], capsys)
     assert piped["tokens"] == as_json(SMALL, capsys)["tokens"]
 
 
 def test_chat_templates_are_applied_once_per_turn(builtin: tuple[Any, Any]) -> None:
-    _, tokenizer = mlx_h2o.load()
+    _, tokenizer = mlx_h2o.load("builtin:recall-4m")
     tokenizer._tokenizer.chat_template = (
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -195,13 +197,13 @@ def test_interruption_leaves_no_half_written_file(
 def test_bad_options_say_what_to_do(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", "--prompt", "Anne", *options]) == 2
+    assert main([*GENERATE, "--prompt", "Anne", *options]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_two_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(["generate", "--max-kv-size", "64", "--max-kv-bytes", "100000"])
+        main([*GENERATE, "--max-kv-size", "64", "--max-kv-bytes", "100000"])
     assert stop.value.code == 2
     assert "not allowed with" in capsys.readouterr().err
 
@@ -210,7 +212,7 @@ def test_foreign_prompt_caches_are_refused(
     tmp_path: Path, builtin: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "chat.safetensors"
-    resume = ["generate", "--prompt", "Anne", "--prompt-cache-file", str(file)]
+    resume = [*GENERATE, "--prompt", "Anne", "--prompt-cache-file", str(file)]
     file.write_bytes(b"not a cache")
     assert main(resume) == 2
     assert "no readable prompt cache" in capsys.readouterr().err

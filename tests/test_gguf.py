@@ -1,6 +1,7 @@
 """GGUF files: the model, its packed weights, its tokenizer; and what is refused."""
 
 import struct
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,6 +14,7 @@ from gguf_files import F32, Q4_1, Q8_0, packed, write_gguf
 from mlx_h2o import gguf, smollm2
 from mlx_h2o.builtin import SAMPLE_TEXT
 from mlx_h2o.gguf_tokenizer import tokenizer_of
+from mlx_h2o.model_folder import write_folder
 from tiny_models import tiny_model
 
 HEADS, KV_HEADS, HIDDEN = 4, 2, 128
@@ -304,3 +306,52 @@ def test_smollm2_speaks_and_understands():
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)
     assert "Paris" in generate(model, tokenizer, prompt, max_tokens=10)
+
+
+@pytest.mark.parametrize("kind", [F32, Q4_1], ids=["f32", "q4_1"])
+def test_mlx_lm_loads_the_folder_that_is_written(tmp_path, kind):
+    """The same model and tokenizer as of the file, packed as in it, by mlx-lm's own loader."""
+    import mlx_lm
+
+    write_model(tmp_path / "model.gguf", small("llama"), "llama", kind)
+    folder = write_folder(tmp_path / "model.gguf", tmp_path / "new" / "model")
+    assert (folder / "config.json").stat().st_mode & 0o077
+    model, tokenizer = mlx_lm.load(str(folder))
+    wanted, its = gguf.load(tmp_path / "model.gguf")
+    wanted.set_dtype(model.model.norm.weight.dtype)
+    tokens = mx.array([[5, 9, 80, 33, 5, 9, 7, 100]])
+    assert mx.allclose(model(tokens), wanted(tokens), rtol=0, atol=5e-3).item()
+    layer = model.layers[0].self_attn.q_proj
+    assert isinstance(layer, nn.QuantizedLinear if kind == Q4_1 else nn.Linear)
+    text = "hello hello 12"
+    assert tokenizer.encode(text) == its.encode(text)
+    assert tokenizer.eos_token_ids == its.eos_token_ids
+    assert tokenizer.chat_template == its.chat_template
+    said = [{"role": "user", "content": text}]
+    assert tokenizer.apply_chat_template(said) == its.apply_chat_template(said)
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert write_folder(tmp_path / "model.gguf", folder) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    write_model(tmp_path / "model.gguf", small("llama"), "llama", F32)
+
+    def full(name, *_, **__):
+        Path(name).write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(mx, "save_safetensors", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_folder(tmp_path / "model.gguf", tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+@pytest.mark.skipif(smollm2.at_hand() is None, reason="SmolLM2 is not fetched: mlx_h2o fetch")
+@pytest.mark.slow
+def test_the_fetched_folder_finds_the_shipped_profile():
+    import mlx_lm
+
+    model, _ = mlx_lm.load(str(write_folder(smollm2.path(), smollm2.cache_folder() / smollm2.NAME)))
+    cache = mlx_h2o.make_prompt_cache(model, max_bytes="25%", context=512)
+    assert "chosen" in cache[0].choice or "profile" in str(mlx_h2o.describe(cache)[0])

@@ -17,6 +17,8 @@ from mlx_h2o.builtin import SAMPLE_TEXT
 from mlx_h2o.cli import inspect, main
 from mlx_h2o.inspection import PAGE, Trace, bounded_layers, token_texts, trace
 
+INSPECT = ["inspect", "--model", "builtin:recall-4m"]
+
 TOKENS = 128
 HOSTILE = (
     'She wrote <b>"1 & 2"</b></script><script>alert(1)</script> {{data}} naïve 🙂\r\n\n$& \\1 end'
@@ -37,7 +39,7 @@ CACHES: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def builtin() -> tuple[Any, Any]:
     mlx_h2o.install()
-    return mlx_h2o.load()
+    return mlx_h2o.load("builtin:recall-4m")
 
 
 def positions_held(cache: list[Any]) -> list[set[int]]:
@@ -227,15 +229,19 @@ def test_the_page_explains_its_colours_and_fits_a_phone() -> None:
 def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "page.html"
     options = ["--tokens", "100", "--max-kv-size", "40", "--out", str(out)]
-    assert main(["inspect", *options]) == 0
+    assert main([*INSPECT, *options]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith(str(out))
-    assert "of 100 tokens" in printed[1]
-    assert "layer 3:" in printed[1]
-    assert "old words" in printed[2]
+    assert len(printed) == 5
+    assert "100 tokens were read by builtin:recall-4m" in printed[1]
+    assert "a KV head holds" in printed[2]
+    assert "held by some head" in printed[3]
+    assert "old words" in printed[4]
+    assert main([*INSPECT, *options, "--all"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("layer 3: ")
     assert len(Page(out.read_text(encoding="utf-8")).words) == 100
 
-    assert main(["inspect", *options, "--json"]) == 0
+    assert main([*INSPECT, *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["page"] == str(out)
     assert len(found["texts"]) == 100
@@ -247,7 +253,7 @@ def test_a_short_text_is_remembered_whole(
 ) -> None:
     text = tmp_path / "short.txt"
     text.write_text("A short tale of Anne.", encoding="utf-8")
-    assert main(["inspect", "--text", str(text), "--out", str(tmp_path / "page.html")]) == 0
+    assert main([*INSPECT, "--text", str(text), "--out", str(tmp_path / "page.html")]) == 0
     assert "nothing was dropped" in capsys.readouterr().out
 
 
@@ -257,7 +263,7 @@ def test_an_interrupted_command_leaves_nothing(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    options = ["inspect", "--tokens", "20", "--out", str(tmp_path / "page.html")]
+    options = [*INSPECT, "--tokens", "20", "--out", str(tmp_path / "page.html")]
     monkeypatch.setattr(Trace, "html", interrupted)
     assert main(options) == 130
     monkeypatch.setattr(inspect, "trace", interrupted)
@@ -278,5 +284,5 @@ def test_an_interrupted_command_leaves_nothing(
 def test_bad_options_say_what_to_do(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["inspect", *options]) == 2
+    assert main([*INSPECT, *options]) == 2
     assert message in capsys.readouterr().err

@@ -15,6 +15,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 import mlx_h2o
 from mlx_h2o.builtin import SAMPLE_TEXT
+from mlx_h2o.evaluate.page import page as report_page
+from mlx_h2o.evaluate.sections import Curves, Rows, Section
 from mlx_h2o.serve.most_bytes import most_bytes
 from serving import MODEL, SIZE, Running, serving, until
 
@@ -251,6 +253,40 @@ def test_everything_fits_and_can_be_read(browser, roomy, scheme, size):
         expect(page.locator("#question")).to_be_in_viewport()
 
 
+def a_report() -> str:
+    """A page of `evaluate` with a table wider than a phone and a chart."""
+    columns = ["cache", *(f"{what}, {part}" for part in ("1/2", "1/4") for what in "abcd")]
+    rows = Rows("by part of the bytes", columns, [["sliding window", *["+0.17 % [0.1, 0.2]"] * 8]])
+    lines = {"full cache": [1.0, 2.0], "mlx-h2o": [1.5, 2.5]}
+    curves = Curves("Perplexity", [1, 2], lines, "tokens", "perplexity")
+    facts = {"model": "builtin:recall-4m", "text": "sample.txt " * 9}
+    sections = [Section("Perplexity", "What is measured. " * 9, [rows], [curves]) for _ in "ab"]
+    return report_page("A model: what parts cost", facts, sections, ["nothing else"])
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_a_report_uses_the_width_and_scrolls_its_tables(browser, size, tmp_path):
+    file = tmp_path / "evaluation.html"
+    file.write_text(a_report(), encoding="utf-8")
+    page = browser.new_page(viewport=size)
+    page.goto(file.as_uri())
+    width = page.evaluate("document.documentElement.scrollWidth")
+    assert width <= size["width"]
+    box = page.locator("section").first.bounding_box()
+    assert box["width"] > 0.9 * size["width"]
+    table = page.locator(".wide").first
+    scrolls = table.evaluate("at => [at.scrollWidth > at.clientWidth, at.clientWidth]")
+    assert scrolls[1] <= size["width"]
+    if size is NARROW:
+        assert scrolls[0]
+        table.focus()
+        page.keyboard.press("ArrowRight")
+        until(lambda: table.evaluate("at => at.scrollLeft") > 0)
+    for picture in page.locator("svg").all():
+        assert picture.bounding_box()["width"] <= size["width"]
+    page.close()
+
+
 # -- keyboard and assistive technology ------------------------------------------------------------
 
 FOCUS = """
@@ -366,6 +402,53 @@ def test_an_answer_can_be_stopped_and_the_chat_goes_on(browser):
         page.locator("#new").click()
         expect(page.locator("#said li")).to_have_count(1)
         expect(page.locator("#question")).to_be_focused()
+
+
+def test_a_reload_keeps_the_chat_and_a_listed_conversation_goes_on(browser, roomy):
+    """By the same tokens: what is continued is read from where it stands."""
+    server = roomy
+    with opened(browser, server) as page:
+        page.locator("summary").click()
+        page.locator("#system").fill("Be short.")
+        say(page, words(0, 20))
+        said = page.locator("#said li").all_inner_texts()
+        kept = page.evaluate("[last, messages]")
+        page.reload()
+        until(lambda: page.evaluate("shown !== null && shown.id === last"), 60)
+        assert page.locator("#said li").all_inner_texts() == said
+        assert page.evaluate("[last, messages]") == kept
+        say(page, words(60, 10))
+        assert len(newest(server)["texts"]) > len(said)
+        page.locator("#new").click()
+        expect(page.locator("#go-on")).to_be_hidden()
+        asked = [{"role": "user", "content": f"Remember the ferret. {words(300, 20)}"}]
+        answer = server.client.chat.completions.create(model=MODEL, messages=asked, max_tokens=4)
+        option = page.locator("#which option", has_text="Remember the ferret")
+        expect(option).to_have_count(1, timeout=20_000)
+        page.locator("#which").select_option(option.get_attribute("value"))
+        before = fetched(server, f"/{answer.id}")
+        page.locator("#go-on").click()
+        expect(page.locator("#said .user .body")).to_have_text(asked[0]["content"])
+        until(lambda: page.evaluate("shown !== null && shown.id === last"), 60)
+        expect(page.locator("#go-on")).to_be_hidden()
+        say(page, words(90, 10))
+        after = newest(server)["texts"]
+        assert after[: len(before["texts"]) - 1] == before["texts"][:-1]
+        assert page.evaluate("messages.length") == 4
+
+
+def test_stop_leaves_the_memory_view_whole(browser):
+    with serving(options=["--max-tokens", "100000"]) as server, opened(browser, server) as page:
+        page.locator("#question").fill(words(0, 30))
+        page.locator("#question").press("Enter")
+        until(lambda: page.evaluate("shown?.running === true"), 60)
+        page.locator("#send").click()
+        expect(page.locator("#send")).to_have_text("Send")
+        until(lambda: server.generator.accountant.running == 0)
+        page.evaluate("look(false)")
+        expect(page.locator("#text")).to_be_visible()
+        expect(page.locator("#nothing")).to_be_hidden()
+        assert page.locator("#text .w").count() > 20
 
 
 # When each look at an answer that is being given began, in milliseconds.

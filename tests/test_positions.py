@@ -159,7 +159,7 @@ def test_a_size_in_slots_keeps_its_meaning() -> None:
 
 @pytest.mark.parametrize("budgets", ["uniform", None], ids=["uniform", "profile"])
 def test_a_model_s_caches_have_fewer_slots_from_there_on(budgets) -> None:
-    model, _ = mlx_h2o.load()
+    model, _ = mlx_h2o.load("builtin:recall-4m")
     max_bytes = 400_000
     caches = mlx_h2o.make_prompt_cache(model, max_bytes=max_bytes, budgets=budgets)
     for entry in caches:

@@ -184,7 +184,7 @@ def test_capping_and_scaling_keep_the_sum(seed):
 
 def test_the_shipped_profile_shares_out_what_swift_expects():
     """The same numbers stand in swift/Tests/MLXH2OTests/ModelTests.swift."""
-    model, _ = mlx_h2o.load()
+    model, _ = mlx_h2o.load("builtin:recall-4m")
     slots = [cache.settings.budgets for cache in mlx_h2o.make_prompt_cache(model, max_size=96)]
     assert slots == [(10, 128), (48, 48), (48, 32), (32, 406)]
     for size, bits, slots in (

@@ -295,7 +295,7 @@ def test_bytes_are_those_held():
 
 
 def test_a_model_decodes_with_it():
-    model, _ = load()
+    model, _ = load("builtin:recall-4m")
     cache = make_prompt_cache(model, 64, bits=8, group_size=32, recent_bits=UNPACKED)
     model(mx.arange(100)[None], cache=cache)
     for token in range(40):

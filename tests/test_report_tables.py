@@ -52,7 +52,16 @@ def test_the_reports_figures_stand_beside_its_models_alone():
 
 @pytest.mark.slow
 def test_the_command_prints_a_table(tmp_path, capsys):
-    command = ["evaluate", "--table", "0", "--quick", "--out", str(tmp_path)]
+    command = [
+        "evaluate",
+        "--model",
+        "builtin:recall-4m",
+        "--table",
+        "0",
+        "--quick",
+        "--out",
+        str(tmp_path),
+    ]
     assert main(command) == 0
     assert "the report's H2O, 256 slots" in capsys.readouterr().out
     assert main([*command, "--resume", "--json"]) == 0
@@ -80,7 +89,7 @@ def test_slots_by_entropy_are_as_many_and_follow_it():
 
 
 def test_layers_get_slots_by_their_entropy():
-    model, _ = mlx_h2o.load()
+    model, _ = mlx_h2o.load("builtin:recall-4m")
     even, uneven = by_layer(256)
     made = uneven.make(model, 512)
     assert sum(sum(entry.budgets) for entry in made) == 256 * sum(len(e.budgets) for e in made)

@@ -15,6 +15,8 @@ from mlx_h2o.pin_rules import PinRules, spans_for
 from mlx_h2o.rereading import compress_into, read_twice, shared_out
 from tiny_models import kept_positions, tiny_model
 
+EMBEDDED = ["--model", "builtin:recall-4m"]
+
 
 class Characters:
     """A tokenizer whose tokens are characters."""
@@ -125,7 +127,7 @@ def test_nothing_cut_is_the_full_cache(prompt):
 
 @pytest.mark.parametrize("bits", [16, 6])
 def test_it_takes_no_more_than_it_may(bits):
-    model, tokenizer = mlx_h2o.load()
+    model, tokenizer = mlx_h2o.load("builtin:recall-4m")
     text = SAMPLE_TEXT.read_text()[:1600]
     full = stock_prompt_cache(model)
     tokens = tokenizer.encode(text)
@@ -217,18 +219,56 @@ def test_what_cannot_be_is_refused(prompt, settings, text):
 def test_the_command_writes_a_cache_that_generate_goes_on_from(tmp_path, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "doc.safetensors"
     text.write_text(SAMPLE_TEXT.read_text()[:1500])
-    assert main(["compress", str(text), "--out", str(out), "--to", "50%", "--json"]) == 0
+    assert (
+        main(
+            [
+                "compress",
+                "--model",
+                "builtin:recall-4m",
+                str(text),
+                "--out",
+                str(out),
+                "--to",
+                "50%",
+                "--json",
+            ]
+        )
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
     assert told["kv_bytes"] < told["full_bytes"]
     cache, metadata = mlx_h2o.load_prompt_cache(out, return_metadata=True)
     assert metadata["compressed"] == "50%"
     assert cache[0].offset == told["tokens"]
-    resumed = ["generate", "--prompt-cache-file", str(out), "--prompt", "The", "-m", "3", "--json"]
+    resumed = [
+        "generate",
+        "--model",
+        "builtin:recall-4m",
+        "--prompt-cache-file",
+        str(out),
+        "--prompt",
+        "The",
+        "-m",
+        "3",
+        "--json",
+    ]
     assert main(resumed) == 0
     assert json.loads(capsys.readouterr().out)["context_tokens"] > told["tokens"]
     (tmp_path / "empty.txt").write_text(" ")
-    assert main(["compress", str(tmp_path / "empty.txt"), "--out", str(out)]) == 2
-    assert main(["compress", str(text), "--out", str(out), "--system"]) == 2
+    assert (
+        main(
+            [
+                "compress",
+                "--model",
+                "builtin:recall-4m",
+                str(tmp_path / "empty.txt"),
+                "--out",
+                str(out),
+            ]
+        )
+        == 2
+    )
+    assert main(["compress", *EMBEDDED, str(text), "--out", str(out), "--system"]) == 2
     assert "chat template" in capsys.readouterr().err
 
 
@@ -236,9 +276,19 @@ def test_the_command_keeps_what_is_pinned(tmp_path, capsys):
     """By text, pattern and tokens; counted against --to, in the file, and while it is gone on."""
     text, out = tmp_path / "text.txt", tmp_path / "doc.safetensors"
     text.write_text(SAMPLE_TEXT.read_text()[:1500] + ". The Fee shall mean ten ducats.")
-    compress = ["compress", str(text), "--out", str(out), "--to", "25%", "--json"]
+    compress = [
+        "compress",
+        "--model",
+        "builtin:recall-4m",
+        str(text),
+        "--out",
+        str(out),
+        "--to",
+        "25%",
+        "--json",
+    ]
     rules = PinRules(patterns=("shall mean",), spans=((30, 40),))
-    model, tokenizer = mlx_h2o.load()
+    model, tokenizer = mlx_h2o.load("builtin:recall-4m")
     tokens = tokenizer.encode(text.read_text())
     spans = spans_for(rules, tokenizer, tokens)
     wanted = {p for span in spans for p in range(*span)}
@@ -283,14 +333,14 @@ def test_the_command_keeps_what_is_pinned(tmp_path, capsys):
 def test_pins_that_cannot_be_are_refused_and_write_nothing(options, message, tmp_path, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "doc.safetensors"
     text.write_text(SAMPLE_TEXT.read_text()[:1500])
-    assert main(["compress", str(text), "--out", str(out), *options]) == 2
+    assert main(["compress", *EMBEDDED, str(text), "--out", str(out), *options]) == 2
     assert re.search(message, capsys.readouterr().err.splitlines()[-1])
     assert not out.exists()
 
 
 def test_a_system_prompt_can_be_pinned_whole(tmp_path, monkeypatch):
     """By its role, which --system gives it."""
-    model, tokenizer = mlx_h2o.load()
+    model, tokenizer = mlx_h2o.load("builtin:recall-4m")
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
     )
@@ -299,7 +349,7 @@ def test_a_system_prompt_can_be_pinned_whole(tmp_path, monkeypatch):
     text, out = tmp_path / "text.txt", tmp_path / "doc.safetensors"
     text.write_text("Anne and Toby went home.")
     options = ["--system", "--pin-role", "system", "--to", "500KB"]
-    assert main(["compress", str(text), "--out", str(out), *options]) == 0
+    assert main(["compress", *EMBEDDED, str(text), "--out", str(out), *options]) == 0
     (span,) = mlx_h2o.load_prompt_cache(out)[0].pins
     assert span[0] == 0
     assert span[1] > len(tokenizer.encode("Anne and Toby went home.")) - 1

@@ -292,7 +292,8 @@ def started(folder: Any, *options: str) -> tuple[subprocess.Popen[str], int]:
     """The command itself, in a process of its own, and its port."""
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "mlx_h2o", "serve", "--port", "0", "--max-kv-size", str(SIZE)),
+            *(sys.executable, "-m", "mlx_h2o", "serve", "--model", MODEL, "--port", "0"),
+            *("--max-kv-size", str(SIZE)),
             *("--sessions", str(folder), *options),
         ],
         stderr=subprocess.PIPE,

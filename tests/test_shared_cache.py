@@ -76,7 +76,7 @@ def test_models_whose_layers_share_keys_get_a_cache_for_all_of_them(name):
         # Every query head of every sharer gives a mass of one: nothing was evicted yet.
         total = entry.store.view(entry.store.runs[0], "scores").sum(axis=-1)
         assert mx.allclose(total, mx.full(total.shape, 20.0), rtol=1e-4)
-    assert f"attended to by {shared[0].sharers} layers" in str(mlx_h2o.describe(cache))
+    assert f"attended to by {shared[0].sharers} layers" in repr(mlx_h2o.describe(cache))
 
 
 def test_stand_ins_have_the_shape_of_all_rows_and_nothing_in_them():

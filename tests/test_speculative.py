@@ -115,8 +115,8 @@ def test_speculative_decoding_gives_the_tokens_of_plain_decoding(case):
 )
 def test_the_embedded_model_speculates_with_its_profile(store, reference):
     """Heads with budgets of their own, through `stream_generate`, in two turns."""
-    model, tokenizer = load()
-    draft = spoiled(load()[0], 0.15)
+    model, tokenizer = load("builtin:recall-4m")
+    draft = spoiled(load("builtin:recall-4m")[0], 0.15)
     settings = {"max_size": 48, "undo": 3, **store}
     with only_reference() if reference else nullcontext():
         plain, both = make_prompt_cache(model, **settings), make_prompt_cache(model, **settings)
@@ -155,7 +155,7 @@ def test_a_long_prompt_is_read_in_the_chunks_of_plain_decoding(monkeypatch):
 
 @pytest.mark.parametrize("undo", [0, 2])
 def test_a_draft_longer_than_the_undo_is_refused(undo):
-    model, tokenizer = load()
+    model, tokenizer = load("builtin:recall-4m")
     caches = [*make_prompt_cache(model, 64, undo=4), *make_prompt_cache(model, 64, undo=undo)]
     options = {"draft_model": model, "num_draft_tokens": 3, "prompt_cache": caches}
     with pytest.raises(ValueError, match=rf"num_draft_tokens=3 .* undo={undo}: .* undo=3"):

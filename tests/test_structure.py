@@ -14,11 +14,10 @@ LONGEST_FUNCTION, LONGEST_CLASS = 60, 300
 # From the ground up; a module may import those of its own floor and of the floors below, without a
 # circle. A folder stands for all that is in it.
 FLOORS = {
-    "ground": """checks drawing files gguf gguf_header gguf_metadata gguf_tokenizer interrupts
-        linear_algebra masks patching
-        curves number_text measured memory_size model_identity pins safetensors_header smollm2
-        softmax stock store builtin handed_rows cache_lists layer_budgets
-        ranks rolling positions progress""",
+    "ground": """checks drawing files gguf gguf_header gguf_metadata gguf_tokenizer model_folder
+        interrupts linear_algebra masks patching curves number_text measured memory_size
+        model_identity pins safetensors_header smollm2 softmax stock store builtin handed_rows
+        cache_lists layer_budgets ranks rolling positions progress""",
     "rows": """packed value_lengths remainder recent_window undo frame frame_fit query_centres
         profile profile_places""",
     "policies": "policies selection",

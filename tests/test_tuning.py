@@ -47,7 +47,7 @@ def test_surely_asks_the_interval():
 @pytest.mark.parametrize("bits", [16, 8])
 def test_the_line_of_code_makes_what_was_measured(bits):
     """Evaluated as it is printed, it makes caches of the same settings, policy and widths."""
-    model, _ = mlx_h2o.load()
+    model, _ = mlx_h2o.load("builtin:recall-4m")
     for contender in tuned_contenders(["salient", "h2o:recent=0.3"], [bits], [0.5])[1:]:
         choice = next(c for c in made_of([0.0] * 6))
         choice = type(choice)(contender, 0.0, (0.0, 0.0), 1, 0.5)
@@ -73,7 +73,10 @@ def test_no_losses(text):
 
 def test_the_command_recommends_a_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("mlx_h2o.evaluate.suite.cores", lambda: 0)
-    sizes = "--samples 2 --tokens 64 --prefill 16 --shares 1/2 --bits 16 --loss 90%".split()
+    sizes = (
+        "--model builtin:recall-4m --samples 2 --tokens 64 --prefill 16 --shares 1/2 --bits 16 "
+        "--loss 90%"
+    ).split()
     assert main(["tune", *sizes, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "cache = mlx_h2o.make_prompt_cache(model, max_bytes=" in printed

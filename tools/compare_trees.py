@@ -26,7 +26,7 @@ STEPS = """
 import json, statistics, sys, time
 import mlx.core as mx
 from mlx_h2o import load, make_prompt_cache
-model, tokenizer = load()
+model, tokenizer = load("builtin:recall-4m")
 token, prompt = mx.array([[3]]), mx.array([[i % 500 for i in range(700)]])
 medians = []
 for settings in json.loads(sys.argv[1]):

@@ -24,7 +24,7 @@ from mlx_lm.models.cache import KVCache
 import mlx_h2o
 from mlx_h2o import cli, routing
 from mlx_h2o.backends.choice import only_reference
-from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT
+from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.cache import H2OKVCache
 from mlx_h2o.filling import Stage, stages_of
 from mlx_h2o.frame import Frame
@@ -112,7 +112,7 @@ def continued(file: Path) -> dict[str, Any]:
         ValueError: Rounding could choose another token or another victim.
     """
     routing.install()
-    model, tokenizer = mlx_h2o.load(DEFAULT_MODEL, mx.float32)
+    model, tokenizer = mlx_h2o.load(EMBEDDED_MODEL, mx.float32)
     caches = mlx_h2o.load_prompt_cache(file)
     prompt = tokenizer.encode(QUESTION, add_special_tokens=False)
     said: list[int] = []

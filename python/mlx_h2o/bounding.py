@@ -69,9 +69,9 @@ def install(
     With a size, `mlx_lm.models.cache.make_prompt_cache` gives bounded caches, in every module that
     holds it: the server's, the chat's, those of `generate` and `stream_generate`, and your own
     modules'. Models without a plain KV cache keep their own caches. A `max_kv_size` that a caller
-    passes takes the place of the size given here. Called again, it puts new settings in force;
-    called without arguments, it leaves them as they are, and warns (`NothingBounded`) where there
-    are none: then only caches that you make yourself are bounded.
+    passes takes the place of the size given here. Called again, it puts new settings in force.
+    Called without arguments, it leaves them as they are; where there are none, it warns
+    (`NothingBounded`), because then only caches that you make yourself are bounded.
 
     Args:
         max_size: As in `make_prompt_cache`, which explains the others too.
@@ -98,22 +98,32 @@ def install(
     given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
     given |= {"context": context, "recent_bits": recent_bits, "undo": undo, "frames": frames}
     given |= {"positions": positions, "profile": profile}
-    of_layers = checks.is_list(budgets) or callable(budgets)
-    if max_size is None and max_bytes is None and not of_layers:
-        named = [name for name, value in given.items() if value != _UNSAID.get(name)]
-        if named:
-            names = inspect.signature(install).parameters
-            near = checks.suggestion(named[0], names) if named[0] not in names else ""
-            raise ValueError(
-                f"install() needs max_size or max_bytes with {', '.join(named)}.{near}"
-            )
-        routing.install()
-        if _bounded is None:
-            warnings.warn(UNBOUNDED, NothingBounded, stacklevel=2)
+    if (
+        max_size is None
+        and max_bytes is None
+        and not (checks.is_list(budgets) or callable(budgets))
+    ):
+        _install_without_a_size(given)
         return
     bound = bounding(ModelSettings.of(max_size, max_bytes=max_bytes, **given))
     routing.install()
     _replace(bound)
+
+
+def _install_without_a_size(given: dict[str, Any]) -> None:
+    """Route attention alone.
+
+    Raises:
+        ValueError: Settings were given, which need a size.
+    """
+    named = [name for name, value in given.items() if value != _UNSAID.get(name)]
+    if named:
+        names = inspect.signature(install).parameters
+        near = checks.suggestion(named[0], names) if named[0] not in names else ""
+        raise ValueError(f"install() needs max_size or max_bytes with {', '.join(named)}.{near}")
+    routing.install()
+    if _bounded is None:
+        warnings.warn(UNBOUNDED, NothingBounded, stacklevel=3)
 
 
 def uninstall() -> None:

@@ -15,7 +15,10 @@ PACKAGE = Path(__file__).parent
 #: `--model builtin:NAME` means a folder of this one.
 MODELS = PACKAGE / "models"
 PREFIX = "builtin:"
-DEFAULT_MODEL = "builtin:recall-4m"
+#: The small model that ships with the package: 4 million parameters, for tests and without network.
+EMBEDDED_MODEL = "builtin:recall-4m"
+#: What every command takes where none is named.
+DEFAULT_MODEL = smollm2.NAME
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 SAMPLE_TEXT = PACKAGE / "data" / "sample.txt"

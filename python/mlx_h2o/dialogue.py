@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ from mlx_h2o.turns import checked_carry
 
 #: Under this name a file says which tokens were read.
 TOKENS = "mlx-h2o dialogue"
+#: Stands for a token of the chat template in a conversation's text.
+MARK = "\0"
+#: A role that the template names, its other tokens, and words with the white space before them.
+SAID = re.compile(r"\0\s*\0?(?P<role>[a-z]+)(?:\n|\0\s*)|\0\s*|(?P<word>\s*[^\s\0]+|\s+)")
 
 
 class Dialogue:
@@ -172,6 +177,26 @@ class Dialogue:
         shares = (holding / max(heads, 1)).tolist()
         return list(zip(token_texts(self._tokenizer, self.tokens), shares, strict=True))
 
+    def kept_words(self) -> list[tuple[str, float]]:
+        """What was said as words, each with the share of all KV heads that hold its tokens.
+
+        Of the chat template who speaks is left, on a line of its own turn.
+        """
+        special = special_ids(self._tokenizer)
+        text, shares = "", list[float]()
+        for token, (part, share) in zip(self.tokens, self.kept(), strict=True):
+            part = MARK if token in special else part.replace(MARK, "")
+            text += part
+            shares += [share] * len(part)
+        words: list[tuple[str, float]] = []
+        for found in SAID.finditer(text):
+            if role := found["role"]:
+                words.append((f"{chr(10) if words else ''}{role}: ", 1.0))
+            elif word := found["word"]:
+                of = shares[found.start() : found.end()]
+                words.append((word, sum(of) / len(of)))
+        return words
+
     def status(self) -> dict[str, int]:
         """Tokens, slots a KV head, bytes, evictions and pinned tokens."""
         layers = bounded_entries(self.cache)
@@ -219,6 +244,13 @@ class Dialogue:
         if len(tokens) != bounded_entries(list(cache))[0].offset or len(cache) != len(self.cache):
             raise ValueError(f"{path} is damaged: its tokens are not those that it holds.")
         self.cache, self.tokens, self._pending = list(cache), tokens, pending
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Tokens that are no text: those of the chat template, and ends."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {number for number, token in added.items() if token.special}
+    return special | set(getattr(tokenizer, "all_special_ids", ()))
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:

@@ -25,7 +25,8 @@ def require_writable(option: str, path: Path) -> None:
     """Raise ValueError unless a file can be written at `path`; `option` asked for it."""
     folder = Path(os.path.realpath(path)).parent
     if not folder.is_dir():
-        raise ValueError(f"{option}: there is no folder {folder}; make it first.")
+        named = folder if path.is_symlink() else path.parent  # as it was given
+        raise ValueError(f"{option}: there is no folder {named}; make it first.")
     if path.exists() and not path.is_file():
         raise ValueError(f"{option}: {path} is no file that could be replaced.")
     try:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.builtin import PACKAGE
 from mlx_h2o.cache_lists import entries
+from mlx_h2o.memory_size import size_text
 from mlx_h2o.model_identity import architecture
 from mlx_h2o.store import Run
 
@@ -147,7 +148,7 @@ class Trace:
             "heads": f"{len(self.heads)} KV heads in {len(self.held_by_layer())} layers",
             "length": f"{len(self.texts):,} tokens",
             "share": f"{self.share:.1%}",
-            "nbytes": f"{self.nbytes:,} bytes",
+            "nbytes": size_text(self.nbytes),
         }
         parts = {name: html.escape(part) for name, part in parts.items()}
         parts["text"] = "".join(f"<span>{html.escape(text)}</span>" for text in self.texts)

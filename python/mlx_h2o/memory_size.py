@@ -21,6 +21,16 @@ RATHER_A_SHARE = 100
 USUAL_CONTEXT = 4096
 
 
+def size_text(nbytes: float) -> str:
+    """Bytes as people read them: "7.7 MB", "812 kB", "45 bytes"."""
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    unit = 0
+    while nbytes >= 999.5 and unit < len(units) - 1:
+        nbytes /= 1000
+        unit += 1
+    return f"{nbytes:.{1 if unit and nbytes < 99.95 else 0}f} {units[unit]}"
+
+
 class Share(NamedTuple):
     """A part of the bytes that a 16-bit cache takes at the context that is asked for."""
 

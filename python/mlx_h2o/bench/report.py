@@ -300,10 +300,46 @@ def products_table(found: list[products.Product]) -> Table:
 
 
 def figures_table(figures: list[Figure]) -> Table:
-    """What was aimed at."""
-    table = numbers("figures", "", "measured", "quietest rounds", "worst case", "aim", "reached")
+    """Ratios of times: what bounded memory costs in speed, or gains."""
+    table = numbers("ratios", "", "measured", "quietest rounds", "worst case", "better is")
     for f in figures:
         values = (f"{value:.3g}" for value in (f.value, f.quiet, f.worst))
-        aim = f"{'>=' if f.at_least else '<='} {f.bound:g}"
-        table.add_row(f.name, *values, aim, "yes" if f.reached else "no")
+        table.add_row(f.name, *values, "more" if f.at_least else "less")
     return table
+
+
+def meaning(report: Report) -> list[str]:
+    """What the figures mean for who runs a model here, in a line each."""
+    lines = []
+    if report.decoding:
+        arm, window = model.DEFAULT, model.WINDOW
+        lines.append(
+            f"A conversation in bounded memory ({arm}) decodes "
+            f"{1 / report.decoding.median(arm):.1f} tokens/s, "
+            f"{_compared(report.decoding.speed(arm, window))} mlx-lm's sliding window of as many "
+            "tokens, however long it gets."
+        )
+    if report.prompt:
+        ratio = report.prompt.ratio(model.DEFAULT, model.PLAIN)
+        lines.append(
+            f"Reading a prompt takes {ratio:.2f} times as long as with mlx-lm's full cache."
+        )
+    if report.batch:
+        lines.append(
+            f"{report.settings['streams']} conversations at once decode "
+            f"{report.settings['streams'] / report.batch.median(batch.DEFAULT):.1f} tokens/s "
+            f"together, {_compared(report.batch.speed(batch.DEFAULT, batch.WINDOW))} mlx-lm's own "
+            "batch."
+        )
+    if report.attention:
+        speeds = [r.samples.speed(attention.SCORES, attention.MLX) for r in report.attention]
+        lines.append(
+            "Attention for one token, with the scores that eviction needs, is "
+            f"{min(speeds):.1f} to {max(speeds):.1f} times as fast as MLX's without them."
+        )
+    return lines
+
+
+def _compared(speed: float) -> str:
+    """A ratio of speeds, in words."""
+    return f"{speed:.2f} times the speed of"

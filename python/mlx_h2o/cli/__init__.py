@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 from mlx_h2o import __version__, interrupts
+from mlx_h2o.cli.parsing import Parser
 
 # A shell's numbers for a process that a signal ended: 128 and the signal.
 INTERRUPTED = 130
@@ -17,7 +18,7 @@ EXAMPLES = """examples:
   mlx_h2o compare --max-kv-size 128
   mlx_h2o inspect --out inspect.html
 
-Without --model they use a small built-in model. `mlx_h2o COMMAND --help` explains each."""
+Without --model they use SmolLM2-135M, fetched once. `mlx_h2o COMMAND --help` explains each."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,12 +51,14 @@ def run(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:
-        print(f"mlx_h2o {args.command}: {error}", file=sys.stderr)
+        from mlx_h2o.cli.options import in_options
+
+        print(f"mlx_h2o {args.command}: {in_options(str(error), args)}", file=sys.stderr)
         return 2
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """What understands the command line."""
     from mlx_h2o.cli import (
         bench,
@@ -64,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
         compare,
         compress,
         demo,
+        describe,
         evaluate,
         fetch,
         generate,
@@ -74,11 +78,11 @@ def parser() -> argparse.ArgumentParser:
         turns,
     )
 
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="mlx_h2o",
         description="Bounded KV memory for mlx-lm models.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionHelpFormatter,
     )
     made.add_argument("--version", action="version", version=f"mlx-h2o {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -94,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
         turns,
         calibrate,
         inspect,
+        describe,
         bench,
         golden,
         fetch,

@@ -15,9 +15,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from mlx_h2o.bench import attention, batch, chart, machine, model, products, threads
 from mlx_h2o.bench.measuring import Progress as Told
-from mlx_h2o.bench.report import Report
-from mlx_h2o.builtin import DEFAULT_MODEL, load
-from mlx_h2o.cli.options import DTYPES
+from mlx_h2o.bench.report import Report, meaning
+from mlx_h2o.builtin import load
+from mlx_h2o.cli.options import DTYPES, add_model_option, settle_model
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
 from mlx_h2o.files import require_folder, write_kept
@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--only", choices=PARTS, action="append", help="measure this part (may be given again)"
     )
-    parser.add_argument("--quick", action="store_true", help="fewer cases: under a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer cases: a minute or two")
     parser.add_argument(
         "--rounds", type=int, metavar="N",
         help=f"visits of everything measured (default: {ROUNDS}; quick: {QUICK_ROUNDS})",
@@ -52,9 +52,7 @@ def add_parser(commands: Any) -> None:
         "--dtype", choices=DTYPES, action="append",
         help="of the attention's keys and values (may be given again; default: all)",
     )  # fmt: skip
-    parser.add_argument(
-        "--model", default=DEFAULT_MODEL, help="a folder, a hub id, or %(default)s (the default)"
-    )
+    add_model_option(parser)
     parser.add_argument(
         "--streams", type=int, default=8, metavar="N",
         help="conversations in a batch (default: %(default)s)",
@@ -73,6 +71,8 @@ def run(args: argparse.Namespace) -> None:
     ]
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
     check(args, parts)
+    if {"model", "batch"} & set(parts):
+        settle_model(args)
     report = Report(
         machine.describe(),
         {
@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"BLAS: {report.machine['blas']}\n")
         for table in report.tables():
             show(table, args.markdown)
+        print("\n".join(meaning(report)))
     if args.out:
         write(report, as_json, args.out)
 

@@ -22,6 +22,8 @@ from mlx_h2o.cli.options import (
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
 from mlx_h2o.dialogue import Dialogue
+from mlx_h2o.files import require_writable
+from mlx_h2o.memory_size import size_text
 from mlx_h2o.pinning import PinAnswer
 from mlx_h2o.pins import Span
 from mlx_h2o.turns import checked_carry
@@ -53,7 +55,6 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_options(parser)
-    parser.set_defaults(model="smollm2-135m")
     parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told first")
     parser.add_argument(
         "--max-tokens", "-m", type=int, default=256, metavar="N",
@@ -114,12 +115,12 @@ class Talk:
             "help": lambda _: print(HELP),
             "pin": self._pin,
             "pins": self._pins,
-            "unpin": lambda _: dialogue.unpin(),
+            "unpin": self._unpin,
             "kept": self._kept,
-            "turn": dialogue.begin_turn,
+            "turn": self._turn,
             "save": self._save,
-            "load": lambda path: dialogue.load(_path(path), args.model),
-            "clear": lambda _: dialogue.clear(),
+            "load": self._load,
+            "clear": self._clear,
         }
 
     def go_on(self) -> None:
@@ -168,7 +169,7 @@ class Talk:
         now = self._dialogue.status()
         evicted = f"{now['evicted']:,} of {now['tokens']:,} tokens evicted"
         return (
-            f"[{now['slots']} slots a head, {now['bytes']:,} bytes, {evicted}, "
+            f"[{now['slots']} slots a head, {size_text(now['bytes'])}, {evicted}, "
             f"{now['pinned']} pinned, {speed:.1f} tokens/s]"
         )
 
@@ -180,10 +181,26 @@ class Talk:
         texts = self._dialogue.pinned_texts
         print("\n".join(repr(text) for text in texts) or "Nothing is pinned.")
 
+    def _unpin(self, _: str) -> None:
+        count = len(self._dialogue.pinned_texts)
+        self._dialogue.unpin()
+        print(f"unpinned {count}" if count else "Nothing is pinned.")
+
+    def _turn(self, carry: str) -> None:
+        if not carry:
+            raise ValueError("How much of the past? /turn CARRY, from 0 (or reset) to 1.")
+        self._dialogue.begin_turn(carry)
+        print(f"from here on {checked_carry(carry):.0%} of the past counts")
+
+    def _clear(self, _: str) -> None:
+        self._dialogue.clear()
+        self._last = ""
+        print("cleared")
+
     def _kept(self, _: str) -> None:
         marks = (DIM, PLAIN) if sys.stdout.isatty() else ("[", "]")
         out, lost = "", False
-        for text, share in self._dialogue.kept():
+        for text, share in self._dialogue.kept_words():
             if (share < REMEMBERED) != lost:
                 lost = not lost
                 out += marks[not lost]
@@ -191,8 +208,17 @@ class Talk:
         print((out + marks[1] * lost) or "Nothing was said yet.")
 
     def _save(self, path: str) -> None:
-        self._dialogue.save(_path(path), self._args.model)
-        print(f"saved in {path}")
+        file = _path(path)
+        require_writable("/save", file)
+        self._dialogue.save(file, self._args.model)
+        print(f"saved {len(self._dialogue.tokens):,} tokens in {path}")
+
+    def _load(self, path: str) -> None:
+        file = _path(path)
+        if not file.is_file():
+            raise ValueError(f"There is no file {path}.")
+        self._dialogue.load(file, self._args.model)
+        print(f"read {len(self._dialogue.tokens):,} tokens")
 
 
 def _path(text: str) -> Path:

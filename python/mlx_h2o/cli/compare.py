@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.table import Table
 
-from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT
+from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.cli.evaluation_output import rich_table
-from mlx_h2o.cli.options import named_options, read_text
+from mlx_h2o.cli.options import add_model_option, named_options, read_text, settle_model
 from mlx_h2o.cli.progress import progress_bar
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
@@ -44,11 +44,7 @@ def add_parser(commands: Any) -> None:
             name, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
         )
 
-    parser.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help="a folder, a hub id, a .gguf file, smollm2-135m, or %(default)s (the default)",
-    )
+    add_model_option(parser)
     parser.add_argument(
         "--text", type=Path, default=SAMPLE_TEXT, metavar="FILE", help="default: a bundled story"
     )
@@ -142,9 +138,15 @@ def arms_of(args: argparse.Namespace, budgets: str | None = None) -> list[Arm]:
 def run(args: argparse.Namespace) -> None:
     """Measure, print, draw."""
     check_options(args)
+    text = read_text(args.text)
+    arms = arms_of(args, args.budgets)
+    if args.out:
+        drawing()
+        require_folder("--out", args.out)
+    model = settle_model(args)
     protocol = Protocol(
-        model=args.model,
-        text=read_text(args.text),
+        model=model,
+        text=text,
         max_size=args.max_kv_size[0],
         samples=args.samples,
         tokens=args.tokens,
@@ -153,19 +155,12 @@ def run(args: argparse.Namespace) -> None:
         prompt_tokens=args.prompt_tokens,
         compressed=args.compressed,
         equal=args.equal,
-        facts=args.facts or ("questions" if args.model == DEFAULT_MODEL else "cloze"),
+        facts=args.facts or ("questions" if model == EMBEDDED_MODEL else "cloze"),
         chunk=args.chunk,
         timed=not args.grid,
     )
-    arms = arms_of(args, args.budgets)
-    if args.out:
-        drawing()
-        require_folder("--out", args.out)
     with progress_bar(f"comparing {len(arms)} caches") as bar:
-        try:
-            results = compare(arms, protocol, bar)
-        except ValueError as error:
-            raise ValueError(str(error).replace("max_size", "--max-kv-size", 1)) from error
+        results = compare(arms, protocol, bar)
     report = as_json(results, protocol)
     if args.json:
         print(json.dumps(report))

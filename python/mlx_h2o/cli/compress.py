@@ -18,7 +18,6 @@ from mlx_h2o.cache_file import save_prompt_cache
 from mlx_h2o.cli.options import (
     add_model_options,
     add_profile_option,
-    in_options,
     load_model,
     memory,
     read_text,
@@ -145,8 +144,6 @@ def compressed(
             raise ValueError(
                 f"{error.why} Pin at most {error.most} tokens, or raise --to."
             ) from error
-        except ValueError as error:
-            raise ValueError(in_options(str(error), max_bytes="--to")) from error
 
 
 def prompt_ids(tokenizer: Any, text: str, system: bool) -> tuple[list[int], list[dict[str, str]]]:

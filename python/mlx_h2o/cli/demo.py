@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-import mlx.nn as nn
 from rich.table import Table
 
 from mlx_h2o import smollm2
-from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT, load
-from mlx_h2o.cli.options import named_options
+from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT, load
+from mlx_h2o.cli.options import named_options, settle_model
 from mlx_h2o.cli.progress import progress_bar
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
@@ -30,7 +29,7 @@ MAX_SIZE = 128
 
 # The default: bits and slots chosen by the model's own profile.
 OURS_BY_BYTES = Arm(OURS, DEFAULT_POLICY, by_bytes=True)
-FORM: dict[str, Form] = {smollm2.NAME: CLOZE, DEFAULT_MODEL: QUESTIONS}
+FORM: dict[str, Form] = {smollm2.NAME: CLOZE, EMBEDDED_MODEL: QUESTIONS}
 
 
 def add_parser(commands: Any) -> None:
@@ -40,7 +39,7 @@ def add_parser(commands: Any) -> None:
         help="facts planted in a story, buried, and asked for, by several caches",
         description=f"Shows what {smollm2.NAME} still knows through the full cache, a sliding "
         "window, a 4-bit cache, H2O and mlx-h2o, the bounded ones in a quarter of the memory. "
-        f"Without a network it falls back to {DEFAULT_MODEL}, and says so.",
+        f"Without a network it falls back to {EMBEDDED_MODEL}, and says so.",
     )
     parser.add_argument("--model", choices=FORM, help=f"default: {smollm2.NAME} if it can be had")
     parser.add_argument("--prompts", type=int, default=PROMPTS, metavar="N", help="facts asked for")
@@ -51,11 +50,10 @@ def add_parser(commands: Any) -> None:
 
 def settings(args: argparse.Namespace) -> dict[str, str]:
     """Everything that the figures depend on, by name, where the real model is to be had."""
-    name = args.model or smollm2.NAME
     sizes = {"tokens": TOKENS, "prefill": PREFILL, "chunk": CHUNK, "max_size": MAX_SIZE}
     arms = {arm.name: arm.described() for arm in demo_arms(OURS_BY_BYTES)}
     described = {name: str(value) for name, value in sizes.items()} | arms
-    return named_options(args) | {"model": name} | described
+    return named_options(args) | described
 
 
 def run(args: argparse.Namespace) -> None:
@@ -65,7 +63,8 @@ def run(args: argparse.Namespace) -> None:
     if args.out:
         drawing()
         require_folder("--out", args.out)
-    name, model, tokenizer = chosen_model(args.model)
+    name = settle_model(args)
+    model, tokenizer = load(name)
     task = recall_task(
         tokenizer,
         SAMPLE_TEXT.read_text(),
@@ -93,21 +92,6 @@ def run(args: argparse.Namespace) -> None:
     if args.out:
         write_kept(args.out / "demo.png", lambda path: draw(results, title, path), ".png")
         print(f"The chart is {args.out / 'demo.png'}.", file=sys.stderr)
-
-
-def chosen_model(name: str | None) -> tuple[str, nn.Module, Any]:
-    """The named model; without a name the real one, or the embedded one if that is not to be had.
-
-    Raises:
-        ValueError: The named one is not to be had.
-    """
-    try:
-        return name or smollm2.NAME, *load(name or smollm2.NAME)
-    except ValueError as error:
-        if name:
-            raise
-        print(f"{error}\nGoing on with {DEFAULT_MODEL} instead.", file=sys.stderr)
-        return DEFAULT_MODEL, *load(DEFAULT_MODEL)
 
 
 def table(results: list[Answers], title: str, wanted: str) -> Table:

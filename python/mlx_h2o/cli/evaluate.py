@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from mlx_h2o import checks
-from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT
+from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.cli.evaluation_output import facts_of, measure_all, rich_table, told
-from mlx_h2o.cli.options import named_options, read_text, typed
+from mlx_h2o.cli.options import (
+    add_model_option,
+    named_options,
+    read_text,
+    settle_model,
+    typed,
+)
 from mlx_h2o.cli.report_table import run_table
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
@@ -89,11 +95,7 @@ def add_parser(commands: Any) -> None:
 
 def add_stage_options(parser: argparse.ArgumentParser) -> None:
     """Model, text, form of facts, chunk, seed."""
-    parser.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help="a folder, a hub id, a .gguf file, smollm2-135m, or %(default)s (the default)",
-    )
+    add_model_option(parser)
     parser.add_argument(
         "--text", type=Path, default=SAMPLE_TEXT, metavar="FILE",
         help="text, or JSON lines with a text each (default: a bundled story)",
@@ -134,8 +136,10 @@ def stage_of(args: argparse.Namespace) -> Stage:
     """
     checks.whole("--chunk", args.chunk, 2)
     checks.whole("--seed", args.seed, 0, 2**63 - 1)
-    facts = args.facts or ("questions" if args.model == DEFAULT_MODEL else "cloze")
-    return Stage(args.model, plain_text(args.text), facts, args.chunk, args.seed)
+    text = plain_text(args.text)
+    model = settle_model(args)
+    facts = args.facts or ("questions" if model == EMBEDDED_MODEL else "cloze")
+    return Stage(model, text, facts, args.chunk, args.seed)
 
 
 def plain_text(path: Path) -> str:

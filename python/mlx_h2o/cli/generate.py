@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx_lm import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_h2o import checks
 from mlx_h2o.cache_file import load_prompt_cache, require_savable, save_prompt_cache
 from mlx_h2o.cli.options import (
     add_cache_options,
@@ -28,6 +29,7 @@ from mlx_h2o.conversations import pin
 from mlx_h2o.description import describe
 from mlx_h2o.files import require_writable, write_kept
 from mlx_h2o.inspection import bounded_layers
+from mlx_h2o.memory_size import size_text
 from mlx_h2o.pin_rules import spans_for
 from mlx_h2o.settings import ModelSettings
 from mlx_h2o.stock import stock_caches
@@ -79,7 +81,8 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--prompt-cache-file", metavar="FILE", type=Path,
-        help="go on from this saved cache if it exists; its own memory settings apply then",
+        help="go on from this saved cache; its own memory settings apply. It must exist, unless "
+        "--save-prompt-cache names the same file, which is then begun",
     )  # fmt: skip
     parser.add_argument(
         "--save-prompt-cache", metavar="FILE", type=Path, help="save the cache at the end"
@@ -110,8 +113,6 @@ def run(args: argparse.Namespace) -> None:
         if asked:
             print_differences(args, cache, model, settings)
     else:
-        if args.prompt_cache_file is not None:
-            print(f"{args.prompt_cache_file} does not exist yet: starting anew", file=sys.stderr)
         cache = bounded_cache(model, settings)
     if args.save_prompt_cache is not None:
         require_savable(cache)
@@ -163,15 +164,23 @@ def check_options(args: argparse.Namespace) -> None:
             'a prompt is needed: --prompt "Once upon a time", or --prompt - to read it from '
             "standard input."
         )
+    if args.seed is not None:
+        checks.whole("--seed", args.seed, 0)
     if args.save_prompt_cache is not None:
         require_writable("--save-prompt-cache", args.save_prompt_cache)
+    resumed = args.prompt_cache_file
+    if resumed is not None and not resumed.exists() and resumed != args.save_prompt_cache:
+        raise ValueError(
+            f"--prompt-cache-file: there is no file {resumed}; to begin it, give "
+            f"--save-prompt-cache {resumed} too."
+        )
 
 
 def given_options(args: argparse.Namespace) -> bool:
     """Whether any option says what the memory shall be like."""
     names = (
-        "max_kv_size max_kv_bytes policy sink recent evict_every unit set no_remainder budgets "
-        "kv_bits k_bits v_bits recent_bits kv_group_size"
+        "max_kv_size conversation_memory policy sink recent evict_every unit set no_remainder "
+        "budgets kv_bits k_bits v_bits recent_bits kv_group_size"
     )
     return any(getattr(args, name) not in (None, False, []) for name in names.split())
 
@@ -264,7 +273,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"prompt: {report['prompt_tokens']} tokens, {report['prompt_tps']:.1f} tokens/s; "
         f"generation: {report['generation_tokens']} tokens, "
         f"{report['generation_tps']:.1f} tokens/s",
-        f"memory: {report['kv_bytes']:,} bytes of KV; {report['evicted_tokens']:,} of "
+        f"memory: {size_text(report['kv_bytes'])} of KV; {report['evicted_tokens']:,} of "
         f"{report['context_tokens']:,} tokens evicted (mean over heads)",
         *unbounded,
     ]

@@ -21,6 +21,7 @@ from mlx_h2o.cli.options import (
 )
 from mlx_h2o.files import require_writable, write_kept
 from mlx_h2o.inspection import Trace, trace
+from mlx_h2o.memory_size import size_text
 
 DEFAULT_MAX_KV_SIZE = 128
 
@@ -51,6 +52,9 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--json", action="store_true", help="print everything on the page as one JSON object"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="print every layer's count, not a summary of five lines"
     )
     add_cache_options(parser, DEFAULT_MAX_KV_SIZE)
     parser.set_defaults(run=run)
@@ -85,14 +89,31 @@ def run(args: argparse.Namespace) -> None:
     else:
         print(f"{args.out.absolute()}: open it in a browser")
         print("\n".join(summary(found)))
+        if args.all:
+            print("\n".join(layer_lines(found)))
 
 
 def summary(found: Trace) -> list[str]:
-    """What is remembered, in two lines."""
-    layers = found.held_by_layer().items()
-    counts = ", ".join(f"layer {layer}: {held:.0f}" for layer, held in layers)
-    held = f"held of {len(found.texts)} tokens ({found.share:.1%}), mean per head: {counts}"
+    """What is remembered, in four lines."""
+    T, counts = len(found.texts), found.held_by_layer()
+    least, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+    lines = [
+        f"{T:,} tokens were read by {found.model}; {size_text(found.nbytes)} are held, "
+        f"policy {found.policy}{' with remainder' if found.remainder else ''}",
+        f"a KV head holds {found.share * T:,.0f} of them ({found.share:.1%}) on average: "
+        f"{counts[most]:,.0f} in layer {most}, {counts[least]:,.0f} in layer {least}",
+    ]
     if not (found.dropped_at >= 0).any():
-        return [held, "nothing was dropped: the text fits into the budget (try more --tokens)"]
+        return [*lines, "nothing was dropped: the text fits into the budget (try more --tokens)"]
+    somewhere = found.held().any(axis=0).mean()
     words = ", ".join(f"{word} ({share:.0%})" for word, share in found.old_words(10) if share)
-    return [held, f"old words remembered best (share of heads): {words or 'none'}"]
+    return [
+        *lines,
+        f"{somewhere:.0%} of the tokens are held by some head; no head holds the others any more",
+        f"old words remembered best (share of heads): {words or 'none'}",
+    ]
+
+
+def layer_lines(found: Trace) -> list[str]:
+    """Tokens held per layer, mean over its KV heads."""
+    return [f"layer {layer}: {held:,.0f} tokens" for layer, held in found.held_by_layer().items()]

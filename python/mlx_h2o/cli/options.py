@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o import checks
-from mlx_h2o.builtin import DEFAULT_MODEL, load
+from mlx_h2o import checks, smollm2
+from mlx_h2o.builtin import DEFAULT_MODEL, EMBEDDED_MODEL, load
 from mlx_h2o.memory_size import USUAL_CONTEXT, memory_size
 from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, UNPACKED
 from mlx_h2o.policies import policy_names
@@ -20,31 +22,72 @@ from mlx_h2o.prompt_cache import bounded_caches
 from mlx_h2o.settings import DEFAULT_POLICY, PROFILES, ModelSettings
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+#: What the library calls a setting, and the option that sets it. A size has several options, and
+#: `SizeOption` notes which was given.
+OPTION_OF = {
+    "context": "--context",
+    "sink": "--sink",
+    "recent": "--recent",
+    "evict_every": "--evict-every",
+    "unit": "--unit",
+    "policy": "--policy",
+    "bits": "--kv-bits",
+    "k_bits": "--k-bits",
+    "v_bits": "--v-bits",
+    "group_size": "--kv-group-size",
+    "recent_bits": "--recent-bits",
+    "undo": "--undo",
+    "budgets": "--budgets",
+}
+
+
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    """--model; `settle_model` says which it is where none is named."""
+    parser.add_argument(
+        "--model",
+        help=f"a local folder, a hub id, a .gguf file, {smollm2.NAME}, or {EMBEDDED_MODEL} "
+        f"(default: {DEFAULT_MODEL}, fetched when it is first used)",
+    )
+
+
+def default_model() -> str:
+    """The default model's name, fetched if need be; the embedded one's where it cannot be had.
+
+    Then a line on stderr says so.
+    """
+    try:
+        smollm2.path()
+    except ValueError as error:
+        print(f"{error}\nGoing on with {EMBEDDED_MODEL} instead.", file=sys.stderr)
+        return EMBEDDED_MODEL
+    return DEFAULT_MODEL
+
+
+def settle_model(args: argparse.Namespace) -> str:
+    """Set `args.model` to the default where none was named, and return it."""
+    args.model = args.model or default_model()
+    name: str = args.model
+    return name
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """--model and --dtype."""
-    parser.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help="a local folder, a hub id, a .gguf file, smollm2-135m, or builtin:recall-4m "
-        "(default: %(default)s)",
-    )
+    add_model_option(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="cast the weights (default: as they are)")
 
 
 def add_cache_options(
-    parser: argparse.ArgumentParser, default_size: int, memory_option: str = "--kv-memory"
+    parser: argparse.ArgumentParser, default_size: int, many: bool = False
 ) -> None:
     """The cache's size, policy and remainder.
 
     Args:
         parser: Takes them.
         default_size: Tokens, where no size is given.
-        memory_option: What the size in bytes or shares is called.
+        many: The command holds several conversations, so that `--kv-memory` is all of theirs.
     """
     group = parser.add_argument_group("memory")
-    _add_size_options(group, default_size, memory_option)
+    _add_size_options(group, default_size, many)
     group.add_argument(
         "--context", type=int, metavar="N",
         help="tokens that conversations may reach (default: what the model was trained to see, or "
@@ -91,22 +134,45 @@ def add_cache_options(
     )
 
 
-def _add_size_options(
-    group: argparse._ArgumentGroup, default_size: int, memory_option: str
-) -> None:
-    """How much is held."""
+class SizeOption(argparse.Action):
+    """Stores a size, and notes by which option it was given, for messages about it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.size_option = option_string
+
+
+def _add_size_options(group: argparse._ArgumentGroup, default_size: int, many: bool) -> None:
+    """How much a conversation's cache holds: in every command by the same names."""
     size = group.add_mutually_exclusive_group()
     size.add_argument(
         "--max-kv-size", type=int, metavar="N",
-        help=f"tokens held per KV head, on average (default: {default_size})",
+        help=f"tokens of a conversation held per KV head, on average (default: {default_size})",
     )  # fmt: skip
-    size.add_argument("--max-kv-bytes", type=int, metavar="N", help="instead: bytes held in all")
+    in_bytes: dict[str, Any] = {
+        "dest": "conversation_memory",
+        "action": SizeOption,
+        "type": typed(memory, "bytes such as 64MB, or a share such as 25%"),
+    }
     size.add_argument(
-        memory_option, dest="kv_memory", metavar="SIZE",
-        type=typed(memory, "bytes such as 64MB, or a share such as 25%"),
-        help="the same as 64MB, 1.5GiB, or 25%% of what a 16-bit cache takes at "
-        "--context; bits and slots are then chosen by the model's profile",
+        "--conversation-memory" if many else "--kv-memory", **in_bytes, metavar="SIZE",
+        help="instead: bytes of a conversation, as 64MB or 1.5GiB, or 25%% of what a 16-bit cache "
+        "takes at --context; bits and slots are then chosen by the model's profile",
     )  # fmt: skip
+    if not many:  # Here one conversation's memory is all KV memory.
+        size.add_argument(
+            "--conversation-memory",
+            **in_bytes,
+            metavar="SIZE",
+            help="the same, as in every command",
+        )
+    size.add_argument("--max-kv-bytes", **in_bytes, help=argparse.SUPPRESS)  # its former name
 
 
 def add_profile_option(group: argparse._ActionsContainer) -> None:
@@ -184,7 +250,7 @@ def memory(text: str) -> str:
 
 def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:
     """The model and tokenizer that the options name."""
-    return load(args.model, DTYPES[args.dtype] if args.dtype else None)
+    return load(settle_model(args), DTYPES[args.dtype] if args.dtype else None)
 
 
 def policy_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -205,17 +271,16 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
     Raises:
         ValueError: There are no such settings; the message names the option.
     """
-    if args.max_kv_size is None and args.max_kv_bytes is None and args.kv_memory is None:
+    if args.max_kv_size is None and args.conversation_memory is None:
         args.max_kv_size = default_size
-    for name in ("max_kv_size", "max_kv_bytes", "context"):
+    for name in ("max_kv_size", "context"):
         if getattr(args, name) is not None:
-            most = checks.MOST_BYTES if name == "max_kv_bytes" else checks.MOST_TOKENS
-            checks.whole(f"--{name.replace('_', '-')}", getattr(args, name), 1, most)
+            checks.whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
     if args.kv_group_size and not (args.kv_bits or args.k_bits or args.v_bits):
         raise ValueError("--kv-group-size needs --kv-bits (or --k-bits, --v-bits).")
     return ModelSettings.of(
         args.max_kv_size,
-        max_bytes=args.kv_memory or args.max_kv_bytes,
+        max_bytes=args.conversation_memory,
         context=args.context,
         policy=args.policy,
         remainder=not args.no_remainder,
@@ -232,26 +297,38 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
 
 
 def bounded_cache(model: nn.Module, settings: ModelSettings) -> list[Any]:
-    """A cache of these settings; what a refusal speaks of is called by the option that said it."""
-    try:
-        return bounded_caches(model, settings)
-    except ValueError as error:
-        raise ValueError(in_options(str(error))) from error
+    """A cache of these settings."""
+    return bounded_caches(model, settings)
 
 
-def in_options(
-    message: str, max_size: str = "--max-kv-size", max_bytes: str = "--max-kv-bytes"
-) -> str:
-    """A message about arguments, about the options that a command has for them."""
-    for argument, option in (("max_size", max_size), ("max_bytes", max_bytes)):
-        message = message.replace(f"{argument}=", f"{option} ").replace(argument, option)
+def in_options(message: str, args: argparse.Namespace) -> str:
+    """A message about the library's arguments, about the options that the command has for them."""
+    names = {name: option for name, option in OPTION_OF.items() if option_given(args, option)}
+    if hasattr(args, "max_kv_size"):
+        names["max_size"] = "--max-kv-size"
+    if hasattr(args, "conversation_memory"):
+        names["max_bytes"] = getattr(args, "size_option", None) or "--conversation-memory"
+    if hasattr(args, "to"):  # compress
+        names["max_bytes"] = "--to"
+    for name, option in names.items():
+        # A name that is a word of English too is one only where a value or a rule follows it.
+        after = r"(?![\w-])" if "_" in name else r"(?= must |=)"
+        message = re.sub(rf"(?<![\w-]){name}{after}=", f"{option} ", message)
+        message = re.sub(rf"(?<![\w-]){name}{after}", option, message)
     return message
+
+
+def option_given(args: argparse.Namespace, option: str) -> bool:
+    """Whether the command has this option and it was given."""
+    return getattr(args, option[2:].replace("-", "_"), None) is not None
 
 
 def named_options(args: argparse.Namespace) -> dict[str, str]:
     """What was asked for, defaults written out, but how it is printed."""
-    apart = ("command", "run", "settings", "json", "markdown", "grid")
+    apart = ("command", "run", "settings", "json", "markdown", "grid", "size_option")
     named = {name: value for name, value in vars(args).items() if name not in apart}
+    if "model" in named:
+        named["model"] = named["model"] or DEFAULT_MODEL
     return {
         # Files of the package lie elsewhere on each machine.
         name: value.name if isinstance(value, Path) and value.is_absolute() else str(value)

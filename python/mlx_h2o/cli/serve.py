@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from mlx_h2o import checks
-from mlx_h2o.builtin import DEFAULT_MODEL, model_path, require_model
+from mlx_h2o.builtin import model_path, require_model
 from mlx_h2o.cli.options import (
     add_cache_options,
+    add_model_option,
     cache_settings,
     memory,
     policy_settings,
+    settle_model,
     typed,
 )
 from mlx_h2o.cli.pin_options import add_pin_options
 from mlx_h2o.files import require_folder
 from mlx_h2o.gguf import SUFFIX
-from mlx_h2o.memory_size import LONGEST, Share, memory_size
+from mlx_h2o.memory_size import Share, memory_size
 from mlx_h2o.pins import joined
 
 DEFAULT_MAX_KV_SIZE = 1024
 #: Options of mlx-lm's server that are passed on as they are.
-MLX_LMS = {
+MLX_LMS: dict[str, str] = {
     "host": "address to listen on (default: 127.0.0.1, which other machines cannot reach)",
     "port": "port (default: 8080; 0: any that is free)",
     "max-tokens": "tokens of an answer, where the request does not say (default: 512)",
@@ -44,15 +47,37 @@ MLX_LMS = {
 }
 
 
-#: The largest of those that are whole numbers.
-LARGEST = {
-    "port": 2**16 - 1,
-    "max-tokens": checks.MOST_TOKENS,
-    "top-k": checks.MOST_TOKENS,
-    "decode-concurrency": 2**16,
-    "prompt-concurrency": 2**16,
-    "prefill-step-size": checks.MOST_TOKENS,
-    "prompt-cache-size": 2**16,
+#: Least and greatest values of the whole numbers among them.
+LIMITS = {
+    "port": (0, 2**16 - 1),
+    "max-tokens": (1, checks.MOST_TOKENS),
+    "top-k": (0, checks.MOST_TOKENS),
+    "decode-concurrency": (1, 2**16),
+    "prompt-concurrency": (1, 2**16),
+    "prefill-step-size": (1, checks.MOST_TOKENS),
+    "prompt-cache-size": (0, 2**16),
+}
+
+
+def json_object(text: str) -> str:
+    """A JSON object, as text.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if not isinstance(json.loads(text), dict):
+        raise ValueError(text)
+    return text
+
+
+#: The kinds of those that are no mere text.
+TYPES: dict[str, dict[str, Any]] = {
+    "temp": {"type": float},
+    "top-p": {"type": float},
+    "min-p": {"type": float},
+    "chat-template-args": {"type": typed(json_object, 'a JSON object such as {"a": true}')},
+    "log-level": {"choices": ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")},
+    **{name: {"type": int} for name in LIMITS},
 }
 
 
@@ -66,12 +91,7 @@ def add_parser(commands: Any) -> None:
         'extra field "mlx_h2o", as {"mlx_h2o": {"max_size": 512, "policy": "h2o"}}; what '
         "cannot be honoured is refused with the reason.",
     )
-    parser.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help="a local folder, a hub id, a .gguf file, smollm2-135m, or builtin:recall-4m "
-        "(default: %(default)s)",
-    )
+    add_model_option(parser)
     server = parser.add_argument_group("server")
     server.add_argument(
         "--kv-memory", dest="bound", type=typed(size_in_bytes, "bytes such as 2GB"),
@@ -95,8 +115,9 @@ def add_parser(commands: Any) -> None:
         help="web pages that may ask, separated by commas; * is all (default: our own)",
     )  # fmt: skip
     for name, text in MLX_LMS.items():
-        server.add_argument(f"--{name}", metavar=name.rpartition("-")[2].upper(), help=text)
-    add_cache_options(parser, DEFAULT_MAX_KV_SIZE, "--conversation-memory")
+        metavar = name.rpartition("-")[2].upper()
+        server.add_argument(f"--{name}", metavar=metavar, help=text, **TYPES.get(name, {}))
+    add_cache_options(parser, DEFAULT_MAX_KV_SIZE, many=True)
     add_pin_options(parser)
     parser.set_defaults(run=run)
 
@@ -118,16 +139,12 @@ def run(args: argparse.Namespace) -> None:
     from mlx_h2o.serve.asked_pins import AskedPins
     from mlx_h2o.serve.running import ServerSettings, serve
 
-    checks.whole("--queue", args.queue, 0)
-    for name, most in LARGEST.items():
-        given = getattr(args, name.replace("-", "_"))
-        if given is not None:
-            checks.whole(f"--{name}", int(given) if is_whole(given) else given, 0, most)
+    check_options(args)
     if args.sessions is not None:
         if not args.sessions.exists():  # for its owner's eyes only
             args.sessions.mkdir(mode=0o700, parents=True)
         require_folder("--sessions", args.sessions)
-    path = model_path(args.model)
+    path = model_path(settle_model(args))
     if not path.endswith(SUFFIX):
         require_model(args.model, path)
     words = (tuple(args.pin_role), tuple(args.pin), tuple(args.pin_pattern))
@@ -141,7 +158,7 @@ def run(args: argparse.Namespace) -> None:
         if given is None and name == "log-level":
             given = "WARNING"
         if given is not None:
-            options += [f"--{name}", given]
+            options += [f"--{name}", str(given)]
     serve(settings, options)
     # All is written and every client gone. MLX's threads may still be letting go of Python's
     # objects, and one that does so while the interpreter ends aborts the process.
@@ -150,9 +167,22 @@ def run(args: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def is_whole(text: str) -> bool:
-    """Whether a text is a whole number in digits, not so many that reading them takes time."""
-    return text.removeprefix("-").isdecimal() and len(text) <= LONGEST
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for values that would fail only while the server starts, or later."""
+    checks.whole("--queue", args.queue, 0)
+    for name, limits in LIMITS.items():
+        given = getattr(args, name.replace("-", "_"))
+        if given is not None:
+            checks.whole(f"--{name}", given, *limits)
+    for name in ("top_p", "min_p"):
+        given = getattr(args, name)
+        if given is not None and not 0 <= given <= 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1; got {given:g}.")
+    if args.temp is not None and not 0 <= args.temp <= checks.MOST_NUMBER:
+        raise ValueError(f"--temp must be a number of at least 0; got {args.temp:g}.")
+    if args.adapter_path is not None and not Path(args.adapter_path).is_dir():
+        raise ValueError(f"--adapter-path: there is no folder {args.adapter_path}.")
+    cache_defaults(args)
 
 
 def cache_defaults(args: argparse.Namespace) -> dict[str, Any]:
@@ -164,7 +194,7 @@ def cache_defaults(args: argparse.Namespace) -> dict[str, Any]:
     cache_settings(args, DEFAULT_MAX_KV_SIZE)  # which checks them, and chooses a size
     given = {
         "max_size": args.max_kv_size,
-        "max_bytes": args.kv_memory or args.max_kv_bytes,
+        "max_bytes": args.conversation_memory,
         "context": args.context,
         "policy": args.policy,
         "remainder": not args.no_remainder,

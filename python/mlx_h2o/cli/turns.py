@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
-from mlx_h2o import smollm2
-from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT
+from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.cli.options import add_model_options, load_model, named_options, read_text, typed
 from mlx_h2o.cli.tables import show
 from mlx_h2o.evaluate.arms import FULL, OURS, WINDOW, Arm
@@ -44,7 +43,6 @@ def add_parser(commands: Any) -> None:
         "past counting, with none of it, and with the fact pinned.",
     )
     add_model_options(parser)
-    parser.set_defaults(model=smollm2.NAME)
     parser.add_argument("--text", metavar="FILE", help="what is said besides (default: bundled)")
     for name, default, words in (
         ("prompts", PROMPTS, "conversations"),
@@ -74,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--prompts must be at least 1.")
     model, tokenizer = load_model(args)
     text = read_text(args.text) if args.text else SAMPLE_TEXT.read_text(encoding="utf-8")
-    form = QUESTIONS if args.model == DEFAULT_MODEL else CLOZE
+    form = QUESTIONS if args.model == EMBEDDED_MODEL else CLOZE
     sizes = {"prompts": args.prompts, "tokens": args.tokens, "turns": args.turns}
     task = turns_task(tokenizer, text, **sizes, form=form)
     table = Table(

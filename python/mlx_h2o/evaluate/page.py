@@ -71,7 +71,9 @@ def _table(rows: Rows) -> str:
         f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows.rows
     )
     below = f"<p class=small>{_text(rows.caption)}</p>" if rows.caption else ""
+    name = _text(rows.title or "table")
     return (
-        f"<div class=wide><table>{title}<thead><tr>{head}</tr></thead>"
-        f"<tbody>{body}</tbody></table></div>{below}"
+        f'<div><div class=wide tabindex="0" role="region" aria-label="{name}">'
+        f"<table>{title}<thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>{below}</div>"
     )

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_h2o import routing
-from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT, load
+from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT, load
 from mlx_h2o.cache import H2OKVCache
 from mlx_h2o.golden.group import Arrays, Parameters, parameters_of, policy_of
 from mlx_h2o.golden.margins import watching
@@ -44,7 +44,7 @@ def cases() -> Iterator[tuple[str, Parameters]]:
                 f"{name}-{budgets}",
                 {
                     "seed": seed,
-                    "model": DEFAULT_MODEL,
+                    "model": EMBEDDED_MODEL,
                     "dtype": "float32",
                     "prompt_tokens": 200,
                     "prefill": 128,
@@ -70,7 +70,7 @@ def shared_out(policy: Policy, budgets: str) -> list[list[int]]:
 def embedded() -> tuple[Any, Any]:
     """The model in float32, and its tokenizer."""
     routing.install()
-    return load(DEFAULT_MODEL, mx.float32)
+    return load(EMBEDDED_MODEL, mx.float32)
 
 
 def inputs(parameters: Parameters) -> Arrays:

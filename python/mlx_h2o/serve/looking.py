@@ -21,6 +21,7 @@ from mlx_h2o.remembered import LayerMemory, remembered
 from mlx_h2o.serve.batches import Answered
 from mlx_h2o.serve.conversations import Idle, shrink
 from mlx_h2o.serve.generator import BoundedGenerator
+from mlx_h2o.serve.said import messages_of, render_with
 from mlx_h2o.serve.sessions import token_count, tokens_of
 from mlx_h2o.serve.sharing import processes, require_alone
 
@@ -104,6 +105,12 @@ def conversation(generator: BoundedGenerator, name: str, known: int = 0) -> dict
     (told, layers, tokens), seconds = generator.between_steps(partial(_timed, look))
     told["layers"] = _told(layers)
     told["texts"], more = _texts(generator, tokens, known)
+    if not known and not told["running"]:
+        text = "".join(told["texts"])
+        render = render_with(generator.provider.tokenizer)
+        read_back = partial(_timed, partial(messages_of, render, text))
+        told["messages"], took = generator.between_steps(read_back)
+        more += took
     told["seconds"] = seconds + more
     return dict(told)
 

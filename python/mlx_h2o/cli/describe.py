@@ -1,0 +1,46 @@
+"""`mlx_h2o describe`: what a model's cache would bound with some options, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from mlx_h2o.cli.options import (
+    add_cache_options,
+    add_model_options,
+    bounded_cache,
+    cache_settings,
+    load_model,
+)
+from mlx_h2o.description import describe
+
+DEFAULT_MAX_KV_SIZE = 512
+
+
+def add_parser(commands: Any) -> None:
+    """Add `describe` to the command's subparsers."""
+    parser = commands.add_parser(
+        "describe",
+        help="tell what of a model's memory is bounded, and why",
+        description="Makes a model's cache with these options and tells in five lines what is "
+        "bounded, how, and what may grow. Nothing is generated.",
+    )
+    add_model_options(parser)
+    parser.add_argument("--all", action="store_true", help="tell every layer")
+    parser.add_argument("--json", action="store_true", help="print every layer as JSON")
+    add_cache_options(parser, DEFAULT_MAX_KV_SIZE)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Make the cache, and tell."""
+    settings = cache_settings(args, DEFAULT_MAX_KV_SIZE)
+    model, _ = load_model(args)
+    described = describe(bounded_cache(model, settings))
+    if args.json:
+        print(json.dumps([vars(layer) for layer in described]))
+    elif args.all:
+        print("\n".join(map(str, described)))
+    else:
+        print(described)
