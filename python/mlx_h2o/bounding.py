@@ -98,19 +98,22 @@ def install(
     of_layers = checks.is_list(budgets) or callable(budgets)
     if max_size is None and max_bytes is None and not of_layers:
         named = [name for name, value in given.items() if value != _UNSAID.get(name)]
-        if named:
-            names = inspect.signature(install).parameters
-            near = checks.suggestion(named[0], names) if named[0] not in names else ""
-            raise ValueError(
-                f"install() needs max_size or max_bytes with {', '.join(named)}.{near}"
-            )
-        routing.install()
-        if _bounded is None:
-            warnings.warn(UNBOUNDED, NothingBounded, stacklevel=2)
+        _without_size(named)
         return
     bound = ModelSettings.of(max_size, max_bytes=max_bytes, **given)
     routing.install()
     _replace(bounding(bound))
+
+
+def _without_size(named: list[str]) -> None:
+    """Route attention, where these settings are none; say so where nothing is bounded."""
+    if named:
+        names = inspect.signature(install).parameters
+        near = checks.suggestion(named[0], names) if named[0] not in names else ""
+        raise ValueError(f"install() needs max_size or max_bytes with {', '.join(named)}.{near}")
+    routing.install()
+    if _bounded is None:
+        warnings.warn(UNBOUNDED, NothingBounded, stacklevel=3)
 
 
 def uninstall() -> None:
