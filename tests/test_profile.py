@@ -185,7 +185,8 @@ def test_capping_and_scaling_keep_the_sum(seed):
 def test_the_shipped_profile_shares_out_what_swift_expects():
     """The same numbers stand in swift/Tests/MLXH2OTests/ModelTests.swift."""
     model, _ = mlx_h2o.load("builtin:recall-4m")
-    slots = [cache.settings.budgets for cache in mlx_h2o.make_prompt_cache(model, max_size=96)]
+    cache = mlx_h2o.make_prompt_cache(model, max_size=96)
+    slots = [entry.settings.filling[-1].budgets for entry in cache]
     assert slots == [(10, 128), (48, 48), (48, 32), (32, 406)]
     for size, bits, slots in (
         ("100%", 8, [(5160, 5160), (430, 860), (860, 3010), (5160, 6880)]),

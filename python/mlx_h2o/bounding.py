@@ -66,12 +66,10 @@ def install(
 ) -> None:
     """Route mlx-lm's attention, and, with a size, bound every cache that mlx-lm makes from now on.
 
-    With a size, `mlx_lm.models.cache.make_prompt_cache` gives bounded caches, in every module that
-    holds it: the server's, the chat's, those of `generate` and `stream_generate`, and your own
-    modules'. Models without a plain KV cache keep their own caches. A `max_kv_size` that a caller
+    With a size, `mlx_lm.models.cache.make_prompt_cache` gives bounded caches in every module that
+    holds it. Models without a plain KV cache keep their own caches. A `max_kv_size` that a caller
     passes takes the place of the size given here. Called again, it puts new settings in force.
-    Called without arguments, it leaves them as they are; where there are none, it warns
-    (`NothingBounded`), because then only caches that you make yourself are bounded.
+    Called without arguments, it leaves them as they are, and warns if there are none.
 
     Args:
         max_size: As in `make_prompt_cache`, which explains the others too.
@@ -98,11 +96,8 @@ def install(
     given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
     given |= {"context": context, "recent_bits": recent_bits, "undo": undo, "frames": frames}
     given |= {"positions": positions, "profile": profile}
-    if (
-        max_size is None
-        and max_bytes is None
-        and not (checks.is_list(budgets) or callable(budgets))
-    ):
+    of_layers = checks.is_list(budgets) or callable(budgets)
+    if max_size is None and max_bytes is None and not of_layers:
         _install_without_a_size(given)
         return
     bound = bounding(ModelSettings.of(max_size, max_bytes=max_bytes, **given))

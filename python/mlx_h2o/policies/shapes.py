@@ -5,6 +5,8 @@ A wrong shape would otherwise be found in the middle of a step, when rows are st
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from mlx_h2o.policies.base import Observation, ObservedMass, Policy, Slots
@@ -52,7 +54,7 @@ def check_shapes(
         logits = mx.zeros((1, heads, 1, N))
         seen = Observation(logits, mx.logsumexp(logits, axis=-1), heads)
     windowed = policy.needs_attention and policy.prompt == "window"
-    asked = {
+    asked: dict[str, Callable[[], object]] = {
         "priority": lambda: policy.priority(slots),
         "prompt_priority": lambda: policy.prompt_priority(slots, scores if windowed else None),
     }

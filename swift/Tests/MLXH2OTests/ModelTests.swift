@@ -168,7 +168,9 @@ import Testing
             budget: .tokens(96), headBudgets: .profile(profile))
         let model = try H2OModels.load(
             folder: folder, dtype: .float32, configuration: configuration)
-        let budgets = try configuration.caches(for: model).map { ($0 as! H2OKVCache).budgets! }
+        let budgets = try configuration.caches(for: model).map {
+            ($0 as! H2OKVCache).core.settings.filling.last!.budgets
+        }
         // As Python shares them out (tests/test_profile.py).
         #expect(budgets == [[10, 128], [48, 48], [48, 32], [32, 406]])
         #expect(throws: H2OError.self) { try configuration.caches(for: try Self.own()) }

@@ -91,7 +91,8 @@ import Testing
             ).caches(for: model).map { $0 as! H2OKVCache }
         }
         let packed = try H2OPacking(keyBits: 6, valueBits: 6, groupSize: 32)
-        let all = try caches(packed), budgets = all.map { $0.budgets! }
+        let all = try caches(packed)
+        let budgets = all.map { $0.core.settings.filling.last!.budgets }
         #expect(all.map(\.frame) == profile.frames(context: 4096)!)
         #expect(
             all.map(\.saturation)
