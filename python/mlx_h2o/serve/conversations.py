@@ -234,7 +234,8 @@ class Conversations:
             self._save(new)
         if ticket is not None:
             longest = max(earlier, key=lambda idle: len(idle.key), default=None)
-            ticket.kept.tell(place, longest and Place(longest.mark, longest.key))
+            before_answer = None if longest is None else Place(longest.mark, longest.key)
+            ticket.kept.tell(place, before_answer)
 
     def noted(self, place: Place) -> None:
         """A turn is on disk, from which its caches can be computed; any thread may say so."""

@@ -389,7 +389,8 @@ def read_note(path: Path) -> Note | None:
     try:
         return Note.of_text(path.read_text(encoding="utf-8"))
     except _DAMAGE as error:
-        return _left_aside(path, error)
+        _say_left_aside(path, error)
+        return None
 
 
 def read_header(path: Path) -> Note | None:
@@ -402,10 +403,11 @@ def read_header(path: Path) -> Note | None:
         own = Mark(metadata["label"], pins)
         return Note(metadata["model"], own, key_of(json.loads(metadata["tokens"])))
     except _DAMAGE as error:
-        return _left_aside(path, error)
+        _say_left_aside(path, error)
+        return None
 
 
-def _left_aside(path: Path, error: Exception) -> None:
+def _say_left_aside(path: Path, error: Exception) -> None:
     logging.warning("Left aside %s, which is no saved conversation: %s", path.name, error)
 
 

@@ -229,11 +229,9 @@ class Content:
         self._state = self.machine.make_state(self.initial)
 
     def add(self, response: Response) -> None:
-        """Take a token's part, as mlx-lm's handler does."""
-        if response.finish_reason == "stop":
-            return
+        """Take a token's part."""
         self._state, segments = TextStateMachine.split(self._state, response.text)
-        if response.finish_reason == "length":
+        if response.finish_reason is not None:
             self._state, rest, state = TextStateMachine.flush(self._state)
             segments.append((state, rest))
         self.text += "".join(text for state, text in segments if state == "normal")
