@@ -21,7 +21,7 @@ from typing import Any
 import openai
 import pytest
 
-from serving import MODEL, words
+from serving import MODEL, Running, serving, words
 
 PINS = {"spans": [[0, 5], [7, 9]]}
 
@@ -107,10 +107,10 @@ class Client:
     turns: int = 0
     name: str = ""
 
-    def turn(self, client: openai.OpenAI, tokens: int, more: str) -> int:
+    def turn(self, client: openai.OpenAI, tokens: int, more: str, model: str = MODEL) -> int:
         """Ask on; how many tokens were known. The turn counts once its last event is here."""
         asked = [*self.said, {"role": "user", "content": more}]
-        options: dict[str, Any] = {"model": MODEL, "max_tokens": tokens, "temperature": 1}
+        options: dict[str, Any] = {"model": model, "max_tokens": tokens, "temperature": 1}
         options |= {"extra_body": {"mlx_h2o": {"pins": self.pins}}, "stream": True}
         options |= {"stream_options": {"include_usage": True}, "stop": self.stops or None}
         if self.chat:
@@ -211,3 +211,48 @@ def test_what_was_answered_is_there_after_two_hundred_kills(servers, tmp_path):
     tally = killed_again_and_again(servers, tmp_path, 200, seed=2)
     print(tally)
     assert tally.found == tally.expected > 200
+
+
+# -- continuations by an unchanged client ---------------------------------------------------------
+
+
+def continued(folder: Path, conversations: int, model: str, seed: int) -> tuple[int, int]:
+    """Turns of clients that send back what they got, also to a server that was started anew.
+
+    Returns:
+        Turns that went on, and those of them whose caches were found.
+    """
+    drawn, clients, asked, found = random.Random(seed), list[Client](), 0, 0
+    settings: dict[str, Any] = {"sessions": folder, "options": ["--model", model]}
+    for _ in range(2):
+        with serving(**settings) as server, ThreadPoolExecutor(4) as pool:
+            clients = clients or [
+                Client(
+                    chat=i % 3 > 0, pins={}, said=[{"role": "user", "content": words(4 * i, 20)}]
+                )
+                for i in range(conversations)
+            ]
+
+            def ask(one: Client, more: str, server: Running = server) -> tuple[int, bool]:
+                before, tokens = one.answered, drawn.choice([1, 6, 25])
+                known = one.turn(server.client, tokens, more, model)
+                return bool(before), bool(before) and known >= before
+
+            for _ in range(2):
+                more = [f" {words(drawn.randrange(400), drawn.randint(1, 9))}" for _ in clients]
+                for went_on, was_found in pool.map(ask, clients, more):
+                    asked, found = asked + went_on, found + was_found
+    return asked, found
+
+
+def test_clients_that_send_back_what_they_got_are_found(tmp_path):
+    asked, found = continued(tmp_path, 12, MODEL, seed=1)
+    assert found == asked == 36
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "conversations"), [(MODEL, 95), ("smollm2-135m", 12)])
+def test_many_clients_that_send_back_what_they_got_are_found(tmp_path, model, conversations):
+    asked, found = continued(tmp_path, conversations, model, seed=2)
+    print(f"{model}: {found} of {asked} continuations were found")
+    assert found == asked == 3 * conversations
