@@ -31,7 +31,8 @@ PINS = {"spans": [[0, 5], [7, 9]]}
 FORKING = """
 import json, os, sys
 import mlx_h2o.cli.serve, mlx_h2o.serve.running
-from mlx_h2o.cli import main
+from mlx_h2o.cli import main, parser
+parser()
 for line in sys.stdin:
     child = os.fork()
     if not child:

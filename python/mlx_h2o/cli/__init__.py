@@ -70,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
         golden,
         inspect,
         serve,
+        sessions,
         tune,
         turns,
     )
@@ -87,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
         generate,
         chat,
         serve,
+        sessions,
         compress,
         compare,
         evaluate,
