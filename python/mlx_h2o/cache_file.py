@@ -124,8 +124,9 @@ def _saved(entry: Any, prefix: str, arrays: dict[str, mx.array]) -> dict[str, An
         members = [_saved(m, f"{prefix}.{i}", arrays) for i, m in enumerate(entry.caches)]
         return {"class": "CacheList", "members": members}
     if isinstance(entry, BoundedKVCache):
-        arrays.update({f"{prefix}.{name}": array for name, array in entry.arrays().items()})
-        return {"class": "H2OKVCache", "config": entry.config()}
+        own, config = saved_state.used_only(entry.arrays(), entry.config())
+        arrays.update({f"{prefix}.{name}": array for name, array in own.items()})
+        return {"class": "H2OKVCache", "config": config}
     require_savable([entry])
     scalars = {}
     for path, leaf in cast(list[tuple[str, Any]], tree_flatten([entry.state])):

@@ -10,15 +10,34 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
-    """A temporary name beside `path`, moved over it if all goes well and removed if not."""
+def replacing(path: Path, suffix: str = "", durable: bool = False) -> Iterator[Path]:
+    """A temporary name beside `path`, moved over it if all goes well and removed if not.
+
+    Args:
+        path: What is written.
+        suffix: That the temporary name must have.
+        durable: Whether it must be on disk when the block has ended, even if the power fails then.
+    """
     path = Path(os.path.realpath(path))  # a link stays one
     temporary = path.with_name(f".{path.name}.{os.getpid()}{suffix}")
     try:
         yield temporary
+        if durable:
+            _sync(temporary)
         os.replace(temporary, path)
+        if durable:
+            _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Have a file, or the names in a folder, written to disk now."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def require_writable(option: str, path: Path) -> None:

@@ -76,6 +76,46 @@ def centres_apart(arrays: Arrays, config: dict[str, Any]) -> tuple[QueryCentres 
     return centres, {name: x for name, x in arrays.items() if name not in CENTRES}
 
 
+def used_only(arrays: Arrays, config: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
+    """Arrays and configuration of a cache without the memory that no token uses yet.
+
+    Memory grows in steps of `store.GROWTH_STEP` slots; a short conversation's file would consist of
+    zeros for the most part. A cache that was read from such arrays grows with its next token.
+
+    Args:
+        arrays: Of a cache, by name.
+        config: Of the same cache.
+    """
+    runs = [Run(**numbers) for numbers in config["runs"]]
+    if not runs:
+        return arrays, config
+    reserved, window = config["reserved"], config["recent"]
+    # (Arrays without any row are none to safetensors.)
+    used = [max(reserved + run.length, 1) for run in runs]
+    rows = max(window["length"], 1) if window else 0
+    tight, start = [], 0
+    for run, slots in zip(runs, used, strict=True):
+        tight.append(vars(run) | {"start": start, "allocated": slots})
+        start += run.heads * slots
+
+    def of_slots(array: mx.array) -> mx.array:
+        parts = []
+        for run, slots in zip(runs, used, strict=True):
+            end = run.start + run.heads * run.allocated
+            shape = (array.shape[0], run.heads, run.allocated, *array.shape[2:])
+            part = array[:, run.start : end].reshape(shape)[:, :, :slots]
+            parts.append(part.flatten(1, 2))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+
+    kept = {}
+    for name, array in arrays.items():
+        if name.startswith("slots."):
+            kept[name] = of_slots(array)
+        else:
+            kept[name] = array[:, :, :rows] if name.startswith("recent.") else array
+    return kept, config | {"runs": tight}
+
+
 def settings_of(
     config: dict[str, Any], frame: Frame | None = None, centres: QueryCentres | None = None
 ) -> tuple[CacheSettings, LayerShare | None]:

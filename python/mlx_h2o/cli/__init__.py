@@ -74,6 +74,7 @@ def parser() -> Parser:
         golden,
         inspect,
         serve,
+        sessions,
         tune,
         turns,
     )
@@ -91,6 +92,7 @@ def parser() -> Parser:
         generate,
         chat,
         serve,
+        sessions,
         compress,
         compare,
         evaluate,

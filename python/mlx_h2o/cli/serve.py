@@ -21,6 +21,7 @@ from mlx_h2o.cli.options import (
     typed,
 )
 from mlx_h2o.cli.pin_options import add_pin_options
+from mlx_h2o.cli.sessions import days
 from mlx_h2o.files import require_folder
 from mlx_h2o.gguf import SUFFIX
 from mlx_h2o.memory_size import Share, memory_size
@@ -107,6 +108,15 @@ def add_parser(commands: Any) -> None:
         help="save conversations there, to go on with after a restart or when memory was short",
     )  # fmt: skip
     server.add_argument(
+        "--sessions-memory", type=typed(size_in_bytes, "bytes such as 2GB"), metavar="SIZE",
+        help="bytes that the files there may take; the oldest conversations go first "
+        "(default: no bound)",
+    )  # fmt: skip
+    server.add_argument(
+        "--sessions-days", type=typed(days, "a number of days such as 30"), metavar="DAYS",
+        help="remove conversations that had no turn for so long (default: never)",
+    )  # fmt: skip
+    server.add_argument(
         "--max-request", type=typed(size_in_bytes, "bytes such as 8MB"), default=8 << 20,
         metavar="SIZE", help="largest body of a request (default: 8 MiB)",
     )  # fmt: skip
@@ -144,13 +154,23 @@ def run(args: argparse.Namespace) -> None:
         if not args.sessions.exists():  # for its owner's eyes only
             args.sessions.mkdir(mode=0o700, parents=True)
         require_folder("--sessions", args.sessions)
+    elif args.sessions_memory is not None or args.sessions_days is not None:
+        given = "--sessions-days" if args.sessions_memory is None else "--sessions-memory"
+        raise ValueError(f"{given} is about the folder of --sessions DIR: give that too.")
     path = model_path(settle_model(args))
     if not path.endswith(SUFFIX):
         require_model(args.model, path)
     words = (tuple(args.pin_role), tuple(args.pin), tuple(args.pin_pattern))
     pins = AskedPins(*words, joined(args.pin_span), required=False)
     settings = ServerSettings(
-        cache_defaults(args), args.bound, args.queue, args.sessions, args.max_request, pins
+        cache_defaults(args),
+        args.bound,
+        args.queue,
+        args.sessions,
+        args.max_request,
+        pins,
+        args.sessions_memory,
+        args.sessions_days,
     )
     options = ["--model", args.model, "--allowed-origins", args.allowed_origins]
     for name in MLX_LMS:

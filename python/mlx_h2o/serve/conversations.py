@@ -25,7 +25,7 @@ from mlx_h2o.pins import without
 from mlx_h2o.resizing import resize
 from mlx_h2o.serve.marks import Mark, mark, mark_of
 from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
-from mlx_h2o.serve.ticket import Turn
+from mlx_h2o.serve.ticket import Place, Ticket, Turn
 
 #: What mlx-lm's server calls the entries that it keeps.
 KINDS = ("assistant", "user", "system")
@@ -33,10 +33,6 @@ KINDS = ("assistant", "user", "system")
 SHRUNK = 0.5
 #: Answers by whose names one conversation is found.
 MOST_TURNS = 16
-
-
-#: By which an entry is found: its mark, and its tokens.
-Place = tuple[Mark, bytes]
 
 
 @dataclass(eq=False)
@@ -53,6 +49,8 @@ class Idle:
         passed: Whether a longer conversation has gone on from it.
         shrunk: Whether it was made smaller.
         turns: The answers that ended here: several, where clients had the same one.
+        unsaved: Whether its turn is noted in the sessions' folder, and these caches are still to be
+            written there.
     """
 
     mark: Mark
@@ -64,6 +62,7 @@ class Idle:
     passed: bool = False
     shrunk: bool = False
     turns: tuple[Turn, ...] = ()
+    unsaved: bool = False
 
     @property
     def is_snapshot(self) -> bool:
@@ -87,9 +86,9 @@ class Conversations:
         self.shrunk = self.forgotten = 0  # how often, for the metrics
         self._idle: dict[Place, Idle] = {}
         self._snapped: set[int] = set()
-        #: Of the request that is served by itself.
-        self.turn: Turn | None = None
-        self._turns: dict[int, Turn] = {}
+        #: The request that is served by itself.
+        self.ticket: Ticket | None = None
+        self._tickets: dict[int, Ticket] = {}
         self._clock = 0
 
     def __len__(self) -> int:
@@ -176,10 +175,9 @@ class Conversations:
         """What will be inserted next was copied before its turn ended: it is no conversation."""
         self._snapped.add(id(cache))
 
-    def came_of(self, cache: list[Any], turn: Turn | None) -> None:
-        """What will be inserted next is where this answer ended."""
-        if turn is not None:
-            self._turns[id(cache)] = turn
+    def came_of(self, cache: list[Any], ticket: Ticket) -> None:
+        """What will be inserted next is where this request's answer ended."""
+        self._tickets[id(cache)] = ticket
 
     def insert_cache(
         self,
@@ -189,9 +187,12 @@ class Conversations:
         *,
         cache_type: str = "assistant",
     ) -> None:
-        """Keep caches; a conversation goes to its file at once, so that a crash cannot lose it.
+        """Keep caches, and tell their request where.
 
-        What cannot be kept is forgotten, and said in the log: no request depends on it.
+        Who reads the answer notes its turn on disk before the client hears of its end (`noted`);
+        the caches follow when there is time (`save_one`) or when they must make room. Caches of no
+        request go to their file at once. What cannot be kept is forgotten, and said in the log: no
+        request depends on it.
 
         Args:
             model: Unused.
@@ -202,27 +203,60 @@ class Conversations:
         if id(prompt_cache) in self._snapped:
             self._snapped.remove(id(prompt_cache))
             cache_type = "system" if cache_type == "system" else "user"
-        turn = self._turns.pop(id(prompt_cache), self.turn)
+        ticket = self._tickets.pop(id(prompt_cache), self.ticket)
         try:
+            key = key_of(tokens)
+            if ticket is not None:
+                key = key_of(_told_only(tokens, prompt_cache, ticket))
             mx.eval([entry.state for entry in prompt_cache])
-            self._keep(key_of(tokens), prompt_cache, cache_type, turn)
+            self._keep(key, prompt_cache, cache_type, ticket)
         except Exception:
             logging.exception("A conversation cannot be kept")
+            if ticket is not None:
+                ticket.kept.tell(None)
         self.trim_to(n_sequences=self.most)
         self.make_room(self.left())
 
-    def _keep(self, key: bytes, cache: list[Any], kind: str, turn: Turn | None) -> None:
+    def _keep(self, key: bytes, cache: list[Any], kind: str, ticket: Ticket | None) -> None:
         own = mark_of(cache)
-        for idle in self._before(own, key):
+        earlier = self._before(own, key)
+        for idle in earlier:
             idle.passed = True
         self._clock += 1
-        before = self._idle.get((own, key))
+        place = Place(own, key)
+        before = self._idle.get(place)
+        turn = ticket.turn if ticket is not None else None
         same = before.turns if before is not None else ()
         turns = (*same, *((turn,) if turn is not None else ()))[-MOST_TURNS:]
         new = Idle(own, key, cache, kind, pieces_of(cache), self._clock, turns=turns)
-        self._idle[own, key] = new
-        if kind == "assistant" and self.sessions is not None:
-            self._save(own, key, cache)
+        self._idle[place] = new
+        if kind == "assistant" and self.sessions is not None and _only_file(ticket):
+            self._save(new)
+        if ticket is not None:
+            longest = max(earlier, key=lambda idle: len(idle.key), default=None)
+            before_answer = None if longest is None else Place(longest.mark, longest.key)
+            ticket.kept.tell(place, before_answer)
+
+    def noted(self, place: Place) -> None:
+        """A turn is on disk, from which its caches can be computed; any thread may say so."""
+        idle = self._idle.get(place)
+        if idle is not None:
+            idle.unsaved = True
+
+    def save_one(self) -> bool:
+        """Write the caches of one conversation that are not on disk yet; False: there are none."""
+        idle = next((idle for idle in self._idle.values() if idle.unsaved), None)
+        if idle is not None:
+            self._save(idle)
+        return idle is not None
+
+    def known(self, empty: list[Any], tokens: Sequence[int]) -> int:
+        """How many of a prompt's tokens caches know that are like these empty ones."""
+        wanted, key = mark_of(empty), key_of(tokens)
+        keys = [idle.key for idle in self._before(wanted, key)]
+        saved = self.sessions.longest_before(wanted, key) if self.sessions is not None else None
+        keys += [saved.key] if saved is not None else []
+        return max(map(token_count, keys), default=0)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Make room until no more than so many entries or bytes are left."""
@@ -251,6 +285,8 @@ class Conversations:
         """Shrink the conversation that was unused longest and was not shrunk; False: none."""
         whole = [idle for idle in self._idle.values() if not idle.shrunk]
         for idle in sorted(whole, key=lambda idle: idle.used):
+            if idle.unsaved:
+                self._save(idle)
             idle.shrunk = True
             try:
                 shrink(idle.cache)
@@ -263,20 +299,20 @@ class Conversations:
         return False
 
     def _give_up(self, idle: Idle) -> None:
-        """Let go of an entry; a conversation's file, if there is a folder, is written already."""
-        del self._idle[idle.mark, idle.key]
+        """Let go of an entry; a conversation's file is written first where it is not yet."""
+        if idle.unsaved:
+            self._save(idle)
+        del self._idle[Place(idle.mark, idle.key)]
         self.forgotten += 1
 
-    def _save(self, own: Mark, key: bytes, cache: list[Any]) -> None:
+    def _save(self, idle: Idle) -> None:
         """Write a conversation, and remove the files of its earlier turns."""
         assert self.sessions is not None
+        idle.unsaved = False
         try:
-            self.sessions.save(own, key, cache)
-        except OSError as error:
+            self.sessions.save(idle.mark, idle.key, idle.cache)
+        except (OSError, ValueError) as error:
             logging.error("A conversation could not be saved: %s", error)
-            return
-        while (earlier := self.sessions.longest_before(own, key)) is not None:
-            self.sessions.forget(earlier)
 
     # -- what is looked at ------------------------------------------------------------------------
 
@@ -309,6 +345,7 @@ class Conversations:
                 to(whole)
             try:
                 self.sessions.save_again(idle.mark, idle.key, whole or idle.cache)
+                idle.unsaved = False
             except OSError as error:
                 logging.error("Changed pins could not be saved: %s", error)
         self.make_room(self.left())
@@ -353,6 +390,32 @@ class Conversations:
         for _, entry in entries(cache):
             entry.trim(count)
         return cache, more_than
+
+
+def _only_file(ticket: Ticket | None) -> bool:
+    """Whether nobody notes a conversation's turn: it is no request's, or its prompt has images, of
+    which its tokens say too little to compute its caches from."""
+    return ticket is None or ticket.said is None
+
+
+def _told_only(tokens: Sequence[int], cache: list[Any], ticket: Ticket) -> list[int]:
+    """An answer's tokens without those that say nothing that its client is told.
+
+    They are taken out of the caches where that can be done: nothing was evicted, or the steps are
+    within `undo`. Elsewhere they stay, and are the conversation's as the text before them is.
+    """
+    said, tokens = ticket.said, list(tokens)
+    count = said.beyond(tokens) if said is not None else 0
+    if not count:
+        return tokens
+    members = [entry for _, entry in entries(cache)]
+    for entry in members:
+        bounded = isinstance(entry, BoundedKVCache)
+        if entry.trimmable < count if bounded else not entry.is_trimmable():
+            return tokens
+    for entry in members:
+        entry.trim(count)
+    return tokens[:-count]
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from queue import Empty
 from typing import Any
 from weakref import ReferenceType, ref
 
+import mlx.core as mx
 from mlx_lm.server import ResponseGenerator
 
 from mlx_h2o.bounded_cache import BoundedKVCache
@@ -27,8 +30,12 @@ from mlx_h2o.serve.marks import Mark, mark
 from mlx_h2o.serve.metrics import Metrics
 from mlx_h2o.serve.plans import Plans
 from mlx_h2o.serve.served_model import ServedModel
+from mlx_h2o.serve.sessions import Saved, token_count, tokens_of
 from mlx_h2o.serve.sharing import Ended, any_failed
+from mlx_h2o.serve.stop_texts import TextStops, stopped
 from mlx_h2o.serve.ticket import HungUp, Ticket, still_there
+from mlx_h2o.serve.transcripts import Transcripts
+from mlx_h2o.serve.turn_text import Content, TurnText, segments_of
 
 #: How often the loop of steps may break off, one time after another, with nothing to do.
 MOST_TRIES = 3
@@ -62,6 +69,12 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         self.defaults, self.pins = defaults, pins
         self.conversations, self.running_bytes, self.peak = conversations, 0, 0
         conversations.left = lambda: accountant.left_for_idle
+        self.transcripts, self._restored = Transcripts(), conversations.sessions is None
+        if conversations.sessions is not None:
+            for note in conversations.sessions.notes:
+                for text in note.texts:
+                    self.transcripts.add(text, note.key)
+            conversations.sessions.notes.clear()
         self._plans = Plans(provider, accountant.bound)
         self._line: deque[Any] = deque()
         self._current: Ticket | None = None
@@ -104,7 +117,12 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         return came
 
     def _admitted(self, timeout: float | None) -> Any:
+        if not self._restored:
+            self._restored = True
+            self._restore()
         self._line_up(None if self._line else timeout)
+        if timeout is not None and not self._line:  # nothing runs and nothing waits
+            self.conversations.save_one()
         while self._line:
             answers, request, args = self._line[0]
             ticket = request.ticket
@@ -147,6 +165,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         tokenized, empty, error = None, list[Any](), None
         try:
             tokenized = super()._tokenize(tokenizer, request, args)
+            tokenized = self._as_said(tokenizer, request, args, tokenized)
             empty = self._empty_for(ticket, tokenizer, tokenized[0], request.messages)
         except Exception as raised:
             error = raised
@@ -158,6 +177,46 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         self._current = ticket
         self.conversations.begin(empty)
         return tokenized
+
+    def _as_said(self, tokenizer: Any, request: Any, args: Any, tokenized: Any) -> Any:
+        """What mlx-lm made of a prompt, with what the model said in the tokens that it said."""
+        prompt, segments, kinds, state, vision = tokenized
+        if vision is not None or not prompt:
+            return tokenized
+        ticket, own = request.ticket, self.provider.cli_args.chat_template_args
+        ticket.said = TurnText.of(tokenizer, request, args, own, prompt)
+        spelled = prompt
+        if self._rank == 0:
+            spelled = self._best_spelled(tokenizer, ticket, request.messages)
+        if self._is_distributed:
+            spelled = self._share_object(spelled)
+        ticket.said.tokens = spelled
+        if spelled != prompt:
+            segments, kinds = segments_of(prompt, segments, kinds, spelled)
+        return spelled, segments, kinds, state, vision
+
+    def _best_spelled(self, tokenizer: Any, ticket: Ticket, messages: Any) -> list[int]:
+        """A prompt's tokens, of the conversation of which caches know most."""
+        said = ticket.said
+        assert said is not None
+        best, most = said.tokens, -1
+        found = self.transcripts.spellings(said.text)
+        for tokens in (*(said.goes_on_from(n, tokens_of(key)) for n, key in found), said.tokens):
+            try:
+                empty = self._empty_for(ticket, tokenizer, tokens, messages)
+            except ValueError:  # its pins, of which `_tokenize` hears where all have the error
+                continue
+            known = self.conversations.known(empty, tokens)
+            if known > most:
+                best, most = tokens, known
+        return best
+
+    def _make_state_machine(
+        self, model_key: Any, tokenizer: Any, stop_words: Sequence[str]
+    ) -> tuple[Any, Any]:
+        """As in mlx-lm, but stop texts are looked for in the answer's text."""
+        tokens, text = super()._make_state_machine(model_key, tokenizer, [])
+        return TextStops(tokens, tokenizer, stop_words) if stop_words else tokens, text
 
     def _empty_for(
         self, ticket: Ticket, tokenizer: Any, tokens: Sequence[int], messages: Any
@@ -176,12 +235,42 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
     def _serve_single(self, request: Any, *args: Any) -> None:
         """As in mlx-lm, for what cannot be batched."""
         ticket = request[1].ticket
-        self.conversations.turn = ticket.turn
+        self.conversations.ticket = ticket
         try:
             super()._serve_single(request, *args)
         finally:
-            self.conversations.turn = None
+            self.conversations.ticket = None
+            ticket.kept.tell(None)  # where it broke off before it was kept
             self.ended(ticket, None)
+
+    def _restore(self) -> None:
+        """Compute the caches of conversations that a killed server noted and did not write."""
+        sessions = self.conversations.sessions
+        for saved in sessions.without_caches() if sessions is not None else ():
+            try:
+                self._read_again(saved)
+            except Exception as error:
+                # Its tokens are known still: its next turn is read whole.
+                logging.warning("Cannot restore the conversation %s: %s", saved.path.stem, error)
+
+    def _read_again(self, saved: Saved) -> None:
+        own, tokens = saved.mark, tokens_of(saved.key)
+        same = own.label == label_of(self.defaults)
+        settings = self.defaults if same else json.loads(own.label)
+        empty = self._plans.of(own.label, settings)[0]
+        if own.pins:
+            empty = copy.deepcopy(empty)
+            pin(empty, own.pins)
+            mark(empty, own)
+        self.conversations.begin(empty)
+        # (One token is always left to read, and this one comes after all of them.)
+        cache, rest = self.conversations.fetch_nearest_cache(None, [*tokens, tokens[-1]])
+        logging.info("Reading %d tokens of %s again", len(rest) - 1, saved.path.stem)
+        model, size = self.provider.require(), int(self.provider.cli_args.prefill_step_size)
+        for first in range(0, len(rest) - 1, size):
+            model(mx.array([rest[first : min(first + size, len(rest) - 1)]]), cache=cache)
+            mx.eval([entry.state for entry in cache])
+        self.conversations.insert_cache(None, tokens, cache)
 
     @property
     def batch(self) -> AccountedBatch | None:
@@ -231,7 +320,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         self._answers.pop(ticket, None)
         seconds = None
         if cache is not None:
-            self.conversations.came_of(cache, ticket.turn)
+            self.conversations.came_of(cache, ticket)
             seconds = time.monotonic() - ticket.admitted
             self.metrics.count(
                 "evicted_tokens", "Tokens evicted, mean over heads.", _evicted(cache)
@@ -253,6 +342,8 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         while tries < MOST_TRIES:
             try:
                 self._generate()
+                while self.conversations.save_one():
+                    pass
                 if self._is_distributed and self._rank == 0:  # as a request of nothing
                     self._share_request((None, None, None))
                 return
@@ -304,7 +395,10 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         """
         if not hasattr(request, "ticket"):
             request.ticket = self.ticket_for(self.defaults, still_there, self.pins)
-        gone = request.ticket.gone
+        ticket = request.ticket
+        gone = ticket.gone
+        stops = list(getattr(request, "stops", generation_args.stop_words) or ())
+        generation_args.stop_words = stops
 
         def told(done: int, whole: int) -> None:
             if gone():
@@ -319,11 +413,19 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         except Exception as error:
             raise Unanswered(error, self.is_healthy) from error
 
+        content = Content(context.text_sm, context.initial_state)
+
         def watched() -> Iterator[Any]:
+            shown = stopped(responses, stops, self.provider.tokenizer) if stops else responses
             try:
-                for response in responses:
+                for response in shown:
                     if gone():
                         raise HungUp("The client went away.")
+                    if response.finish_reason == "stop":
+                        response = replace(response, text="")
+                    content.add(response)
+                    if response.finish_reason is not None:
+                        self._remember(ticket, content.text)
                     yield response
             except (ConnectionError, TimeoutError, StepFailed):
                 raise
@@ -332,6 +434,35 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
                 raise StepFailed(error) from error
 
         return context, watched()
+
+    def _remember(self, ticket: Ticket, content: str) -> None:
+        """Have a conversation found again, after a crash too, before its client hears of its end.
+
+        Args:
+            ticket: Of its request.
+            content: The answer as the client got it.
+        """
+        kept = ticket.kept.wait(self.generation_available)
+        if kept is None or ticket.said is None:
+            return
+        place, prompt = kept
+        texts, goes_on = ticket.said.continued(tokens_of(place.key), content)
+        for text in texts:
+            self.transcripts.add(text, place.key)
+        if not goes_on and prompt is not None:
+            # The chat template leaves out some of what was said, such as thoughts: the next turn
+            # goes on from this one's prompt.
+            place, texts = prompt, []
+        sessions, turn = self.conversations.sessions, ticket.turn
+        if sessions is None or not token_count(place.key):
+            return
+        name, title = (turn.name, turn.title) if turn is not None else ("", "")
+        try:
+            sessions.note(place.mark, place.key, texts, title, name)
+        except OSError as error:
+            logging.error("A turn could not be noted: %s", error)
+        else:
+            self.conversations.noted(place)
 
 
 def _evicted(cache: list[Any]) -> float:

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,8 @@ class ServerSettings:
         bound: Bytes of all conversations, prefixes and batches; None: no bound.
         queue: Requests that may wait.
         sessions: Folder of saved conversations, or None.
+        sessions_memory: Bytes that its files may take, or None.
+        sessions_days: For which a conversation is kept there without a new turn, or None.
         largest: Bytes of a request.
         pins: What of every prompt is pinned, where the request says nothing of that.
     """
@@ -53,6 +55,8 @@ class ServerSettings:
     sessions: Path | None = None
     largest: int = USUAL_REQUEST
     pins: AskedPins = NO_PINS
+    sessions_memory: int | None = None
+    sessions_days: float | None = None
 
 
 def serve(
@@ -105,10 +109,12 @@ def _require_mlx_lm(version: str) -> None:
 @contextmanager
 def generating(provider: ServedModel, settings: ServerSettings) -> Iterator[BoundedGenerator]:
     """The generator that answers, in a thread of its own; it ends with the block."""
-    sessions, usual = None, settings.defaults
+    sessions, held, usual = None, ExitStack(), settings.defaults
     provider.measures = usual.get("max_bytes") is not None and usual.get("profile") != "never"
     if settings.sessions is not None:
-        sessions = Sessions(settings.sessions, str(provider.cli_args.model))
+        limits = settings.sessions_memory, settings.sessions_days
+        sessions = Sessions(settings.sessions, str(provider.cli_args.model), *limits)
+        held.enter_context(sessions.held())
     most = provider.cli_args.prompt_cache_size if settings.bound is None else None
     conversations = Conversations(most, sessions)
     accountant = Accountant(settings.bound, settings.queue)
@@ -118,7 +124,7 @@ def generating(provider: ServedModel, settings: ServerSettings) -> Iterator[Boun
     def batch(*args: Any, **kwargs: Any) -> AccountedBatch:
         return AccountedBatch(*args, owner=made[0], **kwargs)
 
-    with _instead(mlx_lm.server, {"BatchGenerator": batch}):
+    with held, _instead(mlx_lm.server, {"BatchGenerator": batch}):
         generator = BoundedGenerator(
             provider, conversations, accountant, metrics, settings.defaults, settings.pins, made
         )

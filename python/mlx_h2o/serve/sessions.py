@@ -1,12 +1,24 @@
-"""Conversations in files: written whole or not at all, found again after a restart."""
+"""Conversations in files, found again after a restart: turns at once, caches when there is time.
+
+A conversation is one or two files of the same name. `NAME.json` is small and holds its text and its
+tokens; it is on disk before a client hears the end of its answer. `NAME.safetensors` holds its
+caches. What has no caches on disk, because the process was killed, is read again from its tokens.
+Each file is written whole or not at all.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
+import os
+import re
+import threading
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +27,23 @@ import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
 from mlx_h2o.cache_file import load_prompt_cache, save_prompt_cache
+from mlx_h2o.files import replacing
 from mlx_h2o.pins import checked_spans
 from mlx_h2o.serve.marks import Mark, mark
 
 SUFFIX = ".safetensors"
+NOTE = ".json"
+FORMAT = "mlx-h2o turn"
+VERSION = 1
+#: Held by all who use the folder, and by one alone who removes something from it.
+LOCK = ".lock"
 #: A token of a key: prompts with images have ids beyond 32 bits.
 _TOKEN = "q"
+_NAME = re.compile(r"[0-9a-f]{40}")
+DAY = 24 * 60 * 60
+
+# What reading a file that is none of ours may raise.
+_DAMAGE = (SafetensorError, OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 def key_of(tokens: Sequence[int]) -> bytes:
@@ -42,72 +65,162 @@ def tokens_of(key: bytes) -> list[int]:
 
 @dataclass(frozen=True)
 class Saved:
-    """A conversation in a file.
+    """A conversation on disk.
 
     Attributes:
         mark: Of its settings, and of the pins that were asked for.
         key: Of its tokens.
-        path: Where it is.
+        path: Of its caches.
+        cached: Whether they are there.
     """
 
     mark: Mark
     key: bytes
     path: Path
+    cached: bool = True
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a conversation's small file says.
+
+    Attributes:
+        model: The model's name.
+        mark: Of its settings, and of the pins that were asked for.
+        key: Of its tokens.
+        texts: With which the prompt of its next turn begins, of one meaning but for spaces.
+        title: How it began.
+        name: Its last answer's id.
+    """
+
+    model: str
+    mark: Mark
+    key: bytes
+    texts: tuple[str, ...] = ()
+    title: str = ""
+    name: str = ""
+
+    def as_text(self) -> str:
+        """For a file, with a digest of what it says."""
+        said = {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.model,
+            "label": self.mark.label,
+            "pins": self.mark.pins,
+            "tokens": tokens_of(self.key),
+            "texts": self.texts,
+            "title": self.title,
+            "name": self.name,
+        }
+        return json.dumps(said | {"digest": _digest(said)})
+
+    @classmethod
+    def of_text(cls, text: str) -> Note:
+        """What `as_text` gave.
+
+        Raises:
+            ValueError, KeyError, TypeError, OverflowError, RecursionError: It gave something else.
+        """
+        said = json.loads(text)
+        digest = said.pop("digest")
+        if (said["format"], said["version"]) != (FORMAT, VERSION) or digest != _digest(said):
+            raise ValueError("it is damaged, or of another version")
+        own = Mark(str(said["label"]), checked_spans("pins", said["pins"]))
+        texts = tuple(map(str, said["texts"]))
+        return cls(said["model"], own, key_of(said["tokens"]), texts, said["title"], said["name"])
+
+
+def _digest(said: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 class Sessions:
-    """A folder of conversations of one model.
+    """A folder of conversations of one model; any thread may ask.
 
     Args:
         folder: Made if need be, for its owner's eyes only.
         model: The model's name: files of other models stay unseen.
+        most_bytes: That all files of the folder may take, or None.
+        most_days: For which a conversation is kept without a new turn, or None.
+
+    Attributes:
+        saved: What is there, by the path of its caches.
+        notes: Of what was there at the beginning, oldest first.
 
     Raises:
         OSError: The folder cannot be made or read.
     """
 
-    def __init__(self, folder: Path, model: str):
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        most_bytes: int | None = None,
+        most_days: float | None = None,
+    ):
         self.folder, self.model = folder, model
+        self.most_bytes, self.most_days = most_bytes, most_days
+        self._lock = threading.RLock()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.saved: dict[Path, Saved] = {}
-        for path in sorted(folder.glob(f"*{SUFFIX}")):
-            found = self._read_header(path)
-            if found is not None:
-                self.saved[path] = found
-
-    def _read_header(self, path: Path) -> Saved | None:
-        """What a file says that it holds; None where it is another's, or damaged."""
-        try:
-            with safe_open(str(path), "numpy") as file:
-                metadata = json.loads((file.metadata() or {})["metadata"])
-            if metadata["model"] != self.model:
-                return None
-            # Files from before there were pins name none.
-            pins = checked_spans("pins", json.loads(metadata.get("pins", "[]")))
-            own = Mark(metadata["label"], pins)
-            return Saved(own, key_of(json.loads(metadata["tokens"])), path)
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-            logging.warning("Left aside %s, which is no saved conversation: %s", path.name, error)
-            return None
+        self.notes: list[Note] = []
+        self.prune()
+        for path in sorted(folder.glob(f"*{NOTE}"), key=_written):
+            note = read_note(path)
+            if note is not None and note.model == model:
+                caches = path.with_suffix(SUFFIX)
+                self.saved[caches] = Saved(note.mark, note.key, caches, caches.exists())
+                self.notes.append(note)
+        for path in sorted(folder.glob(f"*{SUFFIX}"), key=_written):
+            if path not in self.saved and (note := read_header(path)) and note.model == model:
+                self.saved[path] = Saved(note.mark, note.key, path)
 
     def path_of(self, own: Mark, key: bytes) -> Path:
-        """Where a conversation's file is; nothing that a client sent is part of its name."""
+        """Where a conversation's caches are; nothing that a client sent is part of the name."""
         about = f"{self.model}\n{own.label}\n" + (f"{own.pins}\n" if own.pins else "")
         digest = hashlib.sha256(about.encode() + key).hexdigest()
         return self.folder / f"{digest[:40]}{SUFFIX}"
 
-    def save(self, own: Mark, key: bytes, cache: list[Any]) -> None:
-        """Write a conversation; a file that is there already is left as it is.
+    # -- writing ----------------------------------------------------------------------------------
+
+    def note(self, own: Mark, key: bytes, texts: Sequence[str], title: str, name: str) -> None:
+        """Write a turn's small file; it is on disk, whatever happens then, when this returns.
 
         Raises:
             OSError: It cannot be written.
         """
         path = self.path_of(own, key)
-        if path not in self.saved:
+        note = Note(self.model, own, key, tuple(texts), title, name)
+        with self._lock:
+            with replacing(path.with_suffix(NOTE), durable=True) as temporary:
+                temporary.write_text(note.as_text(), encoding="utf-8")
+            before = self.saved.get(path)
+            self.saved[path] = Saved(own, key, path, before is not None and before.cached)
+            # The caches of an earlier turn stay until those of this one are there.
+            for earlier in self._earlier(own, key):
+                if not earlier.cached:
+                    self.forget(earlier)
+            self.prune()
+
+    def save(self, own: Mark, key: bytes, cache: list[Any]) -> None:
+        """Write a conversation's caches, and remove the files of its earlier turns.
+
+        What is there already is left as it is.
+
+        Raises:
+            OSError: They cannot be written.
+            ValueError: There is something in them that cannot be saved.
+        """
+        before = self.saved.get(self.path_of(own, key))
+        if before is None or not before.cached:
             self.save_again(own, key, cache)
+        with self._lock:
+            for earlier in self._earlier(own, key):
+                self.forget(earlier)
 
     def save_again(self, own: Mark, key: bytes, cache: list[Any]) -> None:
-        """Write a conversation that has changed; errors as in `save`, and its file stays then."""
+        """Write caches that have changed; errors as in `save`, and the file stays then."""
         path = self.path_of(own, key)
         metadata = {
             "model": self.model,
@@ -116,7 +229,55 @@ class Sessions:
             "pins": json.dumps(own.pins),
         }
         save_prompt_cache(path, cache, metadata)
-        self.saved[path] = Saved(own, key, path)
+        with self._lock:
+            self.saved[path] = Saved(own, key, path)
+            size = path.stat().st_size
+            if self.most_bytes is not None and size > self.most_bytes:
+                logging.warning(
+                    "Removed the caches of %s: they alone take %d bytes, and the sessions' folder "
+                    "may hold %d.", path.stem, size, self.most_bytes,
+                )  # fmt: skip
+                path.unlink(missing_ok=True)
+                self.saved[path] = Saved(own, key, path, False)
+            self.prune()
+
+    def forget(self, saved: Saved) -> None:
+        """Remove a conversation's files."""
+        with self._lock:
+            self.saved.pop(saved.path, None)
+            for path in (saved.path.with_suffix(NOTE), saved.path):
+                path.unlink(missing_ok=True)
+
+    def prune(self) -> None:
+        """Remove what is too old, and what exceeds the folder's bytes, oldest first."""
+        if self.most_bytes is None and self.most_days is None:
+            return
+        with self._lock:
+            found = sorted(conversations_in(self.folder), key=lambda c: c.written)
+            left, now = sum(c.size for c in found), time.time()
+            for conversation in found:
+                old = self.most_days is not None and (
+                    now - conversation.written > self.most_days * DAY
+                )
+                if not old and (self.most_bytes is None or left <= self.most_bytes):
+                    continue
+                why = f"older than {self.most_days:g} days" if old else "to make room"
+                logging.warning("Removed the saved conversation %s, %s.", conversation.name, why)
+                left -= conversation.size
+                self.saved.pop(self.folder / f"{conversation.name}{SUFFIX}", None)
+                conversation.remove()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While the block runs, nobody else removes conversations from the folder."""
+        with suppress(BlockingIOError), locked(self.folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            for path in self.folder.glob(".*.*.*"):  # that a killed server had begun
+                if _NAME.fullmatch(path.name.split(".")[1]):
+                    path.unlink(missing_ok=True)
+        with locked(self.folder, fcntl.LOCK_SH):
+            yield
+
+    # -- reading ----------------------------------------------------------------------------------
 
     def load(self, saved: Saved) -> list[Any] | None:
         """A conversation's caches, evaluated; None, and it is forgotten, where the file is bad."""
@@ -130,18 +291,128 @@ class Sessions:
             self.saved.pop(saved.path, None)
             return None
 
-    def forget(self, saved: Saved) -> None:
-        """Remove a conversation's file."""
-        self.saved.pop(saved.path, None)
-        saved.path.unlink(missing_ok=True)
-
     def longest_before(self, wanted: Mark, key: bytes) -> Saved | None:
-        """The longest conversation that these tokens, with a mark, go on from."""
-        before = (
+        """The longest conversation with caches that these tokens, with a mark, go on from."""
+        before = (saved for saved in self._earlier(wanted, key) if saved.cached)
+        return max(before, key=lambda saved: len(saved.key), default=None)
+
+    def without_caches(self) -> list[Saved]:
+        """Conversations whose caches are not there, the shortest first."""
+        bare = [saved for saved in list(self.saved.values()) if not saved.cached]
+        return sorted(bare, key=lambda saved: len(saved.key))
+
+    def _earlier(self, wanted: Mark, key: bytes) -> list[Saved]:
+        return [
             saved
-            for saved in self.saved.values()
+            for saved in list(self.saved.values())
             if len(saved.key) < len(key)
             and key.startswith(saved.key)
             and saved.mark.serves(wanted, token_count(saved.key))
+        ]
+
+
+# -- the folder, whoever's its conversations are --------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The files of one conversation.
+
+    Attributes:
+        name: Of the files, without what tells them apart.
+        files: Their paths.
+        size: Their bytes.
+        written: When the newest was written, in seconds since 1970.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    size: int
+    written: float
+
+    def remove(self) -> None:
+        """Remove the files."""
+        for path in self.files:
+            path.unlink(missing_ok=True)
+
+    def read(self) -> Note | None:
+        """What the files say, or None where they are damaged."""
+        notes = (
+            read_note(path) if path.suffix == NOTE else read_header(path)
+            for path in sorted(self.files)  # the small one first
         )
-        return max(before, key=lambda saved: len(saved.key), default=None)
+        return next((note for note in notes if note is not None), None)
+
+
+def conversations_in(folder: Path) -> list[Conversation]:
+    """All conversations of a folder, of every model.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    files: dict[str, list[tuple[Path, os.stat_result]]] = {}
+    for path in folder.iterdir():
+        if path.suffix in (NOTE, SUFFIX) and _NAME.fullmatch(path.stem):
+            try:
+                files.setdefault(path.stem, []).append((path, path.stat()))
+            except FileNotFoundError:
+                continue  # removed meanwhile
+    return [
+        Conversation(
+            name,
+            tuple(path for path, _ in own),
+            sum(stat.st_size for _, stat in own),
+            max(stat.st_mtime for _, stat in own),
+        )
+        for name, own in files.items()
+    ]
+
+
+@contextmanager
+def locked(folder: Path, how: int) -> Iterator[None]:
+    """Hold a folder's lock.
+
+    Args:
+        folder: Of conversations.
+        how: `fcntl.LOCK_SH`, or `LOCK_EX` to have it alone; with `LOCK_NB` not to wait.
+
+    Raises:
+        BlockingIOError: It is held by another.
+    """
+    with (folder / LOCK).open("a") as file:
+        fcntl.flock(file, how)
+        yield
+
+
+def read_note(path: Path) -> Note | None:
+    """What a small file says; None where it is another's, or damaged."""
+    try:
+        return Note.of_text(path.read_text(encoding="utf-8"))
+    except _DAMAGE as error:
+        _say_left_aside(path, error)
+        return None
+
+
+def read_header(path: Path) -> Note | None:
+    """What a file of caches says of its conversation; None as above."""
+    try:
+        with safe_open(str(path), "numpy") as file:
+            metadata = json.loads((file.metadata() or {})["metadata"])
+        # Files from before there were pins name none.
+        pins = checked_spans("pins", json.loads(metadata.get("pins", "[]")))
+        own = Mark(metadata["label"], pins)
+        return Note(metadata["model"], own, key_of(json.loads(metadata["tokens"])))
+    except _DAMAGE as error:
+        _say_left_aside(path, error)
+        return None
+
+
+def _say_left_aside(path: Path, error: Exception) -> None:
+    logging.warning("Left aside %s, which is no saved conversation: %s", path.name, error)
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from textwrap import shorten
 from typing import Any
 
 from mlx_h2o.serve.asked_pins import NO_PINS, AskedPins
+from mlx_h2o.serve.marks import Mark
+from mlx_h2o.serve.turn_text import TurnText
 
 #: Characters of a conversation's title.
 LONGEST_TITLE = 60
@@ -42,6 +45,53 @@ def title_of(request: Any) -> str:
     return shorten(first, LONGEST_TITLE, placeholder="…")
 
 
+#: How often a thread that waits for another looks whether that is still alive, in seconds.
+LOOKED_AT_EVERY = 1.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a conversation's caches are among the idle ones.
+
+    Attributes:
+        mark: Of their settings and pins.
+        key: Of their tokens (`sessions.key_of`).
+    """
+
+    mark: Mark
+    key: bytes
+
+
+class Kept:
+    """What has become of an answer's caches: told once, by the thread that generates."""
+
+    def __init__(self) -> None:
+        self._told = threading.Event()
+        self._places: tuple[Place, Place | None] | None = None
+
+    def tell(self, end: Place | None, prompt: Place | None = None) -> None:
+        """Caches are kept, or are not.
+
+        Args:
+            end: Where those are that end with the answer; None: they were not kept.
+            prompt: Where those are that end with its prompt, if they were kept.
+        """
+        if not self._told.is_set():
+            self._places = None if end is None else (end, prompt)
+            self._told.set()
+
+    def wait(self, alive: Callable[[], bool]) -> tuple[Place, Place | None] | None:
+        """What was told; None where nothing is kept.
+
+        Args:
+            alive: Whether the thread that tells it still runs.
+        """
+        while not self._told.wait(LOOKED_AT_EVERY):
+            if not alive():
+                return None
+        return self._places
+
+
 def still_there() -> bool:
     """Of a request without a client that could go away."""
     return False
@@ -61,6 +111,8 @@ class Ticket:
         admitted: When it was let in, likewise.
         evicted: Tokens that its caches had evicted when it began (mean over layers).
         turn: What its answer is called, if a client is told.
+        said: Its text, once it is tokenized; None for prompts with images.
+        kept: What becomes of its caches.
     """
 
     label: str
@@ -72,6 +124,8 @@ class Ticket:
     admitted: float = 0.0
     evicted: float = 0.0
     turn: Turn | None = None
+    said: TurnText | None = None
+    kept: Kept = field(default_factory=Kept)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Other ranks learn of a request by pickle; its client's socket is of this process.

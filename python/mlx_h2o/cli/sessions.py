@@ -1,0 +1,191 @@
+"""`mlx_h2o sessions`: the conversations that a server has saved: listed, shown, removed."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from mlx_h2o.cli.options import typed
+from mlx_h2o.cli.tables import show as show_table
+from mlx_h2o.serve.sessions import (
+    DAY,
+    SUFFIX,
+    Conversation,
+    Note,
+    conversations_in,
+    locked,
+    token_count,
+    tokens_of,
+)
+
+#: Characters of a name by which a conversation is called in a list; more where they are needed.
+SHORT_NAME = 8
+
+
+def add_parser(commands: Any) -> None:
+    """Add `sessions` to the command's subparsers."""
+    parser = commands.add_parser(
+        "sessions",
+        help="list, show or remove conversations that a server saved",
+        description="What `mlx_h2o serve --sessions DIR` has saved, of every model. Nothing is "
+        "removed while a server uses the folder.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, run, text in (
+        ("list", list_all, "all conversations of a folder, the newest first"),
+        ("show", show_one, "one conversation: what it says, how long it is, what it pins"),
+        ("remove", remove, "remove conversations; what they said is lost then"),
+    ):
+        action = actions.add_parser(name, help=text, description=text.capitalize() + ".")
+        action.add_argument("folder", type=Path, metavar="DIR", help="the folder of --sessions")
+        action.add_argument("--json", action="store_true", help="print JSON")
+        if name == "show":
+            action.add_argument("name", help="a conversation's name, or how it begins")
+        if name == "remove":
+            which = action.add_mutually_exclusive_group(required=True)
+            which.add_argument(
+                "names", nargs="*", default=[], metavar="NAME", help="names, or how they begin"
+            )
+            which.add_argument(
+                "--older-than", type=typed(days, "a number of days such as 30"), metavar="DAYS",
+                help="all without a new turn for so many days",
+            )  # fmt: skip
+            which.add_argument("--all", action="store_true", help="all of the folder")
+        action.set_defaults(run=run)
+
+
+def days(text: str) -> float:
+    """A number of days.
+
+    Raises:
+        ValueError: It is none, or not above 0.
+    """
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise ValueError(text)
+    return number
+
+
+def list_all(args: argparse.Namespace) -> None:
+    """Print all conversations."""
+    found = _newest_first(args.folder)
+    if args.json:
+        print(json.dumps([_told(one, one.read()) for one in found], indent=2))
+        return
+    table = Table(title=f"{args.folder}: {len(found)} conversations")
+    for column in ("name", "last turn", "tokens", "size", "model", "began with"):
+        table.add_column(column, justify="right" if column in ("tokens", "size") else "left")
+    for one in found:
+        note = one.read()
+        table.add_row(
+            _short(one, found),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(one.written)),
+            f"{token_count(note.key):,}" if note else "?",
+            size_text(one.size),
+            note.model if note else "(damaged)",
+            note.title if note else "",
+        )
+    table.caption = f"{size_text(sum(one.size for one in found))} in all"
+    show_table(table)
+
+
+def show_one(args: argparse.Namespace) -> None:
+    """Print one conversation."""
+    one = _called(args.name, _newest_first(args.folder))
+    note = one.read()
+    if args.json:
+        more = {"texts": note.texts, "token_ids": tokens_of(note.key)} if note else {}
+        print(json.dumps(_told(one, note) | more, indent=2))
+        return
+    told = _told(one, note)
+    told["size"] = f"{size_text(one.size)} ({one.size:,} bytes)"
+    width = max(map(len, told))
+    for name, value in told.items():
+        print(f"{name.replace('_', ' '):<{width}}  {value}")
+    if note and note.texts:
+        print(f"\n{note.texts[-1]}")
+
+
+def remove(args: argparse.Namespace) -> None:
+    """Remove conversations, unless a server uses their folder."""
+    found = _newest_first(args.folder)
+    if args.all:
+        chosen = found
+    elif args.older_than is not None:
+        chosen = [one for one in found if time.time() - one.written > args.older_than * DAY]
+    else:
+        chosen = [_called(name, found) for name in dict.fromkeys(args.names)]
+    try:
+        with locked(args.folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            for one in chosen:
+                one.remove()
+    except BlockingIOError as error:
+        raise ValueError(
+            f"A server uses {args.folder}: end it first, or give it --sessions-memory or "
+            "--sessions-days, by which it removes what is oldest itself."
+        ) from error
+    size = sum(one.size for one in chosen)
+    if args.json:
+        print(json.dumps({"removed": [one.name for one in chosen], "bytes": size}))
+    else:
+        count = len(chosen)
+        print(f"removed {count} conversation{'s' * (count != 1)}, {size_text(size)}")
+
+
+def size_text(count: int) -> str:
+    """Bytes as people read them: 7.7 MB."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000  # type: ignore[assignment]
+    return f"{count:,} bytes" if unit == "bytes" else f"{count:,.1f} {unit}"
+
+
+def _told(one: Conversation, note: Note | None) -> dict[str, Any]:
+    """What is said of a conversation, as JSON types."""
+    told: dict[str, Any] = {
+        "name": one.name,
+        "bytes": one.size,
+        "last_turn": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(one.written)),
+        "caches": any(path.suffix == SUFFIX for path in one.files),
+        "damaged": note is None,
+    }
+    if note is not None:
+        told |= {
+            "model": note.model,
+            "tokens": token_count(note.key),
+            "pins": [list(span) for span in note.mark.pins],
+            "settings": note.mark.label,
+            "title": note.title,
+            "answer": note.name,
+        }
+    return told
+
+
+def _newest_first(folder: Path) -> list[Conversation]:
+    if not folder.is_dir():
+        raise ValueError(f"There is no folder {folder}.")
+    return sorted(conversations_in(folder), key=lambda one: one.written, reverse=True)
+
+
+def _called(name: str, found: list[Conversation]) -> Conversation:
+    """The conversation whose name begins like that."""
+    fitting = [one for one in found if name and one.name.startswith(name)]
+    if len(fitting) != 1:
+        what = "More than one conversation has a name" if fitting else "No conversation has a name"
+        raise ValueError(f"{what} that begins with {name!r}: see mlx_h2o sessions list.")
+    return fitting[0]
+
+
+def _short(one: Conversation, found: list[Conversation]) -> str:
+    """The beginning of a name, which no other one has."""
+    for length in range(SHORT_NAME, len(one.name)):
+        if sum(other.name.startswith(one.name[:length]) for other in found) == 1:
+            return one.name[:length]
+    return one.name

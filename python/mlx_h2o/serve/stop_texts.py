@@ -1,0 +1,182 @@
+"""Stop texts: looked for in an answer's text, wherever its tokens and characters begin and end.
+
+mlx-lm looks for the tokens that a stop text has by itself, and a model hardly ever writes those.
+Here the thread that generates ends the answer at the step that completes the first stop text; who
+reads the answer cuts it before that text, and holds back what may still become one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mlx_lm.server import Response
+
+
+class Ends(list[int]):
+    """Characters of an answer after each of its tokens."""
+
+    def before(self, cut: int) -> int:
+        """How many tokens say what is before a character, and nothing of what follows it.
+
+        A token that completes no character (a part of one, or nothing that is shown) belongs to the
+        text that follows it.
+        """
+        return next((i + (end == cut) for i, end in enumerate(self) if end >= cut), len(self))
+
+
+class StopFinder:
+    """Looks for the first of several texts in an answer that grows.
+
+    Args:
+        stops: The texts, none of them empty.
+
+    Attributes:
+        cut: Where the answer's text ends, once a stop text is complete.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self.stops = tuple(stops)
+        self._longest = max(map(len, self.stops))
+        self._checked = 0
+        self.cut: int | None = None
+
+    def found(self, text: str) -> bool:
+        """Whether a stop text is complete.
+
+        The one that is complete first counts, and of two that end together the longer: so it does
+        not matter how the answer's text was split among its tokens.
+
+        Args:
+            text: The whole answer so far: what came before, and more.
+        """
+        if self.cut is None:
+            first = max(self._checked - self._longest + 1, 0)
+            places = ((text.find(stop, first), stop) for stop in self.stops)
+            complete = [(place + len(stop), place) for place, stop in places if place >= 0]
+            self.cut = min(complete)[1] if complete else None
+            self._checked = len(text)
+        return self.cut is not None
+
+    def sure(self, text: str) -> int:
+        """How many characters belong to the answer whatever follows."""
+        if self.cut is not None:
+            return self.cut
+        for place in range(max(len(text) - self._longest + 1, 0), len(text)):
+            if any(stop.startswith(text[place:]) for stop in self.stops):
+                return place
+        return len(text)
+
+
+class TextStops:
+    """What mlx-lm's `StopSequences` is to a batch: ends an answer at its texts, or at its tokens.
+
+    Args:
+        tokens: mlx-lm's own, of the model's ends of text.
+        tokenizer: The model's.
+        stops: Texts.
+    """
+
+    def __init__(self, tokens: Any, tokenizer: Any, stops: Sequence[str]):
+        self._tokens, self._tokenizer, self._stops = tokens, tokenizer, stops
+
+    def matcher(self) -> TextMatcher:
+        """For one answer, from its beginning."""
+        return TextMatcher(self._tokens.matcher(), self._tokenizer, self._stops)
+
+
+class TextMatcher:
+    """Reads one answer as `TextStops` says, token after token."""
+
+    def __init__(self, tokens: Any, tokenizer: Any, stops: Sequence[str]):
+        self._tokens, self._detokenizer = tokens, tokenizer.detokenizer
+        self._finder = StopFinder(stops)
+
+    def advance(self, token: int) -> bool:
+        """Take one token; whether the answer ends with it."""
+        if self._tokens.advance(token):
+            return True
+        self._detokenizer.add_token(token)
+        return self._finder.found(self._detokenizer.text)
+
+
+def ends_of(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, Ends]:
+    """An answer's text as its client reads it, and where in it each token ends.
+
+    Args:
+        tokenizer: The model's.
+        tokens: Of the answer.
+    """
+    detokenizer, ends = tokenizer.detokenizer, Ends()
+    for token in tokens:
+        if token not in tokenizer.eos_token_ids:
+            detokenizer.add_token(token)
+        ends.append(len(detokenizer.text))
+    if tokens and tokens[-1] not in tokenizer.eos_token_ids:
+        detokenizer.finalize()
+        ends[-1] = len(detokenizer.text)
+    return detokenizer.text, ends
+
+
+def stopped(
+    responses: Iterable[Response], stops: Sequence[str], tokenizer: Any
+) -> Iterator[Response]:
+    """An answer up to its first stop text.
+
+    A token's response comes once it is clear that its text belongs to the answer. The last one has
+    no text where `finish_reason` is "stop": it stands for the token that ended the answer. Where
+    the answer's text ends within that token, the response before it has that text too.
+
+    Args:
+        responses: mlx-lm's, one for each token.
+        stops: Texts.
+        tokenizer: The model's.
+    """
+    finder, detokenizer = StopFinder(stops), tokenizer.detokenizer
+    held: list[Response] = []
+    ends, given = Ends(), 0
+    text = ""
+    for response in responses:
+        ended = response.finish_reason
+        if ended != "stop" or response.token not in tokenizer.eos_token_ids:
+            detokenizer.add_token(response.token)
+        if ended == "length":
+            detokenizer.finalize()
+        text = detokenizer.text
+        held.append(response)
+        ends.append(len(text))
+        if finder.found(text):
+            yield from _cut(held, ends, given, text, finder.sure(text))
+            return
+        if ended is not None:
+            last = "" if ended == "stop" else None
+            yield from _shown(held, ends, given, text, last)
+            return
+        sure = finder.sure(text)
+        # The last token waits, so that it can take what the next one adds before a stop text.
+        ready = min(ends.before(sure), len(held) - 1)
+        yield from _shown(held[:ready], ends, given, text)
+        given = ends[ready - 1] if ready else given
+        held, ends = held[ready:], Ends(ends[ready:])
+
+
+def _shown(
+    held: Sequence[Response], ends: Sequence[int], given: int, text: str, last: str | None = None
+) -> Iterator[Response]:
+    """Responses with their parts of a text; `last` replaces the last one's part."""
+    for i, response in enumerate(held):
+        part, given = text[given : ends[i]], ends[i]
+        if last is not None and i + 1 == len(held):
+            part = last
+        yield replace(response, text=part)
+
+
+def _cut(held: list[Response], ends: Ends, given: int, text: str, cut: int) -> Iterator[Response]:
+    """The last responses of an answer that a stop text ends at a character."""
+    whole = ends.before(cut)
+    yield from _shown(held[: max(whole - 1, 0)], ends, given, text)
+    rest = text[ends[whole - 2] if whole > 1 else given : cut]
+    if whole or rest:
+        yield replace(held[max(whole - 1, 0)], text=rest, finish_reason=None)
+    yield replace(held[-1], text="", finish_reason="stop")

@@ -1,0 +1,237 @@
+"""A turn as text: its prompt, its answer, and how the prompt of the next turn will begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_lm.server import Response, TextStateMachine, convert_chat
+
+from mlx_h2o.serve.stop_texts import StopFinder, ends_of
+
+#: A character that no template and no client uses: it shows where an answer is in a rendered chat.
+MARK = "\ue0f3"
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(eq=False)
+class TurnText:
+    """What a request says, and what its conversation says once it is answered.
+
+    Attributes:
+        text: Of the prompt.
+        tokens: Of the prompt, as they are read.
+        messages: Of a chat; empty where it is none.
+        render: Messages as a prompt's text.
+        tokenizer: The model's.
+        stops: Texts that end the answer.
+    """
+
+    text: str
+    tokens: list[int]
+    messages: Messages
+    render: Callable[[Messages], str]
+    tokenizer: Any
+    stops: Sequence[str] = ()
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Any,
+        request: Any,
+        args: Any,
+        template_args: dict[str, Any],
+        tokens: list[int],
+    ) -> TurnText:
+        """Of a request, after mlx-lm has tokenized it.
+
+        Args:
+            tokenizer: The model's.
+            request: mlx-lm's.
+            args: Of the generation, mlx-lm's.
+            template_args: Of the chat template, as the command line gave them.
+            tokens: Of the prompt.
+        """
+
+        def render(messages: Messages) -> str:
+            if not tokenizer.has_chat_template:
+                return str(convert_chat(messages, request.role_mapping))
+            given = template_args | (args.chat_template_kwargs or {})
+            return str(
+                tokenizer.apply_chat_template(
+                    messages,
+                    tools=request.tools,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **given,
+                )
+            )
+
+        chat = request.request_type == "chat"
+        messages = list(request.messages) if chat else []
+        text = render(messages) if chat else request.prompt
+        return cls(text, tokens, messages, render, tokenizer, tuple(args.stop_words))
+
+    def goes_on_from(self, characters: int, said: Sequence[int]) -> list[int]:
+        """The prompt's tokens, with those of a conversation that it begins with as they were said.
+
+        Args:
+            characters: Of the prompt that the conversation says.
+            said: Its tokens.
+        """
+        return [*said, *self._after(characters)]
+
+    def _after(self, characters: int) -> list[int]:
+        """The tokens of what follows so many characters.
+
+        They are those of the whole prompt where one begins there, since some tokenizers begin every
+        text with a space.
+        """
+        inner = getattr(self.tokenizer, "_tokenizer", self.tokenizer)
+        try:
+            whole = inner(self.text, add_special_tokens=False, return_offsets_mapping=True)
+            ids, starts = whole["input_ids"], [start for start, _ in whole["offset_mapping"]]
+            if characters in starts and list(self.tokens[-len(ids) :]) == list(ids):
+                return list(ids[starts.index(characters) :])
+        except (NotImplementedError, TypeError, ValueError, KeyError):
+            pass  # a tokenizer that does not tell where its tokens are
+        rest = self.text[characters:]
+        return list(self.tokenizer.encode(rest, add_special_tokens=False)) if rest else []
+
+    def beyond(self, tokens: Sequence[int]) -> int:
+        """How many of the last tokens say nothing that the client is told.
+
+        Args:
+            tokens: Of the prompt and the answer.
+        """
+        answer = tokens[len(self.tokens) :]
+        text, ends = ends_of(self.tokenizer, answer)
+        if self.stops:
+            finder = StopFinder(self.stops)
+            if finder.found(text):
+                return len(answer) - ends.before(finder.sure(text))
+        # In a chat the template writes it too; a text that goes on has none in its midst.
+        ended = bool(answer) and answer[-1] in self.tokenizer.eos_token_ids
+        return int(ended and not self.messages)
+
+    def told(self, tokens: Sequence[int]) -> str:
+        """The part of the answer's text that the client is told.
+
+        Args:
+            tokens: Of the prompt and the answer.
+        """
+        text = ends_of(self.tokenizer, tokens[len(self.tokens) :])[0]
+        if self.stops:
+            finder = StopFinder(self.stops)
+            if finder.found(text):
+                return text[: finder.sure(text)]
+        return text
+
+    def continued(self, tokens: Sequence[int], content: str) -> tuple[list[str], bool]:
+        """How the texts begin that go on with this turn.
+
+        Args:
+            tokens: Of the prompt and the answer, as caches hold them.
+            content: The answer as its client got it, without thoughts and calls of tools.
+
+        Returns:
+            Beginnings of texts that these tokens say, and whether the prompt of a client that sends
+            back what it got begins with one of them.
+        """
+        said = self.told(tokens)
+        answer = [t for t in tokens[len(self.tokens) :] if t not in self.tokenizer.eos_token_ids]
+        texts = [self.text + said]
+        # mlx-lm takes an answer's first space away; a client may put it back.
+        whole = str(self.tokenizer.decode(answer)) if answer else ""
+        if whole.lstrip().startswith(said.lstrip()):
+            spaces = whole[: len(whole) - len(whole.lstrip())]
+            texts.append(self.text + spaces + said.lstrip())
+        if not self.messages:
+            return list(dict.fromkeys(texts)), True
+        rendered = self._rendered(tokens, said, content)
+        texts += [rendered] if rendered is not None else []
+        return list(dict.fromkeys(texts)), rendered is not None
+
+    def _rendered(self, tokens: Sequence[int], said: str, content: str) -> str | None:
+        """How the chat's next prompt begins; None where it does not say what the tokens say."""
+
+        def with_answer(content: str) -> str:
+            more = [{"role": "assistant", "content": content}, {"role": "user", "content": MARK}]
+            return self.render([*self.messages, *more])
+
+        try:
+            whole = with_answer(content)
+            marked = with_answer(MARK + content)
+        except Exception:  # a template raises what it likes for what it does not take
+            return None
+        pairs = enumerate(zip(whole, marked, strict=False))
+        before = whole[: next((i for i, (a, b) in pairs if a != b), len(whole))]
+        if before.rstrip() != self.text.rstrip():
+            return None
+        parts = (said, said.lstrip(), said.rstrip(), said.strip())
+        part = next((p for p in parts if whole.startswith(p, len(before))), None)
+        if part is None:
+            return None
+        end = len(before) + len(part)
+        if tokens[-1] in self.tokenizer.eos_token_ids and len(tokens) > len(self.tokens):
+            mark = str(self.tokenizer.decode([tokens[-1]]))
+            spaces = len(whole[end:]) - len(whole[end:].lstrip())
+            if mark and whole.startswith(mark, end + spaces):
+                end += spaces + len(mark)
+        return whole[:end]
+
+
+def segments_of(
+    before: Sequence[int], segments: Sequence[Sequence[int]], kinds: Sequence[str], now: list[int]
+) -> tuple[list[list[int]], list[str]]:
+    """A prompt's segments where its tokens have changed: those whose borders are still there.
+
+    Args:
+        before: The prompt as mlx-lm tokenized it.
+        segments: Its parts.
+        kinds: What they are.
+        now: The prompt as it is read.
+    """
+    ends, end = list[int](), 0
+    for segment in segments[:-1]:
+        end += len(segment)
+        after = len(now) - (len(before) - end)
+        same_end = after > 0 and list(before[end:]) == now[after:]
+        same_start = list(before[:end]) == now[:end]
+        ends.append(end if same_start else after if same_end else 0)
+    borders = [0]
+    kept = list[str]()
+    for end, kind in zip(ends, kinds, strict=False):
+        if borders[-1] < end < len(now):
+            borders.append(end)
+            kept.append(kind)
+    parts = [now[a:b] for a, b in zip(borders, [*borders[1:], len(now)], strict=True)]
+    return parts, [*kept, kinds[-1]]
+
+
+@dataclass(eq=False)
+class Content:
+    """An answer's text as clients get it: without thoughts, calls of tools and what marks them.
+
+    Attributes:
+        machine: mlx-lm's, which tells them apart.
+        initial: Its state at the answer's beginning.
+    """
+
+    machine: TextStateMachine
+    initial: str
+    text: str = ""
+    _state: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._state = self.machine.make_state(self.initial)
+
+    def add(self, response: Response) -> None:
+        """Take a token's part."""
+        self._state, segments = TextStateMachine.split(self._state, response.text)
+        if response.finish_reason is not None:
+            self._state, rest, state = TextStateMachine.flush(self._state)
+            segments.append((state, rest))
+        self.text += "".join(text for state, text in segments if state == "normal")

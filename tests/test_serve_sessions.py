@@ -1,0 +1,259 @@
+"""Nothing answered is lost: kill -9 at any moment, and clients that send back what they got."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from serving import MODEL, Running, serving, words
+
+PINS = {"spans": [[0, 5], [7, 9]]}
+
+
+#: Has everything imported that the command needs, and forks a process for each server: starting
+#: Python takes longer than all else.
+FORKING = """
+import json, os, sys
+import mlx_h2o.cli.serve, mlx_h2o.serve.running
+from mlx_h2o.cli import main, parser
+parser()
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        sys.exit(main(json.loads(line)))
+    print(child, flush=True)
+    os.waitpid(child, 0)
+"""
+
+
+class Servers:
+    """Servers, one after the other, each a process of its own that is killed in the end."""
+
+    def __init__(self) -> None:
+        self._parent = subprocess.Popen(
+            [sys.executable, "-c", FORKING],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )
+
+    def close(self) -> None:
+        self._parent.kill()
+        self._parent.communicate()
+
+    @contextmanager
+    def running(self, folder: Path, *options: str) -> Iterator[tuple[int, int]]:
+        """`mlx_h2o serve`: its process and its port."""
+        asked = ["serve", "--port", "0", "--model", MODEL, "--sessions", str(folder), *options]
+        assert self._parent.stdin
+        assert self._parent.stdout
+        assert self._parent.stderr
+        print(json.dumps([*asked, "--max-kv-size", "64"]), file=self._parent.stdin, flush=True)
+        process = int(self._parent.stdout.readline())
+        try:
+            for line in self._parent.stderr:
+                if found := re.search(r"Serving on http://127.0.0.1:(\d+)", line):
+                    yield process, int(found[1])
+                    return
+            raise AssertionError("it did not start")
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    made = Servers()
+    yield made
+    made.close()
+
+
+@dataclass
+class Client:
+    """One conversation, of a client that sends back what it got and nothing else.
+
+    Attributes:
+        chat: Whether it is a chat.
+        pins: What it pins in every turn.
+        said: Messages, or the text.
+        answered: Tokens that the caches of its last whole turn hold at least: all but an end of
+            text, and but a stop text.
+        turns: How many did.
+        name: The last answer's.
+    """
+
+    chat: bool
+    pins: dict[str, Any]
+    stops: list[str] = field(default_factory=list)
+    said: list[dict[str, str]] = field(default_factory=list)
+    answered: int = 0
+    turns: int = 0
+    name: str = ""
+
+    def turn(self, client: openai.OpenAI, tokens: int, more: str, model: str = MODEL) -> int:
+        """Ask on; how many tokens were known. The turn counts once its last event is here."""
+        asked = [*self.said, {"role": "user", "content": more}]
+        options: dict[str, Any] = {"model": model, "max_tokens": tokens, "temperature": 1}
+        options |= {"extra_body": {"mlx_h2o": {"pins": self.pins}}, "stream": True}
+        options |= {"stream_options": {"include_usage": True}, "stop": self.stops or None}
+        if self.chat:
+            chunks = client.chat.completions.create(messages=asked, **options)
+        else:
+            prompt = "".join(message["content"] for message in asked)
+            chunks = client.completions.create(prompt=prompt, **options)
+        text, usage, reason, name = "", None, None, ""
+        for chunk in chunks:
+            name = chunk.id
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                text += (choice.delta.content if self.chat else choice.text) or ""
+                reason = choice.finish_reason or reason
+        assert reason is not None  # else the stream broke off
+        assert usage is not None
+        self.said = [*asked, {"role": "assistant", "content": text}]
+        self.answered, self.name = usage.prompt_tokens, name
+        self.answered += 0 if self.stops else usage.completion_tokens - 1
+        self.turns += 1
+        return int(usage.prompt_tokens_details.cached_tokens)
+
+
+def openai_client(port: int) -> openai.OpenAI:
+    url = f"http://127.0.0.1:{port}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+
+
+def pins_of(port: int, name: str) -> list[list[int]]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", f"/h2o/conversations/{name}")
+    told = json.loads(connection.getresponse().read())
+    connection.close()
+    return list(told["pins"])
+
+
+def talk(one: Client, client: openai.OpenAI, drawn: random.Random) -> None:
+    """Turn after turn, until the server is gone."""
+    try:
+        while True:
+            tokens, count = drawn.choice([1, 3, 8, 20]), drawn.randint(1, 12)
+            one.turn(client, tokens, f" {words(drawn.randrange(400), count)}")
+    except Exception:  # of whatever layer noticed first that the server is gone
+        return
+
+
+@dataclass
+class Tally:
+    """Of many kills: turns that clients had answered, conversations that went on after it."""
+
+    turns: int = 0
+    expected: int = 0
+    found: int = 0
+
+
+def killed_again_and_again(servers: Servers, folder: Path, kills: int, seed: int) -> Tally:
+    """Kill the server at random moments while clients stream, start it, and let them go on.
+
+    Each client whose conversation had a whole answer sends back what it got: its caches must be
+    found, with all that was read and said, and with its pins.
+    """
+    drawn, tally = random.Random(seed), Tally()
+    clients = list[Client]()
+    for _ in range(kills + 1):
+        with servers.running(folder) as (process, port):
+            client = openai_client(port)
+            for one in clients:
+                before = one.answered
+                known = one.turn(client, 1, f" {words(drawn.randrange(400), 3)}")
+                tally.expected += 1
+                tally.found += known >= before
+                assert pins_of(port, one.name) == one.pins.get("spans", [])
+            clients = [
+                Client(
+                    chat=i % 2 == 0, pins=PINS if i % 3 else {}, stops=[" the"] if i == 3 else []
+                )
+                for i in range(4)
+            ]
+            for one in clients:
+                one.said = [{"role": "user", "content": words(drawn.randrange(300), 12)}]
+            with ThreadPoolExecutor(4) as pool:
+                for one in clients:
+                    pool.submit(talk, one, client, random.Random(drawn.random()))
+                time.sleep(drawn.uniform(0.05, 1.5))
+                os.kill(process, signal.SIGKILL)
+            tally.turns += sum(one.turns for one in clients)
+            clients = [one for one in clients if one.turns]
+    return tally
+
+
+def test_what_was_answered_is_there_after_kills(servers, tmp_path):
+    tally = killed_again_and_again(servers, tmp_path, 5, seed=1)
+    assert tally.found == tally.expected > 5
+
+
+@pytest.mark.slow
+def test_what_was_answered_is_there_after_two_hundred_kills(servers, tmp_path):
+    tally = killed_again_and_again(servers, tmp_path, 200, seed=2)
+    print(tally)
+    assert tally.found == tally.expected > 200
+
+
+# -- continuations by an unchanged client ---------------------------------------------------------
+
+
+def continued(folder: Path, conversations: int, model: str, seed: int) -> tuple[int, int]:
+    """Turns of clients that send back what they got, also to a server that was started anew.
+
+    Returns:
+        Turns that went on, and those of them whose caches were found.
+    """
+    drawn, clients, asked, found = random.Random(seed), list[Client](), 0, 0
+    settings: dict[str, Any] = {"sessions": folder, "options": ["--model", model]}
+    for _ in range(2):
+        with serving(**settings) as server, ThreadPoolExecutor(4) as pool:
+            clients = clients or [
+                Client(
+                    chat=i % 3 > 0, pins={}, said=[{"role": "user", "content": words(4 * i, 20)}]
+                )
+                for i in range(conversations)
+            ]
+
+            def ask(one: Client, more: str, server: Running = server) -> tuple[int, bool]:
+                before, tokens = one.answered, drawn.choice([1, 6, 25])
+                known = one.turn(server.client, tokens, more, model)
+                return bool(before), bool(before) and known >= before
+
+            for _ in range(2):
+                more = [f" {words(drawn.randrange(400), drawn.randint(1, 9))}" for _ in clients]
+                for went_on, was_found in pool.map(ask, clients, more):
+                    asked, found = asked + went_on, found + was_found
+    return asked, found
+
+
+def test_clients_that_send_back_what_they_got_are_found(tmp_path):
+    asked, found = continued(tmp_path, 12, MODEL, seed=1)
+    assert found == asked == 36
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "conversations"), [(MODEL, 95), ("smollm2-135m", 12)])
+def test_many_clients_that_send_back_what_they_got_are_found(tmp_path, model, conversations):
+    asked, found = continued(tmp_path, conversations, model, seed=2)
+    print(f"{model}: {found} of {asked} continuations were found")
+    assert found == asked == 3 * conversations
