@@ -95,13 +95,12 @@ def _telling(block: type[nn.Module], watcher: Watcher) -> type[nn.Module]:
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # The input comes first, whatever a model calls it.
+        x = _quick_to_compute(next(iter((*args, *kwargs.values()))))
         if args:
-            watcher.residual, args = _quick_to_compute(args[0]), args[1:]
-            args = (watcher.residual, *args)
+            args = (x, *args[1:])
         else:
-            name = next(iter(kwargs))
-            watcher.residual = kwargs[name] = _quick_to_compute(kwargs[name])
-        watcher.layer = self
+            kwargs[next(iter(kwargs))] = x
+        watcher.layer, watcher.residual = self, x
         try:
             return block.__call__(self, *args, **kwargs)
         finally:  # what attends outside of every block is taken for no block's
