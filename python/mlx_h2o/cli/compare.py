@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> None:
     if args.out:
         drawing()
         require_folder("--out", args.out)
-    with progress_bar(f"comparing {len(arms)} caches") as bar:
+    with progress_bar(f"comparing {len(arms)} caches", "tokens") as bar:
         try:
             results = compare(arms, protocol, bar)
         except ValueError as error:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mlx_h2o import checks
 from mlx_h2o.cache_file import save_prompt_cache
@@ -24,6 +22,7 @@ from mlx_h2o.cli.options import (
     typed,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
+from mlx_h2o.cli.progress import progress_bar
 from mlx_h2o.files import require_writable, write_kept
 from mlx_h2o.layer_kinds import layer_kinds
 from mlx_h2o.packed import BITS, UNPACKED
@@ -120,9 +119,8 @@ def compressed(
     Raises:
         ValueError: It cannot be; the message speaks of options.
     """
-    columns = (TextColumn("reading twice"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=2 * len(tokens))
+    with progress_bar("reading twice", "tokens") as bar:
+        bar(0, 2 * len(tokens))
         try:
             return compress_prompt(
                 model,
@@ -131,7 +129,7 @@ def compressed(
                 args.to,
                 room=args.room,
                 chunk=args.chunk,
-                tell=lambda done: bar.advance(task, done),
+                tell=lambda more: bar(bar.done + more, bar.whole),
                 bits=args.kv_bits,
                 pins=pins,
             )

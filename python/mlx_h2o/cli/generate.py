@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from mlx_h2o.cli.options import (
     typed,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
+from mlx_h2o.cli.progress import progress_bar
 from mlx_h2o.conversations import pin
 from mlx_h2o.description import describe
 from mlx_h2o.files import require_writable, write_kept
@@ -121,15 +123,19 @@ def run(args: argparse.Namespace) -> None:
         offset = max(entry.offset for _, entry in bounded_layers(cache))
         pin(cache, spans_for(rules, tokenizer, prompt, messages, offset))
     text, tokens = "", []
-    for response in stream_generate(
-        model,
-        tokenizer,
-        prompt,
-        max_tokens=args.max_tokens,
-        sampler=make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k),
-        prompt_cache=cache,
-        prefill_step_size=args.prefill_step_size,
-    ):
+    with progress_bar("reading the prompt", "tokens", transient=True) as bar:
+        responses = stream_generate(
+            model,
+            tokenizer,
+            prompt,
+            max_tokens=args.max_tokens,
+            sampler=make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k),
+            prompt_cache=cache,
+            prefill_step_size=args.prefill_step_size,
+            prompt_progress_callback=bar,
+        )
+        first = next(responses)
+    for response in chain([first], responses):
         text += response.text
         tokens.append(response.token)
         if not args.json:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 from mlx_h2o import smollm2
 from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT
 from mlx_h2o.cli.options import add_model_options, load_model, named_options, read_text, typed
+from mlx_h2o.cli.progress import progress_bar
 from mlx_h2o.cli.tables import show
 from mlx_h2o.evaluate.arms import FULL, OURS, WINDOW, Arm
 from mlx_h2o.evaluate.recall import CLOZE, QUESTIONS
@@ -84,11 +83,10 @@ def run(args: argparse.Namespace) -> None:
     table.add_column("cache")
     for name, _ in ways(args.carry):
         table.add_column(name, justify="right")
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        shown = bar.add_task("", total=len(ARMS))
-        for arm in ARMS:
-            bar.update(shown, description=arm.name)
+    with progress_bar("telling and asking", "caches") as bar:
+        for done, arm in enumerate(ARMS):
+            bar(done, len(ARMS))
+            bar.about(arm.name)
             cells = []
             for _, way in ways(args.carry)[: None if arm.policy else 1]:
                 context = task.tokens.shape[1] + max(map(len, task.answers))
@@ -100,5 +98,4 @@ def run(args: argparse.Namespace) -> None:
                 cells.append(f"{sum(known)}/{len(known)}")
             # mlx-lm's own caches know of neither turns nor pins.
             table.add_row(arm.name, *cells, *["-"] * (len(table.columns) - 1 - len(cells)))
-            bar.advance(shown)
     show(table, args.markdown)
