@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_h2o import checks
 from mlx_h2o.builtin import DEFAULT_MODEL, SAMPLE_TEXT
-from mlx_h2o.cli.evaluation_output import facts_of, measure_all, rich_table, told
+from mlx_h2o.cli.evaluation_output import begun, facts_of, measure_all, rich_table, told
 from mlx_h2o.cli.options import named_options, read_text, typed
 from mlx_h2o.cli.report_table import run_table
 from mlx_h2o.cli.tables import show
@@ -79,7 +79,12 @@ def add_parser(commands: Any) -> None:
         help="print a figure for each cache and part of the bytes, instead of all tables",
     )  # fmt: skip
     parser.add_argument(
-        "--resume", action="store_true", help="go on with what --out holds of the same evaluation"
+        "--resume",
+        action="store_true",
+        help="go on with what --out holds of the same evaluation, or fail",
+    )
+    parser.add_argument(
+        "--anew", action="store_true", help="measure everything, whatever was left unfinished"
     )
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--json", action="store_true", help="print JSON instead of the tables")
@@ -203,7 +208,7 @@ def run(args: argparse.Namespace) -> None:
         return
     suite = suite_of(args)
     kept = args.out / FILE_NAME if args.out else None
-    evaluation = Evaluation.begin(suite, kept, args.resume)
+    evaluation = begun(suite, kept, args.resume, args.anew)
     try:
         measure_all(evaluation, kept, f"evaluating {len(suite.contenders)} caches")
     finally:

@@ -235,7 +235,7 @@ def in_options(
 
 def named_options(args: argparse.Namespace) -> dict[str, str]:
     """What was asked for, defaults written out, but how it is printed."""
-    apart = ("command", "run", "settings", "json", "markdown", "grid")
+    apart = ("command", "run", "settings", "json", "markdown", "grid", "anew")
     named = {name: value for name, value in vars(args).items() if name not in apart}
     return {
         # Files of the package lie elsewhere on each machine.

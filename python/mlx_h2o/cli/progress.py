@@ -29,21 +29,26 @@ class Told:
         self.title, self.unit = title, unit
         self.part, self.done, self.whole = "", 0, 0
         self.began = time.monotonic()
+        # When counting began, and at what: loading comes before, and what was done another day.
+        self._first: tuple[float, int] | None = None
 
     def __call__(self, done: int, whole: int) -> None:
         """So much is done of so much."""
         self.done, self.whole = done, whole
+        if self._first is None or not done:
+            self._first = time.monotonic(), done
 
     def about(self, part: str) -> None:
         """What is being worked at now."""
         self.part = part
 
     def seconds_left(self) -> float | None:
-        """At the mean speed so far; None where nothing is done yet."""
-        if not self.done or not self.whole:
+        """At the mean speed since counting began; None where nothing was done since."""
+        began, at = self._first or (0.0, 0)
+        if self.done <= at:
             return None
-        passed = time.monotonic() - self.began
-        return passed * max(self.whole - self.done, 0) / self.done
+        passed = time.monotonic() - began
+        return passed * max(self.whole - self.done, 0) / (self.done - at)
 
     def line(self) -> str:
         """Everything in a line."""
