@@ -19,7 +19,7 @@ from mlx_h2o.evaluate.contenders import SHARES, Contender, contenders
 from mlx_h2o.evaluate.grid import at_a_glance
 from mlx_h2o.evaluate.measures import MEASURES, Measure
 from mlx_h2o.evaluate.page import page
-from mlx_h2o.evaluate.presets import QUICK_SHARES, measures
+from mlx_h2o.evaluate.presets import QUICK_SHARES, left_out, measures
 from mlx_h2o.evaluate.recall import FORMS
 from mlx_h2o.evaluate.report_tables import HEADLINE_SAMPLES, tables
 from mlx_h2o.evaluate.stage import Stage
@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--shares", nargs="+", type=typed(share_of, "a part such as 0.25 or 1/4"), metavar="PART",
-        help="parts of a full 16-bit cache's bytes (default: 1/2 1/4 1/8 1/16; quick: 1/4 1/8)",
+        help="parts of a full 16-bit cache's bytes (default: 1/2 1/4 1/8 1/16; quick: 1/4)",
     )  # fmt: skip
     parser.add_argument(
         "--policies", nargs="*", default=[], metavar="NAME[:FIELD=VALUE...]",
@@ -69,7 +69,11 @@ def add_parser(commands: Any) -> None:
         "--size", action="append", default=[], metavar="MEASURE.FIELD=VALUE",
         help="another size of a measure, e.g. needles.lengths=512,1024 or perplexity.samples=20",
     )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="smaller sizes: minutes")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="fewer and shorter samples, and only a quarter of the bytes: minutes",
+    )
     parser.add_argument(
         "--out", type=Path, metavar="DIR",
         help=f"write {FILE_NAME} (as it goes on) and {PAGE_NAME}, one page that opens offline",
@@ -236,6 +240,9 @@ def report(evaluation: Evaluation, args: argparse.Namespace) -> None:
                 show(rich_table(rows, section.title), args.markdown)
                 print()
         print("\n".join(refused), end="\n" if refused else "")
+        if args.quick:
+            less = "; ".join(left_out(evaluation.suite.measures))
+            print(f"--quick measures less than a full run. {less}", file=sys.stderr)
         print(told(evaluation.machine), file=sys.stderr)
         if line := advice():
             print(line, file=sys.stderr)

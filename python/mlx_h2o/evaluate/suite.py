@@ -52,7 +52,10 @@ class Suite:
         found: dict[str, Any] = {}
         if together:
             names = [contender.name for contender in together]
-            found = dict(zip(names, measure.of_all(self.stage, together, tell), strict=True))
+            try:
+                found = dict(zip(names, measure.of_all(self.stage, together, tell), strict=True))
+            except ValueError:  # one by one it shows whose it is
+                together = []
         rest = [contender for contender in group if contender not in together]
         return found | {c.name: self._of_one(measure, c, tell) for c in rest}
 
