@@ -28,7 +28,7 @@ _QUICK: tuple[Measure, ...] = (
         lengths=(256,),
         depths=(0.0, 0.5, 0.95),
         of_each=1,
-        kinds=("single", "multi", "decoys"),
+        kinds=("single", "multi"),
         questions=("unseen",),
     ),
     RulerMeasure(length=256, of_each=1, answer=16),
