@@ -16,8 +16,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from mlx_h2o.builtin import SAMPLE_TEXT
-from mlx_h2o.cli import main
+from mlx_h2o.cli import evaluation_output, main
 from mlx_h2o.cli.evaluate import plain_text, share_of
+from mlx_h2o.evaluate import suite as suite_module
 from mlx_h2o.evaluate.arms import FULL, PACKED
 from mlx_h2o.evaluate.bootstrap import loss_interval, mean_interval
 from mlx_h2o.evaluate.contenders import arm_of, contenders, label
@@ -283,9 +284,8 @@ def test_every_brief_figure_is_that_of_the_measures_own_table(stage):
     suite = Suite(stage, contenders([], [0.5])[:4], measured)
     evaluation = Evaluation.begin(suite)
     for job in evaluation.jobs(alone=False):
-        measure, contender = suite.pair(job)
-        found = suite.run(job, untold)
-        evaluation.found.setdefault(measure.name, {})[contender.name] = found
+        measure, _ = suite.group(job)
+        evaluation.found.setdefault(measure.name, {}).update(suite.run(job, untold))
     glance = at_a_glance(evaluation.known())
     assert len(glance.tables) == len(measured)
     for grid, section in zip(glance.tables, evaluation.sections(), strict=True):
@@ -316,15 +316,57 @@ def test_an_evaluation_goes_on_where_it_was_left(stage, tmp_path):
         Evaluation.begin(small_suite(stage), tmp_path / "none.json", resume=True)
 
 
+def test_caches_read_side_by_side_as_each_alone(stage):
+    """Sharing the model's weights changes no figure beyond rounding."""
+    chosen = contenders([], [0.5])[:4]
+    for measure in (TINY[0], TINY[4]):
+        together = measure.of_all(stage, chosen, untold)
+        for contender, found in zip(chosen, together, strict=True):
+            alone = measure.of(stage, contender, untold)
+            assert found.keys() == alone.keys()
+            for name in found:
+                assert found[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-4)
+
+
+def test_an_unfinished_evaluation_is_taken_up_and_a_finished_one_is_not(stage, tmp_path):
+    """Only of the same settings and versions: another's figures would be mixed in."""
+    file = tmp_path / FILE_NAME
+    first = Evaluation.begin(small_suite(stage))
+    first.found = {"perplexity": {FULL: {"nll": [1.0, 2.0], "nbytes": 9}}}
+    first.save(file)
+    again = Evaluation.begin(small_suite(stage))
+    assert again.take_up(file)
+    assert (again.measured, again.measurements) == (1, 2)
+    assert again.jobs(alone=False) == [1]
+    other = Evaluation.begin(Suite(stage, contenders([], [0.5])[:1], [TINY[0]]))
+    assert not other.take_up(file)
+    newer = Evaluation.begin(small_suite(stage))
+    newer.machine["versions"] = {"mlx": "99"}
+    assert not newer.take_up(file)
+    first.found["kept"] = {FULL: {"layers": []}}
+    first.save(file)
+    finished = Evaluation.begin(small_suite(stage))
+    assert not finished.take_up(file)
+    assert finished.found == {}
+    file.write_text("{}")
+    assert not finished.take_up(file)
+
+
 def test_only_what_the_full_cache_cannot_do_ends_a_run(stage):
     """Where it fails it is the text or a size; mlx-lm's packed caches may fail by themselves."""
 
     class Refusing(PerplexityMeasure):
-        def of(self, stage, contender, tell):
-            raise ValueError(f"not with {contender.name}")
+        def of_all(self, stage, contenders, tell):
+            names = [contender.name for contender in contenders]
+            if refused in names:
+                raise ValueError(f"not with {refused}")
+            return [{"nll": [1.0], "nbytes": 1} for _ in names]
 
     suite = Suite(stage, contenders([], [0.5])[:2], [Refusing()])
-    assert suite.run(1, untold) == "not with mlx-lm, 8 bits"
+    refused = "mlx-lm, 8 bits"
+    found = suite.run(0, untold)
+    assert found == {FULL: {"nll": [1.0], "nbytes": 1}, refused: f"not with {refused}"}
+    refused = FULL
     with pytest.raises(ValueError, match="not with full cache"):
         suite.run(0, untold)
 
@@ -333,10 +375,9 @@ def test_a_cache_that_cannot_be_made_does_not_stop_the_others(stage):
     """A sixty-fourth of 64 tokens holds nothing; the report says so."""
     suite = Suite(stage, contenders([], [1 / 64]), [TINY[0]])
     evaluation = Evaluation.begin(suite)
-    last = len(suite.contenders) - 1
-    why = suite.run(last, untold)
+    name = suite.contenders[-1].name
+    why = suite.run(suite.jobs()[-1], untold)[name]
     assert "too small" in why
-    name = suite.contenders[last].name
     evaluation.found = {"perplexity": {name: why}, "kept": {name: why}}
     assert evaluation.refusals() == {why: [f"perplexity, {name}", f"kept, {name}"]}
     assert evaluation.sections() == []
@@ -396,6 +437,33 @@ def test_the_command_prints_and_writes_a_page_that_opens_offline(tmp_path, capsy
     for wrong in ("--json", "--table 0", "--measures speed"):
         assert main([*COMMAND, "--grid", *wrong.split()]) == 2
         assert "--grid" in capsys.readouterr().err
+
+
+def test_sigterm_keeps_what_is_done_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys):
+    """Without --out too: the user's cache folder has it until everything is measured."""
+    monkeypatch.setattr(evaluation_output, "cache_folder", lambda: tmp_path)
+    run, stopping = Suite.run, True
+
+    def one_then_sigterm(suite, job, tell):
+        if stopping and suite.group(job)[0].name == "kept":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run(suite, job, tell)
+
+    monkeypatch.setattr(Suite, "run", one_then_sigterm)
+    monkeypatch.setattr(suite_module, "cores", lambda: 0)
+    command = [*COMMAND, "--measures", "perplexity", "kept", "--size", "perplexity.length=64"]
+    assert main(command) == 143
+    told = capsys.readouterr().err
+    (file,) = (tmp_path / "evaluations").iterdir()
+    assert f"5 of 10 measurements are in {file}: the same command goes on" in told
+    before = json.loads(file.read_text())["found"]["perplexity"]
+    stopping = False
+    assert main([*command, "--json"]) == 0
+    out, told = capsys.readouterr()
+    assert "Going on after 5 of 10 measurements" in told
+    assert json.loads(out)["found"]["perplexity"] == before
+    assert not file.exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.slow

@@ -1,49 +1,137 @@
-"""Progress of long work on stderr: a bar on a terminal, a line every few seconds elsewhere."""
+"""What long work shows on standard error: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-#: Seconds between two lines in a file or pipe.
+#: Seconds between lines in a file or a pipe. Work that is done before the first says nothing there.
 EVERY = 5.0
+#: Seconds before the first line: long enough to measure a speed.
+FIRST = 2.0
 
-#: Told how much is done, and how much there is.
-Told = Callable[[int, int], None]
+
+class Told:
+    """What is known of some work; call it with what is done and how much there is.
+
+    Args:
+        title: What is going on, as in "calibrating".
+        unit: What is counted, as in "tokens"; empty where the numbers mean nothing to a user.
+    """
+
+    def __init__(self, title: str, unit: str = ""):
+        self.title, self.unit = title, unit
+        self.part, self.done, self.whole = "", 0, 0
+        self.began = time.monotonic()
+        # When counting began, and at what: loading comes before, and what was done another day.
+        self._first: tuple[float, int] | None = None
+
+    def __call__(self, done: int, whole: int) -> None:
+        """So much is done of so much."""
+        self.done, self.whole = done, whole
+        if self._first is None or not done:
+            self._first = time.monotonic(), done
+
+    def about(self, part: str) -> None:
+        """What is being worked at now."""
+        self.part = part
+
+    def seconds_left(self) -> float | None:
+        """At the mean speed since counting began; None where nothing was done since."""
+        began, at = self._first or (0.0, 0)
+        if self.done <= at:
+            return None
+        passed = time.monotonic() - began
+        return passed * max(self.whole - self.done, 0) / (self.done - at)
+
+    def line(self) -> str:
+        """Everything in a line."""
+        said = [": ".join(filter(None, (self.title, self.part)))]
+        if self.whole:
+            share = f"{min(self.done / self.whole, 1):.0%}"
+            counts = f"{self.done:,} of {self.whole:,} {self.unit} ({share})"
+            said.append(counts if self.unit else share)
+        said.append(f"{duration(time.monotonic() - self.began)} so far")
+        if (left := self.seconds_left()) is not None:
+            said.append(f"about {duration(left)} left")
+        return ", ".join(said)
+
+
+class OnTerminal(Told):
+    """The same, shown as a bar."""
+
+    def __init__(self, title: str, unit: str, bar: Progress):
+        super().__init__(title, unit)
+        self._bar, self._task = bar, bar.add_task(title, total=None)
+
+    def __call__(self, done: int, whole: int) -> None:
+        super().__call__(done, whole)
+        self._bar.update(self._task, completed=done, total=whole)
+
+    def about(self, part: str) -> None:
+        super().about(part)
+        self._bar.update(self._task, description=": ".join(filter(None, (self.title, part))))
 
 
 @contextmanager
-def progress_bar(title: str) -> Iterator[Told]:
+def progress_bar(title: str, unit: str = "", transient: bool = False) -> Iterator[Told]:
     """Show how far something is while it goes on.
 
     Args:
-        title: What goes on, as "calibrating".
+        title: What goes on, as in "calibrating".
+        unit: What is counted, as in "tokens".
+        transient: Whether a terminal's bar goes away at the end.
+
+    Yields:
+        Whom to tell.
     """
-    if not sys.stderr.isatty():
-        yield _lines(title)
+    console = Console(stderr=True)
+    if console.is_terminal:
+        counted = (MofNCompleteColumn(), TextColumn(unit)) if unit else ()
+        share = TextColumn("{task.percentage:>3.0f}%")
+        columns = TextColumn("{task.description}"), BarColumn(), *counted, share
+        remaining = TimeRemainingColumn(), TextColumn("left")
+        with Progress(*columns, *remaining, console=console, transient=transient) as bar:
+            yield OnTerminal(title, unit, bar)
         return
-    columns = TextColumn(title), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("")
-        yield lambda done, whole: bar.update(task, completed=done, total=whole)
+    with progress_lines(title, unit) as told:
+        yield told
 
 
-def _lines(title: str) -> Told:
-    """Writes a line every few seconds, with the time that is left by what it took so far."""
-    began = told = time.monotonic()
+@contextmanager
+def progress_lines(title: str, unit: str = "") -> Iterator[Told]:
+    """The same in lines, for what is no terminal, or beside a bar of another program."""
+    told, ended = Told(title, unit), threading.Event()
+    teller = threading.Thread(target=_tell, args=(told, ended), daemon=True)
+    teller.start()
+    try:
+        yield told
+    finally:
+        ended.set()
+        teller.join()
 
-    def tell(done: int, whole: int) -> None:
-        nonlocal told
-        now = time.monotonic()
-        if now - told < EVERY or not 0 < done <= whole:
-            return
-        told = now
-        left = (now - began) * (whole - done) / done
-        print(f"{title}: {100 * done // whole} %, about {left:.0f} s left", file=sys.stderr)
 
-    return tell
+def _tell(told: Told, ended: threading.Event) -> None:
+    """A line every few seconds, and one at the end if there was any before."""
+    wait = FIRST
+    while not ended.wait(wait):
+        print(told.line(), file=sys.stderr, flush=True)
+        wait = EVERY
+    if wait == EVERY:
+        passed = duration(time.monotonic() - told.began)
+        print(f"{told.title}: ended after {passed}", file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """75 as "1 min 15 s"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

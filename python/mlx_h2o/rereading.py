@@ -21,6 +21,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from mlx_h2o import checks
+from mlx_h2o.attention import scaled_dot_product_attention_with_mass
 from mlx_h2o.attention_call import AttentionCall, Looking
 from mlx_h2o.backends.reference import softcapped
 from mlx_h2o.cache import H2OKVCache
@@ -84,23 +85,26 @@ class RereadCache(Looking):
         Returns:
             `[B, Hq, L, Dv]`.
         """
-        q, sinks = call.q, call.sinks
+        q = call.q
         B, Hq, L, D = q.shape
         H, T = self.keys.shape[1], self.offset
-        grouped = q.astype(mx.float32).reshape(B, H, Hq // H, L, D) * call.scale
-        seen = mx.concatenate([self.keys, keys], axis=2).astype(mx.float32)[:, :, None]
-        logits = softcapped(grouped @ seen.swapaxes(-1, -2), call.softcap)
-        own = mx.arange(T + L) <= mx.arange(T, T + L)[:, None]
-        logits = mx.where(own, logits, -mx.inf)
-        lse = mx.logsumexp(logits, axis=-1, keepdims=True)
-        if sinks is not None:
-            lse = mx.logaddexp(lse, sinks.reshape(1, H, Hq // H, 1, 1).astype(mx.float32))
-        weights = mx.exp(logits - lse)
-        of_prompt = weights[..., :T]
-        self.most = mx.maximum(self.most, of_prompt.max(axis=(2, 3)))
-        self.summed = self.summed + of_prompt.mean(axis=2).sum(axis=2)
-        answers = mx.concatenate([self.values, values], axis=2).astype(mx.float32)[:, :, None]
-        out = (weights @ answers).reshape(B, Hq, L, -1).astype(q.dtype)
+        # MLX's exp on a CPU takes most of the time of a softmax written out: the kernels attend and
+        # add up the mass, and here only each row's largest weight goes through exp.
+        out, mass, lse = scaled_dot_product_attention_with_mass(
+            q,
+            mx.concatenate([self.keys, keys], axis=2),
+            mx.concatenate([self.values, values], axis=2),
+            scale=call.scale,
+            mask="causal",
+            sinks=call.sinks,
+            softcap=call.softcap,
+        )
+        queries = q.astype(mx.float32).reshape(B, H, -1, D) * call.scale
+        # Every query sees the whole prompt, so these need no mask.
+        logits = softcapped(queries @ self.keys.astype(mx.float32).swapaxes(-1, -2), call.softcap)
+        above = logits - lse.reshape(B, H, -1, 1)
+        self.most = mx.maximum(self.most, mx.exp(above.max(axis=2)))
+        self.summed = self.summed + mass[..., :T]
         tied: mx.array = mx.depends(out, self.state)
         return tied
 

@@ -11,7 +11,7 @@ from mlx_h2o import __version__, interrupts
 from mlx_h2o.cli.parsing import Parser
 
 # A shell's numbers for a process that a signal ended: 128 and the signal.
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 BROKEN_PIPE = 141
 EXAMPLES = """examples:
   mlx_h2o generate --prompt "The house stood on the cliff, and" --max-kv-size 64
@@ -25,20 +25,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand.
 
     Returns:
-        0; 2 after a user's error, which is told in one line; 130 after Ctrl-C; 141 where the
-        reader of the output went away.
+        0; 2 after a user's error, which is told in one line; 130 after Ctrl-C; 143 after
+        SIGTERM; 141 where the reader of the output went away.
     """
     try:
-        code = run(argv)
+        with interrupts.terminating_tidily():
+            code = run(argv)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
         # Python flushes once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("\nstopped", file=sys.stderr)
-        return INTERRUPTED
+        return TERMINATED if isinstance(stop, interrupts.Terminated) else INTERRUPTED
 
 
 def run(argv: Sequence[str] | None = None) -> int:

@@ -5,22 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
 from mlx_h2o.bench import attention, batch, chart, machine, model, products, threads
-from mlx_h2o.bench.measuring import Progress as Told
 from mlx_h2o.bench.report import Report, meaning
 from mlx_h2o.builtin import load
 from mlx_h2o.cli.options import DTYPES, add_model_option, settle_model
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
 from mlx_h2o.files import require_folder, write_kept
+from mlx_h2o.progress import progress_bar
 
 PARTS = ("attention", "model", "batch", "threads", "products")
 # A chart is made of these.
@@ -84,25 +79,18 @@ def run(args: argparse.Namespace) -> None:
             "streams": args.streams,
         },
     )
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    ) as bars:
-        if "attention" in parts:
-            measure_attention(report, bars)
-        if "model" in parts:
-            measure_model(report, bars)
-        if "batch" in parts:
-            measure_batch(report, bars)
-        if "threads" in parts:
-            with bar(bars, "threads") as told:
-                report.threads = threads.measure(rounds, told)
-        if "products" in parts:
-            with bar(bars, "products") as told:
-                report.products = products.measure(rounds, told)
+    if "attention" in parts:
+        measure_attention(report)
+    if "model" in parts:
+        measure_model(report)
+    if "batch" in parts:
+        measure_batch(report)
+    if "threads" in parts:
+        with progress_bar("threads") as told:
+            report.threads = threads.measure(rounds, told)
+    if "products" in parts:
+        with progress_bar("products") as told:
+            report.products = products.measure(rounds, told)
     as_json = report.as_json()
     if args.json:
         print(json.dumps(as_json))
@@ -134,13 +122,6 @@ def check(args: argparse.Namespace, parts: tuple[str, ...] | list[str]) -> None:
         )
 
 
-@contextmanager
-def bar(bars: Progress, name: str) -> Iterator[Told]:
-    """A progress bar, and whom to tell."""
-    task = bars.add_task(name, total=None)
-    yield lambda done, whole: bars.update(task, completed=done, total=whole)
-
-
 def cases_of(settings: dict[str, Any]) -> list[attention.Case]:
     """The attention cases of a run."""
     sizes = (
@@ -155,10 +136,10 @@ def cases_of(settings: dict[str, Any]) -> list[attention.Case]:
     ]
 
 
-def measure_attention(report: Report, bars: Progress) -> None:
+def measure_attention(report: Report) -> None:
     """All cases, one after another."""
     cases, rounds = cases_of(report.settings), report.settings["rounds"]
-    with bar(bars, "attention") as told:
+    with progress_bar("attention") as told:
         for n, case in enumerate(cases):
 
             def within(done: int, whole: int, before: int = n) -> None:
@@ -167,25 +148,25 @@ def measure_attention(report: Report, bars: Progress) -> None:
             report.attention.append(attention.measure(case, rounds, within))
 
 
-def measure_model(report: Report, bars: Progress) -> None:
+def measure_model(report: Report) -> None:
     """Decoding, then a prompt."""
     settings = report.settings
     sizes = QUICK_SIZES if settings["quick"] else model.Sizes()
     network, tokenizer = load(settings["model"])
-    with bar(bars, "decoding") as told:
+    with progress_bar("decoding") as told:
         report.decoding = model.measure_decoding(
             network, tokenizer, sizes, settings["rounds"], told
         )
-    with bar(bars, "prompt") as told:
+    with progress_bar("prompt") as told:
         report.prompt = model.measure_prompt(network, tokenizer, sizes, told)
 
 
-def measure_batch(report: Report, bars: Progress) -> None:
+def measure_batch(report: Report) -> None:
     """Conversations side by side."""
     settings = report.settings
     network, tokenizer = load(settings["model"])
     sizes = batch.BatchSizes(streams=settings["streams"])
-    with bar(bars, "batch") as told:
+    with progress_bar("batch") as told:
         report.batch = batch.measure(network, tokenizer, sizes, settings["rounds"], told)
 
 

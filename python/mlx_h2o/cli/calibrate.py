@@ -24,7 +24,6 @@ from mlx_h2o.calibration import (
     calibrate,
 )
 from mlx_h2o.cli.options import add_model_options, load_model, read_text
-from mlx_h2o.cli.progress import progress_bar
 from mlx_h2o.cli.tables import show
 from mlx_h2o.files import require_writable, write_kept
 from mlx_h2o.key_frames import frame_tokens
@@ -33,6 +32,7 @@ from mlx_h2o.layer_kinds import identity_by_kinds
 from mlx_h2o.policies import policy_names
 from mlx_h2o.profile import FILE_NAME, SMALLEST_BUDGET, Profile
 from mlx_h2o.profile_places import place_for
+from mlx_h2o.progress import progress_bar
 from mlx_h2o.settings import DEFAULT_POLICY
 from mlx_h2o.watching import LEAST_TOKENS, profiled_kinds, require_weighable
 

@@ -14,7 +14,6 @@ from rich.table import Table
 from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.cli.evaluation_output import rich_table
 from mlx_h2o.cli.options import add_model_option, named_options, read_text, settle_model
-from mlx_h2o.cli.progress import progress_bar
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
 from mlx_h2o.evaluate import chart
@@ -27,6 +26,7 @@ from mlx_h2o.files import require_folder, write_kept
 from mlx_h2o.linear_algebra import advice, blas
 from mlx_h2o.packed import BITS
 from mlx_h2o.policies import policy_names
+from mlx_h2o.progress import progress_bar
 
 
 def add_parser(commands: Any) -> None:
@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> None:
         chunk=args.chunk,
         timed=not args.grid,
     )
-    with progress_bar(f"comparing {len(arms)} caches") as bar:
+    with progress_bar(f"comparing {len(arms)} caches", "tokens") as bar:
         results = compare(arms, protocol, bar)
     report = as_json(results, protocol)
     if args.json:

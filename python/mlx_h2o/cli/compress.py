@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mlx_h2o import checks
 from mlx_h2o.cache_file import save_prompt_cache
@@ -31,6 +29,7 @@ from mlx_h2o.packed import BITS, UNPACKED
 from mlx_h2o.pin_room import TooManyPins
 from mlx_h2o.pin_rules import spans_for
 from mlx_h2o.pins import Span
+from mlx_h2o.progress import progress_bar
 from mlx_h2o.prompt_cache import plain_bytes
 from mlx_h2o.rereading import CHUNK, DEFAULT_SIZE, compress_prompt
 
@@ -124,9 +123,8 @@ def compressed(
     Raises:
         ValueError: It cannot be; the message speaks of options.
     """
-    columns = (TextColumn("reading twice"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=2 * len(tokens))
+    with progress_bar("reading twice", "tokens") as bar:
+        bar(0, 2 * len(tokens))
         try:
             return compress_prompt(
                 model,
@@ -135,7 +133,7 @@ def compressed(
                 args.to,
                 room=args.room,
                 chunk=args.chunk,
-                tell=lambda done: bar.advance(task, done),
+                tell=lambda more: bar(bar.done + more, bar.whole),
                 bits=args.kv_bits,
                 profile=args.profile,
                 pins=pins,

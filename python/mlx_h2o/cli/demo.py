@@ -12,13 +12,13 @@ from rich.table import Table
 from mlx_h2o import smollm2
 from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT, load
 from mlx_h2o.cli.options import named_options, settle_model
-from mlx_h2o.cli.progress import progress_bar
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
 from mlx_h2o.evaluate.arms import OURS, Arm
 from mlx_h2o.evaluate.planting import ANSWER_TOKENS, Answers, demo_arms, draw, plant_and_ask
 from mlx_h2o.evaluate.recall import CLOZE, QUESTIONS, Form, recall_task
 from mlx_h2o.files import require_folder, write_kept
+from mlx_h2o.progress import progress_bar
 from mlx_h2o.settings import DEFAULT_POLICY
 
 #: What is measured fits in minutes on two cores: read token by token, the same prompts take twice
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         tokens=TOKENS,
         form=FORM[name],
     )
-    with progress_bar("planting, burying, asking") as bar:
+    with progress_bar("planting, burying, asking", "tokens") as bar:
         results = plant_and_ask(
             model,
             tokenizer,

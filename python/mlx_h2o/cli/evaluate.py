@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_h2o import checks
 from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
-from mlx_h2o.cli.evaluation_output import facts_of, measure_all, rich_table, told
+from mlx_h2o.cli.evaluation_output import begun, facts_of, measure_all, rich_table, told
 from mlx_h2o.cli.options import (
     add_model_option,
     named_options,
@@ -25,7 +25,7 @@ from mlx_h2o.evaluate.contenders import SHARES, Contender, contenders
 from mlx_h2o.evaluate.grid import at_a_glance
 from mlx_h2o.evaluate.measures import MEASURES, Measure
 from mlx_h2o.evaluate.page import page
-from mlx_h2o.evaluate.presets import QUICK_SHARES, measures
+from mlx_h2o.evaluate.presets import QUICK_SHARES, left_out, measures
 from mlx_h2o.evaluate.recall import FORMS
 from mlx_h2o.evaluate.report_tables import HEADLINE_SAMPLES, tables
 from mlx_h2o.evaluate.stage import Stage
@@ -57,7 +57,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--shares", nargs="+", type=typed(share_of, "a part such as 0.25 or 1/4"), metavar="PART",
-        help="parts of a full 16-bit cache's bytes (default: 1/2 1/4 1/8 1/16; quick: 1/4 1/8)",
+        help="parts of a full 16-bit cache's bytes (default: 1/2 1/4 1/8 1/16; quick: 1/4)",
     )  # fmt: skip
     parser.add_argument(
         "--policies", nargs="*", default=[], metavar="NAME[:FIELD=VALUE...]",
@@ -75,7 +75,11 @@ def add_parser(commands: Any) -> None:
         "--size", action="append", default=[], metavar="MEASURE.FIELD=VALUE",
         help="another size of a measure, e.g. needles.lengths=512,1024 or perplexity.samples=20",
     )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="smaller sizes: minutes")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="fewer and shorter samples, and only a quarter of the bytes: minutes",
+    )
     parser.add_argument(
         "--out", type=Path, metavar="DIR",
         help=f"write {FILE_NAME} (as it goes on) and {PAGE_NAME}, one page that opens offline",
@@ -85,7 +89,12 @@ def add_parser(commands: Any) -> None:
         help="print a figure for each cache and part of the bytes, instead of all tables",
     )  # fmt: skip
     parser.add_argument(
-        "--resume", action="store_true", help="go on with what --out holds of the same evaluation"
+        "--resume",
+        action="store_true",
+        help="go on with what --out holds of the same evaluation, or fail",
+    )
+    parser.add_argument(
+        "--anew", action="store_true", help="measure everything, whatever was left unfinished"
     )
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--json", action="store_true", help="print JSON instead of the tables")
@@ -207,7 +216,7 @@ def run(args: argparse.Namespace) -> None:
         return
     suite = suite_of(args)
     kept = args.out / FILE_NAME if args.out else None
-    evaluation = Evaluation.begin(suite, kept, args.resume)
+    evaluation = begun(suite, kept, args.resume, args.anew)
     try:
         measure_all(evaluation, kept, f"evaluating {len(suite.contenders)} caches")
     finally:
@@ -235,6 +244,9 @@ def report(evaluation: Evaluation, args: argparse.Namespace) -> None:
                 show(rich_table(rows, section.title), args.markdown)
                 print()
         print("\n".join(refused), end="\n" if refused else "")
+        if args.quick:
+            less = "; ".join(left_out(evaluation.suite.measures))
+            print(f"--quick measures less than a full run. {less}", file=sys.stderr)
         print(told(evaluation.machine), file=sys.stderr)
         if line := advice():
             print(line, file=sys.stderr)

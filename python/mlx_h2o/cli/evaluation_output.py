@@ -2,20 +2,73 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from mlx_h2o.cli.progress import progress_bar
 from mlx_h2o.evaluate.sections import Rows
-from mlx_h2o.evaluate.suite import Evaluation
+from mlx_h2o.evaluate.suite import Evaluation, Suite
+from mlx_h2o.progress import progress_bar
+from mlx_h2o.smollm2 import cache_folder
+
+
+def place_of(suite: Suite) -> Path:
+    """Where this user's evaluation of a suite is kept while it goes on, if nowhere else."""
+    settings = json.dumps(suite.settings(), sort_keys=True)
+    digest = hashlib.sha256(settings.encode()).hexdigest()
+    return cache_folder() / "evaluations" / f"{digest[:32]}.json"
+
+
+def begun(suite: Suite, kept: Path | None, resume: bool, anew: bool) -> Evaluation:
+    """An evaluation, gone on with where one of the same settings was left unfinished.
+
+    Args:
+        suite: What shall be measured.
+        kept: Where --out keeps it; None: in the user's cache folder, while it goes on.
+        resume: Whether it is an error if there is nothing to go on with.
+        anew: Whether to pass over what is there.
+
+    Raises:
+        ValueError: There is nothing to go on with, or it is of another suite.
+    """
+    evaluation = Evaluation.begin(suite, kept, resume)
+    file = kept or place_of(suite)
+    if not resume and not anew and evaluation.take_up(file):
+        print(
+            f"Going on after {evaluation.measured} of {evaluation.measurements} measurements, "
+            f"which {file} holds (--anew begins anew).",
+            file=sys.stderr,
+        )
+    return evaluation
 
 
 def measure_all(evaluation: Evaluation, kept: Path | None, title: str) -> None:
-    """Do what is still to do, with a bar, keeping what was found in a file."""
-    with progress_bar(title) as bar:
-        evaluation.run(bar, lambda: evaluation.save(kept) if kept else None)
+    """Do what is still to do, with a bar, keeping what was found in a file as it comes.
+
+    Args:
+        evaluation: As it begins.
+        kept: The file; None: one in the user's cache folder, which goes when all is measured.
+        title: Of the bar.
+    """
+    file = kept or place_of(evaluation.suite)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with progress_bar(title, "tokens") as bar:
+            evaluation.run(bar, lambda: evaluation.save(file))
+    except KeyboardInterrupt:
+        if evaluation.measured:
+            print(
+                f"{evaluation.measured} of {evaluation.measurements} measurements are in {file}: "
+                "the same command goes on after them.",
+                file=sys.stderr,
+            )
+        raise
+    if kept is None:
+        file.unlink(missing_ok=True)
 
 
 def told(machine: dict[str, Any]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from mlx_h2o import smollm2
 from mlx_h2o.model_folder import write_folder
+from mlx_h2o.progress import progress_lines
 
 
 def add_parser(commands: Any) -> None:
@@ -23,4 +25,9 @@ def add_parser(commands: Any) -> None:
 
 def run(_: argparse.Namespace) -> None:
     """Fetch unless it is at hand; print the path of its folder."""
-    print(write_folder(smollm2.path(), smollm2.cache_folder() / smollm2.NAME))
+    if sys.stderr.isatty():  # there pip draws a bar of its own
+        path = smollm2.path()
+    else:
+        with progress_lines(f"fetching {smollm2.NAME}"):
+            path = smollm2.path()
+    print(write_folder(path, smollm2.cache_folder() / smollm2.NAME))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from mlx_h2o.files import require_writable, write_kept
 from mlx_h2o.inspection import bounded_layers
 from mlx_h2o.memory_size import size_text
 from mlx_h2o.pin_rules import spans_for
+from mlx_h2o.progress import progress_bar
 from mlx_h2o.settings import ModelSettings
 from mlx_h2o.stock import stock_caches
 
@@ -122,15 +124,19 @@ def run(args: argparse.Namespace) -> None:
         offset = max(entry.offset for _, entry in bounded_layers(cache))
         pin(cache, spans_for(rules, tokenizer, prompt, messages, offset))
     text, tokens = "", []
-    for response in stream_generate(
-        model,
-        tokenizer,
-        prompt,
-        max_tokens=args.max_tokens,
-        sampler=make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k),
-        prompt_cache=cache,
-        prefill_step_size=args.prefill_step_size,
-    ):
+    with progress_bar("reading the prompt", "tokens", transient=True) as bar:
+        responses = stream_generate(
+            model,
+            tokenizer,
+            prompt,
+            max_tokens=args.max_tokens,
+            sampler=make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k),
+            prompt_cache=cache,
+            prefill_step_size=args.prefill_step_size,
+            prompt_progress_callback=bar,
+        )
+        first = next(responses)
+    for response in chain([first], responses):
         text += response.text
         tokens.append(response.token)
         if not args.json:

@@ -9,8 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.status import Status
 from rich.table import Table
 
 from mlx_h2o.cli.tables import show
@@ -18,6 +16,7 @@ from mlx_h2o.golden.generate import generate
 from mlx_h2o.golden.groups import GROUPS
 from mlx_h2o.golden.manifest import GoldenError
 from mlx_h2o.golden.verify import Verdict, verify
+from mlx_h2o.progress import progress_bar
 
 
 def add_parser(commands: Any) -> None:
@@ -50,12 +49,12 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write or replay, and say what came of it."""
-    with Status(args.action, console=Console(stderr=True)) as status:
+    with progress_bar(args.action, transient=True) as bar:
         if args.action == "generate":
-            cases = generate(args.out, args.groups or tuple(GROUPS), status.update)
+            cases = generate(args.out, args.groups or tuple(GROUPS), bar.about)
             counts = {name: sum(case.group == name for case in cases) for name in GROUPS}
         else:
-            verdicts = verify(args.out, args.backend, status.update)
+            verdicts = verify(args.out, args.backend, bar.about)
     if args.action == "generate":
         size = sum(path.stat().st_size for path in args.out.iterdir())
         if args.json:

@@ -7,9 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from mlx_h2o.builtin import SAMPLE_TEXT
 from mlx_h2o.cli.options import (
     add_cache_options,
@@ -22,6 +19,7 @@ from mlx_h2o.cli.options import (
 from mlx_h2o.files import require_writable, write_kept
 from mlx_h2o.inspection import Trace, trace
 from mlx_h2o.memory_size import size_text
+from mlx_h2o.progress import progress_bar
 
 DEFAULT_MAX_KV_SIZE = 128
 
@@ -70,9 +68,7 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = load_model(args)
     cache = bounded_cache(model, settings)
     tokens = tokenizer.encode(text, truncation=True, max_length=args.tokens)
-    columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=len(tokens))
+    with progress_bar("reading", "tokens", transient=True) as bar:
         found = trace(
             model,
             tokenizer,
@@ -80,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
             cache,
             prefill=args.prefill,
             name=args.model,
-            progress=lambda read, _: bar.update(task, completed=read),
+            progress=bar,
         )
     page = found.html()
     write_kept(args.out, lambda path: path.write_text(page, encoding="utf-8"))

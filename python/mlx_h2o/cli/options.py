@@ -325,7 +325,7 @@ def option_given(args: argparse.Namespace, option: str) -> bool:
 
 def named_options(args: argparse.Namespace) -> dict[str, str]:
     """What was asked for, defaults written out, but how it is printed."""
-    apart = ("command", "run", "settings", "json", "markdown", "grid", "size_option")
+    apart = ("command", "run", "settings", "json", "markdown", "grid", "size_option", "anew")
     named = {name: value for name, value in vars(args).items() if name not in apart}
     if "model" in named:
         named["model"] = named["model"] or DEFAULT_MODEL

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_h2o.cli.evaluation_output import facts_of, measure_all, rich_table, told
+from mlx_h2o.cli.evaluation_output import begun, facts_of, measure_all, rich_table, told
 from mlx_h2o.cli.tables import show
 from mlx_h2o.evaluate.attention_shape import text_of
 from mlx_h2o.evaluate.measures import Findings
@@ -40,7 +40,7 @@ def run_table(table: ReportTable, stage: Stage, args: argparse.Namespace) -> Non
         kept = args.out / f"{name}-{i}.json" if args.out else None
         resume = args.resume and kept is not None and kept.exists()
         suite = Suite(stage, part.contenders, [part.measure])
-        evaluations.append(Evaluation.begin(suite, kept, resume))
+        evaluations.append(begun(suite, kept, resume, args.anew))
     try:
         for i, evaluation in enumerate(evaluations):
             kept = args.out / f"{name}-{i}.json" if args.out else None

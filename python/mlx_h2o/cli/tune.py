@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_h2o import checks
 from mlx_h2o.cli.evaluate import add_stage_options, share_of, stage_of
-from mlx_h2o.cli.evaluation_output import facts_of, measure_all, rich_table, told
+from mlx_h2o.cli.evaluation_output import begun, facts_of, measure_all, rich_table, told
 from mlx_h2o.cli.options import typed
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
@@ -78,7 +78,12 @@ def add_parser(commands: Any) -> None:
         "--out", type=Path, metavar="DIR", help=f"write {FILE_NAME} and {PAGE_NAME}"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on with what --out holds of the same tuning"
+        "--resume",
+        action="store_true",
+        help="go on with what --out holds of the same tuning, or fail",
+    )
+    parser.add_argument(
+        "--anew", action="store_true", help="measure everything, whatever was left unfinished"
     )
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--json", action="store_true", help="print JSON instead of the table")
@@ -112,7 +117,8 @@ def run(args: argparse.Namespace) -> None:
     measure = PerplexityMeasure(args.samples, args.tokens, args.prefill)
     contenders = tuned_contenders(args.policies, args.bits, args.shares)
     kept = args.out / FILE_NAME if args.out else None
-    evaluation = Evaluation.begin(Suite(stage_of(args), contenders, [measure]), kept, args.resume)
+    suite = Suite(stage_of(args), contenders, [measure])
+    evaluation = begun(suite, kept, args.resume, args.anew)
     try:
         measure_all(evaluation, kept, f"measuring {len(contenders)} caches")
     finally:

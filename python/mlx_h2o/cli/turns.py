@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
@@ -16,6 +14,7 @@ from mlx_h2o.evaluate.arms import FULL, OURS, WINDOW, Arm
 from mlx_h2o.evaluate.recall import CLOZE, QUESTIONS
 from mlx_h2o.evaluate.turns import known_at_last, turns_task, ways
 from mlx_h2o.policies import policy_names
+from mlx_h2o.progress import progress_bar
 from mlx_h2o.settings import DEFAULT_POLICY
 from mlx_h2o.turns import RESET, checked_carry
 
@@ -82,11 +81,10 @@ def run(args: argparse.Namespace) -> None:
     table.add_column("cache")
     for name, _ in ways(args.carry):
         table.add_column(name, justify="right")
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        shown = bar.add_task("", total=len(ARMS))
-        for arm in ARMS:
-            bar.update(shown, description=arm.name)
+    with progress_bar("telling and asking", "caches") as bar:
+        for done, arm in enumerate(ARMS):
+            bar(done, len(ARMS))
+            bar.about(arm.name)
             cells = []
             for _, way in ways(args.carry)[: None if arm.policy else 1]:
                 context = task.tokens.shape[1] + max(map(len, task.answers))
@@ -98,5 +96,4 @@ def run(args: argparse.Namespace) -> None:
                 cells.append(f"{sum(known)}/{len(known)}")
             # mlx-lm's own caches know of neither turns nor pins.
             table.add_row(arm.name, *cells, *["-"] * (len(table.columns) - 1 - len(cells)))
-            bar.advance(shown)
     show(table, args.markdown)

@@ -1,4 +1,6 @@
-"""Sizes of the measures: a run of minutes, and one of up to an hour, on two cores."""
+"""Sizes of the measures: a run of three minutes on two cores for a model of 135 million parameters,
+and one of up to an hour.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,23 @@ from mlx_h2o.evaluate.measures import (
 # Lengths are multiples of 256, the steps in which mlx-lm's full cache grows: its bytes are counted
 # as it has them.
 _QUICK: tuple[Measure, ...] = (
-    PerplexityMeasure(samples=4, length=512, prefill=32),
-    NeedleMeasure(lengths=(256, 512), depths=(0.0, 0.5, 0.95), of_each=2, batch=12),
-    RulerMeasure(length=384, of_each=1, answer=24),
-    TurnMeasure(conversations=4, turns=4, turn=96, asked_after=(2, 4)),
-    AgreementMeasure(answers=2, length=320),
-    SpeedMeasure(prompt=512, steps=30),
-    KeptMeasure(length=512),
+    PerplexityMeasure(samples=4, length=256, prefill=32),
+    NeedleMeasure(
+        lengths=(256,),
+        depths=(0.0, 0.5, 0.95),
+        of_each=1,
+        kinds=("single", "multi"),
+        questions=("unseen",),
+    ),
+    RulerMeasure(length=256, of_each=1, answer=16),
+    TurnMeasure(conversations=2, turns=3, turn=96, asked_after=(3,)),
+    AgreementMeasure(answers=2, length=160),
+    SpeedMeasure(prompt=256, steps=20),
+    KeptMeasure(length=256),
 )
 _FULL: tuple[Measure, ...] = tuple(kind() for kind in MEASURES.values())
 #: Parts of the bytes that a quick run looks at.
-QUICK_SHARES = (0.25, 0.125)
+QUICK_SHARES = (0.25,)
 
 
 def measures(quick: bool, only: Sequence[str] = (), sizes: Sequence[str] = ()) -> list[Measure]:
@@ -52,6 +60,26 @@ def measures(quick: bool, only: Sequence[str] = (), sizes: Sequence[str] = ()) -
     for size in sizes:
         chosen = _resized(chosen, size)
     return chosen
+
+
+def left_out(chosen: Sequence[Measure]) -> list[str]:
+    """Where measures are smaller than in a full run, as "perplexity: length 256 (full: 512)"."""
+    full = {measure.name: measure for measure in _FULL}
+    lines = []
+    for measure in chosen:
+        sizes = [
+            f"{one.name} {_words(mine)} (full: {_words(whole)})"
+            for one in fields(measure)  # type: ignore[arg-type]
+            if (mine := getattr(measure, one.name))
+            != (whole := getattr(full[measure.name], one.name))
+        ]
+        if sizes:
+            lines.append(f"{measure.name}: {', '.join(sizes)}")
+    return lines
+
+
+def _words(size: Any) -> str:
+    return " ".join(map(str, size)) if isinstance(size, tuple) else str(size)
 
 
 def _resized(chosen: Sequence[Measure], size: str) -> list[Measure]:

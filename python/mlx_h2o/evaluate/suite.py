@@ -14,6 +14,7 @@ from mlx_h2o.evaluate.arms import FULL
 from mlx_h2o.evaluate.contenders import Contender
 from mlx_h2o.evaluate.measures import Findings, Measure
 from mlx_h2o.evaluate.sections import Section
+from mlx_h2o.evaluate.side_by_side import can_share
 from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.evaluate.workers import Tell, cores, finished
 from mlx_h2o.files import replacing
@@ -21,6 +22,10 @@ from mlx_h2o.files import replacing
 FILE_NAME = "evaluation.json"
 #: Of the file's form.
 FORM = 1
+
+#: Contenders that read side by side: enough to share the weights, and few enough that two cores
+#: have a group each and that full caches in it fit into memory.
+MOST_TOGETHER = 4
 
 #: Told how many tokens are done and how many there are in all, about.
 Progress = Callable[[int, int], None]
@@ -40,9 +45,28 @@ class Suite:
     contenders: Sequence[Contender]
     measures: Sequence[Measure]
 
-    def run(self, job: int, tell: Tell) -> Any:
-        """One measure of one contender; what could not be made is a string that says why."""
-        measure, contender = self.pair(job)
+    def run(self, job: int, tell: Tell) -> dict[str, Any]:
+        """One measure of a group, by name; what could not be made is a string that says why."""
+        measure, group = self.group(job)
+        together = [c for c in group if self._can_share(measure, c)] if len(group) > 1 else []
+        found: dict[str, Any] = {}
+        if together:
+            names = [contender.name for contender in together]
+            try:
+                found = dict(zip(names, measure.of_all(self.stage, together, tell), strict=True))
+            except ValueError:  # one by one it shows whose it is
+                together = []
+        rest = [contender for contender in group if contender not in together]
+        return found | {c.name: self._of_one(measure, c, tell) for c in rest}
+
+    def _can_share(self, measure: Measure, contender: Contender) -> bool:
+        """Whether it can be made, and read side by side with others."""
+        try:
+            return can_share(contender.make(self.stage.model, measure.tokens()))
+        except ValueError:
+            return False
+
+    def _of_one(self, measure: Measure, contender: Contender, tell: Tell) -> Any:
         try:
             return measure.of(self.stage, contender, tell)
         except ValueError as error:
@@ -50,10 +74,25 @@ class Suite:
                 raise
             return str(error)
 
-    def pair(self, job: int) -> tuple[Measure, Contender]:
-        """What a job's number means."""
-        measure, contender = divmod(job, len(self.contenders))
-        return self.measures[measure], self.contenders[contender]
+    def jobs(self) -> list[int]:
+        """Every job's number: its measure, and the first contender of its group."""
+        count = len(self.contenders)
+        return [
+            i * count + first
+            for i, measure in enumerate(self.measures)
+            for first in range(0, count, self._size(measure))
+        ]
+
+    def group(self, job: int) -> tuple[Measure, Sequence[Contender]]:
+        """What a job's number means: a measure, and the contenders that it measures."""
+        at, first = divmod(job, len(self.contenders))
+        measure = self.measures[at]
+        return measure, self.contenders[first : first + self._size(measure)]
+
+    def _size(self, measure: Measure) -> int:
+        """Contenders of a group: as many in each as can be, within the most."""
+        count = len(self.contenders)
+        return -(-count // -(-count // MOST_TOGETHER)) if measure.shares else 1
 
     def settings(self) -> dict[str, Any]:
         """Everything that figures depend on but the machine, as JSON types."""
@@ -106,21 +145,51 @@ class Evaluation:
             made.found = _found_in(file, suite.settings())
         return made
 
+    def take_up(self, file: Path) -> bool:
+        """Go on with what a file holds of this very suite and these versions, if it is unfinished.
+
+        Args:
+            file: Where an evaluation may have been kept.
+
+        Returns:
+            Whether there was anything.
+        """
+        try:
+            versions = json.loads(file.read_text(encoding="utf-8"))["machine"]["versions"]
+            found = _found_in(file, self.suite.settings())
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        if versions != self.machine["versions"]:
+            return False
+        self.found = found
+        if self.measured == self.measurements:  # whoever asks again wants it measured again
+            self.found = {}
+        return bool(self.found)
+
+    @property
+    def measurements(self) -> int:
+        """How many there are in all: each measure of each contender."""
+        return len(self.suite.measures) * len(self.suite.contenders)
+
+    @property
+    def measured(self) -> int:
+        """How many of them are done."""
+        return sum(len(self.found.get(measure.name, {})) for measure in self.suite.measures)
+
     def jobs(self, alone: bool) -> list[int]:
         """What is still to do, longest first: of measures that run alone, or of the others."""
-        measures, contenders = self.suite.measures, self.suite.contenders
-        open_jobs = [
-            i * len(contenders) + j
-            for i, measure in enumerate(measures)
-            for j, contender in enumerate(contenders)
-            if measure.alone == alone and contender.name not in self.found.get(measure.name, {})
-        ]
+        open_jobs = []
+        for job in self.suite.jobs():
+            measure, group = self.suite.group(job)
+            found = self.found.get(measure.name, {})
+            if measure.alone == alone and any(c.name not in found for c in group):
+                open_jobs.append(job)
         return sorted(open_jobs, key=lambda job: -self.work_of(job))
 
     def work_of(self, job: int) -> int:
         """About how many tokens a job tells of."""
-        measure, contender = self.suite.pair(job)
-        return measure.work() * contender.readings
+        measure, group = self.suite.group(job)
+        return sum(measure.work() * contender.readings for contender in group)
 
     def run(self, progress: Progress, keep: Callable[[], None]) -> None:
         """Do all that is still to do.
@@ -140,8 +209,8 @@ class Evaluation:
 
             workers = 1 if alone else cores()
             for job, found in finished(self.suite, jobs, told, workers, fresh=alone):
-                measure, contender = self.suite.pair(job)
-                self.found.setdefault(measure.name, {})[contender.name] = found
+                measure, _ = self.suite.group(job)
+                self.found.setdefault(measure.name, {}).update(found)
                 keep()
             before += of_part
 

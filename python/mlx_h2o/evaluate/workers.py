@@ -125,23 +125,24 @@ def _in_this_process(
 
 @contextmanager
 def postponing_interrupts() -> Iterator[None]:
-    """Ctrl-C takes effect afterwards, and never in processes that are started meanwhile."""
+    """Ctrl-C and SIGTERM take effect afterwards; new processes never see Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():  # it gets no Ctrl-C
         yield
         return
-    interrupted = False
+    came: list[int] = []
 
-    def note(*_: Any) -> None:
-        nonlocal interrupted
-        interrupted = True
+    def note(number: int, _: Any) -> None:
+        came.append(number)
 
     # New processes inherit the mask; other threads of this one may let the signal through.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    handler = signal.signal(signal.SIGINT, note)
+    # SIGTERM is not blocked: that is how the processes themselves are ended.
+    handlers = {of: signal.signal(of, note) for of in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for of, handler in handlers.items():
+            signal.signal(of, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if interrupted:
-        raise KeyboardInterrupt
+    for number in came[:1]:
+        signal.raise_signal(number)

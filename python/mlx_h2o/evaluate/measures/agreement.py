@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import cast
@@ -12,6 +13,7 @@ import mlx.core as mx
 from mlx_h2o.evaluate.contenders import Contender
 from mlx_h2o.evaluate.measures.measure import Findings, Found, Measure
 from mlx_h2o.evaluate.sections import Curves, Rows, Section
+from mlx_h2o.evaluate.side_by_side import can_share, side_by_side
 from mlx_h2o.evaluate.stage import Stage, read, step, untold
 from mlx_h2o.evaluate.workers import Tell
 from mlx_h2o.stock import stock_caches
@@ -39,6 +41,7 @@ class AgreementMeasure(Measure):
 
     name = "agreement"
     briefly = "KL of long answers, nats"
+    shares = True
 
     def tokens(self) -> int:
         return self.length
@@ -47,26 +50,33 @@ class AgreementMeasure(Measure):
         return self.answers * self.length
 
     def of(self, stage: Stage, contender: Contender, tell: Tell) -> Found:
+        return self.of_all(stage, [contender], tell)[0]
+
+    def of_all(self, stage: Stage, contenders: Sequence[Contender], tell: Tell) -> list[Found]:
         spread = len(stage.tokens) // self.answers
         body = self.prompt - len(stage.first)
         rows = [[*stage.first, *stage.prose(body, i * spread)] for i in range(self.answers)]
         tokens = mx.array(rows)
-        full, ours = stock_caches(stage.model), contender.make(stage.model, self.length)
-        expected = read(stage.model, full, tokens, stage.chunk, untold)
-        got = read(stage.model, ours, tokens, stage.chunk, tell)
+        caches = [contender.make(stage.model, self.length) for contender in contenders]
+        caches.insert(0, stock_caches(stage.model))
+        lists = [side_by_side(caches)] if all(map(can_share, caches)) else caches
+        copies = len(caches) // len(lists)
+        own = mx.tile(tokens, (copies, 1))
+        logits = [read(stage.model, each, own, stage.chunk, untold) for each in lists]
+        tell(len(contenders) * tokens.size)
         key = mx.random.key(stage.seed)
-        apart, same = [], []
+        found: list[list[tuple[mx.array, mx.array]]] = [[] for _ in contenders]
         for _ in range(self.length - self.prompt):
-            divergence, agrees = compared(expected, got)
-            apart.append(divergence)
-            same.append(agrees)
+            expected, *got = mx.split(mx.concatenate(logits), len(caches))
+            for pairs, theirs in zip(found, got, strict=True):
+                pairs.append(compared(expected, theirs))
             key, draw = mx.random.split(key)
             token = mx.random.categorical(expected / self.temperature, key=draw)
-            expected = step(stage.model, full, token, untold)
-            got = step(stage.model, ours, token, tell)
-            mx.eval(apart[-1], same[-1])
-        kl, top = mx.stack(apart).mean(axis=1), mx.stack(same).mean(axis=1)
-        return {"kl": _parts(kl), "top": _parts(top)}
+            drawn = mx.tile(token, (copies,))
+            logits = [step(stage.model, each, drawn, untold) for each in lists]
+            tell(len(contenders) * self.answers)
+            mx.eval([pairs[-1] for pairs in found])
+        return [_curves(pairs) for pairs in found]
 
     def brief(self, found: Found, full: Found) -> str:
         return f"{statistics.fmean(found['kl']):.4f}"
@@ -109,6 +119,12 @@ def compared(expected: mx.array, got: mx.array) -> tuple[mx.array, mx.array]:
     )
     agrees = mx.argmax(p, axis=-1) == mx.argmax(q, axis=-1)
     return (mx.exp(p) * (p - q)).sum(axis=-1), agrees.astype(mx.float32)
+
+
+def _curves(pairs: Sequence[tuple[mx.array, mx.array]]) -> Found:
+    """Means over the answers, by position; of divergences and agreements `[B]` of each."""
+    kl, top = (mx.stack(list(each)).mean(axis=1) for each in zip(*pairs, strict=True))
+    return {"kl": _parts(kl), "top": _parts(top)}
 
 
 def _parts(values: mx.array) -> list[float]:

@@ -24,6 +24,9 @@ class Measure(ABC):
     name: ClassVar[str]
     #: Whether nothing else may run beside it, and each contender needs a process of its own.
     alone: ClassVar[bool] = False
+    #: Whether several contenders are measured at once, side by side: a step of a small batch is
+    #: spent on reading the model's weights, which they then share.
+    shares: ClassVar[bool] = False
 
     @abstractmethod
     def tokens(self) -> int:
@@ -40,6 +43,19 @@ class Measure(ABC):
         Raises:
             ValueError: The text is too short, or the contender's bytes are too few.
         """
+
+    def of_all(self, stage: Stage, contenders: Sequence[Contender], tell: Tell) -> list[Found]:
+        """Measure several that can be made and read side by side; only where `shares` says so.
+
+        Args:
+            stage: Model and text.
+            contenders: Not all of them; `suite` says how many at once.
+            tell: Told of the tokens of all.
+
+        Raises:
+            ValueError: As `of` does.
+        """
+        return [self.of(stage, contender, tell) for contender in contenders]
 
     @abstractmethod
     def section(self, findings: Findings) -> Section:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import mlx.core as mx
 
 from mlx_h2o.evaluate.bootstrap import LEVEL, loss_interval
 from mlx_h2o.evaluate.contenders import Contender
@@ -10,6 +13,7 @@ from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.measures.measure import Findings, Found, Measure, signed
 from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
 from mlx_h2o.evaluate.sections import Curves, Rows, Section
+from mlx_h2o.evaluate.side_by_side import side_by_side
 from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.evaluate.workers import Tell
 
@@ -30,6 +34,7 @@ class PerplexityMeasure(Measure):
 
     name = "perplexity"
     briefly = "loss of perplexity"
+    shares = True
 
     def tokens(self) -> int:
         return self.length
@@ -38,17 +43,30 @@ class PerplexityMeasure(Measure):
         return self.samples * self.length
 
     def of(self, stage: Stage, contender: Contender, tell: Tell) -> Found:
-        samples = samples_of(stage.tokens, self.samples, self.length, stage.tokenizer.bos_token_id)
-        cache = contender.make(stage.model, self.length)
+        return self.of_all(stage, [contender], tell)[0]
+
+    def of_all(self, stage: Stage, contenders: Sequence[Contender], tell: Tell) -> list[Found]:
+        n = self.samples
+        samples = samples_of(stage.tokens, n, self.length, stage.tokenizer.bos_token_id)
+        caches = [contender.make(stage.model, self.length) for contender in contenders]
         come = 0
 
         def progress(position: int) -> None:
             nonlocal come
-            tell(self.samples * (position - come))
+            tell(len(caches) * n * (position - come))
             come = position
 
-        result = perplexity(stage.model, cache, samples, prefill=self.prefill, progress=progress)
-        return {"nll": result.nll, "nbytes": bytes_in_16_bits(cache) // self.samples}
+        nll = perplexity(
+            stage.model,
+            side_by_side(caches),
+            mx.tile(samples, (len(caches), 1)),
+            prefill=self.prefill,
+            progress=progress,
+        ).nll
+        return [
+            {"nll": nll[i * n : (i + 1) * n], "nbytes": bytes_in_16_bits(cache) // n}
+            for i, cache in enumerate(caches)
+        ]
 
     def brief(self, found: Found, full: Found) -> str:
         return signed(Perplexity(found["nll"]).loss_against(Perplexity(full["nll"])))
