@@ -22,12 +22,14 @@ from mlx_h2o.serve.batches import AccountedBatch
 from mlx_h2o.serve.conversations import Conversations
 from mlx_h2o.serve.failures import Answers, Health, StepFailed, Unanswered
 from mlx_h2o.serve.fields import label_of
+from mlx_h2o.serve.grammar import Grammars
 from mlx_h2o.serve.job import Job
 from mlx_h2o.serve.marks import Mark, mark
 from mlx_h2o.serve.metrics import Metrics
 from mlx_h2o.serve.plans import Plans
 from mlx_h2o.serve.served_model import ServedModel
 from mlx_h2o.serve.sharing import Ended, any_failed
+from mlx_h2o.serve.threads import join
 from mlx_h2o.serve.ticket import HungUp, Ticket, still_there
 
 #: How often the loop of steps may break off, one time after another, with nothing to do.
@@ -60,14 +62,14 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         made.append(self)
         self.provider, self.accountant, self.metrics = provider, accountant, metrics
         self.defaults, self.pins = defaults, pins
-        self.conversations, self.running_bytes, self.peak = conversations, 0, 0
+        self.conversations = conversations
         conversations.left = lambda: accountant.left_for_idle
         self._plans = Plans(provider, accountant.bound)
         self._line: deque[Any] = deque()
         self._current: Ticket | None = None
         self._batch: ReferenceType[AccountedBatch] | None = None
         self.slots = 0.0  # tokens that all running caches hold, mean over layers
-        self.health = Health()
+        self.health, self.grammars = Health(), Grammars()
         self._answers: dict[Ticket, Answers] = {}  # of all that were let in
         super().__init__(provider, conversations)  # type: ignore[arg-type]
 
@@ -98,6 +100,8 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         Raises:
             Ended: Rank 0 takes no more.
         """
+        if not self.accountant.running:
+            self.accountant.weighed(0, self.conversations.nbytes)
         came = self._share_request(self._admitted(timeout) if self._rank == 0 else None)
         if came is not None and came[1] is None:
             raise Ended
@@ -142,7 +146,8 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """As in mlx-lm; the caches that are looked up next are this request's."""
         ticket = request.ticket
-        tokenized, empty, error = None, list[Any](), None
+        tokenized: Any = None
+        empty, error = list[Any](), None
         try:
             tokenized = super()._tokenize(tokenizer, request, args)
             empty = self._empty_for(ticket, tokenizer, tokenized[0], request.messages)
@@ -155,6 +160,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             raise error
         self._current = ticket
         self.conversations.begin(empty)
+        args.reasons = tokenized[3] == "reasoning"
         return tokenized
 
     def _empty_for(
@@ -170,6 +176,10 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             pin(empty, pins)
             mark(empty, Mark(ticket.label, pins))
         return empty
+
+    def stepped_alone(self, cache: list[Any]) -> None:
+        """A step of what is served by itself is done."""
+        self.weighed(sum(entry.nbytes for entry in cache), 0.0)
 
     def _serve_single(self, request: Any, *args: Any) -> None:
         """As in mlx-lm, for what cannot be batched."""
@@ -199,8 +209,8 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def weighed(self, nbytes: int, slots: float) -> None:
         """What all caches of the batch hold."""
-        self.running_bytes, self.slots = nbytes, slots
-        self.peak = max(self.peak, nbytes + self.conversations.nbytes)
+        self.slots = slots
+        self.accountant.weighed(nbytes, self.conversations.nbytes)
 
     def stepped(self, seconds: float, prompted: int, generated: int) -> None:
         """A step of all sequences is done."""
@@ -258,15 +268,14 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
                 # A loop that breaks off without anything to do is not begun again for ever.
                 tries = 0 if self._answers else tries + 1
                 self.failed(list(self._answers), error)
-                self.running_bytes, self.slots = 0, 0.0
+                self.slots = 0.0
         self._generation_failed = True
 
     def stop_and_join(self) -> None:
         """End; ranks but the first end with it, since it may still wait for them."""
         if self._rank == 0:
-            super().stop_and_join()
-        else:
-            self.join()
+            self._stop = True
+        join(self._generation_thread)
 
     # -- what a handler asks ----------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ class Ticket:
         admitted: When it was let in, likewise.
         evicted: Tokens that its caches had evicted when it began (mean over layers).
         turn: What its answer is called, if a client is told.
+        beside: The other tickets of the same request, which asks for several answers.
     """
 
     label: str
@@ -72,6 +73,12 @@ class Ticket:
     admitted: float = 0.0
     evicted: float = 0.0
     turn: Turn | None = None
+    beside: tuple[Ticket, ...] = ()
+
+    @property
+    def together(self) -> tuple[Ticket, ...]:
+        """This one, and the other ones of its request."""
+        return self, *self.beside
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Other ranks learn of a request by pickle; its client's socket is of this process.
