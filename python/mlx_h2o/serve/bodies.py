@@ -58,23 +58,24 @@ def _too_deep() -> str:
 
 def _check(told: Any) -> None:
     """Raise ValueError for what is too deep, and for texts that UTF-8 cannot say."""
-    level = [told]
-    for _ in range(MOST_DEPTH + 1):
+    level, depth = [told], 0
+    while level:
         below = list[Any]()
         for value in level:
-            if isinstance(value, dict):
-                below += value.keys()
-                below += value.values()
-            elif isinstance(value, list):
-                below += value
-            elif isinstance(value, str) and not value.isascii():
-                try:
-                    value.encode()
-                except UnicodeEncodeError as error:
-                    raise ValueError(
-                        "The body has half of a surrogate pair, which is no character."
-                    ) from error
-        if not below:
-            return
-        level = below
-    raise ValueError(_too_deep())
+            if isinstance(value, str) and not value.isascii():
+                _check_text(value)
+            elif isinstance(value, dict | list):
+                if depth == MOST_DEPTH:
+                    raise ValueError(_too_deep())
+                if isinstance(value, dict):
+                    below += value.keys()
+                below += value.values() if isinstance(value, dict) else value
+        level, depth = below, depth + 1
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        why = "The body has half of a surrogate pair, which is no character."
+        raise ValueError(why) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from mlx_h2o.serve.ticket import HungUp, Ticket, still_there
 
 #: How often the loop of steps may break off, one time after another, with nothing to do.
 MOST_TRIES = 3
+#: Its `generator` is the one whose thread this is, for what mlx-lm's loop calls by name.
+HERE = threading.local()
 
 
 class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
@@ -46,7 +49,6 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         metrics: What is counted.
         defaults: Settings of caches whose request says nothing of them.
         pins: What of a prompt is pinned where the request says nothing of that.
-        made: Takes this generator, before its thread begins.
     """
 
     def __init__(
@@ -57,9 +59,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         metrics: Metrics,
         defaults: Mapping[str, Any],
         pins: AskedPins,
-        made: list[BoundedGenerator],
     ):
-        made.append(self)
         self.provider, self.accountant, self.metrics = provider, accountant, metrics
         self.defaults, self.pins = defaults, pins
         self.conversations = conversations
@@ -251,6 +251,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _run_generate(self) -> None:
         """As in mlx-lm; where its loop breaks off, all that ran fails, and it begins anew."""
+        HERE.generator = self
         tries = 0
         while tries < MOST_TRIES:
             try:

@@ -22,8 +22,9 @@ MISSING = (
     "response_format, and tool_choice 'required' or of a name, need llguidance: pip install "
     "'mlx-h2o[grammar]'."
 )
-#: Between the parts of JSON: enough for indented text, and never without an end.
-BETWEEN = r"[ \n]{0,24}"
+#: Between the parts of JSON: a space, or a line's end and indentation. A model that loves space
+#: would fill its answer with whatever more were allowed.
+BETWEEN = r"( |\n {0,24})?"
 #: Calls of tools in one answer, where it may have several.
 MOST_CALLS = 8
 #: The module of mlx-lm that reads calls as JSON objects between two tags.

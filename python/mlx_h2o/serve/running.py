@@ -23,7 +23,7 @@ from mlx_h2o.serve.app import Doors, Service
 from mlx_h2o.serve.asked_pins import NO_PINS, AskedPins
 from mlx_h2o.serve.batches import WEIGHED_EVERY, AccountedBatch
 from mlx_h2o.serve.conversations import Conversations
-from mlx_h2o.serve.generator import BoundedGenerator
+from mlx_h2o.serve.generator import HERE, BoundedGenerator
 from mlx_h2o.serve.listening import (
     Certificate,
     Limits,
@@ -127,34 +127,9 @@ def generating(provider: ServedModel, settings: ServerSettings) -> Iterator[Boun
     conversations = Conversations(most, sessions)
     accountant = Accountant(settings.bound, settings.queue)
     metrics = Metrics()
-    made: list[BoundedGenerator] = []
-
-    def batch(*args: Any, **kwargs: Any) -> AccountedBatch:
-        return AccountedBatch(*args, owner=made[0], **kwargs)
-
-    stock = vars(mlx_lm.server)["_make_logits_processors"]
-
-    def processors(args: Any) -> list[Any]:
-        form = getattr(args, "form", None)
-        if form is None:
-            return list(stock(args))
-        own = made[0].grammars.processor(form, provider.tokenizer, args.reasons)
-        return [*stock(args), own]  # the last has the last word
-
-    def alone(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        for count, response in enumerate(stream_generate(*args, **kwargs)):
-            if count % WEIGHED_EVERY == 0:
-                made[0].stepped_alone(kwargs["prompt_cache"])
-            yield response
-
-    pieces = {
-        "BatchGenerator": batch,
-        "_make_logits_processors": processors,
-        "stream_generate": alone,
-    }
-    with _instead(mlx_lm.server, pieces):
+    with _instead(mlx_lm.server, PIECES):
         generator = BoundedGenerator(
-            provider, conversations, accountant, metrics, settings.defaults, settings.pins, made
+            provider, conversations, accountant, metrics, settings.defaults, settings.pins
         )
         try:
             _watch(metrics, generator)
@@ -164,6 +139,37 @@ def generating(provider: ServedModel, settings: ServerSettings) -> Iterator[Boun
         finally:
             generator.stop_and_join()
 
+
+def _batch(*args: Any, **kwargs: Any) -> AccountedBatch:
+    """A batch of the generator whose thread this is."""
+    return AccountedBatch(*args, owner=HERE.generator, **kwargs)
+
+
+def _processors(args: Any) -> list[Any]:
+    """mlx-lm's of a request, and the one of its answer's form, which has the last word."""
+    generator, form = HERE.generator, getattr(args, "form", None)
+    stock = list(STOCK_PROCESSORS(args))
+    if form is None:
+        return stock
+    tokenizer = generator.provider.tokenizer
+    return [*stock, generator.grammars.processor(form, tokenizer, args.reasons)]
+
+
+def _alone(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    """mlx-lm's `stream_generate`, whose caches are weighed."""
+    for count, response in enumerate(stream_generate(*args, **kwargs)):
+        if count % WEIGHED_EVERY == 0:
+            HERE.generator.stepped_alone(kwargs["prompt_cache"])
+        yield response
+
+
+STOCK_PROCESSORS = vars(mlx_lm.server)["_make_logits_processors"]
+#: What mlx-lm's loop finds in the places of its own.
+PIECES = {
+    "BatchGenerator": _batch,
+    "_make_logits_processors": _processors,
+    "stream_generate": _alone,
+}
 
 #: What Prometheus sees of memory and queue.
 GAUGES = {
