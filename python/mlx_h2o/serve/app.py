@@ -309,6 +309,11 @@ class Service:
 
     # -- the end ----------------------------------------------------------------------------------
 
+    @property
+    def failed(self) -> bool:
+        """Whether there is no model, and never will be."""
+        return self._generator.provider.failure is not None
+
     def end(self) -> None:
         """Break off what is being answered; for asyncio's loop."""
         for exchange in list(self._exchanges):

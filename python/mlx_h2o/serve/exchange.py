@@ -24,6 +24,7 @@ from mlx_h2o.serve.failures import StepFailed, Unanswered
 from mlx_h2o.serve.fields import check_for_model
 from mlx_h2o.serve.generator import BoundedGenerator
 from mlx_h2o.serve.grammar import Form, NotInstalled, form_of
+from mlx_h2o.serve.served_model import NotLoaded
 from mlx_h2o.serve.threads import Threads
 from mlx_h2o.serve.ticket import HungUp, Ticket, Turn, title_of
 
@@ -139,6 +140,8 @@ class Exchange:
                 return Refused(501, str(error))
             case HungUp():
                 return Refused(503, self._why)
+            case NotLoaded():
+                return Refused(503, str(error))
             case ValueError():
                 return Refused(400, str(error))
         logging.error("A request failed", exc_info=error)
@@ -151,13 +154,11 @@ class Exchange:
 
         Raises:
             ValueError: This model cannot do what is asked.
-            Refused: The queue is full, or there is no model.
+            NotLoaded: There is no model.
+            Refused: The queue is full.
         """
         generator, asked = self._generator, self._asked
-        try:
-            model = generator.provider.require()
-        except RuntimeError as error:
-            raise Refused(503, str(error)) from error
+        model = generator.provider.require()
         tokenizer: Any = generator.provider.tokenizer
         check_for_model(asked.numbers, asked.biases, model, tokenizer)
         if asked.tools and not tokenizer.has_tool_calling:

@@ -87,7 +87,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
 
         Raises:
             ValueError: The model cannot have such caches, or they exceed the bound.
-            RuntimeError: The model could not be loaded.
+            NotLoaded: The model could not be loaded.
         """
         label = label_of(settings)
         return Ticket(label, settings, self._plans.of(label, settings)[1], pins, gone)
@@ -263,9 +263,10 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
                 self.provider.reset()
                 return
             except Exception as error:
-                logging.exception("Generating broke off")
                 if self.provider.failure is not None:
+                    logging.error("The model could not be loaded: %s", self.provider.failure)
                     break
+                logging.exception("Generating broke off")
                 # A loop that breaks off without anything to do is not begun again for ever.
                 tries = 0 if self._answers else tries + 1
                 self.failed(list(self._answers), error)

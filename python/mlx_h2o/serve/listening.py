@@ -158,6 +158,10 @@ class _Uvicorn(uvicorn.Server):
         await super().startup(sockets)
         self._ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end, asked ten times a second."""
+        return await super().on_tick(counter) or self._service.failed
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Send all clients away."""
         self._service.end()

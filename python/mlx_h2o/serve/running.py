@@ -217,7 +217,11 @@ def listen(
     settings: ServerSettings,
     ready: Callable[[Server, BoundedGenerator], None] | None = None,
 ) -> None:
-    """Answer HTTP until Ctrl-C or SIGTERM."""
+    """Answer HTTP until Ctrl-C or SIGTERM.
+
+    Raises:
+        NotLoaded: There is no model.
+    """
     fingerprint = mlx_lm.server.get_system_fingerprint()
     service = Service(generator, settings.doors, fingerprint)
 
@@ -230,6 +234,8 @@ def listen(
         Server(listening, service, settings.limits, settings.certificate, begun).serve()
     except KeyboardInterrupt:
         print("Ending.", file=sys.stderr)
+    if service.failed:
+        generator.provider.require()  # which says why
 
 
 @contextmanager
