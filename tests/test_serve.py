@@ -282,6 +282,12 @@ def test_a_client_that_hangs_up_frees_its_slots(loaded, stream, waiting):
             client.close()
         until(lambda: accountant.running == accountant.waiting == 0)
         assert accountant.reserved == 0
+        counted = 1 + waiting
+        until(
+            lambda: (
+                f'requests_total{{status="499"}} {counted}.0' in running.generator.metrics.text()
+            )
+        )
         assert running.ask(words(40, 20), 4) == alone(loaded, words(40, 20), 4)
 
 

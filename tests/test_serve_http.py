@@ -280,6 +280,7 @@ def test_half_sent_bodies_hold_no_thread_and_connections_are_counted(server):
     until(lambda: asked(port, "/health")[0] == 200)
 
 
+@pytest.mark.slow
 def test_who_reads_nothing_is_dropped(server):
     """The answer is longer than what the sockets in between hold."""
     wanted = {"prompt": "x", "max_tokens": 100_000, "stream": True, "n": 4, "top_logprobs": 20}

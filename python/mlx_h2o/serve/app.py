@@ -25,7 +25,7 @@ from mlx_h2o.serve import watching
 from mlx_h2o.serve.answers import Frame, error_body
 from mlx_h2o.serve.asking import asked_of
 from mlx_h2o.serve.bodies import parsed
-from mlx_h2o.serve.exchange import Exchange, Receive, Refused, Send
+from mlx_h2o.serve.exchange import CLIENT_GONE, Exchange, Receive, Refused, Send
 from mlx_h2o.serve.generator import BoundedGenerator
 from mlx_h2o.serve.page import page
 from mlx_h2o.serve.sharing import processes, require_batchable
@@ -228,7 +228,7 @@ class Service:
             why = f"The request's body did not come within {patience:g} seconds."
             raise Refused(408, why, close=True) from error
         except ClientDisconnect as error:
-            raise Refused(400, "The client went away.", close=True) from error
+            raise Refused(CLIENT_GONE, "The client went away.", close=True) from error
         return bytes(body)
 
     def _warn(self, ignored: list[str]) -> dict[str, str]:

@@ -30,6 +30,8 @@ from mlx_h2o.serve.ticket import HungUp, Ticket, Turn, title_of
 
 Receive = Callable[[], Any]
 Send = Callable[[Any], Any]
+#: What /metrics counts where no one was there any more to be answered (nginx's number).
+CLIENT_GONE = 499
 #: The end of one answer, in the queue.
 DONE = object()
 FINAL = b"data: [DONE]\n\n"
@@ -78,13 +80,13 @@ class Exchange:
     ):
         self._generator, self._threads = generator, threads
         self._asked, self._frame, self._headers = asked, frame, headers
-        self._gone, self._why = threading.Event(), "The client went away."
+        self._gone, self._ended = threading.Event(), False
         self._told: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         self._choices: dict[int, Choice] = {}
 
     def end(self) -> None:
         """The server ends: no more tokens are made for this request."""
-        self._why = "The server is ending."
+        self._ended = True
         self._gone.set()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -138,8 +140,10 @@ class Exchange:
                 return Refused(500, str(error))
             case NotInstalled():
                 return Refused(501, str(error))
+            case HungUp() if self._ended:
+                return Refused(503, "The server is ending.")
             case HungUp():
-                return Refused(503, self._why)
+                return Refused(CLIENT_GONE, "The client went away.")
             case NotLoaded():
                 return Refused(503, str(error))
             case ValueError():
