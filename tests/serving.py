@@ -15,7 +15,7 @@ import openai
 import mlx_h2o
 from mlx_h2o.builtin import SAMPLE_TEXT
 from mlx_h2o.serve.generator import BoundedGenerator
-from mlx_h2o.serve.handler import Server
+from mlx_h2o.serve.listening import Server
 from mlx_h2o.serve.running import ServerSettings, serve
 
 MODEL = "builtin:recall-4m"
@@ -62,7 +62,8 @@ def serving(**settings: Any) -> Iterator[Running]:
         target=serve, args=(ServerSettings(**settings), arguments, told), daemon=True
     )
     thread.start()
-    assert begun.wait(120)
+    until(lambda: begun.is_set() or not thread.is_alive(), 120)
+    assert begun.is_set(), "the server did not start"
     try:
         yield ready[0]
     finally:

@@ -121,8 +121,8 @@ def test_a_seed_is_honoured(plain):
         ({"adapters": "/tmp"}, "adapters are not served"),
         ({"model": "/etc"}, "serves 'builtin:recall-4m' alone"),
         ({"draft_model": "other"}, "draft_model"),
-        ({"n": 2}, "n=2 is not served: only 1 is"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"n": 5}, "n must be from 1 to 4"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type must be"),
         ({"stop": [1]}, "stop must be"),
         ({"stop": ""}, None),
         ({"top_k": 10**9}, "top_k"),
@@ -199,7 +199,7 @@ def test_the_bound_holds_while_requests_wait_and_idle_conversations_make_room(lo
         assert answers == [alone(loaded, prompt, 24) for prompt in prompts]
         generator = running.generator
         until(lambda: generator.accountant.running == 0)
-        assert need < generator.peak <= bound
+        assert need < generator.accountant.bytes().peak <= bound
         assert generator.conversations.nbytes <= bound
         assert generator.conversations.shrunk > 0
         assert generator.conversations.forgotten > 0
@@ -239,7 +239,7 @@ def test_layers_of_other_kinds_are_within_the_bound_too(family, loaded, monkeypa
         ]  # fmt: skip
         assert answers == expected
         until(lambda: running.generator.accountant.running == 0)
-        assert need < running.generator.peak <= bound
+        assert need < running.generator.accountant.bytes().peak <= bound
         assert running.generator.conversations.nbytes <= bound
 
 
@@ -282,6 +282,12 @@ def test_a_client_that_hangs_up_frees_its_slots(loaded, stream, waiting):
             client.close()
         until(lambda: accountant.running == accountant.waiting == 0)
         assert accountant.reserved == 0
+        counted = 1 + waiting
+        until(
+            lambda: (
+                f'requests_total{{status="499"}} {counted}.0' in running.generator.metrics.text()
+            )
+        )
         assert running.ask(words(40, 20), 4) == alone(loaded, words(40, 20), 4)
 
 

@@ -28,6 +28,8 @@ from mlx_h2o.memory_size import Share, memory_size
 from mlx_h2o.pins import joined
 
 DEFAULT_MAX_KV_SIZE = 1024
+#: Where the key may stand instead, since others on the machine see a process's arguments.
+KEY_VARIABLE = "MLX_H2O_API_KEY"
 #: Options of mlx-lm's server that are passed on as they are.
 MLX_LMS: dict[str, str] = {
     "host": "address to listen on (default: 127.0.0.1, which other machines cannot reach)",
@@ -124,6 +126,20 @@ def add_parser(commands: Any) -> None:
         "--allowed-origins", default="", metavar="URLS",
         help="web pages that may ask, separated by commas; * is all (default: our own)",
     )  # fmt: skip
+    server.add_argument(
+        "--max-connections", type=int, default=512, metavar="N",
+        help="clients that may be connected at one time (default: %(default)s)",
+    )  # fmt: skip
+    server.add_argument(
+        "--strict", action="store_true",
+        help="refuse requests with fields that are not known (default: a warning and a header)",
+    )  # fmt: skip
+    server.add_argument(
+        "--api-key", metavar="KEY",
+        help=f"a key that every request needs, but for /health (default: ${KEY_VARIABLE}, if set)",
+    )  # fmt: skip
+    server.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate, for HTTPS")
+    server.add_argument("--tls-key", type=Path, metavar="FILE", help="the certificate's key")
     for name, text in MLX_LMS.items():
         metavar = name.rpartition("-")[2].upper()
         server.add_argument(f"--{name}", metavar=metavar, help=text, **TYPES.get(name, {}))
@@ -146,10 +162,20 @@ def size_in_bytes(text: str) -> int:
 
 def run(args: argparse.Namespace) -> None:
     """Serve until Ctrl-C or SIGTERM."""
-    from mlx_h2o.serve.asked_pins import AskedPins
-    from mlx_h2o.serve.running import ServerSettings, serve
+    try:
+        from mlx_h2o.serve.app import Doors
+        from mlx_h2o.serve.asked_pins import AskedPins
+        from mlx_h2o.serve.listening import Certificate, Limits
+        from mlx_h2o.serve.running import ServerSettings, serve
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn", "h11"):
+            raise
+        raise ValueError(f"{error.name} is missing: pip install 'mlx-h2o[server]'") from error
 
     check_options(args)
+    key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE) or None
+    if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
+        raise ValueError("--api-key must be ASCII text without spaces around it.")
     if args.sessions is not None:
         if not args.sessions.exists():  # for its owner's eyes only
             args.sessions.mkdir(mode=0o700, parents=True)
@@ -163,15 +189,12 @@ def run(args: argparse.Namespace) -> None:
     words = (tuple(args.pin_role), tuple(args.pin), tuple(args.pin_pattern))
     pins = AskedPins(*words, joined(args.pin_span), required=False)
     settings = ServerSettings(
-        cache_defaults(args),
-        args.bound,
-        args.queue,
-        args.sessions,
-        args.max_request,
-        pins,
-        args.sessions_memory,
-        args.sessions_days,
-    )
+        cache_defaults(args), args.bound, args.queue, args.sessions, pins,
+        args.sessions_memory, args.sessions_days,
+        doors=Doors(args.max_request, strict=args.strict, key=key),
+        limits=Limits(args.max_connections),
+        certificate=Certificate(args.tls_cert, args.tls_key) if args.tls_cert else None,
+    )  # fmt: skip
     options = ["--model", args.model, "--allowed-origins", args.allowed_origins]
     for name in MLX_LMS:
         given = getattr(args, name.replace("-", "_"))
@@ -190,6 +213,9 @@ def run(args: argparse.Namespace) -> None:
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for values that would fail only while the server starts, or later."""
     checks.whole("--queue", args.queue, 0)
+    checks.whole("--max-connections", args.max_connections, 1, 2**16)
+    if (args.tls_cert is None) != (args.tls_key is None):
+        raise ValueError("--tls-cert and --tls-key belong together: give both.")
     for name, limits in LIMITS.items():
         given = getattr(args, name.replace("-", "_"))
         if given is not None:

@@ -15,10 +15,8 @@ class StepFailed(Exception):
         super().__init__(f"Generating broke off: {type(error).__name__}: {error}")
 
 
-class Unanswered(BaseException):
+class Unanswered(Exception):
     """Why a request gets no answer at all.
-
-    It is no `Exception`, so that mlx-lm's handler, which says 404 of any, lets it through to ours.
 
     Attributes:
         status: Of the answer.

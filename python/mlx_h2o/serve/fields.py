@@ -1,9 +1,11 @@
-"""What a request's body may ask for, and what is refused rather than passed over."""
+"""What a request's body may ask for: every field, its range, and what is refused by name."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_h2o.policies import policy_names
@@ -22,77 +24,413 @@ SERVERS_OWN = ("budgets", "frames")
 SIZES = ("max_size", "max_bytes")
 #: What a request pins, which is no setting of its caches: it is looked for in its prompt.
 PINS = "pins"
-#: Texts at which an answer may stop.
-MOST_STOPS = 16
+#: Texts at which an answer may stop, and characters of one.
+MOST_STOPS, LONGEST_STOP = 16, 1024
+#: Answers to one request.
+MOST_ANSWERS = 4
+#: Tokens whose logits a request may move, and tools that it may offer.
+MOST_BIASES, MOST_TOOLS = 1024, 256
+#: Logits are divided by the temperature: below this the likeliest token has all of the mass in
+#: float32 anyway, and much below it the quotient is no number.
+COLDEST = 1e-3
+#: Likewise by the repetition penalty, where there is one.
+LEAST_REPETITION = 1e-2
+MOST_LOGPROBS = 20
+MOST_TOKENS = 10_000_000
+#: Tokens that a penalty looks back on.
+MOST_CONTEXT = 1_000_000
+#: mlx-lm's seeds are of 64 bits; OpenAI's may be negative.
+SEEDS = 1 << 64
 
-#: What mlx-lm's server does.
+
+@dataclass(frozen=True)
+class Number:
+    """A field that holds a number.
+
+    Attributes:
+        least: Of its values.
+        most: Of its values.
+        usual: Where a request says nothing.
+        whole: Whether fractions are refused.
+    """
+
+    least: float
+    most: float
+    usual: float | None
+    whole: bool = False
+
+    def of(self, name: str, value: Any) -> Any:
+        """A request's value, checked.
+
+        Raises:
+            ValueError: It is no number, or out of range.
+        """
+        kinds = int if self.whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise ValueError(f"{name} must be a {'whole ' if self.whole else ''}number.")
+        if math.isnan(value) or not self.least <= value <= self.most:
+            raise ValueError(
+                f"{name} must be from {_told(self.least)} to {_told(self.most)}; got {_cut(value)}."
+            )
+        return value
+
+
+def _told(bound: float) -> str:
+    return f"{int(bound):,}" if bound == int(bound) else f"{bound:g}"
+
+
+def _cut(value: Any) -> str:
+    """A value in a message, which no value makes long."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+#: Sampling. Those whose usual value is None have the command line's.
+NUMBERS = {
+    "max_tokens": Number(1, MOST_TOKENS, None, whole=True),
+    "max_completion_tokens": Number(1, MOST_TOKENS, None, whole=True),
+    "temperature": Number(0, 100, None),
+    "top_p": Number(0, 1, None),
+    "top_k": Number(0, MOST_TOKENS, None, whole=True),
+    "min_p": Number(0, 1, None),
+    "repetition_penalty": Number(0, 100, 0.0),
+    "presence_penalty": Number(-100, 100, 0.0),
+    "frequency_penalty": Number(-100, 100, 0.0),
+    "repetition_context_size": Number(0, MOST_CONTEXT, 20, whole=True),
+    "presence_context_size": Number(0, MOST_CONTEXT, 20, whole=True),
+    "frequency_context_size": Number(0, MOST_CONTEXT, 20, whole=True),
+    "xtc_probability": Number(0, 1, 0.0),
+    "xtc_threshold": Number(0, 0.5, 0.1),
+    "top_logprobs": Number(-1, MOST_LOGPROBS, -1, whole=True),
+    "seed": Number(-(SEEDS // 2), SEEDS - 1, None, whole=True),
+    "n": Number(1, MOST_ANSWERS, 1, whole=True),
+}
+BIAS = Number(-100, 100, None)
+#: What mlx-lm's generation, or this server, does, beside the numbers.
 DONE = frozenset(
-    "messages prompt model stream stream_options max_tokens max_completion_tokens temperature "
-    "top_p top_k min_p repetition_penalty repetition_context_size presence_penalty "
-    "presence_context_size frequency_penalty frequency_context_size xtc_probability "
-    "xtc_threshold logit_bias logprobs top_logprobs seed stop tools role_mapping "
-    "chat_template_kwargs".split()
+    "messages prompt model stream stream_options logit_bias logprobs stop tools tool_choice "
+    "role_mapping chat_template_kwargs response_format parallel_tool_calls reasoning_effort".split()
 )
 #: What says nothing about the answer.
-WITHOUT_EFFECT = frozenset("user metadata store service_tier safety_identifier".split())
+WITHOUT_EFFECT = frozenset(
+    "user metadata store service_tier safety_identifier prompt_cache_key".split()
+)
 #: What is done only where it asks for what is done anyway.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
-    "parallel_tool_calls": (True,),
     "num_draft_tokens": (0,),
     "draft_model": ("default_model",),
     "modalities": (["text"],),
-    "reasoning_effort": (),
 }
+#: What would make another answer, so that it is refused rather than ignored.
+REFUSED = frozenset(
+    "adapters kv_bits kv_group_size quantized_kv_start functions function_call audio".split()
+)
+ROLES = frozenset("system developer user assistant tool function".split())
+#: Who may say nothing, if it calls a tool.
+CALLER = "assistant"
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
-def check_body(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Raise ValueError for what a request asks and the server does not do.
+# -- which fields there are -----------------------------------------------------------------------
+
+
+def check_body(body: Any, names: tuple[str, ...], strict: bool = False) -> list[str]:
+    """Fields that this server knows nothing of, which are ignored.
 
     Args:
         body: The request's.
         names: By which the served model may be called.
+        strict: Whether there may be none of them.
+
+    Raises:
+        ValueError: The request asks for what the server does not do.
     """
+    if not isinstance(body, dict):
+        raise ValueError("The body must be a JSON object.")
+    ignored = list[str]()
     for name, value in body.items():
-        if value is None or name in DONE or name in WITHOUT_EFFECT or name == EXTRA:
+        if value is None or name in NUMBERS or name in DONE or name in WITHOUT_EFFECT:
             continue
-        if name not in ONLY:
-            known = "adapters are" if name == "adapters" else f"{name} is"
+        if name == EXTRA:
+            continue
+        if name in ONLY:
+            if value not in ONLY[name]:
+                only = json.dumps(ONLY[name][0])
+                raise ValueError(f"{name}={_cut(value)} is not served: only {only} is.")
+        elif name in REFUSED or strict:
+            known = "adapters are" if name == "adapters" else f"{_cut(name)[1:-1]} is"
             raise ValueError(
                 f"{known} not served: this server does nothing with it, so the request is refused. "
                 f"A cache's settings go into {EXTRA!r}, as {{{EXTRA!r}: {{'max_size': 512}}}}."
             )
-        if value not in ONLY[name]:
-            only = f": only {json.dumps(ONLY[name][0])} is" if ONLY[name] else ""
-            raise ValueError(f"{name}={json.dumps(value)} is not served{only}.")
-    model = body.get("model", names[0])
-    if model not in names:
-        raise ValueError(f"This server serves {names[-1]!r} alone; got model={model!r}.")
-    _check_images(body.get("messages"))
+        else:
+            ignored.append(name)
+    model = body.get("model")
+    if model is not None and model not in names:
+        raise ValueError(f"This server serves {names[-1]!r} alone; got model={_cut(model)}.")
+    return ignored
 
 
-def _check_images(messages: Any) -> None:
+# -- numbers and flags ----------------------------------------------------------------------------
+
+
+def numbers_of(body: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """The value of every field of NUMBERS.
+
+    Args:
+        body: The request's.
+        usual: The command line's values.
+
+    Raises:
+        ValueError: One is no number, or out of range.
+    """
+    found = dict[str, Any]()
+    for name, number in NUMBERS.items():
+        value = body.get(name)
+        found[name] = usual.get(name, number.usual) if value is None else number.of(name, value)
+    if body.get("max_completion_tokens") is not None:
+        found["max_tokens"] = found["max_completion_tokens"]
+    if found["temperature"] < COLDEST:
+        found["temperature"] = 0.0
+    if 0 < found["repetition_penalty"] < LEAST_REPETITION:
+        raise ValueError(f"repetition_penalty must be 0, or at least {LEAST_REPETITION}.")
+    if found["seed"] is not None:
+        found["seed"] %= SEEDS
+    return found
+
+
+def flag_of(body: Mapping[str, Any], name: str, usual: bool) -> bool:
+    """A field that is true or false.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    value = body.get(name)
+    if value is None:
+        return usual
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false.")
+    return value
+
+
+def biases_of(body: Mapping[str, Any]) -> dict[int, float] | None:
+    """logit_bias by tokens.
+
+    Raises:
+        ValueError: It is none.
+    """
+    asked = body.get("logit_bias")
+    if asked is None:
+        return None
+    if not isinstance(asked, dict):
+        raise ValueError("logit_bias must be an object of numbers by tokens.")
+    if len(asked) > MOST_BIASES:
+        raise ValueError(f"logit_bias names {len(asked)} tokens; {MOST_BIASES} are taken at most.")
+    for token in asked:
+        if not (token.isascii() and token.isdecimal() and len(token) < 10):
+            raise ValueError(
+                f"logit_bias names a token {_cut(token)}; tokens are numbers from 0 on."
+            )
+    return {int(token): float(BIAS.of("logit_bias", value)) for token, value in asked.items()}
+
+
+def stops_of(body: Mapping[str, Any]) -> list[str]:
+    """Texts at which the answer ends.
+
+    Raises:
+        ValueError: They are none.
+    """
+    stops = body.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if not (isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)):
+        raise ValueError("stop must be a text, or a list of texts.")
+    if len(stops) > MOST_STOPS:
+        raise ValueError(f"stop has {len(stops)} texts; {MOST_STOPS} are taken at most.")
+    if any(len(stop) > LONGEST_STOP for stop in stops):
+        raise ValueError(f"A text of stop may have {LONGEST_STOP} characters at most.")
+    return stops
+
+
+def usage_wanted(body: Mapping[str, Any]) -> bool:
+    """Whether a stream ends with its usage.
+
+    Raises:
+        ValueError: stream_options is something else.
+    """
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
+        raise ValueError("stream_options must be {'include_usage': true or false}.")
+    return bool(options.get("include_usage", False))
+
+
+def template_arguments_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the chat template is told, with the effort of reasoning for those that know of it.
+
+    Raises:
+        ValueError: It is no object, or there is no such effort.
+    """
+    given = body.get("chat_template_kwargs")
+    if given is not None and not isinstance(given, dict):
+        raise ValueError("chat_template_kwargs must be an object.")
+    # Those are mlx-lm's own arguments, or say what the prompt is.
+    for name in ("tools", "tokenize", "add_generation_prompt", "messages", "conversation",
+                 "chat_template", "return_dict", "return_tensors"):  # fmt: skip
+        if given and name in given:
+            raise ValueError(f"chat_template_kwargs.{name} is the server's to say.")
+    effort = body.get("reasoning_effort")
+    if effort is None:
+        return given
+    if effort not in EFFORTS:
+        raise ValueError(f"reasoning_effort must be one of {', '.join(EFFORTS)}.")
+    return {"reasoning_effort": effort} | (given or {})
+
+
+# -- what is said ---------------------------------------------------------------------------------
+
+
+def check_messages(body: Mapping[str, Any]) -> None:
     """Raise ValueError for messages that are none, or images that the server would fetch."""
-    if messages is None:
-        return
+    messages, mapping = body.get("messages"), body.get("role_mapping")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise ValueError("messages must be a list of objects with role and content.")
-    for message in messages:
-        if not isinstance(message.get("role"), str):
-            raise ValueError("Each message needs a role.")
+    if not messages:
+        raise ValueError("messages is empty.")
+    if mapping is not None and not (
+        isinstance(mapping, dict) and all(isinstance(text, str) for text in mapping.values())
+    ):
+        raise ValueError("role_mapping must be an object of texts by roles.")
+    roles = ROLES | (mapping or {}).keys()
+    for i, message in enumerate(messages):
+        where, role = f"messages[{i}]", message.get("role")
+        if not isinstance(role, str):
+            raise ValueError(f"{where} needs a role.")
+        if role not in roles:
+            raise ValueError(f"{where} has the role {_cut(role)}; {', '.join(sorted(roles))} are.")
+        calls = message.get("tool_calls")
+        if calls is not None:
+            _check_calls(f"{where}.tool_calls", calls)
         content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if not isinstance(part, dict):
-                raise ValueError("The parts of a message's content must be objects with a type.")
-            url = part.get("image_url", part.get("image"))
-            url = url.get("url") if isinstance(url, dict) else url
-            if url is not None and not str(url).startswith("data:"):
-                raise ValueError("Images must be data URLs: this server fetches nothing.")
+        if content is None and not (role == CALLER and calls):
+            raise ValueError(f"{where} has no content.")
+        _check_content(f"{where}.content", content)
+
+
+def _check_content(where: str, content: Any) -> None:
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list) or not content:
+        raise ValueError(f"{where} must be a text, or a list of parts with a type.")
+    for i, part in enumerate(content):
+        place = f"{where}[{i}]"
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise ValueError(f"{place} must be an object with a type.")
+        url = part.get("image_url", part.get("image"))
+        url = url.get("url") if isinstance(url, dict) else url
+        if url is not None and not str(url).startswith("data:"):
+            raise ValueError("Images must be data URLs: this server fetches nothing.")
+        if part["type"] == "text":
+            if not isinstance(part.get("text"), str):
+                raise ValueError(f"{place} must have a text.")
+        elif url is None:
+            raise ValueError(f"{place} has the type {_cut(part['type'])}; text and image_url are.")
+
+
+def _check_calls(where: str, calls: Any) -> None:
+    """Calls of tools that the model made before; their arguments are JSON in a text."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"{where} must be a list of objects.")
+    for i, call in enumerate(calls):
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{where}[{i}].function must be an object with a name.")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and arguments:
+            try:
+                json.loads(arguments)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where}[{i}].function.arguments is no JSON: {error}") from error
+        elif not isinstance(arguments, dict | str | None):
+            raise ValueError(f"{where}[{i}].function.arguments must be JSON in a text.")
+
+
+def check_prompt(body: Mapping[str, Any]) -> None:
+    """Raise ValueError for a prompt that is none."""
+    if not isinstance(body.get("prompt"), str):
+        raise ValueError("prompt must be one text.")
+
+
+def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools that a request offers.
+
+    Raises:
+        ValueError: They are none.
+    """
+    tools = body.get("tools") or None
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
+        raise ValueError(f"tools must be a list of at most {MOST_TOOLS} objects.")
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            raise ValueError(f"tools[{i}] must be {{'type': 'function', 'function': {{...}}}}.")
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise ValueError(f"tools[{i}].function needs a name.")
+        if not isinstance(function.get("parameters"), dict | None):
+            raise ValueError(f"tools[{i}].function.parameters must be a JSON schema.")
+    return tools
+
+
+def tool_choice_of(body: Mapping[str, Any], tools: list[dict[str, Any]] | None) -> Any:
+    """ "auto", "none", "required", or {"function": {"name": ...}} of one of the tools.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    asked = body.get("tool_choice")
+    if asked in (None, "auto", "none"):
+        return asked or "auto"
+    if tools is None:
+        raise ValueError("tool_choice needs tools.")
+    if asked == "required":
+        return asked
+    function = asked.get("function") if isinstance(asked, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if name not in [tool["function"]["name"] for tool in tools]:
+        raise ValueError(
+            "tool_choice must be auto, none, required, or {'type': 'function', 'function': "
+            "{'name': ...}} of one of the tools."
+        )
+    return asked
+
+
+def response_format_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The form that an answer must have; None: any.
+
+    Raises:
+        ValueError: There is no such form.
+    """
+    asked = body.get("response_format")
+    if asked is None:
+        return None
+    kind = asked.get("type") if isinstance(asked, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_schema":
+        named = asked.get("json_schema")
+        if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
+            raise ValueError("response_format.json_schema must be {'schema': {...}}.")
+    elif kind != "json_object":
+        raise ValueError("response_format.type must be text, json_object or json_schema.")
+    return dict(asked)
+
+
+# -- caches and pins ------------------------------------------------------------------------------
 
 
 def settings_of(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,28 +484,22 @@ def label_of(settings: Mapping[str, Any]) -> str:
     return json.dumps(dict(settings), sort_keys=True, default=str)
 
 
-def check_for_model(body: Mapping[str, Any], model: Any, tokenizer: Any) -> None:
+# -- what depends on the model --------------------------------------------------------------------
+
+
+def check_for_model(
+    numbers: Mapping[str, Any], biases: Mapping[int, float] | None, model: Any, tokenizer: Any
+) -> None:
     """Raise ValueError for what this model's sampling could not do.
 
     mlx-lm would find it out in the middle of a step of all requests.
     """
     words = getattr(getattr(model, "args", None), "vocab_size", None) or tokenizer.vocab_size
-    top_k = body.get("top_k") or 0
+    top_k = numbers["top_k"]
     if top_k >= words:
         raise ValueError(f"top_k must be below the model's {words} tokens; got {top_k}.")
-    for token in body.get("logit_bias") or {}:
-        if not (str(token).isdecimal() and int(token) < words):
-            raise ValueError(f"logit_bias names a token {token!r}; there are {words}, from 0 on.")
-    stops = body.get("stop") or []
-    stops = [stops] if isinstance(stops, str) else stops
-    if not (isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)):
-        raise ValueError("stop must be a text, or a list of texts.")
-    if len(stops) > MOST_STOPS:
-        raise ValueError(f"stop has {len(stops)} texts; {MOST_STOPS} are taken at most.")
-    options = body.get("stream_options")
-    if options is not None and not (
-        isinstance(options, dict) and isinstance(options.get("include_usage"), bool)
-    ):
-        raise ValueError("stream_options must be {'include_usage': true or false}.")
-    if not isinstance(body.get("prompt", ""), str):
-        raise ValueError("prompt must be one text.")
+    if numbers["top_logprobs"] > words:
+        raise ValueError(f"top_logprobs must not exceed the model's {words} tokens.")
+    for token in biases or {}:
+        if token >= words:
+            raise ValueError(f"logit_bias names a token {token}; there are {words}, from 0 on.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from mlx_h2o.serve.batches import AccountedBatch
 from mlx_h2o.serve.conversations import Conversations
 from mlx_h2o.serve.failures import Answers, Health, StepFailed, Unanswered
 from mlx_h2o.serve.fields import label_of
+from mlx_h2o.serve.grammar import Grammars
 from mlx_h2o.serve.job import Job
 from mlx_h2o.serve.marks import Mark, mark
 from mlx_h2o.serve.metrics import Metrics
@@ -33,12 +35,15 @@ from mlx_h2o.serve.served_model import ServedModel
 from mlx_h2o.serve.sessions import Saved, token_count, tokens_of
 from mlx_h2o.serve.sharing import Ended, any_failed
 from mlx_h2o.serve.stop_texts import TextStops, stopped
+from mlx_h2o.serve.threads import join
 from mlx_h2o.serve.ticket import HungUp, Ticket, still_there
 from mlx_h2o.serve.transcripts import Transcripts
 from mlx_h2o.serve.turn_text import Content, TurnText, segments_of
 
 #: How often the loop of steps may break off, one time after another, with nothing to do.
 MOST_TRIES = 3
+#: Its `generator` is the one whose thread this is, for what mlx-lm's loop calls by name.
+HERE = threading.local()
 
 
 class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
@@ -51,7 +56,6 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         metrics: What is counted.
         defaults: Settings of caches whose request says nothing of them.
         pins: What of a prompt is pinned where the request says nothing of that.
-        made: Takes this generator, before its thread begins.
     """
 
     def __init__(
@@ -62,12 +66,10 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         metrics: Metrics,
         defaults: Mapping[str, Any],
         pins: AskedPins,
-        made: list[BoundedGenerator],
     ):
-        made.append(self)
         self.provider, self.accountant, self.metrics = provider, accountant, metrics
         self.defaults, self.pins = defaults, pins
-        self.conversations, self.running_bytes, self.peak = conversations, 0, 0
+        self.conversations = conversations
         conversations.left = lambda: accountant.left_for_idle
         self.transcripts, self._restored = Transcripts(), conversations.sessions is None
         if conversations.sessions is not None:
@@ -80,7 +82,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         self._current: Ticket | None = None
         self._batch: ReferenceType[AccountedBatch] | None = None
         self.slots = 0.0  # tokens that all running caches hold, mean over layers
-        self.health = Health()
+        self.health, self.grammars = Health(), Grammars()
         self._answers: dict[Ticket, Answers] = {}  # of all that were let in
         super().__init__(provider, conversations)  # type: ignore[arg-type]
 
@@ -98,7 +100,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
 
         Raises:
             ValueError: The model cannot have such caches, or they exceed the bound.
-            RuntimeError: The model could not be loaded.
+            NotLoaded: The model could not be loaded.
         """
         label = label_of(settings)
         return Ticket(label, settings, self._plans.of(label, settings)[1], pins, gone)
@@ -111,6 +113,8 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         Raises:
             Ended: Rank 0 takes no more.
         """
+        if not self.accountant.running:
+            self.accountant.weighed(0, self.conversations.nbytes)
         came = self._share_request(self._admitted(timeout) if self._rank == 0 else None)
         if came is not None and came[1] is None:
             raise Ended
@@ -162,7 +166,8 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """As in mlx-lm; the caches that are looked up next are this request's."""
         ticket = request.ticket
-        tokenized, empty, error = None, list[Any](), None
+        tokenized: Any = None
+        empty, error = list[Any](), None
         try:
             tokenized = super()._tokenize(tokenizer, request, args)
             tokenized = self._as_said(tokenizer, request, args, tokenized)
@@ -176,6 +181,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             raise error
         self._current = ticket
         self.conversations.begin(empty)
+        args.reasons = tokenized[3] == "reasoning"
         return tokenized
 
     def _as_said(self, tokenizer: Any, request: Any, args: Any, tokenized: Any) -> Any:
@@ -231,6 +237,10 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             pin(empty, pins)
             mark(empty, Mark(ticket.label, pins))
         return empty
+
+    def stepped_alone(self, cache: list[Any]) -> None:
+        """A step of what is served by itself is done."""
+        self.weighed(sum(entry.nbytes for entry in cache), 0.0)
 
     def _serve_single(self, request: Any, *args: Any) -> None:
         """As in mlx-lm, for what cannot be batched."""
@@ -290,8 +300,8 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def weighed(self, nbytes: int, slots: float) -> None:
         """What all caches of the batch hold."""
-        self.running_bytes, self.slots = nbytes, slots
-        self.peak = max(self.peak, nbytes + self.conversations.nbytes)
+        self.slots = slots
+        self.accountant.weighed(nbytes, self.conversations.nbytes)
 
     def stepped(self, seconds: float, prompted: int, generated: int) -> None:
         """A step of all sequences is done."""
@@ -338,6 +348,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _run_generate(self) -> None:
         """As in mlx-lm; where its loop breaks off, all that ran fails, and it begins anew."""
+        HERE.generator = self
         tries = 0
         while tries < MOST_TRIES:
             try:
@@ -351,21 +362,21 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
                 self.provider.reset()
                 return
             except Exception as error:
-                logging.exception("Generating broke off")
                 if self.provider.failure is not None:
+                    logging.error("The model could not be loaded: %s", self.provider.failure)
                     break
+                logging.exception("Generating broke off")
                 # A loop that breaks off without anything to do is not begun again for ever.
                 tries = 0 if self._answers else tries + 1
                 self.failed(list(self._answers), error)
-                self.running_bytes, self.slots = 0, 0.0
+                self.slots = 0.0
         self._generation_failed = True
 
     def stop_and_join(self) -> None:
         """End; ranks but the first end with it, since it may still wait for them."""
         if self._rank == 0:
-            super().stop_and_join()
-        else:
-            self.join()
+            self._stop = True
+        join(self._generation_thread)
 
     # -- what a handler asks ----------------------------------------------------------------------
 

@@ -41,14 +41,15 @@ def overview(generator: BoundedGenerator) -> dict[str, Any]:
 
     def look() -> dict[str, Any]:
         told = sorted(conversations.told(), key=lambda idle: -idle.used)
+        held = accountant.bytes()
         return {
             "model": str(generator.cli_args.model),
             "processes": processes(),
             "bytes": {
-                "bound": accountant.bound,
-                "running": generator.running_bytes if accountant.running else 0,
-                "reserved": accountant.reserved,
-                "idle": conversations.nbytes,
+                "bound": held.bound,
+                "running": held.running,
+                "reserved": held.reserved,
+                "idle": held.idle,
             },
             "requests": {"running": accountant.running, "waiting": accountant.waiting},
             "conversations": [_outline(idle) for idle in told],

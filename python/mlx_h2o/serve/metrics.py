@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 MISSING = "Install prometheus-client (pip install 'mlx-h2o[server]') for /metrics.\n"
+
+
+@dataclass(frozen=True, eq=False)
+class _Gauges:
+    """Numbers that belong together, as prometheus-client collects them."""
+
+    family: Callable[..., Any]
+    texts: Mapping[str, str]
+    look: Callable[[], Mapping[str, float]]
+
+    def collect(self) -> Iterator[Any]:
+        """All of them, by one look."""
+        now = self.look()
+        for name, text in self.texts.items():
+            yield self.family(f"mlx_h2o_{name}", text, value=now[name])
 
 
 class Metrics:
@@ -21,6 +37,7 @@ class Metrics:
         self.content_type = "text/plain; charset=utf-8"
         try:
             import prometheus_client
+            import prometheus_client.core
         except ImportError:
             self.available = False
             return
@@ -39,10 +56,15 @@ class Metrics:
         if self.available:
             self._of(self._client.Histogram, name, text, {}).observe(value)
 
-    def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Let a number be asked for whenever someone looks."""
+    def gauges(self, texts: Mapping[str, str], look: Callable[[], Mapping[str, float]]) -> None:
+        """Let numbers be asked for whenever someone looks, all of them at one moment.
+
+        Args:
+            texts: What each of them is, by its name.
+            look: Gives them, by their names.
+        """
         if self.available:
-            self._of(self._client.Gauge, name, text, {}).set_function(value)
+            self._registry.register(_Gauges(self._client.core.GaugeMetricFamily, texts, look))
 
     def _of(self, kind: Any, name: str, text: str, labels: dict[str, str]) -> Any:
         if name not in self._made:

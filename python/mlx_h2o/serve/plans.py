@@ -40,7 +40,7 @@ class Plans:
 
         Raises:
             ValueError: The model cannot have such caches, or they exceed the bound.
-            RuntimeError: The model could not be loaded.
+            NotLoaded: The model could not be loaded.
         """
         model = self._provider.require()
         with self._making:

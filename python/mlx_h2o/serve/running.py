@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm
 import mlx_lm.server
+from mlx_lm.server import stream_generate
 
 from mlx_h2o import routing
 from mlx_h2o.serve.accountant import Accountant
+from mlx_h2o.serve.app import Doors, Service
 from mlx_h2o.serve.asked_pins import NO_PINS, AskedPins
-from mlx_h2o.serve.batches import AccountedBatch
+from mlx_h2o.serve.batches import WEIGHED_EVERY, AccountedBatch
 from mlx_h2o.serve.conversations import Conversations
-from mlx_h2o.serve.generator import BoundedGenerator
-from mlx_h2o.serve.handler import USUAL_REQUEST, Handler, Server
+from mlx_h2o.serve.generator import HERE, BoundedGenerator
+from mlx_h2o.serve.listening import (
+    Certificate,
+    Limits,
+    Server,
+    bound_socket,
+    say_address,
+    take_sigterm,
+)
 from mlx_h2o.serve.metrics import Metrics
 from mlx_h2o.serve.served_model import ServedModel
 from mlx_h2o.serve.sessions import Sessions
@@ -45,7 +53,9 @@ class ServerSettings:
         sessions: Folder of saved conversations, or None.
         sessions_memory: Bytes that its files may take, or None.
         sessions_days: For which a conversation is kept there without a new turn, or None.
-        largest: Bytes of a request.
+        doors: Who may ask, and for how much.
+        limits: What a connection may take.
+        certificate: For TLS, or None.
         pins: What of every prompt is pinned, where the request says nothing of that.
     """
 
@@ -53,10 +63,12 @@ class ServerSettings:
     bound: int | None = None
     queue: int = 32
     sessions: Path | None = None
-    largest: int = USUAL_REQUEST
     pins: AskedPins = NO_PINS
     sessions_memory: int | None = None
     sessions_days: float | None = None
+    doors: Doors = field(default_factory=Doors)
+    limits: Limits = field(default_factory=Limits)
+    certificate: Certificate | None = None
 
 
 def serve(
@@ -81,13 +93,16 @@ def serve(
         require_shareable(settings.bound is not None, settings.sessions is not None)
 
     def run(host: str, port: int, provider: ServedModel, **_: Any) -> None:
+        if mx.distributed.init().rank() == 0:
+            take_sigterm()
+            # Before there are threads: what cannot be listened on is an error at once.
+            with bound_socket(host, port) as listening, generating(provider, settings) as generator:
+                listen(host, listening, generator, settings, ready)
+            return
         with generating(provider, settings) as generator:
-            if mx.distributed.init().rank() == 0:
-                listen(host, port, generator, settings.largest, ready)
-            else:
-                # Ctrl-C in a terminal is said to all; rank 0 says when it waits for none.
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
-                generator.join()
+            # Ctrl-C in a terminal is said to all; rank 0 says when it waits for none.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            generator.join()
 
     routing.install()
     pieces = {"run": run, "ModelProvider": ServedModel}
@@ -119,17 +134,12 @@ def generating(provider: ServedModel, settings: ServerSettings) -> Iterator[Boun
     conversations = Conversations(most, sessions)
     accountant = Accountant(settings.bound, settings.queue)
     metrics = Metrics()
-    made: list[BoundedGenerator] = []
-
-    def batch(*args: Any, **kwargs: Any) -> AccountedBatch:
-        return AccountedBatch(*args, owner=made[0], **kwargs)
-
-    with held, _instead(mlx_lm.server, {"BatchGenerator": batch}):
+    with held, _instead(mlx_lm.server, PIECES):
         generator = BoundedGenerator(
-            provider, conversations, accountant, metrics, settings.defaults, settings.pins, made
+            provider, conversations, accountant, metrics, settings.defaults, settings.pins
         )
-        _watch(metrics, generator)
         try:
+            _watch(metrics, generator)
             if accountant.bound is not None:  # before the first request finds out
                 generator.ticket_for(settings.defaults, still_there, settings.pins)
             yield generator
@@ -137,50 +147,102 @@ def generating(provider: ServedModel, settings: ServerSettings) -> Iterator[Boun
             generator.stop_and_join()
 
 
+def _batch(*args: Any, **kwargs: Any) -> AccountedBatch:
+    """A batch of the generator whose thread this is."""
+    return AccountedBatch(*args, owner=HERE.generator, **kwargs)
+
+
+def _processors(args: Any) -> list[Any]:
+    """mlx-lm's of a request, and the one of its answer's form, which has the last word."""
+    generator, form = HERE.generator, getattr(args, "form", None)
+    stock = list(STOCK_PROCESSORS(args))
+    if form is None:
+        return stock
+    tokenizer = generator.provider.tokenizer
+    return [*stock, generator.grammars.processor(form, tokenizer, args.reasons)]
+
+
+def _alone(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    """mlx-lm's `stream_generate`, whose caches are weighed."""
+    for count, response in enumerate(stream_generate(*args, **kwargs)):
+        if count % WEIGHED_EVERY == 0:
+            HERE.generator.stepped_alone(kwargs["prompt_cache"])
+        yield response
+
+
+STOCK_PROCESSORS = vars(mlx_lm.server)["_make_logits_processors"]
+#: What mlx-lm's loop finds in the places of its own.
+PIECES = {
+    "BatchGenerator": _batch,
+    "_make_logits_processors": _processors,
+    "stream_generate": _alone,
+}
+
+#: What Prometheus sees of memory and queue.
+GAUGES = {
+    "kv_bytes_running": "Bytes of caches that are in use.",
+    "kv_bytes_reserved": "Bytes that they may take.",
+    "kv_bytes_idle": "Bytes of idle conversations.",
+    "kv_bytes_peak": "Most bytes of both at once.",
+    "kv_bytes_bound": "Bytes that all may take; 0: no bound.",
+    "slots": "Tokens that running caches hold, mean over layers.",
+    "running": "Requests that run.",
+    "queue": "Requests that wait.",
+    "idle": "Idle caches.",
+    "shrunk": "How often an idle conversation shrank.",
+    "forgotten": "Idle caches that made room.",
+}
+
+
 def _watch(metrics: Metrics, generator: BoundedGenerator) -> None:
-    """What Prometheus sees of memory and queue."""
+    """Let Prometheus see memory and queue."""
     accountant, conversations = generator.accountant, generator.conversations
-    bound = accountant.bound
-    for name, text, value in (
-        ("kv_bytes_running", "Bytes of caches that are in use.", lambda: generator.running_bytes),
-        ("kv_bytes_reserved", "Bytes that they may take.", lambda: accountant.reserved),
-        ("kv_bytes_idle", "Bytes of idle conversations.", lambda: conversations.nbytes),
-        ("kv_bytes_peak", "Most bytes of both at once.", lambda: generator.peak),
-        ("kv_bytes_bound", "Bytes that all may take; 0: no bound.", lambda: bound or 0),
-        ("slots", "Tokens that running caches hold, mean over layers.", lambda: generator.slots),
-        ("running", "Requests that run.", lambda: accountant.running),
-        ("queue", "Requests that wait.", lambda: accountant.waiting),
-        ("idle", "Idle caches.", lambda: len(conversations)),
-        ("shrunk", "How often an idle conversation shrank.", lambda: conversations.shrunk),
-        ("forgotten", "Idle caches that made room.", lambda: conversations.forgotten),
-    ):
-        metrics.gauge(name, text, value)
+
+    def look() -> dict[str, float]:
+        held = accountant.bytes()
+        return {
+            "kv_bytes_running": held.running,
+            "kv_bytes_reserved": held.reserved,
+            "kv_bytes_idle": held.idle,
+            "kv_bytes_peak": held.peak,
+            "kv_bytes_bound": held.bound or 0,
+            "slots": generator.slots if accountant.running else 0.0,
+            "running": accountant.running,
+            "queue": accountant.waiting,
+            "idle": len(conversations),
+            "shrunk": conversations.shrunk,
+            "forgotten": conversations.forgotten,
+        }
+
+    metrics.gauges(GAUGES, look)
 
 
 def listen(
     host: str,
-    port: int,
+    listening: socket.socket,
     generator: BoundedGenerator,
-    largest: int,
+    settings: ServerSettings,
     ready: Callable[[Server, BoundedGenerator], None] | None = None,
 ) -> None:
-    """Answer HTTP until Ctrl-C or SIGTERM."""
+    """Answer HTTP until Ctrl-C or SIGTERM.
+
+    Raises:
+        NotLoaded: There is no model.
+    """
     fingerprint = mlx_lm.server.get_system_fingerprint()
-    handler = type("SizedHandler", (Handler,), {"largest": largest})
-    with Server((host, port), partial(handler, generator, system_fingerprint=fingerprint)) as httpd:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _interrupted)
-        print(f"Serving on http://{host}:{httpd.server_port}", file=sys.stderr, flush=True)
+    service = Service(generator, settings.doors, fingerprint)
+
+    def begun(server: Server) -> None:
+        say_address(host, server.server_port, settings.certificate is not None)
         if ready is not None:
-            ready(httpd, generator)
-        try:
-            httpd.serve_forever()
-        except KeyboardInterrupt:
-            print("Ending.", file=sys.stderr)
+            ready(server, generator)
 
-
-def _interrupted(*_: Any) -> None:
-    raise KeyboardInterrupt
+    try:
+        Server(listening, service, settings.limits, settings.certificate, begun).serve()
+    except KeyboardInterrupt:
+        print("Ending.", file=sys.stderr)
+    if service.failed:
+        generator.provider.require()  # which says why
 
 
 @contextmanager

@@ -14,6 +14,10 @@ from mlx_h2o.serve.sharing import is_own, load_shared, remember
 from mlx_h2o.stock import stock_caches
 
 
+class NotLoaded(ValueError):
+    """The model cannot be loaded."""
+
+
 class ServedModel(ModelProvider):  # type: ignore[misc]
     """mlx-lm's provider, but of the model of the command line alone: no request names a path.
 
@@ -78,9 +82,9 @@ class ServedModel(ModelProvider):  # type: ignore[misc]
         """The model, once it is loaded.
 
         Raises:
-            RuntimeError: It could not be.
+            NotLoaded: It could not be.
         """
         self.loaded.wait()
         if self.failure is not None:
-            raise RuntimeError(f"The model could not be loaded: {self.failure}")
+            raise NotLoaded(f"The model could not be loaded: {self.failure}")
         return self.model

@@ -113,6 +113,7 @@ class Ticket:
         turn: What its answer is called, if a client is told.
         said: Its text, once it is tokenized; None for prompts with images.
         kept: What becomes of its caches.
+        beside: The other tickets of the same request, which asks for several answers.
     """
 
     label: str
@@ -126,6 +127,12 @@ class Ticket:
     turn: Turn | None = None
     said: TurnText | None = None
     kept: Kept = field(default_factory=Kept)
+    beside: tuple[Ticket, ...] = ()
+
+    @property
+    def together(self) -> tuple[Ticket, ...]:
+        """This one, and the other ones of its request."""
+        return self, *self.beside
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Other ranks learn of a request by pickle; its client's socket is of this process.

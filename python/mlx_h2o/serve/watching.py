@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from mlx_h2o.serve import looking
+from mlx_h2o.serve.bodies import parsed
 from mlx_h2o.serve.generator import BoundedGenerator
 from mlx_h2o.serve.job import Busy
 
@@ -97,8 +97,10 @@ def got(generator: BoundedGenerator, path: str) -> Told | None:
     asked = urlsplit(path)
     watched = parse_qs(asked.query).get("known")
     known = watched[-1] if watched else "0"
-    if not known.isdecimal():
-        raise NotHere(HTTPStatus.BAD_REQUEST, f"known must be a whole number; got {known!r}.")
+    if not (known.isascii() and known.isdecimal() and len(known) < 10):
+        raise NotHere(
+            HTTPStatus.BAD_REQUEST, f"known must be a whole number below 10^9; got {known[:60]!r}."
+        )
     match asked.path.removeprefix(ROOT).split("/"):
         case ["conversations"]:
             return _answered(lambda: looking.overview(generator))
@@ -120,9 +122,9 @@ def posted(generator: BoundedGenerator, path: str, body: bytes) -> Told:
     match urlsplit(path).path.removeprefix(ROOT).split("/"):
         case ["conversations", name, "pins"]:
             try:
-                asked = json.loads(body)
+                asked = parsed(body)
             except ValueError as error:
-                raise NotHere(HTTPStatus.BAD_REQUEST, f"The body is no JSON: {error}") from error
+                raise NotHere(HTTPStatus.BAD_REQUEST, str(error)) from error
             return _answered(lambda: looking.change_pins(generator, name, asked))
         case _:
             raise NotHere(HTTPStatus.NOT_FOUND, "There is nothing here.")

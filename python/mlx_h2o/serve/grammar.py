@@ -1,0 +1,235 @@
+"""Answers of a given form: JSON, a schema, a call of a tool, a regular expression, a grammar.
+
+llguidance (the extra `grammar`) says which tokens may come next; it reads Hugging Face's fast
+tokenizers, needs neither torch nor a GPU, and knows JSON schemas, regular expressions and
+Lark grammars. Here its mask becomes a logits processor, as mlx-lm's batches and its generation of
+one sequence both take.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+#: What is missing, and how it comes.
+MISSING = (
+    "response_format, and tool_choice 'required' or of a name, need llguidance: pip install "
+    "'mlx-h2o[grammar]'."
+)
+#: Between the parts of JSON: a space, or a line's end and indentation. A model that loves space
+#: would fill its answer with whatever more were allowed.
+BETWEEN = r"( |\n {0,24})?"
+#: Calls of tools in one answer, where it may have several.
+MOST_CALLS = 8
+#: The module of mlx-lm that reads calls as JSON objects between two tags.
+JSON_CALLS = "mlx_lm.tool_parsers.json_tools"
+
+
+class NotInstalled(Exception):
+    """llguidance is not there."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer must be.
+
+    Attributes:
+        lark: A grammar in Lark's syntax, as llguidance takes it.
+    """
+
+    lark: str
+
+
+def form_of(
+    response_format: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]] | None,
+    tool_choice: Any,
+    several: bool,
+    tokenizer: Any,
+) -> Form | None:
+    """The form that a request asks for; None where its answer is free.
+
+    Args:
+        response_format: Of the request, checked.
+        tools: Likewise.
+        tool_choice: Likewise: "auto", "none", "required" or a tool by its name.
+        several: Whether one answer may call several tools.
+        tokenizer: Of the model.
+
+    Raises:
+        ValueError: The model's way to call tools cannot be required.
+    """
+    answer = _answer_of(response_format)
+    forced = tools is not None and tool_choice not in (None, "auto", "none")
+    if not forced and (answer is None or not tools or tool_choice == "none"):
+        return None if answer is None else Form(f"start: answer\n{answer}")
+    assert tools is not None
+    reads = getattr(tokenizer.tool_parser, "__module__", "")
+    if reads != JSON_CALLS:
+        raise ValueError(
+            "tool_choice 'required' or of a name, and response_format beside tools, are served "
+            "for models that call tools as JSON between <tool_call> and </tool_call>; this one "
+            f"calls them in another way ({reads.rpartition('.')[2]}): use tool_choice 'auto', "
+            "without response_format."
+        )
+    name = tool_choice["function"]["name"] if isinstance(tool_choice, Mapping) else None
+    wanted = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    most = MOST_CALLS if several and name is None else 1
+    calls = _calls_of(wanted, most, tokenizer)
+    if forced:
+        return Form(f"start: calls\n{calls}")
+    return Form(f"start: answer | calls\n{answer}{calls}")
+
+
+def _answer_of(asked: Mapping[str, Any] | None) -> str | None:
+    """The rule `answer` of a response_format; None: anything."""
+    kind = asked["type"] if asked else "text"
+    assert asked is not None or kind == "text"
+    match kind:
+        case "json_object":
+            return f"answer: %json {_schema({'type': 'object'})}\n"
+        case "json_schema":
+            assert asked is not None
+            return f"answer: %json {_schema(asked['json_schema']['schema'])}\n"
+        case _:
+            return None
+
+
+def _schema(schema: Any) -> str:
+    if isinstance(schema, Mapping):
+        schema = {**schema, "x-guidance": {"whitespace_pattern": BETWEEN}}
+    return json.dumps(schema)
+
+
+def _calls_of(functions: Sequence[Mapping[str, Any]], most: int, tokenizer: Any) -> str:
+    """The rules of up to `most` calls of some functions."""
+    schemas = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function["name"]},
+                "arguments": function.get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
+    special = set(tokenizer.all_special_tokens)
+    first, end = (
+        # What the tokenizer holds for special is one token, and no text, to llguidance.
+        tag if tag in special else json.dumps(tag)
+        for tag in (tokenizer.tool_call_start, tokenizer.tool_call_end)
+    )
+    return (
+        f"calls: call{{1,{most}}}\n"
+        f"call: {first} /\\n?/ body /\\n?/ {end} /\\n?/\n"
+        f"body: %json {_schema({'anyOf': schemas})}\n"
+    )
+
+
+class Grammars:
+    """llguidance for the tokenizer of one model; made at first use."""
+
+    def __init__(self) -> None:
+        self._made: Any = None
+        self._making = threading.Lock()
+
+    def tokenizer(self, tokenizer: Any) -> Any:
+        """The model's tokenizer as llguidance has it.
+
+        Raises:
+            NotInstalled: llguidance is missing.
+            ValueError: It cannot read such a tokenizer.
+        """
+        with self._making:
+            if self._made is None:
+                try:
+                    from llguidance.hf import from_tokenizer
+                except ImportError as error:
+                    raise NotInstalled(MISSING) from error
+                ends = sorted(tokenizer.eos_token_ids)
+                inner = getattr(tokenizer, "_tokenizer", tokenizer)
+                self._made = from_tokenizer(inner, eos_token=ends)
+            return self._made
+
+    def check(self, form: Form) -> None:
+        """Raise ValueError for a form that is none; `tokenizer` was asked for before."""
+        from llguidance import LLMatcher
+
+        wrong = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(form.lark), self._made)
+        if wrong and not wrong.startswith("WARNING"):
+            raise ValueError(f"What the answer should be cannot be: {wrong.strip()}")
+
+    def processor(self, form: Form, tokenizer: Any, reasons: bool) -> Constrained:
+        """A logits processor of one request.
+
+        Args:
+            form: Of its answer.
+            tokenizer: Of the model.
+            reasons: Whether the prompt has opened the model's reasoning, which is free.
+        """
+        from llguidance import LLMatcher
+
+        own = self.tokenizer(tokenizer)
+        matcher = LLMatcher(own, LLMatcher.grammar_from_lark(form.lark))
+        ends = list(map(int, tokenizer.eos_token_ids))
+        until = tuple(tokenizer.think_end_tokens or ()) if reasons else ()
+        return Constrained(matcher, ends, until)
+
+
+class Constrained:
+    """Lets through the tokens that a form allows next.
+
+    Args:
+        matcher: llguidance's, at the beginning.
+        ends: Tokens that end an answer.
+        until: Tokens after which the form begins; empty: with the answer.
+    """
+
+    def __init__(self, matcher: Any, ends: Sequence[int], until: Sequence[int]):
+        self._matcher, self._ends, self._until = matcher, list(ends), list(until)
+        self._read: int | None = None
+        self._free: list[int] = []  # the last tokens of what comes before the form
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Logits of shape (1, V) with -inf for what may not come.
+
+        Args:
+            tokens: Of prompt and answer so far, (T,).
+            logits: Of the next one.
+        """
+        if self._read is None:  # all of it is the prompt
+            self._read = tokens.size
+        elif tokens.size < self._read:  # a step is made again
+            self._matcher.rollback(self._read - tokens.size)
+        new: Any = tokens[self._read :].tolist()
+        for token in new:
+            self._take(token)
+        self._read = tokens.size
+        if self._until:
+            return logits
+        V = logits.shape[-1]
+        allowed = np.zeros(V, bool)
+        if not (self._matcher.is_error() or self._matcher.is_stopped()):
+            packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            bits = np.unpackbits(packed, bitorder="little")[:V]
+            allowed[: len(bits)] = bits.astype(bool)
+        if not allowed.any():
+            # Complete, or more than llguidance can follow: the answer ends, and no other's does.
+            allowed[self._ends] = True
+        return mx.where(mx.array(allowed), logits, -mx.inf)
+
+    def _take(self, token: int) -> None:
+        if not self._until:
+            self._matcher.consume_token(token)
+            return
+        self._free = [*self._free, token][-len(self._until) :]
+        if self._free == self._until:
+            self._until = []

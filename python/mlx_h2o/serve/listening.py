@@ -1,0 +1,259 @@
+"""Listening: uvicorn, with deadlines and a largest number of connections.
+
+uvicorn closes idle connections (`timeout_keep_alive`) and refuses requests, as plain text, beyond
+`limit_concurrency`. It has no deadline for headers, and none for a client that reads nothing of its
+answer; those are here, with its connections counted and its own errors in OpenAI's form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mlx_h2o.serve.answers import error_body
+from mlx_h2o.serve.app import Service
+
+#: Seconds that answers may take to end when the server does; after that they are cancelled.
+LONGEST_END = 30
+BACKLOG = 512
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a connection may take.
+
+    Attributes:
+        connections: At one time.
+        headers: Seconds until a request's headers are there.
+        reading: Seconds that a client may leave an answer unread.
+    """
+
+    connections: int = 512
+    headers: float = 20.0
+    reading: float = 60.0
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """For TLS.
+
+    Attributes:
+        certificate: File of the certificate, and of those above it.
+        key: File of its key.
+
+    Raises:
+        ValueError: One of them is no file.
+    """
+
+    certificate: Path
+    key: Path
+
+    def __post_init__(self) -> None:
+        for name, path in (("--tls-cert", self.certificate), ("--tls-key", self.key)):
+            if not path.is_file():
+                raise ValueError(f"{name}: there is no file {path}.")
+
+
+class Protocol(H11Protocol):
+    """uvicorn's, for clients who may be slow or many."""
+
+    limits = Limits()
+    _headers_due: asyncio.TimerHandle | None = None
+    _reading_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """A client is there."""
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.connections:
+            self._refuse(
+                503, f"There are {self.limits.connections} connections, which are the most."
+            )
+        else:
+            self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._headers_due = _off(self._headers_due)
+        self._reading_due = _off(self._reading_due)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Some bytes of a request."""
+        super().data_received(data)
+        self._await_headers()
+
+    def on_response_complete(self) -> None:
+        """The next request may come."""
+        super().on_response_complete()
+        self._await_headers()
+
+    def _await_headers(self) -> None:
+        """Begin to wait for a request's headers, or wait no longer, since they are there."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering or self.transport.is_closing():
+            self._headers_due = _off(self._headers_due)
+        elif self._headers_due is None:
+            self._headers_due = self.loop.call_later(self.limits.headers, self._too_late)
+
+    def _too_late(self) -> None:
+        self._headers_due = None
+        self._refuse(408, f"No request came within {self.limits.headers:g} seconds.")
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as it is told."""
+        super().pause_writing()
+        self._reading_due = self.loop.call_later(self.limits.reading, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        super().resume_writing()
+        self._reading_due = _off(self._reading_due)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP, in OpenAI's form."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()  # in the middle of an answer there is no place for another
+        else:
+            self._refuse(400, msg)
+
+    def _refuse(self, status: int, why: str) -> None:
+        """Answer without a request, and close."""
+        body = error_body(status, why)
+        head = (
+            f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            "Connection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+def _off(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    """Stop a timer; there is none any more."""
+    if timer is not None:
+        timer.cancel()
+    return None
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn's server, which says when it answers, and breaks off answers when it ends."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]):
+        super().__init__(config)
+        self._service, self._ready = service, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        self._ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end, asked ten times a second."""
+        return await super().on_tick(counter) or self._service.failed
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Send all clients away."""
+        self._service.end()
+        await super().shutdown(sockets)
+
+
+class Server:
+    """A server on a socket that listens already.
+
+    Attributes:
+        server_port: Its port.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        service: Service,
+        limits: Limits,
+        certificate: Certificate | None,
+        ready: Callable[[Server], None],
+    ):
+        self._socket, self._service = listening, service
+        self.server_port = int(listening.getsockname()[1])
+        config = uvicorn.Config(
+            service.app,
+            http=type("LimitedProtocol", (Protocol,), {"limits": limits}),
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,  # who asks is who is connected
+            timeout_graceful_shutdown=LONGEST_END,
+            ssl_certfile=certificate.certificate if certificate else None,
+            ssl_keyfile=certificate.key if certificate else None,
+        )
+        try:
+            config.load()
+        except OSError as error:  # of ssl, too
+            raise ValueError(f"--tls-cert and --tls-key cannot be used: {error}") from error
+        self._server = _Uvicorn(config, service, lambda: ready(self))
+
+    def serve(self) -> None:
+        """Answer until `shutdown`, Ctrl-C or SIGTERM; then no thread of a request is left."""
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            self._service.join()
+
+    def shutdown(self) -> None:
+        """End; any thread may say so."""
+        self._server.should_exit = True
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        ValueError: There is no such port or host, or it is in use.
+    """
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"--port must be from 0 to 65535; got {port}.")
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = infos[0]
+        made = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(f"--host {host}: {error}") from error
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(BACKLOG)
+    except OSError as error:
+        made.close()
+        raise ValueError(f"Cannot listen on {host}, port {port}: {error.strerror}.") from error
+    return made
+
+
+def take_sigterm() -> None:
+    """Let SIGTERM be Ctrl-C, in the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupted)
+
+
+def _interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def say_address(host: str, port: int, tls: bool) -> None:
+    """Tell the user, and who waits for this line."""
+    scheme = "https" if tls else "http"
+    shown = f"[{host}]" if ":" in host else host
+    print(f"Serving on {scheme}://{shown}:{port}", file=sys.stderr, flush=True)
