@@ -118,6 +118,17 @@ def add_parser(commands: Any) -> None:
         "--sessions-days", type=typed(days, "a number of days such as 30"), metavar="DAYS",
         help="remove conversations that had no turn for so long (default: never)",
     )  # fmt: skip
+    _add_doors(server)
+    for name, text in MLX_LMS.items():
+        metavar = name.rpartition("-")[2].upper()
+        server.add_argument(f"--{name}", metavar=metavar, help=text, **TYPES.get(name, {}))
+    add_cache_options(parser, DEFAULT_MAX_KV_SIZE, many=True)
+    add_pin_options(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_doors(server: argparse._ArgumentGroup) -> None:
+    """Who may ask, and how much."""
     server.add_argument(
         "--max-request", type=typed(size_in_bytes, "bytes such as 8MB"), default=8 << 20,
         metavar="SIZE", help="largest body of a request (default: 8 MiB)",
@@ -140,12 +151,6 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     server.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate, for HTTPS")
     server.add_argument("--tls-key", type=Path, metavar="FILE", help="the certificate's key")
-    for name, text in MLX_LMS.items():
-        metavar = name.rpartition("-")[2].upper()
-        server.add_argument(f"--{name}", metavar=metavar, help=text, **TYPES.get(name, {}))
-    add_cache_options(parser, DEFAULT_MAX_KV_SIZE, many=True)
-    add_pin_options(parser)
-    parser.set_defaults(run=run)
 
 
 def size_in_bytes(text: str) -> int:

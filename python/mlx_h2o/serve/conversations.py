@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,10 +149,10 @@ class Conversations:
     def _found(self, key: bytes) -> tuple[list[Any], int]:
         """Caches of the caller's own, and how many of a prompt's tokens they know."""
         found = self._longest_before(key)
-        undone = self._undone(key, token_count(found.key) if found else 0)
+        known = token_count(found.key) if found else 0
+        undone = _undone(self._idle.values(), self._wanted, key, known)
         if undone is not None:
             return undone
-        known = token_count(found.key) if found else 0
         if self.sessions is not None:
             saved = self.sessions.longest_before(self._wanted, key)
             # A shrunk conversation's file still has all that it held.
@@ -367,29 +367,34 @@ class Conversations:
             and idle.mark.serves(wanted, token_count(idle.key))
         ]
 
-    def _undone(self, key: bytes, more_than: int) -> tuple[list[Any], int] | None:
-        """Caches that differ by steps which can be undone without a trace, and what they know.
 
-        Args:
-            key: Of the prompt.
-            more_than: Tokens that are known without.
-        """
-        tokens = tokens_of(key)
-        best: Idle | None = None
-        for idle in self._idle.values():
-            held = tokens_of(idle.key)
-            common = min(_common(held, tokens), len(tokens) - 1)
-            if common <= more_than or not idle.mark.serves(self._wanted, common):
-                continue
-            if leaves_no_trace(idle.cache, len(held) - common):
-                best, more_than = idle, common
-        if best is None:
-            return None
-        cache = copy.deepcopy(best.cache)
-        count = token_count(best.key) - more_than
-        for _, entry in entries(cache):
-            entry.trim(count)
-        return cache, more_than
+def _undone(
+    idle: Iterable[Idle], wanted: Mark, key: bytes, more_than: int
+) -> tuple[list[Any], int] | None:
+    """Caches that differ by steps which can be undone without a trace, and what they know.
+
+    Args:
+        idle: All that there are.
+        wanted: The prompt's mark.
+        key: Of the prompt.
+        more_than: Tokens that are known without.
+    """
+    tokens = tokens_of(key)
+    best: Idle | None = None
+    for one in idle:
+        held = tokens_of(one.key)
+        common = min(_common(held, tokens), len(tokens) - 1)
+        if common <= more_than or not one.mark.serves(wanted, common):
+            continue
+        if leaves_no_trace(one.cache, len(held) - common):
+            best, more_than = one, common
+    if best is None:
+        return None
+    cache = copy.deepcopy(best.cache)
+    count = token_count(best.key) - more_than
+    for _, entry in entries(cache):
+        entry.trim(count)
+    return cache, more_than
 
 
 def _only_file(ticket: Ticket | None) -> bool:

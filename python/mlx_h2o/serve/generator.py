@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from queue import Empty
 from typing import Any
 from weakref import ReferenceType, ref
 
-import mlx.core as mx
 from mlx_lm.server import ResponseGenerator
 
 from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries
-from mlx_h2o.conversations import pin
 from mlx_h2o.serve.accountant import Accountant
 from mlx_h2o.serve.asked_pins import AskedPins
 from mlx_h2o.serve.batches import AccountedBatch
 from mlx_h2o.serve.conversations import Conversations
 from mlx_h2o.serve.failures import Answers, Health, StepFailed, Unanswered
 from mlx_h2o.serve.fields import label_of
+from mlx_h2o.serve.going_on import GoingOn, restore, with_pins
 from mlx_h2o.serve.grammar import Grammars
 from mlx_h2o.serve.job import Job
-from mlx_h2o.serve.marks import Mark, mark
 from mlx_h2o.serve.metrics import Metrics
 from mlx_h2o.serve.plans import Plans
 from mlx_h2o.serve.served_model import ServedModel
-from mlx_h2o.serve.sessions import Saved, token_count, tokens_of
 from mlx_h2o.serve.sharing import Ended, any_failed
-from mlx_h2o.serve.stop_texts import TextStops, stopped
+from mlx_h2o.serve.stop_texts import TextStops
 from mlx_h2o.serve.threads import join
 from mlx_h2o.serve.ticket import HungUp, Ticket, still_there
-from mlx_h2o.serve.transcripts import Transcripts
-from mlx_h2o.serve.turn_text import Content, TurnText, segments_of
+from mlx_h2o.serve.turn_text import TurnText, respelled
 
 #: How often the loop of steps may break off, one time after another, with nothing to do.
 MOST_TRIES = 3
@@ -71,12 +65,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         self.defaults, self.pins = defaults, pins
         self.conversations = conversations
         conversations.left = lambda: accountant.left_for_idle
-        self.transcripts, self._restored = Transcripts(), conversations.sessions is None
-        if conversations.sessions is not None:
-            for note in conversations.sessions.notes:
-                for text in note.texts:
-                    self.transcripts.add(text, note.key)
-            conversations.sessions.notes.clear()
+        self._going_on, self._restored = GoingOn(conversations), False
         self._plans = Plans(provider, accountant.bound)
         self._line: deque[Any] = deque()
         self._current: Ticket | None = None
@@ -123,8 +112,8 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
     def _admitted(self, timeout: float | None) -> Any:
         if not self._restored:
             self._restored = True
-            self._restore()
-        self._line_up(None if self._line else timeout)
+            restore(self.conversations, self._plans, self.provider, self.defaults)
+        _line_up(self.requests, self._line, None if self._line else timeout)
         if timeout is not None and not self._line:  # nothing runs and nothing waits
             self.conversations.save_one()
         while self._line:
@@ -150,19 +139,6 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             return self._answers[ticket], request, args
         return None
 
-    def _line_up(self, timeout: float | None) -> None:
-        """Move what has come into the line; wait for the first so long, if at all."""
-        try:
-            while True:
-                came = self.requests.get(timeout is not None, timeout)
-                timeout = None
-                if isinstance(came, Job):
-                    came.run()
-                else:
-                    self._line.append(came)
-        except Empty:
-            return
-
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """As in mlx-lm; the caches that are looked up next are this request's."""
         ticket = request.ticket
@@ -171,7 +147,9 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         try:
             tokenized = super()._tokenize(tokenizer, request, args)
             tokenized = self._as_said(tokenizer, request, args, tokenized)
-            empty = self._empty_for(ticket, tokenizer, tokenized[0], request.messages)
+            if not tokenized[0]:
+                raise ValueError("The prompt is empty.")
+            empty = self._empty_for(request, tokenizer, tokenized[0])
         except Exception as raised:
             error = raised
         if self._is_distributed and any_failed(error is not None) and error is None:
@@ -186,36 +164,16 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _as_said(self, tokenizer: Any, request: Any, args: Any, tokenized: Any) -> Any:
         """What mlx-lm made of a prompt, with what the model said in the tokens that it said."""
-        prompt, segments, kinds, state, vision = tokenized
+        prompt, *_, vision = tokenized
         if vision is not None or not prompt:
             return tokenized
-        ticket, own = request.ticket, self.provider.cli_args.chat_template_args
-        ticket.said = TurnText.of(tokenizer, request, args, own, prompt)
-        spelled = prompt
+        own = self.provider.cli_args.chat_template_args
+        said = request.ticket.said = TurnText.of(tokenizer, request, args, own, prompt)
         if self._rank == 0:
-            spelled = self._best_spelled(tokenizer, ticket, request.messages)
+            said.tokens = self._going_on.spelled(said, partial(self._empty_for, request, tokenizer))
         if self._is_distributed:
-            spelled = self._share_object(spelled)
-        ticket.said.tokens = spelled
-        if spelled != prompt:
-            segments, kinds = segments_of(prompt, segments, kinds, spelled)
-        return spelled, segments, kinds, state, vision
-
-    def _best_spelled(self, tokenizer: Any, ticket: Ticket, messages: Any) -> list[int]:
-        """A prompt's tokens, of the conversation of which caches know most."""
-        said = ticket.said
-        assert said is not None
-        best, most = said.tokens, -1
-        found = self.transcripts.spellings(said.text)
-        for tokens in (*(said.goes_on_from(n, tokens_of(key)) for n, key in found), said.tokens):
-            try:
-                empty = self._empty_for(ticket, tokenizer, tokens, messages)
-            except ValueError:  # its pins, of which `_tokenize` hears where all have the error
-                continue
-            known = self.conversations.known(empty, tokens)
-            if known > most:
-                best, most = tokens, known
-        return best
+            said.tokens = self._share_object(said.tokens)
+        return respelled(tokenized, said.tokens)
 
     def _make_state_machine(
         self, model_key: Any, tokenizer: Any, stop_words: Sequence[str]
@@ -224,19 +182,11 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         tokens, text = super()._make_state_machine(model_key, tokenizer, [])
         return TextStops(tokens, tokenizer, stop_words) if stop_words else tokens, text
 
-    def _empty_for(
-        self, ticket: Ticket, tokenizer: Any, tokens: Sequence[int], messages: Any
-    ) -> list[Any]:
+    def _empty_for(self, request: Any, tokenizer: Any, tokens: Sequence[int]) -> list[Any]:
         """Empty caches for a request's prompt, with its pins and its mark."""
-        if not tokens:
-            raise ValueError("The prompt is empty.")
-        pins = ticket.pins.in_prompt(tokenizer, tokens, messages)
-        empty = self._plans.of(ticket.label, ticket.settings)[0]
-        if pins:
-            empty = copy.deepcopy(empty)
-            pin(empty, pins)
-            mark(empty, Mark(ticket.label, pins))
-        return empty
+        ticket = request.ticket
+        pins = ticket.pins.in_prompt(tokenizer, tokens, request.messages)
+        return with_pins(self._plans.of(ticket.label, ticket.settings)[0], ticket.label, pins)
 
     def stepped_alone(self, cache: list[Any]) -> None:
         """A step of what is served by itself is done."""
@@ -252,35 +202,6 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             self.conversations.ticket = None
             ticket.kept.tell(None)  # where it broke off before it was kept
             self.ended(ticket, None)
-
-    def _restore(self) -> None:
-        """Compute the caches of conversations that a killed server noted and did not write."""
-        sessions = self.conversations.sessions
-        for saved in sessions.without_caches() if sessions is not None else ():
-            try:
-                self._read_again(saved)
-            except Exception as error:
-                # Its tokens are known still: its next turn is read whole.
-                logging.warning("Cannot restore the conversation %s: %s", saved.path.stem, error)
-
-    def _read_again(self, saved: Saved) -> None:
-        own, tokens = saved.mark, tokens_of(saved.key)
-        same = own.label == label_of(self.defaults)
-        settings = self.defaults if same else json.loads(own.label)
-        empty = self._plans.of(own.label, settings)[0]
-        if own.pins:
-            empty = copy.deepcopy(empty)
-            pin(empty, own.pins)
-            mark(empty, own)
-        self.conversations.begin(empty)
-        # (One token is always left to read, and this one comes after all of them.)
-        cache, rest = self.conversations.fetch_nearest_cache(None, [*tokens, tokens[-1]])
-        logging.info("Reading %d tokens of %s again", len(rest) - 1, saved.path.stem)
-        model, size = self.provider.require(), int(self.provider.cli_args.prefill_step_size)
-        for first in range(0, len(rest) - 1, size):
-            model(mx.array([rest[first : min(first + size, len(rest) - 1)]]), cache=cache)
-            mx.eval([entry.state for entry in cache])
-        self.conversations.insert_cache(None, tokens, cache)
 
     @property
     def batch(self) -> AccountedBatch | None:
@@ -424,56 +345,41 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         except Exception as error:
             raise Unanswered(error, self.is_healthy) from error
 
-        content = Content(context.text_sm, context.initial_state)
+        told_as = self._going_on.told(
+            *(responses, ticket, context, stops, self.provider.tokenizer),
+            self.generation_available,
+        )
+        return context, _while_there(told_as, gone, self.health)
 
-        def watched() -> Iterator[Any]:
-            shown = stopped(responses, stops, self.provider.tokenizer) if stops else responses
-            try:
-                for response in shown:
-                    if gone():
-                        raise HungUp("The client went away.")
-                    if response.finish_reason == "stop":
-                        response = replace(response, text="")
-                    content.add(response)
-                    if response.finish_reason is not None:
-                        self._remember(ticket, content.text)
-                    yield response
-            except (ConnectionError, TimeoutError, StepFailed):
-                raise
-            except Exception as error:  # of a request that was served by itself
-                self.health.failed(error)
-                raise StepFailed(error) from error
 
-        return context, watched()
+def _line_up(requests: Any, line: deque[Any], timeout: float | None) -> None:
+    """Move what has come into the line; wait for the first so long, if at all."""
+    try:
+        while True:
+            came = requests.get(timeout is not None, timeout)
+            timeout = None
+            if isinstance(came, Job):
+                came.run()
+            else:
+                line.append(came)
+    except Empty:
+        return
 
-    def _remember(self, ticket: Ticket, content: str) -> None:
-        """Have a conversation found again, after a crash too, before its client hears of its end.
 
-        Args:
-            ticket: Of its request.
-            content: The answer as the client got it.
-        """
-        kept = ticket.kept.wait(self.generation_available)
-        if kept is None or ticket.said is None:
-            return
-        place, prompt = kept
-        texts, goes_on = ticket.said.continued(tokens_of(place.key), content)
-        for text in texts:
-            self.transcripts.add(text, place.key)
-        if not goes_on and prompt is not None:
-            # The chat template leaves out some of what was said, such as thoughts: the next turn
-            # goes on from this one's prompt.
-            place, texts = prompt, []
-        sessions, turn = self.conversations.sessions, ticket.turn
-        if sessions is None or not token_count(place.key):
-            return
-        name, title = (turn.name, turn.title) if turn is not None else ("", "")
-        try:
-            sessions.note(place.mark, place.key, texts, title, name)
-        except OSError as error:
-            logging.error("A turn could not be noted: %s", error)
-        else:
-            self.conversations.noted(place)
+def _while_there(
+    responses: Iterator[Any], gone: Callable[[], bool], health: Health
+) -> Iterator[Any]:
+    """An answer, given up when its client goes away."""
+    try:
+        for response in responses:
+            if gone():
+                raise HungUp("The client went away.")
+            yield response
+    except (ConnectionError, TimeoutError, StepFailed):
+        raise
+    except Exception as error:  # of a request that was served by itself
+        health.failed(error)
+        raise StepFailed(error) from error
 
 
 def _evicted(cache: list[Any]) -> float:

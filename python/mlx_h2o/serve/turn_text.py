@@ -183,6 +183,19 @@ class TurnText:
         return whole[:end]
 
 
+def respelled(tokenized: Any, now: list[int]) -> Any:
+    """What mlx-lm made of a prompt, with other tokens of the same text.
+
+    Args:
+        tokenized: The prompt, its segments, what they are, and more.
+        now: The tokens.
+    """
+    prompt, segments, kinds, *more = tokenized
+    if now == prompt:
+        return tokenized
+    return (now, *segments_of(prompt, segments, kinds, now), *more)
+
+
 def segments_of(
     before: Sequence[int], segments: Sequence[Sequence[int]], kinds: Sequence[str], now: list[int]
 ) -> tuple[list[list[int]], list[str]]:

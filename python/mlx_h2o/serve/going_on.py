@@ -1,0 +1,170 @@
+"""How a conversation goes on: from what was said in the tokens that said it, after a crash too."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_h2o.conversations import pin
+from mlx_h2o.pins import Span
+from mlx_h2o.serve.conversations import Conversations
+from mlx_h2o.serve.fields import label_of
+from mlx_h2o.serve.marks import Mark, mark
+from mlx_h2o.serve.plans import Plans
+from mlx_h2o.serve.served_model import ServedModel
+from mlx_h2o.serve.sessions import Saved, tokens_of
+from mlx_h2o.serve.stop_texts import stopped
+from mlx_h2o.serve.ticket import Ticket
+from mlx_h2o.serve.transcripts import Transcripts
+from mlx_h2o.serve.turn_text import Content, TurnText
+
+
+class GoingOn:
+    """What was said in all conversations, and where it is noted.
+
+    Args:
+        conversations: Idle caches.
+    """
+
+    def __init__(self, conversations: Conversations):
+        self._conversations, self._transcripts = conversations, Transcripts()
+        if conversations.sessions is not None:
+            for note in conversations.sessions.notes:
+                for text in note.texts:
+                    self._transcripts.add(text, note.key)
+            conversations.sessions.notes.clear()
+
+    def spelled(self, said: TurnText, empty_for: Callable[[list[int]], list[Any]]) -> list[int]:
+        """A prompt's tokens, of the conversation of which caches know most.
+
+        Args:
+            said: The prompt.
+            empty_for: Empty caches for a prompt's tokens, with its pins.
+        """
+        best, most = said.tokens, -1
+        found = self._transcripts.spellings(said.text)
+        for tokens in (*(said.goes_on_from(n, tokens_of(key)) for n, key in found), said.tokens):
+            try:
+                empty = empty_for(tokens)
+            except ValueError:  # its pins, of which the request is told where all have the error
+                continue
+            known = self._conversations.known(empty, tokens)
+            if known > most:
+                best, most = tokens, known
+        return best
+
+    def told(
+        self,
+        responses: Iterable[Any],
+        ticket: Ticket,
+        context: Any,
+        stops: Sequence[str],
+        tokenizer: Any,
+        alive: Callable[[], bool],
+    ) -> Iterator[Any]:
+        """An answer as its client is told it; its end comes when its turn is on disk.
+
+        Args:
+            responses: mlx-lm's.
+            ticket: Of the request.
+            context: mlx-lm's, of its generation.
+            stops: Texts that end it.
+            tokenizer: The model's.
+            alive: Whether the thread that generates still runs.
+        """
+        content = Content(context.text_sm, context.initial_state)
+        shown = stopped(responses, stops, tokenizer) if stops else responses
+        for response in shown:
+            if response.finish_reason == "stop":
+                response = replace(response, text="")
+            content.add(response)
+            if response.finish_reason is not None:
+                self._remember(ticket, content.text, alive)
+            yield response
+
+    def _remember(self, ticket: Ticket, content: str, alive: Callable[[], bool]) -> None:
+        """Have a conversation found again, after a crash too."""
+        kept = ticket.kept.wait(alive)
+        if kept is None or ticket.said is None:
+            return
+        place, prompt = kept
+        texts, goes_on = ticket.said.continued(tokens_of(place.key), content)
+        for text in texts:
+            self._transcripts.add(text, place.key)
+        if not goes_on and prompt is not None:
+            # The chat template leaves out some of what was said, such as thoughts: the next turn
+            # goes on from this one's prompt.
+            place, texts = prompt, []
+        sessions, turn = self._conversations.sessions, ticket.turn
+        if sessions is None or not place.key:
+            return
+        name, title = (turn.name, turn.title) if turn is not None else ("", "")
+        try:
+            sessions.note(place.mark, place.key, texts, title, name)
+        except OSError as error:
+            logging.error("A turn could not be noted: %s", error)
+        else:
+            self._conversations.noted(place)
+
+
+def with_pins(empty: list[Any], label: str, pins: tuple[Span, ...]) -> list[Any]:
+    """Empty caches with pins of a prompt, and their mark; these themselves where there are none.
+
+    Args:
+        empty: Without pins.
+        label: Of their settings.
+        pins: Of the prompt.
+    """
+    if pins:
+        empty = copy.deepcopy(empty)
+        pin(empty, pins)
+        mark(empty, Mark(label, pins))
+    return empty
+
+
+def restore(
+    conversations: Conversations, plans: Plans, provider: ServedModel, defaults: Mapping[str, Any]
+) -> None:
+    """Compute the caches of conversations that a killed server noted and did not write.
+
+    Args:
+        conversations: Idle caches.
+        plans: Of empty ones.
+        provider: Of the model.
+        defaults: The server's settings of caches.
+    """
+    sessions = conversations.sessions
+    for saved in sessions.without_caches() if sessions is not None else ():
+        try:
+            _read_again(saved, conversations, plans, provider, defaults)
+        except Exception as error:
+            # Its tokens are known still: its next turn is read whole.
+            logging.warning("Cannot restore the conversation %s: %s", saved.path.stem, error)
+
+
+def _read_again(
+    saved: Saved,
+    conversations: Conversations,
+    plans: Plans,
+    provider: ServedModel,
+    defaults: Mapping[str, Any],
+) -> None:
+    own, tokens = saved.mark, tokens_of(saved.key)
+    same = own.label == label_of(defaults)
+    empty = plans.of(own.label, defaults if same else json.loads(own.label))[0]
+    conversations.begin(with_pins(empty, own.label, own.pins))
+    # (One token is always left to read, and this one comes after all of them.)
+    cache, rest = conversations.fetch_nearest_cache(None, [*tokens, tokens[-1]])
+    count, size = len(rest) - 1, int(provider.cli_args.prefill_step_size)
+    logging.info("Reading %d tokens of %s again", count, saved.path.stem)
+    model = provider.require()
+    for first in range(0, count, size):
+        model(mx.array([rest[first : min(first + size, count)]]), cache=cache)
+        mx.eval([entry.state for entry in cache])
+    conversations.insert_cache(None, tokens, cache)
