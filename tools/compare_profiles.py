@@ -17,13 +17,18 @@ from mlx_h2o.profile import Profile
 MEANS = (64, 96, 128, 192, 256)
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("judge", type=Path, help="whose curves tell what is lost")
+    options.add_argument("profiles", type=Path, nargs="+", help="which share slots out")
+    options.add_argument("--means", type=int, nargs="+", default=MEANS, metavar="N")
+    return options
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print a line for each way to share slots out, a column for each mean."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("judge", type=Path, help="whose curves tell what is lost")
-    parser.add_argument("profiles", type=Path, nargs="+", help="which share slots out")
-    parser.add_argument("--means", type=int, nargs="+", default=MEANS, metavar="N")
-    args = parser.parse_args(arguments)
+    args = parser().parse_args(arguments)
     judge = Profile.load(args.judge)
     ways = {str(path): Profile.load(path) for path in args.profiles}
     for profile in ways.values():
