@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "evaluation.h"
 #include "eviction.h"
 #include "observe.h"
 #include "views.h"
@@ -202,7 +203,7 @@ std::pair<int, Spans> Core::lost_of(const Spans& spans) {
   Spans gone;
   if (!offset()) return {0, gone};
   mx::array held = mx::contiguous(kept());
-  mx::eval(held);
+  evaluate({held});
   const size_t most = held.shape(2), heads = held.size() / most;
   const int* positions = held.data<int>();
   for (const auto& [first, end] : spans)

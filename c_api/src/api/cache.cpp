@@ -20,8 +20,8 @@ std::optional<Frame> frame_of(const mlx_h2o_cache_options& options, int heads) {
       "frame_centre and frame_scale go together: one is an empty handle.");
   if (!centre.ctx) return std::nullopt;
   Operands operands;
-  const mx::array& of_centre = operands.take("frame_centre", centre, "Hk D", Kind::float32);
-  const mx::array& of_scale = operands.take("frame_scale", scale, "Hk D", Kind::float32);
+  const mx::array of_centre = operands.take("frame_centre", centre, "Hk D", Kind::float32);
+  const mx::array of_scale = operands.take("frame_scale", scale, "Hk D", Kind::float32);
   check(
       operands["Hk"] == heads,
       "The frame is of " + std::to_string(operands["Hk"]) + " KV heads, the budgets of " +
