@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#include "kernel_terms.h"
+#include "../../kernel_terms.h"
 
 namespace mlx_h2o {
 

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "mx.h"
+#include "../../mx.h"
 
 namespace mlx_h2o {
 

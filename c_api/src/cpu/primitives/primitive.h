@@ -3,10 +3,10 @@
 
 #include <initializer_list>
 
+#include "../../mx.h"
 #include "kernels/kernels.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/primitives.h"
-#include "mx.h"
 
 namespace mlx_h2o {
 

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "kernel_operands.h"
+#include "../../kernel_operands.h"
 
 namespace mlx_h2o {
 
