@@ -154,6 +154,12 @@ def test_a_compiled_function_is_refused(sanitized: Path) -> None:
     succeed(sanitized / "tests" / "tracing")
 
 
+@over_both
+def test_copies_and_other_slots(engine: Path) -> None:
+    """A copy goes on bit by bit as the original would; other slots hold what they may."""
+    succeed(engine / "tests" / "copies")
+
+
 # More by hand: build/c_api/sanitized/tests/arguments fuzz 1000000 7
 FUZZED_CALLS = 3000
 

@@ -244,6 +244,16 @@ MLX_H2O_API int mlx_h2o_cache_trimmable(int* res, const mlx_h2o_cache cache);
 // and nothing is taken back, if n is more than mlx_h2o_cache_trimmable.
 MLX_H2O_API int mlx_h2o_cache_trim(mlx_h2o_cache cache, int n, const mlx_stream s);
 
+// A cache that holds the same and goes on by itself, for a conversation that branches: no memory is
+// copied until one of the two changes it. res: an empty handle, or a cache that it replaces.
+MLX_H2O_API int mlx_h2o_cache_copy(mlx_h2o_cache* res, mlx_h2o_cache cache, const mlx_stream s);
+
+// Gives each KV head other slots; what no longer fits goes into the remainder. Slots that were to
+// follow (options.filling) do not, and steps before this cannot be taken back any more. An error,
+// and nothing is changed, for slots that mlx_h2o_cache_make refuses, or without room for the pins.
+MLX_H2O_API int mlx_h2o_cache_resize(
+    mlx_h2o_cache cache, const int* budgets, size_t n_kv_heads, const mlx_stream s);
+
 // Never evicts the tokens at some logical positions, those held and those to come, whatever the
 // policy: a system prompt, a definition. spans [n_spans, 2] are first positions and those one past
 // the last. Pins count against the budget and stay with their positions, also when tokens are taken
