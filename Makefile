@@ -11,9 +11,10 @@ OLD_MLX_LM := 0.31.3
 # The newest but one, for docs/models.md: the newest is the environment's.
 PREVIOUS_MLX_LM := 0.32.1
 CXX_SOURCES := $(wildcard $(foreach folder,python/src python/src/bench c_api/src/cpu c_api/src/cpu/kernels \
-    c_api/src/cpu/primitives,$(folder)/*.h $(folder)/*.cpp))
+    c_api/src/cpu/primitives,$(folder)/*.h $(folder)/*.cpp) \
+    $(foreach header,kernel_operands kernel_terms mx text,c_api/src/$(header).h))
 C_SOURCES := $(wildcard c_api/include/*.h c_api/src/*.* c_api/src/api/*.* c_api/src/gpu/*.* \
-    c_api/tests/*.[ch]* c_api/examples/*.c c_api/*/src/*.* c_api/*/include/mlx/c/*.h tests/host_gpu/*.c)
+    c_api/src/over_mlx_c/*.* c_api/tests/*.[ch]* c_api/examples/*.c c_api/*/src/*.* c_api/*/include/mlx/c/*.h tests/host_gpu/*.c)
 SWIFT_SOURCES := Package.swift swift/Linux/Package.swift $(wildcard \
     swift/Sources swift/Tests swift/Benchmarks swift/Examples swift/Linux/Sources swift/Linux/Tests)
 export HF_HUB_OFFLINE ?= 1

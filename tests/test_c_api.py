@@ -63,6 +63,27 @@ def sanitized() -> Path:
     return built("sanitized", "-DMLX_H2O_SANITIZE=ON", "-DMLX_H2O_AVX512=OFF")
 
 
+# Everything plain where it runs without a GPU: there are no CPU kernels over mlx-c alone.
+@pytest.fixture(scope="module")
+def over_mlx_c(sanitized: Path) -> Path:
+    beside = f"-DMLXC_DIR={sanitized / 'mlx_c'}"
+    options = ("-DMLX_H2O_SANITIZE=ON", "-DMLX_H2O_C_EXAMPLES=OFF", beside)
+    return built("over_mlx_c", "-DMLX_H2O_OVER_MLX_C=ON", *options)
+
+
+ENGINES = ("sanitized", "over_mlx_c")
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest) -> Path:
+    """The library over MLX's C++ API, or over mlx-c alone."""
+    folder: Path = request.getfixturevalue(request.param)
+    return folder
+
+
+over_both = pytest.mark.parametrize("engine", ENGINES, indirect=True)
+
+
 def replay(folder: Path, golden: Path, *options: object) -> subprocess.CompletedProcess[str]:
     return run(folder / "tests" / "replay", golden, *options)
 
@@ -74,16 +95,19 @@ def replay_damaged(folder: Path, golden: Path) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("engine", "options"),
     [
-        pytest.param(("--steps", "10000"), marks=pytest.mark.slow, id="kernels"),
-        pytest.param(("--plain", "--every", "7"), marks=pytest.mark.slow, id="plain"),
-        pytest.param(("--steps", "300", "--every", "9"), id="sample"),
+        pytest.param("sanitized", ("--steps", "10000"), marks=pytest.mark.slow, id="kernels"),
+        pytest.param("sanitized", ("--plain", "--every", "7"), marks=pytest.mark.slow, id="plain"),
+        pytest.param("sanitized", ("--steps", "300", "--every", "9"), id="sample"),
+        pytest.param("over_mlx_c", ("--steps", "300"), marks=pytest.mark.slow, id="mlx-c"),
+        pytest.param("over_mlx_c", ("--steps", "100", "--every", "40"), id="mlx-c sample"),
     ],
+    indirect=["engine"],
 )
-def test_every_golden_vector_is_replayed(sanitized: Path, options: tuple[str, ...]) -> None:
+def test_every_golden_vector_is_replayed(engine: Path, options: tuple[str, ...]) -> None:
     """Kept positions exactly, outputs within tolerance, no bad access, no leak, flat memory."""
-    done = replay(sanitized, GOLDEN, *options)
+    done = replay(engine, GOLDEN, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     for group in GROUPS:
         assert any(line.startswith(group) for line in done.stdout.splitlines()), done.stdout
@@ -92,42 +116,62 @@ def test_every_golden_vector_is_replayed(sanitized: Path, options: tuple[str, ..
 
 
 @pytest.mark.parametrize(
-    "what",
+    ("engine", "what"),
     [
-        *("undo", "interrupt", "frame", "memory"),
-        pytest.param("positions", marks=pytest.mark.slow),  # 32,768 tokens, two minutes
+        *(("sanitized", what) for what in ("undo", "interrupt", "frame", "memory")),
+        # 32,768 tokens, two minutes
+        pytest.param("sanitized", "positions", marks=pytest.mark.slow),
+        # A prompt's memory is the kernels' merit.
+        *(("over_mlx_c", what) for what in ("interrupt", "frame")),
+        pytest.param("over_mlx_c", "undo", marks=pytest.mark.slow),
     ],
+    indirect=["engine"],
 )
-def test_conversations(sanitized: Path, what: str) -> None:
+def test_conversations(engine: Path, what: str) -> None:
     """Bit by bit: drafts taken back, steps that are looked at, frames; a reduced prompt's memory.
 
     Undo for every kind of policy and store: after any number of tokens of a draft was taken back
     the outputs, positions, scores and statistics are those of plain decoding; more than can be
     taken back is refused; the memory of it is counted and does not grow.
     """
-    succeed(sanitized / "tests" / "conversations", what)
+    succeed(engine / "tests" / "conversations", what)
 
 
-def test_wrong_arguments_are_refused(sanitized: Path) -> None:
+@over_both
+def test_wrong_arguments_are_refused(engine: Path) -> None:
     """Each argument of every function, made wrong in every way: an error, and nothing changed."""
-    succeed(sanitized / "tests" / "arguments", "refuse")
+    succeed(engine / "tests" / "arguments", "refuse")
+
+
+@over_both
+def test_the_program_evaluates(engine: Path, host_gpu: dict[str, str]) -> None:
+    """All that the library evaluates goes through the evaluator of the program, which may fail."""
+    succeed(engine / "tests" / "evaluator")
+    succeed(engine / "tests" / "evaluator", "gpu", **host_gpu)
 
 
 def test_a_compiled_function_is_refused(sanitized: Path) -> None:
     succeed(sanitized / "tests" / "tracing")
 
 
+@over_both
+def test_copies_and_other_slots(engine: Path) -> None:
+    """A copy goes on bit by bit as the original would; other slots hold what they may."""
+    succeed(engine / "tests" / "copies")
+
+
 # More by hand: build/c_api/sanitized/tests/arguments fuzz 1000000 7
 FUZZED_CALLS = 3000
 
 
+@over_both
 @pytest.mark.parametrize(
     ("calls", "seed"),
     [(FUZZED_CALLS, 1), pytest.param(20 * FUZZED_CALLS, 2, marks=pytest.mark.slow)],
 )
-def test_random_arguments(sanitized: Path, calls: int, seed: int) -> None:
+def test_random_arguments(engine: Path, calls: int, seed: int) -> None:
     """Sequences of calls, arguments right and wrong: each refused, or right and then run."""
-    told = succeed(sanitized / "tests" / "arguments", "fuzz", calls, seed)
+    told = succeed(engine / "tests" / "arguments", "fuzz", calls, seed)
     refused = int(told.split(",")[1].split()[0])
     assert calls // 10 < refused < calls // 2, told
 
@@ -179,12 +223,29 @@ RUN_BESIDES: dict[str, set[str]] = {
 }
 
 
-@pytest.mark.parametrize("group", ON_HOST_GPU)
+# Over mlx-c alone, quickly: a prompt, and fused steps.
+QUICK_OVER_MLX_C = ("attention", "turns")
+
+
+@pytest.mark.parametrize(
+    ("engine", "group"),
+    [
+        *(("sanitized", group) for group in ON_HOST_GPU),
+        *(
+            pytest.param(
+                *("over_mlx_c", group),
+                marks=[] if group in QUICK_OVER_MLX_C else pytest.mark.slow,
+            )
+            for group in ON_HOST_GPU
+        ),
+    ],
+    indirect=["engine"],
+)
 def test_golden_vectors_by_the_gpu_kernels(
-    sanitized: Path, host_gpu: dict[str, str], tmp_path: Path, group: str
+    engine: Path, host_gpu: dict[str, str], tmp_path: Path, group: str
 ) -> None:
     """The kernels' own text, launched from C, run lane by lane on the host harness."""
-    replayer, told = sanitized / "tests" / "replay", tmp_path / "launches"
+    replayer, told = engine / "tests" / "replay", tmp_path / "launches"
     done = run(
         *(replayer, GOLDEN, "--group", group, *ON_HOST_GPU[group]),
         **host_gpu,
@@ -196,17 +257,19 @@ def test_golden_vectors_by_the_gpu_kernels(
 
 
 @pytest.mark.slow
-def test_undo_on_a_gpu(sanitized: Path, host_gpu: dict[str, str], tmp_path: Path) -> None:
+@over_both
+def test_undo_on_a_gpu(engine: Path, host_gpu: dict[str, str], tmp_path: Path) -> None:
     """Op by op around the attention kernels, on the host harness; no fused step."""
     told = tmp_path / "launches"
-    succeed(sanitized / "tests" / "conversations", "gpu", **host_gpu, HOST_GPU_RECORD=str(told))
+    succeed(engine / "tests" / "conversations", "gpu", **host_gpu, HOST_GPU_RECORD=str(told))
     kernels = {line.split("_")[2] for line in told.read_text().splitlines()}
     assert "attention" in kernels
     assert not kernels & {"overwrite", "update"}
 
 
+@over_both
 def test_launches_are_those_of_python(
-    sanitized: Path, host_gpu: dict[str, str], tmp_path: Path
+    engine: Path, host_gpu: dict[str, str], tmp_path: Path
 ) -> None:
     """Sizes, template arguments, integers and texts, on four GPUs (tools/record_launches.py)."""
     fixture = ROOT / "swift" / "Tests" / "MLXH2OTests" / "Fixtures" / "launches.json"
@@ -231,7 +294,7 @@ def test_launches_are_those_of_python(
             "HOST_GPU_RUN": "0",
             "HOST_GPU_ARCHITECTURE": architecture,
         }
-        done = run(sanitized / "tests" / "launches", **environment, lines="\n".join(lines))
+        done = run(engine / "tests" / "launches", **environment, lines="\n".join(lines))
         assert done.returncode == 0, done.stderr
         launched = told.read_text().splitlines()
         assert launched == [launch for case in chosen for launch in case["launches"]]
@@ -252,8 +315,9 @@ def copied(tmp_path: Path) -> Path:
     return Path(shutil.copytree(GOLDEN, tmp_path / "golden"))
 
 
+@over_both
 @pytest.mark.parametrize("group", PERTURBED)
-def test_a_perturbed_golden_vector_fails(sanitized: Path, copied: Path, group: str) -> None:
+def test_a_perturbed_golden_vector_fails(engine: Path, copied: Path, group: str) -> None:
     """One number of one array."""
     path = str(copied / f"{group}.safetensors")
     arrays, metadata = mx.load(path, return_metadata=True)
@@ -264,7 +328,7 @@ def test_a_perturbed_golden_vector_fails(sanitized: Path, copied: Path, group: s
     mx.save_safetensors(path, arrays, metadata)
     # Of the conversations, which take seconds, the first alone.
     every = ("--every", 1000) if group == "trajectory" else ()
-    done = replay(sanitized, copied, "--group", group, *every)
+    done = replay(engine, copied, "--group", group, *every)
     assert done.returncode == 1, done.stdout + done.stderr
     assert name.partition("/")[0] in done.stderr
 

@@ -28,7 +28,7 @@ SOURCES = [
     path
     for folder in FOLDERS
     for path in sorted((ROOT / folder).rglob("*"))
-    if path.suffix in (".h", ".c", ".cpp")
+    if path.suffix in (".h", ".c", ".cpp") and path.name != "kernel_files.cpp"  # generated
 ]
 
 
@@ -80,3 +80,25 @@ def test_functions_are_short():
         if length > LONGEST_FUNCTION
     }
     assert long <= LONG_FUNCTIONS
+
+
+def test_the_engine_evaluates_in_one_place():
+    """So that a program's own evaluator sees all (`mlx_h2o_set_evaluator`)."""
+    engine = [path for path in SOURCES if path.is_relative_to(ROOT / "c_api/src")]
+    engine = [path for path in engine if "cpu" not in path.relative_to(ROOT / "c_api/src").parts]
+    assert len(engine) > 60
+    evaluates = re.compile(r"\beval\(|mlx_(async_|array_)?eval\(")
+    assert [name_of(path) for path in engine if evaluates.search(path.read_text())] == [
+        "c_api/src/evaluation.cpp"
+    ]
+
+
+def test_the_engine_knows_mlx_by_one_header():
+    """Which is MLX's C++ API, or what there is of it over mlx-c."""
+    engine = [path for path in SOURCES if path.is_relative_to(ROOT / "c_api/src")]
+    engine = [path for path in engine if "cpu" not in path.relative_to(ROOT / "c_api/src").parts]
+    includes = re.compile(r'#include [<"](mlx/(?!c/)|primitives/|kernels/)')
+    assert {name_of(path) for path in engine if includes.search(path.read_text())} == {
+        "c_api/src/cpu_kernels.cpp",
+        "c_api/src/mx.h",
+    }

@@ -81,16 +81,12 @@ class Build:
         return library
 
     def _c_api_sources(self) -> list[Path]:
-        """The library's and those of the mlx-c subset, and the kernels' texts as CMake has them."""
-        texts = sorted((ROOT / "metal").glob("*.metal")) + sorted((ROOT / "metal").glob("*.h"))
-        lines = [f'      {{"{path.name}", R"metal({path.read_text()})metal"}},' for path in texts]
-        template = (C_API / "cmake" / "kernel_files.cpp.in").read_text()
-        generated = self.folder / "kernel_files.cpp"
-        generated.write_text(template.replace("@KERNEL_FILES@", "\n".join([*lines, ""])))
+        """The library's, over MLX's C++ API, and those of the mlx-c subset."""
+        elsewhere = (CPU, C_API / "src" / "over_mlx_c")
+        engine = (C_API / "src").rglob("*.cpp")
         return [
-            *sorted(set((C_API / "src").rglob("*.cpp")) - set(CPU.rglob("*.cpp"))),
+            *sorted(path for path in engine if not any(map(path.is_relative_to, elsewhere))),
             *sorted(C_API.glob("mlx_c/src/*.cpp")),
-            generated,
         ]
 
     def _object(self, source: Path, *options: str) -> Path:

@@ -1,7 +1,10 @@
-"""Write the kernels of metal/ into the Swift package, which has no other way to carry them.
+"""Write the kernels of metal/ into sources of the C library and of the Swift package.
 
-tools/embed_metal.py            write swift/Sources/MLXH2O/Backends/KernelFiles.swift
-tools/embed_metal.py --check    fail unless it is up to date
+SwiftPM builds both and runs no generator, so they are committed.
+
+tools/embed_metal.py            write c_api/src/gpu/kernel_files.cpp and
+                                swift/Sources/MLXH2O/Backends/KernelFiles.swift
+tools/embed_metal.py --check    fail unless they are up to date
 """
 
 from __future__ import annotations
@@ -11,15 +14,44 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TARGET = ROOT / "swift/Sources/MLXH2O/Backends/KernelFiles.swift"
-# Swift launches these; what they include comes with them.
+SWIFT = ROOT / "swift/Sources/MLXH2O/Backends/KernelFiles.swift"
+CPP = ROOT / "c_api/src/gpu/kernel_files.cpp"
+# Both launch these; what they include comes with them.
 KERNELS = (
     *("attention_vector.metal", "attention_merge.metal", "prompt_lse.metal", "prompt_mass.metal"),
     *("overwrite.metal", "kept_keys.metal", "update.metal", "prelude_metal.h"),
 )
 
 
-def embedded() -> str:
+def cpp_source() -> str:
+    """The C++ source."""
+    lines = [
+        "// Written by tools/embed_metal.py from metal/; change that and run the tool.",
+        "// clang-format off",
+        "#include <map>",
+        "",
+        '#include "kernel_text.h"',
+        "",
+        "namespace mlx_h2o {",
+        "",
+        "const char* kernel_file(const std::string& name) {",
+        "  static const auto& files = *new std::map<std::string, const char*>{",
+    ]
+    for name in needed():
+        text = (ROOT / "metal" / name).read_text()
+        lines += [f'{{"{name}", R"metal({text})metal"}},']
+    lines += [
+        "  };",
+        "  const auto found = files.find(name);",
+        "  return found == files.end() ? nullptr : found->second;",
+        "}",
+        "",
+        "}  // namespace mlx_h2o",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def swift_source() -> str:
     """The Swift source."""
     lines = [
         "// Written by tools/embed_metal.py from metal/; change that and run the tool.",
@@ -52,11 +84,12 @@ def needed() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    if parser.parse_args().check:
-        if not TARGET.exists() or TARGET.read_text() != embedded():
-            sys.exit(f"{TARGET.relative_to(ROOT)} is not what metal/ says: run {Path(__file__)}.")
-    else:
-        TARGET.write_text(embedded())
+    check = parser.parse_args().check
+    for target, source in ((CPP, cpp_source()), (SWIFT, swift_source())):
+        if not check:
+            target.write_text(source)
+        elif not target.exists() or target.read_text() != source:
+            sys.exit(f"{target.relative_to(ROOT)} is not what metal/ says: run {Path(__file__)}.")
 
 
 if __name__ == "__main__":

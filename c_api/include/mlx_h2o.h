@@ -7,15 +7,17 @@
 // they were (unless memory ran out); what went wrong is in mlx_h2o_last_error(). Errors are: a null
 // pointer or an empty handle where something is wanted, an array of another shape or dtype than is
 // said here, an axis of length 0, a number out of its range or not finite, a cache that is changed
-// while a function is traced (mlx_compile ...). Nothing here exits, prints, or calls mlx-c's error
-// handler. As in mlx-c, a handle that was freed is not noticed.
+// while a function is traced (mlx_compile ...; over mlx-c alone it is not noticed). Nothing here
+// exits or prints, and mlx-c's error handler is called only where MLX itself fails (memory that ran
+// out). As in mlx-c, a handle that was freed is not noticed.
 //
 // Arrays are lazy, as everywhere in MLX: evaluate the outputs of each step (mlx_array_eval), and
 // all that the step changed is evaluated with them. Their numbers are not looked at (a NaN gives
 // NaNs), but for indices, which are evaluated when they are given.
 //
-// On CPU streams the CPU kernels compute, on those of Apple GPUs the kernels of metal/, elsewhere
-// and without kernels (mlx_h2o_use_kernels) plain MLX operations. A cache and a policy may be used
+// On CPU streams the CPU kernels compute (a library over mlx-c alone has none), on those of Apple
+// GPUs the kernels of metal/, elsewhere and without kernels (mlx_h2o_use_kernels) plain MLX
+// operations. A cache and a policy may be used
 // by one thread at a time.
 //
 // Shapes: B batch, Hq query heads, Hk KV heads (Hq is a multiple), L queries, N keys, D and Dv the
@@ -54,6 +56,17 @@ MLX_H2O_API const char* mlx_h2o_last_error(void);
 // Whether kernels compute where there are some (true at first). With false plain MLX operations do,
 // everywhere: slower, and good for comparing.
 MLX_H2O_API int mlx_h2o_use_kernels(bool use);
+
+// Evaluates arrays, which stay the library's: 0, or another number if it could not.
+typedef int (*mlx_h2o_evaluator)(void* context, const mlx_vector_array arrays);
+
+// Has all that the library itself evaluates go through this function, from the threads that call
+// it: where MLX is shared behind a lock that an evaluation must take. `context` is handed to it.
+// NULL: mlx_eval, as at first.
+//
+// Evaluated are the numbers that are looked at (a frame's, indices, positions where tokens are
+// pinned) and, on a GPU, what fused steps wrote last when the arrays are taken back from them.
+MLX_H2O_API int mlx_h2o_set_evaluator(mlx_h2o_evaluator evaluator, void* context);
 
 // -- attention ------------------------------------------------------------------------------------
 
@@ -230,6 +243,16 @@ MLX_H2O_API int mlx_h2o_cache_trimmable(int* res, const mlx_h2o_cache cache);
 // evicted, the rows go and the attention that they gave stays in the scores of others. An error,
 // and nothing is taken back, if n is more than mlx_h2o_cache_trimmable.
 MLX_H2O_API int mlx_h2o_cache_trim(mlx_h2o_cache cache, int n, const mlx_stream s);
+
+// A cache that holds the same and goes on by itself, for a conversation that branches: no memory is
+// copied until one of the two changes it. res: an empty handle, or a cache that it replaces.
+MLX_H2O_API int mlx_h2o_cache_copy(mlx_h2o_cache* res, mlx_h2o_cache cache, const mlx_stream s);
+
+// Gives each KV head other slots; what no longer fits goes into the remainder. Slots that were to
+// follow (options.filling) do not, and steps before this cannot be taken back any more. An error,
+// and nothing is changed, for slots that mlx_h2o_cache_make refuses, or without room for the pins.
+MLX_H2O_API int mlx_h2o_cache_resize(
+    mlx_h2o_cache cache, const int* budgets, size_t n_kv_heads, const mlx_stream s);
 
 // Never evicts the tokens at some logical positions, those held and those to come, whatever the
 // policy: a system prompt, a definition. spans [n_spans, 2] are first positions and those one past

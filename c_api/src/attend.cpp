@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "cpu_kernels.h"
 #include "gpu/gpu.h"
 #include "gpu/launcher.h"
 #include "gpu/prompt_launches.h"
@@ -44,13 +45,11 @@ void check_operands(
   if (mask.array) {
     const mx::array& m = *mask.array;
     check(m.dtype() == mx::bool_ || is_float(m.dtype()), "A mask must be boolean or floating.");
-    check(m.ndim() <= 4, "A mask has at most four axes.");
-    const int whole[] = {q.shape(0), q.shape(1), q.shape(2), N};
-    for (int axis = 1; axis <= static_cast<int>(m.ndim()); ++axis)
-      check(
-          m.shape(-axis) == 1 || m.shape(-axis) == whole[4 - axis],
-          "The mask " + text(m.shape()) + " does not broadcast to " +
-              text({whole[0], whole[1], whole[2], N}) + ".");
+    const mx::Shape whole{q.shape(0), q.shape(1), q.shape(2), N};
+    check(m.ndim() <= whole.size(), "A mask has at most four axes.");
+    check(
+        broadcasts_to(m.shape(), whole),
+        "The mask " + text(m.shape()) + " does not broadcast to " + text(whole) + ".");
   }
   check(!sinks || sinks->shape() == mx::Shape{q.shape(1)}, "Attention sinks must be [Hq].");
 }
@@ -99,14 +98,8 @@ Attended of_one_kind(
   const Backend who = backend();
   if (who == Backend::gpu)
     if (auto found = gpu_attend(q, k, v, scale, mask, sinks, seed, wanted)) return *found;
-  if (who != Backend::cpu) return plain(q, k, v, scale, mask, sinks, seed, wanted);
-  const auto arrays = attention(
-      q, k, v, scale, mask.causal, mask.array, sinks, seed, std::nullopt, wanted,
-      mx::default_stream(mx::default_device()));
-  Attended attended{arrays[0], arrays[1], std::nullopt, std::nullopt};
-  if (wanted == Export::logits) attended.logits = arrays[2];
-  if (wanted == Export::mass) attended.mass = arrays[2];
-  return attended;
+  if (who == Backend::cpu) return cpu_attend(q, k, v, scale, mask, sinks, seed, wanted);
+  return plain(q, k, v, scale, mask, sinks, seed, wanted);
 }
 
 // The mask of L queries over the keys start to end - 1 of N.
@@ -163,7 +156,7 @@ bool kernels_take_any_length(const mx::array& q, const Stored& k) {
 Backend backend() {
   if (!kernels_wanted) return Backend::plain;
   if (gpu_architecture()) return Backend::gpu;
-  return mx::default_device() == mx::Device::cpu ? Backend::cpu : Backend::plain;
+  return cpu_kernels_serve() ? Backend::cpu : Backend::plain;
 }
 
 void use_kernels(bool use) {

@@ -1,8 +1,8 @@
-// Between mlx-c's handles and MLX's C++ classes.
+// Between mlx-c's handles and the engine's arrays.
 //
-// This is the one place that knows what mlx-c's ctx points to: an mlx::core::array, Stream or
-// Device, as in mlx-c's own private headers. No function of mlx-c hands a C++ array out, and the
-// CPU kernels are operations on those.
+// Over MLX's C++ API this is the one place that knows what mlx-c's ctx points to: an
+// mlx::core::array or Stream, as in mlx-c's own private headers. No function of mlx-c hands a C++
+// array out, and the CPU kernels are operations on those. Over mlx-c alone an array is a handle.
 #pragma once
 
 #include <exception>
@@ -13,9 +13,73 @@
 
 namespace mlx_h2o {
 
-inline const mx::array& of(mlx_array handle) {
+#ifdef MLX_H2O_OVER_MLX_C
+
+// One more reference to a handle's array.
+inline mx::array shared(mlx_array handle) {
+  return mx::array::sharing(handle);
+}
+
+// Handles of mlx-c for what stays ours: not to be freed.
+inline mlx_array borrowed(const mx::array& value) {
+  return value.handle();
+}
+
+// The stream of the call and its device, as handles that are not to be freed.
+struct CallStream {
+  mlx_stream handle() const {
+    return mx::StreamContext::stream();
+  }
+  mlx_device device() const {
+    return mx::StreamContext::device();
+  }
+};
+
+inline void set(mlx_array* res, const mx::array& value) {
+  mx::succeed(mlx_array_set(res, value.handle()));
+}
+
+inline mlx_stream stream_of(mlx_stream handle) {
+  return handle;
+}
+
+#else
+
+inline mx::array shared(mlx_array handle) {
+  return *static_cast<const mx::array*>(handle.ctx);
+}
+
+inline mlx_array borrowed(const mx::array& value) {
+  return {const_cast<mx::array*>(&value)};
+}
+
+struct CallStream {
+  mlx_stream handle() const {
+    return {const_cast<mx::Stream*>(&stream)};
+  }
+  mlx_device device() const {
+    return {const_cast<mx::Device*>(&stream.device)};
+  }
+
+  const mx::Stream stream = mx::default_stream(mx::default_device());
+};
+
+inline void set(mlx_array* res, mx::array value) {
+  if (res->ctx)
+    *static_cast<mx::array*>(res->ctx) = std::move(value);
+  else
+    res->ctx = new mx::array(std::move(value));
+}
+
+inline mx::Stream stream_of(mlx_stream handle) {
+  return *static_cast<const mx::Stream*>(handle.ctx);
+}
+
+#endif
+
+inline mx::array of(mlx_array handle) {
   check(handle.ctx, "An array is missing: a handle is empty.");
-  const auto& given = *static_cast<const mx::array*>(handle.ctx);
+  mx::array given = shared(handle);
   check(given.size() > 0, "An array is empty: " + text(given.shape()) + " has an axis of 0.");
   return given;
 }
@@ -26,21 +90,7 @@ inline std::optional<mx::array> maybe(mlx_array handle) {
 
 inline void give(mlx_array* res, mx::array value) {
   check(res, "A result is missing: a pointer is null.");
-  if (res->ctx)
-    *static_cast<mx::array*>(res->ctx) = std::move(value);
-  else
-    res->ctx = new mx::array(std::move(value));
-}
-
-// Handles of mlx-c for what stays ours: not to be freed.
-inline mlx_array borrowed(const mx::array& value) {
-  return {const_cast<mx::array*>(&value)};
-}
-inline mlx_stream borrowed(const mx::Stream& value) {
-  return {const_cast<mx::Stream*>(&value)};
-}
-inline mlx_device borrowed(const mx::Device& value) {
-  return {const_cast<mx::Device*>(&value)};
+  set(res, std::move(value));
 }
 
 inline std::string& last_error() {
@@ -67,7 +117,7 @@ template <class F>
 int guarded_on(mlx_stream s, F&& run) {
   return guarded([&] {
     check(s.ctx, "The stream is missing: a handle is empty.");
-    const mx::StreamContext context(*static_cast<const mx::Stream*>(s.ctx));
+    const mx::StreamContext context(stream_of(s));
     run();
   });
 }

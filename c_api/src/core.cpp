@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "evaluation.h"
 #include "eviction.h"
 #include "observe.h"
 #include "views.h"
@@ -163,25 +164,43 @@ void Core::unpin() {
   pin_all({});
 }
 
+std::unique_ptr<Core> Core::copied() {
+  auto twin = std::make_unique<Core>(settings_);
+  if (layer_) twin->layer_.emplace(*layer_, twin->settings_);
+  return twin;
+}
+
+void Core::resize(std::vector<int> budgets) {
+  CacheSettings changed = settings_;
+  changed.budgets = std::move(budgets);
+  changed.filling.clear();
+  changed.check_all();
+  settings_.budgets = with_room(changed.budgets, changed.plain_rows(), changed.pins);
+  settings_.filling.clear();
+  if (layer_) mlx_h2o::resize(*layer_);
+}
+
+std::vector<int> Core::with_room(
+    std::vector<int> budgets, int plain_rows, const Spans& pins) const {
+  if (pins.empty()) return budgets;
+  for (int& budget : budgets) budget -= plain_rows;
+  budgets = room_for_pins(budgets, settings_.policy, pins);
+  for (int& budget : budgets) budget += plain_rows;
+  return budgets;
+}
+
 void Core::pin_all(Spans pins) {
-  const int plain = settings_.plain_rows();
-  std::vector<int> slots = settings_.budgets;
-  for (int& budget : slots) budget -= plain;
-  const auto with_room = [&](const std::vector<int>& of_heads) {
-    return pins.empty() ? of_heads : room_for_pins(of_heads, settings_.policy, pins);
-  };
-  std::vector<int> roomy = with_room(slots);
+  std::vector<int> roomy = with_room(settings_.budgets, settings_.plain_rows(), pins);
   std::vector<Stage> later = settings_.filling;
-  for (Stage& stage : later) stage.budgets = with_room(stage.budgets);
-  const bool moves = roomy != slots;
-  for (int& budget : roomy) budget += plain;
+  for (Stage& stage : later) stage.budgets = with_room(stage.budgets, 0, pins);
+  const bool moves = roomy != settings_.budgets;
   settings_.budgets = std::move(roomy);
   settings_.filling = std::move(later);
   settings_.pins = std::move(pins);
   if (!layer_) return;
   layer_->mark_pins();
   if (moves)
-    resize(*layer_);
+    mlx_h2o::resize(*layer_);
   else if (layer_->offset())
     choose_victims(*layer_);
 }
@@ -194,7 +213,7 @@ void Core::grow(int length) {
   if (next == later.begin()) return;
   settings_.budgets = std::prev(next)->budgets;
   later.erase(later.begin(), next);
-  if (layer_) resize(*layer_);
+  if (layer_) mlx_h2o::resize(*layer_);
 }
 
 std::pair<int, Spans> Core::lost_of(const Spans& spans) {
@@ -202,7 +221,7 @@ std::pair<int, Spans> Core::lost_of(const Spans& spans) {
   Spans gone;
   if (!offset()) return {0, gone};
   mx::array held = mx::contiguous(kept());
-  mx::eval(held);
+  evaluate({held});
   const size_t most = held.shape(2), heads = held.size() / most;
   const int* positions = held.data<int>();
   for (const auto& [first, end] : spans)

@@ -2,6 +2,8 @@
 // (python/mlx_h2o/core.py).
 #pragma once
 
+#include <memory>
+
 #include "layer.h"
 
 namespace mlx_h2o {
@@ -28,6 +30,10 @@ class Core {
   };
   Fetched update_and_fetch(const mx::array& keys, const mx::array& values);
 
+  // KV heads.
+  size_t heads() const {
+    return settings_.budgets.size();
+  }
   int offset() const {
     return layer_ ? layer_->offset() : 0;
   }
@@ -38,6 +44,11 @@ class Core {
   int64_t evicted() const;
   // Of everything held, the frame included.
   size_t nbytes() const;
+  // The same once more, which goes on by itself.
+  std::unique_ptr<Core> copied();
+  // Gives each head other slots; what no longer fits is folded. Ends the filling, and steps before
+  // it cannot be taken back. Raises, and changes nothing, for what makes no cache.
+  void resize(std::vector<int> budgets);
   // How many of the newest tokens can be taken back, and taking them back.
   int trimmable() const {
     return layer_ ? layer_->trimmable() : 0;
@@ -62,6 +73,8 @@ class Core {
   // Positions in spans that some heads, or all, have lost.
   std::pair<int, Spans> lost_of(const Spans& spans);
   void pin_all(Spans pins);
+  // These slots, with room for these pins in every head.
+  std::vector<int> with_room(std::vector<int> budgets, int plain_rows, const Spans& pins) const;
   // Gives the layer the budgets that a conversation has which is longer by so many tokens.
   void grow(int length);
 

@@ -6,7 +6,7 @@
 
 #include "attend.h"
 #include "attention_call.h"
-#include "primitives/decoding_layer.h"
+#include "kernel_terms.h"
 #include "remainder.h"
 #include "settings.h"
 

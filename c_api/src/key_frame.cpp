@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "evaluation.h"
+
 namespace mlx_h2o {
 
 namespace {
@@ -9,7 +11,7 @@ namespace {
 // On the CPU, whatever the stream of the call: its numbers are looked at here.
 mx::array evaluated(const mx::array& a) {
   mx::array dense = mx::contiguous(a, false, mx::Device::cpu);
-  dense.eval();
+  evaluate({dense});
   return dense;
 }
 

@@ -2,8 +2,8 @@
 // (python/mlx_h2o/frame.py). A layer with one works in it throughout.
 #pragma once
 
+#include "kernel_operands.h"
 #include "ops.h"
-#include "primitives/decoding_layer.h"
 
 namespace mlx_h2o {
 

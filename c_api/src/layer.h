@@ -23,6 +23,15 @@ class BoundedLayer {
   // Without tokens, for rows like these. The settings must outlive it.
   BoundedLayer(const CacheSettings& settings, const mx::array& keys, const mx::array& values);
 
+  // The same as another, to go on from where it is.
+  BoundedLayer(BoundedLayer& other, const CacheSettings& settings)
+      : settings(settings),
+        types(other.types),
+        memory_(other.memory_, settings),
+        journal_(other.journal_),
+        offset_(other.offset_),
+        aged_from_(other.aged_from_) {}
+
   const CacheSettings& settings;
   const RowTypes types;
 

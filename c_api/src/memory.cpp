@@ -18,6 +18,12 @@ Memory::Memory(const CacheSettings& settings, const mx::array& keys, const mx::a
   store_.reserve(1, fields_of(settings, part(keys, 2, 0, 1), part(values, 2, 0, 1), 0));
 }
 
+Memory::Memory(Memory& other, const CacheSettings& settings)
+    : settings_(settings),
+      store_(other.store()),
+      window_(other.window_),
+      evictions_(other.evictions_) {}
+
 SlotStore& Memory::store() {
   take_back();
   return store_;

@@ -22,6 +22,9 @@ class Memory {
  public:
   // Without tokens, for rows like these. The settings must outlive it.
   Memory(const CacheSettings& settings, const mx::array& keys, const mx::array& values);
+  // With what another holds, which takes its arrays back first. They are shared until one of the
+  // two changes them.
+  Memory(Memory& other, const CacheSettings& settings);
 
   const SlotStore& plan() const {
     return store_;

@@ -2,6 +2,8 @@
 
 #include <sstream>
 
+#include "evaluation.h"
+
 namespace mlx_h2o {
 
 namespace {
@@ -31,10 +33,10 @@ bool is_of(Kind kind, mx::Dtype dtype) {
 
 }  // namespace
 
-const mx::array& Operands::take(
+mx::array Operands::take(
     const std::string& name, mlx_array handle, const std::string& axes, Kind kind) {
   check(handle.ctx, name + " is missing: a handle is empty.");
-  const mx::array& given = of(handle);
+  const mx::array given = of(handle);
   std::vector<std::string> names;
   std::istringstream text_of_axes(axes);
   for (std::string axis; text_of_axes >> axis;) names.push_back(axis);
@@ -73,6 +75,7 @@ void check_scale(float scale) {
 }
 
 void refuse_tracing() {
+#ifndef MLX_H2O_OVER_MLX_C  // mlx-c does not tell
   // MLX does not export its own answer; an array marked as a tracer has it.
   static const mx::array* const probe = [] {
     auto* marked = new mx::array(0);
@@ -83,10 +86,13 @@ void refuse_tracing() {
       !probe->is_tracer(),
       "A cache cannot be used in a function that is compiled or differentiated: it changes from "
       "call to call, and such a function is traced only once.");
+#endif
 }
 
 void check_index(const mx::array& index, int slots) {
-  const int least = mx::min(index).item<int>(), most = mx::max(index).item<int>();
+  const mx::array lowest = mx::min(index), highest = mx::max(index);
+  evaluate({lowest, highest});
+  const int least = lowest.item<int>(), most = highest.item<int>();
   check(
       least >= 0 && most < slots,
       "An index must be from 0 to " + std::to_string(slots - 1) + "; got " +

@@ -13,8 +13,7 @@ enum class Kind { floating, float32, int32, uint32, boolean };
 class Operands {
  public:
   // The handle's array. Raises unless it has these axes ("B Hk N D") and a dtype of this kind.
-  const mx::array& take(
-      const std::string& name, mlx_array handle, const std::string& axes, Kind kind);
+  mx::array take(const std::string& name, mlx_array handle, const std::string& axes, Kind kind);
   // The same of one that may be left out.
   std::optional<mx::array> take_if_any(
       const std::string& name, mlx_array handle, const std::string& axes, Kind kind);

@@ -8,12 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "mlx/mlx.h"
-#include "primitives/text.h"
+#include "mx.h"
+#include "text.h"
 
 namespace mlx_h2o {
-
-namespace mx = mlx::core;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -41,6 +39,16 @@ inline mx::array number(double x) {
 // Positions first to last - 1, int32.
 inline mx::array range(int first, int last) {
   return mx::arange(first, last, 1);
+}
+
+// Whether an array of one shape can be broadcast to another.
+inline bool broadcasts_to(const mx::Shape& shape, const mx::Shape& whole) {
+  if (shape.size() > whole.size()) return false;
+  for (size_t axis = 1; axis <= shape.size(); ++axis) {
+    const int length = shape[shape.size() - axis];
+    if (length != 1 && length != whole[whole.size() - axis]) return false;
+  }
+  return true;
 }
 
 // Raises unless it holds.

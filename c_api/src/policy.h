@@ -1,7 +1,7 @@
 // Policies: how slots are scored, and which of them go (python/mlx_h2o/policies, selection.py).
 #pragma once
 
-#include "kernels/kernels.h"
+#include "kernel_terms.h"
 #include "ranges.h"
 #include "rows.h"
 

@@ -1,8 +1,8 @@
 // The newest tokens of a layer, stored in a width of their own (python/mlx_h2o/recent_window.py).
 #pragma once
 
+#include "kernel_terms.h"
 #include "policy.h"
-#include "primitives/decoding_layer.h"
 #include "rows.h"
 
 namespace mlx_h2o {

@@ -1,7 +1,7 @@
 #include "rows.h"
 
 #include "attend.h"
-#include "primitives/pack.h"
+#include "cpu_kernels.h"
 
 namespace mlx_h2o {
 
@@ -110,8 +110,7 @@ Stored packed(const mx::array& rows, int bits, int group_size) {
           std::to_string(group_size) + " with " + std::to_string(bits) +
           " bits: bits are 2, 3, 4, 5, 6 or 8, groups are 32, 64 or 128 and divide the width.");
   // The same bits either way, but for NaNs.
-  if (backend() == Backend::cpu)
-    return {pack(rows, bits, group_size, mx::default_device()), bits, group_size};
+  if (backend() == Backend::cpu) return cpu_packed(rows, bits, group_size);
   return {packed_by_range(rows, bits, group_size), bits, group_size};
 }
 

@@ -4,8 +4,8 @@
 
 #include <map>
 
+#include "kernel_operands.h"
 #include "ops.h"
-#include "primitives/attention.h"
 
 namespace mlx_h2o {
 

@@ -1,7 +1,7 @@
 // Where the rows of a layer's kept tokens lie (python/mlx_h2o/store.py).
 #pragma once
 
-#include "kernels/kernels.h"
+#include "kernel_terms.h"
 #include "rows.h"
 
 namespace mlx_h2o {

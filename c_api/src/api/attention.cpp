@@ -21,10 +21,10 @@ Stored stored(
     Operands& operands, const std::string& name, const mlx_array (&handles)[3], int bits,
     int group_size, int width) {
   const std::string words = name + "_words", groups = name + "_groups";
-  const mx::array& w = operands.take(name + "_w", handles[0], "B Hk N " + words, Kind::uint32);
-  const mx::array& scales =
+  const mx::array w = operands.take(name + "_w", handles[0], "B Hk N " + words, Kind::uint32);
+  const mx::array scales =
       operands.take(name + "_scales", handles[1], "B Hk N " + groups, Kind::floating);
-  const mx::array& biases =
+  const mx::array biases =
       operands.take(name + "_biases", handles[2], "B Hk N " + groups, Kind::floating);
   check(scales.dtype() == biases.dtype(), name + "_scales and _biases must have one dtype.");
   const int64_t packed = int64_t(operands[words]) * 32;
@@ -41,9 +41,9 @@ Attended attended(
     mlx_array q, mlx_array k, mlx_array v, float scale, const char* mask_mode, mlx_array mask,
     mlx_array sinks, Export wanted) {
   Operands operands;
-  const mx::array& queries = operands.take("q", q, "B Hq L D", Kind::floating);
-  const mx::array& keys = operands.take("k", k, "B Hk N D", Kind::floating);
-  const mx::array& values = operands.take("v", v, "B Hk N Dv", Kind::floating);
+  const mx::array queries = operands.take("q", q, "B Hq L D", Kind::floating);
+  const mx::array keys = operands.take("k", k, "B Hk N D", Kind::floating);
+  const mx::array values = operands.take("v", v, "B Hk N Dv", Kind::floating);
   const auto columns = operands.take_if_any("sinks", sinks, "Hq", Kind::floating);
   operands.check_heads();
   check_scale(scale);
@@ -97,7 +97,7 @@ int mlx_h2o_attention_quantized_with_scores(
     check(k_bits > 0 && v_bits > 0, "k_bits and v_bits must be 2, 3, 4, 5, 6 or 8.");
     Packing{k_bits, v_bits, group_size}.check_widths();
     Operands operands;
-    const mx::array& queries = operands.take("q", q, "B Hq L D", Kind::floating);
+    const mx::array queries = operands.take("q", q, "B Hq L D", Kind::floating);
     const Stored keys =
         stored(operands, "k", {k_w, k_scales, k_biases}, k_bits, group_size, operands["D"]);
     const Stored values = stored(operands, "v", {v_w, v_scales, v_biases}, v_bits, group_size, 0);

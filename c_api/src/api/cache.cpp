@@ -18,8 +18,8 @@ std::optional<Frame> frame_of(const mlx_h2o_cache_options& options, int heads) {
       "frame_centre and frame_scale go together: one is an empty handle.");
   if (!centre.ctx) return std::nullopt;
   Operands operands;
-  const mx::array& of_centre = operands.take("frame_centre", centre, "Hk D", Kind::float32);
-  const mx::array& of_scale = operands.take("frame_scale", scale, "Hk D", Kind::float32);
+  const mx::array of_centre = operands.take("frame_centre", centre, "Hk D", Kind::float32);
+  const mx::array of_scale = operands.take("frame_scale", scale, "Hk D", Kind::float32);
   check(
       operands["Hk"] == heads,
       "The frame is of " + std::to_string(operands["Hk"]) + " KV heads, the budgets of " +
@@ -153,6 +153,27 @@ int mlx_h2o_cache_trimmable(int* res, const mlx_h2o_cache cache) {
 
 int mlx_h2o_cache_trim(mlx_h2o_cache cache, int n, const mlx_stream s) {
   return guarded_on(s, [&] { changed(cache).trim(n); });
+}
+
+int mlx_h2o_cache_copy(mlx_h2o_cache* res, mlx_h2o_cache cache, const mlx_stream s) {
+  return guarded_on(s, [&] {
+    wants(res);
+    auto copy = changed(cache).copied();
+    delete static_cast<Core*>(res->ctx);
+    res->ctx = copy.release();
+  });
+}
+
+int mlx_h2o_cache_resize(
+    mlx_h2o_cache cache, const int* budgets, size_t n_kv_heads, const mlx_stream s) {
+  return guarded_on(s, [&] {
+    Core& resized = changed(cache);
+    check(
+        budgets && n_kv_heads == resized.heads(),
+        "This cache needs budgets for " + std::to_string(resized.heads()) + " KV heads; got " +
+            std::to_string(n_kv_heads) + (budgets ? "." : " and a null pointer."));
+    resized.resize({budgets, budgets + n_kv_heads});
+  });
 }
 
 int mlx_h2o_cache_pin(

@@ -25,9 +25,9 @@ mx::array chosen(
     Choose choose, mlx_array priority, mlx_array positions, mlx_array evictable, int count,
     bool per_layer) {
   Operands operands;
-  const mx::array& worth = operands.take("priority", priority, "B Hk N", Kind::float32);
-  const mx::array& places = operands.take("positions", positions, "B Hk N", Kind::int32);
-  const mx::array& may_go = operands.take("evictable", evictable, "B Hk N", Kind::boolean);
+  const mx::array worth = operands.take("priority", priority, "B Hk N", Kind::float32);
+  const mx::array places = operands.take("positions", positions, "B Hk N", Kind::int32);
+  const mx::array may_go = operands.take("evictable", evictable, "B Hk N", Kind::boolean);
   return choose(worth, places, may_go, count, per_layer);
 }
 
@@ -45,7 +45,7 @@ int mlx_h2o_attention_mass(
   return guarded_on(s, [&] {
     wants(res);
     Operands operands;
-    const mx::array& logits = operands.take("scores", scores, "B Hq L N", Kind::float32);
+    const mx::array logits = operands.take("scores", scores, "B Hq L N", Kind::float32);
     give(
         res,
         attention_mass(logits, operands.take("lse", lse, "B Hq L", Kind::float32), n_kv_heads));
@@ -74,14 +74,14 @@ int mlx_h2o_remainder_fold(
     wants(res);
     Operands operands;
     const Remainder before = of(remainder, operands);
-    const mx::array& rows_k = operands.take("keys", keys, "B Hk M D", Kind::floating);
-    const mx::array& rows_v = operands.take("values", values, "B Hk M Dv", Kind::floating);
+    const mx::array rows_k = operands.take("keys", keys, "B Hk M D", Kind::floating);
+    const mx::array rows_v = operands.take("values", values, "B Hk M Dv", Kind::floating);
     const auto counts = maybe(weights);
     if (counts) {
       const mx::Shape rows{operands["B"], operands["Hk"], operands["M"]};
       check(counts->dtype() == mx::float32, "weights must be float32.");
       check(
-          counts->ndim() <= 3 && mx::broadcast_shapes(counts->shape(), rows) == rows,
+          broadcasts_to(counts->shape(), rows),
           "weights " + text(counts->shape()) + " do not broadcast to " + text(rows) + ".");
     }
     give(res, before.fold(rows_k, rows_v, counts));
@@ -95,7 +95,7 @@ int mlx_h2o_remainder_column(
     wants(res);
     Operands operands;
     const Remainder answering = of(remainder, operands);
-    const mx::array& queries = operands.take("q", q, "B Hq L D", Kind::floating);
+    const mx::array queries = operands.take("q", q, "B Hq L D", Kind::floating);
     operands.check_heads();
     check_scale(scale);
     give(res, answering.column(queries, scale, saturations_of(saturation, operands["Hk"])));
@@ -108,10 +108,10 @@ int mlx_h2o_remainder_join(
   return guarded_on(s, [&] {
     wants(res_out, res_lse);
     Operands operands;
-    const mx::array& attended = operands.take("out", out, "B Hq L Dv", Kind::floating);
-    const mx::array& of_rows = operands.take("lse", lse, "B Hq L", Kind::float32);
-    const mx::array& column = operands.take("logits", logits, "B Hq L", Kind::float32);
-    const mx::array& means = operands.take("values", values, "B Hk Dv", Kind::float32);
+    const mx::array attended = operands.take("out", out, "B Hq L Dv", Kind::floating);
+    const mx::array of_rows = operands.take("lse", lse, "B Hq L", Kind::float32);
+    const mx::array column = operands.take("logits", logits, "B Hq L", Kind::float32);
+    const mx::array means = operands.take("values", values, "B Hk Dv", Kind::float32);
     operands.check_heads();
     const auto [joint_out, joint_lse] = join(attended, of_rows, column, means);
     give(res_out, joint_out);
@@ -189,7 +189,7 @@ int mlx_h2o_quantize_append(
     wants(res_w, res_scales, res_biases);
     Operands operands;
     const mx::array at = operands.take("index", index, "I M", Kind::int32);
-    const mx::array& plain = operands.take("rows", rows, "B M width", Kind::floating);
+    const mx::array plain = operands.take("rows", rows, "B M width", Kind::floating);
     operands.take("w", w, "B S words", Kind::uint32);
     operands.take("scales", scales, "B S groups", Kind::floating);
     operands.take("biases", biases, "B S groups", Kind::floating);

@@ -42,12 +42,12 @@ void give(mlx_h2o_remainder* res, const Remainder& value) {
 }
 
 Slots of(const mlx_h2o_slots& slots, const Policy& policy, Operands& operands) {
-  const mx::array& keys = operands.take("keys", slots.keys, "B Hk N D", Kind::floating);
-  const mx::array& values = operands.take("values", slots.values, "B Hk N Dv", Kind::floating);
-  const mx::array& positions = operands.take("positions", slots.positions, "B Hk N", Kind::int32);
+  const mx::array keys = operands.take("keys", slots.keys, "B Hk N D", Kind::floating);
+  const mx::array values = operands.take("values", slots.values, "B Hk N Dv", Kind::floating);
+  const mx::array positions = operands.take("positions", slots.positions, "B Hk N", Kind::int32);
   const auto scores = operands.take_if_any("scores", slots.scores, "B Hk N", Kind::float32);
-  const mx::array& evictable = operands.take("evictable", slots.evictable, "B Hk N", Kind::boolean);
-  const mx::array& mean =
+  const mx::array evictable = operands.take("evictable", slots.evictable, "B Hk N", Kind::boolean);
+  const mx::array mean =
       operands.take("evicted_mean_key", slots.evicted_mean_key, "B Hk D", Kind::float32);
   check(scores || !policy.needs_attention(), "Policy " + policy.name + " needs scores.");
   check(slots.offset >= 0 && slots.evicted >= 0, "offset and evicted must be at least 0.");

@@ -1,6 +1,6 @@
 // mlx_h2o.h: the library.
 #include "attend.h"
-#include "bridge.h"
+#include "evaluation.h"
 
 using namespace mlx_h2o;
 
@@ -16,6 +16,11 @@ const char* mlx_h2o_last_error(void) {
 
 int mlx_h2o_use_kernels(bool use) {
   use_kernels(use);
+  return 0;
+}
+
+int mlx_h2o_set_evaluator(mlx_h2o_evaluator evaluator, void* context) {
+  set_evaluator(evaluator, context);
   return 0;
 }
 

@@ -55,9 +55,9 @@ int mlx_h2o_accumulate(
   return guarded_on(s, [&] {
     wants(res);
     Operands operands;
-    const mx::array& before = operands.take("scores", scores, "B Hk N", Kind::float32);
-    const mx::array& seen = operands.take("logits", logits, "B Hq L N", Kind::float32);
-    const mx::array& of_rows = operands.take("lse", lse, "B Hq L", Kind::float32);
+    const mx::array before = operands.take("scores", scores, "B Hk N", Kind::float32);
+    const mx::array seen = operands.take("logits", logits, "B Hq L N", Kind::float32);
+    const mx::array of_rows = operands.take("lse", lse, "B Hq L", Kind::float32);
     operands.check_heads();
     give(
         res,
@@ -71,7 +71,7 @@ int mlx_h2o_evictable(
   return guarded_on(s, [&] {
     wants(res);
     Operands operands;
-    const mx::array& places = operands.take("positions", positions, "B Hk N", Kind::int32);
+    const mx::array places = operands.take("positions", positions, "B Hk N", Kind::int32);
     check(offset >= 0 && sink >= 0 && recent >= 0, "offset, sink and recent must be at least 0.");
     give(res, evictable_slots(places, offset, sink, recent));
   });

@@ -72,16 +72,7 @@ struct LayerState {
   RecentState recent;
 };
 
-// What changes from step to step, for each KV head.
-struct HeadPlan {
-  int64_t start;  // its first slot in the flat buffers
-  int length;     // slots in use, the new one included
-  int victim;     // which of its victims makes room, or -1 for the next unused slot
-  int recent;     // last positions that are protected
-  int evicted;    // tokens lost, this step's victim included
-  bool choose;    // name the next victims
-};
-
+// What changes from step to step.
 struct Step {
   std::vector<HeadPlan> heads;  // [Hk]
   int recent_slot = 0;          // of the newest tokens: the new one's, and the leaving one's before

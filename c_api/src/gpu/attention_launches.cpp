@@ -1,5 +1,7 @@
 #include "attention_launches.h"
 
+#include <algorithm>
+
 #include "row_buffers.h"
 #include "tiling.h"
 
@@ -40,8 +42,9 @@ KernelMask kernel_mask(const Masking& mask, int batch, int query_heads, int quer
   if (!mask.array) return {mask.causal && queries > 1 ? 1 : 0};
   const mx::array& m = *mask.array;
   const int last = m.ndim() ? m.shape(-1) : 1, columns = last > 1 ? last : slots;
+  const mx::Shape shape = m.shape();
   mx::Shape whole(4 - m.ndim(), 1);
-  whole.insert(whole.end(), m.shape().begin(), m.shape().end());
+  whole.insert(whole.end(), shape.begin(), shape.end());
   return {
       2, columns, mx::broadcast_to(mx::reshape(m, whole), {batch, query_heads, queries, columns})};
 }

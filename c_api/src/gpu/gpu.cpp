@@ -17,12 +17,12 @@ mx::array fused_by_mlx(
   std::optional<mx::array> columns;
   if (sinks) columns = mx::astype(*sinks, q.dtype());
   const mlx_array none{nullptr};
-  const mx::Stream stream = mx::default_stream(mx::default_device());
+  const CallStream stream;
   mlx_array res = mlx_array_new();
   const int status = mlx_fast_scaled_dot_product_attention(
       &res, borrowed(q), borrowed(k), borrowed(v), scale,
       m ? "array" : (mask.causal ? "causal" : ""), m ? borrowed(*m) : none,
-      columns ? borrowed(*columns) : none, borrowed(stream));
+      columns ? borrowed(*columns) : none, stream.handle());
   if (status) throw std::runtime_error("MLX's attention refused its operands.");
   const mx::array out = of(res);
   mlx_array_free(res);

@@ -1,5 +1,6 @@
 #include "gpu_decoder.h"
 
+#include "../evaluation.h"
 #include "../policy.h"
 #include "../rows.h"
 #include "launcher.h"
@@ -49,7 +50,8 @@ class GPUDecoder : public Decoder {
     if (policy_.score != Score::none) slots_.scores = own(lent.fields.at("scores"));
     if (settings.policy.keeps_value_lengths(packing_))
       slots_.value_lengths = own(lent.fields.at("value_lengths"));
-    if (settings.policy.value_weighted) slots_.norms = mx::linalg::norm(dense(slots_.values), -1);
+    if (settings.policy.value_weighted)
+      slots_.norms = mx::sqrt(mx::sum(mx::square(f32(dense(slots_.values))), -1));
   }
 
   mx::array step(DecodeStep step) override {
@@ -90,7 +92,7 @@ class GPUDecoder : public Decoder {
   Lent end() override {
     std::vector<mx::array> last = remainder_.arrays();
     last.push_back(victims_);
-    mx::eval(std::move(last));
+    evaluate(last);
     Fields fields;
     packing_.put(fields, "keys", held(slots_.keys));
     packing_.put(fields, "values", held(slots_.values));
@@ -139,14 +141,16 @@ bool writes_in_place() {
   const StepPlan plan{1, kFewestSlots, 0, 1, {{0, 1, -1, 0, 0, false}}};
   const auto zeros = [] { return mx::zeros({1, kFewestSlots, 32}); };
   const SlotArrays slots{{{zeros()}}, {{zeros()}}, mx::zeros({1, kFewestSlots}, mx::int32)};
-  mx::eval({slots.keys.arrays[0], slots.values.arrays[0], slots.positions});
+  evaluate({slots.keys.arrays[0], slots.values.arrays[0], slots.positions});
   const mx::array row = mx::ones({1, 1, 1, 32});
   std::optional<Remainder> none;
-  mx::eval({overwrite(plan, slots, mx::zeros({1, 1, 1}, mx::int32), row, row, none, {})});
+  evaluate({overwrite(plan, slots, mx::zeros({1, 1, 1}, mx::int32), row, row, none, {})});
   const auto sum = [](const Stored& rows) {
-    return mx::sum(part(rows.arrays[0], 1, 0, 1)).item<float>();
+    return mx::sum(mx::reshape(part(rows.arrays[0], 1, 0, 1), {-1}), 0);
   };
-  return sum(slots.keys) == 32 && sum(slots.values) == 32;
+  const mx::array of_keys = sum(slots.keys), of_values = sum(slots.values);
+  evaluate({of_keys, of_values});
+  return of_keys.item<float>() == 32 && of_values.item<float>() == 32;
 }
 
 }  // namespace

@@ -25,7 +25,8 @@ struct KernelText {
 // A kernel by the name of its file, without ".metal"; made once.
 const KernelText& kernel_text(const std::string& name);
 
-// A file of metal/ by name, nullptr if there is none. CMake writes the function (kernel_files.cpp).
+// A file of metal/ by name, nullptr if there is none. tools/embed_metal.py writes the
+// function (kernel_files.cpp).
 const char* kernel_file(const std::string& name);
 
 }  // namespace mlx_h2o

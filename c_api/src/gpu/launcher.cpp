@@ -126,10 +126,10 @@ Buffers launch(
   for (const std::string& read : reads)
     mlx_vector_array_append_value(given.handle, borrowed(inputs.at(read)));
   OwnedArrays results(mlx_vector_array_new());
-  const mx::Stream stream = mx::default_stream(mx::default_device());
+  const CallStream stream;
   succeed(
       mlx_fast_metal_kernel_apply(
-          &results.handle, compiled, given.handle, config.handle, borrowed(stream)),
+          &results.handle, compiled, given.handle, config.handle, stream.handle()),
       "launch the kernel " + name);
   Buffers written;
   for (size_t i = 0; i < writes.size(); ++i) {
@@ -142,16 +142,17 @@ Buffers launch(
 }
 
 std::optional<std::string> gpu_architecture() {
-  const mx::Device device = mx::default_device();
+  const CallStream stream;
+  const mlx_device device = stream.device();
   mlx_device_type type;
   bool available = false;
-  if (mlx_device_get_type(&type, borrowed(device)) || type != MLX_GPU) return std::nullopt;
+  if (mlx_device_get_type(&type, device) || type != MLX_GPU) return std::nullopt;
   if (mlx_metal_is_available(&available) || !available) return std::nullopt;
   // There is one GPU that is Apple's.
   static const std::string name = [&] {
     OwnedInfo info(mlx_device_info_new());
     const char* text = nullptr;
-    const bool known = !mlx_device_info_get(&info.handle, borrowed(device)) &&
+    const bool known = !mlx_device_info_get(&info.handle, device) &&
         !mlx_device_info_get_string(&text, info.handle, "architecture");
     return std::string(known ? text : "");
   }();

@@ -2,9 +2,8 @@
 // (python/mlx_h2o/backends/step_launches.py).
 #pragma once
 
+#include "../kernel_terms.h"
 #include "attention_launches.h"
-#include "decode_step.h"
-#include "primitives/decoding_layer.h"
 
 namespace mlx_h2o {
 

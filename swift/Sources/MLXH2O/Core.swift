@@ -6,9 +6,8 @@ import MLX
 /// Observe.swift. Where kernels take the step, a ``GPUDecoder`` has the layer's rows meanwhile, and
 /// everything that looks at them calls ``rest()`` first.
 struct Core {
-    // Where the rows are read after every step (as the token iterator of mlx-swift-lm's main branch
-    // does), each would wait for the GPU and copy them all: so often, then no more before the next
-    // prompt.
+    // Where the rows are read after every step, each would wait for the GPU and copy them all: so
+    // often, then no more before the next prompt.
     private static let mostBriefDecodings = 3
 
     /// As given. (Since the first rows the layer knows its size: ``settings``.)

@@ -282,13 +282,15 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     /// Everything else, in the form that Python's `H2OKVCache.config` has.
     var configuration: SettingValue { core.configuration }
 
-    /// Arrays in the order in which ``metaState`` names them.
+    /// Arrays in the order in which ``metaState`` names them. While kernels decode, what they wrote
+    /// last, as in ``innerState()``: it may be evaluated with every token. Reading `metaState` first
+    /// takes the rows back.
     public var state: [MLXArray] {
-        get { namedArrays.map(\.array) }
+        get { isDecoding ? core.heldArrays : namedArrays.map(\.array) }
         set { unnamed = newValue }
     }
 
-    /// The configuration as JSON, then the names of ``state``'s arrays. Set it after them.
+    /// The configuration as JSON, then names of ``state``'s arrays. Read it before them, set it after.
     public var metaState: [String] {
         get { [configuration.text] + namedArrays.map(\.name) }
         set {
@@ -297,7 +299,8 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
             guard newValue.count == arrays.count + 1,
                 let configuration = try? SettingValue(parsing: newValue[0])
             else {
-                fatalError("This is no metaState of an H2OKVCache.")
+                fatalError(
+                    "This metaState does not go with this state: read metaState first, then state.")
             }
             do {
                 let named = zip(newValue.dropFirst(), arrays)

@@ -125,9 +125,22 @@ import Testing
             cache = try H2OKVCache.loadCaches(from: file).caches[0] as! H2OKVCache
             side.follow(cache, rows, ones(5))
             let twin = try H2OKVCache(.heads([14, 20]))
+            let names = cache.metaState
             twin.state = cache.state
-            twin.metaState = cache.metaState
+            twin.metaState = names
             side.follow(twin, rows, ones(5))
+        }
+    }
+
+    /// The state evaluated with every token, as mlx-swift-lm's main branch does: steps stay fused, and
+    /// nothing waits to be computed.
+    @Test func stateEvaluatedWithEveryToken() throws {
+        for packing in [H2OPacking.dense, try H2OPacking(keyBits: 8, valueBits: 8, groupSize: 32)] {
+            try comparing("state \(packing.keyBits ?? 0)") { side in
+                let cache = try H2OKVCache(.heads([24, 24]), packing: packing)
+                side.follow(
+                    cache, side.rows(tokens: 42), [12] + ones(30), evaluatesState: true)
+            }
         }
     }
 
@@ -278,11 +291,13 @@ private final class Side {
 
     /// Take tokens in, and note the outputs and what is held in the end.
     func follow(
-        _ cache: H2OKVCache, _ rows: RowStream, _ chunks: [Int], sinks: MLXArray? = nil
+        _ cache: H2OKVCache, _ rows: RowStream, _ chunks: [Int], sinks: MLXArray? = nil,
+        evaluatesState: Bool = false
     ) {
         var outputs: [MLXArray] = []
         for length in chunks {
             outputs.append(rows.run(cache, [length], sinks: sinks))
+            if evaluatesState { eval(cache.state) }
             if cache.isDecoding { fused += 1 }
             #expect(cache.isDecoding == (length == 1 && !isPlain && cache.undo == 0))
         }

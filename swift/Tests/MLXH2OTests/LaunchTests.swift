@@ -63,13 +63,32 @@ import Testing
                 rows.run(cache, [12])
                 for _ in 0 ..< 5 {
                     step()
-                    _ = cache.state
+                    _ = cache.namedArrays
                 }
                 rows.run(cache, [3])
                 step()
             }
         }
         #expect(fused == [true, true, true, false, false, true])
+    }
+
+    /// What a token iterator evaluates after every step leaves the rows with the kernels.
+    @Test func stateOfEveryStepIsReadInTheMidstOfFusedDecoding() throws {
+        let cache = try H2OKVCache(.heads([24, 24])), rows = RowStream(tokens: 60, width: 64)
+        _ = LaunchRecord.of { _ in
+            let metal = MetalKernels(architecture: "applegpu_g13g", writesInPlace: true)
+            Backend.$chosen.withValue(.metal(metal)) {
+                rows.run(cache, [12])
+                for _ in 0 ..< 5 {
+                    rows.run(cache, [1])
+                    #expect(!cache.state.isEmpty && cache.isDecoding)
+                }
+            }
+        }
+        // The names tell of the rows, which are here again.
+        let names = cache.metaState
+        #expect(!cache.isDecoding && names.contains("slots.keys"))
+        #expect(cache.state.count == names.count - 1)
     }
 
     /// Another cache's state takes the place of rows that kernels have.
@@ -175,7 +194,7 @@ import Testing
             try Backend.$chosen.withValue(.metal(metal)) {
                 for turn in call["turns"]!.array! {
                     switch turn.string {
-                    case "look": _ = cache.state
+                    case "look": _ = cache.namedArrays
                     case "trim": cache.trim(2)
                     case "resize": try cache.resize([14, 20])
                     case "masked": say(1, isCausal: true)

@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 
+#include "../../kernel_terms.h"
+
 namespace mlx_h2o {
 
 enum class Dtype { float32, float16, bfloat16 };
@@ -47,9 +49,6 @@ struct RowMask {
 
 // Keys that are worked on while they lie in the nearest cache: 32 rows of 128 floats are 16 KB.
 constexpr int kTile = 32;
-
-// Query rows per call at most; they and their outputs stay in the second-level cache.
-constexpr int kMaxRows = 32;
 
 // Attention of `rows` query rows over `slots` slots of one KV head.
 //
@@ -102,38 +101,11 @@ constexpr int64_t scratch_floats(int D, int Dv) {
       4 * padded(D) + 2 * kPad;
 }
 
-// What a policy accumulates per slot.
-enum class Score { none, sum, ema, ema_logits, last };
-// What it ranks slots by.
-enum class Priority { score, age, distance, direction, salience };
-
-// A policy in the kernels' terms (Policy.kernel_policy in Python).
-struct KernelPolicy {
-  Score score = Score::none;
-  Priority priority = Priority::age;
-  bool per_layer = false;
-  bool age_normalised = false;
-  int sink = 0;
-  int evict_every = 1;
-  float decay = 0;
-  // Of Priority::distance and salience.
-  float distance_weight = 1;
-  float mass_weight = 0;
-  float value_weight = 0;
-  float age_weight = 0;
-
-  // Whether keys' distances from the mean key are asked for.
-  bool measures() const {
-    return (priority == Priority::distance || priority == Priority::salience) && distance_weight;
-  }
-};
-
 // Terms of Priority::distance and salience, at most: distance, mass, value, age.
 constexpr int kTerms = 4;
 
 // Positions of slots, in 16 or 32 bits (python/mlx_h2o/positions.py); below 0 where a token is
 // pinned (python/mlx_h2o/pins.py).
-constexpr int kFewTokens = 1 << 15;  // whose positions fit into 16 bits
 struct Positions {
   void* data;
   bool narrow;

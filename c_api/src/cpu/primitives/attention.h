@@ -9,12 +9,6 @@
 
 namespace mlx_h2o {
 
-// What attention hands out beside its output and lse.
-enum class Export { none, logits, mass };
-
-// A column of the softmax that has no slot: logits [B, Hq, L] and values [B, Hk, Dv].
-using Seed = std::pair<mx::array, mx::array>;
-
 // Slots of each KV head in flat keys and values: its first slot and how many.
 using Ranges = std::vector<std::pair<int64_t, int>>;
 

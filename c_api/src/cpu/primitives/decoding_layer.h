@@ -21,18 +21,6 @@ struct Recent {
   std::optional<mx::array> value_lengths = std::nullopt;  // [B, Hk, size] float16
 };
 
-// What keys are stored relative to: centre and scale [Hk, D] float32 (frame.h).
-struct Frame {
-  mx::array centre, scale;
-};
-
-// What a step does with the newest tokens: the new token's slot, the tokens held after it, and
-// whether one leaves.
-struct RecentStep {
-  int slot, length;
-  bool leaving;
-};
-
 // One token of a layer, as it is planned.
 struct PlannedToken {
   int offset;

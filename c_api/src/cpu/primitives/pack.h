@@ -3,11 +3,9 @@
 
 #include <vector>
 
-#include "mlx/mlx.h"
+#include "../../mx.h"
 
 namespace mlx_h2o {
-
-namespace mx = mlx::core;
 
 // Words, scales and biases of rows [..., width], packed as fused steps pack them (PackedRows.of in
 // Python). Raises std::invalid_argument unless they are floats, and the bits (2, 3, 4, 5, 6 or 8)

@@ -3,14 +3,12 @@
 
 #include <initializer_list>
 
+#include "../../mx.h"
 #include "kernels/kernels.h"
 #include "mlx/backend/cpu/encoder.h"
-#include "mlx/mlx.h"
 #include "mlx/primitives.h"
 
 namespace mlx_h2o {
-
-namespace mx = mlx::core;
 
 // An operation of the CPU, without derivatives.
 class CpuPrimitive : public mx::Primitive {

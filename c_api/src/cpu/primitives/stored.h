@@ -3,23 +3,9 @@
 
 #include <vector>
 
-#include "mlx/mlx.h"
+#include "../../kernel_operands.h"
 
 namespace mlx_h2o {
-
-namespace mx = mlx::core;
-
-// Keys or values: one array, or packed rows in the format of mx.quantize (words, scales, biases).
-struct Stored {
-  std::vector<mx::array> arrays;
-  int bits = 0;  // 0: dense
-  int group_size = 0;
-
-  // Elements of a row.
-  int width() const {
-    return bits ? arrays[0].shape(-1) * 32 / bits : arrays[0].shape(-1);
-  }
-};
 
 // How the arrays of an operation are keys and values.
 struct SlotLayout {
