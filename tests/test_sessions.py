@@ -155,6 +155,14 @@ def test_the_turn_before_stays_until_the_client_was_told_of_the_next(tmp_path):
     assert known() == [60]
 
 
+def test_a_note_keeps_its_texts_when_a_later_turn_goes_on_from_it_without_any(tmp_path):
+    """A template that leaves thoughts out has the next turn go on from an earlier place."""
+    sessions = Sessions(tmp_path, "m")
+    sessions.note(Mark("a"), key_of([1, 2]), ["said"], "", "first")
+    sessions.note(Mark("a"), key_of([1, 2]), [], "", "second")
+    assert [note.texts for note in Sessions(tmp_path, "m").notes] == [("said",)]
+
+
 def test_the_oldest_go_when_the_folder_is_full_or_they_are_too_old(tmp_path, caplog):
     sessions = Sessions(tmp_path, "m")
     paths = [note(sessions, [i, 2, 3], "x" * 1000) for i in range(5)]

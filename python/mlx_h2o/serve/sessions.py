@@ -191,6 +191,8 @@ class Sessions:
             OSError: It cannot be written.
         """
         path = self.path_of(own, key)
+        if not texts and path.with_suffix(NOTE).exists():
+            return  # by a turn whose texts it has
         note = Note(self.model, own, key, tuple(texts), title, name)
         with self._lock:
             with replacing(path.with_suffix(NOTE), durable=True) as temporary:
