@@ -6,7 +6,6 @@ import json
 import math
 import re
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -358,23 +357,30 @@ def test_several_answers_are_streamed_side_by_side(plain):
     assert chunks[-1].usage.completion_tokens == 27
 
 
-def test_several_are_admitted_together_or_not_at_all(loaded):
-    """Room for three: two of two run one after the other, and four can never."""
+def test_several_are_admitted_together_or_not_at_all(loaded, monkeypatch):
+    """Room for three: a second request of two waits until one of the first's is whole."""
     need = most_bytes(mlx_h2o.make_prompt_cache(loaded[0], SIZE))
     with serving(bound=3 * need) as running:
-        seen = set()
         accountant = running.generator.accountant
+        admit, reserved = accountant.admit, list[tuple[int, int]]()
+
+        def admitted(ticket):
+            before = accountant.reserved
+            admit(ticket)
+            reserved.append((before, accountant.reserved))
+
+        monkeypatch.setattr(accountant, "admit", admitted)
         with ThreadPoolExecutor(2) as pool:
             options = {"model": MODEL, "max_tokens": 60, "temperature": 0, "n": 2}
             asked = [
                 pool.submit(running.client.completions.create, prompt=words(50 * i, 20), **options)
                 for i in range(2)
             ]
-            while not all(one.done() for one in asked):
-                seen.add(accountant.reserved)
-                time.sleep(0.002)
             assert all(len(one.result().choices) == 2 for one in asked)
-        assert max(seen) == 2 * need
+        # Each request's first answer reserves the bytes of both, and its second one nothing.
+        grown = [(after - before) // need for before, after in reserved]
+        assert sorted(grown) == [0, 0, 2, 2]
+        assert max(after for _, after in reserved) <= 3 * need
         with pytest.raises(openai.BadRequestError, match="n=4 answers may take"):
             running.client.completions.create(model=MODEL, prompt="x", n=4)
         until(lambda: accountant.reserved == 0)

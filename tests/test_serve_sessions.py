@@ -152,10 +152,32 @@ def talk(one: Client, client: openai.OpenAI, drawn: random.Random) -> None:
     """Turn after turn, until the server is gone."""
     try:
         while True:
-            tokens, count = drawn.choice([1, 3, 8, 20]), drawn.randint(1, 12)
-            one.turn(client, tokens, f" {words(drawn.randrange(400), count)}")
+            turn_of(one, client, drawn)
     except Exception:  # of whatever layer noticed first that the server is gone
         return
+
+
+def turn_of(one: Client, client: openai.OpenAI, drawn: random.Random) -> None:
+    tokens, count = drawn.choice([1, 3, 8, 20]), drawn.randint(1, 12)
+    one.turn(client, tokens, f" {words(drawn.randrange(400), count)}")
+
+
+# When the server is killed: at any time, once a turn was written down of which its client may not
+# have heard yet, and once a client has heard of its turn, which must have been written down.
+MOMENTS = ("some time", "noted", "answered")
+
+
+def until_noted(folder: Path, count: int) -> None:
+    """Return at the moment at which so many turns more are on disk."""
+
+    def notes() -> set[str]:
+        return {name for name in os.listdir(folder) if name.endswith(".json") and name[0] != "."}
+
+    known, seen = notes(), set[str]()
+    end = time.monotonic() + 60
+    while len(seen) < count:
+        seen |= notes() - known
+        assert time.monotonic() < end
 
 
 @dataclass
@@ -168,14 +190,14 @@ class Tally:
 
 
 def killed_again_and_again(servers: Servers, folder: Path, kills: int, seed: int) -> Tally:
-    """Kill the server at random moments while clients stream, start it, and let them go on.
+    """Kill the server while clients stream, start it, and let them go on.
 
     Each client whose conversation had a whole answer sends back what it got: its caches must be
     found, with all that was read and said, and with its pins.
     """
     drawn, tally = random.Random(seed), Tally()
     clients = list[Client]()
-    for _ in range(kills + 1):
+    for kill in range(kills + 1):
         with servers.running(folder) as (process, port):
             client = openai_client(port)
             for one in clients:
@@ -192,11 +214,20 @@ def killed_again_and_again(servers: Servers, folder: Path, kills: int, seed: int
             ]
             for one in clients:
                 one.said = [{"role": "user", "content": words(drawn.randrange(300), 12)}]
+            moment, turns = MOMENTS[kill % 3], drawn.randint(2, 6)
+            talking = clients[1:] if moment == "answered" else clients
             with ThreadPoolExecutor(4) as pool:
-                for one in clients:
-                    pool.submit(talk, one, client, random.Random(drawn.random()))
-                time.sleep(drawn.uniform(0.05, 1.5))
-                os.kill(process, signal.SIGKILL)
+                try:
+                    for one in talking:
+                        pool.submit(talk, one, client, random.Random(drawn.random()))
+                    if moment == "some time":
+                        time.sleep(drawn.uniform(0.05, 1.5))
+                    elif moment == "noted":
+                        until_noted(folder, turns)
+                    for _ in range(turns if moment == "answered" else 0):
+                        turn_of(clients[0], client, drawn)
+                finally:
+                    os.kill(process, signal.SIGKILL)
             tally.turns += sum(one.turns for one in clients)
             clients = [one for one in clients if one.turns]
     return tally

@@ -19,7 +19,16 @@ import mlx_h2o
 from mlx_h2o.cli import main
 from mlx_h2o.serve.conversations import Conversations
 from mlx_h2o.serve.marks import Mark, mark
-from mlx_h2o.serve.sessions import DAY, Note, Sessions, conversations_in, key_of, locked
+from mlx_h2o.serve.sessions import (
+    DAY,
+    Note,
+    Sessions,
+    conversations_in,
+    key_of,
+    locked,
+    token_count,
+    tokens_of,
+)
 from mlx_h2o.serve.ticket import Place
 from mlx_h2o.serve.transcripts import Transcripts
 from mlx_h2o.serve.turn_text import TurnText, segments_of
@@ -97,13 +106,61 @@ def test_earlier_turns_go_once_the_later_one_has_what_they_had(tmp_path):
     assert not conversations.save_one()
     assert files() == [".json", ".safetensors"]
     keep(40)
+    keep(45)
     keep(50)
-    assert files() == [".json", ".json", ".safetensors"]
-    assert len(Sessions(tmp_path, "m").without_caches()) == 1
+    assert files() == [".json"] * 3 + [".safetensors"]
+    assert len(Sessions(tmp_path, "m").without_caches()) == 2
     assert sessions.longest_before(Mark("a"), key_of(tokens)).key == key_of(tokens[:20])
     conversations.make_room(0)  # which writes what is not written yet
     assert files() == [".json", ".safetensors"]
     assert sessions.longest_before(Mark("a"), key_of(tokens)).key == key_of(tokens[:50])
+
+
+def test_the_turn_before_stays_until_the_client_was_told_of_the_next(tmp_path):
+    """kill -9 between a turn's note and its client's hearing of it: it goes on from the one before.
+
+    So it is after a start too, when the caches of both are computed.
+    """
+    model, tokens = tiny_model("llama"), prompt_tokens(60)
+    counts = [20, 30, 40, 50]
+    sessions = Sessions(tmp_path, "m")
+
+    def keep(count: int) -> None:
+        sessions.note(Mark("a"), key_of(tokens[:count]), ["x" * count], "", "")
+
+    def known() -> list[int]:
+        return sorted(token_count(saved.key) for saved in sessions.saved.values())
+
+    for count in counts:
+        keep(count)
+    assert known() == counts[-2:]
+    # The server was killed, and is started again.
+    sessions = Sessions(tmp_path, "m")
+    assert known() == counts[-2:]
+    conversations = Conversations(sessions=sessions)
+    for saved in sessions.without_caches():
+        cache = mlx_h2o.make_prompt_cache(model, 64)
+        mark(cache, saved.mark)
+        model(mx.array([tokens_of(saved.key)]), cache=cache)
+        conversations.insert_cache(None, tokens_of(saved.key), cache)
+    assert known() == counts[-2:]
+    assert sessions.without_caches() == []
+    before = sessions.longest_before(Mark("a"), key_of([*tokens[:40], 7, 8, 9]))
+    assert before is not None
+    assert token_count(before.key) == 40
+    # The client goes on from the later one, and is told: all before it can go.
+    keep(60)
+    assert known() == [40, 50, 60]
+    sessions.save(Mark("a"), key_of(tokens), cache)
+    assert known() == [60]
+
+
+def test_a_note_keeps_its_texts_when_a_later_turn_goes_on_from_it_without_any(tmp_path):
+    """A template that leaves thoughts out has the next turn go on from an earlier place."""
+    sessions = Sessions(tmp_path, "m")
+    sessions.note(Mark("a"), key_of([1, 2]), ["said"], "", "first")
+    sessions.note(Mark("a"), key_of([1, 2]), [], "", "second")
+    assert [note.texts for note in Sessions(tmp_path, "m").notes] == [("said",)]
 
 
 def test_the_oldest_go_when_the_folder_is_full_or_they_are_too_old(tmp_path, caplog):
@@ -270,6 +327,20 @@ def test_half_a_character_is_a_replacement_for_the_client_and_itself_for_the_cac
     assert told.endswith("\ufffd")
     texts, _ = said.continued(tokens, told)
     assert text + told in texts
+
+
+@pytest.mark.parametrize("stops", [(), (" Anne",)])
+def test_a_character_that_an_end_of_text_cuts_is_not_told(tokenizer, stops):
+    """A client is not told of it, so what it sends back has no U+FFFD there."""
+    text, half = words(0, 9), tokenizer.encode("🙂")[:-1]
+    said = TurnText(text, tokenizer.encode(text), [], str, tokenizer, stops)
+    answer = [*tokenizer.encode(" Paris"), *half]
+    tokens = [*said.tokens, *answer, next(iter(tokenizer.eos_token_ids))]
+    # Where they can, the caches leave the end of text out.
+    for held in (tokens, tokens[: -said.beyond(tokens)]):
+        texts, _ = said.continued(held, " Paris", cut=True)
+        assert text + " Paris" in texts
+        assert not any("\ufffd" in one for one in texts)
 
 
 def test_segments_keep_the_borders_that_are_still_there():

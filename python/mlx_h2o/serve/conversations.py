@@ -49,8 +49,8 @@ class Idle:
         passed: Whether a longer conversation has gone on from it.
         shrunk: Whether it was made smaller.
         turns: The answers that ended here: several, where clients had the same one.
-        unsaved: Whether its turn is noted in the sessions' folder, and these caches are still to be
-            written there.
+        unsaved: Whether its turn is noted in the sessions' folder and its client was told, and
+            these caches are still to be written there.
     """
 
     mark: Mark
@@ -231,14 +231,14 @@ class Conversations:
         new = Idle(own, key, cache, kind, pieces_of(cache), self._clock, turns=turns)
         self._idle[place] = new
         if kind == "assistant" and self.sessions is not None and _only_file(ticket):
-            self._save(new)
+            self._save(new, told=False)
         if ticket is not None:
             longest = max(earlier, key=lambda idle: len(idle.key), default=None)
             before_answer = None if longest is None else Place(longest.mark, longest.key)
             ticket.kept.tell(place, before_answer)
 
     def noted(self, place: Place) -> None:
-        """A turn is on disk, from which its caches can be computed; any thread may say so."""
+        """A turn is on disk, and its client was told; any thread may say so."""
         idle = self._idle.get(place)
         if idle is not None:
             idle.unsaved = True
@@ -305,12 +305,12 @@ class Conversations:
         del self._idle[Place(idle.mark, idle.key)]
         self.forgotten += 1
 
-    def _save(self, idle: Idle) -> None:
-        """Write a conversation, and remove the files of its earlier turns."""
+    def _save(self, idle: Idle, told: bool = True) -> None:
+        """Write a conversation, and remove the files of its earlier turns (`Sessions.save`)."""
         assert self.sessions is not None
         idle.unsaved = False
         try:
-            self.sessions.save(idle.mark, idle.key, idle.cache)
+            self.sessions.save(idle.mark, idle.key, idle.cache, told)
         except (OSError, ValueError) as error:
             logging.error("A conversation could not be saved: %s", error)
 

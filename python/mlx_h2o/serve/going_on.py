@@ -20,7 +20,7 @@ from mlx_h2o.serve.plans import Plans
 from mlx_h2o.serve.served_model import ServedModel
 from mlx_h2o.serve.sessions import Saved, tokens_of
 from mlx_h2o.serve.stop_texts import stopped
-from mlx_h2o.serve.ticket import Ticket
+from mlx_h2o.serve.ticket import Place, Ticket
 from mlx_h2o.serve.transcripts import Transcripts
 from mlx_h2o.serve.turn_text import Content, TurnText
 
@@ -84,17 +84,38 @@ class GoingOn:
             if response.finish_reason == "stop":
                 response = replace(response, text="")
             content.add(response)
-            if response.finish_reason is not None:
-                self._remember(ticket, content.text, alive)
-            yield response
+            if response.finish_reason is None:
+                yield response
+                continue
+            cut = response.finish_reason == "stop"
+            noted = self._remember(ticket, content.text, cut, alive)
+            try:
+                yield response
+            finally:
+                # Not before: once the caches of this turn are in their file, those of the turn
+                # before go, and a client that was not told of this one goes on from that.
+                if noted is not None:
+                    self._conversations.noted(noted)
 
-    def _remember(self, ticket: Ticket, content: str, alive: Callable[[], bool]) -> None:
-        """Have a conversation found again, after a crash too."""
+    def _remember(
+        self, ticket: Ticket, content: str, cut: bool, alive: Callable[[], bool]
+    ) -> Place | None:
+        """Have a conversation found again, after a crash too.
+
+        Args:
+            ticket: Of the request.
+            content: The answer as its client gets it.
+            cut: Whether it ended before its most tokens were reached.
+            alive: Whether the thread that generates still runs.
+
+        Returns:
+            Where the conversation is that was written down; None: none was.
+        """
         kept = ticket.kept.wait(alive)
         if kept is None or ticket.said is None:
-            return
+            return None
         place, prompt = kept
-        texts, goes_on = ticket.said.continued(tokens_of(place.key), content)
+        texts, goes_on = ticket.said.continued(tokens_of(place.key), content, cut)
         for text in texts:
             self._transcripts.add(text, place.key)
         if not goes_on and prompt is not None:
@@ -103,14 +124,14 @@ class GoingOn:
             place, texts = prompt, []
         sessions, turn = self._conversations.sessions, ticket.turn
         if sessions is None or not place.key:
-            return
+            return None
         name, title = (turn.name, turn.title) if turn is not None else ("", "")
         try:
             sessions.note(place.mark, place.key, texts, title, name)
         except OSError as error:
             logging.error("A turn could not be noted: %s", error)
-        else:
-            self._conversations.noted(place)
+            return None
+        return place
 
 
 def with_pins(empty: list[Any], label: str, pins: tuple[Span, ...]) -> list[Any]:

@@ -191,22 +191,32 @@ class Sessions:
             OSError: It cannot be written.
         """
         path = self.path_of(own, key)
+        if not texts and path.with_suffix(NOTE).exists():
+            return  # by a turn whose texts it has
         note = Note(self.model, own, key, tuple(texts), title, name)
         with self._lock:
             with replacing(path.with_suffix(NOTE), durable=True) as temporary:
                 temporary.write_text(note.as_text(), encoding="utf-8")
             before = self.saved.get(path)
             self.saved[path] = Saved(own, key, path, before is not None and before.cached)
-            # The caches of an earlier turn stay until those of this one are there.
-            for earlier in self._earlier(own, key):
+            # The turn before stays, since the client may never hear of this one, and so do the
+            # caches of an earlier turn, until those of this one are there.
+            for earlier in self._earlier(own, key)[:-1]:
                 if not earlier.cached:
                     self.forget(earlier)
             self.prune()
 
-    def save(self, own: Mark, key: bytes, cache: list[Any]) -> None:
+    def save(self, own: Mark, key: bytes, cache: list[Any], told: bool = True) -> None:
         """Write a conversation's caches, and remove the files of its earlier turns.
 
         What is there already is left as it is.
+
+        Args:
+            own: The conversation's mark.
+            key: Of its tokens.
+            cache: One for each layer.
+            told: Whether its client was told the end of its last turn. Where that is not known, the
+                turn before stays: the client may go on from that one.
 
         Raises:
             OSError: They cannot be written.
@@ -216,8 +226,9 @@ class Sessions:
         if before is None or not before.cached:
             self.save_again(own, key, cache)
         with self._lock:
-            for earlier in self._earlier(own, key):
-                self.forget(earlier)
+            earlier = self._earlier(own, key)
+            for one in earlier if told else earlier[:-1]:
+                self.forget(one)
 
     def save_again(self, own: Mark, key: bytes, cache: list[Any]) -> None:
         """Write caches that have changed; errors as in `save`, and the file stays then."""
@@ -293,8 +304,8 @@ class Sessions:
 
     def longest_before(self, wanted: Mark, key: bytes) -> Saved | None:
         """The longest conversation with caches that these tokens, with a mark, go on from."""
-        before = (saved for saved in self._earlier(wanted, key) if saved.cached)
-        return max(before, key=lambda saved: len(saved.key), default=None)
+        before = [saved for saved in self._earlier(wanted, key) if saved.cached]
+        return before[-1] if before else None
 
     def without_caches(self) -> list[Saved]:
         """Conversations whose caches are not there, the shortest first."""
@@ -302,13 +313,15 @@ class Sessions:
         return sorted(bare, key=lambda saved: len(saved.key))
 
     def _earlier(self, wanted: Mark, key: bytes) -> list[Saved]:
-        return [
+        """Conversations that these tokens, with a mark, go on from, the longest last."""
+        earlier = (
             saved
             for saved in list(self.saved.values())
             if len(saved.key) < len(key)
             and key.startswith(saved.key)
             and saved.mark.serves(wanted, token_count(saved.key))
-        ]
+        )
+        return sorted(earlier, key=lambda saved: len(saved.key))
 
 
 # -- the folder, whoever's its conversations are --------------------------------------------------

@@ -101,19 +101,21 @@ class TextMatcher:
         return self._finder.found(self._detokenizer.text)
 
 
-def ends_of(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, Ends]:
+def ends_of(tokenizer: Any, tokens: Sequence[int], cut: bool = False) -> tuple[str, Ends]:
     """An answer's text as its client reads it, and where in it each token ends.
 
     Args:
         tokenizer: The model's.
         tokens: Of the answer.
+        cut: Whether an end of text or a stop text came after them: the client is not told of a
+            character that they only begin.
     """
     detokenizer, ends = tokenizer.detokenizer, Ends()
     for token in tokens:
         if token not in tokenizer.eos_token_ids:
             detokenizer.add_token(token)
         ends.append(len(detokenizer.text))
-    if tokens and tokens[-1] not in tokenizer.eos_token_ids:
+    if tokens and not cut and tokens[-1] not in tokenizer.eos_token_ids:
         detokenizer.finalize()
         ends[-1] = len(detokenizer.text)
     return detokenizer.text, ends

@@ -116,31 +116,35 @@ class TurnText:
         ended = bool(answer) and answer[-1] in self.tokenizer.eos_token_ids
         return int(ended and not self.messages)
 
-    def told(self, tokens: Sequence[int]) -> str:
+    def told(self, tokens: Sequence[int], cut: bool = False) -> str:
         """The part of the answer's text that the client is told.
 
         Args:
             tokens: Of the prompt and the answer.
+            cut: Whether the answer ended before its most tokens were reached.
         """
-        text = ends_of(self.tokenizer, tokens[len(self.tokens) :])[0]
+        text = ends_of(self.tokenizer, tokens[len(self.tokens) :], cut)[0]
         if self.stops:
             finder = StopFinder(self.stops)
             if finder.found(text):
                 return text[: finder.sure(text)]
         return text
 
-    def continued(self, tokens: Sequence[int], content: str) -> tuple[list[str], bool]:
+    def continued(
+        self, tokens: Sequence[int], content: str, cut: bool = False
+    ) -> tuple[list[str], bool]:
         """How the texts begin that go on with this turn.
 
         Args:
             tokens: Of the prompt and the answer, as caches hold them.
             content: The answer as its client got it, without thoughts and calls of tools.
+            cut: Whether it ended before its most tokens were reached.
 
         Returns:
             Beginnings of texts that these tokens say, and whether the prompt of a client that sends
             back what it got begins with one of them.
         """
-        said = self.told(tokens)
+        said = self.told(tokens, cut)
         answer = [t for t in tokens[len(self.tokens) :] if t not in self.tokenizer.eos_token_ids]
         texts = [self.text + said]
         # mlx-lm takes an answer's first space away; a client may put it back.
