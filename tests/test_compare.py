@@ -31,7 +31,7 @@ from mlx_h2o.prompt_cache import PLAIN_ELEMENT
 from tiny_models import tiny_model
 
 SMALL = (
-    "compare --model builtin:recall-4m --max-kv-size 48 --samples 2 --tokens 96 --prefill 32 "
+    "compare --model builtin:recall-4m --max-kv-size 48 --samples 2 --tokens 72 --prefill 32 "
     "--prompts 2 --prompt-tokens 160 --policies"
 ).split()
 
@@ -252,7 +252,8 @@ def test_mlx_lms_packed_caches_have_groups_that_fit_the_heads():
         Arm("mlx-lm, 4 bits").make(tiny_model("llama"), 64)
 
 
-def test_the_command_writes_json_and_a_chart(tmp_path, capsys):
+def test_the_command_writes_json_and_a_chart(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(comparison, "TIMED_STEPS", 2)
     folder = tmp_path / "new" / "folder"
     assert main([*SMALL, "keydiff", "--json", "--out", str(folder)]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -269,8 +270,10 @@ def test_the_command_writes_json_and_a_chart(tmp_path, capsys):
     assert len(chart) > 10_000
 
 
-def test_a_grid_has_a_figure_for_each_cache_and_size(capsys):
+def test_a_grid_has_a_figure_for_each_cache_and_size(capsys, monkeypatch):
     """The same as the table's, in another form, without the time that speeds take."""
+    monkeypatch.setattr(comparison, "cores", lambda: 0)
+    monkeypatch.setattr(comparison, "TIMED_STEPS", 2)
     sizes = "--max-kv-size 64 48 --markdown --only mlx-lm sliding h2o".split()
     assert main([*SMALL, "h2o", *sizes]) == 0
     table = {cells[0]: cells[2] for cells in table_rows(capsys.readouterr().out)}
