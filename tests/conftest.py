@@ -66,3 +66,10 @@ def tests_name_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_profiles_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Profiles that the tests' user keeps must not change what is tested."""
     monkeypatch.setattr("mlx_h2o.profile_places.kept_folder", lambda: tmp_path / "kept profiles")
+
+
+@pytest.fixture(autouse=True)
+def no_measurements_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nor does what the tests' user broke off; tests that are broken off leave nothing there."""
+    folder = tmp_path / "unfinished"
+    monkeypatch.setattr("mlx_h2o.cli.evaluation_output.cache_folder", lambda: folder)

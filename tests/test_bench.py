@@ -23,6 +23,8 @@ from mlx_h2o.bench.layers import full_layer
 from mlx_h2o.bench.measuring import Samples, in_turns, summary, timed
 from mlx_h2o.bench.report import Report, meaning
 from mlx_h2o.cli import main
+from mlx_h2o.cli.bench import cases_of
+from mlx_h2o.cli.options import DTYPES
 from mlx_h2o.policies import make_policy
 
 needs_kernels = pytest.mark.skipif(choice.cpu() is None, reason="the extension is not built")
@@ -384,3 +386,22 @@ def test_ctrl_c_leaves_nothing_behind(
     assert main(["bench", "--model", "builtin:recall-4m", "--quick", "--out", str(tmp_path)]) == 130
     assert capsys.readouterr().err.endswith("stopped\n")
     assert not list(tmp_path.iterdir())
+
+
+@needs_kernels
+def test_parts_that_are_done_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows may take long, and may be broken off."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    case = attention.Case(attention.Shape(4, 2, 64, 64), 256, "float32")
+    arms = (attention.READ, attention.MLX, attention.OFF, attention.SCORES, attention.MASS)
+    result = attention.Result(case, Samples({arm: [1e-3] for arm in arms}))
+    monkeypatch.setattr(attention, "measure", lambda *_: result)
+    monkeypatch.setattr(model, "measure_decoding", interrupted)
+    assert main(["bench", "--model", "builtin:recall-4m", "--quick", "--out", str(tmp_path)]) == 130
+    (file,) = tmp_path.iterdir()
+    kept = json.loads(file.read_text())
+    assert len(kept["attention"]) == len(cases_of({"quick": True, "dtypes": list(DTYPES)}))
+    assert kept["decoding"] is None

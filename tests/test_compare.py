@@ -19,8 +19,9 @@ import mlx_h2o
 from mlx_h2o.builtin import SAMPLE_TEXT
 from mlx_h2o.cli import main
 from mlx_h2o.cli.compare import table
+from mlx_h2o.evaluate import comparison
 from mlx_h2o.evaluate.arms import FULL, PACKED, WINDOW, Arm, arms_of_sizes, default_arms
-from mlx_h2o.evaluate.comparison import Protocol, Result, compare
+from mlx_h2o.evaluate.comparison import Measuring, Protocol, Result, compare
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
 from mlx_h2o.evaluate.recall import CLOZE, is_known, recall_task, recalled
@@ -30,7 +31,7 @@ from mlx_h2o.prompt_cache import PLAIN_ELEMENT
 from tiny_models import tiny_model
 
 SMALL = (
-    "compare --model builtin:recall-4m --max-kv-size 48 --samples 2 --tokens 96 --prefill 32 "
+    "compare --model builtin:recall-4m --max-kv-size 48 --samples 2 --tokens 72 --prefill 32 "
     "--prompts 2 --prompt-tokens 160 --policies"
 ).split()
 
@@ -251,7 +252,8 @@ def test_mlx_lms_packed_caches_have_groups_that_fit_the_heads():
         Arm("mlx-lm, 4 bits").make(tiny_model("llama"), 64)
 
 
-def test_the_command_writes_json_and_a_chart(tmp_path, capsys):
+def test_the_command_writes_json_and_a_chart(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(comparison, "TIMED_STEPS", 2)
     folder = tmp_path / "new" / "folder"
     assert main([*SMALL, "keydiff", "--json", "--out", str(folder)]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -268,8 +270,10 @@ def test_the_command_writes_json_and_a_chart(tmp_path, capsys):
     assert len(chart) > 10_000
 
 
-def test_a_grid_has_a_figure_for_each_cache_and_size(capsys):
+def test_a_grid_has_a_figure_for_each_cache_and_size(capsys, monkeypatch):
     """The same as the table's, in another form, without the time that speeds take."""
+    monkeypatch.setattr(comparison, "cores", lambda: 0)
+    monkeypatch.setattr(comparison, "TIMED_STEPS", 2)
     sizes = "--max-kv-size 64 48 --markdown --only mlx-lm sliding h2o".split()
     assert main([*SMALL, "h2o", *sizes]) == 0
     table = {cells[0]: cells[2] for cells in table_rows(capsys.readouterr().out)}
@@ -329,6 +333,38 @@ def test_bad_options_end_in_one_line(options, text, capsys):
     assert "Traceback" not in err
 
 
+def test_what_is_broken_off_goes_on_after_what_was_measured(monkeypatch, capsys, tmp_path):
+    """The same figures as in one go; nothing is measured twice, and then nothing is kept."""
+    monkeypatch.setattr(comparison, "cores", lambda: 0)
+    command = [*SMALL, "--only", "sliding", "--markdown", "--grid"]
+    assert main(command) == 0
+    whole = capsys.readouterr().out
+    run, jobs = Measuring.run, []
+
+    def until_perplexity(work, job, tell):
+        if work.group(job)[0] == comparison.PERPLEXITY and stopping:
+            os.kill(os.getpid(), signal.SIGTERM)
+        jobs.append(work.group(job)[0])
+        return run(work, job, tell)
+
+    monkeypatch.setattr(Measuring, "run", until_perplexity)
+    stopping = True
+    assert main(command) == 143
+    told = capsys.readouterr().err
+    (file,) = (tmp_path / "unfinished" / "evaluations").iterdir()
+    assert f"2 of 4 measurements are in {file}: the same command goes on" in told
+    assert jobs == [comparison.FACTS]
+    assert main([*command, "--samples", "3"]) == 143  # of other settings, nothing is taken up
+    assert "Going on" not in capsys.readouterr().err
+    stopping, jobs[:] = False, []
+    assert main(command) == 0
+    out, told = capsys.readouterr()
+    assert "Going on after 2 of 4 measurements" in told
+    assert jobs == [comparison.PERPLEXITY]
+    assert out == whole
+    assert not file.exists()
+
+
 def test_the_first_arm_must_be_the_full_one():
     protocol = Protocol("builtin:recall-4m", "text", 48, 1, 64, 32, 1, 100)
     with pytest.raises(ValueError, match="full"):
@@ -343,6 +379,8 @@ def started(folder):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # What is kept of it is for the next test no more than for the user.
+        env={**os.environ, "XDG_CACHE_HOME": str(folder.parent / f"{folder.name} cache")},
         start_new_session=True,
         # Background jobs of a shell ignore the signal, and so would their children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

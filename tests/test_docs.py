@@ -17,11 +17,22 @@ PRINTS = re.compile(r"\n[^`]*^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def runs_the_real_model(page):
+    """Which takes over ten seconds of processor time."""
+    return smollm2.NAME in "".join(FENCE.findall(page.read_text()))
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * runs_the_real_model(page), id=page.name)
+        for page in PAGES
+    ],
+)
 def test_python_snippets_run(page, tmp_path, monkeypatch, capsys):
     """A page's snippets run one after another, as a reader would type them, and print what the
     page says that they print."""
-    if smollm2.NAME in "".join(FENCE.findall(page.read_text())):
+    if runs_the_real_model(page):
         try:
             smollm2.path()
         except ValueError as error:

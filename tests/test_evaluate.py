@@ -16,7 +16,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from mlx_h2o.builtin import SAMPLE_TEXT
-from mlx_h2o.cli import evaluation_output, main
+from mlx_h2o.cli import main
 from mlx_h2o.cli.evaluate import plain_text, share_of
 from mlx_h2o.evaluate import suite as suite_module
 from mlx_h2o.evaluate.arms import FULL, PACKED
@@ -441,7 +441,6 @@ def test_the_command_prints_and_writes_a_page_that_opens_offline(tmp_path, capsy
 
 def test_sigterm_keeps_what_is_done_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys):
     """Without --out too: the user's cache folder has it until everything is measured."""
-    monkeypatch.setattr(evaluation_output, "cache_folder", lambda: tmp_path)
     run, stopping = Suite.run, True
 
     def one_then_sigterm(suite, job, tell):
@@ -454,7 +453,7 @@ def test_sigterm_keeps_what_is_done_and_the_same_command_goes_on(tmp_path, monke
     command = [*COMMAND, "--measures", "perplexity", "kept", "--size", "perplexity.length=64"]
     assert main(command) == 143
     told = capsys.readouterr().err
-    (file,) = (tmp_path / "evaluations").iterdir()
+    (file,) = (tmp_path / "unfinished" / "evaluations").iterdir()
     assert f"5 of 10 measurements are in {file}: the same command goes on" in told
     before = json.loads(file.read_text())["found"]["perplexity"]
     stopping = False
@@ -464,6 +463,26 @@ def test_sigterm_keeps_what_is_done_and_the_same_command_goes_on(tmp_path, monke
     assert json.loads(out)["found"]["perplexity"] == before
     assert not file.exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("measure", TINY, ids=lambda measure: measure.name)
+def test_what_is_told_adds_up_to_the_work(stage, measure):
+    """The most while it is done; of needles two of four kinds are none for this model."""
+    suite, told = Suite(stage, contenders([], [0.5])[:2], [measure]), []
+    job = suite.jobs()[0]
+    suite.run(job, told.append)
+    assert sum(told) == suite.work_of(job)
+    assert min(told) >= 0
+    assert told[-1] <= 0.5 * suite.work_of(job)
+
+
+def test_tokens_one_by_one_are_more_work_than_in_chunks(stage):
+    """As the time left says it; caches that read side by side share the calls of the model."""
+    caches = contenders([], [0.5])[:4]
+    chunks, one_by_one = KeptMeasure(512), PerplexityMeasure(1, 512, 16)
+    works = [Suite(stage, caches, [each]).work_of(0) for each in (chunks, one_by_one)]
+    assert works[1] / 4 > 5 * works[0]
+    assert works[1] < 4 * Suite(stage, caches[:1], [one_by_one]).work_of(0)
 
 
 @pytest.mark.slow

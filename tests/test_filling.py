@@ -171,7 +171,7 @@ def test_layers_with_other_means_are_shared_out_once_the_first_is_full():
 
 @pytest.fixture(scope="module")
 def embedded():
-    return mlx_h2o.load()[0]
+    return mlx_h2o.load("builtin:recall-4m")[0]
 
 
 SIZES = [{"max_size": 48}, {"max_bytes": 120_000}, {"max_bytes": "12%"}]

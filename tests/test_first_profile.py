@@ -90,7 +90,7 @@ def test_a_size_in_bytes_has_a_model_measured_once(capsys, monkeypatch):
 
 def test_what_is_found_is_not_measured_again(no_computing):
     """Neither by another process, which finds the file, nor where the model ships with one."""
-    model, _ = mlx_h2o.load()
+    model, _ = mlx_h2o.load("builtin:recall-4m")
     make_prompt_cache(model, **SIZE)
     assert not kept()
 
@@ -158,7 +158,7 @@ def test_a_damaged_profile_of_another_model_is_passed_over():
     folder = profile_places.kept_folder()
     folder.mkdir(parents=True)
     (folder / "other.profile.json").write_text("{")
-    model, _ = mlx_h2o.load()
+    model, _ = mlx_h2o.load("builtin:recall-4m")
     assert "expected loss" in told(make_prompt_cache(model, **SIZE))
 
 

@@ -63,13 +63,16 @@ def test_text_is_streamed_and_the_report_closes(
 
 
 def test_json_reports_the_bytes_really_held(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, builtin: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "chat"  # no suffix: the name is taken as it is
     found = as_json([*SMALL, "--save-prompt-cache", str(file)], capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["chat"]
-    cache = mlx_h2o.load_prompt_cache(file)
+    cache = mlx_h2o.make_prompt_cache(builtin[0], 48)
+    generated(builtin, cache, PROMPT)
     assert found["kv_bytes"] == sum(entry.nbytes for entry in cache)
+    # A file has no room that no token uses yet.
+    assert found["kv_bytes"] > sum(entry.nbytes for entry in mlx_h2o.load_prompt_cache(file))
     assert found["kv_bytes"] == sum(layer["nbytes"] for layer in found["layers"])
     assert found["generation_tokens"] == len(found["tokens"]) == 12
     assert found["finish_reason"] == "length"
@@ -95,7 +98,10 @@ def test_a_resumed_run_continues_as_an_uninterrupted_one(
     assert second["context_tokens"] == cache[0].offset
 
     resumed = mlx_h2o.load_prompt_cache(file)
-    for ours, theirs in zip(resumed, cache, strict=True):
+    # As a file has it, without room that no token uses yet.
+    mlx_h2o.save_prompt_cache(tmp_path / "whole.safetensors", cache)
+    uninterrupted = mlx_h2o.load_prompt_cache(tmp_path / "whole.safetensors")
+    for ours, theirs in zip(resumed, uninterrupted, strict=True):
         assert ours.config() == theirs.config()
         for name, array in theirs.arrays().items():
             assert (array == ours.arrays()[name]).all(), name

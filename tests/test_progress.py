@@ -2,7 +2,7 @@
 
 import time
 
-from mlx_h2o.cli import progress
+from mlx_h2o import progress
 from mlx_h2o.progress import Told, duration, progress_bar
 
 

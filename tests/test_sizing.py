@@ -24,7 +24,7 @@ TOKEN = 4 * 2 * (64 + 64) * 2
 
 @pytest.fixture(scope="module")
 def embedded():
-    return mlx_h2o.load()
+    return mlx_h2o.load("builtin:recall-4m")
 
 
 @pytest.fixture(scope="module")

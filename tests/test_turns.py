@@ -14,6 +14,8 @@ from covering import covering
 from mlx_h2o import H2OKVCache, Policy, load_prompt_cache, make_policy, save_prompt_cache
 from mlx_h2o.backends.choice import only_reference
 from mlx_h2o.builtin import SAMPLE_TEXT
+from mlx_h2o.cli import main
+from mlx_h2o.cli import turns as turns_command
 from mlx_h2o.evaluate.turns import known_at_last, turns_task
 from mlx_h2o.policies import policy_names
 from mlx_h2o.stock import stock_caches
@@ -216,6 +218,34 @@ def test_a_fact_of_turn_one_in_turn_six(conversations, policy):
     }
     assert sum(known["pinned"]) >= sum(full) - 1
     assert sum(known["pinned"]) >= max(sum(known["carry"]), sum(known["reset"]))
+
+
+def test_the_command_goes_on_where_it_was_broken_off(monkeypatch, capsys, tmp_path):
+    """What was asked is not asked again."""
+    monkeypatch.setattr(turns_command, "ARMS", turns_command.ARMS[:3])
+    asked, most = [], 3
+
+    def asking(model, make, task, **way):
+        if len(asked) == most:
+            raise KeyboardInterrupt
+        asked.append(way)
+        return [len(asked) % 2 == 0]
+
+    monkeypatch.setattr(turns_command, "known_at_last", asking)
+    command = "turns --model builtin:recall-4m --prompts 1 --markdown".split()
+    assert main(command) == 130
+    (file,) = (tmp_path / "unfinished" / "evaluations").iterdir()
+    assert f"3 of 5 measurements are in {file}" in capsys.readouterr().err
+    most = 5
+    assert main(command) == 0
+    out, told = capsys.readouterr()
+    assert "Going on after 3 of 5 measurements" in told
+    assert len(asked) == 5
+    rows = [line.strip("|").split("|")[1:] for line in out.strip().splitlines()[-3:]]
+    assert [" ".join(cell.strip() for cell in row) for row in rows] == [
+        "0/1 - -", "1/1 - -", "0/1 1/1 0/1",
+    ]  # fmt: skip
+    assert not file.exists()
 
 
 def test_turns_begin_where_the_task_says(conversations):

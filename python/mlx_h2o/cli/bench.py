@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mlx_h2o.drawing import drawing
 from mlx_h2o.files import require_folder, write_kept
 from mlx_h2o.progress import progress_bar
 
+FILE_NAME, PICTURE_NAME = "bench.json", "bench.png"
 PARTS = ("attention", "model", "batch", "threads", "products")
 # A chart is made of these.
 DRAWN = {"attention", "model"}
@@ -52,7 +54,10 @@ def add_parser(commands: Any) -> None:
         "--streams", type=int, default=8, metavar="N",
         help="conversations in a batch (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write bench.json and bench.png")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR",
+        help=f"write {FILE_NAME} (after each part) and {PICTURE_NAME}",
+    )  # fmt: skip
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--json", action="store_true", help="print JSON instead of the tables")
     style.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
@@ -79,28 +84,29 @@ def run(args: argparse.Namespace) -> None:
             "streams": args.streams,
         },
     )
-    if "attention" in parts:
-        measure_attention(report)
-    if "model" in parts:
-        measure_model(report)
-    if "batch" in parts:
-        measure_batch(report)
-    if "threads" in parts:
-        with progress_bar("threads") as told:
-            report.threads = threads.measure(rounds, told)
-    if "products" in parts:
-        with progress_bar("products") as told:
-            report.products = products.measure(rounds, told)
-    as_json = report.as_json()
+    measuring: dict[str, Callable[[Report], None]] = {
+        "attention": measure_attention,
+        "model": measure_model,
+        "batch": measure_batch,
+        "threads": measure_threads,
+        "products": measure_products,
+    }
+    for part in PARTS:
+        if part in parts:
+            measuring[part](report)
+            if args.out:
+                write_json(report, args.out)
     if args.json:
-        print(json.dumps(as_json))
+        print(json.dumps(report.as_json()))
     else:
         print(f"BLAS: {report.machine['blas']}\n")
         for table in report.tables():
             show(table, args.markdown)
         print("\n".join(meaning(report)))
     if args.out:
-        write(report, as_json, args.out)
+        picture = args.out / PICTURE_NAME
+        write_kept(picture, lambda path: chart.draw(report, path), picture.suffix)
+        print(f"The chart is {picture}.", file=sys.stderr)
 
 
 def check(args: argparse.Namespace, parts: tuple[str, ...] | list[str]) -> None:
@@ -170,9 +176,19 @@ def measure_batch(report: Report) -> None:
         report.batch = batch.measure(network, tokenizer, sizes, settings["rounds"], told)
 
 
-def write(report: Report, as_json: dict[str, Any], folder: Path) -> None:
-    """bench.json and bench.png."""
-    text = json.dumps(as_json, indent=1) + "\n"
-    write_kept(folder / "bench.json", lambda path: path.write_text(text))
-    write_kept(folder / "bench.png", lambda path: chart.draw(report, path), ".png")
-    print(f"The chart is {folder / 'bench.png'}.", file=sys.stderr)
+def measure_threads(report: Report) -> None:
+    """What handing out work costs."""
+    with progress_bar("threads") as told:
+        report.threads = threads.measure(report.settings["rounds"], told)
+
+
+def measure_products(report: Report) -> None:
+    """Matrix products with either BLAS."""
+    with progress_bar("products") as told:
+        report.products = products.measure(report.settings["rounds"], told)
+
+
+def write_json(report: Report, folder: Path) -> None:
+    """Everything that is measured so far."""
+    text = json.dumps(report.as_json(), indent=1) + "\n"
+    write_kept(folder / FILE_NAME, lambda path: path.write_text(text))

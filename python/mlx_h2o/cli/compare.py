@@ -12,13 +12,13 @@ from typing import Any
 from rich.table import Table
 
 from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
-from mlx_h2o.cli.evaluation_output import rich_table
+from mlx_h2o.cli.evaluation_output import measuring, rich_table, take_up
 from mlx_h2o.cli.options import add_model_option, named_options, read_text, settle_model
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
 from mlx_h2o.evaluate import chart
 from mlx_h2o.evaluate.arms import FULL, PACKED, Arm, arms_of_sizes, default_arms
-from mlx_h2o.evaluate.comparison import Protocol, Result, as_json, compare
+from mlx_h2o.evaluate.comparison import Protocol, Result, as_json, compare, measurements_of
 from mlx_h2o.evaluate.grid import grid
 from mlx_h2o.evaluate.recall import FORMS
 from mlx_h2o.evaluate.sections import Rows
@@ -26,7 +26,6 @@ from mlx_h2o.files import require_folder, write_kept
 from mlx_h2o.linear_algebra import advice, blas
 from mlx_h2o.packed import BITS
 from mlx_h2o.policies import policy_names
-from mlx_h2o.progress import progress_bar
 
 
 def add_parser(commands: Any) -> None:
@@ -104,6 +103,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, metavar="DIR", help="write compare.json and compare.png"
     )
     parser.add_argument(
+        "--anew", action="store_true", help="measure everything, whatever was left unfinished"
+    )
+    parser.add_argument(
         "--grid",
         action="store_true",
         help="print a figure for each cache and size, instead of all columns, and time nothing",
@@ -159,8 +161,11 @@ def run(args: argparse.Namespace) -> None:
         chunk=args.chunk,
         timed=not args.grid,
     )
-    with progress_bar(f"comparing {len(arms)} caches", "tokens") as bar:
-        results = compare(arms, protocol, bar)
+    so_far = measurements_of(arms, protocol)
+    if not args.anew:
+        take_up(so_far)
+    with measuring(so_far, f"comparing {len(arms)} caches", "tokens") as (bar, keep):
+        results = compare(arms, protocol, bar, so_far, keep)
     report = as_json(results, protocol)
     if args.json:
         print(json.dumps(report))

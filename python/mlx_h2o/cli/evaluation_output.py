@@ -1,24 +1,27 @@
-"""What measuring commands show: a bar, tables, and the facts at a page's head."""
+"""What measuring commands keep and show: their measurements, a bar, tables, a page's head."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from mlx_h2o.evaluate.measurements import Measurements
 from mlx_h2o.evaluate.sections import Rows
 from mlx_h2o.evaluate.suite import Evaluation, Suite
-from mlx_h2o.progress import progress_bar
+from mlx_h2o.progress import Told, progress_bar
 from mlx_h2o.smollm2 import cache_folder
 
 
-def place_of(suite: Suite) -> Path:
-    """Where this user's evaluation of a suite is kept while it goes on, if nowhere else."""
-    settings = json.dumps(suite.settings(), sort_keys=True)
+def place_of(measurements: Measurements) -> Path:
+    """Where this user's measurements are kept while they go on, if nowhere else."""
+    settings = json.dumps(measurements.settings, sort_keys=True)
     digest = hashlib.sha256(settings.encode()).hexdigest()
     return cache_folder() / "evaluations" / f"{digest[:32]}.json"
 
@@ -36,14 +39,25 @@ def begun(suite: Suite, kept: Path | None, resume: bool, anew: bool) -> Evaluati
         ValueError: There is nothing to go on with, or it is of another suite.
     """
     evaluation = Evaluation.begin(suite, kept, resume)
-    file = kept or place_of(suite)
-    if not resume and not anew and evaluation.take_up(file):
+    if not resume and not anew:
+        take_up(evaluation, kept)
+    return evaluation
+
+
+def take_up(measurements: Measurements, kept: Path | None = None) -> None:
+    """Go on with what was left unfinished with the same settings, and say so.
+
+    Args:
+        measurements: As they begin.
+        kept: The file that may have them; None: the one in the user's cache folder.
+    """
+    file = kept or place_of(measurements)
+    if measurements.take_up(file):
         print(
-            f"Going on after {evaluation.measured} of {evaluation.measurements} measurements, "
+            f"Going on after {measurements.measured} of {measurements.measurements} measurements, "
             f"which {file} holds (--anew begins anew).",
             file=sys.stderr,
         )
-    return evaluation
 
 
 def measure_all(evaluation: Evaluation, kept: Path | None, title: str) -> None:
@@ -54,16 +68,35 @@ def measure_all(evaluation: Evaluation, kept: Path | None, title: str) -> None:
         kept: The file; None: one in the user's cache folder, which goes when all is measured.
         title: Of the bar.
     """
-    file = kept or place_of(evaluation.suite)
+    with measuring(evaluation, title, kept=kept) as (bar, keep):
+        evaluation.run(bar, keep)
+
+
+@contextmanager
+def measuring(
+    measurements: Measurements, title: str, unit: str = "", kept: Path | None = None
+) -> Iterator[tuple[Told, Callable[[], None]]]:
+    """Show how far measurements are, and say where they are if they are broken off.
+
+    Args:
+        measurements: As they begin.
+        title: Of the bar.
+        unit: What the bar counts.
+        kept: The file; None: one in the user's cache folder, which goes when all is measured.
+
+    Yields:
+        The bar, and what keeps the measurements that are made.
+    """
+    file = kept or place_of(measurements)
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with progress_bar(title, "tokens") as bar:
-            evaluation.run(bar, lambda: evaluation.save(file))
+        with progress_bar(title, unit) as bar:
+            yield bar, lambda: measurements.save(file)
     except KeyboardInterrupt:
-        if evaluation.measured:
+        if measurements.measured:
             print(
-                f"{evaluation.measured} of {evaluation.measurements} measurements are in {file}: "
-                "the same command goes on after them.",
+                f"{measurements.measured} of {measurements.measurements} measurements are in "
+                f"{file}: the same command goes on after them.",
                 file=sys.stderr,
             )
         raise

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 from typing import Any
 
 from rich.table import Table
 
 from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
+from mlx_h2o.cli.evaluation_output import measuring, take_up
 from mlx_h2o.cli.options import add_model_options, load_model, named_options, read_text, typed
 from mlx_h2o.cli.tables import show
 from mlx_h2o.evaluate.arms import FULL, OURS, WINDOW, Arm
+from mlx_h2o.evaluate.measurements import Measurements
 from mlx_h2o.evaluate.recall import CLOZE, QUESTIONS
 from mlx_h2o.evaluate.turns import known_at_last, turns_task, ways
 from mlx_h2o.policies import policy_names
-from mlx_h2o.progress import progress_bar
 from mlx_h2o.settings import DEFAULT_POLICY
 from mlx_h2o.turns import RESET, checked_carry
 
@@ -56,6 +58,9 @@ def add_parser(commands: Any) -> None:
         "--carry", nargs="+", type=typed(checked_carry, f"0 to 1, or {RESET}"), default=[1.0, 0.0],
         metavar="PART", help="how much of the past counts in each turn (default: 1 0)",
     )  # fmt: skip
+    parser.add_argument(
+        "--anew", action="store_true", help="ask everything, whatever was left unfinished"
+    )
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.set_defaults(run=run, settings=settings)
 
@@ -74,26 +79,42 @@ def run(args: argparse.Namespace) -> None:
     form = QUESTIONS if args.model == EMBEDDED_MODEL else CLOZE
     sizes = {"prompts": args.prompts, "tokens": args.tokens, "turns": args.turns}
     task = turns_task(tokenizer, text, **sizes, form=form)
-    table = Table(
-        title=f"{args.model}: facts of turn 1 known in turn {args.turns}, after {args.tokens} "
-        f"tokens, in the bytes of {args.max_size}"
-    )
-    table.add_column("cache")
-    for name, _ in ways(args.carry):
-        table.add_column(name, justify="right")
-    with progress_bar("telling and asking", "caches") as bar:
-        for done, arm in enumerate(ARMS):
-            bar(done, len(ARMS))
+    context = task.tokens.shape[1] + max(map(len, task.answers))
+    # mlx-lm's own caches know of neither turns nor pins.
+    asked = [
+        (arm, name, way)
+        for arm in ARMS
+        for name, way in ways(args.carry)[: None if arm.policy else 1]
+    ]
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    so_far = Measurements({**settings(args), "text": digest}, len(asked))
+    if not args.anew:
+        take_up(so_far)
+    with measuring(so_far, "telling and asking", "measurements") as (bar, keep):
+        for arm, name, way in asked:
+            bar(so_far.measured, len(asked))
             bar.about(arm.name)
-            cells = []
-            for _, way in ways(args.carry)[: None if arm.policy else 1]:
-                context = task.tokens.shape[1] + max(map(len, task.answers))
+            if so_far.lacks(name, [arm.name]):
 
-                def make(arm: Arm = arm, context: int = context) -> list[Any]:
+                def make(arm: Arm = arm) -> list[Any]:
                     return arm.make(model, args.max_size, context=context)
 
                 known = known_at_last(model, make, task, **way)
-                cells.append(f"{sum(known)}/{len(known)}")
-            # mlx-lm's own caches know of neither turns nor pins.
-            table.add_row(arm.name, *cells, *["-"] * (len(table.columns) - 1 - len(cells)))
-    show(table, args.markdown)
+                so_far.add(name, {arm.name: known})
+                keep()
+    show(table(so_far, args), args.markdown)
+
+
+def table(known: Measurements, args: argparse.Namespace) -> Table:
+    """How many facts each cache knows, in each way."""
+    made = Table(
+        title=f"{args.model}: facts of turn 1 known in turn {args.turns}, after {args.tokens} "
+        f"tokens, in the bytes of {args.max_size}"
+    )
+    made.add_column("cache")
+    for name, _ in ways(args.carry):
+        made.add_column(name, justify="right")
+    for arm in ARMS:
+        cells = [known.found[name].get(arm.name) for name, _ in ways(args.carry)]
+        made.add_row(arm.name, *("-" if of is None else f"{sum(of)}/{len(of)}" for of in cells))
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import mlx.nn as nn
 from mlx_h2o.builtin import load
 from mlx_h2o.evaluate.arms import FULL, Arm
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
+from mlx_h2o.evaluate.measurements import Measurements
 from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
 from mlx_h2o.evaluate.recall import FORMS, RecallTask, recall_task, recalled
 from mlx_h2o.evaluate.side_by_side import can_share, side_by_side
@@ -26,6 +28,8 @@ MOST_TOGETHER = 8
 # Timed steps per turn: short turns, taken by turns, so that a machine's moods hit all caches alike.
 TIMED_STEPS = 20
 TIMED_TURNS = 5
+# What is found out about each arm, and kept.
+FACTS, PERPLEXITY, SPEED = "facts", "perplexity", "speed"
 
 
 @dataclass(frozen=True)
@@ -124,11 +128,23 @@ class Measuring:
         """The model."""
         return self._loaded[0]
 
-    def run(self, job: int, tell: Tell) -> list[Any]:
-        """What each arm of a group recalls (a number of a group), or loses (those after them)."""
-        if job < len(self.groups):
-            return self.recalled_by(self.groups[job], tell)
-        return self.perplexities_of(self.groups[job - len(self.groups)], tell)
+    def run(self, job: int, tell: Tell) -> dict[str, Any]:
+        """What each arm of a group recalls, or how well it predicts, by name and as JSON types."""
+        measure, group = self.group(job)
+        of = self.recalled_by if measure == FACTS else self.perplexities_of
+        return dict(zip([arm.name for arm in group], of(group, tell), strict=True))
+
+    def group(self, job: int) -> tuple[str, tuple[Arm, ...]]:
+        """What a job's number means: the groups' facts come first, then their perplexities."""
+        measure, at = divmod(job, len(self.groups))
+        return (FACTS, PERPLEXITY)[measure], self.groups[at]
+
+    def work_of(self, job: int) -> int:
+        """How many tokens a job reads."""
+        measure, group = self.group(job)
+        of = self.protocol
+        recall = of.prompts * of.prompt_tokens
+        return len(group) * (recall if measure == FACTS else of.samples * of.tokens)
 
     def samples(self) -> mx.array:
         """The text's, `[samples, tokens]`.
@@ -156,7 +172,7 @@ class Measuring:
             form=FORMS[of.facts],
         )
 
-    def perplexities_of(self, arms: Sequence[Arm], tell: Tell) -> list[tuple[list[float], int]]:
+    def perplexities_of(self, arms: Sequence[Arm], tell: Tell) -> list[dict[str, Any]]:
         """Each arm's nats per token of each sample, and bytes held for one."""
         of, n = self.protocol, self.protocol.samples
         caches = self._caches_of(arms, of.tokens)
@@ -168,7 +184,7 @@ class Measuring:
             progress=_differences(tell, n * len(arms)),
         )
         return [
-            (result.nll[i * n : (i + 1) * n], bytes_in_16_bits(cache) // n)
+            {"nll": result.nll[i * n : (i + 1) * n], "nbytes": bytes_in_16_bits(cache) // n}
             for i, cache in enumerate(caches)
         ]
 
@@ -213,8 +229,20 @@ def groups_of(
     return [tuple(arms[i : i + size]) for i in range(0, len(arms), size)]
 
 
+def measurements_of(arms: Sequence[Arm], protocol: Protocol) -> Measurements:
+    """What a comparison will find out."""
+    how = asdict(protocol)
+    how["text"] = hashlib.sha256(protocol.text.encode()).hexdigest()
+    named = {arm.name: [arm.described(), arm.size] for arm in arms}
+    return Measurements({**how, "arms": named}, (3 if protocol.timed else 2) * len(named))
+
+
 def compare(
-    arms: Sequence[Arm], protocol: Protocol, progress: Progress | None = None
+    arms: Sequence[Arm],
+    protocol: Protocol,
+    progress: Progress | None = None,
+    so_far: Measurements | None = None,
+    keep: Callable[[], None] = lambda: None,
 ) -> list[Result]:
     """Measure all arms; on a CPU, one process per core works on them.
 
@@ -222,6 +250,8 @@ def compare(
         arms: The first must be the full cache.
         protocol: What to measure.
         progress: Told how far it is.
+        so_far: What is known of these arms and this protocol; what is found is added to it.
+        keep: Called whenever something was found.
 
     Raises:
         ValueError: The text is too short, or a cache cannot be made.
@@ -235,48 +265,52 @@ def compare(
         work.task()
     workers = cores()
     work.groups = groups_of(arms, work.model, protocol, max(workers, 1))
-    whole = len(arms) * (
-        protocol.samples * protocol.tokens + protocol.prompts * protocol.prompt_tokens
-    )
+    so_far = so_far or measurements_of(arms, protocol)
+    jobs = []
+    for job in range(2 * len(work.groups)):
+        measure, group = work.group(job)
+        if so_far.lacks(measure, [arm.name for arm in group]):
+            jobs.append(job)
+    whole = sum(map(work.work_of, jobs))
 
     def told(tokens: int) -> None:
         if progress:
             progress(min(tokens, whole), whole)
 
-    count = len(work.groups)
-    found = dict(finished(work, range(2 * count), told, workers))
-    known = [of_arm for job in range(count) for of_arm in found[job]]
-    measured = [of_arm for job in range(count, 2 * count) for of_arm in found[job]]
-    speeds = speeds_of(work.model, arms, protocol) if protocol.timed else [None] * len(arms)
-    return _results(arms, measured, known, speeds)
+    for job, found in finished(work, jobs, told, workers):
+        so_far.add(work.group(job)[0], found)
+        keep()
+    if protocol.timed:  # of all arms by turns, so it is measured whole or not at all
+        so_far.add(SPEED, speeds_of(work.model, arms, protocol))
+    return _results(arms, so_far.found)
 
 
-def _results(
-    arms: Sequence[Arm],
-    measured: Sequence[tuple[Any, int]],
-    recalls: Sequence[Any],
-    speeds: Sequence[float | None],
-) -> list[Result]:
+def _results(arms: Sequence[Arm], found: dict[str, dict[str, Any]]) -> list[Result]:
     """One result an arm, against the first; what that arm does not know does not count."""
-    known, full = recalls[0], Perplexity(measured[0][0])
-    return [
-        Result(
-            arm.name,
-            nll,
-            Perplexity(nll).value,
-            Perplexity(nll).loss_against(full),
-            sum(knows and does for knows, does in zip(known, recall, strict=True)),
-            sum(known),
-            speed,
-            nbytes,
-            measured[0][1] / nbytes,
-            Perplexity(nll).error_against(full),
+    known, held = found[FACTS][FULL], found[PERPLEXITY][FULL]["nbytes"]
+    full = Perplexity(found[PERPLEXITY][FULL]["nll"])
+    results = []
+    for arm in arms:
+        own, nbytes = (found[PERPLEXITY][arm.name][of] for of in ("nll", "nbytes"))
+        both = [a and b for a, b in zip(known, found[FACTS][arm.name], strict=True)]
+        results.append(
+            Result(
+                arm.name,
+                own,
+                Perplexity(own).value,
+                Perplexity(own).loss_against(full),
+                sum(both),
+                sum(known),
+                found[SPEED][arm.name] if SPEED in found else None,
+                nbytes,
+                held / nbytes,
+                Perplexity(own).error_against(full),
+            )
         )
-        for arm, (nll, nbytes), recall, speed in zip(arms, measured, recalls, speeds, strict=True)
-    ]
+    return results
 
 
-def speeds_of(model: nn.Module, arms: Sequence[Arm], protocol: Protocol) -> list[float]:
+def speeds_of(model: nn.Module, arms: Sequence[Arm], protocol: Protocol) -> dict[str, float]:
     """Tokens per second of decoding one sequence, by turns: the median turn of each arm."""
     largest = max(arm.size or protocol.max_size for arm in arms)
     tokens = mx.zeros((1, 2 * largest), dtype=mx.int32)
@@ -291,7 +325,9 @@ def speeds_of(model: nn.Module, arms: Sequence[Arm], protocol: Protocol) -> list
                 mx.eval(model(tokens[:, :1], cache=cache))
             if turn:  # the first warms up
                 times.append((time.perf_counter() - start) / TIMED_STEPS)
-    return [1 / statistics.median(times) for times in seconds]
+    return {
+        arm.name: 1 / statistics.median(times) for arm, times in zip(arms, seconds, strict=True)
+    }
 
 
 def as_json(results: Sequence[Result], protocol: Protocol) -> dict[str, Any]:

@@ -5,29 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_h2o.bench.machine import machine
 from mlx_h2o.evaluate.arms import FULL
 from mlx_h2o.evaluate.contenders import Contender
+from mlx_h2o.evaluate.measurements import Measurements, found_in
 from mlx_h2o.evaluate.measures import Findings, Measure
 from mlx_h2o.evaluate.sections import Section
 from mlx_h2o.evaluate.side_by_side import can_share
 from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.evaluate.workers import Tell, cores, finished
-from mlx_h2o.files import replacing
 
 FILE_NAME = "evaluation.json"
-#: Of the file's form.
-FORM = 1
 
 #: Contenders that read side by side: enough to share the weights, and few enough that two cores
 #: have a group each and that full caches in it fit into memory.
 MOST_TOGETHER = 4
 
-#: Told how many tokens are done and how many there are in all, about.
+#: What a call of the model costs, in tokens of a prompt that take as long: it reads all weights. A
+#: step of SmolLM2-135M with a few sequences takes 0.11 to 0.3 s, a token of a prompt 4 ms.
+PASS = 30
+
+#: Told how much is done and how much there is in all, about.
 Progress = Callable[[int, int], None]
 
 
@@ -46,8 +47,29 @@ class Suite:
     measures: Sequence[Measure]
 
     def run(self, job: int, tell: Tell) -> dict[str, Any]:
-        """One measure of a group, by name; what could not be made is a string that says why."""
+        """One measure of a group, by name; what could not be made is a string that says why.
+
+        Args:
+            job: Its number.
+            tell: Told of the work that is done, in all as much as `work_of` says.
+        """
         measure, group = self.group(job)
+        whole, tokens, told = self.work_of(job), self._tokens_of(job), 0
+        come = 0
+
+        def note(more: int) -> None:
+            nonlocal come, told
+            come += more
+            at = min(whole * come // tokens, whole)
+            tell(at - told)
+            told = at
+
+        found = self._of_group(measure, group, note)
+        tell(whole - told)
+        return found
+
+    def _of_group(self, measure: Measure, group: Sequence[Contender], tell: Tell) -> dict[str, Any]:
+        """Side by side what can be, the others one by one."""
         together = [c for c in group if self._can_share(measure, c)] if len(group) > 1 else []
         found: dict[str, Any] = {}
         if together:
@@ -89,6 +111,17 @@ class Suite:
         measure = self.measures[at]
         return measure, self.contenders[first : first + self._size(measure)]
 
+    def work_of(self, job: int) -> int:
+        """About how long a job takes, in tokens of a prompt that take as long."""
+        measure, group = self.group(job)
+        calls = 1 if measure.shares else sum(contender.readings for contender in group)
+        return self._tokens_of(job) + PASS * calls * measure.passes()
+
+    def _tokens_of(self, job: int) -> int:
+        """About how many tokens a job reads and says."""
+        measure, group = self.group(job)
+        return sum(measure.work() * contender.readings for contender in group)
+
     def _size(self, measure: Measure) -> int:
         """Contenders of a group: as many in each as can be, within the most."""
         count = len(self.contenders)
@@ -114,19 +147,16 @@ def sizes_of(measure: Measure) -> dict[str, Any]:
     return dict(json.loads(json.dumps(asdict(measure))))  # type: ignore[call-overload]
 
 
-@dataclass
-class Evaluation:
-    """What is known so far.
+class Evaluation(Measurements):
+    """What is known so far of a suite.
 
-    Attributes:
+    Args:
         suite: What is measured.
-        machine: What measured it.
-        found: By measure and contender: what was found, or a string that says why it could not be.
     """
 
-    suite: Suite
-    machine: dict[str, Any]
-    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    def __init__(self, suite: Suite):
+        super().__init__(suite.settings(), len(suite.measures) * len(suite.contenders))
+        self.suite = suite
 
     @classmethod
     def begin(cls, suite: Suite, file: Path | None = None, resume: bool = False) -> Evaluation:
@@ -140,56 +170,19 @@ class Evaluation:
         Raises:
             ValueError: There is nothing to go on with, or it is of another suite.
         """
-        made = cls(suite, machine())
+        made = cls(suite)
         if resume and file is not None:
-            made.found = _found_in(file, suite.settings())
+            made.found = found_in(file, made.settings)
         return made
-
-    def take_up(self, file: Path) -> bool:
-        """Go on with what a file holds of this very suite and these versions, if it is unfinished.
-
-        Args:
-            file: Where an evaluation may have been kept.
-
-        Returns:
-            Whether there was anything.
-        """
-        try:
-            versions = json.loads(file.read_text(encoding="utf-8"))["machine"]["versions"]
-            found = _found_in(file, self.suite.settings())
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
-        if versions != self.machine["versions"]:
-            return False
-        self.found = found
-        if self.measured == self.measurements:  # whoever asks again wants it measured again
-            self.found = {}
-        return bool(self.found)
-
-    @property
-    def measurements(self) -> int:
-        """How many there are in all: each measure of each contender."""
-        return len(self.suite.measures) * len(self.suite.contenders)
-
-    @property
-    def measured(self) -> int:
-        """How many of them are done."""
-        return sum(len(self.found.get(measure.name, {})) for measure in self.suite.measures)
 
     def jobs(self, alone: bool) -> list[int]:
         """What is still to do, longest first: of measures that run alone, or of the others."""
         open_jobs = []
         for job in self.suite.jobs():
             measure, group = self.suite.group(job)
-            found = self.found.get(measure.name, {})
-            if measure.alone == alone and any(c.name not in found for c in group):
+            if measure.alone == alone and self.lacks(measure.name, [c.name for c in group]):
                 open_jobs.append(job)
-        return sorted(open_jobs, key=lambda job: -self.work_of(job))
-
-    def work_of(self, job: int) -> int:
-        """About how many tokens a job tells of."""
-        measure, group = self.suite.group(job)
-        return sum(measure.work() * contender.readings for contender in group)
+        return sorted(open_jobs, key=lambda job: -self.suite.work_of(job))
 
     def run(self, progress: Progress, keep: Callable[[], None]) -> None:
         """Do all that is still to do.
@@ -199,7 +192,7 @@ class Evaluation:
             keep: Called whenever something was found.
         """
         waiting = {alone: self.jobs(alone) for alone in (False, True)}
-        works = {job: self.work_of(job) for jobs in waiting.values() for job in jobs}
+        works = {job: self.suite.work_of(job) for jobs in waiting.values() for job in jobs}
         whole, before = sum(works.values()), 0
         for alone, jobs in waiting.items():
             of_part = sum(works[job] for job in jobs)
@@ -210,7 +203,7 @@ class Evaluation:
             workers = 1 if alone else cores()
             for job, found in finished(self.suite, jobs, told, workers, fresh=alone):
                 measure, _ = self.suite.group(job)
-                self.found.setdefault(measure.name, {}).update(found)
+                self.add(measure.name, found)
                 keep()
             before += of_part
 
@@ -241,40 +234,3 @@ class Evaluation:
                 if isinstance(found, str):
                     reasons.setdefault(found, []).append(f"{measure}, {contender}")
         return reasons
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, as JSON types."""
-        return {
-            "form": FORM,
-            "settings": self.suite.settings(),
-            "machine": self.machine,
-            "found": self.found,
-        }
-
-    def save(self, file: Path) -> None:
-        """Write everything, replacing what is there when all is written."""
-        text = json.dumps(self.as_json(), indent=1) + "\n"
-        with replacing(file) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-
-
-def _found_in(file: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What a file holds, of a suite with these settings.
-
-    Raises:
-        ValueError: It cannot be read, or is of another suite; the message says what differs.
-    """
-    try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        found, made_with, form = kept["found"], kept["settings"], kept["form"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"There is no evaluation to go on with in {file}: {error}.") from error
-    if form != FORM:
-        raise ValueError(f"{file} is of another version: begin anew, without --resume.")
-    differs = [name for name in settings if made_with.get(name) != settings[name]]
-    if differs:
-        raise ValueError(
-            f"{file} was begun with another {', '.join(differs)}: give the same options, or begin "
-            "anew, without --resume."
-        )
-    return {name: dict(of) for name, of in found.items()}

@@ -49,6 +49,9 @@ class AgreementMeasure(Measure):
     def work(self) -> int:
         return self.answers * self.length
 
+    def passes(self) -> int:
+        return self.length - self.prompt + 2
+
     def of(self, stage: Stage, contender: Contender, tell: Tell) -> Found:
         return self.of_all(stage, [contender], tell)[0]
 

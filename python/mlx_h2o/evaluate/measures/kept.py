@@ -38,6 +38,9 @@ class KeptMeasure(Measure):
     def work(self) -> int:
         return self.length
 
+    def passes(self) -> int:
+        return 2
+
     def of(self, stage: Stage, contender: Contender, tell: Tell) -> Found:
         cache = contender.make(stage.model, self.length)
         tokens = mx.array([[*stage.first, *stage.prose(self.length - len(stage.first), 0)]])

@@ -13,6 +13,9 @@ from mlx_h2o.evaluate.workers import Tell
 
 #: What a measure found out about one contender, as JSON types.
 Found = dict[str, Any]
+#: About how often the model is called to ask a question, whose tokens come one by one, and to see
+#: the answer.
+ASKING = 24
 #: Contenders and what was found, the full cache first; those that could not be made are left out.
 Findings = Sequence[tuple[Contender, Found]]
 
@@ -35,6 +38,10 @@ class Measure(ABC):
     @abstractmethod
     def work(self) -> int:
         """About how many tokens it tells of for each contender."""
+
+    @abstractmethod
+    def passes(self) -> int:
+        """About how often the model is called for a contender, or for all that are side by side."""
 
     @abstractmethod
     def of(self, stage: Stage, contender: Contender, tell: Tell) -> Found:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_h2o import checks
 from mlx_h2o.evaluate.contenders import Contender
-from mlx_h2o.evaluate.measures.measure import Findings, Found, Measure, fraction, part_of
+from mlx_h2o.evaluate.measures.measure import ASKING, Findings, Found, Measure, fraction, part_of
 from mlx_h2o.evaluate.needles import KINDS, Needle, kinds_of, needle_task
 from mlx_h2o.evaluate.recall import RecallTask
 from mlx_h2o.evaluate.sections import Maps, Rows, Section
@@ -55,6 +55,10 @@ class NeedleMeasure(Measure):
     def work(self) -> int:
         prompts = len(self.questions) * len(self.kinds) * len(self.depths) * self.of_each
         return prompts * sum(self.lengths)
+
+    def passes(self) -> int:
+        batches = -(-len(self.kinds) * len(self.depths) * self.of_each // self.batch)
+        return len(self.lengths) * len(self.questions) * batches * ASKING
 
     def needles(self, stage: Stage) -> list[Needle]:
         """All kinds at all depths."""

@@ -42,6 +42,9 @@ class PerplexityMeasure(Measure):
     def work(self) -> int:
         return self.samples * self.length
 
+    def passes(self) -> int:
+        return max(self.length - self.prefill, 1)
+
     def of(self, stage: Stage, contender: Contender, tell: Tell) -> Found:
         return self.of_all(stage, [contender], tell)[0]
 

@@ -47,6 +47,9 @@ class SpeedMeasure(Measure):
     def work(self) -> int:
         return self.prompt + self.beginning + 2 * self.steps
 
+    def passes(self) -> int:
+        return 2 * self.steps + 4
+
     def of(self, stage: Stage, contender: Contender, tell: Tell) -> Found:
         tokens = mx.array([stage.prose(self.prompt, 0)])
         mx.eval(stage.model.parameters())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_h2o.evaluate.contenders import Contender
-from mlx_h2o.evaluate.measures.measure import Findings, Found, Measure, fraction, part_of
+from mlx_h2o.evaluate.measures.measure import ASKING, Findings, Found, Measure, fraction, part_of
 from mlx_h2o.evaluate.needles import facts_of
 from mlx_h2o.evaluate.recall import Fact
 from mlx_h2o.evaluate.sections import Curves, Rows, Section
@@ -58,6 +58,10 @@ class TurnMeasure(Measure):
 
     def work(self) -> int:
         return self.conversations * self.tokens()
+
+    def passes(self) -> int:
+        # Fact and rule are asked for apart.
+        return 2 * self.turns + 2 * len(self.asked_after) * ASKING
 
     def of(self, stage: Stage, contender: Contender, tell: Tell) -> Found:
         rng = random.Random(stage.seed)

@@ -1,0 +1,104 @@
+"""Measurements on disk as they are made, so that the same command goes on after a break-off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mlx_h2o.bench.machine import machine
+from mlx_h2o.files import replacing
+
+#: Of the file's form.
+FORM = 1
+
+
+class Measurements:
+    """What is known so far of some work.
+
+    Args:
+        settings: Everything that figures depend on but the machine, as JSON types.
+        count: How many measurements there are in all.
+
+    Attributes:
+        machine: What measures.
+        found: By measure, and by what was measured: JSON types.
+    """
+
+    def __init__(self, settings: dict[str, Any], count: int):
+        self.settings, self.measurements = settings, count
+        self.machine: dict[str, Any] = machine()
+        self.found: dict[str, dict[str, Any]] = {}
+
+    @property
+    def measured(self) -> int:
+        """How many measurements are done."""
+        return sum(map(len, self.found.values()))
+
+    def add(self, measure: str, found: dict[str, Any]) -> None:
+        """Some were made, named by what was measured."""
+        self.found.setdefault(measure, {}).update(found)
+
+    def lacks(self, measure: str, names: Iterable[str]) -> bool:
+        """Whether any of these is still to be measured."""
+        found = self.found.get(measure, {})
+        return any(name not in found for name in names)
+
+    def take_up(self, file: Path) -> bool:
+        """Go on with what a file holds of these settings and versions, if it is unfinished.
+
+        Args:
+            file: Where they may have been kept.
+
+        Returns:
+            Whether there was anything.
+        """
+        try:
+            versions = json.loads(file.read_text(encoding="utf-8"))["machine"]["versions"]
+            found = found_in(file, self.settings)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        if versions != self.machine["versions"]:
+            return False
+        self.found = found
+        if self.measured == self.measurements:  # whoever asks again wants it measured again
+            self.found = {}
+        return bool(self.found)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as JSON types."""
+        return {
+            "form": FORM,
+            "settings": self.settings,
+            "machine": self.machine,
+            "found": self.found,
+        }
+
+    def save(self, file: Path) -> None:
+        """Write everything, replacing what is there when all is written."""
+        text = json.dumps(self.as_json(), indent=1) + "\n"
+        with replacing(file) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
+def found_in(file: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a file holds, measured with these settings.
+
+    Raises:
+        ValueError: It cannot be read, or has other settings; the message says what differs.
+    """
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        found, made_with, form = kept["found"], kept["settings"], kept["form"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"There is no evaluation to go on with in {file}: {error}.") from error
+    if form != FORM:
+        raise ValueError(f"{file} is of another version: begin anew, without --resume.")
+    differs = [name for name in settings if made_with.get(name) != settings[name]]
+    if differs:
+        raise ValueError(
+            f"{file} was begun with another {', '.join(differs)}: give the same options, or begin "
+            "anew, without --resume."
+        )
+    return {name: dict(of) for name, of in found.items()}
