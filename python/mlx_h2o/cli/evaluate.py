@@ -13,6 +13,7 @@ from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.cli.evaluation_output import begun, facts_of, measure_all, rich_table, told
 from mlx_h2o.cli.options import (
     add_model_option,
+    add_profile_option,
     named_options,
     read_text,
     settle_model,
@@ -64,7 +65,10 @@ def add_parser(commands: Any) -> None:
         help="policies to add, e.g. h2o keydiff:recent=64 salient:bits=6:remainder=false; there "
         f"are {', '.join(policy_names())}",
     )  # fmt: skip
-    parser.add_argument("--budgets", metavar="FILE", help="a profile (default: the model's own)")
+    parser.add_argument(
+        "--budgets", metavar="FILE", help='a profile, or "uniform" (default: the model\'s own)'
+    )
+    add_profile_option(parser)
     parser.add_argument(
         "--table", type=int, choices=sorted(tables()), metavar="N",
         help="instead: a sweep of the AtomGradient report beside its own figures, where they are "
@@ -183,7 +187,7 @@ def suite_of(args: argparse.Namespace) -> Suite:
 def contenders_of(args: argparse.Namespace, budgets: str | None = None) -> list[Contender]:
     """The caches, in every share."""
     shares = args.shares or (QUICK_SHARES if args.quick else SHARES)
-    return contenders(args.policies, shares, budgets)
+    return contenders(args.policies, shares, budgets, args.profile)
 
 
 def measures_of(args: argparse.Namespace) -> list[Measure]:

@@ -179,8 +179,8 @@ def add_profile_option(group: argparse._ActionsContainer) -> None:
     """Whether a model that has no profile is measured."""
     group.add_argument(
         "--profile", choices=PROFILES, default=PROFILES[0], metavar="WHEN",
-        help='"never": a size in bytes does not have a model without a profile measured (default: '
-        "it does, quickly, once)",
+        help='"never": a size in bytes does not have a model without a profile measured, nor frames '
+        "made for its packed keys (default: it does, quickly, once)",
     )  # fmt: skip
 
 
@@ -326,6 +326,8 @@ def option_given(args: argparse.Namespace, option: str) -> bool:
 def named_options(args: argparse.Namespace) -> dict[str, str]:
     """What was asked for, defaults written out, but how it is printed."""
     apart = ("command", "run", "settings", "json", "markdown", "grid", "size_option", "anew")
+    # Caches that it concerns say so of themselves.
+    apart += ("profile",)
     named = {name: value for name, value in vars(args).items() if name not in apart}
     if "model" in named:
         named["model"] = named["model"] or DEFAULT_MODEL
