@@ -222,7 +222,7 @@ def test_pins_hold_through_the_turns_that_follow(server):
         ({"pin": [[-1, 3]]}, "pin[0]"),
         ({"pin": [[0.5, 3]]}, "pin[0]"),
         ({"pin": [[True, 3]]}, "pin[0]"),
-        ({"pin": [[0, 10**30]]}, "position"),
+        ({"pin": [[0, 10**30]]}, "pin[0][1] must be at most"),
         ({"pin": [[0, 79]]}, "pin"),
         ({"unpin": {"a": 1}}, "unpin"),
     ],

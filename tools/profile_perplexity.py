@@ -21,11 +21,11 @@ import mlx.nn as nn
 import mlx_h2o
 from mlx_h2o import routing
 from mlx_h2o.attention_call import AttentionCall
+from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.cache_lists import entries
 from mlx_h2o.cli.options import read_text
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, caches_in_16_bits
 from mlx_h2o.evaluate.perplexity import Perplexity, samples_of
-from mlx_h2o.bounded_cache import BoundedKVCache
 from mlx_h2o.settings import ModelSettings
 from mlx_h2o.watching import LookingCache, Watcher, full_attention, looked_through
 
@@ -103,14 +103,18 @@ def main(arguments: Sequence[str]) -> int:
     routing.install()
     full = losses(model, samples, args.prefill, None)
     print(f"Full cache: perplexity {full.value:.2f}, {args.samples} x {args.tokens} tokens.\n")
-    print("| slots shared out by | tokens' bytes | loss | each sample | KV bytes | rows | seconds |")
+    print(
+        "| slots shared out by | tokens' bytes | loss | each sample | KV bytes | rows | seconds |"
+    )
     print("|---|---|---|---|---|---|---|", flush=True)
     for size in args.max_kv_size:
         for name in args.profiles:
             begun = time.process_time()
             settings = ModelSettings.of(size, budgets=name)
             caches = caches_in_16_bits(model, settings, size, args.tokens)
-            rows = str(next(c for _, c in entries(caches) if hasattr(c, "settings")).settings.packing)
+            rows = str(
+                next(c for _, c in entries(caches) if hasattr(c, "settings")).settings.packing
+            )
             mine = losses(model, samples, args.prefill, caches)
             pairs = zip(mine.nll, full.nll, strict=True)
             each = " ".join(f"{100 * (m - f):+.2f}" for m, f in pairs)

@@ -121,9 +121,8 @@ class Arm:
         undo = f"undo {settings.undo}" if settings.undo else ""
         chosen = self.by_bytes and not settings.packing.packs
         packing = "bits by bytes" if chosen else str(settings.packing).strip()
-        parts = (remainder, budgets, packing, undo)
-        if self.profile != PROFILES[0]:
-            parts.append(f"profile {self.profile}")
+        unmeasured = "" if self.profile == PROFILES[0] else f"profile {self.profile}"
+        parts = (remainder, budgets, packing, undo, unmeasured)
         return ", ".join([f"{policy.name}({fields})", *filter(None, parts)])
 
     def model_settings(self, max_size: int) -> ModelSettings:
