@@ -26,7 +26,11 @@ from mlx_h2o.cache_lists import entries
 from mlx_h2o.cli.options import read_text
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, caches_in_16_bits
 from mlx_h2o.evaluate.perplexity import Perplexity, samples_of
+from mlx_h2o.frame import Frame
+from mlx_h2o.measured import frames_for
+from mlx_h2o.profile import Profile
 from mlx_h2o.settings import ModelSettings
+from mlx_h2o.sizing import USUAL_BITS
 from mlx_h2o.watching import LookingCache, Watcher, full_attention, looked_through
 
 UNIFORM = "uniform"
@@ -85,6 +89,11 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("profiles", nargs="+", help=f'profiles, or "{UNIFORM}"')
+    options.add_argument(
+        "--frames", type=Path, metavar="FILE",
+        help="a profile whose frames even shares get too, in rows of the usual bits; without, "
+        "frames are made",
+    )  # fmt: skip
     options.add_argument("--model", required=True, help="as in mlx_h2o.load")
     options.add_argument("--text", type=Path, required=True)
     options.add_argument("--max-kv-size", type=int, nargs="+", default=[128], metavar="N")
@@ -92,6 +101,16 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--tokens", type=int, default=1024, metavar="N")
     options.add_argument("--prefill", type=int, default=64, metavar="N")
     return options
+
+
+def settings_of(name: str, size: int, args: argparse.Namespace) -> ModelSettings:
+    """Of caches whose slots are shared out by a profile, or evenly."""
+    if name != UNIFORM or not args.frames:
+        return ModelSettings.of(size, budgets=name)
+    measured = Profile.load(args.frames).measured
+    of_layers = frames_for(measured.frames if measured else {}, args.tokens)
+    frames = [Frame(mx.array(centre), mx.array(scale)) for centre, scale in of_layers]
+    return ModelSettings.of(size, budgets=UNIFORM, bits=USUAL_BITS, frames=frames)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -110,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
     for size in args.max_kv_size:
         for name in args.profiles:
             begun = time.process_time()
-            settings = ModelSettings.of(size, budgets=name)
+            settings = settings_of(name, size, args)
             caches = caches_in_16_bits(model, settings, size, args.tokens)
             rows = str(
                 next(c for _, c in entries(caches) if hasattr(c, "settings")).settings.packing
