@@ -158,6 +158,7 @@ def test_the_command_writes_a_profile_that_is_found_again(tmp_path, capsys):
     model, _ = mlx_h2o.load(str(folder), mx.float32)
     cache = mlx_h2o.make_prompt_cache(model, max_size=100)
     expected = Profile.load(folder / FILE_NAME).budgets(98, least=14)
+    # Nothing goes before all is full; then heads have their shares.
     assert [list(entry.settings.filling[-1].budgets) for entry in cache] == expected
     assert main(command) == 0
     assert "head 1" in capsys.readouterr().out

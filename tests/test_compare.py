@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from rich.console import Console
 
 import mlx_h2o
-from mlx_h2o.builtin import SAMPLE_TEXT
+from mlx_h2o.builtin import MODELS, SAMPLE_TEXT
 from mlx_h2o.cli import main
 from mlx_h2o.cli.compare import table
 from mlx_h2o.evaluate import comparison
@@ -225,6 +225,22 @@ def test_every_bounded_cache_gets_the_windows_bytes(dtype):
     assert budget == 64 * numbers * PLAIN_ELEMENT
     for arm in arms:
         assert 0.9 * budget < held(arm) <= budget, arm.name
+
+
+def test_several_ways_to_share_slots_out_stand_beside_each_other(embedded):
+    model, _ = embedded
+    profile = str(MODELS / "recall-4m" / "mlx_h2o_profile.json")
+    arms = default_arms(budgets=[profile, "uniform"])
+    made = {arm.name: arm for arm in arms if arm.by_bytes}
+    assert list(made) == ["mlx-h2o, mlx_h2o_profile.json", "mlx-h2o, uniform"]
+    assert "uniform" in made["mlx-h2o, uniform"].described()
+    spread = [len(set(c.budgets)) for c in made["mlx-h2o, uniform"].make(model, 64, context=256)]
+    assert spread == [1] * len(spread)
+    with pytest.raises(ValueError, match="Cannot read the profile"):
+        default_arms(budgets=["uniform", "none.json"])
+    assert [arm.name for arm in default_arms(budgets=["uniform"])] == [
+        arm.name for arm in default_arms()
+    ]
 
 
 def test_what_holds_everything_is_counted_in_16_bits(embedded):

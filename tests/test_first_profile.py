@@ -9,7 +9,10 @@ import pytest
 
 import mlx_h2o
 from mlx_h2o import make_prompt_cache, profile_places, progress
-from mlx_h2o.cli import main
+from mlx_h2o.cli import main, parser
+from mlx_h2o.cli.compare import arms_of
+from mlx_h2o.cli.evaluate import contenders_of
+from mlx_h2o.evaluate.tuning import tuned_contenders
 from mlx_h2o.first_profile import profile_at_load
 from mlx_h2o.layer_kinds import layer_kinds
 from mlx_h2o.serve.plans import Plans
@@ -70,13 +73,15 @@ def no_computing(monkeypatch):
 
 
 def test_a_size_in_bytes_has_a_model_measured_once(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "FIRST", 0.01)
+    monkeypatch.setattr(progress, "EVERY", 0.01)
     model = model_of(100)
     cache = make_prompt_cache(model, **SIZE)
     said = capsys.readouterr().err
     assert 'profile="never"' in said
     assert "--profile never" in said
-    assert "measuring heads: 100 %, about 0 s left" in said  # no terminal: lines
+    assert "measuring heads, " in said  # no terminal: lines
+    assert "measuring heads: ended after" in said
     (name,) = kept()
     profile = mlx_h2o.Profile.load(profile_places.kept_folder() / name)
     assert profile.details["quick"] is True
@@ -97,8 +102,9 @@ def test_what_is_found_is_not_measured_again(no_computing):
 
 def test_it_can_be_refused(no_computing):
     model = model_of(101)
-    cache = make_prompt_cache(model, **SIZE, profile="never", frames="none")
+    cache = make_prompt_cache(model, **SIZE, profile="never")  # makes no frames either
     assert len({tuple(b) for b in budgets(cache)}) == 1
+    assert all(entry.settings.frame is None for entry in cache)
     assert 'profile="never"' in told(cache)
     with pytest.raises(ValueError, match="profile must be"):
         make_prompt_cache(model, **SIZE, profile="sometimes")
@@ -224,3 +230,22 @@ def test_a_terminal_gets_a_bar(capsys, monkeypatch):
     with progress.progress_bar("measuring") as tell:
         tell(1, 2)
     assert "measuring" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["compare", "evaluate", "tune"])
+def test_the_measuring_commands_can_refuse_it(command):
+    """Each of their caches that would have a model measured is told not to, and says so."""
+    for given, profile in (([], "first use"), (["--profile", "never"], "never")):
+        args = parser().parse_args([command, *given])
+        if command == "compare":
+            arms = arms_of(args)
+        elif command == "evaluate":
+            arms = [contender.arm for contender in contenders_of(args)]
+        else:
+            made = tuned_contenders(args.policies, args.bits, args.shares, args.profile)
+            arms = [contender.arm for contender in made]
+        ours = [arm for arm in arms if arm.by_bytes]
+        assert ours
+        for arm in ours:
+            assert arm.model_settings(64).measures == profile
+            assert ("profile never" in arm.described()) == bool(given)

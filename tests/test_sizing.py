@@ -147,13 +147,14 @@ class Tokenizer:
 def test_without_a_profile_frames_are_made_once_and_kept(capsys):
     model = framed_tiny()
     model.mlx_h2o_tokenizer = Tokenizer()
-    cache = make_prompt_cache(model, max_bytes=100_000)
+    even = {"max_bytes": 100_000, "budgets": "uniform"}  # asks for no profile
+    cache = make_prompt_cache(model, **even)
     assert "Making frames" in capsys.readouterr().err
     assert cache[0].packing.k_bits == 6
     assert len(set(cache[0].budgets)) == 1
     place = KEPT.place_of(identity_of(model, [2, 2], [32, 32]))
     before = place.read_text()
-    again = make_prompt_cache(framed_tiny(), max_bytes=100_000)
+    again = make_prompt_cache(framed_tiny(), **even)
     assert "Making frames" not in capsys.readouterr().err
     assert np.allclose(again[0].settings.frame.scale, cache[0].settings.frame.scale, rtol=1e-3)
     prefill(model, again, prompt_tokens(90), 30)
@@ -161,7 +162,7 @@ def test_without_a_profile_frames_are_made_once_and_kept(capsys):
     data = json.loads(before)
     data["frames"]["512"] = []
     place.write_text(json.dumps(data))
-    make_prompt_cache(model, max_bytes=100_000)
+    make_prompt_cache(model, **even)
     assert "Making frames" in capsys.readouterr().err
     assert place.read_text() == before
 

@@ -210,14 +210,17 @@ def _frames_at_hand(
 ) -> Frames | None:
     """Frames for keys that are packed, made now where bits are left to us; None without.
 
-    None are made of keys that layers share, or of which this process has a part only.
+    None are made of keys that layers share, or of which this process has a part only, and none
+    where nothing is to be measured.
     """
     if settings.packing.k_bits is None and not settings.chooses_bits:
         return None
     frames = found_frames(identity, profile)
-    if frames is None and settings.chooses_bits and not shared and ranks_of(model) is None:
-        return made_frames(model, identity)
-    return frames
+    if frames is not None or not settings.chooses_bits or settings.measures == "never":
+        return frames
+    if shared or ranks_of(model) is not None:
+        return None
+    return made_frames(model, identity)
 
 
 def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:

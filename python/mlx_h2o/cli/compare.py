@@ -13,7 +13,13 @@ from rich.table import Table
 
 from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.cli.evaluation_output import measuring, rich_table, take_up
-from mlx_h2o.cli.options import add_model_option, named_options, read_text, settle_model
+from mlx_h2o.cli.options import (
+    add_model_option,
+    add_profile_option,
+    named_options,
+    read_text,
+    settle_model,
+)
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
 from mlx_h2o.evaluate import chart
@@ -94,7 +100,12 @@ def _add_caches(parser: argparse.ArgumentParser) -> None:
         "--only", nargs="+", default=[], metavar="NAME",
         help="of all these caches the full one, and those whose names begin so",
     )  # fmt: skip
-    parser.add_argument("--budgets", metavar="FILE", help="a profile (default: the model's own)")
+    parser.add_argument(
+        "--budgets", nargs="+", metavar="FILE",
+        help='a profile, or "uniform" (default: the model\'s own); of several, mlx-h2o once for '
+        "each",
+    )  # fmt: skip
+    add_profile_option(parser)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -121,13 +132,13 @@ def settings(args: argparse.Namespace) -> dict[str, str]:
     return named_options(args) | {arm.name: arm.described() for arm in arms}
 
 
-def arms_of(args: argparse.Namespace, budgets: str | None = None) -> list[Arm]:
+def arms_of(args: argparse.Namespace, budgets: Sequence[str] | None = None) -> list[Arm]:
     """The caches that the options name.
 
     Raises:
         ValueError: There is none of such a name.
     """
-    arms = default_arms(args.policies, budgets, args.bits)
+    arms = default_arms(args.policies, budgets or (), args.bits, args.profile)
     for name in args.only:
         if not any(arm.name.startswith(name) for arm in arms):
             known = ", ".join(arm.name for arm in arms)

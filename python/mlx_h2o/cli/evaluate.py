@@ -13,6 +13,7 @@ from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.cli.evaluation_output import begun, facts_of, measure_all, rich_table, told
 from mlx_h2o.cli.options import (
     add_model_option,
+    add_profile_option,
     named_options,
     read_text,
     settle_model,
@@ -55,16 +56,7 @@ def add_parser(commands: Any) -> None:
         "--measures", nargs="+", choices=MEASURES, default=[], metavar="NAME",
         help=f"only these: {', '.join(MEASURES)}",
     )  # fmt: skip
-    parser.add_argument(
-        "--shares", nargs="+", type=typed(share_of, "a part such as 0.25 or 1/4"), metavar="PART",
-        help="parts of a full 16-bit cache's bytes (default: 1/2 1/4 1/8 1/16; quick: 1/4)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--policies", nargs="*", default=[], metavar="NAME[:FIELD=VALUE...]",
-        help="policies to add, e.g. h2o keydiff:recent=64 salient:bits=6:remainder=false; there "
-        f"are {', '.join(policy_names())}",
-    )  # fmt: skip
-    parser.add_argument("--budgets", metavar="FILE", help="a profile (default: the model's own)")
+    _add_caches(parser)
     parser.add_argument(
         "--table", type=int, choices=sorted(tables()), metavar="N",
         help="instead: a sweep of the AtomGradient report beside its own figures, where they are "
@@ -100,6 +92,23 @@ def add_parser(commands: Any) -> None:
     style.add_argument("--json", action="store_true", help="print JSON instead of the tables")
     style.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.set_defaults(run=run, settings=settings)
+
+
+def _add_caches(parser: argparse.ArgumentParser) -> None:
+    """Which caches are evaluated."""
+    parser.add_argument(
+        "--shares", nargs="+", type=typed(share_of, "a part such as 0.25 or 1/4"), metavar="PART",
+        help="parts of a full 16-bit cache's bytes (default: 1/2 1/4 1/8 1/16; quick: 1/4)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--policies", nargs="*", default=[], metavar="NAME[:FIELD=VALUE...]",
+        help="policies to add, e.g. h2o keydiff:recent=64 salient:bits=6:remainder=false; there "
+        f"are {', '.join(policy_names())}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--budgets", metavar="FILE", help='a profile, or "uniform" (default: the model\'s own)'
+    )
+    add_profile_option(parser)
 
 
 def add_stage_options(parser: argparse.ArgumentParser) -> None:
@@ -183,7 +192,7 @@ def suite_of(args: argparse.Namespace) -> Suite:
 def contenders_of(args: argparse.Namespace, budgets: str | None = None) -> list[Contender]:
     """The caches, in every share."""
     shares = args.shares or (QUICK_SHARES if args.quick else SHARES)
-    return contenders(args.policies, shares, budgets)
+    return contenders(args.policies, shares, budgets, args.profile)
 
 
 def measures_of(args: argparse.Namespace) -> list[Measure]:

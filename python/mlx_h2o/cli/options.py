@@ -179,8 +179,8 @@ def add_profile_option(group: argparse._ActionsContainer) -> None:
     """Whether a model that has no profile is measured."""
     group.add_argument(
         "--profile", choices=PROFILES, default=PROFILES[0], metavar="WHEN",
-        help='"never": a size in bytes does not have a model without a profile measured (default: '
-        "it does, quickly, once)",
+        help='"never": a size in bytes does not have a model without a profile measured, and no '
+        "frames are made for its packed keys (default: it does, quickly, once)",
     )  # fmt: skip
 
 
@@ -325,7 +325,9 @@ def option_given(args: argparse.Namespace, option: str) -> bool:
 
 def named_options(args: argparse.Namespace) -> dict[str, str]:
     """What was asked for, defaults written out, but how it is printed."""
-    apart = ("command", "run", "settings", "json", "markdown", "grid", "size_option", "anew")
+    printed = ("json", "markdown", "grid", "anew")
+    # Caches that are not to have a model measured say so of themselves.
+    apart = ("command", "run", "settings", "size_option", "profile", *printed)
     named = {name: value for name, value in vars(args).items() if name not in apart}
     if "model" in named:
         named["model"] = named["model"] or DEFAULT_MODEL

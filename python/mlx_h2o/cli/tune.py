@@ -11,7 +11,7 @@ from typing import Any
 from mlx_h2o import checks
 from mlx_h2o.cli.evaluate import add_stage_options, share_of, stage_of
 from mlx_h2o.cli.evaluation_output import begun, facts_of, measure_all, rich_table, told
-from mlx_h2o.cli.options import typed
+from mlx_h2o.cli.options import add_profile_option, typed
 from mlx_h2o.cli.tables import show
 from mlx_h2o.drawing import drawing
 from mlx_h2o.evaluate.measures import PerplexityMeasure
@@ -66,6 +66,7 @@ def add_parser(commands: Any) -> None:
         "--bits", nargs="+", type=int, choices=(*BITS, PLAIN), default=[PLAIN, 6], metavar="N",
         help=f"widths of these policies' rows; {PLAIN}: as they come (default: {PLAIN} 6)",
     )  # fmt: skip
+    add_profile_option(parser)
     for name, default, text in (
         ("--samples", 8, "samples of the text"),
         ("--tokens", 1024, "tokens of a sample: as long as your conversations"),
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
         drawing()
         require_folder("--out", args.out)
     measure = PerplexityMeasure(args.samples, args.tokens, args.prefill)
-    contenders = tuned_contenders(args.policies, args.bits, args.shares)
+    contenders = tuned_contenders(args.policies, args.bits, args.shares, args.profile)
     kept = args.out / FILE_NAME if args.out else None
     suite = Suite(stage_of(args), contenders, [measure])
     evaluation = begun(suite, kept, args.resume, args.anew)

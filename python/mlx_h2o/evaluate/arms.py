@@ -15,7 +15,7 @@ from mlx_h2o.layer_kinds import layer_kinds
 from mlx_h2o.plan import group_size_of
 from mlx_h2o.policies.settings import setting_of
 from mlx_h2o.prompt_cache import bounded_caches
-from mlx_h2o.settings import DEFAULT_POLICY, ModelSettings, budgets_of_model
+from mlx_h2o.settings import DEFAULT_POLICY, PROFILES, ModelSettings, budgets_of_model
 from mlx_h2o.stock import stock_caches
 
 FULL = "full cache"
@@ -41,6 +41,7 @@ class Arm:
         settings: Fields of the policy, as pairs.
         by_bytes: Whether the size is given in bytes, so that bits and slots are chosen together.
         size: Tokens whose bytes (or slots) it gets; None: those of the comparison.
+        profile: Whether a model without a profile is measured, as in `make_prompt_cache`.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Arm:
     settings: tuple[tuple[str, Any], ...] = ()
     by_bytes: bool = False
     size: int | None = None
+    profile: str = PROFILES[0]
 
     @property
     def base(self) -> str:
@@ -119,7 +121,8 @@ class Arm:
         undo = f"undo {settings.undo}" if settings.undo else ""
         chosen = self.by_bytes and not settings.packing.packs
         packing = "bits by bytes" if chosen else str(settings.packing).strip()
-        parts = (remainder, budgets, packing, undo)
+        unmeasured = "" if self.profile == PROFILES[0] else f"profile {self.profile}"
+        parts = (remainder, budgets, packing, undo, unmeasured)
         return ", ".join([f"{policy.name}({fields})", *filter(None, parts)])
 
     def model_settings(self, max_size: int) -> ModelSettings:
@@ -129,36 +132,41 @@ class Arm:
             policy=self.policy,
             remainder=self.remainder,
             budgets=self.budgets,
+            profile=self.profile,
             **dict(self.settings),
         )
 
 
 def default_arms(
-    policies: Sequence[str] = (), budgets: str | None = None, bits: Sequence[int] = ()
+    policies: Sequence[str] = (),
+    budgets: Sequence[str] = (),
+    bits: Sequence[int] = (),
+    profile: str = PROFILES[0],
 ) -> list[Arm]:
     """Mlx-lm's own, ours with bits and slots chosen by bytes and in 16 bits, any policies named.
 
     Args:
         policies: Names, with settings if wanted: `h2o`, `distinct:recent=0.25:evict_every=8`,
             `h2o:bits=4:recent_bits=8`.
-        budgets: A profile's path instead of the model's own.
+        budgets: "uniform" or a profile's path instead of the model's own; of several, ours once
+            for each.
         bits: Widths of rows for ours beside the one that is chosen.
+        profile: Whether a model without a profile is measured.
 
     Raises:
         ValueError: A policy or a setting is unknown, or the profile cannot be read.
     """
-    budgets_of_model(budgets)
-    arms = [
-        Arm(FULL),
-        Arm(WINDOW),
-        *map(Arm, PACKED),
-        Arm(OURS, DEFAULT_POLICY, budgets=budgets, by_bytes=True),
-        Arm(f"{DEFAULT_POLICY}, 16 bits", DEFAULT_POLICY, budgets=budgets),
-    ]
-    for width in bits:
-        stored = (("bits", width),)
-        name = f"{OURS}, {width} bits"
-        arms.append(Arm(name, DEFAULT_POLICY, budgets=budgets, settings=stored, by_bytes=True))
+    arms = [Arm(FULL), Arm(WINDOW), *map(Arm, PACKED)]
+    for shares in budgets or (None,):
+        budgets_of_model(shares)
+        by = f", {Path(shares).name}" if shares and len(budgets) > 1 else ""
+        arms += [
+            Arm(OURS + by, DEFAULT_POLICY, budgets=shares, by_bytes=True, profile=profile),
+            Arm(f"{DEFAULT_POLICY}, 16 bits{by}", DEFAULT_POLICY, budgets=shares, profile=profile),
+        ]
+        for width in bits:
+            arm = Arm(f"{OURS}, {width} bits{by}", DEFAULT_POLICY, budgets=shares, by_bytes=True)
+            arms.append(replace(arm, settings=(("bits", width),), profile=profile))
     for spec in policies:
         policy, *fields = spec.split(":")
         settings = tuple(setting_of(field) for field in fields)

@@ -15,7 +15,7 @@ from mlx_h2o.evaluate.stage import Stage, read
 from mlx_h2o.evaluate.workers import Tell
 from mlx_h2o.policies.settings import setting_of
 from mlx_h2o.rereading import compress_into
-from mlx_h2o.settings import DEFAULT_POLICY, ModelSettings, budgets_of_model
+from mlx_h2o.settings import DEFAULT_POLICY, PROFILES, ModelSettings, budgets_of_model
 
 #: Parts of a full 16-bit cache's bytes, where no others are given.
 SHARES = (0.5, 0.25, 0.125, 0.0625)
@@ -96,14 +96,18 @@ def label(share: float) -> str:
 
 
 def contenders(
-    policies: Sequence[str] = (), shares: Sequence[float] = SHARES, budgets: str | None = None
+    policies: Sequence[str] = (),
+    shares: Sequence[float] = SHARES,
+    budgets: str | None = None,
+    profile: str = PROFILES[0],
 ) -> list[Contender]:
     """The full cache first, mlx-lm's packed ones, then the window, ours and policies by shares.
 
     Args:
         policies: As `arm_of` reads them.
         shares: Parts of a full 16-bit cache's bytes.
-        budgets: A profile's path instead of the model's own, for ours.
+        budgets: "uniform" or a profile's path instead of the model's own, for ours.
+        profile: Whether a model without a profile is measured.
 
     Raises:
         ValueError: A policy or setting is unknown, a share is none, or the profile is unreadable.
@@ -113,11 +117,11 @@ def contenders(
         if not 0 < share < 1:
             raise ValueError(f"A share of the bytes must be between 0 and 1; got {share}.")
     ours = Arm(OURS, DEFAULT_POLICY, budgets=budgets, by_bytes=True)
-    bounded = [Arm(WINDOW), ours, *map(arm_of, policies)]
+    bounded = [replace(arm, profile=profile) for arm in (ours, *map(arm_of, policies))]
     return [
         Contender(Arm(FULL)),
         *(Contender(Arm(name)) for name in PACKED),
-        *(_kind_of(arm)(arm, share) for share in shares for arm in bounded),
+        *(_kind_of(arm)(arm, share) for share in shares for arm in (Arm(WINDOW), *bounded)),
     ]
 
 

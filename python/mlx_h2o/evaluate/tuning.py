@@ -11,7 +11,7 @@ from mlx_h2o.evaluate.contenders import Contender, arm_of
 from mlx_h2o.evaluate.measures import Findings
 from mlx_h2o.evaluate.perplexity import Perplexity
 from mlx_h2o.evaluate.sections import Curves, Rows, Section
-from mlx_h2o.settings import DEFAULT_POLICY
+from mlx_h2o.settings import DEFAULT_POLICY, PROFILES
 
 #: Rows in the model's own dtype.
 PLAIN = 16
@@ -37,7 +37,10 @@ class Choice:
 
 
 def tuned_contenders(
-    policies: Sequence[str], bits: Sequence[int], shares: Sequence[float]
+    policies: Sequence[str],
+    bits: Sequence[int],
+    shares: Sequence[float],
+    profile: str = PROFILES[0],
 ) -> list[Contender]:
     """The full cache, ours with bits chosen by bytes, and policies in every width, by shares.
 
@@ -45,6 +48,7 @@ def tuned_contenders(
         policies: As `arm_of` reads them; with the model's own profile where they do not say.
         bits: Widths of rows; 16: as they come.
         shares: Parts of a full 16-bit cache's bytes.
+        profile: Whether a model without a profile is measured.
 
     Raises:
         ValueError: A policy or setting is unknown.
@@ -57,7 +61,7 @@ def tuned_contenders(
             arms.append(replace(arm, name=f"{policy}, {width} bits"))
     return [
         Contender(Arm(FULL)),
-        *(Contender(arm, share) for share in shares for arm in arms),
+        *(Contender(replace(arm, profile=profile), share) for share in shares for arm in arms),
     ]
 
 
@@ -98,6 +102,8 @@ def line_of_code(choice: Choice, tokens: int) -> str:
     given = [f'max_bytes="{100 * (share or 1):g}%"', f"context={tokens}"]
     if arm.policy not in (None, DEFAULT_POLICY):
         given.append(f'policy="{arm.policy}"')
+    if arm.profile != PROFILES[0]:
+        given.append(f'profile="{arm.profile}"')
     if not arm.by_bytes:
         given += [f"{name}={value!r}" for name, value in arm.settings if name != "bits"]
         given.append(f"bits={dict(arm.settings).get('bits', PLAIN)}")
