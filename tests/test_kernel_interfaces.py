@@ -96,7 +96,7 @@ def test_a_launch_passes_what_is_declared() -> None:
 # -- numbers --------------------------------------------------------------------------------------
 
 POLICIES = "swift/Sources/MLXH2O/Policies"
-CPU = "c_api/src/cpu"
+ENGINE = "c_api/src"
 
 
 def test_scores_are_numbered_alike() -> None:
@@ -105,7 +105,7 @@ def test_scores_are_numbered_alike() -> None:
     assert [numbers[name] for name in scores] == list(range(len(scores)))
     names = [name.removeprefix("SCORE_").lower() for name in scores]
     assert list(step_launches.SCORES) == names
-    assert re.findall(r"\w+", block(CPU, "enum class Score {")) == names
+    assert re.findall(r"\w+", block(ENGINE, "enum class Score {")) == names
     assert swift_names(block(POLICIES, "enum Score: Int {")) == names
 
 
@@ -116,7 +116,7 @@ def test_priorities_are_numbered_alike() -> None:
     # What kept_keys worked out is a direction's worth.
     names = [name.removeprefix("BY_").lower().replace("worth", "direction") for name in priorities]
     assert list(step_launches.PRIORITIES) == names
-    assert re.findall(r"\w+", block(CPU, "enum class Priority {")) == names
+    assert re.findall(r"\w+", block(ENGINE, "enum class Priority {")) == names
     assert swift_names(block(POLICIES, "enum Priority: Int {")) == names
 
 
