@@ -94,7 +94,7 @@ def test_earlier_turns_go_once_the_later_one_has_what_they_had(tmp_path):
         place = Place(Mark("a"), key_of(tokens[:count]))
         conversations._keep(place.key, cache, "user", None)
         sessions.note(place.mark, place.key, ["x" * count], "", "")
-        conversations.noted(place)
+        conversations.noted(place, told=True)
         return place
 
     def files() -> list[str]:

@@ -49,8 +49,11 @@ class Idle:
         passed: Whether a longer conversation has gone on from it.
         shrunk: Whether it was made smaller.
         turns: The answers that ended here: several, where clients had the same one.
-        unsaved: Whether its turn is noted in the sessions' folder and its client was told, and
-            these caches are still to be written there.
+        unsaved: Whether its turn is noted in the sessions' folder, and these caches are still to be
+            written there.
+        told: Whether its client was sent all of the last answer. Once the caches of a turn are in
+            their file those of the turn before go, but a client that does not know of the later
+            turn goes on from the one before.
     """
 
     mark: Mark
@@ -63,6 +66,7 @@ class Idle:
     shrunk: bool = False
     turns: tuple[Turn, ...] = ()
     unsaved: bool = False
+    told: bool = False
 
     @property
     def is_snapshot(self) -> bool:
@@ -231,17 +235,22 @@ class Conversations:
         new = Idle(own, key, cache, kind, pieces_of(cache), self._clock, turns=turns)
         self._idle[place] = new
         if kind == "assistant" and self.sessions is not None and _only_file(ticket):
-            self._save(new, told=False)
+            self._save(new)
         if ticket is not None:
             longest = max(earlier, key=lambda idle: len(idle.key), default=None)
             before_answer = None if longest is None else Place(longest.mark, longest.key)
             ticket.kept.tell(place, before_answer)
 
-    def noted(self, place: Place) -> None:
-        """A turn is on disk, and its client was told; any thread may say so."""
+    def noted(self, place: Place, told: bool) -> None:
+        """A turn is on disk, and its answer is over; any thread may say so.
+
+        Args:
+            place: Its.
+            told: Whether its client was sent all of the answer.
+        """
         idle = self._idle.get(place)
         if idle is not None:
-            idle.unsaved = True
+            idle.unsaved, idle.told = True, told
 
     def save_one(self) -> bool:
         """Write the caches of one conversation that are not on disk yet; False: there are none."""
@@ -305,12 +314,12 @@ class Conversations:
         del self._idle[Place(idle.mark, idle.key)]
         self.forgotten += 1
 
-    def _save(self, idle: Idle, told: bool = True) -> None:
+    def _save(self, idle: Idle) -> None:
         """Write a conversation, and remove the files of its earlier turns (`Sessions.save`)."""
         assert self.sessions is not None
         idle.unsaved = False
         try:
-            self.sessions.save(idle.mark, idle.key, idle.cache, told)
+            self.sessions.save(idle.mark, idle.key, idle.cache, idle.told)
         except (OSError, ValueError) as error:
             logging.error("A conversation could not be saved: %s", error)
 

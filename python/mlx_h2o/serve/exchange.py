@@ -96,7 +96,7 @@ class Exchange:
             Refused: It cannot be answered; nothing was sent.
         """
         watch = asyncio.create_task(self._watch(receive))
-        started = False
+        started = told = False
         tickets = list[Ticket]()
         waits = list[asyncio.Task[Any]]()
         try:
@@ -106,6 +106,7 @@ class Exchange:
             if not self._asked.stream:
                 body = await self._whole()
                 await self._send_whole(send, body)
+                told = True
                 return
             async for piece in self._pieces():
                 if not started:
@@ -113,6 +114,7 @@ class Exchange:
                     started = True
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": FINAL, "more_body": False})
+            told = True
         except Exception as error:
             refused = self._refused(error)
             if not started:
@@ -128,6 +130,8 @@ class Exchange:
             await asyncio.gather(*waits, return_exceptions=True)
             for ticket in tickets:
                 self._generator.accountant.leave(ticket)
+                if ticket.noted is not None:
+                    self._generator.conversations.noted(ticket.noted, told)
 
     def _refused(self, error: Exception) -> Refused:
         """Why there is no answer, or no whole one."""

@@ -88,14 +88,8 @@ class GoingOn:
                 yield response
                 continue
             cut = response.finish_reason == "stop"
-            noted = self._remember(ticket, content.text, cut, alive)
-            try:
-                yield response
-            finally:
-                # Not before: once the caches of this turn are in their file, those of the turn
-                # before go, and a client that was not told of this one goes on from that.
-                if noted is not None:
-                    self._conversations.noted(noted)
+            ticket.noted = self._remember(ticket, content.text, cut, alive)
+            yield response
 
     def _remember(
         self, ticket: Ticket, content: str, cut: bool, alive: Callable[[], bool]

@@ -113,6 +113,7 @@ class Ticket:
         turn: What its answer is called, if a client is told.
         said: Its text, once it is tokenized; None for prompts with images.
         kept: What becomes of its caches.
+        noted: Where the conversation is that was written down with its answer.
         beside: The other tickets of the same request, which asks for several answers.
     """
 
@@ -127,6 +128,7 @@ class Ticket:
     turn: Turn | None = None
     said: TurnText | None = None
     kept: Kept = field(default_factory=Kept)
+    noted: Place | None = None
     beside: tuple[Ticket, ...] = ()
 
     @property
