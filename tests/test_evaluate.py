@@ -481,6 +481,9 @@ def test_tokens_one_by_one_are_more_work_than_in_chunks(stage):
     caches = contenders([], [0.5])[:4]
     chunks, one_by_one = KeptMeasure(512), PerplexityMeasure(1, 512, 16)
     works = [Suite(stage, caches, [each]).work_of(0) for each in (chunks, one_by_one)]
+    told: list[int] = []
+    Suite(stage, caches[:1], [PerplexityMeasure(1, 64, 48)]).run(0, told.append)
+    assert told[0] < sum(told) / 3  # though it is of three quarters of the tokens
     assert works[1] / 4 > 5 * works[0]
     assert works[1] < 4 * Suite(stage, caches[:1], [one_by_one]).work_of(0)
 

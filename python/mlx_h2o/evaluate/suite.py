@@ -54,15 +54,13 @@ class Suite:
             tell: Told of the work that is done, in all as much as `work_of` says.
         """
         measure, group = self.group(job)
-        whole, tokens, told = self.work_of(job), self._tokens_of(job), 0
-        come = 0
+        whole, told = self.work_of(job), 0
 
-        def note(more: int) -> None:
-            nonlocal come, told
-            come += more
-            at = min(whole * come // tokens, whole)
-            tell(at - told)
-            told = at
+        def note(tokens: int) -> None:  # at each call of the model
+            nonlocal told
+            more = min(tokens + PASS, whole - told)
+            told += more
+            tell(more)
 
         found = self._of_group(measure, group, note)
         tell(whole - told)
@@ -114,13 +112,9 @@ class Suite:
     def work_of(self, job: int) -> int:
         """About how long a job takes, in tokens of a prompt that take as long."""
         measure, group = self.group(job)
-        calls = 1 if measure.shares else sum(contender.readings for contender in group)
-        return self._tokens_of(job) + PASS * calls * measure.passes()
-
-    def _tokens_of(self, job: int) -> int:
-        """About how many tokens a job reads and says."""
-        measure, group = self.group(job)
-        return sum(measure.work() * contender.readings for contender in group)
+        readings = sum(contender.readings for contender in group)
+        calls = 1 if measure.shares else readings
+        return measure.work() * readings + PASS * calls * measure.passes()
 
     def _size(self, measure: Measure) -> int:
         """Contenders of a group: as many in each as can be, within the most."""

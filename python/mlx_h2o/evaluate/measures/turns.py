@@ -13,7 +13,7 @@ from mlx_h2o.evaluate.measures.measure import ASKING, Findings, Found, Measure, 
 from mlx_h2o.evaluate.needles import facts_of
 from mlx_h2o.evaluate.recall import Fact
 from mlx_h2o.evaluate.sections import Curves, Rows, Section
-from mlx_h2o.evaluate.stage import Stage, known, read, untold
+from mlx_h2o.evaluate.stage import Stage, known, read
 from mlx_h2o.evaluate.workers import Tell
 
 _SIGNALS = "bell drum horn whistle gong trumpet siren clapper".split()
@@ -76,8 +76,8 @@ class TurnMeasure(Measure):
             read(stage.model, cache, part, stage.chunk, tell)
             if turn in self.asked_after:
                 rest = [row[turn * self.turn :] for row in rows]
-                right["fact"][str(turn)] = _asked(stage, cache, facts, rest, False)
-                right["rule"][str(turn)] = _asked(stage, cache, rules, rest, True)
+                right["fact"][str(turn)] = _asked(stage, cache, facts, rest, False, tell)
+                right["rule"][str(turn)] = _asked(stage, cache, rules, rest, True, tell)
         return right
 
     def _conversation(self, stage: Stage, fact: Fact, rule: Fact, rng: random.Random) -> list[int]:
@@ -120,7 +120,12 @@ class TurnMeasure(Measure):
 
 
 def _asked(
-    stage: Stage, cache: list[object], told: list[Fact], going_on: list[list[int]], free: bool
+    stage: Stage,
+    cache: list[object],
+    told: list[Fact],
+    going_on: list[list[int]],
+    free: bool,
+    tell: Tell,
 ) -> list[bool]:
     """Which facts are known now, one for each sequence; the cache stays as it is.
 
@@ -130,6 +135,7 @@ def _asked(
         told: What each was told.
         going_on: How each one's text goes on; its first tokens make all questions equally long.
         free: Whether they are sentences to complete, and the likeliest word counts.
+        tell: Told how many tokens are done.
     """
     asking, ending, least = stage.form.asking, stage.form.ending, stage.form.least
     if free:
@@ -142,5 +148,5 @@ def _asked(
     ]
     answers = [stage.encode(f" {fact.answer}{ending}") for fact in told]
     asked = copy.deepcopy(cache)
-    logits = read(stage.model, asked, mx.array(rows), 1, untold)
-    return known(stage.model, asked, logits, answers, least, untold)
+    logits = read(stage.model, asked, mx.array(rows), 1, tell)
+    return known(stage.model, asked, logits, answers, least, tell)
