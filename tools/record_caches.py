@@ -102,7 +102,8 @@ def compress(out: Path) -> None:
         document = Path(folder) / "document.txt"
         document.write_text(SAMPLE_TEXT.read_text(encoding="utf-8")[:DOCUMENT], encoding="utf-8")
         asked = ["--to", "40%", "--room", "6", "--pin-span", "20:24", "--json"]
-        assert cli.main(["compress", str(document), "--out", str(out), *asked]) == 0
+        model = ["--model", EMBEDDED_MODEL]
+        assert cli.main(["compress", str(document), *model, "--out", str(out), *asked]) == 0
 
 
 def continued(file: Path) -> dict[str, Any]:
