@@ -62,7 +62,7 @@ class Measurements:
         if versions != self.machine["versions"]:
             return False
         self.found = found
-        if self.measured == self.measurements:  # whoever asks again wants it measured again
+        if self.measured == self.measurements:  # all are known: asking again measures again
             self.found = {}
         return bool(self.found)
 

@@ -280,7 +280,7 @@ class Sessions:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While the block runs, nobody else removes conversations from the folder."""
+        """While the block runs, no other process removes conversations from the folder."""
         with suppress(BlockingIOError), locked(self.folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
             for path in self.folder.glob(".*.*.*"):  # that a killed server had begun
                 if _NAME.fullmatch(path.name.split(".")[1]):
@@ -324,7 +324,7 @@ class Sessions:
         return sorted(earlier, key=lambda saved: len(saved.key))
 
 
-# -- the folder, whoever's its conversations are --------------------------------------------------
+# -- the folder, of any model's conversations -----------------------------------------------------
 
 
 @dataclass(frozen=True)
