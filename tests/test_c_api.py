@@ -150,6 +150,29 @@ def test_the_program_evaluates(engine: Path, host_gpu: dict[str, str]) -> None:
     succeed(engine / "tests" / "evaluator", "gpu", **host_gpu)
 
 
+@over_both
+def test_settings_and_kinds_of_errors(
+    engine: Path, host_gpu: dict[str, str], tmp_path: Path
+) -> None:
+    """All that a cache was made with; kernels for one cache and not for another."""
+    succeed(engine / "tests" / "getters")
+    told = tmp_path / "launches"
+    succeed(engine / "tests" / "getters", "gpu", **host_gpu, HOST_GPU_RECORD=str(told))
+    # Three fused steps of the cache with kernels, and one of the other when it may.
+    launched = [line.split("_")[2] for line in told.read_text().splitlines()]
+    assert launched.count("update") == 4
+
+
+@over_both
+def test_masks_and_rows(engine: Path, host_gpu: dict[str, str], tmp_path: Path) -> None:
+    """Masks as arrays; rows, positions and arrays held, which fused steps go on beside."""
+    succeed(engine / "tests" / "looking")
+    told = tmp_path / "launches"
+    succeed(engine / "tests" / "looking", "steps", "fused", **host_gpu, HOST_GPU_RECORD=str(told))
+    launched = [line.split("_")[2] for line in told.read_text().splitlines()]
+    assert launched.count("update") == 2 * 7  # every step of both conversations
+
+
 def test_a_compiled_function_is_refused(sanitized: Path) -> None:
     succeed(sanitized / "tests" / "tracing")
 

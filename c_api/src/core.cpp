@@ -57,8 +57,20 @@ mx::array attend_now(
     return layer.decode(call, keys, values);
   const std::optional<Frame>& frame = layer.settings.frame;
   if (!frame) return attend_op_by_op(layer, call, keys, values);
-  const AttentionCall framed{enter_queries(*frame, call.q), call.scale, call.sinks};
+  const AttentionCall framed{enter_queries(*frame, call.q), call.scale, call.sinks, call.mask};
   return attend_op_by_op(layer, framed, enter(*frame, keys), values);
+}
+
+// Raises unless a mask fits queries like these.
+void check_mask(const AttentionCall& call) {
+  if (!call.mask.array) return;
+  const mx::array &mask = *call.mask.array, &q = call.q;
+  check(mask.dtype() == mx::bool_ || is_float(mask), "A mask must be boolean or floating.");
+  const int L = call.length(), columns = mask.ndim() ? mask.shape(-1) : 0;
+  check(
+      mask.ndim() <= 4 && (columns == 1 || columns >= L) &&
+          broadcasts_to(mask.shape(), {q.shape(0), q.shape(1), L, columns}),
+      "The mask " + text(mask.shape()) + " does not fit queries " + text(q.shape()) + ".");
 }
 
 // A chunk that can be taken back, as so many single steps.
@@ -68,8 +80,20 @@ mx::array token_by_token(
   std::vector<mx::array> outs;
   for (int i = 0; i < call.length(); ++i)
     outs.push_back(attend_now(
-        layer, call.queries(i, i + 1), part(keys, 2, i, i + 1), part(values, 2, i, i + 1)));
+        layer, call.single(i, !layer.offset()), part(keys, 2, i, i + 1),
+        part(values, 2, i, i + 1)));
   return join_along(std::move(outs), 2);
+}
+
+// [1, 1, L, rows + kept + L] to be added to logits: log(lost / rows) for plain rows, which come
+// first, minus infinity for the future.
+mx::array plain_rows_mask(int rows, int lost, int kept, int L, mx::Dtype dtype) {
+  const int N = kept + L;
+  const mx::array bias = mx::log(number(double(lost) / rows));
+  mx::array mask = mx::concatenate({mx::broadcast_to(bias, {rows}), mx::zeros({N})}, 0);
+  const mx::array visible = mx::less_equal(range(-rows, N), mx::expand_dims(range(kept, N), 1));
+  mask = mx::where(visible, mask, number(mx::finfo(dtype).min));
+  return mx::astype(mx::reshape(mask, {1, 1, L, rows + N}), dtype);
 }
 
 // The evicted as plain rows before those attended to, and what sets their weight right.
@@ -80,24 +104,23 @@ void add_plain_rows(Core::Fetched& fetched, const Remainder& remainder, int rows
   fetched.keys = mx::concatenate({mx::astype(plain_keys, dtype), fetched.keys}, 2);
   fetched.values =
       mx::concatenate({mx::astype(plain_values, fetched.values.dtype()), fetched.values}, 2);
-  const mx::array bias = mx::log(number(double(lost) / rows));
-  mx::array mask = mx::concatenate({mx::broadcast_to(bias, {rows}), mx::zeros({N})}, 0);
-  const mx::array visible = mx::less_equal(range(-rows, N), mx::expand_dims(range(N - L, N), 1));
-  mask = mx::where(visible, mask, number(mx::finfo(dtype).min));
-  fetched.mask = mx::astype(mx::reshape(mask, {1, 1, L, rows + N}), dtype);
+  fetched.mask = plain_rows_mask(rows, lost, N - L, L, dtype);
 }
 
 }  // namespace
 
 Core::Core(CacheSettings settings) : settings_(std::move(settings)) {
-  settings_.check_all();
+  blaming(Blame::settings, [&] { settings_.check_all(); });
 }
 
 mx::array Core::update_and_attend(
     const AttentionCall& call, const mx::array& keys, const mx::array& values) {
-  check(settings_.attending, "This cache is for a model that attends by itself: update_and_fetch.");
+  check(
+      settings_.attending, "This cache is for a model that attends by itself: update_and_fetch.",
+      Blame::state);
   check_rows(keys, values);
   check_call(call, keys);
+  check_mask(call);
   check(
       !call.sinks || !settings_.frame || !moves(*settings_.frame),
       "Attention sinks do not move with a frame's centre: a layer that has them needs a frame with "
@@ -109,7 +132,7 @@ mx::array Core::update_and_attend(
 }
 
 Core::Fetched Core::update_and_fetch(const mx::array& keys, const mx::array& values) {
-  check(!settings_.attending, "This cache attends: update_and_attend.");
+  check(!settings_.attending, "This cache attends: update_and_attend.", Blame::state);
   check_rows(keys, values);
   BoundedLayer& layer = layer_for(keys, values);
   const std::vector<Fields> attended = layer.take_in(keys, values);
@@ -136,6 +159,21 @@ size_t Core::nbytes() const {
   return of_frame + (layer_ ? layer_->nbytes() : 0);
 }
 
+Masking Core::mask_for(int n, bool as_array) {
+  check(n > 0 && n <= kMostTokens, "A mask is for 1 token or more; got " + std::to_string(n) + ".");
+  const int kept = size(), plain = settings_.plain_rows();
+  if (plain && layer_) {
+    const Run& run = layer_->runs()[0];
+    const int lost =
+        n > 1 ? layer_->lost(run) : layer_->offset() + 1 - std::min(run.length + 1, run.budget);
+    const int older = n > 1 ? kept : std::min(kept, run.budget - 1);
+    if (lost > 0) return {false, plain_rows_mask(plain, lost, older, n, layer_->types.key_dtype)};
+  }
+  if (n == 1) return {};
+  if (!as_array) return {true, std::nullopt};
+  return {false, mx::less_equal(range(0, kept + n), mx::expand_dims(range(kept, kept + n), 1))};
+}
+
 void Core::trim(int n) {
   const int most = trimmable();
   check(n >= 0, "A number of tokens to take back is at least 0; got " + std::to_string(n) + ".");
@@ -143,7 +181,8 @@ void Core::trim(int n) {
       n <= most,
       "Cannot take back " + std::to_string(n) + " tokens: the last " + std::to_string(most) +
           " can be (of " + std::to_string(offset()) + "; undo is " +
-          std::to_string(settings_.undo) + ", of single-token steps after evictions).");
+          std::to_string(settings_.undo) + ", of single-token steps after evictions).",
+      Blame::state);
   if (!n) return;
   if (n == offset())
     layer_.reset();  // as it was made
@@ -174,7 +213,7 @@ void Core::resize(std::vector<int> budgets) {
   CacheSettings changed = settings_;
   changed.budgets = std::move(budgets);
   changed.filling.clear();
-  changed.check_all();
+  blaming(Blame::settings, [&] { changed.check_all(); });
   settings_.budgets = with_room(changed.budgets, changed.plain_rows(), changed.pins);
   settings_.filling.clear();
   if (layer_) mlx_h2o::resize(*layer_);
@@ -184,7 +223,8 @@ std::vector<int> Core::with_room(
     std::vector<int> budgets, int plain_rows, const Spans& pins) const {
   if (pins.empty()) return budgets;
   for (int& budget : budgets) budget -= plain_rows;
-  budgets = room_for_pins(budgets, settings_.policy, pins);
+  budgets =
+      blaming(Blame::settings, [&] { return room_for_pins(budgets, settings_.policy, pins); });
   for (int& budget : budgets) budget += plain_rows;
   return budgets;
 }
@@ -241,24 +281,54 @@ void Core::new_turn(double carry) {
   if (layer_) layer_->new_turn(carry);
 }
 
+template <class Look>
+std::vector<mx::array> Core::seen(Look look) {
+  BoundedLayer& layer = layer_with_tokens();
+  std::optional<BoundedLayer> lent = layer.being_looked_at();
+  if (!lent) return look(layer);
+  const std::vector<mx::array> found = look(*lent);
+  evaluate(found);  // before the next step changes what it is made of
+  return found;
+}
+
 mx::array Core::kept() {
-  return by_position(layer_with_tokens(), "positions", -1);
+  return seen(
+      [](BoundedLayer& layer) { return std::vector{by_position(layer, "positions", -1)}; })[0];
+}
+
+std::pair<mx::array, mx::array> Core::rows() {
+  const std::vector<mx::array> both = seen([](BoundedLayer& layer) {
+    const auto [keys, values] = rows_by_position(layer);
+    return std::vector{keys, values};
+  });
+  return {both[0], both[1]};
+}
+
+std::vector<mx::array> Core::newest() const {
+  std::vector<mx::array> all;
+  if (layer_) all = layer_->newest();
+  if (const std::optional<Frame>& frame = settings_.frame)
+    all.push_back(frame->centre), all.push_back(frame->scale);
+  return all;
 }
 
 mx::array Core::scores() {
   const Policy& policy = settings_.policy;
-  check(policy.needs_attention(), "Policy " + policy.name + " accumulates no scores.");
-  return by_position(layer_with_tokens(), "scores", 0);
+  check(
+      policy.needs_attention(), "Policy " + policy.name + " accumulates no scores.", Blame::state);
+  return seen([](BoundedLayer& layer) { return std::vector{by_position(layer, "scores", 0)}; })[0];
 }
 
-const Remainder& Core::remainder() {
-  BoundedLayer& layer = layer_with_tokens();
-  check(settings_.remembers(), "This cache keeps no statistics of the evicted.");
-  return layer.evictions().remainder;
+Remainder Core::remainder() {
+  layer_with_tokens();
+  check(settings_.remembers(), "This cache keeps no statistics of the evicted.", Blame::state);
+  const std::vector<mx::array> all =
+      seen([](BoundedLayer& layer) { return layer.evictions().remainder.arrays(); });
+  return {all[0], all[1], all[2], all[3]};
 }
 
 BoundedLayer& Core::layer_with_tokens() {
-  check(layer_.has_value(), "This cache has seen no token.");
+  check(layer_.has_value(), "This cache has seen no token.", Blame::state);
   return *layer_;
 }
 

@@ -30,6 +30,16 @@ class Core {
   };
   Fetched update_and_fetch(const mx::array& keys, const mx::array& values);
 
+  const CacheSettings& settings() const {
+    return settings_;
+  }
+  void use_kernels(bool use) {
+    settings_.kernels = use;
+  }
+  // None before the first rows.
+  std::optional<RowTypes> row_types() const {
+    return layer_ ? std::optional(layer_->types) : std::nullopt;
+  }
   // KV heads.
   size_t heads() const {
     return settings_.budgets.size();
@@ -60,12 +70,24 @@ class Core {
   void unpin();
   // Begins a turn, of which `carry` of the past counts, from 0 to 1.
   void new_turn(double carry);
+  // The mask that n new tokens will need: causal, none, or an array (booleans [n, size() + n] if
+  // they are asked for; of plain rows [1, 1, n, rows + size() + n] to be added).
+  Masking mask_for(int n, bool as_array);
+
+  // What is held, looked at without interrupting fused steps on a GPU.
   // Positions held, ascending per head, or their scores: [B, Hk, size()], unused -1 or 0.
   mx::array kept();
   mx::array scores();
-  const Remainder& remainder();
+  // Keys and values in the same order, [B, H, size(), width], in the frame if there is one.
+  std::pair<mx::array, mx::array> rows();
+  Remainder remainder();
+  // All arrays held; while kernels have them, what is ready when they are.
+  std::vector<mx::array> newest() const;
 
  private:
+  // What `look` makes of the layer, as a vector of arrays.
+  template <class Look>
+  std::vector<mx::array> seen(Look look);
   void check_rows(const mx::array& keys, const mx::array& values) const;
   BoundedLayer& layer_for(const mx::array& keys, const mx::array& values);
   BoundedLayer& layer_with_tokens();
@@ -78,7 +100,7 @@ class Core {
   // Gives the layer the budgets that a conversation has which is longer by so many tokens.
   void grow(int length);
 
-  CacheSettings settings_;             // only pins, budgets and what is left of filling change
+  CacheSettings settings_;  // only pins, budgets, what is left of filling and kernels change
   std::optional<BoundedLayer> layer_;  // none before the first rows
 };
 

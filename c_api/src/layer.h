@@ -32,6 +32,14 @@ class BoundedLayer {
         offset_(other.offset_),
         aged_from_(other.aged_from_) {}
 
+  // What its decoder lets be looked at, as a layer of its own; none where the rows are here, or
+  // must be taken back. What is made of it must be evaluated before the next step.
+  std::optional<BoundedLayer> being_looked_at() const {
+    std::optional<Lent> seen = memory_.being_looked_at();
+    if (!seen) return std::nullopt;
+    return BoundedLayer(*this, std::move(*seen));
+  }
+
   const CacheSettings& settings;
   const RowTypes types;
 
@@ -87,6 +95,10 @@ class BoundedLayer {
   }
   // Arrays that must be evaluated with the output, or the graph grows from step to step.
   std::vector<mx::array> side_state() const;
+  // The same of a layer between steps, whoever has its rows.
+  std::vector<mx::array> newest() const {
+    return memory_.newest();
+  }
 
   // -- a step -------------------------------------------------------------------------------------
 
@@ -138,6 +150,14 @@ class BoundedLayer {
   void trim(int n);
 
  private:
+  BoundedLayer(const BoundedLayer& other, Lent seen)
+      : settings(other.settings),
+        types(other.types),
+        memory_(other.memory_, other.settings, std::move(seen)),
+        journal_(other.journal_),
+        offset_(other.offset_),
+        aged_from_(other.aged_from_) {}
+
   Fields marked(Fields rows) const;
   void note(int count);
   void write_one(const Fields& rows);

@@ -24,6 +24,15 @@ Memory::Memory(Memory& other, const CacheSettings& settings)
       window_(other.window_),
       evictions_(other.evictions_) {}
 
+Memory::Memory(const Memory& other, const CacheSettings& settings, Lent seen)
+    : settings_(settings),
+      store_(other.store_),
+      window_(other.window_),
+      evictions_(Evictions{seen.remainder, seen.victims}) {
+  store_.get_back(std::move(seen.fields));
+  if (window_) window_->get_back(std::move(*seen.window));
+}
+
 SlotStore& Memory::store() {
   take_back();
   return store_;

@@ -26,6 +26,13 @@ class Memory {
   // two changes them.
   Memory(Memory& other, const CacheSettings& settings);
 
+  // With what the other's decoder lets be looked at (`being_looked_at`).
+  Memory(const Memory& other, const CacheSettings& settings, Lent seen);
+  // What can be looked at where it is with a decoder; none: it is here, or must be taken back.
+  std::optional<Lent> being_looked_at() const {
+    return decoder_ ? decoder_->look() : std::nullopt;
+  }
+
   const SlotStore& plan() const {
     return store_;
   }
@@ -43,6 +50,10 @@ class Memory {
 
   // Every array held; none while they are lent.
   std::vector<mx::array> arrays() const;
+  // The same; while they are lent, what is ready when they are.
+  std::vector<mx::array> newest() const {
+    return decoder_ ? decoder_->last() : arrays();
+  }
   size_t nbytes() const;
   // Per run all fields of its slots, and of rows [B, H, L, ...] that are beyond the budget.
   std::vector<Fields> attended(const std::optional<Fields>& beyond);

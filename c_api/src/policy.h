@@ -1,6 +1,8 @@
 // Policies: how slots are scored, and which of them go (python/mlx_h2o/policies, selection.py).
 #pragma once
 
+#include <variant>
+
 #include "kernel_terms.h"
 #include "ranges.h"
 #include "rows.h"
@@ -43,6 +45,12 @@ struct Slots {
   mx::array lengths_of_values() const;  // float32
 };
 
+// A setting by name, as one of the kinds that mlx_h2o_setting has.
+struct Setting {
+  std::string name;
+  std::variant<int, double, bool, std::string> value;
+};
+
 struct Policy {
   std::string name;
   PolicyKind kind;
@@ -64,7 +72,11 @@ struct Policy {
 
   // A policy by name, or a published preset. Raises for unknown names.
   static Policy named(const std::string& name);
-  // Sets a field from its text, as the command line does. Raises for what makes no policy.
+  // All settings, in the order in which files have them.
+  std::vector<Setting> settings() const;
+  // Sets one. Raises for what makes no policy.
+  void set(const Setting& setting);
+  // The same from its text, as the command line does.
   void set(const std::string& field, const std::string& value);
 
   bool needs_attention() const;

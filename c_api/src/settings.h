@@ -26,6 +26,7 @@ struct CacheSettings {
   std::optional<Frame> frame = {};  // in which packed keys are stored
   Spans pins = {};                  // positions that are never evicted, in order
   std::vector<Stage> filling = {};  // budgets that follow as the conversation grows, in order
+  bool kernels = true;              // whether kernels compute where there are some
 
   // Raises for what makes no cache.
   void check_all() const;
