@@ -360,6 +360,21 @@ MLX_H2O_API int mlx_h2o_cache_unpin(mlx_h2o_cache cache, const mlx_stream s);
 // of that part of the steps that they spoke of. Steps before this cannot be taken back any more.
 MLX_H2O_API int mlx_h2o_cache_new_turn(mlx_h2o_cache cache, double carry, const mlx_stream s);
 
+// All that it holds: arrays by name, and the rest as JSON, in the form in which Python's caches are
+// saved (H2OKVCache.state), so that what one wrote the other goes on with. Steps to undo, and
+// options.kernels, are not in it. res and res_settings are new or replaced. While fused steps go on
+// upon a GPU the arrays are copies.
+MLX_H2O_API int mlx_h2o_cache_arrays(
+    mlx_map_string_to_array* res, mlx_string* res_settings, mlx_h2o_cache cache,
+    const mlx_stream s);
+// A cache that holds what was saved. res: an empty handle, or a cache that it replaces. An error
+// (MLX_H2O_ERROR_SAVED) for anything that no cache can have saved, whatever it is: all names,
+// shapes, dtypes, numbers and indices are checked, the latter evaluated; for kinds of caches that
+// only Python has; and for a cache that had seen no rows and does not say its slots.
+MLX_H2O_API int mlx_h2o_cache_restore(
+    mlx_h2o_cache* res, const mlx_map_string_to_array arrays, const char* settings,
+    const mlx_stream s);
+
 // All arrays held; of what kernels change in place, what they wrote last. A program that evaluates
 // these after each prompt chunk, or with every token, has evaluated all that the cache holds.
 MLX_H2O_API int mlx_h2o_cache_inner_state(mlx_vector_array* res, const mlx_h2o_cache cache);

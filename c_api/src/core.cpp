@@ -6,6 +6,7 @@
 #include "evaluation.h"
 #include "eviction.h"
 #include "observe.h"
+#include "saved_state.h"
 #include "views.h"
 
 namespace mlx_h2o {
@@ -96,15 +97,13 @@ mx::array plain_rows_mask(int rows, int lost, int kept, int L, mx::Dtype dtype) 
   return mx::astype(mx::reshape(mask, {1, 1, L, rows + N}), dtype);
 }
 
-// The evicted as plain rows before those attended to, and what sets their weight right.
-void add_plain_rows(Core::Fetched& fetched, const Remainder& remainder, int rows, int lost, int L) {
-  const int N = fetched.keys.shape(2);
+// The evicted as plain rows before those of a chunk that is over the budget.
+void add_plain_rows(Core::Fetched& fetched, const Remainder& remainder, int rows) {
   const mx::Dtype dtype = fetched.keys.dtype();
   const auto [plain_keys, plain_values] = remainder.plain_rows(rows);
   fetched.keys = mx::concatenate({mx::astype(plain_keys, dtype), fetched.keys}, 2);
   fetched.values =
       mx::concatenate({mx::astype(plain_values, fetched.values.dtype()), fetched.values}, 2);
-  fetched.mask = plain_rows_mask(rows, lost, N - L, L, dtype);
 }
 
 }  // namespace
@@ -137,11 +136,18 @@ Core::Fetched Core::update_and_fetch(const mx::array& keys, const mx::array& val
   BoundedLayer& layer = layer_for(keys, values);
   const std::vector<Fields> attended = layer.take_in(keys, values);
   const Fields& rows = attended[0];  // all heads are alike
+  const bool over = rows.at("positions").shape(2) > layer.runs()[0].budget;
   Fetched fetched{rows.at("keys"), rows.at("values"), std::nullopt};
   const int lost = layer.lost_beside(rows), plain = settings_.plain_rows();
-  if (plain && lost)
-    add_plain_rows(fetched, layer.evictions().remainder, plain, lost, keys.shape(2));
-  settle(layer, attended, {std::nullopt});
+  if (plain && lost) {
+    const int L = keys.shape(2), N = fetched.keys.shape(2);
+    fetched.mask = plain_rows_mask(plain, lost, N - L, L, keys.dtype());
+    if (over)
+      add_plain_rows(fetched, layer.evictions().remainder, plain);
+    else
+      std::tie(fetched.keys, fetched.values) = layer.with_plain_rows();
+  }
+  settle(layer, over ? attended : layer.attended(std::nullopt), {std::nullopt});
   fetched.keys = mx::depends({fetched.keys}, layer.side_state())[0];
   return fetched;
 }
@@ -209,12 +215,44 @@ std::unique_ptr<Core> Core::copied() {
   return twin;
 }
 
+std::pair<Fields, std::string> Core::saved() {
+  if (!layer_) return {saved_arrays(settings_, nullptr), saved_settings(settings_, nullptr).text()};
+  std::optional<BoundedLayer> lent = layer_->being_looked_at();
+  BoundedLayer& layer = lent ? *lent : *layer_;
+  Fields all = saved_arrays(settings_, &layer);
+  if (lent) {
+    // Kernels go on in the memory of these: what is given is copied, and now.
+    std::vector<mx::array> copies;
+    for (auto& [name, field] : all) {
+      field = mx::where(mx::array(true), field, mx::zeros({}, field.dtype()));
+      copies.push_back(field);
+    }
+    evaluate(copies);
+  }
+  return {std::move(all), saved_settings(settings_, &layer).text()};
+}
+
+std::unique_ptr<Core> Core::restored(const Fields& arrays, const std::string& settings) {
+  return blaming(Blame::saved, [&] {
+    const Json parsed = Json::parsed(settings);
+    const Json::Object& saved = parsed.object("What was saved");
+    auto core = std::make_unique<Core>(settings_of(saved, arrays));
+    if (auto layer = layer_of(saved, arrays, core->settings_)) {
+      core->layer_.emplace(std::move(*layer));
+      choose_victims(*core->layer_);
+    }
+    return core;
+  });
+}
+
 void Core::resize(std::vector<int> budgets) {
   CacheSettings changed = settings_;
+  changed.reserved.reset();
   changed.budgets = std::move(budgets);
   changed.filling.clear();
   blaming(Blame::settings, [&] { changed.check_all(); });
   settings_.budgets = with_room(changed.budgets, changed.plain_rows(), changed.pins);
+  settings_.reserved.reset();
   settings_.filling.clear();
   if (layer_) mlx_h2o::resize(*layer_);
 }

@@ -40,6 +40,10 @@ class Core {
   std::optional<RowTypes> row_types() const {
     return layer_ ? std::optional(layer_->types) : std::nullopt;
   }
+  // What it holds, as arrays by name and settings as JSON (saved_state.h).
+  std::pair<Fields, std::string> saved();
+  // A cache that holds what was saved. Raises for what no cache can have saved.
+  static std::unique_ptr<Core> restored(const Fields& arrays, const std::string& settings);
   // KV heads.
   size_t heads() const {
     return settings_.budgets.size();

@@ -23,6 +23,17 @@ class BoundedLayer {
   // Without tokens, for rows like these. The settings must outlive it.
   BoundedLayer(const CacheSettings& settings, const mx::array& keys, const mx::array& values);
 
+  // With what was saved.
+  BoundedLayer(
+      const CacheSettings& settings, const RowTypes& types, Memory memory, int offset,
+      int aged_from)
+      : settings(settings),
+        types(types),
+        memory_(std::move(memory)),
+        journal_(settings.undo),
+        offset_(offset),
+        aged_from_(aged_from) {}
+
   // The same as another, to go on from where it is.
   BoundedLayer(BoundedLayer& other, const CacheSettings& settings)
       : settings(settings),
@@ -60,6 +71,10 @@ class BoundedLayer {
   // The newest tokens, where they are stored in another width than the slots; else null.
   const RecentWindow* window() {
     return memory_.window();
+  }
+  // The same, for its numbers alone.
+  const RecentWindow* window_plan() const {
+    return memory_.window_plan();
   }
   const Evictions& evictions() {
     return memory_.evictions();
@@ -117,6 +132,9 @@ class BoundedLayer {
   void write_newest_scores(const mx::array& scores) {
     memory_.window()->write_scores(scores);
   }
+  // Writes the remainder's plain rows into their slots; keys and values with them,
+  // [B, H, rows + N, width], as views of the slots.
+  std::pair<mx::array, mx::array> with_plain_rows();
   // Replaces all slots: per run by fields [B, heads, length, ...].
   void keep(const std::vector<Fields>& kept);
   // Which slots are overwritten next [B, H, evict_every]; those of the runs that are `due` are new.

@@ -6,7 +6,7 @@ namespace mlx_h2o {
 
 Memory::Memory(const CacheSettings& settings, const mx::array& keys, const mx::array& values)
     : settings_(settings),
-      store_(settings.own_slots()),
+      store_(settings.own_slots(), settings.plain_rows()),
       evictions_(
           Evictions{
               Remainder::empty(keys.shape(0), keys.shape(1), keys.shape(3), values.shape(3)),

@@ -22,6 +22,14 @@ class Memory {
  public:
   // Without tokens, for rows like these. The settings must outlive it.
   Memory(const CacheSettings& settings, const mx::array& keys, const mx::array& values);
+  // With what was saved.
+  Memory(
+      const CacheSettings& settings, SlotStore store, std::optional<RecentWindow> window,
+      Evictions evictions)
+      : settings_(settings),
+        store_(std::move(store)),
+        window_(std::move(window)),
+        evictions_(std::move(evictions)) {}
   // With what another holds, which takes its arrays back first. They are shared until one of the
   // two changes them.
   Memory(Memory& other, const CacheSettings& settings);
@@ -35,6 +43,9 @@ class Memory {
 
   const SlotStore& plan() const {
     return store_;
+  }
+  const RecentWindow* window_plan() const {
+    return window_ ? &*window_ : nullptr;
   }
   int recently_held() const {
     return window_ ? window_->length() : 0;

@@ -73,6 +73,17 @@ std::optional<Frame> frame_of(const mlx_h2o_cache_options& options, int heads) {
   return checked_frame(of_centre, of_scale);
 }
 
+Fields fields_of(const mlx_map_string_to_array arrays) {
+  Fields all;
+  const mlx_map_string_to_array_iterator it = mlx_map_string_to_array_iterator_new(arrays);
+  const char* name = nullptr;
+  mlx_array array = mlx_array_new();
+  while (!mlx_map_string_to_array_iterator_next(&name, &array, it)) all.emplace(name, of(array));
+  mlx_array_free(array);
+  mlx_map_string_to_array_iterator_free(it);
+  return all;
+}
+
 void give_if_any(mlx_array* res, const std::optional<mx::array>& value) {
   if (value) return give(res, *value);
   mlx_array_free(*res);
@@ -388,6 +399,35 @@ int mlx_h2o_cache_rows(
     give(res_keys, keys);
     give(res_values, values);
     give(res_positions, positions);
+  });
+}
+
+int mlx_h2o_cache_arrays(
+    mlx_map_string_to_array* res, mlx_string* res_settings, mlx_h2o_cache cache,
+    const mlx_stream s) {
+  return changing(cache, s, [&](Core& core) {
+    wants(res, res_settings);
+    const auto [arrays, settings] = core.saved();
+    const mlx_map_string_to_array all = mlx_map_string_to_array_new();
+    int status = 0;
+    for (const auto& [name, array] : arrays)
+      status = status || mlx_map_string_to_array_insert(all, name.c_str(), borrowed(array));
+    const mlx_string text = mlx_string_new_data(settings.c_str());
+    status = status || mlx_map_string_to_array_set(res, all) || mlx_string_set(res_settings, text);
+    mlx_map_string_to_array_free(all);
+    mlx_string_free(text);
+    check(!status, "MLX could not list the arrays.", Blame::internal);
+  });
+}
+
+int mlx_h2o_cache_restore(
+    mlx_h2o_cache* res, const mlx_map_string_to_array arrays, const char* settings,
+    const mlx_stream s) {
+  return guarded_on(s, [&] {
+    wants(res);
+    refuse_tracing();
+    check(arrays.ctx && settings, "A saved cache is arrays and settings; one is missing.");
+    give(res, Core::restored(fields_of(arrays), settings));
   });
 }
 
