@@ -179,6 +179,12 @@ def test_masks_and_rows(engine: Path, host_gpu: dict[str, str], tmp_path: Path) 
     assert launched.count("update") == 2 * 7  # every step of both conversations
 
 
+@over_both
+def test_own_policies_chunks_pins_and_views(engine: Path) -> None:
+    """A policy of functions is H2O where they are; a chunk's end goes back; rows are not copied."""
+    succeed(engine / "tests" / "own")
+
+
 # Caches that Python saves: settings, and tokens of the prompt before that.
 SAVED: dict[str, tuple[dict[str, Any], int]] = {
     "salient": ({"budgets": [24, 20], "policy": "salient"}, 40),

@@ -185,6 +185,38 @@ typedef struct mlx_h2o_slots_ {
   int evicted;                 // tokens that each head has lost
 } mlx_h2o_slots;
 
+// What one call of the attention told about N slots. Handles are borrowed.
+typedef struct mlx_h2o_observation_ {
+  mlx_array logits;      // [B, Hq, L, N], minus infinity where masked
+  mlx_array lse;         // [B, Hq, L], of every column that answered
+  mlx_array mass;        // [B, Hk, N], the attention that each slot received of all L queries
+  mlx_array stands_for;  // [N], how many queries each of these stands for; empty: 1
+} mlx_h2o_observation;
+
+// A policy of a program's own. Functions get handles that stay the library's, fill `res`, an empty
+// handle, with an array [B, Hk, N] float32, and return 0, or another number if they could not. They
+// build lazy arrays on the stream that they are given, and must not use the cache.
+typedef struct mlx_h2o_policy_functions_ {
+  size_t size;           // of this struct
+  bool needs_attention;  // whether there are scores; without, it can serve in any model
+  void* context;         // handed to the functions
+  // Scores after an observation, of those before it. NULL: the mass is summed.
+  int (*accumulate)(
+      void* context, mlx_array* res, const mlx_array scores, const mlx_h2o_observation seen,
+      const mlx_stream s);
+  // What each slot is worth keeping; the lowest goes first.
+  int (*priority)(void* context, mlx_array* res, const mlx_h2o_slots slots, const mlx_stream s);
+  // Called once, when no policy and no cache has the context any longer. NULL: nothing is done. Not
+  // called where mlx_h2o_policy_own fails.
+  void (*destroy)(void* context);
+} mlx_h2o_policy_functions;
+
+// Makes one. It has the settings that all policies have ("recent" 0.5, ...). Its steps go operation
+// by operation. Where a function fails in a step the call fails (MLX_H2O_ERROR_PROGRAM), and the
+// cache, of which the step has changed a part, takes no more tokens.
+MLX_H2O_API int mlx_h2o_policy_own(
+    mlx_h2o_policy* res, const char* name, const mlx_h2o_policy_functions* functions);
+
 // True [B, Hk, N] where a slot is neither a sink nor among the last `recent` positions.
 MLX_H2O_API int mlx_h2o_evictable(
     mlx_array* res, const mlx_array positions, int offset, int sink, int recent,
@@ -327,6 +359,9 @@ MLX_H2O_API int mlx_h2o_cache_nbytes(size_t* res, const mlx_h2o_cache cache);
 
 // How many of the newest tokens mlx_h2o_cache_trim can take back: those of the last steps that undo
 // remembers (a prompt chunk makes it forget them), and all while nothing was evicted before those.
+// Right after a longer chunk up to `undo` of its last tokens can be, as if it had ended before
+// them: it is kept until the next token comes, with the cache before it, and mlx_h2o_cache_nbytes
+// counts both.
 MLX_H2O_API int mlx_h2o_cache_trimmable(int* res, const mlx_h2o_cache cache);
 // Takes the newest n tokens back. Those that undo remembers exactly: rows, positions, scores,
 // remainder and victims are, bit for bit, what they were before. Of older ones, which nothing
@@ -352,6 +387,10 @@ MLX_H2O_API int mlx_h2o_cache_resize(
 // for the pins gets slots of the others; an error, and nothing is changed, if all have too few.
 MLX_H2O_API int mlx_h2o_cache_pin(
     int* res_missing, mlx_h2o_cache cache, const int* spans, size_t n_spans, const mlx_stream s);
+// At which positions the last mlx_h2o_cache_pin found that some head had lost its token: how many
+// spans, and these, [n_spans, 2], in order.
+MLX_H2O_API int mlx_h2o_cache_missing_count(size_t* res, const mlx_h2o_cache cache);
+MLX_H2O_API int mlx_h2o_cache_missing(int* res, size_t n_spans, const mlx_h2o_cache cache);
 // Lets all pinned tokens go as any others.
 MLX_H2O_API int mlx_h2o_cache_unpin(mlx_h2o_cache cache, const mlx_stream s);
 
@@ -374,6 +413,11 @@ MLX_H2O_API int mlx_h2o_cache_arrays(
 MLX_H2O_API int mlx_h2o_cache_restore(
     mlx_h2o_cache* res, const mlx_map_string_to_array arrays, const char* settings,
     const mlx_stream s);
+// The same with a policy in the place of the saved one, whose name it must have: one of a program's
+// own, which the settings cannot hold.
+MLX_H2O_API int mlx_h2o_cache_restore_own(
+    mlx_h2o_cache* res, const mlx_h2o_policy policy, const mlx_map_string_to_array arrays,
+    const char* settings, const mlx_stream s);
 
 // All arrays held; of what kernels change in place, what they wrote last. A program that evaluates
 // these after each prompt chunk, or with every token, has evaluated all that the cache holds.

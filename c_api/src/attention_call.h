@@ -35,6 +35,14 @@ struct AttentionCall {
       seen.array = part(*seen.array, -2, start, end);
     return {part(q, 2, start, end), scale, sinks, seen};
   }
+  // The call of its first queries, as if there were no others.
+  AttentionCall first(int count) const {
+    AttentionCall shorter = queries(0, count);
+    const int columns = mask.array ? mask.array->shape(-1) : 1;
+    if (columns > 1)
+      shorter.mask.array = part(*shorter.mask.array, -1, 0, columns - (length() - count));
+    return shorter;
+  }
   // How the queries of this call, of whose chunk M rows are new, see N rows: older ones are
   // visible.
   Masking over(int N, int M) const {

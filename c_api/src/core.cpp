@@ -125,15 +125,26 @@ mx::array Core::update_and_attend(
       "Attention sinks do not move with a frame's centre: a layer that has them needs a frame with "
       "a centre of zeros.");
   grow(call.length());
+  const int L = call.length();
+  const bool singly = L > 1 && L - 1 <= settings_.undo;
+  chunk_.reset();
+  if (settings_.undo && L > 1 && !singly) {
+    chunk_.emplace(Chunk{std::nullopt, call, keys, values});
+    if (layer_) chunk_->before.emplace(*layer_, settings_);
+  }
   BoundedLayer& layer = layer_for(keys, values);
-  const bool singly = call.length() > 1 && call.length() - 1 <= settings_.undo;
-  return singly ? token_by_token(layer, call, keys, values) : attend_now(layer, call, keys, values);
+  broken_ = bool(settings_.policy.own);
+  mx::array out =
+      singly ? token_by_token(layer, call, keys, values) : attend_now(layer, call, keys, values);
+  broken_ = false;
+  return out;
 }
 
 Core::Fetched Core::update_and_fetch(const mx::array& keys, const mx::array& values) {
   check(!settings_.attending, "This cache attends: update_and_attend.", Blame::state);
   check_rows(keys, values);
   BoundedLayer& layer = layer_for(keys, values);
+  broken_ = bool(settings_.policy.own);
   const std::vector<Fields> attended = layer.take_in(keys, values);
   const Fields& rows = attended[0];  // all heads are alike
   const bool over = rows.at("positions").shape(2) > layer.runs()[0].budget;
@@ -148,6 +159,7 @@ Core::Fetched Core::update_and_fetch(const mx::array& keys, const mx::array& val
       std::tie(fetched.keys, fetched.values) = layer.with_plain_rows();
   }
   settle(layer, over ? attended : layer.attended(std::nullopt), {std::nullopt});
+  broken_ = false;
   fetched.keys = mx::depends({fetched.keys}, layer.side_state())[0];
   return fetched;
 }
@@ -162,7 +174,25 @@ int64_t Core::evicted() const {
 size_t Core::nbytes() const {
   const std::optional<Frame>& frame = settings_.frame;
   const size_t of_frame = frame ? frame->centre.nbytes() + frame->scale.nbytes() : 0;
-  return of_frame + (layer_ ? layer_->nbytes() : 0);
+  size_t of_chunk = 0;
+  if (chunk_) {
+    of_chunk = chunk_->call.q.nbytes() + chunk_->keys.nbytes() + chunk_->values.nbytes();
+    if (chunk_->before) of_chunk += chunk_->before->nbytes();
+  }
+  return of_frame + of_chunk + (layer_ ? layer_->nbytes() : 0);
+}
+
+int Core::trimmable() const {
+  const int steps = layer_ ? layer_->trimmable() : 0;
+  return chunk_ ? std::max(steps, std::min(settings_.undo, chunk_->call.length() - 1)) : steps;
+}
+
+void Core::shorten_chunk(int n) {
+  Chunk chunk = std::move(*chunk_);
+  layer_.reset();
+  if (chunk.before) layer_.emplace(std::move(*chunk.before));
+  const int L = chunk.call.length() - n;
+  update_and_attend(chunk.call.first(L), part(chunk.keys, 2, 0, L), part(chunk.values, 2, 0, L));
 }
 
 Masking Core::mask_for(int n, bool as_array) {
@@ -190,6 +220,8 @@ void Core::trim(int n) {
           std::to_string(settings_.undo) + ", of single-token steps after evictions).",
       Blame::state);
   if (!n) return;
+  if (chunk_ && n > layer_->trimmable()) return shorten_chunk(n);
+  chunk_.reset();
   if (n == offset())
     layer_.reset();  // as it was made
   else
@@ -199,19 +231,30 @@ void Core::trim(int n) {
 int Core::pin(Spans spans) {
   spans = joined(std::move(spans));
   const auto [missing, gone] = lost_of(spans);
+  chunk_.reset();
   Spans all = without(spans, gone);
   all.insert(all.end(), settings_.pins.begin(), settings_.pins.end());
   pin_all(joined(std::move(all)));
-  return missing;
+  missing_ = missing;
+  int positions = 0;
+  for (const auto& [first, end] : missing) positions += end - first;
+  return positions;
 }
 
 void Core::unpin() {
+  chunk_.reset();
   pin_all({});
 }
 
 std::unique_ptr<Core> Core::copied() {
   auto twin = std::make_unique<Core>(settings_);
   if (layer_) twin->layer_.emplace(*layer_, twin->settings_);
+  twin->missing_ = missing_;
+  twin->broken_ = broken_;
+  if (chunk_) {
+    twin->chunk_.emplace(Chunk{std::nullopt, chunk_->call, chunk_->keys, chunk_->values});
+    if (chunk_->before) twin->chunk_->before.emplace(*chunk_->before, twin->settings_);
+  }
   return twin;
 }
 
@@ -232,11 +275,12 @@ std::pair<Fields, std::string> Core::saved() {
   return {std::move(all), saved_settings(settings_, &layer).text()};
 }
 
-std::unique_ptr<Core> Core::restored(const Fields& arrays, const std::string& settings) {
+std::unique_ptr<Core> Core::restored(
+    const Fields& arrays, const std::string& settings, const Policy* own) {
   return blaming(Blame::saved, [&] {
     const Json parsed = Json::parsed(settings);
     const Json::Object& saved = parsed.object("What was saved");
-    auto core = std::make_unique<Core>(settings_of(saved, arrays));
+    auto core = std::make_unique<Core>(settings_of(saved, arrays, own));
     if (auto layer = layer_of(saved, arrays, core->settings_)) {
       core->layer_.emplace(std::move(*layer));
       choose_victims(*core->layer_);
@@ -253,6 +297,7 @@ void Core::resize(std::vector<int> budgets) {
   blaming(Blame::settings, [&] { changed.check_all(); });
   settings_.budgets = with_room(changed.budgets, changed.plain_rows(), changed.pins);
   settings_.reserved.reset();
+  chunk_.reset();
   settings_.filling.clear();
   if (layer_) mlx_h2o::resize(*layer_);
 }
@@ -294,10 +339,9 @@ void Core::grow(int length) {
   if (layer_) mlx_h2o::resize(*layer_);
 }
 
-std::pair<int, Spans> Core::lost_of(const Spans& spans) {
-  int missing = 0;
-  Spans gone;
-  if (!offset()) return {0, gone};
+std::pair<Spans, Spans> Core::lost_of(const Spans& spans) {
+  Spans missing, gone;
+  if (!offset()) return {missing, gone};
   mx::array held = mx::contiguous(kept());
   evaluate({held});
   const size_t most = held.shape(2), heads = held.size() / most;
@@ -308,14 +352,15 @@ std::pair<int, Spans> Core::lost_of(const Spans& spans) {
       for (size_t h = 0; h < heads; ++h)
         holding += std::find(positions + h * most, positions + (h + 1) * most, p) !=
             positions + (h + 1) * most;
-      missing += holding < heads;
+      if (holding < heads) missing.emplace_back(p, p + 1);
       if (!holding) gone.emplace_back(p, p + 1);
     }
-  return {missing, joined(std::move(gone))};
+  return {joined(std::move(missing)), joined(std::move(gone))};
 }
 
 void Core::new_turn(double carry) {
   check(carry >= 0 && carry <= 1, "How much of the past counts is a number from 0 to 1.");
+  if (carry < 1) chunk_.reset();
   if (layer_) layer_->new_turn(carry);
 }
 
@@ -376,6 +421,9 @@ BoundedLayer& Core::layer_for(const mx::array& keys, const mx::array& values) {
 }
 
 void Core::check_rows(const mx::array& keys, const mx::array& values) const {
+  check(
+      !broken_, "A function of the program failed in the middle of a step: make a new cache.",
+      Blame::state);
   check(
       keys.ndim() == 4 && values.ndim() == 4 && is_float(keys) && is_float(values),
       "keys and values must be [B, Hk, L, width] and floating.");

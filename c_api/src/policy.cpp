@@ -202,6 +202,7 @@ void Policy::check_fields() const {
 }
 
 bool Policy::needs_attention() const {
+  if (own) return own->needs_attention();
   if (kind == PolicyKind::distinct) return mass_weight != 0;
   return kind != PolicyKind::streaming && kind != PolicyKind::keydiff;
 }
@@ -261,6 +262,7 @@ KernelPolicy Policy::kernel_policy() const {
     case PolicyKind::tova: kernel.score = Score::last; break;
     case PolicyKind::streaming: kernel.priority = Priority::age; break;
     case PolicyKind::keydiff: kernel.priority = Priority::direction; break;
+    case PolicyKind::own: check(false, "No kernel knows a program's own policy."); break;
   }
   if (kernel.score == Score::ema || kernel.score == Score::ema_logits)
     kernel.decay = static_cast<float>(decay);

@@ -439,10 +439,14 @@ Fields saved_arrays(const CacheSettings& s, BoundedLayer* layer) {
   return all;
 }
 
-CacheSettings settings_of(const Json::Object& saved, const Fields& arrays) {
+CacheSettings settings_of(const Json::Object& saved, const Fields& arrays, const Policy* own) {
   check_kind(saved);
   CacheSettings s;
-  s.policy = policy_of(member(saved, "policy").object("policy"));
+  const Json::Object& policy = member(saved, "policy").object("policy");
+  s.policy = own ? *own : policy_of(policy);
+  check(
+      s.policy.name == member(policy, "name").words("A policy's name") || !own,
+      "The cache was saved with another policy than " + s.policy.name + ".");
   s.remainder = member(saved, "remainder").truth("remainder");
   s.attending = member(saved, "attending").truth("attending");
   const Json::Object& packing = member(saved, "packing").object("packing");

@@ -19,8 +19,8 @@ Json saved_settings(const CacheSettings& settings, const BoundedLayer* layer);
 // All arrays of a layer by name, with the frame's.
 Fields saved_arrays(const CacheSettings& settings, BoundedLayer* layer);
 
-// The settings that were saved.
-CacheSettings settings_of(const Json::Object& saved, const Fields& arrays);
+// The settings that were saved; with `own`, unless null, as the policy, whose name it must have.
+CacheSettings settings_of(const Json::Object& saved, const Fields& arrays, const Policy* own);
 
 // The layer that was saved, of a cache with these settings, which must outlive it; none: it had
 // seen no rows.

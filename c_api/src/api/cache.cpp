@@ -431,6 +431,29 @@ int mlx_h2o_cache_restore(
   });
 }
 
+int mlx_h2o_cache_restore_own(
+    mlx_h2o_cache* res, const mlx_h2o_policy policy, const mlx_map_string_to_array arrays,
+    const char* settings, const mlx_stream s) {
+  return guarded_on(s, [&] {
+    wants(res);
+    refuse_tracing();
+    const Policy& own = of(policy);
+    check(arrays.ctx && settings, "A saved cache is arrays and settings; one is missing.");
+    give(res, Core::restored(fields_of(arrays), settings, &own));
+  });
+}
+
+int mlx_h2o_cache_missing_count(size_t* res, const mlx_h2o_cache cache) {
+  return guarded([&] {
+    wants(res);
+    *res = of(cache).missing().size();
+  });
+}
+
+int mlx_h2o_cache_missing(int* res, size_t n_spans, const mlx_h2o_cache cache) {
+  return guarded([&] { give_spans(res, n_spans, of(cache).missing()); });
+}
+
 int mlx_h2o_cache_inner_state(mlx_vector_array* res, const mlx_h2o_cache cache) {
   return guarded([&] {
     wants(res);
