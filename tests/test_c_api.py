@@ -573,6 +573,15 @@ target_link_libraries(consumer PRIVATE mlx_h2o::mlx_h2o)
 """
 
 
+def test_the_first_example_bounds_a_layer(sanitized: Path) -> None:
+    """The program with which docs/c-api.md begins, as it stands there."""
+    program = (ROOT / "c_api" / "examples" / "bound.c").read_text()
+    assert (ROOT / "docs" / "c-api.md").read_text().partition("```c\n")[2].startswith(program)
+    told = succeed(sanitized / "examples" / "bound")
+    assert told.endswith("after 799 tokens\n")
+    assert int(told.split()[0]) < 2 * 128 * 2 * 64 * 2
+
+
 def test_a_prompt_is_compressed(sanitized: Path) -> None:
     """By what is installed alone: sinks and the newest rows stay, rows are in order."""
     lines = succeed(sanitized / "examples" / "compress").splitlines()
