@@ -27,5 +27,6 @@ int main(void) {
   size_t bytes = 0;
   failed = failed || mlx_h2o_cache_nbytes(&bytes, cache);
   printf("%zu bytes %s\n", bytes, failed ? mlx_h2o_last_error() : "after 799 tokens");
-  return failed || mlx_h2o_cache_free(cache) || mlx_h2o_policy_free(policy);
+  mlx_h2o_cache_free(cache), mlx_h2o_policy_free(policy), mlx_stream_free(s);
+  return failed;
 }

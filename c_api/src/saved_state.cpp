@@ -435,7 +435,11 @@ Fields saved_arrays(const CacheSettings& s, BoundedLayer* layer) {
          {"remainder.var_key", r.var_key},
          {"remainder.mean_value", r.mean_value}});
   }
-  if (layer->evictions().victims) all.emplace("victims", *layer->evictions().victims);
+  // (A decoder is lent some that name nothing.)
+  const std::optional<mx::array>& victims = layer->evictions().victims;
+  const std::vector<Run>& runs = layer->runs();
+  if (victims && std::any_of(runs.begin(), runs.end(), [](const Run& run) { return run.victims; }))
+    all.emplace("victims", *victims);
   return all;
 }
 
