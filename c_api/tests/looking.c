@@ -1,4 +1,4 @@
-// Masks, and looking at what a cache holds (tests/test_c_api.py). Ends with 0, or with 1 and what
+// Masks, and looking at what a cache holds (tests/conformance/test_c_api.py). Ends with 0, or with 1 and what
 // was otherwise.
 //
 //   looking        masks of chunks and drafts, and rows as they came

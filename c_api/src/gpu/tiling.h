@@ -1,4 +1,4 @@
-// How the attention kernels share out their work (python/mlx_h2o/backends/tiling.py, where the
+// How the attention kernels share out their work (python/mlx_h2o/attention/backends/tiling.py, where the
 // reasons are).
 #pragma once
 

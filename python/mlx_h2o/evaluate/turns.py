@@ -10,11 +10,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o.conversations import new_turn, pin
+from mlx_h2o.caches.conversation import new_turn, pin
 from mlx_h2o.evaluate.recall import QUESTIONS, Form, paragraphs_of
 from mlx_h2o.evaluate.stage import known
 from mlx_h2o.evaluate.workers import Tell
-from mlx_h2o.pins import Span
+from mlx_h2o.storage.pins import Span
 
 #: Tokens of a turn, after its message, that are given at once.
 CHUNK = 16
