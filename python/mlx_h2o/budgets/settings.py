@@ -56,9 +56,10 @@ class CacheSettings:
         rope: That of the keys, if they are to be seen at positions without gaps
             (`storage/rope.py`).
         ranks: Processes that share the layer's KV heads (`budgets/tensor_parallel.py`).
-        pins: Spans of positions that are never evicted (`pins.py`). A head that is too small for
-            them, and for what its policy protects beside them, gets slots of the layer's larger
-            heads, so that a profile's smallest heads hold every pin and bytes stay as they were.
+        pins: Spans of positions that are never evicted (`storage/pins.py`). A head that is too
+            small for them, and for what its policy protects beside them, gets slots of the layer's
+            larger heads, so that a profile's smallest heads hold every pin and bytes stay as they
+            were.
         centres: Of the layer's queries, where the policy uses them, and only there.
 
     Raises:

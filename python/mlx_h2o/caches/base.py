@@ -88,7 +88,8 @@ class Conversing:
 
         Args:
             carry: 1: all of it, as if nothing had been said. Less: scores speak of the last `carry`
-                times as many steps as before. 0 or "reset": of none. `turns.py` says how.
+                times as many steps as before. 0 or "reset": of none. `engine/pins_and_turns.py`
+                says how.
 
         Raises:
             ValueError: It is none of these.

@@ -54,12 +54,12 @@ class H2OKVCache(BoundedKVCache, kind=""):
         recent_bits: Store the newest tokens, as many as every head of the layer protects, in so
             many bits instead; 16: in the model's own dtype. `storage/recent_window.py` says what
             becomes of a token that is recent no longer.
-        undo: How many of the last tokens can be taken back after evictions (`undo.py`): speculative
-            decoding needs as many as it drafts at once. Chunks of at most `undo` + 1 tokens are
-            then taken token by token. It costs memory.
-        saturation: t of the remainder's second-order term (`remainder.py`), for all KV heads or for
-            each; 0 is first order.
-        frame: In which packed keys are stored (`frame.py`), or None: as they come.
+        undo: How many of the last tokens can be taken back after evictions (`storage/journal.py`):
+            speculative decoding needs as many as it drafts at once. Chunks of at most `undo` + 1
+            tokens are then taken token by token. It costs memory.
+        saturation: t of the remainder's second-order term (`storage/remainder.py`), for all KV
+            heads or for each; 0 is first order.
+        frame: In which packed keys are stored (`storage/key_scaling.py`), or None: as they come.
         centres: Of the layer's queries, for policies that use them (`storage/query_centres.py`).
 
     Raises:

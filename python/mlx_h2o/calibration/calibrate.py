@@ -2,7 +2,7 @@
 
 One pass of the full model over a text gives each layer's queries, keys and values. On them every
 KV head is tried with every b of the grid and both orders of the remainder, token by token, by the
-steps that decode (`trials.py`). The loss is
+steps that decode (`calibration/trials.py`). The loss is
 
     E ||W_o (o - o_b)||^2 / ||residual after attention||^2
 

@@ -8,8 +8,8 @@ further on in it, and a head loses, over such an echo,
 
 with o its full attention output and o' that without the stretch's first coming. No policy can know
 what will be asked for: a head of b slots is taken to have lost it with the chance 1 - b/n after n
-tokens (`profile.py`). Related: retrieval heads (Wu et al., arXiv 2404.15574) and DuoAttention
-(2410.10819), which finds them by passkeys planted in prose.
+tokens (`budgets/profile.py`). Related: retrieval heads (Wu et al., arXiv 2404.15574) and
+DuoAttention (2410.10819), which finds them by passkeys planted in prose.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Dialogue:
         system: What the model is told first, if anything.
         rules: What is pinned of each turn as it comes; roles and texts in the first one that has
             them.
-        carry: How much of the past counts in each new turn (`turns.py`).
+        carry: How much of the past counts in each new turn (`engine/pins_and_turns.py`).
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class Layer:
         types: Of "keys" and "values".
         memory: Its arrays.
         offset: The next logical position.
-        aged_from: The position from which scores speak (`turns.py`).
+        aged_from: The position from which scores speak (`engine/pins_and_turns.py`).
     """
 
     def __init__(

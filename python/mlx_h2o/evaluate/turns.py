@@ -108,7 +108,7 @@ def known_at_last(
         model: An mlx-lm model.
         make_cache: Makes an empty cache.
         task: The conversations.
-        carry: How much of the past counts in each turn (`turns.py`).
+        carry: How much of the past counts in each turn (`engine/pins_and_turns.py`).
         pinned: Pin the positions of the facts, of any of the conversations, in all of them.
         tell: Told how many tokens were read.
     """

@@ -81,7 +81,7 @@ class Slots:
         value_lengths: How long values are `[B, H, N]` (`storage/packed.py`), for policies that use
             them.
         aged_from: The position from which steps count: older tokens are as old as it
-            (`turns.py`).
+            (`engine/pins_and_turns.py`).
         centres: Of the queries of these KV heads, for policies that use them.
     """
 
@@ -284,7 +284,7 @@ class Policy:
     def carried(
         self, scores: mx.array, ages: mx.array, ages_after: mx.array, carry: float
     ) -> mx.array:
-        """Scores `[B, H, N]` when a turn begins (`turns.py`).
+        """Scores `[B, H, N]` when a turn begins (`engine/pins_and_turns.py`).
 
         Args:
             scores: Before.

@@ -29,7 +29,8 @@ def evictable_slots(positions: mx.array, offset: int, sink: int, recent: int) ->
     """True where a slot is neither a sink nor recent nor pinned, `[B, H, N]` bool.
 
     Args:
-        positions: `[B, H, N]` as slots store them: below 0 where a token is pinned (`pins.py`).
+        positions: `[B, H, N]` as slots store them: below 0 where a token is pinned
+            (`storage/pins.py`).
         offset: The next logical position.
         sink: First positions to protect.
         recent: Last positions to protect.

@@ -7,8 +7,8 @@ keys as q' = scale q: q.k = q'.k' + q.centre, and the last term is the same for 
 softmax never sees it. Values need no frame. Related: SmoothAttention (QServe, arXiv 2405.04532; a
 scale alone), KIVI, KVQuant.
 
-A cache with a frame works in it throughout: keys and queries enter at its door (`core.py`), and
-slots, recent window, remainder, distances and files know no other keys. What comes out needs
+A cache with a frame works in it throughout: keys and queries enter at its door (`engine/step.py`),
+and slots, recent window, remainder, distances and files know no other keys. What comes out needs
 nothing back: the remainder's logit moves by q.centre too, and its second-order term, of q'^2 and
 var(k'), is the same number.
 """
