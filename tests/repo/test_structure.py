@@ -30,7 +30,7 @@ FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("
 
 
 def module_of(file: str) -> str:
-    """ "attention/backends/cpu.py" -> "mlx_h2o.backends.cpu"."""
+    """ "attention/backends/cpu.py" -> "mlx_h2o.attention.backends.cpu"."""
     return ".".join(["mlx_h2o", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
 
 

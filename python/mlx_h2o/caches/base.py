@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -26,157 +25,6 @@ from mlx_h2o.storage.query_centres import QueryCentres
 from mlx_h2o.storage.remainder import Remainder
 from mlx_h2o.storage.slot_store import Run, SlotStore
 
-
-class Conversing:
-    """Pins and turns of one layer's cache."""
-
-    _unopened: CacheSettings
-    _layer: Layer | None
-
-    @property
-    def pins(self) -> tuple[Span, ...]:
-        """Spans of positions whose tokens are never evicted."""
-        return (self._layer.settings if self._layer else self._unopened).pins
-
-    def pin(self, spans: Sequence[Span]) -> PinAnswer:
-        """Never evict the tokens at some positions, whatever the policy.
-
-        Tokens that are still to come can be pinned, and those that are held. Pins count against the
-        budget. A head that is too small for them gets slots of the layer's larger heads. They stay
-        with their positions through resizing, trimming, copies and files. Steps before this cannot
-        be taken back any more.
-
-        Args:
-            spans: Pairs (first position, one past the last).
-
-        Returns:
-            Which are pinned, and which were gone already.
-
-        Raises:
-            ValueError: They are no spans, or too many for the budget; nothing was changed.
-            RuntimeError: The last rows were not attended to yet.
-        """
-        settings, answer = self.pinned_settings(spans)
-        self.pin_as(settings)
-        return answer
-
-    def unpin(self, spans: Sequence[Span] | None = None) -> None:
-        """Let tokens go as any others; all without `spans`."""
-        kept = () if spans is None else without(self.pins, checked_spans("spans", spans))
-        self.pin_as(replace(self._layer.settings if self._layer else self._unopened, pins=kept))
-
-    def pinned_settings(self, spans: Sequence[Span]) -> tuple[CacheSettings, PinAnswer]:
-        """What `pin` would set and answer; arguments and errors are its own."""
-        self.require_at_rest()
-        asked = checked_spans("spans", spans)
-        if self._layer is None:
-            return replace(self._unopened, pins=joined((*self.pins, *asked))), PinAnswer(asked)
-        answer = answer_of(self._layer, asked)
-        pins = joined((*self.pins, *answer.pinned, *answer.partly))
-        return replace(self._layer.settings, pins=pins), answer
-
-    def pin_as(self, settings: CacheSettings) -> None:
-        """Have the pins, and the room for them, that other settings of its own have."""
-        self.require_at_rest()
-        if self._layer is None:
-            self._unopened = settings
-        else:
-            repin(self._layer, settings)
-
-    def new_turn(self, carry: float | str = 1.0) -> None:
-        """Say how much of what was attended to before still counts.
-
-        Args:
-            carry: 1: all of it, as if nothing had been said. Less: scores speak of the last `carry`
-                times as many steps as before. 0 or "reset": of none. `engine/pins_and_turns.py`
-                says how.
-
-        Raises:
-            ValueError: It is none of these.
-            RuntimeError: The last rows were not attended to yet.
-        """
-        part = checked_carry(carry)
-        self.require_at_rest()
-        if self._layer is not None:
-            new_turn(self._layer, part)
-
-    def require_at_rest(self) -> None:
-        """Raise RuntimeError unless every row that came was attended to."""
-        raise NotImplementedError
-
-
-class SharingCopies:
-    """What is copied deeply without its arrays."""
-
-    @property
-    @abstractmethod
-    def frame(self) -> Frame | None:
-        """In which packed keys are stored."""
-
-    @property
-    @abstractmethod
-    def centres(self) -> QueryCentres | None:
-        """Of the layer's queries."""
-
-    @property
-    @abstractmethod
-    def layer(self) -> Layer | None:
-        """What is held, once rows have come."""
-
-    @abstractmethod
-    def _settled(self) -> list[Any]:
-        """What never changes beside the arrays."""
-
-    @abstractmethod
-    def require_at_rest(self) -> None:
-        """Raise RuntimeError in the middle of a step."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What pickle and copy take along."""
-        self.require_at_rest()
-        return vars(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy that shares every array until one of the two changes it."""
-        new = object.__new__(type(self))
-        memo[id(self)] = new
-        state, shared = self.__getstate__(), self._settled()
-        if self.layer is not None:
-            shared += [self.layer.settings, *_arrays(self.layer)]
-        memo.update((id(value), value) for value in shared)
-        vars(new).update(copy.deepcopy(state, memo))
-        return new
-
-    def __copy__(self) -> Self:
-        return copy.deepcopy(self)  # two caches over one store would overwrite each other's slots
-
-    def pieces(self) -> dict[int, int]:
-        """The bytes of `nbytes`, by an identity that copies share while they hold the same arrays.
-
-        The union over several caches counts what they share once.
-        """
-        held = [part for part in (self.frame, self.centres) if part is not None]
-        constants = {id(part): part.nbytes for part in held}
-        return constants | (_pieces(self.layer) if self.layer else {})
-
-
-def _arrays(layer: Layer) -> list[mx.array]:
-    """All arrays of a layer, those of the steps to undo too."""
-    remainder = layer.evictions.remainder.arrays.values()
-    return [*layer.arrays().values(), *remainder, *_undone(layer)]
-
-
-def _pieces(layer: Layer) -> dict[int, int]:
-    """Bytes of everything that a layer holds, by identity."""
-    if (decoder := layer.memory.decoder) is not None:  # whose arrays are its own
-        return {id(decoder): decoder.nbytes, id(layer.journal): layer.journal.nbytes}
-    return {id(array): array.nbytes for array in (*layer.arrays().values(), *_undone(layer))}
-
-
-def _undone(layer: Layer) -> list[mx.array]:
-    return [array for step in layer.journal.steps for array in step.arrays.values()]
-
-
 NOT_ASKED = (
     "This model did not ask the cache to attend. Call mlx_h2o.install(), or, for a model that "
     "attends by itself, choose a policy that looks at keys only and pass attending=False."
@@ -192,7 +40,7 @@ NO_KV_BITS = (
 )
 
 
-class BoundedKVCache(Conversing, SharingCopies):
+class BoundedKVCache:
     """The bounded memory of one layer, with what mlx-lm asks of any cache.
 
     Subclasses say how rows come in and how they are attended to.
@@ -492,3 +340,115 @@ class BoundedKVCache(Conversing, SharingCopies):
         """Raise RuntimeError unless every row that came was attended to."""
         if self._between:
             raise RuntimeError(IN_A_STEP if self._held().offset else NOT_ASKED)
+
+    @property
+    def pins(self) -> tuple[Span, ...]:
+        """Spans of positions whose tokens are never evicted."""
+        return (self._layer.settings if self._layer else self._unopened).pins
+
+    def pin(self, spans: Sequence[Span]) -> PinAnswer:
+        """Never evict the tokens at some positions, whatever the policy.
+
+        Tokens that are still to come can be pinned, and those that are held. Pins count against the
+        budget. A head that is too small for them gets slots of the layer's larger heads. They stay
+        with their positions through resizing, trimming, copies and files. Steps before this cannot
+        be taken back any more.
+
+        Args:
+            spans: Pairs (first position, one past the last).
+
+        Returns:
+            Which are pinned, and which were gone already.
+
+        Raises:
+            ValueError: They are no spans, or too many for the budget; nothing was changed.
+            RuntimeError: The last rows were not attended to yet.
+        """
+        settings, answer = self.pinned_settings(spans)
+        self.pin_as(settings)
+        return answer
+
+    def unpin(self, spans: Sequence[Span] | None = None) -> None:
+        """Let tokens go as any others; all without `spans`."""
+        kept = () if spans is None else without(self.pins, checked_spans("spans", spans))
+        self.pin_as(replace(self._layer.settings if self._layer else self._unopened, pins=kept))
+
+    def pinned_settings(self, spans: Sequence[Span]) -> tuple[CacheSettings, PinAnswer]:
+        """What `pin` would set and answer; arguments and errors are its own."""
+        self.require_at_rest()
+        asked = checked_spans("spans", spans)
+        if self._layer is None:
+            return replace(self._unopened, pins=joined((*self.pins, *asked))), PinAnswer(asked)
+        answer = answer_of(self._layer, asked)
+        pins = joined((*self.pins, *answer.pinned, *answer.partly))
+        return replace(self._layer.settings, pins=pins), answer
+
+    def pin_as(self, settings: CacheSettings) -> None:
+        """Have the pins, and the room for them, that other settings of its own have."""
+        self.require_at_rest()
+        if self._layer is None:
+            self._unopened = settings
+        else:
+            repin(self._layer, settings)
+
+    def new_turn(self, carry: float | str = 1.0) -> None:
+        """Say how much of what was attended to before still counts.
+
+        Args:
+            carry: 1: all of it, as if nothing had been said. Less: scores speak of the last `carry`
+                times as many steps as before. 0 or "reset": of none. `engine/pins_and_turns.py`
+                says how.
+
+        Raises:
+            ValueError: It is none of these.
+            RuntimeError: The last rows were not attended to yet.
+        """
+        part = checked_carry(carry)
+        self.require_at_rest()
+        if self._layer is not None:
+            new_turn(self._layer, part)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle and copy take along."""
+        self.require_at_rest()
+        return vars(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy that shares every array until one of the two changes it."""
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        state, shared = self.__getstate__(), self._settled()
+        if self.layer is not None:
+            shared += [self.layer.settings, *_arrays(self.layer)]
+        memo.update((id(value), value) for value in shared)
+        vars(new).update(copy.deepcopy(state, memo))
+        return new
+
+    def __copy__(self) -> Self:
+        return copy.deepcopy(self)  # two caches over one store would overwrite each other's slots
+
+    def pieces(self) -> dict[int, int]:
+        """The bytes of `nbytes`, by an identity that copies share while they hold the same arrays.
+
+        The union over several caches counts what they share once.
+        """
+        held = [part for part in (self.frame, self.centres) if part is not None]
+        constants = {id(part): part.nbytes for part in held}
+        return constants | (_pieces(self.layer) if self.layer else {})
+
+
+def _arrays(layer: Layer) -> list[mx.array]:
+    """All arrays of a layer, those of the steps to undo too."""
+    remainder = layer.evictions.remainder.arrays.values()
+    return [*layer.arrays().values(), *remainder, *_undone(layer)]
+
+
+def _pieces(layer: Layer) -> dict[int, int]:
+    """Bytes of everything that a layer holds, by identity."""
+    if (decoder := layer.memory.decoder) is not None:  # whose arrays are its own
+        return {id(decoder): decoder.nbytes, id(layer.journal): layer.journal.nbytes}
+    return {id(array): array.nbytes for array in (*layer.arrays().values(), *_undone(layer))}
+
+
+def _undone(layer: Layer) -> list[mx.array]:
+    return [array for step in layer.journal.steps for array in step.arrays.values()]
