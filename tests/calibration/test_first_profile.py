@@ -70,8 +70,8 @@ def no_computing(monkeypatch):
     def begun(*args, **kwargs):
         pytest.fail("a pass over a text began")
 
-    for name in ("calibration.frames_of_text", "calibration.echo_losses"):
-        monkeypatch.setattr(f"mlx_h2o.{name}", begun)
+    for name in ("frames_of_text", "echo_losses"):
+        monkeypatch.setattr(f"mlx_h2o.calibration.calibrate.{name}", begun)
 
 
 def test_a_size_in_bytes_has_a_model_measured_once(capsys, monkeypatch):

@@ -383,7 +383,7 @@ def test_bytes_never_exceed_the_bound_at_any_moment_and_are_none_when_nothing_ru
 
         def stream(i: int) -> int:
             chunks = running.client.completions.create(
-                model=MODEL, prompt=words(90 * i, 40), max_tokens=10 + i, temperature=0, stream=True
+                model=MODEL, prompt=words(90 * i, 40), max_tokens=60 + i, temperature=0, stream=True
             )
             return sum(1 for _ in chunks)
 
