@@ -29,7 +29,7 @@ LOGS := build/logs
 QUICK := MLX_H2O_STEP=7 MLX_H2O_EXAMPLES=20
 QUICK_PYTEST := $(QUICK) $(BIN)/pytest -m "not slow"
 # What the other targets run has no place in test-python.
-ELSEWHERE := --ignore tests/metal --ignore tests/test_c_api.py
+ELSEWHERE := --ignore tests/metal --ignore tests/conformance/test_c_api.py
 
 .PHONY: demo test test-all lint format bench clean
 .PHONY: quick-python quick-others quick-metal quick-native quick-swift
@@ -63,7 +63,7 @@ quick-metal: $(VENV)/.installed
 
 quick-native: $(VENV)/.installed
 	@mkdir -p $(LOGS)
-	$(QUICK_PYTEST) tests/test_c_api.py | tee $(LOGS)/$@.log
+	$(QUICK_PYTEST) tests/conformance/test_c_api.py | tee $(LOGS)/$@.log
 
 # Everything, in targets that know nothing of each other: side by side on several machines, or with
 # -j. Each takes less than 20 minutes on two cores.
@@ -71,15 +71,16 @@ ALL := test-python test-caches test-models test-metal test-native test-sanitize 
 test-all: lint $(ALL)
 
 # Whole models: all of mlx-lm's, the embedded one's figures, conversations, several processes.
-MODELS := tests/test_model_coverage.py tests/test_model_families.py tests/test_mla.py \
-    tests/test_embedded_model.py tests/test_ranks.py
+MODELS := tests/model_caches/test_model_coverage.py tests/model_caches/test_model_families.py \
+    tests/caches/test_mla.py tests/model_caches/test_embedded_model.py tests/budgets/test_ranks.py
 test-models: $(VENV)/.installed
 	$(BIN)/pytest $(MODELS)
 
 # Caches and kernels against the definition: most cases, and what happens to caches in any order.
-CACHES := tests/test_cache_against_oracle.py tests/test_cache_journeys.py tests/test_cpu_kernels.py \
-    tests/test_damaged_files.py tests/test_fused_decoding.py tests/test_packed.py tests/test_pins.py \
-    tests/test_recent.py tests/test_undo.py
+CACHES := tests/conformance/test_cache_against_oracle.py tests/caches/test_cache_journeys.py \
+    tests/attention/test_cpu_kernels.py tests/caches/test_damaged_files.py \
+    tests/attention/test_fused_decoding.py tests/storage/test_packed.py tests/engine/test_pins.py \
+    tests/storage/test_recent.py tests/storage/test_undo.py
 test-caches: $(VENV)/.installed
 	$(BIN)/pytest $(CACHES)
 
@@ -90,7 +91,7 @@ test-metal: $(VENV)/.installed
 	$(BIN)/pytest tests/metal
 
 test-native: $(VENV)/.installed
-	$(BIN)/pytest tests/test_c_api.py
+	$(BIN)/pytest tests/conformance/test_c_api.py
 
 test-macos: $(VENV)/.installed
 	$(BIN)/python tools/check_macos_build.py
@@ -148,8 +149,8 @@ test-sanitize: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(SANITIZED)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 MLX_H2O_EXTENSION=$$(echo $(SANITIZED)/_ext*.so) \
-	    $(BIN)/pytest -p no:cacheprovider tests/test_cpu_kernels.py tests/test_packed.py \
-	    tests/test_recent.py -k "test_cpu_kernels or packed_once or threads or (fused \
+	    $(BIN)/pytest -p no:cacheprovider tests/attention/test_cpu_kernels.py tests/storage/test_packed.py \
+	    tests/storage/test_recent.py -k "test_cpu_kernels or packed_once or threads or (fused \
 	    and not (recent_bits and (h2o or tova or ema)))"
 
 lint: $(VENV)/.installed
@@ -161,10 +162,12 @@ lint: $(VENV)/.installed
 # The seams with mlx-lm, on its older protocol. (Its own phi3small crashes with a
 # current MLX, and its own batches pad the states of qwen3_next.)
 test-old-mlx-lm: .compat/mlx_lm .compat/previous/mlx_lm
-	PYTHONPATH=.compat $(BIN)/pytest tests/test_routing.py tests/test_own_attention.py tests/test_bounding.py \
-	    tests/test_model_families.py tests/test_prompt_cache.py tests/test_batches.py \
+	PYTHONPATH=.compat $(BIN)/pytest tests/integration/test_routing.py \
+	    tests/integration/test_own_attention.py tests/model_caches/test_bounding.py \
+	    tests/model_caches/test_model_families.py tests/model_caches/test_prompt_cache.py \
+	    tests/caches/test_batches.py \
 	    -k "not phi3small and not (sequences_give_alone and qwen3_next)"
-	PYTHONPATH=.compat/previous $(BIN)/pytest tests/test_model_coverage.py -k "page"
+	PYTHONPATH=.compat/previous $(BIN)/pytest tests/model_caches/test_model_coverage.py -k "page"
 
 .compat/mlx_lm: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .compat mlx-lm==$(OLD_MLX_LM)

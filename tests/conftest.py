@@ -65,7 +65,9 @@ def tests_name_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_profiles_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Profiles that the tests' user keeps must not change what is tested."""
-    monkeypatch.setattr("mlx_h2o.profile_places.kept_folder", lambda: tmp_path / "kept profiles")
+    monkeypatch.setattr(
+        "mlx_h2o.budgets.profile_store.kept_folder", lambda: tmp_path / "kept profiles"
+    )
 
 
 @pytest.fixture(autouse=True)

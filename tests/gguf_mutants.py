@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from gguf_files import F32, Q4_1, Q8_0, write_gguf
-from mlx_h2o import gguf
+from mlx_h2o.loading import gguf
 from mutants import judge
 
 HIDDEN, HEADS, KV_HEADS, INNER = 64, 4, 2, 32

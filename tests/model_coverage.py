@@ -18,9 +18,9 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
 from mlx_h2o import LatentKVCache, PlainRowsKVCache, SharedKVCache, make_prompt_cache
-from mlx_h2o.bounded_cache import BoundedKVCache
-from mlx_h2o.cache_lists import entries
-from mlx_h2o.refusals import NothingToBound
+from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.integration.refusals import NothingToBound
 from model_configs import VOCABULARY, config_of
 from tiny_models import prompt_tokens, with_random_weights
 

@@ -19,12 +19,12 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
 from mlx_h2o import make_prompt_cache
-from mlx_h2o.bounded_cache import BoundedKVCache
-from mlx_h2o.cache_lists import entries
+from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.cli import main
-from mlx_h2o.layer_kinds import layer_kinds
+from mlx_h2o.integration.layer_probe import layer_kinds
+from mlx_h2o.integration.recorder import one_budget_because
 from mlx_h2o.serve.most_bytes import most_bytes
-from mlx_h2o.watching import one_budget_because
 from model_configs import VOCABULARY
 from model_coverage import (
     BOUNDED,

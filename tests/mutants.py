@@ -29,7 +29,7 @@ from mlx_h2o import (
     resize,
     save_prompt_cache,
 )
-from mlx_h2o.model_identity import ModelIdentity
+from mlx_h2o.loading.identity import ModelIdentity
 from tiny_models import TinyLayer
 
 LAYER = TinyLayer(heads=2, group=2, key_width=32, value_width=32, length=200)

@@ -13,7 +13,7 @@ import mlx_lm
 import openai
 
 import mlx_h2o
-from mlx_h2o.builtin import SAMPLE_TEXT
+from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.serve.generator import BoundedGenerator
 from mlx_h2o.serve.listening import Server
 from mlx_h2o.serve.running import ServerSettings, serve

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 from mlx_h2o import H2OKVCache, Policy, QueryCentres, make_policy
-from mlx_h2o.rolling import Rope
+from mlx_h2o.storage.rope import Rope
 
 VOCABULARY = 128
 

@@ -44,8 +44,8 @@ from typing import Any
 
 from soak import prompts, resident_mb, tell, wait_for
 
-from mlx_h2o.builtin import SAMPLE_TEXT
-from mlx_h2o.memory_size import memory_size
+from mlx_h2o._utils.byte_size import memory_size
+from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.policies import policy_names
 
 #: Tokens of each answer, and of a conversation before its client begins another.

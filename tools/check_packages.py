@@ -37,7 +37,10 @@ NO_COMPILER = {"CC": "false", "CXX": "false"}
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 ENVIRONMENT["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{ENVIRONMENT['PATH']}"
 DEMO = ("demo", "--model", "builtin:recall-4m")
-BACKEND = "from mlx_h2o.backends import choice; print('kernels' if choice.cpu() else 'reference')"
+BACKEND = (
+    "from mlx_h2o.attention.backends import choice; "
+    "print('kernels' if choice.cpu() else 'reference')"
+)
 
 
 def run(*command: str | Path, env: dict[str, str] | None = None) -> str:

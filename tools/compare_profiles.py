@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_h2o.profile import Profile
+from mlx_h2o.budgets.profile import Profile
 
 MEANS = (64, 96, 128, 192, 256)
 

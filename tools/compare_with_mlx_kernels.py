@@ -25,9 +25,9 @@ import numpy as np
 from mlx_sdpa_vector import Call, Launched, SdpaVector
 from wheels import NoWheel, fetch_macos_mlx
 
-from mlx_h2o.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
-from mlx_h2o.backends.gpu import Gpu
-from mlx_h2o.backends.launcher import Launcher
+from mlx_h2o.attention.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
+from mlx_h2o.attention.backends.gpu import Gpu
+from mlx_h2o.attention.backends.launcher import Launcher
 
 # Apple GPUs of a MacBook and of a Studio's size, by which MLX chooses between one and two passes.
 SMALL, LARGE = "applegpu_g13g", "applegpu_g13d"

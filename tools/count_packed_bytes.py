@@ -17,17 +17,17 @@ import harness
 import mlx.core as mx
 
 from mlx_h2o import Remainder, make_policy
-from mlx_h2o.backends import reference, step_launches
-from mlx_h2o.backends.attention_launches import EXPORT_LOGITS, EXPORT_LSE, EXPORT_NOTHING
-from mlx_h2o.backends.decoder import HeadPlan
-from mlx_h2o.backends.gpu import Gpu
-from mlx_h2o.backends.launcher import Launcher
-from mlx_h2o.backends.step_launches import SlotArrays, StepPlan
-from mlx_h2o.backends.work import Ranges
-from mlx_h2o.frame import Frame
-from mlx_h2o.packed import PackedRows, Rows, dense
+from mlx_h2o.attention.backends import reference, step_launches
+from mlx_h2o.attention.backends.attention_launches import EXPORT_LOGITS, EXPORT_LSE, EXPORT_NOTHING
+from mlx_h2o.attention.backends.decoder import HeadPlan
+from mlx_h2o.attention.backends.gpu import Gpu
+from mlx_h2o.attention.backends.launcher import Launcher
+from mlx_h2o.attention.backends.step_launches import SlotArrays, StepPlan
+from mlx_h2o.attention.backends.work import Ranges
 from mlx_h2o.policies import Policy
-from mlx_h2o.positions import NARROW
+from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.storage.packed import PackedRows, Rows, dense
+from mlx_h2o.storage.slot_store import NARROW
 
 GPU = Gpu(Launcher(harness.metal_kernel, "metal"), lambda: "applegpu_g13g")
 # Hq, Hk, D: a 4B or 8B model's layer.

@@ -16,12 +16,12 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_h2o
-from mlx_h2o.builtin import SAMPLE_TEXT
-from mlx_h2o.drawing import drawing
-from mlx_h2o.frame import Frame
-from mlx_h2o.packed import PackedRows
-from mlx_h2o.prompt_cache import make_prompt_cache
-from mlx_h2o.stock import stock_caches
+from mlx_h2o._utils.plotting import drawing
+from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.loading.load import SAMPLE_TEXT
+from mlx_h2o.model_caches.make import make_prompt_cache
+from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.storage.packed import PackedRows
 
 OUT = Path(__file__).parents[1] / "docs" / "frames.png"
 TOKENS = 1024

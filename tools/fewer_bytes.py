@@ -21,7 +21,9 @@ import numpy as np
 from real_model import shipped_frames, simulate
 
 import mlx_h2o
-from mlx_h2o import curves
+from mlx_h2o.budgets import allocation
+from mlx_h2o.budgets.profile import SMALLEST_BUDGET, Profile
+from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.evaluate.perplexity import samples_of
 from mlx_h2o.evaluate.simulation import (
     DITHERED,
@@ -31,10 +33,8 @@ from mlx_h2o.evaluate.simulation import (
     Rule,
     Setting,
 )
-from mlx_h2o.frame import Frame, RowFormat
-from mlx_h2o.layer_kinds import identity_by_kinds, layer_kinds
-from mlx_h2o.profile import SMALLEST_BUDGET, Profile
-from mlx_h2o.profile_places import found_profile
+from mlx_h2o.integration.layer_probe import identity_by_kinds, layer_kinds
+from mlx_h2o.storage.key_scaling import Frame, RowFormat
 
 #: Beside a packed row: score and position; the same with a score of 16 bits; and as it was while
 #: positions took 32 bits and lengths of values were kept.
@@ -103,7 +103,7 @@ def shared_out(profile: Profile, total: int, widths: Sequence[int], beside: int)
     """
     assert profile.measured is not None
     grid, wanted = profile.wanted_upto(profile.grid[-1])
-    heads = [curves.falling(curve) for curve in wanted]
+    heads = [allocation.falling(curve) for curve in wanted]
     slots = np.arange(SMALLEST_BUDGET, grid[-1] + 1, STEP)
     lost = np.array([np.interp(slots, grid, curve) for curve in heads])
     width = profile.model.key_widths[0]

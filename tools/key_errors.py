@@ -26,14 +26,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from real_model import RowsAsStored
 
 import mlx_h2o
-from mlx_h2o.attention_call import AttentionCall
+from mlx_h2o.attention.call import AttentionCall
+from mlx_h2o.calibration.scaling_build import frame_passes, frame_tokens, sample_of
+from mlx_h2o.calibration.scaling_fit import FrameSample, KeyUse, fitted
 from mlx_h2o.evaluate.perplexity import samples_of
-from mlx_h2o.frame import Frame, RowFormat
-from mlx_h2o.frame_fit import FrameSample, fitted
-from mlx_h2o.key_frames import frame_passes, frame_tokens, sample_of
-from mlx_h2o.key_use import KeyUse
-from mlx_h2o.packed import PackedRows
-from mlx_h2o.watching import LookingCache, Watcher, looked_through
+from mlx_h2o.integration.recorder import LookingCache, Watcher, looked_through
+from mlx_h2o.storage.key_scaling import Frame, RowFormat
+from mlx_h2o.storage.packed import PackedRows
 
 #: The last is looked at closely.
 BITS = (6, 5, 4)

@@ -22,13 +22,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from real_model import nats, report
 
 import mlx_h2o
-from mlx_h2o.attention_call import AttentionCall
+from mlx_h2o.attention.call import AttentionCall
+from mlx_h2o.calibration.scaling_build import FIRST, Turn, frame_tokens, frames_of_keys, turn_by
+from mlx_h2o.calibration.scaling_fit import KeyUse
 from mlx_h2o.evaluate.perplexity import samples_of
-from mlx_h2o.frame import Frame, RowFormat
-from mlx_h2o.key_frames import FIRST, frame_tokens, frames_of_keys
-from mlx_h2o.key_use import KeyUse
-from mlx_h2o.turning import Turn, turn_by
-from mlx_h2o.watching import LookingCache, Watcher, looked_through, windows_of
+from mlx_h2o.integration.recorder import LookingCache, Watcher, looked_through, windows_of
+from mlx_h2o.storage.key_scaling import Frame, RowFormat
 
 #: Widths of keys, and where the sample ends.
 KEY_BITS = (6, 4)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write docs/models.md: what bounded caches do with every model of the mlx-lm that is installed.
 
-Each model is run as tests/test_model_coverage.py runs it (tests/model_matrix.py): minutes. With
-names of models their rows alone are run anew, and the others stay.
+Each model is run as tests/model_caches/test_model_coverage.py runs it (tests/model_matrix.py):
+minutes. With names of models their rows alone are run anew, and the others stay.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ HEAD = """# Models
 Every module of `mlx_lm.models` that is a model, tiny and with random weights, through \
 `make_prompt_cache`: its logits are those of mlx-lm's own caches while nothing is evicted; far \
 beyond a budget of {small} tokens its memory has stopped to grow, positions count on, and logits \
-are finite. tests/test_model_coverage.py runs all of them and fails where a row is another; this \
-page is written by the same run:
+are finite. tests/model_caches/test_model_coverage.py runs all of them and fails where a row is \
+another; this page is written by the same run:
 
     python tools/model_table.py
 
@@ -43,10 +43,10 @@ of fixed size already, and stay as the model made them.
 of places (phi3small), so all rows are handed out: one budget for all heads, no remainder, rows as \
 they come. *shared by layers*: several layers attend to one cache's rows, and a token's mass is \
 that of all their queries. Models with attention of their own (gemma2, phi3small, plamo, plamo2, \
-stablelm) ask the cache through `own_attention.py`; with an mlx-lm in which that code is another, \
-a warning says so, and plamo and stablelm are bounded as MLA is, the others *by keys alone* (the \
-policy looks at keys, the remainder goes in as plain rows). Vision and other wrappers are run \
-with their language part.
+stablelm) ask the cache through `integration/own_attention.py`; with an mlx-lm in which that code \
+is another, a warning says so, and plamo and stablelm are bounded as MLA is, the others *by keys \
+alone* (the policy looks at keys, the remainder goes in as plain rows). Vision and other wrappers \
+are run with their language part.
 
 What a bounded model does beside that, run likewise:
 

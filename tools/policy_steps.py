@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_h2o import _ext, make_policy
 from mlx_h2o.bench.layers import full_layer
 from mlx_h2o.bench.measuring import Arm, in_turns, timed
-from mlx_h2o.packed import Packing
+from mlx_h2o.storage.packed import Packing
 
 POLICIES = ("streaming", "h2o", "distinct", "salient")
 #: Beside the others once more, for what chance makes of a ratio.

@@ -19,19 +19,19 @@ import mlx.core as mx
 import mlx.nn as nn
 
 import mlx_h2o
-from mlx_h2o import routing
-from mlx_h2o.attention_call import AttentionCall
-from mlx_h2o.bounded_cache import BoundedKVCache
-from mlx_h2o.cache_lists import entries
+from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.attention.call import AttentionCall
+from mlx_h2o.budgets.bit_choice import USUAL_BITS
+from mlx_h2o.budgets.profile import Profile
+from mlx_h2o.budgets.profile_data import frames_for
+from mlx_h2o.budgets.settings import ModelSettings
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.cli.options import read_text
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, caches_in_16_bits
 from mlx_h2o.evaluate.perplexity import Perplexity, samples_of
-from mlx_h2o.frame import Frame
-from mlx_h2o.measured import frames_for
-from mlx_h2o.profile import Profile
-from mlx_h2o.settings import ModelSettings
-from mlx_h2o.sizing import USUAL_BITS
-from mlx_h2o.watching import LookingCache, Watcher, full_attention, looked_through
+from mlx_h2o.integration import routing
+from mlx_h2o.integration.recorder import LookingCache, Watcher, full_attention, looked_through
+from mlx_h2o.storage.key_scaling import Frame
 
 UNIFORM = "uniform"
 

@@ -24,7 +24,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import mlx_h2o
-from mlx_h2o.builtin import CALIBRATION_TEXT
+from mlx_h2o.budgets.profile import Profile
+from mlx_h2o.budgets.profile_store import found_profile
+from mlx_h2o.calibration.scaling_build import found_frames, frames_of
 from mlx_h2o.evaluate.perplexity import samples_of
 from mlx_h2o.evaluate.simulation import (
     DISTINCT,
@@ -36,12 +38,9 @@ from mlx_h2o.evaluate.simulation import (
     Setting,
     SimulatedCache,
 )
-from mlx_h2o.frame import Frame, RowFormat
-from mlx_h2o.kept_frames import found_frames
-from mlx_h2o.key_frames import frames_of
-from mlx_h2o.layer_kinds import identity_by_kinds, layer_kinds
-from mlx_h2o.profile import Profile
-from mlx_h2o.profile_places import found_profile
+from mlx_h2o.integration.layer_probe import identity_by_kinds, layer_kinds
+from mlx_h2o.loading.load import CALIBRATION_TEXT
+from mlx_h2o.storage.key_scaling import Frame, RowFormat
 
 FRAME_PASSES = 3
 #: Bits of the rows of 16-bit numbers that budgets are counted in.

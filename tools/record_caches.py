@@ -2,10 +2,10 @@
 
 The caches are python-caches.safetensors in swift/Tests/MLXH2OTests/Fixtures. What Swift makes of
 them is swift-caches.safetensors beside it: `MLX_H2O_RECORD=1 swift test --filter FileTests` writes
-it, and tests/test_swift_package.py reads it. `--stages` writes the shares of slots of conversations
-that grow instead, stages.json, which tests/test_filling.py reads too. `--compressed` writes a file
-of `mlx_h2o compress`, compressed.safetensors, and how the embedded model goes on from it,
-compressed.json.
+it, and tests/conformance/test_swift_package.py reads it. `--stages` writes the shares of slots of
+conversations that grow instead, stages.json, which tests/budgets/test_filling.py reads too.
+`--compressed` writes a file of `mlx_h2o compress`, compressed.safetensors, and how the embedded
+model goes on from it, compressed.json.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 import mlx_h2o
-from mlx_h2o import cli, routing
-from mlx_h2o.backends.choice import only_reference
-from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
-from mlx_h2o.cache import H2OKVCache
-from mlx_h2o.filling import Stage, stages_of
-from mlx_h2o.frame import Frame
+from mlx_h2o import cli
+from mlx_h2o.attention.backends.choice import only_reference
+from mlx_h2o.budgets.growth import Stage, stages_of
+from mlx_h2o.budgets.profile import Profile
+from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.golden.margins import LEAST_MARGIN, watching
 from mlx_h2o.golden.model import LEAST_LOGIT_GAP
-from mlx_h2o.profile import Profile
+from mlx_h2o.integration import routing
+from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
+from mlx_h2o.storage.key_scaling import Frame
 
 ROOT = Path(__file__).parents[1]
 FIXTURES = ROOT / "swift/Tests/MLXH2OTests/Fixtures"

@@ -25,14 +25,14 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_h2o import H2OKVCache, make_policy
-from mlx_h2o.backends import attention_launches, gpu_decoder, prompt_launches
-from mlx_h2o.backends.gpu import Gpu
-from mlx_h2o.backends.launcher import Launcher
-from mlx_h2o.backends.operands import Seed
-from mlx_h2o.backends.work import Ranges
-from mlx_h2o.frame import Frame
-from mlx_h2o.packed import PackedRows, Rows
-from mlx_h2o.remainder import Remainder
+from mlx_h2o.attention.backends import attention_launches, gpu_decoder, prompt_launches
+from mlx_h2o.attention.backends.gpu import Gpu
+from mlx_h2o.attention.backends.launcher import Launcher
+from mlx_h2o.attention.backends.operands import Seed
+from mlx_h2o.attention.backends.work import Ranges
+from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.storage.packed import PackedRows, Rows
+from mlx_h2o.storage.remainder import Remainder
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "swift/Tests/MLXH2OTests/Fixtures/launches.json"
@@ -352,11 +352,11 @@ def of_conversation(call: dict[str, Any]) -> list[str]:
         return H2OKVCache.from_state(cache.state)
 
     with (
-        mock.patch("mlx_h2o.backends.choice.gpu", return_value=gpu),
-        mock.patch("mlx_h2o.attention.backend", return_value=gpu),
+        mock.patch("mlx_h2o.attention.backends.choice.gpu", return_value=gpu),
+        mock.patch("mlx_h2o.attention.ops.backend", return_value=gpu),
         mock.patch.object(gpu_decoder, "writes_in_place", return_value=True),
         # No kernel runs, so what is saved has no positions.
-        mock.patch("mlx_h2o.saved_state.check_indices"),
+        mock.patch("mlx_h2o.engine.saved_state.check_indices"),
     ):
         others: dict[str, Callable[[H2OKVCache], H2OKVCache]] = {"copy": copied, "save": saved}
         for turn in call["turns"]:

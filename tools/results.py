@@ -11,7 +11,7 @@ A block begins with its command and ends with `<!-- end -->`:
     -->
 
 A block without settings was printed before settings were written down; it says at which commit.
-tests/test_results.py fails when a command no longer parses or its settings are others now.
+tests/repo/test_results.py fails when a command no longer parses or its settings are others now.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from datetime import date
 from pathlib import Path
 from typing import cast
 
+from mlx_h2o.attention.blas import blas
 from mlx_h2o.cli import parser
-from mlx_h2o.linear_algebra import blas
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")

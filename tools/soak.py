@@ -29,8 +29,8 @@ from typing import Any
 import mlx_lm
 
 import mlx_h2o
-from mlx_h2o.builtin import SAMPLE_TEXT, model_path
-from mlx_h2o.memory_size import memory_size
+from mlx_h2o._utils.byte_size import memory_size
+from mlx_h2o.loading.load import SAMPLE_TEXT, model_path
 
 #: Seconds between two looks at the resident memory, and looks between two lines of progress.
 EVERY = 5

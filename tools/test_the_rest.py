@@ -22,14 +22,17 @@ LOGS = ROOT / "build" / "logs"
 
 #: What each target of `make test-all` proves, by the paths that it depends on.
 AREAS = {
-    "test-python": ("python/mlx_h2o/", "tests/test_", "golden/", "docs/"),
+    "test-python": ("python/mlx_h2o/", "tests/", "golden/", "docs/"),
     "test-caches": ("python/mlx_h2o/", "python/src/", "c_api/src/cpu/"),
-    "test-models": ("python/mlx_h2o/", "tests/model_", "tests/test_model"),
-    "test-metal": ("metal/", "tests/metal/", "python/mlx_h2o/backends/"),
-    "test-native": ("c_api/", "golden/", "tests/test_c_api.py"),
+    "test-models": ("python/mlx_h2o/", "tests/model_", "tests/model_caches/"),
+    "test-metal": ("metal/", "tests/metal/", "python/mlx_h2o/attention/backends/"),
+    "test-native": ("c_api/", "golden/", "tests/conformance/test_c_api.py"),
     "test-sanitize": ("c_api/src/cpu/", "python/src/", "python/CMakeLists.txt"),
     "test-swift": ("swift/", "Package.swift", "c_api/mlx_c/", "tests/host_gpu/"),
-    "test-old-mlx-lm": ("python/mlx_h2o/routing.py", "python/mlx_h2o/prompt_cache.py"),
+    "test-old-mlx-lm": (
+        "python/mlx_h2o/integration/routing.py",
+        "python/mlx_h2o/model_caches/make.py",
+    ),
     "test-macos": ("c_api/src/", "python/src/", "tools/check_macos_build.py"),
 }
 # Of the last commits.

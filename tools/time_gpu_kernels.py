@@ -24,12 +24,12 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models import qwen3
 
 from mlx_h2o import make_prompt_cache
-from mlx_h2o.attention import (
+from mlx_h2o.attention.backends import choice
+from mlx_h2o.attention.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
+from mlx_h2o.attention.ops import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_scores,
 )
-from mlx_h2o.backends import choice
-from mlx_h2o.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
 from mlx_h2o.bench.measuring import Arm, Samples, in_turns, timed
 from mlx_h2o.bench.model import decoding, steps, window_cache
 

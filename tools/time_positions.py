@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o import _ext, make_prompt_cache
-from mlx_h2o.builtin import load
+from mlx_h2o.loading.load import load
 
 BEFORE, STEPS, ROUNDS = 20, 100, 2
 

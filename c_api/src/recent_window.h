@@ -1,4 +1,5 @@
-// The newest tokens of a layer, stored in a width of their own (python/mlx_h2o/recent_window.py).
+// The newest tokens of a layer, stored in a width of their own
+// (python/mlx_h2o/storage/recent_window.py).
 #pragma once
 
 #include "kernel_terms.h"

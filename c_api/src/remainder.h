@@ -1,4 +1,5 @@
-// The remainder: statistics of the evicted, and how they answer (python/mlx_h2o/remainder.py).
+// The remainder: statistics of the evicted, and how they answer
+// (python/mlx_h2o/storage/remainder.py).
 #pragma once
 
 #include "ops.h"

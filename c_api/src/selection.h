@@ -1,4 +1,5 @@
-// Priorities -> slots: which may go, which go next, which stay (python/mlx_h2o/selection.py).
+// Priorities -> slots: which may go, which go next, which stay
+// (python/mlx_h2o/policies/selection.py).
 #pragma once
 
 #include "ops.h"

@@ -1,4 +1,4 @@
-// What a layer's cache is to be (python/mlx_h2o/settings.py).
+// What a layer's cache is to be (python/mlx_h2o/budgets/settings.py).
 #pragma once
 
 #include "key_frame.h"
@@ -8,7 +8,8 @@
 
 namespace mlx_h2o {
 
-// Slots of a layer's heads from some length of the conversation on (python/mlx_h2o/filling.py).
+// Slots of a layer's heads from some length of the conversation on
+// (python/mlx_h2o/budgets/growth.py).
 struct Stage {
   int beyond;  // tokens that have come when it begins to serve
   std::vector<int> budgets;

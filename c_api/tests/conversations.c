@@ -1,4 +1,4 @@
-// Conversations in caches, compared bit by bit (tests/test_c_api.py):
+// Conversations in caches, compared bit by bit (tests/conformance/test_c_api.py):
 //
 //   conversations undo        drafts of which some tokens are taken back against plain decoding
 //   conversations interrupt   decoding that is looked at after each step against one that is not

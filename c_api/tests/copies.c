@@ -1,6 +1,6 @@
-// Caches that are copied or given other slots (tests/test_c_api.py). A copy goes on as the original
-// would have, bit by bit, and neither sees the other; a resized cache holds what its slots allow.
-// Ends with 0, or with 1 and what was otherwise.
+// Caches that are copied or given other slots (tests/conformance/test_c_api.py). A copy goes on as
+// the original would have, bit by bit, and neither sees the other; a resized cache holds what its
+// slots allow. Ends with 0, or with 1 and what was otherwise.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

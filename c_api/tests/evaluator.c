@@ -1,5 +1,5 @@
 // What the library evaluates goes through the program's evaluator, which may refuse
-// (tests/test_c_api.py). Ends with 0, or with 1 and what was otherwise.
+// (tests/conformance/test_c_api.py). Ends with 0, or with 1 and what was otherwise.
 //
 // Where tests/host_gpu is the device, fused steps are what is waited for as well.
 #include <stdio.h>

@@ -1,6 +1,6 @@
-// What a program asks and tells without arrays (tests/test_c_api.py): kinds of errors, settings as
-// numbers, options of several sizes, and all that a cache was made with. Ends with 0, or with 1 and
-// what was otherwise.
+// What a program asks and tells without arrays (tests/conformance/test_c_api.py): kinds of errors,
+// settings as numbers, options of several sizes, and all that a cache was made with. Ends with 0,
+// or with 1 and what was otherwise.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
 // Makes the calls of attention that stdin lists, a line each, so that what they launch on a GPU can
-// be recorded (tests/test_c_api.py; its results mean nothing):
+// be recorded (tests/conformance/test_c_api.py; its results mean nothing):
 //
 //   batch query_heads kv_heads queries keys key_width value_width dtype mask sinks bits
 //

@@ -1,5 +1,5 @@
-// Masks, and looking at what a cache holds (tests/test_c_api.py). Ends with 0, or with 1 and what
-// was otherwise.
+// Masks, and looking at what a cache holds (tests/conformance/test_c_api.py). Ends with 0, or with
+// 1 and what was otherwise.
 //
 //   looking        masks of chunks and drafts, and rows as they came
 //   looking steps [fused]  looking between steps; fused ones go on, and nothing is copied

@@ -1,5 +1,5 @@
 // Policies of a program's own, chunks that are shortened, pins that are missed, and rows handed out
-// without a copy (tests/test_c_api.py). Ends with 0, or with 1 and what was otherwise.
+// without a copy (tests/conformance/test_c_api.py). Ends with 0, or with 1 and what was otherwise.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-// Goes on with a cache that Python saved (tests/test_c_api.py):
+// Goes on with a cache that Python saved (tests/conformance/test_c_api.py):
 //
 //   saved IN OUT     restores the cache of a file, takes its tokens in one by one, and writes what
 //   came

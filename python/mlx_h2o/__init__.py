@@ -1,24 +1,28 @@
 """mlx-h2o: bounded KV memory that keeps what matters, for any mlx-lm model."""
 
-from mlx_h2o import interrupts  # noqa: F401  First: the other imports take seconds.
-from mlx_h2o.attention import attention_mass, scaled_dot_product_attention_with_scores
-from mlx_h2o.batch_cache import BatchH2OKVCache
-from mlx_h2o.bounding import install, uninstall
-from mlx_h2o.builtin import load
-from mlx_h2o.cache import H2OKVCache
-from mlx_h2o.cache_file import load_prompt_cache, save_prompt_cache
-from mlx_h2o.calibration import calibrate
-from mlx_h2o.conversations import new_turn, pin, unpin
-from mlx_h2o.description import describe
-from mlx_h2o.frame import Frame
-from mlx_h2o.kept_centres import learn_query_centres
-from mlx_h2o.key_frames import frames_of
-from mlx_h2o.kl_calibration import calibrate_exactly
-from mlx_h2o.latent_cache import LatentKVCache
-from mlx_h2o.linear_algebra import blas, use_openblas
-from mlx_h2o.pin_rules import PinRules, spans_for
-from mlx_h2o.pinning import PinAnswer
-from mlx_h2o.plain_rows_cache import PlainRowsKVCache
+from mlx_h2o._utils import interrupts  # noqa: F401  First: the other imports take seconds.
+from mlx_h2o.attention.blas import blas, use_openblas
+from mlx_h2o.attention.ops import attention_mass, scaled_dot_product_attention_with_scores
+from mlx_h2o.budgets.profile import Profile
+from mlx_h2o.caches.batch import BatchH2OKVCache
+from mlx_h2o.caches.conversation import new_turn, pin, unpin
+from mlx_h2o.caches.describe import describe
+from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
+from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.caches.latent import LatentKVCache
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
+from mlx_h2o.caches.shared import SharedKVCache
+from mlx_h2o.calibration.calibrate import calibrate
+from mlx_h2o.calibration.centres_build import learn_query_centres
+from mlx_h2o.calibration.exact_kl import calibrate_exactly
+from mlx_h2o.calibration.scaling_build import frames_of
+from mlx_h2o.chat.pin_rules import PinRules, spans_for
+from mlx_h2o.engine.pins_and_turns import PinAnswer
+from mlx_h2o.loading.load import load
+from mlx_h2o.model_caches.compress import compress_prompt
+from mlx_h2o.model_caches.install import install, uninstall
+from mlx_h2o.model_caches.make import make_prompt_cache
+from mlx_h2o.model_caches.resize import resize
 from mlx_h2o.policies import (
     EMA,
     H2O,
@@ -40,14 +44,10 @@ from mlx_h2o.policies import (
     register_policy,
     register_preset,
 )
-from mlx_h2o.profile import Profile
-from mlx_h2o.prompt_cache import make_prompt_cache
-from mlx_h2o.query_centres import QueryCentres
-from mlx_h2o.remainder import Remainder
-from mlx_h2o.rereading import compress_prompt
-from mlx_h2o.resizing import resize
-from mlx_h2o.selection import accumulate, select_victims
-from mlx_h2o.shared_cache import SharedKVCache
+from mlx_h2o.policies.selection import accumulate, select_victims
+from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.storage.query_centres import QueryCentres
+from mlx_h2o.storage.remainder import Remainder
 
 __version__ = "0.1.0"
 

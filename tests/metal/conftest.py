@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from launches import RecordingLauncher
 
-from mlx_h2o.backends import metal
+from mlx_h2o.attention.backends import metal
 
 ON_GPU = os.environ.get("MLX_H2O_ON_GPU") == "1"
 if not ON_GPU:

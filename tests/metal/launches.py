@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.backends.interface import interface
-from mlx_h2o.backends.launcher import Launcher
+from mlx_h2o.attention.backends.interface import interface
+from mlx_h2o.attention.backends.launcher import Launcher
 
 #: What a text depends on: a name (a template argument's, a buffer's) and its value or type.
 Option = tuple[str, Any]

@@ -13,9 +13,9 @@ import pytest
 from harness import nvrtc
 from launches import covering
 
-from mlx_h2o.backends import cuda, metal
-from mlx_h2o.backends.kernel_text import folder
-from mlx_h2o.backends.launcher import Launcher
+from mlx_h2o.attention.backends import cuda, metal
+from mlx_h2o.attention.backends.kernel_text import folder
+from mlx_h2o.attention.backends.launcher import Launcher
 
 pytestmark = pytest.mark.skipif(
     not nvrtc.available(), reason="needs nvidia-cuda-nvrtc, -runtime and -cccl from PyPI"

@@ -8,9 +8,9 @@ from harness import compiler
 from harness.kernel import PRELUDE
 from harness.signature import generate
 
-from mlx_h2o.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
-from mlx_h2o.backends.interface import interface
-from mlx_h2o.backends.kernel_text import kernel_text
+from mlx_h2o.attention.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
+from mlx_h2o.attention.backends.interface import interface
+from mlx_h2o.attention.backends.kernel_text import kernel_text
 
 
 def without_export(text):

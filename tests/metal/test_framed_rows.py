@@ -9,11 +9,11 @@ from launched_on import assert_close, evicted, plan_of
 
 from conftest import HOST
 from mlx_h2o import Remainder
-from mlx_h2o.backends import attention_launches, metal, step_launches
-from mlx_h2o.backends.step_launches import SlotArrays
-from mlx_h2o.backends.work import Ranges
-from mlx_h2o.frame import Frame
-from mlx_h2o.packed import PackedRows
+from mlx_h2o.attention.backends import attention_launches, metal, step_launches
+from mlx_h2o.attention.backends.step_launches import SlotArrays
+from mlx_h2o.attention.backends.work import Ranges
+from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.storage.packed import PackedRows
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 

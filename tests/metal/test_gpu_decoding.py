@@ -8,13 +8,13 @@ import pytest
 from harness import recorded
 
 from mlx_h2o import H2OKVCache, make_policy
-from mlx_h2o.attention_call import AttentionCall
-from mlx_h2o.backends import choice, metal
-from mlx_h2o.backends.decoders import accepts
-from mlx_h2o.backends.gpu_decoder import GPUDecoder
-from mlx_h2o.frame import Frame
-from mlx_h2o.positions import FEW, WIDE
-from mlx_h2o.settings import CacheSettings
+from mlx_h2o.attention.backends import choice, metal
+from mlx_h2o.attention.backends.decoders import accepts
+from mlx_h2o.attention.backends.gpu_decoder import GPUDecoder
+from mlx_h2o.attention.call import AttentionCall
+from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.storage.slot_store import FEW, WIDE
 
 B, HK, G, D, DV = 1, 2, 2, 64, 32
 
@@ -228,7 +228,7 @@ def test_arrays_held_elsewhere_never_see_what_is_written_in_place(on_device):
 
 def test_kernels_that_cannot_write_in_place_are_not_used(on_device, monkeypatch):
     on_device(True)
-    monkeypatch.setattr("mlx_h2o.backends.gpu_decoder.writes_in_place", lambda _: False)
+    monkeypatch.setattr("mlx_h2o.attention.backends.gpu_decoder.writes_in_place", lambda _: False)
     k, v = mx.zeros((1, 1, 1, D)), mx.zeros((1, 1, 1, DV))
     settings = CacheSettings(24, policy=make_policy("h2o"))
     assert not accepts(settings, AttentionCall(k, 1.0), k, v)
@@ -317,7 +317,7 @@ def test_a_recent_zone(on_device, monkeypatch):
         on_device(kernels)
         with monkeypatch.context() as patch:
             if kernels:
-                patch.setattr("mlx_h2o.attention.backend", lambda: metal.GPU)
+                patch.setattr("mlx_h2o.attention.ops.backend", lambda: metal.GPU)
             cache = H2OKVCache(policy=make_policy("h2o"), **store)
             with recorded() as launches:
                 outs.append(trajectory(cache, 12, 30))

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from mlx_h2o import H2OKVCache, make_policy
-from mlx_h2o.backends import choice, metal
-from mlx_h2o.backends.gpu_decoder import GPUDecoder
+from mlx_h2o.attention.backends import choice, metal
+from mlx_h2o.attention.backends.gpu_decoder import GPUDecoder
 
 B, HK, G, D, DV = 2, 2, 2, 64, 32
 PACKED = {"bits": 4, "group_size": 32}

@@ -13,11 +13,11 @@ from launched_on import OFFSET, assert_close, evicted, mask_of, plan_of
 from conftest import HOST
 from covering import STEP, covering
 from mlx_h2o import Remainder
-from mlx_h2o.attention import scaled_dot_product_attention_quantized_with_scores
-from mlx_h2o.backends import attention_launches, choice, metal, reference, step_launches
-from mlx_h2o.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
-from mlx_h2o.backends.step_launches import SlotArrays
-from mlx_h2o.packed import BITS, GROUP_SIZES, PackedRows, dense
+from mlx_h2o.attention.backends import attention_launches, choice, metal, reference, step_launches
+from mlx_h2o.attention.backends.attention_launches import EXPORT_LOGITS, EXPORT_NOTHING
+from mlx_h2o.attention.backends.step_launches import SlotArrays
+from mlx_h2o.attention.ops import scaled_dot_product_attention_quantized_with_scores
+from mlx_h2o.storage.packed import BITS, GROUP_SIZES, PackedRows, dense
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 # Of the output: absolute, and relative where partial results are rounded too.
@@ -188,7 +188,7 @@ def test_mass_of_a_prompt(bits):
 
 def test_the_public_op_launches(monkeypatch):
     monkeypatch.setattr(choice, "backend", lambda: metal.GPU)
-    monkeypatch.setattr("mlx_h2o.attention.backend", lambda: metal.GPU)
+    monkeypatch.setattr("mlx_h2o.attention.ops.backend", lambda: metal.GPU)
     q, k, v = operands((1, 4, 2, 1, 64, 64), 70, mx.float16, (4, 8), 64)
     with recorded() as launches:
         out, scores, lse = scaled_dot_product_attention_quantized_with_scores(

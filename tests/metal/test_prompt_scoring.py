@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from harness import recorded
 
-from mlx_h2o.backends import metal, reference
+from mlx_h2o.attention.backends import metal, reference
 
 # Out, lse and mass, relative to the largest.
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 3e-3, mx.bfloat16: 2e-2}

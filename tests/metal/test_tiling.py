@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from mlx_h2o.backends.tiling import WIDTHS, slots_per_block, tiling
-from mlx_h2o.backends.work import Ranges, work_of
+from mlx_h2o.attention.backends.tiling import WIDTHS, slots_per_block, tiling
+from mlx_h2o.attention.backends.work import Ranges, work_of
 
 SIZES = list(
     itertools.product(WIDTHS, WIDTHS, (1, 2, 3, 4, 5, 7, 8, 16, 40, 128), (1, 3, 8), (2, 4))

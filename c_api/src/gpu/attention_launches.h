@@ -1,5 +1,5 @@
 // Launches of the attention kernels: a few queries over many slots, reading keys and values once
-// (python/mlx_h2o/backends/attention_launches.py).
+// (python/mlx_h2o/attention/backends/attention_launches.py).
 #pragma once
 
 #include "../attend.h"

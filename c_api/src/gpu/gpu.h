@@ -1,4 +1,4 @@
-// Attention by the kernels of metal/ (python/mlx_h2o/backends/gpu.py).
+// Attention by the kernels of metal/ (python/mlx_h2o/attention/backends/gpu.py).
 #pragma once
 
 #include "../attend.h"

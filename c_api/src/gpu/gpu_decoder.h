@@ -1,5 +1,5 @@
 // Decoding in one fused step on a GPU: overwrite, attend, update; nothing is read back
-// (python/mlx_h2o/backends/gpu_decoder.py).
+// (python/mlx_h2o/attention/backends/gpu_decoder.py).
 #pragma once
 
 #include "../decoder.h"

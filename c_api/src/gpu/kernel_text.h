@@ -1,5 +1,5 @@
 // The texts of the kernels in metal/, as compilers get them
-// (python/mlx_h2o/backends/kernel_text.py).
+// (python/mlx_h2o/attention/backends/kernel_text.py).
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 namespace mlx_h2o {
 
 // A kernel's buffers, in order, as its file in metal/ declares them
-// (python/mlx_h2o/backends/interface.py says how).
+// (python/mlx_h2o/attention/backends/interface.py says how).
 struct Interface {
   std::vector<std::string> inputs, outputs;
   // Names of buffers that a launch may do without, and the declarations that then stand in.

@@ -1,4 +1,5 @@
-// Calls of custom kernels by the names of their buffers (python/mlx_h2o/backends/launcher.py).
+// Calls of custom kernels by the names of their buffers
+// (python/mlx_h2o/attention/backends/launcher.py).
 //
 // MLX writes a kernel's signature from the arrays that it gets, so a buffer that a launch does
 // without has no name there. Its declaration as a null pointer goes before the body instead, and

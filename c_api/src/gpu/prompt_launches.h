@@ -1,5 +1,5 @@
 // Launches of the kernels that score prompts: two passes over the keys, and no logits in memory
-// (python/mlx_h2o/backends/prompt_launches.py).
+// (python/mlx_h2o/attention/backends/prompt_launches.py).
 #pragma once
 
 #include "attention_launches.h"

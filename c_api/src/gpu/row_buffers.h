@@ -1,5 +1,5 @@
 // Keys and values as kernels get them: buffers, and template arguments by which to read them
-// (python/mlx_h2o/backends/row_buffers.py). A field is "keys" or "values".
+// (python/mlx_h2o/attention/backends/row_buffers.py). A field is "keys" or "values".
 #pragma once
 
 #include "../rows.h"

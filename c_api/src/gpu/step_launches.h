@@ -1,5 +1,5 @@
 // Launches of the kernels around attention in a decode step
-// (python/mlx_h2o/backends/step_launches.py).
+// (python/mlx_h2o/attention/backends/step_launches.py).
 #pragma once
 
 #include "../kernel_terms.h"

@@ -1,5 +1,5 @@
-// How the attention kernels share out their work (python/mlx_h2o/backends/tiling.py, where the
-// reasons are).
+// How the attention kernels share out their work (python/mlx_h2o/attention/backends/tiling.py,
+// where the reasons are).
 #pragma once
 
 #include <optional>

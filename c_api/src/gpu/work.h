@@ -1,5 +1,5 @@
 // The work of an attention launch as integers, in the layout of metal/work.h
-// (python/mlx_h2o/backends/work.py).
+// (python/mlx_h2o/attention/backends/work.py).
 #pragma once
 
 #include "../ops.h"

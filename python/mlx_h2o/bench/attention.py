@@ -15,17 +15,17 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
-from mlx_h2o.attention import (
+from mlx_h2o.attention.backends.operands import Ranges
+from mlx_h2o.attention.ops import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_mass,
     scaled_dot_product_attention_with_scores,
 )
-from mlx_h2o.backends.operands import Ranges
 from mlx_h2o.bench.layers import full_layer
 from mlx_h2o.bench.machine import cache_bytes
 from mlx_h2o.bench.measuring import Arm, Progress, Samples, in_turns, timed
-from mlx_h2o.packed import PackedRows, Packing, Rows
 from mlx_h2o.policies import make_policy
+from mlx_h2o.storage.packed import PackedRows, Packing, Rows
 
 READ = "plain read"
 MLX = "MLX"

@@ -11,11 +11,11 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import cache as mlx_lm_cache
 
+from mlx_h2o._utils.cache_lists import entries, replaced
 from mlx_h2o.bench.measuring import Arm, Progress, Samples, in_turns
 from mlx_h2o.bench.model import UNTIMED_TOKENS, MakeCache, prompt_tokens
-from mlx_h2o.cache_lists import entries, replaced
-from mlx_h2o.prompt_cache import make_prompt_cache
-from mlx_h2o.stock import stock_caches
+from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.model_caches.make import make_prompt_cache
 
 DEFAULT = "default policy"
 H2O = "h2o"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mlx_h2o._utils.plotting import drawing
 from mlx_h2o.bench import attention, model
 from mlx_h2o.bench.measuring import Samples
 from mlx_h2o.bench.report import Report
-from mlx_h2o.drawing import drawing
 
 _COLOURS = {"float32": "#2a7f62", "float16": "#c44e52", "bfloat16": "#4c72b0"}
 _THEIRS, _OURS = "#8c8c8c", "#2a7f62"

@@ -7,13 +7,12 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from mlx_h2o.backends import decoders
-from mlx_h2o.backends.decoder import DecodeStep, HeadPlan, Lent
-from mlx_h2o.packed import Packing
+from mlx_h2o.attention.backends import decoders
+from mlx_h2o.attention.backends.decoder import DecodeStep, HeadPlan, Lent
+from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.policies import Policy
-from mlx_h2o.remainder import Remainder
-from mlx_h2o.settings import CacheSettings
-from mlx_h2o.value_lengths import value_lengths
+from mlx_h2o.storage.packed import Packing, value_lengths
+from mlx_h2o.storage.remainder import Remainder
 
 # Tokens that a layer has seen beyond those it holds.
 EVICTED = 1000

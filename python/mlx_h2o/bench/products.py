@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o import linear_algebra
+from mlx_h2o.attention import blas
 from mlx_h2o.bench.measuring import Arm, Progress, Samples, in_turns, timed
 
 LINKED, OPENBLAS = "linked", "OpenBLAS"
@@ -39,7 +39,7 @@ class Product:
 
 def can_be_measured() -> bool:
     """Whether there are two to choose from."""
-    return linear_algebra.use_openblas()
+    return blas.use_openblas()
 
 
 def measure(rounds: int, progress: Progress | None = None) -> list[Product]:
@@ -49,9 +49,7 @@ def measure(rounds: int, progress: Progress | None = None) -> list[Product]:
         ValueError: OpenBLAS cannot be put in the place of MLX's own BLAS here.
     """
     if not can_be_measured():
-        raise ValueError(
-            f"Nothing to compare: MLX uses {linear_algebra.blas()}. {linear_algebra.advice() or ''}"
-        )
+        raise ValueError(f"Nothing to compare: MLX uses {blas.blas()}. {blas.advice() or ''}")
     arms = {
         f"{name} {shape}": product(shape, name == OPENBLAS)
         for shape in SHAPES
@@ -60,7 +58,7 @@ def measure(rounds: int, progress: Progress | None = None) -> list[Product]:
     try:
         found = in_turns(arms, rounds, progress=progress).seconds
     finally:
-        linear_algebra.use_openblas()
+        blas.use_openblas()
     return [
         Product(shape, Samples({name: found[f"{name} {shape}"] for name in (LINKED, OPENBLAS)}))
         for shape in SHAPES
@@ -79,7 +77,7 @@ def product(shape: tuple[int, int, int], openblas: bool) -> Arm:
             mx.eval(x @ w.T)
 
     def arm() -> float:
-        (linear_algebra.use_openblas if openblas else linear_algebra.use_linked)()
+        (blas.use_openblas if openblas else blas.use_linked)()
         return timed(once)()
 
     return arm

@@ -7,7 +7,8 @@ import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
-from mlx_h2o import __version__, interrupts
+from mlx_h2o import __version__
+from mlx_h2o._utils import interrupts
 from mlx_h2o.cli.parsing import Parser
 
 # A shell's numbers for a process that a signal ended: 128 and the signal.

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mlx_h2o._utils.files import require_folder, write_kept
+from mlx_h2o._utils.plotting import drawing
+from mlx_h2o._utils.progress import progress_bar
 from mlx_h2o.bench import attention, batch, chart, machine, model, products, threads
 from mlx_h2o.bench.report import Report, meaning
-from mlx_h2o.builtin import load
 from mlx_h2o.cli.options import DTYPES, add_model_option, settle_model
 from mlx_h2o.cli.tables import show
-from mlx_h2o.drawing import drawing
-from mlx_h2o.files import require_folder, write_kept
-from mlx_h2o.progress import progress_bar
+from mlx_h2o.loading.load import load
 
 FILE_NAME, PICTURE_NAME = "bench.json", "bench.png"
 PARTS = ("attention", "model", "batch", "threads", "products")

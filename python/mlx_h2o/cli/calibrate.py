@@ -13,28 +13,28 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from mlx_h2o import checks
-from mlx_h2o.builtin import CALIBRATION_TEXT
-from mlx_h2o.calibrated_layers import CalibratedLayers
-from mlx_h2o.calibration import (
+from mlx_h2o._utils import checks
+from mlx_h2o._utils.files import require_writable, write_kept
+from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o.budgets.profile import FILE_NAME, SMALLEST_BUDGET, Profile
+from mlx_h2o.budgets.profile_store import place_for
+from mlx_h2o.budgets.settings import DEFAULT_POLICY
+from mlx_h2o.calibration.calibrate import (
     LENGTH,
     QUICK_FRAME_TOKENS,
     QUICK_GRID,
     QUICK_LENGTH,
     calibrate,
 )
+from mlx_h2o.calibration.checkpoint import CalibratedLayers
+from mlx_h2o.calibration.exact_kl import calibrate_exactly
+from mlx_h2o.calibration.scaling_build import frame_tokens
 from mlx_h2o.cli.options import add_model_options, load_model, read_text
 from mlx_h2o.cli.tables import show
-from mlx_h2o.files import require_writable, write_kept
-from mlx_h2o.key_frames import frame_tokens
-from mlx_h2o.kl_calibration import calibrate_exactly
-from mlx_h2o.layer_kinds import identity_by_kinds
+from mlx_h2o.integration.layer_probe import identity_by_kinds
+from mlx_h2o.integration.recorder import LEAST_TOKENS, profiled_kinds, require_weighable
+from mlx_h2o.loading.load import CALIBRATION_TEXT
 from mlx_h2o.policies import policy_names
-from mlx_h2o.profile import FILE_NAME, SMALLEST_BUDGET, Profile
-from mlx_h2o.profile_places import place_for
-from mlx_h2o.progress import progress_bar
-from mlx_h2o.settings import DEFAULT_POLICY
-from mlx_h2o.watching import LEAST_TOKENS, profiled_kinds, require_weighable
 
 
 def add_parser(commands: Any) -> None:

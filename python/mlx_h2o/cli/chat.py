@@ -11,6 +11,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_h2o._utils.byte_size import size_text
+from mlx_h2o._utils.files import require_writable
+from mlx_h2o.chat.dialogue import Dialogue
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_options,
@@ -21,12 +24,8 @@ from mlx_h2o.cli.options import (
     typed,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
-from mlx_h2o.dialogue import Dialogue
-from mlx_h2o.files import require_writable
-from mlx_h2o.memory_size import size_text
-from mlx_h2o.pinning import PinAnswer
-from mlx_h2o.pins import Span
-from mlx_h2o.turns import checked_carry
+from mlx_h2o.engine.pins_and_turns import PinAnswer, checked_carry
+from mlx_h2o.storage.pins import Span
 
 DEFAULT_MAX_KV_SIZE = 512
 PROMPT = "> "

@@ -11,7 +11,9 @@ from typing import Any
 
 from rich.table import Table
 
-from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
+from mlx_h2o._utils.files import require_folder, write_kept
+from mlx_h2o._utils.plotting import drawing
+from mlx_h2o.attention.blas import advice, blas
 from mlx_h2o.cli.evaluation_output import measuring, rich_table, take_up
 from mlx_h2o.cli.options import (
     add_model_option,
@@ -21,17 +23,15 @@ from mlx_h2o.cli.options import (
     settle_model,
 )
 from mlx_h2o.cli.tables import show
-from mlx_h2o.drawing import drawing
 from mlx_h2o.evaluate import chart
 from mlx_h2o.evaluate.arms import FULL, PACKED, Arm, arms_of_sizes, default_arms
 from mlx_h2o.evaluate.comparison import Protocol, Result, as_json, compare, measurements_of
 from mlx_h2o.evaluate.grid import grid
 from mlx_h2o.evaluate.recall import FORMS
 from mlx_h2o.evaluate.sections import Rows
-from mlx_h2o.files import require_folder, write_kept
-from mlx_h2o.linear_algebra import advice, blas
-from mlx_h2o.packed import BITS
+from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.policies import policy_names
+from mlx_h2o.storage.packed import BITS
 
 
 def add_parser(commands: Any) -> None:

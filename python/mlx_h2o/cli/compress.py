@@ -11,8 +11,13 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_h2o import checks
-from mlx_h2o.cache_file import save_prompt_cache
+from mlx_h2o._utils import checks
+from mlx_h2o._utils.files import require_writable, write_kept
+from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o.budgets.allocation import TooManyPins
+from mlx_h2o.caches.files import save_prompt_cache
+from mlx_h2o.calibration.first_use import profile_at_load
+from mlx_h2o.chat.pin_rules import spans_for
 from mlx_h2o.cli.options import (
     add_model_options,
     add_profile_option,
@@ -22,16 +27,11 @@ from mlx_h2o.cli.options import (
     typed,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
-from mlx_h2o.files import require_writable, write_kept
-from mlx_h2o.first_profile import profile_at_load
-from mlx_h2o.layer_kinds import layer_kinds
-from mlx_h2o.packed import BITS, UNPACKED
-from mlx_h2o.pin_room import TooManyPins
-from mlx_h2o.pin_rules import spans_for
-from mlx_h2o.pins import Span
-from mlx_h2o.progress import progress_bar
-from mlx_h2o.prompt_cache import plain_bytes
-from mlx_h2o.rereading import CHUNK, DEFAULT_SIZE, compress_prompt
+from mlx_h2o.integration.layer_probe import layer_kinds
+from mlx_h2o.model_caches.compress import CHUNK, DEFAULT_SIZE, compress_prompt
+from mlx_h2o.model_caches.make import plain_bytes
+from mlx_h2o.storage.packed import BITS, UNPACKED
+from mlx_h2o.storage.pins import Span
 
 #: Slots of each KV head for the conversation that follows.
 ROOM = 256

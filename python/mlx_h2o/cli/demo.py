@@ -9,17 +9,17 @@ from typing import Any, cast
 
 from rich.table import Table
 
-from mlx_h2o import smollm2
-from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT, load
+from mlx_h2o._utils.files import require_folder, write_kept
+from mlx_h2o._utils.plotting import drawing
+from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.cli.options import named_options, settle_model
 from mlx_h2o.cli.tables import show
-from mlx_h2o.drawing import drawing
 from mlx_h2o.evaluate.arms import OURS, Arm
 from mlx_h2o.evaluate.planting import ANSWER_TOKENS, Answers, demo_arms, draw, plant_and_ask
 from mlx_h2o.evaluate.recall import CLOZE, QUESTIONS, Form, recall_task
-from mlx_h2o.files import require_folder, write_kept
-from mlx_h2o.progress import progress_bar
-from mlx_h2o.settings import DEFAULT_POLICY
+from mlx_h2o.loading import demo_model
+from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT, load
 
 #: What is measured fits in minutes on two cores: read token by token, the same prompts take twice
 #: as long or more. mlx-lm's full cache grows by 256 tokens: prompt and answer fill it.
@@ -29,7 +29,7 @@ MAX_SIZE = 128
 
 # The default: bits and slots chosen by the model's own profile.
 OURS_BY_BYTES = Arm(OURS, DEFAULT_POLICY, by_bytes=True)
-FORM: dict[str, Form] = {smollm2.NAME: CLOZE, EMBEDDED_MODEL: QUESTIONS}
+FORM: dict[str, Form] = {demo_model.NAME: CLOZE, EMBEDDED_MODEL: QUESTIONS}
 
 
 def add_parser(commands: Any) -> None:
@@ -37,11 +37,13 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
         help="facts planted in a story, buried, and asked for, by several caches",
-        description=f"Shows what {smollm2.NAME} still knows through the full cache, a sliding "
+        description=f"Shows what {demo_model.NAME} still knows through the full cache, a sliding "
         "window, a 4-bit cache, H2O and mlx-h2o, the bounded ones in a quarter of the memory. "
         f"Without a network it falls back to {EMBEDDED_MODEL}, and says so.",
     )
-    parser.add_argument("--model", choices=FORM, help=f"default: {smollm2.NAME} if it can be had")
+    parser.add_argument(
+        "--model", choices=FORM, help=f"default: {demo_model.NAME} if it can be had"
+    )
     parser.add_argument("--prompts", type=int, default=PROMPTS, metavar="N", help="facts asked for")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write demo.png")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")

@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from mlx_h2o.caches.describe import describe
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_options,
@@ -13,7 +14,6 @@ from mlx_h2o.cli.options import (
     cache_settings,
     load_model,
 )
-from mlx_h2o.description import describe
 
 DEFAULT_MAX_KV_SIZE = 512
 

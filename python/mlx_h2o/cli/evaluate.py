@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_h2o import checks
-from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
+from mlx_h2o._utils import checks
+from mlx_h2o._utils.files import require_folder, write_kept
+from mlx_h2o._utils.plotting import drawing
+from mlx_h2o.attention.blas import advice
 from mlx_h2o.cli.evaluation_output import begun, facts_of, measure_all, rich_table, told
 from mlx_h2o.cli.options import (
     add_model_option,
@@ -21,7 +23,6 @@ from mlx_h2o.cli.options import (
 )
 from mlx_h2o.cli.report_table import run_table
 from mlx_h2o.cli.tables import show
-from mlx_h2o.drawing import drawing
 from mlx_h2o.evaluate.contenders import SHARES, Contender, contenders
 from mlx_h2o.evaluate.grid import at_a_glance
 from mlx_h2o.evaluate.measures import MEASURES, Measure
@@ -31,8 +32,7 @@ from mlx_h2o.evaluate.recall import FORMS
 from mlx_h2o.evaluate.report_tables import HEADLINE_SAMPLES, tables
 from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.evaluate.suite import FILE_NAME, Evaluation, Suite, sizes_of
-from mlx_h2o.files import require_folder, write_kept
-from mlx_h2o.linear_algebra import advice
+from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.policies import policy_names
 
 PAGE_NAME = "evaluation.html"

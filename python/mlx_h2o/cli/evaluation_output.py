@@ -12,11 +12,11 @@ from typing import Any
 
 from rich.table import Table
 
+from mlx_h2o._utils.progress import Told, progress_bar
 from mlx_h2o.evaluate.measurements import Measurements
 from mlx_h2o.evaluate.sections import Rows
 from mlx_h2o.evaluate.suite import Evaluation, Suite
-from mlx_h2o.progress import Told, progress_bar
-from mlx_h2o.smollm2 import cache_folder
+from mlx_h2o.loading.demo_model import cache_folder
 
 
 def place_of(measurements: Measurements) -> Path:

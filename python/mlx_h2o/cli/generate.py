@@ -14,8 +14,16 @@ import mlx.nn as nn
 from mlx_lm import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_h2o import checks
-from mlx_h2o.cache_file import load_prompt_cache, require_savable, save_prompt_cache
+from mlx_h2o._utils import checks
+from mlx_h2o._utils.byte_size import size_text
+from mlx_h2o._utils.files import require_writable, write_kept
+from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o.budgets.settings import ModelSettings
+from mlx_h2o.caches.conversation import pin
+from mlx_h2o.caches.describe import describe
+from mlx_h2o.caches.files import load_prompt_cache, require_savable, save_prompt_cache
+from mlx_h2o.chat.kept_tokens import bounded_layers
+from mlx_h2o.chat.pin_rules import spans_for
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_options,
@@ -26,15 +34,7 @@ from mlx_h2o.cli.options import (
     typed,
 )
 from mlx_h2o.cli.pin_options import add_pin_options, pin_rules
-from mlx_h2o.conversations import pin
-from mlx_h2o.description import describe
-from mlx_h2o.files import require_writable, write_kept
-from mlx_h2o.inspection import bounded_layers
-from mlx_h2o.memory_size import size_text
-from mlx_h2o.pin_rules import spans_for
-from mlx_h2o.progress import progress_bar
-from mlx_h2o.settings import ModelSettings
-from mlx_h2o.stock import stock_caches
+from mlx_h2o.integration.stock_caches import stock_caches
 
 DEFAULT_MAX_KV_SIZE = 512
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from rich.table import Table
 
+from mlx_h2o._utils.progress import progress_bar
 from mlx_h2o.cli.tables import show
 from mlx_h2o.golden.generate import generate
 from mlx_h2o.golden.groups import GROUPS
 from mlx_h2o.golden.manifest import GoldenError
 from mlx_h2o.golden.verify import Verdict, verify
-from mlx_h2o.progress import progress_bar
 
 
 def add_parser(commands: Any) -> None:

@@ -7,7 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlx_h2o.builtin import SAMPLE_TEXT
+from mlx_h2o._utils.byte_size import size_text
+from mlx_h2o._utils.files import require_writable, write_kept
+from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o.chat.kept_tokens import Trace, trace
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_options,
@@ -16,10 +19,7 @@ from mlx_h2o.cli.options import (
     load_model,
     read_text,
 )
-from mlx_h2o.files import require_writable, write_kept
-from mlx_h2o.inspection import Trace, trace
-from mlx_h2o.memory_size import size_text
-from mlx_h2o.progress import progress_bar
+from mlx_h2o.loading.load import SAMPLE_TEXT
 
 DEFAULT_MAX_KV_SIZE = 128
 

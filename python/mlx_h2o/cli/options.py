@@ -12,14 +12,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o import checks, smollm2
-from mlx_h2o.builtin import DEFAULT_MODEL, EMBEDDED_MODEL, load
-from mlx_h2o.memory_size import USUAL_CONTEXT, memory_size
-from mlx_h2o.packed import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, UNPACKED
+from mlx_h2o._utils import checks
+from mlx_h2o._utils.byte_size import USUAL_CONTEXT, memory_size
+from mlx_h2o.budgets.settings import DEFAULT_POLICY, PROFILES, ModelSettings
+from mlx_h2o.loading import demo_model
+from mlx_h2o.loading.load import DEFAULT_MODEL, EMBEDDED_MODEL, load
+from mlx_h2o.model_caches.make import bounded_caches
 from mlx_h2o.policies import policy_names
 from mlx_h2o.policies.settings import count_or_share, setting_of
-from mlx_h2o.prompt_cache import bounded_caches
-from mlx_h2o.settings import DEFAULT_POLICY, PROFILES, ModelSettings
+from mlx_h2o.storage.packed import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, UNPACKED
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 #: What the library calls a setting, and the option that sets it. A size has several options, and
@@ -45,7 +46,7 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
     """--model; `settle_model` says which it is where none is named."""
     parser.add_argument(
         "--model",
-        help=f"a local folder, a hub id, a .gguf file, {smollm2.NAME}, or {EMBEDDED_MODEL} "
+        help=f"a local folder, a hub id, a .gguf file, {demo_model.NAME}, or {EMBEDDED_MODEL} "
         f"(default: {DEFAULT_MODEL}, fetched when it is first used)",
     )
 
@@ -56,7 +57,7 @@ def default_model() -> str:
     Then a line on stderr says so.
     """
     try:
-        smollm2.path()
+        demo_model.path()
     except ValueError as error:
         print(f"{error}\nGoing on with {EMBEDDED_MODEL} instead.", file=sys.stderr)
         return EMBEDDED_MODEL

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mlx_h2o._utils.files import write_kept
 from mlx_h2o.cli.evaluation_output import begun, facts_of, measure_all, rich_table, told
 from mlx_h2o.cli.tables import show
 from mlx_h2o.evaluate.attention_shape import text_of
@@ -23,7 +24,6 @@ from mlx_h2o.evaluate.report_tables import (
 from mlx_h2o.evaluate.sections import Section
 from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.evaluate.suite import Evaluation, Suite
-from mlx_h2o.files import write_kept
 
 
 def run_table(table: ReportTable, stage: Stage, args: argparse.Namespace) -> None:

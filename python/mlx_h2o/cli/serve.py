@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_h2o import checks
-from mlx_h2o.builtin import model_path, require_model
+from mlx_h2o._utils import checks
+from mlx_h2o._utils.byte_size import Share, memory_size
+from mlx_h2o._utils.files import require_folder
 from mlx_h2o.cli.options import (
     add_cache_options,
     add_model_option,
@@ -22,10 +23,9 @@ from mlx_h2o.cli.options import (
 )
 from mlx_h2o.cli.pin_options import add_pin_options
 from mlx_h2o.cli.sessions import days
-from mlx_h2o.files import require_folder
-from mlx_h2o.gguf import SUFFIX
-from mlx_h2o.memory_size import Share, memory_size
-from mlx_h2o.pins import joined
+from mlx_h2o.loading.gguf import SUFFIX
+from mlx_h2o.loading.load import model_path, require_model
+from mlx_h2o.storage.pins import joined
 
 DEFAULT_MAX_KV_SIZE = 1024
 #: Where the key may stand instead, since others on the machine see a process's arguments.

@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_h2o import checks
+from mlx_h2o._utils import checks
+from mlx_h2o._utils.files import require_folder, write_kept
+from mlx_h2o._utils.plotting import drawing
+from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.cli.evaluate import add_stage_options, share_of, stage_of
 from mlx_h2o.cli.evaluation_output import begun, facts_of, measure_all, rich_table, told
 from mlx_h2o.cli.options import add_profile_option, typed
 from mlx_h2o.cli.tables import show
-from mlx_h2o.drawing import drawing
 from mlx_h2o.evaluate.measures import PerplexityMeasure
 from mlx_h2o.evaluate.page import page
 from mlx_h2o.evaluate.suite import Evaluation, Suite
@@ -26,10 +28,8 @@ from mlx_h2o.evaluate.tuning import (
     section,
     tuned_contenders,
 )
-from mlx_h2o.files import require_folder, write_kept
-from mlx_h2o.packed import BITS
 from mlx_h2o.policies import policy_names
-from mlx_h2o.settings import DEFAULT_POLICY
+from mlx_h2o.storage.packed import BITS
 
 FILE_NAME, PAGE_NAME = "tuning.json", "tuning.html"
 SHARES = (0.5, 0.25, 0.125, 0.0625)

@@ -8,17 +8,17 @@ from typing import Any
 
 from rich.table import Table
 
-from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT
+from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.cli.evaluation_output import measuring, take_up
 from mlx_h2o.cli.options import add_model_options, load_model, named_options, read_text, typed
 from mlx_h2o.cli.tables import show
+from mlx_h2o.engine.pins_and_turns import RESET, checked_carry
 from mlx_h2o.evaluate.arms import FULL, OURS, WINDOW, Arm
 from mlx_h2o.evaluate.measurements import Measurements
 from mlx_h2o.evaluate.recall import CLOZE, QUESTIONS
 from mlx_h2o.evaluate.turns import known_at_last, turns_task, ways
+from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.policies import policy_names
-from mlx_h2o.settings import DEFAULT_POLICY
-from mlx_h2o.turns import RESET, checked_carry
 
 TOKENS, TURNS, MAX_SIZE, PROMPTS = 504, 6, 128, 8
 #: Of mlx-lm's own caches, of ours by default, and of every policy with the same uniform slots.

@@ -8,10 +8,10 @@ from typing import cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o import routing
-from mlx_h2o.attention_call import AttentionCall
+from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.evaluate.stage import Stage
-from mlx_h2o.watching import LookingCache, Watcher, full_attention, looked_through
+from mlx_h2o.integration import routing
+from mlx_h2o.integration.recorder import LookingCache, Watcher, full_attention, looked_through
 
 #: Part of the keys whose mass is called concentration.
 STRONGEST = 0.1

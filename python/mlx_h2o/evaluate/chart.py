@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_h2o.drawing import drawing
+from mlx_h2o._utils.plotting import drawing
 from mlx_h2o.evaluate.arms import FULL, PACKED, WINDOW
 from mlx_h2o.evaluate.comparison import Result
 

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o.builtin import load
+from mlx_h2o.attention.blas import blas
 from mlx_h2o.evaluate.arms import FULL, Arm
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.measurements import Measurements
@@ -21,7 +21,7 @@ from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
 from mlx_h2o.evaluate.recall import FORMS, RecallTask, recall_task, recalled
 from mlx_h2o.evaluate.side_by_side import can_share, side_by_side
 from mlx_h2o.evaluate.workers import Tell, cores, finished
-from mlx_h2o.linear_algebra import blas
+from mlx_h2o.loading.load import load
 
 # More caches side by side save nothing, and hold a full cache's memory for each.
 MOST_TOGETHER = 8

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_h2o.budgets.settings import DEFAULT_POLICY, PROFILES, ModelSettings, budgets_of_model
 from mlx_h2o.evaluate.arms import FULL, OURS, PACKED, WINDOW, Arm
 from mlx_h2o.evaluate.stage import Stage, read
 from mlx_h2o.evaluate.workers import Tell
+from mlx_h2o.model_caches.compress import compress_into
 from mlx_h2o.policies.settings import setting_of
-from mlx_h2o.rereading import compress_into
-from mlx_h2o.settings import DEFAULT_POLICY, PROFILES, ModelSettings, budgets_of_model
 
 #: Parts of a full 16-bit cache's bytes, where no others are given.
 SHARES = (0.5, 0.25, 0.125, 0.0625)
@@ -135,7 +135,7 @@ def arm_of(spec: str) -> Arm:
     Args:
         spec: `h2o`, `h2o:recent=64`, `salient:bits=6:budgets=uniform`, `keydiff:remainder=false`.
             Budgets are uniform unless it says which, and rows are as they come. `kvzip` compresses
-            prompts (rereading.py), with bits chosen by bytes.
+            prompts (model_caches/compress.py), with bits chosen by bytes.
 
     Raises:
         ValueError: There is no such policy or setting.

@@ -16,14 +16,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_h2o.bounded_cache import BoundedKVCache
-from mlx_h2o.budget import RowWidths, slots_for_bytes
-from mlx_h2o.cache_lists import entries
-from mlx_h2o.layer_kinds import LayerKind, layer_kinds
-from mlx_h2o.positions import FEW
-from mlx_h2o.prompt_cache import PLAIN_ELEMENT, bounded_caches, plain_bytes
-from mlx_h2o.query_centres import most_bytes
-from mlx_h2o.settings import ModelSettings
+from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.budgets.cost import RowWidths, slots_for_bytes
+from mlx_h2o.budgets.settings import ModelSettings
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.integration.layer_probe import LayerKind, layer_kinds
+from mlx_h2o.model_caches.make import PLAIN_ELEMENT, bounded_caches, plain_bytes
+from mlx_h2o.storage.query_centres import most_bytes
+from mlx_h2o.storage.slot_store import FEW
 
 #: Where a cache of ours has its rows, by the names of its arrays.
 ROWS = tuple(f"{place}.{rows}" for place in ("slots", "recent") for rows in ("keys", "values"))

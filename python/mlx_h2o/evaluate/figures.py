@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_h2o.drawing import drawing
+from mlx_h2o._utils.plotting import drawing
 from mlx_h2o.evaluate.arms import OURS, PACKED, WINDOW
 from mlx_h2o.evaluate.sections import Chart, Curves, Maps
 

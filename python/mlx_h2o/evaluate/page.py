@@ -5,9 +5,9 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from mlx_h2o.builtin import PACKAGE
 from mlx_h2o.evaluate.figures import svg
 from mlx_h2o.evaluate.sections import Rows, Section
+from mlx_h2o.loading.load import PACKAGE
 
 #: The page's text, with {{names}} to fill in.
 PAGE = PACKAGE / "data" / "evaluation.html"

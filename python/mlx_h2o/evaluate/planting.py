@@ -10,7 +10,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o.drawing import drawing
+from mlx_h2o._utils.plotting import drawing
 from mlx_h2o.evaluate.arms import FULL, PACKED, WINDOW, Arm
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.recall import RecallTask

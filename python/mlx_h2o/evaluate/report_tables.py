@@ -17,15 +17,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o.builtin import CALIBRATION_TEXT
+from mlx_h2o.budgets.settings import DEFAULT_POLICY, ModelSettings
 from mlx_h2o.evaluate.arms import FULL, OURS, WINDOW, Arm
 from mlx_h2o.evaluate.attention_shape import budgets_by_entropy, shapes_of
 from mlx_h2o.evaluate.contenders import Contender
 from mlx_h2o.evaluate.measures import Findings, PerplexityMeasure
 from mlx_h2o.evaluate.perplexity import Perplexity
 from mlx_h2o.evaluate.sections import Rows
-from mlx_h2o.prompt_cache import bounded_caches
-from mlx_h2o.settings import DEFAULT_POLICY, ModelSettings
+from mlx_h2o.loading.load import CALIBRATION_TEXT
+from mlx_h2o.model_caches.make import bounded_caches
 
 SINK = 4
 #: What the report's page shows, at 256 slots of 10 x 512 tokens on an M2 Ultra: perplexity of the

@@ -14,10 +14,10 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models import cache as mlx_lm_cache
 
-from mlx_h2o import routing
-from mlx_h2o.attention_call import AttentionCall, Looking
-from mlx_h2o.cache import H2OKVCache
-from mlx_h2o.own_attention import asked
+from mlx_h2o.attention.call import AttentionCall, Looking
+from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.integration import routing
+from mlx_h2o.integration.own_attention import asked
 
 # What keeps rows of attention alone, and reads masks as `make_mask` of its own gives them.
 SERVED = (

@@ -13,10 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.frame import RowFormat
-from mlx_h2o.packed import DEFAULT_GROUP_SIZE
 from mlx_h2o.policies.terms import FEWEST_FOR_A_MEAN, MASS_FLOOR
-from mlx_h2o.value_lengths import logarithm, value_lengths
+from mlx_h2o.storage.key_scaling import RowFormat
+from mlx_h2o.storage.packed import DEFAULT_GROUP_SIZE, logarithm, value_lengths
 
 SINK = 4
 #: Positions are attended in steps of this many, so that shapes repeat.

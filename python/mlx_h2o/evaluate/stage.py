@@ -10,9 +10,9 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o.builtin import load
 from mlx_h2o.evaluate.recall import FORMS, Form, is_known
 from mlx_h2o.evaluate.workers import Tell
+from mlx_h2o.loading.load import load
 
 
 @dataclass

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mlx_h2o.budgets.settings import DEFAULT_POLICY, PROFILES
 from mlx_h2o.evaluate.arms import FULL, OURS, Arm
 from mlx_h2o.evaluate.bootstrap import loss_interval
 from mlx_h2o.evaluate.contenders import Contender, arm_of
 from mlx_h2o.evaluate.measures import Findings
 from mlx_h2o.evaluate.perplexity import Perplexity
 from mlx_h2o.evaluate.sections import Curves, Rows, Section
-from mlx_h2o.settings import DEFAULT_POLICY, PROFILES
 
 #: Rows in the model's own dtype.
 PLAIN = 16

@@ -10,11 +10,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o.conversations import new_turn, pin
+from mlx_h2o.caches.conversation import new_turn, pin
 from mlx_h2o.evaluate.recall import QUESTIONS, Form, paragraphs_of
 from mlx_h2o.evaluate.stage import known
 from mlx_h2o.evaluate.workers import Tell
-from mlx_h2o.pins import Span
+from mlx_h2o.storage.pins import Span
 
 #: Tokens of a turn, after its message, that are given at once.
 CHUNK = 16
@@ -108,7 +108,7 @@ def known_at_last(
         model: An mlx-lm model.
         make_cache: Makes an empty cache.
         task: The conversations.
-        carry: How much of the past counts in each turn (`turns.py`).
+        carry: How much of the past counts in each turn (`engine/pins_and_turns.py`).
         pinned: Pin the positions of the facts, of any of the conversations, in all of them.
         tell: Told how many tokens were read.
     """

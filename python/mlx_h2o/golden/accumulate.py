@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from mlx_h2o.attention import scaled_dot_product_attention_with_scores
+from mlx_h2o.attention.ops import scaled_dot_product_attention_with_scores
 from mlx_h2o.golden.group import Arrays, Parameters, parameters_of, policy_of
 from mlx_h2o.golden.numbers import SINKS, WORTH, K, Q, tensor
 from mlx_h2o.policies import make_policy
-from mlx_h2o.selection import accumulate
+from mlx_h2o.policies.selection import accumulate
 
 NAME = "accumulate"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mlx_h2o.cache import H2OKVCache
-from mlx_h2o.filling import Stage
-from mlx_h2o.frame import Frame
+from mlx_h2o.budgets.growth import Stage
+from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.golden.group import Arrays, Parameters, policy_of
+from mlx_h2o.storage.key_scaling import Frame
 
 
 def caches_of(p: Parameters, inputs: Arrays) -> list[H2OKVCache]:

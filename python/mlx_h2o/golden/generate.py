@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_h2o.backends.choice import only_reference
+from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.golden import manifest
 from mlx_h2o.golden.group import Arrays, Group, Parameters
 from mlx_h2o.golden.groups import GROUPS

@@ -10,8 +10,8 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 
-from mlx_h2o import selection
-from mlx_h2o.selection import select_kept, select_victims
+from mlx_h2o.policies import selection
+from mlx_h2o.policies.selection import select_kept, select_victims
 
 # Of the largest priority. Implementations that sum in another order differ by 1e-6 or so of it.
 LEAST_MARGIN = 1e-5

@@ -9,14 +9,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_h2o import routing
-from mlx_h2o.builtin import EMBEDDED_MODEL, SAMPLE_TEXT, load
-from mlx_h2o.cache import H2OKVCache
+from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.golden.group import Arrays, Parameters, parameters_of, policy_of
 from mlx_h2o.golden.margins import watching
 from mlx_h2o.golden.trajectory import held
+from mlx_h2o.integration import routing
+from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT, load
+from mlx_h2o.model_caches.make import make_prompt_cache
 from mlx_h2o.policies import Policy, make_policy
-from mlx_h2o.prompt_cache import make_prompt_cache
 
 NAME = "model"
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from mlx_h2o.attention import scaled_dot_product_attention_quantized_with_scores
+from mlx_h2o.attention.ops import scaled_dot_product_attention_quantized_with_scores
 from mlx_h2o.golden.group import Arrays, Parameters
 from mlx_h2o.golden.numbers import SINKS, K, Q, V, tensor
-from mlx_h2o.packed import PackedRows
+from mlx_h2o.storage.packed import PackedRows
 
 NAME = "quantized"
 

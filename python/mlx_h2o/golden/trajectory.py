@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_h2o.cache import H2OKVCache
+from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.golden.caches import caches_of, most_slots
 from mlx_h2o.golden.group import Arrays, Parameters, parameters_of
 from mlx_h2o.golden.margins import watching

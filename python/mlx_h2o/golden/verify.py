@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlx_h2o.backends import choice, reference
+from mlx_h2o.attention.backends import choice, reference
 from mlx_h2o.golden import manifest
 from mlx_h2o.golden.groups import GROUPS
 from mlx_h2o.golden.manifest import GoldenError

@@ -16,12 +16,11 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from mlx_h2o import checks
-from mlx_h2o.packed import Packing
+from mlx_h2o._utils import checks
 from mlx_h2o.policies.kernel_policy import KernelPolicy
-from mlx_h2o.query_centres import QueryCentres
-from mlx_h2o.softmax import attention_mass
-from mlx_h2o.value_lengths import value_lengths
+from mlx_h2o.storage.packed import Packing, value_lengths
+from mlx_h2o.storage.query_centres import QueryCentres
+from mlx_h2o.storage.softmax import attention_mass
 
 # Of the counts among the settings.
 LEAST = {"sink": 0, "evict_every": 1, "window": 1, "pool": 1, "chunk": 1}
@@ -79,10 +78,10 @@ class Slots:
         evictable: True where the slot may go, `[B, H, N]` bool.
         evicted: How many tokens each head has lost so far.
         evicted_mean_key: Their mean key `[B, H, D]` float32 (zeros while there are none).
-        value_lengths: How long values are `[B, H, N]` (`value_lengths.py`), for policies that use
+        value_lengths: How long values are `[B, H, N]` (`storage/packed.py`), for policies that use
             them.
         aged_from: The position from which steps count: older tokens are as old as it
-            (`turns.py`).
+            (`engine/pins_and_turns.py`).
         centres: Of the queries of these KV heads, for policies that use them.
     """
 
@@ -285,7 +284,7 @@ class Policy:
     def carried(
         self, scores: mx.array, ages: mx.array, ages_after: mx.array, carry: float
     ) -> mx.array:
-        """Scores `[B, H, N]` when a turn begins (`turns.py`).
+        """Scores `[B, H, N]` when a turn begins (`engine/pins_and_turns.py`).
 
         Args:
             scores: Before.

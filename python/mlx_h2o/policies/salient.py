@@ -23,7 +23,7 @@ class Salient(Policy):
     mass per step is what counts on real models; the other terms are what keeps facts that nothing
     has asked for yet. Distances are `Distinct`'s: at least 1e-6 of the mean key's own length
     squared, and from the mean of the kept keys while fewer than 16 were evicted. For the lengths of
-    packed values the ranges of their groups stand (`value_lengths.py`). Source: this project
+    packed values the ranges of their groups stand (`storage/packed.py`). Source: this project
     (docs/results.md).
 
     Masses are per step and values weighed already, so age_normalised and value_weighted are

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from mlx_h2o.policies.base import Observation, ObservedMass, Policy, Slots
-from mlx_h2o.query_centres import QueryCentres
+from mlx_h2o.storage.query_centres import QueryCentres
 
 #: Slots of the trial: as many as the least that a policy can have, within these.
 FEWEST_SLOTS, MOST_SLOTS = 16, 256

@@ -27,11 +27,11 @@ class TriAttention(Policy):
     the key's length alone counts, as much as they do. The query heads of a KV head are standardised
     over the slots that may go, and a slot is worth the most that any of them gives it.
 
-    The centres are data of a model, of a text that it read once (`kept_centres.py`); attention is
-    never looked at. A mean over turned centres is one query, so a choice costs as much as one
-    token's logits. Channels without RoPE count in the first term alone, which is then the whole
-    logit. The paper chooses anew after each 128 tokens and never lets go of a prompt; here prompts
-    are cut down like everything else.
+    The centres are data of a model, of a text that it read once (`calibration/centres_build.py`);
+    attention is never looked at. A mean over turned centres is one query, so a choice costs as much
+    as one token's logits. Channels without RoPE count in the first term alone, which is then the
+    whole logit. The paper chooses anew after each 128 tokens and never lets go of a prompt; here
+    prompts are cut down like everything else.
 
     Attributes:
         horizon: The farthest step ahead that is asked about.

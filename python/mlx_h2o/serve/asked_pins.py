@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_h2o.pin_rules import PromptText, of_roles, of_texts, whole_sentences
-from mlx_h2o.pins import Span, among_first, checked_spans, joined
+from mlx_h2o.chat.pin_rules import PromptText, of_roles, of_texts, whole_sentences
 from mlx_h2o.serve.patterns import check_pattern, matches
+from mlx_h2o.storage.pins import Span, among_first, checked_spans, joined
 
 #: The field among a request's settings.
-FIELD = "mlx_h2o.pins"
+FIELD = "mlx_h2o.storage.pins"
 KINDS = ("roles", "texts", "patterns", "spans")
 #: Of one request, each.
 MOST_RULES = 64

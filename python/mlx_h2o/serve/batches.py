@@ -13,8 +13,8 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from mlx_h2o.batch_cache import BatchH2OKVCache
-from mlx_h2o.cache_lists import entries
+from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.serve.conversations import pieces_of
 from mlx_h2o.serve.member import Member, Reading, generate_again, own_processors, own_sampler
 from mlx_h2o.serve.ticket import Ticket, Turn

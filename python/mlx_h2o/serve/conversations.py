@@ -17,15 +17,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.bounded_cache import BoundedKVCache
-from mlx_h2o.cache_lists import entries
-from mlx_h2o.conversations import bounded_entries, pin
-from mlx_h2o.layer import Layer
-from mlx_h2o.pins import without
-from mlx_h2o.resizing import resize
+from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.conversation import bounded_entries, pin
+from mlx_h2o.engine.layer import Layer
+from mlx_h2o.model_caches.resize import resize
 from mlx_h2o.serve.marks import Mark, mark, mark_of
 from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
 from mlx_h2o.serve.ticket import Place, Ticket, Turn
+from mlx_h2o.storage.pins import without
 
 #: What mlx-lm's server calls the entries that it keeps.
 KINDS = ("assistant", "user", "system")

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.policies import policy_names
 from mlx_h2o.serve.asked_pins import AskedPins
-from mlx_h2o.settings import ModelSettings
 
 #: The field that holds one request's own settings of its cache.
 EXTRA = "mlx_h2o"

@@ -14,8 +14,8 @@ from weakref import ReferenceType, ref
 
 from mlx_lm.server import ResponseGenerator
 
-from mlx_h2o.bounded_cache import BoundedKVCache
-from mlx_h2o.cache_lists import entries
+from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.serve.accountant import Accountant
 from mlx_h2o.serve.asked_pins import AskedPins
 from mlx_h2o.serve.batches import AccountedBatch

@@ -11,8 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.conversations import pin
-from mlx_h2o.pins import Span
+from mlx_h2o.caches.conversation import pin
 from mlx_h2o.serve.conversations import Conversations
 from mlx_h2o.serve.fields import label_of
 from mlx_h2o.serve.marks import Mark, mark
@@ -23,6 +22,7 @@ from mlx_h2o.serve.stop_texts import stopped
 from mlx_h2o.serve.ticket import Place, Ticket
 from mlx_h2o.serve.transcripts import Transcripts
 from mlx_h2o.serve.turn_text import Content, TurnText
+from mlx_h2o.storage.pins import Span
 
 
 class GoingOn:

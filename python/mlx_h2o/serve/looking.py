@@ -13,17 +13,22 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.conversations import bounded_entries, pin, unpin
-from mlx_h2o.inspection import DECODE_CONTEXT, bounded_layers, token_texts
-from mlx_h2o.pinning import PinAnswer
-from mlx_h2o.pins import Span, checked_spans, joined
-from mlx_h2o.remembered import LayerMemory, remembered
+from mlx_h2o.caches.conversation import bounded_entries, pin, unpin
+from mlx_h2o.chat.kept_tokens import (
+    DECODE_CONTEXT,
+    LayerMemory,
+    bounded_layers,
+    remembered,
+    token_texts,
+)
+from mlx_h2o.engine.pins_and_turns import PinAnswer
 from mlx_h2o.serve.batches import Answered
 from mlx_h2o.serve.conversations import Idle, shrink
 from mlx_h2o.serve.generator import BoundedGenerator
 from mlx_h2o.serve.said import messages_of, render_with
 from mlx_h2o.serve.sessions import token_count, tokens_of
 from mlx_h2o.serve.sharing import processes, require_alone
+from mlx_h2o.storage.pins import Span, checked_spans, joined
 
 #: Tokens whose texts are found between two steps: few enough that no step waits long.
 TEXTS_AT_A_TIME = 512
@@ -222,7 +227,7 @@ def change_pins(generator: BoundedGenerator, name: str, body: Any) -> dict[str, 
         ValueError: The body asks for something else, or there is nothing or no room to pin.
     """
     what = _asked(body)
-    require_alone("pins are a request's (its field mlx_h2o.pins), or the server's (--pin).")
+    require_alone("pins are a request's (its field mlx_h2o.storage.pins), or the server's (--pin).")
 
     def change() -> dict[str, Any]:
         idle = find(generator, name)

@@ -9,12 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
-from mlx_h2o import routing
-from mlx_h2o.bounded_cache import BoundedKVCache
-from mlx_h2o.budget import bytes_for_slots
-from mlx_h2o.cache_lists import entries
-from mlx_h2o.positions import FEW
-from mlx_h2o.stock import stock_caches
+from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.budgets.cost import bytes_for_slots
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.integration import routing
+from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.storage.slot_store import FEW
 
 #: Prompt tokens that go through a model at once, where the server does not say.
 USUAL_CHUNK = 2048

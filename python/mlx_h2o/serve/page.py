@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from mlx_h2o.builtin import PACKAGE
+from mlx_h2o.loading.load import PACKAGE
 
 PAGE = PACKAGE / "data" / "serve.html"
 

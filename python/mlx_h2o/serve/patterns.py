@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mlx_h2o.pins import Span
+from mlx_h2o.storage.pins import Span
 
 #: Of a pattern.
 MOST_CHARACTERS = 256

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_h2o.prompt_cache import bounded_caches
-from mlx_h2o.refusals import NothingToBound
+from mlx_h2o.budgets.settings import ModelSettings
+from mlx_h2o.integration.refusals import NothingToBound
+from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.model_caches.make import bounded_caches
 from mlx_h2o.serve.marks import Mark, mark
 from mlx_h2o.serve.most_bytes import most_bytes
 from mlx_h2o.serve.served_model import ServedModel
-from mlx_h2o.settings import ModelSettings
-from mlx_h2o.stock import stock_caches
 
 #: Different settings whose empty caches are kept.
 MOST_PLANS = 64

@@ -17,7 +17,7 @@ import mlx_lm
 import mlx_lm.server
 from mlx_lm.server import stream_generate
 
-from mlx_h2o import routing
+from mlx_h2o.integration import routing
 from mlx_h2o.serve.accountant import Accountant
 from mlx_h2o.serve.app import Doors, Service
 from mlx_h2o.serve.asked_pins import NO_PINS, AskedPins

@@ -8,10 +8,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.server import ModelProvider
 
-from mlx_h2o.builtin import load
-from mlx_h2o.first_profile import profile_at_load
+from mlx_h2o.calibration.first_use import profile_at_load
+from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.loading.load import load
 from mlx_h2o.serve.sharing import is_own, load_shared, remember
-from mlx_h2o.stock import stock_caches
 
 
 class NotLoaded(ValueError):
@@ -25,7 +25,7 @@ class ServedModel(ModelProvider):  # type: ignore[misc]
         loaded: Set once the model is there, or cannot be loaded.
         failure: Why it cannot, or None.
         measures: Whether a model without a profile is measured before anything is answered
-            (`first_profile.py`): no request waits for that.
+            (`calibration/first_use.py`): no request waits for that.
     """
 
     def __init__(self, cli_args: Any):

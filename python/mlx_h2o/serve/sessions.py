@@ -26,10 +26,10 @@ from typing import Any
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
-from mlx_h2o.cache_file import load_prompt_cache, save_prompt_cache
-from mlx_h2o.files import replacing
-from mlx_h2o.pins import checked_spans
+from mlx_h2o._utils.files import replacing
+from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
 from mlx_h2o.serve.marks import Mark, mark
+from mlx_h2o.storage.pins import checked_spans
 
 SUFFIX = ".safetensors"
 NOTE = ".json"

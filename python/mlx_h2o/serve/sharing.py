@@ -13,9 +13,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o.builtin import PREFIX, load, model_path
-from mlx_h2o.gguf import SUFFIX
-from mlx_h2o.smollm2 import NAME as SMOLLM2
+from mlx_h2o.loading.demo_model import NAME as SMOLLM2
+from mlx_h2o.loading.gguf import SUFFIX
+from mlx_h2o.loading.load import PREFIX, load, model_path
 
 #: What a refusal begins with.
 SHARED = "Here several processes share the model (mlx.launch)"

@@ -2,7 +2,7 @@
 extension H2OConfiguration {
     // Widths of rows that are weighed against each other; nil: not packed.
     private static let widths: [Int?] = [nil, 8, 6, 5, 4]
-    // Of expected loss: too little to choose by (NEGLIGIBLE of Python's sizing.py).
+    // Of expected loss: too little to choose by (NEGLIGIBLE of Python's budgets/bit_choice.py).
     private static let negligible = 3e-4
     // Bytes of an element of a 16-bit cache.
     private static let plainElement = 2

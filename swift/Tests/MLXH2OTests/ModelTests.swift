@@ -171,7 +171,7 @@ import Testing
         let budgets = try configuration.caches(for: model).map {
             ($0 as! H2OKVCache).core.settings.filling.last!.budgets
         }
-        // As Python shares them out (tests/test_profile.py).
+        // As Python shares them out (tests/budgets/test_profile.py).
         #expect(budgets == [[10, 128], [48, 48], [48, 32], [32, 406]])
         #expect(throws: H2OError.self) { try configuration.caches(for: try Self.own()) }
         let matching = try H2OConfiguration(
@@ -193,7 +193,7 @@ import Testing
         func last(_ caches: [H2OKVCache]) -> [[Int]] {
             caches.map { $0.core.settings.filling.last!.budgets }
         }
-        // As Python's caches of so many bytes begin, and end up (tests/test_profile.py).
+        // As Python's caches of so many bytes begin, and end up (tests/budgets/test_profile.py).
         let whole = try caches(1), half = try caches(0.5)
         let quarter = try caches(0.25), tenth = try caches(0.1)
         #expect(whole.allSatisfy { $0.packing.keyBits == 8 && $0.frame != nil })

@@ -1,4 +1,5 @@
-// Keys and queries into a frame (python/mlx_h2o/frame.py), rounded to their dtype as they came.
+// Keys and queries into a frame (python/mlx_h2o/storage/key_scaling.py), rounded to their dtype as
+// they came.
 #pragma once
 
 #include "convert.h"

@@ -1,4 +1,5 @@
-// One row packed by its groups' ranges: pack_by_range of python/mlx_h2o/packed.py, bit for bit.
+// One row packed by its groups' ranges: pack_by_range of python/mlx_h2o/storage/packed.py, bit for
+// bit.
 #pragma once
 
 #include "convert.h"

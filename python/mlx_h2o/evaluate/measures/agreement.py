@@ -16,7 +16,7 @@ from mlx_h2o.evaluate.sections import Curves, Rows, Section
 from mlx_h2o.evaluate.side_by_side import can_share, side_by_side
 from mlx_h2o.evaluate.stage import Stage, read, step, untold
 from mlx_h2o.evaluate.workers import Tell
-from mlx_h2o.stock import stock_caches
+from mlx_h2o.integration.stock_caches import stock_caches
 
 #: The answer is cut into so many parts, whose means are reported.
 PARTS = 8

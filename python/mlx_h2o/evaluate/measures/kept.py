@@ -9,8 +9,8 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_h2o.bounded_cache import BoundedKVCache
-from mlx_h2o.cache_lists import entries
+from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.evaluate.contenders import Contender
 from mlx_h2o.evaluate.measures.measure import Findings, Found, Measure
 from mlx_h2o.evaluate.sections import Maps, Rows, Section

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_h2o import checks
+from mlx_h2o._utils import checks
 from mlx_h2o.evaluate.contenders import Contender
 from mlx_h2o.evaluate.measures.measure import ASKING, Findings, Found, Measure, fraction, part_of
 from mlx_h2o.evaluate.needles import KINDS, Needle, kinds_of, needle_task

@@ -1,7 +1,7 @@
 import MLX
 
 /// How the attention kernels share out their work: pure functions of sizes, the same in every
-/// language (python/mlx_h2o/backends/tiling.py says why).
+/// language (python/mlx_h2o/attention/backends/tiling.py says why).
 struct Tiling: Equatable {
     /// Widths that the kernels are written for, in elements.
     static let widths = Set(stride(from: 32, through: 576, by: 32))

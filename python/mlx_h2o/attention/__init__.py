@@ -1,0 +1,1 @@
+"""Attention that hands out its scores, and the backends that compute it."""

@@ -1,0 +1,173 @@
+"""Decoding in one fused step on the CPU: a layer's arrays in the extension's hands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_h2o import _ext
+from mlx_h2o.attention.backends.cpu import stored
+from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, Lent, PlannedToken
+from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.storage.remainder import STATISTICS, Remainder
+
+
+class CPUDecoder(Decoder):
+    """A layer whose arrays are with the CPU's kernel.
+
+    Args:
+        lent: The arrays; there must be no other reference to them, or the kernel copies them once.
+        settings: Of the layer; `decoders.accepts` them.
+    """
+
+    def __init__(self, lent: Lent, settings: CacheSettings):
+        packing = settings.packing
+        absent = mx.zeros((0,))
+        others = {
+            "slots.positions": lent.fields["positions"],
+            "slots.scores": lent.fields.get("scores", absent),
+            **{f"remainder.{name}": array for name, array in lent.remainder.arrays.items()},
+            "victims": lent.victims,
+        }
+        lengths = lent.fields.get("value_lengths")
+        if lengths is not None:
+            others["slots.value_lengths"] = lengths
+        # What the extension hands back, in its order; dicts of fields may be in any.
+        rows = [*packing.names("keys"), *packing.names("values")]
+        self._scored, self._remembers = "scores" in lent.fields, settings.remembers
+        self._returned = [*(f"slots.{name}" for name in rows), *others]
+        self._rows = [f"slots.{name}" for name in rows]
+        self._lengths = [] if lengths is None else ["value_lengths"]
+        self._recent_rows = list[str]()
+        self.nbytes = lent.nbytes(settings.remembers)
+        newest = None
+        if lent.window is not None:
+            recent = packing.recent
+            assert recent is not None
+            rows = [*recent.names("keys"), *recent.names("values")]
+            self._recent_rows = [f"recent.{name}" for name in rows]
+            newest_lengths = [f"recent.{name}" for name in self._lengths]
+            self._returned += [*self._recent_rows, "recent.scores", *newest_lengths]
+            newest = _ext.Recent(
+                stored(recent.rows("keys", lent.window)),
+                stored(recent.rows("values", lent.window)),
+                lent.window.get("scores", absent),
+                lent.window.get("value_lengths"),
+            )
+        self._layer = _ext.DecodingLayer(
+            stored(packing.rows("keys", lent.fields)),
+            stored(packing.rows("values", lent.fields)),
+            list(others.values()),
+            _kernel_policy_of(settings),
+            remembers=settings.remembers,
+            answers=settings.remainder,
+            saturation=list(settings.saturations(lent.remainder.count.shape[1])),
+            recent=newest,
+            frame=None if settings.frame is None else _ext.Frame(*settings.frame.arrays),
+        )
+
+    def step(self, step: DecodeStep) -> mx.array:
+        out, changed = self._layer.step(
+            step.q,
+            step.k,
+            step.v,
+            scale=step.scale,
+            sinks=step.sinks,
+            offset=step.offset,
+            heads=list(step.heads),
+            recent=step.recent,
+            undo=step.before is not None,
+            aged_from=step.aged_from,
+        )
+        if step.before is not None:
+            step.before.arrays = dict(zip(self._changed_by(step), changed, strict=True))
+        return out
+
+    @staticmethod
+    def step_together(
+        decoders: Sequence[CPUDecoder],
+        tokens: Sequence[PlannedToken],
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """One token of each of several layers, in one operation.
+
+        Args:
+            decoders: That have the layers.
+            tokens: Their plans; none can be undone.
+            q: `[B, Hq, 1, D]`, the layers' sequences one after the other.
+            k: `[B, H, 1, D]`.
+            v: `[B, H, 1, Dv]`.
+            scale: Factor on q.k.
+            sinks: Attention-sink logits `[Hq]`.
+
+        Returns:
+            `[B, Hq, 1, Dv]`.
+        """
+        plans = [
+            (token.offset, list(token.heads), token.recent, token.aged_from) for token in tokens
+        ]
+        return _ext.step_together(
+            [decoder._layer for decoder in decoders],
+            q, k, v, scale=scale, sinks=sinks, tokens=plans,
+        )  # fmt: skip
+
+    def _changed_by(self, step: DecodeStep) -> list[str]:
+        """What a step hands out, in the order of the extension."""
+        names = []
+        overwrites = any(head.victim >= 0 for head in step.heads)
+        if overwrites:
+            names += ["slot", *self._rows, "slots.positions"]
+            names += [f"slots.{name}" for name in self._lengths]
+        if self._scored:
+            names.append("slots.scores")
+        if overwrites and self._remembers:
+            names += [f"remainder.{name}" for name in STATISTICS]
+        if any(head.choose for head in step.heads):
+            names.append("victims")
+        if step.recent is not None:
+            if step.recent.leaving:
+                names += [*self._recent_rows, *(f"recent.{name}" for name in self._lengths)]
+            names += ["recent.scores"] if self._scored else []
+        return names
+
+    def end(self) -> Lent:
+        arrays = dict(zip(self._returned, self._layer.close(), strict=True))
+        if not self._scored:  # then what came back for them is empty
+            for name in ("slots.scores", "recent.scores"):
+                arrays.pop(name, None)
+        window = _named("recent.", arrays) if self._recent_rows else None
+        remainder = Remainder(**_named("remainder.", arrays))
+        return Lent(_named("slots.", arrays), remainder, arrays["victims"], window)
+
+
+def _kernel_policy_of(settings: CacheSettings) -> _ext.KernelPolicy:
+    """A policy as the extension takes it."""
+    policy, kernel = settings.policy, settings.kernel_policy
+    assert kernel is not None
+    return _ext.KernelPolicy(
+        score=_ext.Score[kernel.score],
+        priority=_ext.Priority[kernel.priority],
+        per_layer=kernel.per_layer,
+        age_normalised=kernel.age_normalised,
+        sink=policy.sink,
+        evict_every=policy.evict_every,
+        decay=kernel.decay,
+        distance_weight=kernel.distance_weight,
+        mass_weight=kernel.mass_weight,
+        value_weight=kernel.value_weight,
+        age_weight=kernel.age_weight,
+    )
+
+
+def _named(prefix: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The arrays under a prefix, without it."""
+    return {
+        name.removeprefix(prefix): array
+        for name, array in arrays.items()
+        if name.startswith(prefix)
+    }

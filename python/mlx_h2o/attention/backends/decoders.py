@@ -1,0 +1,87 @@
+"""Which decode steps are fused, and by which decoder: that of the default device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_h2o.attention.backends import choice, reference
+from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, Lent, PlannedToken
+from mlx_h2o.attention.backends.gpu_decoder import GPUDecoder
+from mlx_h2o.attention.call import AttentionCall
+from mlx_h2o.budgets.settings import CacheSettings
+
+# Query heads of one KV head that the kernel takes at once (kMaxRows in kernels.h).
+MOST_QUERY_HEADS = 32
+
+
+def accepts(settings: CacheSettings, call: AttentionCall, k: mx.array, v: mx.array) -> bool:
+    """Whether the default device has a fused step for this call; else it goes op by op.
+
+    Args:
+        settings: Of the layer.
+        call: Its queries and mask.
+        k: `[B, Hk, L, D]`, the new keys.
+        v: `[B, Hk, L, Dv]`, the new values.
+    """
+    one_token = k.shape[2] == 1 and call.mask is None and not call.softcap
+    if not one_token or k.dtype != v.dtype or settings.rope is not None:
+        return False
+    if settings.ranks > 1 and settings.policy.unit == "layer":
+        return False  # kernels see this rank's heads only
+    if call.q.shape[1] > MOST_QUERY_HEADS * k.shape[1]:
+        return False
+    gpu = choice.gpu()
+    if gpu is not None:
+        # Two kinds of rows in one step are the CPU kernel's alone.
+        return settings.packing.recent_bits is None and gpu.can_decode(settings.policy, k, v)
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    return on_cpu and settings.kernel_policy is not None and choice.backend() is not reference
+
+
+def step_together(
+    decoders: Sequence[Decoder],
+    tokens: Sequence[PlannedToken],
+    call: AttentionCall,
+    k: mx.array,
+    v: mx.array,
+) -> mx.array:
+    """One token of each of several layers, whose decoders are of one device.
+
+    Args:
+        decoders: That have the layers, of one sequence each.
+        tokens: Their plans.
+        call: `[B, Hq, 1, D]`, a sequence for each layer.
+        k: `[B, H, 1, D]`.
+        v: `[B, H, 1, Dv]`.
+
+    Returns:
+        `[B, Hq, 1, Dv]`.
+    """
+    if choice.gpu() is None and not any(token.before for token in tokens):
+        from mlx_h2o.attention.backends.cpu_decoder import CPUDecoder
+
+        of_cpu = [decoder for decoder in decoders if isinstance(decoder, CPUDecoder)]
+        return CPUDecoder.step_together(of_cpu, tokens, call.q, k, v, call.scale, call.sinks)
+    q, k, v = (mx.split(rows, len(decoders)) for rows in (call.q, k, v))
+    outs = [
+        decoder.step(DecodeStep(q[i], k[i], v[i], call.scale, call.sinks, *token))
+        for i, (decoder, token) in enumerate(zip(decoders, tokens, strict=True))
+    ]
+    return mx.concatenate(outs, axis=0)
+
+
+def fits_device(decoder: Decoder) -> bool:
+    """Whether a decoder is the default device's."""
+    return isinstance(decoder, GPUDecoder) == (choice.gpu() is not None)
+
+
+def decoder_for(lent: Lent, settings: CacheSettings) -> Decoder:
+    """Give a layer's arrays to the kernels of the default device."""
+    gpu = choice.gpu()
+    if gpu is not None:
+        return gpu.decoder(lent, settings)
+    from mlx_h2o.attention.backends.cpu_decoder import CPUDecoder  # the extension may be missing
+
+    return CPUDecoder(lent, settings)

@@ -1,0 +1,193 @@
+"""What the GPU backends share: everything but who builds a kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from typing import Any, Unpack
+
+import mlx.core as mx
+
+from mlx_h2o.attention.backends import (
+    attention_launches,
+    gpu_decoder,
+    prompt_launches,
+    reference,
+    work,
+)
+from mlx_h2o.attention.backends.decoder import Decoder, Lent
+from mlx_h2o.attention.backends.launcher import Launcher
+from mlx_h2o.attention.backends.operands import Operands, Options, Ranges
+from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.policies import Policy
+from mlx_h2o.storage.packed import PackedRows, Rows
+from mlx_h2o.storage.softmax import join
+
+
+@cache
+def default_architecture() -> str:
+    """What MLX calls the default device: "applegpu_g13s", "sm_90"."""
+    return str(mx.device_info()["architecture"])
+
+
+@dataclass
+class Gpu:
+    """The kernels of metal/ on one kind of GPU.
+
+    Attributes:
+        launcher: Builds and launches them.
+        architecture: Names the GPU, by which work is shared out (`tiling.slots_per_block`).
+    """
+
+    launcher: Launcher
+    architecture: Callable[[], str] = default_architecture
+
+    def pack(self, rows: mx.array, bits: int, group_size: int) -> PackedRows:
+        """See `PackedRows.of`."""
+        return reference.pack(rows, bits, group_size)
+
+    def attend(self, q: mx.array, k: Rows, v: Rows, **options: Any) -> attention_launches.Attended:
+        """See `attention_launches.attend`."""
+        options.setdefault("architecture", self.architecture())
+        return attention_launches.attend(self.launcher, q, k, v, **options)
+
+    def attention(self, q: mx.array, k: Rows, v: Rows, **options: Unpack[Options]) -> mx.array:
+        """See `mlx_h2o.attention.ops.scaled_dot_product_attention`."""
+        call = Operands(q, k, v, **options)
+        # Over plain rows MLX's own attention is the best there is.
+        plain = call.seed is None and call.ranges is None and not call.packed
+        if plain or not prompt_launches.supports(q, k):
+            return reference.attention(q, k, v, **options)
+        return self._out_and_lse(call)[0]
+
+    def attention_with_scores(
+        self, q: mx.array, k: Rows, v: Rows, **options: Unpack[Options]
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """See `mlx_h2o.attention.ops.scaled_dot_product_attention_with_scores`."""
+        if not attention_launches.supports(q, k, v):
+            return reference.attention_with_scores(q, k, v, **options)
+        call = Operands(q, k, v, **options)
+        attended = self._attended(call)
+        out, scores, lse = attended.out, attended.logits, attended.lse
+        assert scores is not None
+        assert lse is not None
+        if call.seed is not None:
+            out, lse = join(out, lse, *call.seed)
+        if call.ranges is not None:
+            rows = q.shape[1] // len(call.ranges), q.shape[2]
+            scores = _placed(scores, call.ranges, rows, k, -mx.inf)
+        return out, scores, lse
+
+    def attention_with_mass(
+        self, q: mx.array, k: Rows, v: Rows, **options: Unpack[Options]
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """See `mlx_h2o.attention.ops.scaled_dot_product_attention_with_mass`."""
+        if not prompt_launches.supports(q, k):
+            return reference.attention_with_mass(q, k, v, **options)
+        call = Operands(q, k, v, **options)
+        out, lse = self._out_and_lse(call)
+        mass = prompt_launches.prompt_mass(
+            self.launcher, q, k, lse, scale=call.scale, mask=call.mask, ranges=_ranges_of(call)
+        )
+        if call.ranges is not None:
+            mass = _placed(mass, call.ranges, (), k, 0.0)
+        return out, mass, lse
+
+    def _attended(self, call: Operands[Rows], **export: Any) -> attention_launches.Attended:
+        """The kernel that reads keys and values once; the seed is to be joined."""
+        return self.attend(
+            call.q,
+            call.k,
+            call.v,
+            scale=call.scale,
+            mask=call.mask,
+            sinks=call.sinks,
+            ranges=_ranges_of(call),
+            **export,
+        )
+
+    def _out_and_lse(self, call: Operands[Rows]) -> tuple[mx.array, mx.array]:
+        """Attention `[B, Hq, L, Dv]` and its log-sum-exp `[B, Hq, L]`, with all columns."""
+        if attention_launches.supports(call.q, call.k, call.v):
+            attended = self._attended(call, export=attention_launches.EXPORT_LSE)
+            assert attended.lse is not None
+            out, lse = attended.out, attended.lse
+        else:
+            out = _attention_of_prompt(replace(call, seed=None))
+            ranges = _ranges_of(call)
+            lse = prompt_launches.prompt_lse(
+                self.launcher, call.q, call.k, scale=call.scale, mask=call.mask, ranges=ranges
+            )
+            # MLX's attention says nothing about rows that see nothing.
+            out = mx.where((lse == -mx.inf)[..., None], mx.zeros((), out.dtype), out)
+            if call.sinks is not None:
+                lse = mx.logaddexp(lse, call.sinks.astype(mx.float32)[:, None])
+        return (out, lse) if call.seed is None else join(out, lse, *call.seed)
+
+    def can_decode(self, policy: Policy, keys: mx.array, values: mx.array) -> bool:
+        """Whether there is a fused step for this policy and rows like these."""
+        fits = gpu_decoder.supports(policy, keys, values)
+        return fits and gpu_decoder.writes_in_place(self.launcher)
+
+    def decoder(self, lent: Lent, settings: CacheSettings) -> Decoder:
+        """See `decoders.decoder_for`."""
+        return gpu_decoder.GPUDecoder(self.launcher, self.architecture(), lent, settings)
+
+
+def _attention_of_prompt(call: Operands[Rows]) -> mx.array:
+    """MLX's attention of many queries; packed rows are dequantized a KV head at a time."""
+    q, k, v, ranges, mask = call.q, call.k, call.v, call.ranges, call.mask
+    if not call.packed:
+        return reference.attention(q, k, v, **call.options)
+    heads = k.shape[1] if ranges is None else len(ranges)
+    group = q.shape[1] // heads
+    outs = []
+    for h in range(heads):
+        # In a flat buffer the head's slots are its range, in another they are an axis.
+        where: Any = (slice(None), slice(h, h + 1))
+        if ranges is not None:
+            start, length = ranges[h]
+            where = (slice(None), None, slice(start, start + length))
+        queries = slice(h * group, (h + 1) * group)
+        of_head = mask
+        if isinstance(mask, mx.array) and mask.ndim > 2 and mask.shape[-3] > 1:
+            of_head = mask[..., queries, :, :]
+        sinks = None if call.sinks is None else call.sinks[queries]
+        rows = _narrow(k[where]), _narrow(v[where])
+        outs.append(
+            reference.attention(q[:, queries], *rows, scale=call.scale, mask=of_head, sinks=sinks)
+        )
+    return mx.concatenate(outs, axis=1)
+
+
+def _narrow(rows: Rows) -> mx.array:
+    """Rows in the model's dtype."""
+    if not isinstance(rows, PackedRows):
+        return rows
+    return mx.dequantize(
+        rows.words, rows.scales, rows.biases, group_size=rows.group_size, bits=rows.bits
+    )
+
+
+def _ranges_of(call: Operands[Rows]) -> work.Ranges | None:
+    """First slots and lengths, as launches want them."""
+    if call.ranges is None:
+        return None
+    starts, lengths = zip(*call.ranges, strict=True)
+    return work.Ranges(starts, lengths)
+
+
+def _placed(
+    flat: mx.array, ranges: Ranges, rows: tuple[int, ...], k: Rows, filler: float
+) -> mx.array:
+    """What lies head after head, each `[*rows, length]`, at the heads' ranges `[B, *rows, S]`."""
+    ends = accumulate(math.prod(rows) * length for _, length in ranges)
+    heads = mx.split(flat, list(ends)[:-1], axis=1)
+    parts = [
+        head.reshape(flat.shape[0], *rows, length)
+        for head, (_, length) in zip(heads, ranges, strict=True)
+    ]
+    return reference.placed(parts, ranges, k.shape[1], filler)

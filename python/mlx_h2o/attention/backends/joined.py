@@ -1,0 +1,97 @@
+"""Attention over rows of different kinds: each kind by itself, joined by their lse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import mlx.core as mx
+
+from mlx_h2o.attention.backends.operands import Operands, Options
+from mlx_h2o.storage.packed import AnyRows, JoinedRows
+from mlx_h2o.storage.softmax import attention_mass, columns_of, softmax_weights
+
+# Queries that are joined at a time: what is held of each part, in float32, stays small.
+BLOCK = 32
+
+
+class Joined:
+    """Another backend's attention, over each kind of rows by itself.
+
+    Its methods are those of `mlx_h2o.attention.ops`; calls are (q, k, v) and, by name, scale, mask,
+    sinks and seed. Ranges are refused before.
+    """
+
+    def __init__(self, backend: Any):
+        self._backend = backend
+
+    def attention_with_scores(
+        self, q: mx.array, k: AnyRows, v: AnyRows, **options: Unpack[Options]
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """See `mlx_h2o.attention.ops.scaled_dot_product_attention_with_scores`."""
+        parts = _parts(self._backend.attention_with_scores, Operands(q, k, v, **options))
+        out, lse = _joined(parts)
+        return out.astype(q.dtype), mx.concatenate([scores for _, scores, _ in parts], axis=-1), lse
+
+    def attention(
+        self, q: mx.array, k: AnyRows, v: AnyRows, **options: Unpack[Options]
+    ) -> mx.array:
+        """See `mlx_h2o.attention.ops.scaled_dot_product_attention`."""
+        outs = []
+        for block in Operands(q, k, v, **options).of_queries(BLOCK):
+            # The form with masses hands out lse and writes no logits.
+            parts = _parts(self._backend.attention_with_mass, block)
+            outs.append(_joined(parts)[0].astype(q.dtype))
+        return mx.concatenate(outs, axis=2)
+
+    def attention_with_mass(
+        self, q: mx.array, k: AnyRows, v: AnyRows, **options: Unpack[Options]
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """See `mlx_h2o.attention.ops.scaled_dot_product_attention_with_mass`."""
+        outs, lses = [], []
+        mass = mx.zeros(k.shape[:3])
+        for block in Operands(q, k, v, **options).of_queries(BLOCK):
+            out, scores, lse = self.attention_with_scores(
+                block.q, block.k, block.v, **block.options
+            )
+            outs.append(out)
+            lses.append(lse)
+            part = attention_mass(scores, lse, k.shape[1])
+            mass = mass + mx.pad(part, [(0, 0), (0, 0), (0, k.shape[2] - part.shape[2])])
+        return mx.concatenate(outs, axis=2), mass, mx.concatenate(lses, axis=2)
+
+
+def _parts(
+    attend: Callable[..., tuple[mx.array, mx.array, mx.array]], call: Operands[AnyRows]
+) -> list[tuple[mx.array, mx.array, mx.array]]:
+    """What `attend` returns (out first, lse last) over each kind of rows."""
+    assert isinstance(call.k, JoinedRows)
+    assert isinstance(call.v, JoinedRows)
+    parts: list[tuple[mx.array, mx.array, mx.array]] = []
+    start = 0
+    for keys, values in zip(call.k.parts, call.v.parts, strict=True):
+        end = start + keys.shape[2]
+        if start == end:
+            continue
+        options: Options = {
+            "scale": call.scale,
+            "mask": columns_of(call.mask, start, end, call.q.shape[2], call.k.shape[2]),
+        }
+        if call.softcap:  # which no kernel takes
+            options["softcap"] = call.softcap
+        if not parts:  # once: they are columns of the whole
+            options |= {"sinks": call.sinks, "seed": call.seed}
+        parts.append(attend(call.q, keys, values, **options))
+        start = end
+    return parts
+
+
+def _joined(parts: list[tuple[mx.array, mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
+    """Out, float32, and lse over the columns of all parts."""
+    lse = parts[0][2]
+    for _, _, other in parts[1:]:
+        lse = mx.logaddexp(lse, other)
+    out = mx.zeros(parts[0][0].shape)
+    for of_part, _, part_lse in parts:
+        out = out + of_part.astype(mx.float32) * softmax_weights(part_lse[..., None], lse)
+    return out, lse

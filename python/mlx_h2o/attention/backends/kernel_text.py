@@ -1,0 +1,67 @@
+"""The text of the kernels in metal/, as compilers get it.
+
+A `.metal` file holds functions and, after a line `//! body`, the body of the kernel itself, whose
+signature MLX writes. Between them its buffers are declared (interface.py). Headers are put in where
+they are included, since kernels are compiled from memory.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+#: What begins the declarations of the buffers, and the body.
+BUFFERS = "\n//! buffers\n"
+BODY = "\n//! body\n"
+_INCLUDE = re.compile(r'^#include "(\w+\.h)"\n', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class KernelText:
+    """A kernel's functions and its body."""
+
+    header: str
+    body: str
+
+
+def folder() -> Path:
+    """Where the kernels lie: in the installed package, or in the checkout around it."""
+    package = Path(__file__).parents[2]
+    installed = package / "metal"
+    return installed if installed.is_dir() else package.parents[1] / "metal"
+
+
+@cache
+def kernel_file(name: str) -> str:
+    """A file of metal/ as it stands there."""
+    return (folder() / name).read_text()
+
+
+@cache
+def kernel_text(name: str, prelude: str) -> KernelText:
+    """A kernel by name, after a prelude.
+
+    Args:
+        name: Of the file, without `.metal`.
+        prelude: `"metal"` or `"cuda"`.
+    """
+    declared, body = kernel_file(f"{name}.metal").split(BODY)
+    functions, _ = declared.split(BUFFERS)
+    seen: set[str] = set()
+    header = f'#include "prelude_{prelude}.h"\n{functions}\n'
+    return KernelText(_with_includes(header, seen), body)
+
+
+def _with_includes(text: str, seen: set[str]) -> str:
+    """Text with each header in place of its first `#include`, and no other."""
+
+    def content(found: re.Match[str]) -> str:
+        name = found.group(1)
+        if name in seen:
+            return ""
+        seen.add(name)
+        return _with_includes(kernel_file(name), seen)
+
+    return _INCLUDE.sub(content, text)

@@ -1,0 +1,23 @@
+"""The Metal backend: the kernels of metal/ through `mx.fast.metal_kernel`."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_h2o.attention.backends.gpu import Gpu
+from mlx_h2o.attention.backends.launcher import Launcher
+from mlx_h2o.storage.softmax import attention_mass
+
+__all__ = [
+    "attend",
+    "attention",
+    "attention_mass",
+    "attention_with_mass",
+    "attention_with_scores",
+]
+
+GPU = Gpu(Launcher(mx.fast.metal_kernel, "metal"))
+attend = GPU.attend
+attention = GPU.attention
+attention_with_mass = GPU.attention_with_mass
+attention_with_scores = GPU.attention_with_scores

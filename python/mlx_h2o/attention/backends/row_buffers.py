@@ -1,0 +1,44 @@
+"""Keys and values as kernels get them: buffers, and template arguments by which to read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_h2o.storage.packed import PackedRows, Rows
+
+# A row's elements, and what else packed rows come with.
+_NAMES = {
+    "keys": ("keys", "key_scales", "key_biases"),
+    "values": ("values", "value_scales", "value_biases"),
+}
+_LETTERS = {"keys": "K", "values": "V"}
+
+
+def buffers(**fields: Rows) -> dict[str, mx.array]:
+    """Buffers by name.
+
+    Args:
+        fields: `keys` or `values` or both.
+    """
+    found: dict[str, mx.array] = {}
+    for field, rows in fields.items():
+        arrays = rows.arrays if isinstance(rows, PackedRows) else [rows]
+        found |= zip(_NAMES[field], arrays, strict=False)
+    return found
+
+
+def packing(**fields: Rows) -> dict[str, Any]:
+    """Template arguments, in the terms of metal/packed_rows.h: 0 bits are dense rows."""
+    found: dict[str, Any] = {}
+    for field, rows in fields.items():
+        bits, group = (rows.bits, rows.group_size) if isinstance(rows, PackedRows) else (0, 1)
+        found |= {f"{_LETTERS[field]}_BITS": bits, f"{_LETTERS[field]}_GROUP": group}
+    return found
+
+
+def row_bytes(rows: Rows) -> int:
+    """Bytes of one row."""
+    arrays = rows.arrays if isinstance(rows, PackedRows) else [rows]
+    return sum(array.shape[-1] * array.dtype.size for array in arrays)

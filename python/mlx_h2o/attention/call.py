@@ -1,0 +1,82 @@
+"""What a model asks of a layer: queries, and how they are to see the keys."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+import mlx.core as mx
+
+from mlx_h2o.storage.softmax import Mask
+
+
+class AttentionCall(NamedTuple):
+    """One call of a model's attention, keys and values apart.
+
+    Attributes:
+        q: `[B, Hq, L, D]`.
+        scale: Factor on q.k.
+        mask: None, "causal" or an array over the new rows' columns.
+        sinks: Attention-sink logits `[Hq]`.
+        softcap: c of logits capped softly, c tanh(logits / c) before the mask; 0: they are not.
+    """
+
+    q: mx.array
+    scale: float
+    mask: Mask = None
+    sinks: mx.array | None = None
+    softcap: float = 0.0
+
+    @property
+    def length(self) -> int:
+        """L, the queries."""
+        return self.q.shape[2]
+
+    def with_queries(self, q: mx.array) -> AttentionCall:
+        """The same of other queries."""
+        return self._replace(q=q)
+
+    def of_sequence(self, q: mx.array, mask: Mask) -> AttentionCall:
+        """The same of one sequence's queries `[1, Hq, L, D]`, with a mask of its own."""
+        return self._replace(q=q, mask=mask)
+
+    def of_heads(self, first: int, last: int) -> AttentionCall:
+        """The call of the query heads first to last - 1."""
+        if (first, last) == (0, self.q.shape[1]):
+            return self
+        sinks = None if self.sinks is None else self.sinks[first:last]
+        return self._replace(q=self.q[:, first:last], sinks=sinks)
+
+    def token(self, index: int, mask: Mask) -> AttentionCall:
+        """The call of one query, with a mask of its own."""
+        return self._replace(q=self.q[:, :, index : index + 1], mask=mask)
+
+
+class Looking(ABC):
+    """A cache that routed attention comes to, and that takes what a model asks in one piece."""
+
+    attending: ClassVar[bool] = True
+
+    @abstractmethod
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+        """What the layer attends to comes by; its output `[B, Hq, L, Dv]`.
+
+        Args:
+            call: Queries `[B, Hq, L, D]`, and how they see the keys.
+            keys: `[B, H, L, D]`.
+            values: `[B, H, L, Dv]`.
+        """
+
+    def attend(
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Any,
+        sinks: Any,
+        softcap: float = 0.0,
+    ) -> mx.array:
+        """As routing asks (`H2OKVCache.attend`)."""
+        return self.look(AttentionCall(q, scale, mask, sinks, softcap), keys, values)

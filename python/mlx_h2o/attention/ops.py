@@ -1,0 +1,296 @@
+"""Attention that hands out its scores: the public ops.
+
+They check their arguments and then ask the backend of the device that computes;
+`backends/reference.py` is the definition that every other backend is held against.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_h2o.attention.backends import joined, reference
+from mlx_h2o.attention.backends.choice import backend
+from mlx_h2o.attention.backends.operands import Options, Ranges, Seed
+from mlx_h2o.storage import softmax
+from mlx_h2o.storage.packed import AnyRows, JoinedRows, PackedRows
+from mlx_h2o.storage.softmax import Mask
+
+FLOAT_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+
+
+def scaled_dot_product_attention(
+    q: mx.array,
+    k: AnyRows,
+    v: AnyRows,
+    *,
+    scale: float,
+    mask: Mask = None,
+    sinks: mx.array | None = None,
+    seed: Seed | None = None,
+    ranges: Ranges | None = None,
+    softcap: float = 0.0,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """Softmax attention `[B, Hq, L, Dv]`; arguments as in the form with scores."""
+    check_attention(q, k, v, mask, sinks, seed, ranges)
+    options = _options(scale, mask, sinks, seed, ranges, softcap)
+    with on(stream):
+        out: mx.array = _computing(k, softcap).attention(q, k, v, **options)
+    return out
+
+
+def scaled_dot_product_attention_with_scores(
+    q: mx.array,
+    k: AnyRows,
+    v: AnyRows,
+    *,
+    scale: float,
+    mask: Mask = None,
+    sinks: mx.array | None = None,
+    seed: Seed | None = None,
+    ranges: Ranges | None = None,
+    softcap: float = 0.0,
+    stream: mx.Stream | mx.Device | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Softmax attention, its logits and their log-sum-exp.
+
+    Args:
+        q: Queries `[B, Hq, L, D]`.
+        k: Keys `[B, Hk, N, D]`; Hq is a multiple of Hk (GQA). Flat with `ranges`: `[B, S, D]`. They
+            may be packed.
+        v: Values `[B, Hk, N, Dv]`; Dv may differ from D. Flat with `ranges`: `[B, S, Dv]`. They may
+            be packed.
+        scale: Factor on q.k, usually `D ** -0.5`.
+        mask: None, `"causal"` (the last query sees all N keys), a boolean array (True is visible)
+            or an additive array, broadcastable to `[B, Hq, L, N]`. No array with `ranges`.
+        sinks: One logit per query head `[Hq]` of an extra softmax column without a value
+            (gpt-oss).
+        seed: One more column, with a value: logits `[B, Hq, L]` and values `[B, Hk, Dv]`, float32
+            (the remainder's).
+        ranges: (first slot, number of slots) of each KV head, so that heads may differ in N.
+        softcap: c of logits capped softly, c tanh(logits / c) before the mask (Gemma 2), which the
+            reference backend computes; 0: they are not capped.
+        stream: Where to compute.
+
+    Returns:
+        out `[B, Hq, L, Dv]` in q's dtype; scores `[B, Hq, L, N]` float32, pre-softmax, minus
+        infinity where masked (with `ranges` `[B, Hq / Hk, L, S]`, minus infinity where a slot is no
+        head's); lse `[B, Hq, L]` float32 over all columns, minus infinity in rows that see nothing
+        (whose out is zero).
+
+    Raises:
+        ValueError: Shapes, dtypes or the mask do not fit together.
+    """
+    check_attention(q, k, v, mask, sinks, seed, ranges)
+    options = _options(scale, mask, sinks, seed, ranges, softcap)
+    with on(stream):
+        out, scores, lse = _computing(k, softcap).attention_with_scores(q, k, v, **options)
+    return out, scores, lse
+
+
+def scaled_dot_product_attention_with_mass(
+    q: mx.array,
+    k: AnyRows,
+    v: AnyRows,
+    *,
+    scale: float,
+    mask: Mask = None,
+    sinks: mx.array | None = None,
+    seed: Seed | None = None,
+    ranges: Ranges | None = None,
+    softcap: float = 0.0,
+    stream: mx.Stream | mx.Device | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Softmax attention and the mass that each key received, without `[L, N]` scores.
+
+    Arguments as in the form with scores.
+
+    Returns:
+        out `[B, Hq, L, Dv]` in q's dtype; mass `[B, Hk, N]` float32 (see `attention_mass`; with
+        `ranges` `[B, S]`, zero where a slot is no head's); lse `[B, Hq, L]`.
+    """
+    check_attention(q, k, v, mask, sinks, seed, ranges)
+    options = _options(scale, mask, sinks, seed, ranges, softcap)
+    with on(stream):
+        out, mass, lse = _computing(k, softcap).attention_with_mass(q, k, v, **options)
+    return out, mass, lse
+
+
+def scaled_dot_product_attention_quantized_with_scores(
+    q: mx.array,
+    k_w: mx.array,
+    k_s: mx.array,
+    k_b: mx.array,
+    v_w: mx.array,
+    v_s: mx.array,
+    v_b: mx.array,
+    *,
+    scale: float,
+    k_bits: int,
+    v_bits: int,
+    group_size: int,
+    mask: Mask = None,
+    sinks: mx.array | None = None,
+    stream: mx.Stream | mx.Device | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """`scaled_dot_product_attention_with_scores` of packed keys and values.
+
+    Args:
+        q: Queries `[B, Hq, L, D]`.
+        k_w: Words of the keys `[B, Hk, N, D * k_bits / 32]` uint32, in the format of `mx.quantize`.
+        k_s: Their scales `[B, Hk, N, D / group_size]`.
+        k_b: Their biases, likewise.
+        v_w: Words of the values `[B, Hk, N, Dv * v_bits / 32]`.
+        v_s: Their scales.
+        v_b: Their biases.
+        scale: Factor on q.k.
+        k_bits: 2, 3, 4, 5, 6 or 8.
+        v_bits: Likewise.
+        group_size: 32, 64 or 128.
+        mask: As for dense keys.
+        sinks: As for dense keys.
+        stream: Where to compute.
+
+    Returns:
+        out, scores and lse as for dense keys.
+
+    Raises:
+        ValueError: Shapes, dtypes, widths or the mask do not fit together.
+    """
+    return scaled_dot_product_attention_with_scores(
+        q,
+        PackedRows(k_w, k_s, k_b, k_bits, group_size),
+        PackedRows(v_w, v_s, v_b, v_bits, group_size),
+        scale=scale,
+        mask=mask,
+        sinks=sinks,
+        stream=stream,
+    )
+
+
+def attention_mass(scores: mx.array, lse: mx.array, n_kv_heads: int) -> mx.array:
+    """The attention that each key received (docs/design.md, Words: mass).
+
+    Args:
+        scores: Logits `[B, Hq, L, N]`, float32.
+        lse: Their log-sum-exp `[B, Hq, L]`; one that covers more columns than `scores` shows
+            (attention sinks, the remainder) makes the mass smaller, as it should.
+        n_kv_heads: Hk.
+
+    Returns:
+        `[B, Hk, N]` float32: sum over queries, mean over the G query heads of each KV head, of
+        exp(score - lse). Over N it sums to L, less what other columns took.
+
+    Raises:
+        ValueError: Hq is no multiple of n_kv_heads, or lse does not match scores.
+    """
+    if scores.ndim != 4 or lse.shape != scores.shape[:3]:
+        raise ValueError(
+            f"scores must be [B, Hq, L, N] and lse [B, Hq, L]; got {scores.shape} and {lse.shape}."
+        )
+    if n_kv_heads < 1 or scores.shape[1] % n_kv_heads:
+        raise ValueError(
+            f"{scores.shape[1]} query heads cannot be grouped over {n_kv_heads} KV heads."
+        )
+    return softmax.attention_mass(scores, lse, n_kv_heads)
+
+
+def _options(
+    scale: float,
+    mask: Mask,
+    sinks: mx.array | None,
+    seed: Seed | None,
+    ranges: Ranges | None,
+    softcap: float,
+) -> Options:
+    """What goes to a backend by name; kernels know nothing of soft-capping.
+
+    Raises:
+        ValueError: There is no such softcap.
+    """
+    if not (0 <= softcap < float("inf")):
+        raise ValueError(f"softcap must be 0 (none) or a positive number; got {softcap!r}.")
+    options: Options = {
+        "scale": scale,
+        "mask": mask,
+        "sinks": sinks,
+        "seed": seed,
+        "ranges": ranges,
+    }
+    return {**options, "softcap": softcap} if softcap else options
+
+
+def _computing(k: AnyRows, softcap: float) -> Any:
+    """What attends to rows like these on the default device."""
+    computing = reference if softcap else backend()
+    return joined.Joined(computing) if isinstance(k, JoinedRows) else computing
+
+
+def on(stream: mx.Stream | mx.Device | None) -> AbstractContextManager[object]:
+    """A context in which new arrays are computed on a stream; None leaves the current one."""
+    return nullcontext() if stream is None else mx.stream(stream)
+
+
+def check_attention(
+    q: mx.array,
+    k: AnyRows,
+    v: AnyRows,
+    mask: Mask,
+    sinks: mx.array | None,
+    seed: Seed | None = None,
+    ranges: Ranges | None = None,
+) -> None:
+    """Raise ValueError unless the operands of an attention fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        rank, axes = 4, "[batch, heads, tokens, width]"
+        if ranges is not None and name != "q":
+            rank, axes = 3, "[batch, slots, width] with ranges"
+        if x.ndim != rank:
+            raise ValueError(f"{name} must be {axes}; got {x.shape}.")
+        if x.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{name} must be float32, float16 or bfloat16; got {x.dtype}.")
+    lengths = [[p.shape[2] for p in x.parts] if isinstance(x, JoinedRows) else None for x in (k, v)]
+    if lengths[0] != lengths[1] or (ranges is not None and lengths[0]):
+        raise ValueError("Joined keys need values joined likewise, and no ranges.")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k {k.shape} and v {v.shape} must agree in batch, heads and tokens.")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[-1]:
+        raise ValueError(f"q {q.shape} and k {k.shape} must agree in batch and width.")
+    B, Hq, L, _ = q.shape
+    Hk = k.shape[1] if ranges is None else len(ranges)
+    if Hk == 0 or Hq % Hk:
+        raise ValueError(f"{Hq} query heads are no multiple of {Hk} KV heads.")
+    if ranges is not None:
+        for start, length in ranges:
+            if start < 0 or length < 0 or start + length > k.shape[1]:
+                raise ValueError(
+                    f"The range of {length} slots from {start} leaves the {k.shape[1]} there are."
+                )
+    if isinstance(mask, mx.array):
+        if ranges is not None:
+            raise ValueError("Heads with ranges of their own take no array mask.")
+        whole = (B, Hq, L, k.shape[2])
+        if mask.dtype not in (mx.bool_, *FLOAT_DTYPES):
+            raise ValueError(f"An array mask must be boolean or floating; got {mask.dtype}.")
+        if mask.ndim > 4 or any(
+            size not in (1, full) for size, full in zip(mask.shape[::-1], whole[::-1], strict=False)
+        ):
+            raise ValueError(f"The mask {mask.shape} does not broadcast to {whole}.")
+    elif mask is not None and mask != "causal":
+        raise ValueError(f'mask must be None, "causal" or an array; got {mask!r}.')
+    fewest = k.shape[-2] if ranges is None else min(length for _, length in ranges)
+    if isinstance(mask, str) and fewest < L:
+        raise ValueError(
+            f"A causal mask needs at least as many keys as queries; got {fewest} keys for "
+            f"{L} queries."
+        )
+    if sinks is not None and sinks.shape != (Hq,):
+        raise ValueError(f"sinks must be [{Hq}], one per query head; got {sinks.shape}.")
+    if seed is not None and (seed[0].shape, seed[1].shape) != ((B, Hq, L), (B, Hk, v.shape[-1])):
+        raise ValueError(
+            f"A seed is logits [{B}, {Hq}, {L}] and values [{B}, {Hk}, {v.shape[-1]}]; got "
+            f"{seed[0].shape} and {seed[1].shape}."
+        )

@@ -1,0 +1,53 @@
+"""Function transformations, in which a bounded cache cannot work.
+
+`mx.compile` runs a function once and then replays what it recorded: a cache outside of the function
+would stay where it was while the tokens go on. `mx.grad` and `mx.vmap` leave arrays in it that mean
+nothing afterwards.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+
+
+def refuse_tracing() -> None:
+    """Raise RuntimeError if a function is being traced and not run."""
+    if tracing():
+        raise RuntimeError(
+            "A bounded cache cannot be used within mx.compile, mx.grad or mx.vmap: it changes from "
+            "call to call, and they trace a call only once. Call the model uncompiled (compile "
+            "parts of it that take no cache), or use mlx-lm's own caches there."
+        )
+
+
+@cache
+def _placeholder() -> mx.array:
+    """An array that stood for an argument when a function was compiled."""
+    kept: list[mx.array] = []
+
+    def keep(x: mx.array) -> mx.array:
+        kept.append(x)
+        return x
+
+    mx.compile(keep)(mx.zeros(1))
+    return kept[0]
+
+
+def _tracing_by_mlx() -> bool:
+    """The extension's answer without the extension: how MLX refuses to evaluate a placeholder."""
+    try:
+        mx.async_eval(_placeholder())
+    except RuntimeError:  # it has no value, and never will
+        return False
+    except ValueError:  # no array may be evaluated now
+        return True
+    raise AssertionError("MLX evaluated a placeholder.")
+
+
+try:
+    from mlx_h2o.attention.backends.cpu import tracing  # only if it was built for this MLX
+except ImportError:
+    tracing = _tracing_by_mlx
+    _placeholder()  # now, while no function is being traced

@@ -1,0 +1,250 @@
+"""What a budget buys: bytes and slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mlx_h2o._utils import checks
+from mlx_h2o.budgets.allocation import check_curves, scaled
+from mlx_h2o.policies import Policy
+from mlx_h2o.storage.journal import step_bytes
+from mlx_h2o.storage.packed import Packing, group_size_for
+from mlx_h2o.storage.remainder import Remainder
+from mlx_h2o.storage.slot_store import NARROW, WIDE
+
+# Of a layer in a file.
+MOST_HEADS, WIDEST_ROW = 2**16, 2**20
+
+
+@dataclass(frozen=True)
+class RowWidths:
+    """What one token's row of one KV head measures.
+
+    Attributes:
+        key: D.
+        value: Dv.
+        key_size: Bytes of a key's element in the model's dtype.
+        value_size: Bytes of a value's element, likewise.
+        packing: How they are stored.
+        undo: Steps that can be taken back.
+        framed: Whether its keys have a frame.
+        centre_bytes: Of the centres of the queries that look at a KV head, or 0.
+        position: Bytes of a slot's position (`storage/slot_store.py`): those of a long
+            conversation, but for what serves before it is long (`narrow`).
+    """
+
+    key: int
+    value: int
+    key_size: int
+    value_size: int
+    packing: Packing = field(default_factory=Packing)
+    undo: int = 0
+    framed: bool = False
+    centre_bytes: int = 0
+    position: int = WIDE.size
+
+    @property
+    def narrow(self) -> RowWidths:
+        """The same while positions fit into few bits."""
+        return replace(self, position=NARROW.size)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's key and value."""
+        return self.packing.row_bytes("keys", self.key, self.key_size) + self.packing.row_bytes(
+            "values", self.value, self.value_size
+        )
+
+    @property
+    def recent_row_bytes(self) -> int:
+        """The same of one of the newest tokens."""
+        recent = self.packing.recent
+        return replace(self, packing=recent).row_bytes if recent else self.row_bytes
+
+    def remainder_slots(self, remembers: bool) -> int:
+        """Slots whose memory one head's remainder and centres take (rounded up)."""
+        remainder = Remainder.bytes_per_head(self.key, self.value) * remembers
+        return -(-(remainder + self.centre_bytes) // self.row_bytes)
+
+    def slot_bytes(self, policy: Policy) -> int:
+        """Bytes of a slot with everything kept beside it: position, value length if it is kept, and
+        scores, now and before."""
+        scores = 4 * (1 + self.undo) * policy.needs_attention
+        return self.row_bytes + self.position + scores + self._length_bytes(policy)
+
+    def _length_bytes(self, policy: Policy) -> int:
+        return 2 * policy.keeps_value_lengths(self.packing)
+
+    def head_bytes(self, policy: Policy, remembers: bool) -> int:
+        """Bytes of a head apart from its slots: remainder, frame, centres, next victims, steps to
+        undo."""
+        remainder = Remainder.bytes_per_head(self.key, self.value) if remembers else 0
+        recent = self.recent_row_bytes if self.packing.recent else 0
+        length = self._length_bytes(policy)
+        rows = self.row_bytes + length, recent + length * bool(recent)
+        step = step_bytes(*rows, remainder, policy.evict_every)
+        frame = 2 * 4 * self.key * self.framed
+        constants = frame + self.centre_bytes
+        return remainder + constants + 4 * policy.evict_every + self.undo * step
+
+
+def group_size_of(widths: Sequence[RowWidths]) -> int | None:
+    """A group size in which all these rows can be packed: the usual one if possible."""
+    return group_size_for(*(width for of in widths for width in (of.key, of.value)))
+
+
+@dataclass(frozen=True)
+class LayerShare:
+    """A layer's part in its model's budget, by which the whole can be shared out anew.
+
+    Attributes:
+        heads: H.
+        widths: Of its rows.
+        grid: Numbers of slots that the model's profile knows; empty without a profile.
+        losses: What each KV head loses at each of them (`Profile.losses`), or empty.
+        slots: Of each KV head, where the caller gave layers different ones; or empty.
+    """
+
+    heads: int
+    widths: RowWidths
+    grid: tuple[int, ...] = ()
+    losses: tuple[tuple[float, ...], ...] = ()
+    slots: tuple[int, ...] = ()
+
+    def config(self) -> dict[str, Any]:
+        """As JSON types; packing, undo, frame and centres are the cache's own settings."""
+        own = ("packing", "undo", "framed", "centre_bytes", "position")
+        widths = {name: value for name, value in vars(self.widths).items() if name not in own}
+        given = {"slots": self.slots} if self.slots else {}
+        shared = {"grid": self.grid, "losses": self.losses}
+        return {"heads": self.heads, "widths": widths, **shared, **given}
+
+    @classmethod
+    def of_config(
+        cls, config: dict[str, Any], packing: Packing, undo: int, framed: bool, centre_bytes: int
+    ) -> LayerShare:
+        """What `config` gave, of a cache with these settings.
+
+        Raises:
+            ValueError: It gave something else.
+        """
+        heads = checks.whole("heads", config["heads"], 1)
+        sizes = {name: checks.whole(name, x, 1) for name, x in config["widths"].items()}
+        if heads > MOST_HEADS or max(sizes.values()) > WIDEST_ROW:
+            raise ValueError(f"No layer has {heads} KV heads with rows of {sizes}.")
+        grid, losses = tuple(config["grid"]), tuple(tuple(curve) for curve in config["losses"])
+        if losses:
+            check_curves(grid, losses)
+        if len(losses) not in (0, heads):
+            raise ValueError(f"There are losses of {len(losses)} heads for {heads} KV heads.")
+        slots = checks.wholes("slots", config["slots"], 1) if config.get("slots") else ()
+        if len(slots) not in (0, heads):
+            raise ValueError(f"There are slots of {len(slots)} heads for {heads} KV heads.")
+        own = {"packing": packing, "undo": undo, "framed": framed, "centre_bytes": centre_bytes}
+        widths = RowWidths(**sizes, **own)  # type: ignore[arg-type]  # each is what it is named
+        return cls(heads, widths, grid, losses, tuple(slots))
+
+
+def bytes_for_slots(
+    slots: int, heads: int, widths: RowWidths, policy: Policy, remembers: bool
+) -> int:
+    """Bytes of `heads` heads with so many slots each: the inverse of `slots_for_bytes`."""
+    # A recent window of wider rows leaves room for fewer. (Of narrower ones it gives none back:
+    # with a profile the window is as small as the smallest head's.)
+    extra = max(widths.recent_row_bytes - widths.row_bytes, 0)
+    rows = slots * widths.slot_bytes(policy) + policy.recent_slots(slots) * extra
+    return heads * (rows + widths.head_bytes(policy, remembers))
+
+
+def slots_for_bytes(
+    max_bytes: int,
+    heads: int,
+    widths: RowWidths,
+    policy: Policy,
+    remembers: bool,
+    least: int = 1,
+) -> int:
+    """Slots per head that fit into `max_bytes` of `heads` heads (batch included).
+
+    Raises:
+        ValueError: They are fewer than `least`.
+    """
+    per_head = max_bytes // heads
+    # The most slots that fit: bytes grow with slots.
+    slots = 0
+    too_many = min(per_head // widths.slot_bytes(policy), checks.MOST_TOKENS) + 1
+    while too_many - slots > 1:
+        middle = (slots + too_many) // 2
+        if bytes_for_slots(middle, 1, widths, policy, remembers) > per_head:
+            too_many = middle
+        else:
+            slots = middle
+    if slots < least:
+        enough = bytes_for_slots(least, heads, widths, policy, remembers)
+        raise ValueError(
+            f"max_bytes={max_bytes} is too small: each of {heads} KV heads needs {least} slots of "
+            f"{widths.row_bytes} bytes: make it at least {enough}."
+        )
+    return slots
+
+
+def slots_in_proportion(
+    shares: Sequence[LayerShare],
+    max_size: int | None,
+    max_bytes: int | None,
+    policy: Policy,
+    remembers: bool,
+) -> list[list[int]]:
+    """Slots of each layer's KV heads, in the proportions of those that were given.
+
+    Args:
+        shares: Of all layers, with the given slots.
+        max_size: Tokens' worth of memory per KV head on average, the remainder included; or None.
+        max_bytes: Instead: for all layers, everything counted.
+        policy: What chooses.
+        remembers: Whether statistics of the evicted are kept.
+
+    Raises:
+        ValueError: The size is too small for the policy.
+    """
+    least, heads = policy.least_budget(), sum(share.heads for share in shares)
+
+    def of(total: int) -> list[list[int]]:
+        each = iter(scaled([slots for share in shares for slots in share.slots], total, least))
+        return [[next(each) for _ in range(share.heads)] for share in shares]
+
+    def bytes_of(total: int) -> int:
+        return sum(
+            bytes_for_slots(slots, 1, share.widths, policy, remembers)
+            for share, layer in zip(shares, of(total), strict=True)
+            for slots in layer
+        )
+
+    if max_size is not None:
+        charged = [share.widths.remainder_slots(remembers) for share in shares]
+        parts = zip(shares, charged, strict=True)
+        total = sum(share.heads * (max_size - charge) for share, charge in parts)
+        if total < least * heads:
+            raise ValueError(
+                f"max_size={max_size} is too small: with policy {policy.name!r} each KV head needs "
+                f"{least} slots: make it at least {least + max(charged)}."
+            )
+        return of(total)
+    assert max_bytes is not None
+    total = least * heads
+    if bytes_of(total) > max_bytes:
+        raise ValueError(
+            f"max_bytes={max_bytes} is too small: with policy {policy.name!r} each KV head needs "
+            f"{least} slots: make it at least {bytes_of(total)}."
+        )
+    # Bytes grow with slots, all but for rounding where rows differ from layer to layer.
+    too_many = total + max_bytes
+    while too_many - total > 1:
+        middle = (total + too_many) // 2
+        if bytes_of(middle) > max_bytes:
+            too_many = middle
+        else:
+            total = middle
+    return of(total)

@@ -1,0 +1,102 @@
+"""Shares of slots while a conversation is short: nothing goes before the memory is full.
+
+A size, in tokens or in bytes, is so many slots in all. While a conversation has no more tokens than
+there are slots a head, every head keeps all of it. From then on slots are shared out anew whenever
+it has doubled, each time as the profile knows conversations of that length, until the shares are
+those of a long one. Each layer changes by its own offset, so all do so at the same token. Where
+positions need more bits (`storage/slot_store.py`), there are fewer slots from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mlx_h2o._utils import checks
+from mlx_h2o.budgets.profile import Profile
+from mlx_h2o.storage.slot_store import FEW
+
+#: Of one layer in a file: tokens double from stage to stage.
+MOST_STAGES = 64
+
+
+class Stage(NamedTuple):
+    """The slots of a layer's heads from some length on.
+
+    Attributes:
+        beyond: Tokens of the conversation that have come when it begins to serve.
+        budgets: Slots of each KV head.
+    """
+
+    beyond: int
+    budgets: tuple[int, ...]
+
+
+def stages_of(profile: Profile, mean: int, least: int) -> list[tuple[int, list[list[int]]]]:
+    """How slots are shared out as a conversation grows.
+
+    Args:
+        profile: Of the model.
+        mean: Slots per KV head on average, the same at every stage.
+        least: Slots that every head must have.
+
+    Returns:
+        Tokens from which each stage serves, and slots `[layers][H]`. The first serves from 0 and is
+        uniform, the last is the profile's.
+    """
+    stages = [(0, [[mean] * heads for heads in profile.model.kv_heads])]
+    beyond = mean
+    # At least once capped, and then for as long as the profile knows better.
+    while 2 * beyond < profile.grid[-1] or beyond == mean:
+        stages.append((beyond, profile.budgets(mean, least, 2 * beyond)))
+        beyond *= 2
+    stages.append((beyond, profile.budgets(mean, least)))
+    return stages
+
+
+#: A layer's slots of each KV head, at first and later on.
+Stages = tuple[tuple[int, ...], tuple[Stage, ...]]
+
+
+def starts_narrow(max_bytes: int | None, undo: int, attending: bool) -> bool:
+    """Whether slots are counted with narrow positions at first: of a size in bytes that a later
+    stage can hold to, which steps to undo and a model that attends by itself do not allow."""
+    return max_bytes is not None and not undo and attending
+
+
+def while_narrow(narrow: Stages, wide: Stages) -> Stages:
+    """One layer's slots while its positions are narrow, then those that it has with wide ones."""
+    (budgets, before), (first, later) = narrow, wide
+    begun = [first, *(stage.budgets for stage in later if stage.beyond <= FEW)]
+    return budgets, (
+        *(stage for stage in before if stage.beyond < FEW),
+        Stage(FEW, begun[-1]),
+        *(stage for stage in later if stage.beyond > FEW),
+    )
+
+
+def checked_filling(stages: Any) -> tuple[Stage, ...]:
+    """Stages still to come, in order.
+
+    Raises:
+        ValueError: They are none.
+    """
+    if not checks.is_list(stages) or len(stages) > MOST_STAGES:
+        raise ValueError(
+            f"filling must be a list of (tokens, budgets); got {checks.shown(stages)}."
+        )
+    out: list[Stage] = []
+    for stage in stages:
+        if not checks.is_list(stage) or len(stage) != 2:
+            raise ValueError(
+                f"filling must be a list of (tokens, budgets); got {checks.shown(stage)}."
+            )
+        least = out[-1].beyond + 1 if out else 1
+        beyond = checks.whole("filling", stage[0], least)
+        out.append(Stage(beyond, checks.wholes("filling", stage[1])))
+    return tuple(out)
+
+
+def due(stages: Sequence[Stage], tokens: int) -> int:
+    """How many of the stages have begun when so many tokens have come."""
+    return sum(stage.beyond < tokens for stage in stages)

@@ -1,0 +1,535 @@
+"""The settings of bounded caches: values that exist only if they passed every check."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from mlx_h2o._utils import checks
+from mlx_h2o._utils.byte_size import Share, memory_size
+from mlx_h2o.budgets.allocation import room_for_pins
+from mlx_h2o.budgets.growth import Stage, checked_filling, due
+from mlx_h2o.budgets.layer_budgets import LayerBudgets
+from mlx_h2o.budgets.profile import Profile
+from mlx_h2o.budgets.tensor_parallel import checked_ranks
+from mlx_h2o.policies import KernelPolicy, Policy, make_policy
+from mlx_h2o.policies.base import kernel_policy_of
+from mlx_h2o.policies.distinct import KEYS_ONLY
+from mlx_h2o.storage.journal import MOST_STEPS
+from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.storage.packed import BITS, DEFAULT_GROUP_SIZE, UNPACKED, Packing
+from mlx_h2o.storage.pins import Span, checked_spans
+from mlx_h2o.storage.query_centres import QueryCentres
+from mlx_h2o.storage.remainder import SATURATION, checked_saturation, plain_rows_for, saturations
+from mlx_h2o.storage.rope import Rope
+
+DEFAULT_POLICY = "salient"
+POSITIONS = ("absolute", "rolling")
+#: Whether a model without a profile is measured at first use, or never.
+PROFILES = ("first use", "never")
+# In models that attend by themselves it is this one, in its form that looks at keys only.
+DEFAULT_UNSEEN = "distinct"
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """What a layer's cache may hold, and how.
+
+    Attributes:
+        max_size: Slots per KV head, or None where one of the next two says it.
+        max_bytes: Bytes that the layer's cache may take.
+        budgets: Slots of each KV head.
+        policy: What chooses; a name is made a policy.
+        remainder: Whether evicted tokens go on answering.
+        packing: How rows are stored.
+        attending: Whether this library computes the attention.
+        undo: How many of the last tokens can be taken back after evictions.
+        saturation: t of the remainder's term (`Remainder.column`), for all KV heads or for each; 0
+            is first order.
+        frame: In which packed keys are stored, or None: as they come.
+        filling: Budgets that follow as the conversation grows (`budgets/growth.py`), where
+            `budgets` are those of a shorter one.
+        rope: That of the keys, if they are to be seen at positions without gaps
+            (`storage/rope.py`).
+        ranks: Processes that share the layer's KV heads (`budgets/tensor_parallel.py`).
+        pins: Spans of positions that are never evicted (`storage/pins.py`). A head that is too
+            small for them, and for what its policy protects beside them, gets slots of the layer's
+            larger heads, so that a profile's smallest heads hold every pin and bytes stay as they
+            were.
+        centres: Of the layer's queries, where the policy uses them, and only there.
+
+    Raises:
+        ValueError: A setting is none, or they do not go together; the message names it.
+    """
+
+    max_size: int | None = None
+    max_bytes: int | None = None
+    budgets: tuple[int, ...] | None = None
+    policy: Policy = field(default_factory=lambda: make_policy(DEFAULT_POLICY))
+    remainder: bool = True
+    packing: Packing = field(default_factory=Packing)
+    attending: bool = True
+    undo: int = 0
+    saturation: float | tuple[float, ...] = SATURATION
+    frame: Frame | None = None
+    filling: tuple[Stage, ...] = ()
+    rope: Rope | None = None
+    ranks: int = 1
+    pins: tuple[Span, ...] = ()
+    centres: QueryCentres | None = None
+
+    def __post_init__(self) -> None:
+        self._set("policy", make_policy(self.policy))
+        self._set("remainder", checks.switch("remainder", self.remainder))
+        self._set("attending", checks.switch("attending", self.attending))
+        one_size(max_size=self.max_size, max_bytes=self.max_bytes, budgets=self.budgets)
+        if self.max_bytes is not None:
+            size = checks.whole("max_bytes", self.max_bytes, 1, checks.MOST_BYTES)
+            self._set("max_bytes", size)
+        if not self.attending and self.policy.needs_attention:
+            raise ValueError(
+                f"Policy {self.policy.name!r} must see attention, which this model computes by "
+                'itself (attending=False): choose one that looks at keys only ("keydiff", '
+                '"streaming", or "distinct" with mass_weight=0).'
+            )
+        if self.packing.packs and not self.attending:
+            raise ValueError("A model that attends by itself cannot read packed keys and values.")
+        if self.packing.recent is not None and self.policy.shares_slots:
+            raise ValueError(
+                f"Policy {self.policy.name!r} changes the heads' slots, which the newest tokens' "
+                "own width (recent_bits) does not follow: leave recent_bits away."
+            )
+        self._set("undo", checked_undo(self.undo))
+        if self.undo and not self.attending:
+            raise ValueError("A model that attends by itself cannot take tokens back one by one.")
+        if self.max_size is not None:
+            size = checks.whole("max_size", self.max_size)
+            self._set("max_size", self.checked_budgets("max_size", size)[0])
+        if self.budgets is not None:
+            self._set("budgets", self.checked_budgets("budgets", self.budgets))
+        self._set("saturation", checked_saturation("saturation", self.saturation))
+        if not self.attending and self.saturation != SATURATION:
+            raise ValueError(
+                "A model that attends by itself has the remainder as plain rows, which saturate of "
+                "themselves: leave saturation away."
+            )
+        if self.budgets is not None:
+            self.saturations(len(self.budgets))
+        if self.frame is not None:
+            self._check_frame(self.frame)
+        if self.rope is not None:
+            check_rolling(self.attending, self.remainder, self.packing)
+        self._check_centres(self.centres)
+        self._set("ranks", checked_ranks(self.ranks))
+        self._set("filling", checked_filling(self.filling))
+        for stage in self.filling:
+            self.checked_budgets("budgets", stage.budgets)
+            if self.undo or len(stage.budgets) != len(self.budgets or ()):
+                raise ValueError("filling needs budgets of as many heads, and no undo.")
+        self._set("pins", checked_spans("pins", self.pins))
+        if self.pins:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Have every head hold the pins, now and at every stage to come."""
+        if self.max_size is not None:
+            room_for_pins((self.max_size,), self.policy, self.pins)
+        if self.budgets is not None:
+            plain = 0
+            if self.remainder and not self.attending:
+                plain = plain_rows_for(min(self.budgets))
+            slots = [budget - plain for budget in self.budgets]
+            roomy = room_for_pins(slots, self.policy, self.pins)
+            self._set("budgets", tuple(count + plain for count in roomy))
+        later = [Stage(b, room_for_pins(s, self.policy, self.pins)) for b, s in self.filling]
+        self._set("filling", tuple(later))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_frame(self, frame: Any) -> None:
+        if not isinstance(frame, Frame):
+            raise ValueError(f"frame must be a Frame or None; got {type(frame).__name__}.")
+        if self.packing.k_bits is None:
+            raise ValueError("frame is for packed keys: it needs bits or k_bits.")
+
+    def _check_centres(self, centres: Any) -> None:
+        if centres is not None and not isinstance(centres, QueryCentres):
+            raise ValueError(f"centres must be QueryCentres or None; got {type(centres).__name__}.")
+        name = self.policy.name
+        if self.policy.uses_query_centres and centres is None:
+            raise ValueError(
+                f"Policy {name!r} must know where the model's queries stand: make caches with "
+                "mlx_h2o.make_prompt_cache, which sees to it, or give centres."
+            )
+        if centres is not None and not self.policy.uses_query_centres:
+            raise ValueError(f"Policy {name!r} does not use centres of queries: leave them away.")
+        if centres is not None and self.rope is not None:
+            raise ValueError(
+                f"Policy {name!r} asks about distances in the text: leave positions away."
+            )
+
+    def check_rows(self, heads: int, width: int) -> None:
+        """Raise ValueError unless keys of so many KV heads and this width fit the settings."""
+        self.saturations(heads)
+        if self.centres is not None and self.centres.keys != (heads, width):
+            raise ValueError(
+                f"centres are for (KV heads, key width) {self.centres.keys}; this layer has "
+                f"{(heads, width)}."
+            )
+        if self.frame is not None and self.frame.centre.shape != (heads, width):
+            raise ValueError(
+                f"frame is for (KV heads, key width) {self.frame.centre.shape}; this layer has "
+                f"{(heads, width)}."
+            )
+
+    @property
+    def size(self) -> str:
+        """For people: "16 to 32 slots", "64 slots" or "at most 90,000 bytes"."""
+        if self.budgets is not None:
+            few, most = min(self.budgets), max(self.budgets)
+            return f"{few} to {most} slots" if few < most else f"{most} slots"
+        if self.max_size is not None:
+            return f"{self.max_size} slots"
+        return f"at most {self.max_bytes:,} bytes"
+
+    def config(self) -> dict[str, Any]:
+        """As JSON types; `saved_state.settings_of` reads them."""
+        return {
+            "policy": {"name": self.policy.name, **asdict(self.policy)},
+            "remainder": self.remainder,
+            "attending": self.attending,
+            "packing": asdict(self.packing),
+            "undo": self.undo,
+            "saturation": self._saturation_config(),
+            "filling": [list(stage) for stage in self.filling],
+            **({"rope": self.rope.config()} if self.rope else {}),
+            **({"centres": self.centres.config()} if self.centres else {}),
+            **({"ranks": self.ranks} if self.ranks > 1 else {}),
+            "pins": [list(span) for span in self.pins],
+            "max_size": self.max_size,
+            "max_bytes": self.max_bytes,
+            "budgets": None if self.budgets is None else list(self.budgets),
+        }
+
+    def _saturation_config(self) -> float | list[float]:
+        """One number where all heads have the same."""
+        if isinstance(self.saturation, float):
+            return self.saturation
+        return list(self.saturation) if len(set(self.saturation)) > 1 else self.saturation[0]
+
+    def saturations(self, heads: int) -> tuple[float, ...]:
+        """The remainder's t of each of `heads` KV heads.
+
+        Raises:
+            ValueError: There are not so many.
+        """
+        return saturations("saturation", self.saturation, heads)
+
+    @cached_property
+    def kernel_policy(self) -> KernelPolicy | None:
+        """The policy in the terms of the CPU's kernels; asked at every step."""
+        return kernel_policy_of(self.policy)
+
+    @cached_property
+    def remembers(self) -> bool:
+        """Whether statistics of the evicted are kept at all."""
+        return self.remainder or self.policy.uses_evicted_mean
+
+    def resized(self, budgets: Sequence[int], alike: bool = False) -> CacheSettings:
+        """The same settings with slots for each KV head; with `alike` the first is every head's."""
+        if alike:
+            return replace(self, max_size=budgets[0], max_bytes=None, budgets=None, filling=())
+        given = tuple(budgets)
+        return replace(self, max_size=None, max_bytes=None, budgets=given, filling=())
+
+    def grown(self, tokens: int) -> CacheSettings | None:
+        """The settings for a conversation of so many tokens; None where they are these."""
+        begun = due(self.filling, tokens)
+        if not begun:
+            return None
+        budgets, later = self.filling[begun - 1].budgets, self.filling[begun:]
+        return replace(self, budgets=budgets, filling=later)
+
+    def checked_budgets(self, name: str, budgets: Any) -> tuple[int, ...]:
+        """Slots of some KV heads, of all of them if one number is given.
+
+        Args:
+            name: What the caller calls them.
+            budgets: A number, or a list with each head's.
+
+        Raises:
+            ValueError: They are no whole numbers, or the policy cannot work with them.
+        """
+        if name == "budgets" or checks.is_list(budgets):
+            counts = checks.wholes(name, budgets)
+        else:
+            counts = (checks.whole(name, budgets),)
+        for count in counts:
+            self.policy.check_budget(count, name)
+        if len(set(counts)) > 1 and not self.attending:
+            raise ValueError("A model that attends by itself needs one budget for all heads.")
+        if len(set(counts)) > 1 and self.policy.unit == "layer":
+            raise ValueError('unit="layer" needs one budget for all heads: pass budgets="uniform".')
+        return counts
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What the caches of a whole model may hold, and how, before the model is known.
+
+    Attributes:
+        max_size: Tokens' worth of memory per KV head and layer, on average; or
+        max_bytes: Bytes for all bounded layers together.
+        policy: A policy, its name, or None: the best that the model can run.
+        policy_settings: Fields of a named policy to change.
+        remainder: Whether evicted tokens go on answering.
+        budgets: "uniform", a profile, the path of one, None: the model's own, or instead of a size:
+            slots of each layer (`budgets/layer_budgets.py`).
+        packing: How rows are stored.
+        undo: How many of the last tokens can be taken back after evictions.
+        frames: A frame or None for each of the model's caches, "none", or None: the profile's.
+        context: Tokens that conversations may reach, or None: what the model was trained to see.
+        chooses_bits: Whether the size is in bytes and it is not said how rows are stored.
+        positions: "absolute", or "rolling": without gaps (`storage/rope.py`).
+        pins: Spans of positions that are never evicted.
+        measures: "first use": a size in bytes has a model without a profile measured, quickly and
+            once; "never": it does not.
+
+    Raises:
+        ValueError: A setting is none, or they do not go together; the message names it.
+    """
+
+    max_size: int | None = None
+    max_bytes: int | str | Share | None = None
+    policy: str | Policy | None = None
+    policy_settings: dict[str, Any] = field(default_factory=dict)
+    remainder: bool = True
+    budgets: str | Path | Profile | LayerBudgets | None = None
+    packing: Packing = field(default_factory=Packing)
+    undo: int = 0
+    frames: Sequence[Frame | None] | str | bool | None = None
+    context: int | None = None
+    chooses_bits: bool = False
+    positions: str = "absolute"
+    pins: tuple[Span, ...] = ()
+    measures: str = PROFILES[0]
+
+    def __post_init__(self) -> None:
+        checks.choice("profile", self.measures, PROFILES)
+        object.__setattr__(self, "budgets", budgets_of_model(self.budgets))
+        if self.layer_budgets is None:
+            one_size(max_size=self.max_size, max_bytes=self.max_bytes)
+        elif self.max_size is not None or self.max_bytes is not None:
+            raise ValueError(
+                "budgets says the slots of every layer: leave max_size and max_bytes away."
+            )
+        object.__setattr__(self, "undo", checked_undo(self.undo))
+        for name in ("max_size", "context"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, checks.whole(name, getattr(self, name), 1))
+        if self.max_bytes is not None:
+            object.__setattr__(self, "max_bytes", memory_size("max_bytes", self.max_bytes))
+        object.__setattr__(self, "remainder", checks.switch("remainder", self.remainder))
+        given = {name for name, value in self.policy_settings.items() if value is not None}
+        if isinstance(self.policy, Policy) and given:
+            names = ", ".join(sorted(given))
+            raise ValueError(
+                f"{names} would change a policy that is made already: make it with them, as in "
+                f"{type(self.policy).__name__}(...), or give its name {self.policy.name!r}."
+            )
+        self.policy_for(attending=True)
+        checks.choice("positions", self.positions, POSITIONS)
+        if self.rolls:
+            check_rolling(True, self.remainder, self.packing)
+        object.__setattr__(self, "frames", frames_or_none(self.frames))
+        object.__setattr__(self, "pins", checked_spans("pins", self.pins))
+        if isinstance(self.frames, tuple) and self.packing.k_bits is None:
+            raise ValueError("frames are for packed keys: they need bits or k_bits.")
+
+    @classmethod
+    def of(
+        cls,
+        max_size: int | None = None,
+        *,
+        max_bytes: int | str | None = None,
+        context: int | None = None,
+        policy: str | Policy | None = None,
+        remainder: bool = True,
+        budgets: str | Path | Profile | LayerBudgets | None = None,
+        bits: int | None = None,
+        k_bits: int | None = None,
+        v_bits: int | None = None,
+        group_size: int = DEFAULT_GROUP_SIZE,
+        recent_bits: int | None = None,
+        undo: int = 0,
+        frames: Sequence[Frame | None] | Literal[False] | str | None = None,
+        positions: str = "absolute",
+        pins: Sequence[Span] = (),
+        profile: str = PROFILES[0],
+        **settings: Any,
+    ) -> ModelSettings:
+        """From the arguments of `make_prompt_cache`, which explains them."""
+        _check_names(settings, policy)
+        packing = packing_of(bits, k_bits, v_bits, group_size, recent_bits)
+        if not packing.packs and group_size != DEFAULT_GROUP_SIZE:
+            raise ValueError("group_size needs bits (or k_bits or v_bits): nothing is packed.")
+        said = any(given is not None for given in (bits, k_bits, v_bits, recent_bits))
+        chooses = max_bytes is not None and not said and positions != "rolling"
+        stored = (remainder, budgets, packing, undo, frames, context, chooses, positions)
+        # `pins` is made a tuple when it is checked.
+        own: Any = {"pins": pins, "measures": profile}
+        return cls(max_size, max_bytes, policy, settings, *stored, **own)
+
+    @property
+    def rolls(self) -> bool:
+        """Whether kept keys are seen at positions without gaps."""
+        return self.positions == "rolling"
+
+    @property
+    def layer_budgets(self) -> LayerBudgets | None:
+        """Slots of each layer, where the caller gave them."""
+        return None if isinstance(self.budgets, Profile | str | Path) else self.budgets
+
+    @property
+    def profile(self) -> str | Path | Profile | None:
+        """By what slots are shared out, where the caller did not give them."""
+        return self.budgets if isinstance(self.budgets, Profile | str | Path) else None
+
+    def of_size(self, max_size: int) -> ModelSettings:
+        """The same with another size, in slots."""
+        own = self.budgets if self.layer_budgets is None else None
+        return replace(self, max_size=max_size, max_bytes=None, budgets=own)
+
+    def in_bytes(self, plain_bytes: int, context: int) -> ModelSettings:
+        """The same with a size in bytes where it was a share, and a context.
+
+        Args:
+            plain_bytes: What one token takes in a 16-bit cache.
+            context: Tokens that conversations may reach, where the caller does not say.
+        """
+        known = self.context or context
+        size = self.max_bytes
+        if isinstance(size, Share):
+            size = max(int(size.part * known * plain_bytes), 1)
+        return replace(self, max_bytes=size, context=known)
+
+    def policy_for(self, attending: bool) -> Policy:
+        """The policy, for a model that attends through this library or by itself."""
+        if self.policy is None and not attending:
+            return make_policy(DEFAULT_UNSEEN, **{**KEYS_ONLY, **self.policy_settings})
+        return make_policy(self.policy or DEFAULT_POLICY, **self.policy_settings)
+
+
+def _check_names(settings: dict[str, Any], policy: Any) -> None:
+    """Raise ValueError for settings that neither caches nor their policy have."""
+    own = make_policy(DEFAULT_POLICY if policy is None else policy)
+    known = [one.name for one in fields(own)]
+    unknown = [name for name, value in settings.items() if value is not None and name not in known]
+    if unknown:
+        arguments = inspect.signature(ModelSettings.of).parameters
+        raise ValueError(
+            f"Policy {own.name!r} has no setting {', '.join(unknown)}; it has {', '.join(known)}."
+            f"{checks.suggestion(unknown[0], [*arguments, *known])}"
+        )
+
+
+def budgets_of_model(budgets: Any) -> Profile | str | LayerBudgets | None:
+    """What `budgets=` of a model means; a path is read.
+
+    Raises:
+        ValueError: It is none of these, or the file is no profile.
+    """
+    if budgets is None or isinstance(budgets, Profile):
+        return budgets
+    if isinstance(budgets, str) and budgets == "uniform":
+        return "uniform"
+    if isinstance(budgets, str | Path):
+        return Profile.load(budgets)
+    if checks.is_list(budgets) and len(budgets):
+        return tuple(budgets)
+    if callable(budgets):
+        return budgets  # type: ignore[no-any-return]
+    raise ValueError(
+        'budgets must be "uniform", a Profile, the path of one, a list with the slots of each of '
+        f"the model's caches, or a function of a cache's index and KV heads; got "
+        f"{checks.shown(budgets)}."
+    )
+
+
+def check_rolling(attending: bool, remainder: bool, packing: Packing) -> None:
+    """Raise ValueError where positions without gaps do not go with what else is asked for."""
+    if not attending:
+        raise ValueError(
+            'positions="rolling" needs attention through this library, and this model attends by '
+            "itself: leave positions away."
+        )
+    if remainder:
+        raise ValueError(
+            'positions="rolling" leaves forgotten tokens no place, so they cannot go on answering: '
+            "it needs remainder=False."
+        )
+    if packing.packs:
+        raise ValueError(
+            'positions="rolling" turns keys at every step, which packed ones cannot be: leave '
+            "bits, k_bits and v_bits away."
+        )
+
+
+def frames_or_none(frames: Any) -> tuple[Frame | None, ...] | str | None:
+    """What `frames=` of a model means: its caches' frames, "none", or None: the profile's.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if frames is None:
+        return None
+    if frames is False or (isinstance(frames, str) and frames == "none"):
+        return "none"
+    if isinstance(frames, list | tuple) and all(
+        frame is None or isinstance(frame, Frame) for frame in frames
+    ):
+        return tuple(frames)
+    raise ValueError(
+        'frames must be a list with a Frame or None for each cache of the model, or "none"; '
+        f"got {checks.shown(frames)}."
+    )
+
+
+def checked_undo(undo: Any) -> int:
+    """How many of the last tokens can be taken back.
+
+    Raises:
+        ValueError: It is no whole number from 0 to `MOST_STEPS`.
+    """
+    return checks.whole("undo", undo, 0, MOST_STEPS)
+
+
+def one_size(**sizes: Any) -> None:
+    """Raise ValueError unless exactly one of these sizes is given."""
+    given = [name for name, size in sizes.items() if size is not None]
+    if len(given) != 1:
+        got = f"both {' and '.join(given)}" if given else "none of them"
+        raise ValueError(f"Give exactly one of {', '.join(sizes)}; got {got}.")
+
+
+def packing_of(
+    bits: int | None,
+    k_bits: int | None,
+    v_bits: int | None,
+    group_size: int,
+    recent_bits: int | None,
+) -> Packing:
+    """How rows are stored, from the arguments that people give.
+
+    Raises:
+        ValueError: They are none of those that there are.
+    """
+    checks.choice("bits", bits, (*BITS, UNPACKED, None))
+    each = [bits if given is None else given for given in (k_bits, v_bits)]
+    k, v = (None if given == UNPACKED else given for given in each)
+    return Packing(k, v, group_size, recent_bits)

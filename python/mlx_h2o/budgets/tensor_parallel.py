@@ -1,0 +1,81 @@
+"""Tensor parallelism: the KV heads that a process holds of a model that several share.
+
+mlx-lm's `model.shard()` gives each rank a stretch of every layer's KV heads, in order. A head
+chooses for itself, so ranks need to tell each other nothing; where a whole layer drops the same
+token (`unit="layer"`), the mean priority of all its heads is taken over the ranks too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
+
+from mlx_h2o._utils import checks
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among those that share a model's KV heads.
+
+    Attributes:
+        rank: Its own, from 0.
+        count: Of all.
+    """
+
+    rank: int
+    count: int
+
+    def own(self, of_heads: Sequence[Item]) -> tuple[Item, ...]:
+        """Of something for each KV head of a layer, this rank's."""
+        each = len(of_heads) // self.count
+        return tuple(of_heads[self.rank * each : (self.rank + 1) * each])
+
+    def own_rows(self, of_heads: mx.array) -> mx.array:
+        """The same of an array `[H, ...]`."""
+        return mx.split(of_heads, self.count, axis=0)[self.rank]
+
+
+def ranks_of(model: nn.Module) -> Ranks | None:
+    """How a model's KV heads are shared out among processes; None where this one has them all.
+
+    Raises:
+        ValueError: They are shared by a part of the processes only, which cannot agree.
+    """
+    for name, module in model.named_modules():
+        sharded = isinstance(module, AllToShardedLinear | QuantizedAllToShardedLinear)
+        if sharded and any(key in name.split(".")[-1] for key in ("k_proj", "kv_proj", "qkv")):
+            group, everyone = module.group, mx.distributed.init()
+            if group.size() != everyone.size():
+                raise ValueError(
+                    f"The model is shared by {group.size()} of {everyone.size()} processes: share "
+                    "it by all of them (model.shard()), or run fewer."
+                )
+            return Ranks(group.rank(), group.size()) if group.size() > 1 else None
+    return None
+
+
+def mean_of_ranks(x: mx.array, count: int) -> mx.array:
+    """The mean of every rank's array, the same on each."""
+    return x if count == 1 else mx.distributed.all_sum(x) / count
+
+
+def checked_ranks(count: int) -> int:
+    """A number of processes that share a layer's heads.
+
+    Raises:
+        ValueError: It is none, or others are running.
+    """
+    count = checks.whole("ranks", count, 1)
+    if count > 1 and mx.distributed.init().size() != count:
+        raise ValueError(
+            f"This cache holds its part of heads that {count} processes share, and "
+            f"{mx.distributed.init().size()} are running: start as many (mlx.launch)."
+        )
+    return count

@@ -1,0 +1,1 @@
+"""The bounded caches that models use, one a file."""

@@ -1,0 +1,166 @@
+"""What a list of caches bounds, and what it does not, in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.models import cache as mlx_lm_cache
+
+from mlx_h2o._utils.byte_size import size_text
+from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.storage.remainder import SATURATION
+
+#: A reason's slots, by which layers that are otherwise alike differ.
+SLOTS = re.compile(r"^(\d+)(?: to (\d+))? (?=slots a KV head)")
+#: What differs between layers too, and how their settings were chosen: no matter for a summary.
+SATURATED = re.compile(r" with saturation [\d.]+(?: to [\d.]+)?")
+CHOSEN = re.compile(r" \(chosen: ([^;]*).*\)$")
+#: Lines of a summary beside the first and the last.
+KINDS = 3
+
+
+@dataclass
+class LayerDescription:
+    """One entry of a model's cache list.
+
+    Attributes:
+        layer: Its place in the list ("3", or "3.1" within a CacheList).
+        kind: The cache's class.
+        bounded: Whether its memory has a bound.
+        reason: Why, or why not.
+        budgets: Slots per KV head of a bounded cache, once known.
+        nbytes: Bytes held now.
+    """
+
+    layer: str
+    kind: str
+    bounded: bool
+    reason: str
+    budgets: list[int] | None
+    nbytes: int
+
+    def __str__(self) -> str:
+        state = "bounded" if self.bounded else "NOT bounded"
+        return f"layer {self.layer}: {self.kind}, {state}: {self.reason} ({size_text(self.nbytes)})"
+
+
+class Description(list[LayerDescription]):
+    """One entry a layer; printed, it is a summary of at most five lines.
+
+    `"\\n".join(map(str, description))` tells every layer.
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(self.summary())
+
+    def summary(self) -> list[str]:
+        """How many layers are bounded, what alike layers are like, and what may grow."""
+        bounded = [layer for layer in self if layer.bounded]
+        held = size_text(sum(layer.nbytes for layer in self))
+        lines = [f"{len(bounded)} of {len(self)} layers are bounded, {held} held now"]
+        alike: dict[tuple[str, str], list[LayerDescription]] = {}
+        for layer in bounded:
+            alike.setdefault((layer.kind, SLOTS.sub("", _plain(layer.reason))), []).append(layer)
+        kinds = sorted(alike.values(), key=len, reverse=True)
+        shown = kinds if len(kinds) <= KINDS else kinds[: KINDS - 1]
+        lines += [f"{_places(layers)}: {layers[0].kind}, {_reason(layers)}" for layers in shown]
+        if rest := kinds[len(shown) :]:
+            count = sum(map(len, rest))
+            lines.append(f"{count} other layers of {len(rest)} kinds")
+        chosen = next(filter(None, (CHOSEN.search(layer.reason) for layer in bounded)), None)
+        if chosen and len(kinds) < KINDS:
+            lines.append(f"chosen by the profile: {chosen[1]}")
+        if growing := [layer for layer in self if not layer.bounded]:
+            lines.append(f"NOT bounded: {_places(growing)}: {growing[0].reason}")
+        return lines
+
+
+def _places(layers: Sequence[LayerDescription]) -> str:
+    """Which layers, as few words as they need."""
+    names = [layer.layer for layer in layers]
+    if len(names) == 1:
+        return f"layer {names[0]}"
+    run = all(name.isdecimal() for name in names) and int(names[-1]) - int(names[0]) == (
+        len(names) - 1
+    )
+    return f"layers {names[0]} to {names[-1]}" if run else f"{len(names)} layers from {names[0]} on"
+
+
+def _plain(reason: str) -> str:
+    """A reason without what only one layer's line tells."""
+    return SATURATED.sub("", CHOSEN.sub("", reason))
+
+
+def _reason(layers: Sequence[LayerDescription]) -> str:
+    """What alike layers have in common, with the slots of all."""
+    slots = [int(n) for layer in layers for n in _slots(layer.reason)]
+    reason = _plain(layers[0].reason)
+    if not slots:
+        return reason
+    low, high = min(slots), max(slots)
+    spread = f"{low}" if low == high else f"{low} to {high}"
+    return f"{spread} {SLOTS.sub('', reason)}"
+
+
+def _slots(reason: str) -> list[str]:
+    """The numbers of slots that a reason begins with."""
+    found = SLOTS.match(reason)
+    return [n for n in found.groups() if n] if found else []
+
+
+def describe(cache: list[Any]) -> Description:
+    """Per layer what is bounded and what is not, and why; printed, a summary."""
+    return Description(_described(layer, entry) for layer, entry in entries(cache))
+
+
+def _described(layer: str, entry: Any) -> LayerDescription:
+    name = type(entry).__name__
+    try:
+        nbytes = entry.nbytes
+    except (AttributeError, NotImplementedError):
+        nbytes = 0
+    if isinstance(entry, BoundedKVCache):
+        policy = entry.policy.name
+        answer = "evicted tokens go on answering" if entry.answers else "no remainder"
+        if not entry.attending:
+            answer += ", as plain rows" if entry.answers else ""
+        elif entry.answers:
+            answer += _saturation(entry)
+        sizes = entry.budgets or [entry.settings.max_size or 0]
+        framed = " in a frame" if entry.frame else ""
+        spread = f"{sizes[0]}" if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
+        reason = f"{spread} slots a KV head{entry.packing}{framed}, policy {policy}, {answer}"
+        if entry.settings.rope:
+            reason += ", positions without gaps"
+        if entry.sharers > 1:
+            reason += f", attended to by {entry.sharers} layers"
+        if entry.settings.filling:
+            reason += ", shared out by the profile when the memory is full"
+        if entry.choice:
+            reason += f" (chosen: {entry.choice})"
+        return LayerDescription(layer, name, True, reason, entry.budgets, nbytes)
+    if isinstance(entry, mlx_lm_cache.RotatingKVCache):
+        reason = f"the model's own sliding window of {entry.max_size} tokens"
+        return LayerDescription(layer, name, True, reason, None, nbytes)
+    if isinstance(entry, mlx_lm_cache.ArraysCache):
+        reason = "a state of fixed size, not a list of tokens"
+        return LayerDescription(layer, name, True, reason, None, nbytes)
+    if isinstance(entry, mlx_lm_cache.ChunkedKVCache):
+        reason = f"the model's own chunks of {entry.chunk_size} tokens"
+        return LayerDescription(layer, name, True, reason, None, nbytes)
+    reason = "a cache of the model's own kind, left as it is; it may grow with the conversation"
+    return LayerDescription(layer, name, False, reason, None, nbytes)
+
+
+def _saturation(entry: BoundedKVCache) -> str:
+    """What is unusual about the order in which a cache's remainder answers."""
+    ts = entry.settings.config()["saturation"]
+    if ts == SATURATION:
+        return ""
+    if isinstance(ts, float):
+        return f" with saturation {ts:g}"
+    return f" with saturation {min(ts):g} to {max(ts):g}"

@@ -1,0 +1,189 @@
+"""Prompt caches in files: evicted or not, with everything that a conversation goes on with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import cache as mlx_lm_cache
+
+from mlx_h2o._utils.cache_lists import entries, listed
+from mlx_h2o._utils.checks import MOST_TOKENS
+from mlx_h2o._utils.files import check_header, replacing
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.engine import saved_state
+from mlx_h2o.integration import routing
+
+FILE_FORMAT = "mlx-h2o prompt cache"
+FILE_VERSION = "1"
+
+# What reading settings that are not what they should be may raise.
+_DAMAGE = (
+    *(ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError),
+    *(RecursionError, RuntimeError),
+)
+
+
+def save_prompt_cache(
+    file_name: str | Path, cache: list[Any], metadata: dict[str, str] | None = None
+) -> None:
+    """Write a prompt cache, evicted or not, with positions, scores, policy and remainder.
+
+    Args:
+        file_name: Where to write, by any name; what is there is replaced when all is written.
+        cache: From `make_prompt_cache`, possibly with mlx-lm's own caches in it.
+        metadata: Strings to keep with it.
+
+    Raises:
+        ValueError: There is something in the cache that cannot be saved.
+        OSError: The file cannot be written.
+    """
+    arrays: dict[str, mx.array] = {}
+    saved = [_saved(entry, f"{i}", arrays) for i, entry in enumerate(cache)]
+    header = {
+        "format": FILE_FORMAT,
+        "version": FILE_VERSION,
+        "metadata": json.dumps(metadata or {}),
+        "entries": json.dumps(saved),
+    }
+    header["digest"] = _digest(arrays, header)
+    # safetensors of mlx cannot hold empty arrays' names alone, so a file always has one array.
+    # MLX appends .safetensors to any other name.
+    with replacing(Path(file_name), ".safetensors") as temporary:
+        try:
+            mx.save_safetensors(str(temporary), arrays or {"empty": mx.zeros(1)}, header)
+        except RuntimeError as error:  # MLX's word for any failure of a file
+            raise OSError(f"Cannot write {file_name}: {error}") from error
+
+
+def require_savable(cache: Sequence[Any]) -> None:
+    """Raise ValueError unless `save_prompt_cache` can save every entry of a cache list."""
+    for _, entry in entries(cache):
+        kind = type(entry).__name__
+        if not isinstance(entry, BoundedKVCache) and getattr(mlx_lm_cache, kind, None) is not type(
+            entry
+        ):
+            raise ValueError(f"Cannot save a {kind}: it is neither mlx-h2o's nor mlx-lm's cache.")
+
+
+def load_prompt_cache(
+    file_name: str | Path, return_metadata: bool = False
+) -> list[Any] | tuple[list[Any], dict[str, str]]:
+    """Read what `save_prompt_cache` wrote.
+
+    Raises:
+        ValueError: The file is missing, truncated, foreign, changed, or of another version.
+    """
+    try:
+        check_header(file_name)
+        arrays, header = _read(str(file_name))
+        mx.eval(arrays)
+    except (OSError, RuntimeError, ValueError, MemoryError, OverflowError) as error:
+        raise ValueError(f"{file_name} is no readable prompt cache: {error}") from error
+    if header.get("format") != FILE_FORMAT:
+        raise ValueError(
+            f"{file_name} was not written by mlx_h2o.save_prompt_cache (mlx-lm's own files load "
+            "with mlx_lm.models.cache.load_prompt_cache)."
+        )
+    if header.get("version") != FILE_VERSION:
+        raise ValueError(
+            f"{file_name} has format version {header.get('version')}; this mlx-h2o reads "
+            f"{FILE_VERSION}."
+        )
+    digest = header.pop("digest", "")
+    arrays.pop("empty", None)
+    if digest != _digest(arrays, header):
+        raise ValueError(f"{file_name} was changed or damaged after it was saved.")
+    routing.install()
+    try:
+        entries = json.loads(header["entries"])
+        cache = [_restored(entry, f"{i}", arrays) for i, entry in enumerate(entries)]
+        kept = dict(json.loads(header["metadata"]))
+    except _DAMAGE as error:
+        raise ValueError(f"{file_name} is damaged: {error}") from error
+    return (cache, kept) if return_metadata else cache
+
+
+def _read(file_name: str) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Arrays and metadata of a safetensors file."""
+    return cast(
+        tuple[dict[str, mx.array], dict[str, str]],
+        mx.load(file_name, format="safetensors", return_metadata=True),
+    )
+
+
+def _saved(entry: Any, prefix: str, arrays: dict[str, mx.array]) -> dict[str, Any]:
+    """Put an entry's arrays under its prefix; return the rest of it as JSON types."""
+    if isinstance(entry, mlx_lm_cache.CacheList):
+        members = [_saved(m, f"{prefix}.{i}", arrays) for i, m in enumerate(entry.caches)]
+        return {"class": "CacheList", "members": members}
+    if isinstance(entry, BoundedKVCache):
+        own, config = saved_state.used_only(entry.arrays(), entry.config())
+        arrays.update({f"{prefix}.{name}": array for name, array in own.items()})
+        return {"class": "H2OKVCache", "config": config}
+    require_savable([entry])
+    scalars = {}
+    for path, leaf in cast(list[tuple[str, Any]], tree_flatten([entry.state])):
+        if isinstance(leaf, mx.array):
+            arrays[f"{prefix}.{path}"] = leaf
+        else:
+            scalars[path] = leaf
+    kind = type(entry).__name__
+    return {"class": kind, "scalars": scalars, "meta_state": getattr(entry, "meta_state", None)}
+
+
+def _restored(entry: dict[str, Any], prefix: str, arrays: dict[str, mx.array]) -> Any:
+    """The cache that `_saved` described."""
+    if entry["class"] == "CacheList":
+        members = [_restored(m, f"{prefix}.{i}", arrays) for i, m in enumerate(entry["members"])]
+        return listed(members)
+    own = {
+        name.removeprefix(f"{prefix}."): array
+        for name, array in arrays.items()
+        if name.startswith(f"{prefix}.")
+    }
+    if entry["class"] == "H2OKVCache":
+        return BoundedKVCache.from_state((own, json.dumps(entry["config"])))
+    cls = getattr(mlx_lm_cache, entry["class"], None)
+    if not isinstance(cls, type) or not hasattr(cls, "from_state"):
+        raise ValueError(f"This mlx-lm has no {entry['class']} to load.")
+    _check_numbers(entry["scalars"], entry.get("meta_state"))
+    leaves = sorted({**own, **entry["scalars"]}.items(), key=lambda item: _path_key(item[0]))
+    state = cast(list[Any], tree_unflatten(leaves))[0] if leaves else []
+    if entry.get("meta_state") is None:
+        return cls.from_state(state)
+    return cls.from_state(state, entry["meta_state"])
+
+
+def _check_numbers(*parts: Any) -> None:
+    """Raise ValueError unless the numbers of mlx-lm's caches, some as texts, are tokens' counts."""
+    for part in parts:
+        if isinstance(part, dict | list | tuple):
+            _check_numbers(*(part.values() if isinstance(part, dict) else part))
+        elif isinstance(part, int | float | str) and str(part).lstrip("-").isdigit():
+            saved_state.within("a cache's number", int(part), -MOST_TOKENS, MOST_TOKENS)
+
+
+def _path_key(path: str) -> list[tuple[int, str]]:
+    """Sorts "0.2" before "0.10"."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in path.split(".")]
+
+
+def _digest(arrays: dict[str, mx.array], header: dict[str, str]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of all arrays, and the header."""
+    digest = hashlib.sha256()
+    for key in sorted(header):
+        digest.update(f"{key}={header[key]}\n".encode())
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        if array.size:
+            flat = mx.contiguous(array.flatten())
+            digest.update(np.array(flat.view(mx.uint8)).tobytes())
+    return digest.hexdigest()

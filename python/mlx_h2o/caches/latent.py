@@ -1,0 +1,101 @@
+"""The bounded cache of layers that attend to keys made of the cached ones (MLA)."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import mlx.core as mx
+
+from mlx_h2o.attention.call import AttentionCall
+from mlx_h2o.attention.tracing import refuse_tracing
+from mlx_h2o.budgets.cost import LayerShare
+from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.engine.array_owner import Fields
+from mlx_h2o.engine.step import attend_to_derived
+from mlx_h2o.storage.pins import true_positions
+from mlx_h2o.storage.softmax import Mask
+
+
+class LatentKVCache(H2OKVCache, kind="latent"):
+    """A bounded cache of latent rows, from which the model makes keys and values itself.
+
+    No mean key stands for such keys, so there is no remainder; one mask serves all layers, so all
+    heads have one budget; rows are handed out, so they are not packed; and a chunk cannot be taken
+    token by token, so there is no undo.
+
+    Raises:
+        ValueError: The settings ask for one of these.
+    """
+
+    own = False
+
+    def _begin(self, settings: CacheSettings, share: LayerShare | None = None) -> None:
+        alike = settings.budgets is None or len(set(settings.budgets)) == 1
+        others = settings.packing.packs or settings.undo or settings.rope
+        if settings.remainder or others or not alike:
+            raise ValueError(
+                "A cache of latent rows needs one budget for all heads, remainder=False, no bits, "
+                "no undo and absolute positions."
+            )
+        super()._begin(settings, share)
+        # What was handed out and is not attended to yet.
+        self._attended: list[Fields] | None = None
+
+    @property
+    def _between(self) -> bool:
+        return self._attended is not None
+
+    @property
+    def merge(self) -> NoReturn:
+        """Not there: mlx-lm asks whether it is, and serves such sequences one at a time."""
+        raise AttributeError("A model that makes keys of all cached rows cannot be batched.")
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Take new rows in; return all to make keys and values of.
+
+        Args:
+            keys: `[B, Hk, L, D]`, with RoPE applied at `offset`.
+            values: `[B, Hk, L, Dv]`.
+
+        Returns:
+            `[B, Hk, N, D]` and `[B, Hk, N, Dv]`, old and new.
+
+        Raises:
+            RuntimeError: As in `H2OKVCache`.
+            ValueError: Likewise.
+        """
+        self._attended = self._opened(keys, values).take_in(keys, values)
+        return self._attended[0]["keys"], self._attended[0]["values"]
+
+    def places(self) -> mx.array:
+        """Positions of the rows that `update_and_fetch` handed out last, `[B, Hk, N]`.
+
+        Raises:
+            RuntimeError: They were attended to already.
+        """
+        if self._attended is None:
+            raise RuntimeError("places() before update_and_fetch(): no rows were handed out.")
+        return true_positions(self._attended[0]["positions"])
+
+    def attend(
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Mask = None,
+        sinks: mx.array | None = None,
+        softcap: float = 0.0,
+    ) -> mx.array:
+        """Attend to keys and values `[B, H, N, ...]` made of the rows; others as in `H2OKVCache`.
+
+        An array mask covers all N.
+        """
+        refuse_tracing()
+        attended, self._attended = self._attended, None
+        if attended is None:
+            raise RuntimeError("attend() before update_and_fetch(): there is nothing to attend to.")
+        call = AttentionCall(q, scale, mask, sinks, softcap)
+        return attend_to_derived(self._held(), call, attended, keys, values)

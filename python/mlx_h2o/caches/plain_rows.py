@@ -1,0 +1,101 @@
+"""The bounded cache of layers that attend by themselves: the remainder goes in as plain rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NoReturn
+
+import mlx.core as mx
+
+from mlx_h2o.budgets.cost import LayerShare
+from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.engine import eviction
+from mlx_h2o.engine.array_owner import Fields
+from mlx_h2o.engine.layer import Layer
+
+
+class PlainRowsKVCache(H2OKVCache, kind="plain rows"):
+    """A bounded cache that hands out its rows and is told nothing of attention.
+
+    The policy looks at keys only. The remainder is R rows before the others, in slots of their own,
+    whose weight `make_mask` adds to their logits.
+    """
+
+    attending = False
+    own = None
+
+    def _begin(self, settings: CacheSettings, share: LayerShare | None = None) -> None:
+        super()._begin(replace(settings, attending=False), share)
+
+    @property
+    def merge(self) -> NoReturn:
+        """Not there: mlx-lm asks whether it is, and serves such sequences one at a time."""
+        raise AttributeError("A model that attends by itself cannot be batched.")
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Take new rows in, and choose at once what to forget.
+
+        Args:
+            keys: `[B, Hk, L, D]`, with RoPE applied at `offset`.
+            values: `[B, Hk, L, Dv]`.
+
+        Returns:
+            `[B, Hk, R + N, D]` and `[B, Hk, R + N, Dv]`: the remainder's rows, once anything was
+            evicted, and all rows held, old and new.
+
+        Raises:
+            RuntimeError: Within mx.compile, mx.grad or mx.vmap.
+            ValueError: The rows are unlike those held, or the size does not suit them.
+        """
+        layer = self._opened(keys, values)
+        fields = layer.take_in(keys, values)[0]
+        if layer.store.reserved and layer.lost_beside(fields):
+            fetched, fields = _with_plain_rows(layer, fields)
+        else:
+            fetched = fields["keys"], fields["values"]
+        eviction.settle(layer, [fields])
+        return mx.depends(fetched[0], layer.side_state()), fetched[1]
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """As in `H2OKVCache`; with plain rows `[1, 1, N, R + kept + N]` to add to the logits."""
+        layer = self._layer
+        plain = super().make_mask(N, return_array, window_size)
+        if layer is None or not layer.store.reserved:
+            return plain
+        run = layer.runs[0]
+        lost = layer.lost(run)
+        if N == 1:  # the new row has overwritten a victim before it is attended to
+            lost = layer.offset + 1 - min(run.length + 1, run.budget)
+        return _mask(layer, N, lost) if lost else plain
+
+
+def _with_plain_rows(layer: Layer, fields: Fields) -> tuple[tuple[mx.array, mx.array], Fields]:
+    """The rows to attend to after the remainder's, and the fields of the slots alone."""
+    store = layer.store
+    run = store.runs[0]
+    rows = layer.evictions.remainder.plain_rows(store.reserved)
+    if fields["positions"].shape[2] > run.budget:
+        named = zip(rows, (fields["keys"], fields["values"]), strict=True)
+        keys, values = (mx.concatenate([row.astype(f.dtype), f], axis=2) for row, f in named)
+        return (keys, values), fields
+    layer.put_plain_rows(rows)
+    fetched = store.view(run, "keys", True), store.view(run, "values", True)
+    return fetched, layer.memory.attended()[0]
+
+
+def _mask(layer: Layer, N: int, lost: int) -> mx.array:
+    """log(lost / R) on the plain rows' columns, minus infinity on the future."""
+    run, rows = layer.runs[0], layer.store.reserved
+    dtype = layer.store.fields["keys"].dtype
+    kept = min(layer.held, run.budget - 1) if N == 1 else layer.held
+    bias = mx.log(mx.full((1,), lost / rows))
+    mask = mx.concatenate([mx.broadcast_to(bias, (rows,)), mx.zeros(kept + N)])
+    if N > 1:
+        future = mx.arange(kept + N) > mx.arange(kept, kept + N)[:, None]
+        lowest = mx.finfo(dtype).min
+        future = mx.pad(mx.where(future, lowest, 0.0), [(0, 0), (rows, 0)])
+        mask = mx.maximum(mask + future, lowest)
+    return mx.broadcast_to(mask, (1, 1, N, rows + kept + N)).astype(dtype)

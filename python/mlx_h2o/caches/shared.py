@@ -1,0 +1,131 @@
+"""The bounded cache of a layer whose keys and values other layers attend to as well."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import mlx.core as mx
+
+from mlx_h2o.attention.call import AttentionCall
+from mlx_h2o.attention.tracing import refuse_tracing
+from mlx_h2o.budgets.cost import LayerShare
+from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.engine.array_owner import Fields
+from mlx_h2o.engine.scoring import Seen
+from mlx_h2o.engine.step import attend_to_shared, evict_after_sharers, grow
+from mlx_h2o.integration import routing
+from mlx_h2o.storage.softmax import Mask
+
+
+class SharedKVCache(H2OKVCache, kind="shared"):
+    """A bounded cache that several layers of a model attend to in each step.
+
+    All of them see the same slots, and a slot's mass is that of all their queries (the mean over
+    the query heads of all, as within one layer). What goes is decided after the last of them. Steps
+    are not fused, since a fused one attends once; and a chunk cannot be taken token by token, so
+    there is no undo.
+
+    Raises:
+        ValueError: The settings ask for undo.
+    """
+
+    def _begin(self, settings: CacheSettings, share: LayerShare | None = None) -> None:
+        if settings.undo:
+            raise ValueError(
+                "Layers share these keys and values, so tokens cannot be taken back one by one: "
+                "leave undo away."
+            )
+        super()._begin(settings, share)
+        # Between update_and_fetch and the last attend: the rows to attend to, the keys as they were
+        # handed out, and what was seen so far.
+        self._attended: list[Fields] | None = None
+        self._keys: list[mx.array] = []
+        self._seen: list[list[Seen]] = []
+
+    @property
+    def _between(self) -> bool:
+        return self._attended is not None
+
+    @property
+    def merge(self) -> NoReturn:
+        """Not there: mlx-lm asks whether it is, and serves such sequences one at a time."""
+        raise AttributeError("A model whose layers share keys and values cannot be batched.")
+
+    def handed_out(self, keys: mx.array) -> bool:
+        """Whether these very keys are this step's."""
+        return any(keys is own for own in self._keys)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Take new rows in; return them, to be recognized when layers come to attend.
+
+        Args:
+            keys: `[B, Hk, L, D]`, with RoPE applied at `offset`.
+            values: `[B, Hk, L, Dv]`.
+
+        Raises:
+            RuntimeError: As in `H2OKVCache`.
+            ValueError: Likewise.
+        """
+        layer = self._opened(keys, values)
+        grow(layer, keys.shape[2])
+        frame = layer.settings.frame
+        entered = keys if frame is None else frame.enter(keys)
+        self._attended = layer.take_in(entered, values)
+        self._handing_out(keys)
+        return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What a layer attends to that asks for all rows: stand-ins `[B, Hk, offset, ...]`.
+
+        Only their shapes mean something, since models take positions from them; whatever else than
+        attending is done with them gives NaN.
+        """
+        layer = self._held()
+        row = mx.full((1, 1, 1, 1), mx.nan)
+        rows = []
+        for kind in layer.types.values():
+            shape = (kind.batch, kind.heads, layer.offset, kind.width)
+            rows.append(mx.broadcast_to(row.astype(kind.dtype), shape))
+        if self._between:
+            self._handing_out(rows[0])
+        return rows[0], rows[1]
+
+    def attend(
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Mask = None,
+        sinks: mx.array | None = None,
+        softcap: float = 0.0,
+    ) -> mx.array:
+        """Attend to all rows held, once for each of the `sharers`; arguments as in `H2OKVCache`.
+
+        Raises:
+            RuntimeError: Within mx.compile, mx.grad or mx.vmap, or these are no keys of this step.
+        """
+        refuse_tracing()
+        if self._attended is None or not self.handed_out(keys):
+            raise RuntimeError(
+                f"{self.sharers} layers were to attend to this cache's rows in each step; another "
+                "attended, or to other keys."
+            )
+        layer, call = self._held(), AttentionCall(q, scale, mask, sinks, softcap)
+        out, seen = attend_to_shared(layer, call, self._attended)
+        self._seen.append(seen)
+        if len(self._seen) < self.sharers:
+            return out
+        rounds, self._seen, self._attended, self._keys = self._seen, [], None, []
+        tied: mx.array = mx.depends(out, evict_after_sharers(layer, rounds))
+        return tied
+
+    def _handing_out(self, keys: mx.array) -> None:
+        self._keys.append(keys)
+        routing.hand_out(self, keys)
+
+    def config(self) -> dict[str, Any]:
+        """As in `BoundedKVCache`, and how many layers attend."""
+        return {**super().config(), "sharers": self.sharers}

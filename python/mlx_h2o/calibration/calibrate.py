@@ -1,0 +1,272 @@
+"""Measuring a profile by the very policy: each head's loss at b slots, from running it with b.
+
+One pass of the full model over a text gives each layer's queries, keys and values. On them every
+KV head is tried with every b of the grid and both orders of the remainder, token by token, by the
+steps that decode (`calibration/trials.py`). The loss is
+
+    E ||W_o (o - o_b)||^2 / ||residual after attention||^2
+
+with o the head's full attention output and o_b what the b slots that the policy keeps, and their
+remainder, give. Curves of another policy mislead: shares by a window's cost twice what the
+policy's own do. The same pass tells what packing alone costs each head, and another, over a mixed
+text, makes the frames for packed keys (`calibration/scaling_build.py`); a third, in which stretches
+of the text come again, tells which heads must hold what prose does not ask for
+(`calibration/retrieval_loss.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_h2o.attention.call import AttentionCall
+from mlx_h2o.budgets.cost import group_size_of
+from mlx_h2o.budgets.profile import SMALLEST_BUDGET, Profile
+from mlx_h2o.budgets.profile_data import LayerFrames, Measured, frames_for
+from mlx_h2o.budgets.settings import DEFAULT_POLICY
+from mlx_h2o.calibration.checkpoint import CalibratedLayers, LayerLosses
+from mlx_h2o.calibration.retrieval_loss import echo_losses
+from mlx_h2o.calibration.scaling_build import frame_passes, frames_of_text
+from mlx_h2o.calibration.trials import ORDERS, Rows, tried
+from mlx_h2o.integration import routing
+from mlx_h2o.integration.layer_probe import identity_by_kinds
+from mlx_h2o.integration.recorder import (
+    HeadWeights,
+    LookingCache,
+    Watcher,
+    full_attention,
+    looked_through,
+    profiled_kinds,
+    require_weighable,
+    trained_context,
+    windows_of,
+)
+from mlx_h2o.policies import Policy, make_policy
+from mlx_h2o.storage.key_scaling import Frame, RowFormat
+from mlx_h2o.storage.packed import DEFAULT_GROUP_SIZE
+
+# Slots tried per head, as far as the text is long. (Beyond half of it too little is evicted to tell
+# anything, and many slots take the most time.)
+GRID = (SMALLEST_BUDGET, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+#: Tokens of one pass: as many as the context that will be asked for, up to what takes minutes.
+LENGTH = 2048
+# Errors are told apart by the positions where they came, in spans that double from here.
+FIRST_SPAN = 256
+#: Widths of rows whose loss from packing alone is measured.
+PACKED_BITS = (4, 5, 6, 8)
+#: Time of the passes for frames and over echoes, as parts of that of the trials, about.
+FRAME_WORK, ECHO_WORK = 0.2, 0.1
+#: A quick calibration, as at a model's first use (`calibration/first_use.py`): tokens of its one
+#: pass, slots tried, and tokens read for frames. docs/results.md tells what it loses. Steps of two
+#: thirds where slots are bought most; 768 slots take as long as all up to 192, and tell hardly
+#: anything.
+QUICK_LENGTH, QUICK_FRAME_TOKENS = 1024, 2048
+QUICK_GRID = (SMALLEST_BUDGET, 24, 48, 64, 96, 128, 192, 256, 384, 512)
+METHOD = "output error of the policy itself, token by token"
+
+#: Called with (steps done, steps in all).
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class _Run:
+    """What the looking caches of one calibration share.
+
+    Attributes:
+        policy: What is calibrated.
+        grid: Numbers of slots; the last is the text's length.
+        spans: Where spans of positions end.
+        frames: Of each layer, or empty.
+        kept: Layers that are done.
+        progress: Told after each block of tokens, with layers done as a fraction.
+        group_size: Of packed rows; None where their width has no groups.
+    """
+
+    policy: Policy
+    grid: tuple[int, ...]
+    spans: tuple[int, ...]
+    frames: LayerFrames
+    kept: CalibratedLayers
+    progress: Callable[[float], None]
+    group_size: int | None
+    watcher: Watcher = field(default_factory=Watcher)
+
+
+class _Calibrating(LookingCache):
+    """A looking cache that tries every setting of its layer's heads on the way."""
+
+    knows_softcap = True
+
+    def __init__(self, index: int, run: _Run):
+        self.index, self.run = index, run
+
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+        rows = Rows(call.q, keys, values, call.scale, call.sinks, call.softcap)
+        mx.eval(call.q, keys, values)
+        out = full_attention(call.q, keys, values, call.scale, call.sinks, call.softcap)
+        if self.index not in self.run.kept:
+            weights = HeadWeights.of(self.run.watcher, out, keys.shape[1])
+            mx.eval(weights.grams, weights.norm)
+            errors = self._errors(rows, out, weights)
+            self.run.kept.add(self.index, LayerLosses(errors, self._packing(rows, out, weights)))
+        self.run.progress(self.index + 1)
+        return out
+
+    def _errors(self, rows: Rows, out: mx.array, weights: HeadWeights) -> np.ndarray:
+        """`[H, orders, spans, grid]`: means over the spans' positions."""
+        run, H = self.run, rows.keys.shape[1]
+        slots = run.grid[:-1]  # the whole text loses nothing
+        total = np.zeros((H, len(ORDERS), len(run.spans), len(run.grid)), np.float64)
+        for start, outs in tried(rows, run.policy, slots, ORDERS, run.spans):
+            n = outs.shape[3]
+            error = weights.errors(out[:, None, :, start : start + n] - outs, start)
+            error = error.reshape(H, len(slots), len(ORDERS), n)
+            # Until its slots are full a head loses nothing; what is left is rounding.
+            at = mx.arange(start, start + n)
+            error = error * (at >= mx.array(slots)[:, None])[:, None]
+            span = next(i for i, end in enumerate(run.spans) if start < end)
+            sums = np.array(error.sum(axis=-1)).transpose(0, 2, 1)
+            total[:, :, span, :-1] += sums
+            run.progress(self.index + (start + n) / rows.length)
+        starts = (0, *run.spans[:-1])
+        sizes = np.array([e - s for s, e in zip(starts, run.spans, strict=True)])
+        errors: np.ndarray = (total / sizes[:, None]).astype(np.float32)
+        return errors
+
+    def _packing(self, rows: Rows, out: mx.array, weights: HeadWeights) -> np.ndarray:
+        """`[bits, H]`: what packing all rows in the frame loses."""
+        run = self.run
+        if run.group_size is None or not run.frames:
+            return np.zeros((0, rows.keys.shape[1]), np.float32)
+        centre, scale = run.frames[self.index]
+        frame = Frame(mx.array(centre), mx.array(scale))
+        losses = []
+        for bits in PACKED_BITS:
+            form = RowFormat(bits, bits, run.group_size, frame=frame)
+            keys, values = form.keys(rows.keys), form.values(rows.values)
+            packed = full_attention(rows.q, keys, values, rows.scale, rows.sinks, rows.softcap)
+            error = weights.errors((out - packed)[:, None], 0)
+            losses.append(np.array(error.mean(axis=(1, 2))))
+        return np.stack(losses)
+
+
+def spans_of(length: int) -> tuple[int, ...]:
+    """Where spans of positions end: a text's length, its half, and so on."""
+    spans = [length]
+    while spans[0] // 2 >= FIRST_SPAN:
+        spans.insert(0, spans[0] // 2)
+    return tuple(spans)
+
+
+def calibrate(
+    model: nn.Module,
+    tokens: Sequence[int],
+    *,
+    length: int = LENGTH,
+    policy: str | Policy = DEFAULT_POLICY,
+    grid: Sequence[int] = GRID,
+    frame_tokens: Sequence[int] | None = None,
+    details: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+    kept: CalibratedLayers | None = None,
+) -> Profile:
+    """Measure all heads of a model by the policy that will run.
+
+    Args:
+        model: An mlx-lm model.
+        tokens: A text; some 4000 tokens suffice.
+        length: Tokens of one pass, at most: as long as the context that will be asked for. Never
+            more than the model's trained context.
+        policy: A policy or its name.
+        grid: Slots to try, as far as the text is long.
+        frame_tokens: Some 4000 of a text as varied as what the model will see, for the frames;
+            by default the same text.
+        details: Anything to note in the profile.
+        progress: Told as it goes on.
+        kept: Layers that an earlier run of the same calibration finished; new ones are added.
+
+    Raises:
+        ValueError: The text is too short, or the model's heads cannot be weighed.
+    """
+    policy = _measurable(make_policy(policy))
+    kinds = profiled_kinds(model)
+    require_weighable(model)
+    settings: dict[str, Any] = {"name": policy.name, **asdict(policy)}
+    length = min(length, trained_context(model))
+    passes = mx.concatenate(windows_of(tokens, length))
+    T, seen = passes.shape[1], {"tokens": passes.size, "length": passes.shape[1]}
+    framing = frame_passes(model, tokens if frame_tokens is None else frame_tokens)
+    told = _telling(progress, len(kinds))
+    frames = frames_of_text(model, framing, progress=lambda done: told(FRAME_WORK * done))
+    identity = identity_by_kinds(model, kinds)
+    at_hand = CalibratedLayers() if kept is None else kept
+    begun = FRAME_WORK * len(kinds)
+    echoes = echo_losses(model, tokens, T, lambda done: told(begun + ECHO_WORK * done))
+    begun += ECHO_WORK * len(kinds)
+    run = _Run(
+        policy,
+        (*(b for b in grid if policy.least_budget() <= b < T), T),
+        spans_of(T),
+        frames_for(frames, T),
+        at_hand,
+        lambda done: told(begun + done),
+        group_size_of([k.widths for k in kinds]),
+    )
+    same = {"model": asdict(identity), "grid": run.grid, "orders": ORDERS, "policy": settings}
+    at_hand.begin({**same, "texts": [_digest(passes), _digest(framing)]})
+    routing.install()
+    looked_through(model, passes, run.watcher, lambda i: _Calibrating(i, run))
+    measured = _measured(run, at_hand.all(len(kinds)), frames, settings, echoes)
+    return Profile.of(identity, run.grid, measured, METHOD, seen | (details or {}))
+
+
+def _telling(progress: Progress | None, layers: int) -> Callable[[float], None]:
+    """Tells of work in layers of the trials, with the other passes before them."""
+    whole = layers * (1 + FRAME_WORK + ECHO_WORK)
+
+    def told(done: float) -> None:
+        if progress:
+            progress(round(100 * done), round(100 * whole))
+
+    return told
+
+
+def _measurable(policy: Policy) -> Policy:
+    """The policy; ValueError where its settings depend on the layer."""
+    if policy.uses_query_centres:
+        raise ValueError(
+            f"A profile cannot be measured with policy {policy.name!r}; it shares slots out by one "
+            "that was measured with another: leave policy away."
+        )
+    return policy
+
+
+def _measured(
+    run: _Run,
+    layers: Sequence[LayerLosses],
+    frames: dict[int, LayerFrames],
+    policy: dict[str, Any],
+    echoes: np.ndarray,
+) -> Measured:
+    """All layers' losses together, with what else was measured, and the policy's settings."""
+    packing = np.concatenate([layer.packing for layer in layers], axis=1)
+    return Measured(
+        ORDERS,
+        run.spans,
+        np.concatenate([layer.errors for layer in layers]),
+        dict(zip(PACKED_BITS, packing, strict=False)),
+        run.group_size or DEFAULT_GROUP_SIZE,
+        frames,
+        policy,
+        echoes,
+    )
+
+
+def _digest(tokens: mx.array) -> str:
+    return hashlib.sha256(np.array(tokens).tobytes()).hexdigest()

@@ -1,0 +1,158 @@
+"""What heads lose where something said once is said again, and they no longer hold it.
+
+Prose hardly ever asks for what was said once, long ago: heads that copy from afar look idle in it
+and get few slots, and a fact that is asked for later is gone. So stretches of a text are said again
+further on in it, and a head loses, over such an echo,
+
+    E ||W_o (o - o')||^2 / ||residual after attention||^2
+
+with o its full attention output and o' that without the stretch's first coming. No policy can know
+what will be asked for: a head of b slots is taken to have lost it with the chance 1 - b/n after n
+tokens (`budgets/profile.py`). Related: retrieval heads (Wu et al., arXiv 2404.15574) and
+DuoAttention (2410.10819), which finds them by passkeys planted in prose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_h2o.attention.call import AttentionCall
+from mlx_h2o.integration import routing
+from mlx_h2o.integration.recorder import (
+    HeadWeights,
+    LookingCache,
+    Watcher,
+    block_attention,
+    full_attention,
+    looked_through,
+)
+
+#: In each so many tokens, so many are an echo.
+PERIOD, ECHO = 128, 24
+#: Tokens of an echo before it can be known for one; they are not counted.
+LEAD = 4
+#: Left out at the beginning of each period's prose: the first of all are sinks. What follows is cut
+#: into stretches for echoes, without a rest.
+FIRST = (PERIOD - ECHO) % ECHO
+STRETCHES = (PERIOD - ECHO) // ECHO
+# Multiples of this, modulo 1, are spread evenly, however many there are.
+GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A stretch of `ECHO` tokens that comes twice.
+
+    Attributes:
+        said: Position of its first token.
+        again: The same where it comes again.
+    """
+
+    said: int
+    again: int
+
+
+def echoes_in(length: int) -> list[Echo]:
+    """Where stretches come again in a page of so many tokens: each once, from near and far."""
+    out: list[Echo] = []
+    used = [0] * (length // PERIOD)
+    for k in range(length // PERIOD):
+        period = int(k * GOLDEN % 1 * (k + 1))
+        while used[period] == STRETCHES:
+            period = (period + 1) % (k + 1)
+        said = period * PERIOD + FIRST + used[period] * ECHO
+        used[period] += 1
+        out.append(Echo(said, (k + 1) * PERIOD - ECHO))
+    return out
+
+
+def pages_of(tokens: Sequence[int], length: int) -> np.ndarray:
+    """As many pages `[B, length]` as the text has, each with its stretches said again.
+
+    Args:
+        tokens: Of the text; what the echoes take up is left off its end.
+        length: Of a page. A text that is shorter makes one page of its own length.
+    """
+    length = min(length, len(tokens))
+    echoes = echoes_in(length)
+    prose = [t for t in range(length) if not any(0 <= t - e.again < ECHO for e in echoes)]
+    pages = np.zeros((len(tokens) // max(length, 1), length), np.int32)
+    rest = np.array(tokens[: len(pages) * len(prose)], np.int32)
+    pages[:, prose] = rest.reshape(len(pages), len(prose))
+    for echo in echoes:
+        pages[:, echo.again : echo.again + ECHO] = pages[:, echo.said : echo.said + ECHO]
+    return pages
+
+
+def echo_losses(
+    model: nn.Module,
+    tokens: Sequence[int],
+    length: int,
+    progress: Callable[[int], None] | None = None,
+) -> np.ndarray:
+    """What each head loses over echoes whose first coming it does not hold, `[heads]`.
+
+    Args:
+        model: An mlx-lm model that mlx_h2o can route.
+        tokens: A text; some 4000 tokens.
+        length: Of a page, at most. One shorter than a period has no echoes, and loses nothing.
+        progress: Told how many layers are done.
+
+    Returns:
+        The model's layers one after the other, in the units of a profile's losses.
+    """
+    routing.install()
+    pages, watcher = pages_of(tokens, length), Watcher()
+    echoes = echoes_in(pages.shape[1])
+    found: dict[int, np.ndarray] = {}
+
+    def looking(index: int) -> Echoing:
+        return Echoing(index, echoes, watcher, found, progress)
+
+    looked_through(model, mx.array(pages), watcher, looking)
+    return np.concatenate([found[i] for i in range(len(found))])
+
+
+class Echoing(LookingCache):
+    """A looking cache that takes the first coming away from its layer's heads."""
+
+    knows_softcap = True
+
+    def __init__(
+        self,
+        index: int,
+        echoes: Sequence[Echo],
+        watcher: Watcher,
+        found: dict[int, np.ndarray],
+        progress: Callable[[int], None] | None,
+    ):
+        self.index, self.echoes, self.watcher = index, echoes, watcher
+        self.found, self.progress = found, progress
+
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+        out = full_attention(call.q, keys, values, call.scale, call.sinks, call.softcap)
+        H = keys.shape[1]
+        weights = HeadWeights.of(self.watcher, out, H)
+        total = np.zeros(H)
+        for echo in self.echoes:
+            start, end = echo.again + LEAD, echo.again + ECHO
+            at = mx.arange(end)
+            said = (at >= echo.said) & (at < echo.said + ECHO)
+            without = block_attention(
+                *(call.q[:, :, start:end], keys[:, :, :end], values[:, :, :end]),
+                mask=(at <= mx.arange(start, end)[:, None]) & ~said,
+                scale=call.scale,
+                sinks=call.sinks,
+                softcap=call.softcap,
+            )
+            difference = out[:, None, :, start:end] - without[:, None]
+            total += np.array(weights.errors(difference, start).mean(axis=(1, 2)))
+        self.found[self.index] = (total / max(len(self.echoes), 1)).astype(np.float32)
+        if self.progress:
+            self.progress(self.index + 1)
+        return out

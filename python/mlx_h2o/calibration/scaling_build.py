@@ -1,0 +1,333 @@
+"""Frames for packed keys, made of one short text for contexts of any length.
+
+A frame begins as each channel's mean and greatest distance from it, and is fitted to what queries
+make of the keys (`calibration/scaling_fit.py`). It belongs to a range of positions: a slow rotary
+channel that hardly moves over a thousand tokens takes every value over ten thousand, and a frame
+made of the thousand would clip it or leave it no levels. RoPE only turns each pair of channels by
+an angle, so the text's keys can be turned on to later positions by the model's own RoPE, without
+reading a longer text.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import cache as mlx_lm_cache
+
+from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o.attention.call import AttentionCall
+from mlx_h2o.budgets.profile import Profile
+from mlx_h2o.budgets.profile_data import LayerFrames, check_frames, frames_of_json, json_of_frames
+from mlx_h2o.budgets.profile_store import KeptOfModel
+from mlx_h2o.calibration.scaling_fit import FrameSample, KeyUse, fitted
+from mlx_h2o.integration import routing
+from mlx_h2o.integration.recorder import (
+    LookingCache,
+    Watcher,
+    looked_through,
+    trained_context,
+    windows_of,
+)
+from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.loading.identity import ModelIdentity
+from mlx_h2o.loading.load import CALIBRATION_TEXT, MIXED_TEXT
+from mlx_h2o.storage.key_scaling import Frame
+
+#: Contexts for which frames are made; beyond the last its frame serves.
+CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+# Texts that short are turned to many places; more tell nothing new.
+MOST_TURNS = 64
+# Where keys are turned to so many places or more, each turn takes a part of the tokens.
+PARTS = 8
+# The first tokens of a text stay where they are: heads look at them from everywhere, and there are
+# no such tokens later on.
+FIRST = 4
+
+#: What is read of the bundled texts.
+FRAME_PASSES, FRAME_LENGTH = 4, 1024
+
+
+def frame_tokens(tokenizer: Any) -> list[int]:
+    """Tokens of the bundled texts for frames, the mixed one first."""
+    text = MIXED_TEXT.read_text(encoding="utf-8") + CALIBRATION_TEXT.read_text(encoding="utf-8")
+    tokens: list[int] = tokenizer.encode(text)[: FRAME_PASSES * FRAME_LENGTH]
+    return tokens
+
+
+def frame_passes(model: nn.Module, tokens: Sequence[int]) -> mx.array:
+    """A text for frames as passes `[B, T]` of the model, all from position 0.
+
+    Raises:
+        ValueError: It is too short.
+    """
+    return mx.concatenate(windows_of(tokens, min(FRAME_LENGTH, trained_context(model))))
+
+
+def frames_of_text(
+    model: nn.Module,
+    passes: mx.array,
+    contexts: Sequence[int] = CONTEXTS,
+    progress: Callable[[int], None] | None = None,
+) -> dict[int, tuple[np.ndarray, ...]]:
+    """Every layer's frame for each context.
+
+    Args:
+        model: An mlx-lm model that mlx_h2o can route.
+        passes: Token ids `[B, T]`, all at positions 0 to T - 1.
+        contexts: Positions from 0 to below each.
+        progress: Told how many layers are done.
+
+    Returns:
+        By context, one array a layer: centre and scale `[2, H, D]`.
+    """
+    routing.install()
+    watcher = Watcher()
+    layers: list[dict[int, np.ndarray]] = []
+    looked_through(model, passes, watcher, lambda _: _Framing(watcher, contexts, layers, progress))
+    return {context: tuple(layer[context] for layer in layers) for context in contexts}
+
+
+def frames_of(model: nn.Module, passes: Sequence[mx.array]) -> list[Frame | None]:
+    """A frame for each layer, for contexts no longer than a text's passes.
+
+    Args:
+        model: An mlx-lm model.
+        passes: Token ids `[B, T]`, each at positions 0 to T - 1.
+
+    Returns:
+        One entry a layer; None where it has no plain `KVCache`, or attends without mlx_h2o. Beside
+        attention sinks and capped logits a frame has no centre.
+    """
+    routing.install()
+    layers = [
+        _Sampling() if type(entry) is mlx_lm_cache.KVCache else None
+        for entry in stock_caches(model)
+    ]
+    for tokens in passes:
+        stock = zip(layers, stock_caches(model), strict=True)
+        mx.eval(model(tokens, cache=[layer or entry for layer, entry in stock]))
+    return [layer.frame() if layer else None for layer in layers]
+
+
+class _Sampling(LookingCache):
+    """A looking cache that keeps its layer's keys, and their use, of all passes."""
+
+    knows_softcap = True
+
+    def __init__(self) -> None:
+        self.keys: list[mx.array] = []
+        self.uses: list[KeyUse] = []
+        self.centred = True
+
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+        self.keys.append(keys.astype(mx.float32))
+        out, use = KeyUse.attended(call, keys, values)
+        self.uses.append(use)
+        self.centred = _can_be_centred(call)
+        return out
+
+    def frame(self) -> Frame | None:
+        """Of all that was seen, if anything was."""
+        if not self.keys:
+            return None
+        weights, queries = (
+            [getattr(use, of) for use in self.uses] for of in ("weights", "queries")
+        )
+        sample = sample_of(self.keys, weights, queries)
+        return fitted(Frame.of(*self.keys, centred=self.centred), sample, self.centred)
+
+
+class _Framing(LookingCache):
+    """A looking cache that makes its layer's frames of the keys that it sees."""
+
+    knows_softcap = True
+
+    def __init__(
+        self,
+        watcher: Watcher,
+        contexts: Sequence[int],
+        layers: list[dict[int, np.ndarray]],
+        progress: Callable[[int], None] | None,
+    ):
+        self.watcher, self.contexts, self.layers = watcher, contexts, layers
+        self.progress = progress
+
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+        mx.eval(call.q, keys, values)
+        turn = turning(self.watcher.layer, keys[:1, :, :1])
+        out, use = KeyUse.attended(call, keys, values)
+        self.layers.append(frames_of_keys(keys, turn, self.contexts, _can_be_centred(call), use))
+        if self.progress:
+            self.progress(len(self.layers))
+        return out
+
+
+def _can_be_centred(call: AttentionCall) -> bool:
+    """Attention sinks and capped logits do not move with a centre."""
+    return call.sinks is None and not call.softcap
+
+
+def frames_of_keys(
+    keys: mx.array,
+    turn: Turn | None,
+    contexts: Sequence[int],
+    centred: bool = True,
+    use: KeyUse | None = None,
+) -> dict[int, np.ndarray]:
+    """One layer's frame for each context.
+
+    Args:
+        keys: As they are cached at positions 0 to T - 1, `[B, H, T, D]`.
+        turn: To later positions; None: they serve as they are.
+        contexts: Positions from 0 to below each.
+        centred: Whether the frame has a centre.
+        use: What queries make of the keys; None: frames stay as they begin.
+
+    Returns:
+        By context: centre and scale `[2, H, D]`.
+    """
+    keys = keys.astype(mx.float32)
+    frames: dict[int, np.ndarray] = {}
+    for context in contexts:
+        spread = _Spread.over(context, keys.shape[2], turn)
+        parts = spread.parts(keys)
+        frame = Frame.of(*parts, centred=centred)
+        if use is not None:
+            weights, queries = spread.weights(use.weights), spread.parts(use.queries)
+            frame = fitted(frame, sample_of(parts, weights, queries), centred)
+        frames[context] = np.array(mx.stack([*frame.arrays]))
+    return frames
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """The tokens of a text, spread evenly over a context.
+
+    Attributes:
+        turn: Of rows to later positions.
+        places: Tokens, and by how many positions they are turned on.
+        times: How often each token comes, the first ones left out.
+    """
+
+    turn: Turn | None
+    places: list[tuple[slice, int]]
+    times: float
+
+    @classmethod
+    def over(cls, context: int, length: int, turn: Turn | None) -> _Spread:
+        """Those of a text of so many tokens."""
+        if context <= length or turn is None:
+            return cls(turn, [(slice(0, context), 0)], 1)
+        count = min(-(-context // length), MOST_TURNS)
+        stride = min(count, PARTS)
+        places = [(slice(0, FIRST), 0)]
+        for i in range(count):
+            delta = round(i * (context - length) / (count - 1))
+            places.append((slice(FIRST + i % stride, length, stride), delta))
+        return cls(turn, places, count / stride)
+
+    def parts(self, rows: mx.array) -> list[mx.array]:
+        """Rows `[B, heads, T, D]` place by place, `[B, heads, n, D]`."""
+        return [
+            self.turn(rows[:, :, tokens], by) if self.turn and by else rows[:, :, tokens]
+            for tokens, by in self.places
+        ]
+
+    def weights(self, of_tokens: mx.array) -> list[mx.array]:
+        """Tokens' weights `[B, H, T]` place by place, `[B, H, n]`."""
+        first, *others = (of_tokens[:, :, tokens] for tokens, _ in self.places)
+        return [self.times * first, *others]
+
+
+def sample_of(
+    keys: list[mx.array], weights: list[mx.array], queries: list[mx.array]
+) -> FrameSample:
+    """What a frame is fitted to: parts `[B, H, n, D]`, `[B, H, n]` and `[B, Hq, m, D]`."""
+    H, D = keys[0].shape[1], keys[0].shape[3]
+    rows = mx.concatenate(keys, axis=2).swapaxes(0, 1).reshape(H, -1, D)
+    costs = mx.concatenate(weights, axis=2).swapaxes(0, 1).reshape(H, -1)
+    squares = mx.square(mx.concatenate(queries, axis=2).astype(mx.float32)).mean(axis=(0, 2))
+    energies = squares.reshape(H, -1, D).mean(axis=1)
+    return FrameSample(rows, costs, energies)
+
+
+ROPE_NAMES = ("rope", "rotary_emb", "rotary", "rope_emb")
+
+#: Adds an angle to keys `[B, H, L, D]`: that of so many positions.
+Turn = Callable[[mx.array, int], mx.array]
+
+
+def turning(layer: nn.Module | None, keys: mx.array) -> Turn | None:
+    """A block's own RoPE as a turn of keys that have theirs already; None where it cannot serve.
+
+    It must do nothing for no positions, and two turns must add up: a RoPE that scales what it
+    turns, or takes other angles for longer texts, does not.
+
+    Args:
+        layer: A transformer block.
+        keys: A few of it, `[B, H, 1, D]`.
+    """
+    for name, module in layer.named_modules() if layer is not None else ():
+        if name.split(".")[-1] in ROPE_NAMES and callable(module):
+            turn = turn_by(module)
+            try:
+                here, there = turn(keys, 0), turn(turn(keys, 300), 700)
+                close = mx.allclose(here, keys, rtol=1e-3, atol=1e-3)
+                adds = mx.allclose(there, turn(keys, 1000), rtol=1e-2, atol=1e-2)
+                moves = mx.abs(there - keys).max() > 0
+                if (close & adds & moves).item():
+                    return turn
+            except (TypeError, ValueError):  # it is called in another way
+                continue
+    return None
+
+
+def turn_by(rope: Callable[..., mx.array]) -> Turn:
+    """A RoPE that only adds an angle, as a turn of keys that have theirs already."""
+
+    def turn(keys: mx.array, delta: int) -> mx.array:
+        B, H, L, D = keys.shape
+        # One token a sequence: all are turned by the same angle.
+        rows = keys.astype(mx.float32).transpose(0, 2, 1, 3).reshape(B * L, H, 1, D)
+        turned = rope(rows, offset=delta)
+        return turned.reshape(B, L, H, D).transpose(0, 2, 1, 3)
+
+    return turn
+
+
+KEPT = KeptOfModel("mlx-h2o frames", ".frames.json", version=2)
+
+Frames = dict[int, LayerFrames]
+
+
+def found_frames(identity: ModelIdentity, profile: Profile | None) -> Frames | None:
+    """Frames that need no computing; None where there are none."""
+    if profile is not None and profile.measured and profile.measured.frames:
+        return profile.measured.frames
+
+    def read(data: Any) -> Frames:
+        frames = frames_of_json(data["frames"])
+        check_frames(frames, identity.kv_heads, identity.key_widths)
+        return frames
+
+    return KEPT.load(identity, read)
+
+
+def made_frames(model: nn.Module, identity: ModelIdentity) -> Frames | None:
+    """Frames of the bundled texts, kept for the next time; None without the model's tokenizer."""
+    tokenizer = getattr(model, "mlx_h2o_tokenizer", None)
+    if tokenizer is None:
+        return None
+    place = KEPT.place_of(identity)
+    print(f"Making frames for packed keys (once, kept in {place})", file=sys.stderr)
+    passes, layers = frame_passes(model, frame_tokens(tokenizer)), len(identity.kv_heads)
+    with progress_bar("making frames") as told:
+        frames = frames_of_text(model, passes, progress=lambda done: told(done, layers))
+    KEPT.keep(identity, {"frames": json_of_frames(frames)})
+    return frames

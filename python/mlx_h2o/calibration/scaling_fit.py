@@ -1,0 +1,203 @@
+"""Fitting a frame: the centres and scales whose packed keys move attention least.
+
+A row of packed keys is cut into levels of equal size, so each of its numbers is wrong by as much
+as any other: E e^2 = range(k')^2 / (12 (2^bits - 1)^2), with k' the group's numbers in the frame.
+Queries meet the error as q.e = sum_j s_j q_j e_j, and logit n moves the output by p_n (v_n - o), so
+that what is lost in expectation is, but for constants,
+
+    sum_n w_n range(k'_n)^2 * sum_j s_j^2 E q_j^2        w_n = sum_q p_qn^2 |v_n - o_q|^2
+
+A channel that queries use deserves a wide part of the range; a row that is looked at much (the
+first token's above all, whose key is like no other) must not be torn apart by it. At the minimum
+each channel's share of the ranges is its share of the queries' energy. The sum over rows has
+corners where another channel becomes the widest, so it is gone down on samples of the rows (Adam,
+arXiv 1412.6980).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_h2o.attention.call import AttentionCall
+from mlx_h2o.attention.ops import scaled_dot_product_attention_with_scores
+from mlx_h2o.integration.recorder import full_attention
+from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.storage.packed import group_size_for
+
+#: Rows in a step: half of them drawn by weight, half evenly, as a text has but few that are looked
+#: at much, and another text others.
+SAMPLE = 256
+BY_WEIGHT = 0.5
+#: So many come within 0.01 of the least logarithm, from 0.5 above it.
+STEPS = 60
+#: Of a step, in log scales and in centres by the scale; falls to 0 over the steps.
+RATE = 0.05
+#: How much of the gradient's mean and square Adam keeps: slopes of small samples are rough.
+KEPT = (0.9, 0.99)
+#: Beside the root of a square in a step's denominator.
+EPSILON = 1e-8
+#: What channels without queries and rows without a range are taken to have.
+LEAST = float(np.finfo(np.float32).tiny)
+
+
+@dataclass(frozen=True)
+class FrameSample:
+    """What a layer's frame is fitted to, float32.
+
+    Attributes:
+        keys: As they are cached, `[H, N, D]`.
+        weights: What an error of each key's logit costs, `[H, N]`, not below 0.
+        energies: E q^2 of each channel, mean over a KV head's queries, `[H, D]`.
+    """
+
+    keys: mx.array
+    weights: mx.array
+    energies: mx.array
+
+
+def fitted(frame: Frame, sample: FrameSample, centred: bool = True) -> Frame:
+    """The frame of least expected error.
+
+    Args:
+        frame: Where to begin.
+        sample: Rows and queries.
+        centred: Whether the centre may be moved.
+    """
+    H, _, D = sample.keys.shape
+    group = group_size_for(D) or D
+    centre, scale = (np.array(array) for array in frame.arrays)
+    # In the first frame all channels are alike, and one rate serves them.
+    energies = (np.array(sample.energies) * scale**2).reshape(-1, group)
+    drawn = _drawn(np.array(sample.weights))
+    rows = np.array(mx.take_along_axis(sample.keys, mx.array(drawn)[..., None], axis=1))
+    rows = (rows - centre[:, None]) / scale[:, None]
+    rows = rows.reshape(H, STEPS, SAMPLE, D // group, group).transpose(1, 0, 3, 2, 4)
+    found = np.zeros((2, H * D // group, group), np.float32)  # centre and log scale
+    mean, square = np.zeros_like(found), np.zeros_like(found)
+    for step, of_step in enumerate(rows.reshape(STEPS, -1, SAMPLE, group)):
+        slopes = _slopes(found[0], found[1], of_step, energies)
+        slopes[0] *= centred
+        mean += (1 - KEPT[0]) * (slopes - mean)
+        square += (1 - KEPT[1]) * (slopes**2 - square)
+        unbiased = [1 - kept ** (step + 1) for kept in KEPT]
+        rate = RATE * (1 - step / STEPS)
+        found -= rate * (mean / unbiased[0]) / (np.sqrt(square / unbiased[1]) + EPSILON)
+    moved, log_scale = (each.reshape(H, D) for each in found)
+    return Frame(mx.array(centre + scale * moved), mx.array(scale * np.exp(log_scale)))
+
+
+def _drawn(weights: np.ndarray) -> np.ndarray:
+    """Rows of one step after the other `[H, STEPS * SAMPLE]`, by their weights `[H, N]`."""
+    H, N = weights.shape
+    draw = np.random.default_rng(0)
+    out = np.empty((H, STEPS * SAMPLE), np.int32)
+    for head, of_rows in enumerate(weights.astype(np.float64)):
+        chances = BY_WEIGHT * of_rows / max(of_rows.sum(), LEAST) + (1 - BY_WEIGHT) / N
+        up_to = np.cumsum(chances)
+        out[head] = np.searchsorted(up_to, draw.random(STEPS * SAMPLE) * up_to[-1])
+    return out
+
+
+def _slopes(
+    centre: np.ndarray, log_scale: np.ndarray, rows: np.ndarray, energies: np.ndarray
+) -> np.ndarray:
+    """Of the expected error's logarithm, by centre and log scale, `[2, R, d]`.
+
+    A row's range moves with its widest channels alone, so that the slopes are sums over rows of
+    what two channels give.
+
+    Args:
+        centre: From the first frame on, `[R, d]`.
+        log_scale: Likewise.
+        rows: In the first frame, `[R, n, d]`.
+        energies: Of queries as they meet those, `[R, d]`.
+    """
+    R, n, d = rows.shape
+    inverse = np.exp(-log_scale)
+    framed = rows * inverse[:, None]
+    framed -= (centre * inverse)[:, None]
+    spent = energies * np.exp(2 * log_scale)
+    out = np.zeros((2, R, d), np.float32)
+    out[1] = 2 * spent / np.maximum(spent.sum(axis=-1, keepdims=True), LEAST)
+    flat = framed.reshape(R * n, d)
+    edges = flat.argmax(axis=-1), flat.argmin(axis=-1)
+    at = np.arange(R * n)
+    highest, lowest = (flat[at, edge] for edge in edges)
+    ranges = (highest - lowest).reshape(R, n)
+    # d log sum r^2 = 2 sum r dr / sum r^2, and a framed number x falls by 1/s with its centre and
+    # by x with its log scale.
+    shares = 2 * ranges / np.maximum((ranges**2).sum(axis=-1, keepdims=True), LEAST)
+    group = np.repeat(np.arange(R) * d, n)
+    for sign, edge, value in ((1, edges[0], highest), (-1, edges[1], lowest)):
+        moved = sign * shares.ravel()
+        for of, weights in enumerate((moved, moved * value)):
+            sums = np.bincount(group + edge, weights, R * d).reshape(R, d)
+            out[of] -= sums * inverse if of == 0 else sums
+    return out
+
+
+#: Queries whose masses are held at a time, `[B, Hq, block, T]`.
+QUERY_BLOCK = 128
+#: A part of the queries tells how strong all are, and which keys they look at: rows are drawn by
+#: that, and other draws change a frame as much.
+QUERY_STEP = 4
+
+
+@dataclass(frozen=True)
+class KeyUse:
+    """What queries make of the keys of the same tokens.
+
+    Attributes:
+        queries: Each fourth, as they meet keys, `[B, Hq, T / 4, D]`.
+        weights: What an error of each key's logit costs, `[B, H, T]` float32: with p_n the
+            softmax, a logit moves the output by p_n (v_n - o), so it is sum_q p_qn^2 |v_n - o_q|^2,
+            summed over those queries of a KV head.
+    """
+
+    queries: mx.array
+    weights: mx.array
+
+    @classmethod
+    def attended(
+        cls, call: AttentionCall, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, KeyUse]:
+        """The output `[B, Hq, T, Dv]` of a causal call over a whole text, and its use of the keys.
+
+        Args:
+            call: Queries `[B, Hq, T, D]`.
+            keys: `[B, H, T, D]`.
+            values: `[B, H, T, Dv]`.
+        """
+        B, H, T, _ = keys.shape
+        group = call.q.shape[1] // H
+        out = full_attention(call.q, keys, values, call.scale, call.sinks, call.softcap)
+        queries, outs = call.q[:, :, ::QUERY_STEP], out[:, :, ::QUERY_STEP].astype(mx.float32)
+        by_query_head = mx.repeat(values.astype(mx.float32), group, axis=1)
+        total = mx.zeros((B, H * group, T))
+        for first in range(0, queries.shape[2], QUERY_BLOCK):
+            last = min(first + QUERY_BLOCK, queries.shape[2])
+            end = (last - 1) * QUERY_STEP + 1
+            seen = by_query_head[:, :, :end]
+            at = mx.arange(first, last)[:, None] * QUERY_STEP
+            _, logits, lse = scaled_dot_product_attention_with_scores(
+                queries[:, :, first:last],
+                keys[:, :, :end],
+                values[:, :, :end],
+                scale=call.scale,
+                mask=mx.arange(end) <= at,
+                sinks=call.sinks,
+                softcap=call.softcap,
+            )
+            squares = mx.exp(2 * (logits - lse[..., None])).swapaxes(-1, -2)
+            # |v - o|^2 = |v|^2 - 2 v.o + |o|^2, summed over the queries.
+            o = outs[:, :, first:last]
+            of_queries = mx.square(o).sum(axis=-1, keepdims=True)
+            sums = squares @ mx.concatenate([o, of_queries, mx.ones_like(of_queries)], axis=-1)
+            cost = mx.square(seen).sum(axis=-1) * sums[..., -1] + sums[..., -2]
+            total[:, :, :end] += cost - 2 * (seen * sums[..., :-2]).sum(axis=-1)
+            mx.eval(total)
+        weights = total.reshape(B, H, group, T).sum(axis=2)
+        return out, cls(queries, mx.maximum(weights, 0))

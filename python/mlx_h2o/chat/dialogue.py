@@ -1,0 +1,258 @@
+"""A conversation with a model in bounded memory, which reads of each turn only what is new."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm import stream_generate
+
+from mlx_h2o.caches.conversation import bounded_entries, new_turn, pin, unpin
+from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
+from mlx_h2o.chat.kept_tokens import remembered, token_texts
+from mlx_h2o.chat.pin_rules import PinRules, spans_for
+from mlx_h2o.engine.pins_and_turns import PinAnswer, checked_carry
+from mlx_h2o.storage.pins import Span
+
+#: Under this name a file says which tokens were read.
+TOKENS = "mlx-h2o dialogue"
+#: Stands for a token of the chat template in a conversation's text.
+MARK = "\0"
+#: A role that the template names, its other tokens, and words with the white space before them.
+SAID = re.compile(r"\0\s*\0?(?P<role>[a-z]+)(?:\n|\0\s*)|\0\s*|(?P<word>\s*[^\s\0]+|\s+)")
+
+
+class Dialogue:
+    """What was said, and the caches that hold it.
+
+    The memory goes on from the tokens that were said, however their text would be tokenized: of
+    each turn what the user says is read, and the few tokens of the chat template around it.
+
+    Args:
+        model: An mlx-lm model.
+        tokenizer: Its tokenizer; without a chat template texts are read as they are.
+        make_cache: Makes the caches of a conversation that begins.
+        system: What the model is told first, if anything.
+        rules: What is pinned of each turn as it comes; roles and texts in the first one that has
+            them.
+        carry: How much of the past counts in each new turn (`engine/pins_and_turns.py`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        make_cache: Callable[[], list[Any]],
+        system: str | None = None,
+        rules: PinRules | None = None,
+        carry: float | str = 1.0,
+    ):
+        if system is not None and not tokenizer.has_chat_template:
+            raise ValueError("This model has no chat template, and so no system prompt.")
+        self._model, self._tokenizer, self._make_cache = model, tokenizer, make_cache
+        self._system, self._rules, self._carry = system, rules or PinRules(), carry
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything said."""
+        self.cache = self._make_cache()
+        #: Those that the caches have read, by position.
+        self.tokens: list[int] = []
+        # Said by the model, and not read by the caches.
+        self._pending: list[int] = []
+
+    # -- turns ------------------------------------------------------------------------------------
+
+    def reply(self, text: str, max_tokens: int, **options: Any) -> Generator[Any, None, None]:
+        """Read what the user says; the answer as mlx-lm's `stream_generate` gives it.
+
+        Args:
+            text: Of the user.
+            max_tokens: Of the answer.
+            options: For `stream_generate`.
+        """
+        begun = bool(self.tokens)
+        messages = self._messages(text)
+        new = [*self._pending, *self._new_tokens(text)]
+        if begun:
+            new_turn(self.cache, self._carry)
+        self._pin_by_rules(new, messages)
+        said: list[int] = []
+        try:
+            for response in stream_generate(
+                self._model, self._tokenizer, new, max_tokens, prompt_cache=self.cache, **options
+            ):
+                said.append(response.token)
+                yield response
+        finally:
+            # A reader may leave in between; the caches know how far they are.
+            whole = [*self.tokens, *new, *said]
+            read = bounded_entries(self.cache)[0].offset
+            self.tokens, self._pending = whole[:read], whole[read:]
+
+    def _messages(self, text: str) -> list[dict[str, str]]:
+        """What a turn's tokens hold."""
+        first = [{"role": "system", "content": self._system}] if self._system else []
+        return [*(first if not self.tokens else []), {"role": "user", "content": text}]
+
+    def _new_tokens(self, text: str) -> list[int]:
+        """The tokens of a turn that the caches do not hold yet."""
+        tokenizer = self._tokenizer
+        if not tokenizer.has_chat_template:
+            tokens: list[int] = tokenizer.encode(text, add_special_tokens=not self.tokens)
+            return tokens
+        if not self.tokens:
+            return _rendered(tokenizer, self._messages(text))
+        # What follows a reply, whatever it was: where two conversations with different replies are
+        # the same again.
+        asked = {"role": "user", "content": "?"}
+        said = {"role": "user", "content": text}
+        both = [
+            _rendered(tokenizer, [asked, {"role": "assistant", "content": word}, said])
+            for word in ("yes", "no")
+        ]
+        same = 0
+        while same < min(map(len, both)) and both[0][-1 - same] == both[1][-1 - same]:
+            same += 1
+        following = both[0][len(both[0]) - same :]
+        last = (self._pending or self.tokens)[-1:]
+        # The model ended its reply by the token with which the template goes on.
+        return following[1:] if last == following[:1] else following
+
+    def begin_turn(self, carry: float | str) -> None:
+        """Say how much of the past counts from here on: a number from 0 to 1, also as text, or
+        "reset".
+
+        Raises:
+            ValueError: It is none.
+        """
+        new_turn(self.cache, checked_carry(carry))
+
+    # -- pins -------------------------------------------------------------------------------------
+
+    def _pin_by_rules(self, new: Sequence[int], messages: Sequence[Mapping[str, str]]) -> None:
+        """Pin what the rules find in a turn's tokens."""
+        rules = self._rules
+        if self.tokens:  # Roles and texts are asked for once.
+            rules = PinRules(patterns=rules.patterns, predicate=rules.predicate)
+        if rules:
+            self._pin(spans_for(rules, self._tokenizer, new, messages, len(self.tokens)))
+
+    def pin(self, text: str) -> PinAnswer:
+        """Pin a text of what was said so far, every time that it was said.
+
+        Raises:
+            ValueError: It was not said, or there is no room.
+        """
+        return self._pin(spans_for(PinRules(texts=(text,)), self._tokenizer, self.tokens))
+
+    def _pin(self, spans: Sequence[Span]) -> PinAnswer:
+        return pin(self.cache, spans) if spans else PinAnswer()
+
+    def unpin(self) -> None:
+        """Let all pinned tokens go as any others."""
+        unpin(self.cache)
+
+    @property
+    def pinned_texts(self) -> list[str]:
+        """What is pinned, in order; pins on what is still to come have no text."""
+        pins = bounded_entries(self.cache)[0].pins
+        return [self._tokenizer.decode(self.tokens[first:end]) for first, end in pins]
+
+    # -- what is held -----------------------------------------------------------------------------
+
+    def kept(self) -> list[tuple[str, float]]:
+        """Each token's text, and the share of all KV heads that hold it."""
+        layers = remembered(self.cache, len(self.tokens))
+        heads = sum(layer.heads for layer in layers)
+        holding = sum((layer.held for layer in layers), np.zeros(len(self.tokens)))
+        shares = (holding / max(heads, 1)).tolist()
+        return list(zip(token_texts(self._tokenizer, self.tokens), shares, strict=True))
+
+    def kept_words(self) -> list[tuple[str, float]]:
+        """What was said as words, each with the share of all KV heads that hold its tokens.
+
+        Of the chat template who speaks is left, on a line of its own turn.
+        """
+        special = special_ids(self._tokenizer)
+        text, shares = "", list[float]()
+        for token, (part, share) in zip(self.tokens, self.kept(), strict=True):
+            part = MARK if token in special else part.replace(MARK, "")
+            text += part
+            shares += [share] * len(part)
+        words: list[tuple[str, float]] = []
+        for found in SAID.finditer(text):
+            if role := found["role"]:
+                words.append((f"{chr(10) if words else ''}{role}: ", 1.0))
+            elif word := found["word"]:
+                of = shares[found.start() : found.end()]
+                words.append((word, sum(of) / len(of)))
+        return words
+
+    def status(self) -> dict[str, int]:
+        """Tokens, slots a KV head, bytes, evictions and pinned tokens."""
+        layers = bounded_entries(self.cache)
+        budgets = [count for layer in layers for count in layer.budgets or ()]
+        return {
+            "tokens": len(self.tokens),
+            "slots": sum(budgets) // max(len(budgets), 1),
+            "bytes": sum(getattr(entry, "nbytes", 0) for entry in self.cache),
+            "evicted": sum(layer.evicted for layer in layers) // len(layers),
+            "pinned": sum(end - first for first, end in layers[0].pins),
+        }
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, model: str) -> None:
+        """Write the conversation's memory.
+
+        Raises:
+            ValueError: Nothing was said yet, or a cache cannot be saved.
+            OSError: The file cannot be written.
+        """
+        if not self.tokens:
+            raise ValueError("Nothing was said yet that could be saved.")
+        mx.eval([entry.state for entry in self.cache])
+        said = json.dumps({"tokens": self.tokens, "pending": self._pending})
+        save_prompt_cache(path, self.cache, {"model": model, TOKENS: said})
+
+    def load(self, path: str | Path, model: str) -> None:
+        """Go on with a conversation that `save` wrote, in the place of this one.
+
+        Raises:
+            ValueError: The file is none, or another model's; this conversation stays then.
+        """
+        cache, metadata = load_prompt_cache(path, return_metadata=True)
+        assert isinstance(metadata, dict)
+        if TOKENS not in metadata:
+            raise ValueError(f"{path} holds no conversation of mlx_h2o chat.")
+        if metadata.get("model") != model:
+            raise ValueError(f"{path} is a conversation with {metadata.get('model')}, not {model}.")
+        try:
+            said = json.loads(metadata[TOKENS])
+            tokens, pending = [[int(t) for t in said[name]] for name in ("tokens", "pending")]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: {error!r}.") from error
+        if len(tokens) != bounded_entries(list(cache))[0].offset or len(cache) != len(self.cache):
+            raise ValueError(f"{path} is damaged: its tokens are not those that it holds.")
+        self.cache, self.tokens, self._pending = list(cache), tokens, pending
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Tokens that are no text: those of the chat template, and ends."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {number for number, token in added.items() if token.special}
+    return special | set(getattr(tokenizer, "all_special_ids", ()))
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """A conversation in the chat template, up to where the model is to speak."""
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return tokens

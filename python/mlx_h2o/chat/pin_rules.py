@@ -1,0 +1,202 @@
+"""What to pin, said in words: roles of a chat, texts, patterns, a predicate; found in a prompt."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from mlx_h2o.chat.kept_tokens import token_texts
+from mlx_h2o.storage.pins import Span, checked_spans, joined
+
+#: Words by which a text says what another one is to mean.
+DEFINITIONS = r"\bmeans\b|\bshall mean\b|\b(?:is|are) defined as\b"
+
+# Where a sentence ends: after its full stop and what closes it, or where a line does.
+_END_OF_SENTENCE = re.compile(r"(?<=[.!?])[\"')\]]*\s+|\n+")
+
+
+@dataclass(frozen=True)
+class PinRules:
+    """What of a prompt is never to be evicted.
+
+    Attributes:
+        roles: Of messages, such as "system": all that they say.
+        texts: As they stand in the prompt, every time.
+        patterns: Regular expressions: the whole sentences that they match in.
+        predicate: Says of a sentence whether it is pinned.
+        spans: Of the prompt's tokens, first and one past the last.
+
+    Raises:
+        ValueError: A pattern is no regular expression, or a span is none.
+    """
+
+    roles: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
+    predicate: Callable[[str], bool] | None = None
+    spans: tuple[Span, ...] = ()
+
+    def __post_init__(self) -> None:
+        for pattern in self.patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"The pattern {pattern!r} is no regular expression: {error}."
+                ) from error
+        object.__setattr__(self, "spans", checked_spans("spans", self.spans))
+
+    def __bool__(self) -> bool:
+        return bool(self.roles or self.texts or self.patterns or self.predicate or self.spans)
+
+
+def spans_for(
+    rules: PinRules,
+    tokenizer: Any,
+    tokens: Sequence[int],
+    messages: Sequence[Mapping[str, str]] = (),
+    first: int = 0,
+) -> tuple[Span, ...]:
+    """The positions of what the rules name in a prompt.
+
+    Args:
+        rules: What to pin.
+        tokenizer: That made the tokens.
+        tokens: Of the prompt, chat template and all.
+        messages: That the template was given, for roles: "role" and "content" of each.
+        first: The position of the first token (a later turn's is the caches' offset).
+
+    Returns:
+        Spans of positions, for `mlx_h2o.pin` or `make_prompt_cache(pins=...)`.
+
+    Raises:
+        ValueError: A text, a role's message or a span is not in the prompt.
+    """
+    for start, end in rules.spans:
+        if end > len(tokens):
+            raise ValueError(
+                f"The span {start}:{end} cannot be pinned: the prompt has {len(tokens)} tokens."
+            )
+    prompt = PromptText.of(tokenizer, tokens)
+    matches = (match.span() for p in rules.patterns for match in re.finditer(p, prompt.text))
+    found = [
+        *of_roles(rules.roles, messages, prompt.text),
+        *of_texts(rules.texts, prompt.text),
+        *whole_sentences(prompt.text, matches),
+    ]
+    if rules.predicate is not None:
+        found += (s for s in sentences_of(prompt.text) if rules.predicate(prompt.text[slice(*s)]))
+    given = ((first + start, first + end) for start, end in rules.spans)
+    return joined((*given, *prompt.positions(found, first)))
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """A prompt's text, and which of its tokens says what of it.
+
+    Attributes:
+        text: All of it.
+        starts: Where each token's part begins in it.
+        ends: Where it ends.
+    """
+
+    text: str
+    starts: Sequence[int]
+    ends: Sequence[int]
+
+    @classmethod
+    def of(cls, tokenizer: Any, tokens: Sequence[int]) -> PromptText:
+        """That of some tokens."""
+        texts = token_texts(tokenizer, tokens)
+        ends = list(accumulate(map(len, texts)))
+        return cls("".join(texts), [0, *ends[:-1]], ends)
+
+    def positions(self, found: Iterable[Span], first: int = 0) -> tuple[Span, ...]:
+        """The positions of the tokens that say some parts of the text.
+
+        Args:
+            found: Where the parts begin and end in the text.
+            first: The position of the first token.
+        """
+        spans = []
+        for start, stop in joined(span for span in found if span[0] < span[1]):
+            begin = bisect_right(self.ends, start)
+            # A token that begins a character has no text of its own: the next one has it.
+            while begin and self.starts[begin - 1] == self.ends[begin - 1] == start:
+                begin -= 1
+            end = bisect_left(self.starts, stop)
+            if begin < end:
+                spans.append((first + begin, first + end))
+        return joined(spans)
+
+
+def of_roles(
+    roles: Sequence[str],
+    messages: Sequence[Mapping[str, str]],
+    text: str,
+    required: bool = True,
+) -> Iterator[Span]:
+    """Where the messages of some roles stand; with a first message all that comes before it.
+
+    Args:
+        roles: Of the messages.
+        messages: All that are in the text, in order.
+        text: The prompt's.
+        required: Whether a role that says nothing is an error.
+
+    Raises:
+        ValueError: A message is not in the text as it was written, or a required role has none.
+    """
+    after = 0
+    for i, message in enumerate(messages):
+        content = message["content"].strip()
+        start = text.find(content, after)
+        if start < 0:
+            if message["role"] in roles:
+                raise ValueError(
+                    f"The {message['role']} message is not in the prompt as it was written, so it "
+                    "cannot be pinned by its role: pin its text."
+                )
+            continue
+        after = start + len(content)
+        if message["role"] in roles:
+            yield (start if i else 0, after)
+    for role in roles if required else ():
+        if all(message["role"] != role for message in messages):
+            raise ValueError(f"The prompt has no {role} message to pin.")
+
+
+def of_texts(texts: Sequence[str], text: str, required: bool = True) -> Iterator[Span]:
+    """Where some texts stand in another, every time.
+
+    Raises:
+        ValueError: One that is required is not there.
+    """
+    for wanted in texts:
+        places = [match.span() for match in re.finditer(re.escape(wanted), text)] if wanted else []
+        if not places and required:
+            raise ValueError(f"The prompt does not say {wanted!r}, so that cannot be pinned.")
+        yield from places
+
+
+def whole_sentences(text: str, matches: Iterable[Span]) -> Iterator[Span]:
+    """The sentences that matches lie in, from the first to the last of each match."""
+    sentences = sentences_of(text)
+    starts, stops = [start for start, _ in sentences], [stop for _, stop in sentences]
+    for start, stop in matches:
+        first, end = bisect_right(stops, start), bisect_left(starts, max(stop, 1))
+        if first < end:
+            yield starts[first], stops[end - 1]
+
+
+def sentences_of(text: str) -> list[Span]:
+    """Where the sentences of a text stand, without the white space between them."""
+    ends = list(_END_OF_SENTENCE.finditer(text))
+    starts = [0, *(end.end() for end in ends)]
+    # Without the white space, and with what closes a sentence after its full stop.
+    stops = [*(end.start() + len(end.group().rstrip()) for end in ends), len(text)]
+    return [span for span in zip(starts, stops, strict=True) if text[slice(*span)].strip()]

@@ -1,0 +1,1 @@
+"""One layer's state machine: attention -> scores -> policy -> slots."""

@@ -1,0 +1,140 @@
+"""Pinning tokens of a layer, before they came or after; and letting go of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_h2o._utils import checks
+from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.engine import eviction
+from mlx_h2o.engine.layer import Layer
+from mlx_h2o.storage.pins import Span, joined, spans_of, true_positions, without
+
+
+@dataclass(frozen=True)
+class PinAnswer:
+    """What became of the positions that were to be pinned.
+
+    Attributes:
+        pinned: Held by every KV head, or still to come.
+        partly: Gone from some heads; pinned in the others.
+        gone: Evicted from every head: nothing can be pinned there.
+    """
+
+    pinned: tuple[Span, ...] = ()
+    partly: tuple[Span, ...] = ()
+    gone: tuple[Span, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether every head has every one."""
+        return not (self.partly or self.gone)
+
+    @classmethod
+    def of_all(cls, answers: Iterable[PinAnswer]) -> PinAnswer:
+        """What becomes of them in several layers together."""
+        whole, *others = answers
+        asked = joined((*whole.pinned, *whole.partly, *whole.gone))
+        pinned, gone = whole.pinned, whole.gone
+        for other in others:
+            pinned = without(pinned, (*other.partly, *other.gone))
+            gone = without(gone, (*other.pinned, *other.partly))
+        return cls(pinned, without(asked, (*pinned, *gone)), gone)
+
+
+def repin(layer: Layer, settings: CacheSettings) -> None:
+    """Pin what these settings, otherwise a layer's own, pin, and nothing else.
+
+    Steps before this cannot be taken back any more.
+
+    Args:
+        layer: That has tokens.
+        settings: Its own, with other pins and with budgets that have room for them.
+    """
+    other_budgets = settings.budgets != layer.settings.budgets
+    layer.mark_pins(settings)
+    if other_budgets:
+        eviction.resize(layer, settings)
+    elif layer.offset:
+        eviction.choose_victims(layer)
+
+
+def answer_of(layer: Layer, asked: Sequence[Span]) -> PinAnswer:
+    """What would become of positions, by what the heads hold."""
+    come = [(first, min(end, layer.offset)) for first, end in asked if first < layer.offset]
+    wanted = np.array([p for first, end in come for p in range(first, end)], np.int64)
+    if not wanted.size:
+        return PinAnswer(tuple(asked))
+    counts = _heads_that_hold(layer, wanted)
+    heads = layer.runs[-1].last * layer.store.fields["positions"].shape[0]
+    gone = spans_of(wanted[counts == 0].tolist())
+    partly = spans_of(wanted[(counts > 0) & (counts < heads)].tolist())
+    return PinAnswer(without(asked, (*partly, *gone)), partly, gone)
+
+
+def _heads_that_hold(layer: Layer, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many heads, of all sequences, hold the token at each position."""
+    store = layer.store
+    counts = np.zeros(wanted.shape, np.int64)
+    for run in store.runs:
+        held = np.array(true_positions(store.view(run, "positions"))).reshape(-1, run.length)
+        for row in held:
+            counts += np.isin(wanted, row)
+        newest = layer.offset - layer.recently_held
+        counts += len(held) * (wanted >= newest)
+    return counts
+
+
+#: What `carry` may be called where nothing of the past is to count.
+RESET = "reset"
+
+
+def checked_carry(carry: float | str) -> float:
+    """A part of the past, from 0 to 1.
+
+    Raises:
+        ValueError: It is none.
+    """
+    part = 0.0 if isinstance(carry, str) and carry == RESET else carry
+    try:
+        number = checks.finite("carry", float(part) if isinstance(part, str) else part)
+    except ValueError:
+        number = -1
+    if not 0 <= number <= 1:
+        raise ValueError(f'carry must be a number from 0 to 1, or "{RESET}"; got {carry!r}.')
+    return number
+
+
+def new_turn(layer: Layer, carry: float) -> None:
+    """Begin a turn; steps before it cannot be taken back any more.
+
+    Args:
+        layer: That has tokens.
+        carry: How much of the past counts, from 0 to 1.
+    """
+    if carry == 1 or not layer.offset:
+        return
+    before = layer.aged_from
+    after = layer.offset - int(carry * (layer.offset - before))
+    # Some step is always spoken of, or masses per step would be none.
+    layer.begin_turn(min(after, layer.offset - 1))
+    if not layer.policy.needs_attention:
+        return
+
+    def carried(scores: mx.array, positions: mx.array) -> mx.array:
+        ages, ages_after = (
+            (layer.offset - mx.maximum(positions, begun)).astype(mx.float32)
+            for begun in (before, after)
+        )
+        return layer.policy.carried(scores, ages, ages_after, carry)
+
+    store, window = layer.store, layer.window
+    views = [(store.view(run, "scores"), store.view(run, "positions")) for run in layer.runs]
+    layer.write_scores([carried(scores, true_positions(at)) for scores, at in views])
+    if window is not None and window.length:
+        newest = window.views(0, layer.runs[-1].last, layer.offset)
+        layer.write_newest_scores(carried(newest["scores"], newest["positions"]))

@@ -1,0 +1,78 @@
+"""What a run of heads holds, as attention and policies see it: slots, then the newest tokens."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_h2o.engine.array_owner import Fields
+from mlx_h2o.engine.layer import Layer
+from mlx_h2o.policies import Slots, selection
+from mlx_h2o.storage.packed import AnyRows, dense, value_lengths
+from mlx_h2o.storage.pins import true_positions
+from mlx_h2o.storage.slot_store import Run
+
+
+def rows_of(layer: Layer, run: Run, fields: Fields) -> tuple[AnyRows, AnyRows]:
+    """Keys and values of a run.
+
+    Args:
+        layer: That holds them.
+        run: One of its runs.
+        fields: Of the run's slots, `[B, heads, N, ...]`.
+
+    Returns:
+        `[B, heads, M, D]` and `[B, heads, M, Dv]`; M is N and the tokens in the recent window.
+    """
+    keys, values = (layer.packing.rows(name, fields) for name in ("keys", "values"))
+    window = layer.window
+    if window is None:
+        return keys, values
+    views = window.views(run.first, run.last, layer.offset)
+    return window.rows("keys", keys, views), window.rows("values", values, views)
+
+
+def ranked_of(layer: Layer, run: Run, fields: Fields) -> Fields:
+    """Positions, scores and value lengths, if they are kept, of the same rows: `[B, heads, M]`;
+    arguments as there."""
+    if layer.window is None:
+        return fields
+    views = layer.window.views(run.first, run.last, layer.offset)
+    return {
+        name: mx.concatenate([fields[name], views[name]], axis=2)
+        for name in ("positions", "scores", "value_lengths")
+        if name in fields
+    }
+
+
+def evictable_of(layer: Layer, run: Run, positions: mx.array) -> mx.array:
+    """Which of a run's rows, by their stored positions `[B, heads, M]`, are not protected."""
+    recent = layer.policy.recent_slots(layer.budget_of(run))
+    return selection.evictable_slots(positions, layer.offset, layer.policy.sink, recent)
+
+
+def slots_of(layer: Layer, run: Run, fields: Fields, evicted: int) -> Slots:
+    """The same rows as a policy sees them; `evicted` tokens are gone from each head."""
+    ranked = ranked_of(layer, run, fields)
+    stored, scores = ranked["positions"], ranked.get("scores")
+    positions = true_positions(stored)
+    of_keys, of_values = rows_of(layer, run, fields)
+    keys, lengths = dense(of_keys), ranked.get("value_lengths")
+    if lengths is None and layer.policy.uses_value_lengths:
+        lengths = value_lengths(of_values)
+    frame, centres = layer.settings.frame, layer.settings.centres
+    if centres is not None:
+        centres = centres.of_heads(run.first, run.last)
+        keys = keys if frame is None else frame.leave(keys, run.first)
+    return Slots(
+        keys=keys,
+        values=dense(of_values),
+        positions=positions,
+        scores=mx.zeros(positions.shape) if scores is None else scores,
+        offset=layer.offset,
+        evictable=evictable_of(layer, run, stored),
+        evicted=evicted,
+        evicted_mean_key=layer.evictions.remainder.mean_key[:, run.first : run.last],
+        value_lengths=lengths,
+        aged_from=layer.aged_from,
+        centres=centres,
+    )

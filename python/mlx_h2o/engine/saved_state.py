@@ -1,0 +1,367 @@
+"""What a saved cache must look like, checked before any of its numbers is used.
+
+Files come from anywhere, and a number in one that is out of range would have MLX allocate without
+end, or a kernel write outside of its arrays. Everything here raises ValueError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_h2o._utils import checks
+from mlx_h2o._utils.checks import MOST_TOKENS
+from mlx_h2o.attention.ops import FLOAT_DTYPES
+from mlx_h2o.budgets.cost import LayerShare
+from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.policies import Policy, make_policy
+from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.storage.packed import BIASES, SCALES, Packing
+from mlx_h2o.storage.query_centres import QueryCentres
+from mlx_h2o.storage.remainder import SATURATION, STATISTICS
+from mlx_h2o.storage.rope import Rope
+from mlx_h2o.storage.slot_store import NARROW, WIDE, Run
+
+MOST_SHARERS = 2**10
+# Plain rows that a remainder may have (`plain_rows_for`).
+PLAIN_ROWS = (1, 2, 4, 6, 8)
+
+Arrays = dict[str, mx.array]
+Expected = dict[str, tuple[tuple[int, ...], mx.Dtype]]
+
+
+#: What a file calls a frame's centre and scale.
+FRAME = ("frame.centre", "frame.scale")
+#: And the centre and spread of queries.
+CENTRES = ("centres.centre", "centres.spread")
+
+
+def constant_arrays(frame: Frame | None, centres: QueryCentres | None) -> Arrays:
+    """What a file keeps of a model's constants, by name."""
+    arrays = {} if frame is None else dict(zip(FRAME, frame.arrays, strict=True))
+    return arrays if centres is None else arrays | dict(zip(CENTRES, centres.arrays, strict=True))
+
+
+def frame_apart(arrays: Arrays) -> tuple[Frame | None, Arrays]:
+    """The frame that a file keeps, if it does, and its other arrays.
+
+    Raises:
+        ValueError: It keeps a part of one, or numbers that are none.
+    """
+    found = [arrays[name] for name in FRAME if name in arrays]
+    if not found:
+        return None, arrays
+    if len(found) < len(FRAME) or any(part.dtype != mx.float32 for part in found):
+        raise ValueError(f"A frame is {' and '.join(FRAME)}, both float32.")
+    return Frame(*found), {name: x for name, x in arrays.items() if name not in FRAME}
+
+
+def centres_apart(arrays: Arrays, config: dict[str, Any]) -> tuple[QueryCentres | None, Arrays]:
+    """The centres of queries that a file keeps, if it does, and its other arrays.
+
+    Raises:
+        ValueError: It keeps a part of them, or numbers that are none.
+    """
+    found = [arrays[name] for name in CENTRES if name in arrays]
+    rope = config.get("centres")
+    if not found and rope is None:
+        return None, arrays
+    if len(found) < len(CENTRES) or any(part.dtype != mx.float32 for part in found):
+        raise ValueError(f"Centres of queries are {' and '.join(CENTRES)}, both float32.")
+    centres = QueryCentres(found[0], found[1], Rope.of_config(rope))
+    return centres, {name: x for name, x in arrays.items() if name not in CENTRES}
+
+
+def used_only(arrays: Arrays, config: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
+    """Arrays and configuration of a cache without the memory that no token uses yet.
+
+    Memory grows in steps of `store.GROWTH_STEP` slots; a short conversation's file would consist of
+    zeros for the most part. A cache that was read from such arrays grows with its next token.
+
+    Args:
+        arrays: Of a cache, by name.
+        config: Of the same cache.
+    """
+    runs = [Run(**numbers) for numbers in config["runs"]]
+    if not runs:
+        return arrays, config
+    reserved, window = config["reserved"], config["recent"]
+    # (Arrays without any row are none to safetensors.)
+    used = [max(reserved + run.length, 1) for run in runs]
+    rows = max(window["length"], 1) if window else 0
+    tight, start = [], 0
+    for run, slots in zip(runs, used, strict=True):
+        tight.append(vars(run) | {"start": start, "allocated": slots})
+        start += run.heads * slots
+
+    def of_slots(array: mx.array) -> mx.array:
+        parts = []
+        for run, slots in zip(runs, used, strict=True):
+            end = run.start + run.heads * run.allocated
+            shape = (array.shape[0], run.heads, run.allocated, *array.shape[2:])
+            part = array[:, run.start : end].reshape(shape)[:, :, :slots]
+            parts.append(part.flatten(1, 2))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+
+    kept = {}
+    for name, array in arrays.items():
+        if name.startswith("slots."):
+            kept[name] = of_slots(array)
+        else:
+            kept[name] = array[:, :, :rows] if name.startswith("recent.") else array
+    return kept, config | {"runs": tight}
+
+
+def settings_of(
+    config: dict[str, Any], frame: Frame | None = None, centres: QueryCentres | None = None
+) -> tuple[CacheSettings, LayerShare | None]:
+    """What a saved cache was made with, and its part in its model's budget, if it says so.
+
+    Args:
+        config: Its numbers.
+        frame: That of its keys.
+        centres: Those of its queries.
+    """
+    saved = dict(config["policy"])
+    check_ranges(config)
+    settings = CacheSettings(
+        config["max_size"],
+        config["max_bytes"],
+        config["budgets"],
+        make_policy(saved.pop("name"), **saved),
+        config["remainder"],
+        Packing(**config["packing"]),
+        config["attending"],
+        # Files from before there was `undo`, or one t for each head, do not say.
+        config.get("undo", 0),
+        config.get("saturation", SATURATION),
+        frame,
+        filling=config.get("filling", ()),
+        rope=Rope.of_config(config["rope"]) if config.get("rope") else None,
+        ranks=config.get("ranks", 1),
+        pins=config.get("pins", ()),
+        centres=centres,
+    )
+    share = None
+    if config.get("share"):
+        share = LayerShare.of_config(
+            config["share"],
+            settings.packing,
+            settings.undo,
+            frame is not None,
+            centres.head_bytes if centres is not None else 0,
+        )
+    return settings, share
+
+
+def check_ranges(config: dict[str, Any]) -> None:
+    """Numbers of a cache that are no settings, and need no arrays to be compared with."""
+    within("offset", config["offset"], 0, MOST_TOKENS)
+    within("aged_from", config.get("aged_from", 0), 0, max(config["offset"] - 1, 0))
+    if config["own"] not in (None, True, False):
+        raise ValueError(f"own must be true, false or null; got {checks.shown(config['own'])}.")
+
+
+def sharers_of(config: dict[str, Any]) -> int:
+    """How many layers attend to a saved cache's rows; a file says so where they are several."""
+    return within("sharers", config.get("sharers", 1), 1, MOST_SHARERS)
+
+
+def kind_of(config: dict[str, Any]) -> str:
+    """Which of `BoundedKVCache.kinds` a saved cache was."""
+    if not config["attending"]:
+        return "plain rows"
+    if config["own"] is False:
+        return "latent"
+    return "shared" if sharers_of(config) > 1 else ""
+
+
+def within(name: str, value: Any, least: int, most: int) -> int:
+    """A whole number between two others, both included."""
+    return checks.whole(name, value, least, most)
+
+
+def checked_runs(
+    config: dict[str, Any], policy: Policy, window: dict[str, int] | None
+) -> list[Run]:
+    """The runs of heads, which follow each other without a gap and hold what was not evicted.
+
+    Args:
+        config: Of a cache that has rows.
+        policy: Its policy.
+        window: Its recent window's numbers, as `checked_window` gave them.
+    """
+    attending = config["attending"]
+    reserved = checks.whole("reserved", config["reserved"], 0)
+    if (reserved in PLAIN_ROWS) != (config["remainder"] and not attending) or reserved > 8:
+        raise ValueError(f"reserved={reserved} does not go with attending={attending}.")
+    recent = window or {"size": 0, "length": 0}
+    held = config["offset"] - recent["length"]
+    runs: list[Run] = []
+    head = start = 0
+    for numbers in config["runs"]:
+        run = Run(**{name: within(name, x, 0, MOST_TOKENS) for name, x in numbers.items()})
+        full = run.length == run.budget
+        chosen = full and (recent["length"] == recent["size"])
+        if (
+            (run.first, run.start) != (head, start)
+            or run.last <= run.first
+            or not run.length + reserved <= run.allocated <= run.budget + reserved
+            or run.length > held
+            or run.victims > policy.evict_every
+            or (run.victims and not full)
+            or (chosen and not run.victims)
+        ):
+            raise ValueError(f"The heads from {run.first} on hold what cannot be: {run}.")
+        policy.check_budget(run.budget + recent["size"], "budget")
+        runs.append(run)
+        head, start = run.last, start + run.heads * run.allocated
+        within("slots", start, 0, MOST_TOKENS)
+    budgets = config["budgets"] or ()
+    if len(budgets) != head:
+        raise ValueError(f"There are {len(budgets)} budgets for {head} KV heads.")
+    for run in runs:
+        # (A resized cache's budgets leave the reserved rows out.)
+        sizes = {run.budget + recent["size"], run.budget + recent["size"] + reserved}
+        if not sizes.issuperset(budgets[run.first : run.last]):
+            raise ValueError(f"Heads of {run.budget} slots have budgets of {budgets}.")
+    return runs
+
+
+def checked_window(
+    config: dict[str, Any], policy: Policy, packing: Packing
+) -> dict[str, int] | None:
+    """The recent window's numbers, or None where all rows are stored alike."""
+    window = config["recent"]
+    if packing.recent is None:
+        if window:
+            raise ValueError("There is a recent window where all rows are stored alike.")
+        return None
+    size = within("recent.size", window["size"], 1, MOST_TOKENS)
+    length = within("recent.length", window["length"], 0, min(size, config["offset"]))
+    oldest = within("recent.oldest", window["oldest"], 0, size - 1)
+    protected = min(policy.recent_slots(budget) for budget in config["budgets"] or (0,))
+    if size != protected or (oldest and length < size):
+        raise ValueError(f"The recent window {window} is not that of {protected} protected tokens.")
+    return {"size": size, "length": length, "oldest": oldest}
+
+
+def check_arrays(
+    arrays: Arrays,
+    runs: Sequence[Run],
+    policy: Policy,
+    packing: Packing,
+    remembers: bool,
+    window: dict[str, int] | None,
+) -> None:
+    """Every array is there, none else is, and they fit the runs and each other."""
+    heads, slots = runs[-1].last, sum(run.heads * run.allocated for run in runs)
+    batch = arrays["slots.positions"].shape[0] if arrays["slots.positions"].ndim == 2 else 0
+    if batch < 1:
+        raise ValueError("Positions must be [batch, slots].")
+    types = {name: row_type(name, arrays, packing) for name in ("keys", "values")}
+    widths = {name: width for name, (width, _) in types.items()}
+    expected = row_shapes("slots.", (batch, slots), types, packing)
+    positions = arrays["slots.positions"].dtype
+    expected["slots.positions"] = (batch, slots), NARROW if positions == NARROW else WIDE
+    if policy.needs_attention:
+        expected["slots.scores"] = (batch, slots), mx.float32
+    measured = has_value_lengths(arrays, policy)
+    if measured:
+        expected["slots.value_lengths"] = (batch, slots), mx.float16
+    if remembers:
+        for name in STATISTICS:
+            width = {"count": (), "mean_value": (widths["values"],)}.get(name, (widths["keys"],))
+            expected[f"remainder.{name}"] = (batch, heads, *width), mx.float32
+    if "victims" in arrays or any(run.victims for run in runs):
+        expected["victims"] = (batch, heads, policy.evict_every), mx.int32
+    if window is not None:
+        recent = packing.recent
+        assert recent is not None
+        keys = arrays["recent.keys"]
+        rows = keys.shape[2] if keys.ndim == 4 else -1
+        within("rows of the recent window", rows, window["length"], window["size"])
+        expected |= row_shapes("recent.", (batch, heads, rows), types, recent)
+        if policy.needs_attention:
+            expected["recent.scores"] = (batch, heads, rows), mx.float32
+        if measured:
+            expected["recent.value_lengths"] = (batch, heads, rows), mx.float16
+    if missing_or_more := expected.keys() ^ arrays.keys():
+        raise ValueError(f"Arrays are missing or too many: {sorted(missing_or_more)}.")
+    for name, (shape, dtype) in expected.items():
+        array = arrays[name]
+        if (array.shape, array.dtype) != (shape, dtype):
+            raise ValueError(f"{name} must be {shape} {dtype}; it is {array.shape} {array.dtype}.")
+
+
+def has_value_lengths(arrays: Arrays, policy: Policy) -> bool:
+    """Whether the lengths of values are among the arrays: `opening.restored` makes those that older
+    files lack, and drops those of packed values, which older files have."""
+    return policy.uses_value_lengths and "slots.value_lengths" in arrays
+
+
+def row_type(name: str, arrays: Arrays, packing: Packing) -> tuple[int, mx.Dtype]:
+    """Width and dtype of "keys" or "values" before they were packed."""
+    bits, rows = packing.bits(name), arrays[f"slots.{name}"]
+    dtype = rows.dtype if bits is None else arrays[f"slots.{name}{SCALES}"].dtype
+    width = rows.shape[-1] if rows.ndim else 0
+    if bits is not None:
+        width = width * 32 // bits
+    if width < 1 or dtype not in FLOAT_DTYPES or (bits and width % packing.group_size):
+        raise ValueError(f"No {name} are {width} wide and of {dtype}.")
+    return width, dtype
+
+
+def row_shapes(
+    prefix: str,
+    rows: tuple[int, ...],
+    types: dict[str, tuple[int, mx.Dtype]],
+    packing: Packing,
+) -> Expected:
+    """Keys and values of so many rows, `[*rows, width]`, and what packs them."""
+    expected: Expected = {}
+    for name, (width, dtype) in types.items():
+        bits = packing.bits(name)
+        if bits is None:
+            expected[prefix + name] = (*rows, width), dtype
+            continue
+        expected[prefix + name] = (*rows, width * bits // 32), mx.uint32
+        for part in (SCALES, BIASES):
+            expected[prefix + name + part] = (*rows, width // packing.group_size), dtype
+    return expected
+
+
+def check_indices(
+    arrays: Arrays, runs: Sequence[Run], reserved: int, settings: CacheSettings, newest: int
+) -> None:
+    """Positions that came, each once in a head and marked where pinned; victims that are there.
+
+    Args:
+        arrays: As `check_arrays` left them.
+        runs: Of heads.
+        reserved: Slots at the head of each range that hold no token.
+        settings: Of the cache.
+        newest: The next logical position that is not in a slot.
+    """
+    stored, policy = np.array(arrays["slots.positions"].astype(WIDE)), settings.policy
+    positions = np.maximum(stored, -1 - stored)
+    victims = np.array(arrays["victims"]) if "victims" in arrays else None
+    for run in runs:
+        shape = (len(positions), run.heads, run.allocated)
+        held = positions[:, run.start : run.start + run.heads * run.allocated].reshape(shape)
+        held = np.sort(held[..., reserved : reserved + run.length], axis=-1)
+        if held.size and (held.min() < 0 or held.max() >= newest or not np.diff(held).all()):
+            raise ValueError("Slots hold tokens that never came, or one of them twice.")
+        if run.victims:
+            assert victims is not None
+            left = victims[:, run.first : run.last, policy.evict_every - run.victims :]
+            if left.min() < 0 or left.max() >= run.length or not np.diff(np.sort(left)).all():
+                raise ValueError("Slots are to be overwritten that are none, or twice.")
+    pinned = np.zeros(positions.shape, bool)
+    for first, end in settings.pins:
+        pinned |= (positions >= first) & (positions < end)
+    if (stored[~pinned] < 0).any():
+        raise ValueError("Slots hold tokens as pinned that no pin names.")

@@ -1,0 +1,193 @@
+"""One token or one chunk of a layer: attention -> scores -> policy -> slots.
+
+`update_and_attend` has the signature that the C API and Swift have, and the same order of things:
+attend to old and new rows first, evict after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_h2o.attention.backends.decoder import DecodeStep
+from mlx_h2o.attention.backends.decoders import accepts, step_together
+from mlx_h2o.attention.call import AttentionCall
+from mlx_h2o.engine import eviction
+from mlx_h2o.engine.array_owner import Fields
+from mlx_h2o.engine.layer import Layer
+from mlx_h2o.engine.scoring import Seen, mean_of, observe, observe_derived
+from mlx_h2o.storage.journal import single_steps
+from mlx_h2o.storage.pins import is_pinned
+
+
+def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> mx.array:
+    """Take new rows in, attend to all rows, choose what to forget.
+
+    Args:
+        layer: Its memory.
+        call: Queries `[B, Hq, L, D]` with scale, mask and attention sinks; of an array mask only
+            the last L columns are read, since kept slots are always visible.
+        k: New keys `[B, H, L, D]`, with RoPE applied at `layer.offset`, like those held
+            (`Layer.check_rows`).
+        v: New values `[B, H, L, Dv]`, likewise.
+
+    Returns:
+        `[B, Hq, L, Dv]`.
+
+    Raises:
+        ValueError: The call does not fit the rows.
+    """
+    grow(layer, call.length)
+    if 1 < call.length <= layer.settings.undo + 1:
+        return _token_by_token(layer, call, k, v)
+    _check_frame(layer, call)
+    # The first token of all goes op by op: then there are arrays to lend.
+    # A step that brings a pinned token too, which is marked on its way in.
+    if layer.offset and not _brings_pin(layer) and accepts(layer.settings, call, k, v):
+        decoder, token = layer.planned(k, v)
+        return decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, *token))
+    frame = layer.settings.frame
+    if frame is not None:
+        k = frame.enter(k)
+    return _evicting(layer, _observed(layer, call, layer.take_in(k, v)))
+
+
+def grow(layer: Layer, length: int) -> None:
+    """Give a layer the budgets that a conversation has which is longer by so many tokens."""
+    grown = layer.settings.grown(layer.offset + length)
+    if grown is not None:
+        eviction.resize(layer, grown)
+
+
+def attend_to_shared(
+    layer: Layer, call: AttentionCall, attended: Sequence[Fields]
+) -> tuple[mx.array, list[Seen]]:
+    """One of several layers attends to rows that all of them see; nothing is evicted yet.
+
+    Args:
+        layer: The memory, into which the rows were taken (`Layer.take_in`).
+        call: As in `update_and_attend`.
+        attended: What `take_in` returned.
+
+    Returns:
+        `[B, Hq, L, Dv]`, and what was seen, per run, for `evict_after_sharers`.
+
+    Raises:
+        ValueError: The call does not fit the rows.
+    """
+    _check_frame(layer, call)
+    seen = _observed(layer, call, attended)
+    return _output(seen), seen
+
+
+def evict_after_sharers(layer: Layer, rounds: Sequence[Sequence[Seen]]) -> list[mx.array]:
+    """Choose what to forget when all layers have attended to the same rows.
+
+    Args:
+        layer: The memory.
+        rounds: What each of them saw, per run.
+
+    Returns:
+        Arrays that must be evaluated with an output of this step.
+    """
+    _evicting(layer, [mean_of([seen[i] for seen in rounds]) for i in range(len(layer.runs))])
+    return layer.side_state()
+
+
+def _brings_pin(layer: Layer) -> bool:
+    """Whether the next token brings a pinned one into the slots: itself, or out of the window."""
+    size = layer.window.size if layer.window else 0
+    return is_pinned(layer.settings.pins, layer.offset - size)
+
+
+def decode_together(
+    layers: Sequence[Layer], call: AttentionCall, k: mx.array, v: mx.array
+) -> mx.array | None:
+    """One token of each of several layers of one sequence each, in one fused step if there is one.
+
+    Args:
+        layers: Their memories.
+        call: Queries `[B, Hq, 1, D]`, a sequence for each layer.
+        k: New keys `[B, H, 1, D]`, likewise.
+        v: New values `[B, H, 1, Dv]`.
+
+    Returns:
+        `[B, Hq, 1, Dv]`; None, and nothing is changed, where a layer has no fused step.
+    """
+    for layer in layers:
+        if not layer.offset or _brings_pin(layer) or not accepts(layer.settings, call, k, v):
+            return None
+    like = k[:1], v[:1]
+    planned = []
+    for layer in layers:
+        layer.check_rows(*like)
+    for layer in layers:
+        grow(layer, 1)
+        planned.append(layer.planned(*like))
+    decoders, tokens = zip(*planned, strict=True)
+    return step_together(decoders, tokens, call, k, v)
+
+
+def attend_to_derived(
+    layer: Layer, call: AttentionCall, attended: Sequence[Fields], k: mx.array, v: mx.array
+) -> mx.array:
+    """Attend to keys and values that a model made of the rows attended to (MLA).
+
+    Args:
+        layer: Its memory, into which the rows were taken (`Layer.take_in`).
+        call: As in `update_and_attend`; an array mask covers all N.
+        attended: What `take_in` returned, of one run.
+        k: `[B, Hk, N, D]`, made of the cached keys or values.
+        v: `[B, Hk, N, Dv]`, likewise.
+
+    Returns:
+        `[B, Hq, L, Dv]`.
+    """
+    return _evicting(layer, [observe_derived(layer, call, attended[0], k, v)])
+
+
+def _evicting(layer: Layer, seen: Sequence[Seen]) -> mx.array:
+    """The output of all runs, after what they looked at has decided what goes."""
+    newest = [of_run.newest_scores for of_run in seen if of_run.newest_scores is not None]
+    if layer.window is not None and newest:
+        layer.write_newest_scores(mx.concatenate(newest, axis=1))
+    eviction.settle(layer, [of_run.fields for of_run in seen], [s.window_mass for s in seen])
+    tied: mx.array = mx.depends(_output(seen), layer.side_state())
+    return tied
+
+
+def _observed(layer: Layer, call: AttentionCall, attended: Sequence[Fields]) -> list[Seen]:
+    """What every run of heads saw of its rows; the queries enter the layer's frame."""
+    frame = layer.settings.frame
+    if frame is not None:
+        call = call.with_queries(frame.enter_queries(call.q))
+    runs = zip(layer.runs, attended, strict=True)
+    return [observe(layer, run, call, fields) for run, fields in runs]
+
+
+def _output(seen: Sequence[Seen]) -> mx.array:
+    """The output of all runs, `[B, Hq, L, Dv]`."""
+    outs = [of_run.out for of_run in seen]
+    return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
+
+
+def _check_frame(layer: Layer, call: AttentionCall) -> None:
+    """Raise ValueError where a frame's centre would move some logits and not others."""
+    frame = layer.settings.frame
+    if frame is not None and frame.moves and (call.sinks is not None or call.softcap):
+        what = "Attention sinks" if call.sinks is not None else "Capped logits"
+        raise ValueError(
+            f"{what} do not move with a frame's centre, so the frame of a layer that has them "
+            "needs a centre of zeros."
+        )
+
+
+def _token_by_token(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> mx.array:
+    """A chunk that can be taken back, as so many single steps."""
+    outs = []
+    for i, column in enumerate(single_steps(call.mask, call.length, not layer.held)):
+        token = slice(i, i + 1)
+        one = call.token(i, column)
+        outs.append(update_and_attend(layer, one, k[:, :, token], v[:, :, token]))
+    return mx.concatenate(outs, axis=2)

@@ -1,0 +1,1 @@
+"""Where mlx-lm is patched, and what is found out about its models."""

@@ -1,0 +1,124 @@
+"""Which plain RoPE is in a model's cached keys, found out by sending it one token to two places."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_h2o._utils.cache_lists import replaced
+from mlx_h2o.attention.call import AttentionCall
+from mlx_h2o.integration import routing
+from mlx_h2o.integration.recorder import LookingCache
+from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.storage.rope import Rope
+
+#: Keys or queries `[1, heads, 1, D]` of one token, of each plain KV cache.
+OneToken = list[mx.array]
+# Where the token is sent to; a turn by so many positions is none by chance.
+FAR = 300
+# Of the largest channel: what keys computed in bfloat16 may be off.
+TOLERANCE = 0.03
+
+
+class _At(LookingCache):
+    """A looking cache that claims to stand at some position, and keeps the keys and queries.
+
+    One token alone gets its own value, whatever caps its logit.
+    """
+
+    knows_softcap = True
+
+    def __init__(self, offset: int, seen: OneToken, asked: OneToken):
+        self.offset, self.seen, self.asked = offset, seen, asked
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.seen.append(keys)
+        self.rows = keys, values
+        return self.rows
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """For layers that share them."""
+        return self.rows
+
+    def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
+        self.asked.append(call.q)
+        return mx.fast.scaled_dot_product_attention(
+            call.q, keys, values, scale=call.scale, mask=call.mask, sinks=call.sinks
+        )
+
+
+def ropes_in_keys(name: str, model: nn.Module, layers: int) -> list[Rope]:
+    """The plain RoPE of each plain KV cache.
+
+    One token alone sees nothing but itself, wherever it stands, so in every layer its keys at two
+    places differ by the RoPE between them, and by nothing else.
+
+    Args:
+        name: The model's.
+        model: An mlx-lm model that mlx_h2o can route.
+        layers: How many plain KV caches it uses.
+
+    Raises:
+        ValueError: The keys of a layer have another RoPE, or none, or were changed after it.
+    """
+    found = []
+    for layer, rope in enumerate(known_ropes(model, queries=False)):
+        if rope is None:
+            raise ValueError(
+                f'positions="rolling" turns cached keys by their RoPE, and those of {name} have '
+                f"another one than mlx.nn.RoPE, or none (layer {layer}): leave positions away."
+            )
+        found.append(rope)
+    if len(found) != layers:
+        raise ValueError(
+            f'positions="rolling" must know every layer\'s RoPE, and {name} shows {len(found)} of '
+            f"{layers}: leave positions away."
+        )
+    return found
+
+
+def known_ropes(model: nn.Module, queries: bool = True) -> list[Rope | None]:
+    """The plain RoPE of each plain KV cache that is used; None where it is another one, or none.
+
+    Args:
+        model: An mlx-lm model that mlx_h2o can route.
+        queries: Whether it must be that of the queries too; then no layers may share keys.
+    """
+    routing.install()
+    kinds = [
+        list(zip(*of_places, strict=True))
+        for of_places in zip(*(_seen_at(model, place) for place in (0, FAR)), strict=True)
+    ]
+    known = _plain_ropes(model)
+    layers = zip(*kinds, strict=True) if queries else zip(kinds[0], strict=True)
+    return [
+        next((rope for rope in known if all(_explains(rope, *pair) for pair in pairs)), None)
+        for pairs in layers
+    ]
+
+
+def _seen_at(model: nn.Module, place: int) -> tuple[OneToken, OneToken]:
+    """Keys and queries of one token at a place, in all layers with a plain KV cache."""
+    seen: OneToken = []
+    asked: OneToken = []
+    caches = [replaced(entry, lambda: _At(place, seen, asked)) for entry in stock_caches(model)]
+    model(mx.array([[1]]), cache=caches)
+    mx.eval(seen, asked)
+    return seen, asked
+
+
+def _plain_ropes(model: nn.Module) -> list[Rope]:
+    """The different plain RoPEs among a model's parts."""
+    modules = [module for _, module in model.named_modules() if type(module) is nn.RoPE]
+    ropes = [Rope(m.dims, float(m.base), float(m.scale), bool(m.traditional)) for m in modules]
+    return list(dict.fromkeys(ropes))
+
+
+def _explains(rope: Rope, here: mx.array, there: mx.array) -> bool:
+    """Whether the same token's keys at two places are that RoPE apart."""
+    if rope.dims > here.shape[-1]:
+        return False
+    turned = rope.turned(here, mx.full(here.shape[:3], FAR)).astype(mx.float32)
+    there = there.astype(mx.float32)
+    off = mx.abs(turned - there).max() / mx.maximum(mx.abs(there).max(), 1e-9)
+    return bool((off < TOLERANCE).item())

@@ -1,0 +1,1 @@
+"""Models from folders, GGUF files and the package itself."""

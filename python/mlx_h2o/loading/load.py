@@ -1,0 +1,126 @@
+"""What ships inside the package: the embedded model, its profile, and texts; and loading models."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_h2o.loading import demo_model, gguf
+
+PACKAGE = Path(__file__).parents[1]
+#: `--model builtin:NAME` means a folder of this one.
+MODELS = PACKAGE / "models"
+PREFIX = "builtin:"
+#: The small model that ships with the package: 4 million parameters, for tests and without network.
+EMBEDDED_MODEL = "builtin:recall-4m"
+#: What every command takes where none is named.
+DEFAULT_MODEL = demo_model.NAME
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+SAMPLE_TEXT = PACKAGE / "data" / "sample.txt"
+CALIBRATION_TEXT = PACKAGE / "data" / "calibration.txt"
+#: Code, tables, languages, chat: for the frames of packed keys.
+MIXED_TEXT = PACKAGE / "data" / "mixed.txt"
+
+# MLX's CPU backend multiplies packed weights several times more slowly than plain float32 ones; a
+# model that takes no more than this when unpacked is unpacked there.
+MOST_UNPACKED_BYTES = 4 << 30
+
+
+def model_path(name: str) -> str:
+    """The folder of a `builtin:` model, the file of `smollm2-135m`; any other name as it is.
+
+    Raises:
+        ValueError: No such model is built in, or it cannot be fetched.
+    """
+    if name == demo_model.NAME:
+        return str(demo_model.path())
+    if not name.startswith(PREFIX):
+        return name
+    folder = MODELS / name.removeprefix(PREFIX)
+    if not (folder / "config.json").exists():
+        known = ", ".join(
+            sorted(PREFIX + path.parent.name for path in MODELS.glob("*/config.json"))
+        )
+        raise ValueError(f"There is no {name}; built in: {known}.")
+    return str(folder)
+
+
+def shipped_profiles() -> list[Path]:
+    """The profiles of the built-in models, and of `smollm2-135m`."""
+    return sorted([*MODELS.glob("*/mlx_h2o_profile.json"), *PACKAGE.glob("data/*.profile.json")])
+
+
+def laid_out_for_cpu(weight: mx.array) -> mx.array:
+    """The same float32 matrix with its columns contiguous in memory.
+
+    x @ W.T is then a product of row-contiguous matrices, which the BLAS in MLX's CPU wheel computes
+    two to three times as fast.
+    """
+    if weight.ndim != 2 or weight.dtype != mx.float32:
+        return weight
+    return mx.contiguous(weight.T).T
+
+
+def require_model(name: str, path: str) -> None:
+    """Raise ValueError if a name is neither a folder nor could be a hub's id."""
+    if Path(path).is_dir():
+        return
+    if Path(path).exists():
+        raise ValueError(
+            f"The model {name!r} is a file: give the folder of its config.json, or a .gguf file."
+        )
+    if not HUB_ID.fullmatch(name):
+        raise ValueError(f"There is no folder {name!r}, and a model's id on the hub is OWNER/NAME.")
+
+
+def load(name: str = DEFAULT_MODEL, dtype: mx.Dtype | None = None) -> tuple[nn.Module, Any]:
+    """Load a model and its tokenizer.
+
+    Args:
+        name: A folder or hub id (mlx-lm's own loader reads them), `builtin:recall-4m`,
+            `smollm2-135m` (fetched when it is first used), or a `.gguf` file of the llama or qwen2
+            family.
+        dtype: Cast the weights to it; built-in models and GGUF files default to float32 on the CPU,
+            where 16-bit arithmetic is slow, and to their own dtype elsewhere.
+
+    Returns:
+        The model, which remembers its folder, so that a profile beside its weights is found, and
+        its tokenizer, so that frames for packed keys can be made; and the tokenizer.
+
+    Raises:
+        ValueError: No such model can be found or fetched.
+    """
+    path = model_path(name)
+    from_file = path.endswith(gguf.SUFFIX)
+    model, tokenizer = gguf.load(path) if from_file else _loaded_by_mlx_lm(path, name)
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    if dtype is None and on_cpu and (from_file or name.startswith(PREFIX)):
+        dtype = mx.float32
+    if dtype is not None:
+        model.set_dtype(dtype)
+    if on_cpu:
+        if from_file and gguf.unpacked_bytes(model) <= MOST_UNPACKED_BYTES:
+            gguf.unpack(model)
+        model.apply(laid_out_for_cpu)
+    if Path(path).is_dir():
+        model.mlx_h2o_folder = str(Path(path))
+    model.mlx_h2o_tokenizer = tokenizer
+    return model, tokenizer
+
+
+def _loaded_by_mlx_lm(path: str, name: str) -> tuple[nn.Module, Any]:
+    from mlx_lm import load as load_model
+
+    require_model(name, path)
+    try:
+        model, tokenizer = load_model(path)[:2]
+    except OSError as error:  # the hub's errors too
+        here = "" if Path(path).is_dir() else "there is no such folder, and the hub says: "
+        told = " ".join(str(error).split())
+        raise ValueError(f"Cannot load the model {name!r}: {here}{told}") from error
+    return model, tokenizer

@@ -1,0 +1,1 @@
+"""Caches for a whole model: planned, made, installed, resized, compressed."""

@@ -1,0 +1,286 @@
+"""Caches for whole models: which layers can be bounded, and with how many slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
+
+from mlx_h2o._utils.byte_size import USUAL_CONTEXT
+from mlx_h2o._utils.cache_lists import entries, replaced
+from mlx_h2o.budgets.layer_budgets import LayerBudgets, slots_given
+from mlx_h2o.budgets.profile import Profile
+from mlx_h2o.budgets.profile_store import found_profile
+from mlx_h2o.budgets.settings import CacheSettings, ModelSettings
+from mlx_h2o.budgets.tensor_parallel import ranks_of
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.calibration.centres_build import centres_for
+from mlx_h2o.calibration.first_use import first_profile
+from mlx_h2o.calibration.scaling_build import Frames, found_frames, made_frames
+from mlx_h2o.integration import own_attention
+from mlx_h2o.integration.layer_probe import LayerKind, identity_by_kinds, layer_kinds
+from mlx_h2o.integration.recorder import trained_context
+from mlx_h2o.integration.refusals import check_settings, require_boundable
+from mlx_h2o.integration.rope_probe import ropes_in_keys
+from mlx_h2o.integration.stock_caches import caches_beneath, is_asked, stock_caches
+from mlx_h2o.loading.identity import ModelIdentity, architecture
+from mlx_h2o.model_caches.plan import AtHand, planned
+from mlx_h2o.policies import Policy
+from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.storage.packed import DEFAULT_GROUP_SIZE
+from mlx_h2o.storage.pins import Span
+
+#: Bytes of an element of a 16-bit cache.
+PLAIN_ELEMENT = 2
+
+
+def make_prompt_cache(
+    model: nn.Module,
+    max_size: int | None = None,
+    *,
+    max_bytes: int | str | None = None,
+    context: int | None = None,
+    policy: str | Policy | None = None,
+    remainder: bool = True,
+    budgets: str | Path | Profile | LayerBudgets | None = None,
+    bits: int | None = None,
+    k_bits: int | None = None,
+    v_bits: int | None = None,
+    group_size: int = DEFAULT_GROUP_SIZE,
+    recent_bits: int | None = None,
+    undo: int = 0,
+    frames: Sequence[Frame | None] | Literal[False] | str | None = None,
+    positions: str = "absolute",
+    pins: Sequence[Span] = (),
+    profile: str = "first use",
+    **settings: Any,
+) -> list[Any]:
+    """The model's own caches, with every plain KV cache replaced by a bounded one.
+
+    Other caches stay as they are (`describe` tells which, and why).
+
+    Args:
+        model: An mlx-lm model.
+        max_size: Tokens' worth of memory per KV head, on average, the remainder included.
+        max_bytes: Instead: bytes for all bounded layers and one sequence: a number, "64MB", or
+            "25%" of a 16-bit cache at `context`. Bits, unless you say them, are chosen with the
+            slots by the model's profile, and nothing goes before they are full.
+        context: Tokens that conversations may reach; by default what the model was trained to see.
+        policy: A policy, or its name; the default is "salient" (in models that attend by
+            themselves "distinct", in its form that looks at keys only).
+        remainder: Whether evicted tokens go on answering.
+        budgets: "uniform", a `Profile`, or the path of one; by default the model's own, if it has
+            one. Instead of a size: slots of each of its own caches (`layer_budgets.LayerBudgets`).
+        bits: Store keys and values in 2, 3, 4, 5, 6 or 8 bits; 16 or None: as they come.
+        k_bits: Of keys alone, instead of `bits`.
+        v_bits: Of values alone, instead of `bits`.
+        group_size: Elements that share a scale and a bias: 32, 64 or 128.
+        recent_bits: Of the newest tokens, where that is to differ (16: as they come).
+        undo: How many of the last tokens can be taken back after evictions.
+        frames: Of packed keys: one or None for each cache, or "none"; by default the profile's.
+        positions: "absolute", or "rolling": without the gaps of forgotten tokens
+            (`storage/rope.py`; models with a plain RoPE; needs remainder=False and no bits).
+        pins: Pairs (first, one past the last) of positions never evicted; `mlx_h2o.pin` adds more.
+        profile: "first use": a size in bytes has a model without one measured; "never": not.
+        settings: Fields of the policy to change, such as `sink` or `evict_every`.
+
+    Raises:
+        ValueError: Settings that there are not, do not go together, or do not suit this model.
+    """
+    if is_asked(model):  # by its own make_cache, which was replaced by this function
+        return caches_beneath(model)
+    stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
+    given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
+    given |= {"max_bytes": max_bytes, "context": context, "recent_bits": recent_bits, "undo": undo}
+    given |= {"frames": frames, "positions": positions, "pins": pins, "profile": profile}
+    return bounded_caches(model, ModelSettings.of(max_size, **given))
+
+
+def bounded_caches(
+    model: nn.Module, settings: ModelSettings, kinds: Sequence[LayerKind] | None = None
+) -> list[Any]:
+    """The model's own caches, with every plain KV cache replaced by one of these settings.
+
+    Args:
+        model: An mlx-lm model.
+        settings: Of them all.
+        kinds: What its layers are taken for, where that is not `layer_kinds` of the model.
+
+    Raises:
+        NothingToBound: Nothing in the model's memory grows.
+        ValueError: The settings do not suit the model, or it cannot be bounded.
+    """
+    name = architecture(model)
+    kinds, ranks = layer_kinds(model) if kinds is None else kinds, ranks_of(model)
+    if ranks is not None:
+        kinds = [replace(kind, heads=kind.heads * ranks.count) for kind in kinds]
+    caches = stock_caches(model)
+    require_boundable(name, kinds, caches)
+    attending = all(kind.routed for kind in kinds)
+    own_attention.warn_if_changed(type(model).__module__)
+    policy = settings.policy_for(attending)
+    check_settings(name, kinds, settings, policy)
+    answers = settings.remainder and not any(kind.derived for kind in kinds)
+    context = trained_context(model, USUAL_CONTEXT)
+    settings = settings.in_bytes(sum(map(plain_bytes, kinds)), context)
+    at_hand = _at_hand(name, model, kinds, caches, settings, policy)
+    remembers = answers or policy.uses_evicted_mean
+    plan = planned(kinds, settings, policy, remembers, at_hand)
+    own = [layer if ranks is None else layer.of_rank(ranks) for layer in plan.layers]
+    layers = iter(zip(kinds, own, strict=True))
+
+    def bounded() -> BoundedKVCache:
+        kind, layer = next(layers)
+        of_layer = CacheSettings(
+            budgets=layer.budgets,
+            policy=policy,
+            remainder=answers,
+            packing=plan.packing,
+            attending=attending,
+            undo=settings.undo,
+            saturation=layer.saturation,
+            frame=layer.frame,
+            filling=layer.filling,
+            rope=layer.rope,
+            ranks=1 if ranks is None else ranks.count,
+            pins=settings.pins,
+            centres=layer.centres,
+        )
+        use = use_of(kind) if attending else "plain rows"
+        cache = BoundedKVCache.of(of_layer, use, layer.share)
+        cache.choice, cache.sharers = plan.choice, kind.sharers
+        return cache
+
+    return [replaced(entry, bounded) for entry in caches]
+
+
+def _at_hand(
+    name: str,
+    model: nn.Module,
+    kinds: Sequence[LayerKind],
+    caches: Sequence[Any],
+    settings: ModelSettings,
+    policy: Policy,
+) -> AtHand:
+    """What is known of a model: slots that the caller gave, or a profile, frames, and more."""
+    attending = all(kind.routed for kind in kinds)
+    one_mask = not attending or any(kind.derived for kind in kinds)
+    shared = any(kind.sharers > 1 for kind in kinds)
+    heads = [kind.heads for kind in kinds]
+    identity = identity_by_kinds(model, kinds)
+    slots = profile = frames = None
+    why = ""
+    if settings.layer_budgets is not None:
+        slots = slots_given(settings.layer_budgets, caches, heads, one_mask)
+    else:
+        uniform = one_mask or shared or policy.unit == "layer"
+        profile = _profile_for(model, identity, settings.profile, uniform)
+        if profile is None and not uniform and settings.profile is None:
+            profile, why = _first_profile(model, identity, settings)
+    if settings.frames is None and policy.suits_frames and not one_mask:
+        frames = _frames_at_hand(model, identity, profile, settings, shared)
+    given = frames_of_caches(caches, settings.frames)
+    ropes = ropes_in_keys(name, model, len(kinds)) if settings.rolls else None
+    centres = centres_for(model, kinds, policy) if policy.uses_query_centres else None
+    return AtHand(profile, frames, given, slots, ropes, centres, why)
+
+
+def use_of(kind: LayerKind) -> str:
+    """Which of `BoundedKVCache.kinds` a layer that attends through this library needs."""
+    if kind.derived:
+        return "latent"
+    return "shared" if kind.sharers > 1 else ""
+
+
+def plain_bytes(kind: LayerKind) -> int:
+    """What one token takes of a layer in a 16-bit cache."""
+    return kind.heads * (kind.widths.key + kind.widths.value) * PLAIN_ELEMENT
+
+
+def _frames_at_hand(
+    model: nn.Module,
+    identity: ModelIdentity,
+    profile: Profile | None,
+    settings: ModelSettings,
+    shared: bool,
+) -> Frames | None:
+    """Frames for keys that are packed, made now where bits are left to us; None without.
+
+    None are made of keys that layers share, or of which this process has a part only, and none
+    where nothing is to be measured.
+    """
+    if settings.packing.k_bits is None and not settings.chooses_bits:
+        return None
+    frames = found_frames(identity, profile)
+    if frames is not None or not settings.chooses_bits or settings.measures == "never":
+        return frames
+    if shared or ranks_of(model) is not None:
+        return None
+    return made_frames(model, identity)
+
+
+def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
+    """The frame of each plain KV cache of a model's list, members of a CacheList too.
+
+    Args:
+        caches: The model's own.
+        frames: As in `ModelSettings`.
+
+    Raises:
+        ValueError: There is not one for each entry, or one where there is no plain KV cache.
+    """
+    given = frames if isinstance(frames, tuple) else (None,) * len(caches)
+    if len(given) != len(caches):
+        raise ValueError(
+            f"frames has {len(given)} entries, and the model has {len(caches)} caches: give a "
+            "Frame or None for each."
+        )
+    of_plain: list[Frame | None] = []
+    for i, (entry, frame) in enumerate(zip(caches, given, strict=True)):
+        plain = sum(type(member) is KVCache for _, member in entries([entry]))
+        if frame is not None and type(entry) is not KVCache:
+            raise ValueError(
+                f"frames[{i}] is for a {type(entry).__name__}, which is no plain KV cache: it must "
+                "be None."
+            )
+        of_plain += [frame] * plain
+    return of_plain
+
+
+def _first_profile(
+    model: nn.Module, identity: ModelIdentity, settings: ModelSettings
+) -> tuple[Profile | None, str]:
+    """A profile that is measured now, or None, and why."""
+    if settings.max_bytes is None:
+        return None, ""
+    if settings.measures == "never":
+        return None, 'profile="never"'
+    if ranks_of(model) is not None:
+        return None, "this process has a part of the model"
+    found = first_profile(model, identity)
+    return (found, "") if isinstance(found, Profile) else (None, found)
+
+
+def _profile_for(
+    model: nn.Module,
+    identity: ModelIdentity,
+    budgets: str | Path | Profile | None,
+    uniform: bool,
+) -> Profile | None:
+    """The profile to share slots out by, or None for uniform budgets."""
+    if budgets == "uniform" or (budgets is None and uniform):
+        return None
+    if uniform:
+        raise ValueError(
+            "All heads need the same budget here (one mask serves them all, layers share keys, or "
+            'the policy\'s unit is the layer): pass budgets="uniform".'
+        )
+    if budgets is not None:
+        profile = budgets if isinstance(budgets, Profile) else Profile.load(budgets)
+        profile.require(identity)
+        return profile
+    return found_profile(model, identity)

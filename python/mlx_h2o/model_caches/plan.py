@@ -1,0 +1,379 @@
+"""What each layer of a model gets of a size: bits, frames, slots, and budgets that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import mlx.core as mx
+
+from mlx_h2o._utils.checks import MOST_TOKENS
+from mlx_h2o.budgets.bit_choice import USUAL_BITS, choices, packed_in
+from mlx_h2o.budgets.cost import (
+    LayerShare,
+    bytes_for_slots,
+    group_size_of,
+    slots_for_bytes,
+)
+from mlx_h2o.budgets.growth import Stage, Stages, stages_of, starts_narrow, while_narrow
+from mlx_h2o.budgets.profile import Profile
+from mlx_h2o.budgets.profile_data import LayerFrames, frames_for
+from mlx_h2o.budgets.settings import ModelSettings
+from mlx_h2o.budgets.tensor_parallel import Ranks
+from mlx_h2o.integration.layer_probe import LayerKind
+from mlx_h2o.policies import Policy
+from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.storage.packed import Packing
+from mlx_h2o.storage.query_centres import QueryCentres
+from mlx_h2o.storage.remainder import SATURATION
+from mlx_h2o.storage.rope import Rope
+
+# A head of a profile that could only choose among one or two tokens would choose nothing.
+FEWEST_CHOICES = 4
+# Slots per KV head that no conversation fills: later stages would be beyond all positions.
+NEVER_FULL = MOST_TOKENS // 64
+ADVICE = "`mlx_h2o calibrate --model MODEL` makes a profile (minutes, once)"
+
+
+@dataclass(frozen=True)
+class AtHand:
+    """What is known of a model.
+
+    Attributes:
+        profile: By which slots are shared out, or None: evenly.
+        frames: By context, of each layer's keys, or None.
+        given: Each layer's frame as the caller gave it.
+        slots: Slots of each layer's KV heads, where the caller gave them.
+        ropes: Of each layer's keys, where positions are to have no gaps.
+        centres: Of each layer's queries, where the policy uses them.
+        without: Why there is no profile where one would serve; empty otherwise.
+    """
+
+    profile: Profile | None
+    frames: dict[int, LayerFrames] | None
+    given: Sequence[Frame | None]
+    slots: list[list[int]] | None = None
+    ropes: Sequence[Rope] | None = None
+    centres: Sequence[QueryCentres] | None = None
+    without: str = ""
+
+    def frame(self, layer: int, context: int) -> Frame | None:
+        """A layer's frame for so many positions, if there are any."""
+        if not self.frames:
+            return None
+        centre, scale = frames_for(self.frames, context)[layer]
+        return Frame(mx.array(centre), mx.array(scale))
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer's part.
+
+    Attributes:
+        share: Of the model's budget.
+        budgets: Slots of each KV head, at first.
+        saturation: The remainder's t, of all heads or each.
+        frame: Of packed keys.
+        filling: Budgets that follow.
+        rope: Of its keys, where positions are to have no gaps.
+        centres: Of its queries, where the policy uses them.
+    """
+
+    share: LayerShare
+    budgets: tuple[int, ...]
+    saturation: float | tuple[float, ...]
+    frame: Frame | None
+    filling: tuple[Stage, ...] = ()
+    rope: Rope | None = None
+    centres: QueryCentres | None = None
+
+    def of_rank(self, ranks: Ranks) -> LayerPlan:
+        """The part of the heads that a process has."""
+        share, frame, t = self.share, self.frame, self.saturation
+        heads = share.heads // ranks.count
+        return replace(
+            self,
+            share=replace(
+                share, heads=heads, losses=ranks.own(share.losses), slots=ranks.own(share.slots)
+            ),
+            budgets=ranks.own(self.budgets),
+            saturation=t if isinstance(t, float) else ranks.own(t),
+            frame=frame and Frame(ranks.own_rows(frame.centre), ranks.own_rows(frame.scale)),
+            filling=tuple(Stage(beyond, ranks.own(slots)) for beyond, slots in self.filling),
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All layers' parts.
+
+    Attributes:
+        packing: How rows are stored.
+        layers: One for each plain KV cache.
+        choice: How the bits were chosen, in words; empty where the caller said them.
+    """
+
+    packing: Packing
+    layers: list[LayerPlan]
+    choice: str = ""
+
+
+def planned(
+    kinds: Sequence[LayerKind],
+    settings: ModelSettings,
+    policy: Policy,
+    remembers: bool,
+    at_hand: AtHand,
+) -> Plan:
+    """What each layer gets.
+
+    Args:
+        kinds: The model's plain KV caches.
+        settings: With a size in slots or bytes.
+        policy: What chooses.
+        remembers: Whether statistics of the evicted are kept.
+        at_hand: What is known of the model.
+
+    Raises:
+        ValueError: The size is too small for the policy.
+    """
+    attending = all(kind.routed for kind in kinds)
+    profile, undo = at_hand.profile, settings.undo
+    centres: Sequence[QueryCentres | None] = at_hand.centres or [None] * len(kinds)
+    shares = [
+        LayerShare(k.heads, replace(k.widths, undo=undo, centre_bytes=c.head_bytes if c else 0))
+        for k, c in zip(kinds, centres, strict=True)
+    ]
+    if profile is not None:
+        shares = [
+            replace(share, grid=profile.grid, losses=losses)
+            for share, losses in zip(shares, profile.losses, strict=True)
+        ]
+    packing, choice = settings.packing, ""
+    if settings.chooses_bits and attending:
+        first = _narrow(shares, settings, attending)
+        packing, choice = _chosen_packing(first, settings, policy, remembers, at_hand)
+    frames = list(at_hand.given)
+    if settings.frames is None and packing.k_bits is not None:
+        frames = [at_hand.frame(i, cast(int, settings.context)) for i in range(len(shares))]
+    shares = [
+        replace(share, widths=replace(share.widths, packing=packing, framed=frame is not None))
+        for share, frame in zip(shares, frames, strict=True)
+    ]
+    if at_hand.slots is not None:
+        shares = _with_given(shares, at_hand.slots)
+
+    def sizes_of(shares: Sequence[LayerShare]) -> list[list[int]]:
+        if at_hand.slots is not None:
+            return at_hand.slots
+        return slots_of_layers(shares, settings, policy, remembers, attending, profile)
+
+    sizes = sizes_of(shares)
+    stages = fillings(shares, sizes_of, settings, policy, remembers, attending, profile)
+    ropes: Sequence[Rope | None] = at_hand.ropes or [None] * len(shares)
+    layers = [
+        LayerPlan(share, budgets, t, frame, later, rope, of_queries)
+        for share, t, frame, (budgets, later), rope, of_queries in zip(
+            shares, saturations(profile, policy, sizes), frames, stages, ropes, centres, strict=True
+        )
+    ]
+    return Plan(packing, layers, choice)
+
+
+def _chosen_packing(
+    shares: Sequence[LayerShare],
+    settings: ModelSettings,
+    policy: Policy,
+    remembers: bool,
+    at_hand: AtHand,
+) -> tuple[Packing, str]:
+    """How rows are stored where bits were left to us, and why."""
+    profile = at_hand.profile
+    advice = f"{at_hand.without}; {ADVICE}" if at_hand.without else ADVICE
+    if not at_hand.frames or settings.frames is not None:
+        return settings.packing, f"rows as they come: there are no frames for packed keys; {advice}"
+    if profile is None or profile.measured is None or not profile.measured.packing:
+        fits = group_size_of([share.widths for share in shares])
+        if fits is None:
+            return settings.packing, "rows as they come: their width has no groups"
+        return (
+            Packing(USUAL_BITS, USUAL_BITS, fits),
+            f"rows of {USUAL_BITS} bits in frames, slots shared out evenly; {advice}",
+        )
+    found = choices(
+        shares,
+        cast(int, settings.max_bytes),
+        profile,
+        policy,
+        remembers,
+        policy.least_budget() + FEWEST_CHOICES,
+        cast(int, settings.context),
+    )
+    if not found:
+        return settings.packing, ""
+    group = profile.measured.group_size
+    packing = packed_in(shares[0], found[0].bits, group).widths.packing
+    return packing, "; ".join(map(str, found))
+
+
+def saturations(
+    profile: Profile | None, policy: Policy, sizes: Sequence[Sequence[int]]
+) -> list[float | tuple[float, ...]]:
+    """Each layer's: its heads' better orders, where a profile was made with this policy."""
+    if profile is None or not profile.knows(policy.name):
+        return [SATURATION] * len(sizes)
+    return [tuple(of_layer) for of_layer in profile.saturation(sizes)]
+
+
+def _with_given(shares: Sequence[LayerShare], sizes: Sequence[Sequence[int]]) -> list[LayerShare]:
+    """Shares that remember slots which the caller gave, unless all heads have as many."""
+    if len({slots for of_layer in sizes for slots in of_layer}) == 1:
+        return list(shares)
+    given = zip(shares, sizes, strict=True)
+    return [replace(share, slots=tuple(slots)) for share, slots in given]
+
+
+def _narrow(
+    shares: Sequence[LayerShare], settings: ModelSettings, attending: bool
+) -> list[LayerShare]:
+    """The layers' shares as they are at first."""
+    if not starts_narrow(cast(int | None, settings.max_bytes), settings.undo, attending):
+        return list(shares)
+    return [replace(share, widths=share.widths.narrow) for share in shares]
+
+
+def fillings(
+    shares: Sequence[LayerShare],
+    sizes_of: Callable[[Sequence[LayerShare]], list[list[int]]],
+    settings: ModelSettings,
+    policy: Policy,
+    remembers: bool,
+    attending: bool,
+    profile: Profile | None,
+) -> list[Stages]:
+    """Each layer's budgets at first, and those that follow as the conversation grows.
+
+    Args:
+        shares: Of all layers, in long conversations.
+        sizes_of: What slots the KV heads of layers with such shares have in the end.
+        settings: With a size, and steps to undo.
+        policy: What chooses.
+        remembers: Whether statistics of the evicted are kept.
+        attending: Whether the layers attend through this library.
+        profile: By which slots are shared out, if by any.
+    """
+
+    def stages_by(shares: Sequence[LayerShare]) -> list[Stages]:
+        sizes = sizes_of(shares)
+        if profile is None or settings.undo or settings.layer_budgets is not None:
+            return [(tuple(of_layer), ()) for of_layer in sizes]
+        least = policy.least_budget() + FEWEST_CHOICES
+        how = settings, policy, remembers, least
+        means = [_mean_slots(len(shares), share, *how) for share in shares]
+        return shared_out_anew(sizes, means, least, profile)
+
+    long = stages_by(shares)
+    narrow = _narrow(shares, settings, attending)
+    if narrow == list(shares):
+        return long
+    short = stages_by(narrow)
+    return [while_narrow(*of_layer) for of_layer in zip(short, long, strict=True)]
+
+
+def shared_out_anew(
+    sizes: Sequence[Sequence[int]], means: Sequence[int], least: int, profile: Profile
+) -> list[Stages]:
+    """The same as positions stay as wide as they are: nothing is evicted while all of it fits.
+
+    Layers whose rows are of different widths have different means. They are shared out once, when
+    the first of them is full: what a stage in between would take of each layer is not known.
+
+    Args:
+        sizes: Slots of each layer's KV heads in the end.
+        means: Of each layer's KV heads, before a profile shares them out.
+        least: Slots that every head must have.
+        profile: By which they were shared out.
+    """
+    if min(means) >= NEVER_FULL:
+        return [((mean,) * len(of), ()) for mean, of in zip(means, sizes, strict=True)]
+    if len(set(means)) > 1:
+        full = min(means)
+        return [
+            ((mean,) * len(of_layer), (Stage(full, tuple(of_layer)),))
+            for mean, of_layer in zip(means, sizes, strict=True)
+        ]
+    first, *later = stages_of(profile, means[0], least)
+    return [
+        (
+            tuple(first[1][layer]),
+            tuple(Stage(beyond, tuple(budgets[layer])) for beyond, budgets in later),
+        )
+        for layer in range(len(sizes))
+    ]
+
+
+def slots_of_layers(
+    shares: Sequence[LayerShare],
+    settings: ModelSettings,
+    policy: Policy,
+    remembers: bool,
+    attending: bool,
+    profile: Profile | None,
+) -> list[list[int]]:
+    """Slots of each layer's KV heads.
+
+    Raises:
+        ValueError: The size is too small for the policy.
+    """
+    sizes = []
+    shared_out: dict[int, list[list[int]]] = {}  # layers of equal widths have equal means
+    least = policy.least_budget() + (FEWEST_CHOICES if profile else 0)
+    for layer, share in enumerate(shares):
+        mean = _mean_slots(len(shares), share, settings, policy, remembers, least)
+        if profile is None:
+            sizes.append([mean] * share.heads)
+        else:
+            if mean not in shared_out:
+                shared_out[mean] = profile.budgets(mean, least)
+            sizes.append(shared_out[mean][layer])
+    if not attending:
+        # One mask serves all layers, so all must hold the same number of tokens.
+        fewest = min(min(layer) for layer in sizes)
+        sizes = [[fewest] * len(layer) for layer in sizes]
+    return sizes
+
+
+def _mean_slots(
+    layers: int,
+    share: LayerShare,
+    settings: ModelSettings,
+    policy: Policy,
+    remembers: bool,
+    least: int,
+) -> int:
+    """Slots per KV head of a layer, on average.
+
+    Raises:
+        ValueError: They are fewer than `least`.
+    """
+    if settings.max_size is not None:
+        charged = share.widths.remainder_slots(remembers)
+        name, given, needed = "max_size", settings.max_size, least + charged
+        mean = given - charged
+    else:
+        assert settings.max_bytes is not None
+        name, given = "max_bytes", cast(int, settings.max_bytes)
+        needed = layers * bytes_for_slots(least, share.heads, share.widths, policy, remembers)
+        mean = 0
+        if given >= needed:
+            mean = slots_for_bytes(given // layers, share.heads, share.widths, policy, remembers)
+    if mean < least:
+        sinks, recent = policy.sink, policy.recent_slots(least)
+        raise ValueError(
+            f"{name}={given} is too small: with policy {policy.name!r} each KV head needs {least} "
+            f"slots ({sinks} sinks, {recent} recent, the rest to choose from)"
+            f"{' and a remainder' if remembers else ''}: make {name} at least {needed}, or lower "
+            "sink, recent or evict_every."
+        )
+    return mean

@@ -1,0 +1,84 @@
+"""Another budget for a model's caches while they are in use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from mlx_h2o.budgets.cost import LayerShare, slots_in_proportion
+from mlx_h2o.budgets.profile import Profile
+from mlx_h2o.budgets.settings import ModelSettings
+from mlx_h2o.caches.conversation import bounded_entries
+from mlx_h2o.loading.identity import ModelIdentity
+from mlx_h2o.model_caches.plan import fillings, slots_of_layers
+
+
+def resize(
+    cache: Sequence[Any], max_size: int | None = None, *, max_bytes: int | None = None
+) -> None:
+    """Change the budget of a whole model's caches; what no longer fits goes into the remainders.
+
+    The slots are shared out as `make_prompt_cache` shares them out for this size: by the profile
+    that the caches were made with, which files remember too; or in the proportions of the slots
+    that layers were given (`budgets=[...]`). Caches that are not bounded stay as
+    they are. (`H2OKVCache.resize` changes one layer alone.)
+
+    Args:
+        cache: From `make_prompt_cache` or `load_prompt_cache`.
+        max_size: As in `make_prompt_cache`.
+        max_bytes: Likewise, as a number of bytes.
+
+    Raises:
+        ValueError: No or two sizes, one that is too small, or no bounded cache in the list. Nothing
+            was changed then.
+    """
+    settings = ModelSettings(max_size, max_bytes)
+    layers = bounded_entries(cache)
+    first = layers[0]
+    for layer in layers:
+        if any(
+            getattr(layer, name) != getattr(first, name)
+            for name in ("policy", "packing", "answers", "attending")
+        ):
+            raise ValueError(
+                "These caches have different settings, so one size says nothing about them: resize "
+                "each one by itself."
+            )
+    shares = [layer.share for layer in layers if layer.share is not None]
+    if len(shares) < len(layers):
+        raise ValueError(
+            "Before its first token a cache that make_prompt_cache did not make cannot be resized "
+            "with others: how large its rows will be is not known. Make it anew."
+        )
+    remembers = first.answers or first.policy.uses_evicted_mean
+    profile = _profile_of(shares)
+    how = (first.policy, remembers)
+
+    def sizes_of(shares: Sequence[LayerShare]) -> list[list[int]]:
+        if all(share.slots for share in shares):
+            given = settings.max_size, cast(int | None, settings.max_bytes)
+            return slots_in_proportion(shares, *given, *how)
+        return slots_of_layers(shares, settings, *how, first.attending, profile)
+
+    new = []
+    own = replace(settings, undo=first.undo)
+    stages = fillings(shares, sizes_of, own, *how, first.attending, profile)
+    for layer, (slots, later) in zip(layers, stages, strict=True):
+        # Plain rows of the remainder, where there are any yet, stay as many as they are.
+        reserved = layer.store.reserved if layer.store else 0
+        resized = layer.resized_settings([count - reserved for count in slots])
+        resized = replace(resized, filling=later)
+        new.append(resized.grown(layer.offset) or resized)
+    for layer, of_layer in zip(layers, new, strict=True):
+        layer.follow(of_layer)
+
+
+def _profile_of(shares: Sequence[LayerShare]) -> Profile | None:
+    """What the layers remember of their model's profile, or None if there was none."""
+    if not all(share.losses for share in shares):
+        return None
+    heads = tuple(share.heads for share in shares)
+    widths = tuple(share.widths.key for share in shares)
+    model = ModelIdentity("remembered", heads, widths, 0, ())
+    return Profile(model, shares[0].grid, tuple(share.losses for share in shares), "remembered")

@@ -1,0 +1,94 @@
+"""Which slots go: the lowest priority first among the unprotected, ties to the oldest position.
+
+The tie rule makes every backend choose alike.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_h2o.policies.base import Observation, Policy
+
+
+def accumulate(policy: Policy, scores: mx.array, logits: mx.array, lse: mx.array) -> mx.array:
+    """A policy's scores after attention over N slots.
+
+    Args:
+        policy: Whose `accumulate` it is.
+        scores: `[B, H, N]` float32; 0 for slots just written.
+        logits: `[B, Hq, L, N]` float32, minus infinity where masked.
+        lse: `[B, Hq, L]` float32.
+
+    Returns:
+        `[B, H, N]` float32.
+    """
+    return policy.accumulate(scores, Observation(logits, lse, scores.shape[1]))
+
+
+def evictable_slots(positions: mx.array, offset: int, sink: int, recent: int) -> mx.array:
+    """True where a slot is neither a sink nor recent nor pinned, `[B, H, N]` bool.
+
+    Args:
+        positions: `[B, H, N]` as slots store them: below 0 where a token is pinned
+            (`storage/pins.py`).
+        offset: The next logical position.
+        sink: First positions to protect.
+        recent: Last positions to protect.
+    """
+    return (positions >= sink) & (positions < offset - recent)
+
+
+def select_victims(
+    priority: mx.array, positions: mx.array, evictable: mx.array, count: int, unit: str = "head"
+) -> mx.array:
+    """The `count` slots to free, worst first.
+
+    Args:
+        priority: `[B, H, N]`; the lowest goes first.
+        positions: `[B, H, N]` int32, all different within a head.
+        evictable: `[B, H, N]` bool; at least `count` True in each head.
+        count: Victims per head.
+        unit: "head", or "layer": the heads' mean priority decides for all (their positions agree).
+
+    Returns:
+        Slot indices `[B, H, count]` int32.
+    """
+    ranked = rankable(priority, evictable, unit)
+    if count == 1:
+        lowest = ranked.min(axis=-1, keepdims=True)
+        tied = mx.where((ranked == lowest) & evictable, positions, mx.iinfo(mx.int32).max)
+        return mx.argmin(tied, axis=-1, keepdims=True).astype(mx.int32)
+    return order_by_worth(ranked, positions)[..., :count].astype(mx.int32)
+
+
+def select_kept(
+    priority: mx.array, positions: mx.array, evictable: mx.array, count: int, unit: str = "head"
+) -> mx.array:
+    """The `count` slots to keep of a prompt chunk, in order of position.
+
+    Protected slots are always among them; arguments as in `select_victims`.
+
+    Returns:
+        Slot indices `[B, H, count]` int32.
+    """
+    order = order_by_worth(rankable(priority, evictable, unit), positions)
+    kept = order[..., order.shape[-1] - count :]
+    by_position = mx.argsort(mx.take_along_axis(positions, kept, axis=-1), axis=-1)
+    return mx.take_along_axis(kept, by_position, axis=-1).astype(mx.int32)
+
+
+def rankable(priority: mx.array, evictable: mx.array, unit: str) -> mx.array:
+    """Priorities with plus infinity for the protected; a NaN counts as the lowest."""
+    if unit == "layer":
+        priority = mx.broadcast_to(priority.mean(axis=1, keepdims=True), priority.shape)
+    priority = mx.where(mx.isnan(priority), -mx.inf, priority)
+    # Finite, so that a protected slot never ties with an unprotected one.
+    return mx.where(evictable, mx.minimum(priority, mx.finfo(mx.float32).max), mx.inf)
+
+
+def order_by_worth(ranked: mx.array, positions: mx.array) -> mx.array:
+    """Slot indices from the first to go to the last, ties oldest first, `[B, H, N]`."""
+    by_position = mx.argsort(positions, axis=-1)
+    # argsort is stable, so equal priorities stay in order of position.
+    by_worth = mx.argsort(mx.take_along_axis(ranked, by_position, axis=-1), axis=-1)
+    return mx.take_along_axis(by_position, by_worth, axis=-1)

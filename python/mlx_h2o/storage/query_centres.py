@@ -1,0 +1,126 @@
+"""Where the queries of a layer stand before RoPE: constants of a model's heads.
+
+Before RoPE the queries of a head lie around one point, wherever they come from in a text, so how
+they meet a key at any distance can be told without a query: by that point, turned to where the
+query will be (TriAttention, arXiv 2604.04921). `calibration/centres_build.py` makes them of a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_h2o.storage.rope import Rope
+
+
+@dataclass(frozen=True, eq=False)
+class QueryCentres:
+    """Of one layer's query heads, G for each of H KV heads.
+
+    Attributes:
+        centre: The mean query before RoPE, `[H, G, D]`; kept in float32.
+        spread: Of each rotary pair of channels, the mean length less the mean's length: 0 where all
+            queries are one, `[H, G, dims / 2]`; likewise.
+        rope: That queries and keys get afterwards.
+
+    Raises:
+        ValueError: The shapes do not go together, or there are numbers that no query has.
+    """
+
+    centre: mx.array
+    spread: mx.array
+    rope: Rope
+
+    def __post_init__(self) -> None:
+        for name in ("centre", "spread"):
+            part = mx.array(getattr(self, name)).astype(mx.float32)
+            object.__setattr__(self, name, mx.contiguous(part))
+        fits = self.centre.ndim == 3 and self.rope.dims <= self.centre.shape[-1]
+        if not fits or self.spread.shape != (*self.centre.shape[:2], self.rope.dims // 2):
+            raise ValueError(
+                "Query centres are [KV heads, query heads of each, key width] and their spread "
+                "[KV heads, query heads of each, half of the RoPE's channels]; got "
+                f"{self.centre.shape} and {self.spread.shape} for {self.rope}."
+            )
+        finite = mx.isfinite(self.centre).all() & mx.isfinite(self.spread).all()
+        if not (finite & (self.spread >= 0).all()).item():
+            raise ValueError("Query centres are finite, their spread finite and not below 0.")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, QueryCentres) or self.rope != other.rope:
+            return False
+        pairs = zip(self.arrays, other.arrays, strict=True)
+        return all(mx.array_equal(mine, theirs).item() for mine, theirs in pairs)
+
+    def __hash__(self) -> int:
+        return hash((self.centre.shape, self.rope))
+
+    @classmethod
+    def of(cls, queries: mx.array, heads: int, rope: Rope) -> QueryCentres:
+        """The centres of a text's queries.
+
+        Args:
+            queries: `[B, Hq, T, D]` with RoPE applied at 0 to T - 1.
+            heads: H.
+            rope: That was applied.
+        """
+        B, Hq, T, D = queries.shape
+        back = mx.broadcast_to(-mx.arange(T), (B, Hq, T))
+        bare = rope.turned(queries.astype(mx.float32), back)
+        centre = bare.mean(axis=(0, 2))
+        lengths = rope.pair_lengths(bare).mean(axis=(0, 2))
+        spread = mx.maximum(lengths - rope.pair_lengths(centre), 0)
+        shape = heads, Hq // heads, -1
+        return cls(centre.reshape(shape), spread.reshape(shape), rope)
+
+    def ahead(self, steps: Sequence[int], position: int) -> mx.array:
+        """The mean of the queries at the centre so many steps after a position, `[H, G, D]`.
+
+        Its dot product with a key as it is cached is the mean of their logits, before the scale.
+        """
+        H, G, D = self.centre.shape
+        at = mx.array([position + step for step in steps], mx.float32)[:, None, None]
+        queries = mx.broadcast_to(self.centre, (len(steps), H, G, D))
+        return self.rope.turned(queries, at).mean(axis=0)
+
+    def of_heads(self, first: int, last: int) -> QueryCentres:
+        """Those of the KV heads first to last - 1."""
+        if (first, last) == (0, self.centre.shape[0]):
+            return self
+        return QueryCentres(self.centre[first:last], self.spread[first:last], self.rope)
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        """KV heads and width of the keys that they meet."""
+        return self.centre.shape[0], self.centre.shape[2]
+
+    @property
+    def arrays(self) -> tuple[mx.array, mx.array]:
+        """Centre and spread."""
+        return self.centre, self.spread
+
+    @property
+    def nbytes(self) -> int:
+        return self.centre.nbytes + self.spread.nbytes
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes for each KV head."""
+        return self.nbytes // self.centre.shape[0]
+
+    def config(self) -> dict[str, Any]:
+        """What is beside the arrays, as JSON types."""
+        return self.rope.config()
+
+
+def most_bytes(group: int, width: int) -> int:
+    """Bytes of the centres of one KV head at most, where RoPE turns all channels.
+
+    Args:
+        group: G.
+        width: D.
+    """
+    return 4 * group * (width + width // 2)

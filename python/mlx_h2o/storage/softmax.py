@@ -1,0 +1,96 @@
+"""What can be done with a softmax whose log-sum-exp is known: weigh, add a column, add up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+def softmax_weights(scores: mx.array, lse: mx.array) -> mx.array:
+    """exp(scores - lse) `[..., N]`, zero in rows that see nothing (lse minus infinity)."""
+    finite = mx.where(lse == -mx.inf, 0.0, lse)
+    return mx.exp(scores - finite[..., None])
+
+
+def join(
+    out: mx.array, lse: mx.array, logits: mx.array, values: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Attention and one more column together: out `[B, Hq, L, Dv]` and lse `[B, Hq, L]`.
+
+    Args:
+        out: Attention without the column `[B, Hq, L, Dv]`.
+        lse: Its log-sum-exp `[B, Hq, L]`.
+        logits: The column's `[B, Hq, L]`.
+        values: The column's `[B, Hk, Dv]`.
+    """
+    joint = mx.logaddexp(lse, logits)
+    finite = mx.where(joint == -mx.inf, 0.0, joint)
+    kept, added = mx.exp(lse - finite)[..., None], mx.exp(logits - finite)[..., None]
+    value = mx.repeat(values, out.shape[1] // values.shape[1], axis=1)[:, :, None]
+    return (out.astype(mx.float32) * kept + value * added).astype(out.dtype), joint
+
+
+def attention_mass(scores: mx.array, lse: mx.array, n_kv_heads: int) -> mx.array:
+    """Attention that each key received; see `mlx_h2o.attention.ops.attention_mass`."""
+    B, Hq, L, N = scores.shape
+    weights = softmax_weights(scores, lse).reshape(B, n_kv_heads, -1, N)
+    return weights.sum(axis=2) * (n_kv_heads / Hq)
+
+
+#: What a mask may be: nothing, "causal" (aligned at the end), booleans, or numbers to add.
+Mask = mx.array | str | None
+
+
+@dataclass
+class Block:
+    """The keys (the first so many) and the mask that a block of queries attends with."""
+
+    keys: int
+    mask: Mask
+
+
+def block_of(mask: Mask, start: int, end: int, L: int, N: int, own: bool) -> Block:
+    """Cut a mask over L queries and N keys to the queries start to end - 1.
+
+    Args:
+        mask: As in `attend`.
+        start: First query.
+        end: One past the last query.
+        L: Queries of the whole call.
+        N: Keys of the whole call.
+        own: Whether only the last L columns of an array mask are to be read: those before them
+            are for slots, as many as the cache held that made the mask; in a batch of caches that
+            is one of them, and the others hold more or fewer.
+    """
+    if mask is None:
+        return Block(N, None)
+    if isinstance(mask, str):
+        return Block(N - L + end, "causal")
+    if mask.shape[-2] > 1:
+        mask = mask[..., start:end, :]
+    if own and mask.shape[-1] > 1:
+        mask = mask[..., -L:]
+        if N > L:
+            visible = mx.ones if mask.dtype == mx.bool_ else mx.zeros
+            slots = visible((*mask.shape[:-1], N - L), mask.dtype)
+            mask = mx.concatenate([slots, mask], axis=-1)
+    return Block(N, mask)
+
+
+def columns_of(mask: Mask, start: int, end: int, L: int, N: int) -> Mask:
+    """The mask of L queries over the keys start to end - 1 of N."""
+    if isinstance(mask, mx.array):
+        return mask[..., start:end] if mask.shape[-1] > 1 else mask
+    if mask is None or end <= N - L + 1:  # the first query sees them all
+        return None
+    if end == N and end - start >= L:
+        return "causal"
+    return mx.arange(start, end) <= mx.arange(N - L, N)[:, None]
+
+
+def fast_mask(mask: Mask, dtype: mx.Dtype) -> Mask:
+    """A mask as mx.fast takes it: additive ones in the queries' dtype."""
+    if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+        return mask.astype(dtype)
+    return mask

@@ -1,0 +1,359 @@
+"""Idle conversations: nothing wrong is gone on with, and room is made in the order told."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import BatchGenerator
+
+import mlx_h2o
+from mlx_h2o.integration.refusals import NothingToBound
+from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.serve.accountant import Accountant
+from mlx_h2o.serve.conversations import Conversations, pieces_of
+from mlx_h2o.serve.fields import label_of
+from mlx_h2o.serve.marks import Mark, mark, mark_of
+from mlx_h2o.serve.most_bytes import most_bytes
+from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
+from mlx_h2o.serve.ticket import Ticket
+from model_coverage import coverage_model
+from tiny_models import kept_positions, prompt_tokens, tiny_model
+
+SIZE = 40
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama")
+
+
+def made(model: Any, label: str = "a", **settings: Any) -> list[Any]:
+    cache = mlx_h2o.make_prompt_cache(model, **({"max_size": SIZE} | settings))
+    mark(cache, Mark(label, tuple(settings.get("pins", ()))))
+    return cache
+
+
+def read(model: Any, cache: list[Any], tokens: list[int]) -> mx.array:
+    logits = model(mx.array([tokens]), cache=cache)[0, -1]
+    mx.eval(logits)
+    return logits
+
+
+def known(conversations: Conversations, tokens: list[int]) -> int:
+    return len(tokens) - len(conversations.fetch_nearest_cache("model", tokens)[1])
+
+
+def begun(model: Any, **options: Any) -> Conversations:
+    conversations = Conversations(**options)
+    conversations.begin(made(model))
+    return conversations
+
+
+# -- what is gone on with -------------------------------------------------------------------------
+
+
+def test_a_cache_serves_its_own_continuation_and_is_not_changed_by_it(model):
+    tokens = prompt_tokens(90)
+    conversations, cache = begun(model), made(model)
+    read(model, cache, tokens[:70])
+    alone = mlx_h2o.make_prompt_cache(model, SIZE)
+    read(model, alone, tokens[:70])
+    expected = read(model, alone, tokens[70:])
+    conversations.insert_cache("model", tokens[:70], cache)
+    for _ in range(2):
+        taken, rest = conversations.fetch_nearest_cache("model", tokens)
+        assert rest == tokens[70:]
+        assert mx.array_equal(read(model, taken, rest), expected)
+
+
+def test_the_longest_is_taken_and_one_token_is_always_left(model):
+    tokens, conversations = prompt_tokens(60), begun(model)
+    for count in (20, 45, 60):
+        cache = made(model)
+        read(model, cache, tokens[:count])
+        conversations.insert_cache("model", tokens[:count], cache)
+    assert known(conversations, tokens) == 45
+    assert known(conversations, [*tokens, 5]) == 60
+    assert known(conversations, tokens[:46]) == 45
+    assert known(conversations, tokens[:20]) == 0
+    assert known(conversations, []) == 0
+
+
+@pytest.mark.parametrize("undo", [0, 4])
+def test_what_differs_is_gone_on_with_only_where_undo_leaves_no_trace(model, undo):
+    """The last three tokens were steps; a fourth was not asked to be undone."""
+    tokens = prompt_tokens(70)
+    conversations, cache = Conversations(), made(model, undo=undo)
+    conversations.begin(made(model, undo=undo))
+    read(model, cache, tokens[:67])
+    for token in tokens[67:]:
+        read(model, cache, [token])
+    conversations.insert_cache("model", tokens, cache)
+    other = [*tokens[:67], 1 + tokens[67] % 100, 3, 4]
+    assert known(conversations, other) == (67 if undo else 0)
+    assert known(conversations, tokens) == (69 if undo else 0)
+    assert known(conversations, [*tokens[:66], 1 + tokens[66] % 100, 3]) == 0
+    if undo:
+        taken, rest = conversations.fetch_nearest_cache("model", other)
+        alone = made(model, undo=undo)
+        read(model, alone, tokens[:67])
+        expected = [read(model, alone, [token]) for token in rest]
+        given = [read(model, taken, [token]) for token in rest]
+        assert all(mx.array_equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+def test_caches_of_other_settings_are_not_gone_on_with(model):
+    tokens, conversations = prompt_tokens(30), begun(model)
+    cache = made(model, "b")
+    read(model, cache, tokens[:20])
+    conversations.insert_cache("model", tokens[:20], cache)
+    assert known(conversations, tokens) == 0
+    conversations.begin(made(model, "b"))
+    assert known(conversations, tokens) == 20
+    assert label_of({"max_size": 3, "sink": 2}) == label_of({"sink": 2, "max_size": 3})
+
+
+ROOMY = {"max_size": 60, "budgets": "uniform"}
+
+
+@pytest.mark.parametrize("files", [False, True])
+@pytest.mark.parametrize(
+    ("held", "wanted", "served"),
+    [
+        ([(2, 9)], [(2, 9)], True),
+        ([(2, 9)], [(2, 9), (82, 84)], True),  # what is still to come is pinned when it comes
+        ([(2, 9)], [], False),
+        ([], [(2, 9)], False),
+        ([(2, 9)], [(2, 8)], False),
+        ([(2, 9), (85, 88)], [(2, 9), (85, 88)], True),
+        ([(2, 9), (85, 88)], [(2, 9)], False),  # which took room already
+    ],
+)
+def test_a_pinned_prefix_serves_prompts_that_pin_the_same_of_it(
+    model, tmp_path, files, held, wanted, served
+):
+    tokens = prompt_tokens(90)
+    conversations = Conversations(sessions=Sessions(tmp_path, "m"))
+    cache = made(model, pins=held, **ROOMY)
+    read(model, cache, tokens[:80])
+    conversations.insert_cache("model", tokens[:80], cache)
+    if files:
+        conversations = Conversations(sessions=Sessions(tmp_path, "m"))
+    conversations.begin(made(model, pins=wanted, **ROOMY))
+    taken, rest = conversations.fetch_nearest_cache("model", tokens)
+    assert len(tokens) - len(rest) == (80 if served else 0)
+    read(model, taken, rest)
+    assert taken[0].pins == tuple(wanted)
+    pinned = {position for span in wanted for position in range(*span)}
+    assert all(pinned <= set(head) for entry in taken for head in kept_positions(entry))
+    assert mark_of(taken) == Mark("a", tuple(wanted))
+
+
+def test_what_was_let_go_by_hand_stays_so(model):
+    tokens, conversations = prompt_tokens(90), Conversations()
+    cache = made(model, pins=[(2, 9)], **ROOMY)
+    read(model, cache, tokens[:80])
+    conversations.insert_cache("model", tokens[:80], cache)
+    conversations.change(conversations.idle[0], lambda cache: mlx_h2o.unpin(cache, [(2, 5)]))
+    conversations.change(conversations.idle[0], lambda cache: mlx_h2o.pin(cache, [(79, 80)]))
+    conversations.begin(made(model, pins=[(2, 9), (82, 84)], **ROOMY))
+    taken, rest = conversations.fetch_nearest_cache("model", tokens)
+    assert len(rest) == 10
+    assert taken[0].pins == ((5, 9), (79, 80), (82, 84))
+
+
+# -- room -----------------------------------------------------------------------------------------
+
+
+def test_many_sessions_share_a_prefix_and_its_bytes(model):
+    """A snapshot before the first eviction: copies hold its arrays until they go on."""
+    tokens, conversations = prompt_tokens(30), begun(model)
+    cache = made(model)
+    read(model, cache, tokens)
+    conversations.insert_cache("model", tokens, cache, cache_type="system")
+    once = conversations.nbytes
+    copies = [conversations.fetch_nearest_cache("model", [*tokens, i])[0] for i in range(5)]
+    together: dict[int, int] = {}
+    for taken in copies:
+        together |= pieces_of(taken)
+    assert sum(together.values()) == once
+    ends = []
+    for i, taken in enumerate(copies):
+        for token in prompt_tokens(40, seed=i):
+            ends.append(read(model, taken, [token]))
+        assert taken[0].evicted > 0
+    again = made(model)
+    read(model, again, tokens)
+    for token in prompt_tokens(40, seed=4):
+        expected = read(model, again, [token])
+    assert mx.array_equal(ends[-1], expected)
+    assert conversations.nbytes == once
+
+
+def test_snapshots_go_first_then_conversations_shrink_then_the_oldest_go(model):
+    conversations = begun(model)
+    prompts = [prompt_tokens(80, seed=seed) for seed in range(3)]
+    for tokens in prompts:
+        for count, kind in ((60, "user"), (80, "assistant")):
+            cache = made(model)
+            read(model, cache, tokens[:count])
+            conversations.insert_cache("model", tokens[:count], cache, cache_type=kind)
+    whole = conversations.nbytes
+    conversations.make_room(whole - 1)
+    assert (len(conversations), conversations.shrunk) == (5, 0)
+    conversations.make_room(whole // 2)
+    assert (len(conversations), conversations.shrunk) == (3, 0)
+    conversations.make_room(conversations.nbytes - 1)
+    assert (len(conversations), conversations.shrunk) == (3, 1)
+    cache, rest = conversations.fetch_nearest_cache("model", [*prompts[0], 7])
+    assert len(rest) == 1
+    assert cache[0].size() < SIZE  # it had to forget,
+    assert cache[0].budgets == made(model)[0].budgets  # and may remember as much as ever again
+    smallest = conversations.nbytes // 3
+    conversations.make_room(smallest)
+    assert conversations.shrunk == 3
+    assert known(conversations, [*prompts[1], 7]) == 0  # unused longest
+    conversations.make_room(0)
+    assert (len(conversations), conversations.nbytes) == (0, 0)
+
+
+def test_what_made_room_comes_back_from_its_file_as_it_was(model, tmp_path):
+    tokens = prompt_tokens(80)
+    conversations = begun(model, sessions=Sessions(tmp_path, "m"))
+    cache = made(model)
+    read(model, cache, tokens[:70])
+    conversations.insert_cache("model", tokens[:70], cache)
+    taken, rest = conversations.fetch_nearest_cache("model", tokens)
+    expected = read(model, taken, rest)
+    for left in (conversations.nbytes - 1, 0):  # shrunk, then gone
+        conversations.make_room(left)
+        back, rest = conversations.fetch_nearest_cache("model", tokens)
+        assert rest == tokens[70:]
+        assert mx.array_equal(read(model, back, rest), expected)
+    again = Conversations(sessions=Sessions(tmp_path, "m"))
+    again.begin(made(model))
+    back, rest = again.fetch_nearest_cache("model", tokens)
+    assert mx.array_equal(read(model, back, rest), expected)
+    other = Conversations(sessions=Sessions(tmp_path, "another model"))
+    other.begin(made(model))
+    assert known(other, tokens) == 0
+
+
+def test_damaged_sessions_are_left_aside(model, tmp_path):
+    sessions, tokens = Sessions(tmp_path, "m"), prompt_tokens(50)
+    conversations = begun(model, sessions=sessions)
+    cache = made(model)
+    read(model, cache, tokens[:40])
+    conversations.insert_cache("model", tokens[:40], cache)
+    (path,) = tmp_path.glob("*.safetensors")
+    whole = path.read_bytes()
+    (tmp_path / "torn.safetensors").write_bytes(whole[:100])
+    (tmp_path / "empty.safetensors").write_bytes(b"")
+    path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])  # one bit of an array
+    again = begun(model, sessions=Sessions(tmp_path, "m"))
+    assert known(again, tokens) == 0
+    assert known(again, tokens) == 0
+
+
+def test_the_file_of_an_earlier_turn_goes_when_the_later_one_is_written(model, tmp_path):
+    sessions, tokens = Sessions(tmp_path, "m"), prompt_tokens(60)
+    conversations = begun(model, sessions=sessions)
+    for count in (20, 40, 60):
+        cache = made(model)
+        read(model, cache, tokens[:count])
+        conversations.insert_cache("model", tokens[:count], cache)
+    # The last but one stays: nobody knows whether its client heard of the last one.
+    counts = [token_count(saved.key) for saved in sessions.saved.values()]
+    assert sorted(counts) == [40, 60]
+    assert len(list(tmp_path.iterdir())) == 2
+    assert tokens_of(key_of(tokens)) == tokens
+    assert token_count(key_of(tokens)) == 60
+
+
+# -- the accountant -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"policy": "h2o", "remainder": False}, {"undo": 3}, {"evict_every": 4, "policy": "tova"}],
+)
+def test_no_cache_ever_takes_more_than_was_reserved(model, settings):
+    cache = made(model, **settings)
+    most = most_bytes(cache)
+    held = []
+    for seed, count in enumerate((7, 50, 1, 1, 1, 1, 1, 30, 1, 1)):
+        read(model, cache, prompt_tokens(count, seed=seed))
+        held.append(sum(entry.nbytes for entry in cache))
+    assert max(held) <= most
+    assert max(held) > 0.9 * most
+
+
+def test_a_size_in_bytes_is_reserved_at_its_largest_stage(model):
+    cache = mlx_h2o.make_prompt_cache(model, max_bytes=60_000, context=256, bits=16)
+    assert 0 < most_bytes(cache) <= 60_000
+
+
+@pytest.mark.parametrize("chunk", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 7)), 40])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3_text", "gpt_oss", "qwen3_next", "granitemoehybrid", "plamo2", "llama4_text", "mamba2"],
+)
+def test_layers_of_other_kinds_are_reserved_whole(name, chunk):
+    """Sliding windows, chunks and states: alone and in a batch, and not far from what they take."""
+    model = coverage_model(name)
+    try:
+        empty = mlx_h2o.make_prompt_cache(model, SIZE)
+    except NothingToBound:
+        empty = stock_caches(model)
+    most, tokens = most_bytes(empty, model, chunk), prompt_tokens(120)
+    cache, held = copy.deepcopy(empty), list[int]()
+    for first in range(0, len(tokens), chunk):
+        read(model, cache, tokens[first : first + chunk])
+        held.append(sum(entry.nbytes for entry in cache))
+    for _ in range(3):
+        read(model, cache, [5])
+        held.append(sum(entry.nbytes for entry in cache))
+    assert 0.3 * most < max(held) <= most
+    if all(hasattr(entry, "merge") for entry in empty):
+        generator = BatchGenerator(
+            model, prefill_step_size=chunk, completion_batch_size=4, prefill_batch_size=4
+        )
+        prompts = [prompt_tokens(count, seed=count) for count in (90, 3, 33, 60)]
+        generator.insert(prompts[:3], [9] * 3, [copy.deepcopy(empty) for _ in range(3)])
+        for _ in range(3):
+            generator.next()
+        generator.insert(prompts[3:], [9], [copy.deepcopy(empty)])
+        while any(generator.next()):
+            running = len(generator._prompt_batch) + len(generator._generation_batch)
+            assert generator.prompt_cache_nbytes <= most * running
+
+
+def test_what_grows_or_is_not_known_is_refused_with_its_name(model):
+    with pytest.raises(ValueError, match="Layer 0 has a KVCache, whose bytes are not known"):
+        most_bytes(stock_caches(model), model)
+    with pytest.raises(ValueError, match="Layer 0 has a RotatingKVCache, whose bytes"):
+        most_bytes(mlx_h2o.make_prompt_cache(tiny_model("gemma3_text"), SIZE))
+
+
+def test_requests_wait_for_bytes_and_the_queue_has_an_end():
+    accountant = Accountant(100, 2)
+    tickets = [Ticket("a", {}, need) for need in (60, 50, 30, 10)]
+    assert accountant.enter(tickets[0])
+    accountant.admit(tickets[0])
+    assert (accountant.reserved, accountant.left_for_idle) == (60, 40)
+    assert accountant.enter(tickets[1])
+    assert not accountant.can_admit(tickets[1])
+    assert accountant.enter(tickets[2])
+    assert not accountant.enter(tickets[3])
+    assert accountant.waiting == 2
+    accountant.release(tickets[0], 4.0)
+    accountant.release(tickets[0], 400.0)
+    assert (accountant.reserved, accountant.retry_after) == (0, 4)
+    accountant.admit(tickets[1])
+    assert accountant.can_admit(tickets[2])
+    accountant.leave(tickets[2])
+    assert accountant.enter(tickets[3])
+    assert Accountant(None, 0).enter(tickets[0])

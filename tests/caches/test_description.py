@@ -1,0 +1,49 @@
+"""What of a list of caches is told in five lines, and what in all."""
+
+import json
+
+import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+import mlx_h2o
+from mlx_h2o._utils.byte_size import size_text
+from mlx_h2o.cli import main
+
+DESCRIBE = ["describe", "--model", "builtin:recall-4m"]
+
+
+def test_a_description_prints_five_lines_at_most_and_tells_each_layer():
+    caches = [mlx_h2o.H2OKVCache(24 + 8 * (i % 2)) for i in range(30)]
+    caches += [mlx_h2o.H2OKVCache(24, policy="h2o"), RotatingKVCache(64), RotatingKVCache(32)]
+    caches += [KVCache(), KVCache()]
+    described = mlx_h2o.describe(caches)
+    assert len(described) == 35
+    lines = str(described).splitlines()
+    assert len(lines) <= 5
+    assert lines[0].startswith("33 of 35 layers are bounded")
+    assert lines[1].startswith("layers 0 to 29: H2OKVCache, 24 to 32 slots a KV head")
+    assert lines[-2] == "2 other layers of 2 kinds"
+    assert lines[-1].startswith("NOT bounded: layers 33 to 34: ")
+    assert str(described[31]).startswith("layer 31: RotatingKVCache, bounded: ")
+
+
+def test_the_command_tells_a_summary_or_all(capsys):
+    assert main([*DESCRIBE, "--kv-memory", "25%"]) == 0
+    summary = capsys.readouterr().out.splitlines()
+    assert summary[0].startswith("4 of 4 layers are bounded")
+    assert summary[1].startswith("layers 0 to 3: H2OKVCache, ")
+    assert summary[2].startswith("chosen by the profile: ")
+    assert len(summary) == 3
+    assert main([*DESCRIBE, "--kv-memory", "25%", "--all"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert main([*DESCRIBE, "--json"]) == 0
+    assert [layer["bounded"] for layer in json.loads(capsys.readouterr().out)] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1.0 kB"), (999_600, "1.0 MB"),
+     (7_654_321, "7.7 MB"), (99_960_000, "100 MB"), (10**16, "10000 TB")],
+)  # fmt: skip
+def test_sizes_are_written_as_people_read_them(nbytes, text):
+    assert size_text(nbytes) == text

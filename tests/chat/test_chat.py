@@ -1,0 +1,194 @@
+"""`mlx_h2o chat`, through a pseudo-terminal as a person has it, and the dialogue behind it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+import mlx_h2o
+from mlx_h2o import make_prompt_cache
+from mlx_h2o.chat.dialogue import Dialogue
+from mlx_h2o.chat.pin_rules import PinRules
+
+SECONDS = 60
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+class Terminal:
+    """A program on a pseudo-terminal."""
+
+    def __init__(self, *arguments: str):
+        self.master, slave = pty.openpty()
+        command = [sys.executable, "-m", "mlx_h2o", "chat", *arguments]
+        environment = os.environ | {"TERM": "dumb", "COLUMNS": "200"}
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=environment, close_fds=True
+        )
+        os.close(slave)
+
+    def read_until(self, wanted: str) -> str:
+        """What it shows, up to the last that is wanted."""
+        shown, end = "", time.monotonic() + SECONDS
+        while not shown.endswith(wanted):
+            ready, _, _ = select.select([self.master], [], [], max(end - time.monotonic(), 0))
+            assert ready, f"{wanted!r} never came: {shown!r}"
+            try:
+                shown += os.read(self.master, 4096).decode(errors="replace")
+            except OSError:  # the other end was closed
+                break
+        return ESCAPES.sub("", shown).replace("\r\n", "\n")
+
+    def say(self, line: str) -> str:
+        """The answer to a line."""
+        os.write(self.master, f"{line}\n".encode())
+        return self.read_until("\n> ").removeprefix(line)
+
+    def close(self) -> int:
+        os.write(self.master, b"/quit\n")
+        code = self.process.wait(SECONDS)
+        os.close(self.master)
+        return code
+
+
+def test_a_chat_in_the_terminal(tmp_path):
+    options = ("--model", "builtin:recall-4m", "--max-kv-size", "96", "--max-tokens", "12")
+    chat = Terminal(*options, "--pin-pattern", "secret number")
+    chat.read_until("> ")
+    fact = "The secret number of Ada Hill is 4711."
+    said = chat.say(f"We met in spring. {fact} Then the summer came, and with it the heat.")
+    status = re.search(
+        r"\[(\d+) slots a head, [\d.]+ [kM]B, \d+ of (\d+) tokens evicted, (\d+) pinned", said
+    )
+    assert status, said
+    assert int(status[3]) > 8
+    assert fact in chat.say("/pins")
+    assert "\x1b" not in chat.say("/help")
+    filler = "And so the days went by, one after the other, and the road was long and dusty. " * 4
+    for _ in range(2):
+        said = chat.say(filler)
+    evicted = re.search(r"([\d,]+) of ([\d,]+) tokens evicted", said)
+    assert int(evicted[1].replace(",", "")) > 0
+    assert "pinned" in chat.say("/pin the road was long")
+    assert "does not say" in chat.say("/pin nothing of the kind")
+    assert fact in chat.say("/kept")
+    path = tmp_path / "chat.safetensors"
+    assert "saved" in chat.say(f"/save {path}")
+    pins = chat.say("/pins")
+    assert "There is no /nonsense" in chat.say("/nonsense")
+    assert "carry" in chat.say("/turn 7")
+    assert "0% of the past counts" in chat.say("/turn reset")
+    assert "50% of the past counts" in chat.say("/turn 0.5")
+    assert "How much of the past" in chat.say("/turn")
+    assert "cleared" in chat.say("/clear")
+    assert "Nothing is pinned" in chat.say("/unpin")
+    assert "Nothing is pinned" in chat.say("/pins")
+    assert re.search(r"read \d+ tokens", chat.say(f"/load {path}"))
+    assert chat.say("/pins") == pins
+    count = len(pins.strip().splitlines()) - 1  # the last line is the prompt
+    assert f"unpinned {count}" in chat.say("/unpin")
+    gone = tmp_path / "no" / "folder.safetensors"
+    assert f"there is no folder {gone.parent}" in chat.say(f"/save {gone}")
+    assert str(path) in chat.say(f"/save {path}")
+    assert chat.close() == 0
+    other = Terminal(*options)
+    other.read_until("> ")
+    other.say(f"/load {path}")
+    assert "Nothing is pinned" in other.say("/pins")
+    answer = other.say("Question: What is the secret number of Ada Hill? Answer:")
+    assert "tokens evicted" in answer
+    assert "There is no file nowhere.safetensors" in other.say("/load nowhere.safetensors")
+    assert other.close() == 0
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return mlx_h2o.load("builtin:recall-4m")
+
+
+def test_only_what_is_new_is_read_and_nothing_is_said_twice(embedded):
+    model, tokenizer = embedded
+    dialogue = Dialogue(model, tokenizer, lambda: make_prompt_cache(model, 128))
+    for text in ("It was a cold day.", " The wind blew.", " They stayed inside."):
+        before = len(dialogue.tokens)
+        said = [r.token for r in dialogue.reply(text, 6)]
+        assert len(said) == 6
+        assert dialogue.status()["tokens"] == len(dialogue.tokens) == dialogue.cache[0].offset
+        told = tokenizer.encode(text, add_special_tokens=not before)
+        whole = dialogue.tokens + dialogue._pending
+        assert whole[before:][-6 - len(told) :] == [*told, *said]
+    # A reader may leave; the conversation goes on from what was said.
+    replies = dialogue.reply(" And then", 50)
+    next(replies)
+    replies.close()
+    assert len(dialogue.tokens) == dialogue.cache[0].offset
+    list(dialogue.reply(" it rained.", 4))
+    assert dialogue.cache[0].offset == len(dialogue.tokens)
+    assert len(dialogue.kept()) == len(dialogue.tokens)
+    assert max(share for _, share in dialogue.kept()) == 1
+
+
+def test_what_is_kept_is_told_in_words(embedded, monkeypatch):
+    """Without the template's tokens; a word of several tokens is one word."""
+    model, _ = embedded
+    _, tokenizer = mlx_h2o.load("builtin:recall-4m")
+    marks = ["<|im_start|>", "<|im_end|>"]
+    dialogue = Dialogue(model, tokenizer, lambda: make_prompt_cache(model, 96))
+    list(dialogue.reply("Aristotle lived in Stagira.", 1))
+    dialogue.tokens = dialogue.tokens[: dialogue.cache[0].offset]
+    assert "Aristotle" in [word.strip() for word, _ in dialogue.kept_words()]
+    assert len(dialogue.kept()) > len(dialogue.kept_words())
+    texts = [
+        marks[0],
+        "user",
+        "\n",
+        "Hel",
+        "lo",
+        marks[1],
+        "\n",
+        marks[0],
+        "ass",
+        "istant",
+        "\n",
+        "Hi",
+    ]
+    shares = [1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 1]
+    dialogue.tokens = [0 if text in marks else 9 for text in texts]
+    monkeypatch.setattr("mlx_h2o.chat.dialogue.special_ids", lambda _: {0})
+    monkeypatch.setattr(dialogue, "kept", lambda: list(zip(texts, shares, strict=True)))
+    told = dialogue.kept_words()
+    assert "".join(word for word, _ in told) == "user: Hello\nassistant: Hi"
+    assert told[1] == ("Hello", 0.6)
+
+
+def test_pins_and_files_of_a_dialogue(embedded, tmp_path):
+    model, tokenizer = embedded
+
+    def fresh():
+        rules = PinRules(patterns=("secret",))
+        return Dialogue(model, tokenizer, lambda: make_prompt_cache(model, 96), rules=rules)
+
+    dialogue = fresh()
+    list(dialogue.reply("The secret number of Ada is 4711. It rained.", 4))
+    assert ["4711" in text for text in dialogue.pinned_texts] == [True]
+    with pytest.raises(ValueError, match="not"):
+        dialogue.pin("nothing of the kind")
+    path = tmp_path / "d.safetensors"
+    with pytest.raises(ValueError, match="Nothing was said"):
+        fresh().save(path, "m")
+    dialogue.save(path, "m")
+    other = fresh()
+    with pytest.raises(ValueError, match="a conversation with m"):
+        other.load(path, "n")
+    other.load(path, "m")
+    assert other.pinned_texts == dialogue.pinned_texts
+    texts = [[r.token for r in d.reply(" And so", 8)] for d in (dialogue, other)]
+    assert texts[0] == texts[1]
+    with pytest.raises(ValueError, match="chat template"):
+        Dialogue(model, tokenizer, list, system="Be brief.")

@@ -1,0 +1,342 @@
+"""The command as a stranger meets it: refusals before work, results kept, tables never cut."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+import mlx_h2o
+from mlx_h2o._utils import files
+from mlx_h2o.cli import main, tables
+
+EMBEDDED = ["--model", "builtin:recall-4m"]
+PROMPT = ["generate", *EMBEDDED, "--prompt", "Anne and Toby"]
+COMMAND = [sys.executable, "-c", "import sys; from mlx_h2o.cli import main; sys.exit(main())"]
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """A model that is loaded is work that was done too early."""
+
+    def load(*_):
+        raise AssertionError("the model was loaded before the options were checked")
+
+    monkeypatch.setattr("mlx_h2o.cli.options.load", load)
+    monkeypatch.setattr("mlx_h2o.evaluate.comparison.load", load)
+    monkeypatch.setattr("mlx_h2o.cli.bench.load", load)
+
+
+def refusal(options, capsys, after_work=False):
+    """The one line that a refused command prints; after work, the last one."""
+    capsys.readouterr()
+    try:
+        code = main(options)
+    except SystemExit as stop:  # argparse
+        code = stop.code
+    assert code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 or after_work
+    return lines[-1]
+
+
+# -- before any work ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["generate", "--max-kv-sise", "3"],
+            "no option --max-kv-sise; did you mean --max-kv-size?",
+        ),
+        (["generat"], "there is no command 'generat'; did you mean generate?"),
+        (["generate", "words"], "there is no place for 'words'"),
+        ([*PROMPT, "--policy", "snapkc"], "--policy: there is no 'snapkc'; did you mean snapkv?"),
+        ([*PROMPT, "--policy", "x"], "--policy: there is no 'x'; there are "),
+        ([*PROMPT, "--kv-memory", "25"], "--kv-memory: it is '25' bytes, which is no size"),
+        (["serve", "--conversation-memory", "5"], "memory: it is '5' bytes, which is no size of a"),
+        ([*PROMPT, "--prompt-cache-file", "nowhere"], "there is no file nowhere; to begin it"),
+        ([*PROMPT, "--max-kv-size", "999999999999"], "--max-kv-size: it must be at most 2,147,483"),
+        ([*PROMPT, "--max-kv-size", "9" * 5000], "--max-kv-size: it must be at most 2,147,483,647"),
+        ([*PROMPT, "--temp", "inf"], "--temp: it must be a finite number; got 'inf'"),
+        ([*PROMPT, "--seed", "-1"], "--seed must be at least 0; got -1"),
+        ([*PROMPT, "--evict-every", "0"], "--evict-every must be"),
+        ([*PROMPT, "--sink", "-1"], "--sink must be"),
+        ([*PROMPT, "--undo", "-1"], "--undo must be"),
+        (["serve", "--port", "99999999"], "--port must be at most 65535; got 99999999"),
+        (["serve", "--port", "-1"], "--port must be at least 0; got -1"),
+        (["serve", "--top-p", "7"], "--top-p must be from 0 to 1; got 7"),
+        (["serve", "--decode-concurrency", "0"], "--decode-concurrency must be at least 1; got 0"),
+        (["serve", "--log-level", "LOUD"], "--log-level: there is no 'LOUD'; there are DEBUG"),
+        (["serve", "--adapter-path", "nowhere"], "--adapter-path: there is no folder nowhere"),
+        (["serve", "--chat-template-args", "{"], "--chat-template-args: it must be a JSON object"),
+        (["inspect", "--tokens", "1e3"], "--tokens: it must be a whole number; got '1e3'"),
+        (["bench", "--rounds", "0"], "--rounds must be at least 1"),
+        (["generate"], 'a prompt is needed: --prompt "Once upon a time", or --prompt -'),
+        ([*PROMPT, "--save-prompt-cache", "folder"], "no file that could be replaced"),
+        ([*PROMPT, "--save-prompt-cache", "file/chat"], "there is no folder"),
+        ([*PROMPT, "--verbose", "maybe"], "--verbose: it must be True or False; got 'maybe'"),
+        ([*PROMPT, "--recent", "few"], "--recent: it must be a count such as 64, or a share"),
+        ([*PROMPT, "--pin-span", "9:3"], "--pin-span: it must be tokens such as 0:40, the first"),
+        (["chat", "--pin-span", "4"], "--pin-span: it must be tokens such as 0:40, the first"),
+        ([*PROMPT, "--kv-group-size", "64"], "--kv-group-size needs --kv-bits"),
+        ([*PROMPT, "--max-kv-size", "-7"], "--max-kv-size must be at least 1; got -7"),
+        ([*PROMPT, "--set", "age_weight=nan"], "age_weight must be a finite number; got nan"),
+        ([*PROMPT, "--set", "sonk=1"], "has no setting sonk"),
+        ([*PROMPT, "--budgets", "nowhere.json"], "Cannot read the profile nowhere.json"),
+        (["compare", "--policies", "h2p"], "Unknown policy 'h2p'"),
+        (["compare", "--policies", "h2o:sink=two"], "sink must be a whole number; got 'two'"),
+        (["compare", "--budgets", "nowhere.json"], "Cannot read the profile nowhere.json"),
+        (["compare", "--out", "file"], "--out: cannot write into file"),
+        (["bench", "--only", "model", "--out", "file"], "--out: cannot write into file"),
+        (["calibrate", "--out", "no/such/folder/p.json"], "--out: there is no folder"),
+        (["calibrate", "--show", "3"], "--show must be at least 12; got 3"),
+        (["calibrate", "--tokens", "5"], "--tokens must be at least 48; got 5"),
+        (["inspect", "--out", "folder"], "no file that could be replaced"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_model_is_loaded(
+    options, message, no_model, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("something")
+    assert message in refusal(options, capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_folder_where_nothing_can_be_written_is_refused(no_model, capsys):
+    """Not even by root: the system makes that folder's files itself."""
+    folder = "/proc" if Path("/proc").is_dir() else "/dev/fd"
+    assert "cannot write" in refusal(["calibrate", "--out", f"{folder}/p.json"], capsys)
+
+
+@pytest.mark.parametrize("command", ["compare", "bench"])
+def test_a_missing_matplotlib_is_told_first(command, no_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # import fails
+    assert "pip install 'mlx-h2o[plots]'" in refusal([command, "--out", str(tmp_path)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no/such/folder", "There is no folder 'no/such/folder'"),
+        ("nowhere", "There is no folder 'nowhere'"),
+        ("file", "'file' is a file: give the folder"),
+        ("owner/absent", "'owner/absent': there is no such folder, and the hub says"),
+    ],
+)
+def test_a_model_that_is_not_there_is_called_what_it_is(
+    name, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "file").write_text("something")
+    assert message in refusal([*PROMPT, "--model", name], capsys)
+
+
+def test_sizes_are_called_by_their_options(capsys):
+    for option in ("--kv-memory", "--conversation-memory", "--max-kv-bytes"):
+        line = refusal([*PROMPT, option, "200B"], capsys)
+        assert f"{option} 200B is too small" in line or f"{option} 200 is too small" in line
+        enough = line.split(f"make {option} at least ")[1].split(",")[0]
+        assert main([*PROMPT, option, enough, "-m", "2"]) == 0
+
+
+def test_a_cache_that_cannot_be_saved_is_refused_before_it_is_filled(tmp_path, monkeypatch, capsys):
+    class Foreign:
+        """A model's own kind of cache, in a file that mlx-lm does not know."""
+
+    monkeypatch.setattr("mlx_h2o.cli.generate.bounded_cache", lambda *_: [Foreign()])
+    line = refusal([*PROMPT, "--save-prompt-cache", str(tmp_path / "chat")], capsys)
+    assert "Cannot save a Foreign" in line
+
+
+# -- what was computed is kept --------------------------------------------------------------------
+
+
+def test_a_result_that_cannot_be_written_is_written_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    gone = tmp_path / "gone" / "profile.json"
+    with pytest.raises(OSError, match=r"it is in .* instead") as failure:
+        files.write_kept(gone, lambda path: path.write_text("minutes of work"))
+    kept = Path(str(failure.value).split("it is in ")[1].split(" instead")[0])
+    assert kept.suffix == ".json"
+    assert kept.read_text() == "minutes of work"
+
+
+def test_a_calibration_survives_a_folder_that_went_away(tmp_path, monkeypatch, capsys):
+    """The check passed, and then the folder was removed while heads were measured."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    measure = mlx_h2o.calibrate
+
+    def meanwhile(*args, **options):
+        profile = measure(*args, **options)
+        shutil.rmtree(folder)
+        return profile
+
+    monkeypatch.setattr("mlx_h2o.cli.calibrate.calibrate", meanwhile)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    line = refusal(
+        ["calibrate", *EMBEDDED, "--tokens", "100", "--out", str(folder / "p.json")],
+        capsys,
+        after_work=True,
+    )
+    kept = Path(line.split("it is in ")[1].split(" instead")[0])
+    assert mlx_h2o.Profile.load(kept).details["tokens"] > 0
+
+
+@pytest.mark.parametrize("name", ["chat.bin", "chat", "chat.safetensors"])
+def test_a_prompt_cache_is_saved_under_the_name_it_was_given(name, tmp_path):
+    cache = [mlx_h2o.H2OKVCache(24)]
+    mlx_h2o.save_prompt_cache(str(tmp_path / name), cache)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert len(mlx_h2o.load_prompt_cache(tmp_path / name)) == 1
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "chat.bin"
+    mlx_h2o.save_prompt_cache(path, [mlx_h2o.H2OKVCache(24)])
+    before = path.read_bytes()
+
+    def full(name, *_):
+        Path(name).write_bytes(b"half")
+        raise RuntimeError("[save] no space left")
+
+    monkeypatch.setattr(mx, "save_safetensors", full)
+    with pytest.raises(OSError, match=r"Cannot write .*chat\.bin: \[save\] no space left"):
+        mlx_h2o.save_prompt_cache(path, [mlx_h2o.H2OKVCache(24)])
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["chat.bin"]
+
+
+def test_a_link_to_a_file_stays_a_link(tmp_path):
+    real, link = tmp_path / "real.bin", tmp_path / "link.bin"
+    real.write_bytes(b"old")
+    link.symlink_to(real)
+    mlx_h2o.save_prompt_cache(link, [mlx_h2o.H2OKVCache(24)])
+    assert link.is_symlink()
+    assert len(mlx_h2o.load_prompt_cache(real)) == 1
+
+
+def test_a_resumed_cache_says_that_its_own_settings_stay(tmp_path, capsys):
+    file = str(tmp_path / "chat.bin")
+    first = [*PROMPT, "-m", "2", "--max-kv-size", "64", "--policy", "h2o"]
+    assert main([*first, "--save-prompt-cache", file]) == 0
+    capsys.readouterr()
+    resumed = ["--prompt-cache-file", file, "--verbose", "False"]
+    assert main([*PROMPT, "-m", "2", *resumed]) == 0
+    assert main([*first, *resumed]) == 0
+    assert capsys.readouterr().err == ""
+    assert main([*PROMPT, "-m", "2", *resumed, "--max-kv-size", "32"]) == 0
+    said = capsys.readouterr().err
+    assert "keeps the settings it was saved with, whatever the options say" in said
+    assert "policy h2o" in said
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table():
+    found = Table(title="A title of several words, longer than a narrow terminal is wide")
+    found.add_column("cache")
+    for name in ("perplexity", "facts"):
+        found.add_column(name, justify="right")
+    found.add_row("distinct:recent=0.25:evict_every=8, uniform, no remainder", "46.87", "16/16")
+    found.add_row("full cache", "1,234,567.89", "9/16")
+    return found
+
+
+CELLS = ["distinct:recent=0.25:evict_every=8, uniform, no remainder", "1,234,567.89", "16/16"]
+
+
+@pytest.mark.parametrize("width", [20, 40, 79, 80, 200])
+@pytest.mark.parametrize("terminal", [False, True], ids=["piped", "terminal"])
+def test_no_name_and_no_figure_is_cut(width, terminal, table, monkeypatch, capsys):
+    def console(**options):
+        return Console(**{"width": width, "force_terminal": terminal, **options})
+
+    monkeypatch.setattr(tables, "Console", console)
+    tables.show(table)
+    printed = capsys.readouterr().out
+    for cell in CELLS:
+        assert cell in printed
+    assert "…" not in printed
+    if not terminal:
+        assert printed.isascii()
+        assert "\x1b" not in printed
+        assert len(printed.splitlines()) == 4
+        assert len({line.rindex("/16") for line in printed.splitlines()[2:]}) == 1  # aligned
+
+
+# -- ends -----------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_goes_away_ends_it_quietly():
+    found = subprocess.run(
+        ["bash", "-c", '"$@" | true; echo "${PIPESTATUS[0]}"', "sh", *COMMAND, *PROMPT, "-m", "9"],
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout == "141\n"
+    assert "Traceback" not in found.stderr
+    assert "BrokenPipe" not in found.stderr
+
+
+@pytest.mark.parametrize("start", [["-m", "mlx_h2o"], ["mlx_h2o"]], ids=" ".join)
+def test_ctrl_c_while_modules_are_imported_ends_it_quietly(start, tmp_path):
+    """mlx_lm, in its place, waits to be interrupted."""
+    (tmp_path / "mlx_lm.py").write_text(
+        "import time\nprint('importing', flush=True)\ntime.sleep(60)\n"
+    )
+    if start == ["mlx_h2o"]:  # as pip's script of that name does it
+        start = [str(tmp_path / "mlx_h2o")]
+        Path(start[0]).write_text("from mlx_h2o.cli import main\nraise SystemExit(main())\n")
+    process = subprocess.Popen(
+        [sys.executable, *start, "--version"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT  # which a shell calls 130
+    assert said == ""
+
+
+def test_programs_that_import_the_package_keep_their_ctrl_c():
+    # Said before, since a process in the background may have begun with Ctrl-C ignored.
+    program = (
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import mlx_h2o\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_streamed_text_ends_with_a_newline(capsys):
+    assert main([*PROMPT, "-m", "3"]) == 0
+    assert capsys.readouterr().out.endswith("\n")
+
+
+def test_the_prompt_may_be_piped(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Anne and Toby"))
+    assert main(["generate", *EMBEDDED, "--prompt", "-", "-m", "2"]) == 0
+    assert capsys.readouterr().out

@@ -1,0 +1,105 @@
+"""Every model of the installed mlx-lm does what docs/models.md says of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from model_configs import OLD_NAMES
+from model_coverage import BOUNDED, NOT_RUN, PARTLY, REFUSED, coverage_model, model_names
+from model_matrix import COLUMNS, NOT_STOCK, YES, memory
+
+TEXT = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
+# One of each kind, in every run.
+SAMPLE = {
+    "deepseek_v32": "an index of all tokens",
+    "gemma2": "attention of its own, capped",
+    "phi3small": "blocks of places",
+    "gemma3n": "layers share keys",
+    "iquestloopcoder": "a second pass over shared keys",
+    "longcat_flash": "MLA, two caches a layer",
+    "llama4": "chunks",
+    "qwen2": "a list of blocks made anew at every look",
+    "qwen3_vl": "a wrapper",
+    "mamba": "of fixed size",
+}
+
+
+def documented() -> dict[str, list[str]]:
+    """The page's cells by model."""
+    lines = TEXT.splitlines()
+    rows = [line.strip("|").split(" | ") for line in lines if line.startswith("| ")][1:]
+    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in rows}
+
+
+ROWS = documented()
+BOUNDED_ROWS = [name for name in sorted(ROWS) if ROWS[name][0] in (BOUNDED, PARTLY)]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_calibration_needs_no_list_that_stays(family):
+    """The page's `profile` column, for a list of blocks that is made anew at every look."""
+    model = coverage_model(family)
+    assert model.layers is not model.layers
+    assert ROWS[family][-1] == YES
+
+
+def cases(names: Sequence[str]) -> list[Any]:
+    """All of them, those that are no sample slow."""
+    return [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in names]
+
+
+def require_as_documented(name: str, column: str, documented: str, now: str) -> None:
+    assert now == documented, (
+        f"with mlx-lm {version('mlx-lm')} the row of {name} is another ({column}):\n"
+        f"  docs/models.md: {documented}\n  this run:       {now}\n"
+        f"If that is as it should be, write the row anew: python tools/model_table.py {name}"
+    )
+
+
+def model_of(name: str) -> nn.Module:
+    """The tiny model, where this mlx-lm has it."""
+    if name not in model_names():
+        pytest.skip(f"mlx-lm {version('mlx-lm')} has no {name}")
+    return coverage_model(name)
+
+
+@pytest.mark.parametrize("name", cases(sorted(ROWS)))
+def test_a_model_does_what_the_page_says(name):
+    model = model_of(name)
+    if ROWS[name][0] == NOT_RUN and mx.metal.is_available():
+        pytest.skip(f"docs/models.md was written where {name} does not run")
+    require_as_documented(name, "memory | layers", " | ".join(ROWS[name][:2]), memory(model))
+
+
+@pytest.mark.parametrize("column", list(COLUMNS)[1:])
+@pytest.mark.parametrize("name", cases(BOUNDED_ROWS))
+def test_a_bounded_model_does_the_rest_that_the_page_says(name, column):
+    place = " | ".join(COLUMNS).split(" | ").index(column)
+    now = COLUMNS[column](model_of(name))
+    here = version("mlx-lm")
+    if now == NOT_STOCK != ROWS[name][place] and f"Written with mlx-lm {here};" not in TEXT:
+        pytest.skip(f"batches of {name} with mlx-lm {here}'s own caches are wrong, too")
+    require_as_documented(name, column, ROWS[name][place], now)
+
+
+def test_the_page_has_every_model():
+    missing = {OLD_NAMES.get(name, name) for name in model_names()} - set(ROWS)
+    assert not missing, (
+        f"mlx-lm {version('mlx-lm')} has models that docs/models.md does not: {sorted(missing)}. "
+        "Give each what differs in tests/model_configs.py; then: python tools/model_table.py"
+    )
+
+
+def test_nine_of_ten_models_whose_memory_grows_are_bounded():
+    counts = Counter(cells[0] for cells in ROWS.values())
+    grows = counts[BOUNDED] + counts[PARTLY] + counts[REFUSED]
+    assert counts[BOUNDED] >= 0.9 * grows
+    assert grows > 0.9 * len(ROWS)

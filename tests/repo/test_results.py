@@ -1,0 +1,105 @@
+"""The tables in the documentation are what their commands print, or say that they are not."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+results = runpy.run_path(str(ROOT / "tools" / "results.py"))
+Block, blocks_of, block_text = (results[name] for name in ("Block", "blocks_of", "block_text"))
+BLOCKS = [block for page in results["PAGES"] for block in blocks_of(page)]
+DATED = re.compile(r"^Printed \d{4}-\d\d-\d\d at commit [0-9a-f]{7,}[,;].* BLAS", re.MULTILINE)
+EXAMPLE = "compare --samples 2"
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.command[:60])
+def test_a_blocks_command_still_means_what_it_meant(block):
+    """It parses, and no option or default has changed since its table was printed."""
+    assert block.differences() == [], f'make results ONLY="{block.command}"'
+    assert DATED.search(block.body), block.command
+    if not block.settings:
+        assert "with the settings of then" in block.body
+    assert "\n| " in block.body
+
+
+def test_every_table_stands_in_a_block():
+    for page in results["PAGES"]:
+        left = results["BLOCK"].sub("", page.read_text())
+        assert left.count("<!-- results") == left.count("<!-- end") == 0, page.name
+        tables = re.findall(r"(?:^\|.*\n)+", left, re.MULTILINE)
+        assert tables == [], page.name
+
+
+def block_of(command, **settings):
+    return Block(Path("page.md"), command, settings, "")
+
+
+def test_a_changed_default_is_told(monkeypatch):
+    now = block_of(f"mlx_h2o {EXAMPLE}").settings_now()
+    assert now["samples"] == "2"
+    assert now["tokens"] == "640"
+    assert block_of(f"mlx_h2o {EXAMPLE}", **now).differences() == []
+    then = {**now, "tokens": "512", "gone": "1"}
+    ours = "salient, 16 bits"
+    then[ours] = now[ours].replace("recent=0.25", "recent=0.1")
+    told = block_of(f"mlx_h2o {EXAMPLE}", **then).differences()
+    assert [line.split(":")[0] for line in told] == ["gone", ours, "tokens"]
+    demo = block_of("mlx_h2o demo").settings_now()
+    assert demo["model"] == "smollm2-135m"
+    monkeypatch.setattr("mlx_h2o.cli.demo.MAX_SIZE", 64)
+    told = block_of("mlx_h2o demo", **demo).differences()
+    assert told == [f"max_size: {demo['max_size']} -> 64"]
+
+
+@pytest.mark.parametrize(
+    "command", ["mlx_h2o compare --sample-size 3", "mlx_h2o compare --equal x"]
+)
+def test_a_command_that_no_longer_parses_fails(command):
+    with pytest.raises(SystemExit):
+        block_of(command).differences()
+
+
+def test_no_other_program_is_run():
+    with pytest.raises(ValueError, match="no command of mlx_h2o"):
+        block_of("rm -r docs").differences()
+
+
+def test_a_block_is_read_as_it_was_written(tmp_path):
+    page = tmp_path / "page.md"
+    first = block_text("mlx_h2o demo", {"a": "1 = one", "b, c": "x(y=2)"}, "| a |\n\nPrinted")
+    page.write_text(f"before\n\n{first}\nbetween\n{block_text('mlx_h2o compare', {}, 'old')}\n")
+    demo, compare = blocks_of(page)
+    assert demo.settings == {"a": "1 = one", "b, c": "x(y=2)"}
+    assert (demo.command, compare.command) == ("mlx_h2o demo", "mlx_h2o compare")
+    assert (demo.body, compare.body, compare.settings) == ("\n| a |\n\nPrinted\n", "\nold\n", {})
+
+
+def test_one_block_is_printed_anew(tmp_path, monkeypatch):
+    """Its table, date, commit, BLAS and settings; the rest of the page stays."""
+    page = tmp_path / "page.md"
+    command = "mlx_h2o compare --samples 1 --tokens 40 --prefill 30 --prompts 0 --policies"
+    other = block_text("mlx_h2o demo", {}, "another")
+    page.write_text(f"{block_text(command, {}, 'old')}\n\n{other}\n")
+    scope = results["main"].__globals__
+    monkeypatch.setitem(scope, "PAGES", (page,))
+    table = "title\n\n| cache | loss |\n|---|---:|\n| full cache | +0.00 % |\n"
+    said = []
+
+    def output_of(command):
+        said.append(command)
+        return table if "--markdown" in command else "abcdef0\n"
+
+    monkeypatch.setitem(scope, "_output_of", output_of)
+    monkeypatch.setattr(sys, "argv", ["results.py", "mlx_h2o compare"])
+    results["main"]()
+    assert len(said) == 2
+    fresh, same = blocks_of(page)
+    assert table.strip() in fresh.body
+    assert "at commit abcdef0; BLAS: " in fresh.body
+    assert DATED.search(fresh.body)
+    assert fresh.settings["prefill"] == "30"
+    assert fresh.differences() == []
+    assert same.body == "\nanother\n"

@@ -1,0 +1,146 @@
+"""The order of the packages: imports only go down, and functions stay short."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "python/mlx_h2o"
+LONGEST_FUNCTION = 60
+
+# From the ground up; a module may import those of its own package and of the packages below,
+# without a circle.
+PACKAGES = """_utils loading storage policies budgets attention engine integration caches
+    calibration model_caches chat bench evaluate golden serve __init__ cli __main__""".split()
+FLOOR_OF = {name: i for i, name in enumerate(PACKAGES)}
+# Files that import the package's modules inside functions: what may be missing (the extension and
+# what stands on it), is chosen at run time, or takes long to load. Others do so at their top.
+LATE = {
+    "attention/backends/choice.py",
+    "attention/backends/cpu.py",
+    "attention/backends/decoders.py",
+    "cli/__init__.py",
+    "cli/serve.py",
+    "loading/gguf.py",
+    "attention/tracing.py",
+}
+EXTENSIONS = ("_ext", "_machine")
+FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def module_of(file: str) -> str:
+    """ "attention/backends/cpu.py" -> "mlx_h2o.attention.backends.cpu"."""
+    return ".".join(["mlx_h2o", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
+
+
+MODULES = {module_of(file): file for file in FILES}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Modules of the package that a syntax tree imports, inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("mlx_h2o"))
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            if node.module and node.module.split(".")[0] == "mlx_h2o":
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    known = name in MODULES or alias.name in EXTENSIONS
+                    yield name if known else node.module
+
+
+def is_extension(module: str) -> bool:
+    """Whether it is compiled: it may be missing, and imports nothing of the package."""
+    return module.rpartition(".")[2] in EXTENSIONS
+
+
+def floor_of(module: str) -> int:
+    """How high the package of a module stands."""
+    parts = module.split(".")
+    return FLOOR_OF[parts[1] if len(parts) > 1 else "__init__"]
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    for file, path in FILES.items():
+        yield file, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_every_module_is_in_a_package():
+    tops = {module.split(".")[1] for module in MODULES if "." in module}
+    assert tops | {"__init__"} == set(FLOOR_OF)
+
+
+def test_nothing_is_imported_from_above():
+    upward = [
+        f"{module_of(file)} imports {name}"
+        for file, tree in trees()
+        for name in imported(tree)
+        if not is_extension(name) and floor_of(name) > floor_of(module_of(file))
+    ]
+    assert upward == []
+
+
+def test_no_circle_of_imports():
+    below = {module_of(file): set(imported(tree)) & MODULES.keys() for file, tree in trees()}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in done:
+            for other in sorted(below[module] - {"mlx_h2o"}):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in below:
+        visit(module, ())
+    assert done == MODULES.keys()
+
+
+def test_imports_are_at_the_top_of_files():
+    """Inside a function one would hide from a reader what the file stands on."""
+    late = {}
+    for file, tree in trees():
+        top = {name for node in tree.body for name in imported(node) if _is_import(node)}
+        inner = {name for name in set(imported(tree)) - top if not is_extension(name)}
+        if inner:
+            late[file] = inner
+    assert late.keys() - LATE == set(), late
+
+
+def _is_import(node: ast.AST) -> bool:
+    return isinstance(node, ast.Import | ast.ImportFrom)
+
+
+def test_no_function_is_too_long():
+    long = [
+        f"{file}: {node.name} has {length} lines"
+        for file, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := node.end_lineno - node.lineno + 1) > LONGEST_FUNCTION
+    ]
+    assert long == []
+
+
+def test_private_state_is_read_by_its_own_file_only():
+    """`other._field` of a class in another file would tie the two together out of sight."""
+    read = []
+    for file, tree in trees():
+        own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+                own.add(node.attr)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and _is_private(node.attr):
+                foreign = node.attr not in own and ast.unparse(node.value) not in ("argparse", "os")
+                read += [f"{file}: {ast.unparse(node)}"] if foreign else []
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlx_h2o"):
+                names = [alias.name for alias in node.names if _is_private(alias.name)]
+                read += [f"{file}: import {name}" for name in names]
+    assert read == []
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in EXTENSIONS

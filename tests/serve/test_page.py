@@ -1,0 +1,557 @@
+"""The server's page in a real Chromium: by mouse and keyboard, light and dark, wide and narrow."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+import mlx_h2o
+from mlx_h2o.evaluate.page import page as report_page
+from mlx_h2o.evaluate.sections import Curves, Rows, Section
+from mlx_h2o.loading.load import SAMPLE_TEXT
+from mlx_h2o.serve.most_bytes import most_bytes
+from serving import MODEL, SIZE, Running, serving, until
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+WORDS = SAMPLE_TEXT.read_text(encoding="utf-8").split()
+WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+#: Of text on its background, by WCAG 2.2, 1.4.3 (level AA).
+LEAST_CONTRAST = 4.5
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving(options=["--max-tokens", "12"], bound=8 << 20) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[Running]:
+    """A server whose smallest layer has room for a short system prompt."""
+    with serving(options=["--max-tokens", "12"], defaults={"max_size": 112}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip("there is no Chromium here: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(
+    browser: Browser,
+    server: Running,
+    size: Any = WIDE,
+    scheme: Any = "light",
+    refused: bool = False,
+) -> Any:
+    """The page, on which nothing may go wrong unseen; where told, requests may be refused."""
+    page = browser.new_page(viewport=size, color_scheme=scheme)
+    wrong: list[str] = []
+
+    def said(message: Any) -> None:
+        if message.type == "error" and not (refused and "status of 400" in message.text):
+            wrong.append(message.text)
+
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", said)
+    page.set_default_timeout(60_000)
+    try:
+        page.goto(server.url)
+        yield page
+        assert wrong == []
+    finally:
+        page.close()
+
+
+def words(first: int, count: int) -> str:
+    return " ".join(WORDS[first : first + count])
+
+
+def say(page: Page, text: str) -> None:
+    """Send a message by the keyboard, and wait until what is remembered of it is shown."""
+    before = page.evaluate("last")
+    page.locator("#question").fill(text)
+    page.locator("#question").press("Enter")
+    until(lambda: page.evaluate("last") != before, 60)
+    until(lambda: page.evaluate("shown !== null && shown.id === last"), 60)
+
+
+def fetched(server: Running, path: str = "") -> Any:
+    connection = HTTPConnection("127.0.0.1", server.httpd.server_port, timeout=60)
+    connection.request("GET", f"/h2o/conversations{path}")
+    return json.loads(connection.getresponse().read())
+
+
+def newest(server: Running) -> Any:
+    """The conversation that was used last, as the server tells it."""
+    return fetched(server, "/" + fetched(server)["conversations"][0]["id"])
+
+
+def share(layers: list[Any], first: int, end: int) -> float:
+    held = sum(sum(layer["held"][first:end]) for layer in layers)
+    return held / sum(layer["heads"] * (end - first) for layer in layers)
+
+
+def shown_shares(page: Page) -> list[tuple[int, int, float, float]]:
+    """Each word's first token, the one past its last, what the page found, and what it paints."""
+    return [
+        tuple(word)
+        for word in page.evaluate(
+            "words.map(word => [word.first, word.end, word.then, "
+            "+word.span.style.getPropertyValue('--share')])"
+        )
+    ]
+
+
+def test_a_chat_is_watched_pinned_and_halved(browser, server):
+    with opened(browser, server) as page:
+        say(page, words(0, 90))
+        told = newest(server)
+        answer = page.locator("#said .assistant .body").inner_text()
+        assert answer
+        assert "".join(told["texts"]).rstrip().endswith(answer.rstrip())
+        expect(page.locator("#status")).to_have_text(f"The model says: {answer}")
+        spans = shown_shares(page)
+        assert (spans[0][0], spans[-1][1]) == (0, len(told["texts"]))
+        for first, end, found, painted in spans:
+            assert found == pytest.approx(share(told["layers"], first, end))
+            assert painted == pytest.approx(0.04 + 0.56 * found**0.5 if found else 0, abs=1e-3)
+        page.locator("#text .w:not(.gone)").nth(20).click()
+        expect(page.locator("#pins button")).to_have_count(1)
+        (pinned,) = newest(server)["pins"]
+        page.locator("#half").check()
+        expect(page.locator("#at-half")).to_contain_text("words would be lost")
+        told = newest(server)
+        half = fetched(server, f"/{told['id']}/half")["layers"]
+        lost = sum(share(told["layers"], a, b) > 0 and share(half, a, b) == 0 for a, b, *_ in spans)
+        assert lost > 0
+        expect(page.locator("#text .w.lost")).to_have_count(lost)
+        page.locator("#half").uncheck()
+        say(page, words(200, 30))
+        expect(page.locator("#pins button")).to_have_count(1)
+        assert newest(server)["pins"] == [pinned]
+        page.locator("#pins button").click()
+        expect(page.locator("#pins")).to_be_hidden()
+        assert newest(server)["pins"] == []
+
+
+# -- looks ----------------------------------------------------------------------------------------
+
+# The contrast of each text that is seen, worst first. Backgrounds that let through are painted over
+# what is behind them; what is switched off may be faint.
+CONTRAST = """
+(() => {
+  const parse = text => {
+    const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
+    return [r, g, b, a];
+  };
+  const over = ([r, g, b, a], under) => [r, g, b].map((c, i) => a * c + (1 - a) * under[i]);
+  const behind = element => {
+    const layers = [];
+    for (let at = element; at; at = at.parentElement) {
+      layers.push(parse(getComputedStyle(at).backgroundColor));
+    }
+    return layers.reverse().reduce((under, layer) => over(layer, under), [255, 255, 255]);
+  };
+  const light = colour => {
+    const linear = c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
+    const [r, g, b] = colour.map(c => linear(c / 255));
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const ratio = (colour, under) => {
+    const [a, b] = [light(over(colour, under)), light(under)].sort((a, b) => b - a);
+    return (a + .05) / (b + .05);
+  };
+  const found = [];
+  for (const element of document.querySelectorAll("body *")) {
+    const words = [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim());
+    const placeholder = element.placeholder && !element.value;
+    if (!(words || placeholder) || !element.checkVisibility({visibilityProperty: true})) continue;
+    if (element.closest(".unseen, :disabled, script, option")) continue;
+    const colour = parse(getComputedStyle(element, placeholder ? "::placeholder" : null).color);
+    const name = `${element.tagName} ${element.id || element.className}`;
+    found.push([ratio(colour, behind(element)), name]);
+  }
+  return found.sort((a, b) => a[0] - b[0]);
+})()
+"""
+OVERFLOW = """
+[document.documentElement, document.body, ...document.querySelectorAll("section, #said, #text")]
+  .filter(element => element.scrollWidth > element.clientWidth)
+  .map(element => element.tagName + element.id)
+"""
+
+
+def check_looks(page: Page) -> None:
+    assert page.evaluate(OVERFLOW) == []
+    contrasts = page.evaluate(CONTRAST)
+    assert len(contrasts) > 5
+    assert contrasts[0][0] >= LEAST_CONTRAST, contrasts[:5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_fits_and_can_be_read(browser, roomy, scheme, size):
+    with opened(browser, roomy, size, scheme, refused=True) as page:
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(22, 23, 26)"
+        assert dark == (scheme == "dark")
+        check_looks(page)
+
+        def show(part: str) -> None:
+            if size is NARROW:  # one part at a time
+                page.locator(f"[data-show={part}]").click()
+
+        page.locator("summary").click()
+        page.locator("#system").fill("Be short.")
+        check_looks(page)
+        text = f"{words(0, 110)} {'unbreakable' * 20} end"
+        page.locator("#question").fill(text)
+        page.locator("#question").press("Enter")
+        expect(page.locator("#status")).to_contain_text("The model says", timeout=60_000)
+        check_looks(page)
+        show("memory")
+        expect(page.locator("#text")).to_be_visible()
+        if size is WIDE:
+            expect(page.locator("#chat")).to_be_visible()
+        expect(page.locator("#pins button")).to_contain_text("Be short.")
+        page.locator("#text .w:not(.gone):not(.pinned)").nth(5).click()
+        expect(page.locator("#pins button")).to_have_count(2)
+        check_looks(page)
+        # Half of the smallest layer's room is less than what is pinned.
+        page.locator("#half").click()
+        expect(page.locator("#pin-problem")).to_contain_text("pinned tokens are too many")
+        expect(page.locator("#half")).not_to_be_checked()
+        check_looks(page)
+        page.locator("#pins button").first.click()
+        expect(page.locator("#pins button")).to_have_count(1)
+        page.locator("#half").check()
+        expect(page.locator("#at-half")).to_be_visible()
+        expect(page.locator("#text .w.lost").first).to_be_visible()
+        check_looks(page)
+        page.locator("#layer").select_option("0")
+        assert page.locator("#text .w.gone").count() > 0
+        check_looks(page)
+        box = page.locator("#text").bounding_box()
+        assert box["height"] > 150
+        show("chat")
+        expect(page.locator("#question")).to_be_in_viewport()
+
+
+def a_report() -> str:
+    """A page of `evaluate` with a table wider than a phone and a chart."""
+    columns = ["cache", *(f"{what}, {part}" for part in ("1/2", "1/4") for what in "abcd")]
+    rows = Rows("by part of the bytes", columns, [["sliding window", *["+0.17 % [0.1, 0.2]"] * 8]])
+    lines = {"full cache": [1.0, 2.0], "mlx-h2o": [1.5, 2.5]}
+    curves = Curves("Perplexity", [1, 2], lines, "tokens", "perplexity")
+    facts = {"model": "builtin:recall-4m", "text": "sample.txt " * 9}
+    sections = [Section("Perplexity", "What is measured. " * 9, [rows], [curves]) for _ in "ab"]
+    return report_page("A model: what parts cost", facts, sections, ["nothing else"])
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_a_report_uses_the_width_and_scrolls_its_tables(browser, size, tmp_path):
+    file = tmp_path / "evaluation.html"
+    file.write_text(a_report(), encoding="utf-8")
+    page = browser.new_page(viewport=size)
+    page.goto(file.as_uri())
+    width = page.evaluate("document.documentElement.scrollWidth")
+    assert width <= size["width"]
+    box = page.locator("section").first.bounding_box()
+    assert box["width"] > 0.9 * size["width"]
+    table = page.locator(".wide").first
+    scrolls = table.evaluate("at => [at.scrollWidth > at.clientWidth, at.clientWidth]")
+    assert scrolls[1] <= size["width"]
+    if size is NARROW:
+        assert scrolls[0]
+        table.focus()
+        page.keyboard.press("ArrowRight")
+        until(lambda: table.evaluate("at => at.scrollLeft") > 0)
+    for picture in page.locator("svg").all():
+        assert picture.bounding_box()["width"] <= size["width"]
+    page.close()
+
+
+# -- keyboard and assistive technology ------------------------------------------------------------
+
+FOCUS = """
+(() => {
+  const at = document.activeElement, style = getComputedStyle(at);
+  const seen = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2;
+  return [at.id || at.dataset.show || at.tagName, seen];
+})()
+"""
+
+
+@pytest.mark.slow
+def test_everything_is_reached_and_done_by_keyboard(browser, server):
+    with opened(browser, server) as page:
+        assert page.evaluate(FOCUS) == ["question", True]
+        page.keyboard.type("one")
+        page.keyboard.press("Shift+Enter")
+        page.keyboard.type(words(0, 40))
+        assert page.locator("#question").input_value().startswith("one\n")
+        page.keyboard.press("Enter")
+        expect(page.locator("#pins")).to_be_attached()
+        expect(page.locator("#text")).to_be_visible(timeout=60_000)
+        assert page.evaluate(FOCUS)[0] == "question"
+        reached = []
+        for _ in range(5):
+            page.keyboard.press("Tab")
+            reached.append(page.evaluate(FOCUS))
+        names = ["send", "which", "layer", "half", "text"]
+        assert reached == [[name, True] for name in names]
+        page.keyboard.press("Home")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("Shift+ArrowRight")
+        page.keyboard.press("Shift+ArrowRight")
+        expect(page.locator("#text .w.range")).to_have_count(3)
+        page.keyboard.press("Enter")
+        expect(page.locator("#pins button")).to_have_count(1)
+        expect(page.locator("#told")).to_contain_text("Pinned.")
+        spans = shown_shares(page)
+        assert newest(server)["pins"] == [[spans[1][0], spans[3][1]]]
+        assert page.evaluate(FOCUS) == ["text", True]
+        down = page.locator("#text").get_attribute("aria-activedescendant")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowUp")
+        assert page.locator("#text").get_attribute("aria-activedescendant") == down
+        page.keyboard.press("Tab")
+        assert page.evaluate(FOCUS)[1]
+        page.keyboard.press("Enter")
+        expect(page.locator("#pins")).to_be_hidden()
+        assert newest(server)["pins"] == []
+
+
+@pytest.mark.slow
+def test_every_control_has_a_name(browser, server):
+    with opened(browser, server) as page:
+        say(page, words(0, 30))
+        page.locator("#text .w:not(.gone)").nth(3).click()
+        expect(page.locator("#pins button")).to_have_count(1)
+        tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
+        roles = {}
+        for node in tree:
+            role = node.get("role", {}).get("value")
+            if role in ("button", "combobox", "checkbox", "textbox", "listbox", "option", "image"):
+                name = node.get("name", {}).get("value", "")
+                assert name.strip(), node
+                roles[role] = roles.get(role, 0) + 1
+        assert roles["listbox"] == 1
+        assert roles["option"] > 30
+        assert {"button", "combobox", "checkbox", "textbox", "image"} <= roles.keys()
+        chosen = page.locator("#text .w[aria-selected=true]")
+        expect(chosen).to_have_count(1)
+        assert "pinned" in chosen.get_attribute("aria-description")
+
+
+# -- what may happen ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_what_is_said_is_text_and_nothing_else_is_loaded(browser, server):
+    with opened(browser, server) as page:
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("dialog", lambda dialog: asked.append("a dialog"))
+        said = "<img src=x onerror=alert(1)><script>alert(2)</script> & end"
+        say(page, said)
+        assert page.locator("#said .user .body").inner_text() == said
+        assert page.locator("#said img, #text img, #said script, #text script").count() == 0
+        assert asked
+        assert all(url.startswith(server.url) for url in asked)
+    with serving() as other:
+        page = browser.new_page()
+        page.goto(server.url)
+        attempt = f"fetch('{other.url}/v1/models').then(() => 'read', () => 'blocked')"
+        assert page.evaluate(attempt) == "blocked"
+        inline = (
+            "document.body.append(Object.assign(document.createElement('script'), {text: '1'}))"
+        )
+        with pytest.raises(Exception, match="TrustedScript"):
+            page.evaluate(inline)
+        page.close()
+
+
+@pytest.mark.slow
+def test_an_answer_can_be_stopped_and_the_chat_goes_on(browser):
+    with serving(options=["--max-tokens", "100000"]) as server, opened(browser, server) as page:
+        page.locator("#question").fill(words(0, 30))
+        page.locator("#question").press("Enter")
+        expect(page.locator("#said .assistant .body")).not_to_be_empty(timeout=60_000)
+        expect(page.locator("#send")).to_have_text("Stop")
+        page.locator("#send").click()
+        expect(page.locator("#send")).to_have_text("Send")
+        expect(page.locator("#said .stopped")).to_have_count(1)
+        until(lambda: server.generator.accountant.running == 0)
+        page.locator("#new").click()
+        expect(page.locator("#said li")).to_have_count(1)
+        expect(page.locator("#question")).to_be_focused()
+
+
+def test_a_reload_keeps_the_chat_and_a_listed_conversation_goes_on(browser, roomy):
+    """By the same tokens: what is continued is read from where it stands."""
+    server = roomy
+    with opened(browser, server) as page:
+        page.locator("summary").click()
+        page.locator("#system").fill("Be short.")
+        say(page, words(0, 20))
+        said = page.locator("#said li").all_inner_texts()
+        kept = page.evaluate("[last, messages]")
+        page.reload()
+        until(lambda: page.evaluate("shown !== null && shown.id === last"), 60)
+        assert page.locator("#said li").all_inner_texts() == said
+        assert page.evaluate("[last, messages]") == kept
+        say(page, words(60, 10))
+        assert len(newest(server)["texts"]) > len(said)
+        page.locator("#new").click()
+        expect(page.locator("#go-on")).to_be_hidden()
+        asked = [{"role": "user", "content": f"Remember the ferret. {words(300, 20)}"}]
+        answer = server.client.chat.completions.create(model=MODEL, messages=asked, max_tokens=4)
+        option = page.locator("#which option", has_text="Remember the ferret")
+        expect(option).to_have_count(1, timeout=20_000)
+        page.locator("#which").select_option(option.get_attribute("value"))
+        before = fetched(server, f"/{answer.id}")
+        page.locator("#go-on").click()
+        expect(page.locator("#said .user .body")).to_have_text(asked[0]["content"])
+        until(lambda: page.evaluate("shown !== null && shown.id === last"), 60)
+        expect(page.locator("#go-on")).to_be_hidden()
+        say(page, words(90, 10))
+        after = newest(server)["texts"]
+        assert after[: len(before["texts"]) - 1] == before["texts"][:-1]
+        assert page.evaluate("messages.length") == 4
+
+
+def test_stop_leaves_the_memory_view_whole(browser):
+    with serving(options=["--max-tokens", "100000"]) as server, opened(browser, server) as page:
+        page.locator("#question").fill(words(0, 30))
+        page.locator("#question").press("Enter")
+        until(lambda: page.evaluate("shown?.running === true"), 60)
+        page.locator("#send").click()
+        expect(page.locator("#send")).to_have_text("Send")
+        until(lambda: server.generator.accountant.running == 0)
+        page.evaluate("look(false)")
+        expect(page.locator("#text")).to_be_visible()
+        expect(page.locator("#nothing")).to_be_hidden()
+        assert page.locator("#text .w").count() > 20
+
+
+# When each look at an answer that is being given began, in milliseconds.
+LOOKS = """
+performance.getEntriesByType("resource").filter(one => one.name.includes("known="))
+  .map(one => one.startTime)
+"""
+
+
+def test_the_text_is_shaded_while_it_is_said(browser):
+    """A second apart at least, and what stands there already is left where it is."""
+    with serving(options=["--max-tokens", "100000"]) as server, opened(browser, server) as page:
+        page.locator("#question").fill(words(0, 60))
+        page.locator("#question").press("Enter")
+        until(lambda: page.evaluate("shown?.running === true"), 60)
+        page.evaluate("window.first = words[0].span")
+        before = page.evaluate("shown.texts.length")
+        expect(page.locator("#text")).to_be_visible()
+        until(lambda: page.evaluate("shown.texts.length") > before, 60)
+        until(lambda: len(page.evaluate(LOOKS)) >= 3, 60)
+        found = page.evaluate("[shown.texts.length, shown.layers.map(layer => layer.held.length)]")
+        assert set(found[1]) == {found[0]}
+        assert page.evaluate("words[0].span === window.first && window.first.isConnected")
+        painted = shown_shares(page)
+        assert (painted[0][0], painted[-1][1]) == (0, found[0])
+        assert 0 < sum(share > 0 for *_, share in painted) < len(painted)
+        assert page.evaluate("words.map(word => word.text).join('') === shown.texts.join('')")
+        spans = "[...document.querySelectorAll('#text .w')]"
+        assert page.evaluate(f"{spans}.every((span, i) => span === words[i].span)")
+        assert page.evaluate(f"{spans}.length === words.length")
+        assert min(b - a for a, b in itertools.pairwise(page.evaluate(LOOKS))) >= 1000
+        page.locator("#send").click()
+        expect(page.locator("#send")).to_have_text("Send")
+        page.wait_for_timeout(1200)  # a look may be on its way
+        count = len(page.evaluate(LOOKS))
+        page.wait_for_timeout(1200)
+        assert len(page.evaluate(LOOKS)) == count
+
+
+@pytest.mark.slow
+def test_a_full_server_says_so_and_the_words_are_kept(browser):
+    need = most_bytes(mlx_h2o.make_prompt_cache(mlx_h2o.load(MODEL)[0], SIZE))
+    with serving(bound=need, queue=0) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        stream = server.client.completions.create(
+            model=MODEL, prompt=words(0, 20), max_tokens=100_000, stream=True
+        )
+        until(lambda: server.generator.accountant.running == 1)
+        page.locator("#question").fill("Are you there?")
+        page.locator("#question").press("Enter")
+        expect(page.locator("#problem")).to_contain_text("The queue is full. Try again in")
+        expect(page.locator("#question")).to_have_value("Are you there?")
+        assert page.locator("#said .user").count() == 0
+        expect(page.locator("#first")).to_be_visible()
+        expect(page.locator("#bytes")).to_contain_text("for all conversations")
+        stream.close()
+        page.close()
+
+
+@pytest.mark.slow
+def test_conversations_of_other_clients_are_shown(browser, server):
+    with opened(browser, server) as page:
+        say(page, words(0, 20))
+        messages = [{"role": "user", "content": f"Remember the zebra. {words(400, 30)}"}]
+        server.client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4)
+        option = page.locator("#which option", has_text="Remember the zebra")
+        expect(option).to_have_count(1, timeout=20_000)
+        page.locator("#which").select_option(option.get_attribute("value"))
+        expect(page.locator("#text")).to_contain_text("zebra")
+        page.locator("#which").select_option("")
+        expect(page.locator("#text")).not_to_contain_text("zebra")
+
+
+@pytest.mark.slow
+def test_what_is_selected_is_pinned_by_a_button(browser, server):
+    with opened(browser, server) as page:
+        say(page, words(0, 30))
+        page.evaluate(
+            "getSelection().setBaseAndExtent("
+            "words[2].span.firstChild, 0, words[4].span.firstChild, 1)"
+        )
+        page.locator("#pin-range").click()
+        expect(page.locator("#pins button")).to_have_count(1)
+        spans = shown_shares(page)
+        assert newest(server)["pins"] == [[spans[2][0], spans[4][1]]]
+        expect(page.locator("#pin-range")).to_be_hidden()
+
+
+@pytest.mark.slow
+def test_pins_that_a_turn_did_not_carry_over_are_set_again(browser, server):
+    """Another client asks the same, and its conversation, without pins, takes the other's place."""
+    with opened(browser, server) as page:
+        asked = words(500, 20)
+        say(page, asked)
+        page.locator("#text .w").nth(0).click()
+        expect(page.locator("#pins button")).to_have_count(1)
+        pins = newest(server)["pins"]
+        assert pins
+        server.client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": asked}]
+        )
+        assert newest(server)["pins"] == []
+        say(page, words(530, 20))
+        until(lambda: newest(server)["pins"] == pins)
+        expect(page.locator("#pins button")).to_have_count(1)

@@ -1,0 +1,348 @@
+"""`mlx_h2o serve`: real clients, one bound for everything, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from typing import Any
+
+import mlx_lm
+import openai
+import pytest
+
+import mlx_h2o
+from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.serve.most_bytes import most_bytes
+from mlx_h2o.serve.running import ServerSettings, serve
+from serving import MODEL, SIZE, Running, alone, serving, until, words
+from tiny_models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return mlx_h2o.load(MODEL)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Running]:
+    with serving() as running:
+        yield running
+
+
+# -- clients --------------------------------------------------------------------------------------
+
+
+def test_requests_side_by_side_get_what_each_gets_alone(plain, loaded):
+    """Streaming and not, two of them with settings of their own."""
+    assert plain.generator.model_provider.loaded.wait(60)
+    assert plain.generator.model_provider.is_batchable
+    own = {"max_size": 64, "policy": "h2o", "remainder": False}
+    cases = [(words(100 * i, 60 + 7 * i), {} if i < 3 else own) for i in range(5)]
+
+    def ask(case: tuple[str, dict[str, Any]]) -> str:
+        prompt, settings = case
+        body = {"mlx_h2o": settings} if settings else None
+        return plain.ask(prompt, 12, extra_body=body)
+
+    def stream(case: tuple[str, dict[str, Any]]) -> str:
+        prompt, settings = case
+        chunks = plain.client.completions.create(
+            model="default_model", prompt=prompt, max_tokens=12, temperature=0, stream=True,
+            extra_body={"mlx_h2o": settings} if settings else None,
+        )  # fmt: skip
+        return "".join(chunk.choices[0].text for chunk in chunks)
+
+    with ThreadPoolExecutor(8) as pool:
+        asked, streamed = pool.map(ask, cases), pool.map(stream, cases)
+        expected = [alone(loaded, prompt, 12, **settings) for prompt, settings in cases]
+        assert list(asked) == list(streamed) == expected
+
+
+def test_a_chat_goes_on_from_its_own_caches(plain):
+    messages = [{"role": "user", "content": words(0, 70)}]
+    first = plain.client.chat.completions.create(model=MODEL, messages=messages, max_tokens=6)
+    text = first.choices[0].message.content
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And Anne?"}]
+    second = plain.client.chat.completions.create(model=MODEL, messages=messages, max_tokens=6)
+    known = second.usage.prompt_tokens_details.cached_tokens
+    assert first.usage.prompt_tokens <= known < second.usage.prompt_tokens
+
+
+def test_the_same_question_again_is_answered_again(plain):
+    """Also where everything of it was seen: generation needs one token that is not."""
+    answers = {plain.ask(words(300, 20), 1) for _ in range(3)}
+    assert len(answers) == 1
+
+
+def test_curl_streams(plain):
+    body = json.dumps({"prompt": words(5, 30), "max_tokens": 4, "stream": True})
+    curl = ["curl", "-sS", "--max-time", "60", "-H", "Content-Type: application/json", "-d", body]
+    lines = subprocess.run(
+        [*curl, f"{plain.url}/v1/completions"], capture_output=True, text=True, check=True
+    ).stdout.split("\n\n")
+    chunks = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert chunks[-1] == "[DONE]"
+    assert json.loads(chunks[-2])["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_seed_is_honoured(plain):
+    options = {"seed": 5, "extra_body": None}
+    sampled = [
+        plain.client.completions.create(
+            model=MODEL, prompt=words(9, 30), max_tokens=8, temperature=1.0, **options
+        )
+        for _ in range(2)
+    ]
+    assert sampled[0].choices[0].text == sampled[1].choices[0].text
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"mlx_h2o": {"max_size": 2}}, "max_size"),
+        ({"mlx_h2o": {"max_size": "many"}}, "whole number"),
+        ({"mlx_h2o": {"policy": "h2p"}}, "no policy 'h2p'"),
+        ({"mlx_h2o": {"sonk": 3}}, "no setting sonk"),
+        ({"mlx_h2o": {"budgets": "/etc/passwd"}}, "the server's to say"),
+        ({"mlx_h2o": 5}, "must be an object"),
+        ({"kv_bits": 4}, "kv_bits is not served"),
+        ({"adapters": "/tmp"}, "adapters are not served"),
+        ({"model": "/etc"}, "serves 'builtin:recall-4m' alone"),
+        ({"draft_model": "other"}, "draft_model"),
+        ({"n": 5}, "n must be from 1 to 4"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type must be"),
+        ({"stop": [1]}, "stop must be"),
+        ({"stop": ""}, None),
+        ({"top_k": 10**9}, "top_k"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt": ""}, "empty"),
+        ({"prompt": [1, 2]}, "one text"),
+        ({"user": "me", "metadata": {"a": "b"}}, None),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_the_reason(plain, extra, message):
+    body = {"model": MODEL, "prompt": words(0, 9), "max_tokens": 2} | extra
+    connection = HTTPConnection("127.0.0.1", plain.httpd.server_port, timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    assert answer.status == (200 if message is None else 400), text
+    if message is not None:
+        assert message in json.dumps(json.loads(text), ensure_ascii=False)
+    assert plain.generator.is_healthy
+
+
+def raw(port: int, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        client.sendall(request)
+        return client.recv(1 << 16)
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "status"),
+    [
+        ("Content-Length: 99999999999", b"", 413),
+        ("Content-Length: -1", b"", 400),
+        ("Content-Length: 2\r\nOrigin: http://evil.example", b"{}", 403),
+        ("Content-Length: 2", b"\xff\xfe", 400),
+        ("Content-Length: 2", b"[]", 400),
+        ("", b"", 411),
+    ],
+)
+def test_bodies_that_are_none_are_refused(plain, head, body, status):
+    lines = "POST /v1/completions HTTP/1.1\r\nHost: here\r\n" + (f"{head}\r\n" if head else "")
+    answer = raw(plain.httpd.server_port, lines.encode() + b"\r\n" + body)
+    assert answer.split()[1] == str(status).encode()
+
+
+def test_messages_may_name_no_file_and_no_other_server(plain):
+    for url in ("file:///etc/passwd", "http://127.0.0.1:1/x.png"):
+        part = {"type": "image_url", "image_url": {"url": url}}
+        with pytest.raises(openai.BadRequestError, match="fetches nothing"):
+            plain.client.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": [part]}]
+            )
+
+
+def test_an_older_mlx_lm_is_refused_with_what_to_do_instead(monkeypatch):
+    monkeypatch.setattr(mlx_lm, "__version__", "0.31.3")
+    with pytest.raises(ValueError, match=r"needs mlx-lm 0\.32\.2 or later; this is 0\.31\.3"):
+        serve(ServerSettings(), [])
+
+
+# -- the bound ------------------------------------------------------------------------------------
+
+
+def test_the_bound_holds_while_requests_wait_and_idle_conversations_make_room(loaded):
+    """Room for two and a half; seven come, and all get what they get alone."""
+    model, _ = loaded
+    need = most_bytes(mlx_h2o.make_prompt_cache(model, SIZE))
+    bound = int(2.5 * need)
+    with serving(bound=bound) as running:
+        prompts = [words(150 * i, 80) for i in range(7)]
+        with ThreadPoolExecutor(7) as pool:
+            answers = list(pool.map(lambda prompt: running.ask(prompt, 24), prompts))
+        assert answers == [alone(loaded, prompt, 24) for prompt in prompts]
+        generator = running.generator
+        until(lambda: generator.accountant.running == 0)
+        assert need < generator.accountant.bytes().peak <= bound
+        assert generator.conversations.nbytes <= bound
+        assert generator.conversations.shrunk > 0
+        assert generator.conversations.forgotten > 0
+        with pytest.raises(openai.BadRequestError, match="ask for fewer"):
+            running.ask(words(0, 9), extra_body={"mlx_h2o": {"max_size": 4096}})
+        metrics = HTTPConnection("127.0.0.1", running.httpd.server_port, timeout=60)
+        metrics.request("GET", "/metrics")
+        text = metrics.getresponse().read().decode()
+        value = {
+            name: float(re.search(rf"^mlx_h2o_{name}(?:{{.*}})? (\S+)$", text, re.M)[1])
+            for name in ("kv_bytes_bound", "kv_bytes_peak", "generated_tokens_total", "queue")
+        }
+        assert value["kv_bytes_bound"] == bound
+        assert value["kv_bytes_peak"] <= bound
+        assert value["generated_tokens_total"] == 7 * 24
+        assert value["queue"] == 0
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
+def test_layers_of_other_kinds_are_within_the_bound_too(family, loaded, monkeypatch):
+    """Sliding windows and states: room for two and a half conversations, of five."""
+    _, tokenizer = loaded
+    model = tiny_model(family, vocab_size=tokenizer.vocab_size)
+    monkeypatch.setattr("mlx_h2o.serve.served_model.load", lambda name: (model, tokenizer))
+    need = most_bytes(mlx_h2o.make_prompt_cache(model, SIZE), model, 32)
+    bound = int(2.5 * need)
+    with serving(bound=bound, options=["--prefill-step-size", "32"]) as running:
+        prompts = [words(150 * i, 40) for i in range(5)]
+        with ThreadPoolExecutor(5) as pool:
+            answers = list(pool.map(lambda prompt: running.ask(prompt, 12), prompts))
+        expected = [
+            mlx_lm.generate(
+                model, tokenizer, prompt, max_tokens=12, prefill_step_size=32,
+                prompt_cache=mlx_h2o.make_prompt_cache(model, SIZE),
+            )
+            for prompt in prompts
+        ]  # fmt: skip
+        assert answers == expected
+        until(lambda: running.generator.accountant.running == 0)
+        assert need < running.generator.accountant.bytes().peak <= bound
+        assert running.generator.conversations.nbytes <= bound
+
+
+def test_a_model_whose_bytes_are_not_known_is_refused_at_the_start(loaded, monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr("mlx_h2o.serve.served_model.load", lambda name: (model, loaded[1]))
+    monkeypatch.setattr("mlx_h2o.serve.plans.bounded_caches", lambda *_: stock_caches(model))
+    with pytest.raises(ValueError, match="has a KVCache, whose bytes are not known"):
+        serve(ServerSettings({"max_size": SIZE}, bound=1 << 20), ["--model", MODEL, "--port", "0"])
+
+
+def test_a_full_queue_is_told_when_to_come_again(loaded):
+    need = most_bytes(mlx_h2o.make_prompt_cache(loaded[0], SIZE))
+    with serving(bound=need, queue=1) as running, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(running.ask, words(0, 30), 300)
+        until(lambda: running.generator.accountant.running == 1)
+        second = pool.submit(running.ask, words(50, 30), 4)
+        until(lambda: running.generator.accountant.waiting == 1)
+        with pytest.raises(openai.RateLimitError) as refused:
+            running.ask(words(90, 30))
+        assert int(refused.value.response.headers["Retry-After"]) >= 1
+        assert first.result()
+        assert second.result()
+
+
+@pytest.mark.parametrize(("stream", "waiting"), [(True, False), (False, True)])
+def test_a_client_that_hangs_up_frees_its_slots(loaded, stream, waiting):
+    need = most_bytes(mlx_h2o.make_prompt_cache(loaded[0], SIZE))
+    with serving(bound=need) as running:
+        accountant = running.generator.accountant
+        body = {"prompt": words(0, 30), "max_tokens": 100_000, "stream": stream}
+        clients = []
+        for count in range(1 + waiting):
+            client = HTTPConnection("127.0.0.1", running.httpd.server_port, timeout=60)
+            client.request("POST", "/v1/completions", json.dumps(body))
+            clients.append(client)
+            until(lambda count=count: accountant.running + accountant.waiting == count + 1)
+        for client in reversed(clients):
+            client.sock.shutdown(socket.SHUT_RDWR)
+            client.close()
+        until(lambda: accountant.running == accountant.waiting == 0)
+        assert accountant.reserved == 0
+        counted = 1 + waiting
+        until(
+            lambda: (
+                f'requests_total{{status="499"}} {counted}.0' in running.generator.metrics.text()
+            )
+        )
+        assert running.ask(words(40, 20), 4) == alone(loaded, words(40, 20), 4)
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def started(folder: Any, *options: str) -> tuple[subprocess.Popen[str], int]:
+    """The command itself, in a process of its own, and its port."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "mlx_h2o", "serve", "--model", MODEL, "--port", "0"),
+            *("--max-kv-size", str(SIZE)),
+            *("--sessions", str(folder), *options),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    for line in process.stderr:
+        if found := re.search(r"Serving on http://127.0.0.1:(\d+)", line):
+            return process, int(found[1])
+    raise AssertionError("it did not start")
+
+
+@pytest.mark.slow
+def test_a_kill_and_a_restart_lose_nothing_that_was_saved(tmp_path, loaded):
+    """The second turn after the kill goes on from the first one's own caches."""
+    folder = tmp_path / "sessions"
+    turns = [words(0, 80), " And Anne said to Toby that"]
+    model, tokenizer = loaded
+    cache = mlx_h2o.make_prompt_cache(model, SIZE)
+    first = mlx_lm.generate(model, tokenizer, turns[0], max_tokens=6, prompt_cache=cache)
+
+    def ask(port: int, prompt: str) -> Any:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120)
+        return client.completions.create(model=MODEL, prompt=prompt, max_tokens=6, temperature=0)
+
+    process, port = started(folder)
+    try:
+        assert ask(port, turns[0]).choices[0].text == first
+        until(lambda: any(folder.glob("*[0-9a-f].safetensors")))
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    (folder / "torn.safetensors").write_bytes(b"torn")
+    process, port = started(folder, "--kv-memory", "64MB")
+    try:
+        whole = f"{turns[0]} {first.lstrip()}{turns[1]}"
+        second = ask(port, whole)
+        known = second.usage.prompt_tokens_details.cached_tokens
+        assert known > len(tokenizer.encode(turns[0]))
+        rest = tokenizer.encode(whole)[known:]
+        assert len(rest) == second.usage.prompt_tokens - known
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+    assert len(list(folder.glob("*.safetensors"))) == 2  # the conversation as it is now, and torn
+    assert folder.stat().st_mode & 0o077 == 0

@@ -1,0 +1,474 @@
+"""HTTP of `mlx_h2o serve`: deadlines, limits, keys, TLS, and errors in OpenAI's one form."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http.client import HTTPConnection
+from typing import Any
+
+import openai
+import pytest
+
+import mlx_h2o
+from mlx_h2o.serve.app import IGNORED, Doors
+from mlx_h2o.serve.bodies import MOST_DEPTH, MOST_DIGITS, parsed
+from mlx_h2o.serve.listening import Certificate, Limits
+from mlx_h2o.serve.most_bytes import most_bytes
+from serving import MODEL, SIZE, Running, serving, until, words
+
+#: Short enough for tests, and long beside what the machine needs.
+PATIENCE = 1.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    limits = Limits(connections=40, headers=PATIENCE, reading=PATIENCE)
+    with serving(limits=limits, doors=Doors(largest=100_000, patience=PATIENCE)) as running:
+        yield running
+
+
+def asked(
+    port: int, path: str, body: Any = None, method: str | None = None, **headers: str
+) -> tuple[int, Any, dict[str, str]]:
+    """Status, JSON and headers of an answer."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    text = body if isinstance(body, bytes | None) else json.dumps(body)
+    connection.request(method or ("GET" if body is None else "POST"), path, text, headers)
+    answer = connection.getresponse()
+    told = answer.read()
+    return answer.status, json.loads(told) if told else None, dict(answer.getheaders())
+
+
+def is_error(told: Any, status: int) -> bool:
+    error = told["error"]
+    return error["code"] == status and bool(error["message"]) and bool(error["type"])
+
+
+def spoken(port: int, *pieces: bytes, pause: float = 0.0) -> bytes:
+    """All that the server says to bytes that come in pieces, until it closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        for piece in pieces:
+            try:
+                client.sendall(piece)
+            except OSError:
+                break
+            time.sleep(pause)
+        return heard(client)
+
+
+def heard(client: socket.socket) -> bytes:
+    """All that is said until the connection is closed."""
+    said = b""
+    with suppress(ConnectionError):
+        while part := client.recv(1 << 16):
+            said += part
+    return said
+
+
+def error_in(said: bytes) -> tuple[int, Any]:
+    head, _, body = said.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)
+
+
+# -- bodies ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"[" * 100_000, "deep"),
+        (b'{"a":' * 3000, "deep"),
+        (b"[" * (MOST_DEPTH + 1) + b"]" * (MOST_DEPTH + 1), "deep"),
+        (b'{"prompt": "x", "max_tokens": 1' + b"0" * 400 + b"}", "401 digits"),
+        (b'{"prompt": "x", "max_tokens": -1' + b"0" * 9000 + b"}", "digits"),
+        (b'{"prompt": "x", "temperature": 1e999}', "too large"),
+        (b'{"prompt": "x", "temperature": NaN}', "NaN"),
+        (b'{"prompt": "x", "temperature": -Infinity}', "Infinity"),
+        (b'{"prompt": "\\ud800"}', "surrogate"),
+        (b'{"prompt": "x", "\\udfff": 1}', "surrogate"),
+        (b"", "empty"),
+        (b" \n", "empty"),
+        (b"{", "no JSON"),
+        (b"\xff\xfe", "UTF-8"),
+        (b"null", "JSON object"),
+        (b'"x"', "JSON object"),
+    ],
+)
+def test_bodies_that_say_nothing_sensible_are_refused_in_one_form(server, body, why):
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        status, told, _ = asked(server.httpd.server_port, path, body)
+        assert status == 400
+        assert is_error(told, 400)
+        assert why in told["error"]["message"]
+        assert len(told["error"]["message"]) < 400
+
+
+def test_what_is_moderate_is_read():
+    deep = b"[" * MOST_DEPTH + b"]" * MOST_DEPTH
+    assert parsed(deep) == json.loads(deep)
+    number = b"-" + b"9" * (MOST_DIGITS - 1)
+    assert parsed(number) == int(number)
+    assert float(parsed(number)) < 0
+    assert parsed('{"a": "é"}'.encode()) == {"a": "é"}
+
+
+NUMBER_FIELDS = {
+    "max_tokens": (0, 10**7 + 1), "max_completion_tokens": (0, 10**7 + 1),
+    "temperature": (-0.1, 101), "top_p": (-0.1, 1.1), "top_k": (-1, 10**7 + 1),
+    "min_p": (-1, 1.5), "repetition_penalty": (-1, 101, 1e-9),
+    "presence_penalty": (-101, 101), "frequency_penalty": (-101, 101),
+    "repetition_context_size": (-1, 10**6 + 1), "presence_context_size": (-1, 10**6 + 1),
+    "frequency_context_size": (-1, 10**6 + 1), "xtc_probability": (-0.1, 1.1),
+    "xtc_threshold": (-0.1, 0.6), "top_logprobs": (-2, 21), "seed": (-(2**63) - 1, 2**64),
+    "n": (0, 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBER_FIELDS)
+def test_every_number_has_a_range(server, name):
+    wrong = [*NUMBER_FIELDS[name], "1", True, [1], {}, 10**290, -(10**290)]
+    for value in wrong:
+        body = {"prompt": "x", name: value, "max_tokens": 1} | {name: value}
+        status, told, _ = asked(server.httpd.server_port, "/v1/completions", body)
+        assert status == 400, value
+        assert name in told["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        (None, "messages must be"),
+        ([], "messages is empty"),
+        (["x"], "messages must be"),
+        ([{"content": "x"}], "needs a role"),
+        ([{"role": "wizard", "content": "x"}], '"wizard"'),
+        ([{"role": "user"}], "messages[0] has no content"),
+        ([{"role": "user", "content": None}], "messages[0] has no content"),
+        ([{"role": "assistant", "content": None}], "messages[0] has no content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": []}], "messages[0].content"),
+        ([{"role": "user", "content": [{}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "must have a text"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], '"audio"'),
+        ([{"role": "assistant", "tool_calls": [{}], "content": ""}], "tool_calls[0].function"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "tool_calls[0].function.arguments is no JSON",
+        ),
+    ],
+)
+def test_messages_are_refused_by_name(server, messages, why):
+    body = {"messages": messages, "max_tokens": 1}
+    status, told, _ = asked(server.httpd.server_port, "/v1/chat/completions", body)
+    assert status == 400
+    assert why in told["error"]["message"]
+
+
+# -- routes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404),
+        ("POST", "/v1/responses", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/v1/chat/completions", 405),
+        ("PUT", "/health", 405),
+        ("POST", "/v1/models", 405),
+        ("GET", "/v1/models/other", 404),
+        ("GET", "/v1/models/" + "x" * 5000, 404),
+        ("GET", "/v1/models/../../etc/passwd", 404),
+        ("BREW", "/", 405),
+    ],
+)
+def test_unknown_routes_and_methods_answer_in_one_form(server, method, path, status):
+    body = {} if method in ("POST", "PUT") else None
+    got, told, headers = asked(server.httpd.server_port, path, body, method)
+    assert got == status
+    assert is_error(told, status)
+    assert len(told["error"]["message"]) < 400
+    assert status != 405 or headers["allow"]
+
+
+def test_the_model_is_told_by_its_name(server):
+    assert server.client.models.retrieve(MODEL).id == MODEL
+    assert server.client.models.retrieve("default_model").id == MODEL
+    assert [model.id for model in server.client.models.list()] == [MODEL]
+
+
+def test_what_is_no_http_is_told_so_in_the_same_form(server):
+    for said in (
+        b"nonsense\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: " + b"y" * 200_000,
+    ):
+        status, told = error_in(spoken(server.httpd.server_port, said))
+        assert status == 400
+        assert is_error(told, 400)
+    assert asked(server.httpd.server_port, "/health")[0] == 200
+
+
+# -- the slow and the many ------------------------------------------------------------------------
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b""],
+        [b"POST /v1/comp"],
+        [HEAD, *[b"X-Slow: 1\r\n"] * 40],
+        [HEAD + b"Content-Length: 900\r\n\r\n", *[b"{"] * 40],
+        [HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *[b"1\r\n{\r\n"] * 40],
+    ],
+    ids=["nothing", "half a line", "headers", "body", "chunks"],
+)
+def test_slow_senders_are_sent_away(server, pieces):
+    """Each byte comes in time, and the whole does not."""
+    start = time.monotonic()
+    status, told = error_in(spoken(server.httpd.server_port, *pieces, pause=PATIENCE / 10))
+    assert status == 408
+    assert is_error(told, 408)
+    assert time.monotonic() - start >= PATIENCE
+
+
+def test_a_chunked_body_is_limited_too(server):
+    chunk = b"4000\r\n" + b" " * 0x4000 + b"\r\n"
+    said = spoken(
+        server.httpd.server_port, HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 20
+    )
+    status, told = error_in(said)
+    assert (status, is_error(told, 413)) == (413, True)
+
+
+def test_half_sent_bodies_hold_no_thread_and_connections_are_counted(server):
+    port = server.httpd.server_port
+    until(lambda: threading.active_count() < 20)
+    before = threading.active_count()
+    half = HEAD + b"Content-Length: 900\r\n\r\n{"
+    clients = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(40)]
+    try:
+        for client in clients:
+            client.sendall(half)
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as late:
+            status, told = error_in(heard(late))
+        assert (status, is_error(told, 503)) == (503, True)
+        assert threading.active_count() <= before + 1
+        for client in clients:
+            assert error_in(heard(client))[0] == 408
+    finally:
+        for client in clients:
+            client.close()
+    until(lambda: asked(port, "/health")[0] == 200)
+
+
+@pytest.mark.slow
+def test_who_reads_nothing_is_dropped(server):
+    """The answer is longer than what the sockets in between hold."""
+    wanted = {"prompt": "x", "max_tokens": 100_000, "stream": True, "n": 4, "top_logprobs": 20}
+    body = json.dumps(wanted).encode()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 10)
+        client.connect(("127.0.0.1", server.httpd.server_port))
+        client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        accountant = server.generator.accountant
+        until(lambda: accountant.running == 4)
+        until(lambda: accountant.running == 0, 60)
+        assert accountant.reserved == 0
+
+
+# -- keys, fields, TLS ----------------------------------------------------------------------------
+
+
+def test_a_key_is_needed_for_all_but_health():
+    with serving(doors=Doors(key="sesame")) as running:
+        port = running.httpd.server_port
+        for path, body in (("/v1/models", None), ("/metrics", None), ("/", None),
+                           ("/h2o/conversations", None), ("/v1/completions", {"prompt": "x"}),
+                           ("/v1/nothing", None)):  # fmt: skip
+            for given in ({}, {"Authorization": "Bearer sesam"}, {"Authorization": "Basic ===="},
+                          {"Authorization": "Bearer sesame2"}, {"Authorization": "sesame"},
+                          {"Authorization": "Bearer \xff"}):  # fmt: skip
+                status, told, headers = asked(port, path, body, **given)
+                assert (status, is_error(told, 401)) == (401, True)
+                assert headers["www-authenticate"]
+        until(lambda: asked(port, "/health")[0] == 200)
+        right = {"Authorization": "Bearer sesame"}
+        assert asked(port, "/v1/models", **right)[0] == 200
+        basic = base64.b64encode(b"anyone:sesame").decode()
+        assert asked(port, "/h2o/conversations", Authorization=f"Basic {basic}")[0] == 200
+        with pytest.raises(openai.AuthenticationError):
+            running.client.models.list()
+
+
+def test_fields_that_are_not_known_are_named_in_a_header_and_once_in_the_log(server, caplog):
+    body = {"prompt": "x", "max_tokens": 1, "typo_of_mine": 3, "verbosity": "low", "a\r\nb: c": 1}
+    for _ in range(2):
+        status, _, headers = asked(server.httpd.server_port, "/v1/completions", body)
+        assert status == 200
+        assert headers[IGNORED.lower()] == "typo_of_mine, verbosity"
+        assert "b" not in headers
+    assert caplog.text.count("typo_of_mine") == 1
+    body = {"prompt": "x", "max_tokens": 1, "user": "me"}
+    assert IGNORED.lower() not in asked(server.httpd.server_port, "/v1/completions", body)[2]
+
+
+def test_a_strict_server_refuses_them():
+    with serving(doors=Doors(strict=True)) as running:
+        body = {"prompt": "x", "max_tokens": 1, "typo_of_mine": 3}
+        status, told, _ = asked(running.httpd.server_port, "/v1/completions", body)
+        assert status == 400
+        assert "typo_of_mine is not served" in told["error"]["message"]
+
+
+def test_https(tmp_path):
+    files = [str(tmp_path / name) for name in ("key.pem", "cert.pem")]
+    making = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
+    kept = ["-keyout", files[0], "-out", files[1]]
+    subprocess.run([*making.split(), *kept], check=True, capture_output=True)
+    certificate = Certificate(tmp_path / "cert.pem", tmp_path / "key.pem")
+    with serving(certificate=certificate) as running:
+        context = ssl.create_default_context(cafile=files[1])
+        port = running.httpd.server_port
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=30) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as client,
+        ):
+            client.sendall(
+                b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+            )
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    with pytest.raises(ValueError, match="--tls-cert: there is no file"):
+        Certificate(tmp_path / "none", tmp_path / "key.pem")
+
+
+# -- bytes ----------------------------------------------------------------------------------------
+
+
+def test_bytes_never_exceed_the_bound_at_any_moment_and_are_none_when_nothing_runs():
+    """Metrics and page are looked at all the time while 16 streams run, of which six fit."""
+    need = most_bytes(mlx_h2o.make_prompt_cache(mlx_h2o.load(MODEL)[0], SIZE))
+    bound = 6 * need
+    with serving(bound=bound) as running:
+        port, over, looks = running.httpd.server_port, [], 0
+        accountant = running.generator.accountant
+        done = threading.Event()
+
+        def look() -> None:
+            nonlocal looks
+            while not done.is_set():
+                held = accountant.bytes()
+                looks += 1
+                if held.running + held.idle > bound or held.peak > bound:
+                    over.append(held)
+                time.sleep(0.0005)
+
+        def stream(i: int) -> int:
+            chunks = running.client.completions.create(
+                model=MODEL, prompt=words(90 * i, 40), max_tokens=60 + i, temperature=0, stream=True
+            )
+            return sum(1 for _ in chunks)
+
+        with ThreadPoolExecutor(17) as pool:
+            watch = pool.submit(look)
+            streams = [pool.submit(stream, i) for i in range(16)]
+            shown = []
+            while not all(one.done() for one in streams):
+                shown.append(values_in(port))
+                told = asked(port, "/h2o/conversations")[1]["bytes"]
+                shown.append({"running": told["running"], "idle": told["idle"]})
+            assert all(one.result() > 5 for one in streams)
+            done.set()
+            watch.result()
+        assert looks > 100
+        assert over == []
+        assert all(one["running"] + one["idle"] <= bound for one in shown)
+        assert any(one["running"] > 0 for one in shown)
+        until(lambda: accountant.running == 0)
+        assert accountant.bytes().running == accountant.reserved == 0
+        until(lambda: accountant.bytes().idle == running.generator.conversations.nbytes)
+
+
+def values_in(port: int) -> dict[str, float]:
+    """What /metrics says of bytes."""
+    said = spoken(port, b"GET /metrics HTTP/1.0\r\n\r\n").decode()
+    find = r"^mlx_h2o_kv_bytes_{} (\S+)$"
+    return {
+        name: float(re.search(find.format(name), said, re.M)[1]) for name in ("running", "idle")
+    }
+
+
+# -- ways out -------------------------------------------------------------------------------------
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "mlx_h2o", "serve", "--model", MODEL, "--port", "0", *options]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way", ["too little", "port in use", "no model", "none in time", "SIGTERM"]
+)
+def test_no_way_out_leaves_a_thread_behind(way, tmp_path):
+    """Where one is left, the process aborts about every second time."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+        options = {
+            "too little": ["--kv-memory", "1KB"],
+            "port in use": ["--port", str(taken.getsockname()[1])],
+            "no model": ["--model", str(tmp_path), "--kv-memory", "1MB"],
+            "none in time": ["--model", str(tmp_path)],
+            "SIGTERM": [],
+        }[way]
+        for i in range(10):
+            process = subprocess.Popen(
+                command(*options), stderr=subprocess.PIPE, text=True, env=environment
+            )
+            if way == "SIGTERM":
+                time.sleep(0.3 * i)
+                process.terminate()
+            _, said = process.communicate(timeout=120)
+            assert "terminate called" not in said
+            assert "Traceback" not in said
+            assert process.returncode in (0, 2, 130, -signal.SIGTERM), said
+
+
+def test_a_port_in_use_is_an_error_in_one_line():
+    before = threading.active_count()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"Cannot listen on 127.0.0.1, port {port}"):
+            serve_at(port)
+    for port in (-1, 1 << 16, 99999999):
+        with pytest.raises(ValueError, match="--port must be from 0 to 65535"):
+            serve_at(port)
+    assert threading.active_count() == before
+
+
+def serve_at(port: int) -> None:
+    from mlx_h2o.serve.running import ServerSettings, serve
+
+    serve(ServerSettings({"max_size": SIZE}), ["--model", MODEL, f"--port={port}"])

@@ -1,0 +1,350 @@
+"""What the server tells of its idle conversations, to whom, and pins set there."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mlx_h2o
+from mlx_h2o.caches.conversation import bounded_entries
+from mlx_h2o.loading.load import SAMPLE_TEXT
+from mlx_h2o.serve.conversations import pieces_of
+from mlx_h2o.serve.sessions import tokens_of
+from mlx_h2o.serve.watching import NotHere, is_loopback, require_here
+from serving import MODEL, Running, serving
+
+WORDS = SAMPLE_TEXT.read_text(encoding="utf-8").split()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving() as running:
+        yield running
+
+
+def words(first: int, count: int) -> str:
+    return " ".join(WORDS[first : first + count])
+
+
+def fetch(
+    server: Running, path: str, body: Any = None, **headers: str
+) -> tuple[int, dict[str, Any]]:
+    """Status and answer of GET, or of POST where there is a body."""
+    connection = HTTPConnection("127.0.0.1", server.httpd.server_port, timeout=60)
+    text = body if isinstance(body, bytes | None) else json.dumps(body)
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request("GET" if body is None else "POST", path, text, names)
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+def chat(server: Running, *said: str, tokens: int = 6, **options: Any) -> Any:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+    return server.client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=tokens, temperature=0, **options
+    )
+
+
+def place(answer: Any) -> str:
+    return f"/h2o/conversations/{answer.id}"
+
+
+def told_of(server: Running, answer: Any) -> dict[str, Any]:
+    """A conversation, but for the time that telling it took."""
+    told = fetch(server, place(answer))[1]
+    assert told.pop("seconds") >= 0
+    return told
+
+
+@pytest.fixture(scope="module")
+def said(server) -> Any:
+    """An answer of some 80 tokens of conversation."""
+    return chat(server, words(800, 60), tokens=2)
+
+
+def idle_of(server: Running, answer: Any) -> Any:
+    return server.generator.conversations.named(answer.id)
+
+
+# -- what is told ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 3}], ids=["batched", "alone"])
+def test_a_conversation_is_told_by_the_name_of_its_answer(server, options):
+    answer = chat(server, words(0, 70), **options)
+    status, told = fetch(server, place(answer))
+    assert status == 200
+    idle = idle_of(server, answer)
+    tokens = tokens_of(idle.key)
+    assert "".join(told["texts"]) == server.generator.provider.tokenizer.decode(tokens)
+    assert told["title"] == words(0, 70)[: len(told["title"]) - 1].rstrip() + "…"
+    assert told["bytes"] == sum(entry.nbytes for entry in idle.cache)
+    assert len(told["layers"]) == len(idle.cache)
+    for layer, entry in zip(told["layers"], idle.cache, strict=True):
+        held = np.zeros(len(tokens), int)
+        for run in entry.store.runs:
+            for head in np.array(entry.slots(run).positions[0]):
+                held[head] += 1
+        assert layer["held"] == held.tolist()
+        assert 0 < max(layer["held"]) <= layer["heads"]
+        assert sum(layer["held"]) < layer["heads"] * len(tokens)
+
+
+def test_an_answer_is_watched_while_it_is_given(server):
+    """As far as it is; nobody's tokens change, and texts that are known are not told again."""
+    prompt = words(0, 60)
+
+    def asked(**options: Any) -> Any:
+        return server.client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=250, temperature=0, **options
+        )
+
+    expected = asked().choices[0].text
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(asked)
+        said, looks = "", []
+        for event in asked(stream=True):
+            said += event.choices[0].text
+            if len(looks) < 4:
+                known = len(looks[-1]["texts"]) if looks else 0
+                status, told = fetch(server, f"{place(event)}?known={known}")
+                assert status == 200
+                told["texts"] = (looks[-1]["texts"] if looks else []) + told["texts"]
+                looks.append(told)
+        assert said == expected == beside.result().choices[0].text
+    seen = [told for told in looks if told["running"]]
+    assert seen
+    assert [len(told["texts"]) for told in looks] == [told["tokens"] for told in looks]
+    last = fetch(server, place(event))[1]
+    assert not last["running"]
+    for told in looks:
+        assert last["texts"][: told["tokens"] - 1] == told["texts"][:-1]
+        for layer in told["layers"]:
+            assert len(layer["held"]) == told["tokens"]
+            assert 0 < sum(layer["held"]) <= layer["heads"] * told["tokens"]
+    assert fetch(server, f"{place(event)}?known=x")[0] == 400
+
+
+def test_all_conversations_and_their_bytes_are_listed(server):
+    first, second = chat(server, words(100, 20)), chat(server, words(200, 20))
+    status, told = fetch(server, "/h2o/conversations")
+    assert status == 200
+    assert [one["id"] for one in told["conversations"]][:2] == [second.id, first.id]
+    assert told["bytes"]["idle"] == server.generator.conversations.nbytes
+    assert told["bytes"]["bound"] is None
+    assert told["model"] == MODEL
+
+
+def test_a_conversation_goes_by_the_name_of_its_last_answer(server):
+    first = chat(server, words(300, 30))
+    text = first.choices[0].message.content
+    second = chat(server, words(300, 30), text, words(330, 5))
+    assert fetch(server, place(second))[0] == 200
+    if second.usage.prompt_tokens_details.cached_tokens >= first.usage.total_tokens:
+        status, told = fetch(server, place(first))
+        assert status == 404
+        assert "later answer" in told["error"]["message"]
+    # A client that asked the same and got the same is told the same.
+    again = chat(server, words(300, 30), text, words(330, 5))
+    assert fetch(server, place(again))[1]["texts"] == fetch(server, place(second))[1]["texts"]
+
+
+def test_what_half_the_memory_would_hold_is_what_shrinking_leaves(server):
+    answer = chat(server, words(400, 90))
+    before = told_of(server, answer)
+    idle = idle_of(server, answer)
+    status, half = fetch(server, place(answer) + "/half")
+    assert status == 200
+    smaller = copy.deepcopy(idle.cache)
+    mlx_h2o.resize(smaller, max_bytes=sum(entry.nbytes for entry in smaller) // 2)
+    for layer, entry, whole in zip(half["layers"], smaller, before["layers"], strict=True):
+        assert sum(layer["held"]) == sum(
+            np.array(entry.slots(run).positions).size for run in entry.store.runs
+        )
+        assert all(a <= b for a, b in zip(layer["held"], whole["held"], strict=True))
+    assert half["bytes"] <= before["bytes"] / 2
+    assert told_of(server, answer) == before  # nothing shrank
+    small = chat(server, words(500, 30), extra_body={"mlx_h2o": {"max_size": 12}})
+    status, told = fetch(server, place(small) + "/half")
+    assert status == 400
+    assert told["error"]["message"]
+
+
+# -- pins -----------------------------------------------------------------------------------------
+
+
+def test_pins_hold_through_the_turns_that_follow(server):
+    prompt = words(600, 40)
+    answer = chat(server, prompt)
+    before = fetch(server, place(answer))[1]
+    whole = [layer["heads"] for layer in before["layers"]]
+    span = next(
+        [i, i + 1]
+        for i in range(8, len(before["texts"]))
+        if [layer["held"][i] for layer in before["layers"]] == whole
+    )
+    status, told = fetch(server, place(answer) + "/pins", {"pin": [span]})
+    assert (status, told) == (200, {"pins": [span], "partly": [], "gone": []})
+    text = answer.choices[0].message.content
+    for start in (640, 700):
+        prompt_of = [prompt, text, words(start, 60)]
+        later = chat(server, *prompt_of)
+        state = fetch(server, place(later))[1]
+        if later.usage.prompt_tokens_details.cached_tokens < len(before["texts"]):
+            pytest.fail("The conversation was not gone on with.")
+        assert state["pins"] == [span]
+        assert [layer["held"][span[0]] for layer in state["layers"]] == whole
+    status, told = fetch(server, place(later) + "/pins", {"unpin": [span]})
+    assert (status, told["pins"]) == (200, [])
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"{", "no JSON"),
+        (b"\xff", "no JSON"),
+        ([], "The body must be"),
+        ({}, "The body must be"),
+        ({"pins": [[0, 1]]}, "The body must be"),
+        ({"pin": [[0, 1]], "unpin": [[0, 1]]}, "The body must be"),
+        ({"pin": []}, "names no tokens"),
+        ({"pin": "all"}, "must be a list"),
+        ({"pin": 5}, "must be a list"),
+        ({"pin": [[3, 3]]}, "first below last"),
+        ({"pin": [[-1, 3]]}, "pin[0]"),
+        ({"pin": [[0.5, 3]]}, "pin[0]"),
+        ({"pin": [[True, 3]]}, "pin[0]"),
+        ({"pin": [[0, 10**30]]}, "pin[0][1] must be at most"),
+        ({"pin": [[0, 79]]}, "pin"),
+        ({"unpin": {"a": 1}}, "unpin"),
+    ],
+)
+def test_pins_that_cannot_be_are_refused_with_the_reason(server, said, body, why):
+    before = told_of(server, said)
+    status, told = fetch(server, place(said) + "/pins", body)
+    assert status == 400
+    assert why in told["error"]["message"]
+    assert told_of(server, said) == before
+
+
+def test_what_every_head_forgot_cannot_be_pinned(server):
+    answer = chat(server, words(900, 150), tokens=2)
+    layers = fetch(server, place(answer))[1]["layers"]
+    lost = next(i for i in range(len(layers[0]["held"])) if not any(of["held"][i] for of in layers))
+    status, told = fetch(server, place(answer) + "/pins", {"pin": [[lost, lost + 1]]})
+    assert status == 400
+    assert "cannot be pinned" in told["error"]["message"]
+
+
+def test_pins_are_in_the_file_of_a_conversation_also_after_it_shrank(tmp_path):
+    with serving(sessions=tmp_path) as server:
+        answer = chat(server, words(0, 60))
+        path = place(answer)
+        assert fetch(server, f"{path}/pins", {"pin": [[1, 3]]})[0] == 200
+        conversations = server.generator.conversations
+        idle = idle_of(server, answer)
+        half = sum(idle.pieces.values()) - 1
+        server.generator.between_steps(lambda: conversations.make_room(half))
+        assert fetch(server, path)[1]["shrunk"]
+        status, told = fetch(server, f"{path}/pins", {"pin": [[0, 1]]})
+        assert status == 200, told
+        assert (status, told["pins"]) == (200, [[0, 3]])
+        (saved,) = conversations.sessions.saved.values()
+        whole = server.generator.between_steps(lambda: conversations.sessions.load(saved))
+        assert [entry.pins for entry in bounded_entries(whole)] == [((0, 3),)] * len(whole)
+        assert pieces_of(whole).keys().isdisjoint(pieces_of(idle.cache))
+        assert whole[0].size() > idle.cache[0].size()
+
+
+# -- to whom --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/h2o/", "/h2o/conversations/", "/h2o/conversations/x", "/h2o/conversations/../../etc/passwd",
+     "/h2o/conversations/x/half", "/h2o/conversations/%2e%2e/half", "/h2o/sessions",
+     "/h2o/conversations/" + "x" * 3000],
+)  # fmt: skip
+def test_there_is_nothing_at_other_paths(server, path):
+    assert fetch(server, path)[0] == 404
+    assert fetch(server, path + "/pins", {"pin": [[0, 1]]})[0] == 404
+
+
+def test_to_watch_an_answer_that_is_over_is_no_failure(server):
+    assert fetch(server, "/h2o/conversations/x?known=0") == (200, None)
+    assert fetch(server, "/h2o/conversations/x?known=few")[0] == 400
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": "evil.example:8080", "Origin": "http://evil.example:8080"},
+        {"Host": "localhost.evil.example"},
+        {"Host": "10.0.0.5"},
+        {"Host": ""},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://localhost:1"},
+        {"Sec_Fetch_Site": "cross-site"},
+        {"Sec_Fetch_Site": "same-site"},
+    ],
+)
+def test_pages_of_elsewhere_are_told_nothing(server, said, headers):
+    for path, body in (
+        ("/h2o/conversations", None),
+        (place(said), None),
+        (f"{place(said)}/half", None),
+        (f"{place(said)}/pins", {"pin": [[0, 1]]}),
+    ):
+        status, told = fetch(server, path, body, **headers)
+        assert status == 403
+        assert set(told) == {"error"}
+    assert fetch(server, place(said))[1]["pins"] == []
+
+
+@pytest.mark.parametrize(
+    ("host", "nearby"),
+    [
+        ("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("[::1]", True),
+        ("localhost", True), ("LOCALHOST.", True), ("a.localhost", True),
+        ("::ffff:127.0.0.1", True), ("::ffff:10.0.0.1", False), ("", False), ("0.0.0.0", False),
+        ("192.168.1.2", False), ("localhost.evil.example", False), ("127.0.0.1.nip.io", False),
+    ],
+)  # fmt: skip
+def test_what_is_the_machine_itself(host, nearby):
+    assert is_loopback(host) == nearby
+
+
+def test_other_machines_are_told_nothing():
+    require_here("127.0.0.1", "localhost:8080")
+    for peer in ("192.168.1.2", "fe80::1%eth0", "::ffff:10.0.0.1"):
+        with pytest.raises(NotHere, match="on the machine that serves"):
+            require_here(peer, "localhost:8080")
+
+
+def test_the_page_runs_nothing_but_its_own(server):
+    connection = HTTPConnection("127.0.0.1", server.httpd.server_port, timeout=60)
+    connection.request("GET", "/")
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    assert answer.status == 200
+    assert answer.getheader("Content-Type") == "text/html; charset=utf-8"
+    policy = answer.getheader("Content-Security-Policy")
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "http" not in policy
+    # Nothing is loaded from anywhere, and no markup runs or styles by itself.
+    assert "src=" not in text
+    assert "@import" not in text
+    assert " style=" not in text
+    assert " onclick" not in text
+    assert ".innerHTML" not in text
