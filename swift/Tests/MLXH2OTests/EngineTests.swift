@@ -6,6 +6,9 @@ import Testing
 
 /// The C++ engine beside this package's own, in one process: the same positions and bytes, and outputs,
 /// scores and remainder within rounding.
+///
+/// With undo bytes are not compared: this package's engine also holds the layer before the last chunk,
+/// and counts an array once that layer and journal share.
 @Suite(.serialized) struct EngineTests {
     private static let nearest: Float = 2e-5
 
@@ -30,8 +33,6 @@ import Testing
             cache = H2OKVCache(settings, PressureShare(nil, nil))
             engine = try Engine(settings, budgets: budgets)
         }
-
-        init(_ cache: H2OKVCache, _ engine: Engine) { (self.cache, self.engine) = (cache, engine) }
 
         /// The greatest difference of outputs over chunks of so many tokens.
         func run(_ rows: RowStream, _ chunks: [Int], sinks: MLXArray? = nil) throws -> Float {
@@ -63,9 +64,12 @@ import Testing
         expect(engine.physicalLength == cache.physicalLength, "length")
         expect(engine.evicted == cache.evicted, "evicted")
         expect(engine.undoableSteps == cache.undoableSteps, "undoable")
-        expect(engine.nbytes == cache.nbytes, "bytes: \(engine.nbytes), not \(cache.nbytes)")
+        if cache.undo == 0 {
+            expect(engine.nbytes == cache.nbytes, "bytes: \(engine.nbytes), not \(cache.nbytes)")
+        }
         expect(try engine.keptPositions() == cache.keptPositions(), "positions")
-        let scores = zip(try engine.keptScores().joined().joined(), cache.keptScores().joined().joined())
+        let scores = zip(
+            try engine.keptScores().joined().joined(), cache.keptScores().joined().joined())
         let apart = scores.map { abs($0 - $1) / max(1, abs($1)) }.max() ?? 0
         expect(apart < Self.nearest, "scores, by \(apart)")
         guard remembers else { return }
