@@ -5,14 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
+
+from mlx_h2o import H2OKVCache
+from mlx_h2o.frame import Frame
+from mlx_h2o.policies import make_policy
 
 ROOT = Path(__file__).parents[1]
 HOST_GPU = ROOT / "tests" / "host_gpu"
@@ -148,6 +154,197 @@ def test_the_program_evaluates(engine: Path, host_gpu: dict[str, str]) -> None:
     """All that the library evaluates goes through the evaluator of the program, which may fail."""
     succeed(engine / "tests" / "evaluator")
     succeed(engine / "tests" / "evaluator", "gpu", **host_gpu)
+
+
+@over_both
+def test_settings_and_kinds_of_errors(
+    engine: Path, host_gpu: dict[str, str], tmp_path: Path
+) -> None:
+    """All that a cache was made with; kernels for one cache and not for another."""
+    succeed(engine / "tests" / "getters")
+    told = tmp_path / "launches"
+    succeed(engine / "tests" / "getters", "gpu", **host_gpu, HOST_GPU_RECORD=str(told))
+    # Three fused steps of the cache with kernels, and one of the other when it may.
+    launched = [line.split("_")[2] for line in told.read_text().splitlines()]
+    assert launched.count("update") == 4
+
+
+@over_both
+def test_masks_and_rows(engine: Path, host_gpu: dict[str, str], tmp_path: Path) -> None:
+    """Masks as arrays; rows, positions and arrays held, which fused steps go on beside."""
+    succeed(engine / "tests" / "looking")
+    told = tmp_path / "launches"
+    succeed(engine / "tests" / "looking", "steps", "fused", **host_gpu, HOST_GPU_RECORD=str(told))
+    launched = [line.split("_")[2] for line in told.read_text().splitlines()]
+    assert launched.count("update") == 2 * 7  # every step of both conversations
+
+
+@over_both
+def test_own_policies_chunks_pins_and_views(engine: Path) -> None:
+    """A policy of functions is H2O where they are; a chunk's end goes back; rows are not copied."""
+    succeed(engine / "tests" / "own")
+
+
+# Caches that Python saves: settings, and tokens of the prompt before that.
+SAVED: dict[str, tuple[dict[str, Any], int]] = {
+    "salient": ({"budgets": [24, 20], "policy": "salient"}, 40),
+    "short": ({"budgets": [300, 300], "policy": "h2o"}, 7),
+    "layer": ({"budgets": [24, 24], "policy": make_policy("paper", recent=8)}, 40),
+    "streaming": ({"budgets": [16, 24], "policy": "streaming", "remainder": False}, 40),
+    "distinct undo": ({"budgets": [30, 24], "policy": "distinct", "undo": 3}, 40),
+    "tova packed": (
+        {"budgets": [24, 24], "policy": make_policy("tova", evict_every=3), "bits": 4}
+        | {"group_size": 32, "saturation": (0.0, 2.5)},
+        40,
+    ),
+    "newest apart": (
+        {"budgets": [24, 20], "policy": "salient", "k_bits": 8, "v_bits": 4, "group_size": 32}
+        | {"recent_bits": 16},
+        40,
+    ),
+    "newest apart, short": (
+        {"budgets": [40, 44], "policy": "ema", "bits": 4, "group_size": 32, "recent_bits": 8},
+        9,
+    ),
+    "framed": (
+        {"budgets": [24, 24], "policy": "keydiff", "bits": 8, "group_size": 32}
+        | {"frame": Frame(mx.full((2, 32), 0.5), mx.full((2, 32), 2.0))},
+        40,
+    ),
+    "plain rows": ({"max_size": 64, "policy": "keydiff", "attending": False}, 90),
+    "plain rows, short": ({"max_size": 64, "policy": "keydiff", "attending": False}, 30),
+}
+STEPS_AFTER = 9
+
+
+def rows_of(seed: int, heads: int, tokens: int) -> mx.array:
+    return mx.random.normal((1, heads, tokens, 32), key=mx.random.key(seed))
+
+
+def taken_in(cache: H2OKVCache, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    keys, values = cache.update_and_fetch(k, v)
+    out = cache.attend(q, keys, values, scale=0.2, mask="causal") if cache.attending else keys
+    mx.eval(out, list(cache.arrays().values()))
+    return out
+
+
+def begun(name: str) -> H2OKVCache:
+    """A cache that has seen a prompt, and pins of it."""
+    settings, prompt = SAVED[name]
+    cache = H2OKVCache(**settings)
+    taken_in(cache, rows_of(1, 4, prompt), rows_of(2, 2, prompt), rows_of(3, 2, prompt))
+    if name == "salient":
+        cache.pin([(prompt - 2, prompt + 2)])
+        cache.new_turn(0.5)
+    return cache
+
+
+def written(
+    path: Path, arrays: dict[str, mx.array], settings: str, tokens: Sequence[mx.array]
+) -> None:
+    inputs = dict(zip(("in.q", "in.k", "in.v"), tokens, strict=True))
+    named = {f"cache.{name}": array for name, array in arrays.items()}
+    mx.save_safetensors(str(path), named | inputs, {"settings": settings})
+
+
+def oldest_first(arrays: dict[str, mx.array], config: dict[str, Any]) -> dict[str, mx.array]:
+    """The arrays with the recent window's ring turned, and without what it has no tokens for."""
+    ring = config["recent"]
+    return {
+        name: mx.roll(x[:, :, : ring["length"]], -ring["oldest"], 2) if "recent." in name else x
+        for name, x in arrays.items()
+    }
+
+
+@over_both
+@pytest.mark.parametrize("name", SAVED)
+def test_a_cache_that_python_saved_goes_on(engine: Path, tmp_path: Path, name: str) -> None:
+    """In C as in Python, and then in Python again: outputs, positions and arrays are the same."""
+    ours = begun(name)
+    tokens = [rows_of(10 + i, heads, STEPS_AFTER) for i, heads in enumerate((4, 2, 2))]
+    arrays, settings = ours.state
+    written(tmp_path / "in.safetensors", arrays, settings, tokens)
+    succeed(engine / "tests" / "saved", tmp_path / "in.safetensors", tmp_path / "out.safetensors")
+    for i in range(STEPS_AFTER):
+        out = taken_in(ours, *(rows[:, :, i : i + 1] for rows in tokens))
+    held, metadata = mx.load(str(tmp_path / "out.safetensors"), return_metadata=True)
+    assert mx.allclose(held.pop("out"), out, atol=2e-4)
+    back = H2OKVCache.from_state(
+        ({n.removeprefix("cache."): array for n, array in held.items()}, metadata["settings"])
+    )
+    theirs, mine = (oldest_first(cache.arrays(), cache.config()) for cache in (back, ours))
+    assert theirs.keys() == mine.keys()
+    for field, array in mine.items():
+        assert (theirs[field].shape, theirs[field].dtype) == (array.shape, array.dtype), field
+        assert mx.allclose(theirs[field], array, atol=2e-4, rtol=1e-3), field
+    said = [cache.config() for cache in (back, ours)]
+    for config in said:
+        config["recent"] = config["recent"] and config["recent"] | {"oldest": 0}
+    assert said[0] == said[1]
+    last = rows_of(20, 4, 1), rows_of(21, 2, 1), rows_of(22, 2, 1)
+    assert mx.allclose(taken_in(back, *last), taken_in(ours, *last), atol=2e-4)
+
+
+def changed_state(
+    arrays: dict[str, mx.array], config: dict[str, Any], draw: random.Random
+) -> tuple[dict[str, mx.array], str]:
+    """A state with something wrong in it, mostly."""
+    arrays, config = dict(arrays), json.loads(json.dumps(config))
+    for _ in range(draw.randint(1, 2)):
+        if draw.random() < 0.4:
+            name = draw.choice(list(arrays))
+            array = arrays[name]
+            wrong = [
+                lambda a: a[..., :-1] if a.shape[-1] > 1 else a[None],
+                lambda a: mx.concatenate([a, a], axis=a.ndim - 1),
+                lambda a: a.astype(mx.float16 if a.dtype != mx.float16 else mx.int32),
+                lambda a: a + mx.array(draw.choice([-100, 1, 1000, 2**14])).astype(a.dtype),
+                lambda a: None,
+            ]
+            result = draw.choice(wrong)(array)
+            if result is None:
+                del arrays[name]
+            else:
+                arrays[name] = result
+            continue
+        inside: Any = config
+        key: Any = draw.choice(list(config))
+        while isinstance(inside[key], dict | list) and inside[key] and draw.random() < 0.8:
+            inside = inside[key]
+            key = draw.choice(list(inside) if isinstance(inside, dict) else range(len(inside)))
+        if isinstance(inside, dict) and draw.random() < 0.2:
+            del inside[key]
+        else:
+            inside[key] = draw.choice(
+                [None, True, -1, 0, 1, 2, 5, 31, 33, 2**30, 2**31, 2**63, 0.5, "x", [], {}, [[0]]]
+            )
+    return arrays, json.dumps(config)
+
+
+@over_both
+@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("rounds", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_what_no_cache_saved_is_refused(
+    engine: Path, tmp_path: Path, name: str, rounds: int
+) -> None:
+    """Whatever is changed is refused as a saved cache, or is one and goes on; no bad access."""
+    cache = begun(name)
+    tokens = [rows_of(10 + i, heads, 3) for i, heads in enumerate((4, 2, 2))]
+    for seed in range(rounds):
+        draw = random.Random(f"{name} {seed}")
+        path = tmp_path / f"{seed}.safetensors"
+        arrays, settings = changed_state(cache.arrays(), cache.config(), draw)
+        written(path, arrays, settings, tokens)
+        succeed(engine / "tests" / "saved", "refuse", path)
+
+
+@pytest.mark.parametrize(
+    "settings", ["", "{", "[]", "[" * 5000, '{"a": 1e}', "nul", '{"runs": NaN}', '"\\', "1 2"]
+)
+def test_what_is_no_json_is_refused(sanitized: Path, tmp_path: Path, settings: str) -> None:
+    path = tmp_path / "in.safetensors"
+    written(path, begun("short").arrays(), settings, [rows_of(1, 2, 1)] * 3)
+    assert "refused" in succeed(sanitized / "tests" / "saved", "refuse", path)
 
 
 def test_a_compiled_function_is_refused(sanitized: Path) -> None:
@@ -374,6 +571,15 @@ find_package(mlx_h2o REQUIRED)
 add_executable(consumer consumer.c)
 target_link_libraries(consumer PRIVATE mlx_h2o::mlx_h2o)
 """
+
+
+def test_the_first_example_bounds_a_layer(sanitized: Path) -> None:
+    """The program with which docs/c-api.md begins, as it stands there."""
+    program = (ROOT / "c_api" / "examples" / "bound.c").read_text()
+    assert (ROOT / "docs" / "c-api.md").read_text().partition("```c\n")[2].startswith(program)
+    told = succeed(sanitized / "examples" / "bound")
+    assert told.endswith("after 799 tokens\n")
+    assert int(told.split()[0]) < 2 * 128 * 2 * 64 * 2
 
 
 def test_a_prompt_is_compressed(sanitized: Path) -> None:

@@ -58,15 +58,25 @@ def test_as_many_tokens_as_16_bits_have_positions_for() -> None:
     assert mx.iinfo(NARROW).min == -1 - (FEW - 1)
 
 
-@pytest.mark.parametrize("reference", [False, True], ids=["kernels", "reference"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(nullcontext, nullcontext, id="kernels"),
+        # The reference takes a prompt of 32,000 tokens slowly.
+        pytest.param(nullcontext, only_reference, id="reference after kernels"),
+        pytest.param(only_reference, only_reference, id="reference", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("kept", STORES)
-def test_narrow_positions_are_the_same_as_wide_ones(kept: str, reference: bool) -> None:
+def test_narrow_positions_are_the_same_as_wide_ones(kept: str, before, after) -> None:
     """Token by token up to where 16 bits end, and beyond."""
     settings = {"budgets": [24, 31], **STORES[kept]}
-    with only_reference() if reference else nullcontext():
+    with before():
         held = fed(FEW - 20, **settings)
         with patch.object(store, "position_dtype", return_value=WIDE):
             twin = fed(FEW - 20, **settings)
+    with after():
+        with patch.object(store, "position_dtype", return_value=WIDE):
             wide = layer().feed(twin, 40)
         assert (dtype_of(held), dtype_of(twin)) == (NARROW, WIDE)
         narrow = layer().feed(held, 20)
@@ -132,23 +142,24 @@ def test_files_have_what_serves_and_older_ones_are_read() -> None:
             H2OKVCache.from_state((hurt, config))
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("max_bytes", [60_000, 90_001])
 @pytest.mark.parametrize("undo", [0, 3])
 @pytest.mark.parametrize("kept", STORES)
-def test_bytes_hold_before_and_after(kept: str, undo: int) -> None:
+def test_bytes_hold_before_and_after(kept: str, undo: int, max_bytes: int) -> None:
     """More slots while positions take 2 bytes; steps to undo leave no room for another budget."""
-    for max_bytes in (60_000, 90_001):
-        held = H2OKVCache(max_bytes=max_bytes, policy="salient", undo=undo, **STORES[kept])
-        layer().feed(held, 1000, 500)
-        layer().feed(held, 10)
-        before = held.budgets
+    held = H2OKVCache(max_bytes=max_bytes, policy="salient", undo=undo, **STORES[kept])
+    layer().feed(held, 1000, 500)
+    layer().feed(held, 10)
+    before = held.budgets
+    assert 0.8 * max_bytes < held.nbytes <= max_bytes
+    layer().feed(held, FEW - 1010 - 6, CHUNK)
+    layer().feed(held, 3)
+    for _ in range(9):
+        layer().feed(held, 1)
         assert 0.8 * max_bytes < held.nbytes <= max_bytes
-        layer().feed(held, FEW - 1010 - 6, CHUNK)
-        layer().feed(held, 3)
-        for _ in range(9):
-            layer().feed(held, 1)
-            assert 0.8 * max_bytes < held.nbytes <= max_bytes
-        fewer = [a - b for a, b in zip(before, held.budgets, strict=True)]
-        assert (min(fewer) > 0) == (not undo)
+    fewer = [a - b for a, b in zip(before, held.budgets, strict=True)]
+    assert (min(fewer) > 0) == (not undo)
 
 
 def test_a_size_in_slots_keeps_its_meaning() -> None:

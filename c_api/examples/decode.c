@@ -48,7 +48,7 @@ int main(int argc, char** argv) {
   mlx_h2o_cache caches[LAYERS];
   for (int l = 0; l < LAYERS; ++l) {
     caches[l] = mlx_h2o_cache_new();
-    TRY(mlx_h2o_cache_make(&caches[l], policy, slots, KV_HEADS, mlx_h2o_cache_options_default()));
+    TRY(mlx_h2o_cache_make(&caches[l], policy, slots, KV_HEADS, NULL));
     attend(caches[l], PROMPT, s);
   }
   mlx_h2o_policy_free(policy);

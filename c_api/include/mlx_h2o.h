@@ -4,21 +4,24 @@
 // those that it gives. Results come first, as pointers to handles: an empty handle
 // (mlx_array_new()) or one that may be replaced, whose old array is released. The stream comes
 // last. A function returns 0, or 1 after an error, which leaves results, policies and caches as
-// they were (unless memory ran out); what went wrong is in mlx_h2o_last_error(). Errors are: a null
-// pointer or an empty handle where something is wanted, an array of another shape or dtype than is
-// said here, an axis of length 0, a number out of its range or not finite, a cache that is changed
-// while a function is traced (mlx_compile ...; over mlx-c alone it is not noticed). Nothing here
-// exits or prints, and mlx-c's error handler is called only where MLX itself fails (memory that ran
-// out). As in mlx-c, a handle that was freed is not noticed.
+// they were (unless memory ran out); what went wrong is in mlx_h2o_last_error(), and of which kind
+// it was in mlx_h2o_last_error_code(). Errors are: a null pointer or an empty handle where
+// something is wanted, an array of another shape or dtype than is said here, an axis of length 0, a
+// number out of its range or not finite, a cache that is changed while a function is traced
+// (mlx_compile ...; over mlx-c alone it is not noticed). Nothing here exits or prints, and mlx-c's
+// error handler is called only where MLX itself fails (memory that ran out). As in mlx-c, a handle
+// that was freed is not noticed.
 //
 // Arrays are lazy, as everywhere in MLX: evaluate the outputs of each step (mlx_array_eval), and
 // all that the step changed is evaluated with them. Their numbers are not looked at (a NaN gives
 // NaNs), but for indices, which are evaluated when they are given.
 //
 // On CPU streams the CPU kernels compute (a library over mlx-c alone has none), on those of Apple
-// GPUs the kernels of metal/, elsewhere and without kernels (mlx_h2o_use_kernels) plain MLX
-// operations. A cache and a policy may be used
-// by one thread at a time.
+// GPUs the kernels of metal/, elsewhere and without kernels (mlx_h2o_use_kernels, or a cache's
+// `kernels`) plain MLX operations. A cache and a policy may be used by one thread at a time.
+//
+// Structs whose first field is their size may have more fields in later versions: a program that
+// was compiled with fewer goes on, with the defaults of the others.
 //
 // Shapes: B batch, Hq query heads, Hk KV heads (Hq is a multiple), L queries, N keys, D and Dv the
 // widths of keys and values, S slots of all heads. "Floating" is float32, float16 or bfloat16; what
@@ -53,8 +56,22 @@ MLX_H2O_API const char* mlx_h2o_version(void);
 // until the thread's next call that fails; not to be freed.
 MLX_H2O_API const char* mlx_h2o_last_error(void);
 
+// What kind of thing went wrong. Later versions may have more kinds.
+typedef enum mlx_h2o_error_ {
+  MLX_H2O_ERROR_NONE = 0,
+  MLX_H2O_ERROR_ARGUMENT = 1,  // a wrong argument: the caller's mistake
+  MLX_H2O_ERROR_SETTINGS = 2,  // settings, budgets or pins that make no policy or no cache
+  MLX_H2O_ERROR_STATE = 3,     // not of this cache, or not now: no token yet, too many to take back
+  MLX_H2O_ERROR_SAVED = 4,     // arrays and settings that are no saved cache
+  MLX_H2O_ERROR_PROGRAM = 5,   // a function of the program's own (evaluator, policy) failed
+  MLX_H2O_ERROR_INTERNAL = 6   // MLX failed, or memory ran out
+} mlx_h2o_error;
+
+// Of the same call as mlx_h2o_last_error.
+MLX_H2O_API mlx_h2o_error mlx_h2o_last_error_code(void);
+
 // Whether kernels compute where there are some (true at first). With false plain MLX operations do,
-// everywhere: slower, and good for comparing.
+// everywhere: slower, and good for comparing. A cache has a switch of its own beside this one.
 MLX_H2O_API int mlx_h2o_use_kernels(bool use);
 
 // Evaluates arrays, which stay the library's: 0, or another number if it could not.
@@ -100,8 +117,7 @@ MLX_H2O_API int mlx_h2o_attention_quantized_with_scores(
     int group_size, const char* mask_mode, const mlx_array mask_arr, const mlx_array sinks,
     const mlx_stream s);
 
-// -- policies and prompts
-// ---------------------------------------------------------------------------
+// -- policies and prompts -------------------------------------------------------------------------
 
 // A way to choose what to forget (docs/policies.md).
 typedef struct mlx_h2o_policy_ {
@@ -120,6 +136,30 @@ MLX_H2O_API int mlx_h2o_policy_named(mlx_h2o_policy* res, const char* name);
 // "64") a count, ("unit", "layer"), ("age_normalised", "true"), ("evict_every", "4") ... A cache
 // keeps the settings it was made with.
 MLX_H2O_API int mlx_h2o_policy_set(mlx_h2o_policy policy, const char* setting, const char* value);
+// The same of numbers and truth values. "recent" is a count as an int, a share as a double; a
+// setting that is a double takes an int as well.
+MLX_H2O_API int mlx_h2o_policy_set_int(mlx_h2o_policy policy, const char* setting, int value);
+MLX_H2O_API int mlx_h2o_policy_set_double(mlx_h2o_policy policy, const char* setting, double value);
+MLX_H2O_API int mlx_h2o_policy_set_bool(mlx_h2o_policy policy, const char* setting, bool value);
+
+// Its name (of a preset: that of the policy); the policy's, as long as that is not changed.
+MLX_H2O_API int mlx_h2o_policy_name(const char** res, const mlx_h2o_policy policy);
+
+// A setting's value, of which one field counts.
+typedef enum mlx_h2o_kind_ { MLX_H2O_INT, MLX_H2O_DOUBLE, MLX_H2O_BOOL, MLX_H2O_TEXT } mlx_h2o_kind;
+typedef struct mlx_h2o_setting_ {
+  const char* name;
+  mlx_h2o_kind kind;
+  int as_int;
+  double as_double;
+  bool as_bool;
+  const char* as_text;  // not to be freed
+} mlx_h2o_setting;
+
+// How many settings a policy has, and each of them, from 0 on.
+MLX_H2O_API int mlx_h2o_policy_setting_count(size_t* res, const mlx_h2o_policy policy);
+MLX_H2O_API int mlx_h2o_policy_setting(
+    mlx_h2o_setting* res, const mlx_h2o_policy policy, size_t index);
 
 // Whether it must see attention; one that looks at keys only accumulates no scores.
 MLX_H2O_API int mlx_h2o_policy_needs_attention(bool* res, const mlx_h2o_policy policy);
@@ -145,6 +185,38 @@ typedef struct mlx_h2o_slots_ {
   int evicted;                 // tokens that each head has lost
 } mlx_h2o_slots;
 
+// What one call of the attention told about N slots. Handles are borrowed.
+typedef struct mlx_h2o_observation_ {
+  mlx_array logits;      // [B, Hq, L, N], minus infinity where masked
+  mlx_array lse;         // [B, Hq, L], of every column that answered
+  mlx_array mass;        // [B, Hk, N], the attention that each slot received of all L queries
+  mlx_array stands_for;  // [N], how many queries each of these stands for; empty: 1
+} mlx_h2o_observation;
+
+// A policy of a program's own. Functions get handles that stay the library's, fill `res`, an empty
+// handle, with an array [B, Hk, N] float32, and return 0, or another number if they could not. They
+// build lazy arrays on the stream that they are given, and must not use the cache.
+typedef struct mlx_h2o_policy_functions_ {
+  size_t size;           // of this struct
+  bool needs_attention;  // whether there are scores; without, it can serve in any model
+  void* context;         // handed to the functions
+  // Scores after an observation, of those before it. NULL: the mass is summed.
+  int (*accumulate)(
+      void* context, mlx_array* res, const mlx_array scores, const mlx_h2o_observation seen,
+      const mlx_stream s);
+  // What each slot is worth keeping; the lowest goes first.
+  int (*priority)(void* context, mlx_array* res, const mlx_h2o_slots slots, const mlx_stream s);
+  // Called once, when no policy and no cache has the context any longer. NULL: nothing is done. Not
+  // called where mlx_h2o_policy_own fails.
+  void (*destroy)(void* context);
+} mlx_h2o_policy_functions;
+
+// Makes one. It has the settings that all policies have ("recent" 0.5, ...). Its steps go operation
+// by operation. Where a function fails in a step the call fails (MLX_H2O_ERROR_PROGRAM), and the
+// cache, of which the step has changed a part, takes no more tokens.
+MLX_H2O_API int mlx_h2o_policy_own(
+    mlx_h2o_policy* res, const char* name, const mlx_h2o_policy_functions* functions);
+
 // True [B, Hk, N] where a slot is neither a sink nor among the last `recent` positions.
 MLX_H2O_API int mlx_h2o_evictable(
     mlx_array* res, const mlx_array positions, int offset, int sink, int recent,
@@ -165,6 +237,7 @@ typedef struct mlx_h2o_cache_ {
 } mlx_h2o_cache;
 
 typedef struct mlx_h2o_cache_options_ {
+  size_t size;      // of this struct, as the program knows it
   bool remainder;   // whether evicted tokens go on answering
   bool attending;   // whether mlx_h2o_cache_update_and_attend attends, or the model by itself
   int k_bits;       // of packed keys: 2, 3, 4, 5, 6 or 8; 0: in their own dtype
@@ -187,21 +260,51 @@ typedef struct mlx_h2o_cache_options_ {
   // undo).
   const int* filling;
   size_t n_stages;
+  bool kernels;  // whether kernels compute for this cache where there are some
 } mlx_h2o_cache_options;
 
-// The remainder on, attention ours, nothing packed, groups of 64, no undo. Start from these: later
-// versions have more fields.
-MLX_H2O_API mlx_h2o_cache_options mlx_h2o_cache_options_default(void);
+// The remainder on, attention ours, nothing packed, groups of 64, no undo, with kernels. `size` is
+// that of the struct, of which so much is filled.
+MLX_H2O_API int mlx_h2o_cache_options_init(mlx_h2o_cache_options* res, size_t size);
+// The same as a value, of the size that the program knows. Start from these.
+static inline mlx_h2o_cache_options mlx_h2o_cache_options_default(void) {
+  mlx_h2o_cache_options options;
+  mlx_h2o_cache_options_init(&options, sizeof options);
+  return options;
+}
 
 // An empty handle, to be filled.
 MLX_H2O_API mlx_h2o_cache mlx_h2o_cache_new(void);
 MLX_H2O_API int mlx_h2o_cache_free(mlx_h2o_cache cache);
 
 // A cache with so many slots for each of n_kv_heads KV heads. The policy's settings are copied.
-// Batch, widths and dtypes are those of the first rows.
+// Batch, widths and dtypes are those of the first rows. options NULL: the defaults.
 MLX_H2O_API int mlx_h2o_cache_make(
     mlx_h2o_cache* res, const mlx_h2o_policy policy, const int* budgets, size_t n_kv_heads,
-    const mlx_h2o_cache_options options);
+    const mlx_h2o_cache_options* options);
+
+// What it was made with, as far as that has not changed since (filling: the stages to come).
+// res->size is given. Pointers and arrays are the cache's, until it is changed or freed.
+MLX_H2O_API int mlx_h2o_cache_get_options(mlx_h2o_cache_options* res, mlx_h2o_cache cache);
+// A copy of its policy.
+MLX_H2O_API int mlx_h2o_cache_policy(mlx_h2o_policy* res, const mlx_h2o_cache cache);
+// Its KV heads, and the slots of each, [n_kv_heads], as they are now.
+MLX_H2O_API int mlx_h2o_cache_n_kv_heads(size_t* res, const mlx_h2o_cache cache);
+MLX_H2O_API int mlx_h2o_cache_budgets(int* res, size_t n_kv_heads, const mlx_h2o_cache cache);
+// Its pins: how many spans, and these, [n_spans, 2], in order.
+MLX_H2O_API int mlx_h2o_cache_pin_count(size_t* res, const mlx_h2o_cache cache);
+MLX_H2O_API int mlx_h2o_cache_pins(int* res, size_t n_spans, const mlx_h2o_cache cache);
+
+// What its rows are like; others are refused.
+typedef struct mlx_h2o_row_types_ {
+  int batch, n_kv_heads, key_width, value_width;
+  mlx_dtype key_dtype, value_dtype;  // before they are packed
+} mlx_h2o_row_types;
+// An error before the first rows.
+MLX_H2O_API int mlx_h2o_cache_row_types(mlx_h2o_row_types* res, const mlx_h2o_cache cache);
+
+// Whether kernels compute for it from now on, as options.kernels.
+MLX_H2O_API int mlx_h2o_cache_use_kernels(mlx_h2o_cache cache, bool use);
 
 // One call of a layer's attention: takes new rows in, attends (causally) to all that is held and,
 // through the remainder, to what was evicted, and chooses what to forget.
@@ -213,6 +316,25 @@ MLX_H2O_API int mlx_h2o_cache_make(
 MLX_H2O_API int mlx_h2o_cache_update_and_attend(
     mlx_array* out, mlx_h2o_cache cache, const mlx_array q, const mlx_array keys,
     const mlx_array values, float scale, const mlx_array sinks, const mlx_stream s);
+
+// The same with a mask. mask_mode is "causal" (as above), "" (every query sees all rows) or
+// "array": mask_arr is boolean (true is visible) or floating (added; the dtype's lowest number
+// hides), and broadcasts to [B, Hq, L, M]: the last L of its M columns are for the new rows, and
+// what was held before is always visible; one column alone is for all rows. With an array no step
+// is fused.
+MLX_H2O_API int mlx_h2o_cache_update_and_attend_masked(
+    mlx_array* out, mlx_h2o_cache cache, const mlx_array q, const mlx_array keys,
+    const mlx_array values, float scale, const char* mask_mode, const mlx_array mask_arr,
+    const mlx_array sinks, const mlx_stream s);
+
+// The mask that n new tokens will need, for a model that asks before it makes them. res_mode is one
+// of the modes above (static) and res the array of "array", or an empty handle: "" for one token,
+// "causal" for more, or booleans [n, size + n] where an array is asked for. Where the model attends
+// by itself and tokens were evicted it is what mlx_h2o_cache_update_and_fetch will give, whatever
+// was asked for: [1, 1, n, N] to be added.
+MLX_H2O_API int mlx_h2o_cache_make_mask(
+    const char** res_mode, mlx_array* res, mlx_h2o_cache cache, int n, bool as_array,
+    const mlx_stream s);
 
 // The same for a model that attends by itself (options.attending false; a policy that looks at keys
 // only, all heads alike, nothing packed): takes new rows in, chooses what to forget, and gives out
@@ -237,6 +359,9 @@ MLX_H2O_API int mlx_h2o_cache_nbytes(size_t* res, const mlx_h2o_cache cache);
 
 // How many of the newest tokens mlx_h2o_cache_trim can take back: those of the last steps that undo
 // remembers (a prompt chunk makes it forget them), and all while nothing was evicted before those.
+// Right after a longer chunk up to `undo` of its last tokens can be, as if it had ended before
+// them: it is kept until the next token comes, with the cache before it, and mlx_h2o_cache_nbytes
+// counts both.
 MLX_H2O_API int mlx_h2o_cache_trimmable(int* res, const mlx_h2o_cache cache);
 // Takes the newest n tokens back. Those that undo remembers exactly: rows, positions, scores,
 // remainder and victims are, bit for bit, what they were before. Of older ones, which nothing
@@ -262,6 +387,10 @@ MLX_H2O_API int mlx_h2o_cache_resize(
 // for the pins gets slots of the others; an error, and nothing is changed, if all have too few.
 MLX_H2O_API int mlx_h2o_cache_pin(
     int* res_missing, mlx_h2o_cache cache, const int* spans, size_t n_spans, const mlx_stream s);
+// At which positions the last mlx_h2o_cache_pin found that some head had lost its token: how many
+// spans, and these, [n_spans, 2], in order.
+MLX_H2O_API int mlx_h2o_cache_missing_count(size_t* res, const mlx_h2o_cache cache);
+MLX_H2O_API int mlx_h2o_cache_missing(int* res, size_t n_spans, const mlx_h2o_cache cache);
 // Lets all pinned tokens go as any others.
 MLX_H2O_API int mlx_h2o_cache_unpin(mlx_h2o_cache cache, const mlx_stream s);
 
@@ -270,10 +399,42 @@ MLX_H2O_API int mlx_h2o_cache_unpin(mlx_h2o_cache cache, const mlx_stream s);
 // of that part of the steps that they spoke of. Steps before this cannot be taken back any more.
 MLX_H2O_API int mlx_h2o_cache_new_turn(mlx_h2o_cache cache, double carry, const mlx_stream s);
 
+// All that it holds: arrays by name, and the rest as JSON, in the form in which Python's caches are
+// saved (H2OKVCache.state), so that what one wrote the other goes on with. Steps to undo, and
+// options.kernels, are not in it. res and res_settings are new or replaced. While fused steps go on
+// upon a GPU the arrays are copies.
+MLX_H2O_API int mlx_h2o_cache_arrays(
+    mlx_map_string_to_array* res, mlx_string* res_settings, mlx_h2o_cache cache,
+    const mlx_stream s);
+// A cache that holds what was saved. res: an empty handle, or a cache that it replaces. An error
+// (MLX_H2O_ERROR_SAVED) for anything that no cache can have saved, whatever it is: all names,
+// shapes, dtypes, numbers and indices are checked, the latter evaluated; for kinds of caches that
+// only Python has; and for a cache that had seen no rows and does not say its slots.
+MLX_H2O_API int mlx_h2o_cache_restore(
+    mlx_h2o_cache* res, const mlx_map_string_to_array arrays, const char* settings,
+    const mlx_stream s);
+// The same with a policy in the place of the saved one, whose name it must have: one of a program's
+// own, which the settings cannot hold.
+MLX_H2O_API int mlx_h2o_cache_restore_own(
+    mlx_h2o_cache* res, const mlx_h2o_policy policy, const mlx_map_string_to_array arrays,
+    const char* settings, const mlx_stream s);
+
+// All arrays held; of what kernels change in place, what they wrote last. A program that evaluates
+// these after each prompt chunk, or with every token, has evaluated all that the cache holds.
+MLX_H2O_API int mlx_h2o_cache_inner_state(mlx_vector_array* res, const mlx_h2o_cache cache);
+
+// What is held, looked at. On a GPU fused steps go on, and what is given is evaluated.
+//
 // Positions held [B, Hk, size] int32, ascending per head, then -1; and their scores in the same
-// order, then 0. Looking interrupts the fused decode steps: the next one is slower.
+// order, then 0.
 MLX_H2O_API int mlx_h2o_cache_kept(mlx_array* res, mlx_h2o_cache cache, const mlx_stream s);
 MLX_H2O_API int mlx_h2o_cache_scores(mlx_array* res, mlx_h2o_cache cache, const mlx_stream s);
+
+// Keys [B, Hk, size, D] and values [B, Hk, size, Dv] in the same order, unpacked, in the frame if
+// there is one; then zeros; with their positions.
+MLX_H2O_API int mlx_h2o_cache_rows(
+    mlx_array* res_keys, mlx_array* res_values, mlx_array* res_positions, mlx_h2o_cache cache,
+    const mlx_stream s);
 
 // Statistics of evicted rows, in the frame if there is one: count [B, Hk], mean_key and var_key
 // [B, Hk, D], mean_value [B, Hk, Dv]. A plain struct of four handles.

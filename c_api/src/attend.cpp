@@ -13,6 +13,7 @@ namespace mlx_h2o {
 namespace {
 
 std::atomic<bool> kernels_wanted{true};
+thread_local bool kernels_wanted_here = true;
 
 // Queries whose logits are held at a time where only their sum is wanted.
 constexpr int kQueryBlock = 256;
@@ -154,13 +155,19 @@ bool kernels_take_any_length(const mx::array& q, const Stored& k) {
 }  // namespace
 
 Backend backend() {
-  if (!kernels_wanted) return Backend::plain;
+  if (!kernels_wanted || !kernels_wanted_here) return Backend::plain;
   if (gpu_architecture()) return Backend::gpu;
   return cpu_kernels_serve() ? Backend::cpu : Backend::plain;
 }
 
 void use_kernels(bool use) {
   kernels_wanted = use;
+}
+
+KernelScope::KernelScope(bool wanted) : outer_(std::exchange(kernels_wanted_here, wanted)) {}
+
+KernelScope::~KernelScope() {
+  kernels_wanted_here = outer_;
 }
 
 Attended attend(

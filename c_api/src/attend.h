@@ -11,6 +11,17 @@ enum class Backend { plain, cpu, gpu };
 Backend backend();
 void use_kernels(bool use);
 
+// Has plain MLX compute in this thread meanwhile, unless kernels are wanted.
+class KernelScope {
+ public:
+  explicit KernelScope(bool wanted);
+  KernelScope(const KernelScope&) = delete;
+  ~KernelScope();
+
+ private:
+  const bool outer_;
+};
+
 struct Masking {
   bool causal = false;  // aligned at the end
   std::optional<mx::array> array;

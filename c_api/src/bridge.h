@@ -43,6 +43,10 @@ inline mlx_stream stream_of(mlx_stream handle) {
   return handle;
 }
 
+inline mlx_dtype dtype_of(mx::Dtype dtype) {
+  return dtype;
+}
+
 #else
 
 inline mx::array shared(mlx_array handle) {
@@ -75,6 +79,11 @@ inline mx::Stream stream_of(mlx_stream handle) {
   return *static_cast<const mx::Stream*>(handle.ctx);
 }
 
+// Of the dtypes that rows have.
+inline mlx_dtype dtype_of(mx::Dtype dtype) {
+  return dtype == mx::float16 ? MLX_FLOAT16 : dtype == mx::bfloat16 ? MLX_BFLOAT16 : MLX_FLOAT32;
+}
+
 #endif
 
 inline mx::array of(mlx_array handle) {
@@ -93,9 +102,14 @@ inline void give(mlx_array* res, mx::array value) {
   set(res, std::move(value));
 }
 
-inline std::string& last_error() {
-  thread_local std::string message;
-  return message;
+struct LastError {
+  std::string message;
+  mlx_h2o_error code = MLX_H2O_ERROR_NONE;
+};
+
+inline LastError& last_error() {
+  thread_local LastError error;
+  return error;
 }
 
 // Runs it: 0, or 1 with the message kept.
@@ -104,10 +118,12 @@ int guarded(F&& run) {
   try {
     run();
     return 0;
+  } catch (const Refusal& refusal) {
+    last_error() = {refusal.what(), static_cast<mlx_h2o_error>(refusal.blame)};
   } catch (const std::exception& error) {
-    last_error() = error.what();
+    last_error() = {error.what(), MLX_H2O_ERROR_INTERNAL};
   } catch (...) {
-    last_error() = "an unknown error";
+    last_error() = {"an unknown error", MLX_H2O_ERROR_INTERNAL};
   }
   return 1;
 }

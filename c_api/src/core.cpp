@@ -6,6 +6,7 @@
 #include "evaluation.h"
 #include "eviction.h"
 #include "observe.h"
+#include "saved_state.h"
 #include "views.h"
 
 namespace mlx_h2o {
@@ -57,8 +58,20 @@ mx::array attend_now(
     return layer.decode(call, keys, values);
   const std::optional<Frame>& frame = layer.settings.frame;
   if (!frame) return attend_op_by_op(layer, call, keys, values);
-  const AttentionCall framed{enter_queries(*frame, call.q), call.scale, call.sinks};
+  const AttentionCall framed{enter_queries(*frame, call.q), call.scale, call.sinks, call.mask};
   return attend_op_by_op(layer, framed, enter(*frame, keys), values);
+}
+
+// Raises unless a mask fits queries like these.
+void check_mask(const AttentionCall& call) {
+  if (!call.mask.array) return;
+  const mx::array &mask = *call.mask.array, &q = call.q;
+  check(mask.dtype() == mx::bool_ || is_float(mask), "A mask must be boolean or floating.");
+  const int L = call.length(), columns = mask.ndim() ? mask.shape(-1) : 0;
+  check(
+      mask.ndim() <= 4 && (columns == 1 || columns >= L) &&
+          broadcasts_to(mask.shape(), {q.shape(0), q.shape(1), L, columns}),
+      "The mask " + text(mask.shape()) + " does not fit queries " + text(q.shape()) + ".");
 }
 
 // A chunk that can be taken back, as so many single steps.
@@ -68,57 +81,85 @@ mx::array token_by_token(
   std::vector<mx::array> outs;
   for (int i = 0; i < call.length(); ++i)
     outs.push_back(attend_now(
-        layer, call.queries(i, i + 1), part(keys, 2, i, i + 1), part(values, 2, i, i + 1)));
+        layer, call.single(i, !layer.offset()), part(keys, 2, i, i + 1),
+        part(values, 2, i, i + 1)));
   return join_along(std::move(outs), 2);
 }
 
-// The evicted as plain rows before those attended to, and what sets their weight right.
-void add_plain_rows(Core::Fetched& fetched, const Remainder& remainder, int rows, int lost, int L) {
-  const int N = fetched.keys.shape(2);
+// [1, 1, L, rows + kept + L] to be added to logits: log(lost / rows) for plain rows, which come
+// first, minus infinity for the future.
+mx::array plain_rows_mask(int rows, int lost, int kept, int L, mx::Dtype dtype) {
+  const int N = kept + L;
+  const mx::array bias = mx::log(number(double(lost) / rows));
+  mx::array mask = mx::concatenate({mx::broadcast_to(bias, {rows}), mx::zeros({N})}, 0);
+  const mx::array visible = mx::less_equal(range(-rows, N), mx::expand_dims(range(kept, N), 1));
+  mask = mx::where(visible, mask, number(mx::finfo(dtype).min));
+  return mx::astype(mx::reshape(mask, {1, 1, L, rows + N}), dtype);
+}
+
+// The evicted as plain rows before those of a chunk that is over the budget.
+void add_plain_rows(Core::Fetched& fetched, const Remainder& remainder, int rows) {
   const mx::Dtype dtype = fetched.keys.dtype();
   const auto [plain_keys, plain_values] = remainder.plain_rows(rows);
   fetched.keys = mx::concatenate({mx::astype(plain_keys, dtype), fetched.keys}, 2);
   fetched.values =
       mx::concatenate({mx::astype(plain_values, fetched.values.dtype()), fetched.values}, 2);
-  const mx::array bias = mx::log(number(double(lost) / rows));
-  mx::array mask = mx::concatenate({mx::broadcast_to(bias, {rows}), mx::zeros({N})}, 0);
-  const mx::array visible = mx::less_equal(range(-rows, N), mx::expand_dims(range(N - L, N), 1));
-  mask = mx::where(visible, mask, number(mx::finfo(dtype).min));
-  fetched.mask = mx::astype(mx::reshape(mask, {1, 1, L, rows + N}), dtype);
 }
 
 }  // namespace
 
 Core::Core(CacheSettings settings) : settings_(std::move(settings)) {
-  settings_.check_all();
+  blaming(Blame::settings, [&] { settings_.check_all(); });
 }
 
 mx::array Core::update_and_attend(
     const AttentionCall& call, const mx::array& keys, const mx::array& values) {
-  check(settings_.attending, "This cache is for a model that attends by itself: update_and_fetch.");
+  check(
+      settings_.attending, "This cache is for a model that attends by itself: update_and_fetch.",
+      Blame::state);
   check_rows(keys, values);
   check_call(call, keys);
+  check_mask(call);
   check(
       !call.sinks || !settings_.frame || !moves(*settings_.frame),
       "Attention sinks do not move with a frame's centre: a layer that has them needs a frame with "
       "a centre of zeros.");
   grow(call.length());
+  const int L = call.length();
+  const bool singly = L > 1 && L - 1 <= settings_.undo;
+  chunk_.reset();
+  if (settings_.undo && L > 1 && !singly) {
+    chunk_.emplace(Chunk{std::nullopt, call, keys, values});
+    if (layer_) chunk_->before.emplace(*layer_, settings_);
+  }
   BoundedLayer& layer = layer_for(keys, values);
-  const bool singly = call.length() > 1 && call.length() - 1 <= settings_.undo;
-  return singly ? token_by_token(layer, call, keys, values) : attend_now(layer, call, keys, values);
+  broken_ = bool(settings_.policy.own);
+  mx::array out =
+      singly ? token_by_token(layer, call, keys, values) : attend_now(layer, call, keys, values);
+  broken_ = false;
+  return out;
 }
 
 Core::Fetched Core::update_and_fetch(const mx::array& keys, const mx::array& values) {
-  check(!settings_.attending, "This cache attends: update_and_attend.");
+  check(!settings_.attending, "This cache attends: update_and_attend.", Blame::state);
   check_rows(keys, values);
   BoundedLayer& layer = layer_for(keys, values);
+  broken_ = bool(settings_.policy.own);
   const std::vector<Fields> attended = layer.take_in(keys, values);
   const Fields& rows = attended[0];  // all heads are alike
+  const bool over = rows.at("positions").shape(2) > layer.runs()[0].budget;
   Fetched fetched{rows.at("keys"), rows.at("values"), std::nullopt};
   const int lost = layer.lost_beside(rows), plain = settings_.plain_rows();
-  if (plain && lost)
-    add_plain_rows(fetched, layer.evictions().remainder, plain, lost, keys.shape(2));
-  settle(layer, attended, {std::nullopt});
+  if (plain && lost) {
+    const int L = keys.shape(2), N = fetched.keys.shape(2);
+    fetched.mask = plain_rows_mask(plain, lost, N - L, L, keys.dtype());
+    if (over)
+      add_plain_rows(fetched, layer.evictions().remainder, plain);
+    else
+      std::tie(fetched.keys, fetched.values) = layer.with_plain_rows();
+  }
+  settle(layer, over ? attended : layer.attended(std::nullopt), {std::nullopt});
+  broken_ = false;
   fetched.keys = mx::depends({fetched.keys}, layer.side_state())[0];
   return fetched;
 }
@@ -133,7 +174,40 @@ int64_t Core::evicted() const {
 size_t Core::nbytes() const {
   const std::optional<Frame>& frame = settings_.frame;
   const size_t of_frame = frame ? frame->centre.nbytes() + frame->scale.nbytes() : 0;
-  return of_frame + (layer_ ? layer_->nbytes() : 0);
+  size_t of_chunk = 0;
+  if (chunk_) {
+    of_chunk = chunk_->call.q.nbytes() + chunk_->keys.nbytes() + chunk_->values.nbytes();
+    if (chunk_->before) of_chunk += chunk_->before->nbytes();
+  }
+  return of_frame + of_chunk + (layer_ ? layer_->nbytes() : 0);
+}
+
+int Core::trimmable() const {
+  const int steps = layer_ ? layer_->trimmable() : 0;
+  return chunk_ ? std::max(steps, std::min(settings_.undo, chunk_->call.length() - 1)) : steps;
+}
+
+void Core::shorten_chunk(int n) {
+  Chunk chunk = std::move(*chunk_);
+  layer_.reset();
+  if (chunk.before) layer_.emplace(std::move(*chunk.before));
+  const int L = chunk.call.length() - n;
+  update_and_attend(chunk.call.first(L), part(chunk.keys, 2, 0, L), part(chunk.values, 2, 0, L));
+}
+
+Masking Core::mask_for(int n, bool as_array) {
+  check(n > 0 && n <= kMostTokens, "A mask is for 1 token or more; got " + std::to_string(n) + ".");
+  const int kept = size(), plain = settings_.plain_rows();
+  if (plain && layer_) {
+    const Run& run = layer_->runs()[0];
+    const int lost =
+        n > 1 ? layer_->lost(run) : layer_->offset() + 1 - std::min(run.length + 1, run.budget);
+    const int older = n > 1 ? kept : std::min(kept, run.budget - 1);
+    if (lost > 0) return {false, plain_rows_mask(plain, lost, older, n, layer_->types.key_dtype)};
+  }
+  if (n == 1) return {};
+  if (!as_array) return {true, std::nullopt};
+  return {false, mx::less_equal(range(0, kept + n), mx::expand_dims(range(kept, kept + n), 1))};
 }
 
 void Core::trim(int n) {
@@ -143,8 +217,11 @@ void Core::trim(int n) {
       n <= most,
       "Cannot take back " + std::to_string(n) + " tokens: the last " + std::to_string(most) +
           " can be (of " + std::to_string(offset()) + "; undo is " +
-          std::to_string(settings_.undo) + ", of single-token steps after evictions).");
+          std::to_string(settings_.undo) + ", of single-token steps after evictions).",
+      Blame::state);
   if (!n) return;
+  if (chunk_ && n > layer_->trimmable()) return shorten_chunk(n);
+  chunk_.reset();
   if (n == offset())
     layer_.reset();  // as it was made
   else
@@ -154,28 +231,73 @@ void Core::trim(int n) {
 int Core::pin(Spans spans) {
   spans = joined(std::move(spans));
   const auto [missing, gone] = lost_of(spans);
+  chunk_.reset();
   Spans all = without(spans, gone);
   all.insert(all.end(), settings_.pins.begin(), settings_.pins.end());
   pin_all(joined(std::move(all)));
-  return missing;
+  missing_ = missing;
+  int positions = 0;
+  for (const auto& [first, end] : missing) positions += end - first;
+  return positions;
 }
 
 void Core::unpin() {
+  chunk_.reset();
   pin_all({});
 }
 
 std::unique_ptr<Core> Core::copied() {
   auto twin = std::make_unique<Core>(settings_);
   if (layer_) twin->layer_.emplace(*layer_, twin->settings_);
+  twin->missing_ = missing_;
+  twin->broken_ = broken_;
+  if (chunk_) {
+    twin->chunk_.emplace(Chunk{std::nullopt, chunk_->call, chunk_->keys, chunk_->values});
+    if (chunk_->before) twin->chunk_->before.emplace(*chunk_->before, twin->settings_);
+  }
   return twin;
+}
+
+std::pair<Fields, std::string> Core::saved() {
+  if (!layer_) return {saved_arrays(settings_, nullptr), saved_settings(settings_, nullptr).text()};
+  std::optional<BoundedLayer> lent = layer_->being_looked_at();
+  BoundedLayer& layer = lent ? *lent : *layer_;
+  Fields all = saved_arrays(settings_, &layer);
+  if (lent) {
+    // Kernels go on in the memory of these: what is given is copied, and now.
+    std::vector<mx::array> copies;
+    for (auto& [name, field] : all) {
+      field = mx::where(mx::array(true), field, mx::zeros({}, field.dtype()));
+      copies.push_back(field);
+    }
+    evaluate(copies);
+  }
+  return {std::move(all), saved_settings(settings_, &layer).text()};
+}
+
+std::unique_ptr<Core> Core::restored(
+    const Fields& arrays, const std::string& settings, const Policy* own) {
+  return blaming(Blame::saved, [&] {
+    const Json parsed = Json::parsed(settings);
+    const Json::Object& saved = parsed.object("What was saved");
+    auto core = std::make_unique<Core>(settings_of(saved, arrays, own));
+    if (auto layer = layer_of(saved, arrays, core->settings_)) {
+      core->layer_.emplace(std::move(*layer));
+      choose_victims(*core->layer_);
+    }
+    return core;
+  });
 }
 
 void Core::resize(std::vector<int> budgets) {
   CacheSettings changed = settings_;
+  changed.reserved.reset();
   changed.budgets = std::move(budgets);
   changed.filling.clear();
-  changed.check_all();
+  blaming(Blame::settings, [&] { changed.check_all(); });
   settings_.budgets = with_room(changed.budgets, changed.plain_rows(), changed.pins);
+  settings_.reserved.reset();
+  chunk_.reset();
   settings_.filling.clear();
   if (layer_) mlx_h2o::resize(*layer_);
 }
@@ -184,7 +306,8 @@ std::vector<int> Core::with_room(
     std::vector<int> budgets, int plain_rows, const Spans& pins) const {
   if (pins.empty()) return budgets;
   for (int& budget : budgets) budget -= plain_rows;
-  budgets = room_for_pins(budgets, settings_.policy, pins);
+  budgets =
+      blaming(Blame::settings, [&] { return room_for_pins(budgets, settings_.policy, pins); });
   for (int& budget : budgets) budget += plain_rows;
   return budgets;
 }
@@ -216,10 +339,9 @@ void Core::grow(int length) {
   if (layer_) mlx_h2o::resize(*layer_);
 }
 
-std::pair<int, Spans> Core::lost_of(const Spans& spans) {
-  int missing = 0;
-  Spans gone;
-  if (!offset()) return {0, gone};
+std::pair<Spans, Spans> Core::lost_of(const Spans& spans) {
+  Spans missing, gone;
+  if (!offset()) return {missing, gone};
   mx::array held = mx::contiguous(kept());
   evaluate({held});
   const size_t most = held.shape(2), heads = held.size() / most;
@@ -230,35 +352,66 @@ std::pair<int, Spans> Core::lost_of(const Spans& spans) {
       for (size_t h = 0; h < heads; ++h)
         holding += std::find(positions + h * most, positions + (h + 1) * most, p) !=
             positions + (h + 1) * most;
-      missing += holding < heads;
+      if (holding < heads) missing.emplace_back(p, p + 1);
       if (!holding) gone.emplace_back(p, p + 1);
     }
-  return {missing, joined(std::move(gone))};
+  return {joined(std::move(missing)), joined(std::move(gone))};
 }
 
 void Core::new_turn(double carry) {
   check(carry >= 0 && carry <= 1, "How much of the past counts is a number from 0 to 1.");
+  if (carry < 1) chunk_.reset();
   if (layer_) layer_->new_turn(carry);
 }
 
+template <class Look>
+std::vector<mx::array> Core::seen(Look look) {
+  BoundedLayer& layer = layer_with_tokens();
+  std::optional<BoundedLayer> lent = layer.being_looked_at();
+  if (!lent) return look(layer);
+  const std::vector<mx::array> found = look(*lent);
+  evaluate(found);  // before the next step changes what it is made of
+  return found;
+}
+
 mx::array Core::kept() {
-  return by_position(layer_with_tokens(), "positions", -1);
+  return seen(
+      [](BoundedLayer& layer) { return std::vector{by_position(layer, "positions", -1)}; })[0];
+}
+
+std::pair<mx::array, mx::array> Core::rows() {
+  const std::vector<mx::array> both = seen([](BoundedLayer& layer) {
+    const auto [keys, values] = rows_by_position(layer);
+    return std::vector{keys, values};
+  });
+  return {both[0], both[1]};
+}
+
+std::vector<mx::array> Core::newest() const {
+  std::vector<mx::array> all;
+  if (layer_) all = layer_->newest();
+  if (const std::optional<Frame>& frame = settings_.frame)
+    all.push_back(frame->centre), all.push_back(frame->scale);
+  return all;
 }
 
 mx::array Core::scores() {
   const Policy& policy = settings_.policy;
-  check(policy.needs_attention(), "Policy " + policy.name + " accumulates no scores.");
-  return by_position(layer_with_tokens(), "scores", 0);
+  check(
+      policy.needs_attention(), "Policy " + policy.name + " accumulates no scores.", Blame::state);
+  return seen([](BoundedLayer& layer) { return std::vector{by_position(layer, "scores", 0)}; })[0];
 }
 
-const Remainder& Core::remainder() {
-  BoundedLayer& layer = layer_with_tokens();
-  check(settings_.remembers(), "This cache keeps no statistics of the evicted.");
-  return layer.evictions().remainder;
+Remainder Core::remainder() {
+  layer_with_tokens();
+  check(settings_.remembers(), "This cache keeps no statistics of the evicted.", Blame::state);
+  const std::vector<mx::array> all =
+      seen([](BoundedLayer& layer) { return layer.evictions().remainder.arrays(); });
+  return {all[0], all[1], all[2], all[3]};
 }
 
 BoundedLayer& Core::layer_with_tokens() {
-  check(layer_.has_value(), "This cache has seen no token.");
+  check(layer_.has_value(), "This cache has seen no token.", Blame::state);
   return *layer_;
 }
 
@@ -268,6 +421,9 @@ BoundedLayer& Core::layer_for(const mx::array& keys, const mx::array& values) {
 }
 
 void Core::check_rows(const mx::array& keys, const mx::array& values) const {
+  check(
+      !broken_, "A function of the program failed in the middle of a step: make a new cache.",
+      Blame::state);
   check(
       keys.ndim() == 4 && values.ndim() == 4 && is_float(keys) && is_float(values),
       "keys and values must be [B, Hk, L, width] and floating.");

@@ -30,6 +30,21 @@ class Core {
   };
   Fetched update_and_fetch(const mx::array& keys, const mx::array& values);
 
+  const CacheSettings& settings() const {
+    return settings_;
+  }
+  void use_kernels(bool use) {
+    settings_.kernels = use;
+  }
+  // None before the first rows.
+  std::optional<RowTypes> row_types() const {
+    return layer_ ? std::optional(layer_->types) : std::nullopt;
+  }
+  // What it holds, as arrays by name and settings as JSON (saved_state.h).
+  std::pair<Fields, std::string> saved();
+  // A cache that holds what was saved. Raises for what no cache can have saved.
+  static std::unique_ptr<Core> restored(
+      const Fields& arrays, const std::string& settings, const Policy* own = nullptr);
   // KV heads.
   size_t heads() const {
     return settings_.budgets.size();
@@ -50,36 +65,62 @@ class Core {
   // it cannot be taken back. Raises, and changes nothing, for what makes no cache.
   void resize(std::vector<int> budgets);
   // How many of the newest tokens can be taken back, and taking them back.
-  int trimmable() const {
-    return layer_ ? layer_->trimmable() : 0;
-  }
+  int trimmable() const;
   void trim(int n);
   // Never evicts the tokens at these positions, held or to come: how many of them some head has
   // lost already. Raises, and changes nothing, if there is no room for them.
   int pin(Spans spans);
   void unpin();
+  // The positions that the last `pin` missed.
+  const Spans& missing() const {
+    return missing_;
+  }
   // Begins a turn, of which `carry` of the past counts, from 0 to 1.
   void new_turn(double carry);
+  // The mask that n new tokens will need: causal, none, or an array (booleans [n, size() + n] if
+  // they are asked for; of plain rows [1, 1, n, rows + size() + n] to be added).
+  Masking mask_for(int n, bool as_array);
+
+  // What is held, looked at without interrupting fused steps on a GPU.
   // Positions held, ascending per head, or their scores: [B, Hk, size()], unused -1 or 0.
   mx::array kept();
   mx::array scores();
-  const Remainder& remainder();
+  // Keys and values in the same order, [B, H, size(), width], in the frame if there is one.
+  std::pair<mx::array, mx::array> rows();
+  Remainder remainder();
+  // All arrays held; while kernels have them, what is ready when they are.
+  std::vector<mx::array> newest() const;
 
  private:
+  // What `look` makes of the layer, as a vector of arrays.
+  template <class Look>
+  std::vector<mx::array> seen(Look look);
   void check_rows(const mx::array& keys, const mx::array& values) const;
   BoundedLayer& layer_for(const mx::array& keys, const mx::array& values);
   BoundedLayer& layer_with_tokens();
 
-  // Positions in spans that some heads, or all, have lost.
-  std::pair<int, Spans> lost_of(const Spans& spans);
+  // Positions in spans that some heads, and those that all have lost.
+  std::pair<Spans, Spans> lost_of(const Spans& spans);
+  // The same chunk without its last n tokens, in its place.
+  void shorten_chunk(int n);
   void pin_all(Spans pins);
   // These slots, with room for these pins in every head.
   std::vector<int> with_room(std::vector<int> budgets, int plain_rows, const Spans& pins) const;
   // Gives the layer the budgets that a conversation has which is longer by so many tokens.
   void grow(int length);
 
-  CacheSettings settings_;             // only pins, budgets and what is left of filling change
+  CacheSettings settings_;  // only pins, budgets, what is left of filling and kernels change
   std::optional<BoundedLayer> layer_;  // none before the first rows
+  Spans missing_;
+  bool broken_ = false;  // a function of the program failed in the middle of a step
+
+  // The last chunk, and the layer before it, until the next token comes; none without undo.
+  struct Chunk {
+    std::optional<BoundedLayer> before;
+    AttentionCall call;
+    mx::array keys, values;
+  };
+  std::optional<Chunk> chunk_;
 };
 
 }  // namespace mlx_h2o

@@ -45,6 +45,10 @@ class CPUDecoder : public Decoder {
         step.recent, stream(), nullptr, step.aged_from);
   }
 
+  std::vector<mx::array> last() const override {
+    return {layer_.last_step()};
+  }
+
   Lent end() override {
     const std::vector<mx::array> arrays = layer_.close(stream());
     Arrays next = arrays.begin();

@@ -9,7 +9,9 @@ bool accepts(
     const CacheSettings& settings, const AttentionCall& call, const mx::array& keys,
     const mx::array& values) {
   // With undo a step must be noted, which is done op by op.
-  const bool one_token = keys.shape(2) == 1 && !settings.undo;
+  const bool one_token = keys.shape(2) == 1 && !settings.undo && !call.mask.array;
+  // What a program's own policy does is known to no kernel.
+  if (settings.policy.own) return false;
   if (!one_token || keys.dtype() != values.dtype()) return false;
   if (call.q.shape(1) > kMaxRows * keys.shape(1)) return false;
   switch (backend()) {

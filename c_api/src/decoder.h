@@ -40,6 +40,15 @@ class Decoder {
 
   // The arrays as the last step left them; no step may follow.
   virtual Lent end() = 0;
+
+  // The same to look at before the next step; what is made of them must be evaluated before it.
+  // None: `end` is all that there is.
+  virtual std::optional<Lent> look() const {
+    return std::nullopt;
+  }
+
+  // What is ready when the last step has run.
+  virtual std::vector<mx::array> last() const = 0;
 };
 
 // Whether there is a fused step on the stream of the call; else it goes op by op.

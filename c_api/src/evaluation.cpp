@@ -27,7 +27,8 @@ void evaluate(const std::vector<mx::array>& arrays) {
   const Evaluation now = current();
   const int status = now.evaluator ? now.evaluator(now.context, all) : mlx_eval(all);
   mlx_vector_array_free(all);
-  if (status) throw std::runtime_error("Arrays could not be evaluated.");
+  check(
+      !status, "Arrays could not be evaluated.", now.evaluator ? Blame::program : Blame::internal);
 }
 
 void set_evaluator(mlx_h2o_evaluator evaluator, void* context) {

@@ -106,6 +106,14 @@ void BoundedLayer::fold(const Fields& rows, const mx::array& weights, int first)
   remainder = remainder.with_heads(first, of_heads.fold(keys, values, weights));
 }
 
+std::pair<mx::array, mx::array> BoundedLayer::with_plain_rows() {
+  SlotStore& store = memory_.store();
+  const auto [keys, values] = evictions().remainder.plain_rows(settings.plain_rows());
+  store.put_reserved({{"keys", keys}, {"values", values}});
+  const Run& run = runs()[0];
+  return {store.with_reserved(run, "keys"), store.with_reserved(run, "values")};
+}
+
 void BoundedLayer::keep(const std::vector<Fields>& kept) {
   memory_.store().replace(kept);
   forget_victims();
@@ -170,7 +178,7 @@ std::optional<Fields> BoundedLayer::resize_window() {
 
 void BoundedLayer::regroup() {
   journal_.clear();
-  memory_.store().regroup(settings.own_slots());
+  memory_.store().regroup(settings.own_slots(), settings.plain_rows());
   forget_victims();
 }
 

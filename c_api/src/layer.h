@@ -23,6 +23,17 @@ class BoundedLayer {
   // Without tokens, for rows like these. The settings must outlive it.
   BoundedLayer(const CacheSettings& settings, const mx::array& keys, const mx::array& values);
 
+  // With what was saved.
+  BoundedLayer(
+      const CacheSettings& settings, const RowTypes& types, Memory memory, int offset,
+      int aged_from)
+      : settings(settings),
+        types(types),
+        memory_(std::move(memory)),
+        journal_(settings.undo),
+        offset_(offset),
+        aged_from_(aged_from) {}
+
   // The same as another, to go on from where it is.
   BoundedLayer(BoundedLayer& other, const CacheSettings& settings)
       : settings(settings),
@@ -31,6 +42,14 @@ class BoundedLayer {
         journal_(other.journal_),
         offset_(other.offset_),
         aged_from_(other.aged_from_) {}
+
+  // What its decoder lets be looked at, as a layer of its own; none where the rows are here, or
+  // must be taken back. What is made of it must be evaluated before the next step.
+  std::optional<BoundedLayer> being_looked_at() const {
+    std::optional<Lent> seen = memory_.being_looked_at();
+    if (!seen) return std::nullopt;
+    return BoundedLayer(*this, std::move(*seen));
+  }
 
   const CacheSettings& settings;
   const RowTypes types;
@@ -52,6 +71,10 @@ class BoundedLayer {
   // The newest tokens, where they are stored in another width than the slots; else null.
   const RecentWindow* window() {
     return memory_.window();
+  }
+  // The same, for its numbers alone.
+  const RecentWindow* window_plan() const {
+    return memory_.window_plan();
   }
   const Evictions& evictions() {
     return memory_.evictions();
@@ -87,6 +110,10 @@ class BoundedLayer {
   }
   // Arrays that must be evaluated with the output, or the graph grows from step to step.
   std::vector<mx::array> side_state() const;
+  // The same of a layer between steps, whoever has its rows.
+  std::vector<mx::array> newest() const {
+    return memory_.newest();
+  }
 
   // -- a step -------------------------------------------------------------------------------------
 
@@ -105,6 +132,9 @@ class BoundedLayer {
   void write_newest_scores(const mx::array& scores) {
     memory_.window()->write_scores(scores);
   }
+  // Writes the remainder's plain rows into their slots; keys and values with them,
+  // [B, H, rows + N, width], as views of the slots.
+  std::pair<mx::array, mx::array> with_plain_rows();
   // Replaces all slots: per run by fields [B, heads, length, ...].
   void keep(const std::vector<Fields>& kept);
   // Which slots are overwritten next [B, H, evict_every]; those of the runs that are `due` are new.
@@ -138,6 +168,14 @@ class BoundedLayer {
   void trim(int n);
 
  private:
+  BoundedLayer(const BoundedLayer& other, Lent seen)
+      : settings(other.settings),
+        types(other.types),
+        memory_(other.memory_, other.settings, std::move(seen)),
+        journal_(other.journal_),
+        offset_(other.offset_),
+        aged_from_(other.aged_from_) {}
+
   Fields marked(Fields rows) const;
   void note(int count);
   void write_one(const Fields& rows);

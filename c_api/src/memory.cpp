@@ -6,7 +6,7 @@ namespace mlx_h2o {
 
 Memory::Memory(const CacheSettings& settings, const mx::array& keys, const mx::array& values)
     : settings_(settings),
-      store_(settings.own_slots()),
+      store_(settings.own_slots(), settings.plain_rows()),
       evictions_(
           Evictions{
               Remainder::empty(keys.shape(0), keys.shape(1), keys.shape(3), values.shape(3)),
@@ -23,6 +23,15 @@ Memory::Memory(Memory& other, const CacheSettings& settings)
       store_(other.store()),
       window_(other.window_),
       evictions_(other.evictions_) {}
+
+Memory::Memory(const Memory& other, const CacheSettings& settings, Lent seen)
+    : settings_(settings),
+      store_(other.store_),
+      window_(other.window_),
+      evictions_(Evictions{seen.remainder, seen.victims}) {
+  store_.get_back(std::move(seen.fields));
+  if (window_) window_->get_back(std::move(*seen.window));
+}
 
 SlotStore& Memory::store() {
   take_back();

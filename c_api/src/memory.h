@@ -22,12 +22,30 @@ class Memory {
  public:
   // Without tokens, for rows like these. The settings must outlive it.
   Memory(const CacheSettings& settings, const mx::array& keys, const mx::array& values);
+  // With what was saved.
+  Memory(
+      const CacheSettings& settings, SlotStore store, std::optional<RecentWindow> window,
+      Evictions evictions)
+      : settings_(settings),
+        store_(std::move(store)),
+        window_(std::move(window)),
+        evictions_(std::move(evictions)) {}
   // With what another holds, which takes its arrays back first. They are shared until one of the
   // two changes them.
   Memory(Memory& other, const CacheSettings& settings);
 
+  // With what the other's decoder lets be looked at (`being_looked_at`).
+  Memory(const Memory& other, const CacheSettings& settings, Lent seen);
+  // What can be looked at where it is with a decoder; none: it is here, or must be taken back.
+  std::optional<Lent> being_looked_at() const {
+    return decoder_ ? decoder_->look() : std::nullopt;
+  }
+
   const SlotStore& plan() const {
     return store_;
+  }
+  const RecentWindow* window_plan() const {
+    return window_ ? &*window_ : nullptr;
   }
   int recently_held() const {
     return window_ ? window_->length() : 0;
@@ -43,6 +61,10 @@ class Memory {
 
   // Every array held; none while they are lent.
   std::vector<mx::array> arrays() const;
+  // The same; while they are lent, what is ready when they are.
+  std::vector<mx::array> newest() const {
+    return decoder_ ? decoder_->last() : arrays();
+  }
   size_t nbytes() const;
   // Per run all fields of its slots, and of rows [B, H, L, ...] that are beyond the budget.
   std::vector<Fields> attended(const std::optional<Fields>& beyond);

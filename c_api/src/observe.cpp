@@ -40,7 +40,7 @@ struct RunAttention {
   // How many keys the queries before `end` see.
   int visible(int end) const {
     const int L = call.length(), N = count(keys);
-    return L == 1 ? N : N - L + end;
+    return L == 1 || !call.mask.causal ? N : N - L + end;
   }
   Attended attended(int start, int end, Export wanted) const;
   Seen seen(const Fields& fields) const;
@@ -54,9 +54,12 @@ Attended RunAttention::attended(int start, int end, Export wanted) const {
   std::optional<Seed> seed;
   if (remainder)
     seed = Seed{remainder->column(block.q, block.scale, saturations), remainder->mean_value};
+  Masking mask = block.over(count(keys), call.length());
+  // A single token sees all rows.
+  mask.causal = mask.causal && call.length() > 1;
   return attend(
-      block.q, first_rows(keys, visible(end)), first_rows(values, visible(end)), block.scale,
-      {call.length() > 1, std::nullopt}, block.sinks, seed, wanted);
+      block.q, first_rows(keys, visible(end)), first_rows(values, visible(end)), block.scale, mask,
+      block.sinks, seed, wanted);
 }
 
 // Attends block by block, accumulating scores; `fields` are the slots'.

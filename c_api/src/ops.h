@@ -51,9 +51,27 @@ inline bool broadcasts_to(const mx::Shape& shape, const mx::Shape& whole) {
   return true;
 }
 
+// What is to blame for an error, in the numbers of mlx_h2o_error.
+enum class Blame { argument = 1, settings, state, saved, program, internal };
+
+struct Refusal : std::invalid_argument {
+  Refusal(Blame blame, const std::string& what) : std::invalid_argument(what), blame(blame) {}
+  Blame blame;
+};
+
 // Raises unless it holds.
-inline void check(bool fits, const std::string& what) {
-  if (!fits) throw std::invalid_argument(what);
+inline void check(bool fits, const std::string& what, Blame blame = Blame::argument) {
+  if (!fits) throw Refusal(blame, what);
+}
+
+// Runs it; what it refuses as an argument is something else's fault.
+template <class F>
+decltype(auto) blaming(Blame blame, F&& run) {
+  try {
+    return run();
+  } catch (const Refusal& refusal) {
+    throw Refusal(refusal.blame == Blame::argument ? blame : refusal.blame, refusal.what());
+  }
 }
 
 }  // namespace mlx_h2o

@@ -72,48 +72,113 @@ Policy Policy::named(const std::string& name) {
   return policy;
 }
 
-void Policy::set(const std::string& field, const std::string& value) {
-  Policy changed = *this;
-  const bool decays = kind == PolicyKind::ema || kind == PolicyKind::ema_logits;
-  const bool distinct = kind == PolicyKind::distinct, salient = kind == PolicyKind::salient;
-  if (field == "sink") {
-    changed.sink = parsed<int>(field, value);
-  } else if (field == "recent") {
-    changed.recent_is_share = value.find_first_of(".e") != std::string::npos;
-    changed.recent =
-        changed.recent_is_share ? parsed<double>(field, value) : parsed<int>(field, value);
-  } else if (field == "unit") {
-    check(value == "head" || value == "layer", "unit must be head or layer; got " + value + ".");
-    changed.per_layer = value == "layer";
-  } else if (field == "evict_every") {
-    changed.evict_every = parsed<int>(field, value);
-  } else if (field == "age_normalised") {
-    changed.age_normalised = parsed_bool(field, value);
-  } else if (field == "value_weighted") {
-    changed.value_weighted = parsed_bool(field, value);
-  } else if (field == "prompt") {
-    check(
-        value == "window" || value == "full", "prompt must be window or full; got " + value + ".");
-    changed.windowed = value == "window";
-  } else if (field == "window") {
-    changed.window = parsed<int>(field, value);
-  } else if (field == "pool") {
-    changed.pool = parsed<int>(field, value);
-  } else if (field == "decay" && decays) {
-    changed.decay = parsed<double>(field, value);
-  } else if (field == "mass_weight" && distinct) {
-    changed.mass_weight = parsed<double>(field, value);
-  } else if (field == "distance_weight" && salient) {
-    changed.distance_weight = parsed<double>(field, value);
-  } else if (field == "value_weight" && salient) {
-    changed.value_weight = parsed<double>(field, value);
-  } else if (field == "age_weight" && (distinct || salient)) {
-    changed.age_weight = parsed<double>(field, value);
-  } else {
-    check(false, "Policy " + name + " has no setting " + field + ".");
+namespace {
+
+// Calls of(name, field) for the fields of a policy of this kind, in the order of files; `recent`,
+// `unit` and `prompt` are not among them.
+template <class P, class F>
+void each_field(P& policy, F of) {
+  of("sink", policy.sink);
+  of("evict_every", policy.evict_every);
+  of("age_normalised", policy.age_normalised);
+  of("value_weighted", policy.value_weighted);
+  of("window", policy.window);
+  of("pool", policy.pool);
+  switch (policy.kind) {
+    case PolicyKind::ema:
+    case PolicyKind::ema_logits: of("decay", policy.decay); break;
+    case PolicyKind::distinct:
+      of("mass_weight", policy.mass_weight);
+      of("age_weight", policy.age_weight);
+      break;
+    case PolicyKind::salient:
+      of("distance_weight", policy.distance_weight);
+      of("value_weight", policy.value_weight);
+      of("age_weight", policy.age_weight);
+      break;
+    default: break;
   }
+}
+
+void take(const Setting& setting, int& field) {
+  const int* number = std::get_if<int>(&setting.value);
+  check(number, setting.name + " must be a whole number.");
+  field = *number;
+}
+
+void take(const Setting& setting, double& field) {
+  const int* whole = std::get_if<int>(&setting.value);
+  const double* number = std::get_if<double>(&setting.value);
+  check(whole || number, setting.name + " must be a number.");
+  field = whole ? *whole : *number;
+}
+
+void take(const Setting& setting, bool& field) {
+  const bool* truth = std::get_if<bool>(&setting.value);
+  check(truth, setting.name + " must be true or false.");
+  field = *truth;
+}
+
+// Which of two words it is: whether the second.
+bool second_of(const Setting& setting, const std::string& first, const std::string& second) {
+  const std::string* word = std::get_if<std::string>(&setting.value);
+  check(
+      word && (*word == first || *word == second),
+      setting.name + " must be " + first + " or " + second + (word ? "; got " + *word : "") + ".");
+  return *word == second;
+}
+
+}  // namespace
+
+std::vector<Setting> Policy::settings() const {
+  std::vector<Setting> all;
+  if (recent_is_share)
+    all.push_back({"recent", recent});
+  else
+    all.push_back({"recent", static_cast<int>(recent)});
+  all.push_back({"unit", std::string(per_layer ? "layer" : "head")});
+  all.push_back({"prompt", std::string(windowed ? "window" : "full")});
+  each_field(*this, [&](const char* field, auto value) { all.push_back({field, value}); });
+  return all;
+}
+
+void Policy::set(const Setting& setting) {
+  Policy changed = *this;
+  bool found = true;
+  if (setting.name == "recent") {
+    changed.recent_is_share = !std::holds_alternative<int>(setting.value);
+    take(setting, changed.recent);
+  } else if (setting.name == "unit") {
+    changed.per_layer = second_of(setting, "head", "layer");
+  } else if (setting.name == "prompt") {
+    changed.windowed = second_of(setting, "full", "window");
+  } else {
+    found = false;
+    each_field(changed, [&](const char* field, auto& value) {
+      if (setting.name != field) return;
+      take(setting, value);
+      found = true;
+    });
+  }
+  check(found, "Policy " + name + " has no setting " + setting.name + ".");
   changed.check_fields();
   *this = changed;
+}
+
+void Policy::set(const std::string& field, const std::string& value) {
+  Setting setting{field, value};
+  for (const Setting& held : settings()) {
+    if (held.name != field) continue;
+    // What is "recent" depends on how it is written.
+    const bool share = value.find_first_of(".e") != std::string::npos;
+    if (field == "recent" ? share : std::holds_alternative<double>(held.value))
+      setting.value = parsed<double>(field, value);
+    else if (field == "recent" || std::holds_alternative<int>(held.value))
+      setting.value = parsed<int>(field, value);
+    else if (std::holds_alternative<bool>(held.value))
+      setting.value = parsed_bool(field, value);
+  }
+  set(setting);
 }
 
 void Policy::check_fields() const {
@@ -137,6 +202,7 @@ void Policy::check_fields() const {
 }
 
 bool Policy::needs_attention() const {
+  if (own) return own->needs_attention();
   if (kind == PolicyKind::distinct) return mass_weight != 0;
   return kind != PolicyKind::streaming && kind != PolicyKind::keydiff;
 }
@@ -196,6 +262,7 @@ KernelPolicy Policy::kernel_policy() const {
     case PolicyKind::tova: kernel.score = Score::last; break;
     case PolicyKind::streaming: kernel.priority = Priority::age; break;
     case PolicyKind::keydiff: kernel.priority = Priority::direction; break;
+    case PolicyKind::own: check(false, "No kernel knows a program's own policy."); break;
   }
   if (kernel.score == Score::ema || kernel.score == Score::ema_logits)
     kernel.decay = static_cast<float>(decay);

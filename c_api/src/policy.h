@@ -1,6 +1,9 @@
 // Policies: how slots are scored, and which of them go (python/mlx_h2o/policies, selection.py).
 #pragma once
 
+#include <memory>
+#include <variant>
+
 #include "kernel_terms.h"
 #include "ranges.h"
 #include "rows.h"
@@ -10,7 +13,7 @@ namespace mlx_h2o {
 // Fewer evicted keys than this give no mean worth measuring distances from; the kept ones serve.
 constexpr int kFewestForAMean = 16;
 
-enum class PolicyKind { distinct, h2o, ema, ema_logits, tova, streaming, keydiff, salient };
+enum class PolicyKind { distinct, h2o, ema, ema_logits, tova, streaming, keydiff, salient, own };
 
 // What one call of the attention told about N slots.
 struct Observation {
@@ -43,6 +46,25 @@ struct Slots {
   mx::array lengths_of_values() const;  // float32
 };
 
+// A setting by name, as one of the kinds that mlx_h2o_setting has.
+struct Setting {
+  std::string name;
+  std::variant<int, double, bool, std::string> value;
+};
+
+struct Slots;
+
+// The functions of a program's own policy (src/api/own_policy.cpp).
+struct OwnPolicy {
+  virtual ~OwnPolicy() = default;
+  virtual bool needs_attention() const = 0;
+  // Whether `accumulate` is the program's; otherwise masses are summed.
+  virtual bool accumulates() const = 0;
+  // As those of Policy.
+  virtual mx::array accumulate(const mx::array& scores, const Observation& seen) const = 0;
+  virtual mx::array priority(const Slots& slots) const = 0;
+};
+
 struct Policy {
   std::string name;
   PolicyKind kind;
@@ -61,10 +83,15 @@ struct Policy {
   double age_weight = 0.6;
   double distance_weight = 0.3;
   double value_weight = 0.3;
+  std::shared_ptr<const OwnPolicy> own = nullptr;  // of PolicyKind::own
 
   // A policy by name, or a published preset. Raises for unknown names.
   static Policy named(const std::string& name);
-  // Sets a field from its text, as the command line does. Raises for what makes no policy.
+  // All settings, in the order in which files have them.
+  std::vector<Setting> settings() const;
+  // Sets one. Raises for what makes no policy.
+  void set(const Setting& setting);
+  // The same from its text, as the command line does.
   void set(const std::string& field, const std::string& value);
 
   bool needs_attention() const;
@@ -82,7 +109,7 @@ struct Policy {
   }
   // Whether accumulate only sums masses, so that no logits need be written for it.
   bool sums_mass() const {
-    return uses_evicted_mean() || kind == PolicyKind::h2o;
+    return uses_evicted_mean() || kind == PolicyKind::h2o || (own && !own->accumulates());
   }
   int recent_slots(int budget) const;
   // The fewest slots from which a head can always evict, beside so many pinned tokens.

@@ -63,6 +63,7 @@ mx::array Slots::lengths_of_values() const {
 
 mx::array Policy::accumulate(const mx::array& scores, const Observation& seen) const {
   check(needs_attention(), "Policy " + name + " accumulates no scores.");
+  if (own && own->accumulates()) return own->accumulate(scores, seen);
   if (sums_mass()) {
     const mx::array mass = seen.total_mass();
     return scores + (seen.stands_for ? mass * *seen.stands_for : mass);
@@ -108,6 +109,7 @@ mx::array Policy::salience(const mx::array& mass, const Slots& slots) const {
 }
 
 mx::array Policy::priority(const Slots& slots) const {
+  if (own) return own->priority(slots);
   if (kind == PolicyKind::streaming) return f32(slots.positions);
   if (kind == PolicyKind::keydiff) {
     const mx::array keys = f32(slots.keys), least = number(1e-12);

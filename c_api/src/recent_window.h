@@ -17,6 +17,16 @@ class RecentWindow {
         scored_(policy.needs_attention()),
         measured_(policy.keeps_value_lengths(kept)) {}
 
+  // As it was, with these fields.
+  RecentWindow(
+      int size, const Packing& kept, const Policy& policy, int length, int oldest, Fields fields)
+      : RecentWindow(size, kept, policy) {
+    length_ = length, oldest_ = oldest, fields_ = std::move(fields);
+  }
+
+  int oldest() const {
+    return oldest_;
+  }
   int length() const {
     return length_;
   }

@@ -59,6 +59,7 @@ void CacheSettings::check_filling() const {
 
 int CacheSettings::plain_rows() const {
   if (attending || !remainder) return 0;
+  if (reserved) return *reserved;
   // How many a head can afford: 8 of 128 pays, 8 of 64 does not.
   return std::max(1, std::min(8, budgets[0] / 16 / 2 * 2));
 }

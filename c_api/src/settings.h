@@ -26,6 +26,8 @@ struct CacheSettings {
   std::optional<Frame> frame = {};  // in which packed keys are stored
   Spans pins = {};                  // positions that are never evicted, in order
   std::vector<Stage> filling = {};  // budgets that follow as the conversation grows, in order
+  std::optional<int> reserved = {};
+  bool kernels = true;  // whether kernels compute where there are some
 
   // Raises for what makes no cache.
   void check_all() const;
@@ -37,7 +39,7 @@ struct CacheSettings {
   bool remembers() const {
     return remainder || policy.uses_evicted_mean();
   }
-  // Slots of a head's budget that the evicted take as plain rows.
+  // Slots of a head's budget that the evicted take as plain rows; `reserved`, if that is said.
   int plain_rows() const;
   // Tokens of the recent window, which each head's budget counts; 0: there is none.
   int recent_size() const;

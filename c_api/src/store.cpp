@@ -59,12 +59,18 @@ mx::array with_rows(const mx::array& buffer, const mx::array& index, const mx::a
       buffer, spread(index, rows.shape()), mx::astype(rows, buffer.dtype()), 1);
 }
 
-SlotStore::SlotStore(const std::vector<int>& budgets)
-    : runs_(grouped(budgets, std::vector<int>(budgets.size()))) {}
+SlotStore::SlotStore(const std::vector<int>& budgets, int reserved)
+    : runs_(grouped(budgets, std::vector<int>(budgets.size()))), reserved_(reserved) {}
+
+SlotStore::SlotStore(std::vector<Run> runs, int reserved, Fields fields)
+    : runs_(std::move(runs)),
+      reserved_(reserved),
+      fields_(std::move(fields)),
+      wide_(fields_.at("positions").dtype() == mx::int32) {}
 
 bool SlotStore::needs_room() const {
-  return std::any_of(runs_.begin(), runs_.end(), [](const Run& run) {
-    return run.length == run.allocated && !run.is_full();
+  return std::any_of(runs_.begin(), runs_.end(), [&](const Run& run) {
+    return reserved_ + run.length == run.allocated && !run.is_full();
   });
 }
 
@@ -76,7 +82,11 @@ mx::array SlotStore::range_of(const mx::array& field, const Run& run) const {
 }
 
 mx::array SlotStore::view(const Run& run, const mx::array& field) const {
-  return part(range_of(field, run), 2, 0, run.length);
+  return part(range_of(field, run), 2, reserved_, reserved_ + run.length);
+}
+
+mx::array SlotStore::with_reserved(const Run& run, const std::string& name) const {
+  return part(range_of(fields_.at(name), run), 2, 0, reserved_ + run.length);
 }
 
 mx::array SlotStore::view(const Run& run, const std::string& name) const {
@@ -101,7 +111,8 @@ void SlotStore::fit_positions(int tokens) {
 }
 
 mx::array SlotStore::flat_index(const Run& run, const mx::array& slots) const {
-  const mx::array starts = mx::array(run.start) + mx::array(run.allocated) * range(0, run.heads());
+  const mx::array starts =
+      mx::array(run.start + reserved_) + mx::array(run.allocated) * range(0, run.heads());
   return slots + mx::expand_dims(starts, 1);
 }
 
@@ -117,7 +128,7 @@ void SlotStore::reserve(int extra, const Fields& like) {
   bool fits = !fields_.empty();
   for (const Run& run : runs_) {
     const int steps = (run.length + extra + kGrowthStep - 1) / kGrowthStep * kGrowthStep;
-    room.push_back(std::max(std::min(run.budget, steps), run.allocated));
+    room.push_back(std::max(reserved_ + std::min(run.budget, steps), run.allocated));
     fits = fits && room.back() == run.allocated;
   }
   if (fits) return;
@@ -162,6 +173,14 @@ void SlotStore::put(const mx::array& index, const Fields& rows) {
   }
 }
 
+void SlotStore::put_reserved(const Fields& rows) {
+  const Run& run = runs_[0];
+  const mx::array own = mx::broadcast_to(range(-reserved_, 0), {run.heads(), reserved_});
+  Fields flat;
+  for (const auto& [name, row] : rows) flat.emplace(name, mx::flatten(row, 1, 2));
+  put(mx::reshape(flat_index(run, own), {1, -1}), flat);
+}
+
 mx::array SlotStore::take(const mx::array& index, const std::string& name) const {
   const mx::array& field = fields_.at(name);
   const mx::Shape rows = with_tail({field.shape(0), index.shape(1)}, field.shape(), 2);
@@ -169,19 +188,29 @@ mx::array SlotStore::take(const mx::array& index, const std::string& name) const
 }
 
 void SlotStore::replace(const std::vector<Fields>& rows) {
-  std::vector<int> lengths;
-  for (const Fields& of_run : rows) lengths.push_back(of_run.begin()->second.shape(2));
+  std::vector<int> lengths, allocated;
+  for (const Fields& of_run : rows) {
+    lengths.push_back(of_run.begin()->second.shape(2));
+    allocated.push_back(reserved_ + lengths.back());
+  }
   Fields replaced;
   for (const auto& [name, row] : rows[0]) {
     std::vector<mx::array> parts;
-    for (const Fields& of_run : rows) parts.push_back(kept(name, of_run.at(name)));
+    for (const Fields& of_run : rows) parts.push_back(padded(kept(name, of_run.at(name)), 0));
     replaced.emplace(name, flattened(std::move(parts)));
   }
-  set(std::move(replaced), lengths);
+  set(std::move(replaced), allocated);
   for (size_t i = 0; i < runs_.size(); ++i) runs_[i].length = lengths[i];
 }
 
-void SlotStore::regroup(const std::vector<int>& budgets) {
+mx::array SlotStore::padded(const mx::array& rows, int tail) const {
+  if (!tail && !reserved_) return rows;
+  std::vector<std::pair<int, int>> widths(rows.ndim(), {0, 0});
+  widths[2] = {reserved_, tail};
+  return mx::pad(rows, widths, mx::zeros({}, rows.dtype()));
+}
+
+void SlotStore::regroup(const std::vector<int>& budgets, int reserved) {
   std::vector<Fields> heads;
   std::vector<int> lengths;
   for (const Run& run : runs_) {
@@ -192,6 +221,7 @@ void SlotStore::regroup(const std::vector<int>& budgets) {
     }
   }
   runs_ = grouped(budgets, lengths);
+  reserved_ = reserved;
   std::vector<Fields> of_runs;
   for (const Run& run : runs_) {
     Fields rows;
@@ -206,13 +236,12 @@ void SlotStore::regroup(const std::vector<int>& budgets) {
 }
 
 void SlotStore::write(const std::string& name, const std::vector<mx::array>& parts) {
-  std::vector<mx::array> padded;
+  std::vector<mx::array> whole;
   for (size_t i = 0; i < runs_.size(); ++i) {
-    const int tail = runs_[i].allocated - runs_[i].length;
-    const mx::array rows = kept(name, parts[i]), zero = mx::zeros({}, rows.dtype());
-    padded.push_back(tail ? mx::pad(rows, {{0, 0}, {0, 0}, {0, tail}}, zero) : rows);
+    const int tail = runs_[i].allocated - reserved_ - runs_[i].length;
+    whole.push_back(padded(kept(name, parts[i]), tail));
   }
-  fields_.insert_or_assign(name, flattened(std::move(padded)));
+  fields_.insert_or_assign(name, flattened(std::move(whole)));
 }
 
 int SlotStore::advance(size_t index, int named) {

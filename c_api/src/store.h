@@ -26,7 +26,10 @@ struct Run {
 // Flat buffers [B, S, ...] of a layer's slots, by field name.
 class SlotStore {
  public:
-  explicit SlotStore(const std::vector<int>& budgets);
+  // `reserved` slots at the head of each range hold no token (the remainder's plain rows).
+  explicit SlotStore(const std::vector<int>& budgets, int reserved = 0);
+  // With these runs and fields, which go together.
+  SlotStore(std::vector<Run> runs, int reserved, Fields fields);
 
   const std::vector<Run>& runs() const {
     return runs_;
@@ -45,6 +48,8 @@ class SlotStore {
   // positions as int32.
   mx::array view(const Run& run, const mx::array& field) const;
   mx::array view(const Run& run, const std::string& name) const;
+  // The same of a field, the reserved slots first.
+  mx::array with_reserved(const Run& run, const std::string& name) const;
   Fields views(const Run& run) const;
   // Flat indices [B or 1, H] of one slot of each head: per run [B or 1, heads], counted within it.
   mx::array flat_index_of_heads(const std::vector<mx::array>& slots) const;
@@ -55,12 +60,14 @@ class SlotStore {
   void append(const Fields& rows);
   // Overwrites the slots at flat indices [B or 1, M] with rows [B, M, ...].
   void put(const mx::array& index, const Fields& rows);
+  // Writes rows [B, H, reserved, ...] into the reserved slots, of one run.
+  void put_reserved(const Fields& rows);
   mx::array take(const mx::array& index, const std::string& name) const;
   // Replaces all slots: per run its rows, [B, heads, length, ...].
   void replace(const std::vector<Fields>& rows);
   // Gives the heads, which have rows, new budgets and forms runs anew; a run may then exceed its
   // budget.
-  void regroup(const std::vector<int>& budgets);
+  void regroup(const std::vector<int>& budgets, int reserved = 0);
   // Replaces a field's slots in use.
   void write(const std::string& name, const std::vector<mx::array>& parts);
 
@@ -98,12 +105,15 @@ class SlotStore {
   // Rows of a field as they are kept.
   mx::array kept(const std::string& name, const mx::array& rows) const;
   mx::array range_of(const mx::array& field, const Run& run) const;
+  // Rows [B, heads, M, ...] behind the reserved slots, and before `tail` unused ones.
+  mx::array padded(const mx::array& rows, int tail) const;
   // Flat indices [..., heads, M] of a run's slots.
   mx::array flat_index(const Run& run, const mx::array& slots) const;
   static mx::array flattened(std::vector<mx::array> parts);
   void set(Fields fields, const std::vector<int>& allocated);
 
   std::vector<Run> runs_;
+  int reserved_ = 0;
   Fields fields_;
   bool wide_ = false;  // positions are
 };

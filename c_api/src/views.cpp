@@ -51,6 +51,27 @@ Slots slots_of(BoundedLayer& layer, const Run& run, const Fields& fields, int ev
   return slots;
 }
 
+std::pair<mx::array, mx::array> rows_by_position(BoundedLayer& layer) {
+  std::vector<mx::array> all[2];
+  for (const Run& run : layer.runs()) {
+    const Fields fields = layer.store().views(run);
+    const mx::array order =
+        mx::argsort(true_positions(ranked_of(layer, run, fields).at("positions")), -1);
+    const auto [keys, values] = rows_of(layer, run, fields);
+    for (int i = 0; i < 2; ++i) {
+      const mx::array rows = dense(i ? values : keys);
+      mx::Shape index = rows.shape();
+      index[3] = 1;
+      const mx::array sorted =
+          mx::take_along_axis(rows, mx::broadcast_to(mx::reshape(order, index), rows.shape()), 2);
+      const int missing = layer.held() - rows.shape(2);
+      all[i].push_back(
+          mx::pad(sorted, {{0, 0}, {0, 0}, {0, missing}, {0, 0}}, mx::zeros({}, rows.dtype())));
+    }
+  }
+  return {join_along(std::move(all[0]), 1), join_along(std::move(all[1]), 1)};
+}
+
 mx::array by_position(BoundedLayer& layer, const std::string& name, float unused) {
   std::vector<mx::array> parts;
   for (const Run& run : layer.runs()) {

@@ -19,6 +19,10 @@ mx::array evictable_of(BoundedLayer& layer, const Run& run, const mx::array& pos
 // The same rows as a policy sees them; `evicted` tokens are gone from each head.
 Slots slots_of(BoundedLayer& layer, const Run& run, const Fields& fields, int evicted);
 
+// Keys and values of all rows, in order of position and as they were before they were packed,
+// [B, H, held, width]; the unused are zeros.
+std::pair<mx::array, mx::array> rows_by_position(BoundedLayer& layer);
+
 // "positions" or "scores" of all rows, in order of position: [B, H, held], the unused `unused`.
 mx::array by_position(BoundedLayer& layer, const std::string& name, float unused);
 

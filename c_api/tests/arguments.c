@@ -111,7 +111,7 @@ static mlx_h2o_cache a_cache(int undo) {
   mlx_h2o_cache cache = mlx_h2o_cache_new();
   mlx_h2o_cache_options options = mlx_h2o_cache_options_default();
   options.undo = undo;
-  must(mlx_h2o_cache_make(&cache, policy, budgets, 2, options), "a cache");
+  must(mlx_h2o_cache_make(&cache, policy, budgets, 2, &options), "a cache");
   for (int L = 9; L; L = L == 9) {
     mlx_array q = made((int[]){2, 4, L, 32}, 4, MLX_FLOAT32, 0), out = kNone;
     mlx_array k = made((int[]){2, 2, L, 32}, 4, MLX_FLOAT32, 0);
@@ -348,10 +348,10 @@ static void refuse_frames(mlx_h2o_policy policy) {
   fine.k_bits = 4, fine.group_size = 32;
   fine.frame_centre = part_of_frame(0.5f, -2), fine.frame_scale = part_of_frame(0.5f, 2);
   mlx_h2o_cache_options wrong = fine;
-#define WRONG_PART(part, value)                                   \
-  wrong.part = value;                                             \
-  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, wrong)); \
-  if (wrong.part.ctx) mlx_array_free(wrong.part);                 \
+#define WRONG_PART(part, value)                                    \
+  wrong.part = value;                                              \
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, &wrong)); \
+  if (wrong.part.ctx) mlx_array_free(wrong.part);                  \
   wrong.part = fine.part;
   WRONG_PART(frame_centre, kNone)
   WRONG_PART(frame_scale, kNone)
@@ -369,11 +369,11 @@ static void refuse_frames(mlx_h2o_policy policy) {
   WRONG_PART(frame_centre, made((int[]){2, 32}, 2, MLX_INT32, 3))
 #undef WRONG_PART
   wrong.k_bits = 0, wrong.v_bits = 4;  // keys that are not packed
-  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, wrong));
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, &wrong));
   if (cache.ctx) fails("cache_make", "", "made something in a wrong frame");
 
   // Keys of another width, and attention sinks beside a centre.
-  must(mlx_h2o_cache_make(&cache, policy, budgets, 2, fine), "a framed cache");
+  must(mlx_h2o_cache_make(&cache, policy, budgets, 2, &fine), "a framed cache");
   mlx_array q = made((int[]){2, 4, 3, 32}, 4, MLX_FLOAT32, 0), out = kNone;
   mlx_array k = made((int[]){2, 2, 3, 32}, 4, MLX_FLOAT32, 0);
   mlx_array wide_q = made((int[]){2, 4, 3, 64}, 4, MLX_FLOAT32, 0);
@@ -402,23 +402,23 @@ static void refuse_fillings(mlx_h2o_policy policy) {
   };
   mlx_h2o_cache_options options = mlx_h2o_cache_options_default();
   options.n_stages = 2;
-  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, options));  // a null pointer
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, &options));  // a null pointer
   for (size_t i = 0; i < sizeof wrong / sizeof *wrong; ++i) {
     options.filling = wrong[i];
-    REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, options));
+    REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, &options));
   }
   const int right[] = {8, 10, 6, 16, 6, 10};
   options.filling = right;
   options.n_stages = (size_t)-1;
-  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, options));
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, &options));
   options.n_stages = 2, options.undo = 1;
-  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, options));
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, &options));
   options.undo = 0;
   if (cache.ctx) fails("cache_make", "filling", "made something");
-  must(mlx_h2o_cache_make(&cache, policy, budgets, 2, options), "a cache with stages");
+  must(mlx_h2o_cache_make(&cache, policy, budgets, 2, &options), "a cache with stages");
   mlx_h2o_policy keys_only = a_policy("keydiff");
   options.attending = false;
-  REFUSED(mlx_h2o_cache_make(&cache, keys_only, budgets, 2, options));
+  REFUSED(mlx_h2o_cache_make(&cache, keys_only, budgets, 2, &options));
   mlx_h2o_policy_free(keys_only);
   mlx_h2o_cache_free(cache);
 }
@@ -430,11 +430,11 @@ static void refuse_fetching(void) {
   mlx_h2o_cache_options outside = mlx_h2o_cache_options_default();
   outside.attending = false, outside.undo = 4;
   const int alike[] = {24, 24};
-  REFUSED(mlx_h2o_cache_make(&cache, keys_only, alike, 2, outside));
+  REFUSED(mlx_h2o_cache_make(&cache, keys_only, alike, 2, &outside));
   if (cache.ctx) fails("cache_make", "", "made something");
 
   outside.undo = 0;
-  must(mlx_h2o_cache_make(&cache, keys_only, alike, 2, outside), "a cache");
+  must(mlx_h2o_cache_make(&cache, keys_only, alike, 2, &outside), "a cache");
   mlx_array k = made((int[]){2, 2, 3, 32}, 4, MLX_FLOAT32, 0);
   mlx_array v = made((int[]){2, 2, 3, 64}, 4, MLX_FLOAT32, 0);
   mlx_array ints = made((int[]){2, 2, 3, 64}, 4, MLX_INT32, 0);
@@ -463,15 +463,15 @@ static void refuse_caches(void) {
   mlx_h2o_cache cache = mlx_h2o_cache_new();
   const mlx_h2o_cache_options fine = mlx_h2o_cache_options_default();
   const int budgets[] = {8, 6};
-  REFUSED(mlx_h2o_cache_make(NULL, policy, budgets, 2, fine));
-  REFUSED(mlx_h2o_cache_make(&cache, mlx_h2o_policy_new(), budgets, 2, fine));
-  REFUSED(mlx_h2o_cache_make(&cache, policy, NULL, 2, fine));
-  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 0, fine));
-  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, (size_t)-1, fine));
+  REFUSED(mlx_h2o_cache_make(NULL, policy, budgets, 2, &fine));
+  REFUSED(mlx_h2o_cache_make(&cache, mlx_h2o_policy_new(), budgets, 2, &fine));
+  REFUSED(mlx_h2o_cache_make(&cache, policy, NULL, 2, &fine));
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 0, &fine));
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, (size_t)-1, &fine));
   const int wrong_budgets[] = {0, -1, INT_MIN, 1};
   for (int i = 0; i < 4; ++i) {
     const int some[] = {8, wrong_budgets[i]};
-    REFUSED(mlx_h2o_cache_make(&cache, policy, some, 2, fine));
+    REFUSED(mlx_h2o_cache_make(&cache, policy, some, 2, &fine));
   }
   enum { WRONG = 12 };
   mlx_h2o_cache_options wrong[WRONG];
@@ -482,18 +482,19 @@ static void refuse_caches(void) {
   wrong[6].attending = false;  // a policy that must see attention
   wrong[7].undo = -1, wrong[8].undo = INT_MIN, wrong[9].k_bits = INT_MAX, wrong[10].v_bits = 32;
   wrong[11].group_size = INT_MIN;
-  for (int i = 0; i < WRONG; ++i) REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, wrong[i]));
+  for (int i = 0; i < WRONG; ++i)
+    REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, &wrong[i]));
   const float saturations[][2] = {{-1, 4}, {4, NAN}, {INFINITY, 0}};
   for (int i = 0; i < 3; ++i) {
     mlx_h2o_cache_options saturated = fine;
     saturated.saturation = saturations[i];
-    REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, saturated));
+    REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, &saturated));
   }
   refuse_frames(policy);
   refuse_fillings(policy);
   must(mlx_h2o_policy_set(policy, "sink", "1073741824"), "sink");
   must(mlx_h2o_policy_set(policy, "evict_every", "65536"), "evict_every");
-  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, fine));
+  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, &fine));
   if (cache.ctx) fails("cache_make", "", "made something");
   mlx_h2o_policy_free(policy);
 }
@@ -607,7 +608,7 @@ static mlx_h2o_cache any_cache(void) {
       options.frame_centre = part_of_frame((float)below(2), chance(10) ? NAN : 0);
       options.frame_scale = part_of_frame(2, (float)below(10) / 4);
     }
-    const int status = mlx_h2o_cache_make(&cache, policy, some, 2, options);
+    const int status = mlx_h2o_cache_make(&cache, policy, some, 2, &options);
     mlx_h2o_policy_free(policy);
     mlx_array_free(options.frame_centre), mlx_array_free(options.frame_scale);
     if (!status) return cache;

@@ -153,6 +153,20 @@ static int update_and_attend(Call* c) {
       out(c, 0), c->cache, IN[0], IN[1], IN[2], c->scale, IN[3], c->s);
 }
 
+static int masked(Call* c) {
+  return mlx_h2o_cache_update_and_attend_masked(
+      out(c, 0), c->cache, IN[0], IN[1], IN[2], c->scale, c->texts[0], IN[3], IN[4], c->s);
+}
+
+static int make_mask(Call* c) {
+  const char* mode = NULL;
+  return mlx_h2o_cache_make_mask(&mode, out(c, 0), c->cache, c->ints[0], true, c->s);
+}
+
+static int rows_of(Call* c) {
+  return mlx_h2o_cache_rows(out(c, 0), out(c, 1), out(c, 2), c->cache, c->s);
+}
+
 #define NUMBER(name, type)                                                              \
   static int name(Call* c) {                                                            \
     type number = (type)c->number;                                                      \
@@ -165,6 +179,28 @@ NUMBER(size, int)
 NUMBER(evicted, int64_t)
 NUMBER(nbytes, size_t)
 NUMBER(trimmable, int)
+
+NUMBER(n_kv_heads, size_t)
+NUMBER(pin_count, size_t)
+
+static int set_int(Call* c) {
+  return mlx_h2o_policy_set_int(c->policy, c->texts[1], c->ints[0]);
+}
+
+static int setting_count(Call* c) {
+  size_t count = (size_t)c->number;
+  const int status = mlx_h2o_policy_setting_count(c->missing < 0 ? &count : NULL, c->policy);
+  c->number = (long long)count;
+  return status;
+}
+
+static int budgets(Call* c) {
+  int slots[2] = {(int)c->number};
+  const int status =
+      mlx_h2o_cache_budgets(c->missing < 0 ? slots : NULL, (size_t)c->ints[0], c->cache);
+  c->number = slots[0];
+  return status;
+}
 
 static int trim(Call* c) {
   return mlx_h2o_cache_trim(c->cache, c->ints[0], c->s);
@@ -305,6 +341,14 @@ const Function kFunctions[] = {
      .policy = true,
      .text = "0.3",
      .wrong_text = {"nan", "1e999"}},
+    {"policy_set_int",
+     set_int,
+     {{0}},
+     0,
+     "",
+     {{"value", 1, {-1, INT_MIN, INT_MAX}, 3}},
+     .policy = true},
+    {"policy_setting_count", setting_count, {{0}}, -1, "", .policy = true},
     {"policy_needs_attention", needs_attention, {{0}}, -1, "", .policy = true},
     {"policy_recent_slots",
      recent_slots,
@@ -403,11 +447,43 @@ const Function kFunctions[] = {
      .scaled = true,
      .cache = true,
      .streamed = true},
+    {"cache_update_and_attend_masked",
+     masked,
+     {{"q", "BQLD", 'f', false},
+      {"keys", "BKLD", 'f', false},
+      {"values", "BKLV", 'f', false},
+      {"mask_arr", "BQLN", 'm', false},
+      {"sinks", "Q", 'f', true}},
+     1,
+     "N",
+     .scaled = true,
+     .cache = true,
+     .streamed = true,
+     .text = "array",
+     .wrong_text = {"causal", "all"}},
+    {"cache_make_mask",
+     make_mask,
+     {{0}},
+     1,
+     "",
+     {{"n", 3, {0, -1, INT_MAX, INT_MIN}, 4}},
+     .cache = true,
+     .streamed = true},
+    {"cache_rows", rows_of, {{0}}, 3, "", .cache = true, .streamed = true},
     {"cache_offset", offset, {{0}}, -1, "", .cache = true},
     {"cache_size", size, {{0}}, -1, "", .cache = true},
     {"cache_evicted", evicted, {{0}}, -1, "", .cache = true},
     {"cache_nbytes", nbytes, {{0}}, -1, "", .cache = true},
     {"cache_trimmable", trimmable, {{0}}, -1, "", .cache = true},
+    {"cache_n_kv_heads", n_kv_heads, {{0}}, -1, "", .cache = true},
+    {"cache_pin_count", pin_count, {{0}}, -1, "", .cache = true},
+    {"cache_budgets",
+     budgets,
+     {{0}},
+     -1,
+     "",
+     {{"n_kv_heads", 2, {0, 1, 3, -1, INT_MIN}, 5}},
+     .cache = true},
     {"cache_trim",
      trim,
      {{0}},

@@ -26,9 +26,9 @@ int check_errors(const Replay* r) {
   MUST_FAIL(mlx_h2o_policy_set(policy, "decay", "0.5"));
   MUST_FAIL(mlx_h2o_policy_set(policy, "sink", "four"));
   MUST_FAIL(mlx_h2o_policy_set(policy, "pool", "4"));
-  MUST_FAIL(mlx_h2o_cache_make(&cache, policy, few, 2, options));
+  MUST_FAIL(mlx_h2o_cache_make(&cache, policy, few, 2, &options));
   MUST_FAIL(mlx_h2o_cache_update_and_attend(&out, cache, rows, rows, rows, 1, kNone, r->s));
-  TRY(mlx_h2o_cache_make(&cache, policy, budgets, 2, options));
+  TRY(mlx_h2o_cache_make(&cache, policy, budgets, 2, &options));
   MUST_FAIL(mlx_h2o_cache_kept(&out, cache, r->s));
   TRY(mlx_h2o_cache_update_and_attend(&out, cache, rows, rows, rows, 1, kNone, r->s));
   MUST_FAIL(mlx_h2o_cache_update_and_fetch(&out, &out, &out, cache, rows, rows, r->s));
@@ -72,7 +72,7 @@ int check_flat_memory(const Replay* r, int steps) {
   mlx_h2o_policy policy = mlx_h2o_policy_new();
   mlx_h2o_cache cache = mlx_h2o_cache_new();
   TRY(mlx_h2o_policy_named(&policy, "distinct"));
-  TRY(mlx_h2o_cache_make(&cache, policy, budgets, Hk, mlx_h2o_cache_options_default()));
+  TRY(mlx_h2o_cache_make(&cache, policy, budgets, Hk, NULL));
   float numbers[(Hq + 2 * Hk) * D];
   size_t settled = 0, now = 0, settled_bytes = 0, bytes = 0;
   for (int step = 0; step < steps; ++step) {

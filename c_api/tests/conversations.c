@@ -124,7 +124,7 @@ static mlx_h2o_cache made(const Layer* layer, int undo) {
   options.group_size = 32, options.undo = undo, options.saturation = layer->saturation;
   if (layer->framed) options.frame_centre = part_of_frame(false);
   if (layer->framed) options.frame_scale = part_of_frame(true);
-  must(mlx_h2o_cache_make(&cache, policy, layer->budgets, Hk, options), layer->name);
+  must(mlx_h2o_cache_make(&cache, policy, layer->budgets, Hk, &options), layer->name);
   mlx_array_free(options.frame_centre), mlx_array_free(options.frame_scale);
   mlx_h2o_policy_free(policy);
   return cache;
@@ -480,8 +480,7 @@ static void memory(void) {
   mlx_h2o_policy policy = mlx_h2o_policy_new();
   mlx_h2o_cache cache = mlx_h2o_cache_new();
   must(mlx_h2o_policy_named(&policy, "keydiff"), "keydiff");
-  must(
-      mlx_h2o_cache_make(&cache, policy, budgets, HEADS, mlx_h2o_cache_options_default()), "cache");
+  must(mlx_h2o_cache_make(&cache, policy, budgets, HEADS, NULL), "cache");
   const int shape[] = {1, HEADS, LENGTH, WIDTH};
   mlx_array wide = mlx_array_new(), rows = mlx_array_new(), out = mlx_array_new();
   mlx_array low = mlx_array_new_float32(-1), high = mlx_array_new_float32(1);

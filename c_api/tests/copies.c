@@ -41,7 +41,7 @@ static mlx_h2o_cache made(const Layer* layer, const int* budgets) {
   options.recent_bits = layer->recent_bits, options.undo = layer->undo;
   expect(
       !mlx_h2o_policy_named(&policy, layer->policy) &&
-          !mlx_h2o_cache_make(&cache, policy, budgets, Hk, options),
+          !mlx_h2o_cache_make(&cache, policy, budgets, Hk, &options),
       layer->name, "a cache");
   mlx_h2o_policy_free(policy);
   return cache;

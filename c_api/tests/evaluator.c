@@ -80,7 +80,7 @@ static void frames_and_indices(Evaluations* seen, mlx_h2o_policy policy) {
   options.k_bits = 8, options.group_size = 32;
   options.frame_scale = mlx_array_new_data(scales, shape, 2, MLX_FLOAT32);
   options.frame_centre = mlx_array_new_data(centres, shape, 2, MLX_FLOAT32);
-  ASKS(mlx_h2o_cache_make(&framed, policy, budgets, HEADS, options), "a frame");
+  ASKS(mlx_h2o_cache_make(&framed, policy, budgets, HEADS, &options), "a frame");
   mlx_h2o_cache_free(framed);
   mlx_array_free(options.frame_scale), mlx_array_free(options.frame_centre);
   ASKS(write_a_row(), "an index");
@@ -90,9 +90,7 @@ static void conversation(Evaluations* seen, mlx_h2o_policy policy, bool on_gpu) 
   const int budgets[] = {12, 12}, span[] = {15, 17};
   mlx_h2o_cache cache = mlx_h2o_cache_new();
   mlx_array kept = mlx_array_new();
-  expect(
-      !mlx_h2o_cache_make(&cache, policy, budgets, HEADS, mlx_h2o_cache_options_default()),
-      "a cache");
+  expect(!mlx_h2o_cache_make(&cache, policy, budgets, HEADS, NULL), "a cache");
   attend(cache, PROMPT, 1);
   seen->calls = 0;
   for (int i = 0; i < STEPS; ++i) attend(cache, 1, 2 + i);

@@ -88,7 +88,7 @@ static Trajectory trajectory_of(const Replay* r) {
     int* stages = stages_of_layer(&filling, l, t.Hk);
     options.filling = stages, options.n_stages = filling.stages;
     TRY(mlx_h2o_cache_make(
-        &t.of[l].cache, policy, budgets + (size_t)l * t.Hk, (size_t)t.Hk, options));
+        &t.of[l].cache, policy, budgets + (size_t)l * t.Hk, (size_t)t.Hk, &options));
     free(stages);
     mlx_array_free(options.frame_centre), mlx_array_free(options.frame_scale);
   }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_h2o import checks
 from mlx_h2o.curves import check_curves
-from mlx_h2o.packed import Packing
+from mlx_h2o.packed import Packing, group_size_for
 from mlx_h2o.policies import Policy
 from mlx_h2o.positions import NARROW, WIDE
 from mlx_h2o.remainder import Remainder
@@ -87,6 +88,11 @@ class RowWidths:
         frame = 2 * 4 * self.key * self.framed
         constants = frame + self.centre_bytes
         return remainder + constants + 4 * policy.evict_every + self.undo * step
+
+
+def group_size_of(widths: Sequence[RowWidths]) -> int | None:
+    """A group size in which all these rows can be packed: the usual one if possible."""
+    return group_size_for(*(width for of in widths for width in (of.key, of.value)))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ import numpy as np
 
 from mlx_h2o import routing
 from mlx_h2o.attention_call import AttentionCall
+from mlx_h2o.budget import group_size_of
 from mlx_h2o.calibrated_layers import CalibratedLayers, LayerLosses
 from mlx_h2o.echoes import echo_losses
 from mlx_h2o.frame import Frame, RowFormat
@@ -33,7 +34,6 @@ from mlx_h2o.key_frames import frame_passes, frames_of_text
 from mlx_h2o.layer_kinds import identity_by_kinds
 from mlx_h2o.measured import LayerFrames, Measured, frames_for
 from mlx_h2o.packed import DEFAULT_GROUP_SIZE
-from mlx_h2o.plan import group_size_of
 from mlx_h2o.policies import Policy, make_policy
 from mlx_h2o.profile import SMALLEST_BUDGET, Profile
 from mlx_h2o.settings import DEFAULT_POLICY

@@ -8,13 +8,18 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_h2o.budget import LayerShare, RowWidths, bytes_for_slots, slots_for_bytes
+from mlx_h2o.budget import (
+    LayerShare,
+    bytes_for_slots,
+    group_size_of,
+    slots_for_bytes,
+)
 from mlx_h2o.checks import MOST_TOKENS
 from mlx_h2o.filling import Stage, Stages, stages_of, starts_narrow, while_narrow
 from mlx_h2o.frame import Frame
 from mlx_h2o.layer_kinds import LayerKind
 from mlx_h2o.measured import LayerFrames, frames_for
-from mlx_h2o.packed import Packing, group_size_for
+from mlx_h2o.packed import Packing
 from mlx_h2o.policies import Policy
 from mlx_h2o.profile import Profile
 from mlx_h2o.query_centres import QueryCentres
@@ -210,11 +215,6 @@ def _chosen_packing(
     group = profile.measured.group_size
     packing = packed_in(shares[0], found[0].bits, group).widths.packing
     return packing, "; ".join(map(str, found))
-
-
-def group_size_of(widths: Sequence[RowWidths]) -> int | None:
-    """A group size in which all these rows can be packed: the usual one if possible."""
-    return group_size_for(*(width for of in widths for width in (of.key, of.value)))
 
 
 def saturations(

@@ -1,10 +1,8 @@
 // mlx_h2o.h: attention.
-#include "attend.h"
-#include "operands.h"
+#include "../attend.h"
+#include "handles.h"
 
 namespace mlx_h2o {
-
-namespace {
 
 Masking masking(const char* mode, mlx_array mask) {
   const std::string text = mode ? mode : "";
@@ -15,6 +13,8 @@ Masking masking(const char* mode, mlx_array mask) {
   check(text != "array" || mask.ctx, "mask_mode \"array\" needs a mask array.");
   return {text == "causal", maybe(mask)};
 }
+
+namespace {
 
 // Packed rows of the axes B, Hk, N and `width`.
 Stored stored(

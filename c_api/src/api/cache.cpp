@@ -1,4 +1,8 @@
 // mlx_h2o.h: a layer's cache.
+#include <algorithm>
+#include <cstring>
+
+#include "../attend.h"
 #include "handles.h"
 
 namespace mlx_h2o {
@@ -10,6 +14,48 @@ constexpr size_t kMostSpans = 1 << 16;
 constexpr size_t kMostStages = 64;
 
 namespace {
+
+// The options of the program as far as it knows them, and the defaults of the others.
+mlx_h2o_cache_options defaults(size_t size) {
+  mlx_h2o_cache_options options = {};
+  options.size = size;
+  options.remainder = options.attending = options.kernels = true;
+  options.group_size = 64;
+  return options;
+}
+
+// Of the first version, which every program knows.
+constexpr size_t kLeastSize = offsetof(mlx_h2o_cache_options, kernels) + sizeof(bool);
+
+void check_size(size_t size) {
+  check(
+      size >= kLeastSize,
+      "options.size is that of the struct; got " + std::to_string(size) +
+          ": begin with mlx_h2o_cache_options_default().");
+}
+
+mlx_h2o_cache_options complete(const mlx_h2o_cache_options* given) {
+  if (!given) return defaults(sizeof(mlx_h2o_cache_options));
+  check_size(given->size);
+  mlx_h2o_cache_options options = defaults(given->size);
+  const size_t known = std::min(given->size, sizeof options);
+  std::memcpy(&options, given, known);
+  const char* const more = reinterpret_cast<const char*>(given);
+  check(
+      std::all_of(more + known, more + given->size, [](char byte) { return !byte; }),
+      "The program sets options that this version does not have.");
+  return options;
+}
+
+// What a call does to a cache, by kernels or not.
+template <class F>
+int changing(mlx_h2o_cache cache, mlx_stream s, F&& run) {
+  return guarded_on(s, [&] {
+    Core& core = changed(cache);
+    const KernelScope kernels(core.settings().kernels);
+    run(core);
+  });
+}
 
 std::optional<Frame> frame_of(const mlx_h2o_cache_options& options, int heads) {
   const mlx_array centre = options.frame_centre, scale = options.frame_scale;
@@ -25,6 +71,31 @@ std::optional<Frame> frame_of(const mlx_h2o_cache_options& options, int heads) {
       "The frame is of " + std::to_string(operands["Hk"]) + " KV heads, the budgets of " +
           std::to_string(heads) + ".");
   return checked_frame(of_centre, of_scale);
+}
+
+Fields fields_of(const mlx_map_string_to_array arrays) {
+  Fields all;
+  const mlx_map_string_to_array_iterator it = mlx_map_string_to_array_iterator_new(arrays);
+  const char* name = nullptr;
+  mlx_array array = mlx_array_new();
+  while (!mlx_map_string_to_array_iterator_next(&name, &array, it)) all.emplace(name, of(array));
+  mlx_array_free(array);
+  mlx_map_string_to_array_iterator_free(it);
+  return all;
+}
+
+void give_if_any(mlx_array* res, const std::optional<mx::array>& value) {
+  if (value) return give(res, *value);
+  mlx_array_free(*res);
+  *res = mlx_array_new();
+}
+
+void give_spans(int* res, size_t n_spans, const Spans& spans) {
+  check(
+      n_spans == spans.size() && (res || spans.empty()),
+      "There are " + std::to_string(spans.size()) + " spans; got place for " +
+          std::to_string(n_spans) + (res ? "." : " and a null pointer."));
+  for (const auto& [first, end] : spans) *res++ = first, *res++ = end;
 }
 
 std::vector<Stage> filling_of(const mlx_h2o_cache_options& options, int heads) {
@@ -48,11 +119,15 @@ using namespace mlx_h2o;
 
 extern "C" {
 
-mlx_h2o_cache_options mlx_h2o_cache_options_default(void) {
-  mlx_h2o_cache_options options = {};
-  options.remainder = options.attending = true;
-  options.group_size = 64;
-  return options;
+int mlx_h2o_cache_options_init(mlx_h2o_cache_options* res, size_t size) {
+  return guarded([&] {
+    wants(res);
+    check_size(size);
+    const mlx_h2o_cache_options options = defaults(size);
+    // Of a later version's struct, fields that this one does not have are 0.
+    std::memset(static_cast<void*>(res), 0, size);
+    std::memcpy(static_cast<void*>(res), &options, std::min(size, sizeof options));
+  });
 }
 
 mlx_h2o_cache mlx_h2o_cache_new(void) {
@@ -60,15 +135,16 @@ mlx_h2o_cache mlx_h2o_cache_new(void) {
 }
 
 int mlx_h2o_cache_free(mlx_h2o_cache cache) {
-  delete static_cast<Core*>(cache.ctx);
+  delete handle_of(cache);
   return 0;
 }
 
 int mlx_h2o_cache_make(
     mlx_h2o_cache* res, const mlx_h2o_policy policy, const int* budgets, size_t n_kv_heads,
-    const mlx_h2o_cache_options options) {
+    const mlx_h2o_cache_options* given) {
   return guarded([&] {
     wants(res);
+    const mlx_h2o_cache_options options = complete(given);
     check(
         budgets && n_kv_heads > 0 && n_kv_heads <= kMostHeads,
         "A cache needs budgets for 1 to " + std::to_string(kMostHeads) + " KV heads.");
@@ -76,43 +152,143 @@ int mlx_h2o_cache_make(
     settings.policy = of(policy);
     settings.budgets.assign(budgets, budgets + n_kv_heads);
     settings.remainder = options.remainder;
+    settings.kernels = options.kernels;
     settings.attending = options.attending;
     settings.packing = {options.k_bits, options.v_bits, options.group_size, options.recent_bits};
     settings.undo = options.undo;
     settings.saturations = saturations_of(options.saturation, settings.heads());
     settings.frame = frame_of(options, settings.heads());
     settings.filling = filling_of(options, settings.heads());
-    auto cache = std::make_unique<Core>(std::move(settings));
-    delete static_cast<Core*>(res->ctx);
-    res->ctx = cache.release();
+    give(res, std::make_unique<Core>(std::move(settings)));
   });
+}
+
+int mlx_h2o_cache_get_options(mlx_h2o_cache_options* res, mlx_h2o_cache cache) {
+  return guarded([&] {
+    wants(res);
+    check_size(res->size);
+    const Held& held = *handle_of(cache);
+    const CacheSettings& settings = of(cache).settings();
+    mlx_h2o_cache_options options = defaults(res->size);
+    options.remainder = settings.remainder, options.attending = settings.attending;
+    options.kernels = settings.kernels, options.undo = settings.undo;
+    options.k_bits = settings.packing.k_bits, options.v_bits = settings.packing.v_bits;
+    options.group_size = settings.packing.group_size;
+    options.recent_bits = settings.packing.recent_bits;
+    options.saturation = settings.saturations.data();
+    if (settings.frame) {
+      options.frame_centre = borrowed(settings.frame->centre);
+      options.frame_scale = borrowed(settings.frame->scale);
+    }
+    held.filling.clear();
+    for (const Stage& stage : settings.filling) {
+      held.filling.push_back(stage.beyond);
+      held.filling.insert(held.filling.end(), stage.budgets.begin(), stage.budgets.end());
+    }
+    options.n_stages = settings.filling.size();
+    if (options.n_stages) options.filling = held.filling.data();
+    std::memcpy(static_cast<void*>(res), &options, std::min(res->size, sizeof options));
+  });
+}
+
+int mlx_h2o_cache_policy(mlx_h2o_policy* res, const mlx_h2o_cache cache) {
+  return guarded([&] {
+    wants(res);
+    const Policy& policy = of(cache).settings().policy;
+    if (res->ctx)
+      of(*res) = policy;
+    else
+      res->ctx = new Policy(policy);
+  });
+}
+
+int mlx_h2o_cache_n_kv_heads(size_t* res, const mlx_h2o_cache cache) {
+  return guarded([&] {
+    wants(res);
+    *res = of(cache).heads();
+  });
+}
+
+int mlx_h2o_cache_budgets(int* res, size_t n_kv_heads, const mlx_h2o_cache cache) {
+  return guarded([&] {
+    wants(res);
+    const std::vector<int>& budgets = of(cache).settings().budgets;
+    check(
+        n_kv_heads == budgets.size(),
+        "This cache has " + std::to_string(budgets.size()) + " KV heads; got place for " +
+            std::to_string(n_kv_heads) + ".");
+    std::copy(budgets.begin(), budgets.end(), res);
+  });
+}
+
+int mlx_h2o_cache_pin_count(size_t* res, const mlx_h2o_cache cache) {
+  return guarded([&] {
+    wants(res);
+    *res = of(cache).settings().pins.size();
+  });
+}
+
+int mlx_h2o_cache_pins(int* res, size_t n_spans, const mlx_h2o_cache cache) {
+  return guarded([&] { give_spans(res, n_spans, of(cache).settings().pins); });
+}
+
+int mlx_h2o_cache_row_types(mlx_h2o_row_types* res, const mlx_h2o_cache cache) {
+  return guarded([&] {
+    wants(res);
+    const std::optional<RowTypes> types = of(cache).row_types();
+    check(types.has_value(), "This cache has seen no token.", Blame::state);
+    *res = {types->batch,       int(of(cache).heads()),     types->key_width,
+            types->value_width, dtype_of(types->key_dtype), dtype_of(types->value_dtype)};
+  });
+}
+
+int mlx_h2o_cache_use_kernels(mlx_h2o_cache cache, bool use) {
+  return guarded([&] { of(cache).use_kernels(use); });
 }
 
 int mlx_h2o_cache_update_and_attend(
     mlx_array* out, mlx_h2o_cache cache, const mlx_array q, const mlx_array keys,
     const mlx_array values, float scale, const mlx_array sinks, const mlx_stream s) {
-  return guarded_on(s, [&] {
+  return changing(cache, s, [&](Core& core) {
     wants(out);
     check_scale(scale);
     const AttentionCall call{of(q), scale, maybe(sinks)};
-    give(out, changed(cache).update_and_attend(call, of(keys), of(values)));
+    give(out, core.update_and_attend(call, of(keys), of(values)));
+  });
+}
+
+int mlx_h2o_cache_update_and_attend_masked(
+    mlx_array* out, mlx_h2o_cache cache, const mlx_array q, const mlx_array keys,
+    const mlx_array values, float scale, const char* mask_mode, const mlx_array mask_arr,
+    const mlx_array sinks, const mlx_stream s) {
+  return changing(cache, s, [&](Core& core) {
+    wants(out);
+    check_scale(scale);
+    const AttentionCall call{of(q), scale, maybe(sinks), masking(mask_mode, mask_arr)};
+    give(out, core.update_and_attend(call, of(keys), of(values)));
+  });
+}
+
+int mlx_h2o_cache_make_mask(
+    const char** res_mode, mlx_array* res, mlx_h2o_cache cache, int n, bool as_array,
+    const mlx_stream s) {
+  return guarded_on(s, [&] {
+    wants(res_mode, res);
+    const Masking mask = of(cache).mask_for(n, as_array);
+    give_if_any(res, mask.array);
+    *res_mode = mask.array ? "array" : mask.causal ? "causal" : "";
   });
 }
 
 int mlx_h2o_cache_update_and_fetch(
     mlx_array* res_keys, mlx_array* res_values, mlx_array* res_mask, mlx_h2o_cache cache,
     const mlx_array keys, const mlx_array values, const mlx_stream s) {
-  return guarded_on(s, [&] {
+  return changing(cache, s, [&](Core& core) {
     wants(res_keys, res_values, res_mask);
-    Core::Fetched fetched = changed(cache).update_and_fetch(of(keys), of(values));
+    Core::Fetched fetched = core.update_and_fetch(of(keys), of(values));
     give(res_keys, fetched.keys);
     give(res_values, fetched.values);
-    if (fetched.mask) {
-      give(res_mask, *fetched.mask);
-    } else {
-      mlx_array_free(*res_mask);
-      *res_mask = mlx_array_new();
-    }
+    give_if_any(res_mask, fetched.mask);
   });
 }
 
@@ -152,22 +328,19 @@ int mlx_h2o_cache_trimmable(int* res, const mlx_h2o_cache cache) {
 }
 
 int mlx_h2o_cache_trim(mlx_h2o_cache cache, int n, const mlx_stream s) {
-  return guarded_on(s, [&] { changed(cache).trim(n); });
+  return changing(cache, s, [&](Core& core) { core.trim(n); });
 }
 
 int mlx_h2o_cache_copy(mlx_h2o_cache* res, mlx_h2o_cache cache, const mlx_stream s) {
-  return guarded_on(s, [&] {
+  return changing(cache, s, [&](Core& core) {
     wants(res);
-    auto copy = changed(cache).copied();
-    delete static_cast<Core*>(res->ctx);
-    res->ctx = copy.release();
+    give(res, core.copied());
   });
 }
 
 int mlx_h2o_cache_resize(
     mlx_h2o_cache cache, const int* budgets, size_t n_kv_heads, const mlx_stream s) {
-  return guarded_on(s, [&] {
-    Core& resized = changed(cache);
+  return changing(cache, s, [&](Core& resized) {
     check(
         budgets && n_kv_heads == resized.heads(),
         "This cache needs budgets for " + std::to_string(resized.heads()) + " KV heads; got " +
@@ -178,7 +351,7 @@ int mlx_h2o_cache_resize(
 
 int mlx_h2o_cache_pin(
     int* res_missing, mlx_h2o_cache cache, const int* spans, size_t n_spans, const mlx_stream s) {
-  return guarded_on(s, [&] {
+  return changing(cache, s, [&](Core& core) {
     check(spans && n_spans > 0 && n_spans <= kMostSpans, "Pins are 1 to 65536 spans.");
     Spans pins;
     for (size_t i = 0; i < n_spans; ++i) {
@@ -189,30 +362,107 @@ int mlx_h2o_cache_pin(
               std::to_string(first) + " and " + std::to_string(end) + ".");
       pins.emplace_back(first, end);
     }
-    const int missing = changed(cache).pin(std::move(pins));
+    const int missing = core.pin(std::move(pins));
     if (res_missing) *res_missing = missing;
   });
 }
 
 int mlx_h2o_cache_unpin(mlx_h2o_cache cache, const mlx_stream s) {
-  return guarded_on(s, [&] { changed(cache).unpin(); });
+  return changing(cache, s, [&](Core& core) { core.unpin(); });
 }
 
 int mlx_h2o_cache_new_turn(mlx_h2o_cache cache, double carry, const mlx_stream s) {
-  return guarded_on(s, [&] { changed(cache).new_turn(carry); });
+  return changing(cache, s, [&](Core& core) { core.new_turn(carry); });
 }
 
 int mlx_h2o_cache_kept(mlx_array* res, mlx_h2o_cache cache, const mlx_stream s) {
-  return guarded_on(s, [&] {
+  return changing(cache, s, [&](Core& core) {
     wants(res);
-    give(res, changed(cache).kept());
+    give(res, core.kept());
   });
 }
 
 int mlx_h2o_cache_scores(mlx_array* res, mlx_h2o_cache cache, const mlx_stream s) {
+  return changing(cache, s, [&](Core& core) {
+    wants(res);
+    give(res, core.scores());
+  });
+}
+
+int mlx_h2o_cache_rows(
+    mlx_array* res_keys, mlx_array* res_values, mlx_array* res_positions, mlx_h2o_cache cache,
+    const mlx_stream s) {
+  return changing(cache, s, [&](Core& core) {
+    wants(res_keys, res_values, res_positions);
+    const auto [keys, values] = core.rows();
+    const mx::array positions = core.kept();
+    give(res_keys, keys);
+    give(res_values, values);
+    give(res_positions, positions);
+  });
+}
+
+int mlx_h2o_cache_arrays(
+    mlx_map_string_to_array* res, mlx_string* res_settings, mlx_h2o_cache cache,
+    const mlx_stream s) {
+  return changing(cache, s, [&](Core& core) {
+    wants(res, res_settings);
+    const auto [arrays, settings] = core.saved();
+    const mlx_map_string_to_array all = mlx_map_string_to_array_new();
+    int status = 0;
+    for (const auto& [name, array] : arrays)
+      status = status || mlx_map_string_to_array_insert(all, name.c_str(), borrowed(array));
+    const mlx_string text = mlx_string_new_data(settings.c_str());
+    status = status || mlx_map_string_to_array_set(res, all) || mlx_string_set(res_settings, text);
+    mlx_map_string_to_array_free(all);
+    mlx_string_free(text);
+    check(!status, "MLX could not list the arrays.", Blame::internal);
+  });
+}
+
+int mlx_h2o_cache_restore(
+    mlx_h2o_cache* res, const mlx_map_string_to_array arrays, const char* settings,
+    const mlx_stream s) {
   return guarded_on(s, [&] {
     wants(res);
-    give(res, changed(cache).scores());
+    refuse_tracing();
+    check(arrays.ctx && settings, "A saved cache is arrays and settings; one is missing.");
+    give(res, Core::restored(fields_of(arrays), settings));
+  });
+}
+
+int mlx_h2o_cache_restore_own(
+    mlx_h2o_cache* res, const mlx_h2o_policy policy, const mlx_map_string_to_array arrays,
+    const char* settings, const mlx_stream s) {
+  return guarded_on(s, [&] {
+    wants(res);
+    refuse_tracing();
+    const Policy& own = of(policy);
+    check(arrays.ctx && settings, "A saved cache is arrays and settings; one is missing.");
+    give(res, Core::restored(fields_of(arrays), settings, &own));
+  });
+}
+
+int mlx_h2o_cache_missing_count(size_t* res, const mlx_h2o_cache cache) {
+  return guarded([&] {
+    wants(res);
+    *res = of(cache).missing().size();
+  });
+}
+
+int mlx_h2o_cache_missing(int* res, size_t n_spans, const mlx_h2o_cache cache) {
+  return guarded([&] { give_spans(res, n_spans, of(cache).missing()); });
+}
+
+int mlx_h2o_cache_inner_state(mlx_vector_array* res, const mlx_h2o_cache cache) {
+  return guarded([&] {
+    wants(res);
+    const std::vector<mx::array> all = of(cache).newest();
+    const mlx_vector_array held = mlx_vector_array_new();
+    for (const mx::array& a : all) mlx_vector_array_append_value(held, borrowed(a));
+    const int status = mlx_vector_array_set(res, held);
+    mlx_vector_array_free(held);
+    check(!status, "MLX could not list the arrays.", Blame::internal);
   });
 }
 
@@ -227,9 +477,9 @@ int mlx_h2o_remainder_free(mlx_h2o_remainder remainder) {
 }
 
 int mlx_h2o_cache_remainder(mlx_h2o_remainder* res, mlx_h2o_cache cache, const mlx_stream s) {
-  return guarded_on(s, [&] {
+  return changing(cache, s, [&](Core& core) {
     wants(res);
-    give(res, changed(cache).remainder());
+    give(res, core.remainder());
   });
 }
 

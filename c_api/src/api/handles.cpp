@@ -9,7 +9,14 @@ Policy& of(mlx_h2o_policy handle) {
 
 Core& of(mlx_h2o_cache handle) {
   check(handle.ctx, "The cache is missing: a handle is empty.");
-  return *static_cast<Core*>(handle.ctx);
+  return *handle_of(handle)->core;
+}
+
+void give(mlx_h2o_cache* res, std::unique_ptr<Core> cache) {
+  if (res->ctx)
+    *handle_of(*res) = {std::move(cache), {}};
+  else
+    res->ctx = new Held{std::move(cache), {}};
 }
 
 Core& changed(mlx_h2o_cache handle) {

@@ -6,6 +6,18 @@
 
 namespace mlx_h2o {
 
+// What a cache's handle points to.
+struct Held {
+  std::unique_ptr<Core> core;
+  mutable std::vector<int> filling;  // as mlx_h2o_cache_get_options hands it out
+};
+// Null for an empty one.
+inline Held* handle_of(mlx_h2o_cache handle) {
+  return static_cast<Held*>(handle.ctx);
+}
+// Has the handle stand for this cache, and no longer for the one that it stood for.
+void give(mlx_h2o_cache* res, std::unique_ptr<Core> cache);
+
 // What a handle stands for. Raise for an empty one.
 Policy& of(mlx_h2o_policy handle);
 Core& of(mlx_h2o_cache handle);
@@ -17,6 +29,9 @@ Remainder of(mlx_h2o_remainder handles, Operands& operands);
 // One of each KV head; null: the default. Raises for what is none.
 Saturations saturations_of(const float* given, int n_kv_heads);
 void give(mlx_h2o_remainder* res, const Remainder& value);
+
+// How queries see keys, as mlx-c says it. Raises for what is no mask.
+Masking masking(const char* mode, mlx_array mask);
 
 // Its axes are B, Hk, N, D and Dv.
 Slots of(const mlx_h2o_slots& slots, const Policy& policy, Operands& operands);

@@ -11,7 +11,11 @@ const char* mlx_h2o_version(void) {
 }
 
 const char* mlx_h2o_last_error(void) {
-  return last_error().c_str();
+  return last_error().message.c_str();
+}
+
+mlx_h2o_error mlx_h2o_last_error_code(void) {
+  return last_error().code;
 }
 
 int mlx_h2o_use_kernels(bool use) {

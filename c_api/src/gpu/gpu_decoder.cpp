@@ -89,20 +89,35 @@ class GPUDecoder : public Decoder {
     return mx::depends({mx::astype(attended.out, q.dtype())}, {victims_})[0];
   }
 
+  std::vector<mx::array> last() const override {
+    std::vector<mx::array> written = remainder_.arrays();
+    written.push_back(victims_);
+    return written;
+  }
+
   Lent end() override {
-    std::vector<mx::array> last = remainder_.arrays();
-    last.push_back(victims_);
-    evaluate(last);
+    evaluate(last());
+    return {held_fields(), remainder_, victims_, std::nullopt};
+  }
+
+  // Nothing of it is read before the last kernel has written.
+  std::optional<Lent> look() const override {
+    Fields fields = held_fields();
+    for (auto& [name, field] : fields) field = mx::depends({field}, last())[0];
+    return Lent{std::move(fields), remainder_, victims_, std::nullopt};
+  }
+
+ private:
+  Fields held_fields() const {
     Fields fields;
     packing_.put(fields, "keys", held(slots_.keys));
     packing_.put(fields, "values", held(slots_.values));
     fields.emplace("positions", held(slots_.positions));
     if (slots_.scores) fields.emplace("scores", held(*slots_.scores));
     if (slots_.value_lengths) fields.emplace("value_lengths", held(*slots_.value_lengths));
-    return {std::move(fields), remainder_, victims_, std::nullopt};
+    return fields;
   }
 
- private:
   // Without what `own` added.
   mx::array held(const mx::array& field) const {
     return part(field, 1, 0, count_);

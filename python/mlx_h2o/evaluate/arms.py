@@ -10,9 +10,9 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
+from mlx_h2o.budget import group_size_of
 from mlx_h2o.evaluate.equal_bytes import caches_in_16_bits, slots_in_16_bits
 from mlx_h2o.layer_kinds import layer_kinds
-from mlx_h2o.plan import group_size_of
 from mlx_h2o.policies.settings import setting_of
 from mlx_h2o.prompt_cache import bounded_caches
 from mlx_h2o.settings import DEFAULT_POLICY, PROFILES, ModelSettings, budgets_of_model
