@@ -27,10 +27,11 @@ final class Engine {
         let policy = try EnginePolicy(settings.policy)
         var made = mlx_h2o_cache_new()
         try settings.withEngineOptions(heads: budgets.count) { options in
+            var options = options
             try checkEngine(
                 mlx_h2o_cache_make(
                     &made, policy.handle, budgets.map { Int32(clamping: $0) }, budgets.count,
-                    options))
+                    &options))
         }
         (handle, accumulates) = (made, settings.policy.needsAttention)
     }
