@@ -7,16 +7,22 @@ import Testing
 /// The C++ engine beside this package's own, in one process: the same positions and bytes, and outputs,
 /// scores and remainder within rounding.
 ///
-/// With undo bytes are not compared: this package's engine also holds the layer before the last chunk,
-/// and counts an array once that layer and journal share.
+/// With undo bytes are not compared: they differ by some arrays, for a reason that is not settled yet.
 @Suite(.serialized) struct EngineTests {
     private static let nearest: Float = 2e-5
+    /// `make test` runs each seventh case.
+    private static let step = max(
+        1, Int(ProcessInfo.processInfo.environment["MLX_H2O_STEP"] ?? "") ?? 1)
 
     private func policies() throws -> [any Policy] {
-        try Policies.names.map { name in
+        let named = try Policies.names.map { name in
             let recent: [String: SettingValue] = name == "paper" ? ["recent": .int(8)] : [:]
             return try Policies.make(name, settings: recent)
-        } + [
+        }
+        // Other tests register policies of their own meanwhile.
+        let known = named.filter(EnginePolicy.isKnown)
+        #expect(known.count >= 8)
+        return known + [
             Policies.H2O().with { ($0.evictEvery, $0.prompt) = (3, .full) },
             Policies.EMA().with { ($0.valueWeighted, $0.ageNormalised) = (true, true) },
             Policies.Distinct.keysOnly,
@@ -84,11 +90,14 @@ import Testing
     func everyPolicy(store: String, undo: Int) throws {
         let packing = CacheTests.stores.first { $0.name == store }!.packing
         let rows = RowStream(batch: 2, tokens: 90)
+        var number = store.count + undo
         for policy in try policies() {
             if packing.recent != nil && policy.recentSlots(20) == 0 { continue }
             for frame in [nil, try H2OFrame(of: rows.keys[0..., 0..., 0 ..< 40])] {
                 if frame != nil && packing.keyBits == nil { continue }
                 for remainder in [true, false] {
+                    number += 1
+                    guard number % Self.step == 0 else { continue }
                     let budgets = policy.options.unit == .layer ? [24, 24] : [20, 28]
                     let settings = try CacheSettings(
                         .heads(budgets), policy: policy, remainder: remainder, attends: true,
