@@ -38,9 +38,23 @@ let package = Package(
             .package(url: "https://github.com/ml-explore/mlx-swift-lm", from: "3.31.4"),
         ],
     targets: [
+        // The engine, C++ over the mlx-c that the product MLX brings (c_api/src/mx.h): without MLX's
+        // C++ headers, which Swift packages cannot see, and so without the CPU kernels.
+        .target(
+            name: "CMLXH2O",
+            dependencies: [.product(name: "MLX", package: isLinux ? "Linux" : "mlx-swift")],
+            path: "c_api",
+            exclude: ["src/cpu", "src/cpu_kernels.cpp"],
+            sources: ["src"],
+            publicHeadersPath: "include",
+            cxxSettings: [
+                .headerSearchPath("src"),
+                .define("MLX_H2O_OVER_MLX_C"),
+                .define("MLX_H2O_VERSION", to: "\"0.1.0\""),
+            ]),
         .target(
             name: "MLXH2O",
-            dependencies: mlx + system,
+            dependencies: ["CMLXH2O"] + mlx + system,
             path: "swift/Sources/MLXH2O",
             swiftSettings: isLinux ? [.define("STAND_INS")] : []),
         .executableTarget(
@@ -52,5 +66,6 @@ let package = Package(
             dependencies: ["MLXH2O"] + mlx + system,
             path: "swift/Tests/MLXH2OTests",
             exclude: ["Fixtures"]),
-    ]
+    ],
+    cxxLanguageStandard: .cxx20
 )

@@ -46,6 +46,7 @@ def main() -> None:
     for found, expected in (
         (platforms, PLATFORMS),
         (found_packages(manifest), PACKAGES),
+        (found_modules(manifest, "CMLXH2O"), {"MLX": "mlx-swift"}),
         (found_modules(manifest, "MLXH2O"), MODULES),
         (found_modules(manifest, "MLXH2OTests"), MODULES),
         (found_modules(manifest, "h2o-step-overhead"), MODULES),
