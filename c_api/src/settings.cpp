@@ -15,7 +15,7 @@ void CacheSettings::check_all() const {
     check(
         attending || t == kSaturation,
         "A model that attends by itself has the remainder as plain rows, which saturate of "
-        "themselves: leave saturation away.");
+        "themselves: omit saturation.");
   if (!attending) {
     check(
         !policy.needs_attention(),

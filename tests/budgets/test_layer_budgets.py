@@ -65,7 +65,7 @@ def test_files_keep_them(tmp_path):
 @pytest.mark.parametrize(
     ("name", "given", "reason"),
     [
-        ("qwen3", {"budgets": [20, 40], "max_size": 30}, "leave max_size and max_bytes away"),
+        ("qwen3", {"budgets": [20, 40], "max_size": 30}, "omit max_size and max_bytes"),
         ("qwen3", {"budgets": [20]}, "1 entries, and the model has 2 caches"),
         ("qwen3", {"budgets": [20, None]}, r"budgets\[1\] is for a KVCache: it must be slots"),
         ("gemma3_text", {"budgets": [20] * 4}, r"budgets\[0\] is for a RotatingKVCache.*None"),

@@ -121,9 +121,9 @@ def test_a_file_remembers_how_many_attend(tmp_path):
 
 
 def test_undo_is_refused():
-    with pytest.raises(ValueError, match=r"gemma4_text share keys and values.*leave undo away"):
+    with pytest.raises(ValueError, match=r"gemma4_text share keys and values.*omit undo"):
         make_prompt_cache(coverage_model("gemma4_text"), max_size=24, undo=2)
-    with pytest.raises(ValueError, match="leave undo away"):
+    with pytest.raises(ValueError, match="omit undo"):
         shared_cache(settings_of(undo=1))
 
 

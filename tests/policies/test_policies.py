@@ -262,7 +262,7 @@ def test_adakvs_storage_is_real():
     [
         ({"least_share": -0.1}, "least_share must be from 0 to 1"),
         ({"least_share": 1.5}, "least_share must be from 0 to 1"),
-        ({"unit": "layer"}, "leave it away here"),
+        ({"unit": "layer"}, "omit it here"),
     ],
 )
 def test_adakv_refuses_what_it_cannot_share(settings, text):
@@ -271,7 +271,7 @@ def test_adakv_refuses_what_it_cannot_share(settings, text):
 
 
 def test_adakv_and_a_width_of_the_newest_tokens_exclude_each_other():
-    with pytest.raises(ValueError, match="leave recent_bits away"):
+    with pytest.raises(ValueError, match="omit recent_bits"):
         H2OKVCache(24, policy="adakv", bits=4, recent_bits=8)
 
 

@@ -261,9 +261,9 @@ def test_what_is_missing_is_named():
         H2OKVCache(64, policy="triattention")
     with pytest.raises(ValueError, match="too few"):
         learn_query_centres(model, [1, 2, 3])
-    with pytest.raises(ValueError, match="leave policy away"):
+    with pytest.raises(ValueError, match="omit policy"):
         mlx_h2o.calibrate(model, prompt_tokens(300), policy="triattention")
-    with pytest.raises(ValueError, match="leave positions away"):
+    with pytest.raises(ValueError, match="omit positions"):
         mlx_h2o.make_prompt_cache(
             learnt(), 64, policy="triattention", positions="rolling", remainder=False
         )

@@ -153,7 +153,7 @@ def test_what_one_rank_would_decide_alone_is_refused_at_the_start():
     process = launch("--kv-memory", "1GB")
     _, said = process.communicate(timeout=120)
     assert "several processes share the model" in said
-    assert "leave it away, and bound each conversation" in said
+    assert "omit it, and bound each conversation" in said
 
 
 def test_refusals_say_what_to_do(monkeypatch):

@@ -231,7 +231,7 @@ def test_a_saturation_for_other_heads_is_refused_with_the_first_rows() -> None:
 
 def test_plain_rows_saturate_of_themselves() -> None:
     """They have no t, so that none may be asked for."""
-    with pytest.raises(ValueError, match="leave saturation away"):
+    with pytest.raises(ValueError, match="omit saturation"):
         H2OKVCache(64, policy="keydiff", attending=False, saturation=0)
 
 

@@ -103,7 +103,7 @@ def test_a_file_remembers_the_rope(tmp_path):
         ("llama4_text", "have another one than mlx.nn.RoPE, or none"),
         ("phimoe", "have another one than mlx.nn.RoPE, or none"),
         ("hunyuan", "have another one than mlx.nn.RoPE, or none"),
-        ("deepseek_v3", "leave positions away"),
+        ("deepseek_v3", "omit positions"),
         ("phi3small", "blocks of places"),
     ],
 )

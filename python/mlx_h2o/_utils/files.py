@@ -1,4 +1,8 @@
-"""Files that are written whole or not at all, and whether they can be, known beforehand."""
+"""Files that are written whole or not at all, and checks before anything is written or read.
+
+A safetensors header is checked against its file before MLX reads it: MLX allocates what a shape
+asks for ([10^12, 10^9] took all memory, and [1, -5, 3] looped without end).
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 A curve is one head's loss at each point of a grid of slots. Sharing out is greedy: every head
 starts at the least; the largest saving of loss per slot, over all steps up the grid, is bought
 next, until the slots are spent.
+
+Pins get their room here too: a head that is too small for its pins gets slots of the layer's larger
+heads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What a budget buys: bytes and slots."""
+"""What a budget buys: bytes of rows and slots, and the slots that bytes pay for.
+
+Where a caller gave each layer its slots, another size scales them: each head keeps its part of the
+whole.
+"""
 
 from __future__ import annotations
 

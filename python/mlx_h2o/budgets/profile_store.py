@@ -1,4 +1,10 @@
-"""Where a model's profile is kept, and how it is found again by itself."""
+"""Where a model's profile lies and how it is found.
+
+A profile lies beside the weights, among the user's files, or is shipped.
+
+Other findings about one model (frames, query centres) are kept among the user's files in the same
+way.
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class CacheSettings:
         centres: Of the layer's queries, where the policy uses them, and only there.
 
     Raises:
-        ValueError: A setting is none, or they do not go together; the message names it.
+        ValueError: A setting is invalid, or two exclude each other; the message names it.
     """
 
     max_size: int | None = None
@@ -101,7 +101,7 @@ class CacheSettings:
         if self.packing.recent is not None and self.policy.shares_slots:
             raise ValueError(
                 f"Policy {self.policy.name!r} changes the heads' slots, which the newest tokens' "
-                "own width (recent_bits) does not follow: leave recent_bits away."
+                "own width (recent_bits) does not follow: omit recent_bits."
             )
         self._set("undo", checked_undo(self.undo))
         if self.undo and not self.attending:
@@ -115,7 +115,7 @@ class CacheSettings:
         if not self.attending and self.saturation != SATURATION:
             raise ValueError(
                 "A model that attends by itself has the remainder as plain rows, which saturate of "
-                "themselves: leave saturation away."
+                "themselves: omit saturation."
             )
         if self.budgets is not None:
             self.saturations(len(self.budgets))
@@ -167,11 +167,9 @@ class CacheSettings:
                 "mlx_h2o.make_prompt_cache, which sees to it, or give centres."
             )
         if centres is not None and not self.policy.uses_query_centres:
-            raise ValueError(f"Policy {name!r} does not use centres of queries: leave them away.")
+            raise ValueError(f"Policy {name!r} does not use centres of queries: omit them.")
         if centres is not None and self.rope is not None:
-            raise ValueError(
-                f"Policy {name!r} asks about distances in the text: leave positions away."
-            )
+            raise ValueError(f"Policy {name!r} asks about distances in the text: omit positions.")
 
     def check_rows(self, heads: int, width: int) -> None:
         """Raise ValueError unless keys of so many KV heads and this width fit the settings."""
@@ -301,7 +299,7 @@ class ModelSettings:
             once; "never": it does not.
 
     Raises:
-        ValueError: A setting is none, or they do not go together; the message names it.
+        ValueError: A setting is invalid, or two exclude each other; the message names it.
     """
 
     max_size: int | None = None
@@ -325,9 +323,7 @@ class ModelSettings:
         if self.layer_budgets is None:
             one_size(max_size=self.max_size, max_bytes=self.max_bytes)
         elif self.max_size is not None or self.max_bytes is not None:
-            raise ValueError(
-                "budgets says the slots of every layer: leave max_size and max_bytes away."
-            )
+            raise ValueError("budgets says the slots of every layer: omit max_size and max_bytes.")
         object.__setattr__(self, "undo", checked_undo(self.undo))
         for name in ("max_size", "context"):
             if getattr(self, name) is not None:
@@ -466,7 +462,7 @@ def check_rolling(attending: bool, remainder: bool, packing: Packing) -> None:
     if not attending:
         raise ValueError(
             'positions="rolling" needs attention through this library, and this model attends by '
-            "itself: leave positions away."
+            "itself: omit positions."
         )
     if remainder:
         raise ValueError(

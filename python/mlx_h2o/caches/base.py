@@ -1,4 +1,9 @@
-"""What every bounded cache has, however its model attends: settings, size, trimming, saving."""
+"""What every bounded cache has: settings, size, trimming, saving, pins, turns and copies.
+
+A copy shares every array with its original until one of the two changes its own. MLX's arrays never
+change, but for those that decoders have taken out of its graph, and a decoder copies what anyone
+else still holds (`Memory.lent`).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,7 @@ IN_A_STEP = (
     "copy or a file made before it."
 )
 NO_KV_BITS = (
-    "kv_bits cannot pack a bounded cache later on: leave it away, and give bits=8 (or k_bits, "
+    "kv_bits cannot pack a bounded cache later on: omit it, and give bits=8 (or k_bits, "
     "v_bits) to make_prompt_cache or install."
 )
 

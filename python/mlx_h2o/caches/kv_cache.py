@@ -207,10 +207,10 @@ class H2OKVCache(BoundedKVCache, kind=""):
         if self.offset:
             raise ValueError("This cache holds something already: make a new one.")
         if self._unopened.rope is not None:
-            raise ValueError("Rows of a prompt lie where they were read: leave positions away.")
+            raise ValueError("Rows of a prompt lie where they were read: omit positions.")
         layer = self._opened(keys, values)
         if layer.window is not None:
-            raise ValueError("The newest tokens have a width of their own: leave recent_bits away.")
+            raise ValueError("The newest tokens have a width of their own: omit recent_bits.")
         if layer.settings.frame is not None:
             keys = layer.settings.frame.enter(keys)
         attended, of_heads = layer.take_in(keys, values), []

@@ -34,7 +34,7 @@ class SharedKVCache(H2OKVCache, kind="shared"):
         if settings.undo:
             raise ValueError(
                 "Layers share these keys and values, so tokens cannot be taken back one by one: "
-                "leave undo away."
+                "omit undo."
             )
         super()._begin(settings, share)
         # Between update_and_fetch and the last attend: the rows to attend to, the keys as they were

@@ -242,7 +242,7 @@ def _measurable(policy: Policy) -> Policy:
     if policy.uses_query_centres:
         raise ValueError(
             f"A profile cannot be measured with policy {policy.name!r}; it shares slots out by one "
-            "that was measured with another: leave policy away."
+            "that was measured with another: omit policy."
         )
     return policy
 

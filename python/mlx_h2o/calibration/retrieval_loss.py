@@ -1,13 +1,13 @@
-"""What heads lose where something said once is said again, and they no longer hold it.
+"""Per-head retrieval loss: what a head loses when the text repeats what the head no longer holds.
 
-Prose hardly ever asks for what was said once, long ago: heads that copy from afar look idle in it
-and get few slots, and a fact that is asked for later is gone. So stretches of a text are said again
-further on in it, and a head loses, over such an echo,
+Prose rarely asks for what was said once, long ago: heads that copy from afar look idle in it and
+get few slots, and a fact that is asked for later is gone. So stretches of a text are repeated
+further on, and a head loses, over such a repetition (an echo),
 
     E ||W_o (o - o')||^2 / ||residual after attention||^2
 
-with o its full attention output and o' that without the stretch's first coming. No policy can know
-what will be asked for: a head of b slots is taken to have lost it with the chance 1 - b/n after n
+with o its full attention output and o' the output without the first occurrence. No policy can know
+what will be asked for: a head of b slots is taken to have lost it with probability 1 - b/n after n
 tokens (`budgets/profile.py`). Related: retrieval heads (Wu et al., arXiv 2404.15574) and
 DuoAttention (2410.10819), which finds them by passkeys planted in prose.
 """

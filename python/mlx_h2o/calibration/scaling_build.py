@@ -6,6 +6,8 @@ channel that hardly moves over a thousand tokens takes every value over ten thou
 made of the thousand would clip it or leave it no levels. RoPE only turns each pair of channels by
 an angle, so the text's keys can be turned on to later positions by the model's own RoPE, without
 reading a longer text.
+
+A model's frames come from its profile, from the user's cache folder, or are made now and kept.
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ first token's above all, whose key is like no other) must not be torn apart by i
 each channel's share of the ranges is its share of the queries' energy. The sum over rows has
 corners where another channel becomes the widest, so it is gone down on samples of the rows (Adam,
 arXiv 1412.6980).
+
+How a text's queries use its keys is measured here too: their energy in each channel, and the cost
+of an error of each logit.
 """
 
 from __future__ import annotations

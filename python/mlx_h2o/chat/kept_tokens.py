@@ -2,6 +2,9 @@
 
 `trace` feeds a text through a model and looks into the caches after every step; `Trace.html` shows
 it as one page that needs nothing but a browser.
+
+`remembered` tells the same of a conversation that goes on: how many KV heads of each layer still
+hold each token.
 """
 
 from __future__ import annotations

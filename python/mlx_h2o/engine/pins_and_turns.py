@@ -1,4 +1,11 @@
-"""Pinning tokens of a layer, before they came or after; and letting go of them."""
+"""Pins of a layer, set before or after their tokens come, and turns of a conversation.
+
+Scores, positions and ages carry over from turn to turn. `new_turn` shortens the memory of the
+scores: they then speak of the last `carry` times as many steps as before, at the mean mass of a
+step, and older tokens count as no older than that. Masses and ages shrink together, so mass per
+step still ranks an old token fairly beside a new one. With 1 nothing changes; with 0 every held
+token counts as if it had just come.
+"""
 
 from __future__ import annotations
 

@@ -89,15 +89,15 @@ def check_settings(
     if settings.packing.packs and not handed:
         raise ValueError(
             f"{name} attends to keys that this library does not hand out, so they cannot be "
-            "packed: leave bits, k_bits and v_bits away."
+            "packed: omit bits, k_bits and v_bits."
         )
     if settings.undo and not handed:
         raise ValueError(
             f"{name} attends to keys that this library does not hand out, so tokens cannot be "
-            "taken back one by one: leave undo away."
+            "taken back one by one: omit undo."
         )
     if settings.undo and any(kind.sharers > 1 for kind in kinds):
         raise ValueError(
             f"Layers of {name} share keys and values, so tokens cannot be taken back one by one: "
-            "leave undo away."
+            "omit undo."
         )

@@ -66,13 +66,13 @@ def ropes_in_keys(name: str, model: nn.Module, layers: int) -> list[Rope]:
         if rope is None:
             raise ValueError(
                 f'positions="rolling" turns cached keys by their RoPE, and those of {name} have '
-                f"another one than mlx.nn.RoPE, or none (layer {layer}): leave positions away."
+                f"another one than mlx.nn.RoPE, or none (layer {layer}): omit positions."
             )
         found.append(rope)
     if len(found) != layers:
         raise ValueError(
             f'positions="rolling" must know every layer\'s RoPE, and {name} shows {len(found)} of '
-            f"{layers}: leave positions away."
+            f"{layers}: omit positions."
         )
     return found
 

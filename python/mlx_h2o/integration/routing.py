@@ -7,6 +7,10 @@ keys are, where layers share them), and calls the original untouched otherwise. 
 `save_prompt_cache`, whose files of bounded caches could not be read back, refuses them meanwhile,
 and what takes tokens back is checked (`integration/trimming.py`). `integration/own_attention.py`
 does the same for models that attend by themselves.
+
+A layer that attends to another layer's keys and values gets them as arrays, often without the cache
+that returned them. `owner_of` maps key arrays to that cache: they are the very objects that were
+handed out.
 """
 
 from __future__ import annotations

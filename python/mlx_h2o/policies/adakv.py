@@ -36,7 +36,7 @@ class AdaKV(SnapKV):
         if not 0 <= self.least_share <= 1:
             raise ValueError(f"least_share must be from 0 to 1; got {self.least_share}.")
         if self.unit == "layer":
-            raise ValueError('unit="layer" keeps the same tokens in all heads: leave it away here.')
+            raise ValueError('unit="layer" keeps the same tokens in all heads: omit it here.')
 
     @property
     def shares_slots(self) -> bool:

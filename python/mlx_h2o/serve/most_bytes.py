@@ -48,7 +48,7 @@ def most_bytes(
         if place not in known:
             raise ValueError(
                 f"Layer {place} has a {type(entry).__name__}, whose bytes are not known before it "
-                "is used, so --kv-memory cannot bound them. Leave it away and bound each "
+                "is used, so --kv-memory cannot bound them. Omit it and bound each "
                 "conversation by --max-kv-size."
             )
         others += known[place]

@@ -39,13 +39,13 @@ def require_shareable(bounded: bool, saving: bool) -> None:
     """
     if bounded:
         raise ValueError(
-            f"{SHARED}, and --kv-memory would bound one of them: leave it away, and bound each "
+            f"{SHARED}, and --kv-memory would bound one of them: omit it, and bound each "
             "conversation by --max-kv-size or --conversation-memory."
         )
     if saving:
         raise ValueError(
             f"{SHARED}, each with caches of its own heads, and --sessions saves those of one "
-            "process only: leave it away."
+            "process only: omit it."
         )
 
 
@@ -55,7 +55,7 @@ def require_batchable(body: dict[str, Any]) -> None:
     It cannot end such a one on all ranks when its client goes away.
     """
     if body.get("seed") is not None:
-        raise ValueError(f"{SHARED}, and seed is not served there: leave it away.")
+        raise ValueError(f"{SHARED}, and seed is not served there: omit it.")
 
 
 def require_alone(what: str) -> None:

@@ -4,6 +4,10 @@ Each field (keys, values, positions, ...) is one flat buffer `[B, S, ...]`. KV h
 of slots in it, and the first `length` of them (after `reserved` ones) are in use. Equal budgets are
 the special case in which the same memory reads `[B, H, N, ...]`. Neighbouring heads with equal
 budgets form a run, and are worked on together.
+
+Positions of slots take 16 bits each while the conversation has no more tokens than that, then 32.
+They are signed, since a pinned token's position is stored as its complement (`storage/pins.py`).
+Only what the store keeps is narrow: views, and all arithmetic with positions, are int32.
 """
 
 from __future__ import annotations

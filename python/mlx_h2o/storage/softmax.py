@@ -1,4 +1,7 @@
-"""What can be done with a softmax whose log-sum-exp is known: weigh, add a column, add up."""
+"""Operations on a softmax with a known log-sum-exp (weigh, add a column, merge), and its masks.
+
+The masks are those of prompt chunks, cut to blocks of queries.
+"""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ struct CacheSettings: Sendable {
         guard attends || saturation.allSatisfy({ $0 == Remainder.saturation }) else {
             throw H2OError.configuration(
                 "A model that attends by itself has the remainder as plain rows, which saturate of "
-                    + "themselves: leave saturation away.")
+                    + "themselves: omit saturation.")
         }
     }
 
