@@ -1,6 +1,6 @@
 """Counts the files of the package that one step of one layer visits, and the calls between them.
 
-    tools/step_files.py [--markdown]
+    tools/step_files.py [--list]
 
 A reader follows a step through these files. `sys.setprofile` sees every call of a Python function;
 a crossing is a call from one file of the package into another. docs/design.md has the figures.

@@ -279,9 +279,6 @@ class BoundedKVCache:
         alike = self._layer is None and not checks.is_list(max_size)
         return self.settings.resized(budgets, alike)
 
-    def _settled(self) -> list[Any]:
-        return [self._unopened, self.share]
-
     # -- saving -----------------------------------------------------------------------------------
 
     def arrays(self) -> dict[str, mx.array]:
@@ -422,7 +419,9 @@ class BoundedKVCache:
         """A copy that shares every array until one of the two changes it."""
         new = object.__new__(type(self))
         memo[id(self)] = new
-        state, shared = self.__getstate__(), self._settled()
+        state = self.__getstate__()
+        # Beside the arrays, settings that never change.
+        shared: list[Any] = [self._unopened, self.share]
         if self.layer is not None:
             shared += [self.layer.settings, *_arrays(self.layer)]
         memo.update((id(value), value) for value in shared)
