@@ -5,6 +5,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#define PROGRAM "evaluator"
+#include "expect.h"
 #include "mlx_h2o.h"
 #include "mlx_h2o_golden.h"
 #include "numbers.h"
@@ -13,7 +15,6 @@ enum { HEADS = 2, WIDTH = 32, PROMPT = 20, STEPS = 8 };
 
 static const mlx_array kNone = {NULL};
 static mlx_stream s;
-static int failures = 0;
 
 typedef struct Evaluations_ {
   int calls;
@@ -24,12 +25,6 @@ static int evaluate(void* context, const mlx_vector_array arrays) {
   Evaluations* seen = context;
   ++seen->calls;
   return seen->refuses ? 7 : mlx_eval(arrays);
-}
-
-static void expect(bool holds, const char* what) {
-  if (holds) return;
-  fprintf(stderr, "evaluator: %s (%s)\n", what, mlx_h2o_last_error());
-  ++failures;
 }
 
 static mlx_array rows(int tokens, uint64_t seed) {

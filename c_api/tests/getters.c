@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define PROGRAM "getters"
+#include "expect.h"
 #include "mlx_h2o.h"
 #include "numbers.h"
 
@@ -12,13 +14,6 @@ enum { HEADS = 2, WIDTH = 32, PROMPT = 24 };
 
 static const mlx_array kNone = {NULL};
 static mlx_stream s;
-static int failures = 0;
-
-static void expect(bool holds, const char* what) {
-  if (holds) return;
-  fprintf(stderr, "getters: %s (%s)\n", what, mlx_h2o_last_error());
-  ++failures;
-}
 
 static void fails_with(int status, mlx_h2o_error code, const char* what) {
   expect(status && *mlx_h2o_last_error(), what);

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define PROGRAM "looking"
+#include "expect.h"
 #include "mlx_h2o.h"
 #include "numbers.h"
 
@@ -14,13 +16,6 @@ enum { Hq = 4, Hk = 2, D = 32, PROMPT = 40, MOST = 64, STEPS = 6 };
 
 static const mlx_array kNone = {NULL};
 static mlx_stream s;
-static int failures = 0;
-
-static void expect(bool holds, const char* what) {
-  if (holds) return;
-  fprintf(stderr, "looking: %s (%s)\n", what, mlx_h2o_last_error());
-  ++failures;
-}
 
 static mlx_h2o_cache made(const char* name, int slots, int undo, bool attending) {
   const int budgets[] = {slots, slots};

@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define PROGRAM "own"
+#include "expect.h"
 #include "mlx_h2o.h"
 #include "numbers.h"
 
@@ -11,13 +13,6 @@ enum { Hq = 4, Hk = 2, D = 32, PROMPT = 60, SLOTS = 24, MOST = 600 };
 
 static const mlx_array kNone = {NULL};
 static mlx_stream s;
-static int failures = 0;
-
-static void expect(bool holds, const char* what) {
-  if (holds) return;
-  fprintf(stderr, "own: %s (%s)\n", what, mlx_h2o_last_error());
-  ++failures;
-}
 
 static mlx_array rows(int heads, int from, int to, uint64_t seed) {
   const int shape[] = {1, heads, to - from, D};
