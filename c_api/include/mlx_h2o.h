@@ -423,7 +423,7 @@ MLX_H2O_API int mlx_h2o_cache_restore_own(
 // these after each prompt chunk, or with every token, has evaluated all that the cache holds.
 MLX_H2O_API int mlx_h2o_cache_inner_state(mlx_vector_array* res, const mlx_h2o_cache cache);
 
-// What is held, looked at. On a GPU fused steps go on, and what is given is evaluated.
+// Readers of what is held. On a GPU they do not interrupt fused steps; their results are evaluated.
 //
 // Positions held [B, Hk, size] int32, ascending per head, then -1; and their scores in the same
 // order, then 0.

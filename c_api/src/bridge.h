@@ -7,6 +7,7 @@
 
 #include <exception>
 #include <string>
+#include <vector>
 
 #include "mlx_h2o.h"
 #include "ops.h"
@@ -100,6 +101,13 @@ inline std::optional<mx::array> maybe(mlx_array handle) {
 inline void give(mlx_array* res, mx::array value) {
   check(res, "A result is missing: a pointer is null.");
   set(res, std::move(value));
+}
+
+// To be freed.
+inline mlx_vector_array listed(const std::vector<mx::array>& arrays) {
+  const mlx_vector_array all = mlx_vector_array_new();
+  for (const mx::array& a : arrays) mlx_vector_array_append_value(all, borrowed(a));
+  return all;
 }
 
 struct LastError {

@@ -81,7 +81,7 @@ class Core {
   // they are asked for; of plain rows [1, 1, n, rows + size() + n] to be added).
   Masking mask_for(int n, bool as_array);
 
-  // What is held, looked at without interrupting fused steps on a GPU.
+  // Readers of what is held. They do not interrupt fused steps on a GPU.
   // Positions held, ascending per head, or their scores: [B, Hk, size()], unused -1 or 0.
   mx::array kept();
   mx::array scores();

@@ -47,7 +47,7 @@ class Decoder {
     return std::nullopt;
   }
 
-  // What is ready when the last step has run.
+  // Arrays that the last step writes: evaluating them waits for it.
   virtual std::vector<mx::array> last() const = 0;
 };
 

@@ -22,8 +22,7 @@ Evaluation current() {
 }  // namespace
 
 void evaluate(const std::vector<mx::array>& arrays) {
-  const mlx_vector_array all = mlx_vector_array_new();
-  for (const mx::array& a : arrays) mlx_vector_array_append_value(all, borrowed(a));
+  const mlx_vector_array all = listed(arrays);
   const Evaluation now = current();
   const int status = now.evaluator ? now.evaluator(now.context, all) : mlx_eval(all);
   mlx_vector_array_free(all);

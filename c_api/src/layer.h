@@ -110,7 +110,7 @@ class BoundedLayer {
   }
   // Arrays that must be evaluated with the output, or the graph grows from step to step.
   std::vector<mx::array> side_state() const;
-  // The same of a layer between steps, whoever has its rows.
+  // The same between steps, also while a decoder has the rows.
   std::vector<mx::array> newest() const {
     return memory_.newest();
   }

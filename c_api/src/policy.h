@@ -1,4 +1,4 @@
-// Policies: how slots are scored, and which of them go (python/mlx_h2o/policies, selection.py).
+// Policies: how slots are scored, and which of them go (python/mlx_h2o/policies).
 #pragma once
 
 #include <memory>
@@ -51,8 +51,6 @@ struct Setting {
   std::string name;
   std::variant<int, double, bool, std::string> value;
 };
-
-struct Slots;
 
 // The functions of a program's own policy (src/api/own_policy.cpp).
 struct OwnPolicy {

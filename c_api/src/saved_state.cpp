@@ -41,8 +41,7 @@ Json run_of(const Run& run) {
                       {"victims", run.victims}};
 }
 
-// -- settings that come from outside
-// ---------------------------------------------------------------
+// -- settings that come from outside --------------------------------------------------------------
 
 Policy policy_of(const Json::Object& saved) {
   Policy policy = Policy::named(member(saved, "name").words("A policy's name"));
@@ -137,8 +136,7 @@ void check_kind(const Json::Object& saved) {
   if (!ranks.is_null()) ranks.whole("ranks", 1, kMostHeads);
 }
 
-// -- numbers and arrays of a layer
-// -----------------------------------------------------------------
+// -- numbers and arrays of a layer ----------------------------------------------------------------
 
 struct Window {
   int size, length, oldest;

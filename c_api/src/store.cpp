@@ -15,13 +15,6 @@ mx::Shape with_tail(mx::Shape head, const mx::Shape& like, size_t from) {
   return head;
 }
 
-// Indices [B or 1, M] spread over rows [B, M, ...].
-mx::array spread(const mx::array& index, const mx::Shape& rows) {
-  mx::Shape shape = index.shape();
-  shape.resize(rows.size(), 1);
-  return mx::broadcast_to(mx::reshape(index, shape), rows);
-}
-
 // A layer's heads, by budget and slots in use, as runs.
 std::vector<Run> grouped(const std::vector<int>& budgets, const std::vector<int>& lengths) {
   std::vector<Run> runs;
@@ -52,6 +45,12 @@ void check_rows_fit(const mx::array& buffer, const mx::array& index, const mx::a
           (mx::issubdtype(rows.dtype(), mx::floating) &&
            mx::issubdtype(buffer.dtype(), mx::floating)),
       "Rows must have the buffer's dtype, or both be floating.");
+}
+
+mx::array spread(const mx::array& index, const mx::Shape& rows) {
+  mx::Shape shape = index.shape();
+  shape.resize(rows.size(), 1);
+  return mx::broadcast_to(mx::reshape(index, shape), rows);
 }
 
 mx::array with_rows(const mx::array& buffer, const mx::array& index, const mx::array& rows) {

@@ -122,6 +122,9 @@ class SlotStore {
 // whatever its numbers.
 void check_rows_fit(const mx::array& buffer, const mx::array& index, const mx::array& rows);
 
+// Indices [..., M] spread over rows [..., M, ...].
+mx::array spread(const mx::array& index, const mx::Shape& rows);
+
 // Overwrites rows of a flat buffer [B, S, ...] at indices [B or 1, M] with rows [B, M, ...].
 mx::array with_rows(const mx::array& buffer, const mx::array& index, const mx::array& rows);
 

@@ -5,6 +5,18 @@
 
 namespace mlx_h2o {
 
+namespace {
+
+// Rows [B, heads, M, ...] in an order [B, heads, M], with `unused` behind them up to `held`.
+mx::array in_order(const mx::array& rows, const mx::array& order, int held, float unused) {
+  const mx::array sorted = mx::take_along_axis(rows, spread(order, rows.shape()), 2);
+  std::vector<std::pair<int, int>> widths(rows.ndim(), {0, 0});
+  widths[2].second = held - rows.shape(2);
+  return mx::pad(sorted, widths, mx::astype(number(unused), rows.dtype()));
+}
+
+}  // namespace
+
 std::pair<Parts, Parts> rows_of(BoundedLayer& layer, const Run& run, const Fields& fields) {
   const Packing& packing = layer.settings.packing;
   Parts keys{packing.rows("keys", fields)}, values{packing.rows("values", fields)};
@@ -58,16 +70,8 @@ std::pair<mx::array, mx::array> rows_by_position(BoundedLayer& layer) {
     const mx::array order =
         mx::argsort(true_positions(ranked_of(layer, run, fields).at("positions")), -1);
     const auto [keys, values] = rows_of(layer, run, fields);
-    for (int i = 0; i < 2; ++i) {
-      const mx::array rows = dense(i ? values : keys);
-      mx::Shape index = rows.shape();
-      index[3] = 1;
-      const mx::array sorted =
-          mx::take_along_axis(rows, mx::broadcast_to(mx::reshape(order, index), rows.shape()), 2);
-      const int missing = layer.held() - rows.shape(2);
-      all[i].push_back(
-          mx::pad(sorted, {{0, 0}, {0, 0}, {0, missing}, {0, 0}}, mx::zeros({}, rows.dtype())));
-    }
+    all[0].push_back(in_order(dense(keys), order, layer.held(), 0));
+    all[1].push_back(in_order(dense(values), order, layer.held(), 0));
   }
   return {join_along(std::move(all[0]), 1), join_along(std::move(all[1]), 1)};
 }
@@ -77,11 +81,8 @@ mx::array by_position(BoundedLayer& layer, const std::string& name, float unused
   for (const Run& run : layer.runs()) {
     Fields fields = ranked_of(layer, run, layer.store().views(run));
     fields.insert_or_assign("positions", true_positions(fields.at("positions")));
-    const mx::array& positions = fields.at("positions");
-    const mx::array field = mx::take_along_axis(fields.at(name), mx::argsort(positions, -1), -1);
-    const int missing = layer.held() - field.shape(-1);
-    parts.push_back(
-        mx::pad(field, {{0, 0}, {0, 0}, {0, missing}}, mx::astype(number(unused), field.dtype())));
+    const mx::array order = mx::argsort(fields.at("positions"), -1);
+    parts.push_back(in_order(fields.at(name), order, layer.held(), unused));
   }
   return join_along(std::move(parts), 1);
 }

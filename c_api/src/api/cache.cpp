@@ -84,6 +84,19 @@ Fields fields_of(const mlx_map_string_to_array arrays) {
   return all;
 }
 
+// With `own`, unless null, in the place of the saved policy.
+int restore(
+    mlx_h2o_cache* res, const mlx_h2o_policy* own, mlx_map_string_to_array arrays,
+    const char* settings, mlx_stream s) {
+  return guarded_on(s, [&] {
+    wants(res);
+    refuse_tracing();
+    const Policy* const policy = own ? &of(*own) : nullptr;
+    check(arrays.ctx && settings, "A saved cache is arrays and settings; one is missing.");
+    give(res, Core::restored(fields_of(arrays), settings, policy));
+  });
+}
+
 void give_if_any(mlx_array* res, const std::optional<mx::array>& value) {
   if (value) return give(res, *value);
   mlx_array_free(*res);
@@ -194,11 +207,7 @@ int mlx_h2o_cache_get_options(mlx_h2o_cache_options* res, mlx_h2o_cache cache) {
 int mlx_h2o_cache_policy(mlx_h2o_policy* res, const mlx_h2o_cache cache) {
   return guarded([&] {
     wants(res);
-    const Policy& policy = of(cache).settings().policy;
-    if (res->ctx)
-      of(*res) = policy;
-    else
-      res->ctx = new Policy(policy);
+    give(res, of(cache).settings().policy);
   });
 }
 
@@ -249,12 +258,8 @@ int mlx_h2o_cache_use_kernels(mlx_h2o_cache cache, bool use) {
 int mlx_h2o_cache_update_and_attend(
     mlx_array* out, mlx_h2o_cache cache, const mlx_array q, const mlx_array keys,
     const mlx_array values, float scale, const mlx_array sinks, const mlx_stream s) {
-  return changing(cache, s, [&](Core& core) {
-    wants(out);
-    check_scale(scale);
-    const AttentionCall call{of(q), scale, maybe(sinks)};
-    give(out, core.update_and_attend(call, of(keys), of(values)));
-  });
+  return mlx_h2o_cache_update_and_attend_masked(
+      out, cache, q, keys, values, scale, "causal", mlx_array_new(), sinks, s);
 }
 
 int mlx_h2o_cache_update_and_attend_masked(
@@ -423,24 +428,13 @@ int mlx_h2o_cache_arrays(
 int mlx_h2o_cache_restore(
     mlx_h2o_cache* res, const mlx_map_string_to_array arrays, const char* settings,
     const mlx_stream s) {
-  return guarded_on(s, [&] {
-    wants(res);
-    refuse_tracing();
-    check(arrays.ctx && settings, "A saved cache is arrays and settings; one is missing.");
-    give(res, Core::restored(fields_of(arrays), settings));
-  });
+  return restore(res, nullptr, arrays, settings, s);
 }
 
 int mlx_h2o_cache_restore_own(
     mlx_h2o_cache* res, const mlx_h2o_policy policy, const mlx_map_string_to_array arrays,
     const char* settings, const mlx_stream s) {
-  return guarded_on(s, [&] {
-    wants(res);
-    refuse_tracing();
-    const Policy& own = of(policy);
-    check(arrays.ctx && settings, "A saved cache is arrays and settings; one is missing.");
-    give(res, Core::restored(fields_of(arrays), settings, &own));
-  });
+  return restore(res, &policy, arrays, settings, s);
 }
 
 int mlx_h2o_cache_missing_count(size_t* res, const mlx_h2o_cache cache) {
@@ -458,8 +452,7 @@ int mlx_h2o_cache_inner_state(mlx_vector_array* res, const mlx_h2o_cache cache) 
   return guarded([&] {
     wants(res);
     const std::vector<mx::array> all = of(cache).newest();
-    const mlx_vector_array held = mlx_vector_array_new();
-    for (const mx::array& a : all) mlx_vector_array_append_value(held, borrowed(a));
+    const mlx_vector_array held = listed(all);
     const int status = mlx_vector_array_set(res, held);
     mlx_vector_array_free(held);
     check(!status, "MLX could not list the arrays.", Blame::internal);

@@ -19,6 +19,13 @@ void give(mlx_h2o_cache* res, std::unique_ptr<Core> cache) {
     res->ctx = new Held{std::move(cache), {}};
 }
 
+void give(mlx_h2o_policy* res, Policy policy) {
+  if (res->ctx)
+    of(*res) = std::move(policy);
+  else
+    res->ctx = new Policy(std::move(policy));
+}
+
 Core& changed(mlx_h2o_cache handle) {
   refuse_tracing();
   return of(handle);

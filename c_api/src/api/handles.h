@@ -17,6 +17,7 @@ inline Held* handle_of(mlx_h2o_cache handle) {
 }
 // Has the handle stand for this cache, and no longer for the one that it stood for.
 void give(mlx_h2o_cache* res, std::unique_ptr<Core> cache);
+void give(mlx_h2o_policy* res, Policy policy);
 
 // What a handle stands for. Raise for an empty one.
 Policy& of(mlx_h2o_policy handle);

@@ -93,10 +93,7 @@ int mlx_h2o_policy_own(
     Policy policy{name, PolicyKind::own};
     policy.windowed = functions->needs_attention;
     policy.own = std::make_shared<OwnFunctions>(*functions);
-    if (res->ctx)
-      of(*res) = std::move(policy);
-    else
-      res->ctx = new Policy(std::move(policy));
+    give(res, std::move(policy));
   });
 }
 

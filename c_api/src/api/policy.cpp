@@ -45,11 +45,7 @@ int mlx_h2o_policy_named(mlx_h2o_policy* res, const char* name) {
   return guarded([&] {
     wants(res);
     check(name, "A policy's name is missing.");
-    Policy policy = blaming(Blame::settings, [&] { return Policy::named(name); });
-    if (res->ctx)
-      of(*res) = std::move(policy);
-    else
-      res->ctx = new Policy(std::move(policy));
+    give(res, blaming(Blame::settings, [&] { return Policy::named(name); }));
   });
 }
 
