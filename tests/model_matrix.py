@@ -57,7 +57,7 @@ def packed(model: nn.Module) -> str:
     """Rows in 8 bits, in frames: near mlx-lm's own logits at first, and bounded."""
     cache = make_prompt_cache(model, max_size=ROOMY)
     if not packs(cache):
-        with pytest.raises(ValueError, match=r"cannot be packed: leave bits"):
+        with pytest.raises(ValueError, match=r"cannot be packed: omit bits"):
             make_prompt_cache(model, max_size=ROOMY, bits=8, group_size=32)
         return REFUSED
     list(fed(model, cache, [1], [1]))  # then the widths are known

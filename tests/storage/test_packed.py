@@ -310,7 +310,7 @@ def test_a_prompt_takes_hardly_more_memory_than_with_dense_rows(packing, policy)
 def test_models_that_attend_by_themselves_are_refused_bits():
     with pytest.raises(ValueError, match="cannot read packed"):
         H2OKVCache(32, policy="keydiff", attending=False, bits=8)
-    with pytest.raises(ValueError, match="leave bits"):
+    with pytest.raises(ValueError, match="omit bits"):
         make_prompt_cache(tiny_model("gemma2_by_itself"), 32, bits=8)
     with pytest.raises(ValueError, match=r"k_bits must be 2, 3, .* got 1"):
         H2OKVCache(32, k_bits=1)
