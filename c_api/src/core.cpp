@@ -219,7 +219,10 @@ void Core::trim(int n) {
           " can be (of " + std::to_string(offset()) + "; undo is " +
           std::to_string(settings_.undo) + ", of single-token steps after evictions).",
       Blame::state);
-  if (!n) return;
+  if (!n) {
+    if (layer_) layer_->settle();  // every draft was accepted
+    return;
+  }
   if (chunk_ && n > layer_->trimmable()) return shorten_chunk(n);
   chunk_.reset();
   if (n == offset())
@@ -329,6 +332,8 @@ void Core::pin_all(Spans pins) {
 }
 
 void Core::grow(int length) {
+  // No step before it can be taken back, so between drafted tokens it waits.
+  if (length == 1 && layer_ && !layer_->settled()) return;
   std::vector<Stage>& later = settings_.filling;
   const auto next = std::find_if(later.begin(), later.end(), [&](const Stage& stage) {
     return stage.beyond >= offset() + length;

@@ -229,6 +229,7 @@ int BoundedLayer::trimmable() const {
 }
 
 void BoundedLayer::trim(int n) {
+  journal_.settle();
   aged_from_ = std::min(aged_from_, std::max(offset_ - n - 1, 0));
   SlotStore& store = memory_.store();
   for (; n && journal_.count(); --n) {

@@ -164,6 +164,14 @@ class BoundedLayer {
 
   // How many of the newest tokens `trim` can take back now.
   int trimmable() const;
+  // Whether the steps before this are hardly taken back any more (undo.h).
+  bool settled() const {
+    return journal_.settled();
+  }
+  // Every drafted token was accepted.
+  void settle() {
+    journal_.settle();
+  }
   // Takes the newest n tokens back, at most `trimmable`.
   void trim(int n);
 

@@ -65,6 +65,7 @@ int Journal::trimmable(int offset, bool evicted) const {
 void Journal::begin(StepBefore before) {
   if (count() == most_) steps_.pop_front();
   steps_.push_back(std::move(before));
+  since_settled_ = std::min(since_settled_, most_) + 1;
 }
 
 std::vector<mx::array> Journal::note_overwritten(

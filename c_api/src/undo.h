@@ -39,9 +39,19 @@ class Journal {
   // How many tokens can be taken back of a layer at this offset, which has evicted some or not.
   int trimmable(int offset, bool evicted) const;
 
+  // Whether the steps before this are hardly taken back any more: drafted tokens come one by one
+  // and rejected ones are taken back at once, so a caller that drafts says so within `most` steps.
+  bool settled() const {
+    return since_settled_ == 0 || since_settled_ > most_;
+  }
+  // Steps were taken back: what is left of those before stays.
+  void settle() {
+    since_settled_ = 0;
+  }
   // Forgets all steps: what is to come cannot be undone past.
   void clear() {
     steps_.clear();
+    settle();
   }
   // A step begins.
   void begin(StepBefore before);
@@ -55,6 +65,7 @@ class Journal {
  private:
   const int most_;  // 0: it holds none
   std::deque<StepBefore> steps_;
+  int since_settled_ = 0;  // steps that came one by one; counted to most_ + 1
 };
 
 }  // namespace mlx_h2o

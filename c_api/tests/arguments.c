@@ -389,7 +389,7 @@ static void refuse_frames(mlx_h2o_policy policy) {
   mlx_h2o_cache_free(cache);
 }
 
-// Stages of other forms; and others than attention of ours without undo can have.
+// Stages of other forms; and others than attention of ours can have.
 static void refuse_fillings(mlx_h2o_policy policy) {
   mlx_h2o_cache cache = mlx_h2o_cache_new();
   const int budgets[] = {8, 8};
@@ -411,9 +411,7 @@ static void refuse_fillings(mlx_h2o_policy policy) {
   options.filling = right;
   options.n_stages = (size_t)-1;
   REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, &options));
-  options.n_stages = 2, options.undo = 1;
-  REFUSED(mlx_h2o_cache_make(&cache, policy, budgets, 2, &options));
-  options.undo = 0;
+  options.n_stages = 2;
   if (cache.ctx) fails("cache_make", "filling", "made something");
   must(mlx_h2o_cache_make(&cache, policy, budgets, 2, &options), "a cache with stages");
   mlx_h2o_policy keys_only = a_policy("keydiff");
@@ -603,7 +601,7 @@ static mlx_h2o_cache any_cache(void) {
     const float saturation[] = {(float)below(5) - (float)chance(10), (float)below(3)};
     if (chance(30)) options.saturation = saturation;
     const int stages[] = {below(20), budgets[below(10)], budgets[below(10)], below(40), 12, 6};
-    if (chance(options.undo ? 5 : 40)) options.filling = stages, options.n_stages = 1 + below(2);
+    if (chance(40)) options.filling = stages, options.n_stages = 1 + below(2);
     if (chance(options.k_bits ? 50 : 5)) {
       options.frame_centre = part_of_frame((float)below(2), chance(10) ? NAN : 0);
       options.frame_scale = part_of_frame(2, (float)below(10) / 4);

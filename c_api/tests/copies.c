@@ -165,11 +165,51 @@ static void resizes(const Layer* layer) {
   mlx_h2o_cache_free(cache), mlx_h2o_cache_free(small);
 }
 
+// Slots are shared out anew as a conversation grows, but not between drafted tokens, which come one
+// by one or together: all but the first can be taken back.
+static void grows_between_drafts(bool together, int rejected) {
+  enum { DRAFTED = 4 };
+  const char* name = together ? "drafts together" : "drafts one by one";
+  const int budgets[] = {20, 20}, filling[] = {20, 28, 12, 40, 12, 28};
+  mlx_h2o_policy policy = mlx_h2o_policy_new();
+  mlx_h2o_cache cache = mlx_h2o_cache_new();
+  mlx_h2o_cache_options options = mlx_h2o_cache_options_default();
+  options.undo = DRAFTED, options.filling = filling, options.n_stages = 2;
+  expect(
+      !mlx_h2o_policy_named(&policy, "h2o") &&
+          !mlx_h2o_cache_make(&cache, policy, budgets, Hk, &options),
+      name, "a cache that grows and takes tokens back");
+  mlx_h2o_policy_free(policy);
+  double sum = 0;
+  int64_t evicted = 0;
+  attend(cache, 16, 1, &sum);
+  for (int i = 0, offset = 16, after = 0; i < 60 && offset < 60; ++i, offset = after) {
+    for (int t = 0; t < (together ? 1 : DRAFTED); ++t)
+      attend(cache, together ? DRAFTED : 1, 100 + 10 * i + t, &sum);
+    expect(!mlx_h2o_cache_trim(cache, rejected, s), name, "rejected drafts");
+    expect(
+        !mlx_h2o_cache_offset(&after, cache) && after == offset + DRAFTED - rejected, name,
+        "the tokens that stay");
+    expect(
+        !mlx_h2o_cache_evicted(&evicted, cache) && (after > 20 || !evicted), name,
+        "everything while it fits");
+  }
+  int slots[Hk];
+  expect(
+      !mlx_h2o_cache_budgets(slots, Hk, cache) && slots[0] == 12 && slots[1] == 28, name,
+      "the last shares");
+  mlx_h2o_cache_free(cache);
+}
+
 int main(void) {
   s = mlx_default_cpu_stream_new();
   for (size_t i = 0; i < sizeof kLayers / sizeof *kLayers; ++i) {
     copies(&kLayers[i]);
     resizes(&kLayers[i]);
+  }
+  for (int rejected = 0; rejected < 4; ++rejected) {
+    grows_between_drafts(false, rejected);
+    grows_between_drafts(true, rejected);
   }
   mlx_h2o_cache empty = mlx_h2o_cache_new(), res = mlx_h2o_cache_new();
   expect(mlx_h2o_cache_copy(&res, empty, s) && !res.ctx, "none", "a copy of no cache");

@@ -125,11 +125,6 @@ def test_what_is_no_filling_is_refused(stages, message):
         CacheSettings(budgets=(40, 40), filling=stages)
 
 
-def test_undo_and_filling_exclude_each_other():
-    with pytest.raises(ValueError, match="no undo"):
-        CacheSettings(budgets=(40, 40), filling=STAGES, undo=2)
-
-
 def made_up(known: int) -> Profile:
     grid = (12, 24, 48, 96, known)
     losses = (((4.0, 2.0, 1.0, 0.5, 0.0), (0.4, 0.2, 0.0, 0.0, 0.0)),) * 2

@@ -96,10 +96,11 @@ def test_of_widths_that_lose_hardly_more_the_one_with_most_slots_is_chosen(embed
 
 @pytest.mark.parametrize("size", ["8%", "25%", "60%"])
 @pytest.mark.parametrize("bits", [None, 6])
-def test_bytes_are_never_exceeded_at_any_length(embedded, text, size, bits):
+@pytest.mark.parametrize("undo", [0, 4])
+def test_bytes_are_never_exceeded_at_any_length(embedded, text, size, bits, undo):
     model, _ = embedded
     most = int(memory_size("", size).part * 400 * TOKEN)
-    cache = make_prompt_cache(model, max_bytes=size, context=400, bits=bits)
+    cache = make_prompt_cache(model, max_bytes=size, context=400, bits=bits, undo=undo)
     for start in range(0, 400, 50):
         prefill(model, cache, text[start : start + 50], 25 if start < 200 else 1)
         assert sum(entry.nbytes for entry in cache) <= most
@@ -127,10 +128,15 @@ def test_a_short_chat_is_that_of_the_packed_full_cache(embedded, text):
     assert all(entry.evicted > 0 for entry in bounded)
 
 
-def test_with_undo_shares_are_final_at_once(embedded):
+@pytest.mark.parametrize("size", [{"max_size": 100}, {"max_bytes": "25%", "context": 400}])
+def test_with_undo_nothing_goes_while_all_of_it_fits_either(embedded, text, size):
     model, _ = embedded
-    cache = make_prompt_cache(model, max_bytes="25%", context=400, undo=4)
-    assert all(entry.settings.filling == () for entry in cache)
+    cache = make_prompt_cache(model, undo=4, **size)
+    slots = cache[0].budgets[0]
+    assert {b for entry in cache for b in entry.budgets} == {slots}
+    prefill(model, cache, text[:slots], 1)
+    assert all(entry.evicted == 0 for entry in cache)
+    prefill(model, cache, text[slots : 2 * slots], 1)
     assert len({b for entry in cache for b in entry.budgets}) > 1
 
 

@@ -14,6 +14,8 @@ import pytest
 from covering import covering
 from mlx_h2o import H2OKVCache, load_prompt_cache, make_policy, make_prompt_cache, save_prompt_cache
 from mlx_h2o.attention.backends.choice import only_reference
+from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.policies import policy_names
 from tiny_models import TinyLayer, tiny_model
 
@@ -300,3 +302,45 @@ def test_keys_made_of_the_cached_ones_are_refused():
         k, v = cache.update_and_fetch(k, v)
         with pytest.raises(RuntimeError, match="no undo"):
             cache.attend(q, k + 0, v, scale=0.125)
+
+
+#: One layer of two heads, 40 slots each on average, shared out anew beyond 40 and 80 tokens.
+STAGES = ((40, (60, 20)), (80, (24, 56)))
+
+
+def growing(undo: int, policy: str = "distinct") -> H2OKVCache:
+    settings = CacheSettings(
+        budgets=(40, 40), policy=make_policy(policy), filling=STAGES, undo=undo
+    )
+    return BoundedKVCache.of(settings)
+
+
+@pytest.mark.parametrize("policy", ["distinct", "h2o"])
+def test_a_growing_cache_keeps_all_that_fits_though_steps_can_be_taken_back(policy):
+    tokens, cache = TinyLayer(), growing(undo=4, policy=policy)
+    tokens.feed(cache, 40, 1)
+    assert cache.evicted == 0
+    tokens.feed(cache, 60, 1)
+    assert tuple(cache.budgets) == STAGES[1][1]
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("rejected", [0, 1, 3])
+def test_drafts_can_always_be_taken_back_where_slots_are_shared_out_anew(together, rejected):
+    """As a draft model's cache sees them (one by one) and the main model's (in one chunk)."""
+    tokens, cache = TinyLayer(), growing(undo=4)
+    tokens.feed(cache, 30, 30)
+    shared_out_at = []
+    while cache.offset < 120:
+        budgets, before = tuple(cache.budgets), cache.offset
+        tokens.feed(cache, 4, 4 if together else 1)
+        if tuple(cache.budgets) != budgets:
+            shared_out_at.append(before)
+        assert cache.trimmable >= 3
+        assert cache.trim(rejected) == rejected
+        assert cache.offset == before + 4 - rejected
+    assert tuple(cache.budgets) == STAGES[1][1]
+    # Each within one draft of where it was due.
+    for at, (beyond, _) in zip(shared_out_at, STAGES, strict=True):
+        assert beyond - 4 <= at <= beyond + 4
+    assert [run.length for run in cache.layer.runs] == [24, 56]

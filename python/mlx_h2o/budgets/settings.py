@@ -128,8 +128,8 @@ class CacheSettings:
         self._set("filling", checked_filling(self.filling))
         for stage in self.filling:
             self.checked_budgets("budgets", stage.budgets)
-            if self.undo or len(stage.budgets) != len(self.budgets or ()):
-                raise ValueError("filling needs budgets of as many heads, and no undo.")
+            if len(stage.budgets) != len(self.budgets or ()):
+                raise ValueError("filling needs budgets of as many heads.")
         self._set("pins", checked_spans("pins", self.pins))
         if self.pins:
             self._make_room()

@@ -227,6 +227,8 @@ class BoundedKVCache:
         """
         n = min(n, self.offset)
         if n <= 0:
+            if self._layer is not None:
+                self._layer.journal.settle()  # every draft was accepted
             return 0
         self.require_trimmable(n)
         self._held().trim(n)

@@ -309,6 +309,7 @@ class Layer:
 
     def trim(self, n: int) -> None:
         """Take the newest n tokens back, at most `trimmable`; pins stay with their positions."""
+        self.journal.settle()
         self.aged_from = min(self.aged_from, max(self.offset - n - 1, 0))
         undone = min(n, len(self.journal))
         if undone:

@@ -54,7 +54,12 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
 
 
 def grow(layer: Layer, length: int) -> None:
-    """Give a layer the budgets that a conversation has which is longer by so many tokens."""
+    """Give a layer the budgets that a conversation has which is longer by so many tokens.
+
+    No step before that can be taken back, so between drafted tokens it waits (`Journal.settled`).
+    """
+    if length == 1 and not layer.journal.settled:
+        return
     grown = layer.settings.grown(layer.offset + length)
     if grown is not None:
         eviction.resize(layer, grown)

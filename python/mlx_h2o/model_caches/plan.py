@@ -257,7 +257,7 @@ def fillings(
     Args:
         shares: Of all layers, in long conversations.
         sizes_of: What slots the KV heads of layers with such shares have in the end.
-        settings: With a size, and steps to undo.
+        settings: With a size.
         policy: What chooses.
         remembers: Whether statistics of the evicted are kept.
         attending: Whether the layers attend through this library.
@@ -266,7 +266,7 @@ def fillings(
 
     def stages_by(shares: Sequence[LayerShare]) -> list[Stages]:
         sizes = sizes_of(shares)
-        if profile is None or settings.undo or settings.layer_budgets is not None:
+        if profile is None or settings.layer_budgets is not None:
             return [(tuple(of_layer), ()) for of_layer in sizes]
         least = policy.least_budget() + FEWEST_CHOICES
         how = settings, policy, remembers, least

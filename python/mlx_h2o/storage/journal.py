@@ -75,6 +75,7 @@ class Journal:
     def __init__(self, size: int):
         self.size = size
         self.steps: deque[StepBefore] = deque(maxlen=size)
+        self._since_settled = 0
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -83,9 +84,24 @@ class Journal:
     def nbytes(self) -> int:
         return sum(array.nbytes for step in self.steps for array in step.arrays.values())
 
+    @property
+    def settled(self) -> bool:
+        """Whether the steps before this are hardly taken back any more.
+
+        Drafted tokens come one by one and their rejected ones are taken back at once, so a caller
+        that drafts says so within `size` steps: just after it took steps back, or after more steps
+        than it could, no drafts are under way.
+        """
+        return self._since_settled == 0 or self._since_settled > self.size
+
+    def settle(self) -> None:
+        """Steps were taken back: what is left of those before stays."""
+        self._since_settled = 0
+
     def clear(self) -> None:
         """Forget all steps: what is to come cannot be undone past."""
         self.steps.clear()
+        self.settle()
 
     def begin(self, store: SlotStore, window: RecentWindow | None, offset: int) -> StepBefore:
         """A step begins; what it changes of the arrays is still to be noted."""
@@ -95,6 +111,7 @@ class Journal:
             (window.length, window.oldest) if window else None,
         )
         self.steps.append(before)
+        self._since_settled += 1
         return before
 
     def note_overwritten(
