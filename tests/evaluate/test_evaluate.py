@@ -352,6 +352,32 @@ def test_an_unfinished_evaluation_is_taken_up_and_a_finished_one_is_not(stage, t
     assert not finished.take_up(file)
 
 
+def test_what_another_profile_measured_is_measured_again(stage, tmp_path, capsys):
+    """A profile made anew between two runs shares slots out otherwise under the same name."""
+    file = tmp_path / FILE_NAME
+    full, *others = contenders([], [0.5])
+    ours = next(contender for contender in others if contender.arm.by_bytes)
+    suite = Suite(stage, [full, ours], [TINY[0]])
+    first = Evaluation.begin(suite)
+    first.run(lambda *_: None, lambda: first.save(file))
+    assert first.profiles
+    same = Evaluation.begin(suite, file, resume=True)
+    before = same.found
+    same.run(lambda *_: None, lambda: None)
+    assert same.found is before
+    kept = json.loads(file.read_text())
+    kept["profiles"] = dict.fromkeys(kept["profiles"], "another")
+    del kept["found"]["perplexity"][FULL]
+    file.write_text(json.dumps(kept))
+    taken_up = Evaluation.begin(suite)
+    assert taken_up.take_up(file)
+    taken_up.run(lambda *_: None, lambda: None)
+    assert "everything is measured again" in capsys.readouterr().err
+    assert taken_up.measured == taken_up.measurements
+    with pytest.raises(ValueError, match="begin anew"):
+        Evaluation.begin(suite, file, resume=True).run(lambda *_: None, lambda: None)
+
+
 def test_only_what_the_full_cache_cannot_do_ends_a_run(stage):
     """Where it fails it is the text or a size; mlx-lm's packed caches may fail by themselves."""
 

@@ -9,6 +9,7 @@ its rows costs, and frames for packed keys. Related: DuoAttention (arXiv 2410.10
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -215,6 +216,14 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
+        Path(path).write_text(self._text())
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file that `save` writes, in hexadecimal digits."""
+        return hashlib.sha256(self._text().encode()).hexdigest()
+
+    def _text(self) -> str:
         fields = {
             "format": FORMAT,
             "version": VERSIONS[-1] if self.measured else VERSIONS[0],
@@ -229,7 +238,7 @@ class Profile:
         text = json.dumps(fields, indent=1)
         # Innermost lists go on one line each, so that a profile can be read and compared.
         text = re.sub(r"\[[^\[\]{}]*\]", lambda match: " ".join(match[0].split()), text)
-        Path(path).write_text(text + "\n")
+        return text + "\n"
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

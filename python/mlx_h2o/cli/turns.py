@@ -13,7 +13,7 @@ from mlx_h2o.cli.evaluation_output import measuring, take_up
 from mlx_h2o.cli.options import add_model_options, load_model, named_options, read_text, typed
 from mlx_h2o.cli.tables import show
 from mlx_h2o.engine.pins_and_turns import RESET, checked_carry
-from mlx_h2o.evaluate.arms import FULL, OURS, WINDOW, Arm
+from mlx_h2o.evaluate.arms import FULL, OURS, WINDOW, Arm, profile_digests
 from mlx_h2o.evaluate.measurements import Measurements
 from mlx_h2o.evaluate.recall import CLOZE, QUESTIONS
 from mlx_h2o.evaluate.turns import known_at_last, turns_task, ways
@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> None:
     so_far = Measurements({**settings(args), "text": digest}, len(asked))
     if not args.anew:
         take_up(so_far)
+    so_far.measured_with(profile_digests(model, ARMS))
     with measuring(so_far, "telling and asking", "measurements") as (bar, keep):
         for arm, name, way in asked:
             bar(so_far.measured, len(asked))

@@ -11,9 +11,12 @@ import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o.budgets.cost import group_size_of
+from mlx_h2o.budgets.profile import Profile
+from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.budgets.settings import DEFAULT_POLICY, PROFILES, ModelSettings, budgets_of_model
+from mlx_h2o.calibration.first_use import profile_at_load
 from mlx_h2o.evaluate.equal_bytes import caches_in_16_bits, slots_in_16_bits
-from mlx_h2o.integration.layer_probe import layer_kinds
+from mlx_h2o.integration.layer_probe import identity_by_kinds, layer_kinds
 from mlx_h2o.integration.stock_caches import stock_caches
 from mlx_h2o.model_caches.make import bounded_caches
 from mlx_h2o.policies.settings import setting_of
@@ -135,6 +138,25 @@ class Arm:
             profile=self.profile,
             **dict(self.settings),
         )
+
+
+def profile_digests(model: nn.Module, arms: Sequence[Arm]) -> dict[str, str]:
+    """What the profiles hold by which caches share slots out, by the caches' names, as digests.
+
+    A model that has none yet, and whose caches ask for one, is measured now.
+    """
+    if any(arm.by_bytes and not arm.budgets and arm.profile == PROFILES[0] for arm in arms):
+        profile_at_load(model)
+    if not any(arm.policy for arm in arms):
+        return {}
+    identity = identity_by_kinds(model, layer_kinds(model))
+    own = found_profile(model, identity)
+    digests = {}
+    for arm in arms:
+        profile = budgets_of_model(arm.budgets) if arm.budgets else own
+        if arm.policy is not None and isinstance(profile, Profile):
+            digests[arm.name] = profile.digest
+    return digests
 
 
 def default_arms(

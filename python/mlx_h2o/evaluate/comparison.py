@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_h2o.attention.blas import blas
-from mlx_h2o.evaluate.arms import FULL, Arm
+from mlx_h2o.evaluate.arms import FULL, Arm, profile_digests
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.measurements import Measurements
 from mlx_h2o.evaluate.perplexity import Perplexity, perplexity, samples_of
@@ -266,6 +266,7 @@ def compare(
     workers = cores()
     work.groups = groups_of(arms, work.model, protocol, max(workers, 1))
     so_far = so_far or measurements_of(arms, protocol)
+    so_far.measured_with(profile_digests(work.model, arms))
     jobs = []
     for job in range(2 * len(work.groups)):
         measure, group = work.group(job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ class Measurements:
     Attributes:
         machine: What measures.
         found: By measure, and by what was measured: JSON types.
+        profiles: The digest of each cache's profile by the cache's name, or None: not known yet.
     """
 
     def __init__(self, settings: dict[str, Any], count: int):
         self.settings, self.measurements = settings, count
         self.machine: dict[str, Any] = machine()
         self.found: dict[str, dict[str, Any]] = {}
+        self.profiles: dict[str, str] | None = None
 
     @property
     def measured(self) -> int:
@@ -61,10 +64,33 @@ class Measurements:
             return False
         if versions != self.machine["versions"]:
             return False
-        self.found = found
+        self.found, self.profiles = found, profiles_in(file)
         if self.measured == self.measurements:  # all are known: asking again measures again
             self.found = {}
         return bool(self.found)
+
+    def measured_with(self, profiles: dict[str, str], must_be_same: bool = False) -> None:
+        """Note which profiles the caches use; what was measured with others is measured again.
+
+        Args:
+            profiles: As in `Measurements.profiles`.
+            must_be_same: Whether other profiles are an error.
+
+        Raises:
+            ValueError: They are others, and must be the same.
+        """
+        if self.found and self.profiles is not None and self.profiles != profiles:
+            changed = sorted(
+                name
+                for name in {**profiles, **self.profiles}
+                if profiles.get(name) != self.profiles.get(name)
+            )
+            what = f"The profile of {', '.join(changed)} is not the one that was measured with"
+            if must_be_same:
+                raise ValueError(f"{what}: put that one back, or begin anew, without --resume.")
+            print(f"{what}: everything is measured again.", file=sys.stderr)
+            self.found = {}
+        self.profiles = profiles
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as JSON types."""
@@ -72,6 +98,7 @@ class Measurements:
             "form": FORM,
             "settings": self.settings,
             "machine": self.machine,
+            "profiles": self.profiles,
             "found": self.found,
         }
 
@@ -80,6 +107,12 @@ class Measurements:
         text = json.dumps(self.as_json(), indent=1) + "\n"
         with replacing(file) as temporary:
             temporary.write_text(text, encoding="utf-8")
+
+
+def profiles_in(file: Path) -> dict[str, str] | None:
+    """The digests of the profiles that a file's figures were measured with, if it tells them."""
+    kept = json.loads(file.read_text(encoding="utf-8")).get("profiles")
+    return {str(name): str(of) for name, of in kept.items()} if isinstance(kept, dict) else None
 
 
 def found_in(file: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:

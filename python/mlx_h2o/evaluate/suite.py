@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_h2o.evaluate.arms import FULL
+from mlx_h2o.evaluate.arms import FULL, profile_digests
 from mlx_h2o.evaluate.contenders import Contender
-from mlx_h2o.evaluate.measurements import Measurements, found_in
+from mlx_h2o.evaluate.measurements import Measurements, found_in, profiles_in
 from mlx_h2o.evaluate.measures import Findings, Measure
 from mlx_h2o.evaluate.sections import Section
 from mlx_h2o.evaluate.side_by_side import can_share
@@ -150,7 +150,7 @@ class Evaluation(Measurements):
 
     def __init__(self, suite: Suite):
         super().__init__(suite.settings(), len(suite.measures) * len(suite.contenders))
-        self.suite = suite
+        self.suite, self.resumed = suite, False
 
     @classmethod
     def begin(cls, suite: Suite, file: Path | None = None, resume: bool = False) -> Evaluation:
@@ -166,7 +166,8 @@ class Evaluation(Measurements):
         """
         made = cls(suite)
         if resume and file is not None:
-            made.found = found_in(file, made.settings)
+            made.found, made.profiles = found_in(file, made.settings), profiles_in(file)
+            made.resumed = True
         return made
 
     def jobs(self, alone: bool) -> list[int]:
@@ -184,7 +185,13 @@ class Evaluation(Measurements):
         Args:
             progress: Told how far it is.
             keep: Called whenever something was found.
+
+        Raises:
+            ValueError: What is to be resumed was measured with another profile of the model.
         """
+        arms = [contender.arm for contender in self.suite.contenders]
+        profiles = profile_digests(self.suite.stage.model, arms)
+        self.measured_with(profiles, must_be_same=self.resumed)
         waiting = {alone: self.jobs(alone) for alone in (False, True)}
         works = {job: self.suite.work_of(job) for jobs in waiting.values() for job in jobs}
         whole, before = sum(works.values()), 0
