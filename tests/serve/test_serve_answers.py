@@ -14,7 +14,7 @@ import mlx.core as mx
 import openai
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import json_tools, pythonic
+from mlx_lm.tool_parsers import json_tools, minimax_m2, pythonic, qwen3_coder
 
 import mlx_h2o
 from mlx_h2o.serve.fields import response_format_of, template_arguments_of
@@ -297,11 +297,27 @@ def test_tools_are_refused_where_the_model_cannot_call_them(plain):
     assert chat(plain, 2, tools=TOOLS, tool_choice="none").choices
 
 
-def test_a_call_of_another_form_cannot_be_required(loaded, monkeypatch):
-    pair = with_tools(loaded, pythonic)
+@pytest.mark.parametrize("module", [pythonic, qwen3_coder])
+def test_a_call_is_required_of_other_families_too(loaded, monkeypatch, module):
+    """Their own writing comes back as JSON; tests/serve/test_tool_forms.py has all of them."""
+    pair = with_tools(loaded, module)
     monkeypatch.setattr("mlx_h2o.serve.served_model.load", lambda name: pair)
     with serving() as running:
-        with pytest.raises(openai.BadRequestError, match="another way"):
+        answer = chat(
+            running, 200, tools=TOOLS, tool_choice="required", parallel_tool_calls=False,
+            temperature=1,
+        )  # fmt: skip
+    assert answer.choices[0].finish_reason == "tool_calls"
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name in ("look", "weigh")
+    assert is_of_schema(call.function.arguments)
+
+
+def test_a_call_of_another_form_cannot_be_required(loaded, monkeypatch):
+    pair = with_tools(loaded, minimax_m2)
+    monkeypatch.setattr("mlx_h2o.serve.served_model.load", lambda name: pair)
+    with serving() as running:
+        with pytest.raises(openai.BadRequestError, match="are read by minimax_m2"):
             chat(running, tools=TOOLS, tool_choice="required")
         assert chat(running, 2, tools=TOOLS).choices
 

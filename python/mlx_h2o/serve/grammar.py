@@ -8,7 +8,6 @@ one sequence both take.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,18 +16,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_h2o.serve.tool_forms import FAMILIES, calls_of, family_of, json_rule
+
 #: What is missing, and how it comes.
 MISSING = (
     "response_format, and tool_choice 'required' or of a name, need llguidance: pip install "
     "'mlx-h2o[grammar]'."
 )
-#: Between the parts of JSON: a space, or a line's end and indentation. A model that loves space
-#: would fill its answer with whatever more were allowed.
-BETWEEN = r"( |\n {0,24})?"
 #: Calls of tools in one answer, where it may have several.
 MOST_CALLS = 8
-#: The module of mlx-lm that reads calls as JSON objects between two tags.
-JSON_CALLS = "mlx_lm.tool_parsers.json_tools"
 
 
 class NotInstalled(Exception):
@@ -70,18 +66,17 @@ def form_of(
     if not forced and (answer is None or not tools or tool_choice == "none"):
         return None if answer is None else Form(f"start: answer\n{answer}")
     assert tools is not None
-    reads = getattr(tokenizer.tool_parser, "__module__", "")
-    if reads != JSON_CALLS:
+    reads, family = family_of(tokenizer)
+    if family is None:
         raise ValueError(
             "tool_choice 'required' or of a name, and response_format beside tools, are served "
-            "for models that call tools as JSON between <tool_call> and </tool_call>; this one "
-            f"calls them in another way ({reads.rpartition('.')[2]}): use tool_choice 'auto', "
-            "without response_format."
+            f"for models whose calls are read by {', '.join(FAMILIES)}; this one's are read by "
+            f"{reads}: use tool_choice 'auto', without response_format."
         )
     name = tool_choice["function"]["name"] if isinstance(tool_choice, Mapping) else None
     wanted = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     most = MOST_CALLS if several and name is None else 1
-    calls = _calls_of(wanted, most, tokenizer)
+    calls = calls_of(family, wanted, most, tokenizer)
     if forced:
         return Form(f"start: calls\n{calls}")
     return Form(f"start: answer | calls\n{answer}{calls}")
@@ -93,45 +88,12 @@ def _answer_of(asked: Mapping[str, Any] | None) -> str | None:
     assert asked is not None or kind == "text"
     match kind:
         case "json_object":
-            return f"answer: %json {_schema({'type': 'object'})}\n"
+            return f"answer: {json_rule({'type': 'object'})}\n"
         case "json_schema":
             assert asked is not None
-            return f"answer: %json {_schema(asked['json_schema']['schema'])}\n"
+            return f"answer: {json_rule(asked['json_schema']['schema'])}\n"
         case _:
             return None
-
-
-def _schema(schema: Any) -> str:
-    if isinstance(schema, Mapping):
-        schema = {**schema, "x-guidance": {"whitespace_pattern": BETWEEN}}
-    return json.dumps(schema)
-
-
-def _calls_of(functions: Sequence[Mapping[str, Any]], most: int, tokenizer: Any) -> str:
-    """The rules of up to `most` calls of some functions."""
-    schemas = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for function in functions
-    ]
-    special = set(tokenizer.all_special_tokens)
-    first, end = (
-        # What the tokenizer holds for special is one token, and no text, to llguidance.
-        tag if tag in special else json.dumps(tag)
-        for tag in (tokenizer.tool_call_start, tokenizer.tool_call_end)
-    )
-    return (
-        f"calls: call{{1,{most}}}\n"
-        f"call: {first} /\\n?/ body /\\n?/ {end} /\\n?/\n"
-        f"body: %json {_schema({'anyOf': schemas})}\n"
-    )
 
 
 class Grammars:
