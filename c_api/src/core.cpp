@@ -133,6 +133,7 @@ mx::array Core::update_and_attend(
     if (layer_) chunk_->before.emplace(*layer_, settings_);
   }
   BoundedLayer& layer = layer_for(keys, values);
+  if (singly) layer.settle();
   broken_ = bool(settings_.policy.own);
   mx::array out =
       singly ? token_by_token(layer, call, keys, values) : attend_now(layer, call, keys, values);
@@ -332,11 +333,13 @@ void Core::pin_all(Spans pins) {
 }
 
 void Core::grow(int length) {
-  // No step before it can be taken back, so between drafted tokens it waits.
+  // No step before it can be taken back, so between drafted tokens it waits, and of a chunk that can
+  // be taken back only the first token counts.
   if (length == 1 && layer_ && !layer_->settled()) return;
+  const int certain = length <= settings_.undo + 1 ? 1 : length;
   std::vector<Stage>& later = settings_.filling;
   const auto next = std::find_if(later.begin(), later.end(), [&](const Stage& stage) {
-    return stage.beyond >= offset() + length;
+    return stage.beyond >= offset() + certain;
   });
   if (next == later.begin()) return;
   settings_.budgets = std::prev(next)->budgets;

@@ -168,7 +168,7 @@ class BoundedLayer {
   bool settled() const {
     return journal_.settled();
   }
-  // Every drafted token was accepted.
+  // No drafted tokens are under way.
   void settle() {
     journal_.settle();
   }

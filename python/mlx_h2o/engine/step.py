@@ -40,6 +40,7 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
     """
     grow(layer, call.length)
     if 1 < call.length <= layer.settings.undo + 1:
+        layer.journal.settle()
         return _token_by_token(layer, call, k, v)
     _check_frame(layer, call)
     # The first token of all goes op by op: then there are arrays to lend.
@@ -56,11 +57,13 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
 def grow(layer: Layer, length: int) -> None:
     """Give a layer the budgets that a conversation has which is longer by so many tokens.
 
-    No step before that can be taken back, so between drafted tokens it waits (`Journal.settled`).
+    No step before that can be taken back, so between drafted tokens it waits (`Journal.settled`),
+    and of a chunk that can be taken back only the first token counts.
     """
     if length == 1 and not layer.journal.settled:
         return
-    grown = layer.settings.grown(layer.offset + length)
+    certain = 1 if length <= layer.settings.undo + 1 else length
+    grown = layer.settings.grown(layer.offset + certain)
     if grown is not None:
         eviction.resize(layer, grown)
 
