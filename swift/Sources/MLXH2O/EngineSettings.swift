@@ -68,9 +68,7 @@ extension CacheSettings {
         let saturations =
             saturation.count == heads
             ? saturation : Array(repeating: saturation[0], count: heads)
-        let stages = filling.flatMap { stage in
-            [Int32(clamping: stage.beyond)] + stage.budgets.map { Int32(clamping: $0) }
-        }
+        let stages = SlotPlan(budgets: [], later: filling).laterNumbers
         options.n_stages = filling.count
         return try withExtendedLifetime(frame) {
             try saturations.withUnsafeBufferPointer { saturations in

@@ -25,6 +25,11 @@ struct SlotPlan: Sendable, Equatable {
     /// What follows, in order.
     var later: [Stage] = []
 
+    /// What follows as the engine takes it: of each stage its beginning and its slots.
+    var laterNumbers: [Int32] {
+        later.flatMap { [Int32(clamping: $0.beyond)] + $0.budgets.map { Int32(clamping: $0) } }
+    }
+
     /// The plan when so many tokens have come.
     func grown(to tokens: Int) -> SlotPlan {
         left(later.drop { $0.hasBegun(at: tokens) }.count)
