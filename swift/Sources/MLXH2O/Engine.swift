@@ -19,21 +19,22 @@ final class Engine {
     /// A cache without tokens.
     ///
     /// - Parameters:
-    ///   - settings: What it is to be. The policy is one of this library's.
-    ///   - budgets: Slots of each KV head. Plain rows are taken from them.
+    ///   - settings: What it is to be; its size is that of the plan.
+    ///   - plan: Slots of each KV head, plain rows' among them, and those that follow.
     /// - Throws: ``H2OError/configuration(_:)`` for what makes no cache.
-    init(_ settings: CacheSettings, budgets: [Int]) throws {
+    init(_ settings: CacheSettings, _ plan: SlotPlan) throws {
         _ = installedEvaluator
         let policy = try EnginePolicy(settings.policy)
         var made = mlx_h2o_cache_new()
-        try settings.withEngineOptions(heads: budgets.count) { options in
+        try settings.withEngineOptions(plan) { options in
             var options = options
             try checkEngine(
                 mlx_h2o_cache_make(
-                    &made, policy.handle, budgets.map { Int32(clamping: $0) }, budgets.count,
-                    &options))
+                    &made, policy.handle, plan.budgets.map { Int32(clamping: $0) },
+                    plan.budgets.count, &options))
         }
         (handle, accumulates) = (made, settings.policy.needsAttention)
+        if !settings.pins.isEmpty { try pin(settings.pins) }
     }
 
     private init(_ handle: mlx_h2o_cache, accumulates: Bool) {
@@ -59,8 +60,8 @@ final class Engine {
     ///   - keys: `[B, Hk, L, D]`, likewise.
     ///   - values: `[B, Hk, L, Dv]`.
     ///   - scale: Factor on q.k.
-    ///   - sinks: Attention-sink logits `[Hq]`.
     ///   - mask: Of an array the last L columns are for the new rows; what was held is always visible.
+    ///   - sinks: Attention-sink logits `[Hq]`.
     /// - Returns: `[B, Hq, L, Dv]`.
     func attend(
         queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float,
@@ -74,6 +75,20 @@ final class Engine {
         }
     }
 
+    /// Takes new rows `[B, Hk, L, D]` and `[B, Hk, L, Dv]` in for a model that attends by itself.
+    ///
+    /// - Returns: What it is to attend to, `[B, Hk, N, D]` and `[B, Hk, N, Dv]`, plain rows of the evicted
+    ///   first. What to add to its logits ``makeMask(n:asArray:)`` told before.
+    func update(keys: MLXArray, values: MLXArray) throws -> (keys: MLXArray, values: MLXArray) {
+        var (held, itsValues, mask) = (mlx_array_new(), mlx_array_new(), mlx_array_new())
+        let status = mlx_h2o_cache_update_and_fetch(
+            &held, &itsValues, &mask, handle, keys.ctx, values.ctx, stream)
+        let fetched = (MLXArray(held), MLXArray(itsValues))
+        mlx_array_free(mask)
+        try checkEngine(status)
+        return fetched
+    }
+
     /// The mask that n new tokens will need.
     func makeMask(
         n: Int, asArray: Bool
@@ -84,29 +99,6 @@ final class Engine {
         }
         if array.ctx.ctx != nil { return .array(array) }
         return mode.map { String(cString: $0) } == "causal" ? .causal : .none
-    }
-
-    /// What stock attention is to attend to, and the array to add to its logits.
-    struct Fetched {
-        /// `[B, Hk, N, D]`, plain rows of the evicted first.
-        let keys: MLXArray
-        /// `[B, Hk, N, Dv]`.
-        let values: MLXArray
-        /// `[1, 1, L, N]` in the keys' dtype; nil: causal, aligned at the end.
-        let mask: MLXArray?
-    }
-
-    /// Takes new rows `[B, Hk, L, D]` and `[B, Hk, L, Dv]` in for a model that attends by itself.
-    func update(keys: MLXArray, values: MLXArray) throws -> Fetched {
-        var (held, itsValues, mask) = (mlx_array_new(), mlx_array_new(), mlx_array_new())
-        let status = mlx_h2o_cache_update_and_fetch(
-            &held, &itsValues, &mask, handle, keys.ctx, values.ctx, stream)
-        let (fetchedKeys, fetchedValues) = (MLXArray(held), MLXArray(itsValues))
-        let fetchedMask = MLXArray(mask)
-        try checkEngine(status)
-        return Fetched(
-            keys: fetchedKeys, values: fetchedValues,
-            mask: fetchedMask.ctx.ctx == nil ? nil : fetchedMask)
     }
 
     // MARK: between steps
