@@ -63,7 +63,7 @@ let package = Package(
             path: "swift/Benchmarks/StepOverhead"),
         .testTarget(
             name: "MLXH2OTests",
-            dependencies: ["MLXH2O"] + mlx + system,
+            dependencies: ["MLXH2O", "CMLXH2O"] + mlx + system,
             path: "swift/Tests/MLXH2OTests",
             exclude: ["Fixtures"]),
     ],

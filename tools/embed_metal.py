@@ -1,10 +1,9 @@
-"""Write the kernels of metal/ into sources of the C library and of the Swift package.
+"""Write the kernels of metal/ into a source of the C library.
 
-SwiftPM builds both and runs no generator, so they are committed.
+SwiftPM builds it too and runs no generator, so it is committed.
 
-tools/embed_metal.py            write c_api/src/gpu/kernel_files.cpp and
-                                swift/Sources/MLXH2O/Backends/KernelFiles.swift
-tools/embed_metal.py --check    fail unless they are up to date
+tools/embed_metal.py            write c_api/src/gpu/kernel_files.cpp
+tools/embed_metal.py --check    fail unless it is up to date
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SWIFT = ROOT / "swift/Sources/MLXH2O/Backends/KernelFiles.swift"
 CPP = ROOT / "c_api/src/gpu/kernel_files.cpp"
-# Both launch these; what they include comes with them.
+# It launches these; what they include comes with them.
 KERNELS = (
     *("attention_vector.metal", "attention_merge.metal", "prompt_lse.metal", "prompt_mass.metal"),
     *("overwrite.metal", "kept_keys.metal", "update.metal", "prelude_metal.h"),
@@ -51,21 +49,6 @@ def cpp_source() -> str:
     return "\n".join([*lines, ""])
 
 
-def swift_source() -> str:
-    """The Swift source."""
-    lines = [
-        "// Written by tools/embed_metal.py from metal/; change that and run the tool.",
-        "// swift-format-ignore-file",
-        "",
-        "/// The texts of the GPU kernels, by file name.",
-        "let kernelFiles: [String: String] = [",
-    ]
-    for name in needed():
-        text = (ROOT / "metal" / name).read_text()
-        lines += [f'    "{name}": ##"""', text.rstrip("\n"), "", '"""##,']
-    return "\n".join([*lines, "]", ""])
-
-
 def needed() -> list[str]:
     """The kernels' files and all that they include, in order of names."""
     found: set[str] = set()
@@ -85,11 +68,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    for target, source in ((CPP, cpp_source()), (SWIFT, swift_source())):
-        if not check:
-            target.write_text(source)
-        elif not target.exists() or target.read_text() != source:
-            sys.exit(f"{target.relative_to(ROOT)} is not what metal/ says: run {Path(__file__)}.")
+    source = cpp_source()
+    if not check:
+        CPP.write_text(source)
+    elif not CPP.exists() or CPP.read_text() != source:
+        sys.exit(f"{CPP.relative_to(ROOT)} is not what metal/ says: run {Path(__file__)}.")
 
 
 if __name__ == "__main__":

@@ -379,6 +379,11 @@ MLX_H2O_API int mlx_h2o_cache_copy(mlx_h2o_cache* res, mlx_h2o_cache cache, cons
 MLX_H2O_API int mlx_h2o_cache_resize(
     mlx_h2o_cache cache, const int* budgets, size_t n_kv_heads, const mlx_stream s);
 
+// The same with slots that follow from there, as options.filling: NULL and 0 for none.
+MLX_H2O_API int mlx_h2o_cache_resize_filling(
+    mlx_h2o_cache cache, const int* budgets, size_t n_kv_heads, const int* filling, size_t n_stages,
+    const mlx_stream s);
+
 // Never evicts the tokens at some logical positions, those held and those to come, whatever the
 // policy: a system prompt, a definition. spans [n_spans, 2] are first positions and those one past
 // the last. Pins count against the budget and stay with their positions, also when tokens are taken
@@ -422,6 +427,10 @@ MLX_H2O_API int mlx_h2o_cache_restore_own(
 // All arrays held; of what kernels change in place, what they wrote last. A program that evaluates
 // these after each prompt chunk, or with every token, has evaluated all that the cache holds.
 MLX_H2O_API int mlx_h2o_cache_inner_state(mlx_vector_array* res, const mlx_h2o_cache cache);
+
+// Whether kernels have what it holds, as from a fused step on until something else is asked of it.
+// Then mlx_h2o_cache_arrays copies all of it, and mlx_h2o_cache_inner_state nothing.
+MLX_H2O_API int mlx_h2o_cache_is_fused(bool* res, const mlx_h2o_cache cache);
 
 // Readers of what is held. On a GPU they do not interrupt fused steps; their results are evaluated.
 //

@@ -293,16 +293,18 @@ std::unique_ptr<Core> Core::restored(
   });
 }
 
-void Core::resize(std::vector<int> budgets) {
+void Core::resize(std::vector<int> budgets, std::vector<Stage> filling) {
   CacheSettings changed = settings_;
   changed.reserved.reset();
   changed.budgets = std::move(budgets);
-  changed.filling.clear();
+  changed.filling = std::move(filling);
   blaming(Blame::settings, [&] { changed.check_all(); });
-  settings_.budgets = with_room(changed.budgets, changed.plain_rows(), changed.pins);
+  changed.budgets = with_room(changed.budgets, changed.plain_rows(), changed.pins);
+  for (Stage& stage : changed.filling) stage.budgets = with_room(stage.budgets, 0, changed.pins);
+  settings_.budgets = std::move(changed.budgets);
+  settings_.filling = std::move(changed.filling);
   settings_.reserved.reset();
   chunk_.reset();
-  settings_.filling.clear();
   if (layer_) mlx_h2o::resize(*layer_);
 }
 

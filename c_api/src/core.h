@@ -61,9 +61,9 @@ class Core {
   size_t nbytes() const;
   // The same once more, which goes on by itself.
   std::unique_ptr<Core> copied();
-  // Gives each head other slots; what no longer fits is folded. Ends the filling, and steps before
-  // it cannot be taken back. Raises, and changes nothing, for what makes no cache.
-  void resize(std::vector<int> budgets);
+  // Gives each head other slots, and others that follow; what no longer fits is folded, and steps
+  // before it cannot be taken back. Raises, and changes nothing, for what makes no cache.
+  void resize(std::vector<int> budgets, std::vector<Stage> filling = {});
   // How many of the newest tokens can be taken back, and taking them back.
   int trimmable() const;
   void trim(int n);
@@ -88,6 +88,10 @@ class Core {
   // Keys and values in the same order, [B, H, size(), width], in the frame if there is one.
   std::pair<mx::array, mx::array> rows();
   Remainder remainder();
+  // Whether a decoder has the arrays.
+  bool is_lent() const {
+    return layer_ && layer_->is_lent();
+  }
   // All arrays held; while kernels have them, what is ready when they are.
   std::vector<mx::array> newest() const;
 

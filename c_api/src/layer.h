@@ -64,6 +64,10 @@ class BoundedLayer {
   const std::vector<Run>& runs() const {
     return memory_.plan().runs();
   }
+  // Whether a decoder has the arrays.
+  bool is_lent() const {
+    return memory_.is_lent();
+  }
   // Where the rows lie, here and not with a decoder; and so the next two.
   const SlotStore& store() {
     return memory_.store();

@@ -41,6 +41,10 @@ class Memory {
     return decoder_ ? decoder_->look() : std::nullopt;
   }
 
+  // Whether a decoder has the arrays.
+  bool is_lent() const {
+    return bool(decoder_);
+  }
   const SlotStore& plan() const {
     return store_;
   }

@@ -204,6 +204,37 @@ static void kernels_of_one(mlx_h2o_policy policy) {
   mlx_h2o_cache_free(with), mlx_h2o_cache_free(without);
 }
 
+// Other slots, and those that follow them.
+static void slots_that_follow(mlx_h2o_policy policy) {
+  const int budgets[] = {16, 16}, other[] = {20, 14}, after = PROMPT + 2;
+  const int stages[] = {after, 12, 18}, back[] = {after, 12, 18, after, 12, 18};
+  mlx_h2o_cache cache = mlx_h2o_cache_new();
+  mlx_h2o_cache_options got = {.size = sizeof got};
+  int slots[HEADS] = {0};
+  bool fused = true;
+  expect(!mlx_h2o_cache_make(&cache, policy, budgets, HEADS, NULL), "a cache");
+  expect(!mlx_h2o_cache_is_fused(&fused, cache) && !fused, "no step yet");
+  fails_with(mlx_h2o_cache_is_fused(NULL, cache), MLX_H2O_ERROR_ARGUMENT, "no place");
+  expect(!attend(cache, PROMPT, 1), "a prompt");
+  expect(!mlx_h2o_cache_is_fused(&fused, cache) && !fused, "a prompt is no fused step");
+  fails_with(
+      mlx_h2o_cache_resize_filling(cache, other, HEADS, NULL, 1, s), MLX_H2O_ERROR_ARGUMENT,
+      "no stages");
+  fails_with(
+      mlx_h2o_cache_resize_filling(cache, other, HEADS, back, 2, s), MLX_H2O_ERROR_SETTINGS,
+      "stages that do not ascend");
+  expect(!mlx_h2o_cache_budgets(slots, HEADS, cache) && slots[0] == 16, "what refusals leave");
+  expect(!mlx_h2o_cache_resize_filling(cache, other, HEADS, stages, 1, s), "slots that follow");
+  expect(!mlx_h2o_cache_get_options(&got, cache) && got.n_stages == 1, "a stage to come");
+  for (int i = 0; i < 3; ++i) {
+    expect(!mlx_h2o_cache_budgets(slots, HEADS, cache) && slots[1] == 14, "slots until then");
+    expect(!attend(cache, 1, 10 + i), "a step");
+  }
+  expect(!mlx_h2o_cache_budgets(slots, HEADS, cache) && slots[1] == 18, "slots from then on");
+  expect(!mlx_h2o_cache_get_options(&got, cache) && !got.n_stages, "no more stages");
+  mlx_h2o_cache_free(cache);
+}
+
 int main(int argc, char** argv) {
   (void)argv;
   s = mlx_default_cpu_stream_new();
@@ -216,6 +247,7 @@ int main(int argc, char** argv) {
     policies();
     sizes(policy);
     caches(policy);
+    slots_that_follow(policy);
   }
   kernels_of_one(policy);
   mlx_h2o_policy_free(policy);

@@ -1,5 +1,5 @@
 """What the kernels of metal/ declare is what launches pass, and what they number is numbered alike
-in Python, C++ and Swift."""
+in Python and C++."""
 
 from __future__ import annotations
 
@@ -16,19 +16,12 @@ from mlx_h2o.attention.backends.launcher import Launcher
 
 ROOT = Path(__file__).parents[2]
 KERNELS = sorted(path.stem for path in (ROOT / "metal").glob("*.metal"))
-BACKENDS = ROOT / "swift/Sources/MLXH2O/Backends"
 
 
 def defines(name: str) -> dict[str, int]:
     """The whole numbers that a file of metal/ defines."""
     found = re.findall(r"^#define (\w+) (\d+)$", kernel_file(name), re.MULTILINE)
     return {key: int(value) for key, value in found}
-
-
-def swift_names(text: str) -> list[str]:
-    """The cases of an enumeration, in order, as the kernels spell such names."""
-    listed = [word for line in re.findall(r"case ([\w, ]+)", text) for word in line.split(", ")]
-    return [re.sub(r"(?<!^)([A-Z])", r"_\1", word).lower() for word in listed]
 
 
 def block(folder: str, start: str) -> str:
@@ -95,7 +88,6 @@ def test_a_launch_passes_what_is_declared() -> None:
 
 # -- numbers --------------------------------------------------------------------------------------
 
-POLICIES = "swift/Sources/MLXH2O/Policies"
 ENGINE = "c_api/src"
 
 
@@ -106,7 +98,6 @@ def test_scores_are_numbered_alike() -> None:
     names = [name.removeprefix("SCORE_").lower() for name in scores]
     assert list(step_launches.SCORES) == names
     assert re.findall(r"\w+", block(ENGINE, "enum class Score {")) == names
-    assert swift_names(block(POLICIES, "enum Score: Int {")) == names
 
 
 def test_priorities_are_numbered_alike() -> None:
@@ -117,7 +108,6 @@ def test_priorities_are_numbered_alike() -> None:
     names = [name.removeprefix("BY_").lower().replace("worth", "direction") for name in priorities]
     assert list(step_launches.PRIORITIES) == names
     assert re.findall(r"\w+", block(ENGINE, "enum class Priority {")) == names
-    assert swift_names(block(POLICIES, "enum Priority: Int {")) == names
 
 
 def test_masks_and_exports_are_numbered_alike() -> None:
@@ -128,8 +118,6 @@ def test_masks_and_exports_are_numbered_alike() -> None:
     assert numbers.items() <= defines("attention_step.h").items()
     of_c = block("c_api/src/gpu", "enum class VectorExport {")
     assert re.findall(r"\w+", of_c) == ["nothing", "lse", "logits"]
-    of_swift = (BACKENDS / "AttentionLaunch.swift").read_text()
-    assert "case nothing, logSumExp, logits" in of_swift
 
 
 def test_sizes_of_tiles_are_alike() -> None:
@@ -138,6 +126,4 @@ def test_sizes_of_tiles_are_alike() -> None:
     sizes = (numbers["TILE"], side * side)
     assert sizes == (prompt_launches._TILE, prompt_launches._THREADS)
     of_c = (ROOT / "c_api/src/gpu/prompt_launches.cpp").read_text()
-    of_swift = (BACKENDS / "PromptLaunch.swift").read_text()
     assert tuple(map(int, re.findall(r"constexpr int k\w+ = (\d+);", of_c))) == sizes
-    assert tuple(map(int, re.findall(r"static let (?:tile|threads) = (\d+)", of_swift))) == sizes

@@ -111,14 +111,14 @@ void give_spans(int* res, size_t n_spans, const Spans& spans) {
   for (const auto& [first, end] : spans) *res++ = first, *res++ = end;
 }
 
-std::vector<Stage> filling_of(const mlx_h2o_cache_options& options, int heads) {
+std::vector<Stage> filling_of(const int* filling, size_t n_stages, int heads) {
   check(
-      options.n_stages <= kMostStages && (options.filling || !options.n_stages),
+      n_stages <= kMostStages && (filling || !n_stages),
       "filling has at most " + std::to_string(kMostStages) + " stages; got " +
-          std::to_string(options.n_stages) + (options.filling ? "." : " and a null pointer."));
+          std::to_string(n_stages) + (filling ? "." : " and a null pointer."));
   std::vector<Stage> stages;
-  for (size_t i = 0; i < options.n_stages; ++i) {
-    const int* stage = options.filling + i * (1 + heads);
+  for (size_t i = 0; i < n_stages; ++i) {
+    const int* stage = filling + i * (1 + heads);
     stages.push_back({stage[0], {stage + 1, stage + 1 + heads}});
   }
   return stages;
@@ -171,7 +171,7 @@ int mlx_h2o_cache_make(
     settings.undo = options.undo;
     settings.saturations = saturations_of(options.saturation, settings.heads());
     settings.frame = frame_of(options, settings.heads());
-    settings.filling = filling_of(options, settings.heads());
+    settings.filling = filling_of(options.filling, options.n_stages, settings.heads());
     give(res, std::make_unique<Core>(std::move(settings)));
   });
 }
@@ -345,12 +345,18 @@ int mlx_h2o_cache_copy(mlx_h2o_cache* res, mlx_h2o_cache cache, const mlx_stream
 
 int mlx_h2o_cache_resize(
     mlx_h2o_cache cache, const int* budgets, size_t n_kv_heads, const mlx_stream s) {
+  return mlx_h2o_cache_resize_filling(cache, budgets, n_kv_heads, nullptr, 0, s);
+}
+
+int mlx_h2o_cache_resize_filling(
+    mlx_h2o_cache cache, const int* budgets, size_t n_kv_heads, const int* filling, size_t n_stages,
+    const mlx_stream s) {
   return changing(cache, s, [&](Core& resized) {
     check(
         budgets && n_kv_heads == resized.heads(),
         "This cache needs budgets for " + std::to_string(resized.heads()) + " KV heads; got " +
             std::to_string(n_kv_heads) + (budgets ? "." : " and a null pointer."));
-    resized.resize({budgets, budgets + n_kv_heads});
+    resized.resize({budgets, budgets + n_kv_heads}, filling_of(filling, n_stages, int(n_kv_heads)));
   });
 }
 
@@ -446,6 +452,13 @@ int mlx_h2o_cache_missing_count(size_t* res, const mlx_h2o_cache cache) {
 
 int mlx_h2o_cache_missing(int* res, size_t n_spans, const mlx_h2o_cache cache) {
   return guarded([&] { give_spans(res, n_spans, of(cache).missing()); });
+}
+
+int mlx_h2o_cache_is_fused(bool* res, const mlx_h2o_cache cache) {
+  return guarded([&] {
+    wants(res);
+    *res = of(cache).is_lent();
+  });
 }
 
 int mlx_h2o_cache_inner_state(mlx_vector_array* res, const mlx_h2o_cache cache) {

@@ -1,3 +1,4 @@
+import CMLXH2O
 import MLX
 
 /// Softmax attention, its logits and their log-sum-exp.
@@ -13,15 +14,16 @@ import MLX
 /// - Returns: output `[B, Hq, L, Dv]` in the queries' dtype; scores `[B, Hq, L, N]` float32,
 ///   pre-softmax, minus infinity where masked; logSumExp `[B, Hq, L]` float32 over all columns, minus
 ///   infinity in rows that see nothing (whose output is zero).
+/// - Throws: ``H2OError/configuration(_:)`` for operands that do not fit together.
 public func scaledDotProductAttentionWithScores(
     queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float,
     mask: MLXFast.ScaledDotProductAttentionMaskMode = .none, sinks: MLXArray? = nil
-) -> (output: MLXArray, scores: MLXArray, logSumExp: MLXArray) {
-    let call = AttentionCall(
-        queries: queries, keys: .plain(keys), values: .plain(values), scale: scale,
-        mask: Mask(mask), sinks: sinks)
-    call.check()
-    return Backend.current.attentionWithScores(call)
+) throws -> (output: MLXArray, scores: MLXArray, logSumExp: MLXArray) {
+    try attended(mask, sinks) { output, scores, logSumExp, array, sinks, stream in
+        mlx_h2o_attention_with_scores(
+            output, scores, logSumExp, queries.ctx, keys.ctx, values.ctx, scale, mask.engineMode,
+            array, sinks, stream)
+    }
 }
 
 /// ``scaledDotProductAttentionWithScores(queries:keys:values:scale:mask:sinks:)`` of keys and values
@@ -39,60 +41,51 @@ public func scaledDotProductAttentionWithScores(
 ///   - keyBits: 2, 3, 4, 5, 6 or 8.
 ///   - valueBits: Likewise.
 /// - Returns: As for dense keys.
+/// - Throws: As for dense keys.
 public func quantizedScaledDotProductAttentionWithScores(
     queries: MLXArray, quantizedKeys: (MLXArray, MLXArray, MLXArray),
     quantizedValues: (MLXArray, MLXArray, MLXArray), scale: Float,
     mask: MLXFast.ScaledDotProductAttentionMaskMode = .none, sinks: MLXArray? = nil,
     groupSize: Int = 64, keyBits: Int, valueBits: Int
-) -> (output: MLXArray, scores: MLXArray, logSumExp: MLXArray) {
-    func rows(_ packed: (MLXArray, MLXArray, MLXArray), _ bits: Int) -> Rows {
-        .packed(
-            PackedRows(
-                words: packed.0, scales: packed.1, biases: packed.2, bits: bits,
-                groupSize: groupSize))
+) throws -> (output: MLXArray, scores: MLXArray, logSumExp: MLXArray) {
+    try attended(mask, sinks) { output, scores, logSumExp, array, sinks, stream in
+        mlx_h2o_attention_quantized_with_scores(
+            output, scores, logSumExp, queries.ctx, quantizedKeys.0.ctx, quantizedKeys.1.ctx,
+            quantizedKeys.2.ctx, quantizedValues.0.ctx, quantizedValues.1.ctx,
+            quantizedValues.2.ctx, scale, Int32(clamping: keyBits), Int32(clamping: valueBits),
+            Int32(clamping: groupSize), mask.engineMode, array, sinks, stream)
     }
-    let call = AttentionCall(
-        queries: queries, keys: rows(quantizedKeys, keyBits),
-        values: rows(quantizedValues, valueBits), scale: scale, mask: Mask(mask), sinks: sinks)
-    call.check()
-    return Backend.current.attentionWithScores(call)
 }
 
-/// The attention that each key received: sum over queries, mean over the G query heads of each KV
-/// head, of exp(score - lse).
+/// The same with the attention that each key received, in the place of `[L, N]` scores.
 ///
-/// - Parameters:
-///   - scores: Logits `[B, Hq, L, N]`, float32.
-///   - logSumExp: `[B, Hq, L]`; one that covers more columns than `scores` shows (attention sinks,
-///     the remainder) makes the mass smaller, as it should.
-///   - heads: Hk.
-/// - Returns: `[B, Hk, N]` float32. Over N it sums to L, less what other columns took.
-public func attentionMass(scores: MLXArray, logSumExp: MLXArray, heads: Int) -> MLXArray {
-    require(
-        scores.ndim == 4 && logSumExp.shape == Array(scores.shape[0 ..< 3]),
-        "scores must be [B, Hq, L, N] and logSumExp [B, Hq, L].")
-    require(heads > 0 && scores.dim(1) % heads == 0, "Hq is no multiple of Hk.")
-    return Reference.attentionMass(scores, logSumExp: logSumExp, heads: heads)
+/// - Returns: mass `[B, Hk, N]` float32: the sum over queries, the mean over the query heads of a KV head,
+///   of exp(score - logSumExp); the others as of
+///   ``scaledDotProductAttentionWithScores(queries:keys:values:scale:mask:sinks:)``.
+/// - Throws: As there.
+public func scaledDotProductAttentionWithMass(
+    queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float,
+    mask: MLXFast.ScaledDotProductAttentionMaskMode = .none, sinks: MLXArray? = nil
+) throws -> (output: MLXArray, mass: MLXArray, logSumExp: MLXArray) {
+    let found = try attended(mask, sinks) { output, mass, logSumExp, array, sinks, stream in
+        mlx_h2o_attention_with_mass(
+            output, mass, logSumExp, queries.ctx, keys.ctx, values.ctx, scale, mask.engineMode,
+            array, sinks, stream)
+    }
+    return (found.output, found.scores, found.logSumExp)
 }
 
-extension AttentionCall {
-    /// Stop with a message unless the operands fit together.
-    func check() {
-        let (q, k, v) = (queries.shape, keys.shape, values.shape)
-        require(
-            q.count == 4 && k.count == 4 && v.count == 4,
-            "queries, keys and values are [batch, heads, tokens, width]; got \(q), \(k), \(v).")
-        require(
-            Array(k[0 ..< 3]) == Array(v[0 ..< 3]) && q[0] == k[0] && q[3] == k[3],
-            "queries \(q), keys \(k) and values \(v) do not fit together.")
-        require(
-            k[1] > 0 && q[1] % k[1] == 0,
-            "\(q[1]) query heads are no multiple of \(k[1]) KV heads.")
-        if case .causal = mask {
-            require(k[2] >= q[2], "A causal mask needs at least as many keys as queries.")
-        }
-        if let sinks {
-            require(sinks.shape == [q[1]], "sinks must be [Hq]; got \(sinks.shape).")
-        }
-    }
+private typealias Handle = UnsafeMutablePointer<mlx_array>
+
+private func attended(
+    _ mask: MLXFast.ScaledDotProductAttentionMaskMode, _ sinks: MLXArray?,
+    _ call: (Handle, Handle, Handle, mlx_array, mlx_array, mlx_stream) -> Int32
+) throws -> (output: MLXArray, scores: MLXArray, logSumExp: MLXArray) {
+    var (output, scores, logSumExp) = (mlx_array_new(), mlx_array_new(), mlx_array_new())
+    let array = mask.mask ?? .mlxNone, sinks = sinks ?? .mlxNone
+    let status = call(
+        &output, &scores, &logSumExp, array.ctx, sinks.ctx, StreamOrDevice.default.ctx)
+    let found = (output: MLXArray(output), scores: MLXArray(scores), MLXArray(logSumExp))
+    try checkEngine(status)
+    return (found.0, found.1, found.2)
 }

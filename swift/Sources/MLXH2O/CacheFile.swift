@@ -23,9 +23,11 @@ extension H2OKVCache {
         let entries = try caches.enumerated().map { i, cache in
             switch cache {
             case let cache as H2OKVCache:
-                for (name, array) in cache.namedArrays { arrays["\(i).\(name)"] = array }
+                let saved = try cache.saved()
+                for (name, array) in saved.arrays { arrays["\(i).\(name)"] = array }
                 return SettingValue.object([
-                    "class": .string("H2OKVCache"), "config": cache.configuration,
+                    "class": .string("H2OKVCache"),
+                    "config": try SettingValue(parsing: saved.settings),
                 ])
             case let cache as KVCacheSimple where type(of: cache) == KVCacheSimple.self:
                 // mlx-lm's keys, values and offset, by their places in its state.
@@ -112,7 +114,7 @@ extension H2OKVCache {
             }
             guard !cache.attends || kind.attends else {
                 throw H2OError.policyNeedsAttention(
-                    policy: Swift.type(of: cache.policy).name, model: name)
+                    policy: cache.policy.name, model: name)
             }
         }
     }

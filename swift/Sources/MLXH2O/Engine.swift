@@ -9,9 +9,9 @@ import MLX
 ///
 /// Shapes: B batch, Hq query heads, Hk KV heads, L new tokens, D and Dv the widths of keys and values.
 final class Engine {
-    private let handle: mlx_h2o_cache
+    let handle: mlx_h2o_cache
     /// Whether the policy accumulates scores.
-    private let accumulates: Bool
+    let accumulates: Bool
 
     /// The engine's version.
     static var version: String { String(cString: mlx_h2o_version()) }
@@ -19,21 +19,22 @@ final class Engine {
     /// A cache without tokens.
     ///
     /// - Parameters:
-    ///   - settings: What it is to be. The policy is one of this library's.
-    ///   - budgets: Slots of each KV head. Plain rows are taken from them.
+    ///   - settings: What it is to be; its size is that of the plan.
+    ///   - plan: Slots of each KV head, plain rows' among them, and those that follow.
     /// - Throws: ``H2OError/configuration(_:)`` for what makes no cache.
-    init(_ settings: CacheSettings, budgets: [Int]) throws {
+    init(_ settings: CacheSettings, _ plan: SlotPlan) throws {
         _ = installedEvaluator
         let policy = try EnginePolicy(settings.policy)
         var made = mlx_h2o_cache_new()
-        try settings.withEngineOptions(heads: budgets.count) { options in
+        try settings.withEngineOptions(plan) { options in
             var options = options
             try checkEngine(
                 mlx_h2o_cache_make(
-                    &made, policy.handle, budgets.map { Int32(clamping: $0) }, budgets.count,
-                    &options))
+                    &made, policy.handle, plan.budgets.map { Int32(clamping: $0) },
+                    plan.budgets.count, &options))
         }
         (handle, accumulates) = (made, settings.policy.needsAttention)
+        if !settings.pins.isEmpty { try pin(settings.pins) }
     }
 
     private init(_ handle: mlx_h2o_cache, accumulates: Bool) {
@@ -59,38 +60,45 @@ final class Engine {
     ///   - keys: `[B, Hk, L, D]`, likewise.
     ///   - values: `[B, Hk, L, Dv]`.
     ///   - scale: Factor on q.k.
+    ///   - mask: Of an array the last L columns are for the new rows; what was held is always visible.
     ///   - sinks: Attention-sink logits `[Hq]`.
     /// - Returns: `[B, Hq, L, Dv]`.
     func attend(
-        queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float, sinks: MLXArray? = nil
+        queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float,
+        mask: MLXFast.ScaledDotProductAttentionMaskMode = .causal, sinks: MLXArray? = nil
     ) throws -> MLXArray {
-        let sinks = sinks ?? .mlxNone
+        let sinks = sinks ?? .mlxNone, array = mask.mask ?? .mlxNone
         return try engineArray {
-            mlx_h2o_cache_update_and_attend(
-                &$0, handle, queries.ctx, keys.ctx, values.ctx, scale, sinks.ctx, stream)
+            mlx_h2o_cache_update_and_attend_masked(
+                &$0, handle, queries.ctx, keys.ctx, values.ctx, scale, mask.engineMode, array.ctx,
+                sinks.ctx, stream)
         }
     }
 
-    /// What stock attention is to attend to, and the array to add to its logits.
-    struct Fetched {
-        /// `[B, Hk, N, D]`, plain rows of the evicted first.
-        let keys: MLXArray
-        /// `[B, Hk, N, Dv]`.
-        let values: MLXArray
-        /// `[1, 1, L, N]` in the keys' dtype; nil: causal, aligned at the end.
-        let mask: MLXArray?
-    }
-
     /// Takes new rows `[B, Hk, L, D]` and `[B, Hk, L, Dv]` in for a model that attends by itself.
-    func update(keys: MLXArray, values: MLXArray) throws -> Fetched {
+    ///
+    /// - Returns: What it is to attend to, `[B, Hk, N, D]` and `[B, Hk, N, Dv]`, plain rows of the evicted
+    ///   first. What to add to its logits ``makeMask(n:asArray:)`` told before.
+    func update(keys: MLXArray, values: MLXArray) throws -> (keys: MLXArray, values: MLXArray) {
         var (held, itsValues, mask) = (mlx_array_new(), mlx_array_new(), mlx_array_new())
         let status = mlx_h2o_cache_update_and_fetch(
             &held, &itsValues, &mask, handle, keys.ctx, values.ctx, stream)
-        let (fetchedKeys, fetchedValues) = (MLXArray(held), MLXArray(itsValues))
-        let fetchedMask = MLXArray(mask)
+        let fetched = (MLXArray(held), MLXArray(itsValues))
+        mlx_array_free(mask)
         try checkEngine(status)
-        return Fetched(
-            keys: fetchedKeys, values: fetchedValues, mask: mask.ctx == nil ? nil : fetchedMask)
+        return fetched
+    }
+
+    /// The mask that n new tokens will need.
+    func makeMask(
+        n: Int, asArray: Bool
+    ) throws -> MLXFast.ScaledDotProductAttentionMaskMode {
+        var mode: UnsafePointer<CChar>?
+        let array = try engineArray {
+            mlx_h2o_cache_make_mask(&mode, &$0, handle, Int32(clamping: n), asArray, stream)
+        }
+        if array.ctx.ctx != nil { return .array(array) }
+        return mode.map { String(cString: $0) } == "causal" ? .causal : .none
     }
 
     // MARK: between steps
@@ -100,11 +108,17 @@ final class Engine {
         try checkEngine(mlx_h2o_cache_trim(handle, Int32(clamping: n), stream))
     }
 
-    /// Gives each KV head other slots; what no longer fits goes into the remainder.
-    func resize(_ budgets: [Int]) throws {
-        let slots = budgets.map { Int32(clamping: $0) }
-        try checkEngine(mlx_h2o_cache_resize(handle, slots, slots.count, stream))
+    /// Gives each KV head other slots, and others that follow; what no longer fits goes into the
+    /// remainder.
+    func resize(_ plan: SlotPlan) throws {
+        let slots = plan.budgets.map { Int32(clamping: $0) }, later = plan.laterNumbers
+        try checkEngine(
+            mlx_h2o_cache_resize_filling(
+                handle, slots, slots.count, later, plan.later.count, stream))
     }
+
+    /// Whether kernels compute where there are some.
+    func useKernels(_ use: Bool) { mlx_h2o_cache_use_kernels(handle, use) }
 
     /// Never evicts the tokens at these positions.
     ///
@@ -127,69 +141,50 @@ final class Engine {
         try checkEngine(mlx_h2o_cache_new_turn(handle, carry, stream))
     }
 
-    // MARK: what is held
+    // MARK: saving
 
-    /// The next logical position.
-    var offset: Int { number { mlx_h2o_cache_offset($0, handle) } }
-    /// Tokens held by the head that holds most.
-    var physicalLength: Int { number { mlx_h2o_cache_size($0, handle) } }
-    /// How many of the newest tokens can be taken back.
-    var undoableSteps: Int { number { mlx_h2o_cache_trimmable($0, handle) } }
-
-    /// Tokens dropped, mean over KV heads.
-    var evicted: Int {
-        var count: Int64 = 0
-        mlx_h2o_cache_evicted(&count, handle)
-        return Int(count)
+    /// All that a cache holds: arrays by name, and the rest as JSON.
+    struct Saved {
+        let arrays: [String: MLXArray]
+        let settings: String
     }
 
-    /// Bytes of everything held.
-    var nbytes: Int {
-        var count = 0
-        mlx_h2o_cache_nbytes(&count, handle)
-        return count
-    }
-
-    /// Positions held, ascending, of each batch entry and KV head.
-    func keptPositions() throws -> [[[Int]]] { try held().map { $0.map { $0.map(\.position) } } }
-
-    /// What the policy has accumulated for them, in the same order; zeros where it looks at keys only.
-    func keptScores() throws -> [[[Float]]] { try held().map { $0.map { $0.map(\.score) } } }
-
-    /// Statistics of the evicted: count `[B, Hk]`, mean key, its variance and mean value.
-    func remainder() throws -> [MLXArray] {
-        var parts = mlx_h2o_remainder_new()
-        let status = mlx_h2o_cache_remainder(&parts, handle, stream)
-        let arrays = [parts.count, parts.mean_key, parts.var_key, parts.mean_value]
-            .map { MLXArray($0) }
-        try checkEngine(status)
-        return arrays
-    }
-
-    private func held() throws -> [[[(position: Int, score: Float)]]] {
-        guard offset > 0 else { return [] }
-        let kept = try engineArray { mlx_h2o_cache_kept(&$0, handle, stream) }
-        let places = kept.asArray(Int32.self), width = kept.dim(2)
-        let scores =
-            accumulates
-            ? try engineArray { mlx_h2o_cache_scores(&$0, handle, stream) }.asArray(Float.self)
-            : Array(repeating: 0, count: places.count)
-        return (0 ..< kept.dim(0)).map { entry in
-            (0 ..< kept.dim(1)).map { head in
-                let first = (entry * kept.dim(1) + head) * width
-                // A head that holds fewer has -1 at the end.
-                return (first ..< first + width).filter { places[$0] >= 0 }
-                    .map { (Int(places[$0]), scores[$0]) }
-            }
+    /// Arrays by name and the rest as JSON; copies of arrays that kernels have meanwhile.
+    func saved() throws -> Saved {
+        var map = mlx_map_string_to_array_new(), text = mlx_string_new()
+        defer {
+            mlx_map_string_to_array_free(map)
+            mlx_string_free(text)
         }
+        try checkEngine(mlx_h2o_cache_arrays(&map, &text, handle, stream))
+        let iterator = mlx_map_string_to_array_iterator_new(map)
+        defer { mlx_map_string_to_array_iterator_free(iterator) }
+        var arrays: [String: MLXArray] = [:], name: UnsafePointer<CChar>?
+        while true {
+            var array = mlx_array_new()
+            let isOver = mlx_map_string_to_array_iterator_next(&name, &array, iterator) != 0
+            let held = MLXArray(array)
+            guard !isOver, let name else { break }
+            arrays[String(cString: name)] = held
+        }
+        return Saved(arrays: arrays, settings: String(cString: mlx_string_data(text)))
     }
 
-    /// A count that the engine always knows.
-    private func number(_ read: (UnsafeMutablePointer<Int32>) -> Int32) -> Int {
-        var result: Int32 = 0
-        _ = read(&result)
-        return Int(result)
+    /// A cache that holds what was saved.
+    ///
+    /// - Throws: ``H2OError/file(_:)`` for anything that no cache can have saved.
+    init(_ saved: Saved, policy: any Policy) throws {
+        _ = installedEvaluator
+        let own = try EnginePolicy(policy)
+        var made = mlx_h2o_cache_new()
+        let map = mlx_map_string_to_array_new()
+        defer { mlx_map_string_to_array_free(map) }
+        for (name, array) in saved.arrays {
+            mlx_map_string_to_array_insert(map, name, array.ctx)
+        }
+        try checkEngine(
+            mlx_h2o_cache_restore_own(
+                &made, own.handle, map, saved.settings, StreamOrDevice.default.ctx))
+        (handle, accumulates) = (made, policy.needsAttention)
     }
-
-    private var stream: mlx_stream { StreamOrDevice.default.ctx }
 }

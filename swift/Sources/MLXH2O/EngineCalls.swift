@@ -4,7 +4,29 @@ import MLX
 /// Throws what the engine says went wrong, for a status that is not 0.
 func checkEngine(_ status: Int32) throws {
     guard status != 0 else { return }
-    throw H2OError.configuration(String(cString: mlx_h2o_last_error()))
+    let message = String(cString: mlx_h2o_last_error())
+    switch mlx_h2o_last_error_code() {
+    case MLX_H2O_ERROR_STATE: throw H2OError.state(message)
+    case MLX_H2O_ERROR_SAVED:
+        throw H2OError.file("this is no state of an H2OKVCache: \(message)")
+    case MLX_H2O_ERROR_PROGRAM: throw H2OError.policy(message)
+    case MLX_H2O_ERROR_INTERNAL: throw H2OError.internal(message)
+    default: throw H2OError.configuration(message)
+    }
+}
+
+extension MLXFast.ScaledDotProductAttentionMaskMode {
+    /// The mode's name in the engine.
+    var engineMode: String { mask == nil ? mode : "array" }
+}
+
+/// The arrays of a list.
+func arrays(of list: mlx_vector_array) -> [MLXArray] {
+    (0 ..< mlx_vector_array_size(list)).map { i in
+        var array = mlx_array_new()
+        mlx_vector_array_get(&array, list, i)
+        return MLXArray(array)
+    }
 }
 
 /// The array that a call of the engine gives out.
@@ -20,14 +42,9 @@ func engineArray(_ call: (inout mlx_array) -> Int32) throws -> MLXArray {
 /// lock of its own.
 let installedEvaluator: Void = {
     mlx_h2o_set_evaluator(
-        { _, arrays in
-            let all = (0 ..< mlx_vector_array_size(arrays)).map { i in
-                var array = mlx_array_new()
-                mlx_vector_array_get(&array, arrays, i)
-                return MLXArray(array)
-            }
+        { _, list in
             do {
-                try checkedEval(all)
+                try checkedEval(arrays(of: list))
                 return 0
             } catch {
                 return 1

@@ -1,58 +1,50 @@
 import CMLXH2O
 import MLX
 
-/// A policy of this library in the engine's terms.
+/// A policy in the engine's terms.
 final class EnginePolicy {
     let handle: mlx_h2o_policy
 
-    /// - Throws: ``H2OError/configuration(_:)`` for a policy that the engine does not have.
+    /// - Throws: ``H2OError/configuration(_:)`` for settings out of range.
     init(_ policy: any Policy) throws {
-        guard Self.isKnown(policy) else {
-            throw H2OError.configuration(
-                "The engine has no policy \"\(type(of: policy).name)\": it is not of this library.")
+        if let own = policy as? Policies.Own {
+            handle = try own.inEngine()
+        } else {
+            var made = mlx_h2o_policy_new()
+            try checkEngine(mlx_h2o_policy_named(&made, policy.name))
+            handle = made
         }
-        var made = mlx_h2o_policy_new()
-        try checkEngine(mlx_h2o_policy_named(&made, type(of: policy).name))
-        handle = made
         for (name, value) in policy.settings.sorted(by: { $0.key < $1.key }) {
-            try checkEngine(mlx_h2o_policy_set(made, name, Self.text(value)))
+            let status =
+                switch value {
+                case .int(let number): mlx_h2o_policy_set_int(handle, name, Int32(clamping: number))
+                case .double(let number): mlx_h2o_policy_set_double(handle, name, number)
+                case .bool(let truth): mlx_h2o_policy_set_bool(handle, name, truth)
+                default: mlx_h2o_policy_set(handle, name, value.string ?? value.text)
+                }
+            try checkEngine(status)
         }
     }
 
     deinit { mlx_h2o_policy_free(handle) }
-
-    /// By type and not by name: an app may register another policy under a name of ours.
-    static func isKnown(_ policy: any Policy) -> Bool {
-        switch policy {
-        case is Policies.Distinct, is Policies.EMA, is Policies.EMALogits, is Policies.H2O,
-            is Policies.KeyDiff, is Policies.Salient, is Policies.Streaming, is Policies.TOVA:
-            true
-        default: false
-        }
-    }
-
-    /// As on the command line: a number with a point is a share, one without a count.
-    private static func text(_ value: SettingValue) -> String {
-        switch value {
-        case .string(let text): text
-        case .double(let number): "\(number)"
-        default: value.text
-        }
-    }
 }
 
 extension CacheSettings {
     /// Calls with these settings as the engine's options, which hold what they point to only meanwhile.
     ///
-    /// - Parameter heads: KV heads.
-    /// - Throws: ``H2OError/configuration(_:)`` for saturations of another number of heads.
+    /// - Throws: ``H2OError/configuration(_:)`` for numbers of another number of heads.
     func withEngineOptions<Result>(
-        heads: Int, _ body: (mlx_h2o_cache_options) throws -> Result
+        _ plan: SlotPlan, _ body: (mlx_h2o_cache_options) throws -> Result
     ) throws -> Result {
+        let heads = plan.budgets.count
         guard saturation.count == 1 || saturation.count == heads else {
             throw H2OError.configuration(
                 "saturation has \(saturation.count) numbers for \(heads) KV heads: give one for "
                     + "each, or one for all.")
+        }
+        guard plan.later.allSatisfy({ $0.budgets.count == heads }) else {
+            throw H2OError.configuration(
+                "filling has slots for each of \(heads) KV heads; got \(plan.later).")
         }
         var options = mlx_h2o_cache_options_default()
         (options.remainder, options.attending) = (remainderAnswers, attends)
@@ -68,10 +60,8 @@ extension CacheSettings {
         let saturations =
             saturation.count == heads
             ? saturation : Array(repeating: saturation[0], count: heads)
-        let stages = filling.flatMap { stage in
-            [Int32(clamping: stage.beyond)] + stage.budgets.map { Int32(clamping: $0) }
-        }
-        options.n_stages = filling.count
+        let stages = plan.laterNumbers
+        options.n_stages = plan.later.count
         return try withExtendedLifetime(frame) {
             try saturations.withUnsafeBufferPointer { saturations in
                 try stages.withUnsafeBufferPointer { stages in

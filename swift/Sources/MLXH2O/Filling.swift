@@ -15,7 +15,7 @@ struct Stage: Sendable, Equatable {
 /// tokens than there are slots a head, every head keeps all of it. From then on slots are shared out
 /// anew whenever it has doubled, each time as the profile knows conversations of that length, until the
 /// shares are those of a long one. Each layer changes by its own offset, so all do so at the same token.
-/// Where positions need more bits (``StoredPositions``), there are fewer slots from then on.
+/// Where positions need more bits (``Limits/fewPositions``), there are fewer slots from then on.
 struct SlotPlan: Sendable, Equatable {
     // Of one layer in a file: tokens double from stage to stage.
     static let mostStages = 64
@@ -24,6 +24,11 @@ struct SlotPlan: Sendable, Equatable {
     let budgets: [Int]
     /// What follows, in order.
     var later: [Stage] = []
+
+    /// What follows as the engine takes it: of each stage its beginning and its slots.
+    var laterNumbers: [Int32] {
+        later.flatMap { [Int32(clamping: $0.beyond)] + $0.budgets.map { Int32(clamping: $0) } }
+    }
 
     /// The plan when so many tokens have come.
     func grown(to tokens: Int) -> SlotPlan {
@@ -39,7 +44,7 @@ struct SlotPlan: Sendable, Equatable {
 
     /// This plan while positions are narrow, then another that counts wide ones.
     func whileNarrow(then wide: SlotPlan) -> SlotPlan {
-        let few = StoredPositions.few, begun = wide.later.prefix { $0.beyond <= few }
+        let few = Limits.fewPositions, begun = wide.later.prefix { $0.beyond <= few }
         let then = Stage(beyond: few, budgets: begun.last?.budgets ?? wide.budgets)
         let before = later.filter { $0.beyond < few }
         return SlotPlan(

@@ -70,7 +70,7 @@ public struct H2OConfiguration: Sendable {
     public var frames: Frames
     /// Tokens that conversations may reach.
     public var context: Int
-    /// Where the remainder of every head saturates (``Remainder/saturation``); nil is as the profile has
+    /// Where the remainder of every head saturates (``H2ORemainder/saturation``); nil is as the profile has
     /// found for each, where it was made with this policy.
     public var saturation: Float?
     /// How many of the last steps can be taken back after evictions (``H2OKVCache/trim(_:)``).
@@ -116,9 +116,12 @@ public struct H2OConfiguration: Sendable {
     public func validate() throws {
         let policy = policy ?? Policies.Salient()
         try policy.validate()
-        try CacheSettings.check(undo: undo, attends: true)
-        try CacheSettings.check(saturation: saturation.map { [$0] } ?? [])
-        _ = try pinnedPositions
+        // What every cache is to have, tried with one head that has slots enough.
+        _ = try CacheSettings(
+            .heads([Limits.mostTokens]), policy: policy, remainder: remainder, attends: true,
+            packing: .dense, undo: undo, saturation: [saturation ?? H2ORemainder.saturation],
+            pins: pinnedPositions
+        ).engine()
         try Limits.check("context", context, in: 1 ... Limits.mostTokens)
         switch budget {
         case .tokens(let count): try policy.checkBudget(count)
@@ -133,10 +136,7 @@ public struct H2OConfiguration: Sendable {
 
     /// Spans of positions, as far as they are known.
     var pinnedPositions: [Range<Int>] {
-        get throws {
-            guard case .positions(let spans) = pins else { return [] }
-            return try PinnedPositions.joined(spans)
-        }
+        if case .positions(let spans) = pins { spans } else { [] }
     }
 
     /// What the longest conversations are taken to have.

@@ -1,6 +1,6 @@
 import Foundation
 
-/// What can go wrong before anything is computed; each message says what to do.
+/// What can go wrong; each message says what to do.
 public enum H2OError: Error, Equatable, Sendable, LocalizedError {
     /// A setting is out of range, or settings do not fit together.
     case configuration(String)
@@ -12,12 +12,18 @@ public enum H2OError: Error, Equatable, Sendable, LocalizedError {
     case profile(String)
     /// A file is no readable prompt cache.
     case file(String)
+    /// Not of this cache, or not now: more tokens to take back than can be, say.
+    case state(String)
+    /// A policy of the app's own failed.
+    case policy(String)
+    /// MLX failed, or memory ran out.
+    case `internal`(String)
 
     /// The message for people.
     public var errorDescription: String? {
         switch self {
         case .configuration(let message), .partial(let message), .profile(let message),
-            .file(let message):
+            .file(let message), .state(let message), .policy(let message), .internal(let message):
             message
         case .policyNeedsAttention(let policy, let model):
             "Policy \"\(policy)\" must see attention, which \(model) computes by itself. Call "

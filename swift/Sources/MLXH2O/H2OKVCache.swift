@@ -5,7 +5,8 @@ import MLXLMCommon
 ///
 /// While decoding, the new row overwrites the slot of the token that the policy chose to forget, and
 /// that token's row is folded into the remainder. A prompt chunk is attended together with the kept
-/// slots and then reduced to the budget with one gather.
+/// slots and then reduced to the budget with one gather. All of it is done by the C++ engine of c_api
+/// (``Engine``); here is what mlx-swift-lm asks of a cache, and memory pressure.
 ///
 /// A cache that attends (``attends``) is asked by ``h2oAttention(queries:keys:values:cache:scale:mask:sinks:)``
 /// and runs every policy, head budgets and the exact remainder. One that does not goes into any
@@ -24,11 +25,23 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
         case heads([Int])
     }
 
-    var core: Core
+    /// As given. What has changed since the engine knows: ``settings``.
+    fileprivate(set) var given: CacheSettings
+    /// nil where the model's first rows must tell the slots of each head.
+    private(set) var engine: Engine?
+    fileprivate(set) var pressure: PressureShare
     /// Arrays set by `state` whose names `metaState` has not told yet.
-    private var unnamed: [MLXArray]?
+    fileprivate var unnamed: [MLXArray]?
+    /// What ``metaState`` told of, until the cache changes.
+    fileprivate var told: Engine.Saved?
     /// Tokens that `trim` was asked for in vain.
-    private(set) var vainTrim: Int?
+    fileprivate(set) var vainTrim: Int?
+
+    /// Whether kernels compute for this cache where there are some; plain MLX operations otherwise,
+    /// slower and good for comparing.
+    public var usesKernels = true {
+        didSet { engine?.useKernels(usesKernels) }
+    }
 
     /// A cache for one layer.
     ///
@@ -44,45 +57,34 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     ///     as a draft of speculative decoding has tokens. A chunk of up to one more goes token by token,
     ///     and no step is fused on a GPU.
     ///   - frame: In which packed keys are stored, and everything that is made of them.
-    ///   - saturation: Where each KV head's remainder saturates (``Remainder/saturation``), or one number
+    ///   - saturation: Where each KV head's remainder saturates (``H2ORemainder/saturation``), or one number
     ///     for all; 0 is first order.
     ///   - pressure: What may ask for less memory while the cache is in use.
     /// - Throws: ``H2OError`` for settings out of range or a budget without room to evict.
     public convenience init(
         _ size: Size, policy: any Policy = Policies.Salient(), remainder: Bool = true,
         attends: Bool = true, packing: H2OPacking = .dense, undo: Int = 0, frame: H2OFrame? = nil,
-        saturation: [Float] = [Remainder.saturation], pressure: MemoryPressure? = nil
+        saturation: [Float] = [H2ORemainder.saturation], pressure: MemoryPressure? = nil
     ) throws {
-        let settings = try CacheSettings(
+        let settings = CacheSettings(
             size, policy: policy, remainder: remainder, attends: attends, packing: packing,
             undo: undo, frame: frame, saturation: saturation)
-        self.init(settings, PressureShare(pressure, nil))
+        try self.init(settings, PressureShare(pressure, nil))
     }
 
-    convenience init(_ settings: CacheSettings, _ pressure: PressureShare) {
-        self.init(Core(settings, pressure))
+    init(_ settings: CacheSettings, _ pressure: PressureShare) throws {
+        guard !settings.saturation.isEmpty else {
+            throw H2OError.configuration("Give one saturation for all KV heads, or one for each.")
+        }
+        (given, self.pressure) = (settings, pressure)
+        engine = try settings.engine()
     }
 
-    private init(_ core: Core) { self.core = core }
-
-    /// As given; the slots of each head once they are known.
-    public var size: Size { core.settings.size }
-    /// What chooses.
-    public var policy: any Policy { core.settings.policy }
-    /// Whether evicted tokens go on answering.
-    public var remainderAnswers: Bool { core.settings.remainderAnswers }
-    /// Whether this library computes the attention.
-    public var attends: Bool { core.settings.attends }
-    /// How keys and values are stored.
-    public var packing: H2OPacking { core.settings.packing }
-    /// In which packed keys are stored, and ``evictedRemainder`` too.
-    public var frame: H2OFrame? { core.settings.frame }
-    /// Where each KV head's remainder saturates, or one number for all.
-    public var saturation: [Float] { core.settings.saturation }
-    /// How many of the last steps can be taken back after evictions.
-    public var undo: Int { core.settings.undo }
-    /// The next logical position.
-    public var offset: Int { core.offset }
+    private init(_ other: H2OKVCache) throws {
+        (given, pressure, vainTrim) = (other.given, other.pressure, other.vainTrim)
+        usesKernels = other.usesKernels
+        engine = try other.engine?.copied()
+    }
 
     // MARK: steps
 
@@ -93,36 +95,86 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     ///   - values: `[B, Hk, L, Dv]`.
     /// - Returns: Keys `[B, Hk, N, D]` and values `[B, Hk, N, Dv]`, old and new.
     public func update(keys: MLXArray, values: MLXArray) -> (MLXArray, MLXArray) {
-        guard !attends else {
-            fatalError(
-                H2OError.policyNeedsAttention(
-                    policy: type(of: policy).name, model: "this model"
-                ).localizedDescription + " (H2OConfiguration.caches(for:) tells in time.)")
+        stopping {
+            guard !attends else {
+                throw H2OError.policyNeedsAttention(policy: policy.name, model: "this model")
+            }
+            return try ready(keys, values).update(keys: keys, values: values)
         }
-        checkReady()
-        return core.update(keys: keys, values: values)
     }
 
     public func attend(
         queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float,
         mask: MLXFast.ScaledDotProductAttentionMaskMode = .none, sinks: MLXArray? = nil
     ) -> MLXArray {
-        require(attends, "This cache was made for stock attention (attends: false).")
-        checkReady()
-        return core.updateAndAttend(
-            NewTokens(
-                queries: queries, keys: keys, values: values, scale: scale, mask: Mask(mask),
-                sinks: sinks))
+        stopping {
+            try ready(keys, values).attend(
+                queries: queries, keys: keys, values: values, scale: scale, mask: mask,
+                sinks: sinks)
+        }
     }
 
-    /// Stop with a message where what the cache holds is not what the model thinks.
-    private func checkReady() {
-        if let vainTrim {
+    /// Stop with the error's message, where attention cannot throw.
+    fileprivate func stopping<Result>(_ body: () throws -> Result) -> Result {
+        do {
+            return try body()
+        } catch {
             fatalError(
+                error.localizedDescription + " (H2OConfiguration.caches(for:) tells in time.)")
+        }
+    }
+
+    /// The engine for a step with these rows.
+    private func ready(_ keys: MLXArray, _ values: MLXArray) throws -> Engine {
+        if let vainTrim {
+            throw H2OError.state(
                 "After trim(\(vainTrim)), which took nothing back: "
                     + Self.tooFar(vainTrim, undoableSteps))
         }
-        require(unnamed == nil, "The state of this cache was set without its metaState.")
+        if unnamed != nil {
+            throw H2OError.state("The state of this cache was set without its metaState.")
+        }
+        told = nil
+        let types = RowTypes(keys: keys, values: values)
+        if let held = engine?.rowTypes {
+            if held != types { try recast(from: held, to: types) }
+        } else {
+            try types.check()
+            if engine == nil { use(try given.engine(for: types)) }
+        }
+        try follow(to: offset + keys.dim(2))
+        return engine!
+    }
+
+    fileprivate func use(_ engine: Engine?) {
+        self.engine = engine
+        if !usesKernels { engine?.useKernels(false) }
+    }
+
+    /// Have keys and values in the model's dtypes, where they were saved in others.
+    private func recast(from held: RowTypes, to types: RowTypes) throws {
+        guard held.fits(types) else {
+            throw H2OError.state(
+                "This cache holds \(held), and the model makes \(types): it is another model's. "
+                    + "(H2OKVCache.loadCaches(from:for:) tells in time.)")
+        }
+        try types.check()
+        let saved = try engine!.saved()
+        let cast = Dictionary(
+            uniqueKeysWithValues: saved.arrays.map { name, array in
+                (name, array.dtype == .uint32 ? array : given.packing.cast(name, array, types))
+            })
+        use(try Engine(Engine.Saved(arrays: cast, settings: saved.settings), policy: policy))
+    }
+
+    /// Obey a lowered fraction of the slots, if there is one, before a step that makes the conversation
+    /// one of so many tokens.
+    private func follow(to tokens: Int) throws {
+        guard let engine else { return }
+        let lowered = pressure.lowered(
+            engine.plan, at: offset,
+            fewest: given.fewestSlots(pinned: engine.pins.reduce(0) { $0 + $1.count }))
+        if let lowered { try engine.resize(lowered.grown(to: tokens)) }
     }
 
     /// The mask that models ask for before n new tokens.
@@ -132,27 +184,24 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     public func makeMask(
         n: Int, windowSize: Int?, returnArray: Bool
     ) -> MLXFast.ScaledDotProductAttentionMaskMode {
-        require(
-            windowSize == nil,
-            "This model masks a sliding window over a full cache, which a bounded cache cannot "
-                + "serve: leave that layer's own cache in place.")
-        core.follow(to: offset)
-        if let mask = core.layer?.plainRowsMask(n) { return .array(mask) }
-        if n == 1 { return .none }
-        if returnArray {
-            let kept = physicalLength
-            return .array(positions(0 ..< kept + n) .<= positions(kept ..< kept + n).column)
+        stopping {
+            guard windowSize == nil else {
+                throw H2OError.partial(
+                    "This model masks a sliding window over a full cache, which a bounded cache "
+                        + "cannot serve: leave that layer's own cache in place.")
+            }
+            guard let engine else {
+                if n == 1 { return .none }
+                return returnArray ? .array(createCausalMask(n: n, offset: 0)) : .causal
+            }
+            if offset > 0 { try follow(to: offset) }
+            return try engine.makeMask(n: n, asArray: returnArray)
         }
-        return .causal
     }
 
     // MARK: between steps
 
-    public func copy() -> any KVCache {
-        let twin = H2OKVCache(core.copied())
-        twin.vainTrim = vainTrim
-        return twin
-    }
+    public func copy() -> any KVCache { stopping { try H2OKVCache(self) } }
 
     /// Change the budget; what no longer fits goes into the remainder.
     ///
@@ -161,29 +210,20 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     /// - Parameter budgets: Slots of each KV head, or one number for all. The remainder is not
     ///   charged again.
     /// - Throws: ``H2OError/configuration(_:)`` for a budget without room to evict; nothing is changed.
-    public func resize(_ budgets: [Int]) throws { try core.resize(budgets) }
-
-    /// How many of the newest tokens can be taken back now.
-    ///
-    /// The last ``undo`` steps can be taken back exactly, evictions or not: what follows is what would
-    /// have followed without them. Before the first eviction any older token can go as well; its
-    /// attention then stays in the scores of older ones.
-    public var undoableSteps: Int { core.undoableSteps }
-
-    /// Whether the newest tokens can be taken back, as far as ``undoableSteps`` says.
-    ///
-    /// Without `undo` until the first eviction, and never while the cache is empty: speculative
-    /// decoding asks once, before the prompt, and would go on after an eviction with drafts that
-    /// stay. With it always.
-    public var isTrimmable: Bool { undo > 0 || offset > 0 && !core.hasEvicted }
-
-    /// Whether as many tokens can be taken back once they have come.
-    public func isTrimmable(after positions: Int) -> Bool {
-        if positions <= undo { return isTrimmable }
-        guard isTrimmable, let fewest = budgets?.min() else { return false }
-        // Slots that are shared out anew evict too.
-        let next = core.settings.filling.first?.beyond ?? .max
-        return offset + positions <= min(fewest, next)
+    public func resize(_ budgets: [Int]) throws {
+        guard let engine else {
+            var changed = given
+            changed.size = budgets.count == 1 ? .tokens(budgets[0]) : .heads(budgets)
+            let made = try changed.engine()
+            (given, told) = (changed, nil)
+            return use(made)
+        }
+        let heads = engine.plan.budgets.count
+        try engine.resize(
+            SlotPlan(
+                budgets: budgets.count == 1
+                    ? Array(repeating: budgets[0], count: heads) : budgets))
+        told = nil
     }
 
     /// Take back the newest n tokens, or all.
@@ -197,27 +237,23 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     public func trim(_ n: Int) -> Int {
         let n = min(n, offset)
         guard n > 0 else { return 0 }
-        guard n <= undoableSteps else {
+        do {
+            try undoSteps(n)
+            return n
+        } catch {
             vainTrim = n
             return 0
         }
-        takeOff(n)
-        return n
     }
 
     /// Take back the newest n tokens.
     ///
-    /// - Throws: ``H2OError/configuration(_:)`` if not so many can be taken back; nothing is then.
+    /// - Throws: ``H2OError/state(_:)`` if not so many can be taken back; nothing is then.
     public func undoSteps(_ n: Int) throws {
-        guard 0 ... undoableSteps ~= n else {
-            throw H2OError.configuration(Self.tooFar(n, undoableSteps))
-        }
-        if n > 0 { takeOff(n) }
-    }
-
-    private func takeOff(_ n: Int) {
-        vainTrim = nil
-        core.takeOff(n)
+        guard 0 ... undoableSteps ~= n else { throw H2OError.state(Self.tooFar(n, undoableSteps)) }
+        guard n > 0 else { return }
+        try engine?.undoSteps(n)
+        (vainTrim, told) = (nil, nil)
     }
 
     private static func tooFar(_ n: Int, _ most: Int) -> String {
@@ -225,103 +261,79 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
             + "(speculative decoding needs the number of draft tokens)."
     }
 
-    // MARK: what is held
-
-    /// The mean number of slots of a KV head, once known.
-    public var maxSize: Int? {
-        if let mean = core.meanSlots { return mean }
-        return switch size {
-        case .tokens(let count): count
-        case .heads(let budgets): budgets.reduce(0, +) / budgets.count
-        case .bytes: nil
+    /// What `body` does to the engine, or to the settings while there is none.
+    func changing(_ body: (Engine) throws -> Void, _ settings: (inout CacheSettings) -> Void) throws
+    {
+        if let engine {
+            try body(engine)
+        } else {
+            var changed = given
+            settings(&changed)
+            _ = try changed.engine()
+            given = changed
         }
+        told = nil
+    }
+}
+
+// MARK: saving
+
+extension H2OKVCache {
+    /// All that it holds.
+    func saved() throws -> Engine.Saved {
+        if let told { return told }
+        if let engine { return try engine.saved() }
+        let frame = zip(FrameArrays.names, given.frame.map { FrameArrays($0).arrays } ?? [])
+        return Engine.Saved(
+            arrays: Dictionary(uniqueKeysWithValues: frame.map { ($0, $1) }),
+            settings: given.json.text)
     }
 
-    /// Tokens physically held by the head that holds most.
-    public var physicalLength: Int { core.layer?.longest ?? 0 }
-
-    public var budgets: [Int]? {
-        if let layer = core.layer { return layer.budgets }
-        if case .heads(let budgets) = size { return budgets }
-        return nil
+    /// Hold what was saved of a cache.
+    ///
+    /// - Throws: ``H2OError/file(_:)`` for anything that no cache can have saved; nothing is changed then.
+    func restore(_ saved: Engine.Saved) throws {
+        let json = try SettingValue(parsing: saved.settings)
+        guard let runs = json["runs"]?.array else {
+            throw H2OError.file("this is no state of an H2OKVCache: it has no runs.")
+        }
+        let settings = try CacheSettings(json, frame: H2OFrame(saved: saved.arrays))
+        let restored =
+            runs.isEmpty ? try settings.engine() : try Engine(saved, policy: settings.policy)
+        use(restored)
+        (given, told, vainTrim) = (settings, nil, nil)
+        pressure.adopt(runs.isEmpty ? nil : restored?.plan)
     }
-
-    public var evicted: Int { core.layer?.meanEvicted ?? 0 }
-
-    public var nbytes: Int { core.nbytes }
-
-    /// Every array held: evaluated after each prompt chunk, or the graph grows. What kernels change in
-    /// place is not among them: their last outputs stand for it.
-    public func innerState() -> [MLXArray] { core.heldArrays }
-
-    /// What stays of the evicted, in the ``frame``; nil before the first rows.
-    public var evictedRemainder: Remainder? { layer?.remainder }
-
-    public func keptPositions() -> [[[Int]]] {
-        (layer?.held ?? []).map { $0.map { $0.map { Int($0.position) } } }
-    }
-
-    public func keptScores() -> [[[Float]]] {
-        (layer?.held ?? []).map { $0.map { $0.map(\.score) } }
-    }
-
-    /// The layer with all its rows; nil before the first.
-    var layer: Layer? { core.layerAtRest() }
-    /// Batch, heads, widths and dtypes that rows must have, once known.
-    var rowTypes: RowTypes? { core.layer?.rowTypes }
-    /// Slots of each head without memory pressure, once known.
-    var fullBudgets: [Int]? { core.fullBudgets }
-    /// Whether kernels have the rows.
-    var isDecoding: Bool { core.isDecoding }
-
-    // MARK: saving
-
-    /// Every array held, by name, names ascending.
-    var namedArrays: [(name: String, array: MLXArray)] { core.namedArrays() }
-
-    /// Everything else, in the form that Python's `H2OKVCache.config` has.
-    var configuration: SettingValue { core.configuration }
 
     /// Arrays in the order in which ``metaState`` names them. While kernels decode, what they wrote
-    /// last, as in ``innerState()``: it may be evaluated with every token. Reading `metaState` first
-    /// takes the rows back.
+    /// last, as in ``innerState()``: it may be evaluated with every token.
     public var state: [MLXArray] {
-        get { isDecoding ? core.heldArrays : namedArrays.map(\.array) }
+        get {
+            if told == nil, let engine, engine.isFused { return engine.innerState }
+            return namedArrays.map(\.array)
+        }
         set { unnamed = newValue }
     }
 
     /// The configuration as JSON, then names of ``state``'s arrays. Read it before them, set it after.
     public var metaState: [String] {
-        get { [configuration.text] + namedArrays.map(\.name) }
+        get {
+            let saved = stopping { try self.saved() }
+            told = saved
+            return [saved.settings] + saved.arrays.keys.sorted()
+        }
         set {
             let arrays = unnamed ?? []
             unnamed = nil
-            guard newValue.count == arrays.count + 1,
-                let configuration = try? SettingValue(parsing: newValue[0])
-            else {
-                fatalError(
-                    "This metaState does not go with this state: read metaState first, then state.")
-            }
-            do {
-                let named = zip(newValue.dropFirst(), arrays)
-                try core.restore(Dictionary(named) { first, _ in first }, configuration)
-                vainTrim = nil
-            } catch {
-                fatalError(error.localizedDescription)
+            stopping {
+                guard newValue.count == arrays.count + 1 else {
+                    throw H2OError.state(
+                        "This metaState does not go with this state: read metaState first, then "
+                            + "state.")
+                }
+                let named = Dictionary(zip(newValue.dropFirst(), arrays)) { first, _ in first }
+                try restore(Engine.Saved(arrays: named, settings: newValue[0]))
             }
         }
-    }
-}
-
-extension H2OKVCache {
-    /// A cache from another's arrays and configuration.
-    static func restored(
-        _ arrays: [String: MLXArray], _ configuration: SettingValue,
-        _ pressure: PressureShare = PressureShare(nil, nil)
-    ) throws -> H2OKVCache {
-        let settings = try CacheSettings(configuration)
-        let cache = H2OKVCache(settings, pressure)
-        try cache.core.restore(arrays, configuration)
-        return cache
     }
 }

@@ -50,8 +50,8 @@ extension H2OKVCache {
                 layer: layer, kind: kind, isBounded: true,
                 reason: "\(slots) slots a KV head\(cache.packing)"
                     + (cache.frame == nil ? "" : " in a frame")
-                    + ", policy \(type(of: cache.policy).name), \(cache.answer)"
-                    + (cache.core.settings.filling.isEmpty
+                    + ", policy \(cache.policy.name), \(cache.answer)"
+                    + (cache.settings.filling.isEmpty
                         ? "" : ", shared out by the profile when the memory is full"),
                 budgets: cache.budgets, nbytes: cache.nbytes)
         }
@@ -64,7 +64,7 @@ extension H2OKVCache {
         guard remainderAnswers else { return "no remainder" }
         let answer = "evicted tokens go on answering", spread = Set(saturation).sorted()
         if !attends { return answer + ", as plain rows" }
-        if spread == [Remainder.saturation] { return answer }
+        if spread == [H2ORemainder.saturation] { return answer }
         let numbers = spread.map { String(format: "%g", $0) }
         return answer + " with saturation "
             + (numbers.count == 1 ? numbers[0] : "\(numbers.first!) to \(numbers.last!)")

@@ -2,6 +2,8 @@
 enum Limits {
     /// Tokens, slots and positions, which are int32; conversations go on.
     static let mostTokens = 1 << 30
+    /// Tokens whose positions are kept in 2 bytes each, in 4 from then on.
+    static let fewPositions = 1 << 15
     /// A pebibyte, above any memory; products with a model's widths stay within 64 bits.
     static let mostBytes = 1 << 50
     /// Victims of one choice: each head keeps their slots, and larger choices would stall a step.

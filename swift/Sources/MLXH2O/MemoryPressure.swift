@@ -128,33 +128,24 @@ struct PressureShare {
         self.agreement = agreement ?? pressure?.agreement
     }
 
-    /// The budgets of a cache whose first rows come.
-    ///
-    /// - Parameters:
-    ///   - full: Slots of each head without pressure.
-    ///   - fewest: That pressure leaves to a head.
-    mutating func begin(_ full: SlotPlan, fewest: @autoclosure () -> Int) -> SlotPlan {
-        self.full = full
-        return lowered(full, at: 0, fewest: fewest()) ?? full
-    }
-
-    /// Note the budgets of a cache that was saved.
-    mutating func adopt(_ plan: SlotPlan) { full = plan }
+    /// Note the budgets of a cache that was saved; nil of one that begins anew.
+    mutating func adopt(_ plan: SlotPlan?) { (full, fraction) = (plan, 1) }
 
     /// Budgets for the step that begins, or nil where no less is asked for than before.
     ///
     /// - Parameters:
-    ///   - now: Slots of each head, and those that follow.
+    ///   - now: Slots of each head, and those that follow; of a first step those without pressure.
     ///   - offset: The step's position.
-    ///   - fewest: As for ``begin(_:fewest:)``.
+    ///   - fewest: Slots that pressure leaves to a head.
     mutating func lowered(
         _ now: @autoclosure () -> SlotPlan, at offset: Int, fewest: @autoclosure () -> Int
     ) -> SlotPlan? {
-        guard let pressure, let agreement, let full else { return nil }
+        let now = full == nil || pressure != nil ? now() : nil
+        full = full ?? now
+        guard let pressure, let agreement, let full, let now else { return nil }
         let wanted = agreement.fraction(at: offset, of: pressure)
         guard wanted < fraction else { return nil }
         fraction = wanted
-        let now = now()
         return full.left(now.later.count).lowered(to: wanted, fewest: fewest()).capped(by: now)
     }
 }

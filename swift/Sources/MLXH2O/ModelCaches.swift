@@ -46,7 +46,7 @@ extension H2OConfiguration {
         let attends = bounded.allSatisfy(\.attends)
         let policy = policy ?? (attends ? Policies.Salient() : Policies.Distinct.keysOnly)
         if !attends && policy.needsAttention {
-            throw H2OError.policyNeedsAttention(policy: type(of: policy).name, model: name)
+            throw H2OError.policyNeedsAttention(policy: policy.name, model: name)
         }
         if !attends && packing?.packs == true {
             throw H2OError.configuration(
@@ -66,8 +66,8 @@ extension H2OConfiguration {
         }
         var settings = try settings(of: bounded, in: model, policy, attends).makeIterator()
         let share = PressureShare(pressure, PressureAgreement())
-        let bound = zip(placedMembers(of: plain), kinds).map { member, kind -> any KVCache in
-            kind == nil ? member.cache : H2OKVCache(settings.next()!, share)
+        let bound = try zip(placedMembers(of: plain), kinds).map { member, kind -> any KVCache in
+            kind == nil ? member.cache : try H2OKVCache(settings.next()!, share)
         }
         return replacingMembers(of: plain, with: bound)
     }
@@ -92,7 +92,7 @@ extension H2OConfiguration {
         let kinds = kinds.map { $0.stored(packing, isFramed: frames != nil) }
         let budgets = try sharedOut(kinds, by: profile, policy: policy, attends: attends)
         let measured = saturation == nil ? profile?.saturations(of: budgets, policy: policy) : nil
-        let usual = [saturation ?? Remainder.saturation]
+        let usual = [saturation ?? H2ORemainder.saturation]
         let means = try self.means(of: kinds, policy)
         let shares = attends ? profile : nil
         var plans = try plans(of: budgets, means: means, by: shares, policy)
@@ -106,12 +106,13 @@ extension H2OConfiguration {
                 $0.whileNarrow(then: $1)
             }
         }
-        return try kinds.indices.map { layer in
-            try CacheSettings(
+        return kinds.indices.map { layer in
+            CacheSettings(
                 .heads(plans[layer].budgets), policy: policy, remainder: remainder,
                 attends: attends, packing: packing, undo: undo, frame: frames?[layer],
-                saturation: measured?[layer] ?? usual, filling: plans[layer].later
-            ).with(pins: pinnedPositions)
+                saturation: measured?[layer] ?? usual, filling: plans[layer].later,
+                pins: pinnedPositions
+            )
         }
     }
 
@@ -122,7 +123,7 @@ extension H2OConfiguration {
         switch frames {
         case .none: return nil
         case .profile:
-            let serve = attends && packing?.keyBits != nil && type(of: policy).suitsFrames
+            let serve = attends && packing?.keyBits != nil && policy.suitsFrames
             return serve ? profile?.frames(context: context) : nil
         case .layers(let frames):
             guard packing?.keyBits != nil else {
@@ -160,7 +161,7 @@ extension H2OConfiguration {
 
     /// Slots per KV head of each layer, on average.
     private func means(of kinds: [LayerKind], _ policy: any Policy) throws -> [Int] {
-        let remembers = remainder || type(of: policy).usesEvictedMean
+        let remembers = remainder || policy.usesEvictedMean
         return try kinds.map { kind in
             switch budget {
             case .tokens(let count): return count - kind.widths.remainderSlots(remembers)

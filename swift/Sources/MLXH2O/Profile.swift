@@ -173,7 +173,7 @@ public struct H2OProfile: Sendable, Equatable {
     public func saturations(
         of budgets: [[Int]], policy: any Policy
     ) -> [[Float]]? {
-        guard let measured, measured.policy == type(of: policy).name else { return nil }
+        guard let measured, measured.policy == policy.name else { return nil }
         return byLayer(measured.saturations(budgets.flatMap { $0 }, grid: grid))
     }
 

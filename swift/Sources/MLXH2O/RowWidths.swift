@@ -1,13 +1,16 @@
+// Bytes of a position while a conversation has at most ``Limits/fewPositions``, and later.
+private let (narrowPosition, widePosition) = (2, 4)
+
 extension Policy {
     /// Throw ``H2OError/configuration(_:)`` for bytes that cannot hold one head's fewest slots, however
     /// narrow its rows; how wide they are only the model tells.
     func checkBytes(_ bytes: Int) throws {
         try Limits.check("A size in bytes", bytes, in: 0 ... Limits.mostBytes)
         // The narrowest that can be packed: a key and a value of one group in 2 bits, and a position.
-        let least = leastBudget * (H2OPacking.narrowestRow + StoredPositions.narrow.size)
+        let least = leastBudget * (H2OPacking.narrowestRow + narrowPosition)
         guard bytes >= least else {
             throw H2OError.configuration(
-                "A budget of \(bytes) bytes holds nothing: policy \"\(Self.name)\" needs at least "
+                "A budget of \(bytes) bytes holds nothing: policy \"\(name)\" needs at least "
                     + "\(least) bytes, and most models many times that.")
         }
     }
@@ -28,12 +31,12 @@ struct RowWidths: Equatable {
     /// Whether keys have a frame.
     var isFramed = false
     /// Of a slot's position: those of a long conversation, but for what serves before it is long.
-    private(set) var positionBytes = StoredPositions.wide.size
+    private(set) var positionBytes = widePosition
 
     /// The same while positions fit into few bits.
     var narrow: RowWidths {
         var widths = self
-        widths.positionBytes = StoredPositions.narrow.size
+        widths.positionBytes = narrowPosition
         return widths
     }
 
@@ -54,7 +57,7 @@ struct RowWidths: Equatable {
     /// Slots whose memory the remainder of one head takes (rounded up).
     func remainderSlots(_ remembers: Bool) -> Int {
         guard remembers else { return 0 }
-        let bytes = Remainder.bytesPerHead(keyWidth: key, valueWidth: value)
+        let bytes = H2ORemainder.bytesPerHead(keyWidth: key, valueWidth: value)
         return (bytes + rowBytes - 1) / rowBytes
     }
 
@@ -65,7 +68,7 @@ struct RowWidths: Equatable {
     func slots(
         bytes: Int, heads: Int, policy: any Policy, remembers: Bool, undo: Int = 0
     ) throws -> Int {
-        let remainder = remembers ? Remainder.bytesPerHead(keyWidth: key, valueWidth: value) : 0
+        let remainder = remembers ? H2ORemainder.bytesPerHead(keyWidth: key, valueWidth: value) : 0
         let length = policy.keepsValueLengths(in: packing) ? 2 : 0
         let perStep =
             rowBytes + length + (packing.recent == nil ? 0 : recentRowBytes + length) + 8

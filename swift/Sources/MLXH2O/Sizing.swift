@@ -25,7 +25,7 @@ extension H2OConfiguration {
         }
         guard packing == nil else { return own }
         own.packing = .dense
-        if case .bytes(let bytes) = own.budget, frames == .profile, type(of: policy).suitsFrames,
+        if case .bytes(let bytes) = own.budget, frames == .profile, policy.suitsFrames,
             let profile
         {
             let narrow = Self.startsNarrow(
@@ -69,6 +69,6 @@ extension H2OConfiguration {
     func slots(of kind: LayerKind, in bytes: Int, _ policy: any Policy) throws -> Int {
         try kind.widths.slots(
             bytes: bytes, heads: kind.heads, policy: policy,
-            remembers: remainder || type(of: policy).usesEvictedMean, undo: undo)
+            remembers: remainder || policy.usesEvictedMean, undo: undo)
     }
 }

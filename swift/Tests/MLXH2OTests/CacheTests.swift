@@ -33,7 +33,7 @@ import Testing
                 let cache = try H2OKVCache(
                     .heads(budgets), policy: policy, packing: packing)
                 RowStream(tokens: 80).run(cache, [30, 10] + ones(40))
-                let kept = cache.keptPositions()[0], label = "\(type(of: policy).name) \(name)"
+                let kept = cache.keptPositions()[0], label = "\(policy.name) \(name)"
                 #expect(kept.map(\.count) == budgets, "\(label)")
                 let sinks = Array(0 ..< policy.options.sink)
                 for (head, budget) in zip(kept, budgets) {

@@ -108,8 +108,8 @@ import Testing
             Stage(beyond: $0, budgets: $1)
         }
         caches.append(
-            H2OKVCache(
-                try CacheSettings(
+            try H2OKVCache(
+                CacheSettings(
                     .heads([20, 20]), policy: Policies.Distinct(), remainder: true, attends: true,
                     packing: .dense, undo: 0, filling: filling), PressureShare(nil, nil)))
         for cache in caches { rows.run(cache, [30] + ones(10)) }

@@ -40,7 +40,7 @@ import Testing
         #expect(bounded.count == 5 && caches.count == 6)
         #expect(bounded.map { $0.frame == nil } == [true, true, true, false, true])
         let later = [Stage(beyond: 96, budgets: [18, 30])]
-        #expect(bounded[4].budgets == [20, 28] && bounded[4].core.settings.filling == later)
+        #expect(bounded[4].budgets == [20, 28] && bounded[4].settings.filling == later)
         #expect(bounded[3].saturation == [0, 2.5] && bounded[3].policy is Policies.Salient)
         #expect(bounded.allSatisfy { $0.offset == 90 && $0.evicted > 0 })
         #expect((caches[5] as! KVCacheSimple).offset == 9)

@@ -30,8 +30,8 @@ import Testing
     private func cache(
         policy: any Policy = policy, packing: H2OPacking = .dense, pressure: MemoryPressure? = nil
     ) throws -> H2OKVCache {
-        H2OKVCache(
-            try settings(policy: policy, packing: packing), PressureShare(pressure, nil))
+        try H2OKVCache(
+            settings(policy: policy, packing: packing), PressureShare(pressure, nil))
     }
 
     /// The slots of a conversation of so many tokens.
@@ -60,7 +60,7 @@ import Testing
                 packing: packing)
             let caches = try configuration.caches(for: model).map { $0 as! H2OKVCache }
             let mean = caches[0].budgets![0], name: Comment = "\(type(of: policy))\(packing)"
-            let plans = caches.map { $0.core.settings.filling }
+            let plans = caches.map { $0.settings.filling }
             #expect(caches.allSatisfy { $0.budgets == [mean, mean] && $0.maxSize == mean }, name)
             #expect(plans.allSatisfy { $0.map(\.beyond).starts(with: [mean, 2 * mean]) }, name)
             let rows = caches.indices.map { RowStream(seed: $0 + 1, tokens: 6 * mean) }
@@ -87,7 +87,7 @@ import Testing
             #expect(caches.allSatisfy { $0.evicted > 0 }, name)
             // The next conversation, after clear() too, is whole again.
             let next = try configuration.caches(for: model).map { $0 as! H2OKVCache }
-            #expect(next.map { $0.core.settings.filling } == plans, name)
+            #expect(next.map { $0.settings.filling } == plans, name)
             #expect(next.map { $0.budgets! } == caches.map { _ in [mean, mean] }, name)
         }
     }
@@ -125,7 +125,7 @@ import Testing
                 packing: .dense, undo: undo
             ).caches(for: model).map {
                 let cache = $0 as! H2OKVCache
-                return SlotPlan(budgets: cache.budgets!, later: cache.core.settings.filling)
+                return SlotPlan(budgets: cache.budgets!, later: cache.settings.filling)
             }
         }
         let byLayer = Policies.Salient().with { $0.unit = .layer }
@@ -133,7 +133,7 @@ import Testing
             try plans(.tokens(60), undo: 3), try plans(.bytes(90_000), undo: 3),
             try plans(.bytes(90_000), .uniform), try plans(.bytes(90_000), policy: byLayer),
         ] {
-            #expect(atOnce.allSatisfy { $0.later.allSatisfy { $0.beyond == StoredPositions.few } })
+            #expect(atOnce.allSatisfy { $0.later.allSatisfy { $0.beyond == Limits.fewPositions } })
         }
         let least = Policies.Salient().leastBudget + H2OConfiguration.fewestChoices
         func shared(_ mean: Int) throws -> [[Int]] {
@@ -145,7 +145,7 @@ import Testing
         #expect(try tokens.map { $0.later.last!.budgets } == shared(each))
         #expect(try plans(.tokens(1 << 30)).allSatisfy { $0.later.isEmpty })
         let filled = try plans(.bytes(90_000)), mean = filled[0].budgets[0]
-        let narrow = filled.map { $0.later.last { $0.beyond < StoredPositions.few }!.budgets }
+        let narrow = filled.map { $0.later.last { $0.beyond < Limits.fewPositions }!.budgets }
         #expect(try narrow == shared(mean))
         let atOnce = try plans(.bytes(90_000), undo: 3).map(\.budgets), slots = atOnce.joined()
         #expect(Set(slots).count > 1)
@@ -160,7 +160,7 @@ import Testing
         for (name, packing) in CacheTests.stores {
             let rows = RowStream(tokens: 260), cache = try cache(packing: packing)
             rows.run(cache, [after - 4] + ones(4))
-            let filling = cache.core.settings.filling
+            let filling = cache.settings.filling
             try H2OKVCache.saveCaches([cache], to: file)
             let loaded = try H2OKVCache.loadCaches(from: file).caches[0] as! H2OKVCache
             let told = try self.cache(packing: packing)
@@ -170,11 +170,11 @@ import Testing
             let lengths = ones(3) + [30] + ones(3) + [180 - after] + ones(3)
             let expected = rows.run(cache, lengths)
             for twin in twins {
-                #expect(twin.core.settings.filling == filling, "\(name)")
+                #expect(twin.settings.filling == filling, "\(name)")
                 let output = rows.run(twin, lengths)
                 #expect(allClose(output, expected, atol: 1e-5).item(Bool.self), "\(name)")
                 #expect(twin.keptPositions() == cache.keptPositions(), "\(name)")
-                #expect(twin.budgets == [24, 56] && twin.core.settings.filling.isEmpty, "\(name)")
+                #expect(twin.budgets == [24, 56] && twin.settings.filling.isEmpty, "\(name)")
             }
         }
     }
@@ -194,7 +194,7 @@ import Testing
         rows.run(resized, [30])
         try resized.resize([30, 30])
         rows.run(resized, [100])
-        #expect(resized.budgets == [30, 30] && resized.core.settings.filling.isEmpty)
+        #expect(resized.budgets == [30, 30] && resized.settings.filling.isEmpty)
         // Before anything was lost steps are taken back, and the stages stay.
         let trimmed = try cache()
         rows.run(trimmed, [38, 1, 1])
@@ -241,7 +241,7 @@ import Testing
         pressure.end()
         let loaded = try H2OKVCache.loadCaches(from: file, pressure: pressure).caches[0]
         let twin = loaded as! H2OKVCache
-        #expect(twin.budgets == [20, 20] && twin.core.settings.filling == halves)
+        #expect(twin.budgets == [20, 20] && twin.settings.filling == halves)
         rows.run(twin, [30])
         #expect(twin.budgets == [26, 14])
         // What was given away is not asked back, and a later warning is obeyed.
@@ -278,10 +278,10 @@ import Testing
             }
             #expect(cache.budgets == [24, 56])
         }
-        let few = try cache(), filling = few.core.settings.filling
+        let few = try cache(), filling = few.settings.filling
         rows.run(few, [30])
         #expect(throws: H2OError.self) { try few.pin([0 ..< 38]) }
-        #expect(few.pins.isEmpty && few.core.settings.filling == filling)
+        #expect(few.pins.isEmpty && few.settings.filling == filling)
     }
 
     @Test func whatIsNoFillingIsRefused() throws {
@@ -293,13 +293,13 @@ import Testing
             [stage(40, [30, 25, 25])], [stage(40, [])], [stage(40, [78, 2])],
             [stage(40, [.max, .max])], (1 ... 65).map { stage($0, [40, 40]) },
         ] {
-            #expect(throws: H2OError.self) { try settings(filling) }
+            #expect(throws: H2OError.self) { try settings(filling).engine() }
         }
-        #expect(throws: H2OError.self) { try settings(undo: 2) }
+        #expect(throws: H2OError.self) { try settings(undo: 2).engine() }
         #expect(throws: H2OError.self) {
-            try settings(policy: Policies.Distinct.keysOnly, attends: false)
+            try settings(policy: Policies.Distinct.keysOnly, attends: false).engine()
         }
-        let json = try settings().json,
+        let json = try settings().json.object!,
             damaged: [SettingValue] = [
                 .array([.int(40)]), .array([.array([.int(40)])]),
                 .array([.array([.int(40), .int(8)])]),

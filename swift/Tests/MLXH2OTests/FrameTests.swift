@@ -35,15 +35,11 @@ import Testing
         #expect(frame.centre == [[3, 10]] && frame.scale == [[2, H2OFrame.leastScale]])
         let framed = try H2OFrame(of: rows(tokens: 40).keys)
         #expect(framed.heads == 2 && framed.width == 32)
-        let whole = FrameArrays(framed).entered(tokens(rows(tokens: 40))).keys
+        let arrays = FrameArrays(framed),
+            column = { (x: MLXArray) in x.expandedDimensions(axis: 1) }
+        let whole = (rows(tokens: 40).keys - column(arrays.centre)) / column(arrays.scale)
         #expect(abs(abs(whole).max().item(Float.self) - 1) < 1e-5)
         #expect(abs(whole.mean(axes: [0, 2])).max().item(Float.self) < 1e-5)
-    }
-
-    private func tokens(_ rows: RowStream) -> NewTokens {
-        NewTokens(
-            queries: rows.queries, keys: rows.keys, values: rows.values, scale: 0.18,
-            mask: .causal, sinks: nil)
     }
 
     /// Within budget outputs are those of exact rows, as near as packing lets them, and nearer than
@@ -199,9 +195,9 @@ import Testing
                 batch: 1, heads: heads, keyWidth: width, valueWidth: 32, keyDType: .float32,
                 valueDType: .float32)
             if (heads, width) == (2, 32) {
-                _ = try settings.plan(for: rows)
+                _ = try settings.engine(for: rows)
             } else {
-                #expect(throws: H2OError.self) { try settings.plan(for: rows) }
+                #expect(throws: H2OError.self) { try settings.engine(for: rows) }
             }
         }
     }

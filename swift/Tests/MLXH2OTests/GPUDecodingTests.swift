@@ -1,3 +1,4 @@
+import CMLXH2O
 import Foundation
 import MLX
 import Testing
@@ -8,7 +9,8 @@ import Testing
 ///
 /// Where there is a GPU: Metal's, or the one of tests/host_gpu, which runs the kernels' text lane by
 /// lane (`make test-swift`).
-@Suite(.serialized, .enabled(if: Backend.current.metal != nil)) struct GPUDecodingTests {
+@Suite(.serialized, .enabled(if: Device.defaultDevice().deviceType == .gpu)) struct GPUDecodingTests
+{
     /// From below the budget to far beyond it, with every kernel form.
     @Test(
         arguments: [
@@ -58,7 +60,7 @@ import Testing
             (Policies.KeyDiff(), true), (Policies.H2O(), false),
         ] {
             let packing = try H2OPacking(keyBits: 6, valueBits: frame ? 6 : 8, groupSize: 32)
-            try comparing("\(type(of: policy).name)") { side in
+            try comparing("\(policy.name)") { side in
                 var rows = side.rows(tokens: 52)
                 rows.keys = rows.keys * Float(0.5) + Float(3)
                 let cache = try H2OKVCache(
@@ -72,7 +74,7 @@ import Testing
 
     @Test func withoutRemainder() throws {
         for policy in [Policies.Distinct() as any Policy, Policies.H2O()] {
-            try comparing("\(type(of: policy).name)") { side in
+            try comparing("\(policy.name)") { side in
                 let cache = try H2OKVCache(.heads([24, 24]), policy: policy, remainder: false)
                 side.follow(cache, side.rows(tokens: 36), [12] + ones(24))
             }
@@ -149,10 +151,10 @@ import Testing
         let filling = [(16, [24, 12]), (32, [14, 22])].map { Stage(beyond: $0, budgets: $1) }
         for packing in [H2OPacking.dense, try H2OPacking(keyBits: 8, valueBits: 8, groupSize: 32)] {
             try comparing("filling \(packing.keyBits ?? 0)") { side in
-                let settings = try CacheSettings(
+                let settings = CacheSettings(
                     .heads([18, 18]), policy: Policies.Salient(), remainder: true, attends: true,
                     packing: packing, undo: 0, filling: filling)
-                let cache = H2OKVCache(settings, PressureShare(nil, nil))
+                let cache = try H2OKVCache(settings, PressureShare(nil, nil))
                 side.follow(cache, side.rows(tokens: 52), [12] + ones(40))
                 #expect(cache.budgets == [14, 22])
             }
@@ -207,12 +209,13 @@ import Testing
         }
     }
 
-    /// Once another device is the default, its ops go on where the kernels were.
-    @Test func anotherDeviceTakesOver() throws {
+    /// Plain operations go on where the kernels were.
+    @Test func plainOperationsTakeOver() throws {
         try comparing("device") { side in
             let rows = side.rows(tokens: 50), cache = try H2OKVCache(.heads([24, 24]))
             side.follow(cache, rows, [12] + ones(20))
-            Backend.$chosen.withValue(.plain) { side.note(rows.run(cache, ones(8)), cache) }
+            cache.usesKernels = false
+            side.note(rows.run(cache, ones(8)), cache)
             #expect(!cache.isDecoding)
         }
     }
@@ -227,20 +230,46 @@ import Testing
         #expect(differences.isEmpty, "\(differences.joined(separator: "; "))")
     }
 
-    /// A long cache of a large GPU is cut into blocks, and their results are merged.
-    @Test func twoPasses() throws {
+    /// Attention by itself, over one long cache.
+    @Test func attentionWithScores() throws {
         let rows = RowStream(tokens: 1300, width: 64)
-        let call = AttentionCall(
-            queries: rows.queries[0..., 0..., 0 ..< 1], keys: .plain(rows.keys),
-            values: .plain(rows.values), scale: 0.18)
-        let large = Backend.metal(MetalKernels(architecture: "applegpu_g13s"))
-        let (output, scores, lse) = large.attentionWithScores(call)
-        let plain = Backend.plain.attentionWithScores(call)
-        for (found, expected) in [
-            (output, plain.output), (scores, plain.scores), (lse, plain.logSumExp),
-        ] {
+        func attended() throws -> [MLXArray] {
+            let found = try scaledDotProductAttentionWithScores(
+                queries: rows.queries[0..., 0..., 0 ..< 1], keys: rows.keys, values: rows.values,
+                scale: 0.18)
+            return [found.output, found.scores, found.logSumExp]
+        }
+        let kernels = try attended()
+        mlx_h2o_use_kernels(false)
+        defer { mlx_h2o_use_kernels(true) }
+        for (found, expected) in zip(kernels, try attended()) {
             #expect(abs(found - expected).max().item(Float.self) < 1e-4)
         }
+    }
+
+    /// Another cache's state takes the place of rows that kernels have.
+    @Test func stateIsSetInTheMidstOfFusedDecoding() throws {
+        let rows = Side(isPlain: false).rows(tokens: 60)
+        let saved = try H2OKVCache(.heads([24, 24])), cache = try H2OKVCache(.heads([24, 24]))
+        rows.run(saved, [5])
+        rows.run(cache, [12] + ones(3))
+        #expect(cache.isDecoding)
+        cache.state = saved.state
+        cache.metaState = saved.metaState
+        #expect(!cache.isDecoding)
+        #expect(cache.offset == 5 && cache.keptPositions() == saved.keptPositions())
+        #expect(same(rows.run(cache, ones(9)), rows.run(saved, ones(9))))
+    }
+
+    /// The names tell of all rows, and the state that is read after them is these.
+    @Test func metaStateAndStateGoTogetherInTheMidstOfFusedDecoding() throws {
+        let rows = Side(isPlain: false).rows(tokens: 60), cache = try H2OKVCache(.heads([24, 24]))
+        rows.run(cache, [12] + ones(5))
+        #expect(!cache.state.isEmpty && cache.isDecoding)
+        let names = cache.metaState
+        #expect(names.contains("slots.keys") && cache.state.count == names.count - 1)
+        rows.run(cache, [1])
+        #expect(cache.isDecoding && cache.state.count < names.count - 1)
     }
 
     // On a device exponentials are approximate.
@@ -257,7 +286,7 @@ import Testing
     ) throws {
         let kernels = Side(isPlain: false), plain = Side(isPlain: true)
         try body(kernels)
-        try Backend.$chosen.withValue(.plain) { try body(plain) }
+        try body(plain)
         #expect((kernels.fused > 0) == fuses && plain.fused == 0, "\(label)")
         #expect(kernels.kept == plain.kept, "\(label)")
         #if os(Linux)  // MLX's own GPU kernels round ties the other way
@@ -294,6 +323,7 @@ private final class Side {
         _ cache: H2OKVCache, _ rows: RowStream, _ chunks: [Int], sinks: MLXArray? = nil,
         evaluatesState: Bool = false
     ) {
+        cache.usesKernels = !isPlain
         var outputs: [MLXArray] = []
         for length in chunks {
             outputs.append(rows.run(cache, [length], sinks: sinks))
@@ -308,24 +338,14 @@ private final class Side {
         kept.append(cache.keptPositions())
         numbers.append(outputs)
         numbers.append(contentsOf: cache.evictedRemainder!.arrays)
-        let runs = cache.layer!.store.runs.map { cache.layer!.store.views($0) }
-        for fields in runs where fields["value_lengths"] != nil {
-            let order = argSort(fields["positions"]!, axis: -1)
-            numbers.append(takeAlong(fields["value_lengths"]!, order, axis: -1))
-        }
+        numbers.append(contentsOf: cache.stored("value_lengths"))
         numbers.append(contentsOf: cache.keptScores().flatMap { $0.map { MLXArray($0) } })
     }
 
     /// Packed rows, in order of position: the very bits.
     func note(stored cache: H2OKVCache) {
-        for run in cache.layer!.store.runs {
-            let views = cache.layer!.store.views(run),
-                order = argSort(views["positions"]!, axis: -1)
-            for name in ["keys", "values"] {
-                let field = views[name]!
-                let places = broadcast(order.column, to: field.shape)
-                words.append(takeAlong(field, places, axis: 2).asArray(UInt32.self))
-            }
+        for name in ["keys", "values"] {
+            words.append(contentsOf: cache.stored(name).map { $0.asArray(UInt32.self) })
         }
     }
 }

@@ -169,7 +169,7 @@ import Testing
         let model = try H2OModels.load(
             folder: folder, dtype: .float32, configuration: configuration)
         let budgets = try configuration.caches(for: model).map {
-            ($0 as! H2OKVCache).core.settings.filling.last!.budgets
+            ($0 as! H2OKVCache).settings.filling.last!.budgets
         }
         // As Python shares them out (tests/budgets/test_profile.py).
         #expect(budgets == [[10, 128], [48, 48], [48, 32], [32, 406]])
@@ -191,7 +191,7 @@ import Testing
             return try configuration.caches(for: model).map { $0 as! H2OKVCache }
         }
         func last(_ caches: [H2OKVCache]) -> [[Int]] {
-            caches.map { $0.core.settings.filling.last!.budgets }
+            caches.map { $0.settings.filling.last!.budgets }
         }
         // As Python's caches of so many bytes begin, and end up (tests/budgets/test_profile.py).
         let whole = try caches(1), half = try caches(0.5)

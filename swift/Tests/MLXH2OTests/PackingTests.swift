@@ -20,7 +20,7 @@ import Testing
         // Of scale and bias; levels count from what they were rounded to.
         let rounding: Float = dtype == .float32 ? 1e-6 : dtype == .float16 ? 1e-3 : 8e-3
         for bits in Self.bits {
-            let packed = PackedRows(packing: rows, bits: bits, groupSize: 32)
+            let packed = try PackedRows(packing: rows, bits: bits, groupSize: 32)
             #expect(packed.scales.dtype == dtype && packed.shape == [3, 20, 64])
             let apart = abs(packed.dequantizedRows - rows.float32).reshaped([3, 20, 2, 32])
             // The greatest element is `top` steps away, each of them rounded.
@@ -33,7 +33,7 @@ import Testing
     @Test func bothEdgesAreExact() throws {
         let rows = rows(.float32)
         for bits in Self.bits {
-            let packed = PackedRows(packing: rows, bits: bits, groupSize: 32)
+            let packed = try PackedRows(packing: rows, bits: bits, groupSize: 32)
             let found = packed.dequantizedRows.reshaped([3, 20, 2, 32])
             let given = rows.reshaped([3, 20, 2, 32])
             #expect(same(found.min(axis: -1), given.min(axis: -1)))
@@ -45,13 +45,13 @@ import Testing
     @Test func equalElementsAreExactAndInfinitiesAreNaN() throws {
         for value in [0, -3, 0.1] as [Float] {
             let rows = MLXArray.full([1, 1, 32], values: MLXArray(value))
-            let packed = PackedRows(packing: rows, bits: 4, groupSize: 32)
+            let packed = try PackedRows(packing: rows, bits: 4, groupSize: 32)
             #expect(same(packed.dequantizedRows, rows))
             #expect(packed.words.asArray(UInt32.self) == [0, 0, 0, 0])
         }
         for wrong in [Float.infinity, .nan] {
             let row = concatenated([MLXArray([wrong]), MLXArray.zeros([31])]).reshaped([1, 32])
-            let packed = PackedRows(packing: row, bits: 4, groupSize: 32)
+            let packed = try PackedRows(packing: row, bits: 4, groupSize: 32)
             #expect(isNaN(packed.dequantizedRows).all().item(Bool.self))
         }
     }
@@ -59,8 +59,8 @@ import Testing
     /// The format is MLX's: packing what MLX's numbers are again changes none of them.
     @Test func packingAgainChangesNothing() throws {
         for bits in Self.bits {
-            let once = PackedRows(packing: rows(.float32), bits: bits, groupSize: 64)
-            let again = PackedRows(packing: once.dequantizedRows, bits: bits, groupSize: 64)
+            let once = try PackedRows(packing: rows(.float32), bits: bits, groupSize: 64)
+            let again = try PackedRows(packing: once.dequantizedRows, bits: bits, groupSize: 64)
             #expect(again.words.asArray(UInt32.self) == once.words.asArray(UInt32.self))
         }
     }

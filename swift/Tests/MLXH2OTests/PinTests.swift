@@ -92,7 +92,7 @@ import Testing
         stream.run(cache, [40] + ones(20))
         try cache.newTurn(carry: 0)
         #expect(Set(cache.keptScores().joined().joined()) == [0])
-        #expect(cache.layer!.agedFrom == 59)
+        #expect(cache.configuration["aged_from"]?.int == 59)
         stream.run(cache, ones(10))
         #expect(cache.keptScores().joined().joined().allSatisfy { $0 >= 0 && $0 <= 10.1 })
         #expect(throws: H2OError.self) { try cache.newTurn(carry: 1.5) }

@@ -16,7 +16,7 @@ import Testing
     @Test func settingsComeBackFromTheirNames() throws {
         for name in Policies.names {
             let policy = try Policies.make(name)
-            let again = try Policies.make(type(of: policy).name, settings: policy.settings)
+            let again = try Policies.make(policy.name, settings: policy.settings)
             #expect(again.settings == policy.settings)
         }
         let changed = try Policies.make(
@@ -44,19 +44,6 @@ import Testing
         }
     }
 
-    @Test func aWidePoolIsThatOfItsNeighbours() {
-        let mass = MLXArray((0 ..< 40).map { Float(($0 * 7) % 11) }, [1, 1, 40])
-        let positions = MLXArray((0 ..< 40).map(Int32.init), [1, 1, 40])
-        for width in [1, 3, 5, 7, 39, 4095] {
-            let pooled = averagePool(mass, positions: positions, width: width).asArray(Float.self)
-            for i in 0 ..< 40 {
-                let near = max(i - width / 2, 0) ... min(i + width / 2, 39)
-                let sum = near.reduce(Float(0)) { $0 + Float(($1 * 7) % 11) }
-                #expect(abs(pooled[i] - sum / Float(width)) < 1e-5, "\(width) \(i)")
-            }
-        }
-    }
-
     @Test func presetsAreWhatTheySay() throws {
         #expect(Policies.EMALogits.paper.recentSlots(256) == 128)
         #expect(Policies.EMALogits.paper.options.unit == .layer)
@@ -68,24 +55,71 @@ import Testing
         #expect(throws: H2OError.self) { try H2OConfiguration.paper.with(budget: .tokens(100)) }
     }
 
-    /// A policy of one's own: keeps what came last, by its scores alone.
-    struct Newest: Policy {
-        static let name = "newest"
-        var options = PolicyOptions()
-        var needsAttention: Bool { false }
-        func priority(_ slots: PolicySlots) -> MLXArray { -slots.ages }
-    }
+    /// Policies of one's own: by closures alone.
+    private let newest = Policies.Own(name: "newest", needsAttention: false) { -$0.ages }
 
     @Test func ownPoliciesWorkLikeAnyOther() throws {
-        Policies.register(Newest.self)
-        let own = try H2OKVCache(.heads([24, 24]), policy: Newest())
+        Policies.register(newest)
+        let own = try H2OKVCache(.heads([24, 24]), policy: newest)
         let streaming = try H2OKVCache(.heads([24, 24]), policy: Policies.Streaming())
-        let rows = RowStream(tokens: 60)
+        let rows = RowStream(tokens: 90)
         rows.run(own, [30] + ones(30))
         rows.run(streaming, [30] + ones(30))
         #expect(own.keptPositions() == streaming.keptPositions())
-        _ = try H2OKVCache.restored(
+        let twin = try H2OKVCache.restored(
             Dictionary(uniqueKeysWithValues: own.namedArrays.map { ($0.name, $0.array) }),
             own.configuration)
+        #expect(same(rows.run(twin, ones(20)), rows.run(own, ones(20))))
+        #expect(twin.keptPositions() == own.keptPositions())
     }
+
+    /// What a policy of ours does, said in closures.
+    @Test func ownPoliciesSeeWhatOursSee() throws {
+        let heavy = Policies.Own(name: "heavy") { scores, seen in
+            scores + (seen.standsFor.map { seen.mass * $0 } ?? seen.mass)
+        } priority: {
+            $0.scores!
+        }
+        let summed = Policies.Own(name: "summed") { $0.scores! }
+        let rows = RowStream(tokens: 90)
+        for (policy, prompt) in [
+            (heavy, PolicyOptions.Prompt.full), (summed, .full), (summed, .window),
+        ] {
+            let ours = try H2OKVCache(
+                .heads([20, 28]), policy: Policies.H2O().with { $0.prompt = prompt })
+            let expected = rows.run(ours, [30, 10] + ones(30))
+            let own = try H2OKVCache(
+                .heads([20, 28]), policy: policy.with { $0.prompt = prompt })
+            let found = rows.run(own, [30, 10] + ones(30))
+            #expect(
+                allClose(found, expected, atol: 1e-5).item(Bool.self), "\(policy.name) \(prompt)")
+            #expect(own.keptPositions() == ours.keptPositions(), "\(policy.name) \(prompt)")
+        }
+    }
+
+    @Test func ownPoliciesAreLetGo() throws {
+        final class Held: Sendable {}
+        weak var held: Held?
+        do {
+            let object = Held()
+            held = object
+            let policy = Policies.Own(name: "holding", needsAttention: false) { [object] slots in
+                withExtendedLifetime(object) { slots.ages }
+            }
+            let cache = try H2OKVCache(.heads([24, 24]), policy: policy)
+            RowStream(tokens: 40).run(cache, [30] + ones(9))
+            #expect(cache.evicted > 0 && held != nil)
+        }
+        #expect(held == nil)
+    }
+
+    #if os(macOS) || os(Linux)  // where exit tests exist
+        @Test func anOwnPolicyThatThrowsStops() async {
+            await #expect(processExitsWith: .failure) {
+                let failing = Policies.Own(name: "failing") { _ in throw H2OError.policy("no") }
+                let cache = try H2OKVCache(.heads([24, 24]), policy: failing)
+                RowStream(tokens: 40).run(cache, [30])
+            }
+        }
+    #endif
 }

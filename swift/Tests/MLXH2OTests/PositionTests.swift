@@ -5,7 +5,7 @@ import Testing
 
 /// Positions of slots: 16 bits while a conversation has no more of them, and bytes that hold.
 @Suite(.serialized) struct PositionTests {
-    private static let few = StoredPositions.few
+    private static let few = Limits.fewPositions
     /// With a few more tokens than 16 bits have positions for.
     private let rows = RowStream(heads: 2, tokens: few + 20)
 
@@ -89,7 +89,7 @@ import Testing
     }
 
     @Test func aLaterPlanFollowsANarrowOne() {
-        let few = StoredPositions.few
+        let few = Limits.fewPositions
         let narrow = SlotPlan(
             budgets: [40],
             later: [Stage(beyond: 40, budgets: [41]), Stage(beyond: few, budgets: [42])])

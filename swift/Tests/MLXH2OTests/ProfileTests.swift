@@ -92,7 +92,7 @@ import Testing
         }
         let packed = try H2OPacking(keyBits: 6, valueBits: 6, groupSize: 32)
         let all = try caches(packed)
-        let budgets = all.map { $0.core.settings.filling.last!.budgets }
+        let budgets = all.map { $0.settings.filling.last!.budgets }
         #expect(all.map(\.frame) == profile.frames(context: 4096)!)
         #expect(
             all.map(\.saturation)

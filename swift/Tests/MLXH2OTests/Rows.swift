@@ -52,3 +52,25 @@ func same(_ a: MLXArray, _ b: MLXArray) -> Bool {
     a.shape == b.shape && a.dtype == b.dtype
         && a.asType(.float32).asArray(Float.self) == b.asType(.float32).asArray(Float.self)
 }
+
+extension H2OKVCache {
+    /// What the slots of each KV head store by this name, `[B, length, ...]`, in order of position; empty
+    /// where nothing is.
+    func stored(_ name: String) -> [MLXArray] {
+        let arrays = Dictionary(uniqueKeysWithValues: namedArrays.map { ($0.name, $0.array) })
+        guard let field = arrays["slots.\(name)"], let places = arrays["slots.positions"],
+            let runs = configuration["runs"]?.array
+        else { return [] }
+        return runs.flatMap { run in
+            let (start, length) = (run["start"]!.int!, run["length"]!.int!)
+            return (0 ..< run["last"]!.int! - run["first"]!.int!).map { head in
+                let first = start + head * run["allocated"]!.int!
+                let own = first ..< first + length
+                var order = argSort(places[0..., own].asType(.int32), axis: -1)
+                let rows = field[0..., own]
+                if rows.ndim == 3 { order = broadcast(order.column, to: rows.shape) }
+                return takeAlong(rows, order, axis: 1)
+            }
+        }
+    }
+}

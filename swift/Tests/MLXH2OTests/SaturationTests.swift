@@ -8,30 +8,33 @@ import Testing
 @Suite struct SaturationTests {
     private let numbers = GoldenCase(group: "", name: "", parameters: .object(["seed": .int(3)]))
 
-    private func remainder(heads: Int) -> Remainder {
-        Remainder(
-            count: MLXArray.full([1, heads], values: MLXArray(Float(40))),
-            meanKey: numbers.tensor(.meanKey, [1, heads, 32]),
-            varKey: square(numbers.tensor(.variance, [1, heads, 32])),
-            meanValue: numbers.tensor(.meanValue, [1, heads, 32]))
+    private func remainder(heads: Int) -> H2ORemainder {
+        H2ORemainder([
+            MLXArray.full([1, heads], values: MLXArray(Float(40))),
+            numbers.tensor(.meanKey, [1, heads, 32]),
+            square(numbers.tensor(.variance, [1, heads, 32])),
+            numbers.tensor(.meanValue, [1, heads, 32]),
+        ])
     }
 
     @Test func eachHeadHasItsOwn() throws {
         let queries = numbers.tensor(.q, [1, 4, 3, 32]), remainder = remainder(heads: 2)
-        let found = remainder.column(
-            queries: queries, scale: 0.2, saturation: MLXArray([0, 2.5] as [Float]))
+        let found = try EngineSteps.column(
+            remainder, queries: queries, scale: 0.2, saturation: [0, 2.5])
         for (head, t) in [Float(0), 2.5].enumerated() {
-            let own = remainder.heads(head ..< head + 1)
+            let varKey = remainder.varKey[0..., head ..< head + 1]
+            let meanKey = remainder.meanKey[0..., head ..< head + 1]
             let q = queries[0..., head * 2 ..< head * 2 + 2] * Float(0.2)
-            let x = 0.5 * (square(q) * own.varKey.expandedDimensions(axis: 2)).sum(axis: -1)
-            let mean = (q * own.meanKey.expandedDimensions(axis: 2)).sum(axis: -1)
+            let x = 0.5 * (square(q) * varKey.expandedDimensions(axis: 2)).sum(axis: -1)
+            let mean = (q * meanKey.expandedDimensions(axis: 2)).sum(axis: -1)
             let term = t == 0 ? MLXArray.zeros(x.shape) : x / sqrt(1 + x / t)
             let expected = log(Float(40)) + mean + term
             let apart = abs(found[0..., head * 2 ..< head * 2 + 2] - expected)
             #expect(apart.max().item(Float.self) < 1e-4)
         }
         // Where x is 0 too, 0 stays a number.
-        let zero = remainder.column(queries: queries * Float(0), scale: 1, saturation: 0)
+        let zero = try EngineSteps.column(
+            remainder, queries: queries * Float(0), scale: 1, saturation: [0])
         #expect(abs(zero - log(Float(40))).max().item(Float.self) < 1e-5)
     }
 
@@ -64,12 +67,12 @@ import Testing
         // As a file from before there were several.
         var json = try H2OKVCache(.heads([20, 28])).configuration.object!
         json["saturation"] = nil
-        #expect(try CacheSettings(.object(json)).saturation == [Remainder.saturation])
+        #expect(try CacheSettings(.object(json)).saturation == [H2ORemainder.saturation])
         for wrong in [.string("4"), .array([]), .array([.int(4), .null]), .double(-1)]
             as [SettingValue]
         {
             json["saturation"] = wrong
-            #expect(throws: H2OError.self) { try CacheSettings(.object(json)) }
+            #expect(throws: H2OError.self) { try CacheSettings(.object(json)).engine() }
         }
     }
 
@@ -87,6 +90,6 @@ import Testing
         let rows = RowTypes(
             batch: 1, heads: 2, keyWidth: 32, valueWidth: 32, keyDType: .float32,
             valueDType: .float32)
-        #expect(throws: H2OError.self) { try settings.plan(for: rows) }
+        #expect(throws: H2OError.self) { try settings.engine(for: rows) }
     }
 }

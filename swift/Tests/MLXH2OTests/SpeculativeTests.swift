@@ -81,7 +81,7 @@ import Testing
             where name == "dense" || policy is Policies.Distinct || policy is Policies.H2O {
                 let configuration = try H2OConfiguration(
                     budget: .tokens(28), policy: policy, packing: packing, undo: Self.undo)
-                let label = "\(type(of: policy).name) \(name)"
+                let label = "\(policy.name) \(name)"
                 let expected = plain(model, try configuration.caches(for: model), 16)
                 let caches = try configuration.caches(for: model)
                 let found = speculative(model, caches, 16, first: prompt.count - 1) {

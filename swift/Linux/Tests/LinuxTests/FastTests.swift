@@ -115,20 +115,4 @@ import Testing
             q, packed, scales: scales, biases: biases, groupSize: 32, bits: bits)
         #expect(allClose(product, matmul(q, back.T), atol: 1e-4).item(Bool.self))
     }
-
-    @Test func kernelsNeedMetal() {
-        #expect(throws: MLXError.self) {
-            try withError {
-                let kernel = MLXFast.metalKernel(
-                    name: "twice", inputNames: ["x"], outputNames: ["y"],
-                    source: "y[thread_position_in_grid.x] = 2 * x[thread_position_in_grid.x];")
-                let x = MLXArray([1, 2, 3] as [Float])
-                eval(
-                    kernel(
-                        [x], template: [("T", DType.float32), ("N", 3), ("flag", true)],
-                        grid: (3, 1, 1), threadGroup: (3, 1, 1), outputShapes: [[3]],
-                        outputDTypes: [.float32]))
-            }
-        }
-    }
 }

@@ -54,7 +54,7 @@ extension H2OConfiguration {
         let policy =
             policy
             ?? (kinds.allSatisfy(\.attends) ? Policies.Salient() : Policies.Distinct.keysOnly)
-        let remembers = remainder || type(of: policy).usesEvictedMean
+        let remembers = remainder || policy.usesEvictedMean
         let most =
             kinds.map { kind in
                 var widths = kind.widths

@@ -6,11 +6,11 @@ public enum Policies {
 
     /// Registered policies, then presets.
     public static var names: [String] {
-        known.read { $0.policies.map { $0.name } + $0.presets.map(\.name) }
+        known.read { $0.policies.map(\.name) + $0.presets.map(\.name) }
     }
 
     /// Make a policy available by its name, in saved caches too.
-    public static func register(_ policy: any Policy.Type) {
+    public static func register(_ policy: any Policy) {
         known.change { lists in
             lists.policies.removeAll { $0.name == policy.name }
             lists.policies.append(policy)
@@ -28,7 +28,7 @@ public enum Policies {
     ) throws -> any Policy {
         let found: (any Policy)? = known.read { lists in
             lists.presets.first { $0.name == name }?.policy
-                ?? lists.policies.first { $0.name == name }?.init()
+                ?? lists.policies.first { $0.name == name }
         }
         guard var policy = found else {
             throw H2OError.configuration(
@@ -46,9 +46,8 @@ public enum Policies {
     }
 
     private struct Lists: Sendable {
-        var policies: [any Policy.Type] = [
-            Distinct.self, EMA.self, EMALogits.self, H2O.self, KeyDiff.self, Salient.self,
-            Streaming.self, TOVA.self,
+        var policies: [any Policy] = [
+            Distinct(), EMA(), EMALogits(), H2O(), KeyDiff(), Salient(), Streaming(), TOVA(),
         ]
         let presets: [(name: String, policy: any Policy)] = [
             ("paper", EMALogits.paper), ("h2o-paper", H2O.paper),

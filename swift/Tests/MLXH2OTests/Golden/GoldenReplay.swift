@@ -8,9 +8,9 @@ import MLXLMCommon
 enum GoldenReplay {
     static func run(_ golden: GoldenCase, _ inputs: Arrays) throws -> Arrays {
         switch golden.group {
-        case "attention": attention(golden, inputs)
-        case "quantized": quantized(golden, inputs)
-        case "remainder": remainder(golden)
+        case "attention": try attention(golden, inputs)
+        case "quantized": try quantized(golden, inputs)
+        case "remainder": try remainder(golden)
         case "accumulate": try accumulate(golden, inputs)
         case "selection": try selection(golden, inputs)
         case "trajectory", "framed", "turns", "filling": try trajectory(golden, inputs)
@@ -21,21 +21,22 @@ enum GoldenReplay {
 
     // MARK: 1 and 2
 
-    private static func attention(_ p: GoldenCase, _ inputs: Arrays) -> Arrays {
+    private static func attention(_ p: GoldenCase, _ inputs: Arrays) throws -> Arrays {
         let (B, Hk, N) = (p.int("batch"), p.int("kv_heads"), p.int("keys"))
-        let result = scaledDotProductAttentionWithScores(
+        let result = try scaledDotProductAttentionWithScores(
             queries: queries(p),
             keys: p.tensor(.k, [B, Hk, N, p.int("key_width")], dtype: p.dtype),
             values: p.tensor(.v, [B, Hk, N, p.int("value_width")], dtype: p.dtype),
             scale: p.scale, mask: mask(p, inputs), sinks: sinks(p))
         return [
             "out": result.output, "scores": result.scores, "lse": result.logSumExp,
-            "mass": attentionMass(scores: result.scores, logSumExp: result.logSumExp, heads: Hk),
+            "mass": try EngineSteps.attentionMass(
+                result.scores, logSumExp: result.logSumExp, heads: Hk),
         ]
     }
 
-    private static func quantized(_ p: GoldenCase, _ inputs: Arrays) -> Arrays {
-        let result = quantizedScaledDotProductAttentionWithScores(
+    private static func quantized(_ p: GoldenCase, _ inputs: Arrays) throws -> Arrays {
+        let result = try quantizedScaledDotProductAttentionWithScores(
             queries: queries(p),
             quantizedKeys: (inputs["k_w"]!, inputs["k_s"]!, inputs["k_b"]!),
             quantizedValues: (inputs["v_w"]!, inputs["v_s"]!, inputs["v_b"]!),
@@ -45,17 +46,18 @@ enum GoldenReplay {
     }
 
     /// Keys and values of a "quantized" case, packed here, by their names in the file.
-    static func packed(_ p: GoldenCase) -> Arrays {
+    static func packed(_ p: GoldenCase) throws -> Arrays {
         let slots = [p.int("batch"), p.int("kv_heads"), p.int("keys")], group = p.int("group_size")
-        func packed(_ which: Tensor, _ letter: String, _ width: String) -> Arrays {
+        func packed(_ which: Tensor, _ letter: String, _ width: String) throws -> Arrays {
             let rows = p.tensor(which, slots + [p.int(width)], dtype: p.dtype)
-            let packed = PackedRows(packing: rows, bits: p.int(letter + "_bits"), groupSize: group)
+            let packed = try PackedRows(
+                packing: rows, bits: p.int(letter + "_bits"), groupSize: group)
             return [
                 letter + "_w": packed.words, letter + "_s": packed.scales,
                 letter + "_b": packed.biases,
             ]
         }
-        return packed(.k, "k", "key_width").merging(packed(.v, "v", "value_width")) { $1 }
+        return try packed(.k, "k", "key_width").merging(packed(.v, "v", "value_width")) { $1 }
     }
 
     private static func queries(_ p: GoldenCase) -> MLXArray {
@@ -80,16 +82,17 @@ enum GoldenReplay {
 
     // MARK: 3
 
-    private static func remainder(_ p: GoldenCase) -> Arrays {
+    private static func remainder(_ p: GoldenCase) throws -> Arrays {
         let (B, H) = (p.int("batch"), p.int("kv_heads"))
         let (D, Dv) = (p.int("key_width"), p.int("value_width"))
-        func statistics(count: Int, variancePower: Int) -> Remainder {
-            Remainder(
-                count: MLXArray.full([B, H], values: MLXArray(Float(count))),
-                meanKey: p.tensor(.meanKey, [B, H, D]),
-                varKey: square(p.tensor(.variance, [B, H, D]))
+        func statistics(count: Int, variancePower: Int) -> H2ORemainder {
+            H2ORemainder([
+                MLXArray.full([B, H], values: MLXArray(Float(count))),
+                p.tensor(.meanKey, [B, H, D]),
+                square(p.tensor(.variance, [B, H, D]))
                     * Float(sign: .plus, exponent: variancePower, significand: 1),
-                meanValue: p.tensor(.meanValue, [B, H, Dv]))
+                p.tensor(.meanValue, [B, H, Dv]),
+            ])
         }
         switch p.text("kind") {
         case "fold":
@@ -98,23 +101,27 @@ enum GoldenReplay {
             let values = p.tensor(.v, [B, H, T, Dv], power: p.int("power"))
             let counted = p.hashed(.weight, B * H * T).map { Float($0 >= 1 << 63 ? 1 : 0) }
             let weights = p["weighted"].bool! ? MLXArray(counted, [B, H, T]) : nil
-            var folded = Remainder(batch: B, heads: H, keyWidth: D, valueWidth: Dv), first = 0
+            var first = 0
+            var folded = try EngineSteps.emptyRemainder(
+                batch: B, heads: H, keyWidth: D, valueWidth: Dv)
             for count in rows {
                 let part = first ..< first + count
-                folded = folded.fold(
-                    keys: keys[0..., 0..., part], values: values[0..., 0..., part],
+                folded = try EngineSteps.fold(
+                    folded, keys: keys[0..., 0..., part], values: values[0..., 0..., part],
                     weights: weights?[0..., 0..., part])
                 first += count
             }
-            return Dictionary(uniqueKeysWithValues: zip(Remainder.names, folded.arrays))
+            return Dictionary(uniqueKeysWithValues: zip(H2ORemainder.names, folded.arrays))
         case "column":
             let q = p.tensor(
                 .q, [B, p.int("query_heads"), p.int("queries"), D], power: p.int("q_power"))
             let remainder = statistics(
                 count: p.int("count"), variancePower: p.int("variance_power"))
-            let saturation = MLXArray(p.numbers("saturation") ?? [Remainder.saturation])
-            let logit = remainder.column(queries: q, scale: p.scale, saturation: saturation)
-            return ["logit": logit]
+            let saturation = p.numbers("saturation") ?? [H2ORemainder.saturation]
+            return [
+                "logit": try EngineSteps.column(
+                    remainder, queries: q, scale: p.scale, saturation: saturation)
+            ]
         case "join":
             let shape = [B, p.int("query_heads"), p.int("queries")]
             func logits(_ which: Tensor, _ kind: String) -> MLXArray {
@@ -127,53 +134,52 @@ enum GoldenReplay {
             }
             var out = p.tensor(.v, shape + [Dv], dtype: p.dtype)
             if p.text("lse") == "nothing" { out = MLXArray.zeros(out.shape, dtype: p.dtype) }
-            let joint = Reference.join(
-                out, logits(.lse, p.text("lse")),
-                (logits(.logit, p.text("logit")), p.tensor(.meanValue, [B, H, Dv])))
-            return ["out": joint.0, "lse": joint.1]
+            let joint = try EngineSteps.join(
+                out, logits(.lse, p.text("lse")), logits: logits(.logit, p.text("logit")),
+                values: p.tensor(.meanValue, [B, H, Dv]))
+            return ["out": joint.out, "lse": joint.lse]
         default:
-            let rows = statistics(count: 40, variancePower: 0).plainRows(p.int("rows"))
+            let rows = try EngineSteps.plainRows(
+                statistics(count: 40, variancePower: 0), p.int("rows"))
             return ["keys": rows.keys, "values": rows.values]
         }
     }
 
     private static func accumulate(_ p: GoldenCase, _ inputs: Arrays) throws -> Arrays {
-        let seen = PolicyObservation(
-            logits: inputs["logits"]!, logSumExp: inputs["lse"]!, heads: p.int("kv_heads"))
-        return ["scores": try p.policy().accumulate(inputs["scores"]!, seen: seen)]
+        [
+            "scores": try EngineSteps.accumulate(
+                p.policy(), inputs["scores"]!, logits: inputs["logits"]!, lse: inputs["lse"]!)
+        ]
     }
 
     private static func selection(_ p: GoldenCase, _ inputs: Arrays) throws -> Arrays {
         let policy = try p.policy(), options = policy.options
         let (B, H, N) = (p.int("batch"), p.int("kv_heads"), p.int("slots"))
         let places = inputs["positions"]!, offset = N + p.int("evicted")
-        let slots = PolicySlots(
+        let slots = EngineSteps.Slots(
             keys: p.tensor(.k, [B, H, N, p.int("key_width")]),
             values: p.tensor(.v, [B, H, N, p.int("value_width")]), positions: places,
-            scores: inputs["scores"] ?? MLXArray.zeros(places.shape, dtype: .float32),
-            offset: offset,
-            evictable: Selection.evictable(
-                positions: places, offset: offset, sink: options.sink,
-                recent: policy.recentSlots(N)),
-            evicted: p.int("evicted"),
-            evictedMeanKey: p.tensor(.meanKey, [B, H, p.int("key_width")]))
-        func victims(_ priority: MLXArray) -> MLXArray {
-            Selection.victims(
-                priority: priority, positions: places, evictable: slots.evictable,
-                count: p.int("count"), unit: options.unit)
+            scores: inputs["scores"],
+            evictedMeanKey: p.tensor(.meanKey, [B, H, p.int("key_width")]),
+            offset: offset, evicted: p.int("evicted"))
+        let mayGo = try EngineSteps.evictable(
+            slots, sink: options.sink, recent: policy.recentSlots(N))
+        func victims(_ priority: MLXArray) throws -> MLXArray {
+            try EngineSteps.victims(
+                priority, slots, evictable: mayGo, count: p.int("count"), unit: options.unit)
         }
         switch p.text("kind") {
         case "kept":
-            let priority = policy.promptPriority(slots, windowMass: inputs["window_mass"])
-            let kept = Selection.kept(
-                priority: priority, positions: places, evictable: slots.evictable,
-                count: p.int("count"), unit: options.unit)
+            let priority = try EngineSteps.priority(
+                policy, slots, evictable: mayGo, prompt: .some(inputs["window_mass"]))
+            let kept = try EngineSteps.kept(
+                priority, slots, evictable: mayGo, count: p.int("count"), unit: options.unit)
             return ["priority": priority, "kept": kept]
         case "extremes":
-            return ["victims": victims(inputs["priority"]!)]
+            return ["victims": try victims(inputs["priority"]!)]
         default:
-            let priority = policy.priority(slots)
-            return ["priority": priority, "victims": victims(priority)]
+            let priority = try EngineSteps.priority(policy, slots, evictable: mayGo)
+            return ["priority": priority, "victims": try victims(priority)]
         }
     }
 
@@ -242,8 +248,8 @@ enum GoldenReplay {
         results["out"] = stacked(outs)
         results["kept"] = stacked(kept)
         if !scores.isEmpty { results["scores"] = stacked(scores) }
-        if caches[0].layer!.settings.remembers {
-            for (i, name) in Remainder.names.enumerated() {
+        if caches[0].settings.remembers {
+            for (i, name) in H2ORemainder.names.enumerated() {
                 results["remainder.\(name)"] = stacked(
                     caches.map { $0.evictedRemainder!.arrays[i] })
             }
@@ -274,9 +280,9 @@ enum GoldenReplay {
                 groupSize: settings["group_size"]?.int ?? 64,
                 recentBits: settings["recent_bits"]?.int),
             undo: 0, frame: frame,
-            saturation: settings.numbers("saturation") ?? [Remainder.saturation],
+            saturation: settings.numbers("saturation") ?? [H2ORemainder.saturation],
             filling: filling)
-        return H2OKVCache(made, PressureShare(nil, nil))
+        return try H2OKVCache(made, PressureShare(nil, nil))
     }
 
     /// Positions `[B, H, most]`, ascending, then -1.

@@ -28,7 +28,7 @@ import Testing
     @Test func rowsArePackedAsTheGoldenOnes() throws {
         let golden = try Golden.shipped.get()
         for one in golden.cases where one.group == "quantized" {
-            let inputs = golden.of(one, "in"), found = GoldenReplay.packed(one)
+            let inputs = golden.of(one, "in"), found = try GoldenReplay.packed(one)
             for (name, array) in found {
                 let expected = try #require(inputs[name])
                 #expect(array.dtype == expected.dtype && array.shape == expected.shape)

@@ -68,15 +68,21 @@ public struct H2OFrame: Sendable, Equatable {
     /// D.
     var width: Int { centre[0].count }
 
-    /// Whether it only scales.
-    var isCentredAtZero: Bool { centre.joined().allSatisfy { $0 == 0 } }
-
-    /// - Throws: ``H2OError/configuration(_:)`` unless rows are such as it is for.
-    func check(_ rows: RowTypes) throws {
-        guard heads == rows.heads, width == rows.keyWidth else {
-            throw H2OError.configuration(
-                "A frame of \(heads) KV heads of \(width) cannot serve a layer of \(rows.heads) KV "
-                    + "heads of \(rows.keyWidth): it is another layer's or another model's.")
+    /// The frame that the rows of saved arrays are in; nil where there is none.
+    ///
+    /// - Throws: ``H2OError/file(_:)`` for half of one, or arrays that are none.
+    init?(saved arrays: [String: MLXArray]) throws {
+        let held = FrameArrays.names.map { arrays[$0] }
+        if held.allSatisfy({ $0 == nil }) { return nil }
+        guard let centre = held[0], let scale = held[1], centre.ndim == 2, centre.size > 0,
+            centre.shape == scale.shape, [centre, scale].allSatisfy({ $0.dtype == .float32 })
+        else {
+            throw H2OError.file("this is no state of an H2OKVCache: its frame is not whole.")
+        }
+        do {
+            try self.init(FrameArrays(centre: centre, scale: scale))
+        } catch {
+            throw H2OError.file("this is no state of an H2OKVCache: \(error.localizedDescription)")
         }
     }
 }
@@ -102,15 +108,4 @@ struct FrameArrays {
 
     /// In the order of ``names``.
     var arrays: [MLXArray] { [centre, scale] }
-
-    /// The same tokens as the layer sees them, their dtypes kept.
-    func entered(_ tokens: NewTokens) -> NewTokens {
-        var entered = tokens
-        let keys = tokens.keys, queries = tokens.queries, group = queries.dim(1) / keys.dim(1)
-        let centre = centre.expandedDimensions(axis: 1), scale = scale.expandedDimensions(axis: 1)
-        entered.keys = ((keys.float32 - centre) / scale).asType(keys.dtype)
-        entered.queries = (queries.float32 * repeated(scale, count: group, axis: 0))
-            .asType(queries.dtype)
-        return entered
-    }
 }

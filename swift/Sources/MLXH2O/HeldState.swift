@@ -1,0 +1,126 @@
+import MLX
+import MLXLMCommon
+
+/// What a cache was made with and what it holds.
+extension H2OKVCache {
+    /// What it is to be; slots, those that follow and pins as they are now.
+    var settings: CacheSettings {
+        guard let engine else { return given }
+        var settings = given
+        let plan = engine.plan
+        (settings.size, settings.filling) = (.heads(plan.budgets), plan.later)
+        settings.pins = engine.pins
+        return settings
+    }
+
+    /// As given; the slots of each head once they are known.
+    public var size: Size { settings.size }
+    /// What chooses.
+    public var policy: any Policy { given.policy }
+    /// Whether evicted tokens go on answering.
+    public var remainderAnswers: Bool { given.remainderAnswers }
+    /// Whether this library computes the attention.
+    public var attends: Bool { given.attends }
+    /// How keys and values are stored.
+    public var packing: H2OPacking { given.packing }
+    /// In which packed keys are stored, and ``evictedRemainder`` too.
+    public var frame: H2OFrame? { given.frame }
+    /// Where each KV head's remainder saturates, or one number for all.
+    public var saturation: [Float] { given.saturation }
+    /// How many of the last steps can be taken back after evictions.
+    public var undo: Int { given.undo }
+    /// The next logical position.
+    public var offset: Int { engine?.offset ?? 0 }
+
+    /// How many of the newest tokens can be taken back now.
+    ///
+    /// The last ``undo`` steps can be taken back exactly, evictions or not: what follows is what would
+    /// have followed without them. Before the first eviction any older token can go as well; its
+    /// attention then stays in the scores of older ones.
+    public var undoableSteps: Int { engine?.undoableSteps ?? 0 }
+
+    /// Whether the newest tokens can be taken back, as far as ``undoableSteps`` says.
+    ///
+    /// Without `undo` until the first eviction, and never while the cache is empty: speculative
+    /// decoding asks once, before the prompt, and would go on after an eviction with drafts that
+    /// stay. With it always.
+    public var isTrimmable: Bool { undo > 0 || undoableSteps > 0 }
+
+    /// Whether as many tokens can be taken back once they have come.
+    public func isTrimmable(after positions: Int) -> Bool {
+        if positions <= undo { return isTrimmable }
+        guard isTrimmable, let fewest = budgets?.min() else { return false }
+        // Slots that are shared out anew evict too.
+        let next = settings.filling.first?.beyond ?? .max
+        return offset + positions <= min(fewest - given.plainRows(of: fewest), next)
+    }
+
+    /// The mean number of slots of a KV head in a conversation that begins, without memory pressure;
+    /// nil while only the model's widths can tell.
+    public var maxSize: Int? {
+        if let full = pressure.full ?? engine?.plan {
+            return full.budgets.reduce(0, +) / full.budgets.count
+        }
+        if case .tokens(let count) = size { return count }
+        return nil
+    }
+
+    /// Tokens physically held by the head that holds most.
+    public var physicalLength: Int { engine?.physicalLength ?? 0 }
+
+    /// Slots of each KV head, plain rows of the evicted among them; nil until they are known.
+    public var budgets: [Int]? { engine?.plan.budgets }
+
+    /// Slots of each head without memory pressure, once known.
+    var fullBudgets: [Int]? {
+        pressure.full?.left(settings.filling.count).budgets
+    }
+
+    public var evicted: Int { engine?.evicted ?? 0 }
+
+    public var nbytes: Int { engine?.nbytes ?? innerState().reduce(0) { $0 + $1.nbytes } }
+
+    /// Every array held: evaluated after each prompt chunk, or the graph grows. What kernels change in
+    /// place is not among them: their last outputs stand for it.
+    public func innerState() -> [MLXArray] {
+        engine?.innerState ?? given.frame.map { FrameArrays($0).arrays } ?? []
+    }
+
+    /// What stays of the evicted, in the ``frame``; nil before the first rows, and where nothing is kept
+    /// of them.
+    public var evictedRemainder: H2ORemainder? {
+        guard let engine, offset > 0, given.remembers else { return nil }
+        return (try? engine.remainder()).map { H2ORemainder($0) }
+    }
+
+    public func keptPositions() -> [[[Int]]] { (try? engine?.keptPositions()) ?? [] }
+
+    public func keptScores() -> [[[Float]]] { (try? engine?.keptScores()) ?? [] }
+
+    /// Batch, heads, widths and dtypes that rows must have, once known.
+    var rowTypes: RowTypes? { engine?.rowTypes }
+    /// Whether kernels have the rows.
+    var isDecoding: Bool { engine?.isFused ?? false }
+
+    /// Every array held, by name, names ascending.
+    var namedArrays: [(name: String, array: MLXArray)] {
+        ((try? saved())?.arrays ?? [:]).sorted { $0.key < $1.key }
+            .map { (name: $0.key, array: $0.value) }
+    }
+
+    /// Everything else, in the form that Python's `H2OKVCache.config` has.
+    var configuration: SettingValue {
+        (try? saved()).flatMap { try? SettingValue(parsing: $0.settings) } ?? .null
+    }
+
+    /// A cache from another's arrays and configuration.
+    static func restored(
+        _ arrays: [String: MLXArray], _ configuration: SettingValue,
+        _ pressure: PressureShare = PressureShare(nil, nil)
+    ) throws -> H2OKVCache {
+        let settings = try CacheSettings(configuration, frame: H2OFrame(saved: arrays))
+        let cache = try H2OKVCache(settings, pressure)
+        try cache.restore(Engine.Saved(arrays: arrays, settings: configuration.text))
+        return cache
+    }
+}

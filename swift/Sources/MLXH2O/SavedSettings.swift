@@ -1,0 +1,99 @@
+/// Settings in the form that Python's `H2OKVCache.config` has: of a cache that has seen no rows all that
+/// is saved, of others the part that the engine does not read for itself.
+extension CacheSettings {
+    var json: SettingValue {
+        let optional = { (value: Int?) -> SettingValue in value.map { .int($0) } ?? .null }
+        var policySettings = policy.settings
+        policySettings["name"] = .string(policy.name)
+        let numbers = saturation.map { SettingValue.double(Double($0)) }
+        var json: [String: SettingValue] = [
+            "policy": .object(policySettings),
+            "remainder": .bool(remainderAnswers),
+            "attending": .bool(attends),
+            "packing": .object([
+                "k_bits": optional(packing.keyBits), "v_bits": optional(packing.valueBits),
+                "group_size": .int(packing.groupSize), "recent_bits": optional(packing.recentBits),
+            ]),
+            "max_size": .null, "max_bytes": .null, "budgets": .null, "share": .null,
+            "undo": .int(undo),
+            "saturation": Set(saturation).count == 1 ? numbers[0] : .array(numbers),
+            "filling": .array(
+                filling.map { .array([.int($0.beyond), .array($0.budgets.map { .int($0) })]) }),
+            "pins": .array(pins.map { .array([.int($0.lowerBound), .int($0.upperBound)]) }),
+            "offset": .int(0), "aged_from": .int(0), "own": .null, "reserved": .int(0),
+            "recent": .null, "runs": .array([]),
+        ]
+        switch size {
+        case .tokens(let count): json["max_size"] = .int(count)
+        case .bytes(let count): json["max_bytes"] = .int(count)
+        case .heads(let slots): json["budgets"] = .array(slots.map { .int($0) })
+        }
+        return .object(json)
+    }
+
+    /// Settings from their JSON, and the frame of a cache's arrays.
+    ///
+    /// - Throws: ``H2OError``: something is missing or out of range.
+    init(_ json: SettingValue, frame: H2OFrame? = nil) throws {
+        guard let policy = json["policy"]?.object, let name = policy["name"]?.string,
+            let answers = json["remainder"]?.bool, let attends = json["attending"]?.bool,
+            let packing = json["packing"]
+        else { throw Self.damage("its settings are not whole") }
+        // What only Python has: read as an ordinary cache it would go on as another conversation.
+        guard (json["rope"] ?? .null) == .null, json["sharers"]?.int ?? 1 == 1 else {
+            throw H2OError.file(
+                "its layers share keys, or see them at positions without gaps: go on in Python.")
+        }
+        self.init(
+            Self.size(json),
+            policy: try Policies.make(name, settings: policy.filter { $0.key != "name" }),
+            remainder: answers, attends: attends,
+            packing: try H2OPacking(
+                keyBits: packing["k_bits"]?.int, valueBits: packing["v_bits"]?.int,
+                groupSize: packing["group_size"]?.int ?? 64,
+                recentBits: packing["recent_bits"]?.int),
+            undo: json["undo"]?.int ?? 0, frame: frame,
+            saturation: try Self.saturation(json["saturation"]),
+            filling: try Self.filling(json["filling"]), pins: try Self.pins(json["pins"]))
+    }
+
+    private static func damage(_ what: String) -> H2OError {
+        .file("this is no state of an H2OKVCache: \(what).")
+    }
+
+    private static func size(_ json: SettingValue) -> H2OKVCache.Size {
+        if let tokens = json["max_size"]?.int { return .tokens(tokens) }
+        if let bytes = json["max_bytes"]?.int { return .bytes(bytes) }
+        return .heads(json["budgets"]?.array?.compactMap(\.int) ?? [])
+    }
+
+    /// Slots that follow; files from before there were any do not say.
+    private static func filling(_ json: SettingValue?) throws -> [Stage] {
+        try (json?.array ?? []).map {
+            guard let stage = $0.array, stage.count == 2, let beyond = stage[0].int,
+                let budgets = stage[1].array?.map(\.int), !budgets.contains(nil)
+            else { throw damage("its filling is no list of stages") }
+            return Stage(beyond: beyond, budgets: budgets.map { $0! })
+        }
+    }
+
+    /// Pins; files from before there were any do not say.
+    private static func pins(_ json: SettingValue?) throws -> [Range<Int>] {
+        try (json?.array ?? []).map {
+            guard let ends = $0.array, ends.count == 2, let first = ends[0].int,
+                let end = ends[1].int, first >= 0, first < end
+            else { throw damage("its pins are no spans") }
+            return first ..< end
+        }
+    }
+
+    /// Where remainders saturate; files from before heads differed do not say.
+    private static func saturation(_ json: SettingValue?) throws -> [Float] {
+        guard let json, json != .null else { return [H2ORemainder.saturation] }
+        let numbers = (json.array ?? [json]).map(\.double)
+        guard !numbers.isEmpty, !numbers.contains(nil) else {
+            throw damage("its saturation is no number")
+        }
+        return numbers.map { Float($0!) }
+    }
+}
