@@ -28,7 +28,7 @@ from datetime import date
 from pathlib import Path
 from typing import cast
 
-from mlx_h2o.attention.blas import blas
+from mlx_h2o._utils.blas import blas
 from mlx_h2o.cli import parser
 
 ROOT = Path(__file__).parents[1]

@@ -17,6 +17,7 @@ FLOOR_OF = {name: i for i, name in enumerate(PACKAGES)}
 # Files that import the package's modules inside functions: what may be missing (the extension and
 # what stands on it), is chosen at run time, or takes long to load. Others do so at their top.
 LATE = {
+    "__init__.py",
     "attention/backends/choice.py",
     "attention/backends/cpu.py",
     "attention/backends/decoders.py",

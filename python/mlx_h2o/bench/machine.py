@@ -10,8 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from mlx_h2o._utils.blas import blas
 from mlx_h2o.attention.backends import choice
-from mlx_h2o.attention.blas import blas
 
 # Where the system does not tell how large its caches are.
 USUAL_CACHE = 64 << 20

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.attention import blas
+from mlx_h2o._utils import blas
 from mlx_h2o.bench.measuring import Arm, Progress, Samples, in_turns, timed
 
 LINKED, OPENBLAS = "linked", "OpenBLAS"

@@ -45,10 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str] | None = None) -> int:
     """The same, with Ctrl-C and broken pipes raised."""
-    commands = parser()
-    interrupts.handle_again()
+    with interrupts.ending_quietly():
+        from mlx_h2o._utils.blas import use_openblas
+
+        commands = parser()
     args = commands.parse_args(argv)
     try:
+        use_openblas()
         args.run(args)
     except BrokenPipeError:
         raise

@@ -1,10 +1,11 @@
 """Which BLAS multiplies MLX's float32 matrices on the CPU, and a fast one for its wheel.
 
 MLX's CPU wheel for Linux carries the reference BLAS, with which a prompt's products take tens of
-times as long as with OpenBLAS. Importing `mlx_h2o` puts the OpenBLAS of scipy-openblas32 (a package
-of the extra `cpu`) in its place, for the whole process, on the threads of our kernels
-(`MLX_H2O_THREADS`). A BLAS that MLX was linked or loaded with by choice stays. Float16, bfloat16
-and quantized products are MLX's own.
+times as long as with OpenBLAS. `use_openblas` puts the OpenBLAS of scipy-openblas32 (a package of
+the extra `cpu`) in its place, for the whole process, on the threads of our kernels
+(`MLX_H2O_THREADS`). The commands call it, and `load` does for built-in models; importing `mlx_h2o`
+changes nothing. A BLAS that MLX was linked or loaded with by choice stays. Float16, bfloat16 and
+quantized products are MLX's own.
 """
 
 from __future__ import annotations
@@ -26,9 +27,14 @@ PREFIX = "scipy_"
 
 
 def use_openblas() -> bool:
-    """Put OpenBLAS in the place of the reference BLAS, where both are; whether it is there now.
+    """Multiply MLX's float32 matrices on the CPU with OpenBLAS, in this whole process.
 
-    Call it, and `use_linked`, while no array is being computed.
+    It changes something only on Linux, where MLX's wheel brings the reference BLAS, and only if
+    scipy-openblas32 is installed (the extra `cpu`) and `MLX_H2O_BLAS` is not "reference". Call it,
+    and `use_linked`, while no array is being computed; calling it again changes nothing.
+
+    Returns:
+        Whether OpenBLAS is in use now.
 
     Raises:
         ValueError: `MLX_H2O_BLAS` is neither "openblas" nor "reference".
@@ -69,10 +75,16 @@ def advice() -> str | None:
     """How to get a faster BLAS, in one line, or None where there is nothing to gain."""
     if not is_reference() or os.environ.get(VARIABLE) == REFERENCE:
         return None
+    how = "mlx_h2o.use_openblas()" if openblas_file() else "pip install 'mlx-h2o[cpu]'"
     return (
         "MLX multiplies float32 matrices with the reference BLAS, which is slow. "
-        "To use OpenBLAS: pip install 'mlx-h2o[cpu]'"
+        f"To use OpenBLAS: {how}"
     )
+
+
+def in_use() -> bool:
+    """Whether MLX's matrix products are OpenBLAS's: the one that `use_openblas` brings."""
+    return openblas_file() is not None and blas_file() == openblas_file()
 
 
 def blas_file() -> Path | None:
