@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mlx_h2o._utils.blas import blas, use_openblas
     from mlx_h2o.attention.ops import attention_mass, scaled_dot_product_attention_with_scores
+    from mlx_h2o.budgets.options import CacheOptions
     from mlx_h2o.budgets.profile import Profile
     from mlx_h2o.caches.batch import BatchH2OKVCache
     from mlx_h2o.caches.conversation import new_turn, pin, unpin
@@ -62,6 +63,7 @@ __version__ = "0.1.0"
 _NAMES_OF_MODULES = {
     "_utils.blas": "blas use_openblas",
     "attention.ops": "attention_mass scaled_dot_product_attention_with_scores",
+    "budgets.options": "CacheOptions",
     "budgets.profile": "Profile",
     "caches.batch": "BatchH2OKVCache",
     "caches.conversation": "new_turn pin unpin",
@@ -120,6 +122,7 @@ __all__ = [
     "TOVA",
     "AdaKV",
     "BatchH2OKVCache",
+    "CacheOptions",
     "ChunkKV",
     "Distinct",
     "EMALogits",
