@@ -8,7 +8,7 @@ from itertools import accumulate
 import mlx.core as mx
 
 from mlx_h2o.attention.backends import decoders
-from mlx_h2o.attention.backends.decoder import DecodeStep, HeadPlan, Lent
+from mlx_h2o.attention.backends.decoder import DecodeStep, HeadPlan, Lent, PlannedToken
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.policies import Policy
 from mlx_h2o.storage.packed import Packing, value_lengths
@@ -73,6 +73,8 @@ def full_layer(
             HeadPlan(start, n, 0, policy.recent_slots(n), offset - n, True)
             for start, n in zip(starts, lengths, strict=False)
         )
-        return layer.step(DecodeStep(q, new_key, new_value, width**-0.5, None, offset, plan))
+        return layer.step(
+            DecodeStep(q, new_key, new_value, width**-0.5, None, PlannedToken(offset, plan))
+        )
 
     return step
