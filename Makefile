@@ -10,7 +10,7 @@ EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 OLD_MLX_LM := 0.31.3
 # The newest but one, for docs/models.md: the newest is the environment's.
 PREVIOUS_MLX_LM := 0.32.1
-CXX_SOURCES := $(wildcard $(foreach folder,python/src python/src/bench c_api/src/cpu c_api/src/cpu/kernels \
+CXX_SOURCES := $(wildcard $(foreach folder,python/src benchmarks/native c_api/src/cpu c_api/src/cpu/kernels \
     c_api/src/cpu/primitives,$(folder)/*.h $(folder)/*.cpp) \
     $(foreach header,kernel_operands kernel_terms mx text,c_api/src/$(header).h))
 C_SOURCES := $(wildcard c_api/include/*.h c_api/src/*.* c_api/src/api/*.* c_api/src/gpu/*.* \
@@ -131,7 +131,7 @@ mlx_c: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(MLX_C)
 
 bench: $(VENV)/.installed
-	$(BIN)/mlx_h2o bench --model builtin:recall-4m --out out
+	$(BIN)/python -m benchmarks --model builtin:recall-4m --out out
 
 # The tables of README.md and docs/results.md, printed anew into their blocks: hours for all of them.
 # One: make results ONLY="mlx_h2o demo"

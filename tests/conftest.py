@@ -15,6 +15,7 @@ import mlx.core as mx
 import pytest
 
 from covering import cover
+from mlx_h2o._utils.blas import use_openblas
 
 if path := os.environ.get("MLX_H2O_EXTENSION"):
     spec = importlib.util.spec_from_file_location("mlx_h2o._ext", path)
@@ -24,6 +25,10 @@ if path := os.environ.get("MLX_H2O_EXTENSION"):
     spec.loader.exec_module(sys.modules["mlx_h2o._ext"])
     # Buffers of exactly the size that was asked for, so that a sanitizer sees reads behind them.
     mx.set_cache_limit(0)
+
+
+# The tests compute in float32 on the CPU, as the commands do.
+use_openblas()
 
 
 @pytest.fixture

@@ -29,6 +29,8 @@ from mlx_h2o import (
     resize,
     save_prompt_cache,
 )
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.loading.identity import ModelIdentity
 from tiny_models import TinyLayer
 
@@ -53,7 +55,7 @@ def families() -> dict[str, list[Any]]:
     options = {"k_bits": 8, "v_bits": 4, "group_size": 32, "recent_bits": 16}
     mixed = H2OKVCache(budgets=[20, 28], policy=make_policy("h2o", recent=0.3), **options)
     layered = H2OKVCache(20, policy=make_policy("paper", recent=8), remainder=False)
-    plain_rows = H2OKVCache(40, policy="keydiff", attending=False)
+    plain_rows = PlainRowsKVCache(40, policy="keydiff")
     young = H2OKVCache(64, policy="ema", bits=4, group_size=32)
     frame = Frame.of(LAYER.tokens[1][:, :, :40])
     framed = H2OKVCache(budgets=[16, 24], bits=6, group_size=32, frame=frame)
@@ -201,7 +203,7 @@ def run(caches: list[Any]) -> None:
                 repr(member)
                 for count, chunk in ((3, 1), (40, 40), (2, 1)):
                     LAYER.feed(member, count, chunk, first=0)
-                if isinstance(member, H2OKVCache):
+                if isinstance(member, BoundedKVCache):
                     member.trim(1)
                     mx.eval(member.arrays())
                     member.resize(18)
@@ -209,7 +211,7 @@ def run(caches: list[Any]) -> None:
             except (ValueError, RuntimeError):
                 continue  # it says that it cannot, and that is enough
             except (TypeError, AttributeError, IndexError, KeyError):
-                if isinstance(member, H2OKVCache):  # mlx-lm's own may
+                if isinstance(member, BoundedKVCache):  # mlx-lm's own may
                     raise
     try:
         resize(caches, max_size=30)

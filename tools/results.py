@@ -18,29 +18,33 @@ from __future__ import annotations
 
 import argparse
 import re
-import runpy
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
+from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from mlx_h2o.attention.blas import blas
+from mlx_h2o._utils.blas import blas
 from mlx_h2o.cli import parser
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # for research, when this runs as a script
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 BLOCK = re.compile(
     r"^<!-- results: (?P<command>[^\n]*?)(?: -->|\n(?P<settings>.*?)-->)\n"
     r"(?P<body>.*?)^<!-- end -->$",
     re.MULTILINE | re.DOTALL,
 )
-# The program of a command, or a tool that is run as `python tools/NAME.py`; nothing else is run.
+# The program of a command, or an experiment that is run as `python -m research.NAME`.
 PROGRAM = "mlx_h2o"
-TOOL = re.compile(r"python (tools/\w+\.py) ")
+EXPERIMENT = re.compile(r"python -m (research\.\w+) ")
+# A script that was deleted: its block stays as it was printed, and this file has its answer.
+DELETED = re.compile(r"python (tools/\w+\.py) ")
+ANSWERS = "research/README.md"
 
 
 @dataclass(frozen=True)
@@ -66,23 +70,34 @@ class Block:
         Raises:
             ValueError: It is none that prints tables.
         """
-        if tool := TOOL.match(self.command):
-            return [sys.executable, tool[1], *shlex.split(self.command[tool.end() :])]
+        if named := EXPERIMENT.match(self.command):
+            return [sys.executable, "-m", named[1], *shlex.split(self.command[named.end() :])]
+        if self.is_closed:
+            raise ValueError(f"{self.command!r} was deleted; {ANSWERS} tells at which commit.")
         program, *arguments = shlex.split(self.command)
         if program != PROGRAM:
-            raise ValueError(f"{self.command!r} is no command of {PROGRAM} and no tool.")
+            raise ValueError(f"{self.command!r} is no command of {PROGRAM} and no experiment.")
         return [sys.executable, "-m", PROGRAM, *arguments, "--markdown"]
 
     def settings_now(self) -> dict[str, str]:
         """What the command would be run with, by name."""
-        _, program, *arguments = self.to_run
-        if program == "-m":
-            args = parser().parse_args(arguments[1:])
+        _, _, program, *arguments = self.to_run
+        if program == PROGRAM:
+            args = parser().parse_args(arguments)
             return dict(args.settings(args))
-        return {k: str(v) for k, v in vars(_tools_parser(program).parse_args(arguments)).items()}
+        own = cast(argparse.ArgumentParser, import_module(program).parser())
+        return {name: str(value) for name, value in vars(own.parse_args(arguments)).items()}
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the command was an experiment that is deleted, since its question is answered."""
+        named = DELETED.match(self.command)
+        return named is not None and f"`{named[1]}`" in (ROOT / ANSWERS).read_text()
 
     def differences(self) -> list[str]:
         """What the command's settings are now that they were not when the table was printed."""
+        if self.is_closed:
+            return []
         now = self.settings_now()
         if not self.settings:
             return []
@@ -91,13 +106,6 @@ class Block:
             for name in sorted(now | self.settings)
             if now.get(name) != self.settings.get(name)
         ]
-
-
-def _tools_parser(path: str) -> argparse.ArgumentParser:
-    folder = str((ROOT / path).parent)
-    if folder not in sys.path:  # a tool may import its neighbours
-        sys.path.append(folder)
-    return cast(argparse.ArgumentParser, runpy.run_path(str(ROOT / path))["parser"]())
 
 
 def blocks_of(page: Path) -> Iterator[Block]:

@@ -1,57 +1,119 @@
-"""mlx-h2o: bounded KV memory that keeps what matters, for any mlx-lm model."""
+"""mlx-h2o: bounded KV memory that keeps what matters, for any mlx-lm model.
 
-from mlx_h2o._utils import interrupts  # noqa: F401  First: the other imports take seconds.
-from mlx_h2o.attention.blas import blas, use_openblas
-from mlx_h2o.attention.ops import attention_mass, scaled_dot_product_attention_with_scores
-from mlx_h2o.budgets.profile import Profile
-from mlx_h2o.caches.batch import BatchH2OKVCache
-from mlx_h2o.caches.conversation import new_turn, pin, unpin
-from mlx_h2o.caches.describe import describe
-from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
-from mlx_h2o.caches.kv_cache import H2OKVCache
-from mlx_h2o.caches.latent import LatentKVCache
-from mlx_h2o.caches.plain_rows import PlainRowsKVCache
-from mlx_h2o.caches.shared import SharedKVCache
-from mlx_h2o.calibration.calibrate import calibrate
-from mlx_h2o.calibration.centres_build import learn_query_centres
-from mlx_h2o.calibration.exact_kl import calibrate_exactly
-from mlx_h2o.calibration.scaling_build import frames_of
-from mlx_h2o.chat.pin_rules import PinRules, spans_for
-from mlx_h2o.engine.pins_and_turns import PinAnswer
-from mlx_h2o.loading.load import load
-from mlx_h2o.model_caches.compress import compress_prompt
-from mlx_h2o.model_caches.install import install, uninstall
-from mlx_h2o.model_caches.make import make_prompt_cache
-from mlx_h2o.model_caches.resize import resize
-from mlx_h2o.policies import (
-    EMA,
-    H2O,
-    RKV,
-    TOVA,
-    AdaKV,
-    ChunkKV,
-    Distinct,
-    EMALogits,
-    KeyDiff,
-    Observation,
-    Policy,
-    Slots,
-    SnapKV,
-    Streaming,
-    TriAttention,
-    make_policy,
-    policy_names,
-    register_policy,
-    register_preset,
-)
-from mlx_h2o.policies.selection import accumulate, select_victims
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.query_centres import QueryCentres
-from mlx_h2o.storage.remainder import Remainder
+Importing this package changes nothing in the process and takes milliseconds: a module is imported
+when one of its names is first used. (mlx-lm, on which most of them stand, takes seconds.)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlx_h2o._utils.blas import blas, use_openblas
+    from mlx_h2o.attention.ops import attention_mass, scaled_dot_product_attention_with_scores
+    from mlx_h2o.budgets.options import CacheOptions
+    from mlx_h2o.budgets.profile import Profile
+    from mlx_h2o.caches.batch import BatchH2OKVCache
+    from mlx_h2o.caches.conversation import new_turn, pin, unpin
+    from mlx_h2o.caches.describe import describe
+    from mlx_h2o.caches.files import load_prompt_cache, save_prompt_cache
+    from mlx_h2o.caches.kv_cache import H2OKVCache
+    from mlx_h2o.caches.latent import LatentKVCache
+    from mlx_h2o.caches.plain_rows import PlainRowsKVCache
+    from mlx_h2o.caches.shared import SharedKVCache
+    from mlx_h2o.calibration.calibrate import calibrate
+    from mlx_h2o.calibration.centres_build import learn_query_centres
+    from mlx_h2o.calibration.exact_kl import calibrate_exactly
+    from mlx_h2o.calibration.scaling_build import frames_of
+    from mlx_h2o.chat.pin_rules import PinRules, spans_for
+    from mlx_h2o.engine.pins_and_turns import PinAnswer
+    from mlx_h2o.loading.load import load
+    from mlx_h2o.model_caches.compress import compress_prompt
+    from mlx_h2o.model_caches.install import install, uninstall
+    from mlx_h2o.model_caches.make import make_prompt_cache
+    from mlx_h2o.model_caches.resize import resize
+    from mlx_h2o.policies import (
+        EMA,
+        H2O,
+        RKV,
+        TOVA,
+        AdaKV,
+        ChunkKV,
+        Distinct,
+        EMALogits,
+        KeyDiff,
+        Observation,
+        Policy,
+        Slots,
+        SnapKV,
+        Streaming,
+        TriAttention,
+        make_policy,
+        policy_names,
+        register_policy,
+        register_preset,
+    )
+    from mlx_h2o.policies.selection import accumulate, select_victims
+    from mlx_h2o.storage.key_scaling import Frame
+    from mlx_h2o.storage.query_centres import QueryCentres
+    from mlx_h2o.storage.remainder import Remainder
 
 __version__ = "0.1.0"
 
-use_openblas()
+# Each module with the public names that it gives: those imported above, for type checkers.
+_NAMES_OF_MODULES = {
+    "_utils.blas": "blas use_openblas",
+    "attention.ops": "attention_mass scaled_dot_product_attention_with_scores",
+    "budgets.options": "CacheOptions",
+    "budgets.profile": "Profile",
+    "caches.batch": "BatchH2OKVCache",
+    "caches.conversation": "new_turn pin unpin",
+    "caches.describe": "describe",
+    "caches.files": "load_prompt_cache save_prompt_cache",
+    "caches.kv_cache": "H2OKVCache",
+    "caches.latent": "LatentKVCache",
+    "caches.plain_rows": "PlainRowsKVCache",
+    "caches.shared": "SharedKVCache",
+    "calibration.calibrate": "calibrate",
+    "calibration.centres_build": "learn_query_centres",
+    "calibration.exact_kl": "calibrate_exactly",
+    "calibration.scaling_build": "frames_of",
+    "chat.pin_rules": "PinRules spans_for",
+    "engine.pins_and_turns": "PinAnswer",
+    "loading.load": "load",
+    "model_caches.compress": "compress_prompt",
+    "model_caches.install": "install uninstall",
+    "model_caches.make": "make_prompt_cache",
+    "model_caches.resize": "resize",
+    "policies": "EMA H2O RKV TOVA AdaKV ChunkKV Distinct EMALogits KeyDiff Observation Policy "
+    "Slots SnapKV Streaming TriAttention make_policy policy_names register_policy register_preset",
+    "policies.selection": "accumulate select_victims",
+    "storage.key_scaling": "Frame",
+    "storage.query_centres": "QueryCentres",
+    "storage.remainder": "Remainder",
+}
+_MODULE_OF = {
+    name: f"{__name__}.{module}"
+    for module, names in _NAMES_OF_MODULES.items()
+    for name in names.split()
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module when it is first used.
+
+    Raises:
+        AttributeError: The package has no such public name.
+    """
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = found  # the next use finds it without this function
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "EMA",
@@ -60,6 +122,7 @@ __all__ = [
     "TOVA",
     "AdaKV",
     "BatchH2OKVCache",
+    "CacheOptions",
     "ChunkKV",
     "Distinct",
     "EMALogits",
@@ -106,4 +169,5 @@ __all__ = [
     "spans_for",
     "uninstall",
     "unpin",
+    "use_openblas",
 ]

@@ -22,6 +22,7 @@ from mlx_h2o._utils.byte_size import memory_size
 from mlx_h2o.budgets.allocation import TooManyPins, room_for_pins, scaled
 from mlx_h2o.budgets.settings import CacheSettings, ModelSettings
 from mlx_h2o.cli.options import cache_settings
+from mlx_h2o.integration import routing
 from mlx_h2o.model_caches.install import NothingBounded
 from mlx_h2o.policies import register_policy
 from mlx_h2o.policies.base import average_pool, maximum_pool
@@ -395,7 +396,7 @@ def test_what_was_imported_while_installed_is_mlx_lms_own_afterwards():
     assert kept["make"](model)[0].settings.size == "46 slots"
     mlx_h2o.uninstall()
     assert {type(entry) for entry in kept["make"](model)} == {mlx_lm.models.cache.KVCache}
-    mlx_h2o.integration.routing.install()
+    routing.install()
 
 
 class Wrong(Policy):

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_h2o
-from mlx_h2o.attention import blas
+from mlx_h2o._utils import blas
 from mlx_h2o.attention.backends import choice
 
 pytestmark = pytest.mark.skipif(
@@ -130,7 +130,8 @@ def test_lapack_is_replaced_too() -> None:
 SAY = """
 import mlx.core
 import mlx_h2o
-from mlx_h2o.attention.blas import advice
+mlx_h2o.use_openblas()
+from mlx_h2o._utils.blas import advice
 print(mlx_h2o.blas(), advice(), sep="; ")
 """
 
@@ -140,11 +141,24 @@ def hidden(module: str) -> str:
     return f"import sys; sys.modules[{module!r}] = None\n{SAY}"
 
 
-def test_importing_uses_openblas_unless_told_otherwise() -> None:
+def test_openblas_is_used_unless_told_otherwise() -> None:
     name, line = in_subprocess(SAY).split("; ")
     assert name.startswith("OpenBLAS ")
     assert line == "None"
     assert in_subprocess(SAY, MLX_H2O_BLAS="reference") == "reference BLAS; None"
+
+
+def test_a_built_in_model_is_loaded_with_openblas() -> None:
+    program = (
+        "import mlx_h2o; mlx_h2o.load('builtin:recall-4m'); "
+        "import sys; print(mlx_h2o.blas(), file=sys.stdout)"
+    )
+    assert in_subprocess(program, HF_HUB_OFFLINE="1").startswith("OpenBLAS ")
+
+
+def test_what_is_installed_and_not_used_is_advised() -> None:
+    program = "import mlx_h2o; from mlx_h2o._utils.blas import advice; print(advice())"
+    assert in_subprocess(program).endswith("To use OpenBLAS: mlx_h2o.use_openblas()")
 
 
 def test_without_the_package_nothing_changes_and_one_line_says_how() -> None:

@@ -14,7 +14,6 @@ from mlx_h2o.budgets.allocation import check_curves
 from mlx_h2o.budgets.growth import stages_of
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.loading.identity import ModelIdentity
 from mlx_h2o.model_caches.plan import FEWEST_CHOICES, shared_out_anew
 from mlx_h2o.policies import make_policy
@@ -31,7 +30,7 @@ STAGES = ((40, (60, 20)), (80, (52, 28)), (160, (24, 56)))
 def filling(**settings) -> H2OKVCache:
     policy = make_policy(settings.pop("policy", "distinct"))
     settings = CacheSettings(budgets=(40, 40), policy=policy, filling=STAGES, **settings)
-    return BoundedKVCache.of(settings)
+    return H2OKVCache.of(settings)
 
 
 def full_outputs(tokens: TinyLayer, count: int) -> mx.array:
@@ -65,7 +64,7 @@ def test_budgets_follow_the_conversation_and_slots_are_never_exceeded(chunk, pac
         assert sum(held) + 2 * window <= 80
         most = max(most or 0, cache.nbytes)
     assert cache.settings.filling == ()
-    plain = BoundedKVCache.of(CacheSettings(budgets=STAGES[-1][1], packing=packing))
+    plain = H2OKVCache.of(CacheSettings(budgets=STAGES[-1][1], packing=packing))
     tokens.feed(plain, 300, chunk)
     assert cache.nbytes <= most
     if packing.recent is None:

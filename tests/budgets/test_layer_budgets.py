@@ -7,13 +7,14 @@ import pytest
 from mlx_lm.models import cache as mlx_lm_cache
 
 import mlx_h2o
-from mlx_h2o import H2OKVCache, make_prompt_cache
+from mlx_h2o import make_prompt_cache
+from mlx_h2o.caches.base import BoundedKVCache
 from model_coverage import coverage_model
 from tiny_models import prefill, prompt_tokens
 
 
 def sizes(cache):
-    return [entry.budgets for entry in cache if isinstance(entry, H2OKVCache)]
+    return [entry.budgets for entry in cache if isinstance(entry, BoundedKVCache)]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def test_every_layer_has_the_slots_that_it_was_given(name, budgets, expected):
     bounded = [e for entry in cache for e in getattr(entry, "caches", [entry])]
     assert sizes(bounded) == expected
     for entry in bounded:
-        if isinstance(entry, H2OKVCache):
+        if isinstance(entry, BoundedKVCache):
             assert {run.length for run in entry.store.runs} == set(entry.budgets)
 
 

@@ -17,6 +17,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 import mlx_h2o
 from mlx_h2o import BatchH2OKVCache, H2OKVCache, make_policy, policy_names
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.loading.load import SAMPLE_TEXT, model_path
 from tiny_models import TinyLayer, prompt_tokens, tiny_model
 
@@ -246,7 +247,7 @@ def test_what_cannot_be_a_batch_is_refused():
     with pytest.raises(ValueError, match="made of H2OKVCaches; got a KVCache"):
         BatchH2OKVCache.merge([H2OKVCache(40), mlx_lm_cache.KVCache()])
     with pytest.raises(ValueError, match="got a PlainRowsKVCache"):
-        BatchH2OKVCache.merge([H2OKVCache(40, policy="keydiff", attending=False)])
+        BatchH2OKVCache.merge([PlainRowsKVCache(40, policy="keydiff")])
     two = H2OKVCache(40)
     TinyLayer(batch=2).feed(two, 3)
     with pytest.raises(ValueError, match="got one of 2 sequences"):

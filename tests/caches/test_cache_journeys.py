@@ -23,6 +23,8 @@ from hypothesis.stateful import (
 
 from mlx_h2o import H2OKVCache, load_prompt_cache, make_policy, policy_names, save_prompt_cache
 from mlx_h2o.attention.backends.choice import only_reference
+from mlx_h2o.caches.kinds import restored
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.engine.saved_state import used_only
 from mlx_h2o.storage.key_scaling import Frame
 from tiny_models import TinyLayer
@@ -38,7 +40,7 @@ STORES: dict[str, dict[str, Any]] = {
     "framed": {"bits": 5, "group_size": 32, "frame": FRAME},
     "mixed and framed": {"bits": 4, "group_size": 32, "recent_bits": 8, "frame": FRAME},
     "newest unpacked": {"bits": 4, "group_size": 32, "recent_bits": 16},
-    "plain rows": {"attending": False},
+    "plain rows": {},
 }
 SIZES = (14, 19, 32)
 
@@ -71,8 +73,9 @@ class Journey(RuleBasedStateMachine):
             store = "packed"
         self.alike = not attending or policy.unit == "layer"
         budgets = [19, 32] if ragged and not self.alike else [19, 19]
+        cls = H2OKVCache if attending else PlainRowsKVCache
         self.stayed, self.travelled = (
-            H2OKVCache(
+            cls(
                 budgets=budgets,
                 policy=policy,
                 remainder=remainder,
@@ -132,7 +135,7 @@ class Journey(RuleBasedStateMachine):
 
     @rule(backwards=st.booleans())
     def go_through_state(self, backwards) -> None:
-        self.travelled = H2OKVCache.from_state(reordered(self.travelled.state, backwards))
+        self.travelled = restored(reordered(self.travelled.state, backwards))
 
     @rule()
     def copy_deeply(self) -> None:
@@ -151,7 +154,7 @@ class Journey(RuleBasedStateMachine):
 
     @rule()
     def leave_a_state_behind(self) -> None:
-        LAYER.feed(H2OKVCache.from_state(self.travelled.state), 3, first=100)
+        LAYER.feed(restored(self.travelled.state), 3, first=100)
 
     @rule()
     def look(self) -> None:

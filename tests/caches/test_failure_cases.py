@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from mlx_h2o import H2OKVCache, Remainder, make_policy, make_prompt_cache
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model
 
 # -- the offset confused with the physical length --------------------------------------------------
@@ -91,7 +92,7 @@ def test_a_chunk_after_eviction_sees_every_kept_slot(policy, mask, budgets, coun
 def test_a_chunk_after_eviction_sees_every_kept_slot_in_stock_attention(count, return_array):
     """Where the model attends by itself, the mask must say it all."""
     layer = TinyLayer()
-    cache = H2OKVCache(24, policy="streaming", remainder=False, attending=False)
+    cache = PlainRowsKVCache(24, policy="streaming", remainder=False)
     layer.feed(cache, 67, chunk=25)
     expected = direct_attention(layer, 67, count, kept_positions(cache))
     mask = cache.make_mask(count, return_array=return_array)
@@ -106,7 +107,7 @@ def test_a_chunk_after_eviction_sees_every_kept_slot_in_stock_attention(count, r
 def test_plain_rows_are_the_evicted_and_everything_kept_is_seen(count):
     """With one plain row: log n + q.mean as its logit, the mean value as its value."""
     layer = TinyLayer()
-    cache = H2OKVCache(24, policy="streaming", attending=False)
+    cache = PlainRowsKVCache(24, policy="streaming")
     layer.feed(cache, 67, chunk=25)
     assert cache.store.reserved == 1
     kept, evicted = kept_positions(cache), 67 - cache.size()
@@ -219,7 +220,8 @@ def test_the_budget_holds_after_every_chunk(chunk, policy, mode):
         allowed = sum(budgets) * slot + 2 * head
     else:
         allowed = 5_000
-        cache = H2OKVCache(max_bytes=allowed, policy=chosen, attending=mode != "plain rows")
+        kind = PlainRowsKVCache if mode == "plain rows" else H2OKVCache
+        cache = kind(max_bytes=allowed, policy=chosen)
     steps = max(4, min(60, -(-200 // chunk)))
     for _ in range(steps):
         layer.feed(cache, min(chunk, 512 - cache.offset), chunk)
@@ -280,7 +282,8 @@ def test_evaluating_the_output_evaluates_everything_held(policy, mode):
     mass_weight = {"mass_weight": 0.0} if (policy, mode) == ("distinct", "plain rows") else {}
     chosen = make_policy(policy, evict_every=3, **mass_weight)
     budgets = [20, 32] if mode == "ragged" else [24, 24]
-    cache = H2OKVCache(budgets=budgets, policy=chosen, attending=mode != "plain rows")
+    kind = PlainRowsKVCache if mode == "plain rows" else H2OKVCache
+    cache = kind(budgets=budgets, policy=chosen)
     layer = TinyLayer()
     for step in range(50):
         layer.feed(cache, 1)

@@ -11,7 +11,6 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 import mlx_h2o
 from mlx_h2o import LatentKVCache, make_prompt_cache
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.caches.base import BoundedKVCache
 from model_coverage import coverage_model
 from tiny_models import kept_positions, prefill, prompt_tokens
 
@@ -69,7 +68,7 @@ def test_absorbed_attention_of_real_widths(steps):
     as a mask to add, 16 query heads over one KV head."""
     heads, scale, key = 16, (128 + ROPE) ** -0.5, mx.random.key(0)
     settings = CacheSettings(max_size=24, policy="h2o", remainder=False)
-    cache = BoundedKVCache.of(settings, "latent")
+    cache = LatentKVCache.of(settings)
     rows = mx.random.normal((1, 1, steps + 10, LATENT + ROPE), key=key)
     queries = mx.random.normal((1, heads, steps + 10, LATENT + ROPE), key=key)
     for i in range(steps + 10):

@@ -13,7 +13,7 @@ from mlx_lm.models import base
 import mlx_h2o
 from mlx_h2o import SharedKVCache, make_prompt_cache
 from mlx_h2o.budgets.settings import CacheSettings, ModelSettings, packing_of
-from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.model_caches.make import bounded_caches
 from model_coverage import coverage_model
@@ -23,7 +23,7 @@ SHARERS = 3
 
 
 def shared_cache(settings: CacheSettings, sharers: int = SHARERS) -> SharedKVCache:
-    cache = BoundedKVCache.of(settings, "shared")
+    cache = SharedKVCache.of(settings)
     cache.sharers = sharers
     return cache
 
@@ -56,7 +56,7 @@ def test_sharers_are_as_query_heads_of_one_layer(policy, remainder, bits):
     layer = TinyLayer(group=2 * SHARERS, key_width=32, value_width=32)
     packing = packing_of(bits, None, None, 32, None)
     settings = settings_of(policy=policy, remainder=remainder, packing=packing)
-    shared, alone = shared_cache(settings), BoundedKVCache.of(settings)
+    shared, alone = shared_cache(settings), H2OKVCache.of(settings)
     for first, count in [(0, 30), (30, 9), *[(39 + i, 1) for i in range(30)]]:
         ours = step(shared, layer, first, count)
         whole = layer.feed(alone, count, chunk=count)

@@ -17,6 +17,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_h2o import H2OKVCache
+from mlx_h2o.caches.kinds import restored
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.policies import make_policy
 from mlx_h2o.storage.key_scaling import Frame
 
@@ -211,8 +213,8 @@ SAVED: dict[str, tuple[dict[str, Any], int]] = {
         | {"frame": Frame(mx.full((2, 32), 0.5), mx.full((2, 32), 2.0))},
         40,
     ),
-    "plain rows": ({"max_size": 64, "policy": "keydiff", "attending": False}, 90),
-    "plain rows, short": ({"max_size": 64, "policy": "keydiff", "attending": False}, 30),
+    "plain rows": ({"max_size": 64, "policy": "keydiff"}, 90),
+    "plain rows, short": ({"max_size": 64, "policy": "keydiff"}, 30),
 }
 STEPS_AFTER = 9
 
@@ -231,7 +233,7 @@ def taken_in(cache: H2OKVCache, q: mx.array, k: mx.array, v: mx.array) -> mx.arr
 def begun(name: str) -> H2OKVCache:
     """A cache that has seen a prompt, and pins of it."""
     settings, prompt = SAVED[name]
-    cache = H2OKVCache(**settings)
+    cache = (PlainRowsKVCache if name.startswith("plain rows") else H2OKVCache)(**settings)
     taken_in(cache, rows_of(1, 4, prompt), rows_of(2, 2, prompt), rows_of(3, 2, prompt))
     if name == "salient":
         cache.pin([(prompt - 2, prompt + 2)])
@@ -269,7 +271,7 @@ def test_a_cache_that_python_saved_goes_on(engine: Path, tmp_path: Path, name: s
         out = taken_in(ours, *(rows[:, :, i : i + 1] for rows in tokens))
     held, metadata = mx.load(str(tmp_path / "out.safetensors"), return_metadata=True)
     assert mx.allclose(held.pop("out"), out, atol=2e-4)
-    back = H2OKVCache.from_state(
+    back = restored(
         ({n.removeprefix("cache."): array for n, array in held.items()}, metadata["settings"])
     )
     theirs, mine = (oldest_first(cache.arrays(), cache.config()) for cache in (back, ours))

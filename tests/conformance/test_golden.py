@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from covering import STEP
+from golden import generate as generating
+from golden.generate import generate
 from mlx_h2o.attention.backends import choice, reference
 from mlx_h2o.cli import main
-from mlx_h2o.golden import generate as generating
 from mlx_h2o.golden import manifest
-from mlx_h2o.golden.generate import generate
 from mlx_h2o.golden.groups import GROUPS
 from mlx_h2o.golden.manifest import GoldenError
 from mlx_h2o.golden.margins import margin

@@ -19,6 +19,8 @@ from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.budgets.allocation import room_for_pins
 from mlx_h2o.budgets.growth import Stage
 from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.policies import policy_names
 from mlx_h2o.storage.pins import checked_spans, spans_of, stored_positions, true_positions, without
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model
@@ -261,7 +263,7 @@ def test_pinning_ends_what_can_be_undone():
 
 def test_plain_rows_and_latent_rows():
     layer = TinyLayer(key_width=64, value_width=32)
-    plain = H2OKVCache(48, policy=make_policy("keydiff", sink=2, recent=8), attending=False)
+    plain = PlainRowsKVCache(48, policy=make_policy("keydiff", sink=2, recent=8))
     plain.pin([(5, 15)])
     layer.feed(plain, 60, chunk=20)
     layer.feed(plain, 120)
@@ -283,7 +285,7 @@ def test_a_whole_model(family, tmp_path):
     assert answer
     assert answer.pinned == ((118, 120), (200, 201))
     prefill(model, cache, prompt_tokens(120, seed=2), 30)
-    bounded = [entry for entry in cache if isinstance(entry, H2OKVCache)]
+    bounded = [entry for entry in cache if isinstance(entry, BoundedKVCache)]
     assert all(holds(entry, (0, 9), (118, 120), (200, 201)) for entry in bounded)
     lost = mlx_h2o.pin(cache, [(0, 1), (20, 117)])
     assert (0, 1) in lost.pinned

@@ -49,11 +49,11 @@ def test_positions_without_gaps(policy, chunk):
     for given, spans in zip(policies(policy), ([(0, 5)], []), strict=True):
         rope = Rope(8, 10000.0)
         settings = CacheSettings(max_size=24, policy=given, remainder=False, rope=rope, pins=spans)
-        cache = BoundedKVCache.of(settings)
+        cache = H2OKVCache.of(settings)
         outs.append(layer.feed(cache, 120, chunk))
         assert cache.evicted >= 90
     assert mx.allclose(*outs, rtol=1e-4, atol=1e-5)
-    cache = BoundedKVCache.of(CacheSettings(max_size=32, remainder=False, rope=rope, pins=PINS))
+    cache = H2OKVCache.of(CacheSettings(max_size=32, remainder=False, rope=rope, pins=PINS))
     layer.feed(cache, 100, 20)
     assert cache.pin([(98, 99)])
     layer.feed(cache, 80, chunk)

@@ -18,6 +18,7 @@ import mlx_h2o
 from mlx_h2o import Frame, H2OKVCache, PlainRowsKVCache, make_policy, make_prompt_cache
 from mlx_h2o.attention import ops
 from mlx_h2o.attention.backends.choice import only_reference
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.calibration import calibrate, exact_kl
 from mlx_h2o.evaluate.side_by_side import side_by_side
 from mlx_h2o.integration import own_attention, routing
@@ -224,7 +225,7 @@ def test_they_have_what_any_model_has(name):
     model = model_of(name)
     cache = make_prompt_cache(model, max_size=24, undo=2)
     prefill(model, cache, prompt_tokens(60), 13)
-    bounded = [entry for entry in cache if isinstance(entry, H2OKVCache)]
+    bounded = [entry for entry in cache if isinstance(entry, BoundedKVCache)]
     assert {type(entry) for entry in bounded} == {H2OKVCache}
     for entry in bounded:
         assert entry.answers

@@ -11,7 +11,7 @@ from mlx_lm.models import base, llama, qwen3
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 import mlx_h2o
-from mlx_h2o import H2OKVCache
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.integration import routing
 from tiny_models import tiny_model
 
@@ -128,7 +128,7 @@ def test_other_caches_go_to_the_original_untouched(original, monkeypatch):
 
     monkeypatch.setattr(base, NAME, recorded)
     mlx_h2o.install()
-    resting = H2OKVCache(24, policy="streaming", attending=False)
+    resting = PlainRowsKVCache(24, policy="streaming")
     for cache in (None, KVCache(), resting):
         assert base.scaled_dot_product_attention(1, 2, 3, cache, scale=4, mask=5) == "stock"
         assert seen.pop() == ((1, 2, 3, cache), {"scale": 4, "mask": 5})

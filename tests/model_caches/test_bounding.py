@@ -20,6 +20,7 @@ from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 import mlx_h2o
 from mlx_h2o import H2OKVCache
+from mlx_h2o.integration.stock_caches import stock_caches
 from mlx_h2o.loading.load import SAMPLE_TEXT, model_path
 from tiny_models import tiny_model
 
@@ -184,7 +185,7 @@ def test_generate_without_a_cache_is_bounded(installed, loaded):
             loaded,
             PROMPT,
             24,
-            prompt_cache=mlx_h2o.integration.stock_caches.stock_caches(loaded[0]),
+            prompt_cache=stock_caches(loaded[0]),
         )
         != ours
     )
@@ -280,7 +281,7 @@ def test_mlx_lms_save_refuses_what_its_load_could_not_read(tmp_path, loaded):
         with pytest.raises(ValueError, match=r"mlx_h2o\.save_prompt_cache"):
             mlx_lm_cache.save_prompt_cache(path, entries)
     assert not list(tmp_path.iterdir())
-    plain = mlx_h2o.integration.stock_caches.stock_caches(loaded[0])
+    plain = stock_caches(loaded[0])
     mx.eval(loaded[0](mx.array([[1, 2]]), cache=plain))
     mlx_lm_cache.save_prompt_cache(path, plain)
     assert len(mlx_lm_cache.load_prompt_cache(path)) == len(plain)

@@ -24,6 +24,8 @@ from mlx_h2o import (
     make_prompt_cache,
     save_prompt_cache,
 )
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.engine.saved_state import used_only
 from mlx_h2o.loading.identity import identity_of
 from tiny_models import TinyLayer, kept_positions, prefill, prompt_tokens, tiny_model
@@ -38,7 +40,7 @@ def cache_of(policy: str, mode: str) -> H2OKVCache:
     recent = 8 if policy == "paper" else None
     if mode == "plain rows":
         mass_weight = {"mass_weight": 0.0} if policy == "distinct" else {}
-        return H2OKVCache(40, policy=make_policy(policy, **mass_weight), attending=False)
+        return PlainRowsKVCache(40, policy=make_policy(policy, **mass_weight))
     if mode == "ragged":
         return H2OKVCache(budgets=[16, 32], policy=make_policy(policy, recent=recent))
     return H2OKVCache(24, policy=make_policy(policy, recent=recent, evict_every=3))
@@ -670,9 +672,7 @@ def test_max_bytes_is_a_bound_and_no_slot_is_wasted(dtype, policy, evict_every, 
 def test_max_bytes_is_a_bound_with_plain_rows(policy):
     mass_weight = {"mass_weight": 0.0} if policy == "distinct" else {}
     for max_bytes in (6_000, 12_345, 20_000):
-        cache = H2OKVCache(
-            max_bytes=max_bytes, policy=make_policy(policy, **mass_weight), attending=False
-        )
+        cache = PlainRowsKVCache(max_bytes=max_bytes, policy=make_policy(policy, **mass_weight))
         for count, chunk in ((100, 40), (20, 1)):
             LAYER.feed(cache, count, chunk)
             assert cache.nbytes <= max_bytes
@@ -684,7 +684,7 @@ def test_max_bytes_of_a_model_bounds_its_layers_together(family):
     for max_bytes in (11_111, 30_000):
         cache = make_prompt_cache(model, max_bytes=max_bytes)
         prefill(model, cache, prompt_tokens(200), 50)
-        bounded = [entry for entry in cache if isinstance(entry, H2OKVCache)]
+        bounded = [entry for entry in cache if isinstance(entry, BoundedKVCache)]
         held = sum(entry.nbytes for entry in bounded)
         # A slot a head of every layer is the least that can be left over.
         slot = sum(
@@ -742,16 +742,18 @@ def test_max_size_of_a_model_charges_the_remainder():
         ({"max_size": 6, "policy": "h2o"}, "max_size=6 is too small: it must hold 4 sink"),
         ({"max_size": 0, "policy": "streaming"}, "make max_size at least 5"),
         ({"budgets": [32, 6], "policy": "h2o"}, "lower sink, recent or evict_every"),
-        ({"max_size": 32, "attending": False}, "computes by itself .*: choose one .*keydiff"),
+        ({"max_size": 32, "cls": PlainRowsKVCache}, "computes by itself .*: choose one .*keydiff"),
         (
-            {"budgets": [32, 24], "policy": "streaming", "attending": False},
+            {"budgets": [32, 24], "policy": "streaming", "cls": PlainRowsKVCache},
             "one budget for all heads",
         ),
     ],
 )
 def test_bad_settings_are_refused_with_what_to_change(arguments, text):
+    arguments = dict(arguments)
+    cls = arguments.pop("cls", H2OKVCache)
     with pytest.raises(ValueError, match=text):
-        H2OKVCache(**arguments)
+        cls(**arguments)
 
 
 @pytest.mark.parametrize("sink", [0, 4])
@@ -928,7 +930,8 @@ def test_a_file_holds_used_slots_only(mode, tmp_path):
         cache = H2OKVCache(budgets=[600, 600], policy=policy, bits=4, recent_bits=8)
     else:
         budgets = {"budgets": [400, 512]} if mode == "ragged" else {"max_size": 400}
-        cache = H2OKVCache(**budgets, policy="streaming", attending=mode != "plain rows")
+        kind = PlainRowsKVCache if mode == "plain rows" else H2OKVCache
+        cache = kind(**budgets, policy="streaming")
     layer = TinyLayer(key_width=64, value_width=64) if mode == "recent" else LAYER
     layer.feed(cache, 14, chunk=20)
     path = tmp_path / "cache.safetensors"

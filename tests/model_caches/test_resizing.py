@@ -19,6 +19,7 @@ from mlx_h2o import (
     save_prompt_cache,
 )
 from mlx_h2o.budgets.cost import LayerShare, RowWidths, bytes_for_slots, slots_in_proportion
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.loading.identity import identity_of
 from tiny_models import TinyLayer, greedy_tokens, prefill, prompt_tokens, tiny_model
 
@@ -36,7 +37,7 @@ def profile_of(model: Module) -> Profile:
 
 def budgets_of(cache: list) -> list[list[int]]:
     """Of each layer, those of a long conversation."""
-    settings = [entry.settings for entry in cache if isinstance(entry, H2OKVCache)]
+    settings = [entry.settings for entry in cache if isinstance(entry, BoundedKVCache)]
     return [list(s.filling[-1].budgets if s.filling else s.budgets) for s in settings]
 
 
@@ -102,10 +103,10 @@ def test_other_caches_stay_and_models_that_attend_by_themselves_follow(family):
     model = tiny_model(family)
     cache = make_prompt_cache(model, max_size=64)
     prefill(model, cache, prompt_tokens(90), 30)
-    others = [id(entry) for entry in cache if not isinstance(entry, H2OKVCache)]
+    others = [id(entry) for entry in cache if not isinstance(entry, BoundedKVCache)]
     for size in (40, 100):
         resize(cache, max_size=size)
-        rows = [entry.store.reserved for entry in cache if isinstance(entry, H2OKVCache)]
+        rows = [entry.store.reserved for entry in cache if isinstance(entry, BoundedKVCache)]
         expected = budgets_of(make_prompt_cache(model, max_size=size))
         assert budgets_of(cache) == [
             [slots - reserved for slots in layer]
@@ -113,7 +114,7 @@ def test_other_caches_stay_and_models_that_attend_by_themselves_follow(family):
         ]
         logits = prefill(model, cache, prompt_tokens(120), 30)
         assert mx.all(mx.isfinite(logits))
-    assert others == [id(entry) for entry in cache if not isinstance(entry, H2OKVCache)]
+    assert others == [id(entry) for entry in cache if not isinstance(entry, BoundedKVCache)]
 
 
 def test_members_of_lists_are_resized():

@@ -12,6 +12,7 @@ import pytest
 import mlx_h2o
 from arrays import numpy_of
 from mlx_h2o import H2OKVCache, QueryCentres, Slots, learn_query_centres, make_policy
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.calibration.centres_build import KEPT
 from mlx_h2o.calibration.scaling_build import frame_tokens
 from mlx_h2o.loading.identity import identity_of
@@ -166,7 +167,7 @@ def test_models_with_a_plain_rope_are_bounded_by_it(family):
     centres = learn_query_centres(model, prompt_tokens(200))
     settings = {"policy": "triattention", "remainder": False, "budgets": "uniform"}
     cache = mlx_h2o.make_prompt_cache(model, 50, **settings)
-    ours = [entry for entry in cache if isinstance(entry, H2OKVCache)]
+    ours = [entry for entry in cache if isinstance(entry, BoundedKVCache)]
     assert [entry.centres for entry in ours] == centres
     prefill(model, cache, prompt_tokens(90), 30)
     for entry in ours:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LONGEST_FUNCTION = 60
-FOLDERS = ("c_api/src", "c_api/tests", "python/src")
+FOLDERS = ("c_api/src", "c_api/tests", "python/src", "benchmarks/native")
 # What is longer today; none may be added.
 LONG_FUNCTIONS = {"c_api/src/cpu/attention.cpp: item", "python/src/bindings.cpp: NB_MODULE"}
 # The first words of a line that opens something else than a function.

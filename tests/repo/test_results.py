@@ -67,6 +67,14 @@ def test_no_other_program_is_run():
         block_of("rm -r docs").differences()
 
 
+def test_a_deleted_experiment_has_its_answer_in_the_readme():
+    assert block_of("python tools/key_errors.py alice.txt", text="then").differences() == []
+    with pytest.raises(ValueError, match=r"deleted; research/README\.md tells at which commit"):
+        block_of("python tools/key_errors.py alice.txt").to_run  # noqa: B018
+    with pytest.raises(ValueError, match="no experiment"):
+        block_of("python tools/no_answer.py alice.txt").differences()
+
+
 def test_a_block_is_read_as_it_was_written(tmp_path):
     page = tmp_path / "page.md"
     first = block_text("mlx_h2o demo", {"a": "1 = one", "b, c": "x(y=2)"}, "| a |\n\nPrinted")

@@ -12,11 +12,12 @@ LONGEST_FUNCTION = 60
 # From the ground up; a module may import those of its own package and of the packages below,
 # without a circle.
 PACKAGES = """_utils loading storage policies budgets attention engine integration caches
-    calibration model_caches chat bench evaluate golden serve __init__ cli __main__""".split()
+    calibration model_caches chat evaluate golden serve __init__ cli __main__""".split()
 FLOOR_OF = {name: i for i, name in enumerate(PACKAGES)}
 # Files that import the package's modules inside functions: what may be missing (the extension and
 # what stands on it), is chosen at run time, or takes long to load. Others do so at their top.
 LATE = {
+    "__init__.py",
     "attention/backends/choice.py",
     "attention/backends/cpu.py",
     "attention/backends/decoders.py",
@@ -25,7 +26,7 @@ LATE = {
     "loading/gguf.py",
     "attention/tracing.py",
 }
-EXTENSIONS = ("_ext", "_machine")
+EXTENSIONS = ("_ext",)
 FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 

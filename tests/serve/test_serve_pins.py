@@ -182,7 +182,7 @@ def test_pins_survive_shrinking_files_and_a_restart(tmp_path, loaded):
     [
         ("system", "must be an object with lists of roles, texts, patterns, spans"),
         ({"rules": []}, "must be an object with lists"),
-        ({"roles": "system"}, "mlx_h2o.storage.pins.roles must be a list of texts"),
+        ({"roles": "system"}, "mlx_h2o.pins.roles must be a list of texts"),
         ({"texts": [""]}, "must be a list of texts"),
         ({"spans": [[3]]}, "must be (first, one past the last)"),
         ({"spans": [[3, 999]]}, "the prompt has"),

@@ -24,6 +24,7 @@ from mlx_h2o.attention.ops import (
     scaled_dot_product_attention_with_mass,
     scaled_dot_product_attention_with_scores,
 )
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.storage.packed import BIASES, BITS, GROUP_SIZES, SCALES, PackedRows
 from tiny_models import TinyLayer, tiny_model
 
@@ -309,7 +310,7 @@ def test_a_prompt_takes_hardly_more_memory_than_with_dense_rows(packing, policy)
 
 def test_models_that_attend_by_themselves_are_refused_bits():
     with pytest.raises(ValueError, match="cannot read packed"):
-        H2OKVCache(32, policy="keydiff", attending=False, bits=8)
+        PlainRowsKVCache(32, policy="keydiff", bits=8)
     with pytest.raises(ValueError, match="omit bits"):
         make_prompt_cache(tiny_model("gemma2_by_itself"), 32, bits=8)
     with pytest.raises(ValueError, match=r"k_bits must be 2, 3, .* got 1"):

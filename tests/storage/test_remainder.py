@@ -19,6 +19,7 @@ from mlx_h2o import (
     make_policy,
     scaled_dot_product_attention_with_scores,
 )
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.storage.remainder import antithetic_signs, plain_rows_for
 from tiny_models import TinyLayer
 
@@ -232,7 +233,7 @@ def test_a_saturation_for_other_heads_is_refused_with_the_first_rows() -> None:
 def test_plain_rows_saturate_of_themselves() -> None:
     """They have no t, so that none may be asked for."""
     with pytest.raises(ValueError, match="omit saturation"):
-        H2OKVCache(64, policy="keydiff", attending=False, saturation=0)
+        PlainRowsKVCache(64, policy="keydiff", saturation=0)
 
 
 def column_error(n: int, saturation: float) -> float:
@@ -563,7 +564,7 @@ def test_plain_rows_of_tokens_all_alike_are_the_full_cache(calls: list[int]) -> 
     gone = slice(sink, total - (budget - rows - sink))
     k[:, :, gone], v[:, :, gone] = k[:, :, sink : sink + 1], v[:, :, sink : sink + 1]
     policy = make_policy("streaming", sink=sink)
-    cache = H2OKVCache(budgets=[budget] * H, policy=policy, attending=False)
+    cache = PlainRowsKVCache(budgets=[budget] * H, policy=policy)
     begin = 0
     for L in calls:
         part = slice(begin, begin + L)

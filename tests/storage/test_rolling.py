@@ -11,7 +11,7 @@ import pytest
 import mlx_h2o
 from mlx_h2o import make_prompt_cache
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.loading.load import SAMPLE_TEXT, load
 from mlx_h2o.storage.rope import Rope, forgotten_after
 from model_coverage import coverage_model
@@ -45,7 +45,7 @@ def test_kept_tokens_are_attended_to_at_neighbouring_positions(policy, chunk):
     rope, theirs = Rope(8, 10000.0), nn.RoPE(8)
     bare = TinyLayer(heads=2, group=1)
     settings = CacheSettings(max_size=20, policy=policy, remainder=False, rope=rope)
-    cache = BoundedKVCache.of(settings)
+    cache = H2OKVCache.of(settings)
     for first in range(0, 100, chunk):
         q, k, v = bare.at(first, chunk)
         held = held_positions(cache, chunk)

@@ -16,6 +16,7 @@ from mlx_h2o import H2OKVCache, load_prompt_cache, make_policy, make_prompt_cach
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.policies import policy_names
 from tiny_models import TinyLayer, tiny_model
 
@@ -286,7 +287,7 @@ def test_what_undo_cannot_be():
     with pytest.raises(ValueError, match="undo must be at least 0"):
         make_prompt_cache(tiny_model("llama"), 24, undo=-1)
     with pytest.raises(ValueError, match="cannot take tokens back"):
-        H2OKVCache(24, undo=2, attending=False, policy="streaming")
+        PlainRowsKVCache(24, undo=2, policy="streaming")
     for family in ("deepseek_v3", "phi3small"):
         with pytest.raises(ValueError, match="omit undo"):
             make_prompt_cache(tiny_model(family), 32, undo=2)

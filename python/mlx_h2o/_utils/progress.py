@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 #: Seconds between lines in a file or a pipe. Work that is done before the first says nothing there.
 EVERY = 5.0
@@ -91,6 +92,16 @@ def progress_bar(title: str, unit: str = "", transient: bool = False) -> Iterato
     Yields:
         Whom to tell.
     """
+    # Here, since the caches import this module and few of them ever show a bar.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     console = Console(stderr=True)
     if console.is_terminal:
         counted = (MofNCompleteColumn(), TextColumn(unit)) if unit else ()

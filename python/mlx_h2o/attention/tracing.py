@@ -11,15 +11,13 @@ from functools import cache
 
 import mlx.core as mx
 
+__all__ = ["REFUSED", "tracing"]
 
-def refuse_tracing() -> None:
-    """Raise RuntimeError if a function is being traced and not run."""
-    if tracing():
-        raise RuntimeError(
-            "A bounded cache cannot be used within mx.compile, mx.grad or mx.vmap: it changes from "
-            "call to call, and they trace a call only once. Call the model uncompiled (compile "
-            "parts of it that take no cache), or use mlx-lm's own caches there."
-        )
+REFUSED = (
+    "A bounded cache cannot be used within mx.compile, mx.grad or mx.vmap: it changes from call to "
+    "call, and they trace a call only once. Call the model uncompiled (compile parts of it that "
+    "take no cache), or use mlx-lm's own caches there."
+)
 
 
 @cache

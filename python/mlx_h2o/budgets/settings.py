@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 from mlx_h2o._utils import checks
 from mlx_h2o._utils.byte_size import Share, memory_size
 from mlx_h2o.budgets.allocation import room_for_pins
 from mlx_h2o.budgets.growth import Stage, checked_filling, due
 from mlx_h2o.budgets.layer_budgets import LayerBudgets
+from mlx_h2o.budgets.options import CACHE_NAMES, CacheOptions, completed
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.tensor_parallel import checked_ranks
 from mlx_h2o.policies import KernelPolicy, Policy, make_policy
@@ -348,38 +348,41 @@ class ModelSettings:
             raise ValueError("frames are for packed keys: they need bits or k_bits.")
 
     @classmethod
-    def of(
-        cls,
-        max_size: int | None = None,
-        *,
-        max_bytes: int | str | None = None,
-        context: int | None = None,
-        policy: str | Policy | None = None,
-        remainder: bool = True,
-        budgets: str | Path | Profile | LayerBudgets | None = None,
-        bits: int | None = None,
-        k_bits: int | None = None,
-        v_bits: int | None = None,
-        group_size: int = DEFAULT_GROUP_SIZE,
-        recent_bits: int | None = None,
-        undo: int = 0,
-        frames: Sequence[Frame | None] | Literal[False] | str | None = None,
-        positions: str = "absolute",
-        pins: Sequence[Span] = (),
-        profile: str = PROFILES[0],
-        **settings: Any,
-    ) -> ModelSettings:
-        """From the arguments of `make_prompt_cache`, which explains them."""
-        _check_names(settings, policy)
-        packing = packing_of(bits, k_bits, v_bits, group_size, recent_bits)
-        if not packing.packs and group_size != DEFAULT_GROUP_SIZE:
+    def of(cls, max_size: int | None = None, **options: Unpack[CacheOptions]) -> ModelSettings:
+        """From the options that people give.
+
+        Args:
+            max_size: Tokens' worth of memory per KV head and layer, on average.
+            options: See `CacheOptions`.
+
+        Raises:
+            ValueError: An option is unknown or invalid, or two exclude each other.
+        """
+        given = completed(options)
+        of_policy = {name: value for name, value in options.items() if name not in given}
+        _check_names(of_policy, given["policy"])
+        stored = ("bits", "k_bits", "v_bits", "group_size", "recent_bits")
+        packing = packing_of(**{name: given[name] for name in stored})
+        if not packing.packs and given["group_size"] != DEFAULT_GROUP_SIZE:
             raise ValueError("group_size needs bits (or k_bits or v_bits): nothing is packed.")
-        said = any(given is not None for given in (bits, k_bits, v_bits, recent_bits))
-        chooses = max_bytes is not None and not said and positions != "rolling"
-        stored = (remainder, budgets, packing, undo, frames, context, chooses, positions)
-        # `pins` is made a tuple when it is checked.
-        own: Any = {"pins": pins, "measures": profile}
-        return cls(max_size, max_bytes, policy, settings, *stored, **own)
+        says_bits = any(given[name] is not None for name in stored if "bits" in name)
+        said = says_bits or given["positions"] == "rolling"
+        return cls(
+            max_size,
+            given["max_bytes"],
+            given["policy"],
+            of_policy,
+            given["remainder"],
+            given["budgets"],
+            packing,
+            given["undo"],
+            given["frames"],
+            given["context"],
+            chooses_bits=given["max_bytes"] is not None and not said,
+            positions=given["positions"],
+            pins=given["pins"],
+            measures=given["profile"],
+        )
 
     @property
     def rolls(self) -> bool:
@@ -427,10 +430,10 @@ def _check_names(settings: dict[str, Any], policy: Any) -> None:
     known = [one.name for one in fields(own)]
     unknown = [name for name, value in settings.items() if value is not None and name not in known]
     if unknown:
-        arguments = inspect.signature(ModelSettings.of).parameters
+        names = ["max_size", *CACHE_NAMES, *known]
         raise ValueError(
             f"Policy {own.name!r} has no setting {', '.join(unknown)}; it has {', '.join(known)}."
-            f"{checks.suggestion(unknown[0], [*arguments, *known])}"
+            f"{checks.suggestion(unknown[0], names)}"
         )
 
 

@@ -16,8 +16,9 @@ from typing import Any, ClassVar, Self
 import mlx.core as mx
 
 from mlx_h2o._utils import checks
+from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.budgets.cost import LayerShare
-from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.budgets.settings import CacheSettings, packing_of
 from mlx_h2o.engine import eviction, layer_factory, saved_state
 from mlx_h2o.engine.layer import Layer
 from mlx_h2o.engine.pins_and_turns import PinAnswer, answer_of, checked_carry, new_turn, repin
@@ -27,12 +28,13 @@ from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import Packing
 from mlx_h2o.storage.pins import Span, checked_spans, joined, without
 from mlx_h2o.storage.query_centres import QueryCentres
-from mlx_h2o.storage.remainder import Remainder
+from mlx_h2o.storage.remainder import SATURATION, Remainder
 from mlx_h2o.storage.slot_store import Run, SlotStore
+from mlx_h2o.storage.softmax import Mask
 
 NOT_ASKED = (
     "This model did not ask the cache to attend. Call mlx_h2o.install(), or, for a model that "
-    "attends by itself, choose a policy that looks at keys only and pass attending=False."
+    "attends by itself, make a PlainRowsKVCache with a policy that looks at keys only."
 )
 IN_A_STEP = (
     "This cache is in the middle of a step: its last rows were not attended to. Save, copy, trim, "
@@ -49,6 +51,32 @@ class BoundedKVCache:
     """The bounded memory of one layer, with what mlx-lm asks of any cache.
 
     Subclasses say how rows come in and how they are attended to.
+
+    Args:
+        max_size: Slots per KV head on average; the remainder is charged against it.
+        max_bytes: Instead: bytes that this layer's cache may take, everything counted.
+        policy: A policy or its name.
+        remainder: Whether evicted tokens go on answering.
+        budgets: Instead of max_size: the slots of each KV head.
+        bits: Store keys and values packed in so many bits, in the format of `mx.quantize`; a row
+            is packed once, when it comes, and moved as it is from then on.
+        k_bits: Of keys alone, instead of `bits`.
+        v_bits: Of values alone, instead of `bits`.
+        group_size: Elements that share a scale and a bias.
+        recent_bits: Store the newest tokens, as many as every head of the layer protects, in so
+            many bits instead; 16: in the model's own dtype. `storage/recent_window.py` says what
+            becomes of a token that is recent no longer.
+        undo: How many of the last tokens can be taken back after evictions (`storage/journal.py`):
+            speculative decoding needs as many as it drafts at once. Chunks of at most `undo` + 1
+            tokens are then taken token by token. It costs memory.
+        saturation: t of the remainder's second-order term (`storage/remainder.py`), for all KV
+            heads or for each; 0 is first order.
+        frame: In which packed keys are stored (`storage/key_scaling.py`), or None: as they come.
+        centres: Of the layer's queries, for policies that use them (`storage/query_centres.py`).
+
+    Raises:
+        ValueError: No or several sizes, an unknown policy, a budget without room to evict, or an
+            undo that is negative or not this model's to have.
     """
 
     #: Whether routed attention comes to this cache.
@@ -56,28 +84,53 @@ class BoundedKVCache:
     #: What a file says of how the model attends: to the cached rows (True, once rows came), to keys
     #: made of them (False) or by itself (None).
     own: ClassVar[bool | None] = True
-    sharers = 1  #: How many layers attend to the rows in each step.
-    #: Classes by what they are for; a subclass enters itself.
-    kinds: ClassVar[dict[str, type[BoundedKVCache]]] = {}
+    #: Whether several layers attend to the rows in each step, and how many do.
+    is_shared: ClassVar[bool] = False
+    sharers = 1
 
-    def __init_subclass__(cls, kind: str | None = None, **kwargs: Any):
-        super().__init_subclass__(**kwargs)
-        if kind is not None:
-            cls.kinds[kind] = cls
+    def __init__(
+        self,
+        max_size: int | None = None,
+        *,
+        max_bytes: int | None = None,
+        policy: str | Policy = "distinct",
+        remainder: bool = True,
+        budgets: Sequence[int] | None = None,
+        bits: int | None = None,
+        k_bits: int | None = None,
+        v_bits: int | None = None,
+        group_size: int = 64,
+        recent_bits: int | None = None,
+        undo: int = 0,
+        saturation: float | Sequence[float] = SATURATION,
+        frame: Frame | None = None,
+        centres: QueryCentres | None = None,
+    ):
+        # Budgets are checked now unless they depend on the model's widths.
+        settings = CacheSettings(
+            max_size,
+            max_bytes,
+            budgets,  # type: ignore[arg-type]  # made a tuple there, and a policy the next
+            policy,  # type: ignore[arg-type]
+            remainder,
+            packing_of(bits, k_bits, v_bits, group_size, recent_bits),
+            self.attending,
+            undo,
+            saturation,  # type: ignore[arg-type]  # likewise
+            frame,
+            centres=centres,
+        )
+        self._begin(settings)
 
     @classmethod
-    def of(
-        cls, settings: CacheSettings, kind: str = "", share: LayerShare | None = None
-    ) -> BoundedKVCache:
-        """A cache with these settings.
+    def of(cls, settings: CacheSettings, share: LayerShare | None = None) -> Self:
+        """A cache of this class with these settings.
 
         Args:
             settings: Checked already.
-            kind: "" (attention through this library to the cached rows), or another of `kinds`.
             share: Its part in its model's budget.
         """
-        of_kind = cls.kinds[kind]
-        cache = object.__new__(cls if issubclass(cls, of_kind) else of_kind)
+        cache = object.__new__(cls)
         cache._begin(settings, share)
         return cache
 
@@ -168,6 +221,54 @@ class BoundedKVCache:
         if self._layer is None:
             raise RuntimeError("This cache holds nothing yet.")
         return self._layer
+
+    # -- rows come in, and are attended to --------------------------------------------------------
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Take new rows in, and return what the model goes on with, which each class tells.
+
+        Args:
+            keys: `[B, Hk, L, D]`, with RoPE applied at `offset`.
+            values: `[B, Hk, L, Dv]`.
+
+        Raises:
+            RuntimeError: Within mx.compile, mx.grad or mx.vmap, or the last rows were never
+                attended to.
+            ValueError: The rows are unlike those held, or the size does not suit them.
+        """
+        raise NotImplementedError
+
+    def attend(
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Mask = None,
+        sinks: mx.array | None = None,
+        softcap: float = 0.0,
+    ) -> mx.array:
+        """Attend to the rows held, then choose what to forget.
+
+        Args:
+            q: `[B, Hq, L, D]`.
+            keys: What `update_and_fetch` returned, or what the model made of it.
+            values: The same of the values.
+            scale: Factor on q.k.
+            mask: None, "causal" or an array, of which only the last L columns are read, since kept
+                slots are always visible.
+            sinks: Attention-sink logits `[Hq]`.
+            softcap: c of logits capped softly, or 0 (`AttentionCall`).
+
+        Returns:
+            `[B, Hq, L, Dv]`.
+
+        Raises:
+            RuntimeError: Within mx.compile, mx.grad or mx.vmap; nothing is there to attend to; or
+                other keys came than were handed out.
+        """
+        raise RuntimeError(f"A {type(self).__name__} is of a model that attends by itself.")
 
     # -- mlx-lm's cache protocol ------------------------------------------------------------------
 
@@ -281,6 +382,41 @@ class BoundedKVCache:
         alike = self._layer is None and not checks.is_list(max_size)
         return self.settings.resized(budgets, alike)
 
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """The mask that mlx-lm asks for before N new tokens.
+
+        Returns:
+            None or "causal", or a boolean array `[N, kept + N]` if asked.
+
+        Raises:
+            ValueError: A sliding window is asked for.
+        """
+        if window_size is not None:
+            raise ValueError(
+                "This model masks a sliding window over a full cache, which a bounded cache cannot "
+                "serve: leave that layer's own cache in place."
+            )
+        if N == 1:
+            return None
+        if return_array:
+            kept = self.size()
+            return mx.arange(kept + N) <= mx.arange(kept, kept + N)[:, None]
+        return "causal"
+
+    def _opened(self, keys: mx.array, values: mx.array) -> Layer:
+        """The layer, made when the first rows tell the widths; it holds rows like these."""
+        if tracing():
+            raise RuntimeError(REFUSED)
+        if self._between:
+            raise RuntimeError(NOT_ASKED)
+        if self._layer is None:
+            self._layer, share = layer_factory.open_layer(self._unopened, keys, values)
+            self.share = self.share or share
+        self._layer.check_rows(keys, values)
+        return self._layer
+
     # -- saving -----------------------------------------------------------------------------------
 
     def arrays(self) -> dict[str, mx.array]:
@@ -305,13 +441,15 @@ class BoundedKVCache:
         return self.arrays(), json.dumps(self.config())
 
     @classmethod
-    def from_state(
-        cls, state: tuple[dict[str, mx.array], str], meta_state: Any = None
-    ) -> BoundedKVCache:
-        """A cache from another's `state`; `meta_state` is for mlx-lm before 0.32.1, and unused.
+    def from_state(cls, state: tuple[dict[str, mx.array], str], meta_state: Any = None) -> Self:
+        """A cache of this class from another's `state`; `kinds.restored` finds the class.
+
+        Args:
+            state: Arrays by name, and the configuration as JSON.
+            meta_state: Unused; mlx-lm before 0.32.1 passes it.
 
         Raises:
-            ValueError: The state is not one that `state` gave.
+            ValueError: The state is not one that `state` gave, or of another class.
         """
         try:
             arrays, text = state
@@ -320,15 +458,24 @@ class BoundedKVCache:
             raise ValueError(f"This is no state of an H2OKVCache: {error!r}.") from error
 
     @classmethod
-    def _restored(cls, arrays: dict[str, mx.array], config: dict[str, Any]) -> BoundedKVCache:
+    def _restored(cls, arrays: dict[str, mx.array], config: dict[str, Any]) -> Self:
+        if not cls.is_described_by(config):
+            raise ValueError(f"This is the state of another kind of cache than {cls.__name__}.")
         frame, arrays = saved_state.frame_apart(arrays)
         centres, arrays = saved_state.centres_apart(arrays, config)
         settings, share = saved_state.settings_of(config, frame, centres)
-        cache = cls.of(settings, saved_state.kind_of(config), share)
+        cache = cls.of(settings, share)
         cache.sharers = saved_state.sharers_of(config)
         if config["runs"]:
             cache._layer, cache.share = layer_factory.restored(settings, share, config, arrays)
         return cache
+
+    @classmethod
+    def is_described_by(cls, config: dict[str, Any]) -> bool:
+        """Whether a configuration is one of this class (`own` is null before the first rows)."""
+        several = saved_state.sharers_of(config) > 1
+        own = None if not config["attending"] else config["own"] is not False
+        return own is cls.own and several == cls.is_shared
 
     @property
     def meta_state(self) -> str:

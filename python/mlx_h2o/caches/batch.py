@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NoReturn
 import mlx.core as mx
 
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.attention.tracing import refuse_tracing
+from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.caches.base import NO_KV_BITS, NOT_ASKED, BoundedKVCache
 from mlx_h2o.engine.step import decode_together
 from mlx_h2o.storage.softmax import Mask
@@ -203,7 +203,8 @@ class BatchH2OKVCache:
             RuntimeError: As in `H2OKVCache`.
             ValueError: The rows are unlike those held, or the size does not suit them.
         """
-        refuse_tracing()
+        if tracing():
+            raise RuntimeError(REFUSED)
         handed, self._handed = self._handed, None
         if handed is None:
             raise RuntimeError("attend() before update_and_fetch(): there is nothing to attend to.")
@@ -237,10 +238,9 @@ class BatchH2OKVCache:
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """As in `H2OKVCache`: a mask says nothing of padding, which the batch itself leaves out."""
+        """As in `BoundedKVCache`; the batch itself leaves padding out, not the mask."""
         most: BoundedKVCache = max(self.caches, key=lambda cache: cache.size())
-        mask: mx.array | str | None = most.make_mask(N, return_array, window_size)  # type: ignore[attr-defined]
-        return mask
+        return most.make_mask(N, return_array, window_size)
 
     def size(self) -> int:
         """Tokens physically held by the head that holds most."""

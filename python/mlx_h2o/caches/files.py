@@ -16,6 +16,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_h2o._utils.cache_lists import entries, listed
 from mlx_h2o._utils.checks import MOST_TOKENS
 from mlx_h2o._utils.files import check_header, replacing
+from mlx_h2o.caches import kinds
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.engine import saved_state
 from mlx_h2o.integration import routing
@@ -149,7 +150,7 @@ def _restored(entry: dict[str, Any], prefix: str, arrays: dict[str, mx.array]) -
         if name.startswith(f"{prefix}.")
     }
     if entry["class"] == "H2OKVCache":
-        return BoundedKVCache.from_state((own, json.dumps(entry["config"])))
+        return kinds.restored((own, json.dumps(entry["config"])))
     cls = getattr(mlx_lm_cache, entry["class"], None)
     if not isinstance(cls, type) or not hasattr(cls, "from_state"):
         raise ValueError(f"This mlx-lm has no {entry['class']} to load.")

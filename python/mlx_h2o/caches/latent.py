@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import mlx.core as mx
 
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.attention.tracing import refuse_tracing
+from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.engine.array_owner import Fields
 from mlx_h2o.engine.step import attend_to_derived
 from mlx_h2o.storage.pins import true_positions
 from mlx_h2o.storage.softmax import Mask
 
 
-class LatentKVCache(H2OKVCache, kind="latent"):
+class LatentKVCache(BoundedKVCache):
     """A bounded cache of latent rows, from which the model makes keys and values itself.
 
     No mean key stands for such keys, so there is no remainder; one mask serves all layers, so all
@@ -46,11 +44,6 @@ class LatentKVCache(H2OKVCache, kind="latent"):
     def _between(self) -> bool:
         return self._attended is not None
 
-    @property
-    def merge(self) -> NoReturn:
-        """Not there: mlx-lm asks whether it is, and serves such sequences one at a time."""
-        raise AttributeError("A model that makes keys of all cached rows cannot be batched.")
-
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take new rows in; return all to make keys and values of.
 
@@ -62,8 +55,8 @@ class LatentKVCache(H2OKVCache, kind="latent"):
             `[B, Hk, N, D]` and `[B, Hk, N, Dv]`, old and new.
 
         Raises:
-            RuntimeError: As in `H2OKVCache`.
-            ValueError: Likewise.
+            RuntimeError: As in `BoundedKVCache`.
+            ValueError: As in `BoundedKVCache`.
         """
         self._attended = self._opened(keys, values).take_in(keys, values)
         return self._attended[0]["keys"], self._attended[0]["values"]
@@ -89,11 +82,12 @@ class LatentKVCache(H2OKVCache, kind="latent"):
         sinks: mx.array | None = None,
         softcap: float = 0.0,
     ) -> mx.array:
-        """Attend to keys and values `[B, H, N, ...]` made of the rows; others as in `H2OKVCache`.
+        """Attend to keys and values `[B, H, N, ...]` made of the rows.
 
-        An array mask covers all N.
+        An array mask covers all N; everything else is as in `BoundedKVCache`.
         """
-        refuse_tracing()
+        if tracing():
+            raise RuntimeError(REFUSED)
         attended, self._attended = self._attended, None
         if attended is None:
             raise RuntimeError("attend() before update_and_fetch(): there is nothing to attend to.")

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NoReturn
 
 import mlx.core as mx
 
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.engine import eviction
 from mlx_h2o.engine.array_owner import Fields
 from mlx_h2o.engine.layer import Layer
 
 
-class PlainRowsKVCache(H2OKVCache, kind="plain rows"):
+class PlainRowsKVCache(BoundedKVCache):
     """A bounded cache that hands out its rows and is told nothing of attention.
 
     The policy looks at keys only. The remainder is R rows before the others, in slots of their own,
@@ -27,11 +26,6 @@ class PlainRowsKVCache(H2OKVCache, kind="plain rows"):
 
     def _begin(self, settings: CacheSettings, share: LayerShare | None = None) -> None:
         super()._begin(replace(settings, attending=False), share)
-
-    @property
-    def merge(self) -> NoReturn:
-        """Not there: mlx-lm asks whether it is, and serves such sequences one at a time."""
-        raise AttributeError("A model that attends by itself cannot be batched.")
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take new rows in, and choose at once what to forget.
@@ -60,7 +54,7 @@ class PlainRowsKVCache(H2OKVCache, kind="plain rows"):
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """As in `H2OKVCache`; with plain rows `[1, 1, N, R + kept + N]` to add to the logits."""
+        """As in `BoundedKVCache`; plain rows make it `[1, 1, N, R + kept + N]`, to be added."""
         layer = self._layer
         plain = super().make_mask(N, return_array, window_size)
         if layer is None or not layer.store.reserved:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.attention.tracing import refuse_tracing
+from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.engine.array_owner import Fields
 from mlx_h2o.engine.scoring import Seen
 from mlx_h2o.engine.step import attend_to_shared, evict_after_sharers, grow
@@ -18,7 +18,7 @@ from mlx_h2o.integration import routing
 from mlx_h2o.storage.softmax import Mask
 
 
-class SharedKVCache(H2OKVCache, kind="shared"):
+class SharedKVCache(BoundedKVCache):
     """A bounded cache that several layers of a model attend to in each step.
 
     All of them see the same slots, and a slot's mass is that of all their queries (the mean over
@@ -29,6 +29,8 @@ class SharedKVCache(H2OKVCache, kind="shared"):
     Raises:
         ValueError: The settings ask for undo.
     """
+
+    is_shared = True
 
     def _begin(self, settings: CacheSettings, share: LayerShare | None = None) -> None:
         if settings.undo:
@@ -47,11 +49,6 @@ class SharedKVCache(H2OKVCache, kind="shared"):
     def _between(self) -> bool:
         return self._attended is not None
 
-    @property
-    def merge(self) -> NoReturn:
-        """Not there: mlx-lm asks whether it is, and serves such sequences one at a time."""
-        raise AttributeError("A model whose layers share keys and values cannot be batched.")
-
     def handed_out(self, keys: mx.array) -> bool:
         """Whether these very keys are this step's."""
         return any(keys is own for own in self._keys)
@@ -64,8 +61,8 @@ class SharedKVCache(H2OKVCache, kind="shared"):
             values: `[B, Hk, L, Dv]`.
 
         Raises:
-            RuntimeError: As in `H2OKVCache`.
-            ValueError: Likewise.
+            RuntimeError: As in `BoundedKVCache`.
+            ValueError: As in `BoundedKVCache`.
         """
         layer = self._opened(keys, values)
         grow(layer, keys.shape[2])
@@ -102,12 +99,15 @@ class SharedKVCache(H2OKVCache, kind="shared"):
         sinks: mx.array | None = None,
         softcap: float = 0.0,
     ) -> mx.array:
-        """Attend to all rows held, once for each of the `sharers`; arguments as in `H2OKVCache`.
+        """Attend to all rows held, once for each of the `sharers`.
+
+        Arguments are those of `BoundedKVCache`.
 
         Raises:
             RuntimeError: Within mx.compile, mx.grad or mx.vmap, or these are no keys of this step.
         """
-        refuse_tracing()
+        if tracing():
+            raise RuntimeError(REFUSED)
         if self._attended is None or not self.handed_out(keys):
             raise RuntimeError(
                 f"{self.sharers} layers were to attend to this cache's rows in each step; another "

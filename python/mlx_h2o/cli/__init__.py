@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mlx_h2o import __version__
 from mlx_h2o._utils import interrupts
@@ -22,8 +22,14 @@ EXAMPLES = """examples:
 Without --model they use SmolLM2-135M, fetched once. `mlx_h2o COMMAND --help` explains each."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | None = None) -> int:
     """Run a subcommand.
+
+    Args:
+        argv: Its name and options; those of the process by default.
+        make_parser: Gives another parser than `parser`: one whose default `run` is a function of
+            the parsed arguments. It is called where Ctrl-C ends the process quietly, so it may
+            import what takes long.
 
     Returns:
         0; 2 after a user's error, which is told in one line; 130 after Ctrl-C; 143 after
@@ -31,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         with interrupts.terminating_tidily():
-            code = run(argv)
+            code = run(argv, make_parser or parser)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -43,19 +49,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return TERMINATED if isinstance(stop, interrupts.Terminated) else INTERRUPTED
 
 
-def run(argv: Sequence[str] | None = None) -> int:
-    """The same, with Ctrl-C and broken pipes raised."""
-    commands = parser()
-    interrupts.handle_again()
+def run(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -> int:
+    """The same as `main`, with Ctrl-C and broken pipes raised."""
+    with interrupts.ending_quietly():
+        from mlx_h2o._utils.blas import use_openblas
+
+        commands = make_parser()
     args = commands.parse_args(argv)
     try:
+        use_openblas()
         args.run(args)
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:
         from mlx_h2o.cli.options import in_options
 
-        print(f"mlx_h2o {args.command}: {in_options(str(error), args)}", file=sys.stderr)
+        name = " ".join(filter(None, (commands.prog, getattr(args, "command", None))))
+        print(f"{name}: {in_options(str(error), args)}", file=sys.stderr)
         return 2
     return 0
 
@@ -63,7 +73,6 @@ def run(argv: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     """What understands the command line."""
     from mlx_h2o.cli import (
-        bench,
         calibrate,
         chat,
         compare,
@@ -103,7 +112,6 @@ def parser() -> Parser:
         calibrate,
         inspect,
         describe,
-        bench,
         golden,
         fetch,
     ):

@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.table import Table
 
+from mlx_h2o._utils.blas import advice, blas
 from mlx_h2o._utils.files import require_folder, write_kept
 from mlx_h2o._utils.plotting import drawing
-from mlx_h2o.attention.blas import advice, blas
 from mlx_h2o.cli.evaluation_output import measuring, rich_table, take_up
 from mlx_h2o.cli.options import (
     add_model_option,

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_h2o._utils import checks
+from mlx_h2o._utils.blas import advice
 from mlx_h2o._utils.files import require_folder, write_kept
 from mlx_h2o._utils.plotting import drawing
-from mlx_h2o.attention.blas import advice
 from mlx_h2o.cli.evaluation_output import begun, facts_of, measure_all, rich_table, told
 from mlx_h2o.cli.options import (
     add_model_option,

@@ -1,4 +1,4 @@
-"""`mlx_h2o golden`: write golden vectors, or replay them."""
+"""`mlx_h2o golden verify`: replay golden vectors by what computes here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from rich.table import Table
 
 from mlx_h2o._utils.progress import progress_bar
 from mlx_h2o.cli.tables import show
-from mlx_h2o.golden.generate import generate
-from mlx_h2o.golden.groups import GROUPS
 from mlx_h2o.golden.manifest import GoldenError
 from mlx_h2o.golden.verify import Verdict, verify
 
@@ -23,45 +21,29 @@ def add_parser(commands: Any) -> None:
     """Add `golden` to the command's subparsers."""
     parser = commands.add_parser(
         "golden",
-        help="write or replay golden vectors",
+        help="replay golden vectors",
         description="Golden vectors record what the library computes, so that Python, C and Swift "
         "can be held to one behaviour (docs/golden.md).",
     )
     parser.add_argument(
-        "action", choices=("generate", "verify"),
-        help="generate: write them, by the definition; verify: replay them here",
+        "action", choices=("verify",), help="replay them here and compare",
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=Path("golden"), metavar="DIR",
         help="where they lie (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--groups", nargs="+", choices=GROUPS, metavar="NAME",
-        help=f"generate: only some of {', '.join(GROUPS)}",
-    )  # fmt: skip
-    parser.add_argument(
         "--backend", choices=("reference", "kernels"), action="append",
-        help="verify: only this one",
+        help="only this one (may be given again)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write or replay, and say what came of it."""
+    """Replay, and say what came of it."""
     with progress_bar(args.action, transient=True) as bar:
-        if args.action == "generate":
-            cases = generate(args.out, args.groups or tuple(GROUPS), bar.about)
-            counts = {name: sum(case.group == name for case in cases) for name in GROUPS}
-        else:
-            verdicts = verify(args.out, args.backend, bar.about)
-    if args.action == "generate":
-        size = sum(path.stat().st_size for path in args.out.iterdir())
-        if args.json:
-            print(json.dumps({"out": str(args.out), "cases": counts, "bytes": size}))
-        else:
-            print(f"{len(cases)} cases, {size:,} bytes in {args.out}.")
-        return
+        verdicts = verify(args.out, args.backend, bar.about)
     differences = [difference for verdict in verdicts for difference in verdict.differences]
     if args.json:
         print(json.dumps([asdict(verdict) for verdict in verdicts]))

@@ -170,15 +170,6 @@ def sharers_of(config: dict[str, Any]) -> int:
     return within("sharers", config.get("sharers", 1), 1, MOST_SHARERS)
 
 
-def kind_of(config: dict[str, Any]) -> str:
-    """Which of `BoundedKVCache.kinds` a saved cache was."""
-    if not config["attending"]:
-        return "plain rows"
-    if config["own"] is False:
-        return "latent"
-    return "shared" if sharers_of(config) > 1 else ""
-
-
 def within(name: str, value: Any, least: int, most: int) -> int:
     """A whole number between two others, both included."""
     return checks.whole(name, value, least, most)

@@ -38,8 +38,10 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
     Raises:
         ValueError: The call does not fit the rows.
     """
-    grow(layer, call.length)
-    if 1 < call.length <= layer.settings.undo + 1:
+    length = k.shape[2]
+    if layer.settings.filling:
+        grow(layer, length)
+    if 1 < length <= layer.settings.undo + 1:
         layer.journal.settle()
         return _token_by_token(layer, call, k, v)
     _check_frame(layer, call)
@@ -47,7 +49,7 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
     # A step that brings a pinned token too, which is marked on its way in.
     if layer.offset and not _brings_pin(layer) and accepts(layer.settings, call, k, v):
         decoder, token = layer.planned(k, v)
-        return decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, *token))
+        return decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, token))
     frame = layer.settings.frame
     if frame is not None:
         k = frame.enter(k)
@@ -106,7 +108,8 @@ def evict_after_sharers(layer: Layer, rounds: Sequence[Sequence[Seen]]) -> list[
 def _brings_pin(layer: Layer) -> bool:
     """Whether the next token brings a pinned one into the slots: itself, or out of the window."""
     size = layer.window.size if layer.window else 0
-    return is_pinned(layer.settings.pins, layer.offset - size)
+    pins = layer.settings.pins
+    return bool(pins) and is_pinned(pins, layer.offset - size)
 
 
 def decode_together(

@@ -130,14 +130,14 @@ class Arm:
 
     def model_settings(self, max_size: int) -> ModelSettings:
         """What the caches of a policy are made with."""
-        return ModelSettings.of(
-            max_size,
-            policy=self.policy,
-            remainder=self.remainder,
-            budgets=self.budgets,
-            profile=self.profile,
+        options: dict[str, Any] = {
+            "policy": self.policy,
+            "remainder": self.remainder,
+            "budgets": self.budgets,
+            "profile": self.profile,
             **dict(self.settings),
-        )
+        }
+        return ModelSettings.of(max_size, **options)
 
 
 def profile_digests(model: nn.Module, arms: Sequence[Arm]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o.attention.blas import blas
+from mlx_h2o._utils.blas import blas
 from mlx_h2o.evaluate.arms import FULL, Arm, profile_digests
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.measurements import Measurements

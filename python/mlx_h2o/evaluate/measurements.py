@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_h2o._utils.files import replacing
-from mlx_h2o.bench.machine import machine
+from mlx_h2o.evaluate.machine import machine
 
 #: Of the file's form.
 FORM = 1

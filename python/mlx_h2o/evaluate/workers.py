@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from mlx_h2o._utils import blas
+
 #: Called with a number of tokens that are done, beside those told before.
 Tell = Callable[[int], None]
 
@@ -29,8 +31,10 @@ _work: Work
 _counter: Any = None  # of the tokens that all processes have done
 
 
-def _start(counter: Any, work: Work) -> None:
+def _start(counter: Any, work: Work, openblas: bool) -> None:
     global _counter, _work
+    if openblas:
+        blas.use_openblas()
     end_with_parent()
     _counter, _work = counter, work
 
@@ -90,7 +94,11 @@ def finished(
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
     pool = ProcessPoolExecutor(
-        workers, context, _start, (counter, work), max_tasks_per_child=1 if fresh else None
+        workers,
+        context,
+        _start,
+        (counter, work, blas.in_use()),
+        max_tasks_per_child=1 if fresh else None,
     )
     try:
         with postponing_interrupts():

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlx_h2o.budgets.growth import Stage
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.golden.group import Arrays, Parameters, policy_of
 from mlx_h2o.storage.key_scaling import Frame
 
 
-def caches_of(p: Parameters, inputs: Arrays) -> list[H2OKVCache]:
+def caches_of(p: Parameters, inputs: Arrays) -> list[BoundedKVCache]:
     """Each layer's cache.
 
     Args:
@@ -23,8 +25,10 @@ def caches_of(p: Parameters, inputs: Arrays) -> list[H2OKVCache]:
     if inputs:
         parts = zip(inputs["frame.centre"], inputs["frame.scale"], strict=True)
         frames = [Frame(centre, scale) for centre, scale in parts]
-    caches = [
-        H2OKVCache(budgets=of_layer, policy=policy_of(p["policy"]), frame=frame, **settings)
+    cls: type[BoundedKVCache]
+    cls = H2OKVCache if settings.pop("attending", True) else PlainRowsKVCache
+    caches: list[BoundedKVCache] = [
+        cls(budgets=of_layer, policy=policy_of(p["policy"]), frame=frame, **settings)
         for of_layer, frame in zip(budgets, frames, strict=True)
     ]
     for layer, cache in enumerate(caches):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.golden.group import Arrays, Parameters
-from mlx_h2o.golden.margins import LEAST_MARGIN
+from mlx_h2o.golden.group import Parameters
 
 FORMAT = "mlx-h2o golden"
 # Another number means that a replayer written for this one would misread the files.
@@ -75,45 +72,6 @@ class Golden:
             for name, array in self.arrays[case.group].items()
             if name.startswith(prefix)
         }
-
-
-def write(
-    folder: Path, cases: Sequence[Case], arrays: dict[str, Arrays], order: Sequence[str] = ()
-) -> None:
-    """Write the files of some groups, beside those of others that lie there.
-
-    Args:
-        folder: Made if it is missing.
-        cases: Of these groups.
-        arrays: By group and then by "case/in.name" or "case/out.name".
-        order: All groups, as they follow each other in the manifest.
-
-    Raises:
-        GoldenError: What lies there of other groups is damaged.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    others = set(order) - set(arrays)
-    if others and (folder / FILE_NAME).exists():
-        cases = [*cases, *(case for case in read(folder, others).cases if case.group in others)]
-    places = {group: i for i, group in enumerate(order)}
-    cases = sorted(cases, key=lambda case: places.get(case.group, 0))
-    for group, of_group in arrays.items():
-        metadata = {"format": FORMAT, "schema": str(SCHEMA), "group": group}
-        mx.save_safetensors(str(folder / f"{group}.safetensors"), dict(of_group), metadata)
-    names = [f"{group}.safetensors" for group in dict.fromkeys(case.group for case in cases)]
-    (folder / CASES_NAME).write_text("\n".join(flat_text(cases)) + "\n")
-    head = {
-        "format": FORMAT,
-        "schema": SCHEMA,
-        "versions": {"mlx_h2o": version("mlx-h2o"), "mlx": version("mlx")},
-        "platform": f"{platform.system()} {platform.machine()}",
-        "least_margin": LEAST_MARGIN,
-        "tolerances": TOLERANCES,
-        "files": {name: digest(folder / name) for name in (*names, CASES_NAME)},
-    }
-    lines = [json.dumps(vars(case), separators=(",", ":")) for case in cases]
-    text = json.dumps(head, indent=1)[:-2] + ',\n "cases": [\n' + ",\n".join(lines) + "\n ]\n}\n"
-    (folder / FILE_NAME).write_text(text)
 
 
 def read(folder: Path, groups: Container[str] | None = None) -> Golden:

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.golden.caches import caches_of, most_slots
 from mlx_h2o.golden.group import Arrays, Parameters, parameters_of
 from mlx_h2o.golden.margins import watching
@@ -194,7 +194,7 @@ def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
     return results, min(margins)
 
 
-def replayed(p: Parameters, inputs: Arrays) -> tuple[Arrays, list[H2OKVCache]]:
+def replayed(p: Parameters, inputs: Arrays) -> tuple[Arrays, list[BoundedKVCache]]:
     """Replay a conversation; what is recorded, and the caches.
 
     Args:
@@ -231,7 +231,7 @@ def replayed(p: Parameters, inputs: Arrays) -> tuple[Arrays, list[H2OKVCache]]:
     return arrays, caches
 
 
-def begin_call(p: Parameters, call: int, cache: H2OKVCache) -> None:
+def begin_call(p: Parameters, call: int, cache: BoundedKVCache) -> None:
     """Pin what is pinned before a call, and begin its turn, where the case (`turns`) says so."""
     spans = [(first, end) for at, first, end in p.get("pins", ()) if at == call]
     if spans:
@@ -244,7 +244,7 @@ def begin_call(p: Parameters, call: int, cache: H2OKVCache) -> None:
 class Layer:
     """One layer of a conversation: its stream of queries, keys and values, and its cache."""
 
-    def __init__(self, p: Parameters, layer: int, cache: H2OKVCache):
+    def __init__(self, p: Parameters, layer: int, cache: BoundedKVCache):
         self.cache, self.scale, self.attending = cache, p["scale"], p["kind"] == "attending"
         B, T = p["batch"], sum(length * times for length, times in p["calls"])
         Hq, Hk, D = p["query_heads"], p["kv_heads"], p["key_width"]
@@ -268,7 +268,7 @@ class Layer:
         return out
 
 
-def held(cache: H2OKVCache, name: str, most: int) -> np.ndarray:
+def held(cache: BoundedKVCache, name: str, most: int) -> np.ndarray:
     """Positions ("kept") or scores `[B, H, most]` in order of position; unused -1, or 0."""
     store = cache.store
     assert store is not None

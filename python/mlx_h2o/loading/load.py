@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o.loading import demo_model, gguf
 
 PACKAGE = Path(__file__).parents[1]
@@ -81,6 +82,9 @@ def require_model(name: str, path: str) -> None:
 def load(name: str = DEFAULT_MODEL, dtype: mx.Dtype | None = None) -> tuple[nn.Module, Any]:
     """Load a model and its tokenizer.
 
+    A built-in model is computed in float32 on a CPU: for it MLX's matrix products are those of
+    OpenBLAS from then on, where it is installed (`mlx_h2o.use_openblas`).
+
     Args:
         name: A folder or hub id (mlx-lm's own loader reads them), `builtin:recall-4m`,
             `smollm2-135m` (fetched when it is first used), or a `.gguf` file of the llama or qwen2
@@ -96,6 +100,8 @@ def load(name: str = DEFAULT_MODEL, dtype: mx.Dtype | None = None) -> tuple[nn.M
         ValueError: No such model can be found or fetched.
     """
     path = model_path(name)
+    if name.startswith(PREFIX) or name == demo_model.NAME:
+        use_openblas()
     from_file = path.endswith(gguf.SUFFIX)
     model, tokenizer = gguf.load(path) if from_file else _loaded_by_mlx_lm(path, name)
     on_cpu = mx.default_device() == mx.Device(mx.cpu)

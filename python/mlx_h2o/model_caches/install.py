@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import mlx.nn as nn
 
 from mlx_h2o._utils import checks
 from mlx_h2o._utils.patching import replace_everywhere
-from mlx_h2o.budgets.layer_budgets import LayerBudgets
-from mlx_h2o.budgets.profile import Profile
+from mlx_h2o.budgets.options import DEFAULTS, NAMES, CacheOptions
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.integration import routing
 from mlx_h2o.integration.refusals import NothingToBound
 from mlx_h2o.integration.stock_caches import asking, stock_caches, stock_function
 from mlx_h2o.model_caches.make import bounded_caches
-from mlx_h2o.policies import Policy
-from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import DEFAULT_GROUP_SIZE
 
 # What stands in the place of mlx-lm's function now.
 _bounded: Callable[..., list[Any]] | None = None
-# Arguments of `install` whose default is not None.
-_UNSAID = {
-    "remainder": True,
-    "group_size": DEFAULT_GROUP_SIZE,
-    "undo": 0,
-    "positions": "absolute",
-    "profile": "first use",
-}
 
 
 class NothingBounded(UserWarning):
@@ -46,25 +32,7 @@ UNBOUNDED = (
 )
 
 
-def install(
-    max_size: int | None = None,
-    *,
-    max_bytes: int | str | None = None,
-    context: int | None = None,
-    policy: str | Policy | None = None,
-    remainder: bool = True,
-    budgets: str | Path | Profile | LayerBudgets | None = None,
-    bits: int | None = None,
-    k_bits: int | None = None,
-    v_bits: int | None = None,
-    group_size: int = DEFAULT_GROUP_SIZE,
-    recent_bits: int | None = None,
-    undo: int = 0,
-    frames: Sequence[Frame | None] | Literal[False] | str | None = None,
-    positions: str = "absolute",
-    profile: str = "first use",
-    **settings: Any,
-) -> None:
+def install(max_size: int | None = None, **options: Unpack[CacheOptions]) -> None:
     """Route mlx-lm's attention, and, with a size, bound every cache that mlx-lm makes from now on.
 
     With a size, `mlx_lm.models.cache.make_prompt_cache` gives bounded caches in every module that
@@ -73,49 +41,32 @@ def install(
     Called without arguments, it leaves them as they are, and warns if there are none.
 
     Args:
-        max_size: As in `make_prompt_cache`, which explains the others too.
-        max_bytes: Likewise; for each list of caches that is made.
-        context: Likewise.
-        policy: Likewise.
-        remainder: Likewise.
-        budgets: Likewise.
-        bits: Likewise.
-        k_bits: Likewise.
-        v_bits: Likewise.
-        group_size: Likewise.
-        recent_bits: Likewise.
-        undo: Likewise.
-        frames: Likewise.
-        positions: Likewise.
-        profile: Likewise.
-        settings: Likewise.
+        max_size: Tokens' worth of memory per KV head, on average, in each list of caches that is
+            made. Instead of it give `max_bytes`.
+        options: See `CacheOptions`, which explains each.
 
     Raises:
-        ValueError: Settings without a size, or ones that there are not.
+        ValueError: Options without a size, or one that is unknown or invalid.
     """
-    stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
-    given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
-    given |= {"context": context, "recent_bits": recent_bits, "undo": undo, "frames": frames}
-    given |= {"positions": positions, "profile": profile}
+    budgets = options.get("budgets")
     of_layers = checks.is_list(budgets) or callable(budgets)
-    if max_size is None and max_bytes is None and not of_layers:
-        _install_without_a_size(given)
+    if max_size is None and options.get("max_bytes") is None and not of_layers:
+        _install_without_a_size(options)
         return
-    bound = bounding(ModelSettings.of(max_size, max_bytes=max_bytes, **given))
+    bound = bounding(ModelSettings.of(max_size, **options))
     routing.install()
     _replace(bound)
 
 
-def _install_without_a_size(given: dict[str, Any]) -> None:
+def _install_without_a_size(options: CacheOptions) -> None:
     """Route attention alone.
 
     Raises:
-        ValueError: Settings were given, which need a size.
+        ValueError: Options were given, which need a size.
     """
-    named = [name for name, value in given.items() if value != _UNSAID.get(name)]
+    named = [name for name, value in options.items() if value != DEFAULTS.get(name)]
     if named:
-        names = inspect.signature(install).parameters
-        near = checks.suggestion(named[0], names) if named[0] not in names else ""
+        near = checks.suggestion(named[0], ["max_size", *NAMES]) if named[0] not in NAMES else ""
         raise ValueError(f"install() needs max_size or max_bytes with {', '.join(named)}.{near}")
     routing.install()
     if _bounded is None:

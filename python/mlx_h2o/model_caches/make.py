@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from mlx_h2o._utils.byte_size import USUAL_CONTEXT
 from mlx_h2o._utils.cache_lists import entries, replaced
-from mlx_h2o.budgets.layer_budgets import LayerBudgets, slots_given
+from mlx_h2o.budgets.layer_budgets import slots_given
+from mlx_h2o.budgets.options import CacheOptions
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.budgets.settings import CacheSettings, ModelSettings
 from mlx_h2o.budgets.tensor_parallel import ranks_of
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.caches.latent import LatentKVCache
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
+from mlx_h2o.caches.shared import SharedKVCache
 from mlx_h2o.calibration.centres_build import centres_for
 from mlx_h2o.calibration.first_use import first_profile
 from mlx_h2o.calibration.scaling_build import Frames, found_frames, made_frames
@@ -31,33 +36,13 @@ from mlx_h2o.loading.identity import ModelIdentity, architecture
 from mlx_h2o.model_caches.plan import AtHand, planned
 from mlx_h2o.policies import Policy
 from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import DEFAULT_GROUP_SIZE
-from mlx_h2o.storage.pins import Span
 
 #: Bytes of an element of a 16-bit cache.
 PLAIN_ELEMENT = 2
 
 
 def make_prompt_cache(
-    model: nn.Module,
-    max_size: int | None = None,
-    *,
-    max_bytes: int | str | None = None,
-    context: int | None = None,
-    policy: str | Policy | None = None,
-    remainder: bool = True,
-    budgets: str | Path | Profile | LayerBudgets | None = None,
-    bits: int | None = None,
-    k_bits: int | None = None,
-    v_bits: int | None = None,
-    group_size: int = DEFAULT_GROUP_SIZE,
-    recent_bits: int | None = None,
-    undo: int = 0,
-    frames: Sequence[Frame | None] | Literal[False] | str | None = None,
-    positions: str = "absolute",
-    pins: Sequence[Span] = (),
-    profile: str = "first use",
-    **settings: Any,
+    model: nn.Module, max_size: int | None = None, **options: Unpack[CacheOptions]
 ) -> list[Any]:
     """The model's own caches, with every plain KV cache replaced by a bounded one.
 
@@ -65,39 +50,20 @@ def make_prompt_cache(
 
     Args:
         model: An mlx-lm model.
-        max_size: Tokens' worth of memory per KV head, on average, the remainder included.
-        max_bytes: Instead: bytes for all bounded layers and one sequence: a number, "64MB", or
-            "25%" of a 16-bit cache at `context`. Bits, unless you say them, are chosen with the
-            slots by the model's profile, and nothing goes before they are full.
-        context: Tokens that conversations may reach; by default what the model was trained to see.
-        policy: A policy, or its name; the default is "salient" (in models that attend by
-            themselves "distinct", in its form that looks at keys only).
-        remainder: Whether evicted tokens go on answering.
-        budgets: "uniform", a `Profile`, or the path of one; by default the model's own, if it has
-            one. Instead of a size: slots of each of its own caches (`layer_budgets.LayerBudgets`).
-        bits: Store keys and values in 2, 3, 4, 5, 6 or 8 bits; 16 or None: as they come.
-        k_bits: Of keys alone, instead of `bits`.
-        v_bits: Of values alone, instead of `bits`.
-        group_size: Elements that share a scale and a bias: 32, 64 or 128.
-        recent_bits: Of the newest tokens, where that is to differ (16: as they come).
-        undo: How many of the last tokens can be taken back after evictions.
-        frames: Of packed keys: one or None for each cache, or "none"; by default the profile's.
-        positions: "absolute", or "rolling": without the gaps of forgotten tokens
-            (`storage/rope.py`; models with a plain RoPE; needs remainder=False and no bits).
-        pins: Pairs (first, one past the last) of positions never evicted; `mlx_h2o.pin` adds more.
-        profile: "first use": a size in bytes has a model without one measured; "never": not.
-        settings: Fields of the policy to change, such as `sink` or `evict_every`.
+        max_size: Tokens' worth of memory per KV head, on average, the remainder included. Instead
+            of it give `max_bytes`.
+        options: See `CacheOptions`, which explains each.
+
+    Returns:
+        A cache for each entry of the model's own list, to be passed on as `prompt_cache`.
 
     Raises:
-        ValueError: Settings that there are not, do not go together, or do not suit this model.
+        ValueError: An option is unknown or invalid, two exclude each other, or they do not suit
+            this model.
     """
     if is_asked(model):  # by its own make_cache, which was replaced by this function
         return caches_beneath(model)
-    stored = {"bits": bits, "k_bits": k_bits, "v_bits": v_bits, "group_size": group_size}
-    given = {"policy": policy, "remainder": remainder, "budgets": budgets, **stored, **settings}
-    given |= {"max_bytes": max_bytes, "context": context, "recent_bits": recent_bits, "undo": undo}
-    given |= {"frames": frames, "positions": positions, "pins": pins, "profile": profile}
-    return bounded_caches(model, ModelSettings.of(max_size, **given))
+    return bounded_caches(model, ModelSettings.of(max_size, **options))
 
 
 def bounded_caches(
@@ -150,8 +116,8 @@ def bounded_caches(
             pins=settings.pins,
             centres=layer.centres,
         )
-        use = use_of(kind) if attending else "plain rows"
-        cache = BoundedKVCache.of(of_layer, use, layer.share)
+        of_kind = class_for(kind) if attending else PlainRowsKVCache
+        cache = of_kind.of(of_layer, layer.share)
         cache.choice, cache.sharers = plan.choice, kind.sharers
         return cache
 
@@ -189,11 +155,11 @@ def _at_hand(
     return AtHand(profile, frames, given, slots, ropes, centres, why)
 
 
-def use_of(kind: LayerKind) -> str:
-    """Which of `BoundedKVCache.kinds` a layer that attends through this library needs."""
+def class_for(kind: LayerKind) -> type[BoundedKVCache]:
+    """The cache of a layer that attends through this library."""
     if kind.derived:
-        return "latent"
-    return "shared" if kind.sharers > 1 else ""
+        return LatentKVCache
+    return SharedKVCache if kind.sharers > 1 else H2OKVCache
 
 
 def plain_bytes(kind: LayerKind) -> int:

@@ -11,7 +11,7 @@ from mlx_h2o.serve.patterns import check_pattern, matches
 from mlx_h2o.storage.pins import Span, among_first, checked_spans, joined
 
 #: The field among a request's settings.
-FIELD = "mlx_h2o.storage.pins"
+FIELD = "mlx_h2o.pins"
 KINDS = ("roles", "texts", "patterns", "spans")
 #: Of one request, each.
 MOST_RULES = 64

@@ -227,7 +227,7 @@ def change_pins(generator: BoundedGenerator, name: str, body: Any) -> dict[str, 
         ValueError: The body asks for something else, or there is nothing or no room to pin.
     """
     what = _asked(body)
-    require_alone("pins are a request's (its field mlx_h2o.storage.pins), or the server's (--pin).")
+    require_alone("pins are a request's (its field mlx_h2o.pins), or the server's (--pin).")
 
     def change() -> dict[str, Any]:
         idle = find(generator, name)

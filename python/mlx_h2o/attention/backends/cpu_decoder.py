@@ -68,20 +68,21 @@ class CPUDecoder(Decoder):
         )
 
     def step(self, step: DecodeStep) -> mx.array:
+        token = step.token
         out, changed = self._layer.step(
             step.q,
             step.k,
             step.v,
             scale=step.scale,
             sinks=step.sinks,
-            offset=step.offset,
-            heads=list(step.heads),
-            recent=step.recent,
-            undo=step.before is not None,
-            aged_from=step.aged_from,
+            offset=token.offset,
+            heads=list(token.heads),
+            recent=token.recent,
+            undo=token.before is not None,
+            aged_from=token.aged_from,
         )
-        if step.before is not None:
-            step.before.arrays = dict(zip(self._changed_by(step), changed, strict=True))
+        if token.before is not None:
+            token.before.arrays = dict(zip(self._changed_by(token), changed, strict=True))
         return out
 
     @staticmethod
@@ -116,10 +117,10 @@ class CPUDecoder(Decoder):
             q, k, v, scale=scale, sinks=sinks, tokens=plans,
         )  # fmt: skip
 
-    def _changed_by(self, step: DecodeStep) -> list[str]:
+    def _changed_by(self, token: PlannedToken) -> list[str]:
         """What a step hands out, in the order of the extension."""
         names = []
-        overwrites = any(head.victim >= 0 for head in step.heads)
+        overwrites = any(head.victim >= 0 for head in token.heads)
         if overwrites:
             names += ["slot", *self._rows, "slots.positions"]
             names += [f"slots.{name}" for name in self._lengths]
@@ -127,10 +128,10 @@ class CPUDecoder(Decoder):
             names.append("slots.scores")
         if overwrites and self._remembers:
             names += [f"remainder.{name}" for name in STATISTICS]
-        if any(head.choose for head in step.heads):
+        if any(head.choose for head in token.heads):
             names.append("victims")
-        if step.recent is not None:
-            if step.recent.leaving:
+        if token.recent is not None:
+            if token.recent.leaving:
                 names += [*self._recent_rows, *(f"recent.{name}" for name in self._lengths)]
             names += ["recent.scores"] if self._scored else []
         return names

@@ -66,11 +66,7 @@ class DecodeStep(NamedTuple):
         v: `[B, H, 1, Dv]`, the new value.
         scale: Factor on q.k.
         sinks: Attention-sink logits `[Hq]`.
-        offset: The next logical position.
-        heads: One plan for each KV head.
-        recent: What happens in the recent window, if there is one.
-        before: Takes the arrays that the step changes, as they are before it.
-        aged_from: The position from which ages count.
+        token: What the layer planned for it.
     """
 
     q: mx.array
@@ -78,11 +74,7 @@ class DecodeStep(NamedTuple):
     v: mx.array
     scale: float
     sinks: mx.array | None
-    offset: int
-    heads: tuple[HeadPlan, ...]
-    recent: RecentStep | None = None
-    before: StepBefore | None = None
-    aged_from: int = 0
+    token: PlannedToken
 
 
 @dataclass

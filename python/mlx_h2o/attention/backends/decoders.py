@@ -66,7 +66,7 @@ def step_together(
         return CPUDecoder.step_together(of_cpu, tokens, call.q, k, v, call.scale, call.sinks)
     q, k, v = (mx.split(rows, len(decoders)) for rows in (call.q, k, v))
     outs = [
-        decoder.step(DecodeStep(q[i], k[i], v[i], call.scale, call.sinks, *token))
+        decoder.step(DecodeStep(q[i], k[i], v[i], call.scale, call.sinks, token))
         for i, (decoder, token) in enumerate(zip(decoders, tokens, strict=True))
     ]
     return mx.concatenate(outs, axis=0)

@@ -82,13 +82,14 @@ class GPUDecoder(Decoder):
             self.nbytes += self._slots.norms.nbytes
 
     def step(self, step: DecodeStep) -> mx.array:
-        assert step.recent is None
-        if step.before is not None:
-            step.before.arrays = self._changed_by(step.heads)
-            self._victims = after(self._victims, step.before.arrays.values())
+        token = step.token
+        assert token.recent is None
+        if token.before is not None:
+            token.before.arrays = self._changed_by(token.heads)
+            self._victims = after(self._victims, token.before.arrays.values())
         sink, every = self._settings.policy.sink, self._settings.policy.evict_every
         slots = self._slots.keys.shape[1]
-        plan = StepPlan(step.offset, slots, sink, every, step.heads, step.aged_from)
+        plan = StepPlan(token.offset, slots, sink, every, token.heads, token.aged_from)
         written, remainder = overwrite(
             self._launcher,
             plan,

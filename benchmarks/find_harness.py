@@ -1,0 +1,10 @@
+"""The host harness of tests/metal, for benchmarks that count what kernels do there."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "metal"))
+
+import harness
+
+__all__ = ["harness"]

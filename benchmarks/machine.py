@@ -1,0 +1,79 @@
+"""What ran the benchmark: the machine, its caches, the kernels' threads, and how busy it was."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from mlx_h2o.attention.backends import choice
+from mlx_h2o.evaluate.machine import load_average, machine
+
+# Where the system does not tell how large its caches are.
+USUAL_CACHE = 64 << 20
+# A core that others keep this busy makes times worth little (ratios a little more).
+BUSY = 0.5
+
+
+class Probe(Protocol):
+    """How fast this machine reads memory and hands out work (benchmarks/native)."""
+
+    def read_bandwidth(self, bytes: int, *, threads: int) -> float:
+        """Bytes per second of plain reads of so many bytes, on so many threads."""
+
+    def job_seconds(
+        self, *, pooled: bool, threads: int, jobs: int, items: int, steps: int = 0, gap: int = 0
+    ) -> list[float]:
+        """Seconds of each job.
+
+        Args:
+            pooled: Whether the kernels' thread pool hands the items out; else one thread does all.
+            threads: Of the pool.
+            jobs: How many are timed.
+            items: Parts of a job.
+            steps: Multiplications of an item.
+            gap: Multiplications between two jobs.
+        """
+
+
+def probe() -> Probe:
+    """The compiled probe, which only an editable installation has (python/CMakeLists.txt).
+
+    Raises:
+        ValueError: It is not installed here.
+    """
+    try:
+        return cast(Probe, import_module("mlx_h2o._machine"))
+    except ImportError as error:
+        raise ValueError("It takes an editable installation, as `make` makes it.") from error
+
+
+def require_kernels() -> None:
+    """Raise ValueError unless the CPU kernels are there."""
+    if choice.cpu() is None:
+        raise ValueError(
+            "The benchmark measures the CPU kernels, and the extension is not installed here."
+        )
+
+
+def describe() -> dict[str, Any]:
+    """The machine and the kernels' part of it, as JSON types."""
+    from mlx_h2o import _ext
+
+    kernels = {"threads": _ext.threads(), "isa": _ext.isa(), "cache_bytes": cache_bytes()}
+    return {**machine(), **kernels}
+
+
+def cache_bytes() -> int:
+    """Size of the last-level cache."""
+    sizes = [
+        int(file.read_text().strip().removesuffix("K")) << 10
+        for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
+    return max(sizes, default=USUAL_CACHE)
+
+
+def is_busy() -> bool:
+    """Whether others use this machine now."""
+    return load_average() > BUSY * (os.cpu_count() or 1)

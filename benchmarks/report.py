@@ -1,0 +1,345 @@
+"""The benchmark's results as JSON and as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks import attention, batch, model, products
+from benchmarks.figures import Figure, attention_figures, batch_figures, model_figures
+from benchmarks.measuring import Samples
+from benchmarks.threads import ALONE, POOL, Handing
+
+CellsOf = Callable[[attention.Result], Sequence[str]]
+# The columns that say which case a row is.
+CASE = ("heads, KV heads, width", "slots", "dtype")
+
+
+@dataclass
+class Report:
+    """Everything one run measured; parts that were left out are empty or None.
+
+    Attributes:
+        machine: See `machine.describe`.
+        settings: The run's options.
+        attention: One result a case.
+        decoding: Seconds per token.
+        prompt: Seconds to the first token.
+        batch: Seconds per step of a batch.
+        threads: Times of handing out work.
+        products: Times of matrix products.
+    """
+
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    attention: list[attention.Result] = field(default_factory=list)
+    decoding: Samples | None = None
+    prompt: Samples | None = None
+    batch: Samples | None = None
+    threads: list[Handing] = field(default_factory=list)
+    products: list[products.Product] = field(default_factory=list)
+
+    def figures(self) -> list[Figure]:
+        """What was aimed at, as far as it was measured."""
+        figures = attention_figures(self.attention)
+        if self.decoding and self.prompt:
+            figures += model_figures(self.decoding, self.prompt)
+        if self.batch:
+            figures += batch_figures(self.batch)
+        return figures
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as JSON types."""
+        return {
+            "machine": self.machine,
+            "settings": self.settings,
+            "attention": [result.as_json() for result in self.attention],
+            "decoding": decoding_json(self.decoding),
+            "prompt": prompt_json(self.prompt),
+            "batch": batch_json(self.batch),
+            "threads": [kind.as_json() for kind in self.threads],
+            "products": [product.as_json() for product in self.products],
+            "figures": [{**asdict(f), "reached": f.reached} for f in self.figures()],
+        }
+
+    def tables(self) -> list[Table]:
+        """One table for each part that was measured."""
+        tables = []
+        if self.attention:
+            tables += [table(self.attention) for table in (times_table, speeds_table, prices_table)]
+            if packed := [result for result in self.attention if result.case.packs]:
+                tables.append(packed_table(packed))
+        if self.decoding:
+            tables.append(decoding_table(self.decoding))
+        if self.prompt:
+            tables.append(prompt_table(self.prompt))
+        if self.batch:
+            tables.append(batch_table(self.batch, self.settings["streams"]))
+        if self.threads:
+            tables.append(threads_table(self.threads))
+        if self.products:
+            tables.append(products_table(self.products))
+        if self.figures():
+            tables.append(figures_table(self.figures()))
+        return tables
+
+
+def decoding_json(samples: Samples | None) -> dict[str, Any] | None:
+    """Tokens per second, and ratios to the two baselines."""
+    if samples is None:
+        return None
+    arms: dict[str, Any] = {}
+    for arm, found in samples.as_json().items():
+        arms[arm] = {
+            **found,
+            "tokens_per_second": 1 / found["seconds"],
+            "over_streaming": samples.speed(arm, model.STREAMING),
+            "over_window": samples.speed(arm, model.WINDOW),
+        }
+    return arms
+
+
+def prompt_json(samples: Samples | None) -> dict[str, Any] | None:
+    """Seconds, and ratios to the plain cache's."""
+    if samples is None:
+        return None
+    return {
+        arm: {**found, "time_over_plain": samples.ratio(arm, model.PLAIN)}
+        for arm, found in samples.as_json().items()
+    }
+
+
+def batch_json(samples: Samples | None) -> dict[str, Any] | None:
+    """Seconds per step, and ratios to streaming and to mlx-lm's batch."""
+    if samples is None:
+        return None
+    return {
+        arm: {
+            **found,
+            "over_streaming": samples.speed(arm, batch.STREAMING),
+            "over_mlx_lm": samples.speed(arm, batch.WINDOW),
+        }
+        for arm, found in samples.as_json().items()
+    }
+
+
+def numbers(title: str, *columns: str) -> Table:
+    """A table whose first column is text."""
+    table = Table(title=title)
+    table.add_column(columns[0])
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    return table
+
+
+def of_cases(results: list[attention.Result], table: Table, cells: CellsOf) -> Table:
+    """A table with one row a case, whose cells a function gives."""
+    for result in results:
+        case = result.case
+        table.add_row(str(case.shape), f"{case.slots}", case.dtype, *cells(result))
+    return table
+
+
+def times_table(results: list[attention.Result]) -> Table:
+    """Milliseconds of MLX and ours."""
+    arms = (attention.MLX, attention.OFF, attention.SCORES, attention.MASS, *attention.STEPS)
+    table = numbers("attention for one token, milliseconds", *CASE, *arms)
+    return of_cases(
+        results, table, lambda r: [f"{1e3 * r.samples.median(arm):.3f}" for arm in arms]
+    )
+
+
+def speeds_table(results: list[attention.Result]) -> Table:
+    """How many times as fast as MLX, and the share of the read bandwidth."""
+    arms = (attention.OFF, attention.SCORES, attention.STEP_DISTINCT)
+    table = numbers(
+        "times as fast as MLX, and share of the bandwidth of a plain read",
+        *CASE,
+        "read, GB/s",
+        *arms,
+    )
+    return of_cases(
+        results,
+        table,
+        lambda r: [
+            f"{r.bandwidth / 1e9:.1f}",
+            *(
+                f"{r.samples.speed(arm, attention.MLX):.1f}x, {r.share_of_bandwidth(arm):.0%}"
+                for arm in arms
+            ),
+        ],
+    )
+
+
+def prices_table(results: list[attention.Result]) -> Table:
+    """What each thing costs over going without."""
+    table = numbers(
+        "how much longer it takes",
+        *CASE,
+        "scores",
+        "mass only",
+        "ragged heads",
+        "ragged, fused step",
+        "h2o's step",
+        "distinct's step",
+    )
+
+    def cells(result: attention.Result) -> list[str]:
+        measured = result.samples.arms
+        return [
+            f"{result.price(arm, base):+.1%}" if arm in measured and base in measured else "-"
+            for arm, base in attention.PRICES.values()
+        ]
+
+    return of_cases(results, table, cells)
+
+
+def packed_table(results: list[attention.Result]) -> Table:
+    """Milliseconds with scores over dense and packed rows, and what they gain."""
+    arms = (attention.SCORES, *attention.PACKED, attention.COMPOSITE)
+    table = numbers(
+        "attention with scores over packed rows, milliseconds and times as fast as dense",
+        *CASE,
+        "dense",
+        *arms[1:],
+        "8 bits over mlx-lm",
+    )
+
+    def cells(result: attention.Result) -> list[str]:
+        samples = result.samples
+        return [
+            f"{1e3 * samples.median(attention.SCORES):.3f}",
+            *(
+                f"{1e3 * samples.median(arm):.3f}, {samples.speed(arm, attention.SCORES):.2f}x"
+                for arm in arms[1:]
+            ),
+            f"{samples.speed(attention.EIGHT, attention.COMPOSITE):.1f}x",
+        ]
+
+    return of_cases(results, table, cells)
+
+
+def decoding_table(samples: Samples) -> Table:
+    """Tokens per second."""
+    table = numbers(
+        "decoding inside the budget", "cache", "tokens/s", "over streaming", "over the window"
+    )
+    for arm in samples.arms:
+        table.add_row(
+            arm,
+            f"{1 / samples.median(arm):.1f}",
+            f"{samples.speed(arm, model.STREAMING):.3f}",
+            f"{samples.speed(arm, model.WINDOW):.3f}",
+        )
+    return table
+
+
+def prompt_table(samples: Samples) -> Table:
+    """Seconds to the first token."""
+    table = numbers("reading the prompt", "cache", "seconds", "time over plain")
+    for arm in samples.arms:
+        ratio = samples.ratio(arm, model.PLAIN)
+        table.add_row(arm, f"{samples.median(arm):.2f}", f"{ratio:.3f}")
+    return table
+
+
+def batch_table(samples: Samples, streams: int) -> Table:
+    """Tokens per second of all sequences together."""
+    table = numbers(
+        f"a batch of {streams} decoding inside the budget",
+        "caches", "tokens/s, all together", "over streaming", "over mlx-lm's own batch",
+    )  # fmt: skip
+    for arm in samples.arms:
+        table.add_row(
+            arm,
+            f"{streams / samples.median(arm):.1f}",
+            f"{samples.speed(arm, batch.STREAMING):.3f}",
+            f"{samples.speed(arm, batch.WINDOW):.3f}",
+        )
+    return table
+
+
+def threads_table(kinds: list[Handing]) -> Table:
+    """Microseconds of a job by work and gap."""
+    gaps = sorted({kind.gap for kind in kinds})
+    table = numbers(
+        "a job alone / with the pool, microseconds, by the time since the last",
+        "work",
+        *(f"after {gap} us" for gap in gaps),
+    )
+    for work in sorted({kind.work for kind in kinds}):
+        of_work = {kind.gap: kind.samples for kind in kinds if kind.work == work}
+        table.add_row(
+            f"{work} us",
+            *(
+                f"{1e6 * of_work[gap].median(ALONE):.1f} / {1e6 * of_work[gap].median(POOL):.1f}"
+                for gap in gaps
+            ),
+        )
+    return table
+
+
+def products_table(found: list[products.Product]) -> Table:
+    """Milliseconds with both BLAS."""
+    table = numbers(
+        "a float32 matrix product, milliseconds",
+        "rows, columns, terms",
+        products.LINKED,
+        products.OPENBLAS,
+        "times as fast",
+    )
+    for product in found:
+        samples = product.samples
+        times = (f"{1e3 * samples.median(arm):.3f}" for arm in samples.arms)
+        gain = samples.speed(products.OPENBLAS, products.LINKED)
+        table.add_row(", ".join(map(str, product.shape)), *times, f"{gain:.1f}")
+    return table
+
+
+def figures_table(figures: list[Figure]) -> Table:
+    """Ratios of times: what bounded memory costs in speed, or gains."""
+    table = numbers("ratios", "", "measured", "quietest rounds", "worst case", "better is")
+    for f in figures:
+        values = (f"{value:.3g}" for value in (f.value, f.quiet, f.worst))
+        table.add_row(f.name, *values, "more" if f.at_least else "less")
+    return table
+
+
+def meaning(report: Report) -> list[str]:
+    """What the figures mean for who runs a model here, in a line each."""
+    lines = []
+    if report.decoding:
+        arm, window = model.DEFAULT, model.WINDOW
+        lines.append(
+            f"A conversation in bounded memory ({arm}) decodes "
+            f"{1 / report.decoding.median(arm):.1f} tokens/s, "
+            f"{_compared(report.decoding.speed(arm, window))} mlx-lm's sliding window of as many "
+            "tokens, however long it gets."
+        )
+    if report.prompt:
+        ratio = report.prompt.ratio(model.DEFAULT, model.PLAIN)
+        lines.append(
+            f"Reading a prompt takes {ratio:.2f} times as long as with mlx-lm's full cache."
+        )
+    if report.batch:
+        lines.append(
+            f"{report.settings['streams']} conversations at once decode "
+            f"{report.settings['streams'] / report.batch.median(batch.DEFAULT):.1f} tokens/s "
+            f"together, {_compared(report.batch.speed(batch.DEFAULT, batch.WINDOW))} mlx-lm's own "
+            "batch."
+        )
+    if report.attention:
+        speeds = [r.samples.speed(attention.SCORES, attention.MLX) for r in report.attention]
+        lines.append(
+            "Attention for one token, with the scores that eviction needs, is "
+            f"{min(speeds):.1f} to {max(speeds):.1f} times as fast as MLX's without them."
+        )
+    return lines
+
+
+def _compared(speed: float) -> str:
+    """A ratio of speeds, in words."""
+    return f"{speed:.2f} times the speed of"

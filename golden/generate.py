@@ -1,0 +1,152 @@
+"""Writes golden vectors, by the definition and nothing faster; docs/golden.md tells the format.
+
+    python -m golden.generate [--out golden] [--groups NAME ...]
+
+The cases are those of `mlx_h2o.golden`, which replays them (`mlx_h2o golden verify`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_h2o._utils.blas import use_openblas
+from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o.attention.backends.choice import only_reference
+from mlx_h2o.golden import manifest
+from mlx_h2o.golden.group import Arrays, Group, Parameters
+from mlx_h2o.golden.groups import GROUPS
+from mlx_h2o.golden.manifest import Case, GoldenError
+from mlx_h2o.golden.margins import LEAST_MARGIN
+
+# Seeds tried until no choice of a case is a near-tie.
+SEEDS = 16
+
+
+def generate(
+    folder: Path,
+    groups: Sequence[str] = tuple(GROUPS),
+    progress: Callable[[str], None] = lambda case: None,
+) -> list[Case]:
+    """Write the golden vectors of some groups into a folder; others that it has stay.
+
+    Args:
+        folder: Made if it is missing.
+        groups: Names.
+        progress: Called with each case's name.
+
+    Raises:
+        GoldenError: A case has near-ties with every seed that was tried.
+    """
+    cases: list[Case] = []
+    arrays: dict[str, Arrays] = {}
+    with only_reference():
+        for name in groups:
+            group, of_group = GROUPS[name], dict[str, mx.array]()
+            for case_name, parameters in group.cases():
+                progress(f"{name}/{case_name}")
+                chosen, inputs, results, margin = clear_of_ties(group, case_name, parameters)
+                for kind, found in (("in", inputs), ("out", results)):
+                    for array_name, array in found.items():
+                        mx.eval(array)
+                        of_group[f"{case_name}/{kind}.{array_name}"] = array
+                noted = None if math.isinf(margin) else margin
+                cases.append(Case(name, case_name, chosen, noted))
+            arrays[name] = of_group
+        write(folder, cases, arrays, tuple(GROUPS))
+    return cases
+
+
+def clear_of_ties(
+    group: Group, name: str, parameters: Parameters
+) -> tuple[Parameters, Arrays, Arrays, float]:
+    """Parameters with the first seed that leaves no choice to rounding, inputs, results, margin.
+
+    Raises:
+        GoldenError: There is none.
+    """
+    best = 0.0
+    for attempt in range(SEEDS):
+        tried = {**parameters, "seed": parameters["seed"] + attempt}
+        inputs = group.inputs(tried)
+        results, margin = group.watched(tried, inputs)
+        if margin >= LEAST_MARGIN:
+            return tried, inputs, results, margin
+        best = max(best, margin)
+    raise GoldenError(
+        f"Case {name} leaves choices to rounding: its margin is {best:.1e}, below {LEAST_MARGIN}."
+    )
+
+
+def write(
+    folder: Path, cases: Sequence[Case], arrays: dict[str, Arrays], order: Sequence[str] = ()
+) -> None:
+    """Write the files of some groups, beside those of others that lie there.
+
+    Args:
+        folder: Made if it is missing.
+        cases: Of these groups.
+        arrays: By group and then by "case/in.name" or "case/out.name".
+        order: All groups, as they follow each other in the manifest.
+
+    Raises:
+        GoldenError: What lies there of other groups is damaged.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    others = set(order) - set(arrays)
+    if others and (folder / manifest.FILE_NAME).exists():
+        kept = [case for case in manifest.read(folder, others).cases if case.group in others]
+        cases = [*cases, *kept]
+    places = {group: i for i, group in enumerate(order)}
+    cases = sorted(cases, key=lambda case: places.get(case.group, 0))
+    for group, of_group in arrays.items():
+        metadata = {"format": manifest.FORMAT, "schema": str(manifest.SCHEMA), "group": group}
+        mx.save_safetensors(str(folder / f"{group}.safetensors"), dict(of_group), metadata)
+    names = [f"{group}.safetensors" for group in dict.fromkeys(case.group for case in cases)]
+    (folder / manifest.CASES_NAME).write_text("\n".join(manifest.flat_text(cases)) + "\n")
+    head = {
+        "format": manifest.FORMAT,
+        "schema": manifest.SCHEMA,
+        "versions": {"mlx_h2o": version("mlx-h2o"), "mlx": version("mlx")},
+        "platform": f"{platform.system()} {platform.machine()}",
+        "least_margin": LEAST_MARGIN,
+        "tolerances": manifest.TOLERANCES,
+        "files": {name: manifest.digest(folder / name) for name in (*names, manifest.CASES_NAME)},
+    }
+    lines = [json.dumps(vars(case), separators=(",", ":")) for case in cases]
+    text = json.dumps(head, indent=1)[:-2] + ',\n "cases": [\n' + ",\n".join(lines) + "\n ]\n}\n"
+    (folder / manifest.FILE_NAME).write_text(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    """What understands the command line."""
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--out", type=Path, default=Path(__file__).parent, metavar="DIR")
+    made.add_argument(
+        "--groups", nargs="+", choices=GROUPS, metavar="NAME", default=tuple(GROUPS),
+        help=f"only some of {', '.join(GROUPS)}",
+    )  # fmt: skip
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write, and say how many cases."""
+    args = parser().parse_args(argv)
+    use_openblas()
+    with progress_bar("generating", transient=True) as bar:
+        cases = generate(args.out, args.groups, bar.about)
+    size = sum(path.stat().st_size for path in args.out.iterdir() if path.is_file())
+    print(f"{len(cases)} cases, {size:,} bytes in {args.out}.")
+
+
+if __name__ == "__main__":
+    main()

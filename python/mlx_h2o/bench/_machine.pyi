@@ -1,6 +1,0 @@
-"""How fast this machine reads memory and hands out work (python/src/bench)."""
-
-def read_bandwidth(bytes: int, *, threads: int) -> float: ...
-def job_seconds(
-    *, pooled: bool, threads: int, jobs: int, items: int, steps: int = 0, gap: int = 0
-) -> list[float]: ...

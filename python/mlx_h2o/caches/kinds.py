@@ -1,0 +1,34 @@
+"""Which class of cache a saved one was."""
+
+from __future__ import annotations
+
+import json
+
+import mlx.core as mx
+
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.caches.latent import LatentKVCache
+from mlx_h2o.caches.plain_rows import PlainRowsKVCache
+from mlx_h2o.caches.shared import SharedKVCache
+
+CLASSES = (H2OKVCache, PlainRowsKVCache, LatentKVCache, SharedKVCache)
+
+
+def restored(state: tuple[dict[str, mx.array], str]) -> BoundedKVCache:
+    """A cache of the class that a `state` was taken from.
+
+    Args:
+        state: Arrays by name, and the configuration as JSON.
+
+    Raises:
+        ValueError: It is no state of a bounded cache.
+    """
+    try:
+        config = json.loads(state[1])
+        found = [cls for cls in CLASSES if cls.is_described_by(config)]
+    except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise ValueError(f"This is no state of a bounded cache: {error!r}.") from error
+    if not found:
+        raise ValueError("This is the state of no kind of cache that there is.")
+    return found[0].from_state(state)

@@ -1,0 +1,47 @@
+"""What measures: the processor, what is installed, and how busy the machine is."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mlx_h2o._utils.blas import blas
+
+
+def machine() -> dict[str, Any]:
+    """What measures: processor, system, versions and BLAS, as JSON types."""
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count() or 1,
+        "blas": blas(),
+        "load": load_average(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("mlx", "mlx-lm", "mlx-h2o")},
+        },
+        "date": date.today().isoformat(),
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    if platform.system() == "Darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def load_average() -> float:
+    """Threads that wanted to run in the last minute, on average."""
+    return round(os.getloadavg()[0], 2)

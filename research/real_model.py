@@ -1,0 +1,221 @@
+"""What packing, policies and shares of slots cost a real model in perplexity.
+
+    python -m research.real_model rows TEXT          rows packed alone: plain, in the shipped frame
+    python -m research.real_model policies TEXT      uniform budgets at 1/4 of the tokens
+    python -m research.real_model shares TEXT PROFILE
+                                                  shares of slots by a profile, 16 and fewer bits
+
+All are simulated (`research.simulation`): quality only, nothing is saved. TEXT must not be
+what the frames and curves are made of, which is the package's calibration text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+import mlx_h2o
+from mlx_h2o.budgets.profile import Profile
+from mlx_h2o.budgets.profile_store import found_profile
+from mlx_h2o.calibration.scaling_build import found_frames, frames_of
+from mlx_h2o.evaluate.perplexity import samples_of
+from mlx_h2o.integration.layer_probe import identity_by_kinds, layer_kinds
+from mlx_h2o.loading.load import CALIBRATION_TEXT
+from mlx_h2o.storage.key_scaling import Frame, RowFormat
+from research.simulation import (
+    DISTINCT,
+    H2O,
+    MASS_RATE,
+    SALIENT,
+    SILENT,
+    WINDOW,
+    Setting,
+    SimulatedCache,
+)
+
+FRAME_PASSES = 3
+#: Bits of the rows of 16-bit numbers that budgets are counted in.
+PLAIN_BITS = 16
+
+
+class RowsAsStored(KVCache):
+    """A full cache whose rows are what a format makes of them."""
+
+    def __init__(self, row_format: RowFormat):
+        super().__init__()
+        self.row_format = row_format
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        return super().update_and_fetch(self.row_format.keys(keys), self.row_format.values(values))
+
+
+def report(name: str, nll: Sequence[float], full: Sequence[float], *columns: str) -> None:
+    """One line: perplexity and loss, then columns of one's own."""
+    perplexity = math.exp(statistics.fmean(nll))
+    print(f"| {name} | {perplexity:.3f} | {' | '.join([lost(nll, full), *columns])} |", flush=True)
+
+
+def lost(nll: Sequence[float], beside: Sequence[float]) -> str:
+    """Loss in perplexity and its standard error over the samples, which are paired."""
+    worse = [a - b for a, b in zip(nll, beside, strict=True)]
+    return f"{math.expm1(statistics.fmean(worse)):+.2%} ± {standard_error(worse):.2%}"
+
+
+def standard_error(of_samples: Sequence[float]) -> float:
+    """Of the mean; no number where there is one sample."""
+    if len(of_samples) < 2:
+        return math.nan
+    return float(statistics.stdev(of_samples) / len(of_samples) ** 0.5)
+
+
+def calibration_passes(tokenizer: Any, count: int, length: int) -> mx.array:
+    """Token ids `[count, length]` of the bundled calibration text."""
+    return samples_of(tokenizer.encode(CALIBRATION_TEXT.read_text()), count, length, None)
+
+
+def formats_of(model: nn.Module, tokenizer: Any, length: int, bits: int) -> list[RowFormat]:
+    """Every layer's row format in the frame."""
+    passes = calibration_passes(tokenizer, FRAME_PASSES, length)
+    frames = frames_of(model, [passes[i : i + 1] for i in range(FRAME_PASSES)])
+    return [RowFormat(bits, bits, frame=frame) for frame in frames]
+
+
+def shipped_frames(model: nn.Module, context: int) -> list[Frame]:
+    """Those that caches of the model get for so many tokens."""
+    kinds = layer_kinds(model)
+    identity = identity_by_kinds(model, kinds)
+    found = found_frames(identity, found_profile(model, identity))
+    if not found:
+        sys.exit("The model has no frames: make a profile first (mlx_h2o calibrate).")
+    of_layers = found[min((c for c in found if c >= context), default=max(found))]
+    return [Frame(mx.array(centre), mx.array(scale)) for centre, scale in of_layers]
+
+
+def rows(model: nn.Module, samples: mx.array) -> None:
+    """Every format, one pass over the samples."""
+    frames = shipped_frames(model, samples.shape[1])
+    formats: dict[str, list[RowFormat]] = {}
+    for bits in (8, 4):
+        formats[f"mlx-lm's, {bits} bits"] = [RowFormat(bits, bits, by_range=False)] * len(frames)
+    for bits, group in ((8, 64), (6, 64), (6, 32), (5, 64), (5, 32), (4, 64), (4, 32)):
+        name = f"in the frame, {bits} bits, groups of {group}"
+        formats[name] = [RowFormat(bits, bits, group, frame=frame) for frame in frames]
+    full = nats(model, samples, make_prompt_cache)
+    print("| what | perplexity | loss |\n|---|---:|---:|")
+    report("full cache", full, full)
+    for name, of_layers in formats.items():
+        nll = nats(model, samples, lambda _, of=of_layers: [RowsAsStored(f) for f in of])
+        report(name, nll, full)
+
+
+def nats(
+    model: nn.Module, samples: mx.array, make: Callable[[nn.Module], list[Any]], first: int = 0
+) -> list[float]:
+    """Nats per token of each sample, of the tokens after `first`."""
+    losses: list[float] = []
+    for i in range(samples.shape[0]):
+        tokens = samples[i : i + 1]
+        logits = model(tokens[:, :-1], cache=make(model))[:, first:].astype(mx.float32)
+        losses.append(nn.losses.cross_entropy(logits, tokens[:, first + 1 :]).mean().item())
+    return losses
+
+
+def simulate(model: nn.Module, samples: mx.array, settings: Sequence[Setting], first: int) -> None:
+    """All settings side by side, token by token; scored from token `first` on.
+
+    The first setting is the full cache, the second what the others are compared with. Divergence is
+    that of next-token distributions from the full cache's (KL, 1000 to a nat): what a text that the
+    model itself wrote would lose on average.
+    """
+    (n, T), count = samples.shape, len(settings)
+    tokens = mx.concatenate([samples] * count)
+    caches = [SimulatedCache(settings, i, T) for i in range(len(model.layers))]
+    total, apart = mx.zeros(n * count), mx.zeros(n * count)
+    for i in range(T - 1):
+        logits = model(tokens[:, i : i + 1], cache=caches)[:, -1].astype(mx.float32)
+        logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        if i + 1 >= first:
+            total = total + nn.losses.cross_entropy(logits, tokens[:, i + 1])
+            full = mx.concatenate([logs[:n]] * count)
+            apart = apart + (mx.exp(full) * (full - logs)).sum(axis=-1)
+        mx.eval(total, apart, [cache.state for cache in caches])
+        if i % 64 == 0:
+            print(f"token {i} of {T}", file=sys.stderr)
+    print("| what | perplexity | loss | beside the second line | divergence |")
+    print("|---|---:|---:|---:|---:|")
+    nll, far = ((x / (T - first)).reshape(count, n).tolist() for x in (total, apart * 1000))
+    for setting, losses, d in zip(settings, nll, far, strict=True):
+        divergence = f"{statistics.fmean(d):.2f} ± {standard_error(d):.2f}"
+        report(setting.name, losses, nll[0], lost(losses, nll[1]), divergence)
+
+
+def policies(model: nn.Module, samples: mx.array) -> None:
+    """Uniform budgets at 1/4, 16-bit rows."""
+    slots = samples.shape[1] // 4
+    heads = model.args.num_key_value_heads
+    uniform = [[slots] * heads] * len(model.layers)
+    settings = [
+        Setting("full cache"),
+        Setting("window", uniform, SILENT, WINDOW),
+        Setting("h2o", uniform, SILENT, H2O),
+        Setting("distinct, second order", uniform, 4.0, DISTINCT),
+        Setting("salient, no remainder", uniform, SILENT, SALIENT),
+        Setting("salient, first order", uniform, 0.0, SALIENT),
+        Setting("salient, second order", uniform, 4.0, SALIENT),
+        Setting("mass per step, first order", uniform, 0.0, MASS_RATE),
+    ]
+    simulate(model, samples, settings, slots)
+
+
+def shares(model: nn.Module, tokenizer: Any, samples: mx.array, profile: Profile) -> None:
+    """The policy's own shares and orders at 1/4 and 1/8 of the bytes, in several widths."""
+    T = samples.shape[1]
+    width = layer_kinds(model)[0].widths.key
+    settings = [Setting("full cache")]
+    for part, bits in ((4, PLAIN_BITS), (4, 6), (8, PLAIN_BITS), (8, 6), (8, 5)):
+        formats = formats_of(model, tokenizer, T, bits) if bits < PLAIN_BITS else None
+        row = formats[0] if formats else RowFormat()
+        plain = RowFormat().row_bytes(width, width)
+        budgets = profile.budgets(min(T // part * plain // row.row_bytes(width, width), T))
+        orders = profile.saturation(budgets)
+        settings.append(Setting(f"1/{part}, {bits} bits", budgets, orders, SALIENT, formats))
+    simulate(model, samples, settings, T // 4)
+
+
+def parser() -> argparse.ArgumentParser:
+    """What understands the command line."""
+    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    made.add_argument("what", choices=("rows", "policies", "shares"))
+    made.add_argument("paths", nargs="+", type=Path)
+    made.add_argument("--model", default="smollm2-135m")
+    made.add_argument("--samples", type=int, default=4)
+    made.add_argument("--tokens", type=int, default=1024)
+    return made
+
+
+def main() -> None:
+    """Parse and run; tables are Markdown."""
+    args = parser().parse_args()
+    mlx_h2o.install()
+    model, tokenizer = mlx_h2o.load(args.model)
+    text = tokenizer.encode(args.paths[0].read_text())
+    samples = samples_of(text, args.samples, args.tokens, None)
+    if args.what == "rows":
+        rows(model, samples)
+    elif args.what == "policies":
+        policies(model, samples)
+    else:
+        shares(model, tokenizer, samples, Profile.load(args.paths[1]))
+
+
+if __name__ == "__main__":
+    main()
