@@ -1,6 +1,6 @@
 """Draw one head's key channels as the model makes them, and in the frame they are packed in.
 
-    python tools/draw_frames.py [OUT]       docs/frames.png by default
+    python tools/draw_frames.py [OUT]       docs/reference/key-scaling.png by default
 
 The keys are of a text that the frame has not seen; the head is the one whose channels are the most
 unlike, unless `--layer` and `--head` say which.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/models.md: what bounded caches do with every model of the mlx-lm that is installed.
+"""Write docs/reference/models.md: what bounded caches do with every model of the installed mlx-lm.
 
 Each model is run as tests/model_caches/test_model_coverage.py runs it (tests/model_matrix.py):
 minutes. With names of models their rows alone are run anew, and the others stay.
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from model_coverage import BOUNDED, PARTLY, REFUSED, SMALL, model_names  # noqa: E402
 from model_matrix import COLUMNS, LENGTHS, YES, line_of  # noqa: E402
 
-PAGE = ROOT / "docs/models.md"
+PAGE = ROOT / "docs/reference/models.md"
 HEAD = """# Models
 
 Every module of `mlx_lm.models` that is a model, tiny and with random weights, through \
@@ -135,7 +135,10 @@ def main(arguments: Sequence[str]) -> int:
             failed.append(name)
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
     if failed:
-        print(f"docs/models.md was left as it is: {', '.join(failed)} failed.", file=sys.stderr)
+        print(
+            f"docs/reference/models.md was left as it is: {', '.join(failed)} failed.",
+            file=sys.stderr,
+        )
         return 1
     PAGE.write_text(page_of([lines[name] for name in sorted(lines)]), encoding="utf-8")
     return 0
