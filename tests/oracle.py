@@ -2,8 +2,8 @@
 
 Written from docs/how-it-works/design.md and the policies' docstrings, not from cache.py: it keeps
 every row that ever came, per KV head only a set of positions that are still held, recomputes
-attention over them token by token and the remainder from the list of all evicted rows, and sorts plain
-Python lists to choose. Nothing here is incremental, vectorised over heads, or in place.
+attention over them token by token and the remainder from the list of all evicted rows, and sorts
+plain Python lists to choose. Nothing here is incremental, vectorised over heads, or in place.
 """
 
 from __future__ import annotations
