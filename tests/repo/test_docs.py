@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mlx_h2o
-from mlx_h2o.cli import main
+from mlx_h2o.cli import main, parser
 from mlx_h2o.loading import demo_model
 from mlx_h2o.policies import base
 
@@ -84,6 +84,17 @@ def test_options_in_the_docs_exist(command, capsys):
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         for line in re.findall(rf"mlx_h2o {command}([^\n`]*)", page.read_text()):
             assert set(re.findall(r"--[a-z-]+", line)) <= known, (page.name, line)
+
+
+def test_every_command_and_every_public_name_has_its_line():
+    """The reference pages name all commands and all that `import mlx_h2o` gives."""
+    commands = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    given = parser().format_help().partition("COMMAND\n")[2].partition("options:")[0]
+    names = re.findall(r"^ {4}(\w+)", given, re.MULTILINE)
+    assert len(names) > 12
+    assert [name for name in names if f"\n| `{name}` |" not in commands] == []
+    python = (ROOT / "docs" / "reference" / "python.md").read_text()
+    assert [name for name in mlx_h2o.__all__ if not re.search(rf"`{name}\b", python)] == []
 
 
 NAMED_TEST = re.compile(r"`([\w/.-]+\.(?:py|swift|c))::(\w+)`")
