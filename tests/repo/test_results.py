@@ -15,7 +15,7 @@ BLOCKS = [block for page in results["PAGES"] for block in blocks_of(page)]
 DATED = re.compile(r"^Printed \d{4}-\d\d-\d\d at commit [0-9a-f]{7,}[,;].* BLAS", re.MULTILINE)
 EXAMPLE = "compare --samples 2"
 # Pages whose tables are copied from commands that print more than a table (`bench`, soak.py).
-COPIED = {"speed.md", "server.md", "evaluation.md"}
+COPIED = {"speed.md", "gpu-kernels.md", "server.md", "evaluation.md"}
 # A table outside of a block: the paragraph before it says so, and when.
 BY_HAND = re.compile(
     r"gathered by hand, \d{4}-\d\d-\d\d[^\n]*\n\n<!-- by hand -->\n\n(?:^\|.*\n)+", re.MULTILINE
