@@ -207,7 +207,7 @@ def memory(model: nn.Module) -> str:
 #: The columns of docs/reference/models.md behind the model's name, with what fills them.
 COLUMNS: dict[str, Callable[[nn.Module], str]] = {
     "memory | layers": memory,
-    "packed in frames": packed,
+    "packed, keys scaled": packed,
     "batches": batches,
     "server": server,
     "profile": profile,

@@ -16,7 +16,7 @@ import numpy as np
 
 from mlx_h2o import Policy
 
-# docs/how-it-works/design.md, "Four small ideas": the remainder's t.
+# docs/how-it-works/design.md, "Parts of a layer": the remainder's t.
 SATURATION = 4.0
 # docs/reference/policies.md, `distinct`: fewer evicted keys have no mean worth measuring from.
 FEWEST_FOR_A_MEAN = 16
