@@ -44,10 +44,10 @@ of fixed size already, and stay as the model made them.
 of places (phi3small). Then all rows are handed out: one budget for all heads, no remainder, dense \
 rows. *shared by layers*: several layers attend to one cache's rows, and a token's mass is that of \
 all their queries. *by keys alone*: the policy looks at keys, and the remainder goes in as plain \
-rows. Models with attention of their own (gemma2, phi3small, plamo, plamo2, stablelm) ask the cache \
-through `integration/own_attention.py`. Where mlx-lm's code for them differs from the known one, a \
-warning says so; then plamo and stablelm are bounded as MLA is, the others by keys alone. Vision \
-and other wrappers are run with their language part.
+rows. Models with attention of their own (gemma2, phi3small, plamo, plamo2, stablelm) ask the \
+cache through `integration/own_attention.py`. Where mlx-lm's code for them differs from the known \
+one, a warning says so; then plamo and stablelm are bounded as MLA is, the others by keys alone. \
+Vision and other wrappers are run with their language part.
 
 What else a bounded model does, run in the same way:
 

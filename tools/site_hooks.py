@@ -11,8 +11,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
-
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
 
@@ -39,8 +37,10 @@ def without_links_out(text: str, folder: str) -> str:
     return LINK.sub(replaced, text)
 
 
-def on_files(files: Files, config: Any) -> Files:
+def on_files(files: Any, config: Any) -> Any:
     """Adds the README as index.md."""
+    from mkdocs.structure.files import File  # which only the site's environment has
+
     text = first_page((ROOT / "README.md").read_text())
     files.append(File.generated(config, "index.md", content=text))
     return files
