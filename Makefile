@@ -8,7 +8,7 @@ comma := ,
 EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 # The oldest mlx-lm whose cache protocol is served: it still has meta_state.
 OLD_MLX_LM := 0.31.3
-# The newest but one, for docs/models.md: the newest is the environment's.
+# The newest but one, for docs/reference/models.md: the newest is the environment's.
 PREVIOUS_MLX_LM := 0.32.1
 CXX_SOURCES := $(wildcard $(foreach folder,python/src benchmarks/native c_api/src/cpu c_api/src/cpu/kernels \
     c_api/src/cpu/primitives,$(folder)/*.h $(folder)/*.cpp) \
@@ -133,11 +133,25 @@ mlx_c: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --model builtin:recall-4m --out out
 
-# The tables of README.md and docs/results.md, printed anew into their blocks: hours for all of them.
+# The tables of README.md and docs/results/*.md, printed anew into their blocks: hours for all of them.
 # One: make results ONLY="mlx_h2o demo"
 .PHONY: results
 results: $(VENV)/.installed
 	$(BIN)/python tools/results.py "$(ONLY)"
+
+# The site, in build/site: every link and anchor in it leads somewhere. Its tools are in an environment
+# of their own, so that neither a compiler nor MLX is needed.
+SITE := build/site-venv
+.PHONY: docs
+docs: $(SITE)/.installed
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
+	@echo "build/site/index.html"
+
+$(SITE)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/pip install --quiet --upgrade pip
+	$(SITE)/bin/pip install --quiet --group docs
+	touch $@
 
 # The kernels' tests on an instrumented build. (MLX itself is not instrumented, and keeps some of
 # what it allocated until the process ends, so leaks are not looked for. Of the conversations with

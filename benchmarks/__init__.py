@@ -2,7 +2,7 @@
 
 `python -m benchmarks` measures attention, whole models, batches, the thread pool and matrix
 products side by side with MLX. `python -m benchmarks.NAME` runs one of the others; each tells in
-its first lines what it asks and how it is called. docs/benchmarks.md holds their figures.
+its first lines what it asks and how it is called. docs/results/speed.md holds their figures.
 """
 
 from mlx_h2o import use_openblas

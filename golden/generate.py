@@ -1,4 +1,4 @@
-"""Writes golden vectors, by the definition and nothing faster; docs/golden.md tells the format.
+"""Writes golden vectors, by the definition and nothing faster (docs/reference/golden.md).
 
     python -m golden.generate [--out golden] [--groups NAME ...]
 

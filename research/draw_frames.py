@@ -1,6 +1,6 @@
 """Draw one head's key channels as the model makes them, and in the frame they are packed in.
 
-    python -m research.draw_frames [OUT]       docs/frames.png by default
+    python -m research.draw_frames [OUT]       docs/reference/key-scaling.png by default
 
 The keys are of a text that the frame has not seen; the head is the one whose channels are the most
 unlike, unless `--layer` and `--head` say which.
@@ -23,7 +23,7 @@ from mlx_h2o.model_caches.make import make_prompt_cache
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import PackedRows
 
-OUT = Path(__file__).parents[1] / "docs" / "frames.png"
+OUT = Path(__file__).parents[1] / "docs" / "reference" / "key-scaling.png"
 TOKENS = 1024
 BITS = 4
 GROUP_SIZE = 64

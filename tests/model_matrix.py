@@ -204,10 +204,10 @@ def memory(model: nn.Module) -> str:
     return f"{row.memory} | {row.how}"
 
 
-#: The columns of docs/models.md behind the model's name, with what fills them.
+#: The columns of docs/reference/models.md behind the model's name, with what fills them.
 COLUMNS: dict[str, Callable[[nn.Module], str]] = {
     "memory | layers": memory,
-    "packed in frames": packed,
+    "packed, keys scaled": packed,
     "batches": batches,
     "server": server,
     "profile": profile,

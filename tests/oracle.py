@@ -1,9 +1,9 @@
 """A slow, independent bounded cache in float64, which the real one is held against.
 
-Written from docs/design.md and the policies' docstrings, not from cache.py: it keeps every
-row that ever came, per KV head only a set of positions that are still held, recomputes attention
-over them token by token and the remainder from the list of all evicted rows, and sorts plain
-Python lists to choose. Nothing here is incremental, vectorised over heads, or in place.
+Written from docs/how-it-works/design.md and the policies' docstrings, not from cache.py: it keeps
+every row that ever came, per KV head only a set of positions that are still held, recomputes
+attention over them token by token and the remainder from the list of all evicted rows, and sorts
+plain Python lists to choose. Nothing here is incremental, vectorised over heads, or in place.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 
 from mlx_h2o import Policy
 
-# docs/design.md, "Four small ideas": the remainder's t.
+# docs/how-it-works/design.md, "Parts of a layer": the remainder's t.
 SATURATION = 4.0
-# docs/policies.md, `distinct`: fewer evicted keys than this have no mean worth measuring from.
+# docs/reference/policies.md, `distinct`: fewer evicted keys have no mean worth measuring from.
 FEWEST_FOR_A_MEAN = 16
 # What a mean mass of nothing counts as in a logarithm (policies/base.py).
 MASS_FLOOR = 1e-6

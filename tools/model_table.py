@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/models.md: what bounded caches do with every model of the mlx-lm that is installed.
+"""Write docs/reference/models.md: what bounded caches do with every model of the installed mlx-lm.
 
 Each model is run as tests/model_caches/test_model_coverage.py runs it (tests/model_matrix.py):
 minutes. With names of models their rows alone are run anew, and the others stay.
@@ -21,44 +21,45 @@ sys.path.insert(0, str(ROOT / "tests"))
 from model_coverage import BOUNDED, PARTLY, REFUSED, SMALL, model_names  # noqa: E402
 from model_matrix import COLUMNS, LENGTHS, YES, line_of  # noqa: E402
 
-PAGE = ROOT / "docs/models.md"
+PAGE = ROOT / "docs/reference/models.md"
 HEAD = """# Models
 
-Every module of `mlx_lm.models` that is a model, tiny and with random weights, through \
-`make_prompt_cache`: its logits are those of mlx-lm's own caches while nothing is evicted; far \
-beyond a budget of {small} tokens its memory has stopped to grow, positions count on, and logits \
-are finite. tests/model_caches/test_model_coverage.py runs all of them and fails where a row is \
-another; this page is written by the same run:
+Which models of mlx-lm are bounded, layer by layer. Each module of `mlx_lm.models` that is a model \
+is run tiny, with random weights, through `make_prompt_cache`. While nothing is evicted its logits \
+must be those of mlx-lm's own caches. Far beyond a budget of {small} tokens its memory must have \
+stopped growing, its positions must count on, and its logits must be finite. \
+tests/model_caches/test_model_coverage.py runs all of them and fails where a row differs. The same \
+run writes this page:
 
     python tools/model_table.py
 
 - **bounded**: every layer whose memory grew is bounded. Sliding windows, chunks and states are \
 of fixed size already, and stay as the model made them.
-- **partly**: other layers go on growing.
+- **partly**: other layers still grow.
 - **refused**: `make_prompt_cache` raises, with this reason.
 - **of fixed size**: nothing grows, with or without mlx-h2o.
 - **not run**: mlx-lm's own caches do not run the model where this page was written.
 
 *keys made of the rows*: the model makes keys and values of the cached rows (MLA), or sees blocks \
-of places (phi3small), so all rows are handed out: one budget for all heads, no remainder, rows as \
-they come. *shared by layers*: several layers attend to one cache's rows, and a token's mass is \
-that of all their queries. Models with attention of their own (gemma2, phi3small, plamo, plamo2, \
-stablelm) ask the cache through `integration/own_attention.py`; with an mlx-lm in which that code \
-is another, a warning says so, and plamo and stablelm are bounded as MLA is, the others *by keys \
-alone* (the policy looks at keys, the remainder goes in as plain rows). Vision and other wrappers \
-are run with their language part.
+of places (phi3small). Then all rows are handed out: one budget for all heads, no remainder, dense \
+rows. *shared by layers*: several layers attend to one cache's rows, and a token's mass is that of \
+all their queries. *by keys alone*: the policy looks at keys, and the remainder goes in as plain \
+rows. Models with attention of their own (gemma2, phi3small, plamo, plamo2, stablelm) ask the \
+cache through `integration/own_attention.py`. Where mlx-lm's code for them differs from the known \
+one, a warning says so; then plamo and stablelm are bounded as MLA is, the others by keys alone. \
+Vision and other wrappers are run with their language part.
 
-What a bounded model does beside that, run likewise:
+What else a bounded model does, run in the same way:
 
-- **packed in frames**: with `bits=8` and frames, logits are near mlx-lm's own while nothing is \
-evicted, and memory is bounded. *refused*: `bits` raises a ValueError, since the model attends to \
-keys that this library does not hand out.
-- **batches**: sequences of {first} and {second} tokens in one `BatchGenerator`, evictions and \
-all, give what each gives alone. *one at a time*: its caches have no `merge`, by which mlx-lm's \
-server and ours know that they take its sequences one after another. *nor mlx-lm's own*: \
-batches with mlx-lm's own caches do not either.
+- **packed, keys scaled**: with `bits=8` and key scaling, logits are near mlx-lm's own while \
+nothing is evicted, and memory is bounded. *refused*: `bits` raises a ValueError, since the model \
+attends to keys that this library does not hand out.
+- **batches**: sequences of {first} and {second} tokens in one `BatchGenerator` give what each \
+gives alone, with evictions. *one at a time*: its caches have no `merge`, so mlx-lm's server and \
+ours take its sequences one after another. *nor mlx-lm's own*: batches with mlx-lm's own caches do \
+not give it either.
 - **server**: copies and files go on bit by bit as the cache that they were made of, and a \
-conversation takes no more bytes than `--kv-memory` puts aside for it. *without --kv-memory*: the \
+conversation takes no more bytes than `--kv-memory` reserves for it. *without --kv-memory*: the \
 same, but those bytes are not known beforehand.
 - **profile**: `mlx_h2o calibrate` measures each head, its file is read again, and slots and bits \
 are shared out by it. *one budget*: `calibrate` refuses before it computes anything, since all \
@@ -135,7 +136,10 @@ def main(arguments: Sequence[str]) -> int:
             failed.append(name)
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
     if failed:
-        print(f"docs/models.md was left as it is: {', '.join(failed)} failed.", file=sys.stderr)
+        print(
+            f"docs/reference/models.md was left as it is: {', '.join(failed)} failed.",
+            file=sys.stderr,
+        )
         return 1
     PAGE.write_text(page_of([lines[name] for name in sorted(lines)]), encoding="utf-8")
     return 0

@@ -1,4 +1,4 @@
-"""Print the tables of README.md and docs/results.md anew, into their marked blocks.
+"""Print the tables of README.md and docs/results/*.md anew, into their marked blocks.
 
     python tools/results.py                        every block (hours)
     python tools/results.py "mlx_h2o demo"         the blocks whose command begins so
@@ -6,17 +6,19 @@
 
 A block begins with its command and ends with `<!-- end -->`:
 
-    <!-- results: mlx_h2o compare --samples 8
-    samples = 8                                    every setting that the command had, one a line
-    -->
+    <!-- results: mlx_h2o compare --samples 8 -->
 
-A block without settings was printed before settings were written down; it says at which commit.
-tests/repo/test_results.py fails when a command no longer parses or its settings are others now.
+The JSON file beside the page (docs/results/readme.json for the README) holds for each command its
+settings, when and where it was printed, and the tables as columns and rows. A block without
+settings was printed before settings were written down; it says at which commit.
+tests/repo/test_results.py fails when a command no longer parses, its settings are others now, or
+page and JSON differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import subprocess
@@ -26,19 +28,22 @@ from dataclasses import dataclass
 from datetime import date
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from mlx_h2o._utils.blas import blas
 from mlx_h2o.cli import parser
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # for research, when this runs as a script
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+README = ROOT / "README.md"
+PAGES = (README, *sorted((ROOT / "docs" / "results").glob("*.md")))
 BLOCK = re.compile(
-    r"^<!-- results: (?P<command>[^\n]*?)(?: -->|\n(?P<settings>.*?)-->)\n"
-    r"(?P<body>.*?)^<!-- end -->$",
+    r"^<!-- results: (?P<command>[^\n]*?) -->\n(?P<body>.*?)^<!-- end -->$",
     re.MULTILINE | re.DOTALL,
 )
+TABLE = re.compile(r"(?:^([^|\n]+)\n\n)?((?:^\|.*\n)+)", re.MULTILINE)
+# When, where and with which BLAS a table was printed, in the words that `printed` writes.
+PRINTED = re.compile(r"^Printed (?P<date>\S+) at commit (?P<commit>\w+)", re.MULTILINE)
 # The program of a command, or an experiment that is run as `python -m research.NAME`.
 PROGRAM = "mlx_h2o"
 EXPERIMENT = re.compile(r"python -m (research\.\w+) ")
@@ -108,22 +113,61 @@ class Block:
         ]
 
 
+def record_of(page: Path) -> Path:
+    """The JSON file that belongs to a page."""
+    if page == README:
+        return ROOT / "docs" / "results" / "readme.json"
+    return page.with_suffix(".json")
+
+
+def records_of(page: Path) -> dict[str, Any]:
+    """What is known of a page's blocks, by command."""
+    record = record_of(page)
+    return dict(json.loads(record.read_text())) if record.exists() else {}
+
+
 def blocks_of(page: Path) -> Iterator[Block]:
     """A page's blocks, in order."""
+    records = records_of(page)
     for found in BLOCK.finditer(page.read_text()):
-        lines = (found["settings"] or "").splitlines()
-        settings = dict(line.split(" = ", 1) for line in lines)
+        settings = records.get(found["command"], {}).get("settings", {})
         yield Block(page, found["command"], settings, found["body"])
 
 
-def block_text(command: str, settings: dict[str, str], body: str) -> str:
+def tables_in(body: str) -> list[dict[str, Any]]:
+    """A block's tables: the line above each as its title, its columns, and its rows."""
+    tables = []
+    for title, text in TABLE.findall(body):
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+        title = "" if title.startswith("    ") else title
+        tables.append({"title": title, "columns": rows[0], "rows": rows[2:]})
+    return tables
+
+
+def record_for(block: Block) -> dict[str, Any]:
+    """What the JSON file holds of a block."""
+    when = PRINTED.search(block.body)
+    return {
+        "printed": when["date"] if when else "",
+        "commit": when["commit"] if when else "",
+        "settings": block.settings,
+        "tables": tables_in(block.body),
+    }
+
+
+def write_records(page: Path, records: dict[str, Any]) -> None:
+    """Write a page's JSON file: the blocks that the page has, in its order."""
+    order = [found["command"] for found in BLOCK.finditer(page.read_text())]
+    text = json.dumps({c: records[c] for c in order}, indent=1, ensure_ascii=False)
+    record_of(page).write_text(text + "\n")
+
+
+def block_text(command: str, body: str) -> str:
     """A block as it stands in a page."""
-    lines = "".join(f"\n{name} = {value}" for name, value in settings.items())
-    head = f"<!-- results: {command}{lines}\n-->" if settings else f"<!-- results: {command} -->"
-    return f"{head}\n\n{body}\n<!-- end -->"
+    return f"<!-- results: {command} -->\n\n{body}\n<!-- end -->"
 
 
-def printed(block: Block, commit: str) -> str:
+def printed(block: Block, commit: str) -> Block:
     """The block, printed anew."""
     table = _output_of(block.to_run)
     note = f"Printed {date.today().isoformat()} at commit {commit}; BLAS: {blas()}."
@@ -131,7 +175,7 @@ def printed(block: Block, commit: str) -> str:
     lines = "\n".join(line.rstrip() for line in table.strip().splitlines())
     lines = re.sub(r"\n{3,}", "\n\n", lines)
     body = f"    {block.command}\n\n{lines}\n\n{note}"
-    return block_text(block.command, block.settings_now(), body)
+    return Block(block.page, block.command, block.settings_now(), body)
 
 
 def _output_of(command: list[str]) -> str:
@@ -161,7 +205,8 @@ def main() -> None:
         # The page is read again: a run may take an hour.
         text = block.page.read_text()
         old = next(m[0] for m in BLOCK.finditer(text) if m["command"] == block.command)
-        block.page.write_text(text.replace(old, new, 1))
+        block.page.write_text(text.replace(old, block_text(new.command, new.body), 1))
+        write_records(block.page, records_of(block.page) | {block.command: record_for(new)})
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ MLX_H2O_API int mlx_h2o_attention_quantized_with_scores(
 
 // -- policies and prompts -------------------------------------------------------------------------
 
-// A way to choose what to forget (docs/policies.md).
+// A way to choose what to forget (docs/reference/policies.md).
 typedef struct mlx_h2o_policy_ {
   void* ctx;
 } mlx_h2o_policy;

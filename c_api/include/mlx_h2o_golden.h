@@ -1,4 +1,4 @@
-// The steps of mlx-h2o one by one, as golden vectors replay them (docs/golden.md).
+// The steps of mlx-h2o one by one, as golden vectors replay them (docs/reference/golden.md).
 //
 // What the library does with these a cache does in order (mlx_h2o.h, whose conventions hold here
 // too). They are exported for tests: this header is not installed, and they may change with any

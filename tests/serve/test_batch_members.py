@@ -125,7 +125,7 @@ def test_every_model_whose_caches_can_be_batched(name):
     try:
         caches = bounded(model)
     except (ValueError, RuntimeError):
-        pytest.skip("refused, of fixed size, or not run here (docs/models.md)")
+        pytest.skip("refused, of fixed size, or not run here (docs/reference/models.md)")
     if not all(hasattr(entry, "merge") for entry in caches):
         pytest.skip("its sequences are served one at a time")
     for kinds in (["new", "continued"], ["one token", "new", "young"], ["short", "continued"]):

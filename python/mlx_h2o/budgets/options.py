@@ -21,8 +21,8 @@ from mlx_h2o.storage.pins import Span
 class PolicyOptions(TypedDict, total=False):
     """Settings of a policy that is given by its name, or is the default.
 
-    A policy has some of them, with defaults of its own (docs/policies.md). Those of a policy that
-    you registered yourself are taken too.
+    A policy has some of them, with defaults of its own (docs/reference/policies.md). Those of a
+    policy that you registered yourself are taken too.
     """
 
     sink: int

@@ -63,9 +63,9 @@ PACKED_BITS = (4, 5, 6, 8)
 #: Time of the passes for frames and over echoes, as parts of that of the trials, about.
 FRAME_WORK, ECHO_WORK = 0.2, 0.1
 #: A quick calibration, as at a model's first use (`calibration/first_use.py`): tokens of its one
-#: pass, slots tried, and tokens read for frames. docs/results.md tells what it loses. Steps of two
-#: thirds where slots are bought most; 768 slots take as long as all up to 192, and tell hardly
-#: anything.
+#: pass, slots tried, and tokens read for frames. docs/results/calibration.md tells what it loses.
+#: Steps of two thirds where slots are bought most; 768 slots take as long as all up to 192, and
+#: tell hardly anything.
 QUICK_LENGTH, QUICK_FRAME_TOKENS = 1024, 2048
 QUICK_GRID = (SMALLEST_BUDGET, 24, 48, 64, 96, 128, 192, 256, 384, 512)
 METHOD = "output error of the policy itself, token by token"

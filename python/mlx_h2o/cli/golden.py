@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> None:
         "golden",
         help="replay golden vectors",
         description="Golden vectors record what the library computes, so that Python, C and Swift "
-        "can be held to one behaviour (docs/golden.md).",
+        "can be held to one behaviour (docs/reference/golden.md).",
     )
     parser.add_argument(
         "action", choices=("verify",), help="replay them here and compare",

@@ -2,6 +2,6 @@
 
 A group of cases is a file here. Each offers `cases()` (parameters as plain JSON), `inputs` (arrays
 that are stored because no few lines would generate them) and `run` (the results). Verifying calls
-them, and so does golden/generate.py, which writes the vectors. docs/golden.md describes the files
-for other implementers.
+them, and so does golden/generate.py, which writes the vectors. docs/reference/golden.md describes
+the files for other implementers.
 """

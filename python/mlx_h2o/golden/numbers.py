@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-# Which tensor of a case (docs/golden.md has the table).
+# Which tensor of a case (docs/reference/golden.md has the table).
 Q, K, V, SINKS, MASK, LSE, LOGIT, MEAN_KEY, MEAN_VALUE, VARIANCE, WEIGHT, WORTH = range(12)
 
 

@@ -24,7 +24,7 @@ class Distinct(Policy):
     each term standardised over the slots that may go; c / age is the mean attention mass per step.
     Evicted tokens answer together through the remainder, whose mean key stands for them; a token
     near that mean loses little by joining it, and a token far from it (a name, a number) would be
-    lost. Source: this project (docs/policies.md has the measurements). With mass_weight=0
+    lost. Source: this project (measured in docs/results/small-models.md). With mass_weight=0
     it looks at keys only and runs in any model, and is the default of those that attend by
     themselves.
 

@@ -18,7 +18,7 @@ class EMALogits(EMA):
 
     Source: the AtomGradient report on H2O for MLX; masked entries count 0. Kept for fidelity to it:
     a strongly negative logit means *no* attention, and ranking by |logit| loses to every other
-    policy here (docs/results.md). Not for use.
+    policy here (docs/results/small-models.md). Not for use.
     """
 
     def kernel_policy(self) -> KernelPolicy | None:

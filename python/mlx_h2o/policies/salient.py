@@ -24,7 +24,7 @@ class Salient(Policy):
     has asked for yet. Distances are `Distinct`'s: at least 1e-6 of the mean key's own length
     squared, and from the mean of the kept keys while fewer than 16 were evicted. For the lengths of
     packed values the ranges of their groups stand (`storage/packed.py`). Source: this project
-    (docs/results.md).
+    (docs/results/policies.md).
 
     Masses are per step and values weighed already, so age_normalised and value_weighted are
     refused. Prompts are ranked by the same sum, with the mass of the last `window` queries.

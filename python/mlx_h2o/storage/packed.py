@@ -8,7 +8,7 @@ The length of a value, by which a policy may weigh tokens, is read here too. A d
 measured as it comes, and the logarithm of its length is kept beside its row in 16 bits (within a
 thousandth), since reading all values again would cost a step as much as attention. For a packed
 value nothing is kept: its scales rank values as their lengths do (SmolLM2, an eighth of the bytes:
-the same perplexity within its error, docs/results.md).
+the same perplexity within its error, docs/results/packing.md).
 """
 
 from __future__ import annotations

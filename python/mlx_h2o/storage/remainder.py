@@ -10,7 +10,7 @@ For Gaussian keys the log-sum-exp of the evicted logits tends to r with x unsatu
 generating function of a Gaussian; MomentKV, arXiv 2606.01563, uses the first order). Real keys have
 lighter tails: measured on two models, the term follows the saturated form within a tenth for x from
 0.04 to 133, and the plain x ruins models with sharp heads. Which t serves is a matter of the head,
-and for some it is 0: the first order alone (docs/policies.md).
+and for some it is 0: the first order alone (docs/reference/policies.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from mlx_h2o._utils import checks
 from mlx_h2o.storage.softmax import join
 
 # Where the second-order term turns from x to sqrt(t x); 0 leaves it out. Fitted on full-cache runs:
-# 2 has the least output error in models with very sharp heads, 4 elsewhere (docs/policies.md).
+# 2 has the least output error in models with very sharp heads, 4 elsewhere
+# (docs/results/small-models.md).
 SATURATION = 4.0
 
 # Keep x finite whatever the queries and keys, so that r never becomes a NaN.

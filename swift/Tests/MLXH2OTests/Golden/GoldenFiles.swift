@@ -14,7 +14,7 @@ struct GoldenError: Error, CustomStringConvertible {
     init(_ description: String) { self.description = description }
 }
 
-/// One case of the golden vectors (docs/golden.md).
+/// One case of the golden vectors (docs/reference/golden.md).
 struct GoldenCase {
     let group: String
     let name: String

@@ -4,7 +4,7 @@ import MLXLMCommon
 
 @testable import MLXH2O
 
-/// What each group of golden cases is, as docs/golden.md says.
+/// What each group of golden cases is, as docs/reference/golden.md says.
 enum GoldenReplay {
     static func run(_ golden: GoldenCase, _ inputs: Arrays) throws -> Arrays {
         switch golden.group {

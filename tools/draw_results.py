@@ -1,0 +1,121 @@
+"""Draw docs/results/smollm2.svg from the tables in the JSON files beside the pages.
+
+python tools/draw_results.py [OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mlx_h2o._utils.plotting import drawing
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+OUT = RESULTS / "smollm2.svg"
+#: Tokens of a sample, of whose bytes the caches hold a part.
+TOKENS = 1024
+NAMES = {"sliding window": "sliding window", "h2o": "H2O", "mlx-h2o": "mlx-h2o"}
+COLOURS = {"sliding window": "#8c8c8c", "H2O": "#4c72b0", "mlx-h2o": "#2a7f62"}
+PACKED, PACKED_COLOUR = "mlx-lm, 4 bits", "#ccb974"
+
+
+def rows_of(page: str, command: str) -> list[dict[str, str]]:
+    """The rows of the tables of a page's commands that begin so, by column."""
+    records = json.loads((RESULTS / f"{page}.json").read_text())
+    return [
+        dict(zip(table["columns"], row, strict=True)) | {"command": name}
+        for name, record in records.items()
+        if name.startswith(command)
+        for table in record["tables"]
+        for row in table["rows"]
+    ]
+
+
+def size_of(row: dict[str, str]) -> int:
+    """Tokens whose bytes a row's cache holds."""
+    said = re.search(r", (\d+) tokens$", row["cache"])
+    only = re.search(r"--max-kv-size (\d+)", row["command"])
+    if said or only:
+        return int((said or only)[1])  # type: ignore[index]
+    raise ValueError(f"The size of {row['cache']!r} is not known.")
+
+
+def name_of(row: dict[str, str]) -> str | None:
+    """The chart's name of a row's cache; None for those that it leaves out."""
+    return NAMES.get(row["cache"].split(",")[0])
+
+
+def losses() -> dict[str, list[tuple[int, float, float]]]:
+    """By cache: size in tokens, loss in percent and its standard error, the largest size first."""
+    command = "mlx_h2o compare --model smollm2-135m --text alice.txt --samples 8"
+    found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in COLOURS}
+    for row in [*rows_of("index", command), *rows_of("smollm2", command)]:
+        number = re.match(r"([+-][\d.]+) ± ([\d.]+) %", row["loss"])
+        if (name := name_of(row)) and number:
+            found[name].append((size_of(row), float(number[1]), float(number[2])))
+    return {name: sorted(points, reverse=True) for name, points in found.items()}
+
+
+def facts() -> dict[str, dict[int, int]]:
+    """By cache: facts known at each size in tokens; at 0 those of mlx-lm's packed cache."""
+    command = "mlx_h2o compare --model smollm2-135m --text alice.txt --samples 1"
+    found: dict[str, dict[int, int]] = {}
+    for row in rows_of("index", command):
+        known = int(row["facts"].split("/")[0])
+        if row["cache"] == PACKED:
+            found[PACKED] = {0: known}
+        elif name := name_of(row):
+            found.setdefault(name, {})[size_of(row)] = known
+    return found
+
+
+def draw(path: Path) -> None:
+    """Losses over sizes, and facts."""
+    pyplot = drawing()
+    pyplot.rcParams |= {"svg.hashsalt": "mlx-h2o", "savefig.facecolor": "white"}
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for name, points in losses().items():
+        sizes, values, errors = zip(*points, strict=True)
+        parts = [size / TOKENS for size in sizes]
+        style: dict[str, Any] = {"color": COLOURS[name], "label": name, "marker": "o"}
+        left.errorbar(parts, values, errors, markersize=4, capsize=2, **style)
+    left.set_xscale("log", base=2)
+    left.set_yscale("log")
+    left.invert_xaxis()
+    ticks = (2, 4, 8, 16)
+    left.set_xticks([1 / n for n in ticks], [f"1/{n}" for n in ticks])
+    shown = (0.1, 1, 10)
+    left.set_yticks(shown, [f"{x:g} %" for x in shown])
+    left.set_xlabel("part of the full cache's bytes")
+    left.set_title("Loss of perplexity, 1,024 tokens of a novel", loc="left", fontsize=10)
+    left.legend(frameon=False, fontsize=9)
+    bars = [
+        (f"{name}, 1/{TOKENS // size}" if size else f"{name}, 0.28", known, name)
+        for name, known_at in facts().items()
+        for size, known in known_at.items()
+    ]
+    bars.sort(key=lambda bar: ("1/8" in bar[0], -bar[1]))
+    for at, (_, known, name) in enumerate(reversed(bars)):
+        right.barh(at, known, color=COLOURS.get(name, PACKED_COLOUR))
+        right.text(known + 0.3, at, str(known), va="center", fontsize=9)
+    right.set_yticks(range(len(bars)), [label for label, _, _ in reversed(bars)], fontsize=9)
+    right.axvline(23, color="black", linewidth=0.8, linestyle=":")
+    right.set_title("Facts known, of the full cache's 23", loc="left", fontsize=10)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Parse and draw."""
+    options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    options.add_argument("out", nargs="?", type=Path, default=OUT)
+    draw(options.parse_args().out)
+
+
+if __name__ == "__main__":
+    main()
