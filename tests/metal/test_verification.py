@@ -19,6 +19,8 @@ from mlx_h2o.attention.ops import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_scores,
 )
+from mlx_h2o.cli import main
+from mlx_h2o.doctor import examination, variants
 from tiny_models import greedy_tokens, prompt_tokens, tiny_model
 
 HELD = Error(0.5, "output differs by little")
@@ -84,6 +86,23 @@ def test_a_broken_kernel_of_attention_is_not_used_by_operations(name, on_gpu, tm
         ours, reference.attention_with_scores(q, k, v, scale=0.125), strict=True
     ):
         assert mx.array_equal(mine, theirs)
+
+
+def test_doctor_asks_anew_and_keeps_the_verdict(on_gpu, monkeypatch, tmp_path, capsys):
+    """Its exit code is 1 while a kernel is broken, and 0 once it is mended."""
+    sound = list(variants.attention_variants())
+    chosen = next(v for v in sound if v.queries == 1 and v.widths == (64, 64))
+    check = variants.Check(str(chosen), lambda: variants._attention(chosen))
+    monkeypatch.setattr(examination, "every_check", lambda: [check])
+    command = ["doctor", "--parts", "kernels"]
+    broken = on_gpu(gpu_of(tmp_path, BROKEN["a wrong scale"][0]))
+    assert main(command) == 1
+    said = capsys.readouterr().out
+    assert "on applegpu_g13g; checked once" in said
+    assert f"FAILED: kernel variants beside the definition: {chosen}: " in said
+    assert [verdict.variant for verdict in broken.verdicts.refused] == [str(chosen)]
+    on_gpu(gpu_of(tmp_path))
+    assert main(command) == 0
 
 
 def test_what_is_not_broken_is_used(on_gpu, model, tmp_path):

@@ -26,8 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand.
 
     Returns:
-        0; 2 after a user's error, which is told in one line; 130 after Ctrl-C; 143 after
-        SIGTERM; 141 where the reader of the output went away.
+        0; 1 where `doctor` found that something does not hold; 2 after a user's error, which is
+        told in one line; 130 after Ctrl-C; 143 after SIGTERM; 141 where the reader of the output
+        went away.
     """
     try:
         with interrupts.terminating_tidily():
@@ -49,7 +50,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     interrupts.handle_again()
     args = commands.parse_args(argv)
     try:
-        args.run(args)
+        code: int | None = args.run(args)
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:
@@ -57,7 +58,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
         print(f"mlx_h2o {args.command}: {in_options(str(error), args)}", file=sys.stderr)
         return 2
-    return 0
+    return code or 0
 
 
 def parser() -> Parser:
@@ -70,6 +71,7 @@ def parser() -> Parser:
         compress,
         demo,
         describe,
+        doctor,
         evaluate,
         fetch,
         generate,
@@ -103,6 +105,7 @@ def parser() -> Parser:
         calibrate,
         inspect,
         describe,
+        doctor,
         bench,
         golden,
         fetch,
