@@ -13,6 +13,7 @@ from mlx_h2o.attention.backends.decoders import accepts
 from mlx_h2o.attention.backends.gpu_decoder import GPUDecoder
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.engine.step import prove_fused
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.slot_store import FEW, WIDE
 
@@ -231,7 +232,7 @@ def test_kernels_that_cannot_write_in_place_are_not_used(on_device, monkeypatch)
     monkeypatch.setattr("mlx_h2o.attention.backends.gpu_decoder.writes_in_place", lambda _: False)
     k, v = mx.zeros((1, 1, 1, D)), mx.zeros((1, 1, 1, DV))
     settings = CacheSettings(24, policy=make_policy("h2o"))
-    assert not accepts(settings, AttentionCall(k, 1.0), k, v)
+    assert not accepts(settings, AttentionCall(k, 1.0), k, v, prove_fused)
 
 
 def test_another_device_takes_over(on_device):

@@ -15,6 +15,12 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 
+def cache_folder() -> Path:
+    """Where files that can be had again are kept for this user (XDG base directories)."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "mlx-h2o"
+
+
 @contextmanager
 def replacing(path: Path, suffix: str = "", durable: bool = False) -> Iterator[Path]:
     """A temporary name beside `path`, moved over it if all goes well and removed if not.

@@ -45,7 +45,9 @@ def _tracing_by_mlx() -> bool:
 
 
 try:
-    from mlx_h2o.attention.backends.cpu import tracing  # only if it was built for this MLX
+    from mlx_h2o.attention.backends.cpu import (
+        tracing as tracing,  # only if it was built for this MLX
+    )
 except ImportError:
     tracing = _tracing_by_mlx
     _placeholder()  # now, while no function is being traced

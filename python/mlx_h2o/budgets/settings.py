@@ -234,6 +234,16 @@ class CacheSettings:
         return kernel_policy_of(self.policy)
 
     @cached_property
+    def gpu_form(self) -> tuple[Any, ...] | None:
+        """What decides which text of the GPU's kernels a step compiles, or None: there is none."""
+        kernel = kernel_policy_of(self.policy, weigh_values=True)
+        if kernel is None:
+            return None
+        forms = kernel.score, kernel.priority, kernel.per_layer, kernel.age_normalised
+        weighs = self.policy.value_weighted
+        return *forms, weighs, self.packing, self.frame is not None, self.remembers, self.remainder
+
+    @cached_property
     def remembers(self) -> bool:
         """Whether statistics of the evicted are kept at all."""
         return self.remainder or self.policy.uses_evicted_mean

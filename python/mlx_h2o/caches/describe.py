@@ -11,6 +11,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o._utils.byte_size import size_text
 from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.attention.backends import choice
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.storage.remainder import SATURATION
 
@@ -51,7 +52,8 @@ class LayerDescription:
 class Description(list[LayerDescription]):
     """One entry a layer; printed, it is a summary of at most five lines.
 
-    `"\\n".join(map(str, description))` tells every layer.
+    `"\\n".join(map(str, description))` tells every layer. Where kernels are not used on this GPU
+    there is a line more.
     """
 
     def __str__(self) -> str:
@@ -76,7 +78,21 @@ class Description(list[LayerDescription]):
             lines.append(f"chosen by the profile: {chosen[1]}")
         if growing := [layer for layer in self if not layer.bounded]:
             lines.append(f"NOT bounded: {_places(growing)}: {growing[0].reason}")
-        return lines
+        return lines + unused_kernels()
+
+
+def unused_kernels() -> list[str]:
+    """A line on the kernels that are not used on the default device, if there are any."""
+    gpu = choice.gpu()
+    refused = gpu.verdicts.refused if gpu else []
+    if not refused:
+        return []
+    first, rest = refused[0], len(refused) - 1
+    others = f", and {rest} more" if rest else ""
+    return [
+        f"kernels NOT used on this GPU: {first.variant}: {first.why}{others}; MLX's operations do "
+        "their work (`mlx_h2o doctor` tells all)"
+    ]
 
 
 def _places(layers: Sequence[LayerDescription]) -> str:

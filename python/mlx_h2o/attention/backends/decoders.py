@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_h2o.attention.backends import choice, reference
 from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, Lent, PlannedToken
 from mlx_h2o.attention.backends.gpu_decoder import GPUDecoder
+from mlx_h2o.attention.backends.verification.fused_variant import Proof
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
 
@@ -16,7 +17,9 @@ from mlx_h2o.budgets.settings import CacheSettings
 MOST_QUERY_HEADS = 32
 
 
-def accepts(settings: CacheSettings, call: AttentionCall, k: mx.array, v: mx.array) -> bool:
+def accepts(
+    settings: CacheSettings, call: AttentionCall, k: mx.array, v: mx.array, proof: Proof
+) -> bool:
     """Whether the default device has a fused step for this call; else it goes op by op.
 
     Args:
@@ -24,6 +27,7 @@ def accepts(settings: CacheSettings, call: AttentionCall, k: mx.array, v: mx.arr
         call: Its queries and mask.
         k: `[B, Hk, L, D]`, the new keys.
         v: `[B, Hk, L, Dv]`, the new values.
+        proof: Runs small steps like these beside the definition, if this GPU has not done so yet.
     """
     one_token = k.shape[2] == 1 and call.mask is None and not call.softcap
     if not one_token or k.dtype != v.dtype or settings.rope is not None:
@@ -35,7 +39,7 @@ def accepts(settings: CacheSettings, call: AttentionCall, k: mx.array, v: mx.arr
     gpu = choice.gpu()
     if gpu is not None:
         # Two kinds of rows in one step are the CPU kernel's alone.
-        return settings.packing.recent_bits is None and gpu.can_decode(settings.policy, k, v)
+        return settings.packing.recent_bits is None and gpu.can_decode(settings, call, k, v, proof)
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
     return on_cpu and settings.kernel_policy is not None and choice.backend() is not reference
 

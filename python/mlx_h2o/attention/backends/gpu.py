@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from typing import Any, Unpack
@@ -21,8 +21,12 @@ from mlx_h2o.attention.backends import (
 from mlx_h2o.attention.backends.decoder import Decoder, Lent
 from mlx_h2o.attention.backends.launcher import Launcher
 from mlx_h2o.attention.backends.operands import Operands, Options, Ranges
+from mlx_h2o.attention.backends.verification import attention_case, fused_variant
+from mlx_h2o.attention.backends.verification.attention_case import AttentionVariant
+from mlx_h2o.attention.backends.verification.fused_variant import FusedVariant, Proof
+from mlx_h2o.attention.backends.verification.verdicts import Verdicts
+from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.policies import Policy
 from mlx_h2o.storage.packed import PackedRows, Rows
 from mlx_h2o.storage.softmax import join
 
@@ -40,10 +44,21 @@ class Gpu:
     Attributes:
         launcher: Builds and launches them.
         architecture: Names the GPU, by which work is shared out (`tiling.slots_per_block`).
+        verdicts: Which variants of the kernels may be used on it.
     """
 
     launcher: Launcher
     architecture: Callable[[], str] = default_architecture
+    verdicts: Verdicts = field(default=None, repr=False)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.verdicts is None:
+            self.verdicts = Verdicts(lambda: self.architecture(), self.text)
+
+    def text(self, kernel: str) -> str:
+        """What a kernel is compiled from, in one piece."""
+        text = self.launcher.text(kernel)
+        return text.header + text.body
 
     def pack(self, rows: mx.array, bits: int, group_size: int) -> PackedRows:
         """See `PackedRows.of`."""
@@ -59,7 +74,7 @@ class Gpu:
         call = Operands(q, k, v, **options)
         # Over plain rows MLX's own attention is the best there is.
         plain = call.seed is None and call.ranges is None and not call.packed
-        if plain or not prompt_launches.supports(q, k):
+        if plain or not prompt_launches.supports(q, k) or not self._proven("attention", call):
             return reference.attention(q, k, v, **options)
         return self._out_and_lse(call)[0]
 
@@ -67,9 +82,10 @@ class Gpu:
         self, q: mx.array, k: Rows, v: Rows, **options: Unpack[Options]
     ) -> tuple[mx.array, mx.array, mx.array]:
         """See `mlx_h2o.attention.ops.scaled_dot_product_attention_with_scores`."""
-        if not attention_launches.supports(q, k, v):
-            return reference.attention_with_scores(q, k, v, **options)
         call = Operands(q, k, v, **options)
+        fits = attention_launches.supports(q, k, v)
+        if not fits or not self._proven("attention_with_scores", call):
+            return reference.attention_with_scores(q, k, v, **options)
         attended = self._attended(call)
         out, scores, lse = attended.out, attended.logits, attended.lse
         assert scores is not None
@@ -85,9 +101,9 @@ class Gpu:
         self, q: mx.array, k: Rows, v: Rows, **options: Unpack[Options]
     ) -> tuple[mx.array, mx.array, mx.array]:
         """See `mlx_h2o.attention.ops.scaled_dot_product_attention_with_mass`."""
-        if not prompt_launches.supports(q, k):
-            return reference.attention_with_mass(q, k, v, **options)
         call = Operands(q, k, v, **options)
+        if not prompt_launches.supports(q, k) or not self._proven("attention_with_mass", call):
+            return reference.attention_with_mass(q, k, v, **options)
         out, lse = self._out_and_lse(call)
         mass = prompt_launches.prompt_mass(
             self.launcher, q, k, lse, scale=call.scale, mask=call.mask, ranges=_ranges_of(call)
@@ -127,10 +143,37 @@ class Gpu:
                 lse = mx.logaddexp(lse, call.sinks.astype(mx.float32)[:, None])
         return (out, lse) if call.seed is None else join(out, lse, *call.seed)
 
-    def can_decode(self, policy: Policy, keys: mx.array, values: mx.array) -> bool:
-        """Whether there is a fused step for this policy and rows like these."""
-        fits = gpu_decoder.supports(policy, keys, values)
-        return fits and gpu_decoder.writes_in_place(self.launcher)
+    def _proven(self, operation: str, call: Operands[Rows]) -> bool:
+        """Whether the kernels of an operation do here what the definition says."""
+        variant = AttentionVariant.of(operation, call.q, call.k, call.v, call.options)
+        return self.verdicts.usable(
+            variant, attention_case.KERNELS, lambda: attention_case.check(self, variant)
+        )
+
+    def can_decode(
+        self,
+        settings: CacheSettings,
+        call: AttentionCall,
+        keys: mx.array,
+        values: mx.array,
+        proof: Proof,
+    ) -> bool:
+        """Whether there is a fused step for a layer like this one that proves itself here.
+
+        Args:
+            settings: Of the layer.
+            call: Its queries `[B, Hq, 1, D]` and sinks.
+            keys: `[B, H, 1, D]`.
+            values: `[B, H, 1, Dv]`.
+            proof: Runs small steps like these beside the definition.
+        """
+        if settings.gpu_form is None or not gpu_decoder.supports(keys, values):
+            return False
+        variant = FusedVariant.of(settings, call, keys, values)
+        proven = self.verdicts.usable(
+            variant, fused_variant.KERNELS, lambda: proof(variant, settings)
+        )
+        return proven and gpu_decoder.writes_in_place(self.launcher)
 
     def decoder(self, lent: Lent, settings: CacheSettings) -> Decoder:
         """See `decoders.decoder_for`."""

@@ -30,7 +30,6 @@ from mlx_h2o.attention.backends.step_launches import (
 )
 from mlx_h2o.attention.backends.tiling import WIDTHS
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.policies import Policy
 from mlx_h2o.policies.base import kernel_policy_of
 from mlx_h2o.policies.terms import FEWEST_FOR_A_MEAN
 from mlx_h2o.storage.packed import dense
@@ -40,10 +39,9 @@ from mlx_h2o.storage.remainder import STATISTICS
 _FEWEST_SLOTS = 8
 
 
-def supports(policy: Policy, keys: mx.array, values: mx.array) -> bool:
-    """Whether there are kernels for this policy and rows `[..., D]` and `[..., Dv]`."""
-    widths = keys.shape[-1] in WIDTHS and values.shape[-1] in WIDTHS
-    return widths and kernel_policy_of(policy, weigh_values=True) is not None
+def supports(keys: mx.array, values: mx.array) -> bool:
+    """Whether there are kernels for rows `[..., D]` and `[..., Dv]`."""
+    return keys.shape[-1] in WIDTHS and values.shape[-1] in WIDTHS
 
 
 class GPUDecoder(Decoder):

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o.attention.backends.interface import interface
-from mlx_h2o.attention.backends.kernel_text import kernel_text
+from mlx_h2o.attention.backends.kernel_text import KernelText, kernel_text
 
 #: Lanes of a simdgroup.
 SIMDGROUP = 32
@@ -35,6 +35,10 @@ class Launcher:
         self._make = make
         self._prelude = prelude
         self._kernel = cache(self._build)
+
+    def text(self, kernel: str) -> KernelText:
+        """What a kernel is compiled from."""
+        return kernel_text(kernel, self._prelude)
 
     def launch(
         self,
@@ -77,7 +81,7 @@ class Launcher:
     def _build(
         self, kernel: str, reads: tuple[str, ...], writes: tuple[str, ...], threads: int
     ) -> Any:
-        text, buffers = kernel_text(kernel, self._prelude), interface(kernel)
+        text, buffers = self.text(kernel), interface(kernel)
         passed = {*reads, *writes}
         if missing := buffers.required - passed:
             raise ValueError(f"{kernel} must have the buffers {', '.join(sorted(missing))}.")

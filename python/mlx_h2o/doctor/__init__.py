@@ -1,0 +1,1 @@
+"""`mlx_h2o doctor`: what works on this machine, and how fast."""

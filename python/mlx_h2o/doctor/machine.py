@@ -1,0 +1,94 @@
+"""What doctor runs on: machine, device, versions, and where the kernels stand."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_h2o.attention.backends import choice, reference
+from mlx_h2o.attention.backends.verification.verdicts import mode
+from mlx_h2o.attention.blas import blas
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def machine() -> dict[str, Any]:
+    """Everything as JSON types, by the names that people read."""
+    device = mx.device_info()
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count() or 1,
+        "memory": memory(),
+        "system": platform.platform(),
+        "device": str(mx.default_device()),
+        "device information": {name: _plain(value) for name, value in device.items()},
+        "kernels": kernels(),
+        "BLAS": blas(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("mlx", "mlx-lm", "mlx-h2o")},
+        },
+        "commit": commit(),
+        "date": date.today().isoformat(),
+    }
+
+
+def kernels() -> str:
+    """Which kernels compute on the default device, in words."""
+    if gpu := choice.gpu():
+        prelude = "Metal" if mx.metal.is_available() else "CUDA"
+        return f"{prelude}, on {gpu.architecture()}; checked {mode()}"
+    if choice.backend() is reference:
+        return "none: the reference backend computes everything"
+    from mlx_h2o import _ext
+
+    return f"CPU, {_ext.isa()}, {_ext.threads()} threads"
+
+
+def processor() -> str:
+    """The processor's name."""
+    if platform.system() == "Darwin":
+        return _said("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def memory() -> int:
+    """Bytes of the machine's memory, or 0 where it does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return 0
+
+
+def commit() -> str:
+    """The checkout's commit, and whether files differ from it; empty where there is no checkout."""
+    root = PACKAGE.parents[1]
+    if not (root / ".git").exists():
+        return ""
+    found = _said("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
+    changed = _said("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return f"{found}, changed" if found and changed else found
+
+
+def _said(*command: str) -> str:
+    """What a program says, or nothing."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, int | float | str) else str(value)
