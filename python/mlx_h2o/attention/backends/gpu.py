@@ -1,4 +1,4 @@
-"""What the GPU backends share: everything but who builds a kernel."""
+"""What the GPU backends share: everything but how a kernel is built."""
 
 from __future__ import annotations
 
@@ -128,7 +128,13 @@ class Gpu:
         return (out, lse) if call.seed is None else join(out, lse, *call.seed)
 
     def can_decode(self, policy: Policy, keys: mx.array, values: mx.array) -> bool:
-        """Whether there is a fused step for this policy and rows like these."""
+        """Whether there is a fused step for this policy and rows like these.
+
+        Args:
+            policy: Of the layer.
+            keys: `[B, H, 1, D]`.
+            values: `[B, H, 1, Dv]`.
+        """
         fits = gpu_decoder.supports(policy, keys, values)
         return fits and gpu_decoder.writes_in_place(self.launcher)
 

@@ -41,7 +41,13 @@ _FEWEST_SLOTS = 8
 
 
 def supports(policy: Policy, keys: mx.array, values: mx.array) -> bool:
-    """Whether there are kernels for this policy and rows `[..., D]` and `[..., Dv]`."""
+    """Whether there are kernels for this policy and rows `[..., D]` and `[..., Dv]`.
+
+    Args:
+        policy: Of the layer.
+        keys: Rows of the width and dtype of its keys.
+        values: Rows of the width and dtype of its values.
+    """
     widths = keys.shape[-1] in WIDTHS and values.shape[-1] in WIDTHS
     return widths and kernel_policy_of(policy, weigh_values=True) is not None
 
