@@ -110,7 +110,7 @@ class Measured:
         distinct_over_least: The same if caches answered whatever a launch requests again.
         barriers: Over all threadgroups.
         reductions: Of simdgroups, per key and query row.
-        shuffles: Likewise.
+        shuffles: Within simdgroups, per key and query row.
         threadgroups: Of each launch.
     """
 

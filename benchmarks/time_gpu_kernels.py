@@ -65,7 +65,7 @@ class Plan:
 
     Attributes:
         query_heads: Of the attention.
-        kv_heads: Likewise.
+        kv_heads: Of the attention; they divide the query heads.
         width: D of queries, keys and values.
         slots: N, one measurement each.
         rounds: Visits of each arm.

@@ -243,7 +243,7 @@ class Setting:
     Attributes:
         name: For people.
         budgets: Slots of each layer's KV heads, `[layers][H]`; None keeps everything.
-        saturation: t of each, likewise, or one number for all.
+        saturation: t of each sequence, or one number for all.
         rule: How slots are ranked.
         formats: The row format of each layer, or None: rows as they are.
         rounding: One of `ROUNDINGS`, of logarithms of scores to 16 bits; None keeps float32.

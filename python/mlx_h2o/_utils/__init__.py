@@ -1,1 +1,1 @@
-"""What every room may use and what knows nothing of caches: checks, files, sizes, progress."""
+"""Helpers that know nothing of caches: checks, files, sizes in bytes, progress, OpenBLAS."""

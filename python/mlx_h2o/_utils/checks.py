@@ -1,4 +1,4 @@
-"""What a setting may be: a check gives its value as Python's own type, or names what is wrong.
+"""Checks of settings: each returns the value as Python's own type, or raises and names the error.
 
 Every number that comes from outside (an argument, a request, a file, an option) passes through here
 before anything is computed with it, and has a largest value.
@@ -85,6 +85,11 @@ def is_list(value: Any) -> bool:
 def wholes(name: str, values: Any, least: int | None = None) -> tuple[int, ...]:
     """A list of whole numbers; one-dimensional arrays are lists.
 
+    Args:
+        name: Of the setting, for the message.
+        values: What was given.
+        least: The least that each may be.
+
     Raises:
         ValueError: It is something else, empty, or a number is less than `least`.
     """
@@ -126,6 +131,11 @@ def switch(name: str, value: Any) -> bool:
 
 def choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     """One of some values.
+
+    Args:
+        name: Of the setting, for the message.
+        value: What was given.
+        choices: What it may be.
 
     Raises:
         ValueError: It is something else.

@@ -1,4 +1,4 @@
-"""What long work shows on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of long work, on standard error: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 

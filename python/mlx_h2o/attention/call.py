@@ -1,4 +1,4 @@
-"""What a model asks of a layer: queries, and how they are to see the keys."""
+"""The arguments of one attention call: queries, and how they see the keys."""
 
 from __future__ import annotations
 
@@ -78,5 +78,15 @@ class Looking(ABC):
         sinks: Any,
         softcap: float = 0.0,
     ) -> mx.array:
-        """As routing asks (`H2OKVCache.attend`)."""
+        """As routing asks (`H2OKVCache.attend`).
+
+        Args:
+            q: Queries `[B, Hq, L, D]`.
+            keys: `[B, H, L, D]`.
+            values: `[B, H, L, Dv]`.
+            scale: Factor on q.k.
+            mask: None, "causal" or an array.
+            sinks: Attention-sink logits `[Hq]`.
+            softcap: c of logits capped softly, or 0.
+        """
         return self.look(AttentionCall(q, scale, mask, sinks, softcap), keys, values)

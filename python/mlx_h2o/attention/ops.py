@@ -142,13 +142,13 @@ def scaled_dot_product_attention_quantized_with_scores(
         q: Queries `[B, Hq, L, D]`.
         k_w: Words of the keys `[B, Hk, N, D * k_bits / 32]` uint32, in the format of `mx.quantize`.
         k_s: Their scales `[B, Hk, N, D / group_size]`.
-        k_b: Their biases, likewise.
+        k_b: Their biases `[B, Hk, N, D / group_size]`.
         v_w: Words of the values `[B, Hk, N, Dv * v_bits / 32]`.
         v_s: Their scales.
         v_b: Their biases.
         scale: Factor on q.k.
-        k_bits: 2, 3, 4, 5, 6 or 8.
-        v_bits: Likewise.
+        k_bits: Of keys: 2, 3, 4, 5, 6 or 8.
+        v_bits: Of values: 2, 3, 4, 5, 6 or 8.
         group_size: 32, 64 or 128.
         mask: As for dense keys.
         sinks: As for dense keys.
@@ -243,7 +243,17 @@ def check_attention(
     seed: Seed | None = None,
     ranges: Ranges | None = None,
 ) -> None:
-    """Raise ValueError unless the operands of an attention fit together."""
+    """Raise ValueError unless the operands of an attention fit together.
+
+    Args:
+        q: `[B, Hq, L, D]`.
+        k: `[B, Hk, N, D]`, or flat `[B, S, D]` with ranges.
+        v: `[B, Hk, N, Dv]`, or flat `[B, S, Dv]` with ranges.
+        mask: None, "causal" or an array.
+        sinks: Attention-sink logits `[Hq]`.
+        seed: Logits and values of one more column.
+        ranges: First slot and number of slots of each KV head.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         rank, axes = 4, "[batch, heads, tokens, width]"
         if ranges is not None and name != "q":
@@ -254,7 +264,7 @@ def check_attention(
             raise ValueError(f"{name} must be float32, float16 or bfloat16; got {x.dtype}.")
     lengths = [[p.shape[2] for p in x.parts] if isinstance(x, JoinedRows) else None for x in (k, v)]
     if lengths[0] != lengths[1] or (ranges is not None and lengths[0]):
-        raise ValueError("Joined keys need values joined likewise, and no ranges.")
+        raise ValueError("Joined keys need joined values, and no ranges.")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"k {k.shape} and v {v.shape} must agree in batch, heads and tokens.")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[-1]:

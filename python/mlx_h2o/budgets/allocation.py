@@ -1,4 +1,4 @@
-"""What KV heads lose at each number of slots, and slots shared out among heads by that.
+"""Slots shared out among KV heads by how much each loses at each number of slots.
 
 A curve is one head's loss at each point of a grid of slots. Sharing out is greedy: every head
 starts at the least; the largest saving of loss per slot, over all steps up the grid, is bought
@@ -50,7 +50,13 @@ def falling(curve: Curve) -> tuple[float, ...]:
 
 
 def loss_at(grid: Sequence[int], curve: Curve, slots: int) -> float:
-    """The loss at any number of slots, linear between grid points."""
+    """The loss at any number of slots, linear between grid points.
+
+    Args:
+        grid: Numbers of slots, ascending.
+        curve: The loss at each.
+        slots: Where the loss is asked for.
+    """
     if slots <= grid[0]:
         return curve[0]
     for i in range(1, len(grid)):
@@ -62,7 +68,13 @@ def loss_at(grid: Sequence[int], curve: Curve, slots: int) -> float:
 
 
 def best_step(grid: Sequence[int], curve: Curve, have: int) -> tuple[float, int]:
-    """The best saving per slot from `have` slots on, and where it leads."""
+    """The best saving per slot from `have` slots on, and where it leads.
+
+    Args:
+        grid: Numbers of slots, ascending.
+        curve: The loss at each.
+        have: Slots that the head has.
+    """
     now = loss_at(grid, curve, have)
     steps = [
         ((now - loss) / (b - have), b) for b, loss in zip(grid, curve, strict=True) if b > have

@@ -1,4 +1,4 @@
-"""Bits and slots together: what rows in fewer bits lose, against what more slots save."""
+"""The choice of bits: the loss by fewer bits a row against the gain by more slots."""
 
 from __future__ import annotations
 
@@ -41,7 +41,13 @@ class Choice:
 
 
 def packed_in(share: LayerShare, bits: int | None, group_size: int) -> LayerShare:
-    """A layer's share with rows of so many bits, in a frame if they are packed."""
+    """A layer's share with rows of so many bits, in a frame if they are packed.
+
+    Args:
+        share: Of the layer.
+        bits: Of keys and values, or None: as they come.
+        group_size: Elements that share a scale and a bias.
+    """
     packing = Packing(bits, bits, group_size) if bits else Packing()
     return replace(share, widths=replace(share.widths, packing=packing, framed=bits is not None))
 
@@ -90,7 +96,14 @@ def choices(
 def fewest_slots(
     shares: Sequence[LayerShare], max_bytes: int, policy: Policy, remembers: bool
 ) -> int:
-    """Slots per KV head that fit, in the layer where the fewest do; 0 if none do."""
+    """Slots per KV head that fit, in the layer where the fewest do; 0 if none do.
+
+    Args:
+        shares: Of the layers.
+        max_bytes: For all of them.
+        policy: Which says what is stored beside a row.
+        remembers: Whether statistics of the evicted are kept.
+    """
     each = max_bytes // len(shares)
     fit = []
     for share in shares:

@@ -1,4 +1,4 @@
-"""What a budget buys: bytes of rows and slots, and the slots that bytes pay for.
+"""Bytes of rows and slots, and how many slots fit into so many bytes.
 
 Where a caller gave each layer its slots, another size scales them: each head keeps its part of the
 whole.
@@ -30,7 +30,7 @@ class RowWidths:
         key: D.
         value: Dv.
         key_size: Bytes of a key's element in the model's dtype.
-        value_size: Bytes of a value's element, likewise.
+        value_size: Bytes of a value's element in the model's dtype.
         packing: How they are stored.
         undo: Steps that can be taken back.
         framed: Whether its keys have a frame.
@@ -131,6 +131,13 @@ class LayerShare:
     ) -> LayerShare:
         """What `config` gave, of a cache with these settings.
 
+        Args:
+            config: What `config` gave.
+            packing: How rows are stored.
+            undo: Steps that can be taken back.
+            framed: Whether keys have a frame.
+            centre_bytes: Bytes of query centres.
+
         Raises:
             ValueError: It gave something else.
         """
@@ -154,7 +161,15 @@ class LayerShare:
 def bytes_for_slots(
     slots: int, heads: int, widths: RowWidths, policy: Policy, remembers: bool
 ) -> int:
-    """Bytes of `heads` heads with so many slots each: the inverse of `slots_for_bytes`."""
+    """Bytes of `heads` heads with so many slots each: the inverse of `slots_for_bytes`.
+
+    Args:
+        slots: Of each head.
+        heads: KV heads, times the batch.
+        widths: Of a row.
+        policy: Which says what is stored beside a row.
+        remembers: Whether statistics of the evicted are kept.
+    """
     # A recent window of wider rows leaves room for fewer. (Of narrower ones it gives none back:
     # with a profile the window is as small as the smallest head's.)
     extra = max(widths.recent_row_bytes - widths.row_bytes, 0)
@@ -171,6 +186,14 @@ def slots_for_bytes(
     least: int = 1,
 ) -> int:
     """Slots per head that fit into `max_bytes` of `heads` heads (batch included).
+
+    Args:
+        max_bytes: For all of them.
+        heads: KV heads, times the batch.
+        widths: Of a row.
+        policy: Which says what is stored beside a row.
+        remembers: Whether statistics of the evicted are kept.
+        least: The fewest slots that are worth having.
 
     Raises:
         ValueError: They are fewer than `least`.

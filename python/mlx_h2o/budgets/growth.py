@@ -1,4 +1,4 @@
-"""Shares of slots while a conversation is short: nothing goes before the memory is full.
+"""Growth of budgets with the conversation: nothing is evicted before the memory is full.
 
 A size, in tokens or in bytes, is so many slots in all. While a conversation has no more tokens than
 there are slots a head, every head keeps all of it. From then on slots are shared out anew whenever
@@ -60,7 +60,13 @@ Stages = tuple[tuple[int, ...], tuple[Stage, ...]]
 
 def starts_narrow(max_bytes: int | None, undo: int, attending: bool) -> bool:
     """Whether slots are counted with narrow positions at first: of a size in bytes that a later
-    stage can hold to, which steps to undo and a model that attends by itself do not allow."""
+    stage can hold to, which steps to undo and a model that attends by itself do not allow.
+
+    Args:
+        max_bytes: The size, if it is in bytes.
+        undo: Steps that can be taken back.
+        attending: Whether this library computes the attention.
+    """
     return max_bytes is not None and not undo and attending
 
 

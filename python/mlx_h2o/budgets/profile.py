@@ -31,9 +31,9 @@ VERSIONS = (1, 2)
 FILE_NAME = "mlx_h2o_profile.json"
 # Below 4 sinks, a few recent tokens and some to choose from, a head is no use.
 SMALLEST_BUDGET = 12
-#: Of a conversation's tokens, the part that says again what was said once: so much do echoes count
-#: beside prose. At an eighth of the bytes SmolLM2 knows 9 of 23 planted facts by prose alone, with
-#: a loss of 0.67 % in perplexity, 16 with 0.04, and 18 with 0.1, with 0.93 %.
+#: Weight of the retrieval loss beside the loss over prose: the part of a conversation's tokens that
+#: repeats earlier ones. At an eighth of the bytes SmolLM2 knows 9 of 23 planted facts by prose
+#: alone, with a loss of 0.67 % in perplexity, 16 with 0.04, and 18 with 0.1, with 0.93 %.
 ECHO_PART = 0.1
 # Beyond this part of the calibrated length the curves see too little of what would be evicted, and
 # their shares at this size are kept.
@@ -81,7 +81,15 @@ class Profile:
         method: str,
         details: dict[str, Any] | None = None,
     ) -> Profile:
-        """A profile whose curves are what was measured over the whole text."""
+        """A profile whose curves are what was measured over the whole text.
+
+        Args:
+            model: What tells it from others.
+            grid: Numbers of slots, ascending.
+            measured: What was measured.
+            method: Name of the way of measuring.
+            details: More to write into the file.
+        """
         heads = iter(measured.curves_upto(measured.spans[-1]))
         losses = tuple(tuple(next(heads) for _ in range(count)) for count in model.kv_heads)
         return cls(model, tuple(grid), losses, method, details or {}, measured)
@@ -132,10 +140,10 @@ class Profile:
         return (*self.grid[:below], length), [(*curve[:below], 0.0) for curve in heads]
 
     def wanted_upto(self, length: int) -> tuple[tuple[int, ...], list[tuple[float, ...]]]:
-        """The same by which slots are bought: with what a head loses over echoes, if measured.
+        """The curves by which slots are bought: loss and, if it was measured, retrieval loss.
 
-        No policy knows what will be said again, so of n tokens that came once a head of b slots is
-        taken to have lost the part 1 - b/n.
+        No policy knows which tokens will be asked for again, so a head of b slots is taken to have
+        lost the part 1 - b/n of n tokens.
         """
         grid, heads = self.curves_upto(length)
         if self.measured is None or self.measured.echoes is None:
@@ -190,6 +198,12 @@ class Profile:
 
         Echoes are counted, as where slots are bought. Beyond the calibrated length a head is taken
         to need the same share of the tokens.
+
+        Args:
+            mean: Slots a head, on average.
+            least: The fewest slots of a head.
+            bits: Of a row, or None: as they come.
+            context: Tokens of the conversation.
         """
         known = self.grid[-1]
         if context > known:

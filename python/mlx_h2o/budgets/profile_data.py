@@ -48,7 +48,13 @@ class Measured:
     echoes: np.ndarray | None = None
 
     def check(self, heads: Sequence[int], widths: Sequence[int], grid: Sequence[int]) -> None:
-        """Raise ValueError unless all is of a model with these heads and widths."""
+        """Raise ValueError unless all is of a model with these heads and widths.
+
+        Args:
+            heads: KV heads of each layer.
+            widths: Width of a key, of each layer.
+            grid: Numbers of slots, ascending.
+        """
         checks.wholes("spans", self.spans, 1)
         if list(self.spans) != sorted(set(self.spans)):
             raise ValueError(f"A profile's spans must ascend; got {self.spans}.")
@@ -135,7 +141,13 @@ def frames_of_json(data: Any) -> dict[int, LayerFrames]:
 def check_frames(
     frames: dict[int, LayerFrames], heads: Sequence[int], widths: Sequence[int]
 ) -> None:
-    """Raise ValueError unless these are frames of a model with such heads and widths."""
+    """Raise ValueError unless these are frames of a model with such heads and widths.
+
+    Args:
+        frames: Of the layers.
+        heads: KV heads of each layer.
+        widths: Width of a key, of each layer.
+    """
     for context, layers in frames.items():
         checks.whole("context", context, 1)
         shapes = [frame.shape for frame in layers]

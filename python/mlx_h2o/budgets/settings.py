@@ -1,4 +1,4 @@
-"""The settings of bounded caches: values that exist only if they passed every check."""
+"""The settings of bounded caches, checked when they are made."""
 
 from __future__ import annotations
 
@@ -451,7 +451,7 @@ def budgets_of_model(budgets: Any) -> Profile | str | LayerBudgets | None:
     """What `budgets=` of a model means; a path is read.
 
     Raises:
-        ValueError: It is none of these, or the file is no profile.
+        ValueError: It has another type, or the file is no profile.
     """
     if budgets is None or isinstance(budgets, Profile):
         return budgets
@@ -471,7 +471,13 @@ def budgets_of_model(budgets: Any) -> Profile | str | LayerBudgets | None:
 
 
 def check_rolling(attending: bool, remainder: bool, packing: Packing) -> None:
-    """Raise ValueError where positions without gaps do not go with what else is asked for."""
+    """Raise ValueError where positions without gaps do not go with what else is asked for.
+
+    Args:
+        attending: Whether this library computes the attention.
+        remainder: Whether evicted tokens go on answering.
+        packing: How rows are stored.
+    """
     if not attending:
         raise ValueError(
             'positions="rolling" needs attention through this library, and this model attends by '
@@ -484,8 +490,8 @@ def check_rolling(attending: bool, remainder: bool, packing: Packing) -> None:
         )
     if packing.packs:
         raise ValueError(
-            'positions="rolling" turns keys at every step, which packed ones cannot be: leave '
-            "bits, k_bits and v_bits away."
+            'positions="rolling" turns keys at every step, which packed ones cannot be: omit '
+            "bits, k_bits and v_bits."
         )
 
 
@@ -493,7 +499,7 @@ def frames_or_none(frames: Any) -> tuple[Frame | None, ...] | str | None:
     """What `frames=` of a model means: its caches' frames, "none", or None: the profile's.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: It has another type.
     """
     if frames is None:
         return None
@@ -534,6 +540,13 @@ def packing_of(
     recent_bits: int | None,
 ) -> Packing:
     """How rows are stored, from the arguments that people give.
+
+    Args:
+        bits: Of keys and values; 16 or None: as they come.
+        k_bits: Of keys, instead of `bits`.
+        v_bits: Of values, instead of `bits`.
+        group_size: Elements that share a scale and a bias.
+        recent_bits: Of the newest tokens, or None: as all others.
 
     Raises:
         ValueError: They are none of those that there are.

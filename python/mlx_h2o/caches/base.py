@@ -116,7 +116,7 @@ class BoundedKVCache:
             packing_of(bits, k_bits, v_bits, group_size, recent_bits),
             self.attending,
             undo,
-            saturation,  # type: ignore[arg-type]  # likewise
+            saturation,  # type: ignore[arg-type]  # made a float or a tuple there
             frame,
             centres=centres,
         )
@@ -386,6 +386,11 @@ class BoundedKVCache:
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
         """The mask that mlx-lm asks for before N new tokens.
+
+        Args:
+            N: New tokens.
+            return_array: Whether an array is asked for, and not "causal".
+            window_size: Of a sliding window, which bounded caches refuse.
 
         Returns:
             None or "causal", or a boolean array `[N, kept + N]` if asked.

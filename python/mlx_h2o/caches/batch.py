@@ -189,8 +189,8 @@ class BatchH2OKVCache:
 
         Args:
             q: `[B, Hq, L, D]`.
-            keys: What `update_and_fetch` returned.
-            values: Likewise.
+            keys: The keys that `update_and_fetch` returned.
+            values: The values that `update_and_fetch` returned.
             scale: Factor on q.k.
             mask: As in `H2OKVCache`; an array may have a batch of 1 or B.
             sinks: Attention-sink logits `[Hq]`.

@@ -38,7 +38,7 @@ def pin(cache: Sequence[Any], spans: Sequence[Span]) -> PinAnswer:
     Raises:
         ValueError: They are no spans, or too many for the budget of some layer; nothing was
             changed.
-        RuntimeError: The last rows of some layer were not attended to yet; likewise.
+        RuntimeError: The last rows of some layer were not attended to yet; nothing was changed.
     """
     layers = bounded_entries(cache)
     asked = [layer.pinned_settings(spans) for layer in layers]

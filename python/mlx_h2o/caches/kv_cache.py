@@ -1,4 +1,4 @@
-"""The bounded KV cache of one layer, as mlx-lm uses caches: over the core's one call, two."""
+"""The bounded KV cache of one layer: one call brings rows, the next attends to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring a profile by the very policy: each head's loss at b slots, from running it with b.
+"""Calibration: each head's loss at b slots, measured by running the policy with b slots.
 
 One pass of the full model over a text gives each layer's queries, keys and values. On them every
 KV head is tried with every b of the grid and both orders of the remainder, token by token, by the

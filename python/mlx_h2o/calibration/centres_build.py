@@ -1,4 +1,4 @@
-"""Centres of a model's queries at hand: kept from before, or made now of the bundled texts."""
+"""Centres of a model's queries: loaded if they were kept, else measured on the bundled texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The yardstick of calibration: the KL divergence that limiting one head alone makes.
+"""Exact calibration: the KL divergence that limiting one head alone causes.
 
 One pass over a text for each KV head and number of slots, with that head limited to sinks and a
 window, and a remainder. The loss is what that does to the model's next-token distribution. Where a

@@ -1,7 +1,7 @@
 """Per-head retrieval loss: what a head loses when the text repeats what the head no longer holds.
 
-Prose rarely asks for what was said once, long ago: heads that copy from afar look idle in it and
-get few slots, and a fact that is asked for later is gone. So stretches of a text are repeated
+Prose rarely asks for tokens of long ago. Heads that copy from afar look idle in it and would get
+few slots; a fact that is asked for later would then be lost. So stretches of a text are repeated
 further on, and a head loses, over such a repetition (an echo),
 
     E ||W_o (o - o')||^2 / ||residual after attention||^2

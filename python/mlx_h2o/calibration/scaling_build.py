@@ -1,4 +1,4 @@
-"""Frames for packed keys, made of one short text for contexts of any length.
+"""Building frames (centre and scale of each key channel) from one short text, for any context.
 
 A frame begins as each channel's mean and greatest distance from it, and is fitted to what queries
 make of the keys (`calibration/scaling_fit.py`). It belongs to a range of positions: a slow rotary
@@ -250,7 +250,13 @@ class _Spread:
 def sample_of(
     keys: list[mx.array], weights: list[mx.array], queries: list[mx.array]
 ) -> FrameSample:
-    """What a frame is fitted to: parts `[B, H, n, D]`, `[B, H, n]` and `[B, Hq, m, D]`."""
+    """What a frame is fitted to, of the parts of a text.
+
+    Args:
+        keys: Parts `[B, H, n, D]`.
+        weights: Parts `[B, H, n]`: what an error of each row costs.
+        queries: Parts `[B, Hq, m, D]`.
+    """
     H, D = keys[0].shape[1], keys[0].shape[3]
     rows = mx.concatenate(keys, axis=2).swapaxes(0, 1).reshape(H, -1, D)
     costs = mx.concatenate(weights, axis=2).swapaxes(0, 1).reshape(H, -1)

@@ -114,7 +114,7 @@ def _slopes(
 
     Args:
         centre: From the first frame on, `[R, d]`.
-        log_scale: Likewise.
+        log_scale: Logarithm of the scale, from the first frame on, `[R, d]`.
         rows: In the first frame, `[R, n, d]`.
         energies: Of queries as they meet those, `[R, d]`.
     """

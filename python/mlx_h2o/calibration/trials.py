@@ -1,4 +1,4 @@
-"""Every setting of a layer's KV heads side by side, token by token, by the steps that decode.
+"""Trials: many settings of a layer's KV heads side by side, token by token, by decode steps.
 
 One bounded layer has a "KV head" for each number of slots, order of the remainder and real KV head:
 budgets differ from head to head anyway, so the same kernels that users run try all of them at once.

@@ -72,7 +72,8 @@ class Trace:
             was held to the end.
         last_score: `[R, T]` what the policy had accumulated for it when last held; NaN where the
             policy accumulates nothing, or where the prompt's chunk was reduced without it.
-        last_priority: `[R, T]` likewise what it was worth keeping; the lowest goes first.
+        last_priority: `[R, T]` its priority when last held, with NaN as above; the lowest is
+            evicted first.
     """
 
     model: str

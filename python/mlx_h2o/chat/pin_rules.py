@@ -1,4 +1,4 @@
-"""What to pin, said in words: roles of a chat, texts, patterns, a predicate; found in a prompt."""
+"""Pin rules: roles of a chat, texts, patterns or a predicate, and the spans that they match."""
 
 from __future__ import annotations
 
@@ -172,6 +172,11 @@ def of_roles(
 
 def of_texts(texts: Sequence[str], text: str, required: bool = True) -> Iterator[Span]:
     """Where some texts stand in another, every time.
+
+    Args:
+        texts: What is looked for.
+        text: Where it is looked for.
+        required: Whether a text that is not there is an error.
 
     Raises:
         ValueError: One that is required is not there.

@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
         help="of an answer, at most (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="of the sampling")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="likewise")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the sampling")
     parser.add_argument("--seed", type=int, metavar="N", help="makes sampling reproducible")
     parser.add_argument(
         "--carry", type=typed(checked_carry, "a number from 0 to 1, or reset"), default=1.0,

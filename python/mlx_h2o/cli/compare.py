@@ -1,4 +1,4 @@
-"""`mlx_h2o compare`: the main job. What does each cache cost, at equal bytes?"""
+"""`mlx_h2o compare`: what each cache costs in quality and speed, at equal bytes."""
 
 from __future__ import annotations
 
@@ -216,7 +216,14 @@ def what_is_equal(protocol: Protocol, sizes: Sequence[int] = ()) -> str:
 def tables(
     results: Sequence[Result], arms: Sequence[Arm], protocol: Protocol, args: argparse.Namespace
 ) -> list[Table]:
-    """The results for a terminal: one table, or with --grid one for each figure."""
+    """The results for a terminal: one table, or with --grid one for each figure.
+
+    Args:
+        results: Of the arms.
+        arms: The caches that were compared.
+        protocol: How they were measured.
+        args: Of the command.
+    """
     if not args.grid:
         return [table(results, protocol, args.max_kv_size)]
     of = "slots" if protocol.equal == "slots" else "tokens' bytes"
@@ -267,7 +274,13 @@ def facts_of(result: Result) -> str:
 
 
 def table(results: Sequence[Result], protocol: Protocol, sizes: Sequence[int] = ()) -> Table:
-    """The results for a terminal."""
+    """The results for a terminal.
+
+    Args:
+        results: Of the arms.
+        protocol: How they were measured.
+        sizes: Sizes that are shown.
+    """
     rows = Table(
         title=f"{what_was_read(protocol)}, bounded caches: {what_is_equal(protocol, sizes)}",
         caption="Bytes as a 16-bit model has them; the loss with its standard error over the "

@@ -120,6 +120,13 @@ def compressed(
 ) -> list[Any]:
     """The prompt read twice and cut down, with a bar that says how far it is.
 
+    Args:
+        args: Of the command.
+        model: That reads.
+        tokenizer: Of the model.
+        tokens: Of the prompt.
+        pins: Spans that are kept whole.
+
     Raises:
         ValueError: It cannot be; the message speaks of options.
     """
@@ -146,6 +153,11 @@ def compressed(
 
 def prompt_ids(tokenizer: Any, text: str, system: bool) -> tuple[list[int], list[dict[str, str]]]:
     """The prompt's token ids, and the messages in it where a chat template made it.
+
+    Args:
+        tokenizer: Of the model.
+        text: The document.
+        system: Whether the document is put into a system message.
 
     Raises:
         ValueError: There is no text, or no chat template to put it into.

@@ -97,7 +97,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def table(results: list[Answers], title: str, wanted: str) -> Table:
-    """The answers for a terminal."""
+    """The answers for a terminal.
+
+    Args:
+        results: Of each cache.
+        title: Of the table.
+        wanted: What the first answer should be.
+    """
     rows = Table(title=title)
     rows.add_column("cache")
     for column in ("KV bytes", "of full", "facts"):

@@ -194,7 +194,14 @@ def given_options(args: argparse.Namespace) -> bool:
 def print_differences(
     args: argparse.Namespace, cache: list[Any], model: nn.Module, settings: ModelSettings
 ) -> None:
-    """Say so if a saved cache has other settings than the options ask for: its own stay."""
+    """Say so if a saved cache has other settings than the options ask for: its own stay.
+
+    Args:
+        args: Of the command.
+        cache: That was loaded.
+        model: That goes on with it.
+        settings: What the options ask for.
+    """
     held, wanted = (
         [str(layer.reason) for layer in describe(entries)]
         for entries in (cache, bounded_cache(model, settings))
@@ -231,6 +238,11 @@ def prompt_tokens(
     """The prompt as tokens, and the messages in it where a chat template made it.
 
     A resumed conversation gets it as its next turn, as in mlx_lm.chat.
+
+    Args:
+        args: Of the command.
+        tokenizer: Of the model.
+        resumed: Whether a saved cache goes on.
     """
     prompt = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     prompt = sys.stdin.read() if prompt == "-" else prompt

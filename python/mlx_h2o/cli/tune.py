@@ -127,7 +127,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def report(evaluation: Evaluation, args: argparse.Namespace, made: list[Choice]) -> None:
-    """Print and write what is known, however far it came."""
+    """Print and write what is known, however far it came.
+
+    Args:
+        evaluation: As far as it came.
+        args: Of the command.
+        made: The points of the curve.
+    """
     chosen = recommended(made, args.loss, args.surely)
     line = line_of_code(chosen, args.tokens) if chosen else None
     if args.json:

@@ -1,4 +1,4 @@
-"""Who has a layer's arrays: this process's memory, or a decoder that changes them in place."""
+"""Ownership of a layer's arrays: they are here, or lent to a decoder that changes them in place."""
 
 from __future__ import annotations
 
@@ -166,7 +166,14 @@ def marked(settings: CacheSettings, rows: Fields | None) -> Fields | None:
 
 
 def fields_of(settings: CacheSettings, keys: mx.array, values: mx.array, first: int) -> Fields:
-    """New rows `[B, H, L, ...]` by field, for the positions from `first` on."""
+    """New rows `[B, H, L, ...]` by field, for the positions from `first` on.
+
+    Args:
+        settings: Of the layer.
+        keys: `[B, H, L, D]`.
+        values: `[B, H, L, Dv]`.
+        first: The position of the first row.
+    """
     B, H, L, _ = keys.shape
     new = mx.arange(first, first + L, dtype=mx.int32)
     fields = {

@@ -1,4 +1,4 @@
-"""Scores -> slots: what a chunk keeps, and which slots are overwritten next."""
+"""Eviction: which rows of a chunk are kept, and which slots are overwritten next (the victims)."""
 
 from __future__ import annotations
 

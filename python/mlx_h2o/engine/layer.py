@@ -1,4 +1,4 @@
-"""A layer's slots, newest tokens, remainder and next victims: the only place that changes them."""
+"""The state of one layer (slots, newest tokens, remainder, victims) and all changes of it."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ class Layer:
 
         Args:
             keys: `[B, H, 1, D]`, or other rows like these.
-            values: `[B, H, 1, Dv]`, likewise.
+            values: `[B, H, 1, Dv]`, or other rows like these.
         """
         memory, window = self.memory, self.memory.window
         memory.fit_positions(self.offset + 1)

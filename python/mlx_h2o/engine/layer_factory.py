@@ -84,6 +84,12 @@ def _sized(
 def budgets_of(settings: CacheSettings, batch: int, heads: int, widths: RowWidths) -> list[int]:
     """Slots of each KV head.
 
+    Args:
+        settings: Of the layer.
+        batch: B.
+        heads: H.
+        widths: Of a row.
+
     Raises:
         ValueError: There are too few, or not one number for each head.
     """

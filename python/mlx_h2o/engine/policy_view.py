@@ -33,7 +33,13 @@ def rows_of(layer: Layer, run: Run, fields: Fields) -> tuple[AnyRows, AnyRows]:
 
 def ranked_of(layer: Layer, run: Run, fields: Fields) -> Fields:
     """Positions, scores and value lengths, if they are kept, of the same rows: `[B, heads, M]`;
-    arguments as there."""
+    arguments as there.
+
+    Args:
+        layer: Whose rows they are.
+        run: Of its heads.
+        fields: Of all rows attended to, `[B, heads, N, ...]`.
+    """
     if layer.window is None:
         return fields
     views = layer.window.views(run.first, run.last, layer.offset)
@@ -45,13 +51,26 @@ def ranked_of(layer: Layer, run: Run, fields: Fields) -> Fields:
 
 
 def evictable_of(layer: Layer, run: Run, positions: mx.array) -> mx.array:
-    """Which of a run's rows, by their stored positions `[B, heads, M]`, are not protected."""
+    """Which of a run's rows, by their stored positions `[B, heads, M]`, are not protected.
+
+    Args:
+        layer: Whose rows they are.
+        run: Of its heads.
+        positions: As stored, `[B, heads, M]`.
+    """
     recent = layer.policy.recent_slots(layer.budget_of(run))
     return selection.evictable_slots(positions, layer.offset, layer.policy.sink, recent)
 
 
 def slots_of(layer: Layer, run: Run, fields: Fields, evicted: int) -> Slots:
-    """The same rows as a policy sees them; `evicted` tokens are gone from each head."""
+    """The same rows as a policy sees them; `evicted` tokens are gone from each head.
+
+    Args:
+        layer: Whose rows they are.
+        run: Of its heads.
+        fields: Of its slots, `[B, heads, N, ...]`.
+        evicted: Tokens that each head has lost.
+    """
     ranked = ranked_of(layer, run, fields)
     stored, scores = ranked["positions"], ranked.get("scores")
     positions = true_positions(stored)

@@ -1,4 +1,4 @@
-"""What a saved cache must look like, checked before any of its numbers is used.
+"""The state of a saved cache, and the checks that it passes before it is used.
 
 Files come from anywhere, and a number in one that is out of range would have MLX allocate without
 end, or a kernel write outside of its arrays. Everything here raises ValueError.
@@ -171,7 +171,14 @@ def sharers_of(config: dict[str, Any]) -> int:
 
 
 def within(name: str, value: Any, least: int, most: int) -> int:
-    """A whole number between two others, both included."""
+    """A whole number between two others, both included.
+
+    Args:
+        name: Of the number, for the message.
+        value: What was given.
+        least: The least that it may be.
+        most: The most that it may be.
+    """
     return checks.whole(name, value, least, most)
 
 
@@ -225,7 +232,13 @@ def checked_runs(
 def checked_window(
     config: dict[str, Any], policy: Policy, packing: Packing
 ) -> dict[str, int] | None:
-    """The recent window's numbers, or None where all rows are stored alike."""
+    """The recent window's numbers, or None where all rows are stored alike.
+
+    Args:
+        config: Of a cache that has rows.
+        policy: Its policy.
+        packing: How its rows are stored.
+    """
     window = config["recent"]
     if packing.recent is None:
         if window:
@@ -248,7 +261,16 @@ def check_arrays(
     remembers: bool,
     window: dict[str, int] | None,
 ) -> None:
-    """Every array is there, none else is, and they fit the runs and each other."""
+    """Every array is there, none else is, and they fit the runs and each other.
+
+    Args:
+        arrays: By name.
+        runs: Of heads.
+        policy: Of the cache.
+        packing: How rows are stored.
+        remembers: Whether statistics of the evicted are kept.
+        window: Numbers of the recent window, or None.
+    """
     heads, slots = runs[-1].last, sum(run.heads * run.allocated for run in runs)
     batch = arrays["slots.positions"].shape[0] if arrays["slots.positions"].ndim == 2 else 0
     if batch < 1:
@@ -295,7 +317,13 @@ def has_value_lengths(arrays: Arrays, policy: Policy) -> bool:
 
 
 def row_type(name: str, arrays: Arrays, packing: Packing) -> tuple[int, mx.Dtype]:
-    """Width and dtype of "keys" or "values" before they were packed."""
+    """Width and dtype of "keys" or "values" before they were packed.
+
+    Args:
+        name: "keys" or "values".
+        arrays: By name.
+        packing: How rows are stored.
+    """
     bits, rows = packing.bits(name), arrays[f"slots.{name}"]
     dtype = rows.dtype if bits is None else arrays[f"slots.{name}{SCALES}"].dtype
     width = rows.shape[-1] if rows.ndim else 0
@@ -312,7 +340,14 @@ def row_shapes(
     types: dict[str, tuple[int, mx.Dtype]],
     packing: Packing,
 ) -> Expected:
-    """Keys and values of so many rows, `[*rows, width]`, and what packs them."""
+    """Keys and values of so many rows, `[*rows, width]`, and what packs them.
+
+    Args:
+        prefix: Of the arrays' names.
+        rows: Shape before the width.
+        types: Of keys and values.
+        packing: How rows are stored.
+    """
     expected: Expected = {}
     for name, (width, dtype) in types.items():
         bits = packing.bits(name)

@@ -1,4 +1,4 @@
-"""Attention -> scores: a call's queries attend, and the policy learns what they looked at."""
+"""Scoring: queries attend, and the policy updates the scores by what they attended to."""
 
 from __future__ import annotations
 
@@ -104,7 +104,15 @@ def _mean(arrays: Sequence[mx.array | None]) -> mx.array:
 def observe_derived(
     layer: Layer, call: AttentionCall, fields: Fields, keys: mx.array, values: mx.array
 ) -> Seen:
-    """The same of keys and values `[B, Hk, N, ...]` that a model made of the rows attended to."""
+    """The same of keys and values `[B, Hk, N, ...]` that a model made of the rows attended to.
+
+    Args:
+        layer: Whose rows they are.
+        call: Queries, and how they see the keys.
+        fields: Of the rows attended to.
+        keys: `[B, Hk, N, D]`, made of the rows.
+        values: `[B, Hk, N, Dv]`, made of the rows.
+    """
     heads = layer.runs[0].heads
     of_layer = (heads, layer.offset, None)
     looked = _Attention(
@@ -215,6 +223,14 @@ def mass_of_window(
 
     A chunk shorter than the window lacks queries of earlier chunks; each slot's mean mass per step
     stands in for them.
+
+    Args:
+        policy: Of the layer.
+        seen: The observation of the last queries.
+        fields: Of the rows attended to.
+        offset: The next logical position.
+        L: Queries of the chunk.
+        aged_from: The position from which ages count.
     """
     missing = policy.window - L
     if missing <= 0:
@@ -229,6 +245,11 @@ def stands_for(L: int, N: int, window: int) -> mx.array:
 
     Every old slot was seen by all L queries and by `window` of them in the window; new row j by
     L - j and by min(window, L - j).
+
+    Args:
+        L: Queries of the chunk.
+        N: Slots.
+        window: Queries that score it.
     """
     new = mx.arange(L, 0, -1).astype(mx.float32)
     old = mx.full((N - L,), L / window)

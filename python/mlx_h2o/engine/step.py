@@ -33,7 +33,7 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
             the last L columns are read, since kept slots are always visible.
         k: New keys `[B, H, L, D]`, with RoPE applied at `layer.offset`, like those held
             (`Layer.check_rows`).
-        v: New values `[B, H, L, Dv]`, likewise.
+        v: New values `[B, H, L, Dv]`, like those held.
 
     Returns:
         `[B, Hq, L, Dv]`.
@@ -139,7 +139,7 @@ def decode_together(
     Args:
         layers: Their memories.
         call: Queries `[B, Hq, 1, D]`, a sequence for each layer.
-        k: New keys `[B, H, 1, D]`, likewise.
+        k: New keys `[B, H, 1, D]`, a sequence for each layer.
         v: New values `[B, H, 1, Dv]`.
 
     Returns:
@@ -169,7 +169,7 @@ def attend_to_derived(
         call: As in `update_and_attend`; an array mask covers all N.
         attended: What `take_in` returned, of one run.
         k: `[B, Hk, N, D]`, made of the cached keys or values.
-        v: `[B, Hk, N, Dv]`, likewise.
+        v: `[B, Hk, N, Dv]`, made of them too.
 
     Returns:
         `[B, Hq, L, Dv]`.

@@ -86,7 +86,13 @@ def text_of(stage: Stage, length: int) -> mx.array:
 
 
 def budgets_by_entropy(shapes: list[Shape], mean: int, least: int) -> list[int]:
-    """Slots of each layer, `mean` on average: in proportion to entropy beyond `least` each."""
+    """Slots of each layer, `mean` on average: in proportion to entropy beyond `least` each.
+
+    Args:
+        shapes: Of the layers.
+        mean: Slots of a layer, on average.
+        least: Slots that each layer has at least.
+    """
     whole = sum(shape.entropy for shape in shapes)
     free = (mean - least) * len(shapes)
     shares = [free * shape.entropy / whole for shape in shapes]

@@ -16,6 +16,11 @@ _OURS, _OURS_WITHOUT = "#2a7f62", "#9fcbb9"
 def draw(results: Sequence[Result], title: str, path: str | Path) -> None:
     """Perplexity loss and facts recalled, side by side, as a PNG.
 
+    Args:
+        results: Of the arms.
+        title: Of the picture.
+        path: Where it is written.
+
     Raises:
         ValueError: matplotlib is not installed.
     """

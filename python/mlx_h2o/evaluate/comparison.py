@@ -223,7 +223,14 @@ def _differences(tell: Tell, rows: int) -> Callable[[int], None]:
 def groups_of(
     arms: Sequence[Arm], model: nn.Module, protocol: Protocol, jobs: int
 ) -> list[tuple[Arm, ...]]:
-    """Arms in groups that read side by side, about as many groups as jobs at once."""
+    """Arms in groups that read side by side, about as many groups as jobs at once.
+
+    Args:
+        arms: The caches to compare.
+        model: That reads.
+        protocol: How they are measured.
+        jobs: Processes at once.
+    """
     shared = all(can_share(arm.make(model, protocol.max_size, protocol.equal)) for arm in arms)
     size = -(-len(arms) // max(jobs, -(-len(arms) // MOST_TOGETHER))) if shared else 1
     return [tuple(arms[i : i + size]) for i in range(0, len(arms), size)]
@@ -312,7 +319,13 @@ def _results(arms: Sequence[Arm], found: dict[str, dict[str, Any]]) -> list[Resu
 
 
 def speeds_of(model: nn.Module, arms: Sequence[Arm], protocol: Protocol) -> dict[str, float]:
-    """Tokens per second of decoding one sequence, by turns: the median turn of each arm."""
+    """Tokens per second of decoding one sequence, by turns: the median turn of each arm.
+
+    Args:
+        model: That decodes.
+        arms: The caches to compare.
+        protocol: How they are measured.
+    """
     largest = max(arm.size or protocol.max_size for arm in arms)
     tokens = mx.zeros((1, 2 * largest), dtype=mx.int32)
     caches = [arm.make(model, protocol.max_size, protocol.equal) for arm in arms]

@@ -58,6 +58,12 @@ class Contender:
     def after(self, stage: Stage, tokens: mx.array, context: int, tell: Tell) -> list[Any]:
         """A cache that has read a prompt `[B, T]`, of a conversation of `context` tokens.
 
+        Args:
+            stage: Model and text.
+            tokens: The prompt `[B, T]`.
+            context: Tokens that the conversation will have.
+            tell: Called with tokens that were read.
+
         Raises:
             ValueError: The bytes are too few for it.
         """

@@ -2,8 +2,8 @@
 
 On a CPU models compute in float32, against which packed rows would look twice as good as they are.
 So a comparison at equal bytes gives each cache what it would get in a 16-bit model, and counts what
-it holds likewise: keys and values (scales and biases of packed ones) at 2 bytes a number, and
-positions, scores and remainders as they are.
+it holds as that model's: keys and values (scales and biases of packed ones) at 2 bytes a number,
+and positions, scores and remainders as they are.
 """
 
 from __future__ import annotations

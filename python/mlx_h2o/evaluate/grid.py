@@ -1,4 +1,4 @@
-"""At a glance: one figure a cache and part of the bytes, for each measure that has one."""
+"""A summary table: one figure for each cache and size, of each measure that has one."""
 
 from __future__ import annotations
 

@@ -51,7 +51,13 @@ def kinds_of(stage: Stage) -> tuple[str, ...]:
 
 
 def facts_of(stage: Stage, kind: str, rng: random.Random) -> tuple[Fact, list[Fact]]:
-    """The fact that is asked for, and what else is planted."""
+    """The fact that is asked for, and what else is planted.
+
+    Args:
+        stage: Model and text.
+        kind: Of the needle.
+        rng: Source of chance.
+    """
     form = stage.form
     if kind in CLOZE_KINDS:
         return _decoys(rng) if kind == "decoys" else (_reworded(rng), [])

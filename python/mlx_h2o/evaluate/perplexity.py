@@ -21,6 +21,12 @@ Progress = Callable[[int], None]
 def samples_of(tokens: Sequence[int], count: int, length: int, bos: int | None) -> mx.array:
     """Evenly spaced samples of a text, `[count, length]`, each beginning with bos if there is one.
 
+    Args:
+        tokens: Of the text.
+        count: Of samples.
+        length: Tokens of each.
+        bos: Token that begins each, or None.
+
     Raises:
         ValueError: The text is shorter than one sample.
     """

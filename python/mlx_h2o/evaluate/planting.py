@@ -127,6 +127,11 @@ def plant_and_ask(
 def draw(results: Sequence[Answers], title: str, path: str | Path) -> None:
     """Facts known and bytes held, side by side, as a PNG.
 
+    Args:
+        results: Of the arms.
+        title: Of the picture.
+        path: Where it is written.
+
     Raises:
         ValueError: matplotlib is not installed.
     """

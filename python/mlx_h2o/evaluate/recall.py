@@ -141,7 +141,13 @@ class RecallTask:
 
 
 def distinct_facts(form: Form, count: int, rng: random.Random) -> list[Fact]:
-    """So many facts, each with a question of its own."""
+    """So many facts, each with a question of its own.
+
+    Args:
+        form: How facts and questions are said.
+        count: Of facts.
+        rng: Source of chance.
+    """
     planted: list[Fact] = []
     while len(planted) < count:
         fact = form.fact(rng)
@@ -231,7 +237,13 @@ def recall_task(
 def paragraphs_of(
     paragraphs: Sequence[list[int]], room: int, rng: random.Random
 ) -> list[list[int]]:
-    """Consecutive paragraphs of exactly `room` tokens; the first is cut at its beginning."""
+    """Consecutive paragraphs of exactly `room` tokens; the first is cut at its beginning.
+
+    Args:
+        paragraphs: Tokens of each.
+        room: Tokens to fill.
+        rng: Source of chance.
+    """
     if room == 0:
         return []
     i = rng.randrange(len(paragraphs))

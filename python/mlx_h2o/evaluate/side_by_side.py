@@ -70,7 +70,13 @@ class SideBySide(Looking):
         return keys, values
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
-        """Attention `[A * B, Hq, L, Dv]`, each part's by itself."""
+        """Attention `[A * B, Hq, L, Dv]`, each part's by itself.
+
+        Args:
+            call: Queries of all parts, and how they see the keys.
+            keys: `[A * B, H, L, D]`.
+            values: `[A * B, H, L, Dv]`.
+        """
         each = zip(self.parts, self._cut(call.q), self._handed, self.masks, strict=True)
         if call.softcap:
             outs = [

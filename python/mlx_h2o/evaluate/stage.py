@@ -116,7 +116,14 @@ def read(model: nn.Module, cache: list[Any], tokens: mx.array, chunk: int, tell:
 
 
 def step(model: nn.Module, cache: list[Any], token: mx.array, tell: Tell) -> mx.array:
-    """One token `[B]` more; logits after it `[B, vocabulary]`, evaluated."""
+    """One token `[B]` more; logits after it `[B, vocabulary]`, evaluated.
+
+    Args:
+        model: That decodes.
+        cache: Which takes the token in.
+        token: `[B]`.
+        tell: Called with tokens that were read.
+    """
     logits: mx.array = model(token[:, None], cache=cache)[:, -1]
     mx.eval(logits)
     tell(token.shape[0])
@@ -155,7 +162,15 @@ def known(
 def said(
     model: nn.Module, cache: list[Any], logits: mx.array, count: int, tell: Tell
 ) -> list[list[int]]:
-    """The likeliest `count` tokens that follow, one row of ids for each of a batch."""
+    """The likeliest `count` tokens that follow, one row of ids for each of a batch.
+
+    Args:
+        model: That decodes.
+        cache: Which takes the tokens in.
+        logits: After the prompt, `[B, vocabulary]`.
+        count: Of tokens.
+        tell: Called with tokens that were read.
+    """
     tokens = []
     for _ in range(count):
         tokens.append(mx.argmax(logits, axis=-1))

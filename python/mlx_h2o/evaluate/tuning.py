@@ -1,4 +1,4 @@
-"""The knee: the smallest budget within a stated loss, on the user's own text."""
+"""The smallest budget within a stated loss, on the user's own text."""
 
 from __future__ import annotations
 
@@ -113,7 +113,13 @@ def line_of_code(choice: Choice, tokens: int) -> str:
 
 
 def section(made: Sequence[Choice], chosen: Choice | None, most: float) -> Section:
-    """The curve and its points, for people."""
+    """The curve and its points, for people.
+
+    Args:
+        made: The points of the curve.
+        chosen: The smallest within the loss, or None.
+        most: The loss that is allowed.
+    """
     rows = [
         (
             choice.contender.name,

@@ -1,4 +1,4 @@
-"""How far a choice was from going the other way: rounding must not decide what is kept."""
+"""Margins of choices: how much a priority would have to change for another token to be kept."""
 
 from __future__ import annotations
 

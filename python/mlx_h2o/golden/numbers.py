@@ -33,7 +33,13 @@ def bell(seed: int, shape: Sequence[int]) -> np.ndarray:
 
 
 def seed_of(case: int, which: int, layer: int = 0) -> int:
-    """The seed of one tensor of a case."""
+    """The seed of one tensor of a case.
+
+    Args:
+        case: Its seed.
+        which: Of its tensors (docs/golden.md).
+        layer: Number of the layer.
+    """
     return case * 65536 + layer * 16 + which
 
 
@@ -45,6 +51,15 @@ def tensor(
     layer: int = 0,
     power: int = 0,
 ) -> mx.array:
-    """A case's tensor: `bell` times 2^power, rounded to the dtype."""
+    """A case's tensor: `bell` times 2^power, rounded to the dtype.
+
+    Args:
+        case: Its seed.
+        which: Of its tensors (docs/golden.md).
+        shape: Of the tensor.
+        dtype: To which it is rounded.
+        layer: Number of the layer.
+        power: Of two, by which it is multiplied.
+    """
     numbers = np.ldexp(bell(seed_of(case, which, layer), shape), power)
     return mx.array(numbers).astype(getattr(mx, dtype))

@@ -232,7 +232,13 @@ def replayed(p: Parameters, inputs: Arrays) -> tuple[Arrays, list[BoundedKVCache
 
 
 def begin_call(p: Parameters, call: int, cache: BoundedKVCache) -> None:
-    """Pin what is pinned before a call, and begin its turn, where the case (`turns`) says so."""
+    """Pin what is pinned before a call, and begin its turn, where the case (`turns`) says so.
+
+    Args:
+        p: Parameters of the case.
+        call: Its number.
+        cache: Of a layer.
+    """
     spans = [(first, end) for at, first, end in p.get("pins", ()) if at == call]
     if spans:
         cache.pin(spans)
@@ -269,7 +275,13 @@ class Layer:
 
 
 def held(cache: BoundedKVCache, name: str, most: int) -> np.ndarray:
-    """Positions ("kept") or scores `[B, H, most]` in order of position; unused -1, or 0."""
+    """Positions ("kept") or scores `[B, H, most]` in order of position; unused -1, or 0.
+
+    Args:
+        cache: Of a layer.
+        name: "kept" or "scores".
+        most: Columns of the result.
+    """
     store = cache.store
     assert store is not None
     parts = []

@@ -153,7 +153,14 @@ def distance(
     tolerances: Mapping[str, Mapping[str, float]],
     size: float = 1.0,
 ) -> float:
-    """The largest error in units of what is tolerated; infinite where exactness is asked for."""
+    """The largest error in units of what is tolerated; infinite where exactness is asked for.
+
+    Args:
+        found: What was computed.
+        golden: What the file holds.
+        tolerances: As in the manifest.
+        size: Of the numbers that went in.
+    """
     if not mx.issubdtype(golden.dtype, mx.floating):
         return 0.0 if mx.array_equal(found, golden).item() else np.inf
     tolerance = tolerances[str(golden.dtype).rpartition(".")[-1]]

@@ -1,1 +1,1 @@
-"""Where mlx-lm is patched, and what is found out about its models."""
+"""Patches of mlx-lm, and probes that find out how its models use their caches."""

@@ -208,8 +208,8 @@ def asked(
     Args:
         cache: Of the layer.
         q: `[B, Hq, L, D]`.
-        keys: What `update_and_fetch` returned.
-        values: Likewise.
+        keys: The keys that `update_and_fetch` returned.
+        values: The values that `update_and_fetch` returned.
         scale: Factor on q.k.
         mask: As in `scaled_dot_product_attention`.
         softcap: c of logits capped softly, or 0.

@@ -1,4 +1,4 @@
-"""Looking into a model while it reads a text: blocks, their residuals, and what heads weigh."""
+"""Recording a model while it reads a text: its blocks' inputs, residuals and attention."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _telling(block: type[nn.Module], watcher: Watcher) -> type[nn.Module]:
 
 
 def _quick_to_compute(x: mx.array) -> mx.array:
-    """A block's input as the device computes it best, and what follows from it likewise.
+    """A block's input in the dtype in which the device computes fastest.
 
     MLX's CPU backend multiplies 16-bit matrices some 15 times as slowly as float32 ones, and a
     float32 input makes float32 products of them all.
@@ -156,7 +156,16 @@ def full_attention(
     sinks: mx.array | None,
     softcap: float = 0.0,
 ) -> mx.array:
-    """Causal attention `[B, Hq, T, Dv]` in blocks of queries, evaluated."""
+    """Causal attention `[B, Hq, T, Dv]` in blocks of queries, evaluated.
+
+    Args:
+        q: `[B, Hq, T, D]`.
+        keys: `[B, H, T, D]`.
+        values: `[B, H, T, Dv]`.
+        scale: Factor on q.k.
+        sinks: Attention-sink logits `[Hq]`.
+        softcap: c of logits capped softly, or 0.
+    """
     blocks = []
     for start in range(0, q.shape[2], QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, q.shape[2])
@@ -181,6 +190,15 @@ def block_attention(
 
     MLX computes it where it knows such logits, but for the CPU: over 2048 tokens this library's
     kernel takes a quarter of the time there.
+
+    Args:
+        q: `[B, Hq, n, D]`.
+        keys: `[B, H, T, D]`.
+        values: `[B, H, T, Dv]`.
+        scale: Factor on q.k.
+        mask: Over the block's queries and all keys, as MLX takes it.
+        sinks: Attention-sink logits `[Hq]`.
+        softcap: c of logits capped softly, or 0.
     """
     rows = q, keys, values
     if softcap or backend() is cpu():
@@ -248,7 +266,15 @@ def require_weighable(model: nn.Module) -> None:
 def head_gram(
     project: Callable[[mx.array], mx.array], heads: int, width: int, first: int, count: int
 ) -> mx.array:
-    """W^T W `[count * width, count * width]` of W_o's columns for heads first to first + count."""
+    """W^T W `[count * width, count * width]` of W_o's columns for heads first to first + count.
+
+    Args:
+        project: Its output projection.
+        heads: Query heads.
+        width: Of a head's output.
+        first: The first head.
+        count: How many heads.
+    """
     rows = mx.zeros((count * width, heads * width))
     rows[:, first * width : (first + count) * width] = mx.eye(count * width)
     columns = (project(rows) - project(mx.zeros((1, heads * width)))).astype(mx.float32)

@@ -1,4 +1,4 @@
-"""The caches that a model would get without us, whatever was put into mlx-lm's places since."""
+"""mlx-lm's own caches of a model, also while this package has replaced mlx-lm's functions."""
 
 from __future__ import annotations
 

@@ -41,6 +41,11 @@ def whole(metadata: Metadata, key: str, least: int, most: int, default: int | No
 def positive(metadata: Metadata, key: str, default: float | None = None) -> float:
     """A finite number above 0.
 
+    Args:
+        metadata: Of the file.
+        key: Of the entry.
+        default: Where there is none; None: it must be there.
+
     Raises:
         ValueError: It is missing, or no such number.
     """
@@ -58,6 +63,11 @@ def positive(metadata: Metadata, key: str, default: float | None = None) -> floa
 def text(metadata: Metadata, key: str, default: str | None = None) -> str:
     """A text.
 
+    Args:
+        metadata: Of the file.
+        key: Of the entry.
+        default: Where there is none; None: it must be there.
+
     Raises:
         ValueError: It is missing, or none.
     """
@@ -71,6 +81,12 @@ def text(metadata: Metadata, key: str, default: str | None = None) -> str:
 
 def items(metadata: Metadata, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
     """An array of texts (`str`) or whole numbers (`int`).
+
+    Args:
+        metadata: Of the file.
+        key: Of the entry.
+        kind: Of the elements.
+        default: Where there is none; None: it must be there.
 
     Raises:
         ValueError: It is missing, or something else.

@@ -92,7 +92,13 @@ def bpe_of(metadata: Mapping[str, Any]) -> Any:
 
 
 def begins_with(tokenizer: Any, token: str, token_id: int) -> None:
-    """Make encoding put one token first."""
+    """Make encoding put one token first.
+
+    Args:
+        tokenizer: Which is changed.
+        token: Its text.
+        token_id: Its number.
+    """
     from tokenizers import processors
 
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -1,4 +1,4 @@
-"""A prompt cut down before anything is asked about it: by what is looked at when it is said again.
+"""Compression of a prompt before any question, by the attention of a second reading.
 
 Source: KVzip (Kim et al. 2025, arXiv 2505.23416). The prompt is read with a full cache; then the
 model is asked to repeat it, and reads it a second time, chunk by chunk, with the first reading's
@@ -80,7 +80,7 @@ class RereadCache(Looking):
         Args:
             call: Queries `[B, Hq, L, D]`; its mask is not read.
             keys: Of the chunk, `[B, Hk, L, D]`.
-            values: Likewise.
+            values: Of the chunk, `[B, Hk, L, Dv]`.
 
         Returns:
             `[B, Hq, L, Dv]`.
@@ -117,7 +117,7 @@ class Reading:
         caches: The model's own, full; plain ones are what is cut down.
         rows: Keys and values of each plain one, `[B, H, T, ...]`.
         worths: Of each plain one's rows `[B, H, T]`: the most that any query gave.
-        rates: The mean mass that a query gave, likewise.
+        rates: Of each plain one's rows `[B, H, T]`: the mean mass that a query gave.
     """
 
     caches: list[Any]
@@ -233,7 +233,7 @@ def compress_into(
         room: As in `compress_prompt`.
         within: Whether the room is taken off the caches' size, and does not come on top of it.
         chunk: As in `compress_prompt`.
-        tell: Likewise.
+        tell: As in `compress_prompt`.
 
     Raises:
         ValueError: They are too small, or the model's attention does not come through mlx-h2o.

@@ -220,7 +220,13 @@ def _chosen_packing(
 def saturations(
     profile: Profile | None, policy: Policy, sizes: Sequence[Sequence[int]]
 ) -> list[float | tuple[float, ...]]:
-    """Each layer's: its heads' better orders, where a profile was made with this policy."""
+    """Each layer's: its heads' better orders, where a profile was made with this policy.
+
+    Args:
+        profile: Of the model, or None.
+        policy: Of the caches.
+        sizes: Slots of the layers.
+    """
     if profile is None or not profile.knows(policy.name):
         return [SATURATION] * len(sizes)
     return [tuple(of_layer) for of_layer in profile.saturation(sizes)]
@@ -322,6 +328,14 @@ def slots_of_layers(
     profile: Profile | None,
 ) -> list[list[int]]:
     """Slots of each layer's KV heads.
+
+    Args:
+        shares: Of the layers.
+        settings: Of them all.
+        policy: Of the caches.
+        remembers: Whether statistics of the evicted are kept.
+        attending: Whether this library computes the attention.
+        profile: By which slots are shared out, or None: evenly.
 
     Raises:
         ValueError: The size is too small for the policy.

@@ -27,7 +27,7 @@ def resize(
     Args:
         cache: From `make_prompt_cache` or `load_prompt_cache`.
         max_size: As in `make_prompt_cache`.
-        max_bytes: Likewise, as a number of bytes.
+        max_bytes: As in `make_prompt_cache`, but a number of bytes.
 
     Raises:
         ValueError: No or two sizes, one that is too small, or no bounded cache in the list. Nothing

@@ -71,7 +71,13 @@ class AdaKV(SnapKV):
 
 
 def rounded(shares: Sequence[float], whole: int, least: int) -> list[int]:
-    """Shares as whole numbers of the same sum, each with `least` more; largest rests round up."""
+    """Shares as whole numbers of the same sum, each with `least` more; largest rests round up.
+
+    Args:
+        shares: Of the heads.
+        whole: Their sum.
+        least: What each has in addition.
+    """
     counts = [int(share) for share in shares]
     rests = sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i], i))
     for i in rests[: whole - sum(counts)]:

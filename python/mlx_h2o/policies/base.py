@@ -1,4 +1,4 @@
-"""What a policy is: how it scores slots, and which of them it would rather lose.
+"""The interface of policies: scores of slots, and priorities by which slots are kept.
 
 A policy sees slots as arrays `[B, H, N]` and never learns how they are stored. To write your own,
 subclass `Policy`, decorate it with `register_policy`, and override `priority` (and `accumulate`, if

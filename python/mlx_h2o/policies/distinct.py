@@ -1,4 +1,4 @@
-"""Keep what the remainder cannot stand for."""
+"""Distinct: keep tokens whose keys are far from the mean key of the evicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention mass, forgotten exponentially."""
+"""EMA: the attention mass of each token, with exponential decay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""R-KV: keep what is looked at and not said already by other tokens."""
+"""R-KV: keep tokens that are attended to and whose keys are unlike those of other tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keep what is attended to, beside it what is far from the forgotten, large in value, and young."""
+"""Salient: attention mass, distance from the evicted keys, length of the value, and youth."""
 
 from __future__ import annotations
 

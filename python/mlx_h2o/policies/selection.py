@@ -68,6 +68,13 @@ def select_kept(
 
     Protected slots are always among them; arguments as in `select_victims`.
 
+    Args:
+        priority: `[B, H, N]`; the highest are kept.
+        positions: `[B, H, N]`.
+        evictable: `[B, H, N]`; others are kept in any case.
+        count: Slots to keep.
+        unit: "head", or "layer": all heads keep the same slots.
+
     Returns:
         Slot indices `[B, H, count]` int32.
     """
@@ -78,7 +85,13 @@ def select_kept(
 
 
 def rankable(priority: mx.array, evictable: mx.array, unit: str) -> mx.array:
-    """Priorities with plus infinity for the protected; a NaN counts as the lowest."""
+    """Priorities with plus infinity for the protected; a NaN counts as the lowest.
+
+    Args:
+        priority: `[B, H, N]`.
+        evictable: `[B, H, N]`.
+        unit: "head", or "layer": the mean over the heads ranks.
+    """
     if unit == "layer":
         priority = mx.broadcast_to(priority.mean(axis=1, keepdims=True), priority.shape)
     priority = mx.where(mx.isnan(priority), -mx.inf, priority)

@@ -1,4 +1,4 @@
-"""Whether a policy of one's own gives arrays of the shapes that it must, before a cache holds rows.
+"""Checks that a registered policy returns arrays of the right shapes, before a cache holds rows.
 
 A wrong shape would otherwise be found in the middle of a step, when rows are stored already.
 """
@@ -70,7 +70,14 @@ def check_shapes(
 
 
 def require_shape(policy: Policy, method: str, given: object, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless what a policy's method gave is an array of this shape."""
+    """Raise ValueError unless what a policy's method gave is an array of this shape.
+
+    Args:
+        policy: For the message.
+        method: For the message.
+        given: What it returned.
+        shape: That it must have.
+    """
     if isinstance(given, mx.array) and given.shape == shape:
         return
     found = given.shape if isinstance(given, mx.array) else type(given).__name__

@@ -1,4 +1,4 @@
-"""TriAttention: keep what queries at a head's centre will look at, wherever they come from."""
+"""TriAttention: keys are scored against the head's mean query before RoPE, at distances to come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hard bound: what runs has its bytes reserved, and what is idle lives in the rest."""
+"""The bound of KV memory: requests reserve their bytes, idle conversations share the rest."""
 
 from __future__ import annotations
 

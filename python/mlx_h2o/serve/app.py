@@ -325,13 +325,25 @@ class Service:
 
 
 def json_answer(told: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """An object as JSON."""
+    """An object as JSON.
+
+    Args:
+        told: The object.
+        status: Of HTTP.
+        headers: More of them.
+    """
     more = {"Content-Type": "application/json", **(headers or {})}
     return Response(json.dumps(told).encode(), status, more)
 
 
 def answer(status: int, why: str, headers: Mapping[str, str] | None = None) -> Response:
-    """An error, in the form that OpenAI's clients read."""
+    """An error, in the form that OpenAI's clients read.
+
+    Args:
+        status: Of HTTP.
+        why: The message.
+        headers: More of them.
+    """
     more = {"Content-Type": "application/json", **(headers or {})}
     return Response(error_body(status, why), status, more)
 

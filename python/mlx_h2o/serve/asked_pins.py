@@ -30,7 +30,7 @@ class AskedPins:
             requests is looked for and need not be there.
 
     Raises:
-        ValueError: One of them is none.
+        ValueError: One of them is invalid.
     """
 
     roles: tuple[str, ...] = ()

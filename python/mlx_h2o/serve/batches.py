@@ -33,7 +33,13 @@ class Owner(Protocol):
         """The request whose prompt comes now."""
 
     def stepped(self, seconds: float, prompted: int, generated: int) -> None:
-        """A step of all sequences is done, with so many tokens."""
+        """A step of all sequences is done, with so many tokens.
+
+        Args:
+            seconds: That the step took.
+            prompted: Tokens of prompts that were read.
+            generated: Tokens that were generated.
+        """
 
     def weighed(self, nbytes: int, slots: float) -> None:
         """What all caches of the batch hold: bytes, and tokens of all sequences together."""

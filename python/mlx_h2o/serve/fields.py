@@ -33,7 +33,7 @@ MOST_BIASES, MOST_TOOLS = 1024, 256
 #: Logits are divided by the temperature: below this the likeliest token has all of the mass in
 #: float32 anyway, and much below it the quotient is no number.
 COLDEST = 1e-3
-#: Likewise by the repetition penalty, where there is one.
+#: The least repetition penalty: logits are divided by it, too.
 LEAST_REPETITION = 1e-2
 MOST_LOGPROBS = 20
 MOST_TOKENS = 10_000_000
@@ -204,6 +204,11 @@ def numbers_of(body: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, A
 
 def flag_of(body: Mapping[str, Any], name: str, usual: bool) -> bool:
     """A field that is true or false.
+
+    Args:
+        body: Of the request.
+        name: Of the field.
+        usual: Where it is not given.
 
     Raises:
         ValueError: It is something else.
@@ -493,6 +498,12 @@ def check_for_model(
     """Raise ValueError for what this model's sampling could not do.
 
     mlx-lm would find it out in the middle of a step of all requests.
+
+    Args:
+        numbers: Of the sampling.
+        biases: Of logits, by token.
+        model: That is served.
+        tokenizer: Of the model.
     """
     words = getattr(getattr(model, "args", None), "vocab_size", None) or tokenizer.vocab_size
     top_k = numbers["top_k"]

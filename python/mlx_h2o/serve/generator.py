@@ -225,7 +225,13 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         self.accountant.weighed(nbytes, self.conversations.nbytes)
 
     def stepped(self, seconds: float, prompted: int, generated: int) -> None:
-        """A step of all sequences is done."""
+        """A step of all sequences is done.
+
+        Args:
+            seconds: That the step took.
+            prompted: Tokens of prompts that were read.
+            generated: Tokens that were generated.
+        """
         if prompted or generated:
             self.health.worked()
         if prompted:

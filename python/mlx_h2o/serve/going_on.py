@@ -1,4 +1,4 @@
-"""How a conversation goes on: from what was said in the tokens that said it, after a crash too."""
+"""Continuing a conversation from the tokens that its caches hold, also after a crash."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ def form_of(
 
     Args:
         response_format: Of the request, checked.
-        tools: Likewise.
-        tool_choice: Likewise: "auto", "none", "required" or a tool by its name.
+        tools: Of the request, checked.
+        tool_choice: Of the request: "auto", "none", "required" or a tool by its name.
         several: Whether one answer may call several tools.
         tokenizer: Of the model.
 

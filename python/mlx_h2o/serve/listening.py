@@ -253,7 +253,13 @@ def _interrupted(*_: Any) -> None:
 
 
 def say_address(host: str, port: int, tls: bool) -> None:
-    """Tell the user, and who waits for this line."""
+    """Tell the user, and who waits for this line.
+
+    Args:
+        host: It listens on.
+        port: It listens on.
+        tls: Whether it speaks HTTPS.
+    """
     scheme = "https" if tls else "http"
     shown = f"[{host}]" if ":" in host else host
     print(f"Serving on {scheme}://{shown}:{port}", file=sys.stderr, flush=True)

@@ -47,12 +47,24 @@ class Metrics:
         self._registry = prometheus_client.CollectorRegistry()
 
     def count(self, name: str, text: str, amount: float = 1, **labels: str) -> None:
-        """Add to a counter."""
+        """Add to a counter.
+
+        Args:
+            name: Of the counter.
+            text: Its help.
+            amount: What is added.
+        """
         if self.available:
             self._of(self._client.Counter, name, text, labels).inc(amount)
 
     def observe(self, name: str, text: str, value: float) -> None:
-        """Note a time in seconds."""
+        """Note a time in seconds.
+
+        Args:
+            name: Of the histogram.
+            text: Its help.
+            value: Seconds.
+        """
         if self.available:
             self._of(self._client.Histogram, name, text, {}).observe(value)
 

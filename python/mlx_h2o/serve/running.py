@@ -226,6 +226,13 @@ def listen(
 ) -> None:
     """Answer HTTP until Ctrl-C or SIGTERM.
 
+    Args:
+        host: That the user is told.
+        listening: The open socket.
+        generator: Which answers.
+        settings: Of the server.
+        ready: Called when it listens.
+
     Raises:
         NotLoaded: There is no model.
     """

@@ -40,7 +40,13 @@ class ServedModel(ModelProvider):  # type: ignore[misc]
         adapter_path: str | None = None,
         draft_model_path: str | None = None,
     ) -> tuple[Any, Any]:
-        """The served model and its tokenizer, whatever name a request calls it by."""
+        """The served model and its tokenizer, whatever name a request calls it by.
+
+        Args:
+            model_path: What the request calls it.
+            adapter_path: Passed by mlx-lm; unused.
+            draft_model_path: Passed by mlx-lm; unused.
+        """
         if self.model is None:
             try:
                 self._load_served()

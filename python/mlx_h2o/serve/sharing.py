@@ -88,7 +88,13 @@ def load_shared(name: str, group: mx.distributed.Group) -> tuple[nn.Module, Any]
 
 
 def remember(model: nn.Module, tokenizer: Any, name: str) -> None:
-    """Have a model that mlx-lm loaded find its profile, as `mlx_h2o.load` does."""
+    """Have a model that mlx-lm loaded find its profile, as `mlx_h2o.load` does.
+
+    Args:
+        model: That was loaded.
+        tokenizer: Of the model.
+        name: Of its folder, or on the hub.
+    """
     if Path(name).is_dir():
         model.mlx_h2o_folder = str(Path(name))
     model.mlx_h2o_tokenizer = tokenizer

@@ -108,7 +108,7 @@ class Ticket:
         pins: What of its prompt is never to be evicted.
         gone: Whether its client went away.
         came: When it came (`time.monotonic`).
-        admitted: When it was let in, likewise.
+        admitted: When it was let in (`time.monotonic`).
         evicted: Tokens that its caches had evicted when it began (mean over layers).
         turn: What its answer is called, if a client is told.
         said: Its text, once it is tokenized; None for prompts with images.

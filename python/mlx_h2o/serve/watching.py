@@ -74,7 +74,7 @@ def require_own_page(origin: str | None, site: str | None, welcome: Callable[[st
 
     Args:
         origin: Of the page that asks, if a browser says one.
-        site: How near that is to the server, likewise (Sec-Fetch-Site).
+        site: How near that is to the server, if a browser says it (Sec-Fetch-Site).
         welcome: Whether a page of some origin may ask.
 
     Raises:

@@ -47,7 +47,13 @@ class StepBefore:
         return any(self.offset - recent > run.length for run in self.runs)
 
     def note(self, store: SlotStore, window: RecentWindow | None, victims: mx.array | None) -> None:
-        """Keep what is replaced whole, and the recent window's row, before a step op by op."""
+        """Keep what is replaced whole, and the recent window's row, before a step op by op.
+
+        Args:
+            store: Of the layer.
+            window: Its newest tokens, if they are stored apart.
+            victims: Named for the next steps.
+        """
         if "scores" in store.fields:
             self.arrays["slots.scores"] = store.fields["scores"]
         if victims is not None:
@@ -104,7 +110,13 @@ class Journal:
         self.settle()
 
     def begin(self, store: SlotStore, window: RecentWindow | None, offset: int) -> StepBefore:
-        """A step begins; what it changes of the arrays is still to be noted."""
+        """A step begins; what it changes of the arrays is still to be noted.
+
+        Args:
+            store: Of the layer.
+            window: Its newest tokens, if they are stored apart.
+            offset: The next logical position.
+        """
         before = StepBefore(
             offset,
             [replace(run) for run in store.runs],
@@ -152,6 +164,11 @@ class Journal:
     ) -> tuple[int, Remainder | None, mx.array | None]:
         """Undo the last `count` steps (at least 1).
 
+        Args:
+            count: Of steps.
+            store: Of the layer.
+            window: Its newest tokens, if they are stored apart.
+
         Returns:
             The offset; the remainder and the victims, or None where the steps did not change them.
         """
@@ -176,7 +193,14 @@ class Journal:
 def step_bytes(
     row_bytes: int, recent_row_bytes: int, remainder_bytes: int, evict_every: int
 ) -> int:
-    """Bytes of one step of one KV head in a journal, its scores aside."""
+    """Bytes of one step of one KV head in a journal, its scores aside.
+
+    Args:
+        row_bytes: Of a row of the slots.
+        recent_row_bytes: Of a row of the recent window, or 0.
+        remainder_bytes: Of the statistics of a head, or 0.
+        evict_every: Of the policy.
+    """
     slot_and_position = 8
     return row_bytes + recent_row_bytes + slot_and_position + remainder_bytes + 4 * evict_every
 

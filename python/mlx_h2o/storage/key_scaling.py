@@ -32,7 +32,7 @@ class Frame:
 
     Attributes:
         centre: Of each channel, `[H, D]`; kept in float32.
-        scale: Likewise, above 0.
+        scale: Of each channel, `[H, D]`, above 0; kept in float32.
 
     Raises:
         ValueError: The two have another or different shapes, or numbers that no key can be put
@@ -122,7 +122,7 @@ class RowFormat:
 
     Attributes:
         k_bits: Of keys; None leaves them as they are.
-        v_bits: Of values, likewise.
+        v_bits: Of values; None leaves them as they are.
         group_size: Elements that share a scale and a bias.
         by_range: Whether rows are packed as stores pack them, or by `mx.quantize`.
         frame: The keys' frame, or None.
@@ -146,7 +146,7 @@ class RowFormat:
         return self.frame.leave(framed).astype(keys.dtype)
 
     def values(self, values: mx.array) -> mx.array:
-        """Values `[B, H, L, Dv]`, likewise."""
+        """Values `[B, H, L, Dv]` as attention will see them."""
         if self.v_bits is None:
             return values
         return self._restored(values, self.v_bits).astype(values.dtype)

@@ -41,7 +41,7 @@ class PackedRows:
     Attributes:
         words: `[..., rows, width * bits / 32]` uint32.
         scales: `[..., rows, width / group_size]` in the model's dtype.
-        biases: Likewise.
+        biases: `[..., rows, width / group_size]` in the model's dtype.
         bits: Of a level: 2, 3, 4, 5, 6 or 8.
         group_size: Elements that share a scale and a bias: 32, 64 or 128.
 
@@ -76,6 +76,11 @@ class PackedRows:
     @classmethod
     def of(cls, rows: mx.array, bits: int, group_size: int) -> PackedRows:
         """Rows `[..., rows, width]`, each group packed by its range (`pack_by_range`).
+
+        Args:
+            rows: Dense, in the model's dtype.
+            bits: Of a level.
+            group_size: Elements that share a scale and a bias.
 
         Raises:
             ValueError: The width is no multiple of the group size, or bits are unknown.
@@ -253,8 +258,8 @@ class Packing:
 
     Attributes:
         k_bits: Bits of a key's element, or None for the model's own dtype.
-        v_bits: Bits of a value's element, likewise. Keys are the sensitive half: their errors go
-            through the exponential.
+        v_bits: Bits of a value's element, or None for the model's own dtype. Errors of keys matter
+            more than errors of values, since they go through the exponential.
         group_size: Elements that share a scale and a bias.
         recent_bits: Bits of the newest tokens where they are stored in another width (`recent.py`),
             16 for the model's own dtype, or None: as all others. What k_bits or v_bits leave
@@ -343,7 +348,13 @@ class Packing:
         return PackedRows(words, scales, biases, bits, self.group_size)
 
     def row_bytes(self, name: str, width: int, element_size: int) -> int:
-        """Bytes of one row of a field whose dense elements take `element_size`."""
+        """Bytes of one row of a field whose dense elements take `element_size`.
+
+        Args:
+            name: "keys" or "values".
+            width: Elements of a row.
+            element_size: Bytes of a dense element.
+        """
         bits = self.bits(name)
         if bits is None:
             return width * element_size

@@ -1,4 +1,4 @@
-"""Where the queries of a layer stand before RoPE: constants of a model's heads.
+"""Mean queries of a layer before RoPE (query centres): constants of a model's heads.
 
 Before RoPE the queries of a head lie around one point, wherever they come from in a text, so how
 they meet a key at any distance can be told without a query: by that point, turned to where the
@@ -23,7 +23,7 @@ class QueryCentres:
     Attributes:
         centre: The mean query before RoPE, `[H, G, D]`; kept in float32.
         spread: Of each rotary pair of channels, the mean length less the mean's length: 0 where all
-            queries are one, `[H, G, dims / 2]`; likewise.
+            queries are one, `[H, G, dims / 2]`; kept in float32.
         rope: That queries and keys get afterwards.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The recent window: a layer's newest tokens, stored in a width of their own.
+"""The recent window: a layer's newest tokens, stored in more or fewer bits than the others.
 
 They are in a ring of the same size for all heads: the tokens that every head of the layer protects.
 None of them can be a victim, so the ring needs no positions and no choices; the oldest token leaves
@@ -160,7 +160,13 @@ class RecentWindow:
         return {**views, "positions": mx.broadcast_to(positions, shape)}
 
     def rows(self, name: str, kept: Rows, views: dict[str, mx.array]) -> JoinedRows:
-        """Keys or values of all slots: the kept ones, then these."""
+        """Keys or values of all slots: the kept ones, then these.
+
+        Args:
+            name: "keys" or "values".
+            kept: Of the slots.
+            views: Of the window, by field.
+        """
         return JoinedRows((kept, self._recent.rows(name, views)))
 
     def write_scores(self, scores: mx.array) -> None:

@@ -1,4 +1,4 @@
-"""The remainder: what stays of all evicted tokens of a KV head, and how it goes on answering.
+"""The remainder: statistics of a KV head's evicted tokens, and the softmax column made of them.
 
 Evicting a row folds it into its head's count, mean key, per-dimension key variance and mean value
 (Welford; merging by Chan et al. 1979). A query then meets one more softmax column,
@@ -55,7 +55,14 @@ class Remainder:
 
     @classmethod
     def empty(cls, batch: int, heads: int, key_width: int, value_width: int) -> Remainder:
-        """A remainder that nothing was folded into yet; it answers no query."""
+        """A remainder that nothing was folded into yet; it answers no query.
+
+        Args:
+            batch: B.
+            heads: H.
+            key_width: D.
+            value_width: Dv.
+        """
         return cls(
             mx.zeros((batch, heads)),
             mx.zeros((batch, heads, key_width)),
@@ -213,6 +220,11 @@ def checked_saturation(name: str, value: Any) -> float | tuple[float, ...]:
 
 def saturations(name: str, value: Any, heads: int) -> tuple[float, ...]:
     """The t of each of `heads` KV heads; arguments as in `checked_saturation`.
+
+    Args:
+        name: Of the setting, for the message.
+        value: One number, or one for each KV head.
+        heads: How many there are.
 
     Raises:
         ValueError: As there, or there are not so many.

@@ -1,4 +1,4 @@
-"""Positions without gaps: what was forgotten lies between no two of the kept tokens.
+"""Rolling positions: queries see the kept tokens at neighbouring positions, without gaps.
 
 RoPE is in the cached keys, so a token that stays is ever further from the queries, up to distances
 that no model was trained to see. Turned on by as many positions as tokens were forgotten after it,

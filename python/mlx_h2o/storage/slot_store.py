@@ -78,7 +78,13 @@ class SlotStore:
 
     @classmethod
     def of(cls, runs: list[Run], reserved: int, fields: dict[str, mx.array]) -> SlotStore:
-        """A store with these runs and fields, which go together."""
+        """A store with these runs and fields, which go together.
+
+        Args:
+            runs: Of neighbouring heads with equal budgets.
+            reserved: Slots of each head before the others, for plain rows.
+            fields: `[B, S, ...]` by name.
+        """
         store = cls([run.budget for run in runs for _ in range(run.heads)], reserved)
         store.runs, store.fields = runs, fields
         store._wide = fields["positions"].dtype == WIDE
@@ -89,12 +95,24 @@ class SlotStore:
         return self.runs[-1].last
 
     def view(self, run: Run, name: str, with_reserved: bool = False) -> mx.array:
-        """A run's slots in use, `[B, heads, length, ...]`; positions as int32."""
+        """A run's slots in use, `[B, heads, length, ...]`; positions as int32.
+
+        Args:
+            run: Of heads.
+            name: Of the field.
+            with_reserved: Whether the reserved slots come before them.
+        """
         field = self.slots_of(self.fields[name], run, with_reserved)
         return field.astype(WIDE) if name == "positions" else field
 
     def slots_of(self, field: mx.array, run: Run, with_reserved: bool = False) -> mx.array:
-        """The same of any field laid out as `run` says."""
+        """The same of any field laid out as `run` says.
+
+        Args:
+            field: `[B, S, ...]`.
+            run: Of heads.
+            with_reserved: Whether the reserved slots come before them.
+        """
         first = 0 if with_reserved else self.reserved
         return self._range(field, run)[:, :, first : self.reserved + run.length]
 

@@ -82,7 +82,15 @@ def block_of(mask: Mask, start: int, end: int, L: int, N: int, own: bool) -> Blo
 
 
 def columns_of(mask: Mask, start: int, end: int, L: int, N: int) -> Mask:
-    """The mask of L queries over the keys start to end - 1 of N."""
+    """The mask of L queries over the keys start to end - 1 of N.
+
+    Args:
+        mask: None, "causal" or an array.
+        start: The first key.
+        end: One past the last key.
+        L: Queries.
+        N: Keys in all.
+    """
     if isinstance(mask, mx.array):
         return mask[..., start:end] if mask.shape[-1] > 1 else mask
     if mask is None or end <= N - L + 1:  # the first query sees them all

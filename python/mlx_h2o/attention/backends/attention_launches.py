@@ -65,8 +65,8 @@ def attend(launcher: Launcher, q: mx.array, k: Rows, v: Rows, **options: Any) ->
     Args:
         launcher: Of the GPU.
         q: As in `AttentionLaunch`.
-        k: Likewise.
-        v: Likewise.
+        k: As in `AttentionLaunch`.
+        v: As in `AttentionLaunch`.
         options: The other attributes of `AttentionLaunch`, by name.
     """
     return AttentionLaunch(q, k, v, **options).attended(launcher)
@@ -231,7 +231,13 @@ def _shaped(
 
 
 def kind_of_mask(mask: mx.array | str | None, queries: int, slots: int) -> tuple[int, int]:
-    """The template argument, and how many columns an array mask has."""
+    """The template argument, and how many columns an array mask has.
+
+    Args:
+        mask: None, "causal" or an array.
+        queries: L.
+        slots: N.
+    """
     if mask is None or (isinstance(mask, str) and queries == 1):
         return NO_MASK, 0
     if isinstance(mask, str):

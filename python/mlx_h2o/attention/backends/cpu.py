@@ -1,4 +1,4 @@
-"""The CPU kernels of c_api/src/cpu: attention that costs what reading the keys and values costs.
+"""The CPU kernels of c_api/src/cpu; attention takes about as long as reading keys and values.
 
 Importing this raises ImportError, with the reason, where the extension is missing or was built for
 another MLX.

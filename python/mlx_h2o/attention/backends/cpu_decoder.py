@@ -1,4 +1,4 @@
-"""Decoding in one fused step on the CPU: a layer's arrays in the extension's hands."""
+"""Fused decode steps on the CPU: the extension owns a layer's arrays meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fused decode step as it is planned, and what computes it.
+"""Fused decode steps: their plan, and the interface of what computes them.
 
 A decoder has a layer's arrays in the hands of kernels, which change them in place, step after step,
 without asking whether MLX could see that there is no other reference to them (with one token of

@@ -1,4 +1,4 @@
-"""What the GPU backends share: everything but who builds a kernel."""
+"""What the GPU backends share: everything but how a kernel is built."""
 
 from __future__ import annotations
 

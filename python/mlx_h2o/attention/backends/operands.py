@@ -40,7 +40,7 @@ class Operands(Generic[R]):
     Attributes:
         q: `[B, Hq, L, D]`.
         k: `[B, Hk, N, D]`, or flat `[B, S, D]` with ranges.
-        v: `[B, Hk, N, Dv]`, likewise.
+        v: `[B, Hk, N, Dv]`, or flat `[B, S, Dv]` with ranges.
         scale: Factor on q.k.
         mask: None, "causal" or an array.
         sinks: Attention-sink logits `[Hq]`.

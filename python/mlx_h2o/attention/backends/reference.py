@@ -59,7 +59,14 @@ def attention_with_mass(
 
 
 def placed(parts: list[mx.array], ranges: Ranges, slots: int, filler: float) -> mx.array:
-    """Each head's columns `[..., N]` at its range of `[..., S]`."""
+    """Each head's columns `[..., N]` at its range of `[..., S]`.
+
+    Args:
+        parts: One for each KV head.
+        ranges: First slot and number of slots of each.
+        slots: S.
+        filler: What stands in slots of no range.
+    """
     whole = mx.full((*parts[0].shape[:-1], slots), filler)
     for part, (start, length) in zip(parts, ranges, strict=True):
         whole[..., start : start + length] = part

@@ -78,7 +78,7 @@ class SlotArrays:
 
     Attributes:
         keys: `[B, S, D]`, dense or packed.
-        values: `[B, S, Dv]`, likewise.
+        values: `[B, S, Dv]`, dense or packed.
         positions: `[B, S]` int16 or int32.
         scores: `[B, S]` float32, where the policy gathers some.
         norms: ||v|| `[B, S]` float32 of the values as they are stored, where the policy weighs by
@@ -119,7 +119,7 @@ def overwrite(
         slots: Of the layer.
         victims: `[B, H, evict_every]` int32.
         new_keys: `[B, H, 1, D]`, in the dtype of those held, which pack it if they are packed.
-        new_values: `[B, H, 1, Dv]`, likewise.
+        new_values: `[B, H, 1, Dv]`, in the dtype of those held, too.
         remainder: Statistics of the evicted, or None where nothing remembers them.
         frame: In which keys are stored; new ones come as the model made them.
 
@@ -164,7 +164,14 @@ def overwrite(
 
 
 def mean_kept_keys(launcher: Launcher, plan: StepPlan, keys: Rows, written: mx.array) -> mx.array:
-    """The mean of each head's keys `[B, H, D]` float32."""
+    """The mean of each head's keys `[B, H, D]` float32.
+
+    Args:
+        launcher: Of the GPU.
+        plan: Of the step.
+        keys: Of the slots, `[B, S, D]`, dense or packed.
+        written: What `overwrite` returned, so that it runs first.
+    """
     shape = (keys.shape[0], len(plan.heads), keys.shape[-1])
     return _kept_keys(launcher, plan, keys, written, "means", shape)
 
@@ -172,7 +179,14 @@ def mean_kept_keys(launcher: Launcher, plan: StepPlan, keys: Rows, written: mx.a
 def unlike_directions(
     launcher: Launcher, plan: StepPlan, keys: Rows, written: mx.array
 ) -> mx.array:
-    """1 - cos(key, mean direction of its head's keys) `[B, attended slots]` float32."""
+    """1 - cos(key, mean direction of its head's keys) `[B, attended slots]` float32.
+
+    Args:
+        launcher: Of the GPU.
+        plan: Of the step.
+        keys: Of the slots, `[B, S, D]`, dense or packed.
+        written: What `overwrite` returned, so that it runs first.
+    """
     return _kept_keys(launcher, plan, keys, written, "worth", (keys.shape[0], plan.attended))
 
 

@@ -70,7 +70,13 @@ class Work:
 
 
 def work_of(lengths: Sequence[int], ranges: Ranges | None, block: int | None) -> Work:
-    """The work on equal heads, or on those in ranges."""
+    """The work on equal heads, or on those in ranges.
+
+    Args:
+        lengths: Slots of each KV head.
+        ranges: Where the slots of heads in flat arrays lie, or None.
+        block: As in `Work`.
+    """
     heads = len(lengths)
     if ranges is None:
         return Work(tuple(lengths), (0,) * heads, tuple(range(heads)), block)
@@ -80,7 +86,13 @@ def work_of(lengths: Sequence[int], ranges: Ranges | None, block: int | None) ->
 # Lengths change with every step only until a cache is full.
 @lru_cache(maxsize=64)
 def params(work: Work, queries: int, mask_columns: int) -> mx.array:
-    """The launch's integers, its table and the heads' first lines, int32."""
+    """The launch's integers, its table and the heads' first lines, int32.
+
+    Args:
+        work: Of the launch.
+        queries: L.
+        mask_columns: Columns of an array mask, or 0.
+    """
     lines = work.lines()
     of_launch = [queries, work.slots, mask_columns, len(work.lengths), len(lines)]
     of_launch += [_UNUSED] * (8 - len(of_launch))

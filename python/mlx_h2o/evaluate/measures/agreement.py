@@ -113,8 +113,8 @@ def compared(expected: mx.array, got: mx.array) -> tuple[mx.array, mx.array]:
     """KL(expected || got) in nats and whether the first choices agree, `[B]` each.
 
     Args:
-        expected: Logits `[B, vocabulary]`.
-        got: Likewise.
+        expected: Logits `[B, vocabulary]` of the full cache.
+        got: Logits `[B, vocabulary]` of the cache that is measured.
     """
     p, q = (
         x - mx.logsumexp(x, axis=-1, keepdims=True)

@@ -47,6 +47,11 @@ class Measure(ABC):
     def of(self, stage: Stage, contender: Contender, tell: Tell) -> Found:
         """Measure one contender.
 
+        Args:
+            stage: Model and text.
+            contender: A cache of a size.
+            tell: Called with tokens that were read.
+
         Raises:
             ValueError: The text is too short, or the contender's bytes are too few.
         """
