@@ -34,8 +34,10 @@ let package = Package(
         ? [.package(path: "swift/Linux")]
         : [
             // Swift 6.1 and 6.2 get 0.31.4: later versions are written for Swift 6.3.
-            .package(url: "https://github.com/ml-explore/mlx-swift", from: "0.31.4"),
-            .package(url: "https://github.com/ml-explore/mlx-swift-lm", from: "3.31.4"),
+            .package(
+                url: "https://github.com/ml-explore/mlx-swift", .upToNextMinor(from: "0.31.4")),
+            .package(
+                url: "https://github.com/ml-explore/mlx-swift-lm", .upToNextMinor(from: "3.31.4")),
         ],
     targets: [
         // The engine, C++ over the mlx-c that the product MLX brings (c_api/src/mx.h): without MLX's

@@ -13,8 +13,8 @@ from typing import Any
 
 PLATFORMS = {"macos": "14.0", "ios": "17.0", "tvos": "17.0", "visionos": "1.0"}
 PACKAGES = {
-    "https://github.com/ml-explore/mlx-swift": "0.31.4",
-    "https://github.com/ml-explore/mlx-swift-lm": "3.31.4",
+    "https://github.com/ml-explore/mlx-swift": ("0.31.4", "0.32.0"),
+    "https://github.com/ml-explore/mlx-swift-lm": ("3.31.4", "3.32.0"),
 }
 MODULES = {
     "MLX": "mlx-swift",
@@ -24,12 +24,13 @@ MODULES = {
 }
 
 
-def found_packages(manifest: dict[str, Any]) -> dict[str, str]:
-    """Address and lowest version of each package that is depended on."""
+def found_packages(manifest: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Address of each package that is depended on, its lowest version and the first too high."""
     controls = [d["sourceControl"][0] for d in manifest["dependencies"]]
     return {
-        c["location"]["remote"][0]["urlString"]: c["requirement"]["range"][0]["lowerBound"]
+        c["location"]["remote"][0]["urlString"]: (bounds["lowerBound"], bounds["upperBound"])
         for c in controls
+        for bounds in c["requirement"]["range"]
     }
 
 

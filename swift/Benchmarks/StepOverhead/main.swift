@@ -8,7 +8,7 @@ import MLXLMCommon
 // C calls alone is a part of that.
 
 /// A bounded cache that notes how long building its part of the graph takes.
-final class TimedCache: AttendingKVCache {
+final class TimedCache: H2OAttendingKVCache {
     let cache: H2OKVCache
     var seconds = 0.0
 
@@ -57,10 +57,10 @@ let folder = URL(
 let model = try H2OModels.load(folder: folder, dtype: .float32)
 let steps = 300
 for (name, policy, packing) in [
-    ("distinct", Policies.Distinct() as any Policy, H2OPacking.dense),
-    ("h2o", Policies.H2O(), .dense),
-    ("streaming", Policies.Streaming(), .dense),
-    ("distinct, 8 bits", Policies.Distinct(), try H2OPacking(keyBits: 8, valueBits: 8)),
+    ("distinct", H2OPolicies.Distinct() as any H2OPolicy, H2OPacking.dense),
+    ("h2o", H2OPolicies.H2O(), .dense),
+    ("streaming", H2OPolicies.Streaming(), .dense),
+    ("distinct, 8 bits", H2OPolicies.Distinct(), try H2OPacking(keyBits: 8, valueBits: 8)),
 ] {
     let configuration = try H2OConfiguration(
         budget: .tokens(256), policy: policy, packing: packing)

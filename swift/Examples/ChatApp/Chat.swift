@@ -18,7 +18,7 @@ final class Chat {
     private(set) var frame: ChatEngine.Frame?
     private(set) var problem: String?
     private(set) var isAnswering = false
-    private let pressure = MemoryPressure()
+    private let pressure = H2OMemoryPressure()
     private var engine: ChatEngine?
 
     // Buffers that MLX keeps for later; without a limit it keeps as many as the device has room for.

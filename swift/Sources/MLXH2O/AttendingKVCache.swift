@@ -5,7 +5,7 @@ import MLXLMCommon
 ///
 /// This is the hook that mlx-swift-lm does not have yet: ``h2oAttention(queries:keys:values:cache:scale:mask:sinks:)``
 /// asks for it where `attentionWithCacheUpdate` would hand the cached rows to stock attention.
-public protocol AttendingKVCache: KVCache {
+public protocol H2OAttendingKVCache: KVCache {
     /// Whether this cache wants to attend; one that does not is served like any other.
     var attends: Bool { get }
 
@@ -61,7 +61,7 @@ public func h2oAttention(
     queries: MLXArray, keys: MLXArray, values: MLXArray, cache: (any KVCache)?, scale: Float,
     mask: MLXFast.ScaledDotProductAttentionMaskMode = .none, sinks: MLXArray? = nil
 ) -> MLXArray {
-    if let cache = cache as? any AttendingKVCache, cache.attends {
+    if let cache = cache as? any H2OAttendingKVCache, cache.attends {
         return cache.attend(
             queries: queries, keys: keys, values: values, scale: scale, mask: mask, sinks: sinks)
     }

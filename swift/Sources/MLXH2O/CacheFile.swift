@@ -25,15 +25,15 @@ extension H2OKVCache {
             case let cache as H2OKVCache:
                 let saved = try cache.saved()
                 for (name, array) in saved.arrays { arrays["\(i).\(name)"] = array }
-                return SettingValue.object([
+                return H2OSettingValue.object([
                     "class": .string("H2OKVCache"),
-                    "config": try SettingValue(parsing: saved.settings),
+                    "config": try H2OSettingValue(parsing: saved.settings),
                 ])
             case let cache as KVCacheSimple where type(of: cache) == KVCacheSimple.self:
                 // mlx-lm's keys, values and offset, by their places in its state.
                 let rows = cache.state
                 for (j, array) in rows.enumerated() { arrays["\(i).0.\(j)"] = array }
-                var scalars: [String: SettingValue] = ["0.2": .int(cache.offset)]
+                var scalars: [String: H2OSettingValue] = ["0.2": .int(cache.offset)]
                 if rows.isEmpty { scalars["0.0"] = .null; scalars["0.1"] = .null }
                 return .object([
                     "class": .string("KVCache"), "meta_state": .null, "scalars": .object(scalars),
@@ -42,10 +42,10 @@ extension H2OKVCache {
                 throw H2OError.file("Cannot save a \(type(of: cache)).")
             }
         }
-        let kept = SettingValue.object(metadata.mapValues { .string($0) })
+        let kept = H2OSettingValue.object(metadata.mapValues { .string($0) })
         var header = [
             "format": fileFormat, "version": fileVersion, "metadata": kept.text,
-            "entries": SettingValue.array(entries).text,
+            "entries": H2OSettingValue.array(entries).text,
         ]
         header["digest"] = fileDigest(
             arrays.mapValues { ($0.dtype, $0.shape) }, header
@@ -63,14 +63,26 @@ extension H2OKVCache {
     ///
     /// - Parameters:
     ///   - url: The file.
+    ///   - model: The model that is to go on with them.
     ///   - pressure: What may ask for less memory while the caches are in use.
-    ///   - model: The model that is to go on with them, if they are to be checked against it: layers,
-    ///     KV heads and widths that do not fit end the process with a message when it does.
     /// - Returns: The caches, and the strings kept with them.
     /// - Throws: ``H2OError/file(_:)``: the file is missing, truncated, foreign, changed, of another
     ///   version or another model's.
     public static func loadCaches(
-        from url: URL, pressure: MemoryPressure? = nil, for model: (any LanguageModel)? = nil
+        from url: URL, for model: any LanguageModel, pressure: H2OMemoryPressure? = nil
+    ) throws -> (caches: [any KVCache], metadata: [String: String]) {
+        let loaded = try loadedCaches(from: url, pressure: pressure)
+        do {
+            try checkFit(loaded.caches, model)
+        } catch {
+            throw H2OError.file("\(url.path) cannot be loaded: \(error.localizedDescription)")
+        }
+        return loaded
+    }
+
+    /// The same, whatever model they are for.
+    static func loadedCaches(
+        from url: URL, pressure: H2OMemoryPressure? = nil
     ) throws -> (caches: [any KVCache], metadata: [String: String]) {
         let file: SafetensorsFile
         do {
@@ -84,8 +96,8 @@ extension H2OKVCache {
             let caches = try checkedEntries(file).enumerated().map { i, entry in
                 try restored(entry, file.entries(below: "\(i)."), share)
             }
-            if let model { try checkFit(caches, model) }
-            let metadata = try SettingValue(parsing: file.metadata["metadata"] ?? "").object ?? [:]
+            let metadata =
+                try H2OSettingValue(parsing: file.metadata["metadata"] ?? "").object ?? [:]
             return (caches, metadata.compactMapValues(\.string))
         } catch {
             throw H2OError.file("\(url.path) cannot be loaded: \(error.localizedDescription)")
@@ -120,7 +132,7 @@ extension H2OKVCache {
     }
 
     /// The file's caches as JSON, once it is known to be whole.
-    private static func checkedEntries(_ file: SafetensorsFile) throws -> [SettingValue] {
+    private static func checkedEntries(_ file: SafetensorsFile) throws -> [H2OSettingValue] {
         var header = file.metadata
         guard header["format"] == fileFormat else {
             throw H2OError.file("it was not written by mlx-h2o.")
@@ -136,7 +148,7 @@ extension H2OKVCache {
         guard expected == found else {
             throw H2OError.file("it was changed or damaged after it was saved.")
         }
-        guard let entries = try SettingValue(parsing: header["entries"] ?? "").array else {
+        guard let entries = try H2OSettingValue(parsing: header["entries"] ?? "").array else {
             throw H2OError.file("it lists no caches.")
         }
         return entries
@@ -144,7 +156,7 @@ extension H2OKVCache {
 
     /// One of the file's caches.
     private static func restored(
-        _ entry: SettingValue, _ own: [String: SafetensorsFile.Entry], _ pressure: PressureShare
+        _ entry: H2OSettingValue, _ own: [String: SafetensorsFile.Entry], _ pressure: PressureShare
     ) throws -> any KVCache {
         switch entry["class"]?.string {
         case "H2OKVCache":

@@ -4,7 +4,7 @@ import MLX
 struct CacheSettings: Sendable {
     /// How much it may hold.
     var size: H2OKVCache.Size
-    let policy: any Policy
+    let policy: any H2OPolicy
     /// Whether evicted tokens go on answering.
     let remainderAnswers: Bool
     /// Whether this library computes the attention.
@@ -23,7 +23,7 @@ struct CacheSettings: Sendable {
     var pins: [Range<Int>] = []
 
     init(
-        _ size: H2OKVCache.Size, policy: any Policy, remainder: Bool, attends: Bool,
+        _ size: H2OKVCache.Size, policy: any H2OPolicy, remainder: Bool, attends: Bool,
         packing: H2OPacking, undo: Int, frame: H2OFrame? = nil,
         saturation: [Float] = [H2ORemainder.saturation], filling: [Stage] = [],
         pins: [Range<Int>] = []
@@ -63,7 +63,14 @@ struct CacheSettings: Sendable {
     /// A cache of the engine for rows like these.
     ///
     /// - Throws: ``H2OError/configuration(_:)`` for a size that leaves too few slots.
-    func engine(for rows: RowTypes) throws -> Engine { try Engine(self, plan(for: rows)) }
+    func engine(for rows: RowTypes) throws -> Engine {
+        if let frame, frame.width != rows.keyWidth {
+            throw H2OError.configuration(
+                "A frame of KV heads of \(frame.width) cannot serve keys of \(rows.keyWidth): it is "
+                    + "another layer's or another model's.")
+        }
+        return try Engine(self, plan(for: rows))
+    }
 
     /// Slots of each head for rows like these, and those that follow.
     private func plan(for rows: RowTypes) throws -> SlotPlan {

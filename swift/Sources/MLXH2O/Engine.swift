@@ -173,7 +173,7 @@ final class Engine {
     /// A cache that holds what was saved.
     ///
     /// - Throws: ``H2OError/file(_:)`` for anything that no cache can have saved.
-    init(_ saved: Saved, policy: any Policy) throws {
+    init(_ saved: Saved, policy: any H2OPolicy) throws {
         _ = installedEvaluator
         let own = try EnginePolicy(policy)
         var made = mlx_h2o_cache_new()

@@ -17,7 +17,11 @@ func checkEngine(_ status: Int32) throws {
 
 extension MLXFast.ScaledDotProductAttentionMaskMode {
     /// The mode's name in the engine.
-    var engineMode: String { mask == nil ? mode : "array" }
+    var engineMode: String {
+        if mask != nil { return "array" }
+        if case .causal = self { return "causal" }
+        return ""
+    }
 }
 
 /// The arrays of a list.

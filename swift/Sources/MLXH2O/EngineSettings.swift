@@ -6,8 +6,8 @@ final class EnginePolicy {
     let handle: mlx_h2o_policy
 
     /// - Throws: ``H2OError/configuration(_:)`` for settings out of range.
-    init(_ policy: any Policy) throws {
-        if let own = policy as? Policies.Own {
+    init(_ policy: any H2OPolicy) throws {
+        if let own = policy as? H2OPolicies.Own {
             handle = try own.inEngine()
         } else {
             var made = mlx_h2o_policy_new()

@@ -122,7 +122,7 @@ extension H2OConfiguration {
     ///   - profile: By which they were shared out, if by any.
     ///   - policy: What chooses.
     func plans(
-        of sizes: [[Int]], means: [Int], by profile: H2OProfile?, _ policy: any Policy
+        of sizes: [[Int]], means: [Int], by profile: H2OProfile?, _ policy: any H2OPolicy
     ) throws -> [SlotPlan] {
         guard let profile, undo == 0, policy.options.unit == .head else {
             return sizes.map { SlotPlan(budgets: $0) }

@@ -226,16 +226,16 @@ private final class ChatMemory: @unchecked Sendable {
         guard let caches else {
             throw H2OError.file("Nothing was said yet that could be saved.")
         }
-        let state = SettingValue.object([
+        let state = H2OSettingValue.object([
             "last": last.map { .int($0) } ?? .null, "is_stop": .bool(isStop),
         ])
         try H2OKVCache.saveCaches(caches, to: url, metadata: [Self.key: state.text])
     }
 
-    func restore(from url: URL, _ model: any LanguageModel, _ pressure: MemoryPressure?) throws {
+    func restore(from url: URL, _ model: any LanguageModel, _ pressure: H2OMemoryPressure?) throws {
         let (caches, metadata) = try H2OKVCache.loadCaches(
-            from: url, pressure: pressure, for: model)
-        guard let text = metadata[Self.key], let state = try? SettingValue(parsing: text),
+            from: url, for: model, pressure: pressure)
+        guard let text = metadata[Self.key], let state = try? H2OSettingValue(parsing: text),
             let isStop = state["is_stop"]?.bool
         else {
             throw H2OError.file("\(url.path) holds no conversation of an H2OChatSession.")

@@ -56,9 +56,9 @@ public struct H2OConfiguration: Sendable {
 
     /// How much memory.
     public var budget: Budget
-    /// What chooses; nil is ``Policies/Salient``, or ``Policies/Distinct`` in its form that looks at keys
+    /// What chooses; nil is ``H2OPolicies/Salient``, or ``H2OPolicies/Distinct`` in its form that looks at keys
     /// only where a model attends by itself.
-    public var policy: (any Policy)?
+    public var policy: (any H2OPolicy)?
     /// Whether evicted tokens go on answering.
     public var remainder: Bool
     /// How slots are shared out among heads; in stock models always uniformly.
@@ -80,15 +80,15 @@ public struct H2OConfiguration: Sendable {
     /// What to do about layers that cannot be bounded.
     public var compatibility: Compatibility
     /// What may ask for less memory while caches are in use.
-    public var pressure: MemoryPressure?
+    public var pressure: H2OMemoryPressure?
 
     /// - Throws: ``H2OError/configuration(_:)`` for settings out of range.
     public init(
-        budget: Budget, policy: (any Policy)? = nil, remainder: Bool = true,
+        budget: Budget, policy: (any H2OPolicy)? = nil, remainder: Bool = true,
         headBudgets: HeadBudgets = .uniform, packing: H2OPacking? = nil,
         frames: Frames = .profile, context: Int = usualContext, saturation: Float? = nil,
         undo: Int = 0, pins: Pins = .none,
-        compatibility: Compatibility = .requireAllLayers, pressure: MemoryPressure? = nil
+        compatibility: Compatibility = .requireAllLayers, pressure: H2OMemoryPressure? = nil
     ) throws {
         self.init(
             unchecked: budget, policy: policy, remainder: remainder, headBudgets: headBudgets,
@@ -99,11 +99,11 @@ public struct H2OConfiguration: Sendable {
     }
 
     private init(
-        unchecked budget: Budget, policy: (any Policy)? = nil, remainder: Bool = true,
+        unchecked budget: Budget, policy: (any H2OPolicy)? = nil, remainder: Bool = true,
         headBudgets: HeadBudgets = .uniform, packing: H2OPacking? = nil,
         frames: Frames = .profile, context: Int = usualContext, saturation: Float? = nil,
         undo: Int = 0, pins: Pins = .none,
-        compatibility: Compatibility = .requireAllLayers, pressure: MemoryPressure? = nil
+        compatibility: Compatibility = .requireAllLayers, pressure: H2OMemoryPressure? = nil
     ) {
         (self.budget, self.policy, self.remainder) = (budget, policy, remainder)
         (self.headBudgets, self.packing, self.undo) = (headBudgets, packing, undo)
@@ -114,7 +114,7 @@ public struct H2OConfiguration: Sendable {
 
     /// Throw ``H2OError/configuration(_:)`` for settings out of range, after changing some.
     public func validate() throws {
-        let policy = policy ?? Policies.Salient()
+        let policy = policy ?? H2OPolicies.Salient()
         try policy.validate()
         // What every cache is to have, tried with one head that has slots enough.
         _ = try CacheSettings(
@@ -142,21 +142,21 @@ public struct H2OConfiguration: Sendable {
     /// What the longest conversations are taken to have.
     public static let usualContext = 2048
 
-    /// ``Policies/Salient`` and the remainder in 1024 tokens: the best of what is known here.
+    /// ``H2OPolicies/Salient`` and the remainder in 1024 tokens: the best of what is known here.
     public static let `default` = H2OConfiguration(unchecked: .tokens(1024))
 
     /// The AtomGradient report: 4 sink, 128 recent and 124 heavy of 256 tokens, no remainder.
     public static let paper = H2OConfiguration(
-        unchecked: .tokens(256), policy: Policies.EMALogits.paper, remainder: false)
+        unchecked: .tokens(256), policy: H2OPolicies.EMALogits.paper, remainder: false)
 
     /// Zhang et al. 2023: half heavy hitters, half recent, in 1024 tokens, no remainder.
     public static let h2o = H2OConfiguration(
-        unchecked: .tokens(1024), policy: Policies.H2O.paper, remainder: false)
+        unchecked: .tokens(1024), policy: H2OPolicies.H2O.paper, remainder: false)
 
     /// StreamingLLM: 4 sinks and a window of 1024 tokens; the remainder answers for the rest. Runs in
     /// every model.
     public static let streaming = H2OConfiguration(
-        unchecked: .tokens(1024), policy: Policies.Streaming())
+        unchecked: .tokens(1024), policy: H2OPolicies.Streaming())
 
     /// The configuration with another budget.
     ///

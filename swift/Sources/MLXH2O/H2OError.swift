@@ -29,7 +29,7 @@ public enum H2OError: Error, Equatable, Sendable, LocalizedError {
             "Policy \"\(policy)\" must see attention, which \(model) computes by itself. Call "
                 + "H2OModels.register() before loading a Llama or Qwen model, let your own model "
                 + "attend through h2oAttention(...), or choose a policy that looks at keys only: "
-                + "Policies.KeyDiff(), Policies.Streaming() or Policies.Distinct.keysOnly."
+                + "H2OPolicies.KeyDiff(), H2OPolicies.Streaming() or H2OPolicies.Distinct.keysOnly."
         }
     }
 }

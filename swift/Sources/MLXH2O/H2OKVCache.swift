@@ -14,7 +14,7 @@ import MLXLMCommon
 ///
 /// Save it with ``saveCaches(_:to:metadata:)``; `savePromptCache` and `ChatSession.saveCache` cannot
 /// write it.
-public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
+public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
     /// How much a cache may hold.
     public enum Size: Sendable, Equatable {
         /// Slots per KV head; the remainder is charged against them.
@@ -62,9 +62,9 @@ public final class H2OKVCache: AttendingKVCache, H2OScoreTracking {
     ///   - pressure: What may ask for less memory while the cache is in use.
     /// - Throws: ``H2OError`` for settings out of range or a budget without room to evict.
     public convenience init(
-        _ size: Size, policy: any Policy = Policies.Salient(), remainder: Bool = true,
+        _ size: Size, policy: any H2OPolicy = H2OPolicies.Salient(), remainder: Bool = true,
         attends: Bool = true, packing: H2OPacking = .dense, undo: Int = 0, frame: H2OFrame? = nil,
-        saturation: [Float] = [H2ORemainder.saturation], pressure: MemoryPressure? = nil
+        saturation: [Float] = [H2ORemainder.saturation], pressure: H2OMemoryPressure? = nil
     ) throws {
         let settings = CacheSettings(
             size, policy: policy, remainder: remainder, attends: attends, packing: packing,
@@ -293,7 +293,7 @@ extension H2OKVCache {
     ///
     /// - Throws: ``H2OError/file(_:)`` for anything that no cache can have saved; nothing is changed then.
     func restore(_ saved: Engine.Saved) throws {
-        let json = try SettingValue(parsing: saved.settings)
+        let json = try H2OSettingValue(parsing: saved.settings)
         guard let runs = json["runs"]?.array else {
             throw H2OError.file("this is no state of an H2OKVCache: it has no runs.")
         }

@@ -16,7 +16,7 @@ extension H2OKVCache {
     /// As given; the slots of each head once they are known.
     public var size: Size { settings.size }
     /// What chooses.
-    public var policy: any Policy { given.policy }
+    public var policy: any H2OPolicy { given.policy }
     /// Whether evicted tokens go on answering.
     public var remainderAnswers: Bool { given.remainderAnswers }
     /// Whether this library computes the attention.
@@ -109,13 +109,13 @@ extension H2OKVCache {
     }
 
     /// Everything else, in the form that Python's `H2OKVCache.config` has.
-    var configuration: SettingValue {
-        (try? saved()).flatMap { try? SettingValue(parsing: $0.settings) } ?? .null
+    var configuration: H2OSettingValue {
+        (try? saved()).flatMap { try? H2OSettingValue(parsing: $0.settings) } ?? .null
     }
 
     /// A cache from another's arrays and configuration.
     static func restored(
-        _ arrays: [String: MLXArray], _ configuration: SettingValue,
+        _ arrays: [String: MLXArray], _ configuration: H2OSettingValue,
         _ pressure: PressureShare = PressureShare(nil, nil)
     ) throws -> H2OKVCache {
         let settings = try CacheSettings(configuration, frame: H2OFrame(saved: arrays))

@@ -2,7 +2,7 @@ import Foundation
 import MLXLMCommon
 
 /// One entry of a model's cache list.
-public struct LayerDescription: Sendable, CustomStringConvertible {
+public struct H2OLayerDescription: Sendable, CustomStringConvertible {
     /// Its place in the list: "3", or "3.1" within a `CacheList`.
     public let layer: String
     /// The cache's class.
@@ -24,7 +24,7 @@ public struct LayerDescription: Sendable, CustomStringConvertible {
 
 extension H2OKVCache {
     /// Per layer what is bounded and what is not, and why.
-    public static func describe(_ caches: [any KVCache]) -> [LayerDescription] {
+    public static func describe(_ caches: [any KVCache]) -> [H2OLayerDescription] {
         placedMembers(of: caches).map { layer, cache in
             let kind = String(describing: type(of: cache))
             guard let cache = cache as? H2OKVCache else {
@@ -37,7 +37,7 @@ extension H2OKVCache {
                         "a cache of the model's own kind"
                     }
                 let bytes = cache.innerState().reduce(0) { $0 + $1.nbytes }
-                return LayerDescription(
+                return H2OLayerDescription(
                     layer: layer, kind: kind, isBounded: false, reason: reason, budgets: nil,
                     nbytes: bytes)
             }
@@ -46,7 +46,7 @@ extension H2OKVCache {
                 spread.count > 1
                 ? "\(spread.first!) to \(spread.last!)"
                 : (spread.first.map(String.init) ?? "unknown")
-            return LayerDescription(
+            return H2OLayerDescription(
                 layer: layer, kind: kind, isBounded: true,
                 reason: "\(slots) slots a KV head\(cache.packing)"
                     + (cache.frame == nil ? "" : " in a frame")

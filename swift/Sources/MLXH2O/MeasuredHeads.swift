@@ -32,7 +32,7 @@ struct MeasuredHeads: Sendable, Equatable {
     ///   - model: Whose heads these are.
     ///   - grid: Of the profile.
     /// - Throws: ``H2OError/profile(_:)`` unless all is of such a model.
-    init(_ json: SettingValue, of model: ModelIdentity, grid: Int) throws {
+    init(_ json: H2OSettingValue, of model: H2OModelIdentity, grid: Int) throws {
         guard let orders = json["orders"]?.array?.map(\.double), !orders.isEmpty,
             orders.allSatisfy({ ($0 ?? -1) >= 0 && $0!.isFinite }),
             let spans = json["spans"]?.array?.map(\.int), !spans.isEmpty,
@@ -67,7 +67,7 @@ struct MeasuredHeads: Sendable, Equatable {
     }
 
     /// Numbers that are at least 0.
-    private static func losses(_ json: SettingValue?, _ shape: [Int]) throws -> [Float] {
+    private static func losses(_ json: H2OSettingValue?, _ shape: [Int]) throws -> [Float] {
         let numbers = try numbers(json, shape)
         guard numbers.allSatisfy({ $0 >= 0 }) else { throw damage("losses below 0") }
         return numbers
@@ -101,7 +101,9 @@ struct MeasuredHeads: Sendable, Equatable {
     }
 
     /// A layer's frame from its centre and scale `[2, H, D]`.
-    private static func frame(_ json: SettingValue, _ heads: Int, _ width: Int) throws -> H2OFrame {
+    private static func frame(_ json: H2OSettingValue, _ heads: Int, _ width: Int) throws
+        -> H2OFrame
+    {
         let numbers = try numbers(json, [2, heads, width])
         let rows = (0 ..< 2 * heads).map { Array(numbers[$0 * width ..< ($0 + 1) * width]) }
         do {
@@ -112,7 +114,7 @@ struct MeasuredHeads: Sendable, Equatable {
     }
 
     /// An array of finite numbers: base64 of their bytes, little-endian, float16 or float32.
-    private static func numbers(_ json: SettingValue?, _ shape: [Int]) throws -> [Float] {
+    private static func numbers(_ json: H2OSettingValue?, _ shape: [Int]) throws -> [Float] {
         let dtypes: [String: DType] = ["float16": .float16, "float32": .float32]
         let count = shape.reduce(1, *)
         guard let json, json["shape"]?.array?.map(\.int) == shape, count <= mostNumbers,

@@ -12,7 +12,7 @@ import Foundation
 /// complains (on iOS `didReceiveMemoryWarning`), or let ``observeSystem()`` do it. Every cache obeys
 /// at the beginning of its next step, all layers of a model at the same one; new conversations start
 /// with the lowered budgets, until ``end()``.
-public final class MemoryPressure: @unchecked Sendable {
+public final class H2OMemoryPressure: @unchecked Sendable {
     // What to lower budgets to when the system warns, and when memory is critical.
     private static let warningFraction = 0.5
     private static let criticalFraction = 0.25
@@ -100,7 +100,7 @@ final class PressureAgreement: @unchecked Sendable {
     private var agreed: [(offset: Int, fraction: Double)] = []
 
     /// The fraction for the step at a position.
-    func fraction(at offset: Int, of pressure: MemoryPressure) -> Double {
+    func fraction(at offset: Int, of pressure: H2OMemoryPressure) -> Double {
         lock.lock()
         defer { lock.unlock() }
         if let known = agreed.first(where: { $0.offset == offset }) { return known.fraction }
@@ -112,7 +112,7 @@ final class PressureAgreement: @unchecked Sendable {
 
 /// What memory pressure asks of one cache, and what that has given.
 struct PressureShare {
-    private let pressure: MemoryPressure?
+    private let pressure: H2OMemoryPressure?
     /// Shared by the caches of a conversation.
     private let agreement: PressureAgreement?
     /// The fraction of its budgets that the cache has.
@@ -123,7 +123,7 @@ struct PressureShare {
     /// - Parameters:
     ///   - pressure: What may ask for less memory.
     ///   - agreement: Of the caches of a conversation; nil for caches that were not made together.
-    init(_ pressure: MemoryPressure?, _ agreement: PressureAgreement?) {
+    init(_ pressure: H2OMemoryPressure?, _ agreement: PressureAgreement?) {
         self.pressure = pressure
         self.agreement = agreement ?? pressure?.agreement
     }

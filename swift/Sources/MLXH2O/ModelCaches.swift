@@ -44,7 +44,7 @@ extension H2OConfiguration {
                 "\(name) has no plain KV cache to bound: its own caches are all there is.")
         }
         let attends = bounded.allSatisfy(\.attends)
-        let policy = policy ?? (attends ? Policies.Salient() : Policies.Distinct.keysOnly)
+        let policy = policy ?? (attends ? H2OPolicies.Salient() : H2OPolicies.Distinct.keysOnly)
         if !attends && policy.needsAttention {
             throw H2OError.policyNeedsAttention(policy: policy.name, model: name)
         }
@@ -74,7 +74,7 @@ extension H2OConfiguration {
 
     /// What the cache of each bounded layer is to be.
     private func settings(
-        of kinds: [LayerKind], in model: any LanguageModel, _ policy: any Policy, _ attends: Bool
+        of kinds: [LayerKind], in model: any LanguageModel, _ policy: any H2OPolicy, _ attends: Bool
     ) throws -> [CacheSettings] {
         let unit = policy.options.unit
         let profile = try attends ? profile(of: model, kinds) : nil
@@ -85,7 +85,7 @@ extension H2OConfiguration {
 
     /// The same with a size in tokens or bytes, and a packing.
     private func settings(
-        of kinds: [LayerKind], _ profile: H2OProfile?, _ policy: any Policy, _ attends: Bool
+        of kinds: [LayerKind], _ profile: H2OProfile?, _ policy: any H2OPolicy, _ attends: Bool
     ) throws -> [CacheSettings] {
         let packing = packing ?? .dense
         let frames = try frames(of: kinds.count, profile, policy, attends)
@@ -118,7 +118,7 @@ extension H2OConfiguration {
 
     /// Each layer's frame, where keys are packed and there are any.
     private func frames(
-        of layers: Int, _ profile: H2OProfile?, _ policy: any Policy, _ attends: Bool
+        of layers: Int, _ profile: H2OProfile?, _ policy: any H2OPolicy, _ attends: Bool
     ) throws -> [H2OFrame]? {
         switch frames {
         case .none: return nil
@@ -140,7 +140,7 @@ extension H2OConfiguration {
 
     /// Slots per bounded layer and head.
     private func sharedOut(
-        _ kinds: [LayerKind], by profile: H2OProfile?, policy: any Policy, attends: Bool
+        _ kinds: [LayerKind], by profile: H2OProfile?, policy: any H2OPolicy, attends: Bool
     ) throws -> [[Int]] {
         let profile = policy.options.unit == .layer ? nil : profile
         let least = policy.leastBudget + Self.fewestChoices
@@ -160,7 +160,7 @@ extension H2OConfiguration {
     }
 
     /// Slots per KV head of each layer, on average.
-    private func means(of kinds: [LayerKind], _ policy: any Policy) throws -> [Int] {
+    private func means(of kinds: [LayerKind], _ policy: any H2OPolicy) throws -> [Int] {
         let remembers = remainder || policy.usesEvictedMean
         return try kinds.map { kind in
             switch budget {
@@ -181,13 +181,13 @@ extension H2OConfiguration {
         case .profile(let profile): candidates = [profile]
         case .matching(let profiles): candidates = profiles
         }
-        guard let model = model as? any ProfiledModel else {
+        guard let model = model as? any H2OProfiledModel else {
             if case .matching = headBudgets { return nil }
             throw H2OError.profile(
-                "A profile needs a model that conforms to ProfiledModel; use uniform budgets.")
+                "A profile needs a model that conforms to H2OProfiledModel; use uniform budgets.")
         }
         let rows = model.embedded(MLXArray([1, 2, 3, 4] as [Int32])).asType(.float32)
-        let identity = ModelIdentity(
+        let identity = H2OModelIdentity(
             modelType: model.modelType, kvHeads: kinds.map(\.heads),
             keyWidths: kinds.map(\.widths.key), vocabularySize: model.vocabularySize,
             probe: rows.slicedLast(0 ..< min(16, rows.dim(-1))).asArray(Float.self).map(Double.init)

@@ -1,7 +1,7 @@
 import MLX
 
 /// What tells models apart without reading their weights.
-public struct ModelIdentity: Sendable, Equatable {
+public struct H2OModelIdentity: Sendable, Equatable {
     /// As in the model's config.
     public let modelType: String
     /// KV heads of each bounded layer.
@@ -18,7 +18,7 @@ public struct ModelIdentity: Sendable, Equatable {
     private static let leastLikeness = 0.9
 
     /// Why the other is another model, or nil if it is not.
-    public func difference(from other: ModelIdentity) -> String? {
+    public func difference(from other: H2OModelIdentity) -> String? {
         if modelType != other.modelType { return "its type is \(other.modelType)" }
         if kvHeads != other.kvHeads { return "its KV heads are \(other.kvHeads)" }
         if keyWidths != other.keyWidths { return "its key widths are \(other.keyWidths)" }
@@ -34,7 +34,7 @@ public struct ModelIdentity: Sendable, Equatable {
 }
 
 /// A model that profiles can be told apart by.
-public protocol ProfiledModel {
+public protocol H2OProfiledModel {
     /// As in the model's config.
     var modelType: String { get }
     /// Rows of the embedding.

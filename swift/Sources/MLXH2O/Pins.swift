@@ -1,5 +1,5 @@
 /// What became of the positions that were to be pinned.
-public struct PinAnswer: Sendable, Equatable {
+public struct H2OPinAnswer: Sendable, Equatable {
     /// Gone from some heads; pinned in the others.
     public internal(set) var partly: [Range<Int>] = []
     /// Evicted from every head: nothing can be pinned there.
@@ -24,9 +24,9 @@ extension H2OKVCache {
     /// - Returns: Which were gone already.
     /// - Throws: ``H2OError/configuration(_:)`` for too many; nothing is changed.
     @discardableResult
-    public func pin(_ spans: [Range<Int>]) throws -> PinAnswer {
-        guard !spans.isEmpty else { return PinAnswer() }
-        var answer = PinAnswer()
+    public func pin(_ spans: [Range<Int>]) throws -> H2OPinAnswer {
+        guard !spans.isEmpty else { return H2OPinAnswer() }
+        var answer = H2OPinAnswer()
         try changing {
             try $0.pin(spans)
             let missing = $0.missing, pinned = $0.pins

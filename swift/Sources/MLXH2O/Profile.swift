@@ -12,7 +12,7 @@ public struct H2OProfile: Sendable, Equatable {
     public static let smallestBudget = 12
 
     /// The model it belongs to.
-    public let model: ModelIdentity
+    public let model: H2OModelIdentity
     /// Numbers of slots, ascending.
     public let grid: [Int]
     /// Per bounded layer and KV head the loss at each grid point, at least 0.
@@ -33,9 +33,9 @@ public struct H2OProfile: Sendable, Equatable {
     ///
     /// - Throws: ``H2OError/profile(_:)``: the file is no profile, or one of another version.
     public init(contentsOf url: URL) throws {
-        let json: SettingValue
+        let json: H2OSettingValue
         do {
-            json = try SettingValue(parsing: String(contentsOf: url, encoding: .utf8))
+            json = try H2OSettingValue(parsing: String(contentsOf: url, encoding: .utf8))
         } catch {
             throw H2OError.profile("Cannot read the profile \(url.path): \(error)")
         }
@@ -43,7 +43,7 @@ public struct H2OProfile: Sendable, Equatable {
     }
 
     /// A profile from its JSON.
-    init(_ json: SettingValue) throws {
+    init(_ json: H2OSettingValue) throws {
         guard json["format"]?.string == "mlx-h2o profile" else {
             throw H2OError.profile("This is no mlx-h2o profile.")
         }
@@ -52,10 +52,10 @@ public struct H2OProfile: Sendable, Equatable {
                 "This profile has version \(json["version"]?.text ?? "unknown"); this reads 1 and 2."
             )
         }
-        func integers(_ value: SettingValue?) -> [Int]? {
+        func integers(_ value: H2OSettingValue?) -> [Int]? {
             value?.array.flatMap { whole($0.map(\.int)) }
         }
-        func numbers(_ value: SettingValue?) -> [Double]? {
+        func numbers(_ value: H2OSettingValue?) -> [Double]? {
             value?.array.flatMap { whole($0.map(\.double)) }
         }
         guard let model = json["model"], let type = model["model_type"]?.string,
@@ -78,7 +78,7 @@ public struct H2OProfile: Sendable, Equatable {
                 "A profile's grid must ascend from at least 1, and every head needs one finite loss "
                     + "of at least 0 per grid point.")
         }
-        self.model = ModelIdentity(
+        self.model = H2OModelIdentity(
             modelType: type, kvHeads: heads, keyWidths: widths, vocabularySize: vocabulary,
             probe: probe)
         (self.grid, self.losses, self.method) = (grid, losses, method)
@@ -171,7 +171,7 @@ public struct H2OProfile: Sendable, Equatable {
     /// Where each layer's heads' remainders had best saturate with these budgets (0 is first order), for
     /// ``H2OKVCache/saturation``; nil where the profile was not made by running this policy.
     public func saturations(
-        of budgets: [[Int]], policy: any Policy
+        of budgets: [[Int]], policy: any H2OPolicy
     ) -> [[Float]]? {
         guard let measured, measured.policy == policy.name else { return nil }
         return byLayer(measured.saturations(budgets.flatMap { $0 }, grid: grid))
@@ -186,7 +186,7 @@ public struct H2OProfile: Sendable, Equatable {
     }
 
     /// Throw ``H2OError/profile(_:)`` unless the profile belongs to the model.
-    public func require(_ other: ModelIdentity) throws {
+    public func require(_ other: H2OModelIdentity) throws {
         if let reason = model.difference(from: other) {
             throw H2OError.profile(
                 "This profile was made for another model (\(model.modelType)): \(reason). Make one "

@@ -33,11 +33,10 @@ struct RowTypes: Equatable, CustomStringConvertible {
             && valueWidth == other.valueWidth
     }
 
-    /// Stop with a message unless a cache can store such rows.
-    func check() {
-        for dtype in [keyDType, valueDType] {
-            require(
-                Self.dtypes.contains(dtype),
+    /// Throw ``H2OError/configuration(_:)`` unless a cache can store such rows.
+    func check() throws {
+        for dtype in [keyDType, valueDType] where !Self.dtypes.contains(dtype) {
+            throw H2OError.configuration(
                 "Keys and values must be float32, float16 or bfloat16; got \(dtype).")
         }
     }

@@ -1,7 +1,7 @@
 // Bytes of a position while a conversation has at most ``Limits/fewPositions``, and later.
 private let (narrowPosition, widePosition) = (2, 4)
 
-extension Policy {
+extension H2OPolicy {
     /// Throw ``H2OError/configuration(_:)`` for bytes that cannot hold one head's fewest slots, however
     /// narrow its rows; how wide they are only the model tells.
     func checkBytes(_ bytes: Int) throws {
@@ -66,7 +66,7 @@ struct RowWidths: Equatable {
     /// Each of `undo` steps is charged with the row that it overwrites, its slot, position and value
     /// length, the remainder and the victims before it, and all scores.
     func slots(
-        bytes: Int, heads: Int, policy: any Policy, remembers: Bool, undo: Int = 0
+        bytes: Int, heads: Int, policy: any H2OPolicy, remembers: Bool, undo: Int = 0
     ) throws -> Int {
         let remainder = remembers ? H2ORemainder.bytesPerHead(keyWidth: key, valueWidth: value) : 0
         let length = policy.keepsValueLengths(in: packing) ? 2 : 0

@@ -41,7 +41,7 @@ struct SafetensorsFile {
             throw H2OError.file("it is truncated")
         }
         let text = try file.read(upToCount: Int(size)) ?? Data()
-        guard let header = try? JSONDecoder().decode(SettingValue.self, from: text).object else {
+        guard let header = try? JSONDecoder().decode(H2OSettingValue.self, from: text).object else {
             throw H2OError.file("its header is no JSON object")
         }
         metadata = (header["__metadata__"]?.object ?? [:]).compactMapValues(\.string)
@@ -64,7 +64,7 @@ struct SafetensorsFile {
 
     /// What a header's entry tells, where its shape and its bytes agree and lie in the file.
     private static func checked(
-        _ name: String, _ told: SettingValue, length: Int
+        _ name: String, _ told: H2OSettingValue, length: Int
     ) throws -> (DType, [Int], Range<Int>) {
         guard let dtype = told["dtype"]?.string.flatMap({ dtypes[$0] }) else {
             throw H2OError.file("its array \"\(name)\" has no dtype that is known here")

@@ -1,12 +1,12 @@
 /// Settings in the form that Python's `H2OKVCache.config` has: of a cache that has seen no rows all that
 /// is saved, of others the part that the engine does not read for itself.
 extension CacheSettings {
-    var json: SettingValue {
-        let optional = { (value: Int?) -> SettingValue in value.map { .int($0) } ?? .null }
+    var json: H2OSettingValue {
+        let optional = { (value: Int?) -> H2OSettingValue in value.map { .int($0) } ?? .null }
         var policySettings = policy.settings
         policySettings["name"] = .string(policy.name)
-        let numbers = saturation.map { SettingValue.double(Double($0)) }
-        var json: [String: SettingValue] = [
+        let numbers = saturation.map { H2OSettingValue.double(Double($0)) }
+        var json: [String: H2OSettingValue] = [
             "policy": .object(policySettings),
             "remainder": .bool(remainderAnswers),
             "attending": .bool(attends),
@@ -34,7 +34,7 @@ extension CacheSettings {
     /// Settings from their JSON, and the frame of a cache's arrays.
     ///
     /// - Throws: ``H2OError``: something is missing or out of range.
-    init(_ json: SettingValue, frame: H2OFrame? = nil) throws {
+    init(_ json: H2OSettingValue, frame: H2OFrame? = nil) throws {
         guard let policy = json["policy"]?.object, let name = policy["name"]?.string,
             let answers = json["remainder"]?.bool, let attends = json["attending"]?.bool,
             let packing = json["packing"]
@@ -46,7 +46,7 @@ extension CacheSettings {
         }
         self.init(
             Self.size(json),
-            policy: try Policies.make(name, settings: policy.filter { $0.key != "name" }),
+            policy: try H2OPolicies.make(name, settings: policy.filter { $0.key != "name" }),
             remainder: answers, attends: attends,
             packing: try H2OPacking(
                 keyBits: packing["k_bits"]?.int, valueBits: packing["v_bits"]?.int,
@@ -61,14 +61,14 @@ extension CacheSettings {
         .file("this is no state of an H2OKVCache: \(what).")
     }
 
-    private static func size(_ json: SettingValue) -> H2OKVCache.Size {
+    private static func size(_ json: H2OSettingValue) -> H2OKVCache.Size {
         if let tokens = json["max_size"]?.int { return .tokens(tokens) }
         if let bytes = json["max_bytes"]?.int { return .bytes(bytes) }
         return .heads(json["budgets"]?.array?.compactMap(\.int) ?? [])
     }
 
     /// Slots that follow; files from before there were any do not say.
-    private static func filling(_ json: SettingValue?) throws -> [Stage] {
+    private static func filling(_ json: H2OSettingValue?) throws -> [Stage] {
         try (json?.array ?? []).map {
             guard let stage = $0.array, stage.count == 2, let beyond = stage[0].int,
                 let budgets = stage[1].array?.map(\.int), !budgets.contains(nil)
@@ -78,7 +78,7 @@ extension CacheSettings {
     }
 
     /// Pins; files from before there were any do not say.
-    private static func pins(_ json: SettingValue?) throws -> [Range<Int>] {
+    private static func pins(_ json: H2OSettingValue?) throws -> [Range<Int>] {
         try (json?.array ?? []).map {
             guard let ends = $0.array, ends.count == 2, let first = ends[0].int,
                 let end = ends[1].int, first >= 0, first < end
@@ -88,7 +88,7 @@ extension CacheSettings {
     }
 
     /// Where remainders saturate; files from before heads differed do not say.
-    private static func saturation(_ json: SettingValue?) throws -> [Float] {
+    private static func saturation(_ json: H2OSettingValue?) throws -> [Float] {
         guard let json, json != .null else { return [H2ORemainder.saturation] }
         let numbers = (json.array ?? [json]).map(\.double)
         guard !numbers.isEmpty, !numbers.contains(nil) else {

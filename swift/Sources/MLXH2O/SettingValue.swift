@@ -1,18 +1,18 @@
 import Foundation
 
 /// A JSON value, whole numbers told from others: policies' settings and saved caches are made of it.
-public enum SettingValue: Sendable, Equatable {
+public enum H2OSettingValue: Sendable, Equatable {
     case null
     case bool(Bool)
     case int(Int)
     case double(Double)
     case string(String)
-    case array([SettingValue])
-    case object([String: SettingValue])
+    case array([H2OSettingValue])
+    case object([String: H2OSettingValue])
 
     /// The value of a JSON text.
     public init(parsing text: String) throws {
-        self = try JSONDecoder().decode(SettingValue.self, from: Data(text.utf8))
+        self = try JSONDecoder().decode(H2OSettingValue.self, from: Data(text.utf8))
     }
 
     /// The value as JSON text, keys sorted.
@@ -51,20 +51,20 @@ public enum SettingValue: Sendable, Equatable {
     }
 
     /// A list, or nil.
-    public var array: [SettingValue]? {
+    public var array: [H2OSettingValue]? {
         if case .array(let value) = self { value } else { nil }
     }
 
     /// An object, or nil.
-    public var object: [String: SettingValue]? {
+    public var object: [String: H2OSettingValue]? {
         if case .object(let value) = self { value } else { nil }
     }
 
     /// A member of an object; nil for what is no object or has no such member.
-    public subscript(key: String) -> SettingValue? { object?[key] }
+    public subscript(key: String) -> H2OSettingValue? { object?[key] }
 }
 
-extension SettingValue: Codable {
+extension H2OSettingValue: Codable {
     /// Decodes any JSON.
     public init(from decoder: any Decoder) throws {
         let container = try decoder.singleValueContainer()
@@ -78,10 +78,10 @@ extension SettingValue: Codable {
             self = .double(value)
         } else if let value = try? container.decode(String.self) {
             self = .string(value)
-        } else if let value = try? container.decode([SettingValue].self) {
+        } else if let value = try? container.decode([H2OSettingValue].self) {
             self = .array(value)
         } else {
-            self = .object(try container.decode([String: SettingValue].self))
+            self = .object(try container.decode([String: H2OSettingValue].self))
         }
     }
 

@@ -14,7 +14,7 @@ extension H2OConfiguration {
     ///   - profile: By which slots are shared out, if by any.
     ///   - policy: What chooses.
     func sized(
-        for kinds: [LayerKind], by profile: H2OProfile?, policy: any Policy
+        for kinds: [LayerKind], by profile: H2OProfile?, policy: any H2OPolicy
     ) throws -> H2OConfiguration {
         var own = self
         if case .share(let part) = budget {
@@ -39,7 +39,7 @@ extension H2OConfiguration {
     /// How rows lose least in so many bytes of all layers; of those that lose hardly more, how most
     /// slots fit that a conversation can use.
     private func packing(
-        in bytes: Int, of kinds: [LayerKind], by profile: H2OProfile, _ policy: any Policy
+        in bytes: Int, of kinds: [LayerKind], by profile: H2OProfile, _ policy: any H2OPolicy
     ) throws -> H2OPacking {
         guard let groupSize = profile.packedGroupSize else { return .dense }
         let least = policy.leastBudget + Self.fewestChoices
@@ -66,7 +66,7 @@ extension H2OConfiguration {
     }
 
     /// Slots per KV head of a layer that fit into bytes of its own.
-    func slots(of kind: LayerKind, in bytes: Int, _ policy: any Policy) throws -> Int {
+    func slots(of kind: LayerKind, in bytes: Int, _ policy: any H2OPolicy) throws -> Int {
         try kind.widths.slots(
             bytes: bytes, heads: kind.heads, policy: policy,
             remembers: remainder || policy.usesEvictedMean, undo: undo)

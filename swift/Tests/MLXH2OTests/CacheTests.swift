@@ -18,10 +18,10 @@ import Testing
         ("mixed", try! H2OPacking(keyBits: 4, valueBits: 4, groupSize: 32, recentBits: 16)),
     ]
 
-    private func policies() throws -> [any Policy] {
-        try Policies.names.map { name in
-            let recent: [String: SettingValue] = name == "paper" ? ["recent": .int(8)] : [:]
-            return try Policies.make(name, settings: recent)
+    private func policies() throws -> [any H2OPolicy] {
+        try H2OPolicies.names.map { name in
+            let recent: [String: H2OSettingValue] = name == "paper" ? ["recent": .int(8)] : [:]
+            return try H2OPolicies.make(name, settings: recent)
         }
     }
 
@@ -68,7 +68,8 @@ import Testing
     @Test func copyIsIndependent() throws {
         for (name, packing) in Self.stores {
             let rows = RowStream(tokens: 70)
-            let cache = try H2OKVCache(.heads([20, 28]), policy: Policies.H2O(), packing: packing)
+            let cache = try H2OKVCache(
+                .heads([20, 28]), policy: H2OPolicies.H2O(), packing: packing)
             rows.run(cache, [30] + ones(9))
             let copy = cache.copy() as! H2OKVCache
             let first = rows.run(cache, ones(20))
@@ -123,7 +124,7 @@ import Testing
     /// Budgets without room for the recent window leave the cache as it was.
     @Test func resizingThatFailsChangesNothing() throws {
         let rows = RowStream(tokens: 60), packing = Self.stores.last!.packing
-        let policy = Policies.Distinct().with { $0.recent = .share(0.1) }
+        let policy = H2OPolicies.Distinct().with { $0.recent = .share(0.1) }
         let cache = try H2OKVCache(.heads([24, 24]), policy: policy, packing: packing, undo: 3)
         rows.run(cache, [30] + ones(5))
         #expect(throws: H2OError.self) { try cache.resize([9]) }
@@ -143,10 +144,10 @@ import Testing
     }
 
     @Test func pressureLowersAllLayersAtTheSameStep() throws {
-        let pressure = MemoryPressure(), rows = RowStream(tokens: 90)
+        let pressure = H2OMemoryPressure(), rows = RowStream(tokens: 90)
         let layers = try (0 ..< 3).map { _ in
             try H2OKVCache(
-                .heads([48, 48]), policy: Policies.Distinct.keysOnly, attends: false,
+                .heads([48, 48]), policy: H2OPolicies.Distinct.keysOnly, attends: false,
                 pressure: pressure)
         }
         for layer in layers { rows.run(layer, [60] + ones(5)) }
@@ -170,7 +171,7 @@ import Testing
 
     #if canImport(DispatchMemoryPressure)  // where a test can have the system complain
         @Test(.timeLimit(.minutes(1))) func theSystemsComplaintsAreObeyed() async throws {
-            let pressure = MemoryPressure(), rows = RowStream(tokens: 120)
+            let pressure = H2OMemoryPressure(), rows = RowStream(tokens: 120)
             pressure.observeSystem()
             let cache = try H2OKVCache(.heads([64, 64]), pressure: pressure)
             rows.run(cache, [80] + ones(5))
@@ -204,7 +205,7 @@ import Testing
         }
         let frame = try H2OFrame(of: RowStream(tokens: 9).keys)
         let cache = try H2OKVCache(
-            .bytes(12_000), policy: Policies.Salient(), packing: Self.stores[1].packing,
+            .bytes(12_000), policy: H2OPolicies.Salient(), packing: Self.stores[1].packing,
             frame: frame)
         RowStream(tokens: 200).run(cache, [90] + ones(110))
         #expect(11_000 ... 12_000 ~= cache.nbytes)
@@ -218,10 +219,10 @@ import Testing
             return ""
         }
         // 9 slots of 26 bytes: 4 sinks, one to evict, and as many as these are recent.
-        let nothing = message { _ = try H2OKVCache(.bytes(233), policy: Policies.H2O()) }
+        let nothing = message { _ = try H2OKVCache(.bytes(233), policy: H2OPolicies.H2O()) }
         #expect(
             nothing.contains("233 bytes holds nothing") && nothing.contains("at least 234 bytes"))
-        _ = try H2OKVCache(.bytes(234), policy: Policies.H2O())
+        _ = try H2OKVCache(.bytes(234), policy: H2OPolicies.H2O())
         let configured = message { _ = try H2OConfiguration(budget: .bytes(100)) }
         #expect(configured.contains("100 bytes holds nothing"))
 
@@ -243,31 +244,31 @@ import Testing
         #expect(throws: H2OError.self) { try H2OKVCache(.tokens(4)) }
         #expect(throws: H2OError.self) { try H2OKVCache(.heads([])) }
         #expect(throws: H2OError.self) {
-            try H2OKVCache(.heads([20, 30]), policy: Policies.EMALogits.paper)
+            try H2OKVCache(.heads([20, 30]), policy: H2OPolicies.EMALogits.paper)
         }
         #expect(throws: H2OError.self) { try H2OPacking(keyBits: 7) }
         #expect(throws: H2OError.self) { try H2OPacking(recentBits: 8) }
         #expect(throws: H2OError.self) {
-            try H2OKVCache(.heads([20, 30]), policy: Policies.Streaming(), attends: false)
+            try H2OKVCache(.heads([20, 30]), policy: H2OPolicies.Streaming(), attends: false)
         }
         #expect(throws: H2OError.policyNeedsAttention(policy: "h2o", model: "a stock model")) {
-            try H2OKVCache(.tokens(64), policy: Policies.H2O(), attends: false)
+            try H2OKVCache(.tokens(64), policy: H2OPolicies.H2O(), attends: false)
         }
     }
 
     #if os(macOS) || os(Linux)  // where exit tests exist
         /// In a process of its own: the arrays of tests that run beside it would count.
-        @Test func tenThousandStepsAtFlatMemory() async {
+        @Test func twentyThousandStepsAtFlatMemory() async {
             await #expect(processExitsWith: .success) {
-                for attends in [true, false] { try takeTenThousandSteps(attends: attends) }
+                for attends in [true, false] { try takeTwentyThousandSteps(attends: attends) }
             }
         }
     #endif
 }
 
-private func takeTenThousandSteps(attends: Bool) throws {
+private func takeTwentyThousandSteps(attends: Bool) throws {
     let cache = try H2OKVCache(
-        .tokens(64), policy: attends ? Policies.Distinct() : Policies.Distinct.keysOnly,
+        .tokens(64), policy: attends ? H2OPolicies.Distinct() : H2OPolicies.Distinct.keysOnly,
         attends: attends)
     let rows = RowStream(tokens: 16)
     func step() {
@@ -280,8 +281,8 @@ private func takeTenThousandSteps(attends: Bool) throws {
     }
     for _ in 0 ..< 1000 { step() }
     let bytes = cache.nbytes, active = Memory.activeMemory
-    for _ in 0 ..< 9000 { step() }
-    precondition(cache.offset == 10_000)
+    for _ in 0 ..< 19_000 { step() }
+    precondition(cache.offset == 20_000)
     precondition(cache.nbytes == bytes, "\(cache.nbytes) bytes held, \(bytes) before")
     precondition(
         Memory.activeMemory <= active + 4096, "\(Memory.activeMemory) bytes, \(active) before")

@@ -94,7 +94,7 @@ enum EngineSteps {
     }
 
     static func accumulate(
-        _ policy: any Policy, _ scores: MLXArray, logits: MLXArray, lse: MLXArray
+        _ policy: any H2OPolicy, _ scores: MLXArray, logits: MLXArray, lse: MLXArray
     ) throws -> MLXArray {
         let policy = try EnginePolicy(policy)
         return try engineArray {
@@ -129,7 +129,7 @@ enum EngineSteps {
     /// - Parameter windowMass: Of a prompt: that of its last queries, nil inside where it is scored in
     ///   full.
     static func priority(
-        _ policy: any Policy, _ slots: Slots, evictable: MLXArray,
+        _ policy: any H2OPolicy, _ slots: Slots, evictable: MLXArray,
         prompt windowMass: MLXArray?? = .none
     ) throws -> MLXArray {
         let policy = try EnginePolicy(policy), scores = slots.scores ?? .mlxNone
@@ -147,7 +147,7 @@ enum EngineSteps {
 
     static func victims(
         _ priority: MLXArray, _ slots: Slots, evictable: MLXArray, count: Int,
-        unit: PolicyOptions.Unit
+        unit: H2OPolicyOptions.Unit
     ) throws -> MLXArray {
         try engineArray {
             mlx_h2o_select_victims(
@@ -158,7 +158,7 @@ enum EngineSteps {
 
     static func kept(
         _ priority: MLXArray, _ slots: Slots, evictable: MLXArray, count: Int,
-        unit: PolicyOptions.Unit
+        unit: H2OPolicyOptions.Unit
     ) throws -> MLXArray {
         try engineArray {
             mlx_h2o_select_kept(

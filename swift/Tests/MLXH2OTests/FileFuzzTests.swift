@@ -23,7 +23,7 @@ import Testing
             {"0.slots.keys":{"dtype":"F32","shape":\(shape),"data_offsets":[0,4]}}
             """
         try SavedFile.write(Data(header.utf8), Data(count: 4), to: file)
-        #expect(throws: H2OError.self) { try H2OKVCache.loadCaches(from: file) }
+        #expect(throws: H2OError.self) { try H2OKVCache.loadedCaches(from: file) }
     }
 
     @Test func settingsThatCannotBeAreRefused() throws {
@@ -42,16 +42,16 @@ import Testing
             changed.configuration = changed.configuration.setting(path, to: .int(value))
             try changed.write(to: file)
             #expect(throws: H2OError.self, "\(path) \(value)") {
-                try H2OKVCache.loadCaches(from: file)
+                try H2OKVCache.loadedCaches(from: file)
             }
         }
         try saved.write(to: file)
-        _ = try H2OKVCache.loadCaches(from: file)
+        _ = try H2OKVCache.loadedCaches(from: file)
     }
 
     /// Settings that no file could have come by, with a share that leaves next to nothing.
     @Test(.timeLimit(.minutes(1))) func sharesNextToOneAreCounted() throws {
-        var policy = Policies.H2O()
+        var policy = H2OPolicies.H2O()
         policy.options.recent = .share(1 - 1e-15)
         // It would be more than there can be.
         #expect(policy.leastBudget == 1 << 30)
@@ -73,10 +73,10 @@ import Testing
             let mutant = originals[i % originals.count].mutated(&random)
             try mutant.write(to: file, &random)
             do {
-                let caches = try H2OKVCache.loadCaches(from: file).caches
+                let caches = try H2OKVCache.loadedCaches(from: file).caches
                 for cache in caches { try Self.run(cache) }
                 try H2OKVCache.saveCaches(caches, to: file)
-                _ = try H2OKVCache.loadCaches(from: file)
+                _ = try H2OKVCache.loadedCaches(from: file)
                 loaded += 1
             } catch is H2OError {
                 continue
@@ -94,15 +94,16 @@ import Testing
         }
         caches.insert(
             try H2OKVCache(
-                .heads([20, 20]), policy: Policies.H2O().with { $0.evictEvery = 3 },
+                .heads([20, 20]), policy: H2OPolicies.H2O().with { $0.evictEvery = 3 },
                 packing: CacheTests.stores[2].packing), at: 3)
         caches.append(
-            try H2OKVCache(.tokens(40), policy: Policies.Distinct.keysOnly, attends: false))
+            try H2OKVCache(.tokens(40), policy: H2OPolicies.Distinct.keysOnly, attends: false))
         caches.append(
-            try H2OKVCache(.heads([14, 14]), policy: Policies.Streaming(), remainder: false))
+            try H2OKVCache(.heads([14, 14]), policy: H2OPolicies.Streaming(), remainder: false))
         caches.append(
             try H2OKVCache(
-                .heads([14, 20]), policy: Policies.Salient(), packing: CacheTests.stores[1].packing,
+                .heads([14, 20]), policy: H2OPolicies.Salient(),
+                packing: CacheTests.stores[1].packing,
                 frame: H2OFrame(of: rows.keys), saturation: [0, 2]))
         let filling = [(20, [14, 26]), (39, [24, 16]), (80, [16, 24])].map {
             Stage(beyond: $0, budgets: $1)
@@ -110,7 +111,8 @@ import Testing
         caches.append(
             try H2OKVCache(
                 CacheSettings(
-                    .heads([20, 20]), policy: Policies.Distinct(), remainder: true, attends: true,
+                    .heads([20, 20]), policy: H2OPolicies.Distinct(), remainder: true,
+                    attends: true,
                     packing: .dense, undo: 0, filling: filling), PressureShare(nil, nil)))
         for cache in caches { rows.run(cache, [30] + ones(10)) }
         let plain = KVCacheSimple()
@@ -161,18 +163,18 @@ private struct Numbers: RandomNumberGenerator {
 
 /// A saved cache in parts that can be changed; its digest is made anew.
 private struct SavedFile {
-    var configuration: SettingValue
-    private var arrays: [String: SettingValue] = [:]
+    var configuration: H2OSettingValue
+    private var arrays: [String: H2OSettingValue] = [:]
     private var bytes: [String: Data] = [:]
     private let kind: String
-    private let scalars: SettingValue
+    private let scalars: H2OSettingValue
 
     init(_ cache: any KVCache) throws {
         let file = temporaryFile()
         defer { try? FileManager.default.removeItem(at: file) }
         try H2OKVCache.saveCaches([cache], to: file)
         let read = try SafetensorsFile(file)
-        let entry = try SettingValue(parsing: read.metadata["entries"]!).array![0]
+        let entry = try H2OSettingValue(parsing: read.metadata["entries"]!).array![0]
         kind = entry["class"]!.string!
         configuration = entry["config"] ?? .null
         scalars = entry["scalars"] ?? .null
@@ -230,12 +232,12 @@ private struct SavedFile {
     }
 
     func write(to file: URL) throws {
-        var entry: [String: SettingValue] = ["class": .string(kind)]
+        var entry: [String: H2OSettingValue] = ["class": .string(kind)]
         entry[kind == "KVCache" ? "scalars" : "config"] =
             kind == "KVCache" ? scalars : configuration
         var metadata = [
             "format": "mlx-h2o prompt cache", "version": "1", "metadata": "{}",
-            "entries": SettingValue.array([.object(entry)]).text,
+            "entries": H2OSettingValue.array([.object(entry)]).text,
         ]
         let dtypes: [String: DType] = [
             "F32": .float32, "F16": .float16, "I16": .int16, "I32": .int32, "U32": .uint32,
@@ -257,12 +259,12 @@ private struct SavedFile {
             data.append(bytes[name]!)
         }
         header["__metadata__"] = .object(metadata.mapValues { .string($0) })
-        try Self.write(Data(SettingValue.object(header).text.utf8), data, to: file)
+        try Self.write(Data(H2OSettingValue.object(header).text.utf8), data, to: file)
     }
 }
 
-extension SettingValue {
-    private static let nasty: [SettingValue] = [
+extension H2OSettingValue {
+    private static let nasty: [H2OSettingValue] = [
         .int(0), .int(1), .int(-1), .int(2), .int(3), .int(31), .int(64), .int(1 << 31),
         .int(1_000_000_000_000_000_000), .int(.max), .int(.min), .double(0.5), .double(-1e308),
         .double(0.999_999_999_999), .null, .bool(true), .bool(false), .string("x"), .string(""),
@@ -270,7 +272,7 @@ extension SettingValue {
     ]
 
     /// With the value at a path (list members by their numbers) replaced.
-    fileprivate func setting(_ path: [String], to value: SettingValue) -> SettingValue {
+    fileprivate func setting(_ path: [String], to value: H2OSettingValue) -> H2OSettingValue {
         guard let first = path.first else { return value }
         let rest = Array(path.dropFirst())
         switch self {
@@ -285,7 +287,7 @@ extension SettingValue {
     }
 
     /// With one value somewhere in it replaced, removed or doubled.
-    fileprivate func mutated(_ random: inout Numbers) -> SettingValue {
+    fileprivate func mutated(_ random: inout Numbers) -> H2OSettingValue {
         let goesOn = Int.random(in: 0 ..< 6, using: &random) > 0
         switch self {
         case .object(var members) where goesOn && !members.isEmpty:

@@ -17,12 +17,12 @@ import Testing
         for (name, packing) in CacheTests.stores {
             let rows = RowStream(tokens: 80)
             let cache = try H2OKVCache(
-                .heads([20, 28]), policy: Policies.H2O().with { $0.evictEvery = 3 },
+                .heads([20, 28]), policy: H2OPolicies.H2O().with { $0.evictEvery = 3 },
                 packing: packing)
             rows.run(cache, [30] + ones(10))
             try H2OKVCache.saveCaches(
                 [cache, KVCacheSimple()], to: file, metadata: ["chat": "über \"x\""])
-            let (loaded, metadata) = try H2OKVCache.loadCaches(from: file)
+            let (loaded, metadata) = try H2OKVCache.loadedCaches(from: file)
             #expect(metadata == ["chat": "über \"x\""])
             #expect(loaded[1] is KVCacheSimple && loaded[1].offset == 0)
             let twin = loaded[0] as! H2OKVCache
@@ -34,14 +34,14 @@ import Testing
 
     /// Python's file is read, and what is written of it is what was written when Python last read it.
     @Test func filesGoBothWays() throws {
-        let (caches, metadata) = try H2OKVCache.loadCaches(from: Self.python)
+        let (caches, metadata) = try H2OKVCache.loadedCaches(from: Self.python)
         #expect(metadata == ["from": "python"])
         let bounded = caches.compactMap { $0 as? H2OKVCache }
         #expect(bounded.count == 5 && caches.count == 6)
         #expect(bounded.map { $0.frame == nil } == [true, true, true, false, true])
         let later = [Stage(beyond: 96, budgets: [18, 30])]
         #expect(bounded[4].budgets == [20, 28] && bounded[4].settings.filling == later)
-        #expect(bounded[3].saturation == [0, 2.5] && bounded[3].policy is Policies.Salient)
+        #expect(bounded[3].saturation == [0, 2.5] && bounded[3].policy is H2OPolicies.Salient)
         #expect(bounded.allSatisfy { $0.offset == 90 && $0.evicted > 0 })
         #expect((caches[5] as! KVCacheSimple).offset == 9)
         let file = temporaryFile()
@@ -94,7 +94,7 @@ import Testing
     @Test func cachesThatOnlyPythonHasAreRefused() throws {
         let own = try H2OKVCache(.tokens(24)).configuration
         _ = try CacheSettings(own)
-        let other: [(String, SettingValue)] = [
+        let other: [(String, H2OSettingValue)] = [
             ("sharers", .int(2)), ("rope", .object(["dims": .int(64)])),
         ]
         for (name, value) in other {
@@ -126,9 +126,9 @@ import Testing
         damaged.append(changed)
         for bytes in damaged {
             try Data(bytes).write(to: file)
-            #expect(throws: H2OError.self) { try H2OKVCache.loadCaches(from: file) }
+            #expect(throws: H2OError.self) { try H2OKVCache.loadedCaches(from: file) }
         }
-        #expect(throws: H2OError.self) { try H2OKVCache.loadCaches(from: temporaryFile()) }
+        #expect(throws: H2OError.self) { try H2OKVCache.loadedCaches(from: temporaryFile()) }
     }
 
     /// The model's own dtype takes the place of the one that was saved.
@@ -140,7 +140,7 @@ import Testing
             let cache = try H2OKVCache(.heads([20, 28]), packing: packing)
             RowStream(tokens: 60).run(cache, [30] + ones(10))
             try H2OKVCache.saveCaches([cache], to: file)
-            let twin = try H2OKVCache.loadCaches(from: file).caches[0] as! H2OKVCache
+            let twin = try H2OKVCache.loadedCaches(from: file).caches[0] as! H2OKVCache
             let output = RowStream(tokens: 60, dtype: dtype).run(twin, [5] + ones(15))
             let expected = RowStream(tokens: 60).run(cache, [5] + ones(15))
             #expect(output.dtype == dtype && twin.rowTypes!.keyDType == dtype)
@@ -163,7 +163,7 @@ import Testing
         #expect(try ModelTests.generated(model, loaded, prompt: 5, tokens: 5).count == 5)
         #expect(throws: H2OError.self) { try load(Array(caches.dropLast())) }
         let wide = try H2OKVCache(
-            .tokens(40), policy: Policies.KeyDiff(), attends: false)
+            .tokens(40), policy: H2OPolicies.KeyDiff(), attends: false)
         RowStream(tokens: 50, width: 64).run(wide, [30])
         #expect(throws: H2OError.self) { try load([wide] + caches.dropFirst()) }
         let attending = try H2OKVCache(.tokens(40))

@@ -16,10 +16,12 @@ import Testing
         Stage(beyond: 40, budgets: [60, 20]), Stage(beyond: 80, budgets: [52, 28]),
         Stage(beyond: 160, budgets: [24, 56]),
     ]
-    private static let policy = Policies.Distinct().with { ($0.sink, $0.recent) = (2, .count(2)) }
+    private static let policy = H2OPolicies.Distinct().with {
+        ($0.sink, $0.recent) = (2, .count(2))
+    }
 
     private func settings(
-        _ filling: [Stage] = stages, policy: any Policy = policy, packing: H2OPacking = .dense,
+        _ filling: [Stage] = stages, policy: any H2OPolicy = policy, packing: H2OPacking = .dense,
         undo: Int = 0, attends: Bool = true
     ) throws -> CacheSettings {
         try CacheSettings(
@@ -28,7 +30,8 @@ import Testing
     }
 
     private func cache(
-        policy: any Policy = policy, packing: H2OPacking = .dense, pressure: MemoryPressure? = nil
+        policy: any H2OPolicy = policy, packing: H2OPacking = .dense,
+        pressure: H2OMemoryPressure? = nil
     ) throws -> H2OKVCache {
         try H2OKVCache(
             settings(policy: policy, packing: packing), PressureShare(pressure, nil))
@@ -51,10 +54,10 @@ import Testing
     @Test func nothingGoesBeforeTheBytesAreFull() throws {
         let profile = try H2OProfile(contentsOf: Self.profile), model = try ModelTests.own()
         for (policy, packing, bytes) in [
-            (Policies.Salient(), .dense, 70_000),
-            (Policies.H2O(), try H2OPacking(keyBits: 8, valueBits: 4, groupSize: 32), 25_000),
-            (Policies.Salient(), CacheTests.stores[2].packing, 40_000),
-        ] as [(any Policy, H2OPacking, Int)] {
+            (H2OPolicies.Salient(), .dense, 70_000),
+            (H2OPolicies.H2O(), try H2OPacking(keyBits: 8, valueBits: 4, groupSize: 32), 25_000),
+            (H2OPolicies.Salient(), CacheTests.stores[2].packing, 40_000),
+        ] as [(any H2OPolicy, H2OPacking, Int)] {
             let configuration = try H2OConfiguration(
                 budget: .bytes(bytes), policy: policy, headBudgets: .profile(profile),
                 packing: packing)
@@ -96,14 +99,15 @@ import Testing
     /// (tools/record_caches.py).
     @Test func stagesAreThoseOfPython() throws {
         let file = Self.fixtures.appendingPathComponent("stages.json")
-        let recorded = try SettingValue(parsing: String(contentsOf: file, encoding: .utf8)).array!
+        let recorded = try H2OSettingValue(parsing: String(contentsOf: file, encoding: .utf8))
+            .array!
         #expect(recorded.count > 5)
         for one in recorded {
             let profile = try H2OProfile(
                 contentsOf: checkout.appendingPathComponent(one["profile"]!.string!))
             let stages = try profile.stages(
                 mean: one["mean"]!.int!, least: one["least"]!.int!)
-            let found = SettingValue.array(
+            let found = H2OSettingValue.array(
                 stages.map { beyond, budgets in
                     .array([
                         .int(beyond), .array(budgets.map { .array($0.map { .int($0) }) }),
@@ -118,7 +122,8 @@ import Testing
         let profile = try H2OProfile(contentsOf: Self.profile), model = try ModelTests.own()
         func plans(
             _ budget: H2OConfiguration.Budget, undo: Int = 0,
-            _ heads: H2OConfiguration.HeadBudgets? = nil, policy: any Policy = Policies.Salient()
+            _ heads: H2OConfiguration.HeadBudgets? = nil,
+            policy: any H2OPolicy = H2OPolicies.Salient()
         ) throws -> [SlotPlan] {
             try H2OConfiguration(
                 budget: budget, policy: policy, headBudgets: heads ?? .profile(profile),
@@ -128,14 +133,14 @@ import Testing
                 return SlotPlan(budgets: cache.budgets!, later: cache.settings.filling)
             }
         }
-        let byLayer = Policies.Salient().with { $0.unit = .layer }
+        let byLayer = H2OPolicies.Salient().with { $0.unit = .layer }
         for atOnce in [
             try plans(.tokens(60), undo: 3), try plans(.bytes(90_000), undo: 3),
             try plans(.bytes(90_000), .uniform), try plans(.bytes(90_000), policy: byLayer),
         ] {
             #expect(atOnce.allSatisfy { $0.later.allSatisfy { $0.beyond == Limits.fewPositions } })
         }
-        let least = Policies.Salient().leastBudget + H2OConfiguration.fewestChoices
+        let least = H2OPolicies.Salient().leastBudget + H2OConfiguration.fewestChoices
         func shared(_ mean: Int) throws -> [[Int]] {
             try profile.budgets(mean: mean, least: least)
         }
@@ -162,7 +167,7 @@ import Testing
             rows.run(cache, [after - 4] + ones(4))
             let filling = cache.settings.filling
             try H2OKVCache.saveCaches([cache], to: file)
-            let loaded = try H2OKVCache.loadCaches(from: file).caches[0] as! H2OKVCache
+            let loaded = try H2OKVCache.loadedCaches(from: file).caches[0] as! H2OKVCache
             let told = try self.cache(packing: packing)
             told.state = cache.state
             told.metaState = cache.metaState
@@ -216,7 +221,7 @@ import Testing
 
     /// Lowered budgets are shared out in stages that begin as much earlier.
     @Test(arguments: [0, 30, 100]) func pressureLowersEveryStage(after: Int) throws {
-        let pressure = MemoryPressure(), rows = RowStream(tokens: 260)
+        let pressure = H2OMemoryPressure(), rows = RowStream(tokens: 260)
         let cache = try cache(pressure: pressure)
         if after > 0 { rows.run(cache, [after - 3] + ones(3)) }
         let before = cache.nbytes
@@ -239,7 +244,7 @@ import Testing
         rows.run(early, [18])
         try H2OKVCache.saveCaches([early], to: file)
         pressure.end()
-        let loaded = try H2OKVCache.loadCaches(from: file, pressure: pressure).caches[0]
+        let loaded = try H2OKVCache.loadedCaches(from: file, pressure: pressure).caches[0]
         let twin = loaded as! H2OKVCache
         #expect(twin.budgets == [20, 20] && twin.settings.filling == halves)
         rows.run(twin, [30])
@@ -253,7 +258,7 @@ import Testing
 
     /// However little is asked for, the policy can work.
     @Test func extremePressureLeavesEnough() throws {
-        let pressure = MemoryPressure()
+        let pressure = H2OMemoryPressure()
         try pressure.lower(toFraction: 1e-9)
         let cache = try cache(pressure: pressure), least = Self.policy.leastBudget + 4
         RowStream(tokens: 90).run(cache, [1, 1] + ones(20) + [60])
@@ -297,10 +302,10 @@ import Testing
         }
         #expect(throws: H2OError.self) { try settings(undo: 2).engine() }
         #expect(throws: H2OError.self) {
-            try settings(policy: Policies.Distinct.keysOnly, attends: false).engine()
+            try settings(policy: H2OPolicies.Distinct.keysOnly, attends: false).engine()
         }
         let json = try settings().json.object!,
-            damaged: [SettingValue] = [
+            damaged: [H2OSettingValue] = [
                 .array([.int(40)]), .array([.array([.int(40)])]),
                 .array([.array([.int(40), .int(8)])]),
                 .array([.array([.int(40), .array([.double(20.5), .int(20)])])]), .array([.null]),

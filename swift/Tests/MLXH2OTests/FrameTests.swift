@@ -23,7 +23,7 @@ import Testing
 
     private func cache(
         _ packing: H2OPacking, _ frame: H2OFrame?, undo: Int = 0,
-        policy: any Policy = Policies.Salient()
+        policy: any H2OPolicy = H2OPolicies.Salient()
     ) throws -> H2OKVCache {
         try H2OKVCache(
             .heads([20, 28]), policy: policy, packing: packing, undo: undo, frame: frame)
@@ -85,7 +85,7 @@ import Testing
             twin.state = cache.state
             twin.metaState = cache.metaState
             try H2OKVCache.saveCaches([cache], to: file)
-            let loaded = try H2OKVCache.loadCaches(from: file).caches[0] as! H2OKVCache
+            let loaded = try H2OKVCache.loadedCaches(from: file).caches[0] as! H2OKVCache
             let expected = rows.run(cache, ones(15) + [9] + ones(5))
             for other in [copy, twin, loaded] {
                 #expect(other.frame == frame)
@@ -185,10 +185,10 @@ import Testing
         }
         #expect(throws: H2OError.self) {
             try H2OKVCache(
-                .tokens(64), policy: Policies.Streaming(), attends: false, frame: frame)
+                .tokens(64), policy: H2OPolicies.Streaming(), attends: false, frame: frame)
         }
         let settings = try CacheSettings(
-            .tokens(64), policy: Policies.Salient(), remainder: true, attends: true,
+            .tokens(64), policy: H2OPolicies.Salient(), remainder: true, attends: true,
             packing: packing, undo: 0, frame: frame)
         for (heads, width) in [(2, 32), (3, 32), (2, 64)] {
             let rows = RowTypes(

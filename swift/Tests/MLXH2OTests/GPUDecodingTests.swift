@@ -27,11 +27,11 @@ import Testing
             ("salient", [:], [24, 24]),
             ("salient", ["unit": .string("layer"), "evict_every": .int(3)], [24, 24]),
             ("salient", ["value_weight": .double(1.5)], [16, 30]),
-        ] as [(String, [String: SettingValue], [Int])])
+        ] as [(String, [String: H2OSettingValue], [Int])])
     func policiesChooseAlike(
-        name: String, settings: [String: SettingValue], budgets: [Int]
+        name: String, settings: [String: H2OSettingValue], budgets: [Int]
     ) throws {
-        let policy = try Policies.make(name, settings: settings)
+        let policy = try H2OPolicies.make(name, settings: settings)
         try comparing("\(name)") { side in
             let cache = try H2OKVCache(.heads(budgets), policy: policy)
             side.follow(cache, side.rows(tokens: 46), [12] + ones(34))
@@ -40,11 +40,11 @@ import Testing
 
     @Test func rowsArePackedAsTheyCome() throws {
         for (name, settings, k, v) in [
-            ("distinct", [:], 8, 8), ("h2o", ["value_weighted": SettingValue.bool(true)], 5, 3),
+            ("distinct", [:], 8, 8), ("h2o", ["value_weighted": H2OSettingValue.bool(true)], 5, 3),
             ("keydiff", [:], 8, 2),
         ] {
             let packing = try H2OPacking(keyBits: k, valueBits: v, groupSize: 32)
-            let policy = try Policies.make(name, settings: settings)
+            let policy = try H2OPolicies.make(name, settings: settings)
             try comparing("\(name) \(k) \(v)") { side in
                 let cache = try H2OKVCache(.heads([24, 30]), policy: policy, packing: packing)
                 side.follow(cache, side.rows(tokens: 52), [12] + ones(40))
@@ -56,8 +56,8 @@ import Testing
     /// Keys in a frame, remainders that saturate each in its way.
     @Test func framesAndSaturations() throws {
         for (policy, frame) in [
-            (Policies.Salient() as any Policy, true), (Policies.Distinct(), true),
-            (Policies.KeyDiff(), true), (Policies.H2O(), false),
+            (H2OPolicies.Salient() as any H2OPolicy, true), (H2OPolicies.Distinct(), true),
+            (H2OPolicies.KeyDiff(), true), (H2OPolicies.H2O(), false),
         ] {
             let packing = try H2OPacking(keyBits: 6, valueBits: frame ? 6 : 8, groupSize: 32)
             try comparing("\(policy.name)") { side in
@@ -73,7 +73,7 @@ import Testing
     }
 
     @Test func withoutRemainder() throws {
-        for policy in [Policies.Distinct() as any Policy, Policies.H2O()] {
+        for policy in [H2OPolicies.Distinct() as any H2OPolicy, H2OPolicies.H2O()] {
             try comparing("\(policy.name)") { side in
                 let cache = try H2OKVCache(.heads([24, 24]), policy: policy, remainder: false)
                 side.follow(cache, side.rows(tokens: 36), [12] + ones(24))
@@ -124,7 +124,7 @@ import Testing
                 .appendingPathComponent("\(UUID().uuidString).safetensors")
             defer { try? FileManager.default.removeItem(at: file) }
             try H2OKVCache.saveCaches([cache], to: file)
-            cache = try H2OKVCache.loadCaches(from: file).caches[0] as! H2OKVCache
+            cache = try H2OKVCache.loadedCaches(from: file).caches[0] as! H2OKVCache
             side.follow(cache, rows, ones(5))
             let twin = try H2OKVCache(.heads([14, 20]))
             let names = cache.metaState
@@ -152,7 +152,7 @@ import Testing
         for packing in [H2OPacking.dense, try H2OPacking(keyBits: 8, valueBits: 8, groupSize: 32)] {
             try comparing("filling \(packing.keyBits ?? 0)") { side in
                 let settings = CacheSettings(
-                    .heads([18, 18]), policy: Policies.Salient(), remainder: true, attends: true,
+                    .heads([18, 18]), policy: H2OPolicies.Salient(), remainder: true, attends: true,
                     packing: packing, undo: 0, filling: filling)
                 let cache = try H2OKVCache(settings, PressureShare(nil, nil))
                 side.follow(cache, side.rows(tokens: 52), [12] + ones(40))
@@ -175,7 +175,7 @@ import Testing
 
     @Test func pressureEndsAndGoesOn() throws {
         try comparing("pressure") { side in
-            let pressure = MemoryPressure(), rows = side.rows(tokens: 70)
+            let pressure = H2OMemoryPressure(), rows = side.rows(tokens: 70)
             let cache = try H2OKVCache(.heads([32, 32]), pressure: pressure)
             side.follow(cache, rows, [40] + ones(5))
             try pressure.lower(toFraction: 0.5)
@@ -203,7 +203,7 @@ import Testing
     @Test func narrowRows() throws {
         for (dtype, tolerance) in [(DType.float16, Float(4e-3)), (.bfloat16, 3e-2)] {
             try comparing("\(dtype)", within: tolerance) { side in
-                let cache = try H2OKVCache(.heads([24, 24]), policy: Policies.Streaming())
+                let cache = try H2OKVCache(.heads([24, 24]), policy: H2OPolicies.Streaming())
                 side.follow(cache, side.rows(tokens: 42, dtype: dtype), [12] + ones(30))
             }
         }
@@ -337,7 +337,7 @@ private final class Side {
     func note(_ outputs: MLXArray, _ cache: H2OKVCache) {
         kept.append(cache.keptPositions())
         numbers.append(outputs)
-        numbers.append(contentsOf: cache.evictedRemainder!.arrays)
+        numbers.append(contentsOf: cache.evictedRemainder?.arrays ?? [])
         numbers.append(contentsOf: cache.stored("value_lengths"))
         numbers.append(contentsOf: cache.keptScores().flatMap { $0.map { MLXArray($0) } })
     }

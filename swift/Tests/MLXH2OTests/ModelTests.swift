@@ -48,8 +48,10 @@ import Testing
 
     @Test func stockModelsAreBoundedByEveryPolicyOfKeys() throws {
         let model = try Self.stock()
-        for policy in [Policies.Distinct.keysOnly, Policies.KeyDiff(), Policies.Streaming()]
-            as [any Policy]
+        for policy in [
+            H2OPolicies.Distinct.keysOnly, H2OPolicies.KeyDiff(), H2OPolicies.Streaming(),
+        ]
+            as [any H2OPolicy]
         {
             for remainder in [true, false] {
                 let configuration = try H2OConfiguration(
@@ -70,8 +72,10 @@ import Testing
     @Test func conversationsGoOnInTheSameMemory() throws {
         let stock = try Self.stock(), own = try Self.own()
         try own.update(parameters: stock.parameters(), verify: .all)
-        for (model, policy) in [(stock, nil), (own, Policies.Distinct()), (own, Policies.H2O())]
-            as [(any LanguageModel, (any Policy)?)]
+        for (model, policy) in [
+            (stock, nil), (own, H2OPolicies.Distinct()), (own, H2OPolicies.H2O()),
+        ]
+            as [(any LanguageModel, (any H2OPolicy)?)]
         {
             func answers(_ caches: [any KVCache], after: () -> Void = {}) throws -> [[Int]] {
                 try (0 ..< 5).map { turn in
@@ -107,7 +111,8 @@ import Testing
         }
         let message = H2OError.policyNeedsAttention(policy: "h2o", model: "Qwen3Model")
             .localizedDescription
-        #expect(message.contains("H2OModels.register()") && message.contains("Policies.KeyDiff()"))
+        #expect(
+            message.contains("H2OModels.register()") && message.contains("H2OPolicies.KeyDiff()"))
         #expect(throws: H2OError.self) {
             try H2OConfiguration(budget: .tokens(40), packing: H2OPacking(keyBits: 8))
                 .caches(for: model)
@@ -117,7 +122,7 @@ import Testing
     /// What is asked for too late to throw stops with the same words.
     @Test func attendingCachesStopInStockModels() async {
         await #expect(processExitsWith: .failure) {
-            let cache = try H2OKVCache(.tokens(40), policy: Policies.H2O())
+            let cache = try H2OKVCache(.tokens(40), policy: H2OPolicies.H2O())
             let rows = MLXArray.zeros([1, 2, 1, 32], dtype: .float32)
             _ = cache.update(keys: rows, values: rows)
         }
@@ -138,9 +143,9 @@ import Testing
         for type in H2OModels.modelTypes {
             let model = try Self.own(type)
             eval(model)
-            for name in Policies.names where name != "newest" {
-                let recent: [String: SettingValue] = name == "paper" ? ["recent": .int(8)] : [:]
-                let policy = try Policies.make(name, settings: recent)
+            for name in H2OPolicies.names where name != "newest" {
+                let recent: [String: H2OSettingValue] = name == "paper" ? ["recent": .int(8)] : [:]
+                let policy = try H2OPolicies.make(name, settings: recent)
                 let configuration = try H2OConfiguration(budget: .tokens(40), policy: policy)
                 let caches = try configuration.caches(for: model)
                 #expect(try Self.generated(model, caches, tokens: 20).count == 20)
@@ -183,7 +188,7 @@ import Testing
     @Test func bytesChooseSlotsAndBits() throws {
         let folder = GoldenReplay.embeddedModel
         let profile = try H2OProfile(contentsOf: folder.appendingPathComponent(H2OProfile.fileName))
-        func caches(_ part: Double, _ policy: (any Policy)? = nil) throws -> [H2OKVCache] {
+        func caches(_ part: Double, _ policy: (any H2OPolicy)? = nil) throws -> [H2OKVCache] {
             let configuration = try H2OConfiguration(
                 budget: .share(part), policy: policy, headBudgets: .profile(profile))
             let model = try H2OModels.load(
@@ -208,7 +213,7 @@ import Testing
         #expect(tenth.allSatisfy { $0.packing.keyBits == 5 && $0.frame != nil })
         #expect(tenth.allSatisfy { $0.budgets == [501, 501] })
         #expect(last(tenth) == [[632, 768], [64, 128], [128, 64], [96, 2048]])
-        #expect(try caches(0.25, Policies.Distinct()).allSatisfy { !$0.packing.packs })
+        #expect(try caches(0.25, H2OPolicies.Distinct()).allSatisfy { !$0.packing.packs })
         for part in [0, -1, .nan, .infinity, 17] {
             #expect(throws: H2OError.self) { try H2OConfiguration(budget: .share(part)) }
         }

@@ -8,7 +8,7 @@ import Testing
 /// Pinned tokens stay, and turns count as much of the past as is asked for.
 @Suite(.serialized) struct PinTests {
     private func cache(
-        _ policy: any Policy, _ sink: Int, budgets: [Int] = [24, 32], attends: Bool = true
+        _ policy: any H2OPolicy, _ sink: Int, budgets: [Int] = [24, 32], attends: Bool = true
     ) throws -> H2OKVCache {
         try H2OKVCache(
             .heads(budgets), policy: policy.with { ($0.sink, $0.recent) = (sink, .count(6)) },
@@ -22,8 +22,8 @@ import Testing
 
     @Test func pinnedFirstTokensAreWhatSinksAre() throws {
         let stream = RowStream(tokens: 120)
-        for name in Policies.names where name != "paper" {
-            let policy = try Policies.make(name)
+        for name in H2OPolicies.names where name != "paper" {
+            let policy = try H2OPolicies.make(name)
             let pinned = try cache(policy, 0), sinks = try cache(policy, 5)
             try pinned.pin([0 ..< 5])
             let outputs = [pinned, sinks].map { stream.run($0, [40] + ones(30) + [20]) }
@@ -35,7 +35,7 @@ import Testing
     @Test func pinnedAfterwardsAndThroughFilesAndResizing() throws {
         let stream = RowStream(tokens: 200), url = temporaryFile()
         defer { try? FileManager.default.removeItem(at: url) }
-        let cache = try cache(Policies.Salient(), 2)
+        let cache = try cache(H2OPolicies.Salient(), 2)
         stream.run(cache, [40] + ones(10))
         let held = cache.keptPositions()[0].map { Set($0) }
         let gone = (4 ..< 40).filter { p in held.allSatisfy { !$0.contains(p) } }.prefix(2)
@@ -46,7 +46,7 @@ import Testing
         stream.run(cache, ones(20))
         try cache.newTurn(carry: 0.5)
         try H2OKVCache.saveCaches([cache], to: url)
-        let (loaded, _) = try H2OKVCache.loadCaches(from: url)
+        let (loaded, _) = try H2OKVCache.loadedCaches(from: url)
         let twin = loaded[0] as! H2OKVCache, other = cache.copy() as! H2OKVCache
         let expected = stream.run(cache, ones(30) + [25])
         for same in [twin, other] {
@@ -66,7 +66,7 @@ import Testing
     @Test func smallHeadsGetSlotsOfLargeOnes() throws {
         let stream = RowStream(tokens: 200), pins = [0 ..< 9, 30 ..< 36]
         for pinnedFirst in [true, false] {
-            let cache = try cache(Policies.H2O(), 2, budgets: [12, 60])
+            let cache = try cache(H2OPolicies.H2O(), 2, budgets: [12, 60])
             if pinnedFirst { try cache.pin(pins) }
             stream.run(cache, [9])
             if !pinnedFirst { try cache.pin(pins) }
@@ -75,7 +75,7 @@ import Testing
             #expect(throws: H2OError.self) { try cache.pin([100 ..< 140]) }
             #expect(cache.pins == pins)
         }
-        let stock = try cache(Policies.KeyDiff(), 2, budgets: [40, 40], attends: false)
+        let stock = try cache(H2OPolicies.KeyDiff(), 2, budgets: [40, 40], attends: false)
         try stock.pin([3 ..< 20])
         for first in stride(from: 0, to: 120, by: 20) {
             let range = first ..< first + 20
@@ -88,7 +88,7 @@ import Testing
     }
 
     @Test func aResetMakesAllTokensAlike() throws {
-        let stream = RowStream(tokens: 120), cache = try cache(Policies.Salient(), 2)
+        let stream = RowStream(tokens: 120), cache = try cache(H2OPolicies.Salient(), 2)
         stream.run(cache, [40] + ones(20))
         try cache.newTurn(carry: 0)
         #expect(Set(cache.keptScores().joined().joined()) == [0])

@@ -10,23 +10,23 @@ import Testing
             "distinct", "ema", "ema-logits", "h2o", "keydiff", "salient", "streaming", "tova",
             "paper", "h2o-paper",
         ]
-        #expect(Array(Policies.names.filter { $0 != "newest" }) == known)
+        #expect(Array(H2OPolicies.names.filter { $0 != "newest" }) == known)
     }
 
     @Test func settingsComeBackFromTheirNames() throws {
-        for name in Policies.names {
-            let policy = try Policies.make(name)
-            let again = try Policies.make(policy.name, settings: policy.settings)
+        for name in H2OPolicies.names {
+            let policy = try H2OPolicies.make(name)
+            let again = try H2OPolicies.make(policy.name, settings: policy.settings)
             #expect(again.settings == policy.settings)
         }
-        let changed = try Policies.make(
+        let changed = try H2OPolicies.make(
             "distinct", settings: ["recent": .int(7), "mass_weight": .int(0), "pool": .int(3)])
         #expect(changed.options.recent == .count(7))
         #expect(!changed.needsAttention)
     }
 
     @Test func wrongSettingsAreRefused() {
-        let wrong: [(String, [String: SettingValue])] = [
+        let wrong: [(String, [String: H2OSettingValue])] = [
             ("heavy", [:]), ("h2o", ["decay": .double(0.5)]), ("ema", ["decay": .double(1)]),
             ("h2o", ["sink": .int(-1)]), ("h2o", ["recent": .double(1)]),
             ("h2o", ["pool": .int(4)]),
@@ -39,15 +39,15 @@ import Testing
         ]
         for (name, settings) in wrong {
             #expect(throws: H2OError.self, "\(name) \(settings)") {
-                try Policies.make(name, settings: settings)
+                try H2OPolicies.make(name, settings: settings)
             }
         }
     }
 
     @Test func presetsAreWhatTheySay() throws {
-        #expect(Policies.EMALogits.paper.recentSlots(256) == 128)
-        #expect(Policies.EMALogits.paper.options.unit == .layer)
-        #expect(Policies.H2O.paper.options.sink == 0)
+        #expect(H2OPolicies.EMALogits.paper.recentSlots(256) == 128)
+        #expect(H2OPolicies.EMALogits.paper.options.unit == .layer)
+        #expect(H2OPolicies.H2O.paper.options.sink == 0)
         for configuration in [H2OConfiguration.default, .paper, .h2o, .streaming] {
             try configuration.validate()
         }
@@ -56,12 +56,12 @@ import Testing
     }
 
     /// Policies of one's own: by closures alone.
-    private let newest = Policies.Own(name: "newest", needsAttention: false) { -$0.ages }
+    private let newest = H2OPolicies.Own(name: "newest", needsAttention: false) { -$0.ages }
 
     @Test func ownPoliciesWorkLikeAnyOther() throws {
-        Policies.register(newest)
+        H2OPolicies.register(newest)
         let own = try H2OKVCache(.heads([24, 24]), policy: newest)
-        let streaming = try H2OKVCache(.heads([24, 24]), policy: Policies.Streaming())
+        let streaming = try H2OKVCache(.heads([24, 24]), policy: H2OPolicies.Streaming())
         let rows = RowStream(tokens: 90)
         rows.run(own, [30] + ones(30))
         rows.run(streaming, [30] + ones(30))
@@ -75,18 +75,18 @@ import Testing
 
     /// What a policy of ours does, said in closures.
     @Test func ownPoliciesSeeWhatOursSee() throws {
-        let heavy = Policies.Own(name: "heavy") { scores, seen in
+        let heavy = H2OPolicies.Own(name: "heavy") { scores, seen in
             scores + (seen.standsFor.map { seen.mass * $0 } ?? seen.mass)
         } priority: {
             $0.scores!
         }
-        let summed = Policies.Own(name: "summed") { $0.scores! }
+        let summed = H2OPolicies.Own(name: "summed") { $0.scores! }
         let rows = RowStream(tokens: 90)
         for (policy, prompt) in [
-            (heavy, PolicyOptions.Prompt.full), (summed, .full), (summed, .window),
+            (heavy, H2OPolicyOptions.Prompt.full), (summed, .full), (summed, .window),
         ] {
             let ours = try H2OKVCache(
-                .heads([20, 28]), policy: Policies.H2O().with { $0.prompt = prompt })
+                .heads([20, 28]), policy: H2OPolicies.H2O().with { $0.prompt = prompt })
             let expected = rows.run(ours, [30, 10] + ones(30))
             let own = try H2OKVCache(
                 .heads([20, 28]), policy: policy.with { $0.prompt = prompt })
@@ -103,7 +103,7 @@ import Testing
         do {
             let object = Held()
             held = object
-            let policy = Policies.Own(name: "holding", needsAttention: false) { [object] slots in
+            let policy = H2OPolicies.Own(name: "holding", needsAttention: false) { [object] slots in
                 withExtendedLifetime(object) { slots.ages }
             }
             let cache = try H2OKVCache(.heads([24, 24]), policy: policy)
@@ -116,7 +116,7 @@ import Testing
     #if os(macOS) || os(Linux)  // where exit tests exist
         @Test func anOwnPolicyThatThrowsStops() async {
             await #expect(processExitsWith: .failure) {
-                let failing = Policies.Own(name: "failing") { _ in throw H2OError.policy("no") }
+                let failing = H2OPolicies.Own(name: "failing") { _ in throw H2OError.policy("no") }
                 let cache = try H2OKVCache(.heads([24, 24]), policy: failing)
                 RowStream(tokens: 40).run(cache, [30])
             }

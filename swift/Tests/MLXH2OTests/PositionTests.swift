@@ -14,7 +14,7 @@ import Testing
         throws -> H2OKVCache
     {
         let cache = try H2OKVCache(
-            size, policy: Policies.Salient(), packing: packing, undo: undo)
+            size, policy: H2OPolicies.Salient(), packing: packing, undo: undo)
         feed(cache, to: tokens)
         return cache
     }
@@ -39,7 +39,7 @@ import Testing
             let twin = try H2OKVCache.restored(arrays, cache.configuration)
             #expect(same(rows.run(cache, ones(12)), rows.run(twin, ones(12))), "\(name)")
             #expect(dtype(cache) == .int32, "\(name)")
-            let newest = Policies.Salient().recentSlots(24), end = Self.few + 12
+            let newest = H2OPolicies.Salient().recentSlots(24), end = Self.few + 12
             for head in cache.keptPositions()[0] {
                 #expect(Array(head.suffix(newest)) == Array(end - newest ..< end), "\(name)")
                 #expect(head == head.sorted() && Set(head).count == head.count, "\(name)")

@@ -36,14 +36,15 @@ private func comparePrefills() throws {
     for (model, configuration) in [
         (stock, try H2OConfiguration(budget: budget)),
         (own, try H2OConfiguration(budget: budget)),
-        (own, try H2OConfiguration(budget: budget, policy: Policies.H2O.paper)),
+        (own, try H2OConfiguration(budget: budget, policy: H2OPolicies.H2O.paper)),
         (own, try H2OConfiguration(budget: budget, packing: packing)),
     ] as [(any LanguageModel, H2OConfiguration)] {
         let some = try peak(model, configuration.caches(for: model), short)
         let all = try peak(model, configuration.caches(for: model), long)
         print("\(type(of: model)): \(some) and \(all) bytes, the model's own caches \(plain)")
-        require(all <= plain, "\(all) bytes where the model's own caches take \(plain)")
+        precondition(all <= plain, "\(all) bytes where the model's own caches take \(plain)")
         // Chunk after chunk in the same memory: what is evaluated after each leaves no graph behind.
-        require(Double(all) < 1.1 * Double(some), "\(all) bytes for twice the tokens of \(some)")
+        precondition(
+            Double(all) < 1.1 * Double(some), "\(all) bytes for twice the tokens of \(some)")
     }
 }

@@ -7,8 +7,8 @@ import Testing
 
 /// Budgets that are lowered while conversations go on, before they begin, and after they are loaded.
 @Suite(.serialized) struct PressureTests {
-    private func lowered(to fraction: Double) throws -> MemoryPressure {
-        let pressure = MemoryPressure()
+    private func lowered(to fraction: Double) throws -> H2OMemoryPressure {
+        let pressure = H2OMemoryPressure()
         try pressure.lower(toFraction: fraction)
         return pressure
     }
@@ -21,7 +21,7 @@ import Testing
     @Test func conversationsThatBeginUnderPressureAreLowered() throws {
         for (name, packing) in CacheTests.stores {
             for attends in [true, false] where attends || !packing.packs {
-                let policy = Policies.Distinct.keysOnly
+                let policy = H2OPolicies.Distinct.keysOnly
                 let cache = try H2OKVCache(
                     .heads([48, 48]), policy: policy, attends: attends, packing: packing,
                     pressure: lowered(to: 0.5))
@@ -34,7 +34,7 @@ import Testing
     }
 
     @Test func newConversationsOfAModelAreServedAndGrowBack() throws {
-        let pressure = MemoryPressure(), model = try ModelTests.stock()
+        let pressure = H2OMemoryPressure(), model = try ModelTests.stock()
         let configuration = try H2OConfiguration(budget: .tokens(64), pressure: pressure)
         func conversation() throws -> [H2OKVCache] {
             let caches = try configuration.caches(for: model).map { $0 as! H2OKVCache }
@@ -59,7 +59,7 @@ import Testing
 
     /// Two conversations of one configuration, taking turns layer by layer as two threads may.
     @Test func conversationsSideBySideDoNotDisturbEachOther() throws {
-        let pressure = MemoryPressure(), model = try ModelTests.stock()
+        let pressure = H2OMemoryPressure(), model = try ModelTests.stock()
         let configuration = try H2OConfiguration(budget: .tokens(64), pressure: pressure)
         let rows = RowStream(tokens: 120)
         let two = try (0 ..< 2).map { _ in
@@ -81,13 +81,13 @@ import Testing
     }
 
     @Test func loadedCachesObey() throws {
-        let file = temporaryFile(), pressure = MemoryPressure()
+        let file = temporaryFile(), pressure = H2OMemoryPressure()
         defer { try? FileManager.default.removeItem(at: file) }
         let rows = RowStream(tokens: 90)
         let saved = try (0 ..< 2).map { _ in try H2OKVCache(.heads([40, 40])) }
         for cache in saved { rows.run(cache, [50] + ones(10)) }
         try H2OKVCache.saveCaches(saved, to: file)
-        let loaded = try H2OKVCache.loadCaches(from: file, pressure: pressure).caches
+        let loaded = try H2OKVCache.loadedCaches(from: file, pressure: pressure).caches
             .map { $0 as! H2OKVCache }
         for cache in loaded { rows.run(cache, ones(5)) }
         #expect(loaded[0].budgets == [40, 40])
@@ -100,7 +100,7 @@ import Testing
     }
 
     @Test func fractionsOutOfRangeAreRefused() throws {
-        let pressure = MemoryPressure()
+        let pressure = H2OMemoryPressure()
         for fraction in [0, -1, 1.5, .nan, .infinity] {
             #expect(throws: H2OError.self) { try pressure.lower(toFraction: fraction) }
         }

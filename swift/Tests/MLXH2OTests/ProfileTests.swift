@@ -15,9 +15,9 @@ import Testing
         let profile = try profile()
         for (mean, budgets, saturations) in Self.expected {
             #expect(try profile.budgets(mean: mean) == budgets, "\(mean)")
-            let found = profile.saturations(of: budgets, policy: Policies.Salient())
+            let found = profile.saturations(of: budgets, policy: H2OPolicies.Salient())
             #expect(found == saturations, "\(mean)")
-            #expect(profile.saturations(of: budgets, policy: Policies.Distinct()) == nil)
+            #expect(profile.saturations(of: budgets, policy: H2OPolicies.Distinct()) == nil)
         }
         #expect(throws: H2OError.self) { try profile.budgets(mean: 11) }
     }
@@ -64,7 +64,7 @@ import Testing
 
     @Test func versionOneHasNeither() throws {
         let folder = GoldenReplay.embeddedModel
-        var json = try SettingValue(
+        var json = try H2OSettingValue(
             parsing: String(
                 contentsOf: folder.appendingPathComponent(H2OProfile.fileName), encoding: .utf8)
         ).object!
@@ -72,7 +72,7 @@ import Testing
         let profile = try H2OProfile(.object(json))
         #expect(profile.frames(context: 512) == nil)
         let budgets = try profile.budgets(mean: 94)
-        #expect(profile.saturations(of: budgets, policy: Policies.Salient()) == nil)
+        #expect(profile.saturations(of: budgets, policy: H2OPolicies.Salient()) == nil)
         json["version"] = .int(3)
         #expect(throws: H2OError.self) { try H2OProfile(.object(json)) }
     }
@@ -81,7 +81,7 @@ import Testing
     @Test func configurationsTakeWhatTheProfileHas() throws {
         let profile = try profile(), model = try ModelTests.own()
         func caches(
-            _ packing: H2OPacking, policy: any Policy = Policies.Salient(),
+            _ packing: H2OPacking, policy: any H2OPolicy = H2OPolicies.Salient(),
             frames: H2OConfiguration.Frames = .profile, context: Int = 4096,
             saturation: Float? = nil
         ) throws -> [H2OKVCache] {
@@ -96,12 +96,12 @@ import Testing
         #expect(all.map(\.frame) == profile.frames(context: 4096)!)
         #expect(
             all.map(\.saturation)
-                == profile.saturations(of: budgets, policy: Policies.Salient())!)
+                == profile.saturations(of: budgets, policy: H2OPolicies.Salient())!)
         #expect(try caches(.dense).allSatisfy { $0.frame == nil })
         #expect(try caches(packed, frames: .none).allSatisfy { $0.frame == nil })
         #expect(try caches(packed, saturation: 2).allSatisfy { $0.saturation == [2] })
         // Its orders are of another policy; its frames are the keys' own.
-        let other = try caches(packed, policy: Policies.H2O())
+        let other = try caches(packed, policy: H2OPolicies.H2O())
         #expect(other.allSatisfy { $0.saturation == [4] && $0.frame != nil })
         let own = [H2OFrame](repeating: all[0].frame!, count: 3)
         #expect(try caches(packed, frames: .layers(own)).map(\.frame) == own)
@@ -114,12 +114,12 @@ import Testing
     }
 
     @Test func damagedOnesAreRefused() throws {
-        let whole = try SettingValue(parsing: String(contentsOf: Self.file, encoding: .utf8))
+        let whole = try H2OSettingValue(parsing: String(contentsOf: Self.file, encoding: .utf8))
         _ = try H2OProfile(whole)
         let measured = whole["measured"]!.object!, errors = measured["errors"]!.object!
-        func frames(_ value: SettingValue) -> SettingValue { .object(["512": value]) }
+        func frames(_ value: H2OSettingValue) -> H2OSettingValue { .object(["512": value]) }
         let frame = measured["frames"]!["512"]!.array![0]
-        let wrong: [(String, SettingValue?)] = [
+        let wrong: [(String, H2OSettingValue?)] = [
             ("orders", nil), ("orders", .array([])), ("orders", .array([.int(0), .int(-1)])),
             ("spans", .array([.int(96), .int(32)])), ("spans", .array([.int(32)])),
             ("errors", .null), ("packing", .object(["6": .null])), ("policy", .null),

@@ -54,6 +54,16 @@ import Testing
         #expect(try ModelTests.generated(bytes, caches, tokens: 20).count == 20)
     }
 
+    /// What no cache can have is no end of the process: the model's own caches, and the log says so.
+    @Test func aRequestThatCannotBeMetIsUnbounded() async throws {
+        var impossible = try H2OConfiguration(budget: .tokens(64))
+        impossible.headBudgets = .uniform
+        impossible.frames = .layers([])
+        let other = try await registered(ModelTests.config, impossible)
+        #expect(try other.newCache(parameters: nil).allSatisfy { $0 is KVCacheSimple })
+        #expect(Notice.shared.messages.contains { $0.contains("without a bound") })
+    }
+
     @Test func anotherModelsProfileIsUniform() async throws {
         let folder = GoldenReplay.embeddedModel
         let profile = try H2OProfile(

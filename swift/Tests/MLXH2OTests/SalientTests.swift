@@ -35,7 +35,7 @@ import Testing
         let rows = RowStream(tokens: 120)
         for (name, packing) in stores {
             let cache = try H2OKVCache(
-                .heads([20, 28]), policy: Policies.Salient(), packing: packing, undo: 3)
+                .heads([20, 28]), policy: H2OPolicies.Salient(), packing: packing, undo: 3)
             func check(_ step: String) {
                 guard !packing.packs else {
                     let kept = cache.namedArrays.contains { $0.name == "slots.value_lengths" }
@@ -73,7 +73,7 @@ import Testing
         let rows = RowStream(tokens: 80)
         for (name, packing) in stores {
             let cache = try H2OKVCache(
-                .heads([20, 28]), policy: Policies.Salient(), packing: packing)
+                .heads([20, 28]), policy: H2OPolicies.Salient(), packing: packing)
             rows.run(cache, [30] + ones(10))
             var arrays = Dictionary(
                 uniqueKeysWithValues: cache.namedArrays.map { ($0.name, $0.array) })
@@ -97,7 +97,7 @@ import Testing
 
     /// Policies that do not use them have none.
     @Test func othersHaveNone() throws {
-        let cache = try H2OKVCache(.heads([20, 28]), policy: Policies.Distinct())
+        let cache = try H2OKVCache(.heads([20, 28]), policy: H2OPolicies.Distinct())
         RowStream(tokens: 30).run(cache, [30])
         #expect(!cache.namedArrays.contains { $0.name.hasSuffix("value_lengths") })
     }
@@ -110,8 +110,8 @@ import Testing
             keys: keys, values: values, positions: positions(0 ..< 24).reshaped([1, 1, 24]),
             scores: MLXArray.zeros([1, 1, 24]), evictedMeanKey: keys[0..., 0..., 7], offset: 24,
             evicted: 40)
-        func least(_ change: (inout Policies.Salient) -> Void) throws -> Int {
-            var policy = Policies.Salient()
+        func least(_ change: (inout H2OPolicies.Salient) -> Void) throws -> Int {
+            var policy = H2OPolicies.Salient()
             (policy.distanceWeight, policy.valueWeight, policy.ageWeight) = (0, 0, 0)
             change(&policy)
             let all = MLXArray.ones([1, 1, 24], dtype: .bool)

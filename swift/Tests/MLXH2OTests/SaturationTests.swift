@@ -42,14 +42,15 @@ import Testing
     @Test func cachesAnswerByTheirHeads() throws {
         let rows = RowStream(tokens: 60), chunks = [30, 10] + ones(20)
         func cache(_ saturation: [Float]) throws -> H2OKVCache {
-            try H2OKVCache(.heads([20, 24]), policy: Policies.Streaming(), saturation: saturation)
+            try H2OKVCache(
+                .heads([20, 24]), policy: H2OPolicies.Streaming(), saturation: saturation)
         }
         let first = try rows.run(cache([0]), chunks), usual = try rows.run(cache([4]), chunks)
         let mixed = try rows.run(cache([0, 4]), chunks)
         #expect(same(mixed[0..., 0 ..< 2], first[0..., 0 ..< 2]))
         #expect(same(mixed[0..., 2...], usual[0..., 2...]))
         #expect(!same(first, usual))
-        let none = try H2OKVCache(.heads([20, 24]), policy: Policies.Streaming())
+        let none = try H2OKVCache(.heads([20, 24]), policy: H2OPolicies.Streaming())
         #expect(same(rows.run(none, chunks), usual))
     }
 
@@ -60,7 +61,7 @@ import Testing
             let cache = try H2OKVCache(.heads([20, 28]), saturation: saturation)
             rows.run(cache, [30] + ones(10))
             try H2OKVCache.saveCaches([cache], to: file)
-            let loaded = try H2OKVCache.loadCaches(from: file).caches[0] as! H2OKVCache
+            let loaded = try H2OKVCache.loadedCaches(from: file).caches[0] as! H2OKVCache
             #expect(loaded.saturation == saturation)
             #expect(same(rows.run(loaded, ones(9)), rows.run(cache, ones(9))))
         }
@@ -69,7 +70,7 @@ import Testing
         json["saturation"] = nil
         #expect(try CacheSettings(.object(json)).saturation == [H2ORemainder.saturation])
         for wrong in [.string("4"), .array([]), .array([.int(4), .null]), .double(-1)]
-            as [SettingValue]
+            as [H2OSettingValue]
         {
             json["saturation"] = wrong
             #expect(throws: H2OError.self) { try CacheSettings(.object(json)).engine() }
@@ -82,10 +83,10 @@ import Testing
         }
         #expect(throws: H2OError.self) {
             try H2OKVCache(
-                .tokens(64), policy: Policies.Streaming(), attends: false, saturation: [0])
+                .tokens(64), policy: H2OPolicies.Streaming(), attends: false, saturation: [0])
         }
         let settings = try CacheSettings(
-            .tokens(64), policy: Policies.Streaming(), remainder: true, attends: true,
+            .tokens(64), policy: H2OPolicies.Streaming(), remainder: true, attends: true,
             packing: .dense, undo: 0, saturation: [1, 2, 3])
         let rows = RowTypes(
             batch: 1, heads: 2, keyWidth: 32, valueWidth: 32, keyDType: .float32,

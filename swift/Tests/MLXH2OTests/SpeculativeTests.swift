@@ -74,11 +74,11 @@ import Testing
     @Test func tokensArePlainDecodings() throws {
         let model = try model()
         for policy in [
-            Policies.Distinct(), Policies.H2O(), Policies.EMA(), Policies.TOVA(),
-            Policies.Streaming(), Policies.KeyDiff(),
-        ] as [any Policy] {
+            H2OPolicies.Distinct(), H2OPolicies.H2O(), H2OPolicies.EMA(), H2OPolicies.TOVA(),
+            H2OPolicies.Streaming(), H2OPolicies.KeyDiff(),
+        ] as [any H2OPolicy] {
             for (name, packing) in CacheTests.stores
-            where name == "dense" || policy is Policies.Distinct || policy is Policies.H2O {
+            where name == "dense" || policy is H2OPolicies.Distinct || policy is H2OPolicies.H2O {
                 let configuration = try H2OConfiguration(
                     budget: .tokens(28), policy: policy, packing: packing, undo: Self.undo)
                 let label = "\(policy.name) \(name)"
@@ -98,7 +98,7 @@ import Testing
     @Test func aPromptAndItsDraftAreOneChunk() throws {
         let model = try model()
         let configuration = try H2OConfiguration(
-            budget: .tokens(20), policy: Policies.H2O(), undo: Self.undo)
+            budget: .tokens(20), policy: H2OPolicies.H2O(), undo: Self.undo)
         let caches = try configuration.caches(for: model).map { $0 as! H2OKVCache }
         let found = speculative(model, caches, 6, first: 10) { _ in false }
         #expect(found.rejected == 6 * Self.drafted)

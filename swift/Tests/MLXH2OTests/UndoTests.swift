@@ -6,13 +6,13 @@ import Testing
 
 /// Steps taken back, exactly.
 @Suite(.serialized) struct UndoTests {
-    private func policies() throws -> [any Policy] {
-        try Policies.names.map { name in
-            let recent: [String: SettingValue] = name == "paper" ? ["recent": .int(8)] : [:]
-            return try Policies.make(name, settings: recent)
+    private func policies() throws -> [any H2OPolicy] {
+        try H2OPolicies.names.map { name in
+            let recent: [String: H2OSettingValue] = name == "paper" ? ["recent": .int(8)] : [:]
+            return try H2OPolicies.make(name, settings: recent)
         } + [
-            Policies.H2O().with { $0.evictEvery = 3 },
-            Policies.EMA().with {
+            H2OPolicies.H2O().with { $0.evictEvery = 3 },
+            H2OPolicies.EMA().with {
                 $0.valueWeighted = true; $0.ageNormalised = true
             },
         ]
@@ -115,7 +115,7 @@ import Testing
                 }, axis: 2)
         }
         let caches = try (0 ..< 2).map { _ in
-            try H2OKVCache(.heads([20, 20]), policy: Policies.H2O(), undo: 4)
+            try H2OKVCache(.heads([20, 20]), policy: H2OPolicies.H2O(), undo: 4)
         }
         for cache in caches { rows.run(cache, [24]) }
         let whole = answer(caches[0], [4]) { createCausalMask(n: $0, offset: 20) }
@@ -143,7 +143,7 @@ import Testing
         #expect(throws: H2OError.self) { try H2OKVCache(.tokens(64), undo: -1) }
         #expect(throws: H2OError.self) {
             try H2OKVCache(
-                .tokens(64), policy: Policies.Streaming(), attends: false, undo: 1)
+                .tokens(64), policy: H2OPolicies.Streaming(), attends: false, undo: 1)
         }
         #expect(throws: H2OError.self) { try H2OConfiguration(budget: .tokens(64), undo: -1) }
     }
@@ -166,12 +166,12 @@ import Testing
 
     @Test func copiesKeepTheJournalAndFilesDoNot() throws {
         let rows = RowStream(tokens: 60)
-        let cache = try H2OKVCache(.heads([20, 28]), policy: Policies.H2O(), undo: 4)
+        let cache = try H2OKVCache(.heads([20, 28]), policy: H2OPolicies.H2O(), undo: 4)
         rows.run(cache, [30] + ones(6))
         let copy = cache.copy() as! H2OKVCache
         #expect(cache.trim(4) == 4 && copy.trim(4) == 4)
         expectSame(copy, cache, "copy")
-        let twin = try H2OKVCache(.heads([20, 28]), policy: Policies.H2O(), undo: 4)
+        let twin = try H2OKVCache(.heads([20, 28]), policy: H2OPolicies.H2O(), undo: 4)
         rows.run(cache, ones(4))
         twin.state = cache.state
         twin.metaState = cache.metaState
@@ -182,8 +182,8 @@ import Testing
     /// The journal is counted and bounded: also in a budget of bytes.
     @Test func memoryIsCountedAndBounded() throws {
         for (name, packing) in CacheTests.stores {
-            for policy in [Policies.Distinct(), Policies.Streaming(), Policies.H2O()]
-                as [any Policy]
+            for policy in [H2OPolicies.Distinct(), H2OPolicies.Streaming(), H2OPolicies.H2O()]
+                as [any H2OPolicy]
             {
                 if packing.recent != nil && policy.recentSlots(20) == 0 { continue }
                 let bytes = name == "dense" ? 40_000 : 16_000, rows = RowStream(tokens: 300)

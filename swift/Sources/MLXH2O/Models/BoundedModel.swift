@@ -40,6 +40,6 @@ final class BoundedModel: Module, LLMModel {
 
     func newCache(parameters: GenerateParameters?) -> [any KVCache] {
         h2o.requestedCaches(
-            for: inner, plain: { try h2o.plainCaches(of: inner) }, trial, parameters)
+            for: inner, plain: { try h2o.plainCaches(of: inner) }, { trial }, parameters)
     }
 }

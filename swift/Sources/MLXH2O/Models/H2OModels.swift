@@ -6,7 +6,7 @@ import MLXNN
 
 /// A model that attends through ``h2oAttention(queries:keys:values:cache:scale:mask:sinks:)`` and so
 /// runs every policy.
-public protocol H2OModel: LanguageModel, ProfiledModel {
+public protocol H2OModel: LanguageModel, H2OProfiledModel {
     /// Caches without a bound, as a stock model's `newCache` makes them.
     func plainCaches() -> [any KVCache]
 }
@@ -26,7 +26,7 @@ public enum H2OModels {
     /// - Parameters:
     ///   - configuration: How caches are bounded. A model that cannot follow it goes on with uniform
     ///     budgets (where the profile is another model's) or the fewest tokens that it can work with,
-    ///     and standard error says so; ask ``H2OConfiguration/caches(for:)-(LanguageModel)`` for an
+    ///     and the log says so; ask ``H2OConfiguration/caches(for:)-(LanguageModel)`` for an
     ///     error instead.
     ///   - types: Those of ``modelTypes`` to replace.
     public static func register(

@@ -61,8 +61,9 @@ final class H2OTransformer: Module, LLMModel, H2OModel {
     func plainCaches() -> [any KVCache] { model.layers.map { _ in KVCacheSimple() } }
 
     func newCache(parameters: GenerateParameters?) -> [any KVCache] {
-        let known = trial.found { try h2o.trial(of: self, with: plainCaches()) }
-        return h2o.requestedCaches(for: self, plain: plainCaches, known, parameters)
+        h2o.requestedCaches(
+            for: self, plain: plainCaches,
+            { try trial.found { try h2o.trial(of: self, with: plainCaches()) } }, parameters)
     }
 
     func messageGenerator(tokenizer: any Tokenizer) -> any MessageGenerator {

@@ -7,10 +7,10 @@ extension H2OConfiguration {
     private static let windowsKeep = 4
 
     /// Bounded caches as `parameters` ask for them; where the model cannot follow the configuration,
-    /// the nearest that it can, and a ``Notice``.
+    /// the nearest that it can, or its own, and a ``Notice``.
     func requestedCaches(
-        for model: any LanguageModel, plain: () throws -> [any KVCache], _ trial: TrialResult,
-        _ parameters: GenerateParameters?
+        for model: any LanguageModel, plain: () throws -> [any KVCache],
+        _ trial: () throws -> TrialResult, _ parameters: GenerateParameters?
     ) -> [any KVCache] {
         do {
             if let size = parameters.flatMap({ Self.capacity(reflecting: $0) }) {
@@ -18,9 +18,12 @@ extension H2OConfiguration {
             }
             var wanted = self
             if let size = parameters?.maxKVSize { wanted.budget = .tokens(size) }
-            return try wanted.nearestCaches(for: model, plain: plain, trial)
+            return try wanted.nearestCaches(for: model, plain: plain, trial())
         } catch {
-            fatalError(error.localizedDescription)
+            Notice.shared.say(
+                "\(type(of: model)) goes on with its own caches, without a bound. "
+                    + "\(error.localizedDescription)")
+            return (try? plain()) ?? []
         }
     }
 
@@ -53,7 +56,7 @@ extension H2OConfiguration {
         let kinds = trial.kinds.compactMap { $0 }
         let policy =
             policy
-            ?? (kinds.allSatisfy(\.attends) ? Policies.Salient() : Policies.Distinct.keysOnly)
+            ?? (kinds.allSatisfy(\.attends) ? H2OPolicies.Salient() : H2OPolicies.Distinct.keysOnly)
         let remembers = remainder || policy.usesEvictedMean
         let most =
             kinds.map { kind in
@@ -100,13 +103,10 @@ extension H2OConfiguration {
 final class KnownTrial {
     private var known: TrialResult?
 
-    func found(by trial: () throws -> TrialResult) -> TrialResult {
+    func found(by trial: () throws -> TrialResult) throws -> TrialResult {
         if let known { return known }
-        do {
-            known = try trial()
-        } catch {
-            fatalError(error.localizedDescription)
-        }
-        return known!
+        let found = try trial()
+        known = found
+        return found
     }
 }

@@ -1,4 +1,4 @@
-extension Policies {
+extension H2OPolicies {
     /// Keeps tokens by their mean attention mass per step, with three lesser terms beside it:
     ///
     ///     z(log(c / age)) + distanceWeight z(log ||k - mean evicted key||^2)
@@ -11,12 +11,12 @@ extension Policies {
     ///
     /// Masses are per step and values weighed already, so `ageNormalised` and `valueWeighted` are
     /// refused. Prompts are ranked by the same sum, with the mass of the last `window` queries.
-    public struct Salient: Policy {
+    public struct Salient: H2OPolicy {
         public var name: String { "salient" }
         public var usesEvictedMean: Bool { true }
         public var usesValueLengths: Bool { true }
 
-        public var options = PolicyOptions()
+        public var options = H2OPolicyOptions()
         /// Of the distance to what was forgotten.
         public var distanceWeight = 0.3
         /// Of the value's length: what is large moves the output most.
@@ -27,14 +27,14 @@ extension Policies {
         /// The usual settings.
         public init() { options.recent = .share(0.25) }
 
-        public var ownSettings: [String: SettingValue] {
+        public var ownSettings: [String: H2OSettingValue] {
             [
                 "distance_weight": .double(distanceWeight), "value_weight": .double(valueWeight),
                 "age_weight": .double(ageWeight),
             ]
         }
 
-        public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool {
+        public mutating func setOwn(_ name: String, to value: H2OSettingValue) -> Bool {
             set(
                 value,
                 at: [
@@ -55,12 +55,12 @@ extension Policies {
     ///
     /// Prompts are reduced by the distance to the mean of all keys that may go, plus `massWeight` times
     /// the standardised log mass of the prompt's last `window` queries.
-    public struct Distinct: Policy {
+    public struct Distinct: H2OPolicy {
         public var name: String { "distinct" }
         public var usesEvictedMean: Bool { true }
         public var suitsFrames: Bool { false }
 
-        public var options = PolicyOptions()
+        public var options = H2OPolicyOptions()
         /// Of the mean mass per step.
         public var massWeight = 0.5
         /// Of the age; more makes it a softer window.
@@ -78,11 +78,11 @@ extension Policies {
             return policy
         }
 
-        public var ownSettings: [String: SettingValue] {
+        public var ownSettings: [String: H2OSettingValue] {
             ["mass_weight": .double(massWeight), "age_weight": .double(ageWeight)]
         }
 
-        public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool {
+        public mutating func setOwn(_ name: String, to value: H2OSettingValue) -> Bool {
             set(value, at: ["mass_weight": \.massWeight, "age_weight": \.ageWeight][name])
         }
 
@@ -94,9 +94,9 @@ extension Policies {
     /// Source: Zhang et al. 2023, arXiv 2306.14048, section 4 (here with softmax mass per KV head, the
     /// mean over its query heads). Use it to compare with the literature; its memory of single facts is
     /// poor, since a fact receives no attention until it is asked for.
-    public struct H2O: Policy {
+    public struct H2O: H2OPolicy {
         public var name: String { "h2o" }
-        public var options = PolicyOptions()
+        public var options = H2OPolicyOptions()
 
         /// The usual settings.
         public init() {}
@@ -109,18 +109,18 @@ extension Policies {
     ///
     /// Source: the exponential form of H2O's sum (arXiv 2306.14048). Use it when topics change within a
     /// conversation.
-    public struct EMA: Policy {
+    public struct EMA: H2OPolicy {
         public var name: String { "ema" }
-        public var options = PolicyOptions()
+        public var options = H2OPolicyOptions()
         /// How much of the past stays at each query.
         public var decay = 0.95
 
         /// The usual settings.
         public init() {}
 
-        public var ownSettings: [String: SettingValue] { ["decay": .double(decay)] }
+        public var ownSettings: [String: H2OSettingValue] { ["decay": .double(decay)] }
 
-        public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool {
+        public mutating func setOwn(_ name: String, to value: H2OSettingValue) -> Bool {
             set(value, at: ["decay": \.decay][name])
         }
     }
@@ -130,9 +130,9 @@ extension Policies {
     /// Source: the AtomGradient report on H2O for MLX; masked entries count 0. Kept for fidelity to it:
     /// a strongly negative logit means *no* attention, and ranking by |logit| loses to every other
     /// policy here. Not for use.
-    public struct EMALogits: Policy {
+    public struct EMALogits: H2OPolicy {
         public var name: String { "ema-logits" }
-        public var options = PolicyOptions()
+        public var options = H2OPolicyOptions()
         /// How much of the past stays at each query.
         public var decay = 0.95
 
@@ -144,9 +144,9 @@ extension Policies {
             EMALogits().with { ($0.recent, $0.unit, $0.prompt) = (.count(128), .layer, .full) }
         }
 
-        public var ownSettings: [String: SettingValue] { ["decay": .double(decay)] }
+        public var ownSettings: [String: H2OSettingValue] { ["decay": .double(decay)] }
 
-        public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool {
+        public mutating func setOwn(_ name: String, to value: H2OSettingValue) -> Bool {
             set(value, at: ["decay": \.decay][name])
         }
     }
@@ -155,9 +155,9 @@ extension Policies {
     ///
     /// Source: Oren et al. 2024, arXiv 2401.06104. The memoryless end of the scale that ``H2O`` is the
     /// other end of.
-    public struct TOVA: Policy {
+    public struct TOVA: H2OPolicy {
         public var name: String { "tova" }
-        public var options = PolicyOptions()
+        public var options = H2OPolicyOptions()
 
         /// The usual settings.
         public init() { options.prompt = .full }
@@ -167,9 +167,9 @@ extension Policies {
     ///
     /// Source: Xiao et al. 2023, arXiv 2309.17453. The yardstick; with the remainder it forgets more
     /// gently. Looks at nothing.
-    public struct Streaming: Policy {
+    public struct Streaming: H2OPolicy {
         public var name: String { "streaming" }
-        public var options = PolicyOptions()
+        public var options = H2OPolicyOptions()
 
         /// The usual settings.
         public init() { (options.recent, options.prompt) = (.count(0), .full) }
@@ -181,10 +181,10 @@ extension Policies {
     ///
     /// Source: Park et al. 2025, arXiv 2504.15364, section 3. Looks at keys only, so it runs where
     /// attention cannot be seen, and remembers facts well; reads all keys at each choice.
-    public struct KeyDiff: Policy {
+    public struct KeyDiff: H2OPolicy {
         public var name: String { "keydiff" }
         public var suitsFrames: Bool { false }
-        public var options = PolicyOptions()
+        public var options = H2OPolicyOptions()
 
         /// The usual settings.
         public init() { options.prompt = .full }
@@ -193,10 +193,10 @@ extension Policies {
     }
 }
 
-extension Policy {
+extension H2OPolicy {
     /// Set a number by where it is; false for another value, or nowhere.
     fileprivate mutating func set(
-        _ value: SettingValue, at place: WritableKeyPath<Self, Double>?
+        _ value: H2OSettingValue, at place: WritableKeyPath<Self, Double>?
     ) -> Bool {
         guard let place, let number = value.double else { return false }
         self[keyPath: place] = number

@@ -2,7 +2,7 @@ import CMLXH2O
 import MLX
 
 /// What one call of the attention told about N slots of H KV heads.
-public struct PolicyObservation {
+public struct H2OPolicyObservation {
     /// `[B, Hq, L, N]` float32, minus infinity where masked.
     public let logits: MLXArray
     /// `[B, Hq, L]` float32, with every column that answered (remainder, attention sinks).
@@ -14,7 +14,7 @@ public struct PolicyObservation {
 }
 
 /// The attended slots of H KV heads, as a policy sees them.
-public struct PolicySlots {
+public struct H2OPolicySlots {
     /// `[B, H, N, D]`.
     public let keys: MLXArray
     /// `[B, H, N, Dv]`.
@@ -36,20 +36,20 @@ public struct PolicySlots {
     public var ages: MLXArray { (MLXArray(Int32(offset)) - positions).asType(.float32) }
 }
 
-extension Policies {
+extension H2OPolicies {
     /// A policy of the app's own: two functions that give lazy arrays `[B, H, N]` float32.
     ///
     /// Its steps go operation by operation, in no kernel. Where a function throws in a step, the process
     /// ends with its message, since attention cannot throw. Make it known by ``register(_:)`` to load
     /// files that were saved with it.
-    public struct Own: Policy {
+    public struct Own: H2OPolicy {
         /// Scores after an observation, of those before it; new slots start at 0.
-        public typealias Accumulate = @Sendable (MLXArray, PolicyObservation) throws -> MLXArray
+        public typealias Accumulate = @Sendable (MLXArray, H2OPolicyObservation) throws -> MLXArray
         /// What each slot is worth keeping; the lowest goes first.
-        public typealias Priority = @Sendable (PolicySlots) throws -> MLXArray
+        public typealias Priority = @Sendable (H2OPolicySlots) throws -> MLXArray
 
         public let name: String
-        public var options = PolicyOptions()
+        public var options = H2OPolicyOptions()
         public let needsAttention: Bool
         let accumulate: Accumulate?
         let priority: Priority
@@ -72,20 +72,24 @@ extension Policies {
 
 /// The functions of an app's policy, as the engine calls them.
 private final class OwnFunctions {
-    let policy: Policies.Own
+    let policy: H2OPolicies.Own
 
-    init(_ policy: Policies.Own) { self.policy = policy }
+    init(_ policy: H2OPolicies.Own) { self.policy = policy }
 
     static func of(_ context: UnsafeMutableRawPointer?) -> OwnFunctions {
         Unmanaged<OwnFunctions>.fromOpaque(context!).takeUnretainedValue()
     }
 
-    /// Runs a function and hands its array over; 1 where it throws.
+    /// Runs a function and hands its array over; 1 where it throws, which the log says.
     static func give(
         _ result: UnsafeMutablePointer<mlx_array>?, _ body: () throws -> MLXArray
     ) -> Int32 {
-        guard let result, let found = try? body() else { return 1 }
-        return mlx_array_set(result, found.ctx)
+        do {
+            return mlx_array_set(result, try body().ctx)
+        } catch {
+            Notice.shared.say("A policy of the app's own failed: \(error.localizedDescription)")
+            return 1
+        }
     }
 
     /// One more reference to an array that stays the engine's; nil for an empty handle.
@@ -96,14 +100,14 @@ private final class OwnFunctions {
         return MLXArray(own)
     }
 
-    static func observation(_ seen: mlx_h2o_observation) -> PolicyObservation {
-        PolicyObservation(
+    static func observation(_ seen: mlx_h2o_observation) -> H2OPolicyObservation {
+        H2OPolicyObservation(
             logits: shared(seen.logits)!, logSumExp: shared(seen.lse)!, mass: shared(seen.mass)!,
             standsFor: shared(seen.stands_for))
     }
 
-    static func slots(_ seen: mlx_h2o_slots, hasScores: Bool) -> PolicySlots {
-        PolicySlots(
+    static func slots(_ seen: mlx_h2o_slots, hasScores: Bool) -> H2OPolicySlots {
+        H2OPolicySlots(
             keys: shared(seen.keys)!, values: shared(seen.values)!,
             positions: shared(seen.positions)!, scores: hasScores ? shared(seen.scores) : nil,
             evictable: shared(seen.evictable)!, evictedMeanKey: shared(seen.evicted_mean_key)!,
@@ -111,7 +115,7 @@ private final class OwnFunctions {
     }
 }
 
-extension Policies.Own {
+extension H2OPolicies.Own {
     /// The policy in the engine, which holds the functions for as long as a cache needs them.
     func inEngine() throws -> mlx_h2o_policy {
         let context = Unmanaged.passRetained(OwnFunctions(self))

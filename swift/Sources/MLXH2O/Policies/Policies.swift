@@ -1,7 +1,7 @@
 import Foundation
 
 /// Policies and presets by name.
-public enum Policies {
+public enum H2OPolicies {
     private static let known = Known()
 
     /// Registered policies, then presets.
@@ -10,7 +10,7 @@ public enum Policies {
     }
 
     /// Make a policy available by its name, in saved caches too.
-    public static func register(_ policy: any Policy) {
+    public static func register(_ policy: any H2OPolicy) {
         known.change { lists in
             lists.policies.removeAll { $0.name == policy.name }
             lists.policies.append(policy)
@@ -24,9 +24,9 @@ public enum Policies {
     ///   - settings: Fields to change, by their names in files (`sink`, `recent`, `evict_every` ...).
     /// - Throws: ``H2OError/configuration(_:)``: the name or a setting is unknown, or out of range.
     public static func make(
-        _ name: String, settings: [String: SettingValue] = [:]
-    ) throws -> any Policy {
-        let found: (any Policy)? = known.read { lists in
+        _ name: String, settings: [String: H2OSettingValue] = [:]
+    ) throws -> any H2OPolicy {
+        let found: (any H2OPolicy)? = known.read { lists in
             lists.presets.first { $0.name == name }?.policy
                 ?? lists.policies.first { $0.name == name }
         }
@@ -46,10 +46,10 @@ public enum Policies {
     }
 
     private struct Lists: Sendable {
-        var policies: [any Policy] = [
+        var policies: [any H2OPolicy] = [
             Distinct(), EMA(), EMALogits(), H2O(), KeyDiff(), Salient(), Streaming(), TOVA(),
         ]
-        let presets: [(name: String, policy: any Policy)] = [
+        let presets: [(name: String, policy: any H2OPolicy)] = [
             ("paper", EMALogits.paper), ("h2o-paper", H2O.paper),
         ]
     }

@@ -2,7 +2,7 @@ import Foundation
 import MLX
 
 /// What every policy can be told.
-public struct PolicyOptions: Sendable, Equatable {
+public struct H2OPolicyOptions: Sendable, Equatable {
     /// How many of the last positions a policy protects.
     public enum Recent: Sendable, Equatable {
         /// So many.
@@ -21,7 +21,7 @@ public struct PolicyOptions: Sendable, Equatable {
 
     /// How prompt chunks are scored.
     public enum Prompt: String, Sendable {
-        /// By the mass that the last ``PolicyOptions/window`` queries give (SnapKV,
+        /// By the mass that the last ``H2OPolicyOptions/window`` queries give (SnapKV,
         /// arXiv 2404.14469).
         case window
         /// By what the policy accumulated over all of them.
@@ -50,8 +50,8 @@ public struct PolicyOptions: Sendable, Equatable {
     /// The usual options.
     public init() {}
 
-    var settings: [String: SettingValue] {
-        let recentValue: SettingValue =
+    var settings: [String: H2OSettingValue] {
+        let recentValue: H2OSettingValue =
             switch recent {
             case .count(let count): .int(count)
             case .share(let share): .double(share)
@@ -65,7 +65,7 @@ public struct PolicyOptions: Sendable, Equatable {
     }
 
     /// Change an option by its name in files; false if there is none such.
-    mutating func set(_ name: String, to value: SettingValue) -> Bool {
+    mutating func set(_ name: String, to value: H2OSettingValue) -> Bool {
         switch (name, value) {
         case ("sink", .int(let count)): sink = count
         case ("recent", .int(let count)): recent = .count(count)
@@ -89,8 +89,8 @@ public struct PolicyOptions: Sendable, Equatable {
 
 /// A way to choose what to forget: a value, whose properties are its hyper-parameters.
 ///
-/// Those of ``Policies`` run in the engine; ``Policies/Own`` is a policy of the app's own.
-public protocol Policy: Sendable {
+/// Those of ``H2OPolicies`` run in the engine; ``H2OPolicies/Own`` is a policy of the app's own.
+public protocol H2OPolicy: Sendable {
     /// Its name in files and on command lines.
     var name: String { get }
     /// Whether the mean key of the evicted is kept even when the remainder does not answer.
@@ -101,21 +101,21 @@ public protocol Policy: Sendable {
     /// a frame stretches them.
     var suitsFrames: Bool { get }
     /// What every policy can be told.
-    var options: PolicyOptions { get set }
+    var options: H2OPolicyOptions { get set }
     /// Its own hyper-parameters, by their names in files.
-    var ownSettings: [String: SettingValue] { get }
+    var ownSettings: [String: H2OSettingValue] { get }
     /// Change one of its own hyper-parameters; false if there is none such.
-    mutating func setOwn(_ name: String, to value: SettingValue) -> Bool
+    mutating func setOwn(_ name: String, to value: H2OSettingValue) -> Bool
     /// Whether it must see attention; a policy that looks at keys only runs in any model.
     var needsAttention: Bool { get }
 }
 
-extension Policy {
+extension H2OPolicy {
     public var usesEvictedMean: Bool { false }
     public var usesValueLengths: Bool { false }
     public var suitsFrames: Bool { true }
-    public var ownSettings: [String: SettingValue] { [:] }
-    public mutating func setOwn(_ name: String, to value: SettingValue) -> Bool { false }
+    public var ownSettings: [String: H2OSettingValue] { [:] }
+    public mutating func setOwn(_ name: String, to value: H2OSettingValue) -> Bool { false }
     public var needsAttention: Bool { true }
 
     /// How many of the last positions a head of `budget` slots protects.
@@ -163,12 +163,12 @@ extension Policy {
     }
 
     /// All settings by their names in files.
-    public var settings: [String: SettingValue] {
+    public var settings: [String: H2OSettingValue] {
         options.settings.merging(ownSettings) { _, own in own }
     }
 
     /// The policy with options changed.
-    public func with(_ change: (inout PolicyOptions) -> Void) -> Self {
+    public func with(_ change: (inout H2OPolicyOptions) -> Void) -> Self {
         var policy = self
         change(&policy.options)
         return policy

@@ -18,9 +18,9 @@ struct GoldenError: Error, CustomStringConvertible {
 struct GoldenCase {
     let group: String
     let name: String
-    let parameters: SettingValue
+    let parameters: H2OSettingValue
 
-    subscript(_ name: String) -> SettingValue { parameters[name] ?? .null }
+    subscript(_ name: String) -> H2OSettingValue { parameters[name] ?? .null }
     func int(_ name: String) -> Int { self[name].int! }
     func text(_ name: String) -> String { self[name].string ?? "" }
     func numbers(_ name: String) -> [Float]? { parameters.numbers(name) }
@@ -29,9 +29,9 @@ struct GoldenCase {
         ["float16": DType.float16, "bfloat16": .bfloat16][text("dtype")] ?? .float32
     }
 
-    func policy() throws -> any Policy {
+    func policy() throws -> any H2OPolicy {
         let settings = self["policy"].object!
-        return try Policies.make(
+        return try H2OPolicies.make(
             settings["name"]!.string!, settings: settings.filter { $0.key != "name" })
     }
 
@@ -63,7 +63,7 @@ struct GoldenCase {
     }
 }
 
-extension SettingValue {
+extension H2OSettingValue {
     /// A member that is a number or several.
     func numbers(_ name: String) -> [Float]? {
         self[name].map { ($0.array ?? [$0]).map { Float($0.double!) } }
@@ -82,7 +82,7 @@ struct Golden {
     static let schema = 1
 
     let cases: [GoldenCase]
-    let tolerances: SettingValue
+    let tolerances: H2OSettingValue
     let arrays: [String: Arrays]
 
     nonisolated(unsafe) static let shipped = Result {
@@ -92,7 +92,7 @@ struct Golden {
     init(folder: URL) throws {
         let url = folder.appendingPathComponent("manifest.json")
         guard let text = try? String(contentsOf: url, encoding: .utf8),
-            let manifest = try? SettingValue(parsing: text),
+            let manifest = try? H2OSettingValue(parsing: text),
             manifest["format"]?.string == "mlx-h2o golden"
         else {
             throw GoldenError("\(url.path) is no manifest of golden vectors.")

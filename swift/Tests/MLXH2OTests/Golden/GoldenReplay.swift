@@ -294,7 +294,7 @@ enum GoldenReplay {
         return MLXArray(padded, [kept.count, kept[0].count, most])
     }
 
-    private static func integers(_ lists: SettingValue) -> [[Int]] {
+    private static func integers(_ lists: H2OSettingValue) -> [[Int]] {
         lists.array!.map { $0.array!.map { $0.int! } }
     }
 
