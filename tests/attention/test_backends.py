@@ -105,7 +105,7 @@ sys.exit(importlib.import_module(sys.argv[1]).main(sys.argv[2:]))
     ("arguments", "code", "says"),
     [
         (
-            "mlx_h2o.cli generate --model builtin:recall-4m --prompt Once --max-tokens 2 --max-kv-size 64",
+            "mlx_h2o.cli generate --model builtin:recall-4m --prompt Once -m 2 --max-kv-size 64",
             0,
             "",
         ),
