@@ -29,6 +29,8 @@ CONTENTS = (
     r"mlx_h2o/py\.typed",
     r".*\.dist-info/licenses/LICENSE",
 )
+#: What it must not hold: what only this repository runs.
+ABSENT = r"(benchmarks|research|golden|tests|tools)/.*|mlx_h2o/(bench/|_machine|golden/generate).*"
 #: MLX's own Linux wheels ask for this glibc.
 MLX_GLIBC = (2, 35)
 #: Compilers that fail: what needs one is found out.
@@ -90,11 +92,13 @@ def check_glibc(name: str) -> None:
 
 
 def check_contents(wheel: Path) -> None:
-    """Raise SystemExit for a wheel that lacks something."""
+    """Raise SystemExit for a wheel that lacks something, or holds what no user runs."""
     names = zipfile.ZipFile(wheel).namelist()
     missing = [part for part in CONTENTS if not any(re.fullmatch(part, name) for name in names)]
     if missing:
         raise SystemExit(f"{wheel.name} lacks {', '.join(missing)}.")
+    if others := [name for name in names if re.fullmatch(ABSENT, name)]:
+        raise SystemExit(f"{wheel.name} holds what no user runs: {', '.join(others)}.")
 
 
 def check_installed(package: Path, backend: str) -> None:

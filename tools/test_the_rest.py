@@ -22,7 +22,7 @@ LOGS = ROOT / "build" / "logs"
 
 #: What each target of `make test-all` proves, by the paths that it depends on.
 AREAS = {
-    "test-python": ("python/mlx_h2o/", "tests/", "golden/", "docs/"),
+    "test-python": ("python/mlx_h2o/", "tests/", "golden/", "docs/", "benchmarks/", "research/"),
     "test-caches": ("python/mlx_h2o/", "python/src/", "c_api/src/cpu/"),
     "test-models": ("python/mlx_h2o/", "tests/model_", "tests/model_caches/"),
     "test-metal": ("metal/", "tests/metal/", "python/mlx_h2o/attention/backends/"),

@@ -76,7 +76,7 @@ def test_a_chat_in_the_terminal(tmp_path):
     evicted = re.search(r"([\d,]+) of ([\d,]+) tokens evicted", said)
     assert int(evicted[1].replace(",", "")) > 0
     assert "pinned" in chat.say("/pin the road was long")
-    assert "does not say" in chat.say("/pin nothing of the kind")
+    assert "does not contain" in chat.say("/pin nothing of the kind")
     assert fact in chat.say("/kept")
     path = tmp_path / "chat.safetensors"
     assert "saved" in chat.say(f"/save {path}")

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mlx_h2o
+from benchmarks import __main__ as benchmarks
 from mlx_h2o._utils import files
 from mlx_h2o.cli import main, tables
 
@@ -33,14 +34,17 @@ def no_model(monkeypatch):
 
     monkeypatch.setattr("mlx_h2o.cli.options.load", load)
     monkeypatch.setattr("mlx_h2o.evaluate.comparison.load", load)
-    monkeypatch.setattr("mlx_h2o.cli.bench.load", load)
+    monkeypatch.setattr("benchmarks.__main__.load", load)
 
 
 def refusal(options, capsys, after_work=False):
     """The one line that a refused command prints; after work, the last one."""
     capsys.readouterr()
+    command = main
+    if options[0] == "benchmarks":  # not a command of the package, but it refuses alike
+        command, options = benchmarks.main, options[1:]
     try:
-        code = main(options)
+        code = command(options)
     except SystemExit as stop:  # argparse
         code = stop.code
     assert code == 2
@@ -63,8 +67,8 @@ def refusal(options, capsys, after_work=False):
         (["generate", "words"], "there is no place for 'words'"),
         ([*PROMPT, "--policy", "snapkc"], "--policy: there is no 'snapkc'; did you mean snapkv?"),
         ([*PROMPT, "--policy", "x"], "--policy: there is no 'x'; there are "),
-        ([*PROMPT, "--kv-memory", "25"], "--kv-memory: it is '25' bytes, which is no size"),
-        (["serve", "--conversation-memory", "5"], "memory: it is '5' bytes, which is no size of a"),
+        ([*PROMPT, "--kv-memory", "25"], "--kv-memory: it is '25' bytes, which is too little"),
+        (["serve", "--conversation-memory", "5"], "memory: it is '5' bytes, which is too little"),
         ([*PROMPT, "--prompt-cache-file", "nowhere"], "there is no file nowhere; to begin it"),
         ([*PROMPT, "--max-kv-size", "999999999999"], "--max-kv-size: it must be at most 2,147,483"),
         ([*PROMPT, "--max-kv-size", "9" * 5000], "--max-kv-size: it must be at most 2,147,483,647"),
@@ -81,7 +85,7 @@ def refusal(options, capsys, after_work=False):
         (["serve", "--adapter-path", "nowhere"], "--adapter-path: there is no folder nowhere"),
         (["serve", "--chat-template-args", "{"], "--chat-template-args: it must be a JSON object"),
         (["inspect", "--tokens", "1e3"], "--tokens: it must be a whole number; got '1e3'"),
-        (["bench", "--rounds", "0"], "--rounds must be at least 1"),
+        (["benchmarks", "--rounds", "0"], "--rounds must be at least 1"),
         (["generate"], 'a prompt is needed: --prompt "Once upon a time", or --prompt -'),
         ([*PROMPT, "--save-prompt-cache", "folder"], "no file that could be replaced"),
         ([*PROMPT, "--save-prompt-cache", "file/chat"], "there is no folder"),
@@ -98,7 +102,7 @@ def refusal(options, capsys, after_work=False):
         (["compare", "--policies", "h2o:sink=two"], "sink must be a whole number; got 'two'"),
         (["compare", "--budgets", "nowhere.json"], "Cannot read the profile nowhere.json"),
         (["compare", "--out", "file"], "--out: cannot write into file"),
-        (["bench", "--only", "model", "--out", "file"], "--out: cannot write into file"),
+        (["benchmarks", "--only", "model", "--out", "file"], "--out: cannot write into file"),
         (["calibrate", "--out", "no/such/folder/p.json"], "--out: there is no folder"),
         (["calibrate", "--show", "3"], "--show must be at least 12; got 3"),
         (["calibrate", "--tokens", "5"], "--tokens must be at least 48; got 5"),
@@ -121,7 +125,7 @@ def test_a_folder_where_nothing_can_be_written_is_refused(no_model, capsys):
     assert "cannot write" in refusal(["calibrate", "--out", f"{folder}/p.json"], capsys)
 
 
-@pytest.mark.parametrize("command", ["compare", "bench"])
+@pytest.mark.parametrize("command", ["compare", "benchmarks"])
 def test_a_missing_matplotlib_is_told_first(command, no_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # import fails
     assert "pip install 'mlx-h2o[plots]'" in refusal([command, "--out", str(tmp_path)], capsys)

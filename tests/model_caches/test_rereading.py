@@ -325,7 +325,7 @@ def test_the_command_keeps_what_is_pinned(tmp_path, capsys):
             r"396 pinned tokens are too many.* Pin at most \d+ tokens, or .*--to",
         ),
         (["--pin-span", "3:9999"], r"3:9999 cannot be pinned: the prompt has \d+ tokens"),
-        (["--pin", "no such words"], "does not say 'no such words'"),
+        (["--pin", "no such words"], "does not contain 'no such words'"),
         (["--pin-role", "system"], "no system message"),
         (["--pin-pattern", "("], "no regular expression"),
     ],

@@ -188,7 +188,9 @@ def test_centres_are_learnt_once_and_kept(capsys):
         model = tiny_model("qwen3")
         model.mlx_h2o_tokenizer = Tokenizer()
         cache = mlx_h2o.make_prompt_cache(model, 64, policy="triattention")
-        return [entry.centres for entry in cache], "Learning" in capsys.readouterr().err
+        return [
+            entry.centres for entry in cache
+        ], "Measuring query centres" in capsys.readouterr().err
 
     centres, learnt = make()
     assert learnt
@@ -258,7 +260,7 @@ def test_what_is_missing_is_named():
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="learn_query_centres"):
         mlx_h2o.make_prompt_cache(model, 64, policy="triattention")
-    with pytest.raises(ValueError, match="make_prompt_cache, which sees to it, or give centres"):
+    with pytest.raises(ValueError, match="make_prompt_cache, which measures them, or give centres"):
         H2OKVCache(64, policy="triattention")
     with pytest.raises(ValueError, match="too few"):
         learn_query_centres(model, [1, 2, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,6 +125,31 @@ def test_no_function_is_too_long():
         and (length := node.end_lineno - node.lineno + 1) > LONGEST_FUNCTION
     ]
     assert long == []
+
+
+# A docstring that says where the arguments are explained.
+REFERS = re.compile(r"\b([Aa]s in|As mlx-lm|[Ss]ee|[Aa]rguments)\b")
+
+
+def test_public_functions_of_three_arguments_explain_them():
+    silent = [
+        f"{file}: {node.name}"
+        for file, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not node.name.startswith("_")
+        and len(arguments(node)) >= 3
+        and (text := ast.get_docstring(node))  # what overrides another has none
+        and "Args:" not in text
+        and not REFERS.search(text)
+    ]
+    assert silent == []
+
+
+def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """The names of a function's arguments, without self and cls."""
+    every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return [one.arg for one in every if one.arg not in ("self", "cls")]
 
 
 def test_private_state_is_read_by_its_own_file_only():

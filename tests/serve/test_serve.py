@@ -115,7 +115,7 @@ def test_a_seed_is_honoured(plain):
         ({"mlx_h2o": {"max_size": "many"}}, "whole number"),
         ({"mlx_h2o": {"policy": "h2p"}}, "no policy 'h2p'"),
         ({"mlx_h2o": {"sonk": 3}}, "no setting sonk"),
-        ({"mlx_h2o": {"budgets": "/etc/passwd"}}, "the server's to say"),
+        ({"mlx_h2o": {"budgets": "/etc/passwd"}}, "only when the server is started"),
         ({"mlx_h2o": 5}, "must be an object"),
         ({"kv_bits": 4}, "kv_bits is not served"),
         ({"adapters": "/tmp"}, "adapters are not served"),

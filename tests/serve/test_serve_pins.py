@@ -188,7 +188,7 @@ def test_pins_survive_shrinking_files_and_a_restart(tmp_path, loaded):
         ({"spans": [[3, 999]]}, "the prompt has"),
         ([[3, 999]], "the prompt has"),
         ({"roles": ["system"]}, "no system message"),
-        ({"texts": ["unheard"]}, "does not say"),
+        ({"texts": ["unheard"]}, "does not contain"),
         ({"texts": ["a"] * 65}, "has 65; 64 are taken"),
         ({"patterns": ["("]}, "is not matched: missing )"),
         ({"patterns": [r"(a)\1"]}, "is not matched"),

@@ -116,7 +116,7 @@ def test_models_without_a_plain_rope_in_every_layer_are_refused(name, reason):
     ("given", "reason"),
     [
         ({"positions": "rolling"}, "remainder=False"),
-        ({**ROLLING, "bits": 8}, "leave bits"),
+        ({**ROLLING, "bits": 8}, "omit bits"),
         ({"positions": "relative"}, 'positions must be "absolute" or "rolling"'),
     ],
 )

@@ -69,7 +69,8 @@ def memory_size(name: str, size: Any) -> int | Share:
         return _share(name, number / 100, size)
     if not found[2] and number <= RATHER_A_SHARE:
         raise ValueError(
-            f'{name} is {size!r} bytes, which is no size of a cache: did you mean "{found[1]}%"?'
+            f"{name} is {size!r} bytes, which is too little for a cache: did you mean "
+            f'"{found[1]}%"?'
         )
     return checks.whole(name, int(number * units[found[2].lower()]), 1, checks.MOST_BYTES)
 

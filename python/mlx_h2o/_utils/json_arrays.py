@@ -47,7 +47,7 @@ def of_text(text: Any) -> np.ndarray:
         numbers = np.frombuffer(data, np.dtype(text["dtype"]).newbyteorder("<"))
         numbers = numbers.reshape(shape).astype(np.float32)
     except (KeyError, TypeError, binascii.Error, ValueError) as error:
-        raise ValueError(f"These are no numbers of a profile: {error}.") from error
+        raise ValueError(f"The numbers of a profile are damaged: {error}.") from error
     if not np.isfinite(numbers).all():
         raise ValueError("A profile's numbers must be finite.")
     return numbers

@@ -279,10 +279,28 @@ def check_attention(
                 raise ValueError(
                     f"The range of {length} slots from {start} leaves the {k.shape[1]} there are."
                 )
+    if isinstance(mask, mx.array) and ranges is not None:
+        raise ValueError("Heads with ranges of their own take no array mask.")
+    fewest = k.shape[-2] if ranges is None else min(length for _, length in ranges)
+    _check_mask(mask, (B, Hq, L, k.shape[-2]), fewest)
+    if sinks is not None and sinks.shape != (Hq,):
+        raise ValueError(f"sinks must be [{Hq}], one per query head; got {sinks.shape}.")
+    if seed is not None and (seed[0].shape, seed[1].shape) != ((B, Hq, L), (B, Hk, v.shape[-1])):
+        raise ValueError(
+            f"A seed is logits [{B}, {Hq}, {L}] and values [{B}, {Hk}, {v.shape[-1]}]; got "
+            f"{seed[0].shape} and {seed[1].shape}."
+        )
+
+
+def _check_mask(mask: Mask, whole: tuple[int, int, int, int], fewest: int) -> None:
+    """Raise ValueError for a mask that does not fit logits of the shape `whole`.
+
+    Args:
+        mask: None, "causal" or an array.
+        whole: `(B, Hq, L, N)`.
+        fewest: Slots of the KV head that has fewest.
+    """
     if isinstance(mask, mx.array):
-        if ranges is not None:
-            raise ValueError("Heads with ranges of their own take no array mask.")
-        whole = (B, Hq, L, k.shape[2])
         if mask.dtype not in (mx.bool_, *FLOAT_DTYPES):
             raise ValueError(f"An array mask must be boolean or floating; got {mask.dtype}.")
         if mask.ndim > 4 or any(
@@ -291,16 +309,8 @@ def check_attention(
             raise ValueError(f"The mask {mask.shape} does not broadcast to {whole}.")
     elif mask is not None and mask != "causal":
         raise ValueError(f'mask must be None, "causal" or an array; got {mask!r}.')
-    fewest = k.shape[-2] if ranges is None else min(length for _, length in ranges)
-    if isinstance(mask, str) and fewest < L:
+    if isinstance(mask, str) and fewest < whole[2]:
         raise ValueError(
             f"A causal mask needs at least as many keys as queries; got {fewest} keys for "
-            f"{L} queries."
-        )
-    if sinks is not None and sinks.shape != (Hq,):
-        raise ValueError(f"sinks must be [{Hq}], one per query head; got {sinks.shape}.")
-    if seed is not None and (seed[0].shape, seed[1].shape) != ((B, Hq, L), (B, Hk, v.shape[-1])):
-        raise ValueError(
-            f"A seed is logits [{B}, {Hq}, {L}] and values [{B}, {Hk}, {v.shape[-1]}]; got "
-            f"{seed[0].shape} and {seed[1].shape}."
+            f"{whole[2]} queries."
         )

@@ -163,13 +163,16 @@ class CacheSettings:
         name = self.policy.name
         if self.policy.uses_query_centres and centres is None:
             raise ValueError(
-                f"Policy {name!r} must know where the model's queries stand: make caches with "
-                "mlx_h2o.make_prompt_cache, which sees to it, or give centres."
+                f"Policy {name!r} needs the model's query centres: make caches with "
+                "mlx_h2o.make_prompt_cache, which measures them, or give centres."
             )
         if centres is not None and not self.policy.uses_query_centres:
             raise ValueError(f"Policy {name!r} does not use centres of queries: omit them.")
         if centres is not None and self.rope is not None:
-            raise ValueError(f"Policy {name!r} asks about distances in the text: omit positions.")
+            raise ValueError(
+                f"Policy {name!r} scores distances in the text, which rolling positions change: "
+                "omit positions."
+            )
 
     def check_rows(self, heads: int, width: int) -> None:
         """Raise ValueError unless keys of so many KV heads and this width fit the settings."""
@@ -485,12 +488,12 @@ def check_rolling(attending: bool, remainder: bool, packing: Packing) -> None:
         )
     if remainder:
         raise ValueError(
-            'positions="rolling" leaves forgotten tokens no place, so they cannot go on answering: '
+            'positions="rolling" leaves evicted tokens no position, so there is no remainder: '
             "it needs remainder=False."
         )
     if packing.packs:
         raise ValueError(
-            'positions="rolling" turns keys at every step, which packed ones cannot be: omit '
+            'positions="rolling" rotates keys at every step, but not packed keys: omit '
             "bits, k_bits and v_bits."
         )
 

@@ -70,7 +70,7 @@ def checked_ranks(count: int) -> int:
     """A number of processes that share a layer's heads.
 
     Raises:
-        ValueError: It is none, or others are running.
+        ValueError: It is invalid, or others are running.
     """
     count = checks.whole("ranks", count, 1)
     if count > 1 and mx.distributed.init().size() != count:

@@ -556,7 +556,7 @@ class BoundedKVCache:
                 says how.
 
         Raises:
-            ValueError: It is none of these.
+            ValueError: It is no number from 0 to 1, nor "reset".
             RuntimeError: The last rows were not attended to yet.
         """
         part = checked_carry(carry)

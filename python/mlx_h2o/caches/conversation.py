@@ -67,7 +67,7 @@ def new_turn(cache: Sequence[Any], carry: float | str = 1.0) -> None:
             the past.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: It is no number from 0 to 1, nor "reset".
     """
     checked_carry(carry)
     layers = bounded_entries(cache)

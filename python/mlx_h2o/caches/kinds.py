@@ -30,5 +30,5 @@ def restored(state: tuple[dict[str, mx.array], str]) -> BoundedKVCache:
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"This is no state of a bounded cache: {error!r}.") from error
     if not found:
-        raise ValueError("This is the state of no kind of cache that there is.")
+        raise ValueError("This state describes no known kind of cache.")
     return found[0].from_state(state)

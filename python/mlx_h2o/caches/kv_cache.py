@@ -117,7 +117,9 @@ class H2OKVCache(BoundedKVCache):
         if self.offset:
             raise ValueError("This cache holds something already: make a new one.")
         if self._unopened.rope is not None:
-            raise ValueError("Rows of a prompt lie where they were read: omit positions.")
+            raise ValueError(
+                "A prompt's rows keep the positions where they were read: omit positions."
+            )
         layer = self._opened(keys, values)
         if layer.window is not None:
             raise ValueError("The newest tokens have a width of their own: omit recent_bits.")

@@ -84,7 +84,7 @@ class LatentKVCache(BoundedKVCache):
     ) -> mx.array:
         """Attend to keys and values `[B, H, N, ...]` made of the rows.
 
-        An array mask covers all N; everything else is as in `BoundedKVCache`.
+        An array mask covers all N; other arguments as in `BoundedKVCache`.
         """
         if tracing():
             raise RuntimeError(REFUSED)

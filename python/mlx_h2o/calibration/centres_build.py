@@ -42,7 +42,7 @@ def centres_for(model: nn.Module, kinds: Sequence[LayerKind], policy: Policy) ->
         ValueError: The model does not show its queries, or its RoPE is not known, or there is
             nothing to make them of.
     """
-    wish = f"Policy {policy.name!r} must know where the queries of each layer stand"
+    wish = f"Policy {policy.name!r} needs the query centres of each layer"
     _require_seen(model, kinds, wish)
     identity = identity_by_kinds(model, kinds)
     found = _kept_of(identity)
@@ -51,11 +51,11 @@ def centres_for(model: nn.Module, kinds: Sequence[LayerKind], policy: Policy) ->
     tokenizer = getattr(model, "mlx_h2o_tokenizer", None)
     if tokenizer is None:
         raise ValueError(
-            f"{wish}, as seen over a text: load the model with mlx_h2o.load, or give a text's "
+            f"{wish}, measured over a text: load the model with mlx_h2o.load, or give a text's "
             "tokens to mlx_h2o.learn_query_centres(model, tokens) once."
         )
     place = KEPT.place_of(identity)
-    print(f"Learning where queries stand (once, kept in {place})", file=sys.stderr)
+    print(f"Measuring query centres (once, kept in {place})", file=sys.stderr)
     return _learnt(model, identity, frame_tokens(tokenizer), wish)
 
 
@@ -76,7 +76,7 @@ def learn_query_centres(model: nn.Module, tokens: Sequence[int]) -> list[QueryCe
         ValueError: The text is too short, the model does not show its queries, or its RoPE is not
             known.
     """
-    kinds, wish = layer_kinds(model), "Where the queries of each layer stand cannot be told"
+    kinds, wish = layer_kinds(model), "The query centres of each layer cannot be measured"
     _require_seen(model, kinds, wish)
     return list(_learnt(model, identity_by_kinds(model, kinds), tokens, wish))
 

@@ -223,7 +223,13 @@ class _Spread:
 
     @classmethod
     def over(cls, context: int, length: int, turn: Turn | None) -> _Spread:
-        """Those of a text of so many tokens."""
+        """The places of a text's tokens in a longer context.
+
+        Args:
+            context: Tokens of the context.
+            length: Tokens of the text.
+            turn: Rotates keys to other places, or None where that is not known.
+        """
         if context <= length or turn is None:
             return cls(turn, [(slice(0, context), 0)], 1)
         count = min(-(-context // length), MOST_TURNS)

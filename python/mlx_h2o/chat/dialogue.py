@@ -130,7 +130,7 @@ class Dialogue:
         "reset".
 
         Raises:
-            ValueError: It is none.
+            ValueError: It is invalid.
         """
         new_turn(self.cache, checked_carry(carry))
 
@@ -217,7 +217,7 @@ class Dialogue:
             OSError: The file cannot be written.
         """
         if not self.tokens:
-            raise ValueError("Nothing was said yet that could be saved.")
+            raise ValueError("There is nothing to save yet.")
         mx.eval([entry.state for entry in self.cache])
         said = json.dumps({"tokens": self.tokens, "pending": self._pending})
         save_prompt_cache(path, self.cache, {"model": model, TOKENS: said})
@@ -226,7 +226,7 @@ class Dialogue:
         """Go on with a conversation that `save` wrote, in the place of this one.
 
         Raises:
-            ValueError: The file is none, or another model's; this conversation stays then.
+            ValueError: The file is damaged, or another model's; this conversation stays then.
         """
         cache, metadata = load_prompt_cache(path, return_metadata=True)
         assert isinstance(metadata, dict)

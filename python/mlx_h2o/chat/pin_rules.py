@@ -31,7 +31,7 @@ class PinRules:
         spans: Of the prompt's tokens, first and one past the last.
 
     Raises:
-        ValueError: A pattern is no regular expression, or a span is none.
+        ValueError: A pattern is no regular expression, or a span is invalid.
     """
 
     roles: tuple[str, ...] = ()
@@ -184,7 +184,7 @@ def of_texts(texts: Sequence[str], text: str, required: bool = True) -> Iterator
     for wanted in texts:
         places = [match.span() for match in re.finditer(re.escape(wanted), text)] if wanted else []
         if not places and required:
-            raise ValueError(f"The prompt does not say {wanted!r}, so that cannot be pinned.")
+            raise ValueError(f"The prompt does not contain {wanted!r}, so it cannot be pinned.")
         yield from places
 
 

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | 
     """
     try:
         with interrupts.terminating_tidily():
-            code = run(argv, make_parser or parser)
+            code = run(argv, make_parser)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -50,12 +50,12 @@ def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | 
         return TERMINATED if isinstance(stop, interrupts.Terminated) else INTERRUPTED
 
 
-def run(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -> int:
+def run(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | None = None) -> int:
     """The same as `main`, with Ctrl-C and broken pipes raised."""
     with interrupts.ending_quietly():
         from mlx_h2o._utils.blas import use_openblas
 
-        commands = make_parser()
+        commands = (make_parser or parser)()
     args = commands.parse_args(argv)
     try:
         use_openblas()

@@ -136,7 +136,7 @@ def arms_of(args: argparse.Namespace, budgets: Sequence[str] | None = None) -> l
     """The caches that the options name.
 
     Raises:
-        ValueError: There is none of such a name.
+        ValueError: No cache has such a name.
     """
     arms = default_arms(args.policies, budgets or (), args.bits, args.profile)
     for name in args.only:

@@ -136,7 +136,7 @@ def share_of(text: str) -> float:
     """0.25, 25% or 1/4 as a number.
 
     Raises:
-        ValueError: It is none between 0 and 1.
+        ValueError: It is not between 0 and 1.
     """
     over, slash, under = text.partition("/")
     number = float(over.removesuffix("%")) / (100 if text.endswith("%") else 1)
@@ -150,7 +150,7 @@ def stage_of(args: argparse.Namespace) -> Stage:
     """Model and text of the options.
 
     Raises:
-        ValueError: A number is none, or the text is unreadable.
+        ValueError: A number is invalid, or the text is unreadable.
     """
     checks.whole("--chunk", args.chunk, 2)
     checks.whole("--seed", args.seed, 0, 2**63 - 1)

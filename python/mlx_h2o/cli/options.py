@@ -240,7 +240,7 @@ def memory(text: str) -> str:
     """A size in bytes, or a share of a 16-bit cache, as text.
 
     Raises:
-        argparse.ArgumentTypeError: It is none.
+        argparse.ArgumentTypeError: It is invalid.
     """
     try:
         memory_size("it", text)

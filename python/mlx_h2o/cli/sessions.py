@@ -64,7 +64,7 @@ def days(text: str) -> float:
     """A number of days.
 
     Raises:
-        ValueError: It is none, or not above 0.
+        ValueError: It is no number, or not above 0.
     """
     number = float(text)
     if not 0 < number < float("inf"):

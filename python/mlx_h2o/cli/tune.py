@@ -96,7 +96,7 @@ def allowed(text: str) -> float:
     """1% or 0.01 as a share.
 
     Raises:
-        ValueError: It is none of at least 0.
+        ValueError: It is below 0.
     """
     number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     if not 0 <= number < 1:

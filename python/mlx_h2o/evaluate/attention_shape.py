@@ -39,7 +39,7 @@ class _Shaping(LookingCache):
         self.shapes = shapes
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
-        """Full attention, whose shape is noted."""
+        """Full attention, whose shape is noted; arguments as in `LookingCache`."""
         self.shapes.append(shape_of(call.q, keys, call.scale))
         return full_attention(call.q, keys, values, call.scale, call.sinks)
 

@@ -116,7 +116,7 @@ def contenders(
         profile: Whether a model without a profile is measured.
 
     Raises:
-        ValueError: A policy or setting is unknown, a share is none, or the profile is unreadable.
+        ValueError: A policy, a setting or a share is invalid, or the profile is unreadable.
     """
     budgets_of_model(budgets)
     for share in shares:

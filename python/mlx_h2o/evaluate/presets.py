@@ -87,7 +87,7 @@ def _resized(chosen: Sequence[Measure], size: str) -> list[Measure]:
     """The same measures with one size changed.
 
     Raises:
-        ValueError: It is none of theirs, or of another type.
+        ValueError: No measure has it, or it has another type.
     """
     where, equals, value = size.partition("=")
     name, dot, field = where.partition(".")

@@ -54,7 +54,7 @@ class SideBySide(Looking):
         return [part.state for part in self.parts]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """The first part's; every part will get its own."""
+        """The mask of the first part, arguments as there; every part will get its own."""
         self.masks[:] = [
             part.make_mask(N, return_array=return_array, window_size=window_size)
             for part in self.parts

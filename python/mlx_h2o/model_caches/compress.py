@@ -63,7 +63,7 @@ class RereadCache(Looking):
         self.most, self.summed = mx.zeros((B, H, T)), mx.zeros((B, H, T))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: Any = None) -> None:
-        """None: `attend` knows."""
+        """None, whatever the arguments: `attend` knows the mask."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """The rows as they are."""

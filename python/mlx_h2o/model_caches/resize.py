@@ -42,7 +42,7 @@ def resize(
             for name in ("policy", "packing", "answers", "attending")
         ):
             raise ValueError(
-                "These caches have different settings, so one size says nothing about them: resize "
+                "These caches have different settings, so they cannot follow one size: resize "
                 "each one by itself."
             )
     shares = [layer.share for layer in layers if layer.share is not None]

@@ -148,7 +148,7 @@ class Policy:
     suits_frames: ClassVar[bool] = True
     #: Whether it ranks by the lengths of values (`Slots.lengths_of_values`).
     uses_value_lengths: ClassVar[bool] = False
-    #: Whether it must know where the model's queries stand, as `Slots.centres`; keys are then seen
+    #: Whether it needs the model's query centres, as `Slots.centres`; keys are then seen
     #: as the model made them, in no frame.
     uses_query_centres: ClassVar[bool] = False
 

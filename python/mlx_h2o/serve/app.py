@@ -98,7 +98,7 @@ class Service:
     # -- the door ---------------------------------------------------------------------------------
 
     async def app(self, scope: Any, receive: Receive, send: Send) -> None:
-        """Every request comes through here: checks before its endpoint, headers after it."""
+        """Every request: checks before its endpoint, headers after it; arguments are ASGI's."""
         if scope["type"] != "http":
             return
         request = Request(scope)

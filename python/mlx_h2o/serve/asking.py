@@ -148,7 +148,7 @@ def asked_of(
     try:
         settings = fields.settings_of(body, defaults)
     except (TypeError, OverflowError) as error:
-        raise ValueError(f"{fields.EXTRA} has a value that is none: {error}") from error
+        raise ValueError(f"{fields.EXTRA} has an invalid value: {error}") from error
     return Asked(
         chat=chat,
         prompt="" if chat else body["prompt"],

@@ -225,7 +225,7 @@ def biases_of(body: Mapping[str, Any]) -> dict[int, float] | None:
     """logit_bias by tokens.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is invalid.
     """
     asked = body.get("logit_bias")
     if asked is None:
@@ -286,7 +286,7 @@ def template_arguments_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
     for name in ("tools", "tokenize", "add_generation_prompt", "messages", "conversation",
                  "chat_template", "return_dict", "return_tensors"):  # fmt: skip
         if given and name in given:
-            raise ValueError(f"chat_template_kwargs.{name} is the server's to say.")
+            raise ValueError(f"chat_template_kwargs.{name} is set by the server.")
     effort = body.get("reasoning_effort")
     if effort is None:
         return given
@@ -364,7 +364,7 @@ def _check_calls(where: str, calls: Any) -> None:
 
 
 def check_prompt(body: Mapping[str, Any]) -> None:
-    """Raise ValueError for a prompt that is none."""
+    """Raise ValueError for an invalid prompt."""
     if not isinstance(body.get("prompt"), str):
         raise ValueError("prompt must be one text.")
 
@@ -455,7 +455,7 @@ def settings_of(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
         raise ValueError(f"{EXTRA} must be an object of settings, as {{'max_size': 512}}.")
     for name in own:
         if name in SERVERS_OWN:
-            raise ValueError(f"{EXTRA}.{name} is the server's to say: give it when it is started.")
+            raise ValueError(f"{EXTRA}.{name} can be set only when the server is started.")
     policy = own.get("policy", defaults.get("policy"))
     if policy is not None and policy not in policy_names():
         known = ", ".join(policy_names())

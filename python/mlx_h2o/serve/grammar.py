@@ -122,12 +122,12 @@ class Grammars:
             return self._made
 
     def check(self, form: Form) -> None:
-        """Raise ValueError for a form that is none; `tokenizer` was asked for before."""
+        """Raise ValueError for an invalid form; `tokenizer` was asked for before."""
         from llguidance import LLMatcher
 
         wrong = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(form.lark), self._made)
         if wrong and not wrong.startswith("WARNING"):
-            raise ValueError(f"What the answer should be cannot be: {wrong.strip()}")
+            raise ValueError(f"The form of the answer is invalid: {wrong.strip()}")
 
     def processor(self, form: Form, tokenizer: Any, reasons: bool) -> Constrained:
         """A logits processor of one request.

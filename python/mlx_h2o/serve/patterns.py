@@ -64,8 +64,8 @@ def matches(patterns: Sequence[str], text: str) -> Iterator[Span]:
             yield match.span()
             if time.monotonic() > end:
                 raise ValueError(
-                    f"{pattern!r} finds so much that {MOST_SECONDS} seconds were not enough: give "
-                    "a more telling pattern."
+                    f"{pattern!r} matches so often that {MOST_SECONDS} seconds were not enough: "
+                    "give a more specific pattern."
                 )
 
 

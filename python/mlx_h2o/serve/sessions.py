@@ -185,7 +185,14 @@ class Sessions:
     # -- writing ----------------------------------------------------------------------------------
 
     def note(self, own: Mark, key: bytes, texts: Sequence[str], title: str, name: str) -> None:
-        """Write a turn's small file; it is on disk, whatever happens then, when this returns.
+        """Write a turn's small file; it is on disk when this returns.
+
+        Args:
+            own: Settings and pins of its caches.
+            key: Its tokens, as bytes.
+            texts: What was said in it.
+            title: Of the conversation.
+            name: Of the conversation.
 
         Raises:
             OSError: It cannot be written.
@@ -231,7 +238,7 @@ class Sessions:
                 self.forget(one)
 
     def save_again(self, own: Mark, key: bytes, cache: list[Any]) -> None:
-        """Write caches that have changed; errors as in `save`, and the file stays then."""
+        """Write caches that have changed; arguments and errors as in `save`."""
         path = self.path_of(own, key)
         metadata = {
             "model": self.model,

@@ -81,7 +81,7 @@ def require_own_page(origin: str | None, site: str | None, welcome: Callable[[st
         NotHere: A browser says that a page of somewhere else asks.
     """
     if site in ELSEWHERE if origin is None else not welcome(origin):
-        raise NotHere(HTTPStatus.FORBIDDEN, "Pages of other origins are not told.")
+        raise NotHere(HTTPStatus.FORBIDDEN, "Pages of other origins are refused.")
 
 
 def got(generator: BoundedGenerator, path: str) -> Told | None:

@@ -50,7 +50,13 @@ class Attended:
 
 
 def supports(q: mx.array, k: Rows, v: Rows) -> bool:
-    """Whether the kernels are written for these operands."""
+    """Whether the kernels are written for these operands.
+
+    Args:
+        q: `[B, Hq, L, D]`.
+        k: `[B, Hk, N, D]`, or flat `[B, S, D]`; dense or packed.
+        v: `[B, Hk, N, Dv]`, or flat `[B, S, Dv]`; dense or packed.
+    """
     return (
         q.shape[2] <= MOST_QUERIES
         and k.shape[-1] in WIDTHS

@@ -71,4 +71,4 @@ def _stand_in(way: str, buffer: str, kind: list[str]) -> str:
             const = "const " if way == "in" else ""
             strides = f"\nconst int64_t {buffer}_strides[4] = {{0}};" if len(kind) > 1 else ""
             return f"{const}device {element}* {buffer} = nullptr;{strides}"
-    raise ValueError(f"Of the buffer {buffer} nothing can be {kind}.")
+    raise ValueError(f"The buffer {buffer} cannot be declared as {kind}.")

@@ -116,7 +116,15 @@ class _Call:
         outputs: Outputs,
         along_x: int,
     ) -> dict[str, mx.array]:
-        """One threadgroup per tile of what is counted along x."""
+        """Launch a kernel with one threadgroup per tile of what is counted along x.
+
+        Args:
+            launcher: Of the GPU.
+            kernel: Its name.
+            inputs: By the names of its buffers, beside those of all kernels.
+            outputs: Names, shapes and dtypes.
+            along_x: Queries or keys.
+        """
         return launcher.launch(
             kernel,
             self._inputs | inputs,
