@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_h2o.attention.backends import choice, decoders
-from mlx_h2o.attention.backends.decoder import DecodeStep, HeadPlan, Lent
+from mlx_h2o.attention.backends.decoder import DecodeStep, HeadPlan, Lent, PlannedToken
 from mlx_h2o.attention.ops import scaled_dot_product_attention_with_scores
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.policies import make_policy
@@ -135,7 +135,8 @@ def _fused(
         heads = tuple(
             HeadPlan(h * N, N, 0, policy.recent_slots(N), offset - N, True) for h in range(KV_HEADS)
         )
-        return decoder.step(DecodeStep(q, k, v, WIDTH**-0.5, None, offset, heads))
+        token = PlannedToken(offset, heads)
+        return decoder.step(DecodeStep(q, k, v, WIDTH**-0.5, None, token))
 
     return work
 

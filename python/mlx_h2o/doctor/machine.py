@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlx_h2o.attention.backends import choice, reference
 from mlx_h2o.attention.backends.verification.verdicts import mode
-from mlx_h2o.attention.blas import blas
+from mlx_h2o._utils.blas import blas
 
 PACKAGE = Path(__file__).parents[1]
 
