@@ -15,7 +15,6 @@ from covering import covering
 from mlx_h2o import H2OKVCache, load_prompt_cache, make_policy, make_prompt_cache, save_prompt_cache
 from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.budgets.settings import CacheSettings
-from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.policies import policy_names
 from tiny_models import TinyLayer, tiny_model
@@ -313,7 +312,7 @@ def growing(undo: int, policy: str = "distinct") -> H2OKVCache:
     settings = CacheSettings(
         budgets=(40, 40), policy=make_policy(policy), filling=STAGES, undo=undo
     )
-    return BoundedKVCache.of(settings)
+    return H2OKVCache.of(settings)
 
 
 @pytest.mark.parametrize("policy", ["distinct", "h2o"])

@@ -12,9 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_h2o._utils.blas import blas
 from mlx_h2o.attention.backends import choice, reference
 from mlx_h2o.attention.backends.verification.verdicts import mode
-from mlx_h2o._utils.blas import blas
 
 PACKAGE = Path(__file__).parents[1]
 
