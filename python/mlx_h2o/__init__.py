@@ -22,6 +22,7 @@ from mlx_h2o.loading.load import load
 from mlx_h2o.model_caches.compress import compress_prompt
 from mlx_h2o.model_caches.install import install, uninstall
 from mlx_h2o.model_caches.make import make_prompt_cache
+from mlx_h2o.model_caches.memory_plan import MemoryPlan, plan
 from mlx_h2o.model_caches.resize import resize
 from mlx_h2o.policies import (
     EMA,
@@ -67,6 +68,7 @@ __all__ = [
     "H2OKVCache",
     "KeyDiff",
     "LatentKVCache",
+    "MemoryPlan",
     "Observation",
     "PinAnswer",
     "PinRules",
@@ -96,6 +98,7 @@ __all__ = [
     "make_prompt_cache",
     "new_turn",
     "pin",
+    "plan",
     "policy_names",
     "register_policy",
     "register_preset",
