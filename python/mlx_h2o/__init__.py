@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mlx_h2o.model_caches.compress import compress_prompt
     from mlx_h2o.model_caches.install import install, uninstall
     from mlx_h2o.model_caches.make import make_prompt_cache
+    from mlx_h2o.model_caches.memory_plan import MemoryPlan, plan
     from mlx_h2o.model_caches.resize import resize
     from mlx_h2o.policies import (
         EMA,
@@ -83,6 +84,7 @@ _NAMES_OF_MODULES = {
     "model_caches.compress": "compress_prompt",
     "model_caches.install": "install uninstall",
     "model_caches.make": "make_prompt_cache",
+    "model_caches.memory_plan": "MemoryPlan plan",
     "model_caches.resize": "resize",
     "policies": "EMA H2O RKV TOVA AdaKV ChunkKV Distinct EMALogits KeyDiff Observation Policy "
     "Slots SnapKV Streaming TriAttention make_policy policy_names register_policy register_preset",
@@ -130,6 +132,7 @@ __all__ = [
     "H2OKVCache",
     "KeyDiff",
     "LatentKVCache",
+    "MemoryPlan",
     "Observation",
     "PinAnswer",
     "PinRules",
@@ -159,6 +162,7 @@ __all__ = [
     "make_prompt_cache",
     "new_turn",
     "pin",
+    "plan",
     "policy_names",
     "register_policy",
     "register_preset",

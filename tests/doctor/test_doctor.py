@@ -154,9 +154,12 @@ def test_golden_vectors_that_are_not_there_are_told(monkeypatch, tmp_path):
     report = Report({})
     from mlx_h2o.doctor import golden
 
-    golden.section(report.begun, 7, print, tmp_path)
+    golden.section(report.begun, 7, print, folder=tmp_path)
     assert "Not replayed" in report.sections[0].notes[0]
     assert report.failures == []
+    golden.section(report.begun, 7, print, lambda: True)
+    assert "Time was over" in report.sections[1].notes[0]
+    assert {row["cases"] for row in report.sections[1].data} == {0}
 
 
 def test_memory_that_is_not_told_fails(monkeypatch):

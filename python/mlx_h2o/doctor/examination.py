@@ -14,9 +14,8 @@ from mlx_h2o.doctor.report import Over, Report
 from mlx_h2o.doctor.variants import checks as every_check
 
 PARTS = ("kernels", "golden", "conversation", "timings", "memory")
-# Shares of the time after which the two parts that can stop early do; the others take what they
-# take.
-_KERNELS_UNTIL, _TIMINGS_UNTIL = 0.45, 0.9
+# Shares of the time after which the parts that can stop early do; the others take seconds.
+_KERNELS_UNTIL, _GOLDEN_UNTIL, _TIMINGS_UNTIL = 0.35, 0.5, 0.85
 #: With --quick one of so many cases is looked at.
 QUICK = 7
 
@@ -73,7 +72,9 @@ def _parts(plan: Plan, told: Told, start: float, report: Report) -> dict[str, Ca
         "kernels": lambda: checks.section(
             begun, list(every_check())[::every], told, over(_KERNELS_UNTIL)
         ),
-        "golden": lambda: golden.section(begun, every, lambda name: told.about(f"golden: {name}")),
+        "golden": lambda: golden.section(
+            begun, every, lambda name: told.about(f"golden: {name}"), over(_GOLDEN_UNTIL)
+        ),
         "conversation": lambda: conversation.section(begun),
         "timings": lambda: timings.section(
             begun, plan.slots, plan.rounds, chip, told, over(_TIMINGS_UNTIL)

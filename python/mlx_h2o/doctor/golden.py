@@ -1,4 +1,4 @@
-"""Golden vectors through the default device, where the files are at hand (docs/golden.md)."""
+"""Golden vectors through the default device (docs/reference/golden.md), if they are at hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlx_h2o.attention.backends import choice
 from mlx_h2o.doctor.machine import PACKAGE
-from mlx_h2o.doctor.report import Begun, Section
+from mlx_h2o.doctor.report import Begun, Over, Section
 from mlx_h2o.golden.manifest import GoldenError
 from mlx_h2o.golden.verify import backends, verify
 
@@ -18,7 +18,11 @@ MOST_ON_GPU = 10.0
 
 
 def section(
-    begun: Begun, every: int, progress: Callable[[str], None], folder: Path = FOLDER
+    begun: Begun,
+    every: int,
+    progress: Callable[[str], None],
+    over: Over = lambda: False,
+    folder: Path = FOLDER,
 ) -> None:
     """Replay them.
 
@@ -26,6 +30,7 @@ def section(
         begun: Takes the section.
         every: Of so many cases one.
         progress: Told each case's name.
+        over: Whether there is time for no more.
         folder: Where they lie.
     """
     which = "all" if every == 1 else f"one of {every}"
@@ -39,7 +44,7 @@ def section(
     )
     most = 1.0 if choice.gpu() is None else MOST_ON_GPU
     try:
-        verdicts = verify(folder, backends()[-1:], progress, every)
+        verdicts = verify(folder, backends()[-1:], progress, every, over)
     except GoldenError as error:
         found.notes.append(f"Not replayed: {error}")
         return
@@ -50,6 +55,8 @@ def section(
         )
         found.data.append({"group": verdict.group, "cases": verdict.cases, "worst": verdict.worst})
         found.failures += map(str, bad)
+    if over():
+        found.notes.append("Time was over before all of them: the counts are those replayed.")
     if most > 1:
         found.notes.append(
             f"On a GPU {most:g} times the tolerance of the files is tolerated; the worst is told."

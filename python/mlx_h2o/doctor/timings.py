@@ -19,7 +19,7 @@ from mlx_h2o.doctor.chips import Chip
 from mlx_h2o.doctor.report import Begun, Over, Section
 
 #: Bytes of keys and values that a measurement goes over, and layers at most.
-CYCLED_BYTES, MOST_LAYERS = 256 << 20, 24
+CYCLED_BYTES, MOST_LAYERS = 128 << 20, 12
 ROUNDS = 7
 SLOTS = (1024, 2048, 4096, 8192, 16384, 32768)
 

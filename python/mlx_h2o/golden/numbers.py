@@ -37,7 +37,7 @@ def seed_of(case: int, which: int, layer: int = 0) -> int:
 
     Args:
         case: Its seed.
-        which: Of its tensors (docs/golden.md).
+        which: Of its tensors (docs/reference/golden.md).
         layer: Number of the layer.
     """
     return case * 65536 + layer * 16 + which
@@ -55,7 +55,7 @@ def tensor(
 
     Args:
         case: Its seed.
-        which: Of its tensors (docs/golden.md).
+        which: Of its tensors (docs/reference/golden.md).
         shape: Of the tensor.
         dtype: To which it is rounded.
         layer: Number of the layer.

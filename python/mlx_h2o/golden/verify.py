@@ -72,6 +72,7 @@ def verify(
     by: list[str] | None = None,
     progress: Callable[[str], None] = lambda case: None,
     every: int = 1,
+    over: Callable[[], bool] = lambda: False,
 ) -> list[Verdict]:
     """Replay the golden vectors of a folder.
 
@@ -80,6 +81,7 @@ def verify(
         by: Backends; all by default.
         progress: Called with each case's name.
         every: Of so many cases of a group one is replayed.
+        over: Whether there is time for no more; verdicts count the cases that were replayed.
 
     Raises:
         GoldenError: The files cannot be used.
@@ -94,7 +96,11 @@ def verify(
             for group in dict.fromkeys(case.group for case in golden.cases):
                 cases = [case for case in golden.cases if case.group == group][::every]
                 worst, differences = 0.0, []
+                replayed = 0
                 for case in cases:
+                    if over():
+                        break
+                    replayed += 1
                     progress(f"{backend}: {group}/{case.name}")
                     found = GROUPS[group].run(case.parameters, golden.of(case, "in"))
                     errors, what = compared(
@@ -105,7 +111,7 @@ def verify(
                         Difference(backend, group, case.name, array, text, size)
                         for array, text, size in what
                     ]
-                verdicts.append(Verdict(backend, group, len(cases), worst, differences))
+                verdicts.append(Verdict(backend, group, replayed, worst, differences))
     return verdicts
 
 

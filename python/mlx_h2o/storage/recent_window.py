@@ -212,7 +212,11 @@ class RecentWindow:
         """Change how many tokens it can hold before a position; what leaves then, as by `push`."""
         first, leaving = offset - self.length, max(self.length - size, 0)
         gone = self._left(self._oldest_first(leaving)) if leaving else None
-        kept = {name: field[:, :, leaving:] for name, field in self._oldest_first().items()}
+        # Copied, or a part of what was would hold the whole of it in memory.
+        kept = {
+            name: mx.contiguous(field[:, :, leaving:])
+            for name, field in self._oldest_first().items()
+        }
         self.fields, self.oldest = kept, 0
         self.size, self.length = size, self.length - leaving
         return None if gone is None else _placed(gone, first)

@@ -123,7 +123,13 @@ class Verdicts:
     def checked(
         self, variant: Hashable, kernels: tuple[str, ...], check: Callable[[], Error]
     ) -> Verdict:
-        """Check a variant now, whatever was known of it."""
+        """Check a variant now, whatever was known of it.
+
+        Args:
+            variant: What is checked, as `usable` names it.
+            kernels: The names of its kernels' files.
+            check: Runs the small case; its greatest error.
+        """
         with self._lock:
             self._known.pop(variant, None)  # or a bad one would have the check do without it
             verdict = self._check(str(variant), kernels, check)

@@ -1,0 +1,45 @@
+"""`mlx_h2o plan`: the memory that a conversation will take, told before its prompt is read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from mlx_h2o._utils import checks
+from mlx_h2o.cli.describe import DEFAULT_MAX_KV_SIZE
+from mlx_h2o.cli.options import add_cache_options, add_model_options, cache_settings, load_model
+from mlx_h2o.model_caches.memory_plan import USUAL_CHUNK, planned_memory
+
+
+def add_parser(commands: Any) -> None:
+    """Add `plan` to the command's subparsers."""
+    parser = commands.add_parser(
+        "plan",
+        help="tell the memory of a conversation before its prompt is read",
+        description="Tells weights, KV memory and peak of a prompt of so many tokens with these "
+        "options, and whether they fit an app on a phone of 8 GB. A few hundred tokens that mean "
+        "nothing go through the model; no prompt is read.",
+    )
+    add_model_options(parser)
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=8192, metavar="N",
+        help="tokens of the prompt (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--chunk", type=int, default=USUAL_CHUNK, metavar="N",
+        help="tokens that are read at once (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the bytes as JSON")
+    add_cache_options(parser, DEFAULT_MAX_KV_SIZE)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Plan, and tell."""
+    settings = cache_settings(args, DEFAULT_MAX_KV_SIZE)
+    prompt = checks.whole("--prompt-tokens", args.prompt_tokens, 1, checks.MOST_TOKENS)
+    chunk = checks.whole("--chunk", args.chunk, 1, checks.MOST_TOKENS)
+    model, _ = load_model(args)
+    told = planned_memory(model, settings, prompt, min(chunk, prompt))
+    print(json.dumps(told.as_json()) if args.json else told)

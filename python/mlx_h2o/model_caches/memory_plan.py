@@ -1,0 +1,202 @@
+"""The memory that a conversation will take, told before its prompt is read.
+
+What the caches hold follows from their settings, byte by byte. What reading a chunk takes beside
+that is measured: two short chunks of a token that means nothing go through the model, into caches
+that are dropped, and what they take grows in proportion to the chunk that is asked about. Evicting
+writes new slots while the old ones are there, so that the caches count twice in the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_h2o._utils import checks
+from mlx_h2o._utils.byte_size import size_text
+from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.budgets.cost import bytes_for_slots
+from mlx_h2o.budgets.settings import ModelSettings
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.integration.layer_probe import layer_kinds
+from mlx_h2o.model_caches.make import bounded_caches, plain_bytes
+from mlx_h2o.storage.slot_store import FEW, GROWTH_STEP
+
+#: Tokens that mlx-lm reads at once.
+USUAL_CHUNK = 2048
+#: Lengths of the two chunks that are measured. Shorter ones show more of what does not grow.
+_SHORT, _LONG = 128, 256
+#: A told peak is this near to the measured one: tests/model_caches/test_memory_plan.py.
+MARGIN = 0.1
+#: A phone's memory, and the part of it that one app may hold: nobody publishes it, and half is what
+#: developers report (more with the entitlement com.apple.developer.kernel.increased-memory-limit).
+PHONE, OF_PHONE = 8 << 30, 0.5
+# Said of caches that are not bounded by us.
+OWN = (
+    "caches of the model's own are estimated; on a CPU MLX's attention over them takes more, with "
+    "the square of the chunk"
+)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes, all of MLX's memory.
+
+    Attributes:
+        weights: Of the model.
+        kv: Of all caches when the prompt was read.
+        full_kv: Of mlx-lm's own caches then, in 16 bits.
+        peak: The most while the prompt is read, weights included.
+        decoding: The most while tokens are decoded, likewise.
+        prompt: Tokens of the prompt.
+        chunk: Tokens that are read at once.
+        notes: What is not counted.
+    """
+
+    weights: int
+    kv: int
+    full_kv: int
+    peak: int
+    decoding: int
+    prompt: int
+    chunk: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits_phone(self) -> bool:
+        """Whether an app on an iPhone with 8 GB may hold the peak."""
+        return self.peak <= PHONE * OF_PHONE
+
+    def as_json(self) -> dict[str, Any]:
+        """As JSON types."""
+        return {**asdict(self), "fits_phone": self.fits_phone}
+
+    def __str__(self) -> str:
+        left = PHONE * OF_PHONE - self.peak
+        phone = f"fits, with {size_text(left)} left" if left >= 0 else "does NOT fit"
+        lines = [
+            f"weights {size_text(self.weights)}",
+            f"KV memory {size_text(self.kv)} ({size_text(self.full_kv)} in mlx-lm's own caches)",
+            f"peak {size_text(self.peak)} while {self.prompt:,} tokens are read, {self.chunk:,} at "
+            f"once; {size_text(self.decoding)} while decoding (within {MARGIN:.0%})",
+            f"on a phone of {PHONE >> 30} GB, of which an app may hold about half: {phone}",
+        ]
+        return "\n".join([*lines, *self.notes])
+
+
+def plan(
+    model: nn.Module,
+    max_bytes: int | str | None = None,
+    *,
+    prompt: int,
+    chunk: int = USUAL_CHUNK,
+    **settings: Any,
+) -> MemoryPlan:
+    """The memory of a conversation of one sequence, before its prompt is read.
+
+    Args:
+        model: An mlx-lm model; a few hundred tokens that mean nothing go through it.
+        max_bytes: Of the KV memory, as in `make_prompt_cache`.
+        prompt: Tokens of the prompt.
+        chunk: Tokens that are read at once; mlx-lm calls it `prefill_step_size`.
+        settings: The other settings of `make_prompt_cache`, such as `max_size` or `bits`.
+
+    Raises:
+        ValueError: Settings that there are not, do not go together, or do not suit this model.
+    """
+    prompt = checks.whole("prompt", prompt, 1, checks.MOST_TOKENS)
+    chunk = min(checks.whole("chunk", chunk, 1, checks.MOST_TOKENS), prompt)
+    return planned_memory(model, ModelSettings.of(max_bytes=max_bytes, **settings), prompt, chunk)
+
+
+def planned_memory(
+    model: nn.Module, settings: ModelSettings, prompt: int, chunk: int
+) -> MemoryPlan:
+    """The same as `plan`, of settings that are made.
+
+    Args:
+        model: An mlx-lm model.
+        settings: Of its caches, with a size.
+        prompt: Tokens of the prompt.
+        chunk: Tokens that are read at once.
+    """
+    mx.eval(model.parameters())
+    weights = sum(weight.nbytes for _, weight in flattened(model))
+    caches = bounded_caches(model, settings)
+    bounded = [entry for _, entry in entries(caches) if isinstance(entry, BoundedKVCache)]
+    kv = sum(kv_bytes(entry, prompt) for entry in bounded)
+    reading, one, others = _beside(model, settings, chunk)
+    grown = sum(_grown(entry, prompt, seen, chunk) for entry, seen in others)
+    notes = (f"{len(others)} {OWN}",) if others else ()
+    held = weights + kv + grown
+    full = sum(map(plain_bytes, layer_kinds(model))) * prompt + grown
+    return MemoryPlan(
+        weights, kv + grown, full, held + kv + reading, held + one, prompt, chunk, notes
+    )
+
+
+def flattened(model: nn.Module) -> list[tuple[str, mx.array]]:
+    """The model's weights by name."""
+    return cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+
+
+def kv_bytes(cache: BoundedKVCache, tokens: int) -> int:
+    """What a cache holds of one sequence after so many tokens; slots come in steps."""
+    share, settings = cache.share, cache.settings
+    assert share is not None
+    settings = settings.grown(tokens) or settings
+    assert settings.budgets is not None
+    widths = share.widths.narrow if tokens <= FEW else share.widths
+    room = -(-tokens // GROWTH_STEP) * GROWTH_STEP
+    return sum(
+        bytes_for_slots(min(budget, room), 1, widths, settings.policy, settings.remembers)
+        for budget in settings.budgets
+    )
+
+
+def _beside(
+    model: nn.Module, settings: ModelSettings, chunk: int
+) -> tuple[int, int, list[tuple[Any, int]]]:
+    """Bytes beside weights and caches: of a chunk, of one token; and other caches with tokens."""
+    lengths = [chunk] if chunk <= _LONG else [_SHORT, _LONG]
+    taken = []
+    for length in lengths:
+        caches = bounded_caches(model, settings)
+        taken.append(_taken(model, caches, length))
+    one = _taken(model, caches, 1)
+    others = [
+        (entry, lengths[-1] + 1)
+        for _, entry in entries(caches)
+        if not isinstance(entry, BoundedKVCache)
+    ]
+    if len(taken) == 1:
+        return taken[0], one, others
+    slope = max(taken[1] - taken[0], 0) / (_LONG - _SHORT)
+    return int(taken[1] + slope * (chunk - _LONG)), one, others
+
+
+def _taken(model: nn.Module, caches: Sequence[Any], length: int) -> int:
+    """Bytes that reading so many tokens takes at most, beside what is held after it."""
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model(mx.zeros((1, length), mx.int32), cache=caches)
+    mx.eval([entry.state for entry in caches])
+    most, held = mx.get_peak_memory(), mx.get_active_memory()
+    return max(most - max(held, before), 0)
+
+
+def _grown(entry: Any, tokens: int, seen: int, chunk: int) -> int:
+    """What a cache of the model's own holds after so many tokens, by what it holds after some."""
+    try:
+        nbytes, rows = int(entry.nbytes), int(entry.keys.shape[2])
+    except (AttributeError, NotImplementedError):
+        return int(getattr(entry, "nbytes", 0))  # a state of fixed size, or nothing that is known
+    most = tokens
+    if (window := getattr(entry, "max_size", None)) is not None:
+        most = min(tokens, window + chunk - 1)  # a chunk is attended to before it is cut
+    return nbytes * max(most, seen) // rows
