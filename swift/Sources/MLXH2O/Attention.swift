@@ -83,8 +83,10 @@ private func attended(
 ) throws -> (output: MLXArray, scores: MLXArray, logSumExp: MLXArray) {
     var (output, scores, logSumExp) = (mlx_array_new(), mlx_array_new(), mlx_array_new())
     let array = mask.mask ?? .mlxNone, sinks = sinks ?? .mlxNone
-    let status = call(
-        &output, &scores, &logSumExp, array.ctx, sinks.ctx, StreamOrDevice.default.ctx)
+    let stream = StreamOrDevice.default
+    let status = withExtendedLifetime((array, sinks, stream)) {
+        call(&output, &scores, &logSumExp, array.ctx, sinks.ctx, stream.ctx)
+    }
     let found = (output: MLXArray(output), scores: MLXArray(scores), MLXArray(logSumExp))
     try checkEngine(status)
     return (found.0, found.1, found.2)

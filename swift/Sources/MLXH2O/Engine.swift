@@ -12,6 +12,14 @@ final class Engine {
     let handle: mlx_h2o_cache
     /// Whether the policy accumulates scores.
     let accumulates: Bool
+    private var lastStream: StreamOrDevice?
+
+    /// The default stream, which is kept until the next call: its handle alone would not keep it.
+    var stream: mlx_stream {
+        let now = StreamOrDevice.default
+        lastStream = now
+        return now.ctx
+    }
 
     /// The engine's version.
     static var version: String { String(cString: mlx_h2o_version()) }
@@ -175,16 +183,17 @@ final class Engine {
     /// - Throws: ``H2OError/file(_:)`` for anything that no cache can have saved.
     init(_ saved: Saved, policy: any H2OPolicy) throws {
         _ = installedEvaluator
-        let own = try EnginePolicy(policy)
+        let own = try EnginePolicy(policy), stream = StreamOrDevice.default
         var made = mlx_h2o_cache_new()
         let map = mlx_map_string_to_array_new()
         defer { mlx_map_string_to_array_free(map) }
         for (name, array) in saved.arrays {
             mlx_map_string_to_array_insert(map, name, array.ctx)
         }
-        try checkEngine(
-            mlx_h2o_cache_restore_own(
-                &made, own.handle, map, saved.settings, StreamOrDevice.default.ctx))
+        try withExtendedLifetime((own, stream)) {
+            try checkEngine(
+                mlx_h2o_cache_restore_own(&made, own.handle, map, saved.settings, stream.ctx))
+        }
         (handle, accumulates) = (made, policy.needsAttention)
     }
 }

@@ -133,5 +133,4 @@ extension Engine {
         return Int(result)
     }
 
-    var stream: mlx_stream { StreamOrDevice.default.ctx }
 }

@@ -85,7 +85,9 @@ private final class OwnFunctions {
         _ result: UnsafeMutablePointer<mlx_array>?, _ body: () throws -> MLXArray
     ) -> Int32 {
         do {
-            return mlx_array_set(result, try body().ctx)
+            // A name keeps the array until it is handed over.
+            let found = try body()
+            return withExtendedLifetime(found) { mlx_array_set(result, found.ctx) }
         } catch {
             Notice.shared.say("A policy of the app's own failed: \(error.localizedDescription)")
             return 1
