@@ -46,7 +46,8 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
     _check_frame(layer, call)
     # The first token of all goes op by op: then there are arrays to lend.
     # A step that brings a pinned token too, which is marked on its way in.
-    if layer.offset and not _brings_pin(layer) and accepts(layer.settings, call, k, v):
+    may_be_fused = length == 1 and layer.offset and not _brings_pin(layer)
+    if may_be_fused and accepts(layer.settings, call, k, v):
         decoder, token = layer.planned(k, v)
         return decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, token))
     frame = layer.settings.frame
@@ -189,7 +190,7 @@ def _check_frame(layer: Layer, call: AttentionCall) -> None:
 def _token_by_token(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> mx.array:
     """A chunk that can be taken back, as so many single steps."""
     outs = []
-    for i, column in enumerate(single_steps(call.mask, call.length, not layer.held)):
+    for i, column in enumerate(single_steps(call.mask, k.shape[2], not layer.held)):
         token = slice(i, i + 1)
         one = call.token(i, column)
         outs.append(update_and_attend(layer, one, k[:, :, token], v[:, :, token]))
