@@ -10,6 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
 from mlx_h2o import H2OKVCache, Profile, make_prompt_cache
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.loading.identity import identity_of
 from tiny_models import (
@@ -114,7 +115,7 @@ def test_describe_tells_per_layer_what_is_bounded_and_why(models, family):
         assert line.nbytes == cache[i].nbytes > 0
         if i in bounded_layers(family):
             assert isinstance(before[i], KVCache)
-            assert isinstance(cache[i], H2OKVCache)
+            assert isinstance(cache[i], BoundedKVCache)
             assert line.budgets == cache[i].budgets
             policy = "salient" if cache[i].attending else "distinct"
             assert f"{line.budgets[0]} slots a KV head, policy {policy}" in line.reason
