@@ -180,7 +180,7 @@ def test_pins_and_files_of_a_dialogue(embedded, tmp_path):
     with pytest.raises(ValueError, match="not"):
         dialogue.pin("nothing of the kind")
     path = tmp_path / "d.safetensors"
-    with pytest.raises(ValueError, match="Nothing was said"):
+    with pytest.raises(ValueError, match="nothing to save yet"):
         fresh().save(path, "m")
     dialogue.save(path, "m")
     other = fresh()

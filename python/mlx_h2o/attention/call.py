@@ -27,11 +27,6 @@ class AttentionCall(NamedTuple):
     sinks: mx.array | None = None
     softcap: float = 0.0
 
-    @property
-    def length(self) -> int:
-        """L, the queries."""
-        return self.q.shape[2]
-
     def with_queries(self, q: mx.array) -> AttentionCall:
         """The same of other queries."""
         return self._replace(q=q)
@@ -42,8 +37,6 @@ class AttentionCall(NamedTuple):
 
     def of_heads(self, first: int, last: int) -> AttentionCall:
         """The call of the query heads first to last - 1."""
-        if (first, last) == (0, self.q.shape[1]):
-            return self
         sinks = None if self.sinks is None else self.sinks[first:last]
         return self._replace(q=self.q[:, first:last], sinks=sinks)
 

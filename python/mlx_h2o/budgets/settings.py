@@ -229,6 +229,8 @@ class CacheSettings:
         Raises:
             ValueError: There are not so many.
         """
+        if isinstance(self.saturation, float):  # as it was checked when these settings were made
+            return (self.saturation,) * heads
         return saturations("saturation", self.saturation, heads)
 
     @cached_property

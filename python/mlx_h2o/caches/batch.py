@@ -336,7 +336,7 @@ def _attended(
         keys: `[1, H, L, D]`.
         values: `[1, H, L, Dv]`.
     """
-    length = call.length
+    length = call.q.shape[2]
     if rows.start >= rows.stop:
         return mx.zeros((*call.q.shape[:3], values.shape[3]), call.q.dtype)
     k, v = cache.update_and_fetch(_rows_of(keys, rows), _rows_of(values, rows))

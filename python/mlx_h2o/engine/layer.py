@@ -143,7 +143,7 @@ class Layer:
         """Arrays that must be evaluated with the output, or the graph grows from step to step."""
         rows = ("slots.keys", "slots.values")
         held = [array for name, array in self.arrays().items() if name not in rows]
-        return held + self.journal.newest()
+        return held + self.journal.newest() if self.settings.undo else held
 
     # -- new tokens -------------------------------------------------------------------------------
 
@@ -186,9 +186,11 @@ class Layer:
 
     def _note(self, L: int) -> None:
         """Keep what L new tokens will change, if they can be taken back."""
+        if not self.settings.undo:
+            return
         if L > 1:
             self.journal.clear()
-        elif self.settings.undo:
+        else:
             store, victims = self.store, self.evictions.victims
             self.journal.begin(store, self.window, self.offset).note(store, self.window, victims)
 

@@ -55,7 +55,8 @@ def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> Seen
         call: Of all heads of the layer.
         fields: Of the run's slots, `[B, heads, N, ...]`.
     """
-    group = call.q.shape[1] // layer.store.heads
+    heads = layer.store.heads
+    group = call.q.shape[1] // heads
     remainder, saturation = None, tuple[float, ...]()
     if layer.settings.remainder and layer.lost_beside(fields):
         remainder = layer.evictions.remainder.heads(run.first, run.last)
@@ -66,7 +67,7 @@ def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> Seen
         keys = without_gaps(dense(keys), places, layer.offset, layer.settings.rope)
     return _Attention(
         layer.policy,
-        call.of_heads(run.first * group, run.last * group),
+        call if run.heads == heads else call.of_heads(run.first * group, run.last * group),
         keys,
         values,
         ranked_of(layer, run, fields),
@@ -155,7 +156,7 @@ class _Attention:
 
     def seen(self, fields: Fields) -> Seen:
         """Attend block by block, accumulating scores; `fields` are the slots'."""
-        L, N = self.call.length, self.keys.shape[2]
+        L, N = self.call.q.shape[2], self.keys.shape[2]
         looks = self.policy.needs_attention
         windowed = looks and L > 1 and self.policy.prompt == "window"
         # Queries before this one are attended to and not looked at.
@@ -197,7 +198,7 @@ class _Attention:
 
     def _operands(self, start: int, end: int) -> tuple[int, dict[str, Any]]:
         """How many keys the queries start to end - 1 see, and what attention needs for it."""
-        call, L, N = self.call, self.call.length, self.keys.shape[2]
+        call, L, N = self.call, self.call.q.shape[2], self.keys.shape[2]
         block = block_of(call.mask, start, end, L, N, self.own)
         q = call.q[:, :, start:end]
         seed: Seed | None = None

@@ -48,7 +48,7 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
         layer.journal.settle()
         return _token_by_token(layer, call, k, v)
     _check_frame(layer, call)
-    if _fused(layer, call, k, v):
+    if length == 1 and _fused(layer, call, k, v):
         decoder, token = layer.planned(k, v)
         return decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, token))
     frame = layer.settings.frame
@@ -216,7 +216,7 @@ def _check_frame(layer: Layer, call: AttentionCall) -> None:
 def _token_by_token(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> mx.array:
     """A chunk that can be taken back, as so many single steps."""
     outs = []
-    for i, column in enumerate(single_steps(call.mask, call.length, not layer.held)):
+    for i, column in enumerate(single_steps(call.mask, k.shape[2], not layer.held)):
         token = slice(i, i + 1)
         one = call.token(i, column)
         outs.append(update_and_attend(layer, one, k[:, :, token], v[:, :, token]))
