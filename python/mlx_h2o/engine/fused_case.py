@@ -120,7 +120,7 @@ def _after_prompt(
 ) -> Layer:
     """A layer that the definition has read the prompt into."""
     layer, _ = open_layer(settings, k[:, :, :1], v[:, :, :1])
-    read = prompt.length
+    read = prompt.q.shape[2]
     step(layer, prompt, k[:, :, :read], v[:, :, :read])
     mx.eval(list(layer.arrays().values()))
     return layer
