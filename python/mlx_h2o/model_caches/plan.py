@@ -272,7 +272,9 @@ def fillings(
 
     def stages_by(shares: Sequence[LayerShare]) -> list[Stages]:
         sizes = sizes_of(shares)
-        if profile is None or settings.layer_budgets is not None:
+        # When slots are shared out anew depends on what was drafted (`Journal.settled`), and tokens
+        # with a draft model must be those without: with `undo` the last shares serve at once.
+        if profile is None or settings.undo or settings.layer_budgets is not None:
             return [(tuple(of_layer), ()) for of_layer in sizes]
         least = policy.least_budget() + FEWEST_CHOICES
         how = settings, policy, remembers, least
