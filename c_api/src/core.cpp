@@ -335,8 +335,8 @@ void Core::pin_all(Spans pins) {
 }
 
 void Core::grow(int length) {
-  // No step before it can be taken back, so between drafted tokens it waits, and of a chunk that can
-  // be taken back only the first token counts.
+  // No step before it can be taken back, so between drafted tokens it waits, and of a chunk that
+  // can be taken back only the first token counts.
   if (length == 1 && layer_ && !layer_->settled()) return;
   const int certain = length <= settings_.undo + 1 ? 1 : length;
   std::vector<Stage>& later = settings_.filling;

@@ -41,8 +41,7 @@ void CacheSettings::check_budgets(const std::vector<int>& slots) const {
 }
 
 void CacheSettings::check_filling() const {
-  check(
-      filling.empty() || attending, "filling needs attention of ours.");
+  check(filling.empty() || attending, "filling needs attention of ours.");
   int before = 0;
   for (const Stage& stage : filling) {
     check_within("A stage of filling", stage.beyond, 1, kMostTokens);
