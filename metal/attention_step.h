@@ -17,8 +17,14 @@ namespace h2o {
 // hidden from every row are not read.
 template <bool MASKED, bool DISTANCES, typename T, int W, int WV, int ROWS, typename Keys>
 inline void score(
-    Keys keys, int count, bool seen, thread QueryRows<T, W, WV, ROWS>& rows,
-    const thread float* mean, int lane, thread float* logits, thread float& distance) {
+    Keys keys,
+    int count,
+    bool seen,
+    thread QueryRows<T, W, WV, ROWS>& rows,
+    const thread float* mean,
+    int lane,
+    thread float* logits,
+    thread float& distance) {
   for (int j = 0; j < count; j++) {
     if (MASKED && !simd_shuffle(uint(seen), ushort(j))) {
       continue;
@@ -40,7 +46,11 @@ inline void score(
 // Adds the values to each row's sum, with the weights that lane j holds for value j.
 template <bool MASKED, typename T, int W, int WV, int ROWS, typename Values>
 inline void add_values(
-    Values values, int count, bool seen, const thread float* weights, int lane,
+    Values values,
+    int count,
+    bool seen,
+    const thread float* weights,
+    int lane,
     thread QueryRows<T, W, WV, ROWS>& rows) {
   for (int j = 0; j < count; j++) {
     if (MASKED && !simd_shuffle(uint(seen), ushort(j))) {
@@ -60,13 +70,22 @@ inline void add_values(
 }
 
 // The keys and values of `count` slots from `first` (counted in the head) on.
-template <
-    int G, int QUERIES, int MASK, bool DISTANCES, int EXPORT, typename T, int W, int WV, int ROWS,
-    typename Keys, typename Values, typename Mask>
+template <int G, int QUERIES, int MASK, bool DISTANCES, int EXPORT, typename T, int W,
+          int WV, int ROWS, typename Keys, typename Values, typename Mask>
 inline void attend(
-    Keys keys, Values values, int first, int count, Launch launch, Work work, Rows<Mask> mask,
-    const thread float* mean, int lane, float scale, thread QueryRows<T, W, WV, ROWS>& rows,
-    device float* logits_out, device float* distances_out) {
+    Keys keys,
+    Values values,
+    int first,
+    int count,
+    Launch launch,
+    Work work,
+    Rows<Mask> mask,
+    const thread float* mean,
+    int lane,
+    float scale,
+    thread QueryRows<T, W, WV, ROWS>& rows,
+    device float* logits_out,
+    device float* distances_out) {
   constexpr bool MASKED = MASK != NO_MASK;
   const int slot = first + lane;
   QueryRow row[ROWS];
@@ -91,9 +110,8 @@ inline void attend(
   UNROLL
   for (int r = 0; r < ROWS; r++) {
     const bool hidden = lane >= count || (MASKED && bias[r] == -INFINITY);
-    const float logit = hidden ? -INFINITY
-        : MASKED               ? scale * logits[r] + bias[r]
-                               : scale * logits[r];
+    const float logit =
+        hidden ? -INFINITY : MASKED ? scale * logits[r] + bias[r] : scale * logits[r];
     if (EXPORT == EXPORT_LOGITS) {
       if (row[r].live && lane < count) {
         const int64_t before = int64_t(row[r].head * launch.queries + row[r].query) * work.length;

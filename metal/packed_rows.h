@@ -1,6 +1,6 @@
-// Rows in the format of mx.quantize (python/mlx_h2o/storage/packed.py): levels of BITS bits each,
-// and a scale and a bias for every GROUP of a row's elements. The levels of a row are a stream of
-// bits, lowest first, so 32 of them are BITS words. They become numbers in registers.
+// Rows in the format of mx.quantize (python/mlx_h2o/storage/packed.py): levels of BITS bits each, and a
+// scale and a bias for every GROUP of a row's elements. The levels of a row are a stream of bits,
+// lowest first, so 32 of them are BITS words. They become numbers in registers.
 
 #include "rows.h"
 
@@ -140,9 +140,8 @@ inline void stage(
   copy_rows<D>(rows, count, to, thread_index, threads);
 }
 
-template <
-    int D, int BITS, int GROUP, typename Words, typename Scales, typename ToWords,
-    typename ToScales>
+template <int D, int BITS, int GROUP, typename Words, typename Scales, typename ToWords,
+          typename ToScales>
 inline void stage(
     PackedRows<BITS, GROUP, Words, Scales> rows, int count,
     PackedRows<BITS, GROUP, ToWords, ToScales> to, int thread_index, int threads) {

@@ -20,10 +20,9 @@
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 
-#define thread_position_in_grid                                                    \
-  make_uint3(                                                                      \
-      blockIdx.x* blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y, \
-      blockIdx.z * blockDim.z + threadIdx.z)
+#define thread_position_in_grid \
+  make_uint3(blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y, \
+             blockIdx.z * blockDim.z + threadIdx.z)
 #define threadgroup_position_in_grid make_uint3(blockIdx.x, blockIdx.y, blockIdx.z)
 #define threadgroups_per_grid make_uint3(gridDim.x, gridDim.y, gridDim.z)
 #define threads_per_threadgroup make_uint3(blockDim.x, blockDim.y, blockDim.z)

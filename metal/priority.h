@@ -21,8 +21,8 @@ namespace h2o {
 
 #define MASS_FLOOR 1e-6f  // policies/terms.py
 
-// What attention and the layer know of one KV head's slots; index 0 is its first. A packed value
-// has RANGES groups of LEVELS + 1 levels; of dense ones, RANGES 0, lengths are kept.
+// What attention and the layer know of one KV head's slots; index 0 is its first. A packed value has
+// RANGES groups of LEVELS + 1 levels; of dense ones, RANGES 0, lengths are kept.
 template <int RANGES, int LEVELS, typename Positions, typename Scales>
 struct HeadSlots {
   const device float* logits;  // [G, length]
@@ -39,7 +39,8 @@ struct HeadSlots {
 
 // Policy.accumulate after one query, whose evidence is the mean over G query heads.
 template <int SCORE, int G, typename Head>
-inline float accumulated(float score, Head head, int slot, const thread float* lse, float decay) {
+inline float accumulated(
+    float score, Head head, int slot, const thread float* lse, float decay) {
   float total = 0.0f;
   UNROLL
   for (int g = 0; g < G; g++) {

@@ -14,9 +14,9 @@ inline void store_columns(Rows<device T*> row, int lane, thread float* columns) 
   }
 }
 
-// Packs it by each group's least and greatest element (python/mlx_h2o/storage/packed.py), bit for
-// bit: the levels count from scale and bias as they are stored, rounded to the row's dtype. A group
-// of equal elements has scale 0 and levels 0; one with an infinity or a NaN is read as NaNs.
+// Packs it by each group's least and greatest element (python/mlx_h2o/storage/packed.py), bit for bit: the
+// levels count from scale and bias as they are stored, rounded to the row's dtype. A group of equal
+// elements has scale 0 and levels 0; one with an infinity or a NaN is read as NaNs.
 template <int W, int BITS, int GROUP, typename T>
 inline void store_columns(
     PackedRows<BITS, GROUP, device uint*, device T*> row, int lane, thread float* columns) {
@@ -54,8 +54,8 @@ inline void store_columns(
       for (int w = 0; w < BITS; w++) {
         const int shift = lane * BITS - 32 * w;
         const uint part = shift >= 32 || shift <= -BITS ? 0
-            : shift >= 0                                ? uint(level) << shift
-                                                        : uint(level) >> -shift;
+            : shift >= 0                               ? uint(level) << shift
+                                                       : uint(level) >> -shift;
         const uint whole = simd_sum(part);
         word = lane == w ? whole : word;
       }

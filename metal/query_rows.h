@@ -30,8 +30,13 @@ struct QueryRows {
 // read them from the device once; dead rows are zero.
 template <int G, int QUERIES, int BLOCK_ROWS, int SCRATCH, typename T, int W, int WV, int ROWS>
 inline void load_queries(
-    Rows<const device T*> queries, int count, int block_first, threadgroup float* scratch,
-    int thread_index, int threads, thread QueryRows<T, W, WV, ROWS>& rows) {
+    Rows<const device T*> queries,
+    int count,
+    int block_first,
+    threadgroup float* scratch,
+    int thread_index,
+    int threads,
+    thread QueryRows<T, W, WV, ROWS>& rows) {
   constexpr int D = 32 * W;
   constexpr int AT_ONCE = SCRATCH / D;
   const int first = rows.first - block_first;
@@ -54,13 +59,14 @@ inline void load_queries(
   }
 }
 
-// Brings loaded rows into the frame of the keys that they meet
-// (python/mlx_h2o/storage/key_scaling.py): q' = q scale, rounded to the queries' type. What they
-// meet later, the remainder too, lies in it.
+// Brings loaded rows into the frame of the keys that they meet (python/mlx_h2o/storage/key_scaling.py): q' = q
+// scale, rounded to the queries' type. What they meet later, the remainder too, lies in it.
 template <int D, typename T, int W, int WV, int ROWS>
 inline void enter_frame(
     const device float* scale,  // [D], of the KV head
-    threadgroup float* scratch, int thread_index, int threads,
+    threadgroup float* scratch,
+    int thread_index,
+    int threads,
     thread QueryRows<T, W, WV, ROWS>& rows) {
   float share[W];
   copy_rows<D>(dense_rows(scale, D), 1, dense_rows(scratch, D), thread_index, threads);

@@ -1,5 +1,4 @@
-// The column with which the evicted tokens answer (python/mlx_h2o/storage/remainder.py has the
-// formula).
+// The column with which the evicted tokens answer (python/mlx_h2o/storage/remainder.py has the formula).
 
 #include "rows.h"
 
@@ -16,7 +15,9 @@ struct Remainder {
 
 template <typename Counts>
 inline Remainder<Counts> remainder_of(
-    Counts counts, const device float* mean_keys, const device float* var_keys,
+    Counts counts,
+    const device float* mean_keys,
+    const device float* var_keys,
     const device float* mean_values) {
   return {counts, mean_keys, var_keys, mean_values};
 }
@@ -25,12 +26,16 @@ inline Remainder<Counts> remainder_of(
 #define LARGEST_QUERY 1e15f
 #define LARGEST_TERM 1e30f
 
-// Its logit for a query; minus infinity while nothing was evicted. The second-order term x turns
-// from x to sqrt(saturation x); a head whose saturation is 0 does without it.
+// Its logit for a query; minus infinity while nothing was evicted. The second-order term x turns from
+// x to sqrt(saturation x); a head whose saturation is 0 does without it.
 template <int W, typename T>
 inline float remainder_logit(
-    const thread T* query, float scale, float count, const thread float* mean_key,
-    const thread float* var_key, float saturation) {
+    const thread T* query,
+    float scale,
+    float count,
+    const thread float* mean_key,
+    const thread float* var_key,
+    float saturation) {
   const float mean = scale * simd_sum(dot<W>(query, mean_key));
   float x = 0.0f;
   UNROLL

@@ -7,11 +7,16 @@ namespace h2o {
 
 // Brings the sums of each row to one scale, so that adding them up over simdgroups gives the
 // output; writes the lse.
-template <
-    int G, int QUERIES, int ROW_GROUPS, int SIMDS, int EXPORT, typename T, int W, int WV, int ROWS>
+template <int G, int QUERIES, int ROW_GROUPS, int SIMDS, int EXPORT, typename T, int W,
+          int WV, int ROWS>
 inline void rescale(
-    thread QueryRows<T, W, WV, ROWS>& rows, int queries, int simd, int lane,
-    threadgroup float* tops, threadgroup float* totals, device float* lse) {
+    thread QueryRows<T, W, WV, ROWS>& rows,
+    int queries,
+    int simd,
+    int lane,
+    threadgroup float* tops,
+    threadgroup float* totals,
+    device float* lse) {
   constexpr int SPLITS = SIMDS / ROW_GROUPS;
   UNROLL
   for (int r = 0; r < ROWS; r++) {
@@ -46,12 +51,16 @@ inline void rescale(
 }
 
 // Adds up the sums, some elements of every lane's shares at a time through threadgroup memory.
-template <
-    int G, int QUERIES, int ROW_GROUPS, int SIMDS, int SCRATCH, typename T, int W, int WV, int ROWS,
-    typename Out>
+template <int G, int QUERIES, int ROW_GROUPS, int SIMDS, int SCRATCH, typename T, int W,
+          int WV, int ROWS, typename Out>
 inline void write_output(
-    thread QueryRows<T, W, WV, ROWS>& rows, int block_first, int queries, int simd, int lane,
-    threadgroup float* scratch, device Out* out) {
+    thread QueryRows<T, W, WV, ROWS>& rows,
+    int block_first,
+    int queries,
+    int simd,
+    int lane,
+    threadgroup float* scratch,
+    device Out* out) {
   constexpr int SPLITS = SIMDS / ROW_GROUPS;
   constexpr int PADDED = 33;  // so that lanes of one simdgroup read different banks
   constexpr int AT_ONCE = SCRATCH / (SIMDS * PADDED);
