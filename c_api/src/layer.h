@@ -168,11 +168,11 @@ class BoundedLayer {
 
   // How many of the newest tokens `trim` can take back now.
   int trimmable() const;
-  // Whether the steps before this are hardly taken back any more (undo.h).
+  // Whether no drafted tokens are under way (undo.h).
   bool settled() const {
     return journal_.settled();
   }
-  // No drafted tokens are under way.
+  // Notes that none are.
   void settle() {
     journal_.settle();
   }

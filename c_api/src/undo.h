@@ -39,12 +39,12 @@ class Journal {
   // How many tokens can be taken back of a layer at this offset, which has evicted some or not.
   int trimmable(int offset, bool evicted) const;
 
-  // Whether the steps before this are hardly taken back any more: drafted tokens come one by one
-  // and rejected ones are taken back at once, so a caller that drafts says so within `most` steps.
+  // Whether no drafted tokens are under way: just after steps were taken back, and after more than
+  // `most` steps that were not, since a caller that drafts takes rejected tokens back within them.
   bool settled() const {
     return since_settled_ == 0 || since_settled_ > most_;
   }
-  // Steps were taken back: what is left of those before stays.
+  // Notes that no drafted tokens are under way.
   void settle() {
     since_settled_ = 0;
   }

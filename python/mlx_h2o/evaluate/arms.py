@@ -150,13 +150,13 @@ def profile_digests(model: nn.Module, arms: Sequence[Arm]) -> dict[str, str]:
     if not any(arm.policy for arm in arms):
         return {}
     identity = identity_by_kinds(model, layer_kinds(model))
-    own = found_profile(model, identity)
+    # Each profile is read and hashed once, however many caches use it.
     digests = {}
-    for arm in arms:
-        profile = budgets_of_model(arm.budgets) if arm.budgets else own
-        if arm.policy is not None and isinstance(profile, Profile):
-            digests[arm.name] = profile.digest
-    return digests
+    for budgets in {arm.budgets for arm in arms if arm.policy}:
+        profile = budgets_of_model(budgets) if budgets else found_profile(model, identity)
+        if isinstance(profile, Profile):
+            digests[budgets] = profile.digest
+    return {a.name: digests[a.budgets] for a in arms if a.policy and a.budgets in digests}
 
 
 def default_arms(

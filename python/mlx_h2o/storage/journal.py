@@ -92,16 +92,15 @@ class Journal:
 
     @property
     def settled(self) -> bool:
-        """Whether the steps before this are hardly taken back any more.
+        """Whether no drafted tokens are under way.
 
-        Drafted tokens come one by one and their rejected ones are taken back at once, so a caller
-        that drafts says so within `size` steps: just after it took steps back, or after more steps
-        than it could, no drafts are under way.
+        A caller that drafts takes the rejected tokens back within `size` steps. So none are under
+        way just after steps were taken back, and after more than `size` steps that were not.
         """
         return self._since_settled == 0 or self._since_settled > self.size
 
     def settle(self) -> None:
-        """Steps were taken back: what is left of those before stays."""
+        """Note that no drafted tokens are under way."""
         self._since_settled = 0
 
     def clear(self) -> None:
