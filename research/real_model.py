@@ -4,9 +4,10 @@
     python -m research.real_model policies TEXT      uniform budgets at 1/4 of the tokens
     python -m research.real_model shares TEXT PROFILE
                                                   shares of slots by a profile, 16 and fewer bits
+    python -m research.real_model widths TEXT        real caches of equal bytes, by the bits of rows
 
-All are simulated (`research.simulation`): quality only, nothing is saved. TEXT must not be
-what the frames and curves are made of, which is the package's calibration text.
+The first three are simulated (`research.simulation`): quality only, nothing is saved. TEXT must not
+be what the frames and curves are made of, which is the package's calibration text.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from mlx_h2o.calibration.scaling_build import found_frames, frames_of
 from mlx_h2o.evaluate.perplexity import samples_of
 from mlx_h2o.integration.layer_probe import identity_by_kinds, layer_kinds
 from mlx_h2o.loading.load import CALIBRATION_TEXT
+from mlx_h2o.model_caches.make import plain_bytes
 from mlx_h2o.storage.key_scaling import Frame, RowFormat
 from research.simulation import (
     DISTINCT,
@@ -43,6 +45,22 @@ from research.simulation import (
 )
 
 FRAME_PASSES = 3
+#: Parts of a full cache's bytes at which widths of rows are compared.
+PARTS = (4, 8)
+#: Rows where keys have no key scaling and slots are shared out evenly, and rows where the model's
+#: profile serves: what `mlx_h2o.make_prompt_cache` is given.
+UNSCALED: dict[str, Any] = {"frames": "none", "budgets": "uniform", "profile": "never"}
+WIDTHS: dict[str, dict[str, Any]] = {
+    "unscaled, dense rows": {"bits": 16, **UNSCALED},
+    "unscaled, values in 8 bits": {"v_bits": 8, **UNSCALED},
+    "unscaled, values in 6 bits": {"v_bits": 6, **UNSCALED},
+    "unscaled, keys and values in 8 bits": {"bits": 8, **UNSCALED},
+    "profile, 6 bits": {"bits": 6},
+    "profile, 5 bits": {"bits": 5},
+    "profile, 5 bits, the newest in 8": {"bits": 5, "recent_bits": 8},
+    "profile, 4 bits": {"bits": 4},
+    "profile, 4 bits, the newest in 8": {"bits": 4, "recent_bits": 8},
+}
 #: Bits of the rows of 16-bit numbers that budgets are counted in.
 PLAIN_BITS = 16
 
@@ -191,10 +209,43 @@ def shares(model: nn.Module, tokenizer: Any, samples: mx.array, profile: Profile
     simulate(model, samples, settings, T // 4)
 
 
+def widths(model: nn.Module, samples: mx.array) -> None:
+    """Real caches of the same bytes, token by token; scored from a quarter of the tokens on."""
+    T = samples.shape[1]
+    first = T // 4
+    full = stepwise(model, samples, make_prompt_cache(model), first)
+    dense = sum(map(plain_bytes, layer_kinds(model))) * T
+    print("| rows | perplexity | loss | part of the bytes | slots a head |")
+    print("|---|---:|---:|---:|---:|")
+    for part in PARTS:
+        for name, given in WIDTHS.items():
+            try:
+                cache = mlx_h2o.make_prompt_cache(
+                    model, max_bytes=dense // part, context=T, **given
+                )
+            except ValueError as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                continue
+            slots = [n for entry in cache for n in entry.budgets]
+            nll = stepwise(model, samples, cache, first)
+            report(name, nll, full, f"1/{part}", f"{statistics.fmean(slots):.0f}")
+
+
+def stepwise(model: nn.Module, samples: mx.array, cache: list[Any], first: int) -> list[float]:
+    """Nats per token of each sample, token by token, of the tokens after `first`."""
+    T, total = samples.shape[1], mx.zeros(samples.shape[0])
+    for i in range(T - 1):
+        logits = model(samples[:, i : i + 1], cache=cache)[:, -1].astype(mx.float32)
+        if i + 1 > first:
+            total = total + nn.losses.cross_entropy(logits, samples[:, i + 1])
+        mx.eval(total, [entry.state for entry in cache if not hasattr(entry, "budgets")])
+    return (total / (T - 1 - first)).tolist()  # type: ignore[return-value]
+
+
 def parser() -> argparse.ArgumentParser:
     """What understands the command line."""
     made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    made.add_argument("what", choices=("rows", "policies", "shares"))
+    made.add_argument("what", choices=("rows", "policies", "shares", "widths"))
     made.add_argument("paths", nargs="+", type=Path)
     made.add_argument("--model", default="smollm2-135m")
     made.add_argument("--samples", type=int, default=4)
@@ -213,6 +264,8 @@ def main() -> None:
         rows(model, samples)
     elif args.what == "policies":
         policies(model, samples)
+    elif args.what == "widths":
+        widths(model, samples)
     else:
         shares(model, tokenizer, samples, Profile.load(args.paths[1]))
 

@@ -169,12 +169,18 @@ def test_without_a_profile_frames_are_made_once_and_kept(capsys):
     assert place.read_text() == before
 
 
-def test_without_frames_or_a_tokenizer_rows_stay_as_they_come(capsys):
-    cache = make_prompt_cache(framed_tiny(), max_bytes=100_000)
-    assert not cache[0].packing.packs
+def test_without_key_scaling_keys_stay_dense_and_values_take_8_bits(capsys):
+    size = {"max_bytes": 100_000}
+    cache = make_prompt_cache(framed_tiny(), **size)
+    assert (cache[0].packing.k_bits, cache[0].packing.v_bits) == (None, 8)
     assert cache[0].settings.frame is None
-    assert "no frames" in cache[0].choice
+    assert "no key scaling" in cache[0].choice
     assert capsys.readouterr().err == ""
+    dense = make_prompt_cache(framed_tiny(), **size, bits=16)
+    assert cache[0].budgets[0] > dense[0].budgets[0]
+    # Values that no group size divides stay dense, and so do those that are parts of the keys.
+    assert not make_prompt_cache(tiny_model("qwen3"), **size)[0].packing.packs
+    assert not make_prompt_cache(tiny_model("deepseek_v3"), **size)[0].packing.packs
 
 
 def test_what_was_said_is_not_chosen(embedded):

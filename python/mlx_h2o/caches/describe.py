@@ -155,7 +155,7 @@ def _described(layer: str, entry: Any) -> LayerDescription:
         if entry.sharers > 1:
             reason += f", attended to by {entry.sharers} layers"
         if entry.settings.filling:
-            reason += ", shared out by the profile when the memory is full"
+            reason += ", shared out anew when the memory is full"
         if entry.choice:
             reason += f" (chosen: {entry.choice})"
         return LayerDescription(layer, name, True, reason, entry.budgets, nbytes)

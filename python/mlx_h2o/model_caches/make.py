@@ -152,7 +152,8 @@ def _at_hand(
     given = frames_of_caches(caches, settings.frames)
     ropes = ropes_in_keys(name, model, len(kinds)) if settings.rolls else None
     centres = centres_for(model, kinds, policy) if policy.uses_query_centres else None
-    return AtHand(profile, frames, given, slots, ropes, centres, why)
+    values_packable = not any(kind.derived for kind in kinds) and not settings.rolls
+    return AtHand(profile, frames, given, slots, ropes, centres, why, values_packable)
 
 
 def class_for(kind: LayerKind) -> type[BoundedKVCache]:

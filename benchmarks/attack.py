@@ -1,6 +1,6 @@
 """Attacks `mlx_h2o serve` for minutes: sixteen clients, fuzzers, slow senders, kill -9 every 20 s.
 
-    tools/attack.py --minutes 60
+    python -m benchmarks.attack --minutes 60
 
 The server gets a bound for its KV memory and a folder for its sessions. At the same time
 
@@ -42,8 +42,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-from soak import prompts, resident_mb, tell, wait_for
-
+from benchmarks.soak import prompts, resident_mb, tell, wait_for
 from mlx_h2o._utils.byte_size import memory_size
 from mlx_h2o.loading.load import SAMPLE_TEXT
 from mlx_h2o.policies import policy_names
