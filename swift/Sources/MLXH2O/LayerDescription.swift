@@ -52,7 +52,7 @@ extension H2OKVCache {
                     + (cache.frame == nil ? "" : " in a frame")
                     + ", policy \(cache.policy.name), \(cache.answer)"
                     + (cache.settings.filling.isEmpty
-                        ? "" : ", shared out by the profile when the memory is full"),
+                        ? "" : ", shared out anew when the memory is full"),
                 budgets: cache.budgets, nbytes: cache.nbytes)
         }
     }

@@ -4,6 +4,8 @@ extension H2OConfiguration {
     private static let widths: [Int?] = [nil, 8, 6, 5, 4]
     // Of expected loss: too little to choose by (NEGLIGIBLE of Python's budgets/bit_choice.py).
     private static let negligible = 3e-4
+    // Of values whose keys have no frame (VALUE_BITS_WITHOUT_FRAMES of Python's budgets/bit_choice.py).
+    private static let valueBitsWithoutFrames = 8
     // Bytes of an element of a 16-bit cache.
     private static let plainElement = 2
 
@@ -25,15 +27,24 @@ extension H2OConfiguration {
         }
         guard packing == nil else { return own }
         own.packing = .dense
-        if case .bytes(let bytes) = own.budget, frames == .profile, policy.suitsFrames,
-            let profile
-        {
-            let narrow = Self.startsNarrow(
-                bytes: bytes, undo: undo, attends: kinds.allSatisfy(\.attends))
+        guard case .bytes(let bytes) = own.budget, kinds.allSatisfy(\.attends) else { return own }
+        if frames == .profile, policy.suitsFrames, let profile, profile.packedGroupSize != nil {
+            let narrow = Self.startsNarrow(bytes: bytes, undo: undo, attends: true)
             own.packing = try packing(
                 in: bytes, of: narrow ? kinds.map(\.narrow) : kinds, by: profile, policy)
+        } else {
+            own.packing = try Self.packingWithoutFrames(of: kinds)
         }
         return own
+    }
+
+    /// Dense keys and packed values: keys in 8 bits would need a frame, and values need none.
+    private static func packingWithoutFrames(of kinds: [LayerKind]) throws -> H2OPacking {
+        let fits = [64, 32, 128].first { size in
+            kinds.allSatisfy { $0.widths.value.isMultiple(of: size) }
+        }
+        guard let fits else { return .dense }
+        return try H2OPacking(valueBits: valueBitsWithoutFrames, groupSize: fits)
     }
 
     /// How rows lose least in so many bytes of all layers; of those that lose hardly more, how most
