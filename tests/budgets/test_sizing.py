@@ -169,10 +169,10 @@ def test_without_a_profile_frames_are_made_once_and_kept(capsys):
     assert place.read_text() == before
 
 
-def test_without_key_scaling_keys_stay_dense_and_values_take_8_bits(capsys):
+def test_without_key_scaling_keys_stay_dense_and_values_are_packed(capsys):
     size = {"max_bytes": 100_000}
     cache = make_prompt_cache(framed_tiny(), **size)
-    assert (cache[0].packing.k_bits, cache[0].packing.v_bits) == (None, 8)
+    assert (cache[0].packing.k_bits, cache[0].packing.v_bits) == (None, 6)
     assert cache[0].settings.frame is None
     assert "no key scaling" in cache[0].choice
     assert capsys.readouterr().err == ""

@@ -17,11 +17,10 @@ WIDTHS = (None, 8, 6, 5, 4)
 #: facts of 12 in rows of 8 bits, and all 12 in the more rows of 6 bits). With 0.001 a half was kept
 #: in 6 bits too, where 8 already hold every fact, and lose less.
 NEGLIGIBLE = 3e-4
-#: Of packed rows in frames where no profile tells what packing loses.
+#: Bits of packed rows where no profile tells what packing loses: of keys with key scaling, and of
+#: values. Values in 6 bits lose less than dense or 8-bit ones in the fewer slots of equal bytes
+#: (docs/results/packing.md).
 USUAL_BITS = 6
-#: Of values where keys have no key scaling and stay dense. At an eighth of the bytes SmolLM2 loses
-#: 5.5 % so, and 9.2 % with dense values in fewer slots (docs/results/packing.md).
-VALUE_BITS_WITHOUT_FRAMES = 8
 
 
 @dataclass(frozen=True)

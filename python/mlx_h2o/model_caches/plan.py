@@ -9,12 +9,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlx_h2o._utils.checks import MOST_TOKENS
-from mlx_h2o.budgets.bit_choice import (
-    USUAL_BITS,
-    VALUE_BITS_WITHOUT_FRAMES,
-    choices,
-    packed_in,
-)
+from mlx_h2o.budgets.bit_choice import USUAL_BITS, choices, packed_in
 from mlx_h2o.budgets.cost import (
     LayerShare,
     bytes_for_slots,
@@ -229,17 +224,17 @@ def _packing_without_frames(
 ) -> tuple[Packing, str]:
     """How rows are stored where keys have no key scaling: dense keys, and packed values.
 
-    Values need no scaling, and the slots that they leave are worth more than what 8 bits lose. Keys
-    stay dense: a few of their channels carry large offsets, and unscaled 8 bits lose 3.7 % on
-    Qwen2.5-0.5B ("8 bits without key scaling" in docs/results/packing.md).
+    Values need no scaling, and the slots that they leave are worth more than what packing loses.
+    Keys stay dense: a few of their channels carry large offsets, and unscaled 8 bits lose 3.7 % on
+    Qwen2.5-0.5B ("Without key scaling" in docs/results/packing.md).
     """
     groups = group_size_for(*(share.widths.value for share in shares))
     why = f"there is no key scaling; {advice}"
     if not at_hand.values_packable or groups is None:
         return settings.packing, f"dense rows: {why}"
     return (
-        Packing(None, VALUE_BITS_WITHOUT_FRAMES, groups),
-        f"dense keys and values in {VALUE_BITS_WITHOUT_FRAMES} bits: {why}",
+        Packing(None, USUAL_BITS, groups),
+        f"dense keys and values in {USUAL_BITS} bits: {why}",
     )
 
 

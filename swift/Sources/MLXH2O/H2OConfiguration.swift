@@ -65,7 +65,7 @@ public struct H2OConfiguration: Sendable {
     public var headBudgets: HeadBudgets
     /// How keys and values are stored; nil: with a size in bytes, or a share, as loses least by the
     /// model's profile (but for what is negligible: more slots are worth that), or keys as they come and
-    /// values in 8 bits where keys have no frame; with a size in tokens as they come.
+    /// values in 6 bits where keys have no frame; with a size in tokens as they come.
     public var packing: H2OPacking?
     /// In which frames packed keys are stored.
     public var frames: Frames

@@ -4,8 +4,8 @@ extension H2OConfiguration {
     private static let widths: [Int?] = [nil, 8, 6, 5, 4]
     // Of expected loss: too little to choose by (NEGLIGIBLE of Python's budgets/bit_choice.py).
     private static let negligible = 3e-4
-    // Of values whose keys have no frame (VALUE_BITS_WITHOUT_FRAMES of Python's budgets/bit_choice.py).
-    private static let valueBitsWithoutFrames = 8
+    // Of values whose keys have no frame (USUAL_BITS of Python's budgets/bit_choice.py).
+    private static let valueBitsWithoutFrames = 6
     // Bytes of an element of a 16-bit cache.
     private static let plainElement = 2
 
@@ -38,7 +38,7 @@ extension H2OConfiguration {
         return own
     }
 
-    /// Dense keys and packed values: keys in 8 bits would need a frame, and values need none.
+    /// Dense keys and packed values: packed keys would need a frame, and values need none.
     private static func packingWithoutFrames(of kinds: [LayerKind]) throws -> H2OPacking {
         let fits = [64, 32, 128].first { size in
             kinds.allSatisfy { $0.widths.value.isMultiple(of: size) }

@@ -214,7 +214,7 @@ import Testing
         #expect(tenth.allSatisfy { $0.budgets == [501, 501] })
         #expect(last(tenth) == [[632, 768], [64, 128], [128, 64], [96, 2048]])
         // Keys that have no frame stay dense.
-        let unframed = try H2OPacking(valueBits: 8)
+        let unframed = try H2OPacking(valueBits: 6)
         #expect(try caches(0.25, H2OPolicies.Distinct()).allSatisfy { $0.packing == unframed })
         for part in [0, -1, .nan, .infinity, 17] {
             #expect(throws: H2OError.self) { try H2OConfiguration(budget: .share(part)) }
