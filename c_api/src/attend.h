@@ -1,7 +1,7 @@
 // Attention with scores over rows of one or several kinds, by kernels or by plain MLX.
 #pragma once
 
-#include "rows.h"
+#include "packed.h"
 
 namespace mlx_h2o {
 

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "policy_view.h"
 #include "selection.h"
-#include "views.h"
 
 namespace mlx_h2o {
 

@@ -2,7 +2,7 @@
 // (python/mlx_h2o/engine/eviction.py).
 #pragma once
 
-#include "observe.h"
+#include "scoring.h"
 
 namespace mlx_h2o {
 

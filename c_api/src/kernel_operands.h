@@ -20,7 +20,7 @@ struct Stored {
   }
 };
 
-// What packed keys are stored relative to: centre and scale [Hk, D] float32 (key_frame.h).
+// What packed keys are stored relative to: centre and scale [Hk, D] float32 (key_scaling.h).
 struct Frame {
   mx::array centre, scale;
 };

@@ -2,8 +2,8 @@
 // (python/mlx_h2o/engine/layer.py).
 #pragma once
 
-#include "memory.h"
-#include "undo.h"
+#include "array_owner.h"
+#include "journal.h"
 
 namespace mlx_h2o {
 
@@ -168,7 +168,7 @@ class BoundedLayer {
 
   // How many of the newest tokens `trim` can take back now.
   int trimmable() const;
-  // Whether no drafted tokens are under way (undo.h).
+  // Whether no drafted tokens are under way (journal.h).
   bool settled() const {
     return journal_.settled();
   }

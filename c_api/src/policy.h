@@ -5,8 +5,8 @@
 #include <variant>
 
 #include "kernel_terms.h"
+#include "packed.h"
 #include "ranges.h"
-#include "rows.h"
 
 namespace mlx_h2o {
 

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "kernel_terms.h"
+#include "packed.h"
 #include "policy.h"
-#include "rows.h"
 
 namespace mlx_h2o {
 

@@ -1,10 +1,10 @@
 // What a layer's cache is to be (python/mlx_h2o/budgets/settings.py).
 #pragma once
 
-#include "key_frame.h"
+#include "key_scaling.h"
+#include "packed.h"
 #include "pins.h"
 #include "remainder.h"
-#include "rows.h"
 
 namespace mlx_h2o {
 

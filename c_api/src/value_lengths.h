@@ -1,7 +1,7 @@
 // How long values are: what a policy may weigh tokens by (python/mlx_h2o/storage/packed.py).
 #pragma once
 
-#include "rows.h"
+#include "packed.h"
 
 namespace mlx_h2o {
 

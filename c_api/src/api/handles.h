@@ -1,8 +1,8 @@
 // Between the handles and structs of mlx_h2o.h and the classes that do the work.
 #pragma once
 
-#include "core.h"
 #include "operands.h"
+#include "step.h"
 
 namespace mlx_h2o {
 

@@ -1,8 +1,8 @@
 #include "gpu_decoder.h"
 
 #include "../evaluation.h"
+#include "../packed.h"
 #include "../policy.h"
-#include "../rows.h"
 #include "launcher.h"
 #include "step_launches.h"
 #include "tiling.h"

@@ -2,7 +2,7 @@
 // (python/mlx_h2o/attention/backends/row_buffers.py). A field is "keys" or "values".
 #pragma once
 
-#include "../rows.h"
+#include "../packed.h"
 #include "launcher.h"
 
 namespace mlx_h2o {

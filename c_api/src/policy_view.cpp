@@ -1,4 +1,4 @@
-#include "views.h"
+#include "policy_view.h"
 
 #include "selection.h"
 #include "value_lengths.h"

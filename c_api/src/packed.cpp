@@ -1,4 +1,4 @@
-#include "rows.h"
+#include "packed.h"
 
 #include "attend.h"
 #include "cpu_kernels.h"

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernel_terms.h"
-#include "rows.h"
+#include "packed.h"
 
 namespace mlx_h2o {
 

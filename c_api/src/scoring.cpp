@@ -1,6 +1,6 @@
-#include "observe.h"
+#include "scoring.h"
 
-#include "views.h"
+#include "policy_view.h"
 
 namespace mlx_h2o {
 

@@ -4,7 +4,7 @@
 
 #include "decoder.h"
 #include "recent_window.h"
-#include "store.h"
+#include "slot_store.h"
 
 namespace mlx_h2o {
 

@@ -1,4 +1,4 @@
-#include "store.h"
+#include "slot_store.h"
 
 #include <algorithm>
 #include <utility>

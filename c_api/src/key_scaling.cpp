@@ -1,4 +1,4 @@
-#include "key_frame.h"
+#include "key_scaling.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "undo.h"
+#include "journal.h"
 
 #include <algorithm>
 

@@ -1,13 +1,13 @@
-#include "core.h"
+#include "step.h"
 
 #include <algorithm>
 #include <iterator>
 
 #include "evaluation.h"
 #include "eviction.h"
-#include "observe.h"
+#include "policy_view.h"
 #include "saved_state.h"
-#include "views.h"
+#include "scoring.h"
 
 namespace mlx_h2o {
 

@@ -1,4 +1,4 @@
-#include "memory.h"
+#include "array_owner.h"
 
 #include "value_lengths.h"
 

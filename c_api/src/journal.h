@@ -4,7 +4,7 @@
 
 #include <deque>
 
-#include "memory.h"
+#include "array_owner.h"
 
 namespace mlx_h2o {
 
