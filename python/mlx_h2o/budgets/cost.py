@@ -117,7 +117,7 @@ class LayerShare:
     slots: tuple[int, ...] = ()
 
     def config(self) -> dict[str, Any]:
-        """The share as JSON types, without packing, undo, key scaling and centres (cache settings)."""
+        """The share as JSON types; packing, undo, key scaling and centres are cache settings."""
         own = ("packing", "undo", "framed", "centre_bytes", "position")
         widths = {name: value for name, value in vars(self.widths).items() if name not in own}
         given = {"slots": self.slots} if self.slots else {}

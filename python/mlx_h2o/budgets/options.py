@@ -30,7 +30,7 @@ class PolicyOptions(TypedDict, total=False):
     recent: int | float
     """Newest tokens that are never evicted: a number of tokens, or a share of the slots (0.25)."""
     unit: Literal["head", "layer"]
-    """Whether each KV head chooses for itself ("head"), or one choice serves the layer ("layer")."""
+    """Whether each KV head chooses for itself ("head"), or all heads together ("layer")."""
     evict_every: int
     """Steps from one eviction to the next, each of which evicts as many tokens."""
     age_normalised: bool

@@ -105,7 +105,7 @@ class KeptOfModel:
             print(f"It could not be kept: {error}", file=sys.stderr)
 
     def load(self, identity: ModelIdentity, read: Callable[[Any], Found]) -> Found | None:
-        """The data kept of this model; None if there is no file or it is damaged and must be made anew.
+        """The data kept of this model; None if the file is missing or damaged.
 
         Args:
             identity: The model's identity.

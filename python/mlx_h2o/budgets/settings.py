@@ -253,7 +253,7 @@ class CacheSettings:
         return self.remainder or self.policy.uses_evicted_mean
 
     def resized(self, budgets: Sequence[int], alike: bool = False) -> CacheSettings:
-        """The same settings with slots for each KV head; with `alike` the first number is every head's."""
+        """The same settings with each head's slots; with `alike` the first number is for all."""
         if alike:
             return replace(self, max_size=budgets[0], max_bytes=None, budgets=None, filling=())
         given = tuple(budgets)
