@@ -113,7 +113,7 @@ class Gpu:
         return out, mass, lse
 
     def _attended(self, call: Operands[Rows], **export: Any) -> attention_launches.Attended:
-        """Attention by the kernel that reads keys and values once; the seed is still to be joined."""
+        """Attention by the kernel that reads keys and values once; the seed is joined later."""
         return self.attend(
             call.q,
             call.k,
