@@ -305,7 +305,7 @@ class BoundedKVCache:
         return sum(run.heads * self._layer.lost(run) for run in runs) // runs[-1].last
 
     def is_trimmable(self) -> bool:
-        """Whether any token can be taken back: none was evicted, or the journal has steps (`undo`)."""
+        """Whether any token can be taken back: none was evicted, or `undo` kept steps."""
         return self.offset == 0 or self.trimmable > 0
 
     @property

@@ -1,4 +1,4 @@
-"""The bounded cache of models that compute attention themselves, with the remainder as plain rows."""
+"""The bounded cache of models that compute attention themselves; plain rows are its remainder."""
 
 from __future__ import annotations
 
