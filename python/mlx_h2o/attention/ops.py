@@ -34,7 +34,7 @@ def scaled_dot_product_attention(
     softcap: float = 0.0,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """Softmax attention `[B, Hq, L, Dv]`; arguments as in the form with scores."""
+    """Softmax attention `[B, Hq, L, Dv]`; arguments as in the op with scores."""
     check_attention(q, k, v, mask, sinks, seed, ranges)
     options = _options(scale, mask, sinks, seed, ranges, softcap)
     with on(stream):
@@ -106,7 +106,7 @@ def scaled_dot_product_attention_with_mass(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Softmax attention and the mass that each key received, without `[L, N]` scores.
 
-    Arguments as in the form with scores.
+    Arguments as in `scaled_dot_product_attention_with_scores`.
 
     Returns:
         out `[B, Hq, L, Dv]` in q's dtype; mass `[B, Hk, N]` float32 (see `attention_mass`; with

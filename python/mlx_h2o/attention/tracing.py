@@ -50,4 +50,4 @@ try:
     )
 except ImportError:
     tracing = _tracing_by_mlx
-    _placeholder()  # now, while no function is being traced
+    _placeholder()  # made now, while no function is being traced

@@ -143,7 +143,7 @@ class LayerShare:
         heads = checks.whole("heads", config["heads"], 1)
         sizes = {name: checks.whole(name, x, 1) for name, x in config["widths"].items()}
         if heads > MOST_HEADS or max(sizes.values()) > WIDEST_ROW:
-            raise ValueError(f"No layer has {heads} KV heads with rows of {sizes}.")
+            raise ValueError(f"A layer cannot have {heads} KV heads with rows of {sizes}.")
         grid, losses = tuple(config["grid"]), tuple(tuple(curve) for curve in config["losses"])
         if losses:
             check_curves(grid, losses)

@@ -94,7 +94,7 @@ class Profile:
         losses = tuple(tuple(next(heads) for _ in range(count)) for count in model.kv_heads)
         return cls(model, tuple(grid), losses, method, details or {}, measured)
 
-    # -- slots -------------------------------------------------------------------------------------
+    # -- slots ------------------------------------------------------------------------------------
 
     def budgets(
         self, mean: int, least: int = SMALLEST_BUDGET, length: int | None = None
@@ -190,7 +190,7 @@ class Profile:
         if bits is None:
             return 0.0
         if self.measured is None or bits not in self.measured.packing:
-            raise ValueError(f"This profile does not tell what rows of {bits} bits lose.")
+            raise ValueError(f"This profile has no loss for rows of {bits} bits.")
         return float(self.measured.packing[bits].sum())
 
     def loss_of(self, mean: int, least: int, bits: int | None, context: int) -> float:
@@ -217,7 +217,7 @@ class Profile:
         each = iter(heads)
         return [[next(each) for _ in layer] for layer in self.losses]
 
-    # -- files -------------------------------------------------------------------------------------
+    # -- files ------------------------------------------------------------------------------------
 
     def require(self, model: ModelIdentity) -> None:
         """Raise ValueError unless the profile belongs to the model."""

@@ -92,7 +92,7 @@ class CacheSettings:
         if not self.attending and self.policy.needs_attention:
             raise ValueError(
                 f"Policy {self.policy.name!r} must see attention, which this model computes by "
-                'itself (attending=False): choose one that looks at keys only ("keydiff", '
+                'itself (attending=False): choose one that uses keys alone ("keydiff", '
                 '"streaming", or "distinct" with mass_weight=0).'
             )
         if self.packing.packs and not self.attending:
@@ -295,8 +295,8 @@ class ModelSettings:
     """The bounds of a whole model's caches, and how they store rows, before the model is known.
 
     Attributes:
-        max_size: Tokens' worth of memory per KV head and layer, on average; or
-        max_bytes: Bytes for all bounded layers together.
+        max_size: Tokens' worth of memory per KV head and layer, on average, or None.
+        max_bytes: Bytes for all bounded layers together, instead of max_size, or None.
         policy: A policy, its name, or None for the best one that the model can run.
         policy_settings: Fields of a named policy to change.
         remainder: Whether evicted tokens keep contributing through the remainder.
@@ -339,7 +339,7 @@ class ModelSettings:
         if self.layer_budgets is None:
             one_size(max_size=self.max_size, max_bytes=self.max_bytes)
         elif self.max_size is not None or self.max_bytes is not None:
-            raise ValueError("budgets says the slots of every layer: omit max_size and max_bytes.")
+            raise ValueError("budgets gives the slots of every layer: omit max_size and max_bytes.")
         object.__setattr__(self, "undo", checked_undo(self.undo))
         for name in ("max_size", "context"):
             if getattr(self, name) is not None:
@@ -351,7 +351,7 @@ class ModelSettings:
         if isinstance(self.policy, Policy) and given:
             names = ", ".join(sorted(given))
             raise ValueError(
-                f"{names} would change a policy that is made already: make it with them, as in "
+                f"{names} would change an existing policy: make it with them, as in "
                 f"{type(self.policy).__name__}(...), or give its name {self.policy.name!r}."
             )
         self.policy_for(attending=True)
@@ -505,7 +505,7 @@ def frames_or_none(frames: Any) -> tuple[Frame | None, ...] | str | None:
     """The value of a model's `frames=`: its caches' key scaling, "none", or None for the profile's.
 
     Raises:
-        ValueError: It has another type.
+        ValueError: `frames` has another type.
     """
     if frames is None:
         return None

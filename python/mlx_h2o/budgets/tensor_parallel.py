@@ -70,7 +70,7 @@ def checked_ranks(count: int) -> int:
     """A checked number of processes that share a layer's heads.
 
     Raises:
-        ValueError: It is invalid, or others are running.
+        ValueError: The number is invalid, or another number of processes runs.
     """
     count = checks.whole("ranks", count, 1)
     if count > 1 and mx.distributed.init().size() != count:

@@ -34,7 +34,7 @@ from mlx_h2o.storage.softmax import Mask
 
 NOT_ASKED = (
     "This model did not ask the cache to attend. Call mlx_h2o.install(), or, for a model that "
-    "attends by itself, make a PlainRowsKVCache with a policy that looks at keys only."
+    "attends by itself, make a PlainRowsKVCache with a policy that uses keys alone."
 )
 IN_A_STEP = (
     "This cache is in the middle of a step: its last rows were not attended to. Save, copy, trim, "
@@ -149,7 +149,7 @@ class BoundedKVCache:
         what = f"{type(self).__name__}: {name}, {self.settings.size}{self.packing}{rest}"
         return f"<{what}; {self.size()} of {self.offset} tokens in {self.nbytes:,} bytes>"
 
-    # -- what it is -------------------------------------------------------------------------------
+    # -- properties -------------------------------------------------------------------------------
 
     @property
     def settings(self) -> CacheSettings:
@@ -222,7 +222,7 @@ class BoundedKVCache:
             raise RuntimeError("This cache holds nothing yet.")
         return self._layer
 
-    # -- rows come in, and are attended to --------------------------------------------------------
+    # -- new rows and attention -------------------------------------------------------------------
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store new rows, and return the rows that the model continues with, as each class defines.
@@ -268,7 +268,7 @@ class BoundedKVCache:
             RuntimeError: Within mx.compile, mx.grad or mx.vmap; there are no rows to attend to; or
                 the keys are not those that were returned.
         """
-        raise RuntimeError(f"A {type(self).__name__} is of a model that attends by itself.")
+        raise RuntimeError(f"A {type(self).__name__} is for a model that attends by itself.")
 
     # -- mlx-lm's cache protocol ------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class BatchH2OKVCache:
         """Add another batch's sequences after these.
 
         Raises:
-            ValueError: It is another kind of cache.
+            ValueError: `other` is another kind of cache.
         """
         if not isinstance(other, BatchH2OKVCache):
             raise ValueError(

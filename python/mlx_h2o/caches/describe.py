@@ -91,7 +91,7 @@ def unused_kernels() -> list[str]:
     others = f", and {rest} more" if rest else ""
     return [
         f"kernels NOT used on this GPU: {first.variant}: {first.why}{others}; MLX's operations do "
-        "their work (`mlx_h2o doctor` tells all)"
+        "their work (`mlx_h2o doctor` lists all)"
     ]
 
 

@@ -23,7 +23,7 @@ class LatentKVCache(BoundedKVCache):
     cannot be processed token by token, so there is no undo.
 
     Raises:
-        ValueError: The settings ask for one of these.
+        ValueError: The settings have one of these.
     """
 
     own = False
@@ -65,7 +65,7 @@ class LatentKVCache(BoundedKVCache):
         """Positions of the rows that `update_and_fetch` returned last, `[B, Hk, N]`.
 
         Raises:
-            RuntimeError: They were attended to already.
+            RuntimeError: Queries have attended to them already.
         """
         if self._attended is None:
             raise RuntimeError("places() before update_and_fetch(): no rows were handed out.")

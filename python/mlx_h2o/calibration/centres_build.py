@@ -85,9 +85,9 @@ def _require_seen(model: nn.Module, kinds: Sequence[LayerKind], wish: str) -> No
     """Raise ValueError unless every plain KV cache gets the queries of one layer."""
     if any(not kind.routed or kind.derived or kind.sharers > 1 for kind in kinds):
         raise ValueError(
-            f"{wish}, and {architecture(model)} attends by itself, to keys made of the cached "
+            f"{wish}, and {architecture(model)} attends by itself, to keys derived from the cached "
             "ones, or with several layers to the same: choose another policy "
-            '("keydiff" looks at keys only).'
+            '("keydiff" uses keys alone).'
         )
     if ranks_of(model) is not None:
         raise ValueError(f"{wish}, and this process has a part of them: choose another policy.")

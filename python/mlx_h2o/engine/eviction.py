@@ -74,7 +74,7 @@ def resize(layer: Layer, settings: CacheSettings) -> None:
         size = layer.window.size
     budgets = [budget - size for budget in settings.budgets]
     layer.regroup(settings, budgets)
-    if not layer.offset:  # nothing is held yet
+    if not layer.offset:  # no tokens are held yet
         return
     settle(layer, layer.memory.attended(beyond))
     # Heads whose budgets are now equal form one run.

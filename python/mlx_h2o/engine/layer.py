@@ -44,11 +44,11 @@ class RowType(NamedTuple):
         if come != self:
             raise ValueError(
                 f"This cache holds {name} of (batch, heads, width, dtype) {tuple(self)}; "
-                f"{tuple(come)} came."
+                f"the new ones are {tuple(come)}."
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        *sizes, dtype = self  # which cannot be pickled
+        *sizes, dtype = self  # a dtype cannot be pickled
         return _row_type, (*sizes, str(dtype).rpartition(".")[2])
 
 
@@ -81,7 +81,7 @@ class Layer:
         self.memory = memory
         self.types = types
 
-    # -- what is held -----------------------------------------------------------------------------
+    # -- the rows held ----------------------------------------------------------------------------
 
     @property
     def runs(self) -> list[Run]:
@@ -234,7 +234,7 @@ class Layer:
         part = evictions.remainder.heads(first, first + keys.shape[1]).fold(keys, values, weights)
         evictions.remainder = evictions.remainder.with_heads(first, part)
 
-    # -- what attention and eviction leave ---------------------------------------------------------
+    # -- results of attention and eviction --------------------------------------------------------
 
     def write_scores(self, parts: Sequence[mx.array]) -> None:
         """Replace the scores of the slots in use: `[B, heads, length]` for each run."""

@@ -104,7 +104,7 @@ def checked_carry(carry: float | str) -> float:
     """`carry` as a number from 0 to 1.
 
     Raises:
-        ValueError: It is invalid.
+        ValueError: `carry` is invalid.
     """
     part = 0.0 if isinstance(carry, str) and carry == RESET else carry
     try:

@@ -332,7 +332,7 @@ def row_type(name: str, arrays: Arrays, packing: Packing) -> tuple[int, mx.Dtype
     if bits is not None:
         width = width * 32 // bits
     if width < 1 or dtype not in FLOAT_DTYPES or (bits and width % packing.group_size):
-        raise ValueError(f"No {name} are {width} wide and of {dtype}.")
+        raise ValueError(f"The {name} cannot be {width} wide and of {dtype}.")
     return width, dtype
 
 
@@ -387,7 +387,7 @@ def check_indices(
             assert victims is not None
             left = victims[:, run.first : run.last, policy.evict_every - run.victims :]
             if left.min() < 0 or left.max() >= run.length or not np.diff(np.sort(left)).all():
-                raise ValueError("Slots are to be overwritten that are none, or twice.")
+                raise ValueError("Victims are not slots in use, or one is named twice.")
     pinned = np.zeros(positions.shape, bool)
     for first, end in settings.pins:
         pinned |= (positions >= first) & (positions < end)

@@ -145,8 +145,8 @@ def read_twice(
     apart = (k.derived or not k.routed or k.sharers > 1 or k.indexes for k in kinds)
     if not kinds or any(apart):
         raise ValueError(
-            "This model's attention does not come through mlx-h2o, so what a second reading looks "
-            "at is not seen: its prompts cannot be compressed."
+            "This model's attention does not come through mlx-h2o, so the attention of a second "
+            "reading is not observed: its prompts cannot be compressed."
         )
     B, T = tokens.shape
     caches = stock_caches(model)
@@ -267,7 +267,7 @@ def _ids(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> mx.array:
     """Token ids `[B, T]`.
 
     Raises:
-        ValueError: There are none.
+        ValueError: The prompt is empty.
     """
     given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     tokens = given if isinstance(given, mx.array) else mx.array(list(given))

@@ -211,8 +211,8 @@ def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
         plain = sum(type(member) is KVCache for _, member in entries([entry]))
         if frame is not None and type(entry) is not KVCache:
             raise ValueError(
-                f"frames[{i}] is for a {type(entry).__name__}, which is no plain KV cache: it must "
-                "be None."
+                f"frames[{i}] is for a {type(entry).__name__}, which is not a plain KV cache: "
+                "it must be None."
             )
         of_plain += [frame] * plain
     return of_plain

@@ -65,7 +65,7 @@ def resize(
     own = replace(settings, undo=first.undo)
     stages = fillings(shares, sizes_of, own, *how, first.attending, profile)
     for layer, (slots, later) in zip(layers, stages, strict=True):
-        # Plain rows of the remainder, where there are any yet, stay as many as they are.
+        # The remainder keeps its number of plain rows, if it has any.
         reserved = layer.store.reserved if layer.store else 0
         resized = layer.resized_settings([count - reserved for count in slots])
         resized = replace(resized, filling=later)
@@ -75,7 +75,7 @@ def resize(
 
 
 def _profile_of(shares: Sequence[LayerShare]) -> Profile | None:
-    """What the layers remember of their model's profile, or None if there was none."""
+    """The profile that the layers remember of their model, or None."""
     if not all(share.losses for share in shares):
         return None
     heads = tuple(share.heads for share in shares)

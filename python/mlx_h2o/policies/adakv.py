@@ -16,7 +16,7 @@ from mlx_h2o.policies.snapkv import SnapKV
 @register_policy("adakv")
 @dataclass(frozen=True)
 class AdaKV(SnapKV):
-    """`snapkv`, with a layer's slots shared out among its KV heads when a prompt is cut down.
+    """`snapkv`, with a layer's slots shared out among its KV heads when a prompt is reduced.
 
     Source: Feng et al. 2024, arXiv 2407.11550, algorithm 1: the tokens of all heads of a layer are
     ranked together, and a head gets as many slots as it has tokens among the best. Every head keeps

@@ -193,7 +193,7 @@ class Policy:
 
     @property
     def shares_slots(self) -> bool:
-        """Whether it shares a layer's slots out among its heads when a prompt is cut down."""
+        """Whether it shares a layer's slots out among its heads when a prompt is reduced."""
         return False
 
     def shared_out(self, worths: Sequence[mx.array], budgets: Sequence[int]) -> list[int]:

@@ -170,7 +170,7 @@ class Journal:
             window: The recent window, if the layer has one.
 
         Returns:
-            The offset; the remainder and the victims, or None where the steps did not change them.
+            The offset; the remainder and the victims, or None if the steps did not change them.
         """
         statistics: dict[str, mx.array] = {}
         victims = None

@@ -136,7 +136,7 @@ class RowFormat:
     dtype: mx.Dtype = mx.float16
 
     def keys(self, keys: mx.array) -> mx.array:
-        """Keys `[B, H, L, D]` as attention will see them."""
+        """Keys `[B, H, L, D]` as attention gets them once stored."""
         if self.k_bits is None:
             return keys
         if self.frame is None:
@@ -145,7 +145,7 @@ class RowFormat:
         return self.frame.leave(framed).astype(keys.dtype)
 
     def values(self, values: mx.array) -> mx.array:
-        """Values `[B, H, L, Dv]` as attention will see them."""
+        """Values `[B, H, L, Dv]` as attention gets them once stored."""
         if self.v_bits is None:
             return values
         return self._restored(values, self.v_bits).astype(values.dtype)

@@ -83,7 +83,7 @@ class PackedRows:
             group_size: Elements that share a scale and a bias.
 
         Raises:
-            ValueError: The width is no multiple of the group size, or bits are unknown.
+            ValueError: The width is not a multiple of the group size, or bits are unknown.
         """
         if bits not in BITS or group_size not in GROUP_SIZES or rows.shape[-1] % group_size:
             raise ValueError(
@@ -173,7 +173,7 @@ def pack_by_range(
     scales, biases = ((greatest - least) / top).astype(rows.dtype), least.astype(rows.dtype)
     by, off = scales.astype(mx.float32)[..., None], biases.astype(mx.float32)[..., None]
     levels = mx.minimum(mx.round((groups - off) / by), top)
-    # Neither a group without a range nor a NaN is above 0.
+    # Groups without a range and NaNs fail these comparisons, so they get level 0.
     levels = mx.where((by > 0) & (levels > 0), levels, 0).astype(mx.uint32)
     return words_of(levels.reshape(rows.shape), bits), scales, biases
 
@@ -284,7 +284,7 @@ class Packing:
             raise ValueError("recent_bits needs bits (or k_bits or v_bits) for the other tokens.")
 
     def __str__(self) -> str:
-        """For messages: " in 8 bits", " with keys in 8 and values in 4 bits", or nothing."""
+        """The text for messages: " in 8 bits", " with keys in 8 and values in 4 bits", or none."""
         if not self.packs:
             return ""
         if self.k_bits == self.v_bits:

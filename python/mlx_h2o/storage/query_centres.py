@@ -62,7 +62,7 @@ class QueryCentres:
 
     @classmethod
     def of(cls, queries: mx.array, heads: int, rope: Rope) -> QueryCentres:
-        """The centres of a text's queries.
+        """The query centres of a text's queries.
 
         Args:
             queries: `[B, Hq, T, D]` with RoPE applied at positions 0 to T - 1.

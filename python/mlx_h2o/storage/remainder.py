@@ -1,7 +1,7 @@
 """The remainder: statistics of a KV head's evicted tokens, and the softmax column made of them.
 
 Evicting a row folds it into its head's count, mean key, per-dimension key variance and mean value
-(Welford; merging by Chan et al. 1979). A query then meets one more softmax column,
+(Welford; merging by Chan et al. 1979). A query then has one more softmax column,
 
     x = 1/2 scale^2 sum_d q_d^2 var_d
     r = log n + scale q.mean_k + x / sqrt(1 + x / t)                     value: mean_v
@@ -168,7 +168,7 @@ class Remainder:
 
         Args:
             out: Attention over the kept slots `[B, Hq, L, Dv]`.
-            lse: Its log-sum-exp `[B, Hq, L]`.
+            lse: The log-sum-exp of `out`, `[B, Hq, L]`.
             r: The column's logit `[B, Hq, L]`.
 
         Returns:

@@ -87,7 +87,7 @@ class Rope:
         dims = checks.whole("rope.dims", config["dims"], 2)
         base, scale = (checks.finite(f"rope.{name}", config[name]) for name in ("base", "scale"))
         if dims % 2 or dims > MOST_DIMS or base <= 0:
-            raise ValueError(f"No rope has dims={dims} and base={base}.")
+            raise ValueError(f"A rope cannot have dims={dims} and base={base}.")
         return cls(dims, base, scale, checks.switch("rope.traditional", config["traditional"]))
 
 

@@ -67,7 +67,7 @@ class SlotStore:
 
     Attributes:
         runs: The runs of heads, with their ranges.
-        reserved: Slots at the head of each range that hold no token (the remainder's plain rows).
+        reserved: Slots at the start of each range that hold no token (the remainder's plain rows).
         fields: `[B, S, ...]` by name. Positions are narrow until `fit_positions`.
     """
 
@@ -83,7 +83,7 @@ class SlotStore:
 
         Args:
             runs: Runs of neighbouring heads with equal budgets.
-            reserved: Slots of each head before the others, for plain rows.
+            reserved: Slots of each head before the others, for the remainder's plain rows.
             fields: `[B, S, ...]` by name.
         """
         store = cls([run.budget for run in runs for _ in range(run.heads)], reserved)

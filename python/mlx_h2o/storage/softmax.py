@@ -23,7 +23,7 @@ def join(
 
     Args:
         out: Attention without the column `[B, Hq, L, Dv]`.
-        lse: Its log-sum-exp `[B, Hq, L]`.
+        lse: The log-sum-exp of `out`, `[B, Hq, L]`.
         logits: The column's logits `[B, Hq, L]`.
         values: The column's values `[B, Hk, Dv]`.
     """

@@ -45,7 +45,7 @@ def backend() -> ModuleType | Gpu:
 
 
 def pack(rows: mx.array, bits: int, group_size: int) -> PackedRows:
-    """See `PackedRows.of`, which every backend does bit for bit alike."""
+    """See `PackedRows.of`; the result is the same bit for bit on every backend."""
     packed: PackedRows = backend().pack(rows, bits, group_size)
     return packed
 

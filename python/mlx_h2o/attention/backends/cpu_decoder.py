@@ -95,7 +95,7 @@ class CPUDecoder(Decoder):
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
-        """One token of each of several layers, in one operation.
+        """One token in each of several layers, in one operation.
 
         Args:
             decoders: The decoders that hold the layers.

@@ -52,7 +52,7 @@ def step_together(
     k: mx.array,
     v: mx.array,
 ) -> mx.array:
-    """One token of each of several layers, whose decoders are of one device.
+    """One token in each of several layers, whose decoders belong to one device.
 
     Args:
         decoders: The decoders that hold the layers, of one sequence each.

@@ -33,7 +33,7 @@ SLOTS = 555
 # The number of slots from which a large GPU takes two passes.
 SLOTS_OF_TWO_PASSES = 1100
 LARGE_APPLE_GPU = "applegpu_g13s"
-# Tiles of 64 rows and 64 keys, the last ones not full.
+# Tiles of 64 rows and 64 keys, of which the last ones are partly filled.
 PROMPT, SLOTS_OF_PROMPT = 70, 150
 # Two sequences and two heads, so that the second ones are read with a stride.
 BATCH, HEADS = 2, 2
