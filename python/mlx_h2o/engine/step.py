@@ -208,8 +208,8 @@ def _check_frame(layer: Layer, call: AttentionCall) -> None:
     if frame is not None and frame.moves and (call.sinks is not None or call.softcap):
         what = "Attention sinks" if call.sinks is not None else "Capped logits"
         raise ValueError(
-            f"{what} do not move with a frame's centre, so the frame of a layer that has them "
-            "needs a centre of zeros."
+            f"{what} do not move with a key scaling's centre, so the Frame of a layer that has "
+            "them needs a centre of zeros."
         )
 
 
