@@ -52,7 +52,7 @@ class Looking(ABC):
 
     @abstractmethod
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
-        """The layer's attention over cached and new rows: its output `[B, Hq, L, Dv]`.
+        """Take one attention call with its new rows; return its output `[B, Hq, L, Dv]`.
 
         Args:
             call: Queries `[B, Hq, L, D]`, scale, mask, sinks and softcap.

@@ -10,7 +10,7 @@ from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.policies import Policy
 from mlx_h2o.storage.packed import Packing
 
-#: Widths of rows to choose from; None is not packed.
+#: Widths of rows to choose from; None for dense rows.
 WIDTHS = (None, 8, 6, 5, 4)
 #: A difference of expected loss too small to choose by. Of widths this near to the least loss the
 #: one with most slots is best: facts stay in slots though prose does not need them (a quarter:
@@ -29,7 +29,7 @@ class Choice:
     """A width of rows and its expected loss.
 
     Attributes:
-        bits: Bits of keys and values; None is not packed.
+        bits: Bits of keys and values, or None for dense rows.
         slots: Slots per KV head, on average.
         loss: The expected loss, summed over the heads, in units of the profile.
     """

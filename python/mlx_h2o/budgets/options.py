@@ -32,7 +32,7 @@ class PolicyOptions(TypedDict, total=False):
     unit: Literal["head", "layer"]
     """Whether each KV head chooses for itself ("head"), or all heads together ("layer")."""
     evict_every: int
-    """Steps from one eviction to the next, each of which evicts as many tokens."""
+    """Steps from one eviction to the next; each eviction makes room for as many tokens."""
     age_normalised: bool
     """Divide a token's scores by the number of steps since it came."""
     value_weighted: bool

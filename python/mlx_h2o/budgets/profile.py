@@ -35,8 +35,8 @@ SMALLEST_BUDGET = 12
 #: repeats earlier ones. At an eighth of the bytes SmolLM2 knows 9 of 23 planted facts by the loss
 #: over prose alone, with 0.67 % more perplexity; 16 with weight 0.04; 18 with 0.1, with 0.93 %.
 ECHO_PART = 0.1
-# Above this multiple of the calibrated length the curves cover too little of the evictions, and the
-# shares at this size are kept.
+# Beyond one part in so many of the calibrated length the curves cover too few evictions, and the
+# shares at that size are kept.
 LARGEST_PART = 2
 
 
@@ -104,8 +104,7 @@ class Profile:
         Args:
             mean: Slots per KV head on average.
             least: Slots that every head must have.
-            length: Tokens of the conversation so far, more than which no head can use; by default
-                without limit.
+            length: Tokens of the conversation so far; no head gets more slots. None for no limit.
 
         Raises:
             ValueError: mean is below least.
@@ -176,7 +175,7 @@ class Profile:
 
         Args:
             budgets: Slots `[layers][H]`.
-            bits: Bits of the rows; None is not packed.
+            bits: Bits of the rows, or None for dense rows.
 
         Raises:
             ValueError: The loss by packing with so many bits was not measured.

@@ -411,7 +411,7 @@ class BoundedKVCache:
         return "causal"
 
     def _opened(self, keys: mx.array, values: mx.array) -> Layer:
-        """The layer, created from the widths of the first rows; then it checks rows like these."""
+        """The layer, created by the first rows; these rows must be of its type."""
         if tracing():
             raise RuntimeError(REFUSED)
         if self._between:

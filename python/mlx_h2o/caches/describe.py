@@ -15,9 +15,9 @@ from mlx_h2o.attention.backends import choice
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.storage.remainder import SATURATION
 
-#: The slots in a reason, in which layers may differ that are otherwise alike.
+#: The slots in a reason; layers that are otherwise alike may differ in them.
 SLOTS = re.compile(r"^(\d+)(?: to (\d+))? (?=slots a KV head)")
-#: The saturation in a reason, in which they may differ too; a summary leaves it out.
+#: The saturation in a reason; alike layers may differ in it, and a summary omits it.
 SATURATED = re.compile(r" with saturation [\d.]+(?: to [\d.]+)?")
 CHOSEN = re.compile(r" \(chosen: ([^;]*).*\)$")
 #: The number of lines of a summary between the first and the last.

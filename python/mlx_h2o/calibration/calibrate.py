@@ -227,7 +227,7 @@ def calibrate(
 
 
 def _telling(progress: Progress | None, layers: int) -> Callable[[float], None]:
-    """A function that reports work in layers of the trials, after the other passes."""
+    """A function that reports progress in layers of the trials, after the other passes."""
     whole = layers * (1 + FRAME_WORK + ECHO_WORK)
 
     def told(done: float) -> None:

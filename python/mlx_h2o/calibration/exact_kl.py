@@ -2,8 +2,7 @@
 
 One pass over a text for each KV head and number of slots, with that head limited to sinks and a
 window, and a remainder. The loss is the change of the model's next-token distribution. Where a
-calibration by output errors (`calibration/calibrate.py`) orders heads differently, this one is
-right.
+calibration by output errors (`calibration/calibrate.py`) orders heads differently, this is right.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Without a profile all heads get the same number of slots, which at a quarter of the bytes costs
 several percent of perplexity on some models. A quick calibration reads fewer tokens and tries fewer
-numbers of slots than `mlx_h2o calibrate`; it is kept among this user's profiles and found there
-again.
+numbers of slots than `mlx_h2o calibrate`; it is kept among this user's profiles.
 """
 
 from __future__ import annotations

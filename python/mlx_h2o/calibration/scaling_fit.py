@@ -1,9 +1,9 @@
 """Fitting key scaling (`Frame`): the centres and scales whose packed keys move attention least.
 
-A row of packed keys is cut into levels of equal size, so each of its numbers has the same error: E
-e^2 = range(k')^2 / (12 (2^bits - 1)^2), with k' the group's scaled numbers. A query adds the error
-to a logit as q.e = sum_j s_j q_j e_j, and logit n moves the output by p_n (v_n - o), so that the
-expected loss is, up to constants,
+A row of packed keys is cut into levels of equal size, so each of its numbers has the same error:
+E e^2 = range(k')^2 / (12 (2^bits - 1)^2), with k' the group's scaled numbers. A query adds the
+error to a logit as q.e = sum_j s_j q_j e_j, and logit n moves the output by p_n (v_n - o), so that
+the expected loss is, up to constants,
 
     sum_n w_n range(k'_n)^2 * sum_j s_j^2 E q_j^2        w_n = sum_q p_qn^2 |v_n - o_q|^2
 

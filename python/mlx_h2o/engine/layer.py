@@ -331,7 +331,7 @@ class Layer:
     # -- fused steps ------------------------------------------------------------------------------
 
     def planned(self, keys: mx.array, values: mx.array) -> tuple[Decoder, PlannedToken]:
-        """The next token's decoder and its plan in this layer, which counts it from now on.
+        """The decoder and the plan of the next token, which the layer counts from now on.
 
         Args:
             keys: `[B, H, 1, D]`, or other rows like these.

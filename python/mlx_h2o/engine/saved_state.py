@@ -314,7 +314,8 @@ def has_value_lengths(arrays: Arrays, policy: Policy) -> bool:
     """Whether the lengths of values are among the arrays.
 
     `layer_factory.restored` makes those that older files lack, and drops those of packed values,
-    which older files have."""
+    which older files have.
+    """
     return policy.uses_value_lengths and "slots.value_lengths" in arrays
 
 

@@ -237,7 +237,6 @@ def compress_into(
 
     Raises:
         ValueError: They are too small, or the model's attention does not come through mlx-h2o.
-            mlx-h2o.
     """
     checks.whole("room", room, 0)
     checks.whole("chunk", chunk, 1)

@@ -299,8 +299,7 @@ def fillings(
     def stages_by(shares: Sequence[LayerShare]) -> list[Stages]:
         sizes = sizes_of(shares)
         # The step at which slots are shared out anew depends on drafts (`Journal.settled`), and
-        # tokens with a draft model must be those without: with `undo` the last shares apply at
-        # once.
+        # tokens with a draft model must be those without: with `undo` all use the last shares.
         if profile is None or settings.undo or settings.layer_budgets is not None:
             return [(tuple(of_layer), ()) for of_layer in sizes]
         least = policy.least_budget() + FEWEST_CHOICES

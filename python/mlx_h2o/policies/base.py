@@ -122,8 +122,7 @@ class Policy:
         age_normalised: Divide scores by the steps since the token came.
         value_weighted: Multiply scores by ||v|| (VATP, arXiv 2406.12335).
         prompt: How prompt chunks are scored: "window" by the mass from the last `window` queries
-            (SnapKV, arXiv 2404.14469), "full" by the scores that `accumulate` gives for all
-            queries.
+            (SnapKV, arXiv 2404.14469), "full" by `accumulate` over all queries.
         window: The number of queries in the window.
         pool: Width of the average pool along positions that smooths the window's mass.
     """
@@ -144,8 +143,8 @@ class Policy:
     #: Whether the mean key of evicted tokens is kept even without the remainder's column.
     uses_evicted_mean: ClassVar[bool] = False
     # Whether packed keys get key scaling (`Frame`) by themselves. Not where distances between keys
-    # decide alone, since scaling stretches them (distinct at a quarter of 512 tokens: +17, not +8.5
-    # %).
+    # decide alone, since scaling stretches them (distinct at a quarter of 512 tokens: +17 % against
+    # +8.5 %).
     suits_frames: ClassVar[bool] = True
     #: Whether it ranks by the lengths of values (`Slots.lengths_of_values`).
     uses_value_lengths: ClassVar[bool] = False
@@ -252,8 +251,7 @@ class Policy:
                 f"{f' beside {pinned} pinned tokens' if pinned else ''} need a head of more than "
                 f"{checks.MOST_TOKENS} slots: lower one of them."
             )
-        # The evictable part of a budget grows with it; the rounding of `recent` decides where it is
-        # enough.
+        # The evictable part grows with the budget; rounding a share decides where it suffices.
         slots = range(checks.MOST_TOKENS + 1)
         return bisect.bisect_left(slots, True, lo=min(needed, len(slots) - 1), key=suffices)
 
@@ -293,8 +291,7 @@ class Policy:
             carry: How much of the past counts, from 0 to 1.
 
         Returns:
-            Sums of masses keep their mean per step, over fewer steps; averages keep the part
-            `carry`.
+            Sums of masses keep their mean per step, over fewer steps; averages keep `carry`.
         """
         return scores * (ages_after / ages) if self.sums_mass else scores * carry
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_h2o.policies.base import Slots, register_policy
 from mlx_h2o.policies.snapkv import SnapKV
 
-# Lengths below this count as 0.
+# The least squared length of a key, for its direction.
 NO_LENGTH = 1e-12
 
 

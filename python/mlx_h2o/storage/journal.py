@@ -153,7 +153,7 @@ class Journal:
         return list(self.steps[-1].arrays.values()) if self.steps else []
 
     def trimmable(self, offset: int, evicted: bool) -> int:
-        """How many of the tokens before `offset` can be taken back, by whether any were evicted."""
+        """How many tokens can be taken back, from the layer's next position and evictions."""
         if self.steps:
             first = self.steps[0]
             offset, evicted = first.offset, first.evicted

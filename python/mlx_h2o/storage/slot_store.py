@@ -7,8 +7,7 @@ and are processed together.
 
 A slot's position takes 16 bits while the conversation's positions fit into them, then 32.
 Positions are signed, since a pinned token's position is stored as its complement
-(`storage/pins.py`). Only the store keeps them narrow: views, and all arithmetic with positions, are
-int32.
+(`storage/pins.py`). Only the store keeps them narrow: views and all arithmetic are int32.
 """
 
 from __future__ import annotations

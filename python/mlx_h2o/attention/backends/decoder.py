@@ -46,8 +46,7 @@ class PlannedToken(NamedTuple):
         offset: The next logical position.
         heads: One plan for each KV head.
         recent: The effect on the recent window, or None without one.
-        before: The journal's entry, which takes the arrays that the step changes, as they are
-            before.
+        before: The journal's entry for the step, or None; it takes the arrays that change.
         aged_from: The position from which ages count.
     """
 

@@ -15,8 +15,7 @@ MOST_QUERIES = 8
 
 # How many simdgroups fit a threadgroup, by the words per lane that a simdgroup's rows take: Apple's
 # GPUs have 208 KB of registers a core, so 52 words a lane with 32 simdgroups, 104 with 16. No lane
-# has more than 128, which 12 simdgroups can always have. The remaining registers are for everything
-# else.
+# has more than 128, which 12 simdgroups can always have. The rest is for all other values.
 _SIMDGROUPS_BY_WORDS = ((12, 32), (30, 16), (76, 12))
 # Words of a row besides its share of the query and of the sum: logit, largest logit, weight.
 _WORDS_BESIDES = 3
@@ -27,8 +26,7 @@ _WORDS_TO_UNPACK = 6
 _KEYS = 16
 # Bytes of threadgroup memory for keys and values that several simdgroups share.
 _STAGED_BYTES = 16384
-# The largest cost of a block's queries and partial results, as a share of its keys' and values'
-# bytes.
+# Most bytes of a block's queries and partial results, as a share of those of its keys and values.
 _BLOCK_SHARE = 0.015
 # On NVIDIA's GPUs MLX takes one pass up to so many slots, and beyond that spreads them over so many
 # simdgroups.

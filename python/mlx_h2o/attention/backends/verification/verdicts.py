@@ -131,7 +131,7 @@ class Verdicts:
             check: The function that runs the small case and returns its largest error.
         """
         with self._lock:
-            self._known.pop(variant, None)  # with a negative one the check would not run it
+            self._known.pop(variant, None)  # a negative one would keep the check from running it
             verdict = self._check(str(variant), kernels, check)
             self._known[variant] = verdict
         return verdict
