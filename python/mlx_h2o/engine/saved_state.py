@@ -388,7 +388,7 @@ def check_indices(
             assert victims is not None
             left = victims[:, run.first : run.last, policy.evict_every - run.victims :]
             if left.min() < 0 or left.max() >= run.length or not np.diff(np.sort(left)).all():
-                raise ValueError("Victims are not slots in use, or one is named twice.")
+                raise ValueError("Slots to be overwritten are not in use, or named twice.")
     pinned = np.zeros(positions.shape, bool)
     for first, end in settings.pins:
         pinned |= (positions >= first) & (positions < end)
