@@ -127,6 +127,37 @@ def test_no_function_is_too_long():
     assert long == []
 
 
+# Packages whose docstrings have whole phrases in `Args:` and `Attributes:`.
+WORDED = (
+    "storage",
+    "engine",
+    "policies",
+    "budgets",
+    "attention",
+    "caches",
+    "calibration",
+    "model_caches",
+)
+SECTION = re.compile(r"^(?:Args|Attributes):\n((?:    .*\n|\n)*)", re.MULTILINE)
+CLIPPED = re.compile(
+    r"^    [\w, ]+: +(?:(?:Of|That|Whose|Which)|(?:In|By|At|For) which)\b.*", re.MULTILINE
+)
+
+
+def test_entries_say_what_the_thing_is():
+    """`settings: Of the layer.` leaves the noun to the reader: `settings: The layer's settings.`"""
+    clipped = [
+        f"{file}: {entry.strip()}"
+        for file, tree in trees()
+        if file.split("/")[0] in WORDED
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for section in SECTION.findall(f"{ast.get_docstring(node)}\n")
+        for entry in CLIPPED.findall(section)
+    ]
+    assert clipped == []
+
+
 # A docstring that says where the arguments are explained.
 REFERS = re.compile(r"\b([Aa]s in|As mlx-lm|[Ss]ee|[Aa]rguments)\b")
 

@@ -1,1 +1,1 @@
-"""Attention that hands out its scores, and the backends that compute it."""
+"""Attention that returns its scores, and the backends that compute it."""

@@ -1,4 +1,4 @@
-"""The arguments of one attention call: queries, and how they see the keys."""
+"""The arguments of one attention call: queries, scale, mask, sinks and softcap."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mlx_h2o.storage.softmax import Mask
 
 
 class AttentionCall(NamedTuple):
-    """One call of a model's attention, keys and values apart.
+    """One call of a model's attention, without keys and values.
 
     Attributes:
         q: `[B, Hq, L, D]`.
         scale: Factor on q.k.
         mask: None, "causal" or an array over the new rows' columns.
         sinks: Attention-sink logits `[Hq]`.
-        softcap: c of logits capped softly, c tanh(logits / c) before the mask; 0: they are not.
+        softcap: c of logits capped softly, c tanh(logits / c) before the mask; 0 for no cap.
     """
 
     q: mx.array
@@ -28,11 +28,11 @@ class AttentionCall(NamedTuple):
     softcap: float = 0.0
 
     def with_queries(self, q: mx.array) -> AttentionCall:
-        """The same of other queries."""
+        """The same call with other queries."""
         return self._replace(q=q)
 
     def of_sequence(self, q: mx.array, mask: Mask) -> AttentionCall:
-        """The same of one sequence's queries `[1, Hq, L, D]`, with a mask of its own."""
+        """The call with one sequence's queries `[1, Hq, L, D]` and its own mask."""
         return self._replace(q=q, mask=mask)
 
     def of_heads(self, first: int, last: int) -> AttentionCall:
@@ -41,21 +41,21 @@ class AttentionCall(NamedTuple):
         return self._replace(q=self.q[:, first:last], sinks=sinks)
 
     def token(self, index: int, mask: Mask) -> AttentionCall:
-        """The call of one query, with a mask of its own."""
+        """The call of one query, with its own mask."""
         return self._replace(q=self.q[:, :, index : index + 1], mask=mask)
 
 
 class Looking(ABC):
-    """A cache that routed attention comes to, and that takes what a model asks in one piece."""
+    """A cache that receives routed attention calls as one `AttentionCall`."""
 
     attending: ClassVar[bool] = True
 
     @abstractmethod
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
-        """What the layer attends to comes by; its output `[B, Hq, L, Dv]`.
+        """Take one attention call with its new rows; return its output `[B, Hq, L, Dv]`.
 
         Args:
-            call: Queries `[B, Hq, L, D]`, and how they see the keys.
+            call: Queries `[B, Hq, L, D]`, scale, mask, sinks and softcap.
             keys: `[B, H, L, D]`.
             values: `[B, H, L, Dv]`.
         """
@@ -71,7 +71,7 @@ class Looking(ABC):
         sinks: Any,
         softcap: float = 0.0,
     ) -> mx.array:
-        """As routing asks (`H2OKVCache.attend`).
+        """The entry point of routing (`H2OKVCache.attend`).
 
         Args:
             q: Queries `[B, Hq, L, D]`.

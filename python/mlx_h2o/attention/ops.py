@@ -1,7 +1,7 @@
-"""Attention that hands out its scores: the public ops.
+"""Attention that returns its scores: the public ops.
 
-They check their arguments and then ask the backend of the device that computes;
-`backends/reference.py` is the definition that every other backend is held against.
+They check their arguments and call the backend of the computing device; `backends/reference.py` is
+the definition with which every other backend is compared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def scaled_dot_product_attention(
     softcap: float = 0.0,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """Softmax attention `[B, Hq, L, Dv]`; arguments as in the form with scores."""
+    """Softmax attention `[B, Hq, L, Dv]`; arguments as in the op with scores."""
     check_attention(q, k, v, mask, sinks, seed, ranges)
     options = _options(scale, mask, sinks, seed, ranges, softcap)
     with on(stream):
@@ -64,22 +64,22 @@ def scaled_dot_product_attention_with_scores(
         v: Values `[B, Hk, N, Dv]`; Dv may differ from D. Flat with `ranges`: `[B, S, Dv]`. They may
             be packed.
         scale: Factor on q.k, usually `D ** -0.5`.
-        mask: None, `"causal"` (the last query sees all N keys), a boolean array (True is visible)
-            or an additive array, broadcastable to `[B, Hq, L, N]`. No array with `ranges`.
+        mask: None, `"causal"` (the last query attends to all N keys), a boolean array (True is
+            visible) or an additive array, broadcastable to `[B, Hq, L, N]`. No array with `ranges`.
         sinks: One logit per query head `[Hq]` of an extra softmax column without a value
             (gpt-oss).
         seed: One more column, with a value: logits `[B, Hq, L]` and values `[B, Hk, Dv]`, float32
             (the remainder's).
         ranges: (first slot, number of slots) of each KV head, so that heads may differ in N.
-        softcap: c of logits capped softly, c tanh(logits / c) before the mask (Gemma 2), which the
-            reference backend computes; 0: they are not capped.
-        stream: Where to compute.
+        softcap: c of logits capped softly, c tanh(logits / c) before the mask (Gemma 2), which only
+            the reference backend supports; 0 for no cap.
+        stream: The stream or device to compute on.
 
     Returns:
         out `[B, Hq, L, Dv]` in q's dtype; scores `[B, Hq, L, N]` float32, pre-softmax, minus
-        infinity where masked (with `ranges` `[B, Hq / Hk, L, S]`, minus infinity where a slot is no
-        head's); lse `[B, Hq, L]` float32 over all columns, minus infinity in rows that see nothing
-        (whose out is zero).
+        infinity where masked (with `ranges` `[B, Hq / Hk, L, S]`, minus infinity where a slot
+        belongs to no head); lse `[B, Hq, L]` float32 over all columns, minus infinity in rows that
+        attend to no key (whose out is zero).
 
     Raises:
         ValueError: Shapes, dtypes or the mask do not fit together.
@@ -106,11 +106,11 @@ def scaled_dot_product_attention_with_mass(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Softmax attention and the mass that each key received, without `[L, N]` scores.
 
-    Arguments as in the form with scores.
+    Arguments as in `scaled_dot_product_attention_with_scores`.
 
     Returns:
         out `[B, Hq, L, Dv]` in q's dtype; mass `[B, Hk, N]` float32 (see `attention_mass`; with
-        `ranges` `[B, S]`, zero where a slot is no head's); lse `[B, Hq, L]`.
+        `ranges` `[B, S]`, zero where a slot belongs to no head); lse `[B, Hq, L]`.
     """
     check_attention(q, k, v, mask, sinks, seed, ranges)
     options = _options(scale, mask, sinks, seed, ranges, softcap)
@@ -141,18 +141,18 @@ def scaled_dot_product_attention_quantized_with_scores(
     Args:
         q: Queries `[B, Hq, L, D]`.
         k_w: Words of the keys `[B, Hk, N, D * k_bits / 32]` uint32, in the format of `mx.quantize`.
-        k_s: Their scales `[B, Hk, N, D / group_size]`.
-        k_b: Their biases `[B, Hk, N, D / group_size]`.
+        k_s: The keys' scales `[B, Hk, N, D / group_size]`.
+        k_b: The keys' biases `[B, Hk, N, D / group_size]`.
         v_w: Words of the values `[B, Hk, N, Dv * v_bits / 32]`.
-        v_s: Their scales.
-        v_b: Their biases.
+        v_s: The values' scales.
+        v_b: The values' biases.
         scale: Factor on q.k.
-        k_bits: Of keys: 2, 3, 4, 5, 6 or 8.
-        v_bits: Of values: 2, 3, 4, 5, 6 or 8.
+        k_bits: Bits of keys: 2, 3, 4, 5, 6 or 8.
+        v_bits: Bits of values: 2, 3, 4, 5, 6 or 8.
         group_size: 32, 64 or 128.
         mask: As for dense keys.
         sinks: As for dense keys.
-        stream: Where to compute.
+        stream: The stream or device to compute on.
 
     Returns:
         out, scores and lse as for dense keys.
@@ -176,16 +176,16 @@ def attention_mass(scores: mx.array, lse: mx.array, n_kv_heads: int) -> mx.array
 
     Args:
         scores: Logits `[B, Hq, L, N]`, float32.
-        lse: Their log-sum-exp `[B, Hq, L]`; one that covers more columns than `scores` shows
-            (attention sinks, the remainder) makes the mass smaller, as it should.
-        n_kv_heads: Hk.
+        lse: Their log-sum-exp `[B, Hq, L]`. If it covers more columns than `scores` has (attention
+            sinks, the remainder), the mass is smaller, as it should be.
+        n_kv_heads: The number of KV heads Hk.
 
     Returns:
         `[B, Hk, N]` float32: sum over queries, mean over the G query heads of each KV head, of
-        exp(score - lse). Over N it sums to L, less what other columns took.
+        exp(score - lse). Over N it sums to L, minus the mass of other columns.
 
     Raises:
-        ValueError: Hq is no multiple of n_kv_heads, or lse does not match scores.
+        ValueError: Hq is not a multiple of n_kv_heads, or lse does not match scores.
     """
     if scores.ndim != 4 or lse.shape != scores.shape[:3]:
         raise ValueError(
@@ -206,10 +206,10 @@ def _options(
     ranges: Ranges | None,
     softcap: float,
 ) -> Options:
-    """What goes to a backend by name; kernels know nothing of soft-capping.
+    """The options for a backend by name, without a softcap of 0, which kernels do not know.
 
     Raises:
-        ValueError: There is no such softcap.
+        ValueError: The softcap is negative or not finite.
     """
     if not (0 <= softcap < float("inf")):
         raise ValueError(f"softcap must be 0 (none) or a positive number; got {softcap!r}.")
@@ -224,7 +224,7 @@ def _options(
 
 
 def _computing(k: AnyRows, softcap: float) -> Any:
-    """What attends to rows like these on the default device."""
+    """The backend that attends to rows like these on the default device."""
     computing = reference if softcap else backend()
     return joined.Joined(computing) if isinstance(k, JoinedRows) else computing
 
@@ -298,7 +298,7 @@ def _check_mask(mask: Mask, whole: tuple[int, int, int, int], fewest: int) -> No
     Args:
         mask: None, "causal" or an array.
         whole: `(B, Hq, L, N)`.
-        fewest: Slots of the KV head that has fewest.
+        fewest: Slots of the KV head with the fewest.
     """
     if isinstance(mask, mx.array):
         if mask.dtype not in (mx.bool_, *FLOAT_DTYPES):

@@ -1,8 +1,8 @@
 """Function transformations, in which a bounded cache cannot work.
 
-`mx.compile` runs a function once and then replays what it recorded: a cache outside of the function
-would stay where it was while the tokens go on. `mx.grad` and `mx.vmap` leave arrays in it that mean
-nothing afterwards.
+`mx.compile` runs a function once and then replays what it recorded: a cache outside the function
+would not change while the tokens go on. `mx.grad` and `mx.vmap` would leave arrays in it that are
+invalid afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REFUSED = (
 
 @cache
 def _placeholder() -> mx.array:
-    """An array that stood for an argument when a function was compiled."""
+    """An array that was the placeholder of an argument when a function was compiled."""
     kept: list[mx.array] = []
 
     def keep(x: mx.array) -> mx.array:
@@ -37,17 +37,17 @@ def _tracing_by_mlx() -> bool:
     """The extension's answer without the extension: how MLX refuses to evaluate a placeholder."""
     try:
         mx.async_eval(_placeholder())
-    except RuntimeError:  # it has no value, and never will
+    except RuntimeError:  # it has no value: no function is being traced
         return False
-    except ValueError:  # no array may be evaluated now
+    except ValueError:  # evaluation is forbidden: a function is being traced
         return True
     raise AssertionError("MLX evaluated a placeholder.")
 
 
 try:
     from mlx_h2o.attention.backends.cpu import (
-        tracing as tracing,  # only if it was built for this MLX
+        tracing as tracing,  # if it was built for this MLX
     )
 except ImportError:
     tracing = _tracing_by_mlx
-    _placeholder()  # now, while no function is being traced
+    _placeholder()  # made now, while no function is being traced

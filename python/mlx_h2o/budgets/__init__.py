@@ -1,1 +1,1 @@
-"""How a size becomes slots and bits for each layer and head: settings, profiles, shares."""
+"""From a size to slots and bits for each layer and head: settings, profiles, shares."""

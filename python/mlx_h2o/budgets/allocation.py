@@ -1,11 +1,11 @@
-"""Slots shared out among KV heads by how much each loses at each number of slots.
+"""Allocation: slots shared out among KV heads by each head's loss at each number of slots.
 
-A curve is one head's loss at each point of a grid of slots. Sharing out is greedy: every head
-starts at the least; the largest saving of loss per slot, over all steps up the grid, is bought
-next, until the slots are spent.
+A curve has one head's loss at each point of a grid of slots. Allocation is greedy: every head
+starts at the least number of slots; the step up the grid that saves the most loss per slot is
+bought next, until the slots are spent.
 
-Pins get their room here too: a head that is too small for its pins gets slots of the layer's larger
-heads.
+Pins get their room here too: a head that is too small for its pins gets slots from the layer's
+larger heads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlx_h2o._utils import checks
 from mlx_h2o.policies import Policy
 from mlx_h2o.storage.pins import Span, pinned_from
 
-# Of numbers in a file: beyond them sharing out would overflow or take its time.
+# Limits for a file's numbers: beyond them allocation would overflow or take too long.
 LONGEST_GRID, MOST_SLOTS = 1024, 2**40
 LARGEST_LOSS = 1e100
 
@@ -42,7 +42,7 @@ def check_curves(grid: Sequence[int], curves: Sequence[Curve]) -> None:
 
 
 def falling(curve: Curve) -> tuple[float, ...]:
-    """The curve with every rise removed."""
+    """The curve with every rise flattened."""
     out = list(curve)
     for i in range(len(out) - 2, -1, -1):
         out[i] = max(out[i], out[i + 1])
@@ -54,8 +54,8 @@ def loss_at(grid: Sequence[int], curve: Curve, slots: int) -> float:
 
     Args:
         grid: Numbers of slots, ascending.
-        curve: The loss at each.
-        slots: Where the loss is asked for.
+        curve: The loss at each of them.
+        slots: The number of slots at which to read the loss.
     """
     if slots <= grid[0]:
         return curve[0]
@@ -68,11 +68,11 @@ def loss_at(grid: Sequence[int], curve: Curve, slots: int) -> float:
 
 
 def best_step(grid: Sequence[int], curve: Curve, have: int) -> tuple[float, int]:
-    """The best saving per slot from `have` slots on, and where it leads.
+    """The best saving per slot from `have` slots on, and the number of slots it leads to.
 
     Args:
         grid: Numbers of slots, ascending.
-        curve: The loss at each.
+        curve: The loss at each of them.
         have: Slots that the head has.
     """
     now = loss_at(grid, curve, have)
@@ -87,13 +87,13 @@ def shared_out(grid: Sequence[int], curves: Sequence[Curve], mean: int, least: i
 
     Args:
         grid: Numbers of slots.
-        curves: Each head's losses at them.
+        curves: Each head's losses at these numbers.
         mean: Slots per head on average, at least `least`.
         least: Slots that every head must have.
     """
     slots = [least] * len(curves)
     left = (mean - least) * len(curves)
-    # The best offer first: by its saving, then to the head with the fewest slots.
+    # The greatest saving first, then the head with the fewest slots.
     offers = []
     for h, curve in enumerate(curves):
         saving, target = best_step(grid, curve, least)
@@ -102,7 +102,7 @@ def shared_out(grid: Sequence[int], curves: Sequence[Curve], mean: int, least: i
     while left:
         loss, _, head, target = offers[0]
         if loss >= 0:
-            # Nothing more to gain: the rest is spread evenly.
+            # No slot saves anything more: the rest is spread evenly.
             for h in range(len(curves)):
                 slots[h] += left // len(curves) + (h < left % len(curves))
             break
@@ -115,17 +115,17 @@ def shared_out(grid: Sequence[int], curves: Sequence[Curve], mean: int, least: i
 
 
 def capped(slots: Sequence[int], most: int) -> list[int]:
-    """The same slots in all, none above `most`: what is taken goes to those with the fewest.
+    """The same total with no head above `most`; slots taken go to the heads with the fewest.
 
     Args:
-        slots: Of each head; on average at most `most`.
-        most: Of any head.
+        slots: Slots of each head; on average at most `most`.
+        most: The most slots of any head.
     """
     out = [min(s, most) for s in slots]
     left = sum(slots) - sum(out)
     order = sorted(range(len(out)), key=lambda h: (out[h], h))
     while left:
-        # Level the lowest heads up to the next higher one, or as far as it goes.
+        # Raise the lowest heads to the next higher one, or as far as the slots last.
         level = out[order[0]]
         low = [h for h in order if out[h] == level]
         above = min((out[h] for h in order if out[h] > level), default=most)
@@ -138,17 +138,17 @@ def capped(slots: Sequence[int], most: int) -> list[int]:
 
 
 def scaled(slots: Sequence[int], total: int, least: int) -> list[int]:
-    """The same shares of another number of slots, exactly; every head has the least.
+    """The same proportions of another total, which is met exactly; every head gets the least.
 
     Args:
-        slots: Of each head.
-        total: To be shared out, at least `least` a head.
+        slots: Slots of each head.
+        total: Slots to share out, at least `least` a head.
         least: Slots that every head must have.
     """
     factor = total / sum(slots)
     out = [max(int(s * factor), least) for s in slots]
-    # What rounding left over is given, or what the least took is taken back, one slot a turn, the
-    # largest head first.
+    # Slots left over by rounding are added, or slots that the least required are taken back, one a
+    # turn, from the largest head on.
     order = sorted(range(len(out)), key=lambda h: (-out[h], h))
     left = total - sum(out)
     if left >= 0:
@@ -169,9 +169,9 @@ class TooManyPins(ValueError):
     """A layer has too few slots for its pins.
 
     Attributes:
-        why: In numbers, a sentence.
-        most: Tokens that could be pinned.
-        least: Slots that every head needs for those that were asked for.
+        why: The reason in numbers, a sentence.
+        most: The most tokens that could be pinned.
+        least: Slots that every head needs for the tokens to pin.
     """
 
     def __init__(self, why: str, most: int, least: int):
@@ -186,19 +186,19 @@ def room_for_pins(budgets: Sequence[int], policy: Policy, pins: Sequence[Span]) 
     """A layer's budgets, shared out so that every head holds its pins and can still evict.
 
     A profile gives some heads a dozen slots, and a pinned token is never evicted from any head: a
-    head that is too small gets what it lacks from the others, of each in proportion to what it can
-    spare. As many slots as before are shared out.
+    head that is too small gets the missing slots from the others, in proportion to what each can
+    spare. The total stays the same.
 
     Args:
         budgets: Slots of each KV head.
-        policy: What it protects beside the pins counts too.
+        policy: The policy; the tokens that it protects need slots too.
         pins: Spans of positions.
 
     Returns:
         Slots of each KV head.
 
     Raises:
-        TooManyPins: All heads together have too few.
+        TooManyPins: All heads together have too few slots.
     """
     pinned = pinned_from(pins, policy.sink)
     least = policy.least_budget(pinned)
@@ -209,7 +209,7 @@ def room_for_pins(budgets: Sequence[int], policy: Policy, pins: Sequence[Span]) 
     if sum(spare) < lacking:
         raise _too_many(pinned, least, budgets, policy)
     given = [part * lacking // sum(spare) for part in spare]
-    # What rounding down left over comes of the largest.
+    # Slots lost by rounding down are taken from the largest heads.
     largest = sorted(range(len(spare)), key=lambda i: -spare[i])
     for i in largest[: lacking - sum(given)]:
         given[i] += 1
@@ -217,7 +217,7 @@ def room_for_pins(budgets: Sequence[int], policy: Policy, pins: Sequence[Span]) 
 
 
 def _too_many(pinned: int, least: int, budgets: Sequence[int], policy: Policy) -> TooManyPins:
-    """What is wrong, in numbers, and what to do."""
+    """The error, with the numbers and the remedies."""
     mean = sum(budgets) // len(budgets)
     protected = policy.sink + policy.recent_slots(mean) + policy.evict_every
     most = min(max(mean - protected, 0), pinned - 1)

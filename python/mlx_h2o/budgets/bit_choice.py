@@ -1,4 +1,4 @@
-"""The choice of bits: the loss by fewer bits a row against the gain by more slots."""
+"""The choice of bits: the loss from fewer bits a row against the gain from more slots."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.policies import Policy
 from mlx_h2o.storage.packed import Packing
 
-#: Widths of rows that are weighed against each other; None: not packed.
+#: Widths of rows to choose from; None for dense rows.
 WIDTHS = (None, 8, 6, 5, 4)
-#: Of expected loss, too little to choose by. Of widths so near to the least the one with most slots
-#: serves best: facts stay in slots, though prose does not ask for them (a quarter: SmolLM2 knew 10
-#: facts of 12 in rows of 8 bits, and all 12 in the more rows of 6 bits). With 0.001 a half was kept
-#: in 6 bits too, where 8 already hold every fact, and lose less.
+#: A difference of expected loss too small to choose by. Of widths this near to the least loss the
+#: one with most slots is best: facts stay in slots though prose does not need them (a quarter:
+#: SmolLM2 knew 10 facts of 12 in rows of 8 bits, and all 12 in the more rows of 6 bits). With 0.001
+#: a half was kept in 6 bits too, where 8 already hold every fact and lose less.
 NEGLIGIBLE = 3e-4
-#: Bits of packed rows where no profile tells what packing loses: of keys with key scaling, and of
-#: values. Values in 6 bits lose less than dense or 8-bit ones in the fewer slots of equal bytes
-#: (docs/results/packing.md).
+#: Bits of packed rows if no profile has the loss by packing: of keys with key scaling (`Frame`),
+#: and of values. Values in 6 bits lose less than dense or 8-bit ones in the fewer slots of equal
+#: bytes (docs/results/packing.md).
 USUAL_BITS = 6
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Rows of some width, and what they are expected to lose.
+    """A width of rows and its expected loss.
 
     Attributes:
-        bits: Of keys and values; None: not packed.
-        slots: Per KV head, on average.
-        loss: Summed over the heads, in units of the profile.
+        bits: Bits of keys and values, or None for dense rows.
+        slots: Slots per KV head, on average.
+        loss: The expected loss, summed over the heads, in units of the profile.
     """
 
     bits: int | None
@@ -43,11 +43,11 @@ class Choice:
 
 
 def packed_in(share: LayerShare, bits: int | None, group_size: int) -> LayerShare:
-    """A layer's share with rows of so many bits, in a frame if they are packed.
+    """A layer's share with rows of so many bits, with key scaling if they are packed.
 
     Args:
-        share: Of the layer.
-        bits: Of keys and values, or None: as they come.
+        share: The layer's share.
+        bits: Bits of keys and values, or None for dense rows.
         group_size: Elements that share a scale and a bias.
     """
     packing = Packing(bits, bits, group_size) if bits else Packing()
@@ -63,19 +63,19 @@ def choices(
     least: int,
     context: int,
 ) -> list[Choice]:
-    """What each width of rows would give: the chosen one, then the others by their losses.
+    """The slots and loss of each width of rows: the chosen one, then the others by their losses.
 
-    Chosen is, of those whose loss is the least but for what is negligible, the one with most slots
-    that a conversation can use; of several that keep all of it, the one that loses least.
+    Among the widths whose loss is negligibly above the least, the one with most slots that a
+    conversation can use is chosen; among several that keep all tokens, the one with the least loss.
 
     Args:
-        shares: Of the model's layers, their rows not packed.
-        max_bytes: For all of them, everything counted.
-        profile: Of the model; widths of rows that it does not know are left out.
-        policy: What chooses.
-        remembers: Whether statistics of the evicted are kept.
+        shares: The shares of the model's layers, with rows not packed.
+        max_bytes: Bytes for all layers, everything counted.
+        profile: The model's profile; widths of rows that it does not know are left out.
+        policy: The eviction policy.
+        remembers: Whether the caches keep statistics of evicted tokens.
         least: Slots that every head must have.
-        context: Tokens that conversations may reach.
+        context: The most tokens of a conversation.
     """
     measured = profile.measured
     known = set(measured.packing) if measured and measured.frames else set()
@@ -90,7 +90,7 @@ def choices(
             out.append(Choice(bits, slots, profile.loss_of(slots, least, bits, context)))
     out.sort(key=lambda choice: choice.loss)
     near = [choice for choice in out if choice.loss <= out[0].loss + NEGLIGIBLE]
-    # Of equals the first, which loses least.
+    # `max` takes the first of equals, which has the least loss.
     chosen = max(near, key=lambda choice: min(choice.slots, context), default=None)
     return [] if chosen is None else [chosen, *(choice for choice in out if choice is not chosen)]
 
@@ -98,13 +98,13 @@ def choices(
 def fewest_slots(
     shares: Sequence[LayerShare], max_bytes: int, policy: Policy, remembers: bool
 ) -> int:
-    """Slots per KV head that fit, in the layer where the fewest do; 0 if none do.
+    """Slots per KV head that fit, in the layer where fewest fit; 0 if none do.
 
     Args:
-        shares: Of the layers.
-        max_bytes: For all of them.
-        policy: Which says what is stored beside a row.
-        remembers: Whether statistics of the evicted are kept.
+        shares: The layers' shares.
+        max_bytes: Bytes for all layers.
+        policy: The eviction policy; it determines what is stored beside a row.
+        remembers: Whether the caches keep statistics of evicted tokens.
     """
     each = max_bytes // len(shares)
     fit = []

@@ -1,7 +1,7 @@
-"""Bytes of rows and slots, and how many slots fit into so many bytes.
+"""Bytes of rows and slots, and how many slots fit into a number of bytes.
 
 Where a caller gave each layer its slots, another size scales them: each head keeps its part of the
-whole.
+total.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from mlx_h2o.storage.packed import Packing, group_size_for
 from mlx_h2o.storage.remainder import Remainder
 from mlx_h2o.storage.slot_store import NARROW, WIDE
 
-# Of a layer in a file.
+# Limits for a layer in a file.
 MOST_HEADS, WIDEST_ROW = 2**16, 2**20
 
 
 @dataclass(frozen=True)
 class RowWidths:
-    """What one token's row of one KV head measures.
+    """The sizes of one token's row of one KV head.
 
     Attributes:
-        key: D.
-        value: Dv.
+        key: Width of a key, D.
+        value: Width of a value, Dv.
         key_size: Bytes of a key's element in the model's dtype.
         value_size: Bytes of a value's element in the model's dtype.
-        packing: How they are stored.
+        packing: How rows are stored.
         undo: Steps that can be taken back.
-        framed: Whether its keys have a frame.
-        centre_bytes: Of the centres of the queries that look at a KV head, or 0.
+        framed: Whether keys have key scaling (`Frame`).
+        centre_bytes: Bytes of one KV head's query centres, or 0.
         position: Bytes of a slot's position (`storage/slot_store.py`): those of a long
-            conversation, but for what serves before it is long (`narrow`).
+            conversation, or fewer while it is short (`narrow`).
     """
 
     key: int
@@ -51,7 +51,7 @@ class RowWidths:
 
     @property
     def narrow(self) -> RowWidths:
-        """The same while positions fit into few bits."""
+        """The widths while positions fit into few bits."""
         return replace(self, position=NARROW.size)
 
     @property
@@ -63,7 +63,7 @@ class RowWidths:
 
     @property
     def recent_row_bytes(self) -> int:
-        """The same of one of the newest tokens."""
+        """Bytes of a key and value in the recent window."""
         recent = self.packing.recent
         return replace(self, packing=recent).row_bytes if recent else self.row_bytes
 
@@ -73,8 +73,8 @@ class RowWidths:
         return -(-(remainder + self.centre_bytes) // self.row_bytes)
 
     def slot_bytes(self, policy: Policy) -> int:
-        """Bytes of a slot with everything kept beside it: position, value length if it is kept, and
-        scores, now and before."""
+        """Bytes of a slot with all that is kept beside it: position, value length, scores now and
+        before."""
         scores = 4 * (1 + self.undo) * policy.needs_attention
         return self.row_bytes + self.position + scores + self._length_bytes(policy)
 
@@ -82,8 +82,7 @@ class RowWidths:
         return 2 * policy.keeps_value_lengths(self.packing)
 
     def head_bytes(self, policy: Policy, remembers: bool) -> int:
-        """Bytes of a head apart from its slots: remainder, frame, centres, next victims, steps to
-        undo."""
+        """Bytes of a head without its slots: remainder, key scaling, centres, victims, journal."""
         remainder = Remainder.bytes_per_head(self.key, self.value) if remembers else 0
         recent = self.recent_row_bytes if self.packing.recent else 0
         length = self._length_bytes(policy)
@@ -101,14 +100,14 @@ def group_size_of(widths: Sequence[RowWidths]) -> int | None:
 
 @dataclass(frozen=True)
 class LayerShare:
-    """A layer's part in its model's budget, by which the whole can be shared out anew.
+    """A layer's share of its model's budget, by which the whole can be shared out anew.
 
     Attributes:
-        heads: H.
-        widths: Of its rows.
-        grid: Numbers of slots that the model's profile knows; empty without a profile.
-        losses: What each KV head loses at each of them (`Profile.losses`), or empty.
-        slots: Of each KV head, where the caller gave layers different ones; or empty.
+        heads: KV heads, H.
+        widths: The widths of its rows.
+        grid: Numbers of slots in the model's profile; empty without a profile.
+        losses: Each KV head's loss at each of them (`Profile.losses`), or empty.
+        slots: Slots of each KV head, where the caller gave layers different ones; or empty.
     """
 
     heads: int
@@ -118,7 +117,7 @@ class LayerShare:
     slots: tuple[int, ...] = ()
 
     def config(self) -> dict[str, Any]:
-        """As JSON types; packing, undo, frame and centres are the cache's own settings."""
+        """The share as JSON types; packing, undo, key scaling and centres are cache settings."""
         own = ("packing", "undo", "framed", "centre_bytes", "position")
         widths = {name: value for name, value in vars(self.widths).items() if name not in own}
         given = {"slots": self.slots} if self.slots else {}
@@ -129,22 +128,22 @@ class LayerShare:
     def of_config(
         cls, config: dict[str, Any], packing: Packing, undo: int, framed: bool, centre_bytes: int
     ) -> LayerShare:
-        """What `config` gave, of a cache with these settings.
+        """The share of a `config`, for a cache with these settings.
 
         Args:
-            config: What `config` gave.
+            config: The result of `config`.
             packing: How rows are stored.
             undo: Steps that can be taken back.
-            framed: Whether keys have a frame.
+            framed: Whether keys have key scaling.
             centre_bytes: Bytes of query centres.
 
         Raises:
-            ValueError: It gave something else.
+            ValueError: It is not the result of `config`.
         """
         heads = checks.whole("heads", config["heads"], 1)
         sizes = {name: checks.whole(name, x, 1) for name, x in config["widths"].items()}
         if heads > MOST_HEADS or max(sizes.values()) > WIDEST_ROW:
-            raise ValueError(f"No layer has {heads} KV heads with rows of {sizes}.")
+            raise ValueError(f"A layer cannot have {heads} KV heads with rows of {sizes}.")
         grid, losses = tuple(config["grid"]), tuple(tuple(curve) for curve in config["losses"])
         if losses:
             check_curves(grid, losses)
@@ -164,14 +163,14 @@ def bytes_for_slots(
     """Bytes of `heads` heads with so many slots each: the inverse of `slots_for_bytes`.
 
     Args:
-        slots: Of each head.
+        slots: Slots of each head.
         heads: KV heads, times the batch.
-        widths: Of a row.
-        policy: Which says what is stored beside a row.
-        remembers: Whether statistics of the evicted are kept.
+        widths: The widths of a row.
+        policy: The eviction policy; it determines what is stored beside a row.
+        remembers: Whether the caches keep statistics of evicted tokens.
     """
-    # A recent window of wider rows leaves room for fewer. (Of narrower ones it gives none back:
-    # with a profile the window is as small as the smallest head's.)
+    # A recent window of wider rows leaves room for fewer slots. (One of narrower rows frees no
+    # room: with a profile the window is as small as that of the smallest head.)
     extra = max(widths.recent_row_bytes - widths.row_bytes, 0)
     rows = slots * widths.slot_bytes(policy) + policy.recent_slots(slots) * extra
     return heads * (rows + widths.head_bytes(policy, remembers))
@@ -188,18 +187,18 @@ def slots_for_bytes(
     """Slots per head that fit into `max_bytes` of `heads` heads (batch included).
 
     Args:
-        max_bytes: For all of them.
+        max_bytes: Bytes for all of the heads.
         heads: KV heads, times the batch.
-        widths: Of a row.
-        policy: Which says what is stored beside a row.
-        remembers: Whether statistics of the evicted are kept.
-        least: The fewest slots that are worth having.
+        widths: The widths of a row.
+        policy: The eviction policy; it determines what is stored beside a row.
+        remembers: Whether the caches keep statistics of evicted tokens.
+        least: The fewest slots that are useful.
 
     Raises:
-        ValueError: They are fewer than `least`.
+        ValueError: Fewer than `least` fit.
     """
     per_head = max_bytes // heads
-    # The most slots that fit: bytes grow with slots.
+    # Search for the most slots that fit: bytes grow with slots.
     slots = 0
     too_many = min(per_head // widths.slot_bytes(policy), checks.MOST_TOKENS) + 1
     while too_many - slots > 1:
@@ -224,14 +223,14 @@ def slots_in_proportion(
     policy: Policy,
     remembers: bool,
 ) -> list[list[int]]:
-    """Slots of each layer's KV heads, in the proportions of those that were given.
+    """Slots of each layer's KV heads, in the proportions of the slots given.
 
     Args:
-        shares: Of all layers, with the given slots.
+        shares: The shares of all layers, with the given slots.
         max_size: Tokens' worth of memory per KV head on average, the remainder included; or None.
-        max_bytes: Instead: for all layers, everything counted.
-        policy: What chooses.
-        remembers: Whether statistics of the evicted are kept.
+        max_bytes: Bytes for all layers, everything counted, instead of `max_size`; or None.
+        policy: The eviction policy.
+        remembers: Whether the caches keep statistics of evicted tokens.
 
     Raises:
         ValueError: The size is too small for the policy.
@@ -266,7 +265,7 @@ def slots_in_proportion(
             f"max_bytes={max_bytes} is too small: with policy {policy.name!r} each KV head needs "
             f"{least} slots: make it at least {bytes_of(total)}."
         )
-    # Bytes grow with slots, all but for rounding where rows differ from layer to layer.
+    # Bytes grow with slots, except for rounding where rows differ from layer to layer.
     too_many = total + max_bytes
     while too_many - total > 1:
         middle = (total + too_many) // 2

@@ -1,9 +1,9 @@
-"""Growth of budgets with the conversation: nothing is evicted before the memory is full.
+"""Growth of budgets with the conversation: no token is evicted before the memory is full.
 
-A size, in tokens or in bytes, is so many slots in all. While a conversation has no more tokens than
-there are slots a head, every head keeps all of it. From then on slots are shared out anew whenever
-it has doubled, each time as the profile knows conversations of that length, until the shares are
-those of a long one. Each layer changes by its own offset, so all do so at the same token. Where
+A size, in tokens or in bytes, is a total number of slots. While a conversation has no more tokens
+than there are slots a head, every head keeps all tokens. From then on slots are shared out anew
+whenever the conversation has doubled, by the profile's curves for that length, until the shares are
+those of a long one. Each layer changes by its own offset, so all change at the same token. Where
 positions need more bits (`storage/slot_store.py`), there are fewer slots from then on.
 """
 
@@ -16,7 +16,7 @@ from mlx_h2o._utils import checks
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.storage.slot_store import FEW
 
-#: Of one layer in a file: tokens double from stage to stage.
+#: Most stages of one layer in a file: tokens double from stage to stage.
 MOST_STAGES = 64
 
 
@@ -24,7 +24,7 @@ class Stage(NamedTuple):
     """The slots of a layer's heads from some length on.
 
     Attributes:
-        beyond: Tokens of the conversation that have come when it begins to serve.
+        beyond: Tokens of the conversation from which the stage applies.
         budgets: Slots of each KV head.
     """
 
@@ -33,20 +33,20 @@ class Stage(NamedTuple):
 
 
 def stages_of(profile: Profile, mean: int, least: int) -> list[tuple[int, list[list[int]]]]:
-    """How slots are shared out as a conversation grows.
+    """The shares of slots as a conversation grows.
 
     Args:
-        profile: Of the model.
+        profile: The model's profile.
         mean: Slots per KV head on average, the same at every stage.
         least: Slots that every head must have.
 
     Returns:
-        Tokens from which each stage serves, and slots `[layers][H]`. The first serves from 0 and is
-        uniform, the last is the profile's.
+        The tokens from which each stage applies, and slots `[layers][H]`. The first stage applies
+        from 0 and is uniform, the last has the profile's budgets.
     """
     stages = [(0, [[mean] * heads for heads in profile.model.kv_heads])]
     beyond = mean
-    # At least once capped, and then for as long as the profile knows better.
+    # At least one stage is capped at its length; more follow while the profile's grid is longer.
     while 2 * beyond < profile.grid[-1] or beyond == mean:
         stages.append((beyond, profile.budgets(mean, least, 2 * beyond)))
         beyond *= 2
@@ -54,13 +54,15 @@ def stages_of(profile: Profile, mean: int, least: int) -> list[tuple[int, list[l
     return stages
 
 
-#: A layer's slots of each KV head, at first and later on.
+#: A layer's slots of each KV head, at first and in later stages.
 Stages = tuple[tuple[int, ...], tuple[Stage, ...]]
 
 
 def starts_narrow(max_bytes: int | None, undo: int, attending: bool) -> bool:
-    """Whether slots are counted with narrow positions at first: of a size in bytes that a later
-    stage can hold to, which steps to undo and a model that attends by itself do not allow.
+    """Whether slots are first counted with narrow positions.
+
+    That needs a size in bytes, which a later stage can keep to; it excludes steps to undo and
+    models that compute attention themselves.
 
     Args:
         max_bytes: The size, if it is in bytes.
@@ -71,7 +73,7 @@ def starts_narrow(max_bytes: int | None, undo: int, attending: bool) -> bool:
 
 
 def while_narrow(narrow: Stages, wide: Stages) -> Stages:
-    """One layer's slots while its positions are narrow, then those that it has with wide ones."""
+    """One layer's stages: with narrow positions at first, then with wide ones."""
     (budgets, before), (first, later) = narrow, wide
     begun = [first, *(stage.budgets for stage in later if stage.beyond <= FEW)]
     return budgets, (
@@ -82,10 +84,10 @@ def while_narrow(narrow: Stages, wide: Stages) -> Stages:
 
 
 def checked_filling(stages: Any) -> tuple[Stage, ...]:
-    """Stages still to come, in order.
+    """The stages to come, in order.
 
     Raises:
-        ValueError: They are none.
+        ValueError: They are invalid.
     """
     if not checks.is_list(stages) or len(stages) > MOST_STAGES:
         raise ValueError(
@@ -104,5 +106,5 @@ def checked_filling(stages: Any) -> tuple[Stage, ...]:
 
 
 def due(stages: Sequence[Stage], tokens: int) -> int:
-    """How many of the stages have begun when so many tokens have come."""
+    """How many of the stages apply when so many tokens have come."""
     return sum(stage.beyond < tokens for stage in stages)

@@ -10,11 +10,11 @@ from mlx_lm.models.cache import KVCache
 from mlx_h2o._utils import checks
 from mlx_h2o._utils.cache_lists import entries
 
-#: Slots: a number for every KV head of a layer, a list with each head's, or None where nothing
-#: grows.
+#: Slots: a number for every KV head of a layer, a list with each head's, or None for a cache that
+#: does not grow.
 OneLayer = int | Sequence[int] | None
-#: A list with one for each of a model's own caches, or a function of a cache's index and its KV
-#: heads that gives it.
+#: A list with an entry for each of a model's own caches, or a function that gives it for a cache's
+#: index and number of KV heads.
 LayerBudgets = Sequence[OneLayer] | Callable[[int, int], OneLayer]
 
 
@@ -24,14 +24,14 @@ def slots_given(
     """Slots of each KV head of each plain KV cache.
 
     Args:
-        budgets: As the caller gave them.
-        caches: The model's own.
-        heads: KV heads of each plain KV cache, members of a CacheList too.
+        budgets: The caller's budgets.
+        caches: The model's own caches.
+        heads: KV heads of each plain KV cache, including members of a CacheList.
         uniform: Whether all layers must have the same number.
 
     Raises:
-        ValueError: There is not one for each cache, or not one number for each head, they are no
-            whole numbers, or they differ where they must not.
+        ValueError: There is not one entry for each cache, or not one number for each head, numbers
+            are not whole, or they differ where they must not.
     """
     if not callable(budgets) and len(budgets) != len(caches):
         raise ValueError(

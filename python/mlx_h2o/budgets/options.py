@@ -1,7 +1,7 @@
-"""The options of bounded caches: written, typed and explained here, for all that take them.
+"""The options of bounded caches: named, typed and explained here for every function with them.
 
-`make_prompt_cache`, `install` and `ModelSettings.of` take them by name. A name that is none of them
-is answered with what was probably meant.
+`make_prompt_cache`, `install` and `ModelSettings.of` take them by name. An unknown name raises an
+error that suggests the probable one.
 """
 
 from __future__ import annotations
@@ -19,72 +19,73 @@ from mlx_h2o.storage.pins import Span
 
 
 class PolicyOptions(TypedDict, total=False):
-    """Settings of a policy that is given by its name, or is the default.
+    """Settings of a policy that is given by its name, or of the default policy.
 
-    A policy has some of them, with defaults of its own (docs/reference/policies.md). Those of a
-    policy that you registered yourself are taken too.
+    A policy has some of them, with its own defaults (docs/reference/policies.md). Settings of a
+    policy that you registered yourself are accepted too.
     """
 
     sink: int
-    """First tokens of the conversation that are never evicted."""
+    """How many first tokens of the conversation are never evicted."""
     recent: int | float
     """Newest tokens that are never evicted: a number of tokens, or a share of the slots (0.25)."""
     unit: Literal["head", "layer"]
-    """Whether each KV head chooses for itself ("head"), or one choice serves a whole layer."""
+    """Whether each KV head chooses for itself ("head"), or all heads together ("layer")."""
     evict_every: int
-    """Steps from one eviction to the next; each makes room for as many tokens."""
+    """Steps from one eviction to the next; each eviction makes room for as many tokens."""
     age_normalised: bool
-    """Divide a token's scores by the steps that it has been attended to."""
+    """Divide a token's scores by the number of steps since it came."""
     value_weighted: bool
     """Weigh a token's scores by the length of its value."""
     prompt: Literal["window", "full"]
-    """Which queries score a prompt chunk: the last `window` of it, or all."""
+    """The queries that score a prompt chunk: its last `window` ("window"), or all ("full")."""
     window: int
     """Queries at the end of a prompt chunk that score it."""
     pool: int
-    """Neighbouring positions over which a prompt's scores are averaged."""
+    """Number of neighbouring positions over which a prompt's scores are averaged."""
     decay: float
-    """What remains of a score after each step, from 0 to 1."""
+    """The part of a score that is kept after each step, from 0 to 1."""
     mass_weight: float
-    """Weight of the attention that a token received."""
+    """Weight of the attention mass that a token received."""
     distance_weight: float
-    """Weight of how far a token's key is from the mean of the evicted ones."""
+    """Weight of the distance of a token's key from the mean key of the evicted tokens."""
     value_weight: float
     """Weight of the length of a token's value."""
     age_weight: float
     """Weight of a token's age."""
     importance_weight: float
-    """Weight of importance; the rest is for being unlike other tokens."""
+    """Weight of importance, from 0 to 1; the rest is the weight of redundancy."""
     least_similarity: float
-    """Cosine from which on two keys count as alike."""
+    """Cosine from which two keys count as similar."""
     least_share: float
-    """Part of an even share of the slots that each head keeps at least."""
+    """The part of an even share of slots that each head keeps at least."""
     chunk: int
     """Tokens that are kept or evicted together."""
     horizon: int
-    """How many positions ahead later queries are imagined."""
+    """How many positions ahead keys are scored."""
 
 
 class CacheOptions(PolicyOptions, total=False):
-    """Everything that can be said of a model's bounded caches, beside `max_size`."""
+    """All options of a model's bounded caches, except `max_size`."""
 
     max_bytes: int | str | None
-    """Instead of max_size: memory for all bounded layers and one sequence. Bytes, "64MB", or "25%"
-    of what a 16-bit cache of `context` tokens takes. Unless you say `bits`, they are chosen with
-    the slots by the model's profile, and nothing is evicted before the memory is full."""
+    """Memory for all bounded layers and one sequence, instead of max_size: bytes, "64MB", or "25%"
+    of the bytes of a 16-bit cache of `context` tokens. Unless `bits` is given, bits and slots are
+    chosen by the model's profile. No token is evicted before the memory is full."""
     context: int | None
-    """Tokens that a conversation may reach; by default what the model was trained to see."""
+    """The most tokens of a conversation; by default the length that the model was trained for."""
     policy: str | Policy | None
-    """What chooses the tokens to evict: a name of `policy_names()`, or a policy. The default is
-    "salient", and "distinct" (by keys only) in models that attend by themselves."""
+    """The eviction policy: a name of `policy_names()`, or a policy. The default is "salient" (by
+    attention mass, distance, value and age), and "distinct" (by keys alone) in models that compute
+    attention themselves."""
     remainder: bool
-    """Whether evicted tokens go on answering, summed up in one more column of the attention."""
+    """Whether evicted tokens keep contributing, summarised in one more column of the attention."""
     budgets: str | Path | Profile | LayerBudgets | None
-    """How slots are shared out among layers and heads: "uniform", a `Profile`, or the path of one;
-    by default the model's own profile, if it has one. Instead of a size: a list with the slots of
-    each of the model's caches, or a function of a cache's index and KV heads."""
+    """The shares of slots among layers and heads: "uniform", a `Profile`, or the path of one; by
+    default the model's own profile, if it has one. Instead of a size: a list with the slots of each
+    of the model's caches, or a function of a cache's index and KV heads."""
     bits: int | None
-    """Store keys and values packed in 2, 3, 4, 5, 6 or 8 bits; 16 or None: as they come."""
+    """Bits of packed keys and values: 2, 3, 4, 5, 6 or 8; 16 or None for dense rows."""
     k_bits: int | None
     """Bits of keys alone, instead of `bits`."""
     v_bits: int | None
@@ -92,23 +93,23 @@ class CacheOptions(PolicyOptions, total=False):
     group_size: int
     """Packed elements that share a scale and a bias: 32, 64 or 128."""
     recent_bits: int | None
-    """Bits of the newest tokens, where those are to differ; 16: as they come."""
+    """Bits of the newest tokens, where they differ from the others; 16 for dense rows."""
     undo: int
     """How many of the last tokens can be taken back after evictions; speculative decoding needs as
     many as it drafts at once. It costs memory."""
     frames: Sequence[Frame | None] | Literal[False] | str | None
-    """Scale and centre of each channel of packed keys (`frames_of`): one or None for each of the
-    model's caches, or "none"; by default the profile's."""
+    """Key scaling (`frames_of`): scale and centre of each channel of packed keys. One `Frame` or
+    None for each of the model's caches, or "none"; by default the profile's."""
     positions: Literal["absolute", "rolling"]
-    """With "rolling" queries see the kept keys without the gaps of evicted tokens. It needs a plain
-    RoPE, remainder=False and no bits."""
+    """With "rolling", queries see the kept keys without the gaps left by evicted tokens. It needs a
+    plain RoPE, remainder=False and no bits."""
     pins: Sequence[Span]
     """Pairs (first, one past the last) of positions that are never evicted; `pin` adds more."""
     profile: Literal["first use", "never"]
-    """Whether a size in bytes has a model without a profile measured, quickly and once."""
+    """Whether a model without a profile is measured for a size in bytes, quickly and once."""
 
 
-#: What options are where they are not given; the others are None.
+#: Defaults of options; all others are None.
 DEFAULTS: dict[str, Any] = {
     "remainder": True,
     "group_size": DEFAULT_GROUP_SIZE,
@@ -117,11 +118,11 @@ DEFAULTS: dict[str, Any] = {
     "pins": (),
     "profile": "first use",
 }
-#: The names of all options, and of those that are no policy's.
+#: The names of all options, and of those that do not belong to a policy.
 NAMES = tuple(CacheOptions.__annotations__)
 CACHE_NAMES = tuple(name for name in NAMES if name not in PolicyOptions.__annotations__)
 
 
 def completed(options: CacheOptions) -> dict[str, Any]:
-    """Every option that is no policy's, by name, with the default where it is not given."""
+    """Every option that does not belong to a policy, by name, with its default if not given."""
     return {name: options.get(name, DEFAULTS.get(name)) for name in CACHE_NAMES}

@@ -1,10 +1,10 @@
 """Head budgets: a model's profile says how many slots each KV head deserves.
 
-Heads differ more than policies do: a few copy and recall over long distances, most look at the last
-tokens. A profile holds, for every KV head, what the model loses when that head alone is limited to
-b slots (and the remainder), beside it which order of the remainder serves it better, what packing
-its rows costs, and frames for packed keys. Related: DuoAttention (arXiv 2410.10819), AdaKV
-(2407.11550), HeadKV (2410.19258).
+Heads differ more than policies do: a few copy and recall over long distances, most attend to the
+last tokens. A profile holds, for every KV head, the model's loss when that head alone is limited to
+b slots (and the remainder); with it the better order of the remainder, the loss by packing the
+head's rows, and key scaling (`Frame`) for packed keys. Related: DuoAttention (arXiv 2410.10819),
+AdaKV (2407.11550), HeadKV (2410.19258).
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from mlx_h2o.loading.identity import ModelIdentity
 from mlx_h2o.storage.remainder import SATURATION
 
 FORMAT = "mlx-h2o profile"
-#: Version 1 had curves alone.
+#: Version 1 had only the curves.
 VERSIONS = (1, 2)
-# The file name under which a profile is looked for beside a model's weights.
+# The name of a profile's file beside a model's weights.
 FILE_NAME = "mlx_h2o_profile.json"
-# Below 4 sinks, a few recent tokens and some to choose from, a head is no use.
+# With less than 4 sinks, a few recent tokens and some to choose from, a head is useless.
 SMALLEST_BUDGET = 12
 #: Weight of the retrieval loss beside the loss over prose: the part of a conversation's tokens that
-#: repeats earlier ones. At an eighth of the bytes SmolLM2 knows 9 of 23 planted facts by prose
-#: alone, with a loss of 0.67 % in perplexity, 16 with 0.04, and 18 with 0.1, with 0.93 %.
+#: repeats earlier ones. At an eighth of the bytes SmolLM2 knows 9 of 23 planted facts by the loss
+#: over prose alone, with 0.67 % more perplexity; 16 with weight 0.04; 18 with 0.1, with 0.93 %.
 ECHO_PART = 0.1
-# Beyond this part of the calibrated length the curves see too little of what would be evicted, and
-# their shares at this size are kept.
+# Beyond one part in so many of the calibrated length the curves cover too few evictions, and the
+# shares at that size are kept.
 LARGEST_PART = 2
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What each KV head loses at each number of slots.
+    """The loss of each KV head at each number of slots.
 
     Attributes:
-        model: The model it belongs to.
+        model: The identity of the profile's model.
         grid: Numbers of slots, ascending.
-        losses: Per bounded layer and KV head the loss at each grid point, non-negative. In units of
-            the method; only differences matter.
+        losses: For each bounded layer and KV head the loss at each grid point, non-negative, in
+            units of the method; only differences matter.
         method: How the losses were measured.
         details: How the measurement was made (text, tokens, versions, date).
-        measured: What else a calibration by the very policy tells; None in files of version 1.
+        measured: The further results of a calibration with the policy itself; None in version 1.
     """
 
     model: ModelIdentity
@@ -81,20 +81,20 @@ class Profile:
         method: str,
         details: dict[str, Any] | None = None,
     ) -> Profile:
-        """A profile whose curves are what was measured over the whole text.
+        """A profile whose curves are the errors measured over the whole text.
 
         Args:
-            model: What tells it from others.
+            model: The model's identity.
             grid: Numbers of slots, ascending.
-            measured: What was measured.
-            method: Name of the way of measuring.
-            details: More to write into the file.
+            measured: The measurements.
+            method: The name of the method.
+            details: More entries for the file.
         """
         heads = iter(measured.curves_upto(measured.spans[-1]))
         losses = tuple(tuple(next(heads) for _ in range(count)) for count in model.kv_heads)
         return cls(model, tuple(grid), losses, method, details or {}, measured)
 
-    # -- slots -------------------------------------------------------------------------------------
+    # -- slots ------------------------------------------------------------------------------------
 
     def budgets(
         self, mean: int, least: int = SMALLEST_BUDGET, length: int | None = None
@@ -104,8 +104,7 @@ class Profile:
         Args:
             mean: Slots per KV head on average.
             least: Slots that every head must have.
-            length: Of a conversation so far, in which no head can use more; by default one that
-                goes on.
+            length: Tokens of the conversation so far; no head gets more slots. None for no limit.
 
         Raises:
             ValueError: mean is below least.
@@ -130,7 +129,7 @@ class Profile:
         return self._by_layer(slots)
 
     def curves_upto(self, length: int) -> tuple[tuple[int, ...], list[tuple[float, ...]]]:
-        """Grid, and each head's losses, of conversations up to a length: there it loses nothing."""
+        """Grid and each head's losses for conversations up to a length, where the loss is 0."""
         heads = [curve for layer in self.losses for curve in layer]
         if length >= self.grid[-1]:
             return self.grid, heads
@@ -142,8 +141,8 @@ class Profile:
     def wanted_upto(self, length: int) -> tuple[tuple[int, ...], list[tuple[float, ...]]]:
         """The curves by which slots are bought: loss and, if it was measured, retrieval loss.
 
-        No policy knows which tokens will be asked for again, so a head of b slots is taken to have
-        lost the part 1 - b/n of n tokens.
+        No policy knows which tokens a query will need again, so a head of b slots is assumed to
+        have evicted the part 1 - b/n of n tokens.
         """
         grid, heads = self.curves_upto(length)
         if self.measured is None or self.measured.echoes is None:
@@ -162,24 +161,24 @@ class Profile:
             return self._by_layer([SATURATION] * len(flat))
         errors = self.measured.errors_upto(self.measured.spans[-1])
         points = np.minimum(np.searchsorted(self.grid, flat), len(self.grid) - 1)
-        # At the whole text nothing is evicted, and no order is better: the point before tells.
+        # With slots for the whole text no order is better, so the point before it decides.
         points = np.minimum(points, max(len(self.grid) - 2, 0))
         better = errors[np.arange(len(flat)), :, points].argmin(axis=1)
         return self._by_layer([self.measured.orders[i] for i in better])
 
     def knows(self, policy: str) -> bool:
-        """Whether it was made by running this policy, so that its orders are worth anything."""
+        """Whether it was measured with this policy, so that its orders apply."""
         return self.measured is not None and self.measured.policy.get("name") == policy
 
     def expected_loss(self, budgets: Sequence[Sequence[int]], bits: int | None = None) -> float:
-        """What the model is expected to lose, summed over its heads, in units of the method.
+        """The model's expected loss, summed over its heads, in units of the method.
 
         Args:
             budgets: Slots `[layers][H]`.
-            bits: Of the rows; None: not packed.
+            bits: Bits of the rows, or None for dense rows.
 
         Raises:
-            ValueError: Packing with so many bits was not measured.
+            ValueError: The loss by packing with so many bits was not measured.
         """
         flat = [b for layer in budgets for b in layer]
         heads = [curve for layer in self.losses for curve in layer]
@@ -190,19 +189,19 @@ class Profile:
         if bits is None:
             return 0.0
         if self.measured is None or bits not in self.measured.packing:
-            raise ValueError(f"This profile does not tell what rows of {bits} bits lose.")
+            raise ValueError(f"This profile has no loss for rows of {bits} bits.")
         return float(self.measured.packing[bits].sum())
 
     def loss_of(self, mean: int, least: int, bits: int | None, context: int) -> float:
-        """What conversations of `context` tokens are expected to lose at so many slots a head.
+        """The expected loss of conversations of `context` tokens with so many slots a head.
 
-        Echoes are counted, as where slots are bought. Beyond the calibrated length a head is taken
-        to need the same share of the tokens.
+        The retrieval loss is counted, as where slots are bought. Beyond the calibrated length a
+        head is assumed to need the same share of the tokens.
 
         Args:
             mean: Slots a head, on average.
             least: The fewest slots of a head.
-            bits: Of a row, or None: as they come.
+            bits: Bits of a row, or None for dense rows.
             context: Tokens of the conversation.
         """
         known = self.grid[-1]
@@ -217,7 +216,7 @@ class Profile:
         each = iter(heads)
         return [[next(each) for _ in layer] for layer in self.losses]
 
-    # -- files -------------------------------------------------------------------------------------
+    # -- files ------------------------------------------------------------------------------------
 
     def require(self, model: ModelIdentity) -> None:
         """Raise ValueError unless the profile belongs to the model."""
@@ -259,7 +258,7 @@ class Profile:
         """Read a profile.
 
         Raises:
-            ValueError: The file is no profile, or one of another version.
+            ValueError: The file is not a profile, or has another version.
         """
         try:
             data = json.loads(Path(path).read_text())

@@ -1,4 +1,4 @@
-"""What a calibration measured of a model's heads, beyond one curve each."""
+"""The measurements of a calibration beyond one curve for each head."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from mlx_h2o._utils import checks
 from mlx_h2o._utils.json_arrays import as_text, of_text
 from mlx_h2o.budgets.allocation import falling
 
-#: Frames: of each layer, centre and scale `[2, H, D]`.
+#: Key scaling (`Frame`) of each layer: centre and scale `[2, H, D]`.
 LayerFrames = tuple[np.ndarray, ...]
 
 
 def frames_for(frames: dict[int, LayerFrames], context: int) -> LayerFrames:
-    """Those made for the next context up from so many positions, or for the longest there is."""
+    """Key scaling made for the next context up from so many positions, or for the longest one."""
     return frames[min((known for known in frames if known >= context), default=max(frames))]
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Errors of a model's heads, run with a policy token by token, and frames for packed keys.
+    """Errors of a model's heads, run with a policy token by token, and key scaling of packed keys.
 
     Attributes:
-        orders: Saturations t of the remainder that were tried; 0 is the first order.
-        spans: Where spans of positions end, ascending; the last is the text's length.
+        orders: Saturations t of the remainder that were measured; 0 is the first order.
+        spans: Ends of spans of positions, ascending; the last is the text's length.
         errors: Mean error of each head, order, span and number of slots `[heads, orders, spans,
             grid]`, the model's layers one after the other.
-        packing: By bits, each head's error when all its rows are packed in the frame `[heads]`.
-        group_size: Elements of those that shared a scale.
-        frames: By context (positions from 0 to below it), one entry a layer.
+        packing: For each number of bits, each head's error when all its rows are packed, with key
+            scaling `[heads]`.
+        group_size: Elements of these packed rows that share a scale.
+        frames: Key scaling by context (for positions from 0 to below it), one entry a layer.
         policy: Name and settings of the policy that ran.
-        echoes: Each head's error where a stretch of text comes again whose first coming it does not
-            hold (`calibration/retrieval_loss.py`), `[heads]`; None where that was not measured.
+        echoes: Each head's retrieval loss: its error where a stretch of text repeats an earlier one
+            that the head no longer holds (`calibration/retrieval_loss.py`), `[heads]`; None if not
+            measured.
     """
 
     orders: tuple[float, ...]
@@ -48,7 +50,7 @@ class Measured:
     echoes: np.ndarray | None = None
 
     def check(self, heads: Sequence[int], widths: Sequence[int], grid: Sequence[int]) -> None:
-        """Raise ValueError unless all is of a model with these heads and widths.
+        """Raise ValueError unless all of it fits a model with these heads and widths.
 
         Args:
             heads: KV heads of each layer.
@@ -97,7 +99,7 @@ class Measured:
         return [falling([float(f"{x:.4g}") for x in curve]) for curve in best.tolist()]
 
     def json(self) -> dict[str, Any]:
-        """As JSON types."""
+        """The measurements as JSON types."""
         return {
             "policy": self.policy,
             "orders": list(self.orders),
@@ -110,7 +112,7 @@ class Measured:
 
     @classmethod
     def of_json(cls, data: Any) -> Measured:
-        """What `json` gave; `check` has still to be asked."""
+        """The measurements of a `json`; the caller must still call `check`."""
         return cls(
             tuple(data["orders"]),
             tuple(data["spans"]),
@@ -124,7 +126,7 @@ class Measured:
 
 
 def json_of_frames(frames: dict[int, LayerFrames]) -> dict[str, Any]:
-    """Frames as JSON types."""
+    """Key scaling as JSON types."""
     return {
         str(context): [as_text(frame, "float16") for frame in layers]
         for context, layers in frames.items()
@@ -132,7 +134,7 @@ def json_of_frames(frames: dict[int, LayerFrames]) -> dict[str, Any]:
 
 
 def frames_of_json(data: Any) -> dict[int, LayerFrames]:
-    """What `json_of_frames` gave; `check_frames` has still to be asked."""
+    """The key scaling of a `json_of_frames`; the caller must still call `check_frames`."""
     return {
         int(context): tuple(of_text(frame) for frame in layers) for context, layers in data.items()
     }
@@ -141,10 +143,10 @@ def frames_of_json(data: Any) -> dict[int, LayerFrames]:
 def check_frames(
     frames: dict[int, LayerFrames], heads: Sequence[int], widths: Sequence[int]
 ) -> None:
-    """Raise ValueError unless these are frames of a model with such heads and widths.
+    """Raise ValueError unless this is key scaling for a model with such heads and widths.
 
     Args:
-        frames: Of the layers.
+        frames: Key scaling of the layers, by context.
         heads: KV heads of each layer.
         widths: Width of a key, of each layer.
     """

@@ -1,8 +1,8 @@
-"""Where a model's profile lies and how it is found.
+"""The places of models' profiles, and the search for them.
 
-A profile lies beside the weights, among the user's files, or is shipped.
+A profile lies beside the weights, in the user's folder, or is shipped with the package.
 
-Other findings about one model (frames, query centres) are kept among the user's files in the same
+Other data about one model (key scaling, query centres) are kept in the user's folder in the same
 way.
 """
 
@@ -28,18 +28,18 @@ SUFFIX = ".profile.json"
 
 
 def kept_folder() -> Path:
-    """Where this user's profiles are."""
+    """The folder of this user's profiles."""
     return cache_folder() / "profiles"
 
 
 def kept_place(identity: ModelIdentity) -> Path:
-    """Of a model's profile among this user's."""
+    """The path of a model's profile in this user's folder."""
     return kept_folder() / f"{identity.file_stem}{SUFFIX}"
 
 
 def place_for(model: nn.Module, identity: ModelIdentity) -> Path:
-    """Where a new profile is found again: beside local weights where they can be written to, else
-    in the user's cache folder, which is made.
+    """The path for a new profile: beside local weights if they are writable, else in the user's
+    cache folder, which is created.
     """
     folder = getattr(model, "mlx_h2o_folder", None)
     if folder is not None and os.access(folder, os.W_OK):
@@ -52,7 +52,7 @@ def found_profile(model: nn.Module, identity: ModelIdentity) -> Profile | None:
     """The model's own profile: beside its weights, among this user's, or shipped.
 
     Raises:
-        ValueError: What lies beside its weights is another model's, or damaged.
+        ValueError: The profile beside the weights is another model's, or damaged.
     """
     folder = getattr(model, "mlx_h2o_folder", None)
     if folder is not None and (Path(folder) / FILE_NAME).exists():
@@ -60,12 +60,12 @@ def found_profile(model: nn.Module, identity: ModelIdentity) -> Profile | None:
         profile.require(identity)
         return profile
     kept = sorted(kept_folder().glob(f"*{SUFFIX}")) if kept_folder().is_dir() else []
-    # This very model's first; a quantized one is near enough.
+    # The profile of this very model first; then that of one with other quantization.
     kept.sort(key=lambda path: path != kept_place(identity))
     for path in [*kept, *shipped_profiles()]:
         try:
             profile = Profile.load(path)
-        except ValueError:  # a damaged one, perhaps of another model, is no one's
+        except ValueError:  # a damaged one is skipped; it may be another model's
             continue
         if profile.model.difference(identity) is None:
             return profile
@@ -77,12 +77,12 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class KeptOfModel:
-    """Files of one kind: JSON that says of what form it is, and of which model.
+    """Files of one kind: JSON with its format and its model.
 
     Attributes:
-        format: What they say they are.
-        suffix: What their names end in.
-        version: Of their form.
+        format: The name of the format.
+        suffix: The end of the files' names.
+        version: The version of the format.
     """
 
     format: str
@@ -90,11 +90,11 @@ class KeptOfModel:
     version: int = 1
 
     def place_of(self, identity: ModelIdentity) -> Path:
-        """Of a model's file."""
+        """The path of a model's file."""
         return kept_folder() / f"{identity.file_stem}{self.suffix}"
 
     def keep(self, identity: ModelIdentity, fields: dict[str, Any]) -> None:
-        """Write what was found, as JSON types; where that fails, say so and go on."""
+        """Write data, as JSON types; if that fails, print a message and go on."""
         path = self.place_of(identity)
         head = {"format": self.format, "version": self.version, "model": asdict(identity)}
         try:
@@ -105,11 +105,12 @@ class KeptOfModel:
             print(f"It could not be kept: {error}", file=sys.stderr)
 
     def load(self, identity: ModelIdentity, read: Callable[[Any], Found]) -> Found | None:
-        """What was kept of this model; None where there is none, or it is damaged: to be made anew.
+        """The data kept of this model; None if the file is missing or damaged.
 
         Args:
-            identity: Of the model.
-            read: Makes it of the file's JSON. It may raise whatever damaged data raises there.
+            identity: The model's identity.
+            read: The function that converts the file's JSON; with damaged data it may raise
+                whatever damaged data raises there.
         """
         try:
             data = json.loads(self.place_of(identity).read_text())

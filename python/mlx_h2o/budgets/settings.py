@@ -31,36 +31,35 @@ DEFAULT_POLICY = "salient"
 POSITIONS = ("absolute", "rolling")
 #: Whether a model without a profile is measured at first use, or never.
 PROFILES = ("first use", "never")
-# In models that attend by themselves it is this one, in its form that looks at keys only.
+# The default policy in models that compute attention themselves, in its form by keys alone.
 DEFAULT_UNSEEN = "distinct"
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """What a layer's cache may hold, and how.
+    """The bounds of a layer's cache, and how it stores rows and evicts.
 
     Attributes:
-        max_size: Slots per KV head, or None where one of the next two says it.
+        max_size: Slots per KV head, or None where max_bytes or budgets is given.
         max_bytes: Bytes that the layer's cache may take.
         budgets: Slots of each KV head.
-        policy: What chooses; a name is made a policy.
-        remainder: Whether evicted tokens go on answering.
+        policy: The eviction policy; a name is converted to a policy.
+        remainder: Whether evicted tokens keep contributing through the remainder.
         packing: How rows are stored.
         attending: Whether this library computes the attention.
         undo: How many of the last tokens can be taken back after evictions.
         saturation: t of the remainder's term (`Remainder.column`), for all KV heads or for each; 0
             is first order.
-        frame: In which packed keys are stored, or None: as they come.
-        filling: Budgets that follow as the conversation grows (`budgets/growth.py`), where
-            `budgets` are those of a shorter one.
-        rope: That of the keys, if they are to be seen at positions without gaps
-            (`storage/rope.py`).
+        frame: The key scaling (`Frame`) of packed keys, or None.
+        filling: Budgets that follow as the conversation grows (`budgets/growth.py`); `budgets` are
+            those of a shorter one.
+        rope: The keys' RoPE, if queries see them at positions without gaps (`storage/rope.py`).
         ranks: Processes that share the layer's KV heads (`budgets/tensor_parallel.py`).
         pins: Spans of positions that are never evicted (`storage/pins.py`). A head that is too
             small for them, and for what its policy protects beside them, gets slots of the layer's
             larger heads, so that a profile's smallest heads hold every pin and bytes stay as they
             were.
-        centres: Of the layer's queries, where the policy uses them, and only there.
+        centres: The layer's query centres if the policy uses them, else None.
 
     Raises:
         ValueError: A setting is invalid, or two exclude each other; the message names it.
@@ -93,7 +92,7 @@ class CacheSettings:
         if not self.attending and self.policy.needs_attention:
             raise ValueError(
                 f"Policy {self.policy.name!r} must see attention, which this model computes by "
-                'itself (attending=False): choose one that looks at keys only ("keydiff", '
+                'itself (attending=False): choose one that uses keys alone ("keydiff", '
                 '"streaming", or "distinct" with mass_weight=0).'
             )
         if self.packing.packs and not self.attending:
@@ -135,7 +134,7 @@ class CacheSettings:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Have every head hold the pins, now and at every stage to come."""
+        """Make room in every head for the pins, now and at every stage to come."""
         if self.max_size is not None:
             room_for_pins((self.max_size,), self.policy, self.pins)
         if self.budgets is not None:
@@ -190,7 +189,7 @@ class CacheSettings:
 
     @property
     def size(self) -> str:
-        """For people: "16 to 32 slots", "64 slots" or "at most 90,000 bytes"."""
+        """For messages: "16 to 32 slots", "64 slots" or "at most 90,000 bytes"."""
         if self.budgets is not None:
             few, most = min(self.budgets), max(self.budgets)
             return f"{few} to {most} slots" if few < most else f"{most} slots"
@@ -199,7 +198,7 @@ class CacheSettings:
         return f"at most {self.max_bytes:,} bytes"
 
     def config(self) -> dict[str, Any]:
-        """As JSON types; `saved_state.settings_of` reads them."""
+        """The settings as JSON types; `saved_state.settings_of` reads them."""
         return {
             "policy": {"name": self.policy.name, **asdict(self.policy)},
             "remainder": self.remainder,
@@ -218,7 +217,7 @@ class CacheSettings:
         }
 
     def _saturation_config(self) -> float | list[float]:
-        """One number where all heads have the same."""
+        """One number if all heads have the same."""
         if isinstance(self.saturation, float):
             return self.saturation
         return list(self.saturation) if len(set(self.saturation)) > 1 else self.saturation[0]
@@ -227,20 +226,20 @@ class CacheSettings:
         """The remainder's t of each of `heads` KV heads.
 
         Raises:
-            ValueError: There are not so many.
+            ValueError: Their number is not `heads`.
         """
-        if isinstance(self.saturation, float):  # as it was checked when these settings were made
+        if isinstance(self.saturation, float):  # checked when these settings were made
             return (self.saturation,) * heads
         return saturations("saturation", self.saturation, heads)
 
     @cached_property
     def kernel_policy(self) -> KernelPolicy | None:
-        """The policy in the terms of the CPU's kernels; asked at every step."""
+        """The policy for the CPU kernels; used at every step."""
         return kernel_policy_of(self.policy)
 
     @cached_property
     def gpu_form(self) -> tuple[Any, ...] | None:
-        """What decides which text of the GPU's kernels a step compiles, or None: there is none."""
+        """The settings that decide which GPU kernel text a step compiles; None if there is none."""
         kernel = kernel_policy_of(self.policy, weigh_values=True)
         if kernel is None:
             return None
@@ -250,18 +249,18 @@ class CacheSettings:
 
     @cached_property
     def remembers(self) -> bool:
-        """Whether statistics of the evicted are kept at all."""
+        """Whether statistics of evicted tokens are kept at all."""
         return self.remainder or self.policy.uses_evicted_mean
 
     def resized(self, budgets: Sequence[int], alike: bool = False) -> CacheSettings:
-        """The same settings with slots for each KV head; with `alike` the first is every head's."""
+        """The same settings with each head's slots; with `alike` the first number is for all."""
         if alike:
             return replace(self, max_size=budgets[0], max_bytes=None, budgets=None, filling=())
         given = tuple(budgets)
         return replace(self, max_size=None, max_bytes=None, budgets=given, filling=())
 
     def grown(self, tokens: int) -> CacheSettings | None:
-        """The settings for a conversation of so many tokens; None where they are these."""
+        """The settings for a conversation of so many tokens; None if they are the same."""
         begun = due(self.filling, tokens)
         if not begun:
             return None
@@ -269,14 +268,14 @@ class CacheSettings:
         return replace(self, budgets=budgets, filling=later)
 
     def checked_budgets(self, name: str, budgets: Any) -> tuple[int, ...]:
-        """Slots of some KV heads, of all of them if one number is given.
+        """Slots of some KV heads; one number stands for all of them.
 
         Args:
-            name: What the caller calls them.
+            name: The caller's name for them, used in messages.
             budgets: A number, or a list with each head's.
 
         Raises:
-            ValueError: They are no whole numbers, or the policy cannot work with them.
+            ValueError: They are not whole numbers, or the policy cannot work with them.
         """
         if name == "budgets" or checks.is_list(budgets):
             counts = checks.wholes(name, budgets)
@@ -293,25 +292,27 @@ class CacheSettings:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What the caches of a whole model may hold, and how, before the model is known.
+    """The bounds of a whole model's caches, and how they store rows, before the model is known.
 
     Attributes:
-        max_size: Tokens' worth of memory per KV head and layer, on average; or
-        max_bytes: Bytes for all bounded layers together.
-        policy: A policy, its name, or None: the best that the model can run.
+        max_size: Tokens' worth of memory per KV head and layer, on average, or None.
+        max_bytes: Bytes for all bounded layers together, instead of max_size, or None.
+        policy: A policy, its name, or None for the best one that the model can run.
         policy_settings: Fields of a named policy to change.
-        remainder: Whether evicted tokens go on answering.
-        budgets: "uniform", a profile, the path of one, None: the model's own, or instead of a size:
-            slots of each layer (`budgets/layer_budgets.py`).
+        remainder: Whether evicted tokens keep contributing through the remainder.
+        budgets: "uniform", a profile, the path of one, or None for the model's own; instead of a
+            size, slots of each layer (`budgets/layer_budgets.py`).
         packing: How rows are stored.
         undo: How many of the last tokens can be taken back after evictions.
-        frames: A frame or None for each of the model's caches, "none", or None: the profile's.
-        context: Tokens that conversations may reach, or None: what the model was trained to see.
-        chooses_bits: Whether the size is in bytes and it is not said how rows are stored.
+        frames: Key scaling (`Frame`) or None for each of the model's caches, "none", or None for
+            the profile's.
+        context: The most tokens of a conversation, or None for the length that the model was
+            trained for.
+        chooses_bits: Whether the size is in bytes and no option says how rows are stored.
         positions: "absolute", or "rolling": without gaps (`storage/rope.py`).
         pins: Spans of positions that are never evicted.
-        measures: "first use": a size in bytes has a model without a profile measured, quickly and
-            once; "never": it does not.
+        measures: "first use": a model without a profile is measured for a size in bytes, quickly
+            and once; "never": it is not.
 
     Raises:
         ValueError: A setting is invalid, or two exclude each other; the message names it.
@@ -338,7 +339,7 @@ class ModelSettings:
         if self.layer_budgets is None:
             one_size(max_size=self.max_size, max_bytes=self.max_bytes)
         elif self.max_size is not None or self.max_bytes is not None:
-            raise ValueError("budgets says the slots of every layer: omit max_size and max_bytes.")
+            raise ValueError("budgets gives the slots of every layer: omit max_size and max_bytes.")
         object.__setattr__(self, "undo", checked_undo(self.undo))
         for name in ("max_size", "context"):
             if getattr(self, name) is not None:
@@ -350,7 +351,7 @@ class ModelSettings:
         if isinstance(self.policy, Policy) and given:
             names = ", ".join(sorted(given))
             raise ValueError(
-                f"{names} would change a policy that is made already: make it with them, as in "
+                f"{names} would change an existing policy: make it with them, as in "
                 f"{type(self.policy).__name__}(...), or give its name {self.policy.name!r}."
             )
         self.policy_for(attending=True)
@@ -364,7 +365,7 @@ class ModelSettings:
 
     @classmethod
     def of(cls, max_size: int | None = None, **options: Unpack[CacheOptions]) -> ModelSettings:
-        """From the options that people give.
+        """The settings from the options that users give.
 
         Args:
             max_size: Tokens' worth of memory per KV head and layer, on average.
@@ -401,30 +402,30 @@ class ModelSettings:
 
     @property
     def rolls(self) -> bool:
-        """Whether kept keys are seen at positions without gaps."""
+        """Whether queries see kept keys at positions without gaps."""
         return self.positions == "rolling"
 
     @property
     def layer_budgets(self) -> LayerBudgets | None:
-        """Slots of each layer, where the caller gave them."""
+        """Slots of each layer, if the caller gave them."""
         return None if isinstance(self.budgets, Profile | str | Path) else self.budgets
 
     @property
     def profile(self) -> str | Path | Profile | None:
-        """By what slots are shared out, where the caller did not give them."""
+        """The profile by which slots are shared out, if the caller did not give slots."""
         return self.budgets if isinstance(self.budgets, Profile | str | Path) else None
 
     def of_size(self, max_size: int) -> ModelSettings:
-        """The same with another size, in slots."""
+        """The same settings with another size, in slots."""
         own = self.budgets if self.layer_budgets is None else None
         return replace(self, max_size=max_size, max_bytes=None, budgets=own)
 
     def in_bytes(self, plain_bytes: int, context: int) -> ModelSettings:
-        """The same with a size in bytes where it was a share, and a context.
+        """The same settings with a context, and with a size in bytes where it was a share.
 
         Args:
-            plain_bytes: What one token takes in a 16-bit cache.
-            context: Tokens that conversations may reach, where the caller does not say.
+            plain_bytes: Bytes of one token in a 16-bit cache.
+            context: The most tokens of a conversation, if the caller does not say.
         """
         known = self.context or context
         size = self.max_bytes
@@ -433,7 +434,7 @@ class ModelSettings:
         return replace(self, max_bytes=size, context=known)
 
     def policy_for(self, attending: bool) -> Policy:
-        """The policy, for a model that attends through this library or by itself."""
+        """The policy, for a model that attends through this library (`attending`) or by itself."""
         if self.policy is None and not attending:
             return make_policy(DEFAULT_UNSEEN, **{**KEYS_ONLY, **self.policy_settings})
         return make_policy(self.policy or DEFAULT_POLICY, **self.policy_settings)
@@ -453,10 +454,10 @@ def _check_names(settings: dict[str, Any], policy: Any) -> None:
 
 
 def budgets_of_model(budgets: Any) -> Profile | str | LayerBudgets | None:
-    """What `budgets=` of a model means; a path is read.
+    """The value of a model's `budgets=`; a profile's path is read.
 
     Raises:
-        ValueError: It has another type, or the file is no profile.
+        ValueError: It has another type, or the file is not a profile.
     """
     if budgets is None or isinstance(budgets, Profile):
         return budgets
@@ -476,11 +477,11 @@ def budgets_of_model(budgets: Any) -> Profile | str | LayerBudgets | None:
 
 
 def check_rolling(attending: bool, remainder: bool, packing: Packing) -> None:
-    """Raise ValueError where positions without gaps do not go with what else is asked for.
+    """Raise ValueError if positions without gaps do not fit the other settings.
 
     Args:
         attending: Whether this library computes the attention.
-        remainder: Whether evicted tokens go on answering.
+        remainder: Whether evicted tokens keep contributing through the remainder.
         packing: How rows are stored.
     """
     if not attending:
@@ -501,10 +502,10 @@ def check_rolling(attending: bool, remainder: bool, packing: Packing) -> None:
 
 
 def frames_or_none(frames: Any) -> tuple[Frame | None, ...] | str | None:
-    """What `frames=` of a model means: its caches' frames, "none", or None: the profile's.
+    """The value of a model's `frames=`: its caches' key scaling, "none", or None for the profile's.
 
     Raises:
-        ValueError: It has another type.
+        ValueError: `frames` has another type.
     """
     if frames is None:
         return None
@@ -521,10 +522,10 @@ def frames_or_none(frames: Any) -> tuple[Frame | None, ...] | str | None:
 
 
 def checked_undo(undo: Any) -> int:
-    """How many of the last tokens can be taken back.
+    """A checked number of last tokens that can be taken back.
 
     Raises:
-        ValueError: It is no whole number from 0 to `MOST_STEPS`.
+        ValueError: It is not a whole number from 0 to `MOST_STEPS`.
     """
     return checks.whole("undo", undo, 0, MOST_STEPS)
 
@@ -544,17 +545,17 @@ def packing_of(
     group_size: int,
     recent_bits: int | None,
 ) -> Packing:
-    """How rows are stored, from the arguments that people give.
+    """How rows are stored, from the options that users give.
 
     Args:
-        bits: Of keys and values; 16 or None: as they come.
-        k_bits: Of keys, instead of `bits`.
-        v_bits: Of values, instead of `bits`.
+        bits: Bits of keys and values; 16 or None for dense rows.
+        k_bits: Bits of keys, instead of `bits`.
+        v_bits: Bits of values, instead of `bits`.
         group_size: Elements that share a scale and a bias.
-        recent_bits: Of the newest tokens, or None: as all others.
+        recent_bits: Bits of the newest tokens, or None for the same as all others.
 
     Raises:
-        ValueError: They are none of those that there are.
+        ValueError: A number is not among those supported.
     """
     checks.choice("bits", bits, (*BITS, UNPACKED, None))
     each = [bits if given is None else given for given in (k_bits, v_bits)]

@@ -1,8 +1,8 @@
-"""Tensor parallelism: the KV heads that a process holds of a model that several share.
+"""Tensor parallelism: the KV heads that this process holds of a model shared by several.
 
-mlx-lm's `model.shard()` gives each rank a stretch of every layer's KV heads, in order. A head
-chooses for itself, so ranks need to tell each other nothing; where a whole layer drops the same
-token (`unit="layer"`), the mean priority of all its heads is taken over the ranks too.
+mlx-lm's `model.shard()` gives each rank consecutive KV heads of every layer, in order. A head
+chooses for itself, so ranks need not communicate; where a whole layer evicts the same token
+(`unit="layer"`), the mean priority of all its heads is taken over the ranks too.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ class Ranks:
     """This process's place among those that share a model's KV heads.
 
     Attributes:
-        rank: Its own, from 0.
-        count: Of all.
+        rank: This process's rank, from 0.
+        count: The number of processes.
     """
 
     rank: int
     count: int
 
     def own(self, of_heads: Sequence[Item]) -> tuple[Item, ...]:
-        """Of something for each KV head of a layer, this rank's."""
+        """This rank's items of a list with one for each KV head of a layer."""
         each = len(of_heads) // self.count
         return tuple(of_heads[self.rank * each : (self.rank + 1) * each])
 
     def own_rows(self, of_heads: mx.array) -> mx.array:
-        """The same of an array `[H, ...]`."""
+        """This rank's rows of an array `[H, ...]`."""
         return mx.split(of_heads, self.count, axis=0)[self.rank]
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """How a model's KV heads are shared out among processes; None where this one has them all.
+    """The ranks among which a model's KV heads are shared; None if this process has them all.
 
     Raises:
-        ValueError: They are shared by a part of the processes only, which cannot agree.
+        ValueError: Only some of the processes share them, so they cannot agree.
     """
     for name, module in model.named_modules():
         sharded = isinstance(module, AllToShardedLinear | QuantizedAllToShardedLinear)
@@ -67,10 +67,10 @@ def mean_of_ranks(x: mx.array, count: int) -> mx.array:
 
 
 def checked_ranks(count: int) -> int:
-    """A number of processes that share a layer's heads.
+    """A checked number of processes that share a layer's heads.
 
     Raises:
-        ValueError: It is invalid, or others are running.
+        ValueError: The number is invalid, or another number of processes runs.
     """
     count = checks.whole("ranks", count, 1)
     if count > 1 and mx.distributed.init().size() != count:

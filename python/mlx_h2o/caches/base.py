@@ -1,8 +1,8 @@
-"""What every bounded cache has: settings, size, trimming, saving, pins, turns and copies.
+"""The base of every bounded cache: settings, size, trimming, saving, pins, turns and copies.
 
 A copy shares every array with its original until one of the two changes its own. MLX's arrays never
-change, but for those that decoders have taken out of its graph, and a decoder copies what anyone
-else still holds (`Memory.lent`).
+change, except those that decoders have taken out of its graph, and a decoder copies an array that
+anyone else still holds (`Memory.lent`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mlx_h2o.storage.softmax import Mask
 
 NOT_ASKED = (
     "This model did not ask the cache to attend. Call mlx_h2o.install(), or, for a model that "
-    "attends by itself, make a PlainRowsKVCache with a policy that looks at keys only."
+    "attends by itself, make a PlainRowsKVCache with a policy that uses keys alone."
 )
 IN_A_STEP = (
     "This cache is in the middle of a step: its last rows were not attended to. Save, copy, trim, "
@@ -48,43 +48,43 @@ NO_KV_BITS = (
 
 
 class BoundedKVCache:
-    """The bounded memory of one layer, with what mlx-lm asks of any cache.
+    """The bounded memory of one layer, with the methods that mlx-lm needs of a cache.
 
-    Subclasses say how rows come in and how they are attended to.
+    Subclasses define how rows come in and how queries attend to them.
 
     Args:
         max_size: Slots per KV head on average; the remainder is charged against it.
-        max_bytes: Instead: bytes that this layer's cache may take, everything counted.
+        max_bytes: Bytes that this layer's cache may take, everything counted, instead of max_size.
         policy: A policy or its name.
-        remainder: Whether evicted tokens go on answering.
-        budgets: Instead of max_size: the slots of each KV head.
-        bits: Store keys and values packed in so many bits, in the format of `mx.quantize`; a row
-            is packed once, when it comes, and moved as it is from then on.
-        k_bits: Of keys alone, instead of `bits`.
-        v_bits: Of values alone, instead of `bits`.
+        remainder: Whether evicted tokens keep contributing through the remainder.
+        budgets: The slots of each KV head, instead of max_size.
+        bits: Bits of packed keys and values, in the format of `mx.quantize`; a row is packed once,
+            when it comes, and moved as it is from then on. None for dense rows.
+        k_bits: Bits of keys, instead of `bits`.
+        v_bits: Bits of values, instead of `bits`.
         group_size: Elements that share a scale and a bias.
-        recent_bits: Store the newest tokens, as many as every head of the layer protects, in so
-            many bits instead; 16: in the model's own dtype. `storage/recent_window.py` says what
-            becomes of a token that is recent no longer.
+        recent_bits: Bits of the newest tokens, as many as every head of the layer protects; 16 is
+            the model's own dtype. `storage/recent_window.py` describes how a token leaves the
+            window.
         undo: How many of the last tokens can be taken back after evictions (`storage/journal.py`):
             speculative decoding needs as many as it drafts at once. Chunks of at most `undo` + 1
-            tokens are then taken token by token. It costs memory.
+            tokens are then processed token by token. It costs memory.
         saturation: t of the remainder's second-order term (`storage/remainder.py`), for all KV
             heads or for each; 0 is first order.
-        frame: In which packed keys are stored (`storage/key_scaling.py`), or None: as they come.
-        centres: Of the layer's queries, for policies that use them (`storage/query_centres.py`).
+        frame: The key scaling (`Frame`, `storage/key_scaling.py`) of packed keys, or None.
+        centres: The layer's query centres, for policies that use them (`storage/query_centres.py`).
 
     Raises:
         ValueError: No or several sizes, an unknown policy, a budget without room to evict, or an
-            undo that is negative or not this model's to have.
+            undo that is negative or that this model cannot have.
     """
 
-    #: Whether routed attention comes to this cache.
+    #: Whether attention is routed to this cache.
     attending: ClassVar[bool] = True
-    #: What a file says of how the model attends: to the cached rows (True, once rows came), to keys
-    #: made of them (False) or by itself (None).
+    #: The value of "own" in a file. True: queries attend to the cached rows (known once rows came);
+    #: False: to keys derived from them; None: the model computes attention itself.
     own: ClassVar[bool | None] = True
-    #: Whether several layers attend to the rows in each step, and how many do.
+    #: Whether several layers attend to the rows in each step.
     is_shared: ClassVar[bool] = False
     sharers = 1
 
@@ -110,13 +110,13 @@ class BoundedKVCache:
         settings = CacheSettings(
             max_size,
             max_bytes,
-            budgets,  # type: ignore[arg-type]  # made a tuple there, and a policy the next
+            budgets,  # type: ignore[arg-type]  # converted there, as is the next
             policy,  # type: ignore[arg-type]
             remainder,
             packing_of(bits, k_bits, v_bits, group_size, recent_bits),
             self.attending,
             undo,
-            saturation,  # type: ignore[arg-type]  # made a float or a tuple there
+            saturation,  # type: ignore[arg-type]  # converted there
             frame,
             centres=centres,
         )
@@ -127,8 +127,8 @@ class BoundedKVCache:
         """A cache of this class with these settings.
 
         Args:
-            settings: Checked already.
-            share: Its part in its model's budget.
+            settings: Settings that are checked already.
+            share: The cache's share of its model's budget.
         """
         cache = object.__new__(cls)
         cache._begin(settings, share)
@@ -137,11 +137,11 @@ class BoundedKVCache:
     def _begin(self, settings: CacheSettings, share: LayerShare | None = None) -> None:
         self._unopened = settings
         self._layer: Layer | None = None
-        #: Its part in its model's budget, for `mlx_h2o.resize`; of a cache that was made by itself
-        #: it is known from the first rows on.
+        #: The cache's share of its model's budget, for `mlx_h2o.resize`; if the cache was made
+        #: alone, it is known from the first rows on.
         self.share = share
         self.choice = ""  # how the bits of its rows were chosen; files do not hold it
-        self.label = ""  # what its owner calls its settings; copies keep it, files do not
+        self.label = ""  # its owner's name for its settings; copies keep it, files do not
 
     def __repr__(self) -> str:
         name = self.policy.name or type(self.policy).__name__
@@ -149,16 +149,16 @@ class BoundedKVCache:
         what = f"{type(self).__name__}: {name}, {self.settings.size}{self.packing}{rest}"
         return f"<{what}; {self.size()} of {self.offset} tokens in {self.nbytes:,} bytes>"
 
-    # -- what it is -------------------------------------------------------------------------------
+    # -- properties -------------------------------------------------------------------------------
 
     @property
     def settings(self) -> CacheSettings:
-        """What it may hold, and how; from the first rows on as budgets of its heads."""
+        """The cache's settings; from the first rows on with budgets of its heads."""
         return self._layer.settings if self._layer else self._unopened
 
     @property
     def policy(self) -> Policy:
-        """What chooses."""
+        """The eviction policy."""
         return self._unopened.policy
 
     @property
@@ -168,7 +168,7 @@ class BoundedKVCache:
 
     @property
     def answers(self) -> bool:
-        """Whether evicted tokens go on answering."""
+        """Whether evicted tokens keep contributing through the remainder."""
         return self._unopened.remainder
 
     @property
@@ -178,12 +178,12 @@ class BoundedKVCache:
 
     @property
     def frame(self) -> Frame | None:
-        """In which packed keys are stored; None: as they come."""
+        """The key scaling (`Frame`) of packed keys, or None."""
         return self._unopened.frame
 
     @property
     def centres(self) -> QueryCentres | None:
-        """Of the layer's queries, where the policy uses them."""
+        """The layer's query centres, if the policy uses them."""
         return self._unopened.centres
 
     @property
@@ -194,27 +194,27 @@ class BoundedKVCache:
 
     @property
     def layer(self) -> Layer | None:
-        """What it holds, once rows have come."""
+        """The layer's memory, once rows have come."""
         return self._layer
 
     @property
     def store(self) -> SlotStore | None:
-        """Where the rows lie, once the first have come."""
+        """The layer's slots, once the first rows have come."""
         return self._layer.store if self._layer else None
 
     @property
     def remainder(self) -> Remainder | None:
-        """What stays of the evicted."""
+        """The statistics of evicted tokens."""
         return self._layer.evictions.remainder if self._layer else None
 
     def slots(self, run: Run) -> Slots:
-        """What a run of `store.runs` holds, as its policy sees it."""
+        """The slots of a run of `store.runs`, as its policy sees them."""
         self.require_at_rest()
         layer = self._held()
         return slots_of(layer, run, layer.store.views(run), layer.lost(run))
 
     def budget_of(self, run: Run) -> int:
-        """Tokens that each head of a run may hold, the newest included."""
+        """Tokens that each head of a run may hold, including the newest."""
         return self._held().budget_of(run)
 
     def _held(self) -> Layer:
@@ -222,10 +222,10 @@ class BoundedKVCache:
             raise RuntimeError("This cache holds nothing yet.")
         return self._layer
 
-    # -- rows come in, and are attended to --------------------------------------------------------
+    # -- new rows and attention -------------------------------------------------------------------
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take new rows in, and return what the model goes on with, which each class tells.
+        """Store new rows, and return the rows that the model continues with, as each class defines.
 
         Args:
             keys: `[B, Hk, L, D]`, with RoPE applied at `offset`.
@@ -234,7 +234,7 @@ class BoundedKVCache:
         Raises:
             RuntimeError: Within mx.compile, mx.grad or mx.vmap, or the last rows were never
                 attended to.
-            ValueError: The rows are unlike those held, or the size does not suit them.
+            ValueError: The rows differ from those held in type, or the size does not suit them.
         """
         raise NotImplementedError
 
@@ -249,12 +249,12 @@ class BoundedKVCache:
         sinks: mx.array | None = None,
         softcap: float = 0.0,
     ) -> mx.array:
-        """Attend to the rows held, then choose what to forget.
+        """Attend to the rows held, then choose the tokens to evict.
 
         Args:
             q: `[B, Hq, L, D]`.
-            keys: What `update_and_fetch` returned, or what the model made of it.
-            values: The same of the values.
+            keys: The keys that `update_and_fetch` returned, or keys derived from them.
+            values: The values that `update_and_fetch` returned, or values derived from them.
             scale: Factor on q.k.
             mask: None, "causal" or an array, of which only the last L columns are read, since kept
                 slots are always visible.
@@ -265,10 +265,10 @@ class BoundedKVCache:
             `[B, Hq, L, Dv]`.
 
         Raises:
-            RuntimeError: Within mx.compile, mx.grad or mx.vmap; nothing is there to attend to; or
-                other keys came than were handed out.
+            RuntimeError: Within mx.compile, mx.grad or mx.vmap; there are no rows to attend to; or
+                the keys are not those that were returned.
         """
-        raise RuntimeError(f"A {type(self).__name__} is of a model that attends by itself.")
+        raise RuntimeError(f"A {type(self).__name__} is for a model that attends by itself.")
 
     # -- mlx-lm's cache protocol ------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class BoundedKVCache:
         return self._layer.offset if self._layer else 0
 
     def size(self) -> int:
-        """Tokens physically held by the head that holds most."""
+        """Tokens held by the head that holds the most."""
         return self._layer.held if self._layer else 0
 
     def empty(self) -> bool:
@@ -287,25 +287,25 @@ class BoundedKVCache:
 
     @property
     def to_quantized(self) -> None:
-        """Refused, where mlx-lm first asks for it: at the first step with `kv_bits`."""
+        """Refuse, where mlx-lm first calls it: at the first step with `kv_bits`."""
         raise ValueError(NO_KV_BITS)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything held: rows and their own, remainder, frame, centres, undo."""
+        """Bytes of everything held: rows, remainder, key scaling, centres, journal."""
         constants = sum(part.nbytes for part in (self.frame, self.centres) if part is not None)
         return constants + (self._layer.nbytes if self._layer else 0)
 
     @property
     def evicted(self) -> int:
-        """Tokens dropped so far, mean over KV heads (rounded down)."""
+        """Tokens evicted so far, mean over KV heads (rounded down)."""
         if self._layer is None:
             return 0
         runs = self._layer.runs
         return sum(run.heads * self._layer.lost(run) for run in runs) // runs[-1].last
 
     def is_trimmable(self) -> bool:
-        """Whether any token can be taken back: nothing was evicted, or `undo` remembers steps."""
+        """Whether any token can be taken back: none was evicted, or `undo` kept steps."""
         return self.offset == 0 or self.trimmable > 0
 
     @property
@@ -316,14 +316,14 @@ class BoundedKVCache:
     def trim(self, n: int) -> int:
         """Take back the newest n tokens (all, if there are fewer).
 
-        Those that were steps within `undo` leave no trace. The attention of older ones, which go
-        only where nothing was evicted, stays in the scores.
+        Steps within `undo` are undone without a trace. Older tokens can go only if nothing was
+        evicted; their attention stays in the scores.
 
         Returns:
-            How many were taken back.
+            The number of tokens taken back.
 
         Raises:
-            ValueError: Something was evicted, and that many steps cannot be undone; nothing was
+            ValueError: Tokens were evicted, and so many steps cannot be undone; nothing was
                 changed.
         """
         n = min(n, self.offset)
@@ -347,19 +347,19 @@ class BoundedKVCache:
             )
 
     def resize(self, max_size: int | Sequence[int]) -> None:
-        """Change this layer's budget; what no longer fits goes into the remainder.
+        """Change this layer's budget; tokens that no longer fit go into the remainder.
 
         Args:
             max_size: Slots for every KV head, or a list with each head's. The remainder is not
                 charged again.
 
         Raises:
-            ValueError: They are no whole numbers, too small, or not one for each head.
+            ValueError: The slots are not whole numbers, too small, or not one for each head.
         """
         self.follow(self.resized_settings(max_size))
 
     def follow(self, settings: CacheSettings) -> None:
-        """Hold what other settings of its own (`resized_settings`) allow."""
+        """Apply other settings of this cache, from `resized_settings`."""
         self.require_at_rest()
         if self._layer is None:
             self._unopened = settings
@@ -367,7 +367,7 @@ class BoundedKVCache:
             eviction.resize(self._layer, settings)
 
     def resized_settings(self, max_size: int | Sequence[int]) -> CacheSettings:
-        """What `resize` would set; arguments and errors are its own."""
+        """The settings that `resize` would set; same arguments and errors."""
         self.require_at_rest()
         counts = self._unopened.checked_budgets("max_size", max_size)
         heads = self._layer.runs[-1].last if self._layer else 1
@@ -389,14 +389,14 @@ class BoundedKVCache:
 
         Args:
             N: New tokens.
-            return_array: Whether an array is asked for, and not "causal".
-            window_size: Of a sliding window, which bounded caches refuse.
+            return_array: Whether to return an array instead of "causal".
+            window_size: The size of a sliding window, which bounded caches refuse.
 
         Returns:
             None or "causal", or a boolean array `[N, kept + N]` if asked.
 
         Raises:
-            ValueError: A sliding window is asked for.
+            ValueError: A sliding window is requested.
         """
         if window_size is not None:
             raise ValueError(
@@ -411,7 +411,7 @@ class BoundedKVCache:
         return "causal"
 
     def _opened(self, keys: mx.array, values: mx.array) -> Layer:
-        """The layer, made when the first rows tell the widths; it holds rows like these."""
+        """The layer, created by the first rows; these rows must be of its type."""
         if tracing():
             raise RuntimeError(REFUSED)
         if self._between:
@@ -431,7 +431,7 @@ class BoundedKVCache:
         return constants | (self._layer.arrays() if self._layer else {})
 
     def config(self) -> dict[str, Any]:
-        """Everything else that a copy needs, as JSON types; RuntimeError within a step."""
+        """The rest of the state as JSON types; RuntimeError within a step."""
         self.require_at_rest()
         return {
             **self.settings.config(),
@@ -454,7 +454,7 @@ class BoundedKVCache:
             meta_state: Unused; mlx-lm before 0.32.1 passes it.
 
         Raises:
-            ValueError: The state is not one that `state` gave, or of another class.
+            ValueError: The state is not one from `state`, or of another class.
         """
         try:
             arrays, text = state
@@ -477,23 +477,23 @@ class BoundedKVCache:
 
     @classmethod
     def is_described_by(cls, config: dict[str, Any]) -> bool:
-        """Whether a configuration is one of this class (`own` is null before the first rows)."""
+        """Whether a configuration is of this class (`own` is null before the first rows)."""
         several = saved_state.sharers_of(config) > 1
         own = None if not config["attending"] else config["own"] is not False
         return own is cls.own and several == cls.is_shared
 
     @property
     def meta_state(self) -> str:
-        """For mlx-lm before 0.32.1."""
+        """Unused state, for mlx-lm before 0.32.1."""
         return ""
 
     @property
     def _between(self) -> bool:
-        """Whether rows came that were not attended to yet."""
+        """Whether rows came to which no query has attended yet."""
         return False
 
     def require_at_rest(self) -> None:
-        """Raise RuntimeError unless every row that came was attended to."""
+        """Raise RuntimeError unless queries have attended to every row that came."""
         if self._between:
             raise RuntimeError(IN_A_STEP if self._held().offset else NOT_ASKED)
 
@@ -505,19 +505,19 @@ class BoundedKVCache:
     def pin(self, spans: Sequence[Span]) -> PinAnswer:
         """Never evict the tokens at some positions, whatever the policy.
 
-        Tokens that are still to come can be pinned, and those that are held. Pins count against the
-        budget. A head that is too small for them gets slots of the layer's larger heads. They stay
-        with their positions through resizing, trimming, copies and files. Steps before this cannot
-        be taken back any more.
+        Tokens that are held can be pinned, and tokens still to come. Pins count against the budget.
+        A head that is too small for them gets slots of the layer's larger heads. Pins stay with
+        their positions through resizing, trimming, copies and files. Earlier steps can no longer be
+        taken back.
 
         Args:
             spans: Pairs (first position, one past the last).
 
         Returns:
-            Which are pinned, and which were gone already.
+            Which positions are pinned, and which were evicted already.
 
         Raises:
-            ValueError: They are no spans, or too many for the budget; nothing was changed.
+            ValueError: They are not spans, or too many for the budget; nothing was changed.
             RuntimeError: The last rows were not attended to yet.
         """
         settings, answer = self.pinned_settings(spans)
@@ -525,12 +525,12 @@ class BoundedKVCache:
         return answer
 
     def unpin(self, spans: Sequence[Span] | None = None) -> None:
-        """Let tokens go as any others; all without `spans`."""
+        """Allow pinned tokens to be evicted; all of them without `spans`."""
         kept = () if spans is None else without(self.pins, checked_spans("spans", spans))
         self.pin_as(replace(self._layer.settings if self._layer else self._unopened, pins=kept))
 
     def pinned_settings(self, spans: Sequence[Span]) -> tuple[CacheSettings, PinAnswer]:
-        """What `pin` would set and answer; arguments and errors are its own."""
+        """The settings that `pin` would set and its result; same arguments and errors."""
         self.require_at_rest()
         asked = checked_spans("spans", spans)
         if self._layer is None:
@@ -540,7 +540,7 @@ class BoundedKVCache:
         return replace(self._layer.settings, pins=pins), answer
 
     def pin_as(self, settings: CacheSettings) -> None:
-        """Have the pins, and the room for them, that other settings of its own have."""
+        """Apply the pins, and the budgets with room for them, of other settings of this cache."""
         self.require_at_rest()
         if self._layer is None:
             self._unopened = settings
@@ -548,15 +548,14 @@ class BoundedKVCache:
             repin(self._layer, settings)
 
     def new_turn(self, carry: float | str = 1.0) -> None:
-        """Say how much of what was attended to before still counts.
+        """Begin a turn, and set how much of the attention so far still counts.
 
         Args:
-            carry: 1: all of it, as if nothing had been said. Less: scores speak of the last `carry`
-                times as many steps as before. 0 or "reset": of none. `engine/pins_and_turns.py`
-                says how.
+            carry: 1: all of it, as without this call. Less: scores cover the last `carry` times as
+                many steps as before. 0 or "reset": none. Details are in `engine/pins_and_turns.py`.
 
         Raises:
-            ValueError: It is no number from 0 to 1, nor "reset".
+            ValueError: It is not a number from 0 to 1, nor "reset".
             RuntimeError: The last rows were not attended to yet.
         """
         part = checked_carry(carry)
@@ -565,7 +564,7 @@ class BoundedKVCache:
             new_turn(self._layer, part)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and copy take along."""
+        """The state for pickle and copy."""
         self.require_at_rest()
         return vars(self)
 
@@ -574,7 +573,7 @@ class BoundedKVCache:
         new = object.__new__(type(self))
         memo[id(self)] = new
         state = self.__getstate__()
-        # Beside the arrays, settings that never change.
+        # Besides arrays a copy shares settings that never change.
         shared: list[Any] = [self._unopened, self.share]
         if self.layer is not None:
             shared += [self.layer.settings, *_arrays(self.layer)]
@@ -583,12 +582,12 @@ class BoundedKVCache:
         return new
 
     def __copy__(self) -> Self:
-        return copy.deepcopy(self)  # two caches over one store would overwrite each other's slots
+        return copy.deepcopy(self)  # two caches with one store would overwrite each other's slots
 
     def pieces(self) -> dict[int, int]:
         """The bytes of `nbytes`, by an identity that copies share while they hold the same arrays.
 
-        The union over several caches counts what they share once.
+        A union over several caches counts shared arrays once.
         """
         held = [part for part in (self.frame, self.centres) if part is not None]
         constants = {id(part): part.nbytes for part in held}
@@ -596,14 +595,14 @@ class BoundedKVCache:
 
 
 def _arrays(layer: Layer) -> list[mx.array]:
-    """All arrays of a layer, those of the steps to undo too."""
+    """All arrays of a layer, with those of the journal."""
     remainder = layer.evictions.remainder.arrays.values()
     return [*layer.arrays().values(), *remainder, *_undone(layer)]
 
 
 def _pieces(layer: Layer) -> dict[int, int]:
-    """Bytes of everything that a layer holds, by identity."""
-    if (decoder := layer.memory.decoder) is not None:  # whose arrays are its own
+    """Bytes of all that a layer holds, by identity."""
+    if (decoder := layer.memory.decoder) is not None:  # a decoder's arrays are not shared
         return {id(decoder): decoder.nbytes, id(layer.journal): layer.journal.nbytes}
     return {id(array): array.nbytes for array in (*layer.arrays().values(), *_undone(layer))}
 

@@ -1,6 +1,6 @@
-"""A batch of conversations: mlx-lm's batching contract over one bounded cache for each of them.
+"""A batch of conversations: mlx-lm's batching interface over one bounded cache for each of them.
 
-Sequences share nothing but the call: each has its own slots, positions, scores and victims, so one
+Sequences share only the call: each has its own slots, positions, scores and victims, so a sequence
 that joins, leaves or is padded changes nothing for the others, and each may have another budget,
 policy or packing.
 """
@@ -21,27 +21,27 @@ from mlx_h2o.storage.softmax import Mask
 
 
 class BatchH2OKVCache:
-    """The caches of B sequences in one layer, where mlx-lm's `BatchKVCache` stands.
+    """The caches of B sequences in one layer, in place of mlx-lm's `BatchKVCache`.
 
-    `H2OKVCache.merge` makes it, as mlx-lm's `BatchGenerator` and server do. Rows come in for all
-    sequences at once; each sequence's own go to its own cache, and padding goes nowhere.
+    `H2OKVCache.merge` makes it, as mlx-lm's `BatchGenerator` and server do. Rows come for all
+    sequences at once; each sequence's own rows go to its own cache, and padding is dropped.
 
     Args:
-        caches: An `H2OKVCache` of one sequence for each; they are the batch's own from now on.
+        caches: An `H2OKVCache` of one sequence for each; from now on the batch owns them.
 
     Raises:
-        ValueError: One is no such cache, or holds several sequences.
+        ValueError: One is not such a cache, or holds several sequences.
     """
 
-    #: Routed attention comes to this cache.
+    #: Whether attention is routed to this cache.
     attending: ClassVar[bool] = True
 
     def __init__(self, caches: Sequence[BoundedKVCache]):
         for cache in caches:
             _require_one_sequence(cache)
         self.caches: list[Any] = list(caches)
-        # Of each sequence: padding still to come before its rows, and rows still to come before
-        # padding (None: no padding comes).
+        # For each sequence, rows of padding before its own, and its own rows before padding (None:
+        # no padding follows).
         self._before = [0] * len(caches)
         self._due: list[int | None] = [None] * len(caches)
         # Rows that came and were not attended to yet.
@@ -62,7 +62,7 @@ class BatchH2OKVCache:
     # -- joining and leaving ----------------------------------------------------------------------
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keep the sequences of these places, in this order."""
+        """Keep the sequences at these indices, in this order."""
         self.require_at_rest()
         listed: Any = (
             batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
@@ -73,10 +73,10 @@ class BatchH2OKVCache:
         self._due = [self._due[i] for i in kept]
 
     def extend(self, other: BatchH2OKVCache) -> None:
-        """Let another batch's sequences join after these.
+        """Add another batch's sequences after these.
 
         Raises:
-            ValueError: It is another kind of cache.
+            ValueError: `other` is another kind of cache.
         """
         if not isinstance(other, BatchH2OKVCache):
             raise ValueError(
@@ -89,7 +89,7 @@ class BatchH2OKVCache:
         self._due += other._due
 
     def extract(self, idx: int) -> BoundedKVCache:
-        """A copy of one sequence's cache; it shares memory with it until either goes on."""
+        """A copy of one sequence's cache; both share memory until one of them changes."""
         self.require_at_rest()
         taken: BoundedKVCache = copy.deepcopy(self.caches[idx])
         return taken
@@ -103,12 +103,12 @@ class BatchH2OKVCache:
         lengths: Sequence[int] | None = None,
         right_padding: Sequence[int] | None = None,
     ) -> None:
-        """Say which of the rows to come are padding.
+        """Set which of the next rows are padding.
 
         Args:
-            left_padding: Per sequence, rows before its first.
-            lengths: Per sequence, its own rows, with `right_padding`.
-            right_padding: Per sequence, rows after its last; `finalize` ends it.
+            left_padding: For each sequence, rows of padding before its own.
+            lengths: For each sequence, the number of its own rows, with `right_padding`.
+            right_padding: For each sequence, rows of padding after its own; `finalize` ends it.
 
         Raises:
             ValueError: Left padding for a sequence that holds tokens, or right padding without
@@ -132,12 +132,12 @@ class BatchH2OKVCache:
                 )
 
     def finalize(self) -> None:
-        """Right padding is over."""
+        """End right padding."""
         self.require_at_rest()
         self._due = [None] * len(self.caches)
 
     def _own_rows(self, length: int) -> Iterator[slice]:
-        """Which of the next `length` rows are each sequence's own."""
+        """The range of each sequence's own rows among the next `length` rows."""
         for before, due in zip(self._before, self._due, strict=True):
             first = min(before, length)
             yield slice(first, length if due is None else min(first + due, length))
@@ -163,7 +163,7 @@ class BatchH2OKVCache:
 
         Raises:
             RuntimeError: As in `H2OKVCache`.
-            ValueError: They are not of as many sequences.
+            ValueError: The number of sequences is not the batch's.
         """
         if self._handed is not None:
             raise RuntimeError(NOT_ASKED)
@@ -201,7 +201,7 @@ class BatchH2OKVCache:
 
         Raises:
             RuntimeError: As in `H2OKVCache`.
-            ValueError: The rows are unlike those held, or the size does not suit them.
+            ValueError: The rows differ from those held in type, or the size does not suit them.
         """
         if tracing():
             raise RuntimeError(REFUSED)
@@ -229,7 +229,7 @@ class BatchH2OKVCache:
         return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=0)
 
     def _came(self, own: Sequence[slice]) -> None:
-        """Count the rows that came, of which these were each sequence's own."""
+        """Count the new rows, of which `own` are each sequence's own."""
         for i, rows in enumerate(own):
             self._before[i] -= rows.start
             due = self._due[i]
@@ -238,12 +238,12 @@ class BatchH2OKVCache:
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """As in `BoundedKVCache`; the batch itself leaves padding out, not the mask."""
+        """As in `BoundedKVCache`; the batch itself drops padding, not the mask."""
         most: BoundedKVCache = max(self.caches, key=lambda cache: cache.size())
         return most.make_mask(N, return_array, window_size)
 
     def size(self) -> int:
-        """Tokens physically held by the head that holds most."""
+        """Tokens held by the head that holds the most."""
         return max((cache.size() for cache in self.caches), default=0)
 
     def empty(self) -> bool:
@@ -257,54 +257,54 @@ class BatchH2OKVCache:
 
     @property
     def undo(self) -> int:
-        """How many of the last tokens can be taken back of each sequence after evictions."""
+        """How many of each sequence's last tokens can be taken back after evictions."""
         return min((cache.undo for cache in self.caches), default=0)
 
     @property
     def trimmable(self) -> int:
-        """How many of the newest tokens `trim` can take back now, of every sequence."""
+        """How many of the newest tokens `trim` can take back now, from every sequence."""
         return min((cache.trimmable for cache in self.caches), default=0)
 
     def is_trimmable(self) -> bool:
-        """Whether any token can be taken back of every sequence."""
+        """Whether any token can be taken back from every sequence."""
         return all(cache.is_trimmable() for cache in self.caches)
 
     def require_trimmable(self, n: int) -> None:
-        """Raise ValueError unless `trim` can take n tokens back of every sequence."""
+        """Raise ValueError unless `trim` can take n tokens back from every sequence."""
         self.require_at_rest()
         for cache in self.caches:
             cache.require_trimmable(n)
 
     def trim(self, n: int) -> int:
-        """Take back the newest n tokens of every sequence, or of none.
+        """Take back the newest n tokens from every sequence, or from none.
 
         Returns:
-            How many were taken back of the sequence that lost most.
+            The number of tokens taken back from the sequence that lost most.
 
         Raises:
-            ValueError: That many cannot be undone; nothing was changed.
+            ValueError: So many cannot be undone; nothing was changed.
         """
         self.require_trimmable(n)
         return max((cache.trim(n) for cache in self.caches), default=0)
 
     @property
     def state(self) -> list[Any]:
-        """The states of all sequences, to be evaluated; files hold sequences one by one."""
+        """The states of all sequences, for evaluation; files hold sequences one by one."""
         self.require_at_rest()
         return [cache.state for cache in self.caches]
 
     @property
     def to_quantized(self) -> NoReturn:
-        """Refused, as in `H2OKVCache`."""
+        """Refuse, as in `H2OKVCache`."""
         raise ValueError(NO_KV_BITS)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and copy take along."""
+        """The state for pickle and copy."""
         self.require_at_rest()
         return vars(self)
 
     def require_at_rest(self) -> None:
-        """Raise RuntimeError unless every row that came was attended to."""
+        """Raise RuntimeError unless queries have attended to every row that came."""
         if self._handed is not None:
             raise RuntimeError(
                 "This batch is in the middle of a step: rows came with update_and_fetch and were "
@@ -314,7 +314,7 @@ class BatchH2OKVCache:
 
 
 def _require_one_sequence(cache: Any) -> None:
-    """Raise ValueError unless a cache is an attending one of at most one sequence."""
+    """Raise ValueError unless a cache attends and has at most one sequence."""
     if not isinstance(cache, BoundedKVCache) or not hasattr(cache, "merge"):
         raise ValueError(f"A batch is made of H2OKVCaches; got a {type(cache).__name__}.")
     sequences = 1 if cache.layer is None else cache.layer.types["keys"].batch
@@ -327,12 +327,12 @@ def _require_one_sequence(cache: Any) -> None:
 def _attended(
     cache: Any, rows: slice, call: AttentionCall, keys: mx.array, values: mx.array
 ) -> mx.array:
-    """What one sequence's own rows attend to, `[1, Hq, L, Dv]`, with zeros for padding.
+    """The attention output of one sequence's own rows, `[1, Hq, L, Dv]`, with zeros for padding.
 
     Args:
-        cache: Its cache.
-        rows: Which are its own.
-        call: Queries of all L rows, with the mask of its own.
+        cache: The sequence's cache.
+        rows: The range of its own rows.
+        call: Queries of all L rows, with the mask of its own rows.
         keys: `[1, H, L, D]`.
         values: `[1, H, L, Dv]`.
     """
@@ -355,14 +355,14 @@ def _each(rows: mx.array) -> list[mx.array]:
 
 
 def _rows_of(part: mx.array, rows: slice) -> mx.array:
-    """Some rows of `[1, H, L, ...]`."""
+    """A range of rows of `[1, H, L, ...]`."""
     return part if rows.stop - rows.start == part.shape[2] else part[:, :, rows]
 
 
 def _mask_of(mask: Mask, sequence: int, rows: slice, length: int) -> Mask:
-    """A mask `[B or 1, H or 1, L or 1, N]` as one sequence's own rows see it."""
+    """The part of a mask `[B or 1, H or 1, L or 1, N]` for one sequence's own rows."""
     if mask is None or isinstance(mask, str):
-        return None if rows.stop - rows.start == 1 else mask  # one query sees all
+        return None if rows.stop - rows.start == 1 else mask  # one query attends to all
     if mask.ndim > 3 and mask.shape[0] > 1:
         mask = mask[sequence : sequence + 1]
     if rows.stop - rows.start == length:

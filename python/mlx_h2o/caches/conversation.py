@@ -13,10 +13,10 @@ from mlx_h2o.storage.pins import Span
 
 
 def bounded_entries(cache: Sequence[Any]) -> list[BoundedKVCache]:
-    """The bounded caches of a model's list.
+    """The bounded caches in a model's list.
 
     Raises:
-        NothingToBound: There are none.
+        NothingToBound: The list has none.
     """
     layers = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
     if not layers:
@@ -29,14 +29,15 @@ def pin(cache: Sequence[Any], spans: Sequence[Span]) -> PinAnswer:
 
     Args:
         cache: From `make_prompt_cache` or `load_prompt_cache`.
-        spans: Pairs (first position, one past the last), of tokens that came or that are to come.
-            `spans_for` finds those of roles, texts and patterns.
+        spans: Pairs (first position, one past the last), of tokens that came or are still to come.
+            `spans_for` finds spans of roles, texts and patterns.
 
     Returns:
-        Which every head of every layer has pinned, which only some have, and which were gone.
+        Which positions every head of every layer has pinned, which only some have, and which were
+        evicted before.
 
     Raises:
-        ValueError: They are no spans, or too many for the budget of some layer; nothing was
+        ValueError: They are not spans, or too many for the budget of some layer; nothing was
             changed.
         RuntimeError: The last rows of some layer were not attended to yet; nothing was changed.
     """
@@ -48,7 +49,7 @@ def pin(cache: Sequence[Any], spans: Sequence[Span]) -> PinAnswer:
 
 
 def unpin(cache: Sequence[Any], spans: Sequence[Span] | None = None) -> None:
-    """Let pinned tokens of all layers go as any others; all of them without `spans`."""
+    """Allow pinned tokens of all layers to be evicted; all of them without `spans`."""
     layers = bounded_entries(cache)
     for layer in layers:
         layer.require_at_rest()
@@ -57,21 +58,21 @@ def unpin(cache: Sequence[Any], spans: Sequence[Span] | None = None) -> None:
 
 
 def new_turn(cache: Sequence[Any], carry: float | str = 1.0) -> None:
-    """Say at the beginning of a turn how much of what was attended to before still counts.
+    """Begin a turn, and set how much of the attention so far still counts.
 
-    Without it everything does: scores, positions and ages go on by themselves, and through files.
+    Without this call all of it does: scores, positions and ages carry over, through files too.
 
     Args:
         cache: As in `pin`.
-        carry: As in `H2OKVCache.new_turn`: 1 all, 0 or "reset" nothing, between them that part of
-            the past.
+        carry: As in `H2OKVCache.new_turn`: 1 for all, 0 or "reset" for nothing, between them for
+            that part of the past.
 
     Raises:
-        ValueError: It is no number from 0 to 1, nor "reset".
+        ValueError: It is not a number from 0 to 1, nor "reset".
     """
     checked_carry(carry)
     layers = bounded_entries(cache)
-    for layer in layers:  # of all or of none
+    for layer in layers:  # checked first, so that all change or none
         layer.require_at_rest()
     for layer in layers:
         layer.new_turn(carry)

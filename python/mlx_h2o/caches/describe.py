@@ -1,4 +1,4 @@
-"""What a list of caches bounds, and what it does not, in words."""
+"""A description of a list of caches: which ones are bounded, and why."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mlx_h2o.attention.backends import choice
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.storage.remainder import SATURATION
 
-#: A reason's slots, by which layers that are otherwise alike differ.
+#: The slots in a reason; layers that are otherwise alike may differ in them.
 SLOTS = re.compile(r"^(\d+)(?: to (\d+))? (?=slots a KV head)")
-#: What differs between layers too, and how their settings were chosen: no matter for a summary.
+#: The saturation in a reason; alike layers may differ in it, and a summary omits it.
 SATURATED = re.compile(r" with saturation [\d.]+(?: to [\d.]+)?")
 CHOSEN = re.compile(r" \(chosen: ([^;]*).*\)$")
-#: Lines of a summary beside the first and the last.
+#: The number of lines of a summary between the first and the last.
 KINDS = 3
 
 
@@ -29,10 +29,10 @@ class LayerDescription:
     """One entry of a model's cache list.
 
     Attributes:
-        layer: Its place in the list ("3", or "3.1" within a CacheList).
+        layer: The index in the list ("3", or "3.1" within a CacheList).
         kind: The cache's class.
         bounded: Whether its memory has a bound.
-        reason: Why, or why not.
+        reason: Why it is bounded, or why not.
         budgets: Slots per KV head of a bounded cache, once known.
         nbytes: Bytes held now.
     """
@@ -52,15 +52,15 @@ class LayerDescription:
 class Description(list[LayerDescription]):
     """One entry a layer; printed, it is a summary of at most five lines.
 
-    `"\\n".join(map(str, description))` tells every layer. Where kernels are not used on this GPU
-    there is a line more.
+    `"\\n".join(map(str, description))` describes every layer. If kernels are not used on this GPU
+    there is one line more.
     """
 
     def __str__(self) -> str:
         return "\n".join(self.summary())
 
     def summary(self) -> list[str]:
-        """How many layers are bounded, what alike layers are like, and what may grow."""
+        """How many layers are bounded, what alike layers have in common, and which may grow."""
         bounded = [layer for layer in self if layer.bounded]
         held = size_text(sum(layer.nbytes for layer in self))
         lines = [f"{len(bounded)} of {len(self)} layers are bounded, {held} held now"]
@@ -82,7 +82,7 @@ class Description(list[LayerDescription]):
 
 
 def unused_kernels() -> list[str]:
-    """A line on the kernels that are not used on the default device, if there are any."""
+    """A line about kernels that are not used on the default device, if there are any."""
     gpu = choice.gpu()
     refused = gpu.verdicts.refused if gpu else []
     if not refused:
@@ -91,12 +91,12 @@ def unused_kernels() -> list[str]:
     others = f", and {rest} more" if rest else ""
     return [
         f"kernels NOT used on this GPU: {first.variant}: {first.why}{others}; MLX's operations do "
-        "their work (`mlx_h2o doctor` tells all)"
+        "their work (`mlx_h2o doctor` lists all)"
     ]
 
 
 def _places(layers: Sequence[LayerDescription]) -> str:
-    """Which layers, as few words as they need."""
+    """The layers' indices, in as few words as possible."""
     names = [layer.layer for layer in layers]
     if len(names) == 1:
         return f"layer {names[0]}"
@@ -107,12 +107,12 @@ def _places(layers: Sequence[LayerDescription]) -> str:
 
 
 def _plain(reason: str) -> str:
-    """A reason without what only one layer's line tells."""
+    """A reason without the parts that only one layer's line has."""
     return SATURATED.sub("", CHOSEN.sub("", reason))
 
 
 def _reason(layers: Sequence[LayerDescription]) -> str:
-    """What alike layers have in common, with the slots of all."""
+    """The common reason of alike layers, with the slots of all."""
     slots = [int(n) for layer in layers for n in _slots(layer.reason)]
     reason = _plain(layers[0].reason)
     if not slots:
@@ -123,13 +123,13 @@ def _reason(layers: Sequence[LayerDescription]) -> str:
 
 
 def _slots(reason: str) -> list[str]:
-    """The numbers of slots that a reason begins with."""
+    """The numbers of slots at the start of a reason."""
     found = SLOTS.match(reason)
     return [n for n in found.groups() if n] if found else []
 
 
 def describe(cache: list[Any]) -> Description:
-    """Per layer what is bounded and what is not, and why; printed, a summary."""
+    """For each layer whether it is bounded, and why; printed, a summary."""
     return Description(_described(layer, entry) for layer, entry in entries(cache))
 
 
@@ -173,7 +173,7 @@ def _described(layer: str, entry: Any) -> LayerDescription:
 
 
 def _saturation(entry: BoundedKVCache) -> str:
-    """What is unusual about the order in which a cache's remainder answers."""
+    """The saturation of a cache's remainder, if it is not the default."""
     ts = entry.settings.config()["saturation"]
     if ts == SATURATION:
         return ""

@@ -1,4 +1,4 @@
-"""Prompt caches in files: evicted or not, with everything that a conversation goes on with."""
+"""Prompt caches in files, with everything that a conversation needs to go on, evicted or not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mlx_h2o.integration import routing
 FILE_FORMAT = "mlx-h2o prompt cache"
 FILE_VERSION = "1"
 
-# What reading settings that are not what they should be may raise.
+# Exceptions from reading damaged settings.
 _DAMAGE = (
     *(ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError),
     *(RecursionError, RuntimeError),
@@ -37,12 +37,12 @@ def save_prompt_cache(
     """Write a prompt cache, evicted or not, with positions, scores, policy and remainder.
 
     Args:
-        file_name: Where to write, by any name; what is there is replaced when all is written.
+        file_name: The file to write, of any name; an existing file is replaced once all is written.
         cache: From `make_prompt_cache`, possibly with mlx-lm's own caches in it.
         metadata: Strings to keep with it.
 
     Raises:
-        ValueError: There is something in the cache that cannot be saved.
+        ValueError: The cache has an entry that cannot be saved.
         OSError: The file cannot be written.
     """
     arrays: dict[str, mx.array] = {}
@@ -54,12 +54,12 @@ def save_prompt_cache(
         "entries": json.dumps(saved),
     }
     header["digest"] = _digest(arrays, header)
-    # safetensors of mlx cannot hold empty arrays' names alone, so a file always has one array.
-    # MLX appends .safetensors to any other name.
+    # safetensors files of mlx need at least one array, so every file has one. MLX appends
+    # .safetensors to any other name.
     with replacing(Path(file_name), ".safetensors") as temporary:
         try:
             mx.save_safetensors(str(temporary), arrays or {"empty": mx.zeros(1)}, header)
-        except RuntimeError as error:  # MLX's word for any failure of a file
+        except RuntimeError as error:  # MLX's exception for any failure of a file
             raise OSError(f"Cannot write {file_name}: {error}") from error
 
 
@@ -76,7 +76,7 @@ def require_savable(cache: Sequence[Any]) -> None:
 def load_prompt_cache(
     file_name: str | Path, return_metadata: bool = False
 ) -> list[Any] | tuple[list[Any], dict[str, str]]:
-    """Read what `save_prompt_cache` wrote.
+    """Read a file of `save_prompt_cache`.
 
     Raises:
         ValueError: The file is missing, truncated, foreign, changed, or of another version.
@@ -163,7 +163,7 @@ def _restored(entry: dict[str, Any], prefix: str, arrays: dict[str, mx.array]) -
 
 
 def _check_numbers(*parts: Any) -> None:
-    """Raise ValueError unless the numbers of mlx-lm's caches, some as texts, are tokens' counts."""
+    """Raise ValueError unless the numbers of mlx-lm's caches (some are texts) are token counts."""
     for part in parts:
         if isinstance(part, dict | list | tuple):
             _check_numbers(*(part.values() if isinstance(part, dict) else part))
@@ -172,7 +172,7 @@ def _check_numbers(*parts: Any) -> None:
 
 
 def _path_key(path: str) -> list[tuple[int, str]]:
-    """Sorts "0.2" before "0.10"."""
+    """A sort key by which "0.2" comes before "0.10"."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in path.split(".")]
 
 

@@ -1,4 +1,4 @@
-"""Which class of cache a saved one was."""
+"""The class of a saved cache."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ CLASSES = (H2OKVCache, PlainRowsKVCache, LatentKVCache, SharedKVCache)
 
 
 def restored(state: tuple[dict[str, mx.array], str]) -> BoundedKVCache:
-    """A cache of the class that a `state` was taken from.
+    """A cache of the class that a `state` belongs to.
 
     Args:
         state: Arrays by name, and the configuration as JSON.
 
     Raises:
-        ValueError: It is no state of a bounded cache.
+        ValueError: It is not a state of a bounded cache.
     """
     try:
         config = json.loads(state[1])

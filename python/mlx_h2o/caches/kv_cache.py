@@ -20,17 +20,17 @@ from mlx_h2o.storage.softmax import Mask
 
 
 class H2OKVCache(BoundedKVCache):
-    """A KV cache that holds a fixed number of tokens and chooses which.
+    """A KV cache that holds a bounded number of tokens, chosen by a policy.
 
-    While decoding, the new row overwrites the slot of the token that the policy chose to forget,
-    and that token's row is folded into the remainder. A prompt chunk is attended together with the
-    kept slots and then reduced to the budget with one gather. It stands where mlx-lm's `KVCache`
-    stands (`update_and_fetch`, `make_mask`, `state`, ...); attention reaches `attend` through
-    `mlx_h2o.integration.routing`. `BoundedKVCache` tells the arguments.
+    While decoding, the new row overwrites the slot of the policy's victim, whose row is folded into
+    the remainder. Queries of a prompt chunk attend to the chunk and the kept slots together; then
+    the rows are reduced to the budget with one gather. It takes the place of mlx-lm's `KVCache`
+    (`update_and_fetch`, `make_mask`, `state`, ...); attention reaches `attend` through
+    `mlx_h2o.integration.routing`. The arguments are those of `BoundedKVCache`.
 
-    Models whose attention is another have classes of their own, which `make_prompt_cache` chooses:
-    `PlainRowsKVCache` (they attend by themselves), `LatentKVCache` (they attend to keys made of the
-    cached ones) and `SharedKVCache` (several layers attend to the same keys).
+    Models with another attention have their own classes, which `make_prompt_cache` chooses:
+    `PlainRowsKVCache` (they compute attention themselves), `LatentKVCache` (they attend to keys
+    derived from the cached ones) and `SharedKVCache` (several layers attend to the same keys).
     """
 
     def _begin(self, settings: CacheSettings, share: LayerShare | None = None) -> None:
@@ -58,12 +58,12 @@ class H2OKVCache(BoundedKVCache):
             values: `[B, Hk, L, Dv]`.
 
         Returns:
-            The same rows: what they attend to beside them is the cache's to know.
+            The same rows. `attend` adds the cached ones.
 
         Raises:
             RuntimeError: Within mx.compile, mx.grad or mx.vmap, or the last rows were never
                 attended to.
-            ValueError: The rows are unlike those held, or the size does not suit them.
+            ValueError: The rows differ from those held in type, or the size does not suit them.
         """
         self._opened(keys, values)
         self._handed = keys, values
@@ -80,7 +80,7 @@ class H2OKVCache(BoundedKVCache):
         sinks: mx.array | None = None,
         softcap: float = 0.0,
     ) -> mx.array:
-        """Attend to the rows held and those of `update_and_fetch`, then choose what to forget.
+        """Attend to the rows held and those of `update_and_fetch`, then choose the tokens to evict.
 
         Arguments and errors are those of `BoundedKVCache.attend`; keys and values must be the very
         arrays that `update_and_fetch` returned.
@@ -99,20 +99,20 @@ class H2OKVCache(BoundedKVCache):
     def hold(
         self, keys: mx.array, values: mx.array, worths: mx.array, rates: mx.array, room: int = 0
     ) -> None:
-        """Take a whole prompt's rows, and keep those that are worth most of each head.
+        """Store a whole prompt's rows, and keep those worth most in each head.
 
-        What a compressor does that read the prompt elsewhere: nothing attends here.
+        For compressors, which read the prompt elsewhere; nothing attends here.
 
         Args:
             keys: `[B, Hk, T, D]` with RoPE applied at 0 to T - 1.
             values: `[B, Hk, T, Dv]`.
-            worths: What each row is worth, `[B, Hk, T]`.
-            rates: The attention mass per step that each has received, `[B, Hk, T]`: where scores
-                of policies that look at attention begin.
-            room: Slots of each head's budget that stay free for tokens to come.
+            worths: The worth of each row, `[B, Hk, T]`.
+            rates: The attention mass per step of each row, `[B, Hk, T]`, from which scores start in
+                policies that use attention.
+            room: Slots of each head's budget that stay free for later tokens.
 
         Raises:
-            ValueError: This cache holds something already, or the rows do not suit it.
+            ValueError: This cache holds tokens already, or the rows do not suit it.
         """
         if self.offset:
             raise ValueError("This cache holds something already: make a new one.")
@@ -136,7 +136,7 @@ class H2OKVCache(BoundedKVCache):
         mx.eval(self.arrays())
 
     def _taken_from_hand(self) -> tuple[Layer, tuple[mx.array, mx.array]]:
-        """The layer, and what was handed out last."""
+        """The layer, and the rows returned last."""
         handed, self._handed = self._handed, None
         if handed is None or self._layer is None:
             raise RuntimeError("attend() before update_and_fetch(): there is nothing to attend to.")
@@ -144,7 +144,7 @@ class H2OKVCache(BoundedKVCache):
 
     @classmethod
     def merge(cls, caches: Sequence[H2OKVCache]) -> BatchH2OKVCache:
-        """A batch of copies of these caches, by which mlx-lm decodes them side by side.
+        """A batch of copies of these caches, which mlx-lm decodes together.
 
         Raises:
             ValueError: One is another kind of cache, or holds several sequences.

@@ -1,4 +1,4 @@
-"""The bounded cache of layers that attend to keys made of the cached ones (MLA)."""
+"""The bounded cache of layers that attend to keys derived from the cached rows (MLA)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mlx_h2o.storage.softmax import Mask
 
 
 class LatentKVCache(BoundedKVCache):
-    """A bounded cache of latent rows, from which the model makes keys and values itself.
+    """A bounded cache of latent rows, from which the model itself makes keys and values.
 
-    No mean key stands for such keys, so there is no remainder; one mask serves all layers, so all
-    heads have one budget; rows are handed out, so they are not packed; and a chunk cannot be taken
-    token by token, so there is no undo.
+    No mean key can represent such keys, so there is no remainder; one mask is for all layers, so
+    all heads have one budget; rows are returned to the model, so they are not packed; and a chunk
+    cannot be processed token by token, so there is no undo.
 
     Raises:
-        ValueError: The settings ask for one of these.
+        ValueError: The settings have one of these.
     """
 
     own = False
@@ -37,7 +37,7 @@ class LatentKVCache(BoundedKVCache):
                 "no undo and absolute positions."
             )
         super()._begin(settings, share)
-        # What was handed out and is not attended to yet.
+        # Rows that were returned and are not attended to yet.
         self._attended: list[Fields] | None = None
 
     @property
@@ -45,7 +45,7 @@ class LatentKVCache(BoundedKVCache):
         return self._attended is not None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take new rows in; return all to make keys and values of.
+        """Store new rows; return all rows, from which the model makes keys and values.
 
         Args:
             keys: `[B, Hk, L, D]`, with RoPE applied at `offset`.
@@ -62,10 +62,10 @@ class LatentKVCache(BoundedKVCache):
         return self._attended[0]["keys"], self._attended[0]["values"]
 
     def places(self) -> mx.array:
-        """Positions of the rows that `update_and_fetch` handed out last, `[B, Hk, N]`.
+        """Positions of the rows that `update_and_fetch` returned last, `[B, Hk, N]`.
 
         Raises:
-            RuntimeError: They were attended to already.
+            RuntimeError: Queries have attended to them already.
         """
         if self._attended is None:
             raise RuntimeError("places() before update_and_fetch(): no rows were handed out.")
@@ -82,7 +82,7 @@ class LatentKVCache(BoundedKVCache):
         sinks: mx.array | None = None,
         softcap: float = 0.0,
     ) -> mx.array:
-        """Attend to keys and values `[B, H, N, ...]` made of the rows.
+        """Attend to keys and values `[B, H, N, ...]` derived from the rows.
 
         An array mask covers all N; other arguments as in `BoundedKVCache`.
         """

@@ -1,4 +1,4 @@
-"""The bounded cache of layers that attend by themselves: the remainder goes in as plain rows."""
+"""The bounded cache of models that compute attention themselves; plain rows are its remainder."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mlx_h2o.engine.layer import Layer
 
 
 class PlainRowsKVCache(BoundedKVCache):
-    """A bounded cache that hands out its rows and is told nothing of attention.
+    """A bounded cache that returns its rows and does not observe attention.
 
-    The policy looks at keys only. The remainder is R rows before the others, in slots of their own,
-    whose weight `make_mask` adds to their logits.
+    The policy uses keys alone. The remainder is R rows before the others, in slots of their own;
+    `make_mask` adds their weight to their logits.
     """
 
     attending = False
@@ -28,7 +28,7 @@ class PlainRowsKVCache(BoundedKVCache):
         super()._begin(replace(settings, attending=False), share)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take new rows in, and choose at once what to forget.
+        """Store new rows, and choose at once the tokens to evict.
 
         Args:
             keys: `[B, Hk, L, D]`, with RoPE applied at `offset`.
@@ -40,7 +40,7 @@ class PlainRowsKVCache(BoundedKVCache):
 
         Raises:
             RuntimeError: Within mx.compile, mx.grad or mx.vmap.
-            ValueError: The rows are unlike those held, or the size does not suit them.
+            ValueError: The rows differ from those held in type, or the size does not suit them.
         """
         layer = self._opened(keys, values)
         fields = layer.take_in(keys, values)[0]
@@ -54,14 +54,14 @@ class PlainRowsKVCache(BoundedKVCache):
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """As in `BoundedKVCache`; plain rows make it `[1, 1, N, R + kept + N]`, to be added."""
+        """As in `BoundedKVCache`; with plain rows an additive mask `[1, 1, N, R + kept + N]`."""
         layer = self._layer
         plain = super().make_mask(N, return_array, window_size)
         if layer is None or not layer.store.reserved:
             return plain
         run = layer.runs[0]
         lost = layer.lost(run)
-        if N == 1:  # the new row has overwritten a victim before it is attended to
+        if N == 1:  # the new row overwrites a victim before attention
             lost = layer.offset + 1 - min(run.length + 1, run.budget)
         return _mask(layer, N, lost) if lost else plain
 
@@ -81,7 +81,7 @@ def _with_plain_rows(layer: Layer, fields: Fields) -> tuple[tuple[mx.array, mx.a
 
 
 def _mask(layer: Layer, N: int, lost: int) -> mx.array:
-    """log(lost / R) on the plain rows' columns, minus infinity on the future."""
+    """log(lost / R) in the plain rows' columns, minus infinity in columns of later tokens."""
     run, rows = layer.runs[0], layer.store.reserved
     dtype = layer.store.fields["keys"].dtype
     kept = min(layer.held, run.budget - 1) if N == 1 else layer.held

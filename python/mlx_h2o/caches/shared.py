@@ -21,13 +21,13 @@ from mlx_h2o.storage.softmax import Mask
 class SharedKVCache(BoundedKVCache):
     """A bounded cache that several layers of a model attend to in each step.
 
-    All of them see the same slots, and a slot's mass is that of all their queries (the mean over
-    the query heads of all, as within one layer). What goes is decided after the last of them. Steps
-    are not fused, since a fused one attends once; and a chunk cannot be taken token by token, so
-    there is no undo.
+    All of them attend to the same slots, and a slot's mass is that of all their queries (the mean
+    over the query heads of all, as within one layer). Victims are chosen after the last of them.
+    Steps are not fused, since a fused step attends once; and a chunk cannot be processed token by
+    token, so there is no undo.
 
     Raises:
-        ValueError: The settings ask for undo.
+        ValueError: The settings have undo.
     """
 
     is_shared = True
@@ -40,7 +40,7 @@ class SharedKVCache(BoundedKVCache):
             )
         super()._begin(settings, share)
         # Between update_and_fetch and the last attend: the rows to attend to, the keys as they were
-        # handed out, and what was seen so far.
+        # returned, and the observations so far.
         self._attended: list[Fields] | None = None
         self._keys: list[mx.array] = []
         self._seen: list[list[Seen]] = []
@@ -50,11 +50,11 @@ class SharedKVCache(BoundedKVCache):
         return self._attended is not None
 
     def handed_out(self, keys: mx.array) -> bool:
-        """Whether these very keys are this step's."""
+        """Whether these very keys are those of this step."""
         return any(keys is own for own in self._keys)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take new rows in; return them, to be recognized when layers come to attend.
+        """Store new rows; return them, so that they are recognised when layers attend.
 
         Args:
             keys: `[B, Hk, L, D]`, with RoPE applied at `offset`.
@@ -73,10 +73,10 @@ class SharedKVCache(BoundedKVCache):
         return keys, values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What a layer attends to that asks for all rows: stand-ins `[B, Hk, offset, ...]`.
+        """Placeholders `[B, Hk, offset, ...]` of all rows, for a layer that asks for them.
 
-        Only their shapes mean something, since models take positions from them; whatever else than
-        attending is done with them gives NaN.
+        Only their shapes have a meaning, since models take positions from them; any computation
+        with them except attention gives NaN.
         """
         layer = self._held()
         row = mx.full((1, 1, 1, 1), mx.nan)
@@ -104,7 +104,7 @@ class SharedKVCache(BoundedKVCache):
         Arguments are those of `BoundedKVCache`.
 
         Raises:
-            RuntimeError: Within mx.compile, mx.grad or mx.vmap, or these are no keys of this step.
+            RuntimeError: Within mx.compile, mx.grad or mx.vmap, or these are not keys of this step.
         """
         if tracing():
             raise RuntimeError(REFUSED)
@@ -127,5 +127,5 @@ class SharedKVCache(BoundedKVCache):
         routing.hand_out(self, keys)
 
     def config(self) -> dict[str, Any]:
-        """As in `BoundedKVCache`, and how many layers attend."""
+        """As in `BoundedKVCache`, with the number of layers that attend."""
         return {**super().config(), "sharers": self.sharers}

@@ -1,1 +1,1 @@
-"""What a profile holds and how it is measured."""
+"""Calibration: the measurements in a profile, and how they are made."""

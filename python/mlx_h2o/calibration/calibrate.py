@@ -1,17 +1,17 @@
 """Calibration: each head's loss at b slots, measured by running the policy with b slots.
 
-One pass of the full model over a text gives each layer's queries, keys and values. On them every
-KV head is tried with every b of the grid and both orders of the remainder, token by token, by the
-steps that decode (`calibration/trials.py`). The loss is
+One pass of the full model over a text gives each layer's queries, keys and values. With them every
+KV head is tried with every b of the grid and both orders of the remainder, token by token, by
+decode steps (`calibration/trials.py`). The loss is
 
     E ||W_o (o - o_b)||^2 / ||residual after attention||^2
 
-with o the head's full attention output and o_b what the b slots that the policy keeps, and their
-remainder, give. Curves of another policy mislead: shares by a window's cost twice what the
-policy's own do. The same pass tells what packing alone costs each head, and another, over a mixed
-text, makes the frames for packed keys (`calibration/scaling_build.py`); a third, in which stretches
-of the text come again, tells which heads must hold what prose does not ask for
-(`calibration/retrieval_loss.py`).
+with o the head's full attention output and o_b the output of the b slots that the policy keeps,
+with their remainder. Curves of another policy mislead: shares by a window's curves cost twice as
+much as shares by the policy's own. The same pass measures the loss by packing alone for each head.
+A second pass, over a mixed text, makes the key scaling (`Frame`) for packed keys
+(`calibration/scaling_build.py`); a third, in which stretches of the text are repeated, measures
+which heads must hold tokens that prose does not ask for (`calibration/retrieval_loss.py`).
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ from mlx_h2o.policies import Policy, make_policy
 from mlx_h2o.storage.key_scaling import Frame, RowFormat
 from mlx_h2o.storage.packed import DEFAULT_GROUP_SIZE
 
-# Slots tried per head, as far as the text is long. (Beyond half of it too little is evicted to tell
-# anything, and many slots take the most time.)
+# Slots tried per head, as far as the text is long. (Beyond half of it too few tokens are evicted to
+# measure a loss, and many slots take the most time.)
 GRID = (SMALLEST_BUDGET, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-#: Tokens of one pass: as many as the context that will be asked for, up to what takes minutes.
+#: Tokens of one pass: as many as the context to calibrate for, within some minutes.
 LENGTH = 2048
-# Errors are told apart by the positions where they came, in spans that double from here.
+# Errors are kept apart by position, in spans that double from here.
 FIRST_SPAN = 256
 #: Widths of rows whose loss from packing alone is measured.
 PACKED_BITS = (4, 5, 6, 8)
-#: Time of the passes for frames and over echoes, as parts of that of the trials, about.
+#: Time of the passes for key scaling and retrieval loss, as parts of that of the trials, about.
 FRAME_WORK, ECHO_WORK = 0.2, 0.1
 #: A quick calibration, as at a model's first use (`calibration/first_use.py`): tokens of its one
-#: pass, slots tried, and tokens read for frames. docs/results/calibration.md tells what it loses.
-#: Steps of two thirds where slots are bought most; 768 slots take as long as all up to 192, and
-#: tell hardly anything.
+#: pass, slots tried, and tokens read for key scaling. docs/results/calibration.md has its loss.
+#: Steps are two thirds where most slots are bought; 768 slots take as long as all up to 192, and
+#: add hardly any information.
 QUICK_LENGTH, QUICK_FRAME_TOKENS = 1024, 2048
 QUICK_GRID = (SMALLEST_BUDGET, 24, 48, 64, 96, 128, 192, 256, 384, 512)
 METHOD = "output error of the policy itself, token by token"
@@ -76,16 +76,16 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class _Run:
-    """What the looking caches of one calibration share.
+    """The state shared by the looking caches of one calibration.
 
     Attributes:
-        policy: What is calibrated.
+        policy: The policy to calibrate.
         grid: Numbers of slots; the last is the text's length.
-        spans: Where spans of positions end.
-        frames: Of each layer, or empty.
+        spans: The ends of spans of positions.
+        frames: Key scaling of each layer, or empty.
         kept: Layers that are done.
-        progress: Told after each block of tokens, with layers done as a fraction.
-        group_size: Of packed rows; None where their width has no groups.
+        progress: Called after each block of tokens, with layers done as a fraction.
+        group_size: Elements of packed rows that share a scale; None if their width has no groups.
     """
 
     policy: Policy
@@ -99,7 +99,7 @@ class _Run:
 
 
 class _Calibrating(LookingCache):
-    """A looking cache that tries every setting of its layer's heads on the way."""
+    """A looking cache that tries every setting of its layer's heads as the text passes."""
 
     knows_softcap = True
 
@@ -121,13 +121,13 @@ class _Calibrating(LookingCache):
     def _errors(self, rows: Rows, out: mx.array, weights: HeadWeights) -> np.ndarray:
         """`[H, orders, spans, grid]`: means over the spans' positions."""
         run, H = self.run, rows.keys.shape[1]
-        slots = run.grid[:-1]  # the whole text loses nothing
+        slots = run.grid[:-1]  # slots for the whole text have no loss
         total = np.zeros((H, len(ORDERS), len(run.spans), len(run.grid)), np.float64)
         for start, outs in tried(rows, run.policy, slots, ORDERS, run.spans):
             n = outs.shape[3]
             error = weights.errors(out[:, None, :, start : start + n] - outs, start)
             error = error.reshape(H, len(slots), len(ORDERS), n)
-            # Until its slots are full a head loses nothing; what is left is rounding.
+            # Until its slots are full a head has no loss; differences are rounding.
             at = mx.arange(start, start + n)
             error = error * (at >= mx.array(slots)[:, None])[:, None]
             span = next(i for i, end in enumerate(run.spans) if start < end)
@@ -140,7 +140,7 @@ class _Calibrating(LookingCache):
         return errors
 
     def _packing(self, rows: Rows, out: mx.array, weights: HeadWeights) -> np.ndarray:
-        """`[bits, H]`: what packing all rows in the frame loses."""
+        """`[bits, H]`: the loss by packing all rows, with key scaling."""
         run = self.run
         if run.group_size is None or not run.frames:
             return np.zeros((0, rows.keys.shape[1]), np.float32)
@@ -157,7 +157,7 @@ class _Calibrating(LookingCache):
 
 
 def spans_of(length: int) -> tuple[int, ...]:
-    """Where spans of positions end: a text's length, its half, and so on."""
+    """The ends of spans of positions: a text's length, its half, and so on."""
     spans = [length]
     while spans[0] // 2 >= FIRST_SPAN:
         spans.insert(0, spans[0] // 2)
@@ -176,23 +176,23 @@ def calibrate(
     progress: Progress | None = None,
     kept: CalibratedLayers | None = None,
 ) -> Profile:
-    """Measure all heads of a model by the policy that will run.
+    """Measure all heads of a model with the policy that will run.
 
     Args:
         model: An mlx-lm model.
         tokens: A text; some 4000 tokens suffice.
-        length: Tokens of one pass, at most: as long as the context that will be asked for. Never
-            more than the model's trained context.
+        length: The most tokens of one pass: as long as the context to calibrate for. Never more
+            than the model's trained context.
         policy: A policy or its name.
         grid: Slots to try, as far as the text is long.
-        frame_tokens: Some 4000 of a text as varied as what the model will see, for the frames;
-            by default the same text.
-        details: Anything to note in the profile.
-        progress: Told as it goes on.
+        frame_tokens: Some 4000 tokens of a varied text, like those that the model will see, for key
+            scaling; by default the same text.
+        details: Entries to note in the profile.
+        progress: Called as the calibration goes on.
         kept: Layers that an earlier run of the same calibration finished; new ones are added.
 
     Raises:
-        ValueError: The text is too short, or the model's heads cannot be weighed.
+        ValueError: The text is too short, or the model's heads cannot be measured.
     """
     policy = _measurable(make_policy(policy))
     kinds = profiled_kinds(model)
@@ -227,7 +227,7 @@ def calibrate(
 
 
 def _telling(progress: Progress | None, layers: int) -> Callable[[float], None]:
-    """Tells of work in layers of the trials, with the other passes before them."""
+    """A function that reports progress in layers of the trials, after the other passes."""
     whole = layers * (1 + FRAME_WORK + ECHO_WORK)
 
     def told(done: float) -> None:
@@ -254,7 +254,7 @@ def _measured(
     policy: dict[str, Any],
     echoes: np.ndarray,
 ) -> Measured:
-    """All layers' losses together, with what else was measured, and the policy's settings."""
+    """All layers' losses together, with the other measurements and the policy's settings."""
     packing = np.concatenate([layer.packing for layer in layers], axis=1)
     return Measured(
         ORDERS,

@@ -1,4 +1,4 @@
-"""Centres of a model's queries: loaded if they were kept, else measured on the bundled texts."""
+"""Query centres of a model: loaded if they were kept, else measured on the bundled texts."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from mlx_h2o.storage.rope import Rope
 
 KEPT = KeptOfModel("mlx-h2o query centres", ".centres.json")
 
-#: Of each plain KV cache of a model, in their order.
+#: Query centres of each plain KV cache of a model, in their order.
 Centres = tuple[QueryCentres, ...]
 
 
 def centres_for(model: nn.Module, kinds: Sequence[LayerKind], policy: Policy) -> Centres:
-    """The centres of a model's queries; made of the bundled texts if there are none.
+    """The query centres of a model; measured on the bundled texts if none were kept.
 
     Args:
         model: An mlx-lm model.
-        kinds: How it uses its plain KV caches.
-        policy: That uses them, for messages.
+        kinds: How the model uses its plain KV caches.
+        policy: The policy that uses them, for messages.
 
     Raises:
-        ValueError: The model does not show its queries, or its RoPE is not known, or there is
-            nothing to make them of.
+        ValueError: The model does not show its queries, or its RoPE is not known, or there is no
+            text to measure them on.
     """
     wish = f"Policy {policy.name!r} needs the query centres of each layer"
     _require_seen(model, kinds, wish)
@@ -60,14 +60,14 @@ def centres_for(model: nn.Module, kinds: Sequence[LayerKind], policy: Policy) ->
 
 
 def learn_query_centres(model: nn.Module, tokens: Sequence[int]) -> list[QueryCentres]:
-    """Find where the queries of a model's heads stand, and keep it for caches to come.
+    """Measure the query centres of a model's heads, and keep them for later caches.
 
-    Caches whose policy needs it do so by themselves, of bundled texts, for models of
+    Caches whose policy needs them do so by themselves, on bundled texts, for models of
     `mlx_h2o.load`.
 
     Args:
         model: An mlx-lm model.
-        tokens: A text, as varied as what the model will see; some 4000 tokens.
+        tokens: A varied text, like those that the model will see; some 4000 tokens.
 
     Returns:
         The centres of each plain KV cache, in their order.
@@ -82,19 +82,19 @@ def learn_query_centres(model: nn.Module, tokens: Sequence[int]) -> list[QueryCe
 
 
 def _require_seen(model: nn.Module, kinds: Sequence[LayerKind], wish: str) -> None:
-    """Raise ValueError unless queries of one layer each come to every plain KV cache."""
+    """Raise ValueError unless every plain KV cache gets the queries of one layer."""
     if any(not kind.routed or kind.derived or kind.sharers > 1 for kind in kinds):
         raise ValueError(
-            f"{wish}, and {architecture(model)} attends by itself, to keys made of the cached "
+            f"{wish}, and {architecture(model)} attends by itself, to keys derived from the cached "
             "ones, or with several layers to the same: choose another policy "
-            '("keydiff" looks at keys only).'
+            '("keydiff" uses keys alone).'
         )
     if ranks_of(model) is not None:
         raise ValueError(f"{wish}, and this process has a part of them: choose another policy.")
 
 
 def _learnt(model: nn.Module, identity: ModelIdentity, tokens: Sequence[int], wish: str) -> Centres:
-    """The centres of a text's queries, kept for the next time."""
+    """The query centres of a text, kept for the next time."""
     ropes = known_ropes(model)
     for layer, rope in enumerate(ropes):
         if rope is None:
@@ -109,12 +109,12 @@ def _learnt(model: nn.Module, identity: ModelIdentity, tokens: Sequence[int], wi
 
 
 def centres_of_text(model: nn.Module, passes: mx.array, ropes: Sequence[Rope]) -> Centres:
-    """The centres of every layer's queries.
+    """The query centres of every layer.
 
     Args:
         model: An mlx-lm model that mlx_h2o can route.
         passes: Token ids `[B, T]`, all at positions 0 to T - 1.
-        ropes: Of each layer.
+        ropes: The RoPE of each layer.
     """
     routing.install()
     found: dict[int, QueryCentres] = {}
@@ -123,7 +123,7 @@ def centres_of_text(model: nn.Module, passes: mx.array, ropes: Sequence[Rope]) -
 
 
 class _Centring(LookingCache):
-    """A looking cache that finds the centres of its layer's queries."""
+    """A looking cache that measures its layer's query centres."""
 
     knows_softcap = True
 
@@ -136,7 +136,7 @@ class _Centring(LookingCache):
 
 
 def _json_of(centres: Centres) -> list[dict[str, Any]]:
-    """Each layer's, as JSON types."""
+    """Each layer's centres as JSON types."""
     return [
         {
             "rope": layer.rope.config(),
@@ -148,7 +148,7 @@ def _json_of(centres: Centres) -> list[dict[str, Any]]:
 
 
 def _kept_of(identity: ModelIdentity) -> Centres | None:
-    """What was kept of this model; None where they are to be learnt anew."""
+    """The centres kept of this model, or None."""
 
     def read(data: Any) -> Centres:
         return tuple(

@@ -1,4 +1,4 @@
-"""Layers that a calibration has finished, kept in a file so that it can go on after Ctrl-C."""
+"""Finished layers of a calibration, kept in a file so that it can go on after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_h2o._utils.json_arrays import as_text, of_text
 
 @dataclass(frozen=True)
 class LayerLosses:
-    """What one layer's heads lose.
+    """The losses of one layer's heads.
 
     Attributes:
         errors: `[H, orders, spans, grid]` (`Measured.errors`).
@@ -27,10 +27,10 @@ class LayerLosses:
 
 
 class CalibratedLayers:
-    """The layers of one calibration that are done.
+    """The finished layers of one calibration.
 
     Args:
-        path: Of the file that keeps them, a line each; None keeps them in memory.
+        path: The file that keeps them, a line each; None keeps them in memory.
     """
 
     def __init__(self, path: Path | None = None):
@@ -38,10 +38,10 @@ class CalibratedLayers:
         self._layers: dict[int, LayerLosses] = {}
 
     def begin(self, calibration: dict[str, Any]) -> None:
-        """Take up what the file holds, if it is of this very calibration; else start it anew.
+        """Read the file if it belongs to this very calibration; else start it anew.
 
         Args:
-            calibration: All that its losses depend on, as JSON types.
+            calibration: Everything that the losses depend on, as JSON types.
         """
         self._layers = {}
         if self.path is None:
@@ -60,7 +60,7 @@ class CalibratedLayers:
             self._write(layer)
 
     def add(self, layer: int, losses: LayerLosses) -> None:
-        """A layer is done."""
+        """Add a finished layer."""
         self._layers[layer] = losses
         self._write(layer)
 
@@ -69,7 +69,7 @@ class CalibratedLayers:
         return [self._layers[layer] for layer in range(count)]
 
     def end(self) -> None:
-        """Remove the file: the profile is written."""
+        """Remove the file, once the profile is written."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
@@ -84,6 +84,6 @@ class CalibratedLayers:
             return
         losses = self._layers[layer]
         line = json.dumps([layer, as_text(losses.errors), as_text(losses.packing)])
-        # Without the file the calibration goes on all the same.
+        # Without the file the calibration goes on too.
         with suppress(OSError), self.path.open("a") as file:
             file.write(line + "\n")

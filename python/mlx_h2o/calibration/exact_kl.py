@@ -1,8 +1,8 @@
-"""Exact calibration: the KL divergence that limiting one head alone causes.
+"""Exact calibration: the KL divergence caused by limiting one head alone.
 
 One pass over a text for each KV head and number of slots, with that head limited to sinks and a
-window, and a remainder. The loss is what that does to the model's next-token distribution. Where a
-calibration by output errors (`calibration/calibrate.py`) orders heads otherwise, this is right.
+window, and a remainder. The loss is the change of the model's next-token distribution. Where a
+calibration by output errors (`calibration/calibrate.py`) orders heads differently, this is right.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mlx_h2o.storage.remainder import SATURATION
 SINK = 4
 # Tokens of one pass; longer texts are cut into several.
 WINDOW = 1024
-# Queries worked on at a time: bounds the [G, block, T] logits to less than a prefill needs.
+# Queries processed at a time: bounds the [G, block, T] logits to less than a prefill needs.
 QUERY_BLOCK = 128
 
 
@@ -46,7 +46,7 @@ class PrefixStatistics:
 
     def __init__(self, keys: mx.array, values: mx.array):
         self.keys, self.values = keys.astype(mx.float32), values.astype(mx.float32)
-        # Centred, so that the variance is no small difference of large numbers.
+        # Centred, so that the variance is not a small difference of large numbers.
         self.centre = self.keys.mean(axis=0)
         centred = self.keys - self.centre
         self._key_sums = prefix_sums(centred)
@@ -84,7 +84,7 @@ def limited_attention(
         rows: The head's keys and values.
         start: Position of the first query.
         scale: Factor on q.k.
-        budgets: The b to try.
+        budgets: The numbers of slots b to try.
 
     Yields:
         `[G, n, Dv]` float32: full attention, then one per b.
@@ -99,10 +99,10 @@ def limited_attention(
     full = (weights @ values) / weights.sum(axis=-1, keepdims=True)
     yield full
     for budget in budgets:
-        if budget >= T:  # nothing of this block is evicted yet
+        if budget >= T:  # no row of this block is evicted yet
             yield full
             continue
-        # Sinks, then the rows that any query of the block still holds in its window.
+        # Sinks, then the rows that are still in the window of any query of the block.
         oldest = max(SINK, start - (budget - SINK) + 1)
         window = weights[..., oldest:] * (of[oldest:] > at - (budget - SINK))
         kept = mx.concatenate([weights[..., :SINK], window], axis=-1)
@@ -152,14 +152,14 @@ def calibrate_exactly(
     details: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Measure each head by the KL divergence that limiting it alone, to a window, makes.
+    """Measure each head by the KL divergence caused by limiting it alone to a window.
 
     Args:
         model: An mlx-lm model.
         tokens: A text; some 3000 tokens suffice.
-        length: Tokens of one pass, at most; never more than the model's trained context.
-        details: Anything to note in the profile.
-        progress: Told after each head and number of slots.
+        length: The most tokens of one pass; never more than the model's trained context.
+        details: Entries to note in the profile.
+        progress: Called after each head and number of slots.
 
     Raises:
         ValueError: The text is too short.
@@ -197,7 +197,7 @@ def calibrate_exactly(
 def _log_probabilities(
     model: nn.Module, tokens: mx.array, limited: tuple[int, int, int] | None
 ) -> mx.array:
-    """Of all next tokens, with one head limited: (layer, KV head, slots)."""
+    """Log-probabilities of all next tokens, with one head limited: (layer, KV head, slots)."""
 
     def cache(index: int) -> _Limiting:
         return _Limiting(limited[1:] if limited and limited[0] == index else None)

@@ -1,8 +1,8 @@
-"""A profile for a model that has none, measured quickly when a size in bytes first asks for it.
+"""A quickly measured profile for a model without one, when a size in bytes first needs it.
 
-Without a profile all heads get the same number of slots, which costs a quarter of the bytes several
-percent of perplexity on some models. A quick calibration reads fewer tokens and tries fewer numbers
-of slots than `mlx_h2o calibrate` does; it is kept among this user's profiles and found again there.
+Without a profile all heads get the same number of slots, which at a quarter of the bytes costs
+several percent of perplexity on some models. A quick calibration reads fewer tokens and tries fewer
+numbers of slots than `mlx_h2o calibrate`; it is kept among this user's profiles.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from mlx_h2o.integration.refusals import NothingToBound
 from mlx_h2o.loading.identity import ModelIdentity, architecture
 from mlx_h2o.loading.load import CALIBRATION_TEXT
 
-#: What was tried in this process: profiles, or why there is none, by the model's file stem. A
-#: profile is here too, for where no file can be written.
+#: Results of this process by the model's file stem: profiles, or the reason that there is none.
+#: Profiles are here too in case no file can be written.
 _tried: dict[str, Profile | str] = {}
 
 
 def first_profile(model: nn.Module, identity: ModelIdentity) -> Profile | str:
-    """A model's profile, measured now and kept; or why it has none.
+    """A model's profile, measured now and kept, or the reason that it has none.
 
     Args:
-        model: One whose heads can have different budgets, and which has no profile.
-        identity: Its own.
+        model: A model without a profile, whose heads can have different budgets.
+        identity: The model's identity.
     """
     stem = identity.file_stem
     if stem not in _tried:
@@ -55,14 +55,14 @@ def profile_at_load(model: nn.Module) -> None:
     """Measure a model's profile now if it has none and can have one, so that no request waits."""
     try:
         identity = identity_by_kinds(model, profiled_kinds(model))
-    except (NothingToBound, ValueError):  # it has none, and needs none
+    except (NothingToBound, ValueError):  # it has none and needs none
         return
     if ranks_of(model) is None and found_profile(model, identity) is None:
         first_profile(model, identity)
 
 
 def _unmeasurable(model: nn.Module) -> str:
-    """Why a model cannot be measured; empty if it can. Nothing is computed."""
+    """The reason that a model cannot be measured, or an empty text. Nothing is computed."""
     if getattr(model, "mlx_h2o_tokenizer", None) is None:
         return "the model was not loaded by mlx_h2o.load, so its tokenizer is not known"
     if trained_context(model) < LEAST_TOKENS:
@@ -101,7 +101,7 @@ def _measured(model: nn.Module, identity: ModelIdentity) -> Profile | str:
                 details=details,
                 progress=told,
             )
-    except Exception as error:  # a model of whatever kind; its caches are made all the same
+    except Exception as error:  # any error of any model; its caches are made all the same
         print(f"It could not be measured: {error}", file=sys.stderr)
         return f"measuring the model failed ({type(error).__name__}: {error})"
     _keep(profile, identity)
@@ -109,7 +109,7 @@ def _measured(model: nn.Module, identity: ModelIdentity) -> Profile | str:
 
 
 def _keep(profile: Profile, identity: ModelIdentity) -> None:
-    """Write it among this user's profiles; where that fails it serves this process."""
+    """Write the profile among this user's; if that fails, it serves only this process."""
     place = kept_place(identity)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,15 +1,15 @@
-"""Per-head retrieval loss: what a head loses when the text repeats what the head no longer holds.
+"""Per-head retrieval loss: a head's error where the text repeats tokens that it no longer holds.
 
-Prose rarely asks for tokens of long ago. Heads that copy from afar look idle in it and would get
-few slots; a fact that is asked for later would then be lost. So stretches of a text are repeated
-further on, and a head loses, over such a repetition (an echo),
+Prose rarely needs tokens of long ago. Heads that copy from far back look idle in it and would get
+few slots; a fact that a later question needs would then be lost. So stretches of a text are
+repeated further on, and the loss of a head over such a repetition (an echo) is
 
     E ||W_o (o - o')||^2 / ||residual after attention||^2
 
 with o its full attention output and o' the output without the first occurrence. No policy can know
-what will be asked for: a head of b slots is taken to have lost it with probability 1 - b/n after n
-tokens (`budgets/profile.py`). Related: retrieval heads (Wu et al., arXiv 2404.15574) and
-DuoAttention (2410.10819), which finds them by passkeys planted in prose.
+what a later query needs: a head of b slots is assumed to have evicted the first occurrence with
+probability 1 - b/n after n tokens (`budgets/profile.py`). Related: retrieval heads (Wu et al.,
+arXiv 2404.15574) and DuoAttention (2410.10819), which finds them by passkeys planted in prose.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from mlx_h2o.integration.recorder import (
     looked_through,
 )
 
-#: In each so many tokens, so many are an echo.
+#: Of each PERIOD tokens, ECHO are an echo.
 PERIOD, ECHO = 128, 24
-#: Tokens of an echo before it can be known for one; they are not counted.
+#: Tokens of an echo before it can be recognised as one; they are not counted.
 LEAD = 4
-#: Left out at the beginning of each period's prose: the first of all are sinks. What follows is cut
-#: into stretches for echoes, without a rest.
+#: Tokens left out at the start of each period's prose, since the first of all are sinks. The rest
+#: is cut into stretches for echoes without a remainder.
 FIRST = (PERIOD - ECHO) % ECHO
 STRETCHES = (PERIOD - ECHO) // ECHO
 # Multiples of this, modulo 1, are spread evenly, however many there are.
@@ -46,11 +46,11 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class Echo:
-    """A stretch of `ECHO` tokens that comes twice.
+    """A stretch of `ECHO` tokens that occurs twice.
 
     Attributes:
         said: Position of its first token.
-        again: The same where it comes again.
+        again: Position of its first token where it is repeated.
     """
 
     said: int
@@ -58,7 +58,7 @@ class Echo:
 
 
 def echoes_in(length: int) -> list[Echo]:
-    """Where stretches come again in a page of so many tokens: each once, from near and far."""
+    """The echoes in a page of so many tokens: each stretch once, from near and far."""
     out: list[Echo] = []
     used = [0] * (length // PERIOD)
     for k in range(length // PERIOD):
@@ -72,11 +72,11 @@ def echoes_in(length: int) -> list[Echo]:
 
 
 def pages_of(tokens: Sequence[int], length: int) -> np.ndarray:
-    """As many pages `[B, length]` as the text has, each with its stretches said again.
+    """As many pages `[B, length]` as the text fills, each with its stretches repeated.
 
     Args:
-        tokens: Of the text; what the echoes take up is left off its end.
-        length: Of a page. A text that is shorter makes one page of its own length.
+        tokens: Tokens of the text; the echoes take the place of as many at its end.
+        length: Tokens of a page. A shorter text makes one page of its own length.
     """
     length = min(length, len(tokens))
     echoes = echoes_in(length)
@@ -95,16 +95,16 @@ def echo_losses(
     length: int,
     progress: Callable[[int], None] | None = None,
 ) -> np.ndarray:
-    """What each head loses over echoes whose first coming it does not hold, `[heads]`.
+    """The retrieval loss of each head, `[heads]`: its error over echoes it no longer holds.
 
     Args:
         model: An mlx-lm model that mlx_h2o can route.
         tokens: A text; some 4000 tokens.
-        length: Of a page, at most. One shorter than a period has no echoes, and loses nothing.
-        progress: Told how many layers are done.
+        length: The most tokens of a page. A page shorter than a period has no echoes, and no loss.
+        progress: Called with the number of layers done.
 
     Returns:
-        The model's layers one after the other, in the units of a profile's losses.
+        The heads of the model's layers in order, in the units of a profile's losses.
     """
     routing.install()
     pages, watcher = pages_of(tokens, length), Watcher()
@@ -119,7 +119,7 @@ def echo_losses(
 
 
 class Echoing(LookingCache):
-    """A looking cache that takes the first coming away from its layer's heads."""
+    """A looking cache that hides first occurrences from its layer's heads."""
 
     knows_softcap = True
 

@@ -1,13 +1,13 @@
-"""Building frames (centre and scale of each key channel) from one short text, for any context.
+"""Building key scaling (`Frame`: centre and scale of each channel) from one text, for any context.
 
-A frame begins as each channel's mean and greatest distance from it, and is fitted to what queries
-make of the keys (`calibration/scaling_fit.py`). It belongs to a range of positions: a slow rotary
-channel that hardly moves over a thousand tokens takes every value over ten thousand, and a frame
-made of the thousand would clip it or leave it no levels. RoPE only turns each pair of channels by
-an angle, so the text's keys can be turned on to later positions by the model's own RoPE, without
+Key scaling starts as each channel's mean and greatest distance from it, and is fitted to the
+queries' use of the keys (`calibration/scaling_fit.py`). It belongs to a range of positions: a slow
+rotary channel that hardly moves over a thousand tokens takes every value over ten thousand, and
+scaling from the thousand would clip it or leave it no levels. RoPE only turns each pair of channels
+by an angle, so the text's keys can be turned to later positions by the model's own RoPE, without
 reading a longer text.
 
-A model's frames come from its profile, from the user's cache folder, or are made now and kept.
+A model's key scaling comes from its profile, from the user's cache folder, or is made now and kept.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ from mlx_h2o.loading.identity import ModelIdentity
 from mlx_h2o.loading.load import CALIBRATION_TEXT, MIXED_TEXT
 from mlx_h2o.storage.key_scaling import Frame
 
-#: Contexts for which frames are made; beyond the last its frame serves.
+#: Contexts for which key scaling is made; beyond the last its scaling is used.
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-# Texts that short are turned to many places; more tell nothing new.
+# Most turns of a short text to later positions; more add no information.
 MOST_TURNS = 64
-# Where keys are turned to so many places or more, each turn takes a part of the tokens.
+# If keys are turned to this many places or more, each turn takes a part of the tokens.
 PARTS = 8
-# The first tokens of a text stay where they are: heads look at them from everywhere, and there are
-# no such tokens later on.
+# The first tokens of a text stay in place: heads attend to them from everywhere, and there are no
+# such tokens later on.
 FIRST = 4
 
-#: What is read of the bundled texts.
+#: Passes and their length, read from the bundled texts.
 FRAME_PASSES, FRAME_LENGTH = 4, 1024
 
 
 def frame_tokens(tokenizer: Any) -> list[int]:
-    """Tokens of the bundled texts for frames, the mixed one first."""
+    """Tokens of the bundled texts for key scaling, the mixed text first."""
     text = MIXED_TEXT.read_text(encoding="utf-8") + CALIBRATION_TEXT.read_text(encoding="utf-8")
     tokens: list[int] = tokenizer.encode(text)[: FRAME_PASSES * FRAME_LENGTH]
     return tokens
 
 
 def frame_passes(model: nn.Module, tokens: Sequence[int]) -> mx.array:
-    """A text for frames as passes `[B, T]` of the model, all from position 0.
+    """A text for key scaling as passes `[B, T]` of the model, all from position 0.
 
     Raises:
-        ValueError: It is too short.
+        ValueError: The text is too short.
     """
     return mx.concatenate(windows_of(tokens, min(FRAME_LENGTH, trained_context(model))))
 
@@ -77,13 +77,13 @@ def frames_of_text(
     contexts: Sequence[int] = CONTEXTS,
     progress: Callable[[int], None] | None = None,
 ) -> dict[int, tuple[np.ndarray, ...]]:
-    """Every layer's frame for each context.
+    """Every layer's key scaling for each context.
 
     Args:
         model: An mlx-lm model that mlx_h2o can route.
         passes: Token ids `[B, T]`, all at positions 0 to T - 1.
-        contexts: Positions from 0 to below each.
-        progress: Told how many layers are done.
+        contexts: Ends of ranges of positions from 0.
+        progress: Called with the number of layers done.
 
     Returns:
         By context, one array a layer: centre and scale `[2, H, D]`.
@@ -96,15 +96,15 @@ def frames_of_text(
 
 
 def frames_of(model: nn.Module, passes: Sequence[mx.array]) -> list[Frame | None]:
-    """A frame for each layer, for contexts no longer than a text's passes.
+    """Key scaling for each layer, for contexts no longer than a text's passes.
 
     Args:
         model: An mlx-lm model.
         passes: Token ids `[B, T]`, each at positions 0 to T - 1.
 
     Returns:
-        One entry a layer; None where it has no plain `KVCache`, or attends without mlx_h2o. Beside
-        attention sinks and capped logits a frame has no centre.
+        One entry a layer; None if it has no plain `KVCache`, or computes attention without mlx_h2o.
+        Beside attention sinks and capped logits there is no centre.
     """
     routing.install()
     layers = [
@@ -118,7 +118,7 @@ def frames_of(model: nn.Module, passes: Sequence[mx.array]) -> list[Frame | None
 
 
 class _Sampling(LookingCache):
-    """A looking cache that keeps its layer's keys, and their use, of all passes."""
+    """A looking cache that keeps its layer's keys, and their use, over all passes."""
 
     knows_softcap = True
 
@@ -135,7 +135,7 @@ class _Sampling(LookingCache):
         return out
 
     def frame(self) -> Frame | None:
-        """Of all that was seen, if anything was."""
+        """Key scaling from all keys seen, or None without any."""
         if not self.keys:
             return None
         weights, queries = (
@@ -146,7 +146,7 @@ class _Sampling(LookingCache):
 
 
 class _Framing(LookingCache):
-    """A looking cache that makes its layer's frames of the keys that it sees."""
+    """A looking cache that makes its layer's key scaling from the keys that it sees."""
 
     knows_softcap = True
 
@@ -171,7 +171,7 @@ class _Framing(LookingCache):
 
 
 def _can_be_centred(call: AttentionCall) -> bool:
-    """Attention sinks and capped logits do not move with a centre."""
+    """Whether a centre is possible: attention sinks and capped logits do not move with it."""
     return call.sinks is None and not call.softcap
 
 
@@ -182,14 +182,14 @@ def frames_of_keys(
     centred: bool = True,
     use: KeyUse | None = None,
 ) -> dict[int, np.ndarray]:
-    """One layer's frame for each context.
+    """One layer's key scaling for each context.
 
     Args:
-        keys: As they are cached at positions 0 to T - 1, `[B, H, T, D]`.
-        turn: To later positions; None: they serve as they are.
-        contexts: Positions from 0 to below each.
-        centred: Whether the frame has a centre.
-        use: What queries make of the keys; None: frames stay as they begin.
+        keys: Keys as cached at positions 0 to T - 1, `[B, H, T, D]`.
+        turn: Turns keys to later positions; None leaves them as they are.
+        contexts: Ends of ranges of positions from 0.
+        centred: Whether there is a centre.
+        use: The queries' use of the keys; None for key scaling that is not fitted.
 
     Returns:
         By context: centre and scale `[2, H, D]`.
@@ -212,9 +212,9 @@ class _Spread:
     """The tokens of a text, spread evenly over a context.
 
     Attributes:
-        turn: Of rows to later positions.
-        places: Tokens, and by how many positions they are turned on.
-        times: How often each token comes, the first ones left out.
+        turn: Turns rows to later positions, or None.
+        places: Tokens, and by how many positions they are turned.
+        times: How often each token occurs, without the first ones.
     """
 
     turn: Turn | None
@@ -228,7 +228,7 @@ class _Spread:
         Args:
             context: Tokens of the context.
             length: Tokens of the text.
-            turn: Rotates keys to other places, or None where that is not known.
+            turn: Turns keys to other positions, or None if that is not known.
         """
         if context <= length or turn is None:
             return cls(turn, [(slice(0, context), 0)], 1)
@@ -256,11 +256,11 @@ class _Spread:
 def sample_of(
     keys: list[mx.array], weights: list[mx.array], queries: list[mx.array]
 ) -> FrameSample:
-    """What a frame is fitted to, of the parts of a text.
+    """The sample that key scaling is fitted to, from the parts of a text.
 
     Args:
         keys: Parts `[B, H, n, D]`.
-        weights: Parts `[B, H, n]`: what an error of each row costs.
+        weights: Parts `[B, H, n]`: the cost of an error in each row.
         queries: Parts `[B, Hq, m, D]`.
     """
     H, D = keys[0].shape[1], keys[0].shape[3]
@@ -273,19 +273,19 @@ def sample_of(
 
 ROPE_NAMES = ("rope", "rotary_emb", "rotary", "rope_emb")
 
-#: Adds an angle to keys `[B, H, L, D]`: that of so many positions.
+#: Turns keys `[B, H, L, D]` by the angle of so many positions.
 Turn = Callable[[mx.array, int], mx.array]
 
 
 def turning(layer: nn.Module | None, keys: mx.array) -> Turn | None:
-    """A block's own RoPE as a turn of keys that have theirs already; None where it cannot serve.
+    """A block's own RoPE as a turn of keys that already have theirs; None if it is unsuitable.
 
-    It must do nothing for no positions, and two turns must add up: a RoPE that scales what it
-    turns, or takes other angles for longer texts, does not.
+    It must do nothing for 0 positions, and two turns must add up. A RoPE that scales the rows it
+    turns, or uses other angles for longer texts, is unsuitable.
 
     Args:
         layer: A transformer block.
-        keys: A few of it, `[B, H, 1, D]`.
+        keys: Some keys of the block, `[B, H, 1, D]`.
     """
     for name, module in layer.named_modules() if layer is not None else ():
         if name.split(".")[-1] in ROPE_NAMES and callable(module):
@@ -297,17 +297,17 @@ def turning(layer: nn.Module | None, keys: mx.array) -> Turn | None:
                 moves = mx.abs(there - keys).max() > 0
                 if (close & adds & moves).item():
                     return turn
-            except (TypeError, ValueError):  # it is called in another way
+            except (TypeError, ValueError):  # it has other arguments
                 continue
     return None
 
 
 def turn_by(rope: Callable[..., mx.array]) -> Turn:
-    """A RoPE that only adds an angle, as a turn of keys that have theirs already."""
+    """A RoPE that only adds an angle, as a turn of keys that already have theirs."""
 
     def turn(keys: mx.array, delta: int) -> mx.array:
         B, H, L, D = keys.shape
-        # One token a sequence: all are turned by the same angle.
+        # One token a sequence, so that all are turned by the same angle.
         rows = keys.astype(mx.float32).transpose(0, 2, 1, 3).reshape(B * L, H, 1, D)
         turned = rope(rows, offset=delta)
         return turned.reshape(B, L, H, D).transpose(0, 2, 1, 3)
@@ -321,7 +321,7 @@ Frames = dict[int, LayerFrames]
 
 
 def found_frames(identity: ModelIdentity, profile: Profile | None) -> Frames | None:
-    """Frames that need no computing; None where there are none."""
+    """Key scaling that needs no computing, or None."""
     if profile is not None and profile.measured and profile.measured.frames:
         return profile.measured.frames
 
@@ -334,7 +334,7 @@ def found_frames(identity: ModelIdentity, profile: Profile | None) -> Frames | N
 
 
 def made_frames(model: nn.Module, identity: ModelIdentity) -> Frames | None:
-    """Frames of the bundled texts, kept for the next time; None without the model's tokenizer."""
+    """Key scaling from the bundled texts, kept for the next time; None without a tokenizer."""
     tokenizer = getattr(model, "mlx_h2o_tokenizer", None)
     if tokenizer is None:
         return None

@@ -1,20 +1,20 @@
-"""Fitting a frame: the centres and scales whose packed keys move attention least.
+"""Fitting key scaling (`Frame`): the centres and scales whose packed keys move attention least.
 
-A row of packed keys is cut into levels of equal size, so each of its numbers is wrong by as much
-as any other: E e^2 = range(k')^2 / (12 (2^bits - 1)^2), with k' the group's numbers in the frame.
-Queries meet the error as q.e = sum_j s_j q_j e_j, and logit n moves the output by p_n (v_n - o), so
-that what is lost in expectation is, but for constants,
+A row of packed keys is cut into levels of equal size, so each of its numbers has the same error:
+E e^2 = range(k')^2 / (12 (2^bits - 1)^2), with k' the group's scaled numbers. A query adds the
+error to a logit as q.e = sum_j s_j q_j e_j, and logit n moves the output by p_n (v_n - o), so that
+the expected loss is, up to constants,
 
     sum_n w_n range(k'_n)^2 * sum_j s_j^2 E q_j^2        w_n = sum_q p_qn^2 |v_n - o_q|^2
 
-A channel that queries use deserves a wide part of the range; a row that is looked at much (the
-first token's above all, whose key is like no other) must not be torn apart by it. At the minimum
+A channel that queries use deserves a wide part of the range; a row with much attention (above all
+the first token's, whose key is like no other) must not get a wide range from it. At the minimum
 each channel's share of the ranges is its share of the queries' energy. The sum over rows has
-corners where another channel becomes the widest, so it is gone down on samples of the rows (Adam,
-arXiv 1412.6980).
+corners where another channel becomes the widest, so it is minimised by descent on samples of the
+rows (Adam, arXiv 1412.6980).
 
-How a text's queries use its keys is measured here too: their energy in each channel, and the cost
-of an error of each logit.
+The queries' use of a text's keys is measured here too: their energy in each channel, and the cost
+of an error in each logit.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from mlx_h2o.integration.recorder import full_attention
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import group_size_for
 
-#: Rows in a step: half of them drawn by weight, half evenly, as a text has but few that are looked
-#: at much, and another text others.
+#: Rows of a step: half of them drawn by weight, half evenly, since few rows of a text get much
+#: attention, and another text has others.
 SAMPLE = 256
 BY_WEIGHT = 0.5
-#: So many come within 0.01 of the least logarithm, from 0.5 above it.
+#: Steps: this many reach the least logarithm within 0.01, from 0.5 above it.
 STEPS = 60
-#: Of a step, in log scales and in centres by the scale; falls to 0 over the steps.
+#: Rate of a step, in log scales and in centres over the scale; falls to 0 over the steps.
 RATE = 0.05
-#: How much of the gradient's mean and square Adam keeps: slopes of small samples are rough.
+#: The part of the gradient's mean and square that Adam keeps: slopes of small samples are rough.
 KEPT = (0.9, 0.99)
-#: Beside the root of a square in a step's denominator.
+#: Added to the root of the square in a step's denominator.
 EPSILON = 1e-8
-#: What channels without queries and rows without a range are taken to have.
+#: The value used for channels without queries and rows without a range.
 LEAST = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
 class FrameSample:
-    """What a layer's frame is fitted to, float32.
+    """The sample that a layer's key scaling is fitted to, float32.
 
     Attributes:
-        keys: As they are cached, `[H, N, D]`.
-        weights: What an error of each key's logit costs, `[H, N]`, not below 0.
+        keys: Keys as cached, `[H, N, D]`.
+        weights: The cost of an error in each key's logit, `[H, N]`, not below 0.
         energies: E q^2 of each channel, mean over a KV head's queries, `[H, D]`.
     """
 
@@ -62,17 +62,17 @@ class FrameSample:
 
 
 def fitted(frame: Frame, sample: FrameSample, centred: bool = True) -> Frame:
-    """The frame of least expected error.
+    """The key scaling of least expected error.
 
     Args:
-        frame: Where to begin.
+        frame: Key scaling to start from.
         sample: Rows and queries.
         centred: Whether the centre may be moved.
     """
     H, _, D = sample.keys.shape
     group = group_size_for(D) or D
     centre, scale = (np.array(array) for array in frame.arrays)
-    # In the first frame all channels are alike, and one rate serves them.
+    # With the first scaling all channels are alike, and one rate fits them.
     energies = (np.array(sample.energies) * scale**2).reshape(-1, group)
     drawn = _drawn(np.array(sample.weights))
     rows = np.array(mx.take_along_axis(sample.keys, mx.array(drawn)[..., None], axis=1))
@@ -93,7 +93,7 @@ def fitted(frame: Frame, sample: FrameSample, centred: bool = True) -> Frame:
 
 
 def _drawn(weights: np.ndarray) -> np.ndarray:
-    """Rows of one step after the other `[H, STEPS * SAMPLE]`, by their weights `[H, N]`."""
+    """Rows drawn by weights `[H, N]`, one step after the other, `[H, STEPS * SAMPLE]`."""
     H, N = weights.shape
     draw = np.random.default_rng(0)
     out = np.empty((H, STEPS * SAMPLE), np.int32)
@@ -107,16 +107,16 @@ def _drawn(weights: np.ndarray) -> np.ndarray:
 def _slopes(
     centre: np.ndarray, log_scale: np.ndarray, rows: np.ndarray, energies: np.ndarray
 ) -> np.ndarray:
-    """Of the expected error's logarithm, by centre and log scale, `[2, R, d]`.
+    """Slopes of the expected error's logarithm by centre and log scale, `[2, R, d]`.
 
-    A row's range moves with its widest channels alone, so that the slopes are sums over rows of
-    what two channels give.
+    A row's range moves with its widest channels alone, so the slopes are sums over rows of two
+    channels' terms.
 
     Args:
-        centre: From the first frame on, `[R, d]`.
-        log_scale: Logarithm of the scale, from the first frame on, `[R, d]`.
-        rows: In the first frame, `[R, n, d]`.
-        energies: Of queries as they meet those, `[R, d]`.
+        centre: Centre, relative to the first scaling, `[R, d]`.
+        log_scale: Logarithm of the scale, relative to the first scaling, `[R, d]`.
+        rows: Keys with the first scaling, `[R, n, d]`.
+        energies: Energies of the queries for those keys, `[R, d]`.
     """
     R, n, d = rows.shape
     inverse = np.exp(-log_scale)
@@ -130,7 +130,7 @@ def _slopes(
     at = np.arange(R * n)
     highest, lowest = (flat[at, edge] for edge in edges)
     ranges = (highest - lowest).reshape(R, n)
-    # d log sum r^2 = 2 sum r dr / sum r^2, and a framed number x falls by 1/s with its centre and
+    # d log sum r^2 = 2 sum r dr / sum r^2, and a scaled number x falls by 1/s with its centre and
     # by x with its log scale.
     shares = 2 * ranges / np.maximum((ranges**2).sum(axis=-1, keepdims=True), LEAST)
     group = np.repeat(np.arange(R) * d, n)
@@ -144,18 +144,18 @@ def _slopes(
 
 #: Queries whose masses are held at a time, `[B, Hq, block, T]`.
 QUERY_BLOCK = 128
-#: A part of the queries tells how strong all are, and which keys they look at: rows are drawn by
-#: that, and other draws change a frame as much.
+#: Every fourth query is enough to measure the energies and the keys' weights: rows are drawn by
+#: these, and another draw changes the scaling as much.
 QUERY_STEP = 4
 
 
 @dataclass(frozen=True)
 class KeyUse:
-    """What queries make of the keys of the same tokens.
+    """The queries' use of the keys of the same tokens.
 
     Attributes:
-        queries: Each fourth, as they meet keys, `[B, Hq, T / 4, D]`.
-        weights: What an error of each key's logit costs, `[B, H, T]` float32: with p_n the
+        queries: Every fourth query, for unscaled keys, `[B, Hq, T / 4, D]`.
+        weights: The cost of an error in each key's logit, `[B, H, T]` float32: with p_n the
             softmax, a logit moves the output by p_n (v_n - o), so it is sum_q p_qn^2 |v_n - o_q|^2,
             summed over those queries of a KV head.
     """

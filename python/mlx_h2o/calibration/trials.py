@@ -1,7 +1,7 @@
 """Trials: many settings of a layer's KV heads side by side, token by token, by decode steps.
 
-One bounded layer has a "KV head" for each number of slots, order of the remainder and real KV head:
-budgets differ from head to head anyway, so the same kernels that users run try all of them at once.
+One bounded layer has a "KV head" for each number of slots, order of the remainder and real KV head.
+Budgets may differ from head to head anyway, so the kernels that users run try all of them at once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mlx_h2o.engine.step import update_and_attend
 from mlx_h2o.policies import Policy
 from mlx_h2o.storage.remainder import SATURATION
 
-# Tokens of which the outputs are held before they are weighed.
+# Tokens whose outputs are held before they are evaluated.
 BLOCK = 64
-#: Saturations that are tried: first order, and second order as it is usual.
+#: Saturations to try: first order, and second order with the usual saturation.
 ORDERS = (0.0, SATURATION)
 
 
@@ -48,18 +48,18 @@ class Rows:
 
     @property
     def length(self) -> int:
-        """T."""
+        """Number of tokens T."""
         return self.q.shape[2]
 
 
 def tried(
     rows: Rows, policy: Policy, slots: Sequence[int], orders: Sequence[float], cuts: Sequence[int]
 ) -> Iterator[tuple[int, mx.array]]:
-    """What every setting gives, in blocks of tokens.
+    """The outputs of every setting, in blocks of tokens.
 
     Args:
-        rows: Of the layer.
-        policy: What chooses.
+        rows: The layer's attention.
+        policy: The eviction policy.
         slots: Numbers of slots to try.
         orders: Saturations of the remainder to try.
         cuts: Positions at which blocks must end.
@@ -99,6 +99,6 @@ def _layer(rows: Rows, policy: Policy, slots: Sequence[int], orders: Sequence[fl
 
 
 def _repeated(x: mx.array, count: int) -> mx.array:
-    """Heads `[B, H, n, D]` so many times over, `[B, count * H, n, D]`."""
+    """Heads `[B, H, n, D]` repeated, `[B, count * H, n, D]`."""
     B, H, n, D = x.shape
     return mx.broadcast_to(x[:, None], (B, count, H, n, D)).reshape(B, count * H, n, D)

@@ -17,18 +17,18 @@ from mlx_h2o.storage.recent_window import RecentWindow
 from mlx_h2o.storage.remainder import Remainder
 from mlx_h2o.storage.slot_store import Run, SlotStore
 
-#: What a store keeps of some rows, by name: `[B, heads, N, ...]` each.
+#: The fields of some rows, by name: `[B, heads, N, ...]` each.
 Fields = dict[str, mx.array]
 
 
 @dataclass
 class Evictions:
-    """What went, and what goes next.
+    """A layer's evicted tokens (the remainder) and its next victims.
 
     Attributes:
-        remainder: What stays of the evicted.
+        remainder: The statistics of the evicted tokens.
         victims: Slots to overwrite next, `[B, H, evict_every]` int32; each run knows how many of
-            them are left. None while none were named.
+            them are left. None until some are named.
     """
 
     remainder: Remainder
@@ -36,15 +36,16 @@ class Evictions:
 
 
 class Memory:
-    """A layer's slots, newest tokens, remainder and victims.
+    """A layer's slots, recent window, remainder and victims.
 
-    During fused decode steps a decoder has the arrays. `store` and `evictions` take them back
-    first; `runs` and `window` tell lengths at any time, and arrays after one of those two.
+    During fused decode steps a decoder has the arrays. `store` and `evictions` first take them
+    back; `runs` and `window` have current lengths at any time, and current arrays after one of
+    those two.
 
     Args:
-        store: Its slots.
-        window: Its newest tokens, where they are stored in another width than the slots.
-        evictions: Remainder and victims.
+        store: The layer's slots.
+        window: The recent window, or None if all rows are stored alike.
+        evictions: The remainder and the victims.
     """
 
     def __init__(self, store: SlotStore, window: RecentWindow | None, evictions: Evictions):
@@ -54,7 +55,7 @@ class Memory:
 
     @property
     def runs(self) -> list[Run]:
-        """Neighbouring heads with equal budgets."""
+        """The runs of neighbouring heads with equal budgets."""
         return self._store.runs
 
     @property
@@ -64,22 +65,22 @@ class Memory:
 
     @property
     def store(self) -> SlotStore:
-        """Where the rows lie."""
+        """The slots with their arrays, taken back from a decoder if need be."""
         self.take_back()
         return self._store
 
     @property
     def evictions(self) -> Evictions:
-        """Remainder and victims."""
+        """The remainder and the victims, taken back from a decoder if need be."""
         return self.take_back()
 
     @property
     def decoder(self) -> Decoder | None:
-        """What has the arrays now, if they are not here."""
+        """The decoder that has the arrays now, or None."""
         return self._evictions if isinstance(self._evictions, Decoder) else None
 
     def arrays(self, remembers: bool) -> dict[str, mx.array]:
-        """Every array held, by name; the remainder's where it is kept up."""
+        """Every array held, by name; the remainder's too if the layer keeps one (`remembers`)."""
         evictions = self.evictions
         arrays = {f"slots.{name}": field for name, field in self._store.fields.items()}
         if remembers:
@@ -98,7 +99,7 @@ class Memory:
         return sum(array.nbytes for array in self.arrays(remembers).values())
 
     def attended(self, beyond: Fields | None = None) -> list[Fields]:
-        """Per run all fields of its slots, and of rows that are beyond the budget."""
+        """For each run, all fields of its slots, then of rows beyond its budget."""
         store = self.store
         if beyond is None:
             return [store.views(run) for run in store.runs]
@@ -112,10 +113,10 @@ class Memory:
         return parts
 
     def lent(self, settings: CacheSettings, keys: mx.array, values: mx.array) -> Decoder:
-        """The default device's decoder, which has the arrays and room for rows like these.
+        """The default device's decoder, which gets the arrays, with room for rows like these.
 
         Args:
-            settings: Of the layer; `decoders.accepts` them.
+            settings: The layer's settings; `decoders.accepts` must be true of them.
             keys: `[B, H, 1, D]`.
             values: `[B, H, 1, Dv]`.
         """
@@ -133,17 +134,17 @@ class Memory:
             victims = mx.zeros(shape, mx.int32)
         window = self.window.lend() if self.window is not None else None
         lent = Lent(self._store.lend(), evictions.remainder, victims, window)
-        # Once this returns there is no reference left but the decoder's: it writes in place.
+        # The decoder now has the only reference, so that it writes in place.
         self._evictions = decoder_for(lent, settings)
         return self._evictions
 
     def fit_positions(self, tokens: int) -> None:
-        """Have positions as wide as those of so many tokens."""
+        """Make positions as wide as so many tokens need."""
         if not self._store.positions_fit(tokens):
             self.store.fit_positions(tokens)
 
     def take_back(self) -> Evictions:
-        """Have all arrays here and not with a decoder."""
+        """Take all arrays back from the decoder."""
         if isinstance(self._evictions, Decoder):
             lent = self._evictions.end()
             self._store.get_back(lent.fields)
@@ -153,13 +154,13 @@ class Memory:
         return self._evictions
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and copy take along: the steps chosen ahead too, so that they go on alike."""
+        """The state for pickle and copy; steps planned ahead are kept, so that they go on alike."""
         self.take_back()
         return vars(self)
 
 
 def marked(settings: CacheSettings, rows: Fields | None) -> Fields | None:
-    """Rows with the positions that slots store, which tell of pins."""
+    """Rows with positions as slots store them, which mark pins."""
     if rows is None or not settings.pins:
         return rows
     return {**rows, "positions": stored_positions(rows["positions"], settings.pins)}
@@ -169,7 +170,7 @@ def fields_of(settings: CacheSettings, keys: mx.array, values: mx.array, first: 
     """New rows `[B, H, L, ...]` by field, for the positions from `first` on.
 
     Args:
-        settings: Of the layer.
+        settings: The layer's settings.
         keys: `[B, H, L, D]`.
         values: `[B, H, L, Dv]`.
         first: The position of the first row.

@@ -21,13 +21,13 @@ from mlx_h2o.storage.slot_store import Run
 def settle(
     layer: Layer, attended: Sequence[Fields], window_masses: Sequence[mx.array | None] | None = None
 ) -> None:
-    """After attention: reduce a chunk that is over the budget, then choose the next victims.
+    """After attention: reduce a chunk that exceeds the budget, then choose the next victims.
 
     Args:
-        layer: Whose slots they are.
-        attended: Per run the fields of all slots attended to, scores brought up to date.
-        window_masses: Per run the window's mass of a prompt chunk `[B, heads, M]`, None after a
-            decode step.
+        layer: The layer that owns the slots.
+        attended: For each run, the fields of all slots attended to, with updated scores.
+        window_masses: For each run, the attention mass `[B, heads, M]` of the last `window` queries
+            of a prompt chunk; None after a decode step.
     """
     masses = window_masses or [None] * len(layer.runs)
     held = list(zip(layer.runs, attended, strict=True))
@@ -46,7 +46,7 @@ def settle(
 
 
 def choose_victims(layer: Layer) -> None:
-    """For every full run without victims left, choose the next `evict_every`."""
+    """Choose the next `evict_every` victims of every full run that has none left."""
     if not layer.slots_are_next:
         return
     due = [run for run in layer.runs if run.length == run.budget and not run.victims]
@@ -66,7 +66,7 @@ def choose_victims(layer: Layer) -> None:
 
 
 def resize(layer: Layer, settings: CacheSettings) -> None:
-    """Give the heads the budgets of other settings; what no longer fits is evicted."""
+    """Give the heads the budgets of other settings; tokens that no longer fit are evicted."""
     assert settings.budgets is not None
     beyond, size = None, 0
     if layer.window is not None:
@@ -74,19 +74,19 @@ def resize(layer: Layer, settings: CacheSettings) -> None:
         size = layer.window.size
     budgets = [budget - size for budget in settings.budgets]
     layer.regroup(settings, budgets)
-    if not layer.offset:  # nothing is held yet
+    if not layer.offset:  # no tokens are held yet
         return
     settle(layer, layer.memory.attended(beyond))
-    # Heads that have become alike form one run again.
+    # Heads whose budgets are now equal form one run.
     layer.regroup(settings, budgets)
     choose_victims(layer)
 
 
 def recent_size(settings: CacheSettings, budgets: Sequence[int]) -> int:
-    """Tokens that every head protects, for the recent window.
+    """The number of tokens that every head protects, which the recent window holds.
 
     Raises:
-        ValueError: There are none.
+        ValueError: No tokens are protected.
     """
     policy = settings.policy
     size = min(policy.recent_slots(budget) for budget in budgets)
@@ -111,7 +111,7 @@ def _victims(layer: Layer, run: Run, fields: Fields) -> mx.array:
 
 
 def agreed(settings: CacheSettings, priority: mx.array) -> mx.array:
-    """Priorities `[B, H, N]` by which all ranks choose alike, where a whole layer does."""
+    """Priorities `[B, H, N]`; where a policy selects for a whole layer, the same on all ranks."""
     if settings.ranks == 1 or settings.policy.unit == "head":
         return priority
     mean = mean_of_ranks(priority.mean(axis=1, keepdims=True), settings.ranks)
@@ -121,13 +121,13 @@ def agreed(settings: CacheSettings, priority: mx.array) -> mx.array:
 def hold_best(
     layer: Layer, attended: Sequence[Fields], worths: Sequence[mx.array], room: int
 ) -> None:
-    """Of rows that came without attention keep those worth most; no recent ones are protected.
+    """Keep the rows worth most of those that came without attention; recent rows are not protected.
 
     Args:
-        layer: Whose slots they are.
-        attended: Per run the fields of all its rows.
-        worths: Per run what they are worth, `[B, heads, N]`.
-        room: Slots of each head that stay free for tokens to come.
+        layer: The layer that owns the slots.
+        attended: For each run, the fields of all its rows.
+        worths: For each run, the worth of its rows, `[B, heads, N]`.
+        room: Slots of each head that stay free for later tokens.
     """
     kept = []
     for run, fields, worth in zip(layer.runs, attended, worths, strict=True):
@@ -138,12 +138,12 @@ def hold_best(
 
 
 def _worth(layer: Layer, run: Run, fields: Fields, window_mass: mx.array | None) -> mx.array:
-    """What a run's rows are worth, `[B, heads, N]`."""
+    """The worth of a run's rows, `[B, heads, N]`."""
     N = fields["positions"].shape[2]
-    if run.budget >= N and not layer.policy.shares_slots:  # not asked for
+    if run.budget >= N and not layer.policy.shares_slots:  # all rows fit, so no worth is needed
         return mx.zeros(fields["positions"].shape)
     evicted = layer.lost_beside(fields)
-    # Head by head, so that float32 copies are never of more than one head's rows.
+    # Head by head, so that only one head's rows are copied to float32 at a time.
     priorities = []
     for i in range(run.heads):
         one = replace(run, first=run.first + i, last=run.first + i + 1)
@@ -156,7 +156,7 @@ def _worth(layer: Layer, run: Run, fields: Fields, window_mass: mx.array | None)
 def _shared_out(
     layer: Layer, attended: Sequence[Fields], worths: Sequence[mx.array]
 ) -> tuple[list[Fields], list[mx.array]]:
-    """The same rows and worths, by runs of the budgets that the policy gives the heads for them."""
+    """The same rows and worths, grouped by the budgets that the policy gives the heads for them."""
     heads, ranked, budgets = list[tuple[Fields, mx.array]](), list[mx.array](), list[int]()
     for run, fields, worth in zip(layer.runs, attended, worths, strict=True):
         may_go = mx.where(evictable_of(layer, run, fields["positions"]), worth, -mx.inf)
@@ -178,7 +178,7 @@ def _shared_out(
 
 
 def _reduced(layer: Layer, run: Run, fields: Fields, worth: mx.array) -> Fields:
-    """The rows of a run that stay within its budget; the others are folded."""
+    """The rows of a run that fit its budget; the others are folded into the remainder."""
     may_go = evictable_of(layer, run, fields["positions"])
     return _best(layer, run, fields, worth, run.budget, may_go)
 
@@ -186,7 +186,7 @@ def _reduced(layer: Layer, run: Run, fields: Fields, worth: mx.array) -> Fields:
 def _best(
     layer: Layer, run: Run, fields: Fields, worth: mx.array, count: int, may_go: mx.array
 ) -> Fields:
-    """The `count` rows that are worth most, protected ones among them; the others are folded."""
+    """The `count` rows worth most, protected ones included; the others are folded."""
     positions = fields["positions"]
     if count >= positions.shape[2]:
         return fields

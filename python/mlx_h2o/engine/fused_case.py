@@ -1,12 +1,12 @@
-"""A fused step of the default device on a small case, beside the definition.
+"""A fused step of the default device on a small case, compared with the definition.
 
-A short conversation: a prompt, read by the definition, then single tokens, by the kernels in one
-layer and by the definition in another. One head is full from the start and the other fills on the
-way, so that every kind of launch comes: a row into an unused slot, a row over a victim, attention
-with and without a remainder.
+The case is a short conversation: a prompt, read by the definition, then single tokens, by the
+kernels in one layer and by the definition in another. One head is full from the start and the other
+fills on the way, so that every kind of launch occurs: a row into an unused slot, a row over a
+victim, attention with and without a remainder.
 
-The definition computes in float32, of the same rounded rows: over dense ones of 16 bits it would
-else leave attention to MLX, which rounds logits. Packed rows it reads in float32 anyway.
+The definition computes in float32, from the same rounded rows: for dense rows of 16 bits it would
+otherwise use MLX's attention, which rounds logits. It reads packed rows in float32 anyway.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from mlx_h2o.engine.layer_factory import open_layer
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.remainder import SATURATION
 
-# Slots of the two heads: fewer than a simdgroup's step, and a threadgroup's step with a rest.
+# Slots of the two heads: fewer than a simdgroup's step, and a threadgroup's step plus some.
 FEW, MANY = 48, 555
-# The larger head has so many unused slots when the single tokens begin.
+# Unused slots of the larger head when the single tokens begin.
 UNUSED = 4
 STEPS = 10
-# A second sequence, which reads with strides of its own.
+# Two sequences, so that the second one is read with a stride.
 BATCH, HEADS = 2, 2
 SHARPNESS = 2.0
-# Sums of the evicted, over some hundred rows.
+# For sums of evicted rows, over some hundred of them.
 STATISTICS = Tolerance(1e-4, 2e-3)
 
 
@@ -52,12 +52,12 @@ Step = Callable[[Layer, AttentionCall, mx.array, mx.array], mx.array]
 
 
 def check(variant: FusedVariant, like: CacheSettings, step: Step) -> Error:
-    """Run the default device's fused steps beside the definition's.
+    """Compare the default device's fused steps with the definition's.
 
     Args:
-        variant: What the steps are like.
-        like: Settings of a layer that has them: its policy and how its rows are stored.
-        step: Takes rows into a layer and attends.
+        variant: The variant of the steps.
+        like: Settings of a layer with such steps: its policy and how its rows are stored.
+        step: The function that stores rows in a layer and attends (`update_and_attend`).
     """
     settings = small_settings(variant, like)
     assert settings.budgets is not None
@@ -75,7 +75,7 @@ def check(variant: FusedVariant, like: CacheSettings, step: Step) -> Error:
 
 
 def small_settings(variant: FusedVariant, like: CacheSettings) -> CacheSettings:
-    """Settings of a small layer whose steps compile what those of a large one do."""
+    """Settings of a small layer whose steps compile the same kernels as those of a large one."""
     least = like.policy.least_budget()
     few, many = max(FEW, least + UNUSED), max(MANY, least + 2 * UNUSED)
     heads = variant.heads or HEADS
@@ -146,7 +146,7 @@ def _pairs(
     expected_outs: list[mx.array],
     found_outs: list[mx.array],
 ) -> dict[str, Pair]:
-    """What is compared, by name."""
+    """The pairs of arrays to compare, by name."""
     tolerance = OUT[variant.dtype]
     with only_reference():
         pairs = {

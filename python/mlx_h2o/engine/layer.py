@@ -1,4 +1,4 @@
-"""The state of one layer (slots, newest tokens, remainder, victims) and all changes of it."""
+"""The state of one layer (slots, recent window, remainder, victims) and all changes to it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mlx_h2o.storage.slot_store import Run, SlotStore
 
 
 class RowType(NamedTuple):
-    """What the rows of a layer's keys or values are like; others are refused.
+    """The type of a layer's keys or values; rows of another type are refused.
 
     Attributes:
-        batch: B.
-        heads: H.
-        width: D or Dv.
-        dtype: Before they are packed.
+        batch: Sequences, B.
+        heads: KV heads, H.
+        width: Width of a row, D or Dv.
+        dtype: The rows' dtype before they are packed.
     """
 
     batch: int
@@ -34,7 +34,7 @@ class RowType(NamedTuple):
 
     @classmethod
     def of(cls, rows: mx.array) -> RowType:
-        """That of rows `[B, H, L, width]`."""
+        """The type of rows `[B, H, L, width]`."""
         batch, heads, _, width = rows.shape
         return cls(batch, heads, width, rows.dtype)
 
@@ -44,11 +44,11 @@ class RowType(NamedTuple):
         if come != self:
             raise ValueError(
                 f"This cache holds {name} of (batch, heads, width, dtype) {tuple(self)}; "
-                f"{tuple(come)} came."
+                f"the new ones are {tuple(come)}."
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        *sizes, dtype = self  # which cannot be pickled
+        *sizes, dtype = self  # a dtype cannot be pickled
         return _row_type, (*sizes, str(dtype).rpartition(".")[2])
 
 
@@ -57,14 +57,14 @@ def _row_type(batch: int, heads: int, width: int, dtype: str) -> RowType:
 
 
 class Layer:
-    """The bounded memory of one layer, once its first rows have told their type.
+    """The bounded memory of one layer; its first rows determine its row types.
 
     Args:
-        settings: Of the layer; its budgets are known.
-        types: Of "keys" and "values".
-        memory: Its arrays.
+        settings: The layer's settings; its budgets are known.
+        types: The row types of "keys" and "values".
+        memory: The layer's arrays.
         offset: The next logical position.
-        aged_from: The position from which scores speak (`engine/pins_and_turns.py`).
+        aged_from: The position from which scores count (`engine/pins_and_turns.py`).
     """
 
     def __init__(
@@ -81,26 +81,26 @@ class Layer:
         self.memory = memory
         self.types = types
 
-    # -- what is held -----------------------------------------------------------------------------
+    # -- the rows held ----------------------------------------------------------------------------
 
     @property
     def runs(self) -> list[Run]:
-        """Neighbouring heads with equal budgets."""
+        """The runs of neighbouring heads with equal budgets."""
         return self.memory.runs
 
     @property
     def window(self) -> RecentWindow | None:
-        """The newest tokens, where they are stored in another width than the slots."""
+        """The newest tokens, or None if they are stored as all others."""
         return self.memory.window
 
     @property
     def store(self) -> SlotStore:
-        """Where the rows lie."""
+        """The slots with their arrays."""
         return self.memory.store
 
     @property
     def evictions(self) -> Evictions:
-        """Remainder and victims."""
+        """The remainder and the victims."""
         return self.memory.evictions
 
     def arrays(self) -> dict[str, mx.array]:
@@ -109,7 +109,7 @@ class Layer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything held, the steps to undo included."""
+        """Bytes of everything held, including the journal of steps to undo."""
         return self.memory.nbytes(self.settings.remembers) + self.journal.nbytes
 
     @property
@@ -119,28 +119,28 @@ class Layer:
 
     @property
     def held(self) -> int:
-        """Tokens held by the head that holds most."""
+        """Tokens held by the head that holds the most."""
         return self.recently_held + max(run.length for run in self.runs)
 
     def lost(self, run: Run) -> int:
-        """Tokens that each head of a run has lost."""
+        """Tokens that each head of a run has evicted."""
         return self.offset - run.length - self.recently_held
 
     def lost_beside(self, attended: Fields) -> int:
-        """The same where a run attends to slots with these fields, some beyond its budget."""
+        """The same for a run that attends to slots with these fields, some beyond its budget."""
         return self.offset - self.recently_held - int(attended["positions"].shape[2])
 
     @property
     def slots_are_next(self) -> bool:
-        """Whether the next token takes a slot, or makes an older one take it."""
+        """Whether the next token takes a slot, or pushes an older one into a slot."""
         return self.window is None or self.window.full
 
     def budget_of(self, run: Run) -> int:
-        """Tokens that each head of a run may hold, the newest included."""
+        """Tokens that each head of a run may hold, including the newest."""
         return run.budget + (self.window.size if self.window else 0)
 
     def side_state(self) -> list[mx.array]:
-        """Arrays that must be evaluated with the output, or the graph grows from step to step."""
+        """Arrays to evaluate with the output; else the graph grows from step to step."""
         rows = ("slots.keys", "slots.values")
         held = [array for name, array in self.arrays().items() if name not in rows]
         return held + self.journal.newest() if self.settings.undo else held
@@ -148,20 +148,20 @@ class Layer:
     # -- new tokens -------------------------------------------------------------------------------
 
     def check_rows(self, keys: mx.array, values: mx.array) -> None:
-        """Raise ValueError unless new rows are like those held."""
+        """Raise ValueError unless new rows have the layer's row types."""
         for name, rows in (("keys", keys), ("values", values)):
             self.types[name].require(name, rows)
 
     def take_in(self, keys: mx.array, values: mx.array) -> list[Fields]:
-        """Store new rows; those beyond the budget are held until attention has seen what must go.
+        """Store new rows; those beyond the budget are held until attention shows what to evict.
 
         Args:
             keys: `[B, H, L, D]`.
             values: `[B, H, L, Dv]`.
 
         Returns:
-            Per run the fields of all slots to attend to, `[B, heads, N, ...]`, the new ones last.
-            Where N is over the run's budget, they are to be reduced (`keep`).
+            For each run, the fields of all slots to attend to, `[B, heads, N, ...]`, with the new
+            ones last. Where N exceeds the run's budget, the caller must reduce them (`keep`).
         """
         L, first = keys.shape[2], self.offset
         self.memory.fit_positions(first + L)
@@ -174,7 +174,7 @@ class Layer:
             rows = marked(self.settings, self.window.push(keys, values, first))
         self.offset += L
         beyond = None
-        if rows is not None and L == 1:  # for which victims are named already
+        if rows is not None and L == 1:  # victims for it are already named
             self._write_one(rows)
         elif rows is not None:
             count = rows["positions"].shape[2]
@@ -185,7 +185,7 @@ class Layer:
         return self.memory.attended(beyond)
 
     def _note(self, L: int) -> None:
-        """Keep what L new tokens will change, if they can be taken back."""
+        """Note in the journal what L new tokens will change, if they can be taken back."""
         if not self.settings.undo:
             return
         if L > 1:
@@ -195,7 +195,7 @@ class Layer:
             self.journal.begin(store, self.window, self.offset).note(store, self.window, victims)
 
     def _write_one(self, rows: Fields) -> None:
-        """Store one row per head: into the next unused slot, or over a victim, which is folded."""
+        """Store one row per head in the next unused slot, or over a victim, which is folded."""
         store, evictions = self.store, self.evictions
         store.reserve(1, rows)
         slots, overwritten = store.take_slots(evictions.victims, rows["keys"].shape[0])
@@ -214,7 +214,7 @@ class Layer:
                     weights if weights is None else weights[None, :, None],
                 )
                 read += evictions.remainder.arrays.values()
-            # Read before written: a row still to be read would make the write copy everything.
+            # Read first: with a read still to come the write would copy the whole buffer.
             flat = mx.depends(flat, read)
         store.put(flat, {name: row.squeeze(2) for name, row in rows.items()})
 
@@ -223,8 +223,8 @@ class Layer:
 
         Args:
             rows: Fields `[B, heads, M, ...]` of evicted rows.
-            weights: How often each counts, broadcastable to `[B, heads, M]`.
-            first: The first of these heads, or None: they are all.
+            weights: The count of each row, broadcastable to `[B, heads, M]`.
+            first: The first of these heads; None if they are all of the layer's.
         """
         evictions = self.evictions
         keys, values = (dense(self.packing.rows(name, rows)) for name in ("keys", "values"))
@@ -234,44 +234,44 @@ class Layer:
         part = evictions.remainder.heads(first, first + keys.shape[1]).fold(keys, values, weights)
         evictions.remainder = evictions.remainder.with_heads(first, part)
 
-    # -- what attention and eviction leave ---------------------------------------------------------
+    # -- results of attention and eviction --------------------------------------------------------
 
     def write_scores(self, parts: Sequence[mx.array]) -> None:
-        """New scores of the slots in use: per run `[B, heads, length]`."""
+        """Replace the scores of the slots in use: `[B, heads, length]` for each run."""
         self.store.write("scores", parts)
 
     def write_newest_scores(self, scores: mx.array) -> None:
-        """The same of the recent window, `[B, H, length]`."""
+        """Replace the scores of the recent window, `[B, H, length]`."""
         assert self.window is not None
         self.window.write_scores(scores)
 
     def keep(self, kept: Sequence[Fields]) -> None:
-        """Replace all slots: per run by fields `[B, heads, length, ...]`."""
+        """Replace all slots by fields `[B, heads, length, ...]` for each run."""
         self.store.replace(kept)
         self.forget_victims()
 
     def name_victims(self, due: Sequence[Run], victims: mx.array) -> None:
-        """Which slots are overwritten next.
+        """Name the slots to overwrite next.
 
         Args:
-            due: Runs whose victims are new.
-            victims: Of all heads, `[B, H, evict_every]` int32.
+            due: The runs with new victims.
+            victims: Victims of all heads, `[B, H, evict_every]` int32.
         """
         for run in due:
             self.store.name_victims(run, victims.shape[2])
         self.evictions.victims = victims
 
     def forget_victims(self) -> None:
-        """Have every full run choose anew."""
+        """Make every full run choose its victims anew."""
         self.evictions.victims = None
         self.store.forget_victims()
 
     def regroup(self, settings: CacheSettings, budgets: Sequence[int]) -> None:
-        """Give the heads other budgets, which a run may exceed; no step can be taken back then.
+        """Give the heads other budgets, which a run may exceed; earlier steps cannot be taken back.
 
         Args:
-            settings: That say so.
-            budgets: Slots of each head, less those of the recent window.
+            settings: The settings with these budgets.
+            budgets: Slots of each head, without those of the recent window.
         """
         self.journal.clear()
         self.settings = settings
@@ -279,7 +279,7 @@ class Layer:
         self.forget_victims()
 
     def mark_pins(self, settings: CacheSettings) -> None:
-        """Obey other pins, of settings like its own; no step before this can be taken back."""
+        """Apply the pins of other settings, otherwise equal; earlier steps cannot be taken back."""
         self.journal.clear()
         if (store := self.store).fields:
             held = [store.view(run, "positions") for run in store.runs]
@@ -288,12 +288,12 @@ class Layer:
         self.forget_victims()
 
     def begin_turn(self, aged_from: int) -> None:
-        """Have scores speak from a position on; no step before this can be taken back."""
+        """Make scores count from a position on; earlier steps cannot be taken back."""
         self.journal.clear()
         self.aged_from = aged_from
 
     def resize_window(self, size: int) -> Fields | None:
-        """Change how many tokens the recent window holds; the rows that leave it, or None."""
+        """Change how many tokens the recent window holds; return rows that leave, or None."""
         self.memory.take_back()
         assert self.window is not None
         return marked(self.settings, self.window.resize(size, self.offset))
@@ -310,7 +310,7 @@ class Layer:
         return self.journal.trimmable(self.offset, any(self.lost(run) for run in self.runs))
 
     def trim(self, n: int) -> None:
-        """Take the newest n tokens back, at most `trimmable`; pins stay with their positions."""
+        """Take back the newest n tokens, at most `trimmable`; pins stay with their positions."""
         self.journal.settle()
         self.aged_from = min(self.aged_from, max(self.offset - n - 1, 0))
         undone = min(n, len(self.journal))
@@ -321,7 +321,7 @@ class Layer:
             evictions.remainder = remainder or evictions.remainder
             evictions.victims = evictions.victims if victims is None else victims
         older = n - undone
-        if older:  # nothing was evicted before these
+        if older:  # no token was evicted before these steps
             store = self.store
             self.offset -= older
             store.shorten(older - (self.window.trim(older) if self.window else 0))
@@ -331,7 +331,7 @@ class Layer:
     # -- fused steps ------------------------------------------------------------------------------
 
     def planned(self, keys: mx.array, values: mx.array) -> tuple[Decoder, PlannedToken]:
-        """What the next token does in this layer, which counts it from now on; and who does it.
+        """The decoder and the plan of the next token, which the layer counts from now on.
 
         Args:
             keys: `[B, H, 1, D]`, or other rows like these.
@@ -350,7 +350,7 @@ class Layer:
         return decoder, PlannedToken(self.offset, heads, recent, before, self.aged_from)
 
     def _advanced(self, run: Run, stays: bool) -> list[HeadPlan]:
-        """What a run's heads do in a step; no row comes into slots where the new one `stays`."""
+        """A run's plans for one token; where the token `stays` in the window, slots get no row."""
         every = self.policy.evict_every
         victim = -1 if stays else self.memory.plan.advance(run, every)
         choose = self.slots_are_next and run.length == run.budget and run.victims == 0

@@ -1,4 +1,4 @@
-"""A layer's memory, made when its first rows tell the widths, or from what a file holds."""
+"""Creates a layer's memory, from the widths of its first rows or from a file."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from mlx_h2o.storage.slot_store import SlotStore, position_dtype
 def open_layer(
     settings: CacheSettings, keys: mx.array, values: mx.array
 ) -> tuple[Layer, LayerShare]:
-    """An empty layer for rows like these, and what it takes of a model's budget.
+    """An empty layer for rows like these, and its share of a model's budget.
 
     Args:
-        settings: Its size in tokens, in bytes or per head.
+        settings: The layer's settings; its size is in tokens, in bytes or per head.
         keys: `[B, H, L, D]`.
         values: `[B, H, L, Dv]`.
 
     Raises:
-        ValueError: The rows are no floats, or the size does not suit them.
+        ValueError: The rows are not floats, or the size does not suit them.
     """
     if keys.dtype not in FLOAT_DTYPES or values.dtype not in FLOAT_DTYPES:
         raise ValueError(
@@ -62,7 +62,7 @@ def open_layer(
         settings = replace(settings.resized(budgets), filling=filling)
     store = SlotStore(of_slots, reserved)
     if window is not None:
-        # So that there are fields to look at while all tokens are recent.
+        # So that there are fields to read while all tokens are in the recent window.
         store.reserve(1, fields_of(settings, keys[:, :, :1], values[:, :, :1], 0))
     types = {"keys": RowType.of(keys), "values": RowType.of(values)}
     evictions = Evictions(Remainder.empty(B, H, D, Dv))
@@ -72,7 +72,7 @@ def open_layer(
 def _sized(
     settings: CacheSettings, batch: int, heads: int, widths: RowWidths
 ) -> tuple[list[int], tuple[Stage, ...]]:
-    """Slots of each KV head, and those that follow as the conversation grows; errors as below."""
+    """Slots of each KV head, and the stages of its growth; errors as in `budgets_of`."""
     budgets = budgets_of(settings, batch, heads, widths)
     if not starts_narrow(settings.max_bytes, settings.undo, settings.attending):
         return budgets, settings.filling
@@ -85,13 +85,13 @@ def budgets_of(settings: CacheSettings, batch: int, heads: int, widths: RowWidth
     """Slots of each KV head.
 
     Args:
-        settings: Of the layer.
-        batch: B.
-        heads: H.
-        widths: Of a row.
+        settings: The layer's settings.
+        batch: Sequences, B.
+        heads: KV heads, H.
+        widths: The widths of a row.
 
     Raises:
-        ValueError: There are too few, or not one number for each head.
+        ValueError: There are too few slots, or not one number for each head.
     """
     policy, remembers = settings.policy, settings.remembers
     if settings.budgets is not None:
@@ -117,7 +117,7 @@ def window_of(settings: CacheSettings, size: int) -> RecentWindow:
 
 
 def config_of(layer: Layer | None) -> dict[str, Any]:
-    """What `restored` needs beside the arrays, as JSON types; None: no rows came yet."""
+    """The config that `restored` needs beside the arrays, as JSON types; None before any rows."""
     if layer is None:
         return {"offset": 0, "aged_from": 0, "reserved": 0, "runs": [], "recent": None}
     return {
@@ -135,16 +135,16 @@ def restored(
     config: dict[str, Any],
     arrays: dict[str, mx.array],
 ) -> tuple[Layer, LayerShare]:
-    """The layer that a file holds, and what it takes of a model's budget.
+    """The layer in a file, and its share of a model's budget.
 
     Args:
-        settings: Of the layer.
-        share: As the file says, if it does.
-        config: Of the cache; it has runs.
-        arrays: By name.
+        settings: The layer's settings.
+        share: The layer's share, if the file has it.
+        config: The cache's config; it has runs.
+        arrays: The arrays by name.
 
     Raises:
-        ValueError: Numbers and arrays do not go together.
+        ValueError: Numbers and arrays do not fit together.
     """
     policy, packing, remembers = settings.policy, settings.packing, settings.remembers
     numbers = saved_state.checked_window(config, policy, packing)
@@ -172,7 +172,7 @@ def restored(
         remainder = Remainder(**_under("remainder.", arrays))
     evictions = Evictions(remainder, arrays.get("victims"))
     memory = Memory(store, window, evictions)
-    # Files from before there were turns do not say from where ages count.
+    # Files from before turns were added have no position from which ages count.
     aged_from = config.get("aged_from", 0)
     return Layer(settings, types, memory, config["offset"], aged_from), share
 
@@ -180,8 +180,10 @@ def restored(
 def _with_value_lengths(
     arrays: dict[str, mx.array], policy: Policy, packing: Packing
 ) -> dict[str, mx.array]:
-    """The arrays with lengths of values where they are kept, and only there, of slots and recent
-    window: older files have them of packed values too, or have none."""
+    """The arrays with exactly those lengths of values that the slots and the recent window keep.
+
+    Older files have them of packed values too, or lack them.
+    """
     if not policy.keeps_value_lengths(packing):
         return {n: array for n, array in arrays.items() if not n.endswith(".value_lengths")}
     if saved_state.has_value_lengths(arrays, policy):
@@ -194,7 +196,7 @@ def _with_value_lengths(
 def _types_and_widths(
     settings: CacheSettings, store: SlotStore
 ) -> tuple[dict[str, RowType], RowWidths]:
-    """What the rows of a store are like before they are packed."""
+    """The row types and widths of a store's rows before they are packed."""
     types, widths, sizes = {}, [], []
     for name in ("keys", "values"):
         held = settings.packing.rows(name, store.fields)
@@ -208,7 +210,7 @@ def _types_and_widths(
 def _row_widths(
     settings: CacheSettings, key: int, value: int, key_size: int, value_size: int
 ) -> RowWidths:
-    """What rows of so many elements, of so many bytes each, measure with these settings."""
+    """The widths and bytes of rows with so many elements of so many bytes each."""
     return RowWidths(
         *(key, value, key_size, value_size, settings.packing, settings.undo),
         framed=settings.frame is not None,
@@ -217,5 +219,5 @@ def _row_widths(
 
 
 def _under(prefix: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """The arrays whose names begin with a prefix, by what follows it."""
+    """The arrays whose names begin with a prefix, by the rest of the name."""
     return {n.removeprefix(prefix): array for n, array in arrays.items() if n.startswith(prefix)}

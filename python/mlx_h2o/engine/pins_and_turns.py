@@ -1,10 +1,10 @@
 """Pins of a layer, set before or after their tokens come, and turns of a conversation.
 
 Scores, positions and ages carry over from turn to turn. `new_turn` shortens the memory of the
-scores: they then speak of the last `carry` times as many steps as before, at the mean mass of a
-step, and older tokens count as no older than that. Masses and ages shrink together, so mass per
-step still ranks an old token fairly beside a new one. With 1 nothing changes; with 0 every held
-token counts as if it had just come.
+scores: they then cover the last `carry` times as many steps as before, at the mean mass of a step,
+and older tokens count as no older than that. Masses and ages shrink together, so mass per step
+still ranks an old token fairly beside a new one. With 1 nothing changes; with 0 every held token
+counts as if it had just come.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mlx_h2o.storage.pins import Span, joined, spans_of, true_positions, without
 
 @dataclass(frozen=True)
 class PinAnswer:
-    """What became of the positions that were to be pinned.
+    """The result of pinning positions.
 
     Attributes:
-        pinned: Held by every KV head, or still to come.
-        partly: Gone from some heads; pinned in the others.
-        gone: Evicted from every head: nothing can be pinned there.
+        pinned: Positions that every KV head holds, or that are still to come.
+        partly: Positions that some heads have evicted; pinned in the others.
+        gone: Positions that every head has evicted; they cannot be pinned.
     """
 
     pinned: tuple[Span, ...] = ()
@@ -38,12 +38,12 @@ class PinAnswer:
     gone: tuple[Span, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether every head has every one."""
+        """Whether every head holds every position."""
         return not (self.partly or self.gone)
 
     @classmethod
     def of_all(cls, answers: Iterable[PinAnswer]) -> PinAnswer:
-        """What becomes of them in several layers together."""
+        """The result for several layers together."""
         whole, *others = answers
         asked = joined((*whole.pinned, *whole.partly, *whole.gone))
         pinned, gone = whole.pinned, whole.gone
@@ -54,13 +54,13 @@ class PinAnswer:
 
 
 def repin(layer: Layer, settings: CacheSettings) -> None:
-    """Pin what these settings, otherwise a layer's own, pin, and nothing else.
+    """Set the pins to those of these settings, which otherwise are the layer's own.
 
-    Steps before this cannot be taken back any more.
+    Earlier steps can no longer be taken back.
 
     Args:
-        layer: That has tokens.
-        settings: Its own, with other pins and with budgets that have room for them.
+        layer: A layer that has tokens.
+        settings: The layer's settings with other pins, and with budgets that have room for them.
     """
     other_budgets = settings.budgets != layer.settings.budgets
     layer.mark_pins(settings)
@@ -71,7 +71,7 @@ def repin(layer: Layer, settings: CacheSettings) -> None:
 
 
 def answer_of(layer: Layer, asked: Sequence[Span]) -> PinAnswer:
-    """What would become of positions, by what the heads hold."""
+    """The result of pinning positions, given what the heads hold."""
     come = [(first, min(end, layer.offset)) for first, end in asked if first < layer.offset]
     wanted = np.array([p for first, end in come for p in range(first, end)], np.int64)
     if not wanted.size:
@@ -84,7 +84,7 @@ def answer_of(layer: Layer, asked: Sequence[Span]) -> PinAnswer:
 
 
 def _heads_that_hold(layer: Layer, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many heads, of all sequences, hold the token at each position."""
+    """For each position, how many heads, over all sequences, hold its token."""
     store = layer.store
     counts = np.zeros(wanted.shape, np.int64)
     for run in store.runs:
@@ -96,15 +96,15 @@ def _heads_that_hold(layer: Layer, wanted: NDArray[np.int64]) -> NDArray[np.int6
     return counts
 
 
-#: What `carry` may be called where nothing of the past is to count.
+#: The value of `carry` by which nothing of the past counts.
 RESET = "reset"
 
 
 def checked_carry(carry: float | str) -> float:
-    """A part of the past, from 0 to 1.
+    """`carry` as a number from 0 to 1.
 
     Raises:
-        ValueError: It is invalid.
+        ValueError: `carry` is invalid.
     """
     part = 0.0 if isinstance(carry, str) and carry == RESET else carry
     try:
@@ -117,17 +117,17 @@ def checked_carry(carry: float | str) -> float:
 
 
 def new_turn(layer: Layer, carry: float) -> None:
-    """Begin a turn; steps before it cannot be taken back any more.
+    """Begin a turn; earlier steps can no longer be taken back.
 
     Args:
-        layer: That has tokens.
+        layer: A layer that has tokens.
         carry: How much of the past counts, from 0 to 1.
     """
     if carry == 1 or not layer.offset:
         return
     before = layer.aged_from
     after = layer.offset - int(carry * (layer.offset - before))
-    # Some step is always spoken of, or masses per step would be none.
+    # Scores cover at least one step, else mass per step is undefined.
     layer.begin_turn(min(after, layer.offset - 1))
     if not layer.policy.needs_attention:
         return

@@ -1,4 +1,4 @@
-"""What a run of heads holds, as attention and policies see it: slots, then the newest tokens."""
+"""A run's rows as attention and policies see them: slots, then the recent window."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def rows_of(layer: Layer, run: Run, fields: Fields) -> tuple[AnyRows, AnyRows]:
     """Keys and values of a run.
 
     Args:
-        layer: That holds them.
+        layer: The layer that holds them.
         run: One of its runs.
-        fields: Of the run's slots, `[B, heads, N, ...]`.
+        fields: The fields of the run's slots, `[B, heads, N, ...]`.
 
     Returns:
-        `[B, heads, M, D]` and `[B, heads, M, Dv]`; M is N and the tokens in the recent window.
+        `[B, heads, M, D]` and `[B, heads, M, Dv]`; M is N plus the tokens in the recent window.
     """
     keys, values = (layer.packing.rows(name, fields) for name in ("keys", "values"))
     window = layer.window
@@ -32,13 +32,12 @@ def rows_of(layer: Layer, run: Run, fields: Fields) -> tuple[AnyRows, AnyRows]:
 
 
 def ranked_of(layer: Layer, run: Run, fields: Fields) -> Fields:
-    """Positions, scores and value lengths, if they are kept, of the same rows: `[B, heads, M]`;
-    arguments as there.
+    """Positions, scores and value lengths (where kept) of the rows of `rows_of`: `[B, heads, M]`.
 
     Args:
-        layer: Whose rows they are.
-        run: Of its heads.
-        fields: Of all rows attended to, `[B, heads, N, ...]`.
+        layer: The layer that holds the rows.
+        run: One of its runs.
+        fields: The fields of all rows attended to, `[B, heads, N, ...]`.
     """
     if layer.window is None:
         return fields
@@ -51,25 +50,25 @@ def ranked_of(layer: Layer, run: Run, fields: Fields) -> Fields:
 
 
 def evictable_of(layer: Layer, run: Run, positions: mx.array) -> mx.array:
-    """Which of a run's rows, by their stored positions `[B, heads, M]`, are not protected.
+    """Which of a run's rows are not protected.
 
     Args:
-        layer: Whose rows they are.
-        run: Of its heads.
-        positions: As stored, `[B, heads, M]`.
+        layer: The layer that holds the rows.
+        run: One of its runs.
+        positions: The rows' positions as stored, `[B, heads, M]`.
     """
     recent = layer.policy.recent_slots(layer.budget_of(run))
     return selection.evictable_slots(positions, layer.offset, layer.policy.sink, recent)
 
 
 def slots_of(layer: Layer, run: Run, fields: Fields, evicted: int) -> Slots:
-    """The same rows as a policy sees them; `evicted` tokens are gone from each head.
+    """A run's rows as a policy sees them.
 
     Args:
-        layer: Whose rows they are.
-        run: Of its heads.
-        fields: Of its slots, `[B, heads, N, ...]`.
-        evicted: Tokens that each head has lost.
+        layer: The layer that holds the rows.
+        run: One of its runs.
+        fields: The fields of its slots, `[B, heads, N, ...]`.
+        evicted: Tokens that each head has evicted.
     """
     ranked = ranked_of(layer, run, fields)
     stored, scores = ranked["positions"], ranked.get("scores")

@@ -1,7 +1,7 @@
-"""The state of a saved cache, and the checks that it passes before it is used.
+"""The state of a saved cache, and the checks it must pass before use.
 
-Files come from anywhere, and a number in one that is out of range would have MLX allocate without
-end, or a kernel write outside of its arrays. Everything here raises ValueError.
+Files come from anywhere. An out-of-range number in one could make MLX allocate without end, or a
+kernel write outside its arrays. Every check here raises ValueError.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from mlx_h2o.storage.rope import Rope
 from mlx_h2o.storage.slot_store import NARROW, WIDE, Run
 
 MOST_SHARERS = 2**10
-# Plain rows that a remainder may have (`plain_rows_for`).
+# Numbers of plain rows that a remainder may have (`plain_rows_for`).
 PLAIN_ROWS = (1, 2, 4, 6, 8)
 
 Arrays = dict[str, mx.array]
 Expected = dict[str, tuple[tuple[int, ...], mx.Dtype]]
 
 
-#: What a file calls a frame's centre and scale.
+#: The names in a file of a key scaling's (`Frame`'s) centre and scale.
 FRAME = ("frame.centre", "frame.scale")
-#: And the centre and spread of queries.
+#: The names in a file of the query centres' centre and spread.
 CENTRES = ("centres.centre", "centres.spread")
 
 
 def constant_arrays(frame: Frame | None, centres: QueryCentres | None) -> Arrays:
-    """What a file keeps of a model's constants, by name."""
+    """The arrays of a model's constants, by their names in a file."""
     arrays = {} if frame is None else dict(zip(FRAME, frame.arrays, strict=True))
     return arrays if centres is None else arrays | dict(zip(CENTRES, centres.arrays, strict=True))
 
 
 def frame_apart(arrays: Arrays) -> tuple[Frame | None, Arrays]:
-    """The frame that a file keeps, if it does, and its other arrays.
+    """The key scaling in a file's arrays, or None, and the other arrays.
 
     Raises:
-        ValueError: It keeps a part of one, or numbers that are none.
+        ValueError: A part of it is missing, or its numbers are invalid.
     """
     found = [arrays[name] for name in FRAME if name in arrays]
     if not found:
@@ -60,10 +60,10 @@ def frame_apart(arrays: Arrays) -> tuple[Frame | None, Arrays]:
 
 
 def centres_apart(arrays: Arrays, config: dict[str, Any]) -> tuple[QueryCentres | None, Arrays]:
-    """The centres of queries that a file keeps, if it does, and its other arrays.
+    """The query centres in a file's arrays, or None, and the other arrays.
 
     Raises:
-        ValueError: It keeps a part of them, or numbers that are none.
+        ValueError: A part of them is missing, or their numbers are invalid.
     """
     found = [arrays[name] for name in CENTRES if name in arrays]
     rope = config.get("centres")
@@ -76,20 +76,20 @@ def centres_apart(arrays: Arrays, config: dict[str, Any]) -> tuple[QueryCentres 
 
 
 def used_only(arrays: Arrays, config: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
-    """Arrays and configuration of a cache without the memory that no token uses yet.
+    """A cache's arrays and configuration without the memory that no token uses yet.
 
-    Memory grows in steps of `store.GROWTH_STEP` slots; a short conversation's file would consist of
-    zeros for the most part. A cache that was read from such arrays grows with its next token.
+    Memory grows in steps of `slot_store.GROWTH_STEP` slots, so the file of a short conversation
+    would consist mostly of zeros. A cache read from such arrays grows with its next token.
 
     Args:
-        arrays: Of a cache, by name.
-        config: Of the same cache.
+        arrays: The cache's arrays, by name.
+        config: The cache's config.
     """
     runs = [Run(**numbers) for numbers in config["runs"]]
     if not runs:
         return arrays, config
     reserved, window = config["reserved"], config["recent"]
-    # (Arrays without any row are none to safetensors.)
+    # (safetensors drops arrays without any row.)
     used = [max(reserved + run.length, 1) for run in runs]
     rows = max(window["length"], 1) if window else 0
     tight, start = [], 0
@@ -118,12 +118,12 @@ def used_only(arrays: Arrays, config: dict[str, Any]) -> tuple[Arrays, dict[str,
 def settings_of(
     config: dict[str, Any], frame: Frame | None = None, centres: QueryCentres | None = None
 ) -> tuple[CacheSettings, LayerShare | None]:
-    """What a saved cache was made with, and its part in its model's budget, if it says so.
+    """The settings of a saved cache, and its share of its model's budget if the file has it.
 
     Args:
-        config: Its numbers.
-        frame: That of its keys.
-        centres: Those of its queries.
+        config: The cache's config.
+        frame: The keys' key scaling, or None.
+        centres: The query centres, or None.
     """
     saved = dict(config["policy"])
     check_ranges(config)
@@ -135,7 +135,7 @@ def settings_of(
         config["remainder"],
         Packing(**config["packing"]),
         config["attending"],
-        # Files from before there was `undo`, or one t for each head, do not say.
+        # Files from before `undo`, or before one t for each head, have none of these.
         config.get("undo", 0),
         config.get("saturation", SATURATION),
         frame,
@@ -158,7 +158,7 @@ def settings_of(
 
 
 def check_ranges(config: dict[str, Any]) -> None:
-    """Numbers of a cache that are no settings, and need no arrays to be compared with."""
+    """Check the numbers of a cache that are not settings and need no arrays to compare with."""
     within("offset", config["offset"], 0, MOST_TOKENS)
     within("aged_from", config.get("aged_from", 0), 0, max(config["offset"] - 1, 0))
     if config["own"] not in (None, True, False):
@@ -166,7 +166,7 @@ def check_ranges(config: dict[str, Any]) -> None:
 
 
 def sharers_of(config: dict[str, Any]) -> int:
-    """How many layers attend to a saved cache's rows; a file says so where they are several."""
+    """How many layers attend to a saved cache's rows; the file has it if there are several."""
     return within("sharers", config.get("sharers", 1), 1, MOST_SHARERS)
 
 
@@ -174,10 +174,10 @@ def within(name: str, value: Any, least: int, most: int) -> int:
     """A whole number between two others, both included.
 
     Args:
-        name: Of the number, for the message.
-        value: What was given.
-        least: The least that it may be.
-        most: The most that it may be.
+        name: The number's name, for the message.
+        value: The number given.
+        least: The least value allowed.
+        most: The greatest value allowed.
     """
     return checks.whole(name, value, least, most)
 
@@ -185,12 +185,12 @@ def within(name: str, value: Any, least: int, most: int) -> int:
 def checked_runs(
     config: dict[str, Any], policy: Policy, window: dict[str, int] | None
 ) -> list[Run]:
-    """The runs of heads, which follow each other without a gap and hold what was not evicted.
+    """The runs of heads, which follow each other without a gap and hold the tokens not evicted.
 
     Args:
-        config: Of a cache that has rows.
-        policy: Its policy.
-        window: Its recent window's numbers, as `checked_window` gave them.
+        config: The config of a cache that has rows.
+        policy: The cache's policy.
+        window: The recent window's numbers, from `checked_window`.
     """
     attending = config["attending"]
     reserved = checks.whole("reserved", config["reserved"], 0)
@@ -222,7 +222,7 @@ def checked_runs(
     if len(budgets) != head:
         raise ValueError(f"There are {len(budgets)} budgets for {head} KV heads.")
     for run in runs:
-        # (A resized cache's budgets leave the reserved rows out.)
+        # (A resized cache's budgets do not count the reserved rows.)
         sizes = {run.budget + recent["size"], run.budget + recent["size"] + reserved}
         if not sizes.issuperset(budgets[run.first : run.last]):
             raise ValueError(f"Heads of {run.budget} slots have budgets of {budgets}.")
@@ -235,9 +235,9 @@ def checked_window(
     """The recent window's numbers, or None where all rows are stored alike.
 
     Args:
-        config: Of a cache that has rows.
-        policy: Its policy.
-        packing: How its rows are stored.
+        config: The config of a cache that has rows.
+        policy: The cache's policy.
+        packing: How the rows are stored.
     """
     window = config["recent"]
     if packing.recent is None:
@@ -261,15 +261,15 @@ def check_arrays(
     remembers: bool,
     window: dict[str, int] | None,
 ) -> None:
-    """Every array is there, none else is, and they fit the runs and each other.
+    """Check that exactly the expected arrays are there and fit the runs and each other.
 
     Args:
-        arrays: By name.
-        runs: Of heads.
-        policy: Of the cache.
-        packing: How rows are stored.
-        remembers: Whether statistics of the evicted are kept.
-        window: Numbers of the recent window, or None.
+        arrays: The arrays by name.
+        runs: The runs of heads.
+        policy: The cache's policy.
+        packing: How the rows are stored.
+        remembers: Whether the cache keeps statistics of evicted tokens.
+        window: The recent window's numbers, or None.
     """
     heads, slots = runs[-1].last, sum(run.heads * run.allocated for run in runs)
     batch = arrays["slots.positions"].shape[0] if arrays["slots.positions"].ndim == 2 else 0
@@ -311,8 +311,11 @@ def check_arrays(
 
 
 def has_value_lengths(arrays: Arrays, policy: Policy) -> bool:
-    """Whether the lengths of values are among the arrays: `opening.restored` makes those that older
-    files lack, and drops those of packed values, which older files have."""
+    """Whether the lengths of values are among the arrays.
+
+    `layer_factory.restored` makes those that older files lack, and drops those of packed values,
+    which older files have.
+    """
     return policy.uses_value_lengths and "slots.value_lengths" in arrays
 
 
@@ -321,8 +324,8 @@ def row_type(name: str, arrays: Arrays, packing: Packing) -> tuple[int, mx.Dtype
 
     Args:
         name: "keys" or "values".
-        arrays: By name.
-        packing: How rows are stored.
+        arrays: The arrays by name.
+        packing: How the rows are stored.
     """
     bits, rows = packing.bits(name), arrays[f"slots.{name}"]
     dtype = rows.dtype if bits is None else arrays[f"slots.{name}{SCALES}"].dtype
@@ -330,7 +333,7 @@ def row_type(name: str, arrays: Arrays, packing: Packing) -> tuple[int, mx.Dtype
     if bits is not None:
         width = width * 32 // bits
     if width < 1 or dtype not in FLOAT_DTYPES or (bits and width % packing.group_size):
-        raise ValueError(f"No {name} are {width} wide and of {dtype}.")
+        raise ValueError(f"The {name} cannot be {width} wide and of {dtype}.")
     return width, dtype
 
 
@@ -340,13 +343,13 @@ def row_shapes(
     types: dict[str, tuple[int, mx.Dtype]],
     packing: Packing,
 ) -> Expected:
-    """Keys and values of so many rows, `[*rows, width]`, and what packs them.
+    """Shapes and dtypes of the arrays of keys and values `[*rows, width]`, by name.
 
     Args:
-        prefix: Of the arrays' names.
-        rows: Shape before the width.
-        types: Of keys and values.
-        packing: How rows are stored.
+        prefix: The prefix of the arrays' names.
+        rows: The shape before the width.
+        types: Width and dtype of keys and values.
+        packing: How the rows are stored.
     """
     expected: Expected = {}
     for name, (width, dtype) in types.items():
@@ -363,13 +366,13 @@ def row_shapes(
 def check_indices(
     arrays: Arrays, runs: Sequence[Run], reserved: int, settings: CacheSettings, newest: int
 ) -> None:
-    """Positions that came, each once in a head and marked where pinned; victims that are there.
+    """Check positions (in range, each once in a head, marked if pinned) and victims (in range).
 
     Args:
-        arrays: As `check_arrays` left them.
-        runs: Of heads.
-        reserved: Slots at the head of each range that hold no token.
-        settings: Of the cache.
+        arrays: The arrays, checked by `check_arrays`.
+        runs: The runs of heads.
+        reserved: Slots at the start of each range that hold no token.
+        settings: The cache's settings.
         newest: The next logical position that is not in a slot.
     """
     stored, policy = np.array(arrays["slots.positions"].astype(WIDE)), settings.policy
@@ -385,7 +388,7 @@ def check_indices(
             assert victims is not None
             left = victims[:, run.first : run.last, policy.evict_every - run.victims :]
             if left.min() < 0 or left.max() >= run.length or not np.diff(np.sort(left)).all():
-                raise ValueError("Slots are to be overwritten that are none, or twice.")
+                raise ValueError("Slots to be overwritten are not in use, or named twice.")
     pinned = np.zeros(positions.shape, bool)
     for first, end in settings.pins:
         pinned |= (positions >= first) & (positions < end)

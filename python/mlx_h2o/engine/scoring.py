@@ -1,4 +1,4 @@
-"""Scoring: queries attend, and the policy updates the scores by what they attended to."""
+"""Scoring: queries attend, and the policy updates the scores with the attention observed."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from mlx_h2o.storage.softmax import block_of
 
 @dataclass(frozen=True)
 class Seen:
-    """What attention over one run of heads gave.
+    """The result of attention over one run of heads.
 
     Attributes:
         out: `[B, Hq of the run, L, Dv]`.
-        fields: Of the run's slots, `[B, heads, N, ...]`, scores brought up to date.
-        newest_scores: Of the recent window's tokens `[B, heads, M]`, where there are any.
-        window_mass: What the last `window` queries of a prompt gave each row `[B, heads, N + M]`;
-            None where the policy wants none.
+        fields: The fields of the run's slots, `[B, heads, N, ...]`, with updated scores.
+        newest_scores: Scores of the recent window's tokens `[B, heads, M]`, or None without them.
+        window_mass: Attention mass of each row from the last `window` queries of a prompt
+            `[B, heads, N + M]`; None where the policy needs none.
     """
 
     out: mx.array
@@ -47,13 +47,13 @@ class Seen:
 
 
 def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> Seen:
-    """Attend with a run's queries to its slots, the newest tokens and the remainder.
+    """Attend with a run's queries to its slots, the recent window and the remainder.
 
     Args:
-        layer: Whose run it is; the new rows are in it.
-        run: Neighbouring KV heads.
-        call: Of all heads of the layer.
-        fields: Of the run's slots, `[B, heads, N, ...]`.
+        layer: The layer that owns the run; it holds the new rows.
+        run: The run of neighbouring KV heads.
+        call: The call, for all heads of the layer.
+        fields: The fields of the run's slots, `[B, heads, N, ...]`.
     """
     heads = layer.store.heads
     group = call.q.shape[1] // heads
@@ -80,10 +80,10 @@ def observe(layer: Layer, run: Run, call: AttentionCall, fields: Fields) -> Seen
 
 
 def mean_of(rounds: Sequence[Seen]) -> Seen:
-    """What several layers that attended to the same rows saw together: the mean over all of them.
+    """The mean over several layers that attended to the same rows.
 
-    A slot's mass is the mean over query heads, so it is as if all had been heads of one layer. The
-    output is the last one's.
+    A slot's mass is a mean over query heads, so the result is as if all were heads of one layer.
+    The output is the last layer's.
     """
     first = rounds[0]
     fields = first.fields
@@ -105,14 +105,14 @@ def _mean(arrays: Sequence[mx.array | None]) -> mx.array:
 def observe_derived(
     layer: Layer, call: AttentionCall, fields: Fields, keys: mx.array, values: mx.array
 ) -> Seen:
-    """The same of keys and values `[B, Hk, N, ...]` that a model made of the rows attended to.
+    """Attend to keys and values `[B, Hk, N, ...]` that a model derived from a layer's rows.
 
     Args:
-        layer: Whose rows they are.
-        call: Queries, and how they see the keys.
-        fields: Of the rows attended to.
-        keys: `[B, Hk, N, D]`, made of the rows.
-        values: `[B, Hk, N, Dv]`, made of the rows.
+        layer: The layer that owns the rows.
+        call: The queries, scale, mask and sinks.
+        fields: The fields of the rows attended to.
+        keys: `[B, Hk, N, D]`, derived from the rows.
+        values: `[B, Hk, N, Dv]`, derived from the rows.
     """
     heads = layer.runs[0].heads
     of_layer = (heads, layer.offset, None)
@@ -126,20 +126,20 @@ def observe_derived(
 
 @dataclass(frozen=True)
 class _Attention:
-    """L queries and the N rows of some KV heads.
+    """Attention of L queries to the N rows of some KV heads.
 
     Attributes:
-        policy: Whose scores are accumulated.
+        policy: The policy whose scores are accumulated.
         call: The queries `[B, Hq, L, D]`.
         keys: `[B, H, N, D]`, the new rows last.
         values: `[B, H, N, Dv]`.
-        ranked: "positions" `[B, heads, N]` and, where the policy looks at attention, "scores".
-        heads: KV heads of the cache; keys made of the cached ones may have more.
+        ranked: "positions" `[B, heads, N]` and, where the policy uses attention, "scores".
+        heads: KV heads of the cache; keys derived from the cached ones may have more.
         offset: The next logical position, after these queries.
-        remainder: That answers beside the slots, if any.
-        saturation: Of the remainder's term, `[H]`.
+        remainder: The remainder to attend to beside the slots, or None.
+        saturation: t of each head's second-order term, `[H]`.
         own: Whether keys and values are the cache's own.
-        aged_from: The position from which scores speak.
+        aged_from: The position from which scores count.
     """
 
     policy: Policy
@@ -155,17 +155,17 @@ class _Attention:
     aged_from: int = 0
 
     def seen(self, fields: Fields) -> Seen:
-        """Attend block by block, accumulating scores; `fields` are the slots'."""
+        """Attend block by block and accumulate scores; `fields` are the slots'."""
         L, N = self.call.q.shape[2], self.keys.shape[2]
         looks = self.policy.needs_attention
         windowed = looks and L > 1 and self.policy.prompt == "window"
-        # Queries before this one are attended to and not looked at.
+        # Earlier queries only attend; the policy does not observe them.
         first_seen = (L - min(self.policy.window, L)) if windowed else (0 if looks else L)
         outs = []
         if first_seen:
             outs.append(scaled_dot_product_attention(**self._operands(0, first_seen)[1]))
         scores, window_mass = self.ranked.get("scores"), None
-        # A window is one block, and so is whatever leaves no logits behind.
+        # A window is one block, and so is a call without logits to observe.
         step = L if windowed or self.policy.sums_mass else QUERY_BLOCK
         for start in range(first_seen, L, step):
             end = min(start + step, L)
@@ -187,7 +187,7 @@ class _Attention:
         return Seen(out, fields, scores[..., kept:], window_mass)
 
     def _look(self, start: int, end: int) -> tuple[mx.array, int, Observation]:
-        """Attend with the queries start to end - 1: out, the keys seen, what was observed."""
+        """Attend with queries start to end - 1: output, number of keys, observation."""
         n_keys, operands = self._operands(start, end)
         if self.policy.sums_mass:
             out, mass, _ = scaled_dot_product_attention_with_mass(**operands)
@@ -197,7 +197,7 @@ class _Attention:
         return out, n_keys, Observation(logits, lse, self.heads)
 
     def _operands(self, start: int, end: int) -> tuple[int, dict[str, Any]]:
-        """How many keys the queries start to end - 1 see, and what attention needs for it."""
+        """How many keys the queries start to end - 1 attend to, and the arguments of attention."""
         call, L, N = self.call, self.call.q.shape[2], self.keys.shape[2]
         block = block_of(call.mask, start, end, L, N, self.own)
         q = call.q[:, :, start:end]
@@ -223,12 +223,12 @@ def mass_of_window(
     """Mass of the last `window` queries of the whole prompt, `[B, H, N]`.
 
     A chunk shorter than the window lacks queries of earlier chunks; each slot's mean mass per step
-    stands in for them.
+    takes their place.
 
     Args:
-        policy: Of the layer.
+        policy: The layer's policy.
         seen: The observation of the last queries.
-        fields: Of the rows attended to.
+        fields: The fields of the rows attended to.
         offset: The next logical position.
         L: Queries of the chunk.
         aged_from: The position from which ages count.
@@ -244,13 +244,13 @@ def mass_of_window(
 def stands_for(L: int, N: int, window: int) -> mx.array:
     """How many of a chunk's L queries each of a window's queries stands for, per slot `[N]`.
 
-    Every old slot was seen by all L queries and by `window` of them in the window; new row j by
+    Every old slot was attended to by all L queries, `window` of them in the window; new row j by
     L - j and by min(window, L - j).
 
     Args:
         L: Queries of the chunk.
         N: Slots.
-        window: Queries that score it.
+        window: The number of queries in the window.
     """
     new = mx.arange(L, 0, -1).astype(mx.float32)
     old = mx.full((N - L,), L / window)

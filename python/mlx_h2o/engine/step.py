@@ -1,7 +1,7 @@
 """One token or one chunk of a layer: attention -> scores -> policy -> slots.
 
-`update_and_attend` has the signature that the C API and Swift have, and the same order of things:
-attend to old and new rows first, evict after.
+`update_and_attend` has the signature of its counterparts in C and Swift, and the same order: attend
+to old and new rows first, evict after.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mlx_h2o.storage.pins import is_pinned
 
 
 def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> mx.array:
-    """Take new rows in, attend to all rows, choose what to forget.
+    """Store new rows, attend to all rows, choose the tokens to evict.
 
     Args:
-        layer: Its memory.
-        call: Queries `[B, Hq, L, D]` with scale, mask and attention sinks; of an array mask only
-            the last L columns are read, since kept slots are always visible.
+        layer: The layer.
+        call: Queries `[B, Hq, L, D]` with scale, mask and attention sinks; only the last L columns
+            of an array mask are read, since kept slots are always visible.
         k: New keys `[B, H, L, D]`, with RoPE applied at `layer.offset`, like those held
             (`Layer.check_rows`).
         v: New values `[B, H, L, Dv]`, like those held.
@@ -58,10 +58,10 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
 
 
 def grow(layer: Layer, length: int) -> None:
-    """Give a layer the budgets that a conversation has which is longer by so many tokens.
+    """Give a layer the budgets for a conversation that is longer by so many tokens.
 
-    No step before that can be taken back, so between drafted tokens it waits (`Journal.settled`),
-    and of a chunk that can be taken back only the first token counts.
+    Earlier steps can then not be taken back. So between drafted tokens growth waits
+    (`Journal.settled`), and of a chunk that can be taken back only the first token counts.
     """
     if length == 1 and not layer.journal.settled:
         return
@@ -74,15 +74,15 @@ def grow(layer: Layer, length: int) -> None:
 def attend_to_shared(
     layer: Layer, call: AttentionCall, attended: Sequence[Fields]
 ) -> tuple[mx.array, list[Seen]]:
-    """One of several layers attends to rows that all of them see; nothing is evicted yet.
+    """Attend with one of several layers that share their rows; nothing is evicted yet.
 
     Args:
-        layer: The memory, into which the rows were taken (`Layer.take_in`).
+        layer: The layer that owns the rows and has stored the new ones (`Layer.take_in`).
         call: As in `update_and_attend`.
-        attended: What `take_in` returned.
+        attended: The result of `take_in`.
 
     Returns:
-        `[B, Hq, L, Dv]`, and what was seen, per run, for `evict_after_sharers`.
+        `[B, Hq, L, Dv]`, and each run's observations, for `evict_after_sharers`.
 
     Raises:
         ValueError: The call does not fit the rows.
@@ -93,24 +93,24 @@ def attend_to_shared(
 
 
 def evict_after_sharers(layer: Layer, rounds: Sequence[Sequence[Seen]]) -> list[mx.array]:
-    """Choose what to forget when all layers have attended to the same rows.
+    """Choose the tokens to evict when all sharing layers have attended to the same rows.
 
     Args:
-        layer: The memory.
-        rounds: What each of them saw, per run.
+        layer: The layer that owns the rows.
+        rounds: The observations of each layer, by run.
 
     Returns:
-        Arrays that must be evaluated with an output of this step.
+        Arrays to evaluate with an output of this step.
     """
     _evicting(layer, [mean_of([seen[i] for seen in rounds]) for i in range(len(layer.runs))])
     return layer.side_state()
 
 
 def _fused(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> bool:
-    """Whether the next call is a step that the default device's kernels do in one piece.
+    """Whether the default device's kernels do the next call as one fused step.
 
-    The first token of all goes op by op: then there are arrays to lend. A step that brings a pinned
-    token too, which is marked on its way in.
+    The first token of all goes op by op, so that there are arrays to lend. So does a step that
+    brings a pinned token, which is marked as it is stored.
     """
     return (
         layer.offset > 0
@@ -120,12 +120,12 @@ def _fused(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> bool:
 
 
 def prove_fused(variant: FusedVariant, settings: CacheSettings) -> Error:
-    """Small fused steps of the default device beside the definition's (`fused_case.check`)."""
+    """Compare small fused steps of the default device with the definition (`fused_case.check`)."""
     return fused_case.check(variant, settings, update_and_attend)
 
 
 def _brings_pin(layer: Layer) -> bool:
-    """Whether the next token brings a pinned one into the slots: itself, or out of the window."""
+    """Whether a pinned token enters the slots next: the new one, or one leaving the window."""
     size = layer.window.size if layer.window else 0
     pins = layer.settings.pins
     return bool(pins) and is_pinned(pins, layer.offset - size)
@@ -134,16 +134,16 @@ def _brings_pin(layer: Layer) -> bool:
 def decode_together(
     layers: Sequence[Layer], call: AttentionCall, k: mx.array, v: mx.array
 ) -> mx.array | None:
-    """One token of each of several layers of one sequence each, in one fused step if there is one.
+    """One token in each of several layers of one sequence each, in one fused step if possible.
 
     Args:
-        layers: Their memories.
-        call: Queries `[B, Hq, 1, D]`, a sequence for each layer.
-        k: New keys `[B, H, 1, D]`, a sequence for each layer.
+        layers: The layers.
+        call: Queries `[B, Hq, 1, D]`, one sequence for each layer.
+        k: New keys `[B, H, 1, D]`, one sequence for each layer.
         v: New values `[B, H, 1, Dv]`.
 
     Returns:
-        `[B, Hq, 1, Dv]`; None, and nothing is changed, where a layer has no fused step.
+        `[B, Hq, 1, Dv]`; None, and nothing changes, where a layer has no fused step.
     """
     for layer in layers:
         if not _fused(layer, call, k, v):
@@ -162,14 +162,14 @@ def decode_together(
 def attend_to_derived(
     layer: Layer, call: AttentionCall, attended: Sequence[Fields], k: mx.array, v: mx.array
 ) -> mx.array:
-    """Attend to keys and values that a model made of the rows attended to (MLA).
+    """Attend to keys and values that a model derived from the rows attended to (MLA).
 
     Args:
-        layer: Its memory, into which the rows were taken (`Layer.take_in`).
+        layer: The layer that has stored the new rows (`Layer.take_in`).
         call: As in `update_and_attend`; an array mask covers all N.
-        attended: What `take_in` returned, of one run.
-        k: `[B, Hk, N, D]`, made of the cached keys or values.
-        v: `[B, Hk, N, Dv]`, made of them too.
+        attended: The result of `take_in`, for one run.
+        k: `[B, Hk, N, D]`, derived from the cached keys or values.
+        v: `[B, Hk, N, Dv]`, derived from them too.
 
     Returns:
         `[B, Hq, L, Dv]`.
@@ -178,7 +178,7 @@ def attend_to_derived(
 
 
 def _evicting(layer: Layer, seen: Sequence[Seen]) -> mx.array:
-    """The output of all runs, after what they looked at has decided what goes."""
+    """The output of all runs; first the observations decide which tokens are evicted."""
     newest = [of_run.newest_scores for of_run in seen if of_run.newest_scores is not None]
     if layer.window is not None and newest:
         layer.write_newest_scores(mx.concatenate(newest, axis=1))
@@ -188,7 +188,7 @@ def _evicting(layer: Layer, seen: Sequence[Seen]) -> mx.array:
 
 
 def _observed(layer: Layer, call: AttentionCall, attended: Sequence[Fields]) -> list[Seen]:
-    """What every run of heads saw of its rows; the queries enter the layer's frame."""
+    """Each run's observations over its rows; queries get the layer's key scaling (`Frame`)."""
     frame = layer.settings.frame
     if frame is not None:
         call = call.with_queries(frame.enter_queries(call.q))
@@ -203,18 +203,18 @@ def _output(seen: Sequence[Seen]) -> mx.array:
 
 
 def _check_frame(layer: Layer, call: AttentionCall) -> None:
-    """Raise ValueError where a frame's centre would move some logits and not others."""
+    """Raise ValueError where a key scaling's centre would move some logits and not others."""
     frame = layer.settings.frame
     if frame is not None and frame.moves and (call.sinks is not None or call.softcap):
         what = "Attention sinks" if call.sinks is not None else "Capped logits"
         raise ValueError(
-            f"{what} do not move with a frame's centre, so the frame of a layer that has them "
-            "needs a centre of zeros."
+            f"{what} do not move with a key scaling's centre, so the Frame of a layer that has "
+            "them needs a centre of zeros."
         )
 
 
 def _token_by_token(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> mx.array:
-    """A chunk that can be taken back, as so many single steps."""
+    """Process a chunk that can be taken back as single steps."""
     outs = []
     for i, column in enumerate(single_steps(call.mask, k.shape[2], not layer.held)):
         token = slice(i, i + 1)

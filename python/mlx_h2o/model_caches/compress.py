@@ -2,10 +2,10 @@
 
 Source: KVzip (Kim et al. 2025, arXiv 2505.23416). The prompt is read with a full cache; then the
 model is asked to repeat it, and reads it a second time, chunk by chunk, with the first reading's
-keys and values before it. A row that the second reading attends to strongly, with any query, is
-one from which the text can be rebuilt, whatever will be asked; the best rows of all layers and
-heads are kept. Nothing of the second reading itself is. Here the softmax runs over the whole
-prompt, where the paper's runs over the chunk alone, and what is dropped goes into the remainder.
+keys and values before it. A row that the second reading attends to strongly, with any query, is one
+from which the text can be rebuilt, whatever the question; the best rows of all layers and heads are
+kept, and no rows of the second reading. Here the softmax runs over the whole prompt, where the
+paper's runs over the chunk alone, and dropped rows go into the remainder.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from mlx_h2o.model_caches.make import bounded_caches
 from mlx_h2o.model_caches.plan import FEWEST_CHOICES
 from mlx_h2o.storage.pins import pinned_from
 
-#: What the second reading begins with.
+#: The text at the start of the second reading.
 REPEAT = "\n\nRepeat the previous context exactly:\n\n"
 #: Tokens of the second reading that go through the model at once.
 CHUNK = 256
-#: Of a prompt's 16-bit cache.
+#: The default size, as a share of a prompt's 16-bit cache.
 DEFAULT_SIZE = "30%"
 
-#: Told how many tokens more are done.
+#: Called with the number of further tokens done.
 Tell = Callable[[int], None]
 
 
 class RereadCache(Looking):
-    """One layer while its prompt is read again: the first reading's rows, and what they receive.
+    """One layer in the second reading: the first reading's rows, and the attention they receive.
 
     Args:
         first: The layer's full cache.
@@ -54,7 +54,7 @@ class RereadCache(Looking):
 
     def __init__(self, first: KVCache):
         self.offset = first.offset
-        # Its buffers are longer than what they hold.
+        # The cache's buffers are longer than the rows it holds.
         assert first.keys is not None
         assert first.values is not None
         self.keys = first.keys[..., : self.offset, :]
@@ -63,15 +63,15 @@ class RereadCache(Looking):
         self.most, self.summed = mx.zeros((B, H, T)), mx.zeros((B, H, T))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: Any = None) -> None:
-        """None, whatever the arguments: `attend` knows the mask."""
+        """None, whatever the arguments: `attend` determines the mask."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """The rows as they are."""
+        """The same rows."""
         return keys, values
 
     @property
     def state(self) -> list[mx.array]:
-        """What the second reading leaves."""
+        """The results of the second reading."""
         return [self.most, self.summed]
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
@@ -79,8 +79,8 @@ class RereadCache(Looking):
 
         Args:
             call: Queries `[B, Hq, L, D]`; its mask is not read.
-            keys: Of the chunk, `[B, Hk, L, D]`.
-            values: Of the chunk, `[B, Hk, L, Dv]`.
+            keys: Keys of the chunk, `[B, Hk, L, D]`.
+            values: Values of the chunk, `[B, Hk, L, Dv]`.
 
         Returns:
             `[B, Hq, L, Dv]`.
@@ -89,7 +89,7 @@ class RereadCache(Looking):
         B, Hq, L, D = q.shape
         H, T = self.keys.shape[1], self.offset
         # MLX's exp on a CPU takes most of the time of a softmax written out: the kernels attend and
-        # add up the mass, and here only each row's largest weight goes through exp.
+        # sum the mass, and here only each row's largest weight goes through exp.
         out, mass, lse = scaled_dot_product_attention_with_mass(
             q,
             mx.concatenate([self.keys, keys], axis=2),
@@ -100,7 +100,7 @@ class RereadCache(Looking):
             softcap=call.softcap,
         )
         queries = q.astype(mx.float32).reshape(B, H, -1, D) * call.scale
-        # Every query sees the whole prompt, so these need no mask.
+        # Every query attends to the whole prompt, so these need no mask.
         logits = softcapped(queries @ self.keys.astype(mx.float32).swapaxes(-1, -2), call.softcap)
         above = logits - lse.reshape(B, H, -1, 1)
         self.most = mx.maximum(self.most, mx.exp(above.max(axis=2)))
@@ -114,10 +114,10 @@ class Reading:
     """A prompt that was read twice.
 
     Attributes:
-        caches: The model's own, full; plain ones are what is cut down.
-        rows: Keys and values of each plain one, `[B, H, T, ...]`.
-        worths: Of each plain one's rows `[B, H, T]`: the most that any query gave.
-        rates: Of each plain one's rows `[B, H, T]`: the mean mass that a query gave.
+        caches: The model's own full caches; the plain ones are to be reduced.
+        rows: Keys and values of each plain cache, `[B, H, T, ...]`.
+        worths: Worths of each plain cache's rows `[B, H, T]`: the greatest weight from any query.
+        rates: Rates of each plain cache's rows `[B, H, T]`: the mean mass from a query.
     """
 
     caches: list[Any]
@@ -129,14 +129,14 @@ class Reading:
 def read_twice(
     model: nn.Module, tokens: mx.array, repeat: Sequence[int], chunk: int, tell: Tell
 ) -> Reading:
-    """Read a prompt, and again as if to repeat it.
+    """Read a prompt, then read it again as if to repeat it.
 
     Args:
         model: An mlx-lm model.
         tokens: `[B, T]`.
-        repeat: Token ids that ask for it.
+        repeat: Token ids of the request to repeat it.
         chunk: Tokens that go through the model at once.
-        tell: Told how many tokens more are done.
+        tell: Called with the number of further tokens done.
 
     Raises:
         ValueError: The model does not attend to its cached rows through this library.
@@ -145,8 +145,8 @@ def read_twice(
     apart = (k.derived or not k.routed or k.sharers > 1 or k.indexes for k in kinds)
     if not kinds or any(apart):
         raise ValueError(
-            "This model's attention does not come through mlx-h2o, so what a second reading looks "
-            "at is not seen: its prompts cannot be compressed."
+            "This model's attention does not come through mlx-h2o, so the attention of a second "
+            "reading is not observed: its prompts cannot be compressed."
         )
     B, T = tokens.shape
     caches = stock_caches(model)
@@ -170,7 +170,7 @@ def read_twice(
 
 
 def _looking(caches: Sequence[Any], plain: Sequence[RereadCache]) -> list[Any]:
-    """A model's list with looking caches; others go on from the first reading, on copies."""
+    """A model's list with looking caches; other caches continue from the first reading."""
     again = iter(plain)
     own = [entry if type(entry) is KVCache else copy.deepcopy(entry) for entry in caches]
     return [replaced(entry, lambda: next(again)) for entry in own]
@@ -193,13 +193,13 @@ def compress_prompt(
         model: An mlx-lm model.
         tokenizer: Its tokenizer.
         prompt: A text, which begins with bos if the model has one; or token ids `[T]`, or `[B, T]`
-            of several prompts, of which one layout is kept for all.
-        max_bytes: What is kept of the prompt may take: bytes, "64MB", or "30%" of its 16-bit cache.
-        room: Slots of each KV head beside them, for the conversation that follows.
+            of several prompts, which share one layout.
+        max_bytes: The size of the rows kept: bytes, "64MB", or "30%" of the prompt's 16-bit cache.
+        room: Further slots of each KV head, for the conversation that follows.
         chunk: Tokens that go through the model at once.
-        tell: Told how many tokens more are done; there are two for each of the prompt's.
-        settings: Others of `make_prompt_cache`, such as `bits` or `policy`, which goes on choosing
-            when the room is used up.
+        tell: Called with the number of further tokens done; there are two for each of the prompt's.
+        settings: Other options of `make_prompt_cache`, such as `bits` or `policy`; the policy
+            evicts once the room is used up.
 
     Raises:
         ValueError: The settings do not suit the model, or the prompt is empty.
@@ -223,15 +223,15 @@ def compress_into(
     chunk: int = CHUNK,
     tell: Tell = lambda _: None,
 ) -> list[Any]:
-    """The same into bounded caches that are made already; their slots are shared out anew.
+    """Compress a prompt into existing bounded caches, whose slots are shared out anew.
 
     Args:
-        empty: As `make_prompt_cache` makes them, for the prompt alone; they are used up.
+        empty: Caches from `make_prompt_cache`, for the prompt alone; they are used up.
         model: An mlx-lm model.
         tokenizer: Its tokenizer.
         tokens: `[B, T]`.
         room: As in `compress_prompt`.
-        within: Whether the room is taken off the caches' size, and does not come on top of it.
+        within: Whether the room is part of the caches' size; else it is added to it.
         chunk: As in `compress_prompt`.
         tell: As in `compress_prompt`.
 
@@ -266,7 +266,7 @@ def _ids(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> mx.array:
     """Token ids `[B, T]`.
 
     Raises:
-        ValueError: There are none.
+        ValueError: The prompt is empty.
     """
     given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     tokens = given if isinstance(given, mx.array) else mx.array(list(given))
@@ -280,7 +280,7 @@ def shared_out(worths: Sequence[np.ndarray[Any, Any]], whole: int, least: int) -
     """How many rows each head of each layer keeps: as many as it has among the best of all.
 
     Args:
-        worths: Of each layer's rows, `[H, T]`.
+        worths: The worths of each layer's rows, `[H, T]`.
         whole: Rows kept in all.
         least: Rows that every head keeps (all, if it has no more).
 
@@ -291,7 +291,7 @@ def shared_out(worths: Sequence[np.ndarray[Any, Any]], whole: int, least: int) -
     T = heads.shape[1]
     least = min(least, T)
     free = min(whole, heads.size) - least * len(heads)
-    ordered = -np.sort(-heads, axis=1)  # each head's best first; its first `least` are its own
+    ordered = -np.sort(-heads, axis=1)  # best first; each head keeps its first `least`
     counts = np.full(len(heads), least)
     if free > 0:
         rest = ordered[:, least:].ravel()

@@ -1,4 +1,4 @@
-"""Bounding every cache that mlx-lm makes: in its server, its chat, its generate, and for others."""
+"""Installation: bounds every cache that mlx-lm makes, in its server, its chat and its generate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlx_h2o.integration.refusals import NothingToBound
 from mlx_h2o.integration.stock_caches import asking, stock_caches, stock_function
 from mlx_h2o.model_caches.make import bounded_caches
 
-# What stands in the place of mlx-lm's function now.
+# The function that replaces mlx-lm's now, or None.
 _bounded: Callable[..., list[Any]] | None = None
 
 
@@ -35,18 +35,18 @@ UNBOUNDED = (
 def install(max_size: int | None = None, **options: Unpack[CacheOptions]) -> None:
     """Route mlx-lm's attention, and, with a size, bound every cache that mlx-lm makes from now on.
 
-    With a size, `mlx_lm.models.cache.make_prompt_cache` gives bounded caches in every module that
-    holds it. Models without a plain KV cache keep their own caches. A `max_kv_size` that a caller
-    passes takes the place of the size given here. Called again, it puts new settings in force.
-    Called without arguments, it leaves them as they are, and warns if there are none.
+    With a size, `mlx_lm.models.cache.make_prompt_cache` returns bounded caches, in every module
+    that has imported it. Models without a plain KV cache keep their own caches. A caller's
+    `max_kv_size` replaces the size given here. A further call sets new options. A further call
+    without arguments leaves them as they are, and warns if there are none.
 
     Args:
-        max_size: Tokens' worth of memory per KV head, on average, in each list of caches that is
-            made. Instead of it give `max_bytes`.
-        options: See `CacheOptions`, which explains each.
+        max_size: Tokens' worth of memory per KV head, on average, in each list of caches. The
+            alternative is `max_bytes`.
+        options: The options that `CacheOptions` explains.
 
     Raises:
-        ValueError: Options without a size, or one that is unknown or invalid.
+        ValueError: Options without a size, or an unknown or invalid option.
     """
     budgets = options.get("budgets")
     of_layers = checks.is_list(budgets) or callable(budgets)
@@ -62,7 +62,7 @@ def _install_without_a_size(options: CacheOptions) -> None:
     """Route attention alone.
 
     Raises:
-        ValueError: Options were given, which need a size.
+        ValueError: Options were given that need a size.
     """
     named = [name for name, value in options.items() if value != DEFAULTS.get(name)]
     if named:
@@ -74,25 +74,25 @@ def _install_without_a_size(options: CacheOptions) -> None:
 
 
 def uninstall() -> None:
-    """Put mlx-lm's own functions back everywhere.
+    """Restore mlx-lm's own functions everywhere.
 
-    What was imported or kept while ours was in place makes mlx-lm's own caches from now on. Bounded
-    caches that exist cannot attend afterwards.
+    Functions imported or kept while ours were installed make mlx-lm's own caches from now on.
+    Existing bounded caches cannot attend afterwards.
     """
     _replace(None)
     routing.uninstall()
 
 
 def bounding(settings: ModelSettings) -> Callable[..., list[Any]]:
-    """mlx-lm's `make_prompt_cache`, but giving bounded caches."""
+    """mlx-lm's `make_prompt_cache`, with bounded caches as its result."""
 
     @functools.wraps(stock_function)
     def make_prompt_cache(model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
-        if _bounded is None:  # kept by someone who took it before `uninstall`
+        if _bounded is None:  # kept by a caller since before `uninstall`
             return list(stock_function(model, max_kv_size))
-        if make_prompt_cache is not _bounded:  # or before other settings came into force
+        if make_prompt_cache is not _bounded:  # or since before a further `install`
             return _bounded(model, max_kv_size)
-        if asking():  # a model's own make_cache, for a part of it
+        if asking():  # called by a model's own make_cache, for a part of it
             return list(stock_function(model, max_kv_size))
         own = settings
         if max_kv_size is not None:
@@ -106,7 +106,7 @@ def bounding(settings: ModelSettings) -> Callable[..., list[Any]]:
 
 
 def _replace(new: Callable[..., list[Any]] | None) -> None:
-    """Put a function in the place of mlx-lm's, or mlx-lm's back."""
+    """Replace mlx-lm's function by this one; None restores mlx-lm's."""
     global _bounded
     replace_everywhere(_bounded or stock_function, new or stock_function)
     _bounded = new

@@ -46,13 +46,13 @@ def make_prompt_cache(
 ) -> list[Any]:
     """The model's own caches, with every plain KV cache replaced by a bounded one.
 
-    Other caches stay as they are (`describe` tells which, and why).
+    Other caches stay as they are (`describe` lists them, with reasons).
 
     Args:
         model: An mlx-lm model.
-        max_size: Tokens' worth of memory per KV head, on average, the remainder included. Instead
-            of it give `max_bytes`.
-        options: See `CacheOptions`, which explains each.
+        max_size: Tokens' worth of memory per KV head, on average, the remainder included. The
+            alternative is `max_bytes`.
+        options: The options that `CacheOptions` explains.
 
     Returns:
         A cache for each entry of the model's own list, to be passed on as `prompt_cache`.
@@ -61,7 +61,7 @@ def make_prompt_cache(
         ValueError: An option is unknown or invalid, two exclude each other, or they do not suit
             this model.
     """
-    if is_asked(model):  # by its own make_cache, which was replaced by this function
+    if is_asked(model):  # called by its own make_cache, whose function this one replaces
         return caches_beneath(model)
     return bounded_caches(model, ModelSettings.of(max_size, **options))
 
@@ -69,15 +69,15 @@ def make_prompt_cache(
 def bounded_caches(
     model: nn.Module, settings: ModelSettings, kinds: Sequence[LayerKind] | None = None
 ) -> list[Any]:
-    """The model's own caches, with every plain KV cache replaced by one of these settings.
+    """The model's own caches, with every plain KV cache replaced by one with these settings.
 
     Args:
         model: An mlx-lm model.
-        settings: Of them all.
-        kinds: What its layers are taken for, where that is not `layer_kinds` of the model.
+        settings: Settings of all caches.
+        kinds: The kinds of its layers, if not `layer_kinds` of the model.
 
     Raises:
-        NothingToBound: Nothing in the model's memory grows.
+        NothingToBound: No cache of the model grows.
         ValueError: The settings do not suit the model, or it cannot be bounded.
     """
     name = architecture(model)
@@ -132,7 +132,7 @@ def _at_hand(
     settings: ModelSettings,
     policy: Policy,
 ) -> AtHand:
-    """What is known of a model: slots that the caller gave, or a profile, frames, and more."""
+    """The data for a plan: slots that the caller gave, or a profile, key scaling, and more."""
     attending = all(kind.routed for kind in kinds)
     one_mask = not attending or any(kind.derived for kind in kinds)
     shared = any(kind.sharers > 1 for kind in kinds)
@@ -157,14 +157,14 @@ def _at_hand(
 
 
 def class_for(kind: LayerKind) -> type[BoundedKVCache]:
-    """The cache of a layer that attends through this library."""
+    """The cache class of a layer that attends through this library."""
     if kind.derived:
         return LatentKVCache
     return SharedKVCache if kind.sharers > 1 else H2OKVCache
 
 
 def plain_bytes(kind: LayerKind) -> int:
-    """What one token takes of a layer in a 16-bit cache."""
+    """Bytes of one token of a layer in a 16-bit cache."""
     return kind.heads * (kind.widths.key + kind.widths.value) * PLAIN_ELEMENT
 
 
@@ -175,10 +175,10 @@ def _frames_at_hand(
     settings: ModelSettings,
     shared: bool,
 ) -> Frames | None:
-    """Frames for keys that are packed, made now where bits are left to us; None without.
+    """Key scaling (`Frame`) for packed keys, made now if bits are left to us; None without.
 
-    None are made of keys that layers share, or of which this process has a part only, and none
-    where nothing is to be measured.
+    It is not made for keys that layers share, or of which this process has only a part, nor if
+    nothing may be measured.
     """
     if settings.packing.k_bits is None and not settings.chooses_bits:
         return None
@@ -191,14 +191,14 @@ def _frames_at_hand(
 
 
 def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
-    """The frame of each plain KV cache of a model's list, members of a CacheList too.
+    """The key scaling of each plain KV cache of a model's list, including members of a CacheList.
 
     Args:
-        caches: The model's own.
+        caches: The model's own caches.
         frames: As in `ModelSettings`.
 
     Raises:
-        ValueError: There is not one for each entry, or one where there is no plain KV cache.
+        ValueError: There is not one entry for each cache, or one for a cache that is not plain KV.
     """
     given = frames if isinstance(frames, tuple) else (None,) * len(caches)
     if len(given) != len(caches):
@@ -211,8 +211,8 @@ def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
         plain = sum(type(member) is KVCache for _, member in entries([entry]))
         if frame is not None and type(entry) is not KVCache:
             raise ValueError(
-                f"frames[{i}] is for a {type(entry).__name__}, which is no plain KV cache: it must "
-                "be None."
+                f"frames[{i}] is for a {type(entry).__name__}, which is not a plain KV cache: "
+                "it must be None."
             )
         of_plain += [frame] * plain
     return of_plain
@@ -221,7 +221,7 @@ def frames_of_caches(caches: Sequence[Any], frames: Any) -> list[Frame | None]:
 def _first_profile(
     model: nn.Module, identity: ModelIdentity, settings: ModelSettings
 ) -> tuple[Profile | None, str]:
-    """A profile that is measured now, or None, and why."""
+    """A profile that is measured now, or None, and the reason."""
     if settings.max_bytes is None:
         return None, ""
     if settings.measures == "never":

@@ -1,9 +1,9 @@
-"""The memory that a conversation will take, told before its prompt is read.
+"""The memory that a conversation will take, computed before its prompt is read.
 
-What the caches hold follows from their settings, byte by byte. What reading a chunk takes beside
-that is measured: two short chunks of a token that means nothing go through the model, into caches
-that are dropped, and what they take grows in proportion to the chunk that is asked about. Evicting
-writes new slots while the old ones are there, so that the caches count twice in the peak.
+The bytes of the caches follow from their settings exactly. The further bytes of reading a chunk are
+measured: two short chunks of a meaningless token go through the model, into caches that are
+dropped, and the bytes that they take are scaled to the length of the chunk. Evicting writes new
+slots while the old ones exist, so the caches count twice in the peak.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from mlx_h2o.storage.slot_store import FEW, GROWTH_STEP
 
 #: Tokens that mlx-lm reads at once.
 USUAL_CHUNK = 2048
-#: Lengths of the two chunks that are measured. Shorter ones show more of what does not grow.
+#: Lengths of the two measured chunks. Shorter ones measure more of what does not grow.
 _SHORT, _LONG = 128, 256
-#: A told peak is this near to the measured one: tests/model_caches/test_memory_plan.py.
+#: A planned peak is this near to the measured one: tests/model_caches/test_memory_plan.py.
 MARGIN = 0.1
-#: A phone's memory, and the part of it that one app may hold: nobody publishes it, and half is what
+#: A phone's memory, and the part of it that one app may use: nobody publishes it, and half is what
 #: developers report (more with the entitlement com.apple.developer.kernel.increased-memory-limit).
 PHONE, OF_PHONE = 8 << 30, 0.5
-# Said of caches that are not bounded by us.
+# The note about caches that are not bounded by us.
 OWN = (
     "caches of the model's own are estimated; on a CPU MLX's attention over them takes more, with "
     "the square of the chunk"
@@ -44,17 +44,17 @@ OWN = (
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes, all of MLX's memory.
+    """A conversation's memory in bytes, all of MLX's memory.
 
     Attributes:
-        weights: Of the model.
-        kv: Of all caches when the prompt was read.
-        full_kv: Of mlx-lm's own caches then, in 16 bits.
+        weights: Bytes of the model's weights.
+        kv: Bytes of all caches once the prompt is read.
+        full_kv: Bytes of mlx-lm's own caches then, in 16 bits.
         peak: The most while the prompt is read, weights included.
-        decoding: The most while tokens are decoded, likewise.
+        decoding: The most while tokens are decoded, weights included.
         prompt: Tokens of the prompt.
         chunk: Tokens that are read at once.
-        notes: What is not counted.
+        notes: Memory that is not counted.
     """
 
     weights: int
@@ -68,11 +68,11 @@ class MemoryPlan:
 
     @property
     def fits_phone(self) -> bool:
-        """Whether an app on an iPhone with 8 GB may hold the peak."""
+        """Whether an app on an iPhone with 8 GB may use the peak."""
         return self.peak <= PHONE * OF_PHONE
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON types."""
+        """The numbers as JSON types."""
         return {**asdict(self), "fits_phone": self.fits_phone}
 
     def __str__(self) -> str:
@@ -99,14 +99,14 @@ def plan(
     """The memory of a conversation of one sequence, before its prompt is read.
 
     Args:
-        model: An mlx-lm model; a few hundred tokens that mean nothing go through it.
-        max_bytes: Of the KV memory, as in `make_prompt_cache`.
+        model: An mlx-lm model; a few hundred meaningless tokens go through it.
+        max_bytes: Bytes of the KV memory, as in `make_prompt_cache`.
         prompt: Tokens of the prompt.
         chunk: Tokens that are read at once; mlx-lm calls it `prefill_step_size`.
         settings: The other settings of `make_prompt_cache`, such as `max_size` or `bits`.
 
     Raises:
-        ValueError: Settings that there are not, do not go together, or do not suit this model.
+        ValueError: Settings are unknown, exclude each other, or do not suit this model.
     """
     prompt = checks.whole("prompt", prompt, 1, checks.MOST_TOKENS)
     chunk = min(checks.whole("chunk", chunk, 1, checks.MOST_TOKENS), prompt)
@@ -116,11 +116,11 @@ def plan(
 def planned_memory(
     model: nn.Module, settings: ModelSettings, prompt: int, chunk: int
 ) -> MemoryPlan:
-    """The same as `plan`, of settings that are made.
+    """The same as `plan`, with `ModelSettings`.
 
     Args:
         model: An mlx-lm model.
-        settings: Of its caches, with a size.
+        settings: Settings of the model's caches, with a size.
         prompt: Tokens of the prompt.
         chunk: Tokens that are read at once.
     """
@@ -145,7 +145,7 @@ def flattened(model: nn.Module) -> list[tuple[str, mx.array]]:
 
 
 def kv_bytes(cache: BoundedKVCache, tokens: int) -> int:
-    """What a cache holds of one sequence after so many tokens; slots come in steps."""
+    """Bytes of a cache for one sequence after so many tokens; slots are allocated in steps."""
     share, settings = cache.share, cache.settings
     assert share is not None
     settings = settings.grown(tokens) or settings
@@ -180,7 +180,7 @@ def _beside(
 
 
 def _taken(model: nn.Module, caches: Sequence[Any], length: int) -> int:
-    """Bytes that reading so many tokens takes at most, beside what is held after it."""
+    """The most bytes that reading so many tokens takes, beyond those held afterwards."""
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -191,12 +191,12 @@ def _taken(model: nn.Module, caches: Sequence[Any], length: int) -> int:
 
 
 def _grown(entry: Any, tokens: int, seen: int, chunk: int) -> int:
-    """What a cache of the model's own holds after so many tokens, by what it holds after some."""
+    """Bytes of a cache of the model's own after so many tokens, from its bytes after some."""
     try:
         nbytes, rows = int(entry.nbytes), int(entry.keys.shape[2])
     except (AttributeError, NotImplementedError):
-        return int(getattr(entry, "nbytes", 0))  # a state of fixed size, or nothing that is known
+        return int(getattr(entry, "nbytes", 0))  # a state of fixed size, or an unknown cache
     most = tokens
     if (window := getattr(entry, "max_size", None)) is not None:
-        most = min(tokens, window + chunk - 1)  # a chunk is attended to before it is cut
+        most = min(tokens, window + chunk - 1)  # queries attend to a chunk before it is cut
     return nbytes * max(most, seen) // rows

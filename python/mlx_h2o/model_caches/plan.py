@@ -1,4 +1,4 @@
-"""What each layer of a model gets of a size: bits, frames, slots, and budgets that follow."""
+"""The plan of a size: each layer's bits, key scaling, slots, and later budgets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mlx_h2o.storage.query_centres import QueryCentres
 from mlx_h2o.storage.remainder import SATURATION
 from mlx_h2o.storage.rope import Rope
 
-# A head of a profile that could only choose among one or two tokens would choose nothing.
+# A head of a profile needs this many tokens to choose from; with one or two there is no choice.
 FEWEST_CHOICES = 4
 # Slots per KV head that no conversation fills: later stages would be beyond all positions.
 NEVER_FULL = MOST_TOKENS // 64
@@ -38,16 +38,16 @@ ADVICE = "`mlx_h2o calibrate --model MODEL` makes a profile (minutes, once)"
 
 @dataclass(frozen=True)
 class AtHand:
-    """What is known of a model.
+    """The data for a plan: profile, key scaling, and slots that the caller gave.
 
     Attributes:
-        profile: By which slots are shared out, or None: evenly.
-        frames: By context, of each layer's keys, or None.
-        given: Each layer's frame as the caller gave it.
-        slots: Slots of each layer's KV heads, where the caller gave them.
-        ropes: Of each layer's keys, where positions are to have no gaps.
-        centres: Of each layer's queries, where the policy uses them.
-        without: Why there is no profile where one would serve; empty otherwise.
+        profile: The profile by which slots are shared out, or None for even shares.
+        frames: Key scaling (`Frame`) of each layer by context, or None.
+        given: Each layer's key scaling from the caller.
+        slots: Slots of each layer's KV heads, if the caller gave them.
+        ropes: The RoPE of each layer's keys, if positions are to have no gaps.
+        centres: Each layer's query centres, if the policy uses them.
+        without: The reason that there is no profile where one would help; otherwise empty.
         values_packable: Whether the caches can hold packed values beside dense keys.
     """
 
@@ -61,7 +61,7 @@ class AtHand:
     values_packable: bool = True
 
     def frame(self, layer: int, context: int) -> Frame | None:
-        """A layer's frame for so many positions, if there are any."""
+        """A layer's key scaling for so many positions, or None."""
         if not self.frames:
             return None
         centre, scale = frames_for(self.frames, context)[layer]
@@ -70,16 +70,16 @@ class AtHand:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer's part.
+    """The plan of one layer.
 
     Attributes:
-        share: Of the model's budget.
+        share: The layer's share of the model's budget.
         budgets: Slots of each KV head, at first.
-        saturation: The remainder's t, of all heads or each.
-        frame: Of packed keys.
-        filling: Budgets that follow.
-        rope: Of its keys, where positions are to have no gaps.
-        centres: Of its queries, where the policy uses them.
+        saturation: The remainder's t, for all heads or each.
+        frame: The key scaling of packed keys, or None.
+        filling: Budgets that follow as the conversation grows.
+        rope: The RoPE of the layer's keys, if positions are to have no gaps.
+        centres: The layer's query centres, if the policy uses them.
     """
 
     share: LayerShare
@@ -91,7 +91,7 @@ class LayerPlan:
     centres: QueryCentres | None = None
 
     def of_rank(self, ranks: Ranks) -> LayerPlan:
-        """The part of the heads that a process has."""
+        """The plan of the heads that a process holds."""
         share, frame, t = self.share, self.frame, self.saturation
         heads = share.heads // ranks.count
         return replace(
@@ -108,12 +108,12 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All layers' parts.
+    """The plans of all layers.
 
     Attributes:
         packing: How rows are stored.
         layers: One for each plain KV cache.
-        choice: How the bits were chosen, in words; empty where the caller said them.
+        choice: How the bits were chosen, in words; empty if the caller gave them.
     """
 
     packing: Packing
@@ -128,14 +128,14 @@ def planned(
     remembers: bool,
     at_hand: AtHand,
 ) -> Plan:
-    """What each layer gets.
+    """The plan of each layer.
 
     Args:
         kinds: The model's plain KV caches.
-        settings: With a size in slots or bytes.
-        policy: What chooses.
-        remembers: Whether statistics of the evicted are kept.
-        at_hand: What is known of the model.
+        settings: Settings with a size in slots or bytes.
+        policy: The eviction policy.
+        remembers: Whether the caches keep statistics of evicted tokens.
+        at_hand: The data for the plan.
 
     Raises:
         ValueError: The size is too small for the policy.
@@ -190,7 +190,7 @@ def _chosen_packing(
     remembers: bool,
     at_hand: AtHand,
 ) -> tuple[Packing, str]:
-    """How rows are stored where bits were left to us, and why."""
+    """How rows are stored if bits are left to us, and the reason."""
     profile = at_hand.profile
     advice = f"{at_hand.without}; {ADVICE}" if at_hand.without else ADVICE
     if not at_hand.frames or settings.frames is not None:
@@ -222,10 +222,10 @@ def _chosen_packing(
 def _packing_without_frames(
     shares: Sequence[LayerShare], settings: ModelSettings, at_hand: AtHand, advice: str
 ) -> tuple[Packing, str]:
-    """How rows are stored where keys have no key scaling: dense keys, and packed values.
+    """How rows are stored if keys have no key scaling: dense keys, and packed values.
 
-    Values need no scaling, and the slots that they leave are worth more than what packing loses.
-    Keys stay dense: a few of their channels carry large offsets, and unscaled 8 bits lose 3.7 % on
+    Values need no scaling, and the slots gained are worth more than the loss by packing. Keys stay
+    dense: a few of their channels carry large offsets, and unscaled 8 bits lose 3.7 % on
     Qwen2.5-0.5B ("Without key scaling" in docs/results/packing.md).
     """
     groups = group_size_for(*(share.widths.value for share in shares))
@@ -241,12 +241,12 @@ def _packing_without_frames(
 def saturations(
     profile: Profile | None, policy: Policy, sizes: Sequence[Sequence[int]]
 ) -> list[float | tuple[float, ...]]:
-    """Each layer's: its heads' better orders, where a profile was made with this policy.
+    """Each layer's saturations: its heads' better orders, if a profile was made with this policy.
 
     Args:
-        profile: Of the model, or None.
-        policy: Of the caches.
-        sizes: Slots of the layers.
+        profile: The model's profile, or None.
+        policy: The eviction policy.
+        sizes: Slots of the layers' heads.
     """
     if profile is None or not profile.knows(policy.name):
         return [SATURATION] * len(sizes)
@@ -254,7 +254,7 @@ def saturations(
 
 
 def _with_given(shares: Sequence[LayerShare], sizes: Sequence[Sequence[int]]) -> list[LayerShare]:
-    """Shares that remember slots which the caller gave, unless all heads have as many."""
+    """Shares with the slots that the caller gave, unless all heads have the same number."""
     if len({slots for of_layer in sizes for slots in of_layer}) == 1:
         return list(shares)
     given = zip(shares, sizes, strict=True)
@@ -264,7 +264,7 @@ def _with_given(shares: Sequence[LayerShare], sizes: Sequence[Sequence[int]]) ->
 def _narrow(
     shares: Sequence[LayerShare], settings: ModelSettings, attending: bool
 ) -> list[LayerShare]:
-    """The layers' shares as they are at first."""
+    """The layers' shares with positions as wide as they are at first."""
     if not starts_narrow(cast(int | None, settings.max_bytes), settings.undo, attending):
         return list(shares)
     return [replace(share, widths=share.widths.narrow) for share in shares]
@@ -282,19 +282,19 @@ def fillings(
     """Each layer's budgets at first, and those that follow as the conversation grows.
 
     Args:
-        shares: Of all layers, in long conversations.
-        sizes_of: What slots the KV heads of layers with such shares have in the end.
-        settings: With a size.
-        policy: What chooses.
-        remembers: Whether statistics of the evicted are kept.
+        shares: The shares of all layers, in long conversations.
+        sizes_of: The function that gives the final slots of the layers' KV heads for such shares.
+        settings: Settings with a size.
+        policy: The eviction policy.
+        remembers: Whether the caches keep statistics of evicted tokens.
         attending: Whether the layers attend through this library.
-        profile: By which slots are shared out, if by any.
+        profile: The profile by which slots are shared out, or None.
     """
 
     def stages_by(shares: Sequence[LayerShare]) -> list[Stages]:
         sizes = sizes_of(shares)
-        # When slots are shared out anew depends on what was drafted (`Journal.settled`), and tokens
-        # with a draft model must be those without: with `undo` the last shares serve at once.
+        # The step at which slots are shared out anew depends on drafts (`Journal.settled`), and
+        # tokens with a draft model must be those without: with `undo` all use the last shares.
         if profile is None or settings.undo or settings.layer_budgets is not None:
             return [(tuple(of_layer), ()) for of_layer in sizes]
         least = policy.least_budget() + FEWEST_CHOICES
@@ -313,16 +313,16 @@ def fillings(
 def shared_out_anew(
     sizes: Sequence[Sequence[int]], means: Sequence[int], least: int, profile: Profile
 ) -> list[Stages]:
-    """The same as positions stay as wide as they are: nothing is evicted while all of it fits.
+    """The stages with positions of one width: no token is evicted while all of them fit.
 
-    Layers whose rows are of different widths have different means. They are shared out once, when
-    the first of them is full: what a stage in between would take of each layer is not known.
+    Layers whose rows have different widths have different means. Their slots are shared out once,
+    when the first of them is full, since each layer's size at a stage in between is not known.
 
     Args:
         sizes: Slots of each layer's KV heads in the end.
-        means: Of each layer's KV heads, before a profile shares them out.
+        means: Mean slots of each layer's KV heads, before a profile shares them out.
         least: Slots that every head must have.
-        profile: By which they were shared out.
+        profile: The profile by which they were shared out.
     """
     if min(means) >= NEVER_FULL:
         return [((mean,) * len(of), ()) for mean, of in zip(means, sizes, strict=True)]
@@ -353,18 +353,18 @@ def slots_of_layers(
     """Slots of each layer's KV heads.
 
     Args:
-        shares: Of the layers.
-        settings: Of them all.
-        policy: Of the caches.
-        remembers: Whether statistics of the evicted are kept.
+        shares: The layers' shares.
+        settings: Settings of all layers.
+        policy: The eviction policy.
+        remembers: Whether the caches keep statistics of evicted tokens.
         attending: Whether this library computes the attention.
-        profile: By which slots are shared out, or None: evenly.
+        profile: The profile by which slots are shared out, or None for even shares.
 
     Raises:
         ValueError: The size is too small for the policy.
     """
     sizes = []
-    shared_out: dict[int, list[list[int]]] = {}  # layers of equal widths have equal means
+    shared_out: dict[int, list[list[int]]] = {}  # by mean: layers of equal widths have equal ones
     least = policy.least_budget() + (FEWEST_CHOICES if profile else 0)
     for layer, share in enumerate(shares):
         mean = _mean_slots(len(shares), share, settings, policy, remembers, least)
@@ -375,7 +375,7 @@ def slots_of_layers(
                 shared_out[mean] = profile.budgets(mean, least)
             sizes.append(shared_out[mean][layer])
     if not attending:
-        # One mask serves all layers, so all must hold the same number of tokens.
+        # All layers use one mask, so all must hold the same number of tokens.
         fewest = min(min(layer) for layer in sizes)
         sizes = [[fewest] * len(layer) for layer in sizes]
     return sizes
@@ -392,7 +392,7 @@ def _mean_slots(
     """Slots per KV head of a layer, on average.
 
     Raises:
-        ValueError: They are fewer than `least`.
+        ValueError: Fewer than `least` fit.
     """
     if settings.max_size is not None:
         charged = share.widths.remainder_slots(remembers)

@@ -1,4 +1,4 @@
-"""Another budget for a model's caches while they are in use."""
+"""Resizing: another budget for a model's caches while they are in use."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mlx_h2o.model_caches.plan import fillings, slots_of_layers
 def resize(
     cache: Sequence[Any], max_size: int | None = None, *, max_bytes: int | None = None
 ) -> None:
-    """Change the budget of a whole model's caches; what no longer fits goes into the remainders.
+    """Change the budget of a whole model's caches; tokens without a slot go into the remainder.
 
-    The slots are shared out as `make_prompt_cache` shares them out for this size: by the profile
-    that the caches were made with, which files remember too; or in the proportions of the slots
-    that layers were given (`budgets=[...]`). Caches that are not bounded stay as
-    they are. (`H2OKVCache.resize` changes one layer alone.)
+    The slots are shared out as `make_prompt_cache` does for this size: by the profile that the
+    caches were made with, which files keep too; or in the proportions of the slots given to layers
+    (`budgets=[...]`). Caches that are not bounded stay as they are. (`H2OKVCache.resize` changes a
+    single layer.)
 
     Args:
         cache: From `make_prompt_cache` or `load_prompt_cache`.
@@ -30,8 +30,8 @@ def resize(
         max_bytes: As in `make_prompt_cache`, but a number of bytes.
 
     Raises:
-        ValueError: No or two sizes, one that is too small, or no bounded cache in the list. Nothing
-            was changed then.
+        ValueError: No or two sizes, a size that is too small, or no bounded cache in the list.
+            Nothing was changed then.
     """
     settings = ModelSettings(max_size, max_bytes)
     layers = bounded_entries(cache)
@@ -65,7 +65,7 @@ def resize(
     own = replace(settings, undo=first.undo)
     stages = fillings(shares, sizes_of, own, *how, first.attending, profile)
     for layer, (slots, later) in zip(layers, stages, strict=True):
-        # Plain rows of the remainder, where there are any yet, stay as many as they are.
+        # The remainder keeps its number of plain rows, if it has any.
         reserved = layer.store.reserved if layer.store else 0
         resized = layer.resized_settings([count - reserved for count in slots])
         resized = replace(resized, filling=later)
@@ -75,7 +75,7 @@ def resize(
 
 
 def _profile_of(shares: Sequence[LayerShare]) -> Profile | None:
-    """What the layers remember of their model's profile, or None if there was none."""
+    """The profile that the layers remember of their model, or None."""
     if not all(share.losses for share in shares):
         return None
     heads = tuple(share.heads for share in shares)

@@ -1,4 +1,4 @@
-"""Ada-KV: the heads of a layer get slots by what their own tokens are worth."""
+"""Ada-KV: a layer's heads get slots in proportion to their tokens among the layer's best."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mlx_h2o.policies.snapkv import SnapKV
 @register_policy("adakv")
 @dataclass(frozen=True)
 class AdaKV(SnapKV):
-    """`snapkv`, with a layer's slots shared out among its KV heads when a prompt is cut down.
+    """`snapkv`, with a layer's slots shared out among its KV heads when a prompt is reduced.
 
     Source: Feng et al. 2024, arXiv 2407.11550, algorithm 1: the tokens of all heads of a layer are
-    ranked together, and a head gets as many slots as it has tokens among the best. A part of its
-    even share (`least_share`, the paper's safeguard) stays with every head. The storage is real:
-    a head that needs little holds little, and the layer's bytes are those of even shares. While
-    decoding, shares stay as the last prompt chunk left them. A model's own profile shares slots
-    out by losses that were measured, over all layers; this needs no calibration.
+    ranked together, and a head gets as many slots as it has tokens among the best. Every head keeps
+    a part of its even share (`least_share`, the paper's safeguard). The storage is real: a head
+    with few slots takes few bytes, and the layer's bytes are those of even shares. While decoding,
+    shares stay as the last prompt chunk set them. A model's own profile shares slots out by
+    measured losses, over all layers; this policy needs no calibration.
 
     Attributes:
-        least_share: Part of the even share that no head falls below.
+        least_share: The part of the even share that every head keeps.
     """
 
     least_share: float = 0.2
@@ -46,11 +46,12 @@ class AdaKV(SnapKV):
         return KernelPolicy("ema", "score", decay=self.decay)
 
     def shared_out(self, worths: Sequence[mx.array], budgets: Sequence[int]) -> list[int]:
-        """As many slots as `budgets` are in all, to each head by its tokens among the best.
+        """Slots of each head by its tokens among the best, as many in all as `budgets`.
 
         Args:
-            worths: Of each KV head's tokens `[B, N]`, minus infinity where one is protected anyway.
-            budgets: Slots of each head so far.
+            worths: The worths of each KV head's tokens `[B, N]`, minus infinity for protected
+                tokens.
+            budgets: The slots of each head so far.
         """
         whole, heads = sum(budgets), len(budgets)
         least = max(int(self.least_share * whole / heads), self.least_budget())
@@ -71,12 +72,12 @@ class AdaKV(SnapKV):
 
 
 def rounded(shares: Sequence[float], whole: int, least: int) -> list[int]:
-    """Shares as whole numbers of the same sum, each with `least` more; largest rests round up.
+    """Shares as whole numbers of the same sum, plus `least` each; the largest remainders round up.
 
     Args:
-        shares: Of the heads.
-        whole: Their sum.
-        least: What each has in addition.
+        shares: The heads' shares.
+        whole: The sum of the shares.
+        least: Slots that each head gets in addition.
     """
     counts = [int(share) for share in shares]
     rests = sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i], i))

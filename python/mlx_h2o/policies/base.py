@@ -1,4 +1,4 @@
-"""The interface of policies: scores of slots, and priorities by which slots are kept.
+"""The interface of policies: scores of slots, and the priorities that decide which slots stay.
 
 A policy sees slots as arrays `[B, H, N]` and never learns how they are stored. To write your own,
 subclass `Policy`, decorate it with `register_policy`, and override `priority` (and `accumulate`, if
@@ -22,21 +22,21 @@ from mlx_h2o.storage.packed import Packing, value_lengths
 from mlx_h2o.storage.query_centres import QueryCentres
 from mlx_h2o.storage.softmax import attention_mass
 
-# Of the counts among the settings.
+# The least values of settings that are counts.
 LEAST = {"sink": 0, "evict_every": 1, "window": 1, "pool": 1, "chunk": 1}
 MOST = {"evict_every": checks.MOST_VICTIMS, "pool": checks.WIDEST_POOL}
 
 
 @dataclass
 class Observation:
-    """What one call of the attention told about N slots.
+    """The attention of one call over N slots, observed for a policy.
 
     Attributes:
         logits: `[B, Hq, L, N]` float32, minus infinity where masked.
-        lse: `[B, Hq, L]` float32, with every column that answered (remainder, attention sinks).
+        lse: `[B, Hq, L]` float32, over every column (remainder and attention sinks included).
         heads: H, the KV heads of these slots.
         stands_for: How many queries each observed one stands for, per slot `[N]`, or 1: a prompt's
-            window of w queries speaks for all that came since the slot was written.
+            window of w queries stands for all queries since the slot was written.
     """
 
     logits: mx.array
@@ -58,7 +58,7 @@ class Observation:
 
 
 class ObservedMass(Observation):
-    """An observation whose logits were never written: only its mass and `stands_for` are known."""
+    """An observation without logits: only its mass and `stands_for` are known."""
 
     def __init__(self, mass: mx.array):
         self.mass = mass
@@ -73,16 +73,16 @@ class Slots:
         keys: `[B, H, N, D]`.
         values: `[B, H, N, Dv]`.
         positions: Logical position of each slot's token, `[B, H, N]` int32.
-        scores: What `accumulate` has gathered, `[B, H, N]` float32.
+        scores: The scores from `accumulate`, `[B, H, N]` float32.
         offset: The next logical position.
-        evictable: True where the slot may go, `[B, H, N]` bool.
-        evicted: How many tokens each head has lost so far.
-        evicted_mean_key: Their mean key `[B, H, D]` float32 (zeros while there are none).
-        value_lengths: How long values are `[B, H, N]` (`storage/packed.py`), for policies that use
-            them.
-        aged_from: The position from which steps count: older tokens are as old as it
+        evictable: True where the slot's token may be evicted, `[B, H, N]` bool.
+        evicted: How many tokens each head has evicted.
+        evicted_mean_key: Mean key of the evicted tokens, `[B, H, D]` float32 (zeros before any).
+        value_lengths: Logarithms of the values' squared lengths `[B, H, N]` (`storage/packed.py`),
+            for policies that use them.
+        aged_from: The position from which ages count: older tokens are as old as it
             (`engine/pins_and_turns.py`).
-        centres: Of the queries of these KV heads, for policies that use them.
+        centres: Query centres of these KV heads, for policies that use them.
     """
 
     keys: mx.array
@@ -99,32 +99,31 @@ class Slots:
 
     @property
     def lengths_of_values(self) -> mx.array:
-        """The same in float32; log ||v||^2 of `values` where they were not given."""
+        """`value_lengths` in float32; log ||v||^2 of `values` where they were not given."""
         kept = self.value_lengths
         return (value_lengths(self.values) if kept is None else kept).astype(mx.float32)
 
     @property
     def ages(self) -> mx.array:
-        """Steps that each token's score speaks of, its own included: `[B, H, N]` float32, at least
-        1."""
+        """Steps that each token's score covers, its own included: `[B, H, N]` float32, from 1."""
         return (self.offset - mx.maximum(self.positions, self.aged_from)).astype(mx.float32)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A way to choose what to forget; its fields are its hyper-parameters.
+    """Chooses the tokens to evict; its fields are its hyper-parameters.
 
     Attributes:
-        sink: The first positions, never evicted (StreamingLLM, arXiv 2309.17453).
+        sink: The number of first positions that are never evicted (StreamingLLM, arXiv 2309.17453).
         recent: The last positions, never evicted: a count, or a share of the head's own budget.
             Without it the newest token has the least score and the cache freezes on the prompt.
-        unit: "head": each KV head chooses for itself; "layer": all heads drop the same token.
-        evict_every: Victims chosen at once. 1 is the most exact; more spreads the choice's cost.
+        unit: "head": each KV head chooses for itself; "layer": all heads evict the same token.
+        evict_every: Victims chosen at once. 1 is the most exact; more spread the cost of a choice.
         age_normalised: Divide scores by the steps since the token came.
         value_weighted: Multiply scores by ||v|| (VATP, arXiv 2406.12335).
-        prompt: How prompt chunks are scored: "window" by the mass that the last `window` queries
-            give (SnapKV, arXiv 2404.14469), "full" by what `accumulate` made of all of them.
-        window: Queries in the window.
+        prompt: How prompt chunks are scored: "window" by the mass from the last `window` queries
+            (SnapKV, arXiv 2404.14469), "full" by `accumulate` over all queries.
+        window: The number of queries in the window.
         pool: Width of the average pool along positions that smooths the window's mass.
     """
 
@@ -139,17 +138,18 @@ class Policy:
     pool: int = 5
 
     name: ClassVar[str] = ""
-    #: Whether its priority is made of accumulated scores, which the options can weigh.
+    #: Whether its priority is made from accumulated scores, which the options can weigh.
     ranks_scores: ClassVar[bool] = True
-    #: Whether the mean key of the evicted is kept even when the remainder does not answer.
+    #: Whether the mean key of evicted tokens is kept even without the remainder's column.
     uses_evicted_mean: ClassVar[bool] = False
-    # Packed keys get a frame of themselves; not where distances between keys decide all, since a
-    # frame stretches them (distinct at a quarter of 512 tokens: +17 against +8.5 %).
+    # Whether packed keys get key scaling (`Frame`) by themselves. Not where distances between keys
+    # decide alone, since scaling stretches them (distinct at a quarter of 512 tokens: +17 % against
+    # +8.5 %).
     suits_frames: ClassVar[bool] = True
     #: Whether it ranks by the lengths of values (`Slots.lengths_of_values`).
     uses_value_lengths: ClassVar[bool] = False
-    #: Whether it needs the model's query centres, as `Slots.centres`; keys are then seen
-    #: as the model made them, in no frame.
+    #: Whether it needs the model's query centres, as `Slots.centres`; its keys then stay as the
+    #: model made them, without key scaling.
     uses_query_centres: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -171,13 +171,13 @@ class Policy:
         self.least_budget()
 
     def _check_types(self) -> None:
-        """Raise ValueError unless every field is what its default is; make it Python's own type."""
+        """Raise ValueError unless each field has its default's type; convert it to Python's own."""
         for one in fields(self):
             value = getattr(self, one.name)
             if isinstance(one.default, bool):
                 value = checks.switch(one.name, value)
             elif isinstance(one.default, float) or one.name == "recent":
-                # A count stays a count: `recent` is a share only as a float.
+                # Whole numbers stay counts: `recent` is a share only as a float.
                 counts = one.name == "recent" and hasattr(value, "__index__")
                 value = (checks.whole if counts else checks.finite)(one.name, value)
             elif isinstance(one.default, int):
@@ -187,27 +187,25 @@ class Policy:
 
     @property
     def needs_attention(self) -> bool:
-        """Whether it must see attention; a policy that looks at keys only runs in any model."""
+        """Whether it needs attention's logits; a policy that uses keys alone runs in any model."""
         return True
 
     @property
     def shares_slots(self) -> bool:
-        """Whether it shares a layer's slots out among its heads when a prompt is cut down."""
+        """Whether it shares a layer's slots out among its heads when a prompt is reduced."""
         return False
 
     def shared_out(self, worths: Sequence[mx.array], budgets: Sequence[int]) -> list[int]:
-        """Slots of each KV head, as many in all as `budgets`; only asked where `shares_slots`.
+        """Slots of each KV head, as many in all as `budgets`; only called if `shares_slots`.
 
         Args:
-            worths: What each head's tokens that may go are worth `[B, N]`; minus infinity: they
-                may not.
-            budgets: Slots of each head so far.
+            worths: The worths of each head's tokens `[B, N]`, minus infinity for protected tokens.
+            budgets: The slots of each head so far.
         """
         return list(budgets)
 
     def keeps_value_lengths(self, packing: Packing) -> bool:
-        """Whether lengths of values are kept beside rows that are stored so: of packed values the
-        rows tell them."""
+        """Whether lengths of values are kept beside rows; packed values rank without them."""
         return self.uses_value_lengths and packing.v_bits is None
 
     def recent_slots(self, budget: int) -> int:
@@ -217,12 +215,12 @@ class Policy:
         return self.recent
 
     def check_budget(self, budget: int, name: str = "max_size", given: int | None = None) -> None:
-        """Raise ValueError if a head of `budget` slots would have nothing left to evict.
+        """Raise ValueError if a head of `budget` slots has no token that may be evicted.
 
         Args:
-            budget: Slots of the head.
-            name: The setting that gave them, for the message.
-            given: What was given, where that is more than the slots: the rest is charged for
+            budget: The slots of the head.
+            name: The name of the setting, for the message.
+            given: The setting's value, where it is more than the slots: the rest of it is for
                 something else.
         """
         recent = self.recent_slots(budget)
@@ -240,7 +238,7 @@ class Policy:
         """The fewest slots from which a head can always evict, beside so many pinned tokens.
 
         Raises:
-            ValueError: No head has so many.
+            ValueError: That would be more than a head can have.
         """
         needed = self.sink + pinned + self.evict_every
 
@@ -253,32 +251,32 @@ class Policy:
                 f"{f' beside {pinned} pinned tokens' if pinned else ''} need a head of more than "
                 f"{checks.MOST_TOKENS} slots: lower one of them."
             )
-        # What is left of a budget grows with it; a share's rounding decides where it is enough.
+        # The evictable part grows with the budget; rounding a share decides where it suffices.
         slots = range(checks.MOST_TOKENS + 1)
         return bisect.bisect_left(slots, True, lo=min(needed, len(slots) - 1), key=suffices)
 
     def kernel_policy(self) -> KernelPolicy | None:
-        """This policy in the fused kernels' terms; None leaves every step to the methods below.
+        """This policy for the fused kernels; None leaves every step to the methods below.
 
-        Only asked of the class that defines it: a subclass that overrides another method must not
-        inherit the answer. Unit and age_normalised are filled in from the policy's settings.
+        Only the class that defines it is asked: a subclass that overrides another method must not
+        inherit it. Unit and age_normalised are filled in from the policy's settings.
         """
         return None
 
     def accumulate(self, scores: mx.array, seen: Observation) -> mx.array:
-        """Scores `[B, H, N]` after an observation; new slots start at 0. Sums the mass (H2O).
+        """Scores `[B, H, N]` after an observation; new slots start at 0. Here the mass is summed.
 
-        Never asked of a policy that needs no attention.
+        Never called for a policy that needs no attention.
         """
         return scores + seen.mass * seen.stands_for
 
     @property
     def sums_mass(self) -> bool:
-        """Whether `accumulate` only sums masses, so that no logits need be written for it."""
+        """Whether `accumulate` only sums masses, so that it needs no logits."""
         return type(self).accumulate is Policy.accumulate
 
     def mean_mass(self, scores: mx.array, ages: mx.array) -> mx.array:
-        """Each slot's mean mass per step, `[B, H, N]`, as far as its score tells."""
+        """Each slot's mean mass per step, `[B, H, N]`, computed from its score."""
         return scores / ages
 
     def carried(
@@ -287,22 +285,22 @@ class Policy:
         """Scores `[B, H, N]` when a turn begins (`engine/pins_and_turns.py`).
 
         Args:
-            scores: Before.
-            ages: Steps that they speak of.
-            ages_after: Steps that they shall speak of.
+            scores: The scores before.
+            ages: The steps that they cover.
+            ages_after: The steps that they will cover.
             carry: How much of the past counts, from 0 to 1.
 
         Returns:
-            Of sums of masses the mean per step over fewer steps; of averages the part that counts.
+            Sums of masses keep their mean per step, over fewer steps; averages keep `carry`.
         """
         return scores * (ages_after / ages) if self.sums_mass else scores * carry
 
     def priority(self, slots: Slots) -> mx.array:
-        """What each slot is worth keeping, `[B, H, N]`; the lowest goes first."""
+        """The worth of each slot, `[B, H, N]`; the lowest is evicted first."""
         return self.weighted(slots.scores, slots)
 
     def prompt_priority(self, slots: Slots, window_mass: mx.array | None) -> mx.array:
-        """The same for a prompt chunk. `window_mass` `[B, H, N]` is None when prompt is "full"."""
+        """The worth of each slot in a prompt chunk; `window_mass` is None if `prompt` is "full"."""
         if window_mass is None:
             return self.priority(slots)
         pooled = average_pool(window_mass, slots.positions, self.pool)
@@ -316,10 +314,10 @@ class Policy:
 
 
 def kernel_policy_of(policy: Policy, weigh_values: bool = False) -> KernelPolicy | None:
-    """How the kernels can run a policy, or None if only its own methods can.
+    """The policy for the fused kernels, or None if only its own methods can run it.
 
     Args:
-        policy: Any.
+        policy: Any policy.
         weigh_values: Whether these kernels can multiply scores by ||v||.
     """
     if policy.value_weighted and not weigh_values:
@@ -349,7 +347,7 @@ def average_pool(mass: mx.array, positions: mx.array, width: int) -> mx.array:
 
 
 def maximum_pool(mass: mx.array, positions: mx.array, width: int) -> mx.array:
-    """The most of `width` neighbours in order of position.
+    """The maximum of `width` neighbours in order of position.
 
     Args:
         mass: `[B, H, N]`, at least 0.
@@ -362,9 +360,9 @@ def maximum_pool(mass: mx.array, positions: mx.array, width: int) -> mx.array:
 def _pooled(
     mass: mx.array, positions: mx.array, width: int, pool: Callable[[mx.array, int], mx.array]
 ) -> mx.array:
-    """What `pool` makes of each slot's neighbours in order of position, beyond which are zeros."""
+    """The result of `pool` over each slot's neighbours in order of position, padded with zeros."""
     order = mx.argsort(positions, axis=-1)
-    # From the farthest slot that there is, all others are neighbours.
+    # Beyond the number of slots a greater width changes nothing.
     half = min(width // 2, mass.shape[-1])
     padded = mx.pad(mx.take_along_axis(mass, order, axis=-1), [(0, 0), (0, 0), (half, half)])
     return mx.take_along_axis(pool(padded, 2 * half + 1), mx.argsort(order, axis=-1), axis=-1)
@@ -373,9 +371,9 @@ def _pooled(
 def window_sums(x: mx.array, width: int) -> mx.array:
     """Sums over each `width` neighbours of the last axis, `[..., N]` to `[..., N - width + 1]`.
 
-    Sums over 1, 2, 4, ... neighbours are made of each other, and those in `width` added up: log
-    width additions of arrays, and as many roundings (differences of running sums would lose the
-    small masses beside large ones).
+    Sums over 1, 2, 4, ... neighbours are built from each other, and those in `width` are added: log
+    width additions of arrays, and as many roundings (differences of running sums would lose small
+    masses beside large ones).
     """
     kept = x.shape[-1] - width + 1
     sums, done, total = x, 0, None
@@ -391,7 +389,7 @@ def window_sums(x: mx.array, width: int) -> mx.array:
 
 
 def window_maxima(x: mx.array, width: int) -> mx.array:
-    """Maxima of the same neighbours: `[..., N]` to `[..., N - width + 1]`."""
+    """Maxima over each `width` neighbours: `[..., N]` to `[..., N - width + 1]`."""
     kept = x.shape[-1] - width + 1
     most, reach = x, 1
     while 2 * reach <= width:
@@ -418,7 +416,7 @@ def register_policy(name: str):  # type: ignore[no-untyped-def]
 
 
 def register_preset(name: str, policy: str, **settings: Any) -> None:
-    """Make published settings of a policy available by a name of their own."""
+    """Make published settings of a policy available under a name of their own."""
     _PRESETS[name] = (policy, settings)
 
 

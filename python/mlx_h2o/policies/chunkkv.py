@@ -1,4 +1,4 @@
-"""ChunkKV: keep stretches of text, not single tokens."""
+"""ChunkKV: keep stretches of text instead of single tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mlx_h2o.policies.snapkv import SnapKV
 class ChunkKV(SnapKV):
     """`snapkv`, with prompts cut into chunks that are kept or dropped as wholes.
 
-    Source: Liu et al. 2025, arXiv 2502.00299, section 3: a chunk is worth the sum of what the
-    observation window gives its tokens, and so meaning is not torn apart. Their reuse of one
-    layer's choice in the next is left out. A chunk of which some tokens went before is worth the
-    mean of what it still holds, so that it competes as a whole one does. While decoding, single
-    tokens go, by `snapkv`'s average.
+    Source: Liu et al. 2025, arXiv 2502.00299, section 3: a chunk's worth is the sum of its tokens'
+    mass from the observation window, so that a meaning is not torn apart. The paper's reuse of one
+    layer's choice in the next is left out. A chunk that has lost some tokens is worth the mean of
+    those it still holds, so that it competes as a whole one does. While decoding, single tokens are
+    evicted, by `snapkv`'s average.
 
     Attributes:
-        chunk: Tokens of a chunk, counted from the beginning of the text.
+        chunk: Tokens of a chunk, counted from the start of the text.
     """
 
     chunk: int = 10
@@ -42,7 +42,7 @@ def chunk_means(values: mx.array, chunks: mx.array) -> mx.array:
 
     Args:
         values: `[B, H, N]`.
-        chunks: `[B, H, N]` the chunk that each slot belongs to.
+        chunks: `[B, H, N]`, the chunk of each slot.
     """
     B, H, N = values.shape
     most = cast(int, chunks.max().item()) + 1

@@ -10,31 +10,31 @@ from mlx_h2o.policies import terms
 from mlx_h2o.policies.base import Policy, Slots, register_policy, value_weighted
 from mlx_h2o.policies.kernel_policy import KernelPolicy
 
-# Without masses the distance does more of the work, and less age keeps what it finds.
+# Without masses the distance matters more, and a lower age weight keeps the distant tokens.
 KEYS_ONLY = {"mass_weight": 0.0, "age_weight": 0.25, "recent": 0.25}
 
 
 @register_policy("distinct")
 @dataclass(frozen=True)
 class Distinct(Policy):
-    """Keeps tokens that are far from all that was forgotten, used, and young:
+    """Keeps tokens that are far from all evicted ones, attended to, and young:
 
         z(log ||k - mean evicted key||^2) + mass_weight z(log(c / age)) - age_weight z(log age)
 
-    each term standardised over the slots that may go; c / age is the mean attention mass per step.
-    Evicted tokens answer together through the remainder, whose mean key stands for them; a token
-    near that mean loses little by joining it, and a token far from it (a name, a number) would be
-    lost. Source: this project (measured in docs/results/small-models.md). With mass_weight=0
-    it looks at keys only and runs in any model, and is the default of those that attend by
-    themselves.
+    each term standardised over the slots that may be evicted; c / age is the mean attention mass
+    per step. Evicted tokens share one column, the remainder, whose mean key stands for them; a
+    token near that mean loses little by joining it, and a token far from it (a name, a number)
+    would be lost. Source: this project (measured in docs/results/small-models.md). With
+    mass_weight=0 it uses keys alone and runs in any model; it is then the default of models with
+    attention of their own.
 
     Masses are per step already, so age_normalised changes nothing; value_weighted multiplies them.
-    Prompts are reduced by the distance to the mean of all keys that may go, plus mass_weight times
-    the standardised log mass of the prompt's last `window` queries.
+    Prompts are reduced by the distance to the mean of all keys that may be evicted, plus
+    mass_weight times the standardised log mass of the prompt's last `window` queries.
 
     Attributes:
-        mass_weight: Of the mean mass per step.
-        age_weight: Of the age; more makes it a softer window.
+        mass_weight: The weight of the mean mass per step.
+        age_weight: The weight of the age; a greater one makes the policy more like a window.
     """
 
     mass_weight: float = 0.5

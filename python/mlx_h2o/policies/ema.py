@@ -13,9 +13,9 @@ from mlx_h2o.policies.kernel_policy import KernelPolicy
 @register_policy("ema")
 @dataclass(frozen=True)
 class EMA(Policy):
-    """Keeps what has been attended to lately: c <- decay c + (1 - decay) mass, query by query.
+    """Keeps recently attended tokens: c <- decay c + (1 - decay) mass, query by query.
 
-    Source: the exponential form of H2O's sum (arXiv 2306.14048); used by the AtomGradient report
+    Source: the exponential form of H2O's sum (arXiv 2306.14048); the AtomGradient report uses it
     over logits, see `ema-logits`. Use it when topics change within a conversation.
     """
 
@@ -35,7 +35,7 @@ class EMA(Policy):
         return scores
 
     def evidence(self, query: Observation) -> mx.array:
-        """What one query says about each slot, `[B, H, N]`."""
+        """The score that one query gives each slot, `[B, H, N]`."""
         return query.mass
 
     def mean_mass(self, scores: mx.array, ages: mx.array) -> mx.array:

@@ -16,9 +16,9 @@ from mlx_h2o.policies.kernel_policy import KernelPolicy
 class EMALogits(EMA):
     """Keeps large |logits|: c <- decay c + (1 - decay) mean over query heads of |s|.
 
-    Source: the AtomGradient report on H2O for MLX; masked entries count 0. Kept for fidelity to it:
-    a strongly negative logit means *no* attention, and ranking by |logit| loses to every other
-    policy here (docs/results/small-models.md). Not for use.
+    Source: the AtomGradient report on H2O for MLX; masked entries count 0. Here for fidelity to the
+    report: a strongly negative logit means *no* attention, and ranking by |logit| loses to every
+    other policy here (docs/results/small-models.md). Not for use.
     """
 
     def kernel_policy(self) -> KernelPolicy | None:

@@ -14,8 +14,8 @@ class H2O(Policy):
     """Keeps the tokens that have received the most attention so far: c <- c + mass.
 
     Source: Zhang et al. 2023, arXiv 2306.14048, section 4 (here with softmax mass per KV head, the
-    mean over its query heads). Use it to compare with the literature; its memory of single facts is
-    poor, since a fact receives no attention until it is asked for.
+    mean over its query heads). Use it to compare with the literature; it remembers single facts
+    poorly, since a fact receives no attention until a question needs it.
     """
 
     def kernel_policy(self) -> KernelPolicy | None:

@@ -1,4 +1,4 @@
-"""A policy in the fused kernels' terms."""
+"""A policy as parameters of the fused kernels."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KernelPolicy:
-    """What the kernels accumulate and rank.
+    """The scores that the kernels accumulate and the priority by which they rank.
 
     Attributes:
-        score: What is accumulated: "none", "sum" (of masses), "ema", "ema_logits" or "last".
-        priority: What is ranked: "score", "age", "distance" (`Distinct`), "direction" (`KeyDiff`)
-            or "salience" (`Salient`, which looks at values too).
-        decay: Of the averages.
-        distance_weight: Of `Distinct` and `Salient`, as the next three.
-        mass_weight: Of the mean mass per step; 0 where no masses are accumulated.
-        value_weight: Of the value's length.
-        age_weight: Of the age.
-        per_layer: Whether the heads' mean priority decides for all.
+        score: The score: "none", "sum" (of masses), "ema", "ema_logits" or "last".
+        priority: The priority: "score", "age", "distance" (`Distinct`), "direction" (`KeyDiff`) or
+            "salience" (`Salient`, which uses values too).
+        decay: The decay of the averages.
+        distance_weight: The weight of the distance in `Distinct` and `Salient`, as the next three.
+        mass_weight: The weight of the mean mass per step; 0 where no masses are accumulated.
+        value_weight: The weight of the value's length.
+        age_weight: The weight of the age.
+        per_layer: Whether the heads' mean priority decides for all heads.
         age_normalised: Whether scores are divided by the steps since the token came.
     """
 
@@ -34,6 +34,6 @@ class KernelPolicy:
 
     @property
     def weights(self) -> tuple[float, float, float, float, float]:
-        """Decay of the averages; of distance, mass, value and age, as in metal/priority.h."""
+        """Decay of averages; weights of distance, mass, value and age, as in metal/priority.h."""
         terms = self.distance_weight, self.mass_weight, self.value_weight, -self.age_weight
         return self.decay, *terms

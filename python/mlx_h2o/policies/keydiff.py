@@ -15,8 +15,8 @@ from mlx_h2o.policies.kernel_policy import KernelPolicy
 class KeyDiff(Policy):
     """Keeps keys unlike the mean direction of the kept keys: 1 - cos(k, mean of k / ||k||).
 
-    Source: Park et al. 2025, arXiv 2504.15364, section 3. Looks at keys only, so it runs where
-    attention cannot be seen, and remembers facts well; reads all keys at each choice.
+    Source: Park et al. 2025, arXiv 2504.15364, section 3. Uses keys alone, so it runs where
+    attention is hidden, and remembers facts well; reads all keys at each choice.
     """
 
     prompt: str = "full"

@@ -9,26 +9,26 @@ import mlx.core as mx
 from mlx_h2o.policies.base import Slots, register_policy
 from mlx_h2o.policies.snapkv import SnapKV
 
-# A length below this is that of no key at all.
+# The least squared length of a key, for its direction.
 NO_LENGTH = 1e-12
 
 
 @register_policy("r-kv")
 @dataclass(frozen=True)
 class RKV(SnapKV):
-    """Weighs `snapkv`'s importance against redundancy: long reasoning says things many times.
+    """Weighs `snapkv`'s importance against redundancy: long reasoning repeats itself.
 
         importance_weight * importance - (1 - importance_weight) * redundancy
 
     Both sum to 1 over a head's slots. Source: Cai et al. 2025, arXiv 2505.24133, section 3: a
-    slot's redundancy is the softmax of its key's mean cosine with all others, where cosines below
-    `least_similarity` count nothing, and neither does the newest of those that are similar to it,
-    so that of equals the newest stays. All keys are compared with all others, so slots are given up
-    `evict_every` at once, op by op. (The paper compresses each 128 new tokens.)
+    slot's redundancy is the softmax of its key's mean cosine with all others. Cosines below
+    `least_similarity` do not count, nor does the newest similar one, so that of equal tokens the
+    newest stays. All keys are compared with all others, so tokens are evicted `evict_every` at a
+    time, op by op. (The paper compresses each 128 new tokens.)
 
     Attributes:
         importance_weight: The paper's lambda.
-        least_similarity: Cosine from which two keys say the same.
+        least_similarity: The cosine from which two keys count as similar.
     """
 
     importance_weight: float = 0.1
@@ -59,19 +59,19 @@ class RKV(SnapKV):
 
 
 def redundancy(keys: mx.array, positions: mx.array, least: float) -> mx.array:
-    """How much of each key the others say already, summing to 1, `[B, H, N]`.
+    """The redundancy of each key: its similarity to the others, summing to 1, `[B, H, N]`.
 
     Args:
         keys: `[B, H, N, D]`.
         positions: `[B, H, N]`.
-        least: Cosine from which two keys are similar.
+        least: The cosine from which two keys are similar.
     """
     k = keys.astype(mx.float32)
     k = k * mx.rsqrt(mx.maximum(mx.square(k).sum(axis=-1, keepdims=True), NO_LENGTH))
     cosines = k @ k.swapaxes(-1, -2)
     N = k.shape[2]
     similar = (cosines >= least) & ~mx.eye(N, dtype=mx.bool_)
-    # In row i: who says the same as i. The newest of them is not held to be redundant for it.
+    # Row i: the keys similar to i. The newest of them does not count as redundant because of i.
     at = mx.where(similar, positions[..., None, :], -1)
     counted = similar & (at != at.max(axis=-1, keepdims=True))
     mean = mx.where(counted, cosines, 0).sum(axis=-2) / N

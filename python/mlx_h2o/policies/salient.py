@@ -1,4 +1,4 @@
-"""Salient: attention mass, distance from the evicted keys, length of the value, and youth."""
+"""Salient: attention mass, distance from the evicted keys, length of the value, and age."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Salient(Policy):
         z(log(c / age)) + distance_weight z(log ||k - mean evicted key||^2)
             + value_weight z(log ||v||^2) - age_weight z(log age)
 
-    each standardised over the slots that may go, so that a square more or less changes nothing. The
-    mass per step is what counts on real models; the other terms are what keeps facts that nothing
-    has asked for yet. Distances are `Distinct`'s: at least 1e-6 of the mean key's own length
-    squared, and from the mean of the kept keys while fewer than 16 were evicted. For the lengths of
-    packed values the ranges of their groups stand (`storage/packed.py`). Source: this project
-    (docs/results/policies.md).
+    each standardised over the slots that may be evicted, so that a factor or power in a term
+    changes nothing. A token is salient if this sum is high. The mass per step matters most on real
+    models; the other terms keep facts that no query has needed yet. Distances are `Distinct`'s: at
+    least 1e-6 of the mean key's squared length, and from the mean of the kept keys while fewer than
+    16 were evicted. Packed values are ranked by the ranges of their groups instead of their lengths
+    (`storage/packed.py`). Source: this project (docs/results/policies.md).
 
-    Masses are per step and values weighed already, so age_normalised and value_weighted are
+    Masses are per step and values weighted already, so age_normalised and value_weighted are
     refused. Prompts are ranked by the same sum, with the mass of the last `window` queries.
 
     Attributes:
-        distance_weight: Of the distance to what was forgotten.
-        value_weight: Of the value's length: what is large moves the output most.
-        age_weight: Of the age.
+        distance_weight: The weight of the distance from the evicted keys.
+        value_weight: The weight of the value's length; large values move the output most.
+        age_weight: The weight of the age.
     """
 
     distance_weight: float = 0.3

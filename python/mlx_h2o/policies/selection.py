@@ -1,4 +1,4 @@
-"""Which slots go: the lowest priority first among the unprotected, ties to the oldest position.
+"""Selection of victims: the lowest unprotected priority first, ties to the oldest position.
 
 The tie rule makes every backend choose alike.
 """
@@ -14,7 +14,7 @@ def accumulate(policy: Policy, scores: mx.array, logits: mx.array, lse: mx.array
     """A policy's scores after attention over N slots.
 
     Args:
-        policy: Whose `accumulate` it is.
+        policy: The policy with the `accumulate` to use.
         scores: `[B, H, N]` float32; 0 for slots just written.
         logits: `[B, Hq, L, N]` float32, minus infinity where masked.
         lse: `[B, Hq, L]` float32.
@@ -32,8 +32,8 @@ def evictable_slots(positions: mx.array, offset: int, sink: int, recent: int) ->
         positions: `[B, H, N]` as slots store them: below 0 where a token is pinned
             (`storage/pins.py`).
         offset: The next logical position.
-        sink: First positions to protect.
-        recent: Last positions to protect.
+        sink: The number of first positions to protect.
+        recent: The number of last positions to protect.
     """
     return (positions >= sink) & (positions < offset - recent)
 
@@ -41,10 +41,10 @@ def evictable_slots(positions: mx.array, offset: int, sink: int, recent: int) ->
 def select_victims(
     priority: mx.array, positions: mx.array, evictable: mx.array, count: int, unit: str = "head"
 ) -> mx.array:
-    """The `count` slots to free, worst first.
+    """The `count` slots to free, lowest priority first.
 
     Args:
-        priority: `[B, H, N]`; the lowest goes first.
+        priority: `[B, H, N]`; the lowest is evicted first.
         positions: `[B, H, N]` int32, all different within a head.
         evictable: `[B, H, N]` bool; at least `count` True in each head.
         count: Victims per head.
@@ -66,12 +66,12 @@ def select_kept(
 ) -> mx.array:
     """The `count` slots to keep of a prompt chunk, in order of position.
 
-    Protected slots are always among them; arguments as in `select_victims`.
+    Protected slots are always kept; arguments as in `select_victims`.
 
     Args:
         priority: `[B, H, N]`; the highest are kept.
         positions: `[B, H, N]`.
-        evictable: `[B, H, N]`; others are kept in any case.
+        evictable: `[B, H, N]`; slots that are not evictable are always kept.
         count: Slots to keep.
         unit: "head", or "layer": all heads keep the same slots.
 
@@ -85,22 +85,22 @@ def select_kept(
 
 
 def rankable(priority: mx.array, evictable: mx.array, unit: str) -> mx.array:
-    """Priorities with plus infinity for the protected; a NaN counts as the lowest.
+    """Priorities with plus infinity for protected slots; a NaN counts as the lowest.
 
     Args:
         priority: `[B, H, N]`.
         evictable: `[B, H, N]`.
-        unit: "head", or "layer": the mean over the heads ranks.
+        unit: "head", or "layer": the mean over the heads is ranked.
     """
     if unit == "layer":
         priority = mx.broadcast_to(priority.mean(axis=1, keepdims=True), priority.shape)
     priority = mx.where(mx.isnan(priority), -mx.inf, priority)
-    # Finite, so that a protected slot never ties with an unprotected one.
+    # Capped, so that a protected slot never ties with an unprotected one.
     return mx.where(evictable, mx.minimum(priority, mx.finfo(mx.float32).max), mx.inf)
 
 
 def order_by_worth(ranked: mx.array, positions: mx.array) -> mx.array:
-    """Slot indices from the first to go to the last, ties oldest first, `[B, H, N]`."""
+    """Slot indices in order of eviction, ties oldest first, `[B, H, N]`."""
     by_position = mx.argsort(positions, axis=-1)
     # argsort is stable, so equal priorities stay in order of position.
     by_worth = mx.argsort(mx.take_along_axis(ranked, by_position, axis=-1), axis=-1)

@@ -1,4 +1,4 @@
-"""Policies' settings as people type them."""
+"""Policies' settings as text typed by users."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def count_or_share(text: str) -> int | float:
-    """64 is a count, 0.25 a share."""
+    """The number in a text: "64" is a count, "0.25" a share."""
     try:
         return int(text)
     except ValueError:
@@ -14,10 +14,10 @@ def count_or_share(text: str) -> int | float:
 
 
 def setting_of(text: str) -> tuple[str, Any]:
-    """FIELD=VALUE as a pair.
+    """The pair (FIELD, VALUE) of a text FIELD=VALUE.
 
     Raises:
-        ValueError: There is no "=" in it.
+        ValueError: The text has no "=".
     """
     name, equals, value = text.partition("=")
     if not equals:

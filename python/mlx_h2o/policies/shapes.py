@@ -1,6 +1,6 @@
 """Checks that a registered policy returns arrays of the right shapes, before a cache holds rows.
 
-A wrong shape would otherwise be found in the middle of a step, when rows are stored already.
+Otherwise a wrong shape would appear in the middle of a step, when rows are already stored.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import mlx.core as mx
 from mlx_h2o.policies.base import Observation, ObservedMass, Policy, Slots
 from mlx_h2o.storage.query_centres import QueryCentres
 
-#: Slots of the trial: as many as the least that a policy can have, within these.
+#: Slots of the trial: the least that the policy needs, within these bounds.
 FEWEST_SLOTS, MOST_SLOTS = 16, 256
 
 
 def check_shapes(
     policy: Policy, heads: int, key_width: int, value_width: int, centres: QueryCentres | None
 ) -> None:
-    """Raise ValueError where `accumulate`, `priority` or `prompt_priority` give other shapes.
+    """Raise ValueError if `accumulate`, `priority` or `prompt_priority` return other shapes.
 
-    This project's own policies are tested; others are asked once for one sequence of made-up rows.
-    What they raise over these is not held against them.
+    This project's own policies are tested; others are called once, with made-up rows of one
+    sequence. An exception over made-up rows is ignored.
 
     Args:
-        policy: Any.
-        heads: H.
-        key_width: D.
-        value_width: Dv.
-        centres: Of the layer's queries, where the policy uses them.
+        policy: The policy to check.
+        heads: KV heads, H.
+        key_width: Width of a key, D.
+        value_width: Width of a value, Dv.
+        centres: The layer's query centres, where the policy uses them.
     """
     if type(policy).__module__.startswith(f"{__package__}."):
         return
@@ -64,19 +64,19 @@ def check_shapes(
         try:
             given = ask()
         except Exception:
-            # Made-up rows are no reason to refuse: a real step tells.
+            # Made-up rows are no reason to refuse a policy; a real step would raise again.
             continue
         require_shape(policy, method, given, shape)
 
 
 def require_shape(policy: Policy, method: str, given: object, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless what a policy's method gave is an array of this shape.
+    """Raise ValueError unless the result of a policy's method is an array of this shape.
 
     Args:
-        policy: For the message.
-        method: For the message.
-        given: What it returned.
-        shape: That it must have.
+        policy: The policy, for the message.
+        method: The method's name, for the message.
+        given: The method's result.
+        shape: The shape that it must have.
     """
     if isinstance(given, mx.array) and given.shape == shape:
         return

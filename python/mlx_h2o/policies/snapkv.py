@@ -1,4 +1,4 @@
-"""SnapKV: keep what the last queries look at, and what lies beside it."""
+"""SnapKV: keep the tokens that the last queries attend to, and their neighbours."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mlx_h2o.policies.kernel_policy import KernelPolicy
 @register_policy("snapkv")
 @dataclass(frozen=True)
 class SnapKV(Policy):
-    """Keeps what an observation window of the last `window` queries attends to.
+    """Keeps the tokens that an observation window of the last `window` queries attends to.
 
     Source: Li et al. 2024, arXiv 2404.14469, section 4: at the end of a prompt the window's masses
-    are summed, and each slot gets the most that any of its `pool` neighbours has, so that what
-    stands beside a hit is kept with it. Published for prompts alone: generated tokens are never
-    given up there. Here the window goes on while decoding, as an average that forgets at its pace,
+    are summed, and each slot gets the maximum over its `pool` neighbours, so that the neighbours of
+    a hit are kept with it. Published for prompts alone: there generated tokens are never evicted.
+    Here the window continues while decoding, as an average with the window's decay,
     c <- (1 - 1/window) c + mass/window, and without the pool. Use it where the question is known
-    when the prompt is cut down; of what no question is about it keeps little.
+    when the prompt is reduced; it keeps little that is unrelated to the question.
     """
 
     window: int = 32
@@ -36,7 +36,7 @@ class SnapKV(Policy):
 
     @property
     def decay(self) -> float:
-        """Of the average that goes on with the window while decoding."""
+        """The decay of the average that continues the window while decoding."""
         return 1 - 1 / self.window
 
     def kernel_policy(self) -> KernelPolicy | None:

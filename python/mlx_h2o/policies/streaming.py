@@ -13,10 +13,10 @@ from mlx_h2o.policies.kernel_policy import KernelPolicy
 @register_policy("streaming")
 @dataclass(frozen=True)
 class Streaming(Policy):
-    """Keeps the first `sink` tokens and the newest: the oldest other goes first.
+    """Keeps the first `sink` tokens and the newest ones: the oldest other token is evicted first.
 
     Source: Xiao et al. 2023, arXiv 2309.17453; mlx-lm's RotatingKVCache(keep=4) is the same. Use it
-    as the yardstick; with the remainder it forgets more gently. Looks at nothing.
+    as the baseline; with the remainder it forgets more gently. It uses neither keys nor attention.
     """
 
     recent: int | float = 0

@@ -1,4 +1,4 @@
-"""What `Distinct` and `Salient` are made of: terms that are standardised and weighted."""
+"""The terms of `Distinct` and `Salient`, which are standardised and weighted."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import mlx.core as mx
 
 from mlx_h2o.policies.base import Slots
 
-# Fewer evicted keys than this give no mean worth measuring distances from; the kept ones serve.
+# Fewer evicted keys than this have no meaningful mean; the kept keys' mean is used instead.
 FEWEST_FOR_A_MEAN = 16
 
-# Below this a key's mean mass per step counts as nothing: it keeps log masses of never-used slots
-# from stretching the scale on which all others are compared.
+# A mean mass per step below this counts as this: otherwise log masses of never-used slots would
+# stretch the scale on which all others are compared.
 MASS_FLOOR = 1e-6
 
 
@@ -24,7 +24,7 @@ def standardised(x: mx.array, among: mx.array) -> mx.array:
 
 
 def forgotten_mean(slots: Slots) -> mx.array:
-    """The mean key `[B, H, D]` of the evicted, or of the kept while too few were evicted."""
+    """The mean key `[B, H, D]` of the evicted tokens, or of the kept ones if few were evicted."""
     if slots.evicted < FEWEST_FOR_A_MEAN:
         return slots.keys.astype(mx.float32).mean(axis=2)
     return slots.evicted_mean_key

@@ -13,10 +13,10 @@ from mlx_h2o.policies.kernel_policy import KernelPolicy
 @register_policy("tova")
 @dataclass(frozen=True)
 class TOVA(Policy):
-    """Keeps what the last query attended to: c <- mass of the last step only.
+    """Keeps the tokens that the last query attended to: c <- mass of the last step only.
 
-    Source: Oren et al. 2024, arXiv 2401.06104. Use it as the memoryless end of the scale that
-    `h2o` is the other end of.
+    Source: Oren et al. 2024, arXiv 2401.06104. Use it as the memoryless extreme; `h2o` is the
+    other extreme.
     """
 
     prompt: str = "full"

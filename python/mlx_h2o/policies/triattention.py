@@ -1,4 +1,4 @@
-"""TriAttention: keys are scored against the head's mean query before RoPE, at distances to come."""
+"""TriAttention: keys are scored against the head's mean query before RoPE, for later positions."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ import mlx.core as mx
 from mlx_h2o.policies import terms
 from mlx_h2o.policies.base import Policy, Slots, register_policy
 
-# Beyond it float32 does not tell neighbouring positions apart.
+# From there on float32 does not distinguish neighbouring positions.
 FARTHEST = 2**24
 
 
 @register_policy("triattention")
 @dataclass(frozen=True)
 class TriAttention(Policy):
-    """Keeps the keys that future queries would attend to, if they were their head's mean query.
+    """Keeps the keys that later queries would attend to if they were their head's mean query.
 
         mean over n of sum_f |E q_f| |k_f| cos(w_f (distance + n) + phi_f)
             + sum_f (E |q_f| - |E q_f|) |k_f|
 
     over rotary pairs f of channels, before RoPE, with n = 1, 2, 4, ... up to `horizon`. Source: Mao
     et al. 2026, arXiv 2604.04921, section 4: queries before RoPE lie around a fixed centre E q, so
-    the logit of a key is a trigonometric series in its distance; where a pair's queries scatter,
-    the key's length alone counts, as much as they do. The query heads of a KV head are standardised
-    over the slots that may go, and a slot is worth the most that any of them gives it.
+    the logit of a key is a trigonometric series in its distance. Where a pair's queries scatter,
+    the key's length counts too, weighted by the scatter. The query heads of a KV head are
+    standardised over the slots that may be evicted, and a slot's worth is the maximum over these
+    query heads.
 
-    The centres are data of a model, of a text that it read once (`calibration/centres_build.py`);
-    attention is never looked at. A mean over turned centres is one query, so a choice costs as much
-    as one token's logits. Channels without RoPE count in the first term alone, which is then the
-    whole logit. The paper chooses anew after each 128 tokens and never lets go of a prompt; here
-    prompts are cut down like everything else.
+    The centres are constants of a model, from a text that it read once
+    (`calibration/centres_build.py`); the policy never uses attention. A mean over turned centres is
+    one query, so a choice costs as much as one token's logits. Channels without RoPE count in the
+    first term alone, which is then their whole logit. The paper chooses anew after each 128 tokens
+    and never evicts prompt tokens; here prompts are reduced as by every policy.
 
     Attributes:
-        horizon: The farthest step ahead that is asked about.
+        horizon: The farthest step ahead that is scored.
     """
 
     recent: int | float = 0.25
@@ -56,7 +57,7 @@ class TriAttention(Policy):
 
     @property
     def steps(self) -> list[int]:
-        """How far ahead queries are asked about."""
+        """The distances ahead at which keys are scored."""
         return [2**i for i in range(self.horizon.bit_length())]
 
     def priority(self, slots: Slots) -> mx.array:

@@ -1,1 +1,1 @@
-"""Where the rows of a layer lie: slots, packed rows, the newest tokens, the remainder."""
+"""Storage of a layer's rows: slots, packed rows, the recent window, the remainder."""

@@ -1,8 +1,8 @@
-"""Taking steps back: what the last single-token steps changed, as it was before.
+"""The journal of decode steps, for undo: a layer before each of its last single-token steps.
 
 A step overwrites one row per head, folds it into the remainder, accumulates scores and names
-victims. Whatever of it cannot be computed backwards is kept here, so that a draft's rejected tokens
-leave no trace.
+victims. What cannot be computed backwards is kept here, so that a draft's rejected tokens leave no
+trace.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlx_h2o.storage.remainder import STATISTICS, Remainder
 from mlx_h2o.storage.slot_store import Run, SlotStore
 from mlx_h2o.storage.softmax import Mask
 
-#: Steps that a journal may hold; each is held whole, and shorter prompts are read token by token.
+#: Most steps of a journal. Each is held whole, and shorter prompts are read token by token.
 MOST_STEPS = 2**16
 
 
@@ -27,12 +27,13 @@ class StepBefore:
     """A layer before one step.
 
     Attributes:
-        offset: Its next logical position.
-        runs: Its runs, whose lengths and layout count.
+        offset: The layer's next logical position.
+        runs: The layer's runs; their lengths and layout matter here.
         window: Length and oldest slot of the recent window, if there is one.
-        arrays: What the step changed, as it was, by the names of `H2OKVCache.arrays`; of slots and
-            of the recent window only the overwritten row of each head `[B, H, ...]` (their slots in
-            "slot" `[B, H]`), but all scores. What is missing was not changed.
+        arrays: The arrays that the step changed, as they were before, named as in
+            `H2OKVCache.arrays`. Slots and recent window keep only the overwritten row of each head
+            `[B, H, ...]` ("slot" `[B, H]` says which), scores are kept whole. An array that is not
+            here did not change.
     """
 
     offset: int
@@ -42,17 +43,17 @@ class StepBefore:
 
     @property
     def evicted(self) -> bool:
-        """Whether anything had been evicted."""
+        """Whether the layer had evicted any token."""
         recent = self.window[0] if self.window else 0
         return any(self.offset - recent > run.length for run in self.runs)
 
     def note(self, store: SlotStore, window: RecentWindow | None, victims: mx.array | None) -> None:
-        """Keep what is replaced whole, and the recent window's row, before a step op by op.
+        """Keep the arrays replaced whole and the recent window's next row, before a step op by op.
 
         Args:
-            store: Of the layer.
-            window: Its newest tokens, if they are stored apart.
-            victims: Named for the next steps.
+            store: The layer's slots.
+            window: The recent window, if the layer has one.
+            victims: The slots named for the next steps.
         """
         if "scores" in store.fields:
             self.arrays["slots.scores"] = store.fields["scores"]
@@ -63,11 +64,11 @@ class StepBefore:
             self.arrays |= {f"recent.{name}": array for name, array in changed.items()}
 
     def of_slots(self) -> dict[str, mx.array]:
-        """The overwritten rows, by field."""
+        """The overwritten rows of the slots, by field."""
         return _within("slots.", self.arrays)
 
     def of_window(self) -> dict[str, mx.array]:
-        """The same of the recent window."""
+        """The overwritten rows of the recent window, by field."""
         return _within("recent.", self.arrays)
 
 
@@ -75,7 +76,7 @@ class Journal:
     """The last steps of a layer, oldest first.
 
     Args:
-        size: How many steps it holds.
+        size: The most steps that it holds.
     """
 
     def __init__(self, size: int):
@@ -94,8 +95,8 @@ class Journal:
     def settled(self) -> bool:
         """Whether no drafted tokens are under way.
 
-        A caller that drafts takes the rejected tokens back within `size` steps. So none are under
-        way just after steps were taken back, and after more than `size` steps that were not.
+        A caller that drafts takes the rejected tokens back within `size` steps. So no drafts are
+        under way just after steps were taken back, and after more than `size` steps that were not.
         """
         return self._since_settled == 0 or self._since_settled > self.size
 
@@ -104,16 +105,16 @@ class Journal:
         self._since_settled = 0
 
     def clear(self) -> None:
-        """Forget all steps: what is to come cannot be undone past."""
+        """Forget all steps: the next change cannot be undone."""
         self.steps.clear()
         self.settle()
 
     def begin(self, store: SlotStore, window: RecentWindow | None, offset: int) -> StepBefore:
-        """A step begins; what it changes of the arrays is still to be noted.
+        """Begin a step; the caller notes the arrays that it changes.
 
         Args:
-            store: Of the layer.
-            window: Its newest tokens, if they are stored apart.
+            store: The layer's slots.
+            window: The recent window, if the layer has one.
             offset: The next logical position.
         """
         before = StepBefore(
@@ -128,12 +129,12 @@ class Journal:
     def note_overwritten(
         self, slots: Sequence[mx.array], rows: dict[str, mx.array], remainder: Remainder | None
     ) -> list[mx.array]:
-        """Keep the rows that the newest step overwrites, and the remainder that they go into.
+        """Keep the rows that the newest step overwrites, and the remainder that takes them in.
 
         Args:
-            slots: Per run `[B, heads]`, counted in the heads.
-            rows: By field `[B, H, ...]`.
-            remainder: Before it, where it will change.
+            slots: The overwritten slots, `[B, heads]` for each run, counted in each head.
+            rows: The overwritten rows `[B, H, ...]` by field.
+            remainder: The remainder before the step, or None if the step does not change it.
 
         Returns:
             The arrays to read before the rows are written.
@@ -152,7 +153,7 @@ class Journal:
         return list(self.steps[-1].arrays.values()) if self.steps else []
 
     def trimmable(self, offset: int, evicted: bool) -> int:
-        """How many tokens can be taken back of a layer at `offset` that has `evicted` or not."""
+        """How many tokens can be taken back, from the layer's next position and evictions."""
         if self.steps:
             first = self.steps[0]
             offset, evicted = first.offset, first.evicted
@@ -164,12 +165,12 @@ class Journal:
         """Undo the last `count` steps (at least 1).
 
         Args:
-            count: Of steps.
-            store: Of the layer.
-            window: Its newest tokens, if they are stored apart.
+            count: The number of steps.
+            store: The layer's slots.
+            window: The recent window, if the layer has one.
 
         Returns:
-            The offset; the remainder and the victims, or None where the steps did not change them.
+            The offset; the remainder and the victims, or None if the steps did not change them.
         """
         statistics: dict[str, mx.array] = {}
         victims = None
@@ -192,24 +193,24 @@ class Journal:
 def step_bytes(
     row_bytes: int, recent_row_bytes: int, remainder_bytes: int, evict_every: int
 ) -> int:
-    """Bytes of one step of one KV head in a journal, its scores aside.
+    """Bytes of one step of one KV head in a journal, without its scores.
 
     Args:
-        row_bytes: Of a row of the slots.
-        recent_row_bytes: Of a row of the recent window, or 0.
-        remainder_bytes: Of the statistics of a head, or 0.
-        evict_every: Of the policy.
+        row_bytes: Bytes of a row of the slots.
+        recent_row_bytes: Bytes of a row of the recent window, or 0.
+        remainder_bytes: Bytes of a head's statistics, or 0.
+        evict_every: The policy's setting: tokens between two evictions.
     """
     slot_and_position = 8
     return row_bytes + recent_row_bytes + slot_and_position + remainder_bytes + 4 * evict_every
 
 
 def single_steps(mask: Mask, L: int, empty: bool) -> list[Mask]:
-    """The masks of a chunk's L tokens when they come one by one.
+    """The masks of a chunk's L tokens when they are processed one by one.
 
     Args:
-        mask: As in `H2OKVCache.attend`; of an array the last L columns are the chunk's.
-        L: Tokens.
+        mask: As in `H2OKVCache.attend`; the last L columns of an array are the chunk's.
+        L: The number of tokens.
         empty: Whether the cache holds nothing before them.
     """
     if mask is None or isinstance(mask, str):
@@ -221,7 +222,7 @@ def single_steps(mask: Mask, L: int, empty: bool) -> list[Mask]:
         if mask.shape[-1] > 1:
             own = mask.shape[-1] - L + i
             row = row[..., own : own + 1]
-            if i or not empty:  # A single column would be every slot's.
+            if i or not empty:  # A single column would apply to every slot.
                 row = mx.concatenate([visible(row.shape, row.dtype), row], axis=-1)
         masks.append(row)
     return masks

@@ -1,16 +1,15 @@
-"""A frame for packed keys: each channel's centre and scale, taken off before packing.
+"""Key scaling (`Frame`): each channel's centre and scale, removed from keys before packing.
 
 A few key channels carry large, constant offsets, and one of them in a group of 64 leaves the others
-hardly a level. With k' = (k - centre) / scale, per channel and KV head, each has the part of its
-group's range that it is worth to queries (`calibration/scaling_fit.py`). A query q meets packed
-keys as q' = scale q: q.k = q'.k' + q.centre, and the last term is the same for every slot, so the
-softmax never sees it. Values need no frame. Related: SmoothAttention (QServe, arXiv 2405.04532; a
-scale alone), KIVI, KVQuant.
-
-A cache with a frame works in it throughout: keys and queries enter at its door (`engine/step.py`),
-and slots, recent window, remainder, distances and files know no other keys. What comes out needs
-nothing back: the remainder's logit moves by q.centre too, and its second-order term, of q'^2 and
-var(k'), is the same number.
+few levels. With k' = (k - centre) / scale, per channel and KV head, each channel gets the part of
+its group's range that it is worth to queries (`calibration/scaling_fit.py`). A query q attends to
+packed keys as q' = scale q: q.k = q'.k' + q.centre, and the last term is the same for every slot,
+so it cancels in the softmax. Values need no scaling. Related: SmoothAttention (QServe, arXiv
+2405.04532; a scale alone), KIVI, KVQuant.
+A cache with key scaling uses scaled keys throughout: keys and queries are scaled once, at its door
+(`engine/step.py`), and slots, recent window, remainder, distances and files hold scaled keys only.
+Results need no conversion back: the remainder's logit moves by q.centre too, and its second-order
+term, of q'^2 and var(k'), is the same number.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ import mlx.core as mx
 
 from mlx_h2o.storage.packed import PackedRows
 
-# A channel that never moves keeps a scale that can be divided by.
+# The least scale, so that a constant channel can be divided by it.
 LEAST_SCALE = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """One layer's frame.
+    """Key scaling of one layer.
 
     Attributes:
-        centre: Of each channel, `[H, D]`; kept in float32.
-        scale: Of each channel, `[H, D]`, above 0; kept in float32.
+        centre: Each channel's centre, `[H, D]`; kept in float32.
+        scale: Each channel's scale, `[H, D]`, above 0; kept in float32.
 
     Raises:
-        ValueError: The two have another or different shapes, or numbers that no key can be put
-            into.
+        ValueError: The shapes are wrong or differ, or numbers cannot scale a key (not finite, a
+            scale not above 0).
     """
 
     centre: mx.array
@@ -66,13 +65,14 @@ class Frame:
 
     @classmethod
     def of(cls, *parts: mx.array, centred: bool = True) -> Frame:
-        """Mean and greatest distance of keys as they are cached, with RoPE applied.
+        """Key scaling by the mean and greatest distance of keys as cached, with RoPE applied.
 
-        Where nothing is known of the queries, each channel fills the range alike.
+        For use without knowledge of the queries: each channel fills the range alike.
 
         Args:
-            parts: Keys `[B, H, n, D]` of a text like those to come, read one after the other.
-            centred: Whether it may move logits: not beside attention sinks, which do not move.
+            parts: Keys `[B, H, n, D]` of a text like those to come; read one part after the other.
+            centred: Whether to use the mean as centre. False beside attention sinks, whose logits a
+                centre does not move.
         """
         count = sum(part.shape[0] * part.shape[2] for part in parts)
         seen = []
@@ -96,37 +96,36 @@ class Frame:
 
     @cached_property
     def moves(self) -> bool:
-        """Whether it has a centre, by which it moves all of a query's logits alike."""
+        """Whether there is a centre, which moves all of a query's logits alike."""
         return bool((self.centre != 0).any().item())
 
     def enter(self, keys: mx.array) -> mx.array:
-        """Keys `[B, H, T, D]` as they are packed, in their dtype."""
+        """Keys `[B, H, T, D]` scaled for packing, in their dtype."""
         framed = (keys.astype(mx.float32) - self.centre[:, None]) / self.scale[:, None]
         return framed.astype(keys.dtype)
 
     def enter_queries(self, queries: mx.array) -> mx.array:
-        """Queries `[B, Hq, T, D]` as they meet such keys, in their dtype."""
+        """Queries `[B, Hq, T, D]` scaled to attend to scaled keys, in their dtype."""
         scale = mx.repeat(self.scale, queries.shape[1] // self.scale.shape[0], axis=0)
         return (queries.astype(mx.float32) * scale[:, None]).astype(queries.dtype)
 
     def leave(self, keys: mx.array, first: int = 0) -> mx.array:
-        """Keys of the KV heads from `first` on as the model made them, `[B, heads, T, D]`, in
-        float32."""
+        """Unscaled keys of the KV heads from `first` on, `[B, heads, T, D]`, in float32."""
         heads = slice(first, first + keys.shape[1])
         return keys.astype(mx.float32) * self.scale[heads, None] + self.centre[heads, None]
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What rows become when they are stored, for measuring: packed, and unpacked again.
+    """Packs and unpacks rows, to measure what storing them changes.
 
     Attributes:
-        k_bits: Of keys; None leaves them as they are.
-        v_bits: Of values; None leaves them as they are.
+        k_bits: Bits of keys; None leaves them as they are.
+        v_bits: Bits of values; None leaves them as they are.
         group_size: Elements that share a scale and a bias.
-        by_range: Whether rows are packed as stores pack them, or by `mx.quantize`.
-        frame: The keys' frame, or None.
-        dtype: In which rows, scales and biases are stored.
+        by_range: Whether rows are packed as stores pack them; else by `mx.quantize`.
+        frame: The layer's key scaling, or None.
+        dtype: The dtype in which rows, scales and biases are stored.
     """
 
     k_bits: int | None = None
@@ -137,7 +136,7 @@ class RowFormat:
     dtype: mx.Dtype = mx.float16
 
     def keys(self, keys: mx.array) -> mx.array:
-        """Keys `[B, H, L, D]` as attention will see them."""
+        """Keys `[B, H, L, D]` as attention gets them once stored."""
         if self.k_bits is None:
             return keys
         if self.frame is None:
@@ -146,7 +145,7 @@ class RowFormat:
         return self.frame.leave(framed).astype(keys.dtype)
 
     def values(self, values: mx.array) -> mx.array:
-        """Values `[B, H, L, Dv]` as attention will see them."""
+        """Values `[B, H, L, Dv]` as attention gets them once stored."""
         if self.v_bits is None:
             return values
         return self._restored(values, self.v_bits).astype(values.dtype)

@@ -1,14 +1,14 @@
 """Packed rows: keys and values in few bits, in the format of `mx.quantize`, which MLX reads.
 
-Only the choice of scale and bias is another: from a group's least to its greatest element.
-`mx.quantize` makes zero and the larger edge exact and clips the other edge, which costs twice the
-perplexity at 4 bits.
+Only the choice of scale and bias differs: they span a group's least to its greatest element.
+`mx.quantize` makes zero and the larger edge exact and clips the other edge, which doubles the loss
+of perplexity at 4 bits.
 
-The length of a value, by which a policy may weigh tokens, is read here too. A dense value is
-measured as it comes, and the logarithm of its length is kept beside its row in 16 bits (within a
-thousandth), since reading all values again would cost a step as much as attention. For a packed
-value nothing is kept: its scales rank values as their lengths do (SmolLM2, an eighth of the bytes:
-the same perplexity within its error, docs/results/packing.md).
+A value's length, by which a policy may weigh tokens, is computed here too. A dense value is
+measured on arrival, and the logarithm of its length is kept beside its row in 16 bits (exact to a
+thousandth), since reading all values again would cost a step as much as attention. A packed value
+needs nothing more: its scales rank values as their lengths do (SmolLM2, an eighth of the bytes: the
+same perplexity within its error, docs/results/packing.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlx_h2o._utils import checks
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 DEFAULT_GROUP_SIZE = 64
-# What `recent_bits` calls rows in the model's own dtype.
+# The value of `recent_bits` for rows in the model's own dtype.
 UNPACKED = 16
 
 
@@ -42,7 +42,7 @@ class PackedRows:
         words: `[..., rows, width * bits / 32]` uint32.
         scales: `[..., rows, width / group_size]` in the model's dtype.
         biases: `[..., rows, width / group_size]` in the model's dtype.
-        bits: Of a level: 2, 3, 4, 5, 6 or 8.
+        bits: Bits of a level: 2, 3, 4, 5, 6 or 8.
         group_size: Elements that share a scale and a bias: 32, 64 or 128.
 
     Raises:
@@ -78,12 +78,12 @@ class PackedRows:
         """Rows `[..., rows, width]`, each group packed by its range (`pack_by_range`).
 
         Args:
-            rows: Dense, in the model's dtype.
-            bits: Of a level.
+            rows: Dense rows, in the model's dtype.
+            bits: Bits of a level.
             group_size: Elements that share a scale and a bias.
 
         Raises:
-            ValueError: The width is no multiple of the group size, or bits are unknown.
+            ValueError: The width is not a multiple of the group size, or bits are unknown.
         """
         if bits not in BITS or group_size not in GROUP_SIZES or rows.shape[-1] % group_size:
             raise ValueError(
@@ -99,7 +99,7 @@ class PackedRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the rows as numbers, `[..., rows, width]`."""
+        """The shape of the rows as numbers, `[..., rows, width]`."""
         return (*self.words.shape[:-1], self.words.shape[-1] * 32 // self.bits)
 
     @property
@@ -108,7 +108,7 @@ class PackedRows:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of the rows before they were packed."""
+        """The rows' dtype before they were packed."""
         return self.scales.dtype
 
     @property
@@ -116,7 +116,7 @@ class PackedRows:
         return sum(array.nbytes for array in self.arrays)
 
     def __getitem__(self, index: Any) -> PackedRows:
-        """Some of the rows: an index of the axes before the last."""
+        """A selection of the rows, by an index of the axes before the last."""
         words, scales, biases = (array[index] for array in self.arrays)
         return PackedRows(words, scales, biases, self.bits, self.group_size)
 
@@ -126,12 +126,12 @@ class PackedRows:
         return mx.dequantize(self.words, scales, biases, group_size=self.group_size, bits=self.bits)
 
     def with_bits(self, bits: int) -> PackedRows:
-        """The same rows in another width, from their levels and without a second quantization.
+        """The same rows in another width, computed from their levels without a second quantization.
 
-        More bits hold the same levels: every number stays what it is, and nothing that was lost
-        comes back. Fewer bits keep a level's highest bits, and the bias moves to the middle of the
-        numbers that now share a level; the error is at most that of packing anew (which cuts the
-        group's range into 2^bits - 1 intervals, where these are 2^bits).
+        More bits hold the same levels: every number stays as it is, and no precision comes back.
+        Fewer bits keep a level's highest bits, and the bias moves to the middle of the numbers that
+        now share a level; the error is at most that of packing anew (which cuts the group's range
+        into 2^bits - 1 intervals, where these are 2^bits).
         """
         if bits == self.bits:
             return self
@@ -145,7 +145,7 @@ class PackedRows:
         return PackedRows(words_of(levels, bits), scales, biases, bits, self.group_size)
 
     def _levels(self) -> mx.array:
-        """What is stored of each element, `[..., rows, width]` uint32."""
+        """The stored levels, `[..., rows, width]` uint32."""
         scales = mx.ones(self.scales.shape)
         unscaled = mx.dequantize(
             self.words, scales, mx.zeros_like(scales), group_size=self.group_size, bits=self.bits
@@ -161,26 +161,26 @@ def pack_by_range(
     A group with an infinity or a NaN comes back as NaNs.
 
     Args:
-        rows: `[..., width]` of any float dtype, which is that of scales and biases.
-        bits: Of an element.
+        rows: `[..., width]` of any float dtype, which scales and biases take.
+        bits: Bits of an element.
         group_size: Elements that share a scale and a bias; divides the width.
     """
     top = 2**bits - 1
     *others, width = rows.shape
     groups = rows.astype(mx.float32).reshape(*others, width // group_size, group_size)
     least, greatest = groups.min(axis=-1), groups.max(axis=-1)
-    # Levels count from what is stored, so that rounding to the rows' dtype costs nothing twice.
+    # Levels use scale and bias as stored, so their rounding to the rows' dtype adds no error.
     scales, biases = ((greatest - least) / top).astype(rows.dtype), least.astype(rows.dtype)
     by, off = scales.astype(mx.float32)[..., None], biases.astype(mx.float32)[..., None]
     levels = mx.minimum(mx.round((groups - off) / by), top)
-    # Neither a group without a range nor a NaN is above 0.
+    # Groups without a range and NaNs fail these comparisons, so they get level 0.
     levels = mx.where((by > 0) & (levels > 0), levels, 0).astype(mx.uint32)
     return words_of(levels.reshape(rows.shape), bits), scales, biases
 
 
 def words_of(levels: mx.array, bits: int) -> mx.array:
     """Levels `[..., width]` uint32 as words: one stream of bits, each level's lowest bit first."""
-    # 32 levels fill so many words that every level's place in them is the same in all rows.
+    # 32 levels fill a whole number of words, so each level has the same place in them in all rows.
     by_32 = levels.reshape(*levels.shape[:-1], levels.shape[-1] // 32, 32)
     words = []
     for word in range(bits):
@@ -196,7 +196,7 @@ class JoinedRows:
     """Rows of different kinds, one after the other: `[B, H, N, width]`.
 
     Attributes:
-        parts: Dense or packed, alike in all but the number of rows.
+        parts: Dense or packed rows that differ only in kind and number.
     """
 
     parts: tuple[Rows, ...]
@@ -231,7 +231,7 @@ class JoinedRows:
 #: Keys or values of one kind, dense or packed.
 Rows = mx.array | PackedRows
 
-#: The same, or rows of several kinds.
+#: Keys or values of one kind or of several.
 AnyRows = Rows | JoinedRows
 
 
@@ -241,14 +241,14 @@ def dense(rows: AnyRows) -> mx.array:
 
 
 def first_rows(rows: AnyRows, count: int) -> AnyRows:
-    """The first `count` of rows `[B, H, N, width]`."""
+    """The first `count` rows of `[B, H, N, width]`."""
     return rows.first(count) if isinstance(rows, JoinedRows) else rows[:, :, :count]
 
 
-#: What packs rows: `PackedRows.of`, or what does the same faster.
+#: A function that packs rows: `PackedRows.of`, or a faster one with the same result.
 Pack = Callable[[mx.array, int, int], PackedRows]
 
-# Names, beside a field's own, under which a store keeps the scales and biases of packed rows.
+# Suffixes of a field's name under which a store keeps the scales and biases of packed rows.
 SCALES, BIASES = ".scales", ".biases"
 
 
@@ -261,12 +261,12 @@ class Packing:
         v_bits: Bits of a value's element, or None for the model's own dtype. Errors of keys matter
             more than errors of values, since they go through the exponential.
         group_size: Elements that share a scale and a bias.
-        recent_bits: Bits of the newest tokens where they are stored in another width (`recent.py`),
-            16 for the model's own dtype, or None: as all others. What k_bits or v_bits leave
-            unpacked stays so.
+        recent_bits: Bits of the newest tokens where they are stored in another width
+            (`recent_window.py`), 16 for the model's own dtype, or None for the same as all others.
+            What k_bits or v_bits leave unpacked stays so.
 
     Raises:
-        ValueError: Bits or group_size that there is no format for.
+        ValueError: There is no format for the bits or the group size.
     """
 
     k_bits: int | None = None
@@ -278,13 +278,13 @@ class Packing:
         checks.choice("k_bits", self.k_bits, (*BITS, None))
         checks.choice("v_bits", self.v_bits, (*BITS, None))
         checks.choice("group_size", self.group_size, GROUP_SIZES)
-        # UNPACKED: the model's own dtype.
+        # UNPACKED stands for the model's own dtype.
         checks.choice("recent_bits", self.recent_bits, (*BITS, UNPACKED, None))
         if self.recent_bits is not None and not self.packs:
             raise ValueError("recent_bits needs bits (or k_bits or v_bits) for the other tokens.")
 
     def __str__(self) -> str:
-        """For people: " in 8 bits", " with keys in 8 and values in 4 bits", or nothing."""
+        """The text for messages: " in 8 bits", " with keys in 8 and values in 4 bits", or none."""
         if not self.packs:
             return ""
         if self.k_bits == self.v_bits:
@@ -307,7 +307,7 @@ class Packing:
 
     @property
     def recent(self) -> Packing | None:
-        """How the newest tokens are stored, or None: as all others."""
+        """How the newest tokens are stored, or None if as all others."""
         if self.recent_bits is None:
             return None
         bits = None if self.recent_bits == UNPACKED else self.recent_bits
@@ -316,16 +316,16 @@ class Packing:
         )
 
     def names(self, name: str) -> tuple[str, ...]:
-        """What a store calls the arrays of "keys" or "values", in the order of `PackedRows`."""
+        """The names of a store's arrays for "keys" or "values", in the order of `PackedRows`."""
         return (name,) if self.bits(name) is None else (name, name + SCALES, name + BIASES)
 
     def fields(self, name: str, rows: Rows, pack: Pack = PackedRows.of) -> dict[str, mx.array]:
-        """What a store keeps of rows `[..., width]` of a field, by name.
+        """The arrays that a store keeps for rows `[..., width]` of a field, by name.
 
         Args:
             name: "keys" or "values".
-            rows: New ones, which are packed now, or packed ones of any width.
-            pack: What packs new ones.
+            rows: Dense rows, which are packed now, or packed rows of any width.
+            pack: The function that packs dense rows.
 
         Raises:
             ValueError: The groups do not divide the width.
@@ -340,7 +340,7 @@ class Packing:
         return dict(zip(self.names(name), packed.arrays, strict=True))
 
     def rows(self, name: str, fields: dict[str, mx.array]) -> Rows:
-        """A field's rows out of what a store keeps."""
+        """A field's rows, from the arrays that a store keeps."""
         bits = self.bits(name)
         if bits is None:
             return fields[name]
@@ -361,17 +361,17 @@ class Packing:
         return width * bits // 8 + 2 * element_size * (width // self.group_size)
 
 
-#: Of a squared length: keeps the logarithm of a zero vector from stretching the scale of all.
+#: Least squared length: the logarithm of a zero vector must not stretch the scale of all.
 LEAST_SQUARE = 1e-12
 
 
 def value_lengths(values: AnyRows) -> mx.array:
-    """Logarithms of the values' squared lengths `[...]`: what a policy ranks values by.
+    """Logarithms of the values' squared lengths `[...]`, by which a policy ranks values.
 
     Args:
-        values: `[..., Dv]`. Of dense ones it is log ||v||^2, float16. Of packed ones
-            log sum_g (max_g - min_g)^2 over the groups g of a row, float32: a group's range is its
-            scale times the highest level. Of joined rows each part has its own.
+        values: `[..., Dv]`. Dense rows give log ||v||^2 in float16. Packed rows give
+            log sum_g (max_g - min_g)^2 over the groups g of a row in float32: a group's range is
+            its scale times the highest level. Joined rows are measured part by part.
     """
     if isinstance(values, JoinedRows):
         return mx.concatenate([value_lengths(part).astype(mx.float32) for part in values.parts], -1)

@@ -1,11 +1,11 @@
 """Pins: positions whose tokens no policy evicts.
 
 A slot's position p is stored as its complement -1 - p while its token is pinned. That is below
-every sink, so whatever spares sinks spares pinned tokens too, by the comparison that it makes
-anyway: the reference, the CPU's kernels, the GPU's text, C and Swift. There is no list of pins to
-hand to a kernel, and a step costs the same with pins as without. Each sequence of a batch and each
-head has its own, slots lie in any order, and copies, files and steps taken back hold pins as they
-hold positions. `true_positions` gives the position itself.
+every sink, so the comparison that spares sinks spares pinned tokens too: in the reference, the CPU
+kernels, the GPU kernels, C and Swift. No list of pins is handed to a kernel, and a step costs the
+same with pins as without. Each sequence of a batch and each head has its own pins, slots lie in any
+order, and copies, files and undone steps hold pins as they hold positions. `true_positions` gives
+the position itself.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import mlx.core as mx
 
 from mlx_h2o._utils import checks
 
-#: First position and the one past the last.
+#: The first position and one past the last.
 Span = tuple[int, int]
 
 
 def checked_spans(name: str, spans: Any) -> tuple[Span, ...]:
-    """Spans in order, apart from each other.
+    """Spans in order and separate from each other.
 
     Args:
-        name: What the caller calls them.
+        name: The caller's name for them, used in messages.
         spans: A list of pairs (first position, one past the last).
 
     Raises:
-        ValueError: They are no pairs of whole numbers, or one of them is empty or negative.
+        ValueError: They are not pairs of whole numbers, or one of them is empty or negative.
     """
     if isinstance(spans, str | bytes) or not isinstance(spans, Iterable):
         raise ValueError(
@@ -49,7 +49,7 @@ def checked_spans(name: str, spans: Any) -> tuple[Span, ...]:
 
 
 def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The same positions in as few spans as can be, in order."""
+    """The same positions in as few spans as possible, in order."""
     out: list[Span] = []
     for first, end in sorted(spans):
         if out and first <= out[-1][1]:
@@ -80,12 +80,12 @@ def without(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def among_first(spans: Sequence[Span], count: int) -> tuple[Span, ...]:
-    """The positions of some spans, in order and apart, that are below `count`."""
+    """The positions below `count` of some spans, which are in order and separate."""
     return tuple((first, min(end, count)) for first, end in spans if first < count)
 
 
 def pinned_from(spans: Sequence[Span], sink: int) -> int:
-    """How many positions are pinned that are no sinks."""
+    """The number of pinned positions that are not sinks."""
     return sum(end - max(first, sink) for first, end in spans if end > sink)
 
 
@@ -95,11 +95,11 @@ def is_pinned(spans: Sequence[Span], position: int) -> bool:
 
 
 def stored_positions(positions: mx.array, spans: Sequence[Span]) -> mx.array:
-    """Positions as slots store them: complements where they are pinned.
+    """Positions as slots store them: pinned ones as complements.
 
     Args:
         positions: int32 of any shape, true or stored.
-        spans: What is pinned.
+        spans: The pinned spans.
     """
     positions = true_positions(positions)
     for first, end in spans:
@@ -109,5 +109,5 @@ def stored_positions(positions: mx.array, spans: Sequence[Span]) -> mx.array:
 
 
 def true_positions(stored: mx.array) -> mx.array:
-    """Positions without the marks of pins."""
+    """Positions without the marks of pins (stored complements undone)."""
     return mx.maximum(stored, -1 - stored)

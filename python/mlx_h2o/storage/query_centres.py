@@ -1,8 +1,9 @@
 """Mean queries of a layer before RoPE (query centres): constants of a model's heads.
 
-Before RoPE the queries of a head lie around one point, wherever they come from in a text, so how
-they meet a key at any distance can be told without a query: by that point, turned to where the
-query will be (TriAttention, arXiv 2604.04921). `calibration/centres_build.py` makes them of a text.
+Before RoPE the queries of a head lie around one point, wherever in a text they are. So the mean
+logit of a key at any distance can be computed without a query: from that point, turned to the
+query's position (TriAttention, arXiv 2604.04921). `calibration/centres_build.py` computes the
+points from a text.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from mlx_h2o.storage.rope import Rope
 
 @dataclass(frozen=True, eq=False)
 class QueryCentres:
-    """Of one layer's query heads, G for each of H KV heads.
+    """Query centres of one layer: G query heads for each of H KV heads.
 
     Attributes:
         centre: The mean query before RoPE, `[H, G, D]`; kept in float32.
-        spread: Of each rotary pair of channels, the mean length less the mean's length: 0 where all
-            queries are one, `[H, G, dims / 2]`; kept in float32.
-        rope: That queries and keys get afterwards.
+        spread: For each rotary pair of channels, the mean length minus the mean's length, which is
+            0 where all queries are equal, `[H, G, dims / 2]`; kept in float32.
+        rope: The RoPE that queries and keys get afterwards.
 
     Raises:
-        ValueError: The shapes do not go together, or there are numbers that no query has.
+        ValueError: The shapes do not fit together, or numbers are not finite or a spread is
+            negative.
     """
 
     centre: mx.array
@@ -60,12 +62,12 @@ class QueryCentres:
 
     @classmethod
     def of(cls, queries: mx.array, heads: int, rope: Rope) -> QueryCentres:
-        """The centres of a text's queries.
+        """The query centres of a text's queries.
 
         Args:
-            queries: `[B, Hq, T, D]` with RoPE applied at 0 to T - 1.
-            heads: H.
-            rope: That was applied.
+            queries: `[B, Hq, T, D]` with RoPE applied at positions 0 to T - 1.
+            heads: The number of KV heads H.
+            rope: The RoPE that was applied.
         """
         B, Hq, T, D = queries.shape
         back = mx.broadcast_to(-mx.arange(T), (B, Hq, T))
@@ -77,9 +79,9 @@ class QueryCentres:
         return cls(centre.reshape(shape), spread.reshape(shape), rope)
 
     def ahead(self, steps: Sequence[int], position: int) -> mx.array:
-        """The mean of the queries at the centre so many steps after a position, `[H, G, D]`.
+        """The query centres turned to `steps` after a position and averaged, `[H, G, D]`.
 
-        Its dot product with a key as it is cached is the mean of their logits, before the scale.
+        Its dot product with a cached key is the mean of their logits, before the scale.
         """
         H, G, D = self.centre.shape
         at = mx.array([position + step for step in steps], mx.float32)[:, None, None]
@@ -87,14 +89,14 @@ class QueryCentres:
         return self.rope.turned(queries, at).mean(axis=0)
 
     def of_heads(self, first: int, last: int) -> QueryCentres:
-        """Those of the KV heads first to last - 1."""
+        """The centres of the KV heads first to last - 1."""
         if (first, last) == (0, self.centre.shape[0]):
             return self
         return QueryCentres(self.centre[first:last], self.spread[first:last], self.rope)
 
     @property
     def keys(self) -> tuple[int, int]:
-        """KV heads and width of the keys that they meet."""
+        """Number of KV heads and width of the keys that the centres fit."""
         return self.centre.shape[0], self.centre.shape[2]
 
     @property
@@ -112,15 +114,15 @@ class QueryCentres:
         return self.nbytes // self.centre.shape[0]
 
     def config(self) -> dict[str, Any]:
-        """What is beside the arrays, as JSON types."""
+        """The settings beside the arrays, as JSON types."""
         return self.rope.config()
 
 
 def most_bytes(group: int, width: int) -> int:
-    """Bytes of the centres of one KV head at most, where RoPE turns all channels.
+    """Most bytes of the centres of one KV head: those where RoPE turns all channels.
 
     Args:
-        group: G.
-        width: D.
+        group: Query heads of a KV head, G.
+        width: Width of a key, D.
     """
     return 4 * group * (width + width // 2)

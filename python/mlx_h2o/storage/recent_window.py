@@ -1,13 +1,13 @@
 """The recent window: a layer's newest tokens, stored in more or fewer bits than the others.
 
-They are in a ring of the same size for all heads: the tokens that every head of the layer protects.
-None of them can be a victim, so the ring needs no positions and no choices; the oldest token leaves
-it for the slots proper when a new one comes.
+They lie in a ring of the same size for all heads: the tokens that every head of the layer protects.
+None of them can be a victim, so the ring needs no positions and no choice; when a new token comes,
+the oldest one moves to the slots.
 
 A token is quantized once, from full precision: on arrival if the window is packed, on leaving if it
-holds the model's own dtype. What leaves a packed window takes its levels along
-(`PackedRows.with_bits`): into wider slots exactly as it is, so that nothing is restored; into
-narrower ones without its lowest bits.
+holds the model's own dtype. A token that leaves a packed window keeps its levels
+(`PackedRows.with_bits`): wider slots store it exactly, so that no precision comes back; narrower
+slots store it without its lowest bits.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mlx_h2o.storage.slot_store import GROWTH_STEP
 
 
 class RecentStep(NamedTuple):
-    """What one new token does to the window.
+    """The effect of one new token on the window.
 
     Attributes:
-        slot: Where its row goes.
-        length: Tokens held with it.
-        leaving: Whether the oldest, whose slot that was, comes into the slots proper.
+        slot: The slot of its row.
+        length: Tokens held, with the new one.
+        leaving: Whether the oldest token, which had that slot, moves to the slots.
     """
 
     slot: int
@@ -40,8 +40,8 @@ class RecentWindow:
     Attributes:
         size: Tokens it can hold.
         length: Tokens it holds.
-        oldest: The slot of the oldest; the others follow, around the end.
-        fields: `[B, H, size, ...]` per name: keys, values and what packs them, scores if the
+        oldest: The slot of the oldest token; the others follow, around the end.
+        fields: `[B, H, size, ...]` by name: keys, values and their scales and biases, scores if the
             policy accumulates any, lengths of values if it uses them.
     """
 
@@ -63,31 +63,30 @@ class RecentWindow:
 
     @property
     def full(self) -> bool:
-        """Whether the next token pushes the oldest out."""
+        """Whether the next token pushes the oldest one out."""
         return self.length == self.size
 
     def config(self) -> dict[str, Any]:
-        """Its numbers, as JSON types."""
+        """The window's numbers, as JSON types."""
         return {"size": self.size, "length": self.length, "oldest": self.oldest}
 
     def push(self, keys: mx.array, values: mx.array, offset: int) -> dict[str, mx.array] | None:
-        """Take new rows in.
+        """Append new rows.
 
         Args:
             keys: `[B, H, L, D]`.
             values: `[B, H, L, Dv]`.
-            offset: The logical position of the first.
+            offset: The logical position of the first one.
 
         Returns:
-            The rows that are recent no longer, oldest first, as the slots proper store them:
-            `[B, H, M, ...]` by field, positions, scores and lengths of values too; None if there
-            are none.
+            The rows that leave the window, oldest first, as the slots store them: `[B, H, M, ...]`
+            by field, with positions, scores and lengths of values; None if no row leaves.
         """
         L = keys.shape[2]
         leaving = max(self.length + L - self.size, 0)
         first_leaving = offset - self.length
         new = {"keys": keys, "values": values}
-        # Of the new rows, those that are recent only after even newer ones came with them.
+        # New rows that leave at once, because even newer ones came with them.
         passing = max(L - self.size, 0)
         parts = []
         if leaving > passing:
@@ -118,7 +117,7 @@ class RecentWindow:
 
     @property
     def needs_room(self) -> bool:
-        """Whether there is no memory yet for one token more."""
+        """Whether one token more needs new memory."""
         return self.length == self._allocated() < self.size
 
     def lend(self) -> dict[str, mx.array]:
@@ -129,15 +128,15 @@ class RecentWindow:
         return fields
 
     def get_back(self, fields: dict[str, mx.array]) -> None:
-        """Take the fields back, in which the tokens may have changed."""
+        """Take the fields back; their tokens may have changed."""
         self.fields = fields
 
     def _allocated(self) -> int:
-        """Rows that there is memory for."""
+        """Rows that memory is allocated for."""
         return next(iter(self.fields.values())).shape[2] if self.fields else self._lent_rows
 
     def _rows_for(self, tokens: int) -> int:
-        """Rows to have memory for so many tokens: in steps, as the slots grow."""
+        """Rows to allocate for so many tokens: in steps, as the slots grow."""
         return min(-(-tokens // GROWTH_STEP) * GROWTH_STEP, self.size)
 
     def _reserve(self, rows: int) -> None:
@@ -160,12 +159,12 @@ class RecentWindow:
         return {**views, "positions": mx.broadcast_to(positions, shape)}
 
     def rows(self, name: str, kept: Rows, views: dict[str, mx.array]) -> JoinedRows:
-        """Keys or values of all slots: the kept ones, then these.
+        """Keys or values of all slots: those of the slots proper, then those of the window.
 
         Args:
             name: "keys" or "values".
-            kept: Of the slots.
-            views: Of the window, by field.
+            kept: The rows of the slots proper.
+            views: The fields of the window, by name.
         """
         return JoinedRows((kept, self._recent.rows(name, views)))
 
@@ -176,7 +175,7 @@ class RecentWindow:
         self.fields["scores"] = mx.concatenate([around, unused], axis=2)
 
     def trim(self, n: int) -> int:
-        """Forget the newest n tokens, or all; how many that were."""
+        """Forget the newest n tokens, or all if there are fewer; return how many were forgotten."""
         n = min(n, self.length)
         if n:
             self.fields, self.oldest = self._oldest_first(self.length - n), 0
@@ -197,8 +196,8 @@ class RecentWindow:
 
         Args:
             length: Tokens held before it.
-            oldest: The slot of the oldest then.
-            changed: What `next_overwritten` said then.
+            oldest: The slot of the oldest token then.
+            changed: The result of `next_overwritten` before it.
         """
         self.length, self.oldest = length, oldest
         for name, before in changed.items():
@@ -209,10 +208,10 @@ class RecentWindow:
                 self._put(oldest, {name: before[:, :, None]})
 
     def resize(self, size: int, offset: int) -> dict[str, mx.array] | None:
-        """Change how many tokens it can hold before a position; what leaves then, as by `push`."""
+        """Change how many tokens it can hold; return the rows that leave, as `push` does."""
         first, leaving = offset - self.length, max(self.length - size, 0)
         gone = self._left(self._oldest_first(leaving)) if leaving else None
-        # Copied, or a part of what was would hold the whole of it in memory.
+        # Copied: a slice would keep the whole former ring in memory.
         kept = {
             name: mx.contiguous(field[:, :, leaving:])
             for name, field in self._oldest_first().items()
@@ -247,7 +246,7 @@ class RecentWindow:
         return fields
 
     def _left(self, fields: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Rows of the window as the slots proper store them."""
+        """Rows of the window as the slots store them."""
         rows: dict[str, Any] = {n: self._recent.rows(n, fields) for n in ("keys", "values")}
         for name in ("scores", "value_lengths"):
             if name in fields:
@@ -261,7 +260,7 @@ class RecentWindow:
             self.fields[name] = mx.slice_update(self.fields[name], row, start, [2])
 
     def _replace(self, leaving: int, rows: dict[str, mx.array]) -> None:
-        """Drop the oldest rows, append new ones; unused slots come last."""
+        """Drop the oldest rows and append new ones; unused slots come last."""
         staying = self.length - leaving
         old = {}
         if staying:
@@ -277,7 +276,7 @@ class RecentWindow:
 
 
 def _placed(rows: dict[str, mx.array], first: int) -> dict[str, mx.array]:
-    """Rows `[B, H, M, ...]` by field, with their positions, which follow one another."""
+    """Rows `[B, H, M, ...]` by field, with consecutive positions from `first` on."""
     shape = rows["keys"].shape[:3]
     positions = mx.arange(first, first + shape[2], dtype=mx.int32)
     return {**rows, "positions": mx.broadcast_to(positions, shape)}

@@ -1,7 +1,7 @@
 """The remainder: statistics of a KV head's evicted tokens, and the softmax column made of them.
 
 Evicting a row folds it into its head's count, mean key, per-dimension key variance and mean value
-(Welford; merging by Chan et al. 1979). A query then meets one more softmax column,
+(Welford; merging by Chan et al. 1979). A query then has one more softmax column,
 
     x = 1/2 scale^2 sum_d q_d^2 var_d
     r = log n + scale q.mean_k + x / sqrt(1 + x / t)                     value: mean_v
@@ -9,8 +9,8 @@ Evicting a row folds it into its head's count, mean key, per-dimension key varia
 For Gaussian keys the log-sum-exp of the evicted logits tends to r with x unsaturated (the moment
 generating function of a Gaussian; MomentKV, arXiv 2606.01563, uses the first order). Real keys have
 lighter tails: measured on two models, the term follows the saturated form within a tenth for x from
-0.04 to 133, and the plain x ruins models with sharp heads. Which t serves is a matter of the head,
-and for some it is 0: the first order alone (docs/reference/policies.md).
+0.04 to 133, and the unsaturated x ruins models with sharp heads. The best t differs from head to
+head, and for some it is 0: the first order alone (docs/reference/policies.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlx_h2o._utils import checks
 from mlx_h2o.storage.softmax import join
 
-# Where the second-order term turns from x to sqrt(t x); 0 leaves it out. Fitted on full-cache runs:
+# t: the second-order term turns from x to sqrt(t x) there; 0 omits it. Fitted on full-cache runs:
 # 2 has the least output error in models with very sharp heads, 4 elsewhere
 # (docs/results/small-models.md).
 SATURATION = 4.0
@@ -33,7 +33,7 @@ SATURATION = 4.0
 LARGEST_QUERY = 1e15
 LARGEST_TERM = 1e30
 
-# The statistics' names, in the order in which kernels take them.
+# The names of the statistics, in the order in which kernels take them.
 STATISTICS = ("count", "mean_key", "var_key", "mean_value")
 
 
@@ -55,13 +55,13 @@ class Remainder:
 
     @classmethod
     def empty(cls, batch: int, heads: int, key_width: int, value_width: int) -> Remainder:
-        """A remainder that nothing was folded into yet; it answers no query.
+        """An empty remainder: nothing is folded in, and its column has no weight.
 
         Args:
-            batch: B.
-            heads: H.
-            key_width: D.
-            value_width: Dv.
+            batch: Sequences, B.
+            heads: KV heads, H.
+            key_width: Width of a key, D.
+            value_width: Width of a value, Dv.
         """
         return cls(
             mx.zeros((batch, heads)),
@@ -89,7 +89,7 @@ class Remainder:
         return Remainder(**{name: array[:, first:last] for name, array in self.arrays.items()})
 
     def with_heads(self, first: int, part: Remainder) -> Remainder:
-        """This remainder with some heads' statistics replaced, from head `first` on."""
+        """This remainder with the statistics of some heads replaced, from head `first` on."""
         last = first + part.count.shape[1]
         merged = {}
         for name, array in self.arrays.items():
@@ -99,19 +99,19 @@ class Remainder:
         return Remainder(**merged)
 
     def fold(self, keys: mx.array, values: mx.array, weights: mx.array | None = None) -> Remainder:
-        """The remainder after the rows were added, in any order or grouping.
+        """The remainder with these rows added; order and grouping do not matter.
 
         Args:
             keys: `[B, H, M, D]`.
             values: `[B, H, M, Dv]`.
-            weights: How often each row counts, broadcastable to `[B, H, M]` (0 leaves it out).
+            weights: The count of each row, broadcastable to `[B, H, M]` (0 leaves the row out).
         """
         keys, values = keys.astype(mx.float32), values.astype(mx.float32)
         if weights is None:
             weights = mx.ones((1, 1, keys.shape[2]))
         weights = mx.broadcast_to(weights.astype(mx.float32), keys.shape[:3])
         added = weights.sum(axis=-1)
-        # A weighted mean over the rows; 0 rows fold nothing in whatever this gives.
+        # A weighted mean over the rows. With no rows it is meaningless, but nothing is folded in.
         share = (weights / mx.maximum(added, 1e-30)[..., None])[..., None, :]
         mean_key = (share @ keys).squeeze(2)
         var_key = (share @ mx.square(keys - mean_key[:, :, None])).squeeze(2)
@@ -138,14 +138,15 @@ class Remainder:
 
         Args:
             q: Queries `[B, Hq, L, D]`.
-            scale: As in the attention.
-            saturation: t of the module's formula, of all heads or of each `[H]`; 0 is first order.
-            softcap: c of the attention's capped logits, or 0. Then both orders are those of
+            scale: The attention's scale.
+            saturation: t of the module's formula, one for all heads or each head's `[H]`; 0 is
+                first order.
+            softcap: c of the attention's capped logits, or 0. With a cap both orders are those of
                 c tanh(s / c) around the mean logit s, and r - log n stays below c as every capped
                 logit does.
 
         Raises:
-            ValueError: A saturation is negative, or there is not one for each head.
+            ValueError: A saturation is negative, or their number is not that of the heads.
         """
         ts = saturations("saturation", saturation, self.count.shape[1])
         B, Hq, L, D = q.shape
@@ -167,7 +168,7 @@ class Remainder:
 
         Args:
             out: Attention over the kept slots `[B, Hq, L, Dv]`.
-            lse: Its log-sum-exp `[B, Hq, L]`.
+            lse: The log-sum-exp of `out`, `[B, Hq, L]`.
             r: The column's logit `[B, Hq, L]`.
 
         Returns:
@@ -176,13 +177,13 @@ class Remainder:
         return join(out, lse, r, self.mean_value)
 
     def plain_rows(self, rows: int) -> tuple[mx.array, mx.array]:
-        """The remainder as ordinary rows, for attention that is not ours.
+        """The remainder as ordinary rows, for attention outside this package.
 
         Rows at mean_k +- sqrt(var) * signs with log(n / rows) added to their logits by the mask
         give the column's logit to second order, and saturate of themselves.
 
         Args:
-            rows: R; 1 for the mean alone, else even.
+            rows: R; 1 for the mean alone, else an even number.
 
         Returns:
             Keys `[B, H, R, D]` and values `[B, H, R, Dv]`, float32.
@@ -194,21 +195,21 @@ class Remainder:
 
 
 def saturated(x: mx.array, saturation: Sequence[float]) -> mx.array:
-    """The second-order term `[B, H, M, 1]` of x; t is each head's, and 0 leaves the term out."""
+    """The second-order term `[B, H, M, 1]` of x, with the t of each head; t = 0 omits the term."""
     t = mx.array(list(saturation), mx.float32).reshape(-1, 1, 1)
-    # Not x / 0, which is no number where x is 0 too.
+    # Division by t = 0 would give NaN where x is 0 too.
     return mx.where(t > 0, x * mx.rsqrt(1 + x / mx.where(t > 0, t, 1)), 0)
 
 
 def checked_saturation(name: str, value: Any) -> float | tuple[float, ...]:
-    """One t for all heads, or each head's, as Python's own types.
+    """One t for all heads, or one for each head, as Python's own types.
 
     Args:
-        name: What the caller calls it.
+        name: The caller's name for it, used in messages.
         value: A number, a list or an array.
 
     Raises:
-        ValueError: One is no finite number, or negative.
+        ValueError: A value is not a finite number, or negative.
     """
     listed = checks.is_list(value)
     values = value.tolist() if hasattr(value, "tolist") else value
@@ -222,12 +223,12 @@ def saturations(name: str, value: Any, heads: int) -> tuple[float, ...]:
     """The t of each of `heads` KV heads; arguments as in `checked_saturation`.
 
     Args:
-        name: Of the setting, for the message.
+        name: The setting's name, for the message.
         value: One number, or one for each KV head.
-        heads: How many there are.
+        heads: The number of KV heads.
 
     Raises:
-        ValueError: As there, or there are not so many.
+        ValueError: As there, or the number of values is not `heads`.
     """
     ts = checked_saturation(name, value)
     if isinstance(ts, float):
@@ -242,7 +243,7 @@ def saturations(name: str, value: Any, heads: int) -> tuple[float, ...]:
 def antithetic_signs(rows: int, width: int) -> mx.array:
     """Fixed sign vectors `[rows, width]` in pairs s, -s; rows of a Hadamard matrix.
 
-    Entry d of pair j is (-1) ** popcount((j + 1) & d), so that every language writes the same.
+    Entry d of pair j is (-1) ** popcount((j + 1) & d), so that every language computes the same.
     """
     if rows == 1:
         return mx.zeros((1, width))

@@ -1,10 +1,10 @@
 """Rolling positions: queries see the kept tokens at neighbouring positions, without gaps.
 
-RoPE is in the cached keys, so a token that stays is ever further from the queries, up to distances
-that no model was trained to see. Turned on by as many positions as tokens were forgotten after it,
-a key is as far from the query as there are kept tokens between them, however long the conversation
-is (as StreamingLLM assigns positions within the cache: Xiao et al. 2023, section 3.2). Only what a
-query sees is turned; what is stored stays as it came, so no error adds up.
+RoPE is in the cached keys, so a kept token moves ever further from the queries, up to distances
+that no model was trained for. Here a key is turned forward by the number of tokens forgotten after
+it. It is then as far from the query as there are kept tokens between them, however long the
+conversation is (as StreamingLLM assigns positions within the cache: Xiao et al. 2023, section 3.2).
+Only keys that a query attends to are turned; stored keys stay as they came, so no error adds up.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import mlx.core as mx
 
 from mlx_h2o._utils import checks
 
-# Of a file's rope.
+# The most dims of a rope in a file.
 MOST_DIMS = 2**16
 
 
 @dataclass(frozen=True)
 class Rope:
-    """A plain RoPE, as `mlx.nn.RoPE` has it: channels are turned in pairs, by base^(-2i / dims).
+    """A plain RoPE, as in `mlx.nn.RoPE`: channels are turned in pairs, by base^(-2i / dims).
 
     Attributes:
-        dims: Channels that are turned, the first ones.
-        base: Of the frequencies.
-        scale: Factor on positions.
-        traditional: Whether pairs are neighbours; else they are half of `dims` apart.
+        dims: Channels that are turned, the first ones of a row.
+        base: The base of the frequencies.
+        scale: The factor on positions.
+        traditional: Whether the channels of a pair are neighbours; else they are `dims` / 2 apart.
     """
 
     dims: int
@@ -37,11 +37,11 @@ class Rope:
     traditional: bool = False
 
     def turned(self, keys: mx.array, by: mx.array) -> mx.array:
-        """Keys turned on by some positions.
+        """Keys turned forward by some positions.
 
         Args:
             keys: `[B, H, N, D]`, D at least `dims`.
-            by: Positions of each, `[B, H, N]`, of either sign.
+            by: The positions to turn each key by, `[B, H, N]`, of either sign.
 
         Returns:
             `[B, H, N, D]`, of the keys' dtype.
@@ -65,20 +65,20 @@ class Rope:
         return (x[..., ::2], x[..., 1::2]) if self.traditional else (x[..., :half], x[..., half:])
 
     def pair_lengths(self, rows: mx.array) -> mx.array:
-        """The lengths of those pairs, which no turn changes, `[..., dims / 2]` float32."""
+        """The lengths of the pairs of `pairs`, which no turn changes, `[..., dims / 2]` float32."""
         first, second = self.pairs(rows.astype(mx.float32))
         return mx.sqrt(mx.square(first) + mx.square(second))
 
     def config(self) -> dict[str, Any]:
-        """As JSON types."""
+        """The settings as JSON types."""
         return asdict(self)
 
     @classmethod
     def of_config(cls, config: Any) -> Rope:
-        """What `config` gave.
+        """The rope of a `config`.
 
         Raises:
-            ValueError: It gave something else.
+            ValueError: It is not the result of `config`.
         """
         if not isinstance(config, dict) or set(config) != set(cls.__dataclass_fields__):
             raise ValueError(
@@ -87,15 +87,15 @@ class Rope:
         dims = checks.whole("rope.dims", config["dims"], 2)
         base, scale = (checks.finite(f"rope.{name}", config[name]) for name in ("base", "scale"))
         if dims % 2 or dims > MOST_DIMS or base <= 0:
-            raise ValueError(f"No rope has dims={dims} and base={base}.")
+            raise ValueError(f"A rope cannot have dims={dims} and base={base}.")
         return cls(dims, base, scale, checks.switch("rope.traditional", config["traditional"]))
 
 
 def forgotten_after(positions: mx.array, offset: int) -> mx.array:
-    """How many of the tokens after each row its head does not hold.
+    """The number of tokens after each row that its head has forgotten.
 
     Args:
-        positions: Of all rows held, `[B, H, N]`, each once in a head, in any order.
+        positions: Positions of all rows held, `[B, H, N]`, each once in a head, in any order.
         offset: The next position.
 
     Returns:
@@ -106,12 +106,12 @@ def forgotten_after(positions: mx.array, offset: int) -> mx.array:
 
 
 def without_gaps(keys: mx.array, positions: mx.array, offset: int, rope: Rope) -> mx.array:
-    """Keys as queries at the newest positions are to see them, `[B, H, N, D]`.
+    """Keys turned for queries at the newest positions, `[B, H, N, D]`.
 
     Args:
-        keys: As they came, `[B, H, N, D]`.
-        positions: Theirs, `[B, H, N]`.
+        keys: The keys as they came, `[B, H, N, D]`.
+        positions: The keys' positions, `[B, H, N]`.
         offset: The next position.
-        rope: That is in them.
+        rope: The RoPE applied to the keys.
     """
     return rope.turned(keys, forgotten_after(positions, offset))

@@ -1,13 +1,13 @@
-"""The store: where the rows of a layer's kept tokens lie.
+"""The store: the slots that hold the rows of a layer's kept tokens.
 
 Each field (keys, values, positions, ...) is one flat buffer `[B, S, ...]`. KV head k owns a range
-of slots in it, and the first `length` of them (after `reserved` ones) are in use. Equal budgets are
-the special case in which the same memory reads `[B, H, N, ...]`. Neighbouring heads with equal
-budgets form a run, and are worked on together.
+of slots in it, and the first `length` of them (after `reserved` ones) are in use. With equal
+budgets the same memory reads `[B, H, N, ...]`. Neighbouring heads with equal budgets form a run,
+and are processed together.
 
-Positions of slots take 16 bits each while the conversation has no more tokens than that, then 32.
-They are signed, since a pinned token's position is stored as its complement (`storage/pins.py`).
-Only what the store keeps is narrow: views, and all arithmetic with positions, are int32.
+A slot's position takes 16 bits while the conversation's positions fit into them, then 32.
+Positions are signed, since a pinned token's position is stored as its complement
+(`storage/pins.py`). Only the store keeps them narrow: views and all arithmetic are int32.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Run:
         budget: Slots each head may use.
         length: Slots each head uses.
         allocated: Slots each head has memory for.
-        start: Where the first head's range begins in the flat buffers.
-        victims: How many slots are named to be overwritten next and were not yet.
+        start: The index in the flat buffers where the first head's range begins.
+        victims: Slots that are named to be overwritten next and are not overwritten yet.
     """
 
     first: int
@@ -49,7 +49,7 @@ class Run:
 
 
 def runs_of(budgets: Sequence[int], lengths: Sequence[int] | None = None) -> list[Run]:
-    """Group a layer's heads, by budget and slots in use (0 each when not given), into runs."""
+    """Group a layer's heads into runs, by budget and slots in use (0 each when not given)."""
     runs: list[Run] = []
     for head, (budget, length) in enumerate(
         zip(budgets, lengths or [0] * len(budgets), strict=True)
@@ -65,24 +65,24 @@ class SlotStore:
     """Flat buffers of a layer's slots, by field name.
 
     Attributes:
-        runs: The heads and their ranges.
-        reserved: Slots at the head of each range that hold no token (the remainder's plain rows).
-        fields: `[B, S, ...]` per name. Positions are narrow until `fit_positions`.
+        runs: The runs of heads, with their ranges.
+        reserved: Slots at the start of each range that hold no token (the remainder's plain rows).
+        fields: `[B, S, ...]` by name. Positions are narrow until `fit_positions`.
     """
 
     def __init__(self, budgets: Sequence[int], reserved: int = 0):
         self.runs = runs_of(budgets)
         self.reserved = reserved
         self.fields: dict[str, mx.array] = {}
-        self._wide = False  # positions are
+        self._wide = False  # whether positions take 32 bits
 
     @classmethod
     def of(cls, runs: list[Run], reserved: int, fields: dict[str, mx.array]) -> SlotStore:
-        """A store with these runs and fields, which go together.
+        """A store with these runs and fields, which must fit together.
 
         Args:
-            runs: Of neighbouring heads with equal budgets.
-            reserved: Slots of each head before the others, for plain rows.
+            runs: Runs of neighbouring heads with equal budgets.
+            reserved: Slots of each head before the others, for the remainder's plain rows.
             fields: `[B, S, ...]` by name.
         """
         store = cls([run.budget for run in runs for _ in range(run.heads)], reserved)
@@ -95,29 +95,29 @@ class SlotStore:
         return self.runs[-1].last
 
     def view(self, run: Run, name: str, with_reserved: bool = False) -> mx.array:
-        """A run's slots in use, `[B, heads, length, ...]`; positions as int32.
+        """The slots in use of a run, `[B, heads, length, ...]`; positions as int32.
 
         Args:
-            run: Of heads.
-            name: Of the field.
+            run: The run of heads.
+            name: The field's name.
             with_reserved: Whether the reserved slots come before them.
         """
         field = self.slots_of(self.fields[name], run, with_reserved)
         return field.astype(WIDE) if name == "positions" else field
 
     def slots_of(self, field: mx.array, run: Run, with_reserved: bool = False) -> mx.array:
-        """The same of any field laid out as `run` says.
+        """The slots in use of a run, of any field laid out as the run says.
 
         Args:
             field: `[B, S, ...]`.
-            run: Of heads.
+            run: The run of heads.
             with_reserved: Whether the reserved slots come before them.
         """
         first = 0 if with_reserved else self.reserved
         return self._range(field, run)[:, :, first : self.reserved + run.length]
 
     def views(self, run: Run) -> dict[str, mx.array]:
-        """All fields of a run's slots in use."""
+        """All fields of the slots in use of a run."""
         return {name: self.view(run, name) for name in self.fields}
 
     def _range(self, field: mx.array, run: Run) -> mx.array:
@@ -125,16 +125,16 @@ class SlotStore:
         if len(self.runs) > 1:
             field = field[:, run.start : end]
             if run.heads == 1:
-                return field[:, None]  # a view, where reshape copies
+                return field[:, None]  # a view; reshape would copy
         return field.reshape(field.shape[0], run.heads, run.allocated, *field.shape[2:])
 
     def flat_index(self, run: Run, slots: mx.array) -> mx.array:
-        """Indices into the flat buffers of a run's slots `[..., heads, M]` (0: the first used)."""
+        """Flat indices of a run's slots `[..., heads, M]`; slot 0 is the first one in use."""
         starts = run.start + self.reserved + run.allocated * mx.arange(run.heads, dtype=mx.int32)
         return slots + starts[:, None]
 
     def flat_index_of_heads(self, slots: Sequence[mx.array]) -> mx.array:
-        """Flat indices `[B, H]` of one slot of each head: per run `[B, heads]`, in use or next."""
+        """Flat indices `[B, H]` of one slot of each head; `slots` has `[B, heads]` of each run."""
         index = [
             self.flat_index(run, of_run[..., None]).squeeze(-1)
             for run, of_run in zip(self.runs, slots, strict=True)
@@ -147,11 +147,11 @@ class SlotStore:
         return self.flat_index(run, mx.broadcast_to(new, (run.heads, count)))
 
     def reserve(self, extra: int, like: dict[str, mx.array]) -> None:
-        """Make room for `extra` more slots per head, in steps, up to each head's budget.
+        """Allocate `extra` more slots for each head, in steps, up to its budget.
 
         Args:
             extra: Slots that are about to be appended.
-            like: A row per field, `[B, H, M, ...]`, whose widths and dtypes new buffers take.
+            like: Rows `[B, H, M, ...]` by field, whose widths and dtypes new buffers take.
         """
         room = []
         for run in self.runs:
@@ -174,21 +174,21 @@ class SlotStore:
         self._set(grown, [max(r, run.allocated) for r, run in zip(room, self.runs, strict=True)])
 
     def positions_fit(self, tokens: int) -> bool:
-        """Whether positions are as wide as those of so many tokens."""
+        """Whether positions are as wide as so many tokens need."""
         return self._wide == (position_dtype(tokens) == WIDE)
 
     def fit_positions(self, tokens: int) -> None:
-        """Have positions as wide as those of so many tokens."""
+        """Make positions as wide as so many tokens need."""
         self._wide = position_dtype(tokens) == WIDE
         if "positions" in self.fields:
             self.fields["positions"] = self._kept("positions", self.fields["positions"])
 
     def _kept(self, name: str, rows: mx.array) -> mx.array:
-        """Rows of a field as they are kept."""
+        """Rows of a field as the store keeps them."""
         return rows.astype(WIDE if self._wide else NARROW) if name == "positions" else rows
 
     def lend(self) -> dict[str, mx.array]:
-        """Give the fields away: to be changed in place they must have the only reference."""
+        """Give the fields away; without another reference they can be changed in place."""
         fields, self.fields = self.fields, {}
         return fields
 
@@ -210,11 +210,12 @@ class SlotStore:
         """One slot for a new row of each head: the next unused one, or a victim's.
 
         Args:
-            victims: `[B, H, evict_every]`, where a run is full.
-            batch: B.
+            victims: `[B, H, evict_every]`, needed where a run is full.
+            batch: Sequences, B.
 
         Returns:
-            Per run `[B, heads]`, counted in the heads; and per head whether a row lies there.
+            The slots, per run `[B, heads]`, counted in each head; for each head whether a row lies
+            there.
         """
         slots, overwritten = [], []
         for run in self.runs:
@@ -231,7 +232,7 @@ class SlotStore:
         return slots, overwritten
 
     def advance(self, run: Run, evict_every: int) -> int:
-        """The same of one run for a decoder, which knows the slots: which victim goes, or -1."""
+        """Take a run's next slot, for a decoder; return the index of the victim in it, or -1."""
         if run.length < run.budget:
             run.length += 1
             return -1
@@ -244,25 +245,25 @@ class SlotStore:
             run.length -= count
 
     def name_victims(self, run: Run, count: int) -> None:
-        """Of a run `count` slots are named to be overwritten next."""
+        """Note that `count` slots of a run are named to be overwritten next."""
         run.victims = count
 
     def forget_victims(self) -> None:
-        """No slots are named to be overwritten next."""
+        """Note that no slots are named to be overwritten next."""
         for run in self.runs:
             run.victims = 0
 
     def return_to(self, runs: Sequence[Run]) -> None:
-        """Lengths and named victims as these runs have them."""
+        """Set lengths and named victims to those of these runs."""
         for run, before in zip(self.runs, runs, strict=True):
             run.length, run.victims = before.length, before.victims
 
     def put(self, index: mx.array, rows: dict[str, mx.array]) -> None:
-        """Overwrite slots, in place while there is no other reference to the buffers.
+        """Overwrite slots, in place if there is no other reference to the buffers.
 
         Args:
             index: Flat indices `[B or 1, M]`.
-            rows: Per field `[B, M, ...]`.
+            rows: `[B, M, ...]` by field.
         """
         for name, row in rows.items():
             field = self.fields[name]
@@ -284,7 +285,7 @@ class SlotStore:
         return mx.take_along_axis(field, mx.broadcast_to(where, shape), axis=1)
 
     def replace(self, rows: Sequence[dict[str, mx.array]]) -> None:
-        """Replace all slots: per run its new rows by field, `[B, heads, length, ...]`."""
+        """Replace all slots; `rows` has each run's new rows by field, `[B, heads, length, ...]`."""
         pad = [(0, 0), (0, 0), (self.reserved, 0)]
         lengths = [next(iter(of_run.values())).shape[2] for of_run in rows]
         fields = {}
@@ -298,7 +299,7 @@ class SlotStore:
             run.length = length
 
     def regroup(self, budgets: Sequence[int]) -> None:
-        """Give the heads new budgets, and form runs anew; a run may then exceed its budget."""
+        """Give the heads new budgets and form new runs; a run may then exceed its budget."""
         if not self.fields:
             self.runs = runs_of(budgets)
             return
@@ -319,7 +320,7 @@ class SlotStore:
         )
 
     def write(self, name: str, parts: Sequence[mx.array]) -> None:
-        """Replace a field's slots in use: per run `[B, heads, length, ...]`."""
+        """Replace a field's slots in use; `parts` has `[B, heads, length, ...]` for each run."""
         padded = []
         for run, of_run in zip(self.runs, parts, strict=True):
             part = self._kept(name, of_run)
@@ -342,11 +343,11 @@ class SlotStore:
             start += run.heads * slots
 
 
-#: Tokens of a conversation whose positions fit into 16 bits.
+#: The most tokens of a conversation whose positions fit into 16 bits.
 FEW = 2**15
 NARROW, WIDE = mx.int16, mx.int32
 
 
 def position_dtype(tokens: int) -> mx.Dtype:
-    """In what a store keeps the positions of so many tokens."""
+    """The dtype in which a store keeps the positions of so many tokens."""
     return NARROW if tokens <= FEW else WIDE

@@ -1,6 +1,6 @@
 """Operations on a softmax with a known log-sum-exp (weigh, add a column, merge), and its masks.
 
-The masks are those of prompt chunks, cut to blocks of queries.
+The masks here are those of prompt chunks, cut to blocks of queries.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import mlx.core as mx
 
 
 def softmax_weights(scores: mx.array, lse: mx.array) -> mx.array:
-    """exp(scores - lse) `[..., N]`, zero in rows that see nothing (lse minus infinity)."""
+    """exp(scores - lse) `[..., N]`; zero in rows that attend to no key (lse minus infinity)."""
     finite = mx.where(lse == -mx.inf, 0.0, lse)
     return mx.exp(scores - finite[..., None])
 
@@ -19,13 +19,13 @@ def softmax_weights(scores: mx.array, lse: mx.array) -> mx.array:
 def join(
     out: mx.array, lse: mx.array, logits: mx.array, values: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Attention and one more column together: out `[B, Hq, L, Dv]` and lse `[B, Hq, L]`.
+    """Attention joined with one more column: out `[B, Hq, L, Dv]` and lse `[B, Hq, L]`.
 
     Args:
         out: Attention without the column `[B, Hq, L, Dv]`.
-        lse: Its log-sum-exp `[B, Hq, L]`.
-        logits: The column's `[B, Hq, L]`.
-        values: The column's `[B, Hk, Dv]`.
+        lse: The log-sum-exp of `out`, `[B, Hq, L]`.
+        logits: The column's logits `[B, Hq, L]`.
+        values: The column's values `[B, Hk, Dv]`.
     """
     joint = mx.logaddexp(lse, logits)
     finite = mx.where(joint == -mx.inf, 0.0, joint)
@@ -41,13 +41,13 @@ def attention_mass(scores: mx.array, lse: mx.array, n_kv_heads: int) -> mx.array
     return weights.sum(axis=2) * (n_kv_heads / Hq)
 
 
-#: What a mask may be: nothing, "causal" (aligned at the end), booleans, or numbers to add.
+#: A mask: none, "causal" (aligned at the end), booleans, or numbers to add.
 Mask = mx.array | str | None
 
 
 @dataclass
 class Block:
-    """The keys (the first so many) and the mask that a block of queries attends with."""
+    """The mask for a block of queries, and how many keys, from the first, they attend to."""
 
     keys: int
     mask: Mask
@@ -62,9 +62,9 @@ def block_of(mask: Mask, start: int, end: int, L: int, N: int, own: bool) -> Blo
         end: One past the last query.
         L: Queries of the whole call.
         N: Keys of the whole call.
-        own: Whether only the last L columns of an array mask are to be read: those before them
-            are for slots, as many as the cache held that made the mask; in a batch of caches that
-            is one of them, and the others hold more or fewer.
+        own: Whether to read only the last L columns of an array mask. The columns before them are
+            for the slots of the cache that made the mask; in a batch of caches that is one of them,
+            and the others hold more or fewer.
     """
     if mask is None:
         return Block(N, None)
@@ -93,7 +93,7 @@ def columns_of(mask: Mask, start: int, end: int, L: int, N: int) -> Mask:
     """
     if isinstance(mask, mx.array):
         return mask[..., start:end] if mask.shape[-1] > 1 else mask
-    if mask is None or end <= N - L + 1:  # the first query sees them all
+    if mask is None or end <= N - L + 1:  # the first query attends to all of them
         return None
     if end == N and end - start >= L:
         return "causal"
@@ -101,7 +101,7 @@ def columns_of(mask: Mask, start: int, end: int, L: int, N: int) -> Mask:
 
 
 def fast_mask(mask: Mask, dtype: mx.Dtype) -> Mask:
-    """A mask as mx.fast takes it: additive ones in the queries' dtype."""
+    """A mask as mx.fast takes it: additive masks in the queries' dtype."""
     if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
         return mask.astype(dtype)
     return mask

@@ -1,1 +1,1 @@
-"""One file per backend, all with the functions of `reference`, which defines what is right."""
+"""One file per backend, all with the functions of `reference`, which is the definition."""

@@ -19,7 +19,7 @@ from mlx_h2o.storage.remainder import SATURATION, Remainder
 NO_MASK, CAUSAL, ARRAY_MASK = range(3)
 EXPORT_NOTHING, EXPORT_LSE, EXPORT_LOGITS = range(3)
 
-# The remainder's buffers, and which statistic each of them is.
+# The remainder's buffers, with the statistic in each.
 REMAINDER = {
     "counts": "count",
     "mean_keys": "mean_key",
@@ -31,9 +31,9 @@ _MERGE_SIMDGROUPS = 8
 
 @dataclass
 class Attended:
-    """What the kernels wrote; None for what they were not asked for.
+    """The outputs of the kernels; None for outputs that were not requested.
 
-    What there is per slot lies head after head. With ranges it is flat: a head's logits are the
+    Outputs per slot lie head after head. With ranges they are flat: a head's logits are the
     `[G, L, length]` after those of the heads before it.
 
     Attributes:
@@ -50,7 +50,7 @@ class Attended:
 
 
 def supports(q: mx.array, k: Rows, v: Rows) -> bool:
-    """Whether the kernels are written for these operands.
+    """Whether the kernels support these operands.
 
     Args:
         q: `[B, Hq, L, D]`.
@@ -66,10 +66,10 @@ def supports(q: mx.array, k: Rows, v: Rows) -> bool:
 
 
 def attend(launcher: Launcher, q: mx.array, k: Rows, v: Rows, **options: Any) -> Attended:
-    """Attention that reads keys and values once and writes what a policy asks for.
+    """Attention that reads keys and values once and writes the outputs that a policy needs.
 
     Args:
-        launcher: Of the GPU.
+        launcher: The GPU's launcher.
         q: As in `AttentionLaunch`.
         k: As in `AttentionLaunch`.
         v: As in `AttentionLaunch`.
@@ -90,14 +90,16 @@ class AttentionLaunch:
         mask: None, "causal" (aligned at the end), or an array that broadcasts to `[B, Hq, L, M]`:
             its last column is the last slot's, and slots before its first are visible.
         sinks: Attention-sink logits `[Hq]`.
-        remainder: Joins as one more column, which lse covers.
+        remainder: The remainder, which joins as one more column; lse covers it.
         saturation: t of the remainder's formula for each KV head; None is the default for all.
-        frame_scale: Of the frame that the keys and the remainder lie in, `[Hk, D]` float32.
-        means: `[B, Hk, D]` float32: measure the keys' distances from them.
-        ranges: Where each head's slots lie.
-        export: What to write besides the output: nothing, the lse, or lse and logits.
+        frame_scale: The scale of the key scaling (`Frame`) of keys and remainder, `[Hk, D]`
+            float32.
+        means: `[B, Hk, D]` float32, from which to measure the keys' distances.
+        ranges: The ranges of each head's slots.
+        export: Outputs besides `out`: none, the lse, or lse and logits.
         architecture: The GPU's, see `slots_per_block`.
-        after: What a kernel wrote that changed keys and values in place: read only after it.
+        after: An output of a kernel that changed keys and values in place, so that this one runs
+            later.
     """
 
     q: mx.array = field(kw_only=False)
@@ -121,10 +123,10 @@ class AttentionLaunch:
         return (self.k.shape[2],) * self.k.shape[1] if self.ranges is None else self.ranges.lengths
 
     def attended(self, launcher: Launcher) -> Attended:
-        """Launch it, and what joins the blocks that heads are cut into."""
+        """Launch the kernel, and the one that merges the blocks that heads are cut into."""
         (B, Hq, L, D), Dv, lengths = self.q.shape, self.v.shape[-1], self.lengths
         G, itemsize = Hq // len(lengths), self.k.dtype.size
-        # In a flat buffer there is no axis of heads.
+        # A flat buffer has no axis of heads.
         k, v = (r if self.ranges is None else r[:, None] for r in (self.k, self.v))
         packed = isinstance(k, PackedRows) or isinstance(v, PackedRows)
         stored = row_bytes(k) + row_bytes(v) if packed else None
@@ -167,7 +169,7 @@ class AttentionLaunch:
         return _shaped(written, (B, Hq, L, Dv), len(lengths), alike)
 
     def _inputs(self, k: Rows, v: Rows, columns: int) -> dict[str, mx.array]:
-        """Buffers by name, but for the table of the work."""
+        """Buffers by name, without the table of work."""
         inputs = {
             "factors": _floats((self.scale,)),
             "queries": self.q,
@@ -190,7 +192,7 @@ class AttentionLaunch:
         return inputs
 
     def _outputs(self, work: Work, G: int, export: int) -> Outputs:
-        """Shapes and dtypes of what is written, by name."""
+        """Shapes and dtypes of the outputs, by name."""
         B, _, L, _ = self.q.shape
         outputs: Outputs = {"out": ((B, work.items, G, L, self.v.shape[-1]), self.q.dtype)}
         if export >= EXPORT_LSE:
@@ -205,7 +207,7 @@ class AttentionLaunch:
 def _merged(
     launcher: Launcher, launch_params: mx.array, partials: mx.array, lses: mx.array, heads: int
 ) -> dict[str, mx.array]:
-    """out `[B, Hk, G * L, Dv]` and lse `[B, Hk, G * L]` of the results of blocks."""
+    """out `[B, Hk, G * L, Dv]` and lse `[B, Hk, G * L]`, merged from the results of blocks."""
     B, _, G, L, Dv = partials.shape
     return launcher.launch(
         "attention_merge",
@@ -223,7 +225,7 @@ def _merged(
 def _shaped(
     written: dict[str, mx.array], out_shape: tuple[int, ...], heads: int, equal: int | None
 ) -> Attended:
-    """Outputs in the shapes of the operands; what is per slot only when heads are equal."""
+    """Outputs in the shapes of the operands; per-slot outputs only when heads are equal."""
     B, Hq, L, _ = out_shape
     shapes = {"out": out_shape, "lse": (B, Hq, L)}
     if equal is not None:
@@ -237,12 +239,12 @@ def _shaped(
 
 
 def kind_of_mask(mask: mx.array | str | None, queries: int, slots: int) -> tuple[int, int]:
-    """The template argument, and how many columns an array mask has.
+    """The template argument, and the number of columns of an array mask.
 
     Args:
         mask: None, "causal" or an array.
-        queries: L.
-        slots: N.
+        queries: The number of queries L.
+        slots: The number of slots N.
     """
     if mask is None or (isinstance(mask, str) and queries == 1):
         return NO_MASK, 0
@@ -257,7 +259,7 @@ def mask_rows(mask: mx.array, shape: tuple[int, ...]) -> mx.array:
     return mx.broadcast_to(mask, shape)
 
 
-# The layers of a model mostly have the same ones.
+# Most layers of a model have the same numbers.
 @lru_cache(maxsize=64)
 def _floats(numbers: tuple[float, ...]) -> mx.array:
     return mx.array(numbers, mx.float32)

@@ -1,4 +1,4 @@
-"""Which backend computes: that of the device which is the default at the call."""
+"""The choice of backend: that of the default device at the time of the call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _reference_only = False
 
 @contextmanager
 def only_reference() -> Iterator[None]:
-    """Within it the definition computes everything, on the CPU."""
+    """Within this context the definition computes everything, on the CPU."""
     global _reference_only
     before, device = _reference_only, mx.default_device()
     _reference_only = True
@@ -36,7 +36,7 @@ def only_reference() -> Iterator[None]:
 
 
 def backend() -> ModuleType | Gpu:
-    """Whose functions compute on the default device."""
+    """The backend whose functions compute on the default device."""
     if _reference_only:
         return reference
     if mx.default_device().type == mx.DeviceType.cpu:
@@ -45,7 +45,7 @@ def backend() -> ModuleType | Gpu:
 
 
 def pack(rows: mx.array, bits: int, group_size: int) -> PackedRows:
-    """See `PackedRows.of`, which every backend does bit for bit alike."""
+    """See `PackedRows.of`; the result is the same bit for bit on every backend."""
     packed: PackedRows = backend().pack(rows, bits, group_size)
     return packed
 
@@ -61,7 +61,7 @@ def gpu() -> Gpu | None:
 
 @functools.cache
 def cpu() -> ModuleType | None:
-    """The compiled CPU kernels, or None; why not is said once."""
+    """The compiled CPU kernels, or None; the reason is printed once."""
     try:
         from mlx_h2o.attention.backends import cpu as module
     except ImportError as error:

@@ -1,6 +1,6 @@
 """The CPU kernels of c_api/src/cpu; attention takes about as long as reading keys and values.
 
-Importing this raises ImportError, with the reason, where the extension is missing or was built for
+Importing this raises ImportError, with the reason, if the extension is missing or was built for
 another MLX.
 """
 
@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise ImportError(f"the extension mlx_h2o._ext cannot be loaded ({error})") from error
 
-# Checked before any call: another MLX lays its classes out differently.
+# Checked before any call, since another MLX has another layout of its classes.
 if _ext.built_for_mlx != version("mlx").partition(".dev")[0]:
     raise ImportError(
         f"the extension was built for MLX {_ext.built_for_mlx}, and {version('mlx')} is installed"
@@ -86,7 +86,7 @@ def _call(wanted: _ext.Export, call: Operands[Rows]) -> list[mx.array]:
 
 
 def stored(rows: Rows) -> _ext.Stored:
-    """Keys or values of one kind as the extension takes them."""
+    """Keys or values of one kind in the extension's type."""
     if isinstance(rows, PackedRows):
         return _ext.Stored(rows.arrays, rows.bits, rows.group_size)
     return _ext.Stored([rows])

@@ -1,4 +1,4 @@
-"""Fused decode steps on the CPU: the extension owns a layer's arrays meanwhile."""
+"""Fused decode steps on the CPU; the extension owns a layer's arrays during them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mlx_h2o.storage.remainder import STATISTICS, Remainder
 
 
 class CPUDecoder(Decoder):
-    """A layer whose arrays are with the CPU's kernel.
+    """A layer whose arrays the CPU's kernel holds.
 
     Args:
         lent: The arrays; there must be no other reference to them, or the kernel copies them once.
-        settings: Of the layer; `decoders.accepts` them.
+        settings: The layer's settings; `decoders.accepts` must be true of them.
     """
 
     def __init__(self, lent: Lent, settings: CacheSettings):
@@ -33,7 +33,7 @@ class CPUDecoder(Decoder):
         lengths = lent.fields.get("value_lengths")
         if lengths is not None:
             others["slots.value_lengths"] = lengths
-        # What the extension hands back, in its order; dicts of fields may be in any.
+        # The arrays that the extension returns, in its order; dicts of fields may have another one.
         rows = [*packing.names("keys"), *packing.names("values")]
         self._scored, self._remembers = "scores" in lent.fields, settings.remembers
         self._returned = [*(f"slots.{name}" for name in rows), *others]
@@ -95,11 +95,11 @@ class CPUDecoder(Decoder):
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
-        """One token of each of several layers, in one operation.
+        """One token in each of several layers, in one operation.
 
         Args:
-            decoders: That have the layers.
-            tokens: Their plans; none can be undone.
+            decoders: The decoders that hold the layers.
+            tokens: The tokens' plans; none can be undone.
             q: `[B, Hq, 1, D]`, the layers' sequences one after the other.
             k: `[B, H, 1, D]`.
             v: `[B, H, 1, Dv]`.
@@ -118,7 +118,7 @@ class CPUDecoder(Decoder):
         )  # fmt: skip
 
     def _changed_by(self, token: PlannedToken) -> list[str]:
-        """What a step hands out, in the order of the extension."""
+        """Names of the arrays that a step returns, in the order of the extension."""
         names = []
         overwrites = any(head.victim >= 0 for head in token.heads)
         if overwrites:
@@ -138,7 +138,7 @@ class CPUDecoder(Decoder):
 
     def end(self) -> Lent:
         arrays = dict(zip(self._returned, self._layer.close(), strict=True))
-        if not self._scored:  # then what came back for them is empty
+        if not self._scored:  # then the array returned for them is empty
             for name in ("slots.scores", "recent.scores"):
                 arrays.pop(name, None)
         window = _named("recent.", arrays) if self._recent_rows else None
@@ -147,7 +147,7 @@ class CPUDecoder(Decoder):
 
 
 def _kernel_policy_of(settings: CacheSettings) -> _ext.KernelPolicy:
-    """A policy as the extension takes it."""
+    """A policy in the extension's type."""
     policy, kernel = settings.policy, settings.kernel_policy
     assert kernel is not None
     return _ext.KernelPolicy(
@@ -166,7 +166,7 @@ def _kernel_policy_of(settings: CacheSettings) -> _ext.KernelPolicy:
 
 
 def _named(prefix: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """The arrays under a prefix, without it."""
+    """The arrays whose names have a prefix, by the names without it."""
     return {
         name.removeprefix(prefix): array
         for name, array in arrays.items()

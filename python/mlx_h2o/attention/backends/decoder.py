@@ -1,9 +1,9 @@
-"""Fused decode steps: their plan, and the interface of what computes them.
+"""Fused decode steps: their plan, and the interface of decoders.
 
-A decoder has a layer's arrays in the hands of kernels, which change them in place, step after step,
-without asking whether MLX could see that there is no other reference to them (with one token of
-look-ahead it could not, and would copy every key and value at every step). `end` hands the arrays
-back. c_api/src/cpu/decode_step.h and metal/decode_step.h are the kernels' side of it.
+A decoder gives a layer's arrays to kernels, which change them in place, step after step, whether or
+not MLX could see that there is no other reference to them (with one token of look-ahead it could
+not, and would copy every key and value at every step). `end` gives the arrays back. The kernels'
+side of this is c_api/src/cpu/decode_step.h and metal/decode_step.h.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from mlx_h2o.storage.remainder import Remainder
 
 
 class HeadPlan(NamedTuple):
-    """What one KV head does in a step.
+    """The plan of one KV head for a step.
 
     Attributes:
-        start: Its first slot in the flat buffers.
-        length: Its slots in use, the new one included.
-        victim: Which of its named victims makes room, or -1 while there are unused slots.
+        start: The head's first slot in the flat buffers.
+        length: The head's slots in use, the new one included.
+        victim: The index of the named victim to overwrite, or -1 while there are unused slots.
         recent: How many of the last positions are protected.
-        evicted: Tokens it has lost, this step's victim included.
-        choose: Whether the next victims are to be named.
+        evicted: Tokens that the head has evicted, this step's victim included.
+        choose: Whether the step names the next victims.
     """
 
     start: int
@@ -40,13 +40,13 @@ class HeadPlan(NamedTuple):
 
 
 class PlannedToken(NamedTuple):
-    """What one token does in a layer.
+    """The plan of one token in a layer.
 
     Attributes:
         offset: The next logical position.
         heads: One plan for each KV head.
-        recent: What happens in the recent window, if there is one.
-        before: Takes the arrays that the step changes, as they are before it.
+        recent: The effect on the recent window, or None without one.
+        before: The journal's entry for the step, or None; it takes the arrays that change.
         aged_from: The position from which ages count.
     """
 
@@ -58,7 +58,7 @@ class PlannedToken(NamedTuple):
 
 
 class DecodeStep(NamedTuple):
-    """One token of a layer.
+    """One token's operands and plan in a layer.
 
     Attributes:
         q: `[B, Hq, 1, D]`.
@@ -66,7 +66,7 @@ class DecodeStep(NamedTuple):
         v: `[B, H, 1, Dv]`, the new value.
         scale: Factor on q.k.
         sinks: Attention-sink logits `[Hq]`.
-        token: What the layer planned for it.
+        token: The layer's plan for the token.
     """
 
     q: mx.array
@@ -79,13 +79,13 @@ class DecodeStep(NamedTuple):
 
 @dataclass
 class Lent:
-    """The arrays that a layer lends to a decoder, and gets back.
+    """The arrays that a layer lends to a decoder and gets back.
 
     Attributes:
-        fields: Of the slots, `[B, S, ...]` by name.
-        remainder: Statistics of the evicted.
+        fields: Fields of the slots, `[B, S, ...]` by name.
+        remainder: The statistics of evicted tokens.
         victims: `[B, H, evict_every]` int32.
-        window: Of the recent window, `[B, H, size, ...]` by name, or None where there is none.
+        window: Fields of the recent window, `[B, H, size, ...]` by name, or None without one.
     """
 
     fields: dict[str, mx.array]
@@ -94,24 +94,24 @@ class Lent:
     window: dict[str, mx.array] | None = None
 
     def nbytes(self, remembers: bool) -> int:
-        """Bytes of all arrays; of the remainder only where it is kept up."""
+        """Bytes of all arrays; the remainder's only if the layer keeps one (`remembers`)."""
         arrays = [*self.fields.values(), *(self.window or {}).values(), self.victims]
         total = sum(array.nbytes for array in arrays)
         return total + (self.remainder.nbytes if remembers else 0)
 
 
 class Decoder(ABC):
-    """A layer whose arrays are with kernels.
+    """A layer whose arrays kernels hold.
 
     Attributes:
-        nbytes: Of all that they hold.
+        nbytes: Bytes of all its arrays.
     """
 
     nbytes: int
 
     @abstractmethod
     def step(self, step: DecodeStep) -> mx.array:
-        """Fold, write, attend, accumulate, choose.
+        """Fold the victim, write the new row, attend, accumulate scores, choose the next victims.
 
         Returns:
             `[B, Hq, 1, Dv]`.
@@ -119,4 +119,4 @@ class Decoder(ABC):
 
     @abstractmethod
     def end(self) -> Lent:
-        """The arrays, as the last step leaves them."""
+        """The arrays after the last step."""

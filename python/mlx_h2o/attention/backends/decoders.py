@@ -1,4 +1,4 @@
-"""Which decode steps are fused, and by which decoder: that of the default device."""
+"""Which decode steps are fused, and by which decoder: the default device's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_h2o.attention.backends.verification.fused_variant import Proof
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
 
-# Query heads of one KV head that the kernel takes at once (kMaxRows in kernels.h).
+# Most query heads of one KV head in a kernel call (kMaxRows in kernels.h).
 MOST_QUERY_HEADS = 32
 
 
@@ -23,22 +23,23 @@ def accepts(
     """Whether the default device has a fused step for this call; else it goes op by op.
 
     Args:
-        settings: Of the layer.
-        call: Its queries and mask.
+        settings: The layer's settings.
+        call: The call's queries and mask.
         k: `[B, Hk, L, D]`, the new keys.
         v: `[B, Hk, L, Dv]`, the new values.
-        proof: Runs small steps like these beside the definition, if this GPU has not done so yet.
+        proof: The function that compares small steps like these with the definition, if this GPU
+            has not done so yet.
     """
     one_token = k.shape[2] == 1 and call.mask is None and not call.softcap
     if not one_token or k.dtype != v.dtype or settings.rope is not None:
         return False
     if settings.ranks > 1 and settings.policy.unit == "layer":
-        return False  # kernels see this rank's heads only
+        return False  # kernels have only this rank's heads
     if call.q.shape[1] > MOST_QUERY_HEADS * k.shape[1]:
         return False
     gpu = choice.gpu()
     if gpu is not None:
-        # Two kinds of rows in one step are the CPU kernel's alone.
+        # Only the CPU kernel handles two kinds of rows in one step.
         return settings.packing.recent_bits is None and gpu.can_decode(settings, call, k, v, proof)
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
     return on_cpu and settings.kernel_policy is not None and choice.backend() is not reference
@@ -51,12 +52,12 @@ def step_together(
     k: mx.array,
     v: mx.array,
 ) -> mx.array:
-    """One token of each of several layers, whose decoders are of one device.
+    """One token in each of several layers, whose decoders belong to one device.
 
     Args:
-        decoders: That have the layers, of one sequence each.
-        tokens: Their plans.
-        call: `[B, Hq, 1, D]`, a sequence for each layer.
+        decoders: The decoders that hold the layers, of one sequence each.
+        tokens: The tokens' plans.
+        call: Queries `[B, Hq, 1, D]`, one sequence for each layer.
         k: `[B, H, 1, D]`.
         v: `[B, H, 1, Dv]`.
 

@@ -1,4 +1,4 @@
-"""What the GPU backends share: everything but how a kernel is built."""
+"""What the GPU backends share: everything except how a kernel is built."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mlx_h2o.storage.softmax import join
 
 @cache
 def default_architecture() -> str:
-    """What MLX calls the default device: "applegpu_g13s", "sm_90"."""
+    """MLX's name of the default device: "applegpu_g13s", "sm_90"."""
     return str(mx.device_info()["architecture"])
 
 
@@ -42,9 +42,9 @@ class Gpu:
     """The kernels of metal/ on one kind of GPU.
 
     Attributes:
-        launcher: Builds and launches them.
-        architecture: Names the GPU, by which work is shared out (`tiling.slots_per_block`).
-        verdicts: Which variants of the kernels may be used on it.
+        launcher: The launcher, which builds and launches them.
+        architecture: The GPU's name, by which work is shared out (`tiling.slots_per_block`).
+        verdicts: The verdicts on which variants of the kernels may be used.
     """
 
     launcher: Launcher
@@ -56,7 +56,7 @@ class Gpu:
             self.verdicts = Verdicts(lambda: self.architecture(), self.text)
 
     def text(self, kernel: str) -> str:
-        """What a kernel is compiled from, in one piece."""
+        """The text that a kernel is compiled from, in one piece."""
         text = self.launcher.text(kernel)
         return text.header + text.body
 
@@ -72,7 +72,7 @@ class Gpu:
     def attention(self, q: mx.array, k: Rows, v: Rows, **options: Unpack[Options]) -> mx.array:
         """See `mlx_h2o.attention.ops.scaled_dot_product_attention`."""
         call = Operands(q, k, v, **options)
-        # Over plain rows MLX's own attention is the best there is.
+        # Over dense rows MLX's own attention is the fastest.
         plain = call.seed is None and call.ranges is None and not call.packed
         if plain or not prompt_launches.supports(q, k) or not self._proven("attention", call):
             return reference.attention(q, k, v, **options)
@@ -113,7 +113,7 @@ class Gpu:
         return out, mass, lse
 
     def _attended(self, call: Operands[Rows], **export: Any) -> attention_launches.Attended:
-        """The kernel that reads keys and values once; the seed is to be joined."""
+        """Attention by the kernel that reads keys and values once; the seed is joined later."""
         return self.attend(
             call.q,
             call.k,
@@ -137,14 +137,14 @@ class Gpu:
             lse = prompt_launches.prompt_lse(
                 self.launcher, call.q, call.k, scale=call.scale, mask=call.mask, ranges=ranges
             )
-            # MLX's attention says nothing about rows that see nothing.
+            # MLX's attention leaves queries that attend to no key undefined.
             out = mx.where((lse == -mx.inf)[..., None], mx.zeros((), out.dtype), out)
             if call.sinks is not None:
                 lse = mx.logaddexp(lse, call.sinks.astype(mx.float32)[:, None])
         return (out, lse) if call.seed is None else join(out, lse, *call.seed)
 
     def _proven(self, operation: str, call: Operands[Rows]) -> bool:
-        """Whether the kernels of an operation do here what the definition says."""
+        """Whether the kernels of an operation agree with the definition on this device."""
         variant = AttentionVariant.of(operation, call.q, call.k, call.v, call.options)
         return self.verdicts.usable(
             variant, attention_case.KERNELS, lambda: attention_case.check(self, variant)
@@ -158,14 +158,14 @@ class Gpu:
         values: mx.array,
         proof: Proof,
     ) -> bool:
-        """Whether there is a fused step for a layer like this one that proves itself here.
+        """Whether there is a fused step for a layer like this one, verified on this device.
 
         Args:
-            settings: Of the layer.
-            call: Its queries `[B, Hq, 1, D]` and sinks.
+            settings: The layer's settings.
+            call: The call, with queries `[B, Hq, 1, D]` and sinks.
             keys: `[B, H, 1, D]`.
             values: `[B, H, 1, Dv]`.
-            proof: Runs small steps like these beside the definition.
+            proof: The function that compares small steps like these with the definition.
         """
         if settings.gpu_form is None or not gpu_decoder.supports(keys, values):
             return False
@@ -189,7 +189,7 @@ def _attention_of_prompt(call: Operands[Rows]) -> mx.array:
     group = q.shape[1] // heads
     outs = []
     for h in range(heads):
-        # In a flat buffer the head's slots are its range, in another they are an axis.
+        # In a flat buffer the head's slots are its range, otherwise heads are an axis.
         where: Any = (slice(None), slice(h, h + 1))
         if ranges is not None:
             start, length = ranges[h]
@@ -216,7 +216,7 @@ def _narrow(rows: Rows) -> mx.array:
 
 
 def _ranges_of(call: Operands[Rows]) -> work.Ranges | None:
-    """First slots and lengths, as launches want them."""
+    """First slots and lengths, in the launches' type."""
     if call.ranges is None:
         return None
     starts, lengths = zip(*call.ranges, strict=True)
@@ -226,7 +226,7 @@ def _ranges_of(call: Operands[Rows]) -> work.Ranges | None:
 def _placed(
     flat: mx.array, ranges: Ranges, rows: tuple[int, ...], k: Rows, filler: float
 ) -> mx.array:
-    """What lies head after head, each `[*rows, length]`, at the heads' ranges `[B, *rows, S]`."""
+    """Arrays `[*rows, length]`, head after head, at the heads' ranges `[B, *rows, S]`."""
     ends = accumulate(math.prod(rows) * length for _, length in ranges)
     heads = mx.split(flat, list(ends)[:-1], axis=1)
     parts = [

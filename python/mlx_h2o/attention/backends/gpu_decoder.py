@@ -1,8 +1,8 @@
 """Decoding in one fused step on a GPU: overwrite, attend, update; nothing is read back.
 
-The kernels change slots in place, in arrays of the decoder's own (metal/README.md). MLX knows
-nothing of that, so every kernel that reads slots takes an array that the one before it wrote, and
-`end` waits for the last of them before it hands the arrays out.
+The kernels change slots in place, in arrays of the decoder's own (metal/README.md). MLX does not
+know that, so every kernel that reads slots takes an array that the kernel before it wrote, and
+`end` waits for the last kernel before it returns the arrays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mlx_h2o.policies.terms import FEWEST_FOR_A_MEAN
 from mlx_h2o.storage.packed import dense
 from mlx_h2o.storage.remainder import STATISTICS
 
-# MLX passes shorter arrays as constants, which cannot be written.
+# MLX passes shorter arrays as constants, which cannot be written to.
 _FEWEST_SLOTS = 8
 
 
@@ -45,13 +45,13 @@ def supports(keys: mx.array, values: mx.array) -> bool:
 
 
 class GPUDecoder(Decoder):
-    """A layer whose arrays are with the kernels of a GPU.
+    """A layer whose arrays the kernels of a GPU hold.
 
     Args:
-        launcher: Of the GPU.
-        architecture: Its name, by which attention shares out its work.
+        launcher: The GPU's launcher.
+        architecture: The GPU's name, by which attention shares out its work.
         lent: The layer's arrays.
-        settings: Of the layer; `decoders.accepts` them.
+        settings: The layer's settings; `decoders.accepts` must be true of them.
     """
 
     def __init__(self, launcher: Launcher, architecture: str, lent: Lent, settings: CacheSettings):
@@ -112,14 +112,14 @@ class GPUDecoder(Decoder):
             means,
             worth,
         )
-        # Evaluating the output evaluates all of the step.
+        # So that evaluating the output evaluates the whole step.
         out: mx.array = mx.depends(attended.out.astype(step.q.dtype), self._victims)
         return out
 
     def _ranked_by(
         self, plan: StepPlan, written: mx.array
     ) -> tuple[mx.array | None, mx.array | None]:
-        """The means from which keys' distances count, and the worth of their directions."""
+        """The means from which keys' distances are measured, and the priorities by direction."""
         if not any(head.choose for head in plan.heads):
             return None, None
         if self._policy.priority in ("distance", "salience"):
@@ -131,7 +131,7 @@ class GPUDecoder(Decoder):
     def _attend(
         self, step: DecodeStep, plan: StepPlan, written: mx.array, means: mx.array | None
     ) -> Attended:
-        """Attention over the slots, after the row was written."""
+        """Attention over the slots, after the new row is written."""
         answers = self._settings.remainder and _evicted(plan.heads)
         frame = self._settings.frame
         return attend(
@@ -157,10 +157,10 @@ class GPUDecoder(Decoder):
         return Lent(fields, self._remainder, self._victims)
 
     def _changed_by(self, heads: tuple[HeadPlan, ...]) -> dict[str, mx.array]:
-        """Copies of what a step changes, which are made once the step before it has run."""
+        """Copies of the arrays that a step changes, made once the step before it has run."""
         arrays = {"victims": self._victims}
         if "scores" in self._fields:
-            # The victims were written after the scores.
+            # The victims are written after the scores.
             arrays["slots.scores"] = after(self._fields["scores"], [self._victims])[
                 :, : self._count
             ]
@@ -185,7 +185,7 @@ class GPUDecoder(Decoder):
         return arrays
 
     def _means(self, plan: StepPlan, written: mx.array) -> mx.array:
-        """The mean evicted key, or that of the kept ones while too few were evicted."""
+        """The mean evicted key, or that of the kept keys while few tokens were evicted."""
         few = [head.evicted < FEWEST_FOR_A_MEAN for head in plan.heads]
         if not any(few):
             return self._remainder.mean_key
@@ -198,10 +198,10 @@ def _evicted(heads: tuple[HeadPlan, ...]) -> bool:
 
 
 def after(array: mx.array, others: Iterable[mx.array]) -> mx.array:
-    """A copy of an array that a GPU makes when the others are written.
+    """A copy of an array, made on the GPU once the others are written.
 
-    An operation takes a number of each of them, so that their kernels come before this one's: a
-    kernel that changes slots in place is ordered by what it reads and by nothing else.
+    An operation takes a number of each of them, so that their kernels come before this one: a
+    kernel that changes slots in place is ordered by its inputs alone.
     """
     order = mx.zeros((1,), mx.uint8)
     for other in others:
@@ -210,7 +210,7 @@ def after(array: mx.array, others: Iterable[mx.array]) -> mx.array:
 
 
 def _own(field: mx.array) -> mx.array:
-    """The same values in memory of their own: copied unless this is the only reference."""
+    """The same values in memory of their own; copied unless this is the only reference."""
     slots = field.shape[1]
     if slots < _FEWEST_SLOTS:
         return mx.pad(field, [(0, 0), (0, _FEWEST_SLOTS - slots), *[(0, 0)] * (field.ndim - 2)])
@@ -219,7 +219,7 @@ def _own(field: mx.array) -> mx.array:
 
 @cache
 def writes_in_place(launcher: Launcher) -> bool:
-    """Whether a row that a kernel writes into its input is there for the next reader."""
+    """Whether a row that a kernel writes into its input is visible to the next reader."""
     head = HeadPlan(start=0, length=1, victim=-1, recent=0, evicted=0, choose=False)
     plan = StepPlan(offset=1, slots=8, sink=0, evict_every=1, heads=(head,))
     keys, values = mx.zeros((1, 8, 32)), mx.zeros((1, 8, 32))

@@ -1,13 +1,13 @@
 """A kernel's buffers, as its own text in metal/ declares them.
 
-Between the lines `//! buffers` and `//! body` of a `.metal` file stands a line per buffer:
+Between the lines `//! buffers` and `//! body` of a `.metal` file there is a line for each buffer:
 
     //! in keys
     //! in key_scales optional float strided
     //! out lse optional float
 
-An optional buffer is one that a launch may do without. Its element type and whether the body reads
-its strides say what stands in for it; without a type nothing has to.
+A launch may omit an optional buffer. Its element type and whether the body reads its strides
+determine the declaration in its place; without a type none is needed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Interface:
     """A kernel's buffers, in order.
 
     Attributes:
-        name: Of its file in metal/.
-        inputs: All that it may read.
-        outputs: All that it may write.
-        optional: Those that a launch may do without, with the declarations that then stand in.
+        name: The name of its file in metal/.
+        inputs: Buffers that it may read.
+        outputs: Buffers that it may write.
+        optional: Buffers that a launch may omit, with the declarations in their place.
     """
 
     name: str
@@ -45,7 +45,7 @@ def interface(name: str) -> Interface:
     """A kernel's buffers, by the name of its file.
 
     Raises:
-        ValueError: A line of the file declares nothing.
+        ValueError: A line of the file is not a declaration.
     """
     declared = kernel_file(f"{name}.metal").split(BUFFERS)[1].split(BODY)[0]
     names: dict[str, list[str]] = {"in": [], "out": []}
@@ -63,7 +63,7 @@ def interface(name: str) -> Interface:
 
 
 def _stand_in(way: str, buffer: str, kind: list[str]) -> str:
-    """The declaration of a buffer that is not there."""
+    """The declaration that replaces an omitted buffer."""
     match kind:
         case []:
             return ""

@@ -1,4 +1,4 @@
-"""Attention over rows of different kinds: each kind by itself, joined by their lse."""
+"""Attention over rows of several kinds: each kind by itself, joined by their lse."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mlx_h2o.attention.backends.operands import Operands, Options
 from mlx_h2o.storage.packed import AnyRows, JoinedRows
 from mlx_h2o.storage.softmax import attention_mass, columns_of, softmax_weights
 
-# Queries that are joined at a time: what is held of each part, in float32, stays small.
+# Queries joined at a time, so that each part's float32 output stays small.
 BLOCK = 32
 
 
 class Joined:
-    """Another backend's attention, over each kind of rows by itself.
+    """Another backend's attention, applied to each kind of rows and joined.
 
     Its methods are those of `mlx_h2o.attention.ops`; calls are (q, k, v) and, by name, scale, mask,
-    sinks and seed. Ranges are refused before.
+    sinks and seed. Ranges are refused earlier.
     """
 
     def __init__(self, backend: Any):
@@ -39,7 +39,7 @@ class Joined:
         """See `mlx_h2o.attention.ops.scaled_dot_product_attention`."""
         outs = []
         for block in Operands(q, k, v, **options).of_queries(BLOCK):
-            # The form with masses hands out lse and writes no logits.
+            # `attention_with_mass` returns lse without writing logits.
             parts = _parts(self._backend.attention_with_mass, block)
             outs.append(_joined(parts)[0].astype(q.dtype))
         return mx.concatenate(outs, axis=2)
@@ -64,7 +64,7 @@ class Joined:
 def _parts(
     attend: Callable[..., tuple[mx.array, mx.array, mx.array]], call: Operands[AnyRows]
 ) -> list[tuple[mx.array, mx.array, mx.array]]:
-    """What `attend` returns (out first, lse last) over each kind of rows."""
+    """The results of `attend` (out first, lse last) over each kind of rows."""
     assert isinstance(call.k, JoinedRows)
     assert isinstance(call.v, JoinedRows)
     parts: list[tuple[mx.array, mx.array, mx.array]] = []
@@ -77,9 +77,9 @@ def _parts(
             "scale": call.scale,
             "mask": columns_of(call.mask, start, end, call.q.shape[2], call.k.shape[2]),
         }
-        if call.softcap:  # which no kernel takes
+        if call.softcap:  # which no kernel supports
             options["softcap"] = call.softcap
-        if not parts:  # once: they are columns of the whole
+        if not parts:  # only once, since they are columns of the whole softmax
             options |= {"sinks": call.sinks, "seed": call.seed}
         parts.append(attend(call.q, keys, values, **options))
         start = end
@@ -87,7 +87,7 @@ def _parts(
 
 
 def _joined(parts: list[tuple[mx.array, mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
-    """Out, float32, and lse over the columns of all parts."""
+    """Output (float32) and lse over the columns of all parts."""
     lse = parts[0][2]
     for _, _, other in parts[1:]:
         lse = mx.logaddexp(lse, other)

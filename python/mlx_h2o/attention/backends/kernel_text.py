@@ -1,8 +1,8 @@
 """The text of the kernels in metal/, as compilers get it.
 
 A `.metal` file holds functions and, after a line `//! body`, the body of the kernel itself, whose
-signature MLX writes. Between them its buffers are declared (interface.py). Headers are put in where
-they are included, since kernels are compiled from memory.
+signature MLX writes. Between them its buffers are declared (interface.py). Includes are replaced by
+the headers' text, since kernels are compiled from memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-#: What begins the declarations of the buffers, and the body.
+#: The lines before the declarations of buffers, and before the body.
 BUFFERS = "\n//! buffers\n"
 BODY = "\n//! body\n"
 _INCLUDE = re.compile(r'^#include "(\w+\.h)"\n', re.MULTILINE)
@@ -27,7 +27,7 @@ class KernelText:
 
 
 def folder() -> Path:
-    """Where the kernels lie: in the installed package, or in the checkout around it."""
+    """The folder of the kernels: in the installed package, or in the checkout around it."""
     package = Path(__file__).parents[2]
     installed = package / "metal"
     return installed if installed.is_dir() else package.parents[1] / "metal"
@@ -35,7 +35,7 @@ def folder() -> Path:
 
 @cache
 def kernel_file(name: str) -> str:
-    """A file of metal/ as it stands there."""
+    """The text of a file of metal/."""
     return (folder() / name).read_text()
 
 
@@ -44,7 +44,7 @@ def kernel_text(name: str, prelude: str) -> KernelText:
     """A kernel by name, after a prelude.
 
     Args:
-        name: Of the file, without `.metal`.
+        name: The name of the file, without `.metal`.
         prelude: `"metal"` or `"cuda"`.
     """
     declared, body = kernel_file(f"{name}.metal").split(BODY)

@@ -1,7 +1,7 @@
 """Calls of custom kernels by the names of their buffers.
 
-MLX writes a kernel's signature from the arrays that it gets, so a buffer that a launch does without
-has no name there. Its declaration as a null pointer goes before the body instead, and the template
+MLX writes a kernel's signature from the arrays that it gets, so a buffer that a launch omits is not
+declared there. Its declaration as a null pointer goes before the body instead, and the template
 arguments say that it is not read.
 """
 
@@ -19,7 +19,7 @@ from mlx_h2o.attention.backends.kernel_text import KernelText, kernel_text
 #: Lanes of a simdgroup.
 SIMDGROUP = 32
 
-#: Shape and dtype of what a kernel is to write, by name.
+#: Shapes and dtypes of a kernel's outputs, by name.
 Outputs = dict[str, tuple[tuple[int, ...], mx.Dtype]]
 
 
@@ -27,8 +27,8 @@ class Launcher:
     """Builds kernels when they are first launched.
 
     Args:
-        make: Calls `mx.fast.metal_kernel` or `mx.fast.cuda_kernel`.
-        prelude: Which prelude goes before the text.
+        make: The function that calls `mx.fast.metal_kernel` or `mx.fast.cuda_kernel`.
+        prelude: The name of the prelude before the text.
     """
 
     def __init__(self, make: Callable[..., Any], prelude: str):
@@ -37,7 +37,7 @@ class Launcher:
         self._kernel = cache(self._build)
 
     def text(self, kernel: str) -> KernelText:
-        """What a kernel is compiled from."""
+        """The text that a kernel is compiled from."""
         return kernel_text(kernel, self._prelude)
 
     def launch(
@@ -52,15 +52,15 @@ class Launcher:
         """Run a kernel.
 
         Args:
-            kernel: Its name.
-            inputs: By name; optional ones may lack.
-            outputs: Shape and dtype by name; optional ones may lack.
+            kernel: The kernel's name.
+            inputs: Inputs by name; optional ones may be missing.
+            outputs: Shape and dtype by name; optional ones may be missing.
             template: Template arguments by name.
-            threadgroups: How many along x, y and z.
-            threads: Of each threadgroup, along x.
+            threadgroups: The number of threadgroups along x, y and z.
+            threads: Threads of each threadgroup, along x.
 
         Raises:
-            ValueError: A buffer that the kernel does not declare, or none where it must have one.
+            ValueError: The kernel does not declare a buffer, or a required buffer is missing.
         """
         buffers = interface(kernel)
         reads = tuple(name for name in buffers.inputs if name in inputs)
@@ -86,7 +86,7 @@ class Launcher:
         if missing := buffers.required - passed:
             raise ValueError(f"{kernel} must have the buffers {', '.join(sorted(missing))}.")
         absent = [line for name, line in buffers.optional.items() if name not in passed]
-        # One name for one text, since MLX keeps compiled kernels by name.
+        # One name for each text, since MLX caches compiled kernels by name.
         features = [name for name in buffers.optional if name in passed]
         return self._make(
             name="_".join(("mlx_h2o", kernel, *features, str(threads))),

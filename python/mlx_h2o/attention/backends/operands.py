@@ -1,4 +1,4 @@
-"""What an attention works on, as one value that all backends take."""
+"""The operands of one attention, as one value that all backends take."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Seed = tuple[mx.array, mx.array]
 Ranges = Sequence[tuple[int, int]]
 
 
-# Arrays, packed rows too, or rows of several kinds too.
+# Arrays; packed rows as well; or rows of several kinds as well.
 R = TypeVar("R", bound=AnyRows)
 
 
 class Options(TypedDict, total=False):
-    """What goes beside q, k and v, by name, as the attributes of `Operands`."""
+    """The options beside q, k and v, by name, as the attributes of `Operands`."""
 
     scale: Required[float]
     mask: Mask
@@ -35,7 +35,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Operands(Generic[R]):
-    """Queries, keys, values and what goes beside them.
+    """Queries, keys, values and options.
 
     Attributes:
         q: `[B, Hq, L, D]`.
@@ -44,9 +44,9 @@ class Operands(Generic[R]):
         scale: Factor on q.k.
         mask: None, "causal" or an array.
         sinks: Attention-sink logits `[Hq]`.
-        seed: One more column.
-        ranges: Where the slots of heads with different lengths lie.
-        softcap: c of logits capped softly, or 0; the reference alone knows it.
+        seed: One more column, or None.
+        ranges: The slots of heads with different lengths.
+        softcap: c of logits capped softly, or 0; only the reference supports it.
     """
 
     q: mx.array
@@ -66,7 +66,7 @@ class Operands(Generic[R]):
 
     @property
     def options(self) -> Options:
-        """All but q, k and v."""
+        """All operands except q, k and v."""
         return {
             "scale": self.scale,
             "mask": self.mask,
@@ -97,7 +97,7 @@ class Operands(Generic[R]):
             )
 
     def of_queries(self, count: int) -> Iterator[Operands[R]]:
-        """So many queries at a time, over the keys that they can see."""
+        """Blocks of so many queries, each with the keys that they can attend to."""
         L, N = self.q.shape[2], self.k.shape[2]
         for start in range(0, L, count):
             end = min(start + count, L)

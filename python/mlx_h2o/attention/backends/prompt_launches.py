@@ -19,7 +19,7 @@ _THREADS = 256
 
 
 def supports(q: mx.array, k: Rows) -> bool:
-    """Whether the kernels are written for these operands."""
+    """Whether the kernels support these operands."""
     return k.shape[-1] in WIDTHS and k.shape[-2] > 0 and q.dtype == k.dtype
 
 
@@ -32,15 +32,15 @@ def prompt_lse(
     mask: mx.array | str | None = None,
     ranges: Ranges | None = None,
 ) -> mx.array:
-    """Log-sum-exp `[B, Hq, L]` float32 of each query's logits, minus infinity if it sees nothing.
+    """Log-sum-exp `[B, Hq, L]` float32 of each query's logits, minus infinity if it sees no key.
 
     Args:
-        launcher: Of the GPU.
+        launcher: The GPU's launcher.
         q: `[B, Hq, L, D]`.
         k: `[B, Hk, N, D]`, or flat `[B, S, D]` with ranges; dense or packed.
         scale: Factor on q.k.
         mask: As in `attention_launches.attend`.
-        ranges: Where each head's slots lie.
+        ranges: The ranges of each head's slots.
     """
     call = _Call(q, k, scale, mask, ranges)
     rows = q.shape[1] // len(call.lengths) * q.shape[2]
@@ -57,16 +57,16 @@ def prompt_mass(
     mask: mx.array | str | None = None,
     ranges: Ranges | None = None,
 ) -> mx.array:
-    """Mass that the queries give each slot, `[B, Hk, N]` float32, or `[B, slots]` with ranges.
+    """The mass of each slot from the queries, `[B, Hk, N]` float32, or `[B, slots]` with ranges.
 
     Args:
-        launcher: Of the GPU.
+        launcher: The GPU's launcher.
         q: `[B, Hq, L, D]`.
         k: `[B, Hk, N, D]`, or flat `[B, S, D]` with ranges; dense or packed.
-        lse: `[B, Hq, L]` over all columns that answered.
+        lse: `[B, Hq, L]` over all columns of the softmax.
         scale: Factor on q.k.
         mask: As in `attention_launches.attend`.
-        ranges: Where each head's slots lie.
+        ranges: The ranges of each head's slots.
     """
     call = _Call(q, k, scale, mask, ranges)
     shape = k.shape[:3] if ranges is None else (k.shape[0], sum(call.lengths))
@@ -76,7 +76,7 @@ def prompt_mass(
 
 
 class _Call:
-    """What both passes are given."""
+    """The arguments of both passes."""
 
     def __init__(
         self,
@@ -116,14 +116,14 @@ class _Call:
         outputs: Outputs,
         along_x: int,
     ) -> dict[str, mx.array]:
-        """Launch a kernel with one threadgroup per tile of what is counted along x.
+        """Launch a kernel with one threadgroup per tile along x.
 
         Args:
-            launcher: Of the GPU.
-            kernel: Its name.
-            inputs: By the names of its buffers, beside those of all kernels.
+            launcher: The GPU's launcher.
+            kernel: The kernel's name.
+            inputs: Inputs by the names of their buffers, beside those of all kernels.
             outputs: Names, shapes and dtypes.
-            along_x: Queries or keys.
+            along_x: The number of queries or keys along x.
         """
         return launcher.launch(
             kernel,

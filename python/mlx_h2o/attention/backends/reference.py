@@ -1,4 +1,4 @@
-"""The definition, in plain mlx ops. Slow on purpose where clarity asks for it."""
+"""The definition, in plain mlx ops. Slow where clarity needs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx_h2o.attention.backends.operands import Operands, Options, Ranges
 from mlx_h2o.storage.packed import AnyRows, PackedRows, dense
 from mlx_h2o.storage.softmax import Mask, attention_mass, fast_mask, join, softmax_weights
 
-# Queries whose logits are held at a time where only their sum is wanted: bounds [L, N].
+# Queries whose logits are held at a time where only their sums are needed: bounds [L, N].
 QUERY_BLOCK = 256
 
 
@@ -62,10 +62,10 @@ def placed(parts: list[mx.array], ranges: Ranges, slots: int, filler: float) -> 
     """Each head's columns `[..., N]` at its range of `[..., S]`.
 
     Args:
-        parts: One for each KV head.
-        ranges: First slot and number of slots of each.
-        slots: S.
-        filler: What stands in slots of no range.
+        parts: One array for each KV head.
+        ranges: First slot and number of slots of each head.
+        slots: The number of slots S.
+        filler: The value of slots in no range.
     """
     whole = mx.full((*parts[0].shape[:-1], slots), filler)
     for part, (start, length) in zip(parts, ranges, strict=True):
@@ -74,7 +74,7 @@ def placed(parts: list[mx.array], ranges: Ranges, slots: int, filler: float) -> 
 
 
 def _blocks(call: Operands[mx.array]) -> Iterator[tuple[mx.array, mx.array, mx.array]]:
-    """`attention_with_scores` of a few queries at a time."""
+    """`attention_with_scores` for a block of queries at a time."""
     for block in call.of_queries(QUERY_BLOCK):
         yield attention_with_scores(block.q, block.k, block.v, **block.options)
 
@@ -109,7 +109,7 @@ def attention_with_scores(
 
 
 def softcapped(scores: mx.array, softcap: float) -> mx.array:
-    """Logits capped softly, c tanh(logits / c), as Gemma 2 has them; 0 leaves them."""
+    """Logits capped softly, c tanh(logits / c), as in Gemma 2; 0 leaves them unchanged."""
     return softcap * mx.tanh(scores / softcap) if softcap else scores
 
 
@@ -122,6 +122,6 @@ def apply_mask(scores: mx.array, mask: Mask) -> mx.array:
         mask = mx.arange(N) <= mx.arange(N - L, N)[:, None]
     if mask.dtype == mx.bool_:
         return mx.where(mask, scores, -mx.inf)
-    # Models write the lowest number of their dtype for "masked"; as a sum it would poison scores.
+    # Models use the lowest number of their dtype for "masked"; as a summand it would spoil scores.
     hidden = mask <= mx.finfo(mask.dtype).min
     return mx.where(hidden, -mx.inf, scores + mask.astype(mx.float32))

@@ -1,4 +1,4 @@
-"""Keys and values as kernels get them: buffers, and template arguments by which to read them."""
+"""Keys and values for kernels: buffers, and template arguments that say how to read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from mlx_h2o.storage.packed import PackedRows, Rows
 
-# A row's elements, and what else packed rows come with.
+# The buffers of rows: their elements, and the scales and biases of packed rows.
 _NAMES = {
     "keys": ("keys", "key_scales", "key_biases"),
     "values": ("values", "value_scales", "value_biases"),
@@ -30,7 +30,7 @@ def buffers(**fields: Rows) -> dict[str, mx.array]:
 
 
 def packing(**fields: Rows) -> dict[str, Any]:
-    """Template arguments, in the terms of metal/packed_rows.h: 0 bits are dense rows."""
+    """Template arguments, as in metal/packed_rows.h: 0 bits are dense rows."""
     found: dict[str, Any] = {}
     for field, rows in fields.items():
         bits, group = (rows.bits, rows.group_size) if isinstance(rows, PackedRows) else (0, 1)

@@ -19,7 +19,7 @@ from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import PackedRows, Rows
 from mlx_h2o.storage.remainder import Remainder
 
-# What is accumulated and what is ranked, as in priority.h.
+# Names of scores and priorities, in the order of priority.h.
 SCORES = ("none", "sum", "ema", "ema_logits", "last")
 PRIORITIES = ("score", "age", "distance", "direction", "salience")
 
@@ -30,14 +30,14 @@ _UPDATE_SIMDGROUPS = 16
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a layer does in a step.
+    """A layer's plan for a step.
 
     Attributes:
         offset: The next logical position; the new token's is one less.
-        slots: S, of the flat buffers.
+        slots: Slots of the flat buffers, S.
         sink: How many of the first positions are protected.
         evict_every: Victims named at once.
-        heads: Each KV head's part.
+        heads: Each KV head's plan.
         aged_from: The position from which ages count.
     """
 
@@ -58,7 +58,7 @@ class StepPlan:
         return sum(head.length for head in self.heads)
 
 
-# The layers of a model mostly have one plan.
+# Most layers of a model have the same plan.
 @lru_cache(maxsize=64)
 def plan_array(plan: StepPlan) -> mx.array:
     """The plan's integers, in the layout of metal/decode_step.h."""
@@ -80,11 +80,11 @@ class SlotArrays:
         keys: `[B, S, D]`, dense or packed.
         values: `[B, S, Dv]`, dense or packed.
         positions: `[B, S]` int16 or int32.
-        scores: `[B, S]` float32, where the policy gathers some.
-        norms: ||v|| `[B, S]` float32 of the values as they are stored, where the policy weighs by
-            it.
-        value_lengths: log ||v||^2 `[B, S]` float16 of dense values as they came, where the policy
-            ranks by it; of packed ones their scales tell it.
+        scores: `[B, S]` float32, or None if the policy accumulates none.
+        norms: ||v|| `[B, S]` float32 of the values as stored, or None if the policy does not weight
+            by it.
+        value_lengths: log ||v||^2 `[B, S]` float16 of dense values as they came, or None if the
+            policy does not rank by it; packed values need none, since their scales rank them.
     """
 
     keys: Rows
@@ -96,7 +96,7 @@ class SlotArrays:
 
     @property
     def of_values(self) -> dict[str, mx.array]:
-        """What is kept of the values' sizes, by the names of the kernels' buffers."""
+        """The arrays of values' sizes, by the names of the kernels' buffers."""
         arrays = {"norms": self.norms, "value_lengths": self.value_lengths}
         return {name: array for name, array in arrays.items() if array is not None}
 
@@ -114,19 +114,19 @@ def overwrite(
     """Write each head's new row, in place, and fold the row that was there.
 
     Args:
-        launcher: Of the GPU.
-        plan: Of the step.
-        slots: Of the layer.
+        launcher: The GPU's launcher.
+        plan: The step's plan.
+        slots: The layer's slots.
         victims: `[B, H, evict_every]` int32.
-        new_keys: `[B, H, 1, D]`, in the dtype of those held, which pack it if they are packed.
-        new_values: `[B, H, 1, Dv]`, in the dtype of those held, too.
-        remainder: Statistics of the evicted, or None where nothing remembers them.
-        frame: In which keys are stored; new ones come as the model made them.
+        new_keys: `[B, H, 1, D]`, in the dtype of the stored ones; the kernel packs them if those
+            are packed.
+        new_values: `[B, H, 1, Dv]`, likewise in the dtype of the stored ones.
+        remainder: The statistics of evicted tokens, or None if the layer keeps none.
+        frame: The key scaling (`Frame`) of stored keys; new keys are unscaled.
 
     Returns:
-        The slots that were written `[B, H]` int32, counted in their heads, and the remainder. Any
-        kernel that reads the slots afterwards must take one of these arrays, or nothing says that
-        it comes later.
+        The slots that were written `[B, H]` int32, counted in their heads, and the remainder. A
+        kernel that reads the slots afterwards must take one of these arrays, so that it runs later.
     """
     B, H, _, D = new_keys.shape
     Dv = new_values.shape[-1]
@@ -167,10 +167,10 @@ def mean_kept_keys(launcher: Launcher, plan: StepPlan, keys: Rows, written: mx.a
     """The mean of each head's keys `[B, H, D]` float32.
 
     Args:
-        launcher: Of the GPU.
-        plan: Of the step.
-        keys: Of the slots, `[B, S, D]`, dense or packed.
-        written: What `overwrite` returned, so that it runs first.
+        launcher: The GPU's launcher.
+        plan: The step's plan.
+        keys: Keys of the slots, `[B, S, D]`, dense or packed.
+        written: The slots from `overwrite`, so that it runs first.
     """
     shape = (keys.shape[0], len(plan.heads), keys.shape[-1])
     return _kept_keys(launcher, plan, keys, written, "means", shape)
@@ -182,10 +182,10 @@ def unlike_directions(
     """1 - cos(key, mean direction of its head's keys) `[B, attended slots]` float32.
 
     Args:
-        launcher: Of the GPU.
-        plan: Of the step.
-        keys: Of the slots, `[B, S, D]`, dense or packed.
-        written: What `overwrite` returned, so that it runs first.
+        launcher: The GPU's launcher.
+        plan: The step's plan.
+        keys: Keys of the slots, `[B, S, D]`, dense or packed.
+        written: The slots from `overwrite`, so that it runs first.
     """
     return _kept_keys(launcher, plan, keys, written, "worth", (keys.shape[0], plan.attended))
 
@@ -225,17 +225,17 @@ def update(
     means: mx.array | None = None,
     worth: mx.array | None = None,
 ) -> mx.array:
-    """Bring the scores up to date, in place, and name the next victims.
+    """Update the scores, in place, and name the next victims.
 
     Args:
-        launcher: Of the GPU.
-        plan: Of the step.
-        slots: Of the layer.
-        policy: What is accumulated and ranked.
-        attended: What attention wrote; its logits where the policy accumulates, its distances
+        launcher: The GPU's launcher.
+        plan: The step's plan.
+        slots: The layer's slots.
+        policy: The policy's scores and priority.
+        attended: The outputs of attention; its logits where the policy accumulates, its distances
             where it ranks by them.
         victims: `[B, H, evict_every]` int32; heads that do not choose keep theirs.
-        written: What `overwrite` returned.
+        written: The slots from `overwrite`.
         means: `[B, H, D]`, from which the distances were measured.
         worth: `[B, attended slots]`, for the priority "direction".
 
@@ -277,7 +277,7 @@ def update(
 def _update_template(
     plan: StepPlan, slots: SlotArrays, policy: KernelPolicy, group: int
 ) -> dict[str, Any]:
-    """Template arguments of `update`, for `group` query heads a KV head."""
+    """Template arguments of `update`, for `group` query heads of a KV head."""
     ranks = any(head.choose for head in plan.heads)
     ranges, levels = 0, 0
     if ranks and policy.priority == "salience" and isinstance(slots.values, PackedRows):

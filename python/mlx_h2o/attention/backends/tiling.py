@@ -1,6 +1,6 @@
 """How the attention kernels share out their work: pure functions of sizes.
 
-Every launcher of the kernels, in Python, C or Swift, decides by these rules.
+All launchers of the kernels, in Python, C and Swift, follow these rules.
 """
 
 from __future__ import annotations
@@ -8,27 +8,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Widths that the kernels are written for, in elements.
+#: Widths that the kernels support, in elements.
 WIDTHS = range(32, 577, 32)
-#: Queries of one call.
+#: Most queries of one call.
 MOST_QUERIES = 8
 
 # How many simdgroups fit a threadgroup, by the words per lane that a simdgroup's rows take: Apple's
-# GPUs have 208 KB of registers a core, so 52 words a lane with 32 simdgroups, 104 with 16, and no
-# lane has more than 128, which 12 simdgroups always can have. The rest is left to everything else.
+# GPUs have 208 KB of registers a core, so 52 words a lane with 32 simdgroups, 104 with 16. No lane
+# has more than 128, which 12 simdgroups can always have. The rest is for all other values.
 _SIMDGROUPS_BY_WORDS = ((12, 32), (30, 16), (76, 12))
-# What a row takes besides its share of the query and of the sum: logit, largest logit, weight.
+# Words of a row besides its share of the query and of the sum: logit, largest logit, weight.
 _WORDS_BESIDES = 3
-# What it takes to read packed rows, besides.
+# Further words to read packed rows.
 _WORDS_TO_UNPACK = 6
-# Keys of a step where a simdgroup reads them itself: enough to make an exponential cheap, few
+# Keys per step where a simdgroup reads them itself: enough to make an exponential cheap, few
 # enough that short caches occupy all simdgroups.
 _KEYS = 16
 # Bytes of threadgroup memory for keys and values that several simdgroups share.
 _STAGED_BYTES = 16384
-# A block's queries and partial results may cost this share of the bytes of its keys and values.
+# Most bytes of a block's queries and partial results, as a share of those of its keys and values.
 _BLOCK_SHARE = 0.015
-# On NVIDIA's GPUs MLX takes one pass up to so many slots, and else spreads them over so many
+# On NVIDIA's GPUs MLX takes one pass up to so many slots, and beyond that spreads them over so many
 # simdgroups.
 _NVIDIA_ONE_PASS = 1024
 _NVIDIA_SIMDGROUPS = 256
@@ -36,7 +36,7 @@ _NVIDIA_SIMDGROUPS = 256
 
 @dataclass(frozen=True)
 class Tiling:
-    """The template arguments that follow from the sizes of a call.
+    """The template arguments computed from the sizes of a call.
 
     Attributes:
         queries: L rounded up to a power of two, so that few variants are compiled.
@@ -44,7 +44,7 @@ class Tiling:
         row_groups: Simdgroups with the same keys and different rows.
         row_blocks: Threadgroups with the same keys and different rows: 1, unless the rows of a KV
             head do not fit into one.
-        simdgroups: Per threadgroup.
+        simdgroups: Simdgroups per threadgroup.
         keys: Keys per simdgroup and step.
     """
 
@@ -72,12 +72,12 @@ def tiling(
     """Share out the query rows of a KV head.
 
     Args:
-        key_width: D.
-        value_width: Dv.
-        group: G, query heads per KV head.
-        queries: L.
+        key_width: Width of a key, D.
+        value_width: Width of a value, Dv.
+        group: Query heads per KV head, G.
+        queries: The number of queries L.
         itemsize: Bytes per element of queries, and of keys and values unless they are packed.
-        packed: Whether keys or values are.
+        packed: Whether keys or values are packed.
     """
     padded = 1 << (queries - 1).bit_length()
     needed = group * padded
@@ -107,22 +107,22 @@ def slots_per_block(
     architecture: str,
     stored: int | None = None,
 ) -> int | None:
-    """The slots of a block where two passes pay, or None for one pass.
+    """The number of slots of a block if two passes pay, or None for one pass.
 
-    All heads are cut into blocks of as many slots, so a long head has more of them. Whether two
-    passes pay, and over how many simdgroups to spread the longest head, is MLX's own rule on such a
-    GPU (`sdpa_vector_2pass`); that partial results may cost few bytes is ours. (NVIDIA's caches
-    keep partial results until they are merged; there they may cost what they do.)
+    All heads are cut into blocks of as many slots, so a long head has more of them. MLX's own rule
+    for such a GPU (`sdpa_vector_2pass`) decides whether two passes pay, and over how many
+    simdgroups to spread the longest head; the limit on the bytes of partial results is ours.
+    (NVIDIA's caches keep partial results until they are merged, so there is no limit there.)
 
     Args:
         lengths: Slots of each KV head.
-        group: G.
-        queries: L.
-        key_width: D.
-        value_width: Dv.
+        group: Query heads per KV head, G.
+        queries: The number of queries L.
+        key_width: Width of a key, D.
+        value_width: Width of a value, Dv.
         itemsize: Bytes per element of queries, and of keys and values unless they are packed.
-        architecture: The GPU's: "sm_90" is one of NVIDIA's; in the last letter of "applegpu_g13s"
-            is its size, of which "s" and "d" are the large ones.
+        architecture: The GPU's name: "sm_90" is one of NVIDIA's; the last letter of "applegpu_g13s"
+            is its size, where "s" and "d" are the large ones.
         stored: Bytes of a slot's key and value, if they are packed.
     """
     longest = max(lengths)
@@ -136,7 +136,7 @@ def slots_per_block(
         if not (size in ("s", "d") and longest >= 1024) and not (group > 1 and longest >= 4096):
             return None
         blocks = _ceil(_simdgroups_of_mlx(longest, group * queries, size), tiles.splits)
-        # Queries are read, partial results and their lse written and read again.
+        # Queries are read; partial results and their lse are written and read again.
         extra = group * queries * (key_width * itemsize + 2 * (value_width * itemsize + 4))
         stored = stored or (key_width + value_width) * itemsize
         fewest = int(extra / (_BLOCK_SHARE * stored)) + 1
@@ -146,7 +146,7 @@ def slots_per_block(
 
 
 def _simdgroups_of_mlx(slots: int, rows: int, size: str) -> int:
-    """Over how many simdgroups MLX spreads the keys of a head in its first pass."""
+    """The number of simdgroups over which MLX spreads a head's keys in its first pass."""
     if size == "s":
         if slots <= 1024 or rows <= 4:
             return 64

@@ -14,7 +14,7 @@ _UNUSED = 0
 
 @dataclass(frozen=True)
 class Ranges:
-    """Where KV heads of different lengths lie in a flat buffer `[B, S, D]`.
+    """The slots of KV heads of different lengths in a flat buffer `[B, S, D]`.
 
     Attributes:
         starts: First slot of each head.
@@ -32,7 +32,7 @@ class Work:
     Attributes:
         lengths: Slots of each head.
         starts: First slot of each head in its buffer.
-        memory_heads: Which head of the buffer it is.
+        memory_heads: The index of each head in the buffer.
         block: Slots of a block, or None if heads are not cut.
     """
 
@@ -51,7 +51,7 @@ class Work:
         return len(self.lines())
 
     def lines(self) -> list[list[int]]:
-        """A line of the table per block, head after head."""
+        """A line of the table for each block, head after head."""
         lines, prefix = [], 0
         heads = zip(self.memory_heads, self.starts, self.lengths, strict=True)
         for head, (memory_head, start, length) in enumerate(heads):
@@ -64,17 +64,17 @@ class Work:
         return lines
 
     def firsts(self) -> list[int]:
-        """Each head's first line, and one past the last head's last."""
+        """Each head's first line, and the line after the last head's."""
         heads = [line[0] for line in self.lines()]
         return [heads.index(head) for head in range(len(self.lengths))] + [len(heads)]
 
 
 def work_of(lengths: Sequence[int], ranges: Ranges | None, block: int | None) -> Work:
-    """The work on equal heads, or on those in ranges.
+    """The work on equal heads, or on heads in ranges.
 
     Args:
         lengths: Slots of each KV head.
-        ranges: Where the slots of heads in flat arrays lie, or None.
+        ranges: The ranges of heads' slots in flat arrays, or None.
         block: As in `Work`.
     """
     heads = len(lengths)
@@ -83,14 +83,14 @@ def work_of(lengths: Sequence[int], ranges: Ranges | None, block: int | None) ->
     return Work(tuple(lengths), ranges.starts, (0,) * heads, block)
 
 
-# Lengths change with every step only until a cache is full.
+# Cached: lengths change with every step only until a cache is full.
 @lru_cache(maxsize=64)
 def params(work: Work, queries: int, mask_columns: int) -> mx.array:
     """The launch's integers, its table and the heads' first lines, int32.
 
     Args:
-        work: Of the launch.
-        queries: L.
+        work: The launch's work.
+        queries: The number of queries L.
         mask_columns: Columns of an array mask, or 0.
     """
     lines = work.lines()

@@ -1,1 +1,1 @@
-"""Kernels that prove themselves on the device where they run, before they are used there."""
+"""Verification of kernels on the device where they run, before they are used there."""

@@ -1,4 +1,4 @@
-"""The attention kernels on a small case, beside the definition."""
+"""The attention kernels on a small case, compared with the definition."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ from mlx_h2o.attention.backends.verification.compared import (
 from mlx_h2o.storage.packed import PackedRows, Rows, dense
 from mlx_h2o.storage.softmax import Mask
 
-#: What the kernels of attention are asked for: the methods of a backend.
+#: The operations of the attention kernels: methods of a backend.
 OPERATIONS = ("attention", "attention_with_scores", "attention_with_mass")
-#: Kernels behind them, whose text a verdict belongs to.
+#: The kernels of these operations, whose text a verdict belongs to.
 KERNELS = ("attention_vector", "attention_merge", "prompt_lse", "prompt_mass")
 
 # A full step of the largest threadgroup (32 simdgroups of 16 slots) and an uneven rest.
 SLOTS = 555
-# From here on a large GPU takes two passes.
+# The number of slots from which a large GPU takes two passes.
 SLOTS_OF_TWO_PASSES = 1100
 LARGE_APPLE_GPU = "applegpu_g13s"
-# Tiles of 64 rows and 64 keys, the last ones not full.
+# Tiles of 64 rows and 64 keys, of which the last ones are partly filled.
 PROMPT, SLOTS_OF_PROMPT = 70, 150
-# A second sequence and a second head, which read with the strides of theirs.
+# Two sequences and two heads, so that the second ones are read with a stride.
 BATCH, HEADS = 2, 2
-# So that few slots have most of the weight, and a wrong logit shows in the output. A prompt's
-# output is MLX's own, which rounds logits to the model's dtype: large ones cost it much.
+# High enough that few slots have most of the weight, and a wrong logit shows in the output. A
+# prompt's output is MLX's own, which rounds logits to the model's dtype: large ones lose much.
 SHARPNESS, SHARPNESS_OF_PROMPT = 3.0, 1.0
 
 
-# What MLX's attention of a prompt may be off, over what ours may.
+# The tolerance for MLX's attention of a prompt, as a multiple of ours.
 MLX_OVER_OURS = 4
 
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """All that decides which text of the attention kernels a call compiles.
+    """All properties that decide which text of the attention kernels a call compiles.
 
     Attributes:
         operation: One of `OPERATIONS`.
-        dtype: Of queries, keys and values.
-        widths: D and Dv.
+        dtype: The dtype of queries, keys and values.
+        widths: The widths D and Dv.
         packing: Bits and group size of keys, then of values; 0 bits are dense rows.
         group: Query heads of a KV head.
         queries: L rounded up to a power of two, or 0 for a prompt's.
         mask: "none", "causal" or an array's dtype.
         sinks: Whether there are attention sinks.
-        ranges: Whether each head's slots lie in a range of flat buffers.
+        ranges: Whether each head's slots are a range of flat buffers.
     """
 
     operation: str
@@ -76,7 +76,7 @@ class AttentionVariant:
     def of(
         cls, operation: str, q: mx.array, k: Rows, v: Rows, options: Options
     ) -> AttentionVariant:
-        """That of a call, whose arguments are those of `mlx_h2o.attention.ops`."""
+        """The variant of a call, whose arguments are those of `mlx_h2o.attention.ops`."""
         L, mask, ranges = q.shape[2], options.get("mask"), options.get("ranges")
         kind = "none"
         if isinstance(mask, mx.array):
@@ -112,11 +112,11 @@ class AttentionVariant:
 
 
 def check(backend: Any, variant: AttentionVariant) -> Error:
-    """Run a backend's attention on small cases, beside the definition on the CPU.
+    """Compare a backend's attention on small cases with the definition on the CPU.
 
     Args:
         backend: A module or an object with the methods of `OPERATIONS`.
-        variant: What to run.
+        variant: The variant to run.
     """
     if not variant.queries:
         return _check(backend, variant, SLOTS_OF_PROMPT)
@@ -128,7 +128,7 @@ def check(backend: Any, variant: AttentionVariant) -> Error:
 
 
 def _large(backend: Any) -> Any:
-    """A backend that shares its work out as a large GPU's does, where it shares work out."""
+    """A backend that shares its work out as on a large GPU, if it shares work out."""
     architecture = getattr(backend, "architecture", None)
     if architecture is None or architecture().startswith("sm_"):
         return backend
@@ -150,11 +150,11 @@ def _check(backend: Any, variant: AttentionVariant, slots: int) -> Error:
 
 
 def operands(variant: AttentionVariant, slots: int) -> tuple[mx.array, Rows, Rows, Options]:
-    """Queries, keys, values and options of a variant, of random numbers that are always the same.
+    """Queries, keys, values and options of a variant, from random numbers that are always the same.
 
     Args:
-        variant: Of the call.
-        slots: Of each head; with ranges the second head has an eighth of them.
+        variant: The variant of the call.
+        slots: Slots of each head; with ranges the second head has an eighth of them.
     """
     rng = np.random.default_rng(slots)
     (D, Dv), G, dtype = variant.widths, variant.group, variant.dtype
@@ -189,7 +189,7 @@ def _stored(rows: mx.array, bits: int, group_size: int) -> Rows:
 
 
 def _mask(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> Mask:
-    """A mask that hides a third of the slots, and everything from one row of many."""
+    """A mask that hides a third of the slots, and all of them in one of many rows."""
     if kind == "none":
         return None
     if kind == "causal":
@@ -207,7 +207,7 @@ def _mask(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> Mask:
 def _expected(
     variant: AttentionVariant, q: mx.array, k: Rows, v: Rows, options: Options
 ) -> list[mx.array]:
-    """What the definition says, in float32."""
+    """The results of the definition, in float32."""
     q, k, v = q.astype(mx.float32), dense(k).astype(mx.float32), dense(v).astype(mx.float32)
     if variant.operation == "attention_with_mass":
         return list(reference.attention_with_mass(q, k, v, **options))

@@ -1,4 +1,4 @@
-"""How far a kernel's outputs are from the definition's, in units of what is tolerated."""
+"""The distance of a kernel's outputs from the definition's, in units of the tolerance."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import numpy as np
 
 
 class Tolerance(NamedTuple):
-    """An error may be absolute + relative * |expected|."""
+    """The tolerated error: absolute + relative * |expected|."""
 
     absolute: float
     relative: float
 
 
-#: Of outputs in a model's dtype, whose numbers are about 1: two to four of its roundings.
+#: For outputs in a model's dtype, whose numbers are about 1: two to four of its roundings.
 OUT = {
     mx.float32: Tolerance(1e-4, 1e-4),
     mx.float16: Tolerance(1e-3, 2e-3),
     mx.bfloat16: Tolerance(8e-3, 1.6e-2),
 }
-#: Of logits and of their log-sum-exp, float32 for every dtype of the operands.
+#: For logits and their log-sum-exp, float32 for every dtype of the operands.
 LOGITS = Tolerance(5e-4, 2e-4)
-#: Of masses and of what a policy accumulates of them: probabilities, many of them small.
+#: For masses and scores made from them: probabilities, many of them small.
 MASS = Tolerance(1e-6, 2e-3)
-#: Of what must be the same.
+#: For outputs that must be equal.
 EXACT = Tolerance(0.0, 0.0)
 
 
 class Pair(NamedTuple):
-    """An output of a kernel, what the definition says of it, and how near they must be."""
+    """An output of a kernel, the definition's, and their tolerance."""
 
     found: mx.array
     expected: mx.array
@@ -39,11 +39,11 @@ class Pair(NamedTuple):
 
 
 class Error(NamedTuple):
-    """The worst of a check.
+    """The largest error of a check.
 
     Attributes:
-        size: In units of what is tolerated; above 1 it is too much.
-        where: Which output, and what is wrong with it; empty where all is equal.
+        size: The error in units of the tolerance; above 1 it is too large.
+        where: The output with the error, and what is wrong with it; empty if all is equal.
     """
 
     size: float
@@ -56,7 +56,7 @@ class Error(NamedTuple):
 
 
 def worst(pairs: Mapping[str, Pair]) -> Error:
-    """The largest error among outputs, by their names."""
+    """The largest error among outputs, given by name."""
     return max((error(name, pair) for name, pair in pairs.items()), key=lambda e: e.size)
 
 

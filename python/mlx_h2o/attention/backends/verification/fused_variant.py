@@ -1,4 +1,4 @@
-"""All that decides which texts a fused step compiles."""
+"""All properties that decide which texts a fused step compiles."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from mlx_h2o.storage.packed import Packing
 KERNELS = ("overwrite", "attention_vector", "attention_merge", "kept_keys", "update")
 
 
-#: Runs small steps of a variant beside the definition, with settings like a layer's.
+#: A function that compares small steps of a variant, with settings like a layer's, with the
+#: definition.
 Proof = Callable[["FusedVariant", CacheSettings], Error]
 
 
 class Form(NamedTuple):
-    """A layer's part of it (`CacheSettings.gpu_form`)."""
+    """A layer's part of the variant (`CacheSettings.gpu_form`)."""
 
     score: str
     priority: str
@@ -35,12 +36,12 @@ class Form(NamedTuple):
 
 
 class FusedVariant(NamedTuple):
-    """A layer's form, and what its rows and calls are like.
+    """A layer's form, with the types of its rows and calls.
 
     Attributes:
-        form: Of the layer, the attributes of `Form`.
-        dtype: Of keys and values.
-        widths: D and Dv.
+        form: The layer's form, the attributes of `Form`.
+        dtype: The dtype of keys and values.
+        widths: The widths D and Dv.
         group: Query heads of a KV head.
         heads: KV heads where a layer's heads decide together, else 0.
         sinks: Whether there are attention sinks.
@@ -57,11 +58,11 @@ class FusedVariant(NamedTuple):
     def of(
         cls, settings: CacheSettings, call: AttentionCall, keys: mx.array, values: mx.array
     ) -> FusedVariant:
-        """That of a step; asked at every step.
+        """The variant of a step; computed at every step.
 
         Args:
-            settings: Of the layer, whose policy has kernels.
-            call: Its queries `[B, Hq, 1, D]` and sinks.
+            settings: The settings of a layer, whose policy has kernels.
+            call: The call, with queries `[B, Hq, 1, D]` and sinks.
             keys: `[B, H, 1, D]`.
             values: `[B, H, 1, Dv]`.
         """

@@ -1,9 +1,9 @@
-"""Verdicts on kernel variants: asked once, kept for the next process, told where they are bad.
+"""Verdicts on kernel variants: checked once, kept for later processes, reported if negative.
 
-A verdict belongs to a device, a system, a version of MLX and the kernels' text; where one of them
-is another, the variant is checked anew. It is kept in a file of its own in the user's cache folder.
-While a check runs, the file says so: a process that a kernel took down leaves that behind, and the
-next one does without the kernel.
+A verdict belongs to a device, a system, a version of MLX and the kernels' text; if one of them
+differs, the variant is checked anew. It is kept in a file of its own in the user's cache folder.
+While a check runs, the file says so: if a kernel ends the process, that entry remains, and the next
+process does without the kernel.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from mlx_h2o._utils.files import cache_folder, replacing
 from mlx_h2o.attention import tracing as transformations
 from mlx_h2o.attention.backends.verification.compared import Error
 
-#: The variable that says when kernels are checked, and what it may be.
+#: The environment variable that says when kernels are checked, and its values.
 VARIABLE = "MLX_H2O_VERIFY"
 ALWAYS, ONCE, NEVER = MODES = ("always", "once", "never")
 
 
 def mode() -> str:
-    """When kernels are checked, as the environment says: `once` unless it says otherwise.
+    """When kernels are checked, by the environment variable: `once` by default.
 
     Raises:
-        ValueError: It says what there is not.
+        ValueError: The variable has another value.
     """
     said = os.environ.get(VARIABLE) or ONCE
     if said not in MODES:
@@ -47,11 +47,11 @@ class Verdict:
     """Whether a variant may be used on a device.
 
     Attributes:
-        variant: In words.
-        held: Whether it may.
-        why: Why not; or what its largest error was, or that nothing was checked.
-        error: The largest, in units of what is tolerated.
-        seconds: That the check took, compiling included.
+        variant: The variant's name.
+        held: Whether it may be used.
+        why: The reason against it; or its largest error, or that nothing was checked.
+        error: The largest error, in units of the tolerance.
+        seconds: The time of the check, compiling included.
     """
 
     variant: str
@@ -61,7 +61,7 @@ class Verdict:
     seconds: float = 0.0
 
 
-# How a verdict's parts are read from a file.
+# Functions that read a verdict's parts from a file.
 _KINDS: dict[str, Callable[[Any], Any]] = {
     "variant": str,
     "held": bool,
@@ -72,12 +72,12 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 class Verdicts:
-    """What is known of the variants on one device.
+    """The verdicts on variants on one device.
 
     Args:
-        device: What names it.
-        text: The text that kernels of these names are compiled from.
-        folder: Where verdicts are kept; the user's cache folder by default.
+        device: The function that names the device.
+        text: The function that gives the text of a kernel by its name.
+        folder: The folder for verdicts; the user's cache folder by default.
     """
 
     def __init__(
@@ -95,21 +95,21 @@ class Verdicts:
     def usable(
         self, variant: Hashable, kernels: tuple[str, ...], check: Callable[[], Error]
     ) -> bool:
-        """Whether a variant may be used; checked at its first use.
+        """Whether a variant may be used; it is checked at its first use.
 
         Args:
-            variant: What is asked about; `str` of it names it.
-            kernels: The names of those that it launches.
-            check: Runs it beside the definition.
+            variant: The variant; `str` of it is its name.
+            kernels: The names of the kernels that it launches.
+            check: The function that compares it with the definition.
 
         Raises:
-            ValueError: The environment asks for what there is not.
+            ValueError: The environment variable has an unknown value.
         """
         known = self._known.get(variant)
         if known is not None:
             return known.held
         if getattr(self._here, "checking", False):
-            return True  # the check itself asks
+            return True  # the call comes from the check itself
         with self._lock:
             known = self._known.get(variant)
             if known is None:
@@ -123,22 +123,22 @@ class Verdicts:
     def checked(
         self, variant: Hashable, kernels: tuple[str, ...], check: Callable[[], Error]
     ) -> Verdict:
-        """Check a variant now, whatever was known of it.
+        """Check a variant now, whatever earlier verdicts say.
 
         Args:
-            variant: What is checked, as `usable` names it.
+            variant: The variant, as in `usable`.
             kernels: The names of its kernels' files.
-            check: Runs the small case; its greatest error.
+            check: The function that runs the small case and returns its largest error.
         """
         with self._lock:
-            self._known.pop(variant, None)  # or a bad one would have the check do without it
+            self._known.pop(variant, None)  # a negative one would keep the check from running it
             verdict = self._check(str(variant), kernels, check)
             self._known[variant] = verdict
         return verdict
 
     @property
     def refused(self) -> list[Verdict]:
-        """Variants that are not used here: of this process, and of those before it."""
+        """Variants not used on this device, by verdicts of this process and of earlier ones."""
         met = {verdict.variant: verdict for verdict in self._kept() + self.all}
         return [verdict for verdict in met.values() if not verdict.held]
 
@@ -148,7 +148,7 @@ class Verdicts:
         return list(self._known.values())
 
     def _kept(self) -> list[Verdict]:
-        """The verdicts of this device, system, MLX and text that are kept."""
+        """The kept verdicts of this device, system, MLX and text."""
         found = []
         for path in sorted(self._where.glob("*.json")):
             names = _content(path)
@@ -160,7 +160,7 @@ class Verdicts:
     def _decided(
         self, variant: str, kernels: tuple[str, ...], check: Callable[[], Error]
     ) -> Verdict | None:
-        """The verdict on a variant that this process has not met; None: it cannot be had now."""
+        """The verdict on a variant new to this process; None if it cannot be checked now."""
         when = mode()
         if when == NEVER:
             return Verdict(variant, True, f"not checked ({VARIABLE}={NEVER})")
@@ -168,12 +168,12 @@ class Verdicts:
         kept = _read(path) if when == ONCE else None
         if kept is not None:
             return kept
-        if transformations.tracing():  # nothing may be evaluated, so MLX's operations are traced
+        if transformations.tracing():  # nothing can be evaluated: use MLX's operations
             return None
         return self._check(variant, kernels, check)
 
     def _check(self, variant: str, kernels: tuple[str, ...], check: Callable[[], Error]) -> Verdict:
-        """Run a check, and keep its verdict."""
+        """Run a check and keep its verdict."""
         path = self._path(variant, kernels)
         named = {"variant": variant, "kernels": kernels, "device": self._device()}
         _write(path, {**named, "checking": os.getpid()})
@@ -182,10 +182,10 @@ class Verdicts:
         try:
             error = check()
             held, why, size = error.held, error.where, error.size
-        except Exception as raised:  # whatever a compiler or a device says
+        except Exception as raised:  # any error of a compiler or a device
             first = str(raised).strip().partition("\n")[0][:300]
             held, why, size = False, f"raised {type(raised).__name__}: {first}", float("inf")
-        except BaseException:  # broken off: nothing is known
+        except BaseException:  # interrupted: there is no verdict
             path.unlink(missing_ok=True)
             raise
         finally:
@@ -195,7 +195,7 @@ class Verdicts:
         return verdict
 
     def _tell(self, verdict: Verdict) -> None:
-        """Warn of the first variant that is not used; `describe` and `doctor` tell all."""
+        """Warn about the first variant that is not used; `describe` and `doctor` list all."""
         if verdict.held or self._warned:
             return
         self._warned = True
@@ -208,7 +208,7 @@ class Verdicts:
         )
 
     def _path(self, variant: str, kernels: tuple[str, ...]) -> Path:
-        """Where the verdict on a variant is kept."""
+        """The path of the verdict on a variant."""
         parts = [self._device(), _system(), version("mlx"), variant, *map(self._text, kernels)]
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
         return self._where / f"{digest}.json"
@@ -223,7 +223,7 @@ def _system() -> str:
 
 
 def _read(path: Path) -> Verdict | None:
-    """A verdict that was kept, or None."""
+    """A kept verdict, or None."""
     kept = _content(path)
     if isinstance(kept.get("checking"), int):
         if _alive(kept["checking"]):
@@ -236,7 +236,7 @@ def _read(path: Path) -> Verdict | None:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """What a file holds, or nothing."""
+    """The content of a file, or nothing."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -245,7 +245,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _alive(process: int) -> bool:
-    """Whether a process runs, this one aside, which would not ask."""
+    """Whether another process runs; False for this one."""
     if process == os.getpid():
         return False
     try:
@@ -258,7 +258,7 @@ def _alive(process: int) -> bool:
 
 
 def _write(path: Path, content: dict[str, object]) -> None:
-    """Keep something; where nothing can be kept, the next process checks again."""
+    """Write a file; if that fails, the next process checks again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
