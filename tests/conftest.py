@@ -80,3 +80,14 @@ def no_measurements_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     """Nor does what the tests' user broke off; tests that are broken off leave nothing there."""
     folder = tmp_path / "unfinished"
     monkeypatch.setattr("mlx_h2o.cli.evaluation_output.cache_folder", lambda: folder)
+
+
+@pytest.fixture
+def one_operation_at_a_time():
+    """MLX waits for what is under way before it takes more memory, on a busy machine as on an idle.
+
+    Without, a machine that is slow to free what is done with peaks by a third higher.
+    """
+    before = mx.set_memory_limit(1)
+    yield
+    mx.set_memory_limit(before)

@@ -11,6 +11,8 @@ from mlx_h2o.cli import main
 from mlx_h2o.model_caches.memory_plan import MARGIN, OF_PHONE, PHONE, MemoryPlan
 from tiny_models import tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_operation_at_a_time")
+
 STORES = [
     {"max_size": 256},
     {"max_size": 256, "bits": 4, "group_size": 32},

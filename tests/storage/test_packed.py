@@ -257,17 +257,6 @@ def test_max_bytes_holds_more_packed_tokens():
     assert sizes[0] < sizes[1] < sizes[2]
 
 
-@pytest.fixture
-def one_operation_at_a_time():
-    """MLX waits for what is under way before it takes more memory, on a busy machine as on an idle.
-
-    Without, a machine that is slow to free what is done with peaks by a third higher.
-    """
-    before = mx.set_memory_limit(1)
-    yield
-    mx.set_memory_limit(before)
-
-
 def peak_of_a_prompt(policy: str, packing: dict[str, int]) -> int:
     """Most bytes while chunks of a prompt are read, the later ones far beyond the budget."""
     cache = H2OKVCache(1024, policy=policy, **packing)
