@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -242,10 +243,17 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return made
 
 
-def take_sigterm() -> None:
-    """Let SIGTERM be Ctrl-C, in the main thread."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _interrupted)
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM be Ctrl-C in the main thread, and restore its handler afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _interrupted(*_: Any) -> None:

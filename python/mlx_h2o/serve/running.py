@@ -30,7 +30,7 @@ from mlx_h2o.serve.listening import (
     Server,
     bound_socket,
     say_address,
-    take_sigterm,
+    sigterm_interrupts,
 )
 from mlx_h2o.serve.metrics import Metrics
 from mlx_h2o.serve.served_model import ServedModel
@@ -94,9 +94,12 @@ def serve(
 
     def run(host: str, port: int, provider: ServedModel, **_: Any) -> None:
         if mx.distributed.init().rank() == 0:
-            take_sigterm()
-            # Before there are threads: what cannot be listened on is an error at once.
-            with bound_socket(host, port) as listening, generating(provider, settings) as generator:
+            # The socket comes before any thread: an address that is in use is an error at once.
+            with (
+                sigterm_interrupts(),
+                bound_socket(host, port) as listening,
+                generating(provider, settings) as generator,
+            ):
                 listen(host, listening, generator, settings, ready)
             return
         with generating(provider, settings) as generator:
