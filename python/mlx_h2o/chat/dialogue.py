@@ -40,7 +40,7 @@ class Dialogue:
         make_cache: Makes the caches of a new conversation.
         system: The system prompt, if any.
         rules: The rules that pin parts of each turn as it comes; roles and texts must be in the
-          first turn that has them.
+            first turn that has them.
         carry: The weight of past attention in each new turn (`engine/pins_and_turns.py`).
     """
 

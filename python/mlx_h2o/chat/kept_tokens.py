@@ -69,9 +69,9 @@ class Trace:
         texts: Each token's text, T of them.
         heads: R heads, by layer and then by number.
         dropped_at: `[R, T]` the number of tokens read when a token was found evicted; -1 if it was
-          held to the end.
+            held to the end.
         last_score: `[R, T]` the score that the policy had accumulated for it when last held; NaN if
-          the policy accumulates nothing, or if the prompt's chunk was reduced without it.
+            the policy accumulates nothing, or if the prompt's chunk was reduced without it.
         last_priority: `[R, T]` its priority when last held, with NaN as above; the lowest is
             evicted first.
     """

@@ -5,8 +5,8 @@ replaces. Some have a function of their own, so that a cache never sees their qu
 rows first, so that it cannot tell what they are. The table here lists such modules: while attention
 is routed, their `__call__` is replaced by one that computes the same and lets a cache attend if it
 can; any other cache goes to mlx-lm's own code, untouched. A module is replaced only if its source
-is the one that was read when its entry was written. Otherwise it attends as before: by itself, so that
-policies look at keys only, or to rows that the cache does not know.
+is the one that was read when its entry was written. Otherwise it attends as before: by itself, so
+that policies look at keys only, or to rows that the cache does not know.
 """
 
 from __future__ import annotations
