@@ -62,7 +62,7 @@ def cases() -> Iterator[tuple[str, Parameters]]:
         return {**of_case, **SHAPE, **numbers}
 
     def choices(name: str, policy: Policy) -> Iterator[tuple[str, Parameters]]:
-        # below the least count for a mean, or at it; only some policies use a mean
+        # Below the least count for a mean, or at it; only some policies use a mean.
         for evicted in (15, 16) if policy.uses_evicted_mean else (16,):
             for count in (1, 3):
                 numbers = {"evicted": evicted, "count": count, "scores": "numbers"}

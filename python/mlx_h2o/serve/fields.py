@@ -392,7 +392,7 @@ def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def tool_choice_of(body: Mapping[str, Any], tools: list[dict[str, Any]] | None) -> Any:
-    """"auto", "none", "required", or {"function": {"name": ...}} of one of the tools.
+    """ "auto", "none", "required", or {"function": {"name": ...}} of one of the tools.
 
     Raises:
         ValueError: It is something else.
