@@ -172,8 +172,7 @@ def default_arms(
         policies: Their names, with settings if wanted: `h2o`, `distinct:recent=0.25:evict_every=8`,
             `h2o:bits=4:recent_bits=8`.
         budgets: "uniform" or a profile's path instead of the model's own; with several, ours is
-            made
-            once for each.
+            made once for each.
         bits: Widths of rows for ours beside the chosen width.
         profile: Whether a model without a profile is measured.
 

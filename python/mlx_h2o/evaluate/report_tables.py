@@ -3,8 +3,7 @@
 The report (github.com/AtomGradient/H2OAttnScore, "work in progress") compares mlx-lm's sliding
 window with H2O of averaged |logits|, at equal slots: perplexity of samples of 512 tokens at 256
 slots. Its page shows the figures of `HEADLINE`; the figures of its numbered tables, and the sizes
-at
-which they were measured, were not available when this was written. So each sweep here varies the
+at which they were measured, were not available when this was written. So each sweep here varies the
 quantity in the table's name, at sizes of our own, and its column of the report's figures is empty
 except for the headline.
 """

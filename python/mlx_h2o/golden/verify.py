@@ -133,8 +133,7 @@ def compared(
         golden: The files' arrays.
         tolerances: As in the manifest.
         size: The size of the input numbers; a sum of large ones may cancel, and its absolute error
-            is
-            then of their size.
+            is then of their size.
     """
     worst, differences = 0.0, []
     for name in sorted(set(found) | set(golden)):

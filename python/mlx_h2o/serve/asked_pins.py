@@ -27,8 +27,7 @@ class AskedPins:
         patterns: Regular expressions (`patterns.py`): the whole sentences in which they match.
         spans: Spans of the prompt's tokens, first and one past the last.
         required: Whether a rule that matches nothing is an error; the server's pins for all
-            requests
-            may match nothing.
+            requests may match nothing.
 
     Raises:
         ValueError: One of them is invalid.

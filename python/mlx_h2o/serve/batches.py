@@ -65,8 +65,7 @@ class Answered:
         turn: The answer's name, and how its conversation began.
         tokens: The tokens that its caches have read.
         caches: Its own caches, one for each layer, not copied: they change with the next step.
-            Caches
-            without a bound are those of the whole batch.
+            Caches without a bound are those of the whole batch.
     """
 
     turn: Turn

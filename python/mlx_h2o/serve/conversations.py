@@ -50,8 +50,7 @@ class Idle:
         shrunk: Whether it was made smaller.
         turns: The answers that ended here: several, if clients got the same one.
         unsaved: Whether its turn is noted in the sessions' folder, and these caches have still to
-            be
-            written there.
+            be written there.
         told: Whether its client was sent all of the last answer. Once a turn's caches are in their
             file, the previous turn's are removed; but a client that does not know of the later turn
             continues from the previous one.
@@ -408,9 +407,10 @@ def _undone(
 
 
 def _only_file(ticket: Ticket | None) -> bool:
-    """Whether nobody notes a conversation's turn: it belongs to no request, or its prompt has
-    images,
-    whose tokens do not suffice to compute its caches again."""
+    """Whether nobody notes a conversation's turn: it has no request, or its prompt has images.
+
+    Images' tokens do not suffice to compute its caches again.
+    """
     return ticket is None or ticket.said is None
 
 

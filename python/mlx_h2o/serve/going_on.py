@@ -114,8 +114,7 @@ class GoingOn:
             self._transcripts.add(text, place.key)
         if not goes_on and prompt is not None:
             # The chat template leaves out some of the answer, such as thoughts: the next turn
-            # continues
-            # from this turn's prompt.
+            # continues from this turn's prompt.
             place, texts = prompt, []
         sessions, turn = self._conversations.sessions, ticket.turn
         if sessions is None or not place.key:

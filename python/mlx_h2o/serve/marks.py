@@ -33,8 +33,7 @@ class Mark:
         """Whether caches with this mark may serve a prompt with another mark.
 
         The pins among a prompt's first tokens decide which other tokens were evicted, so they must
-        be
-        the same; and pins on later tokens have taken their room already.
+        be the same; and pins on later tokens have taken their room already.
 
         Args:
             wanted: The prompt's mark.

@@ -91,8 +91,7 @@ class Member:
     Attributes:
         ticket: The ticket of its request.
         base: The caches that it was given, which its batch copied; None if they were released
-            because
-            their bytes were needed.
+            because their bytes were needed.
         known: The number of tokens that `base` holds.
         segments: Its prompt in the pieces in which it is read; the last has one token.
         sampler: The sampler of its tokens; None means the batch's.

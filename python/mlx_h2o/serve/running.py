@@ -85,8 +85,7 @@ def serve(
 
     Raises:
         ValueError: mlx-lm is too old for our subclasses, or several processes that share the model
-            do
-            not support a setting.
+            do not support a setting.
     """
 
     _require_mlx_lm(mlx_lm.__version__)

@@ -24,8 +24,8 @@ class ServedModel(ModelProvider):  # type: ignore[misc]
     Attributes:
         loaded: Set once the model is loaded, or cannot be.
         failure: Why it cannot be loaded, or None.
-        measures: Whether a model without a profile is measured before any request
-            is answered (`calibration/first_use.py`), so that none waits for it.
+        measures: Whether a model without a profile is measured before any request is answered
+            (`calibration/first_use.py`), so that none waits for it.
     """
 
     def __init__(self, cli_args: Any):

@@ -208,8 +208,7 @@ class Sessions:
             before = self.saved.get(path)
             self.saved[path] = Saved(own, key, path, before is not None and before.cached)
             # The previous turn stays, since the client may never hear of this one, and so do the
-            # caches
-            # of an earlier turn, until those of this one are written.
+            # caches of an earlier turn, until those of this one are written.
             for earlier in self._earlier(own, key)[:-1]:
                 if not earlier.cached:
                     self.forget(earlier)

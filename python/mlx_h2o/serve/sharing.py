@@ -1,9 +1,9 @@
 """A server whose model's heads several processes share (`mlx.launch`).
 
 Rank 0 listens; the others follow it step by step. Each holds the caches of its own KV heads, and
-all
-must do the same with them at the same time, since every layer of the model waits for the others.
-So anything that one rank would decide by its own bytes, its own files or a click is refused.
+all must do the same with them at the same time, since every layer of the model waits for the
+others. So anything that one rank would decide by its own bytes, its own files or a click is
+refused.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ class Ends(list[int]):
         """The number of tokens that lie wholly before a character.
 
         A token that completes no character (a part of one, or a token that is not shown) belongs to
-        the
-        text that follows it.
+        the text that follows it.
         """
         return next((i + (end == cut) for i, end in enumerate(self) if end >= cut), len(self))
 

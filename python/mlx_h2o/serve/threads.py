@@ -1,8 +1,7 @@
 """Threads beside asyncio's loop, and waiting until the system has ended them too.
 
 MLX frees a thread's data after Python's part of that thread is over, and takes Python's lock for
-it.
-Before Python 3.13 `join` returns earlier than that, and if the interpreter ends meanwhile, the
+it. Before Python 3.13 `join` returns earlier than that, and if the interpreter ends meanwhile, the
 process aborts ("terminate called without an active exception").
 """
 

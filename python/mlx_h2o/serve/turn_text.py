@@ -87,8 +87,7 @@ class TurnText:
         """The tokens of the text after `characters` characters.
 
         They are the whole prompt's tokens if one begins there, since some tokenizers begin every
-        text
-        with a space.
+        text with a space.
         """
         inner = getattr(self.tokenizer, "_tokenizer", self.tokenizer)
         try:
