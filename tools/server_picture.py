@@ -1,7 +1,7 @@
 """Draw docs/reference/server-page.png: the page of `mlx_h2o serve`, as a browser shows it.
 
-        python tools/server_picture.py                 with SmolLM2-135M
-        python tools/server_picture.py --model M       with another model
+    python tools/server_picture.py                 with SmolLM2-135M
+    python tools/server_picture.py --model M       with another model
 
 Needs Chromium (apt-get install chromium) and playwright (the extra "dev").
 """

@@ -1,4 +1,4 @@
-"""`mlx_h2o chat`: talk with a model in bounded memory."""
+"""`mlx_h2o chat`: chat with a model in bounded memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mlx_h2o.storage.pins import Span
 
 DEFAULT_MAX_KV_SIZE = 512
 PROMPT = "> "
-# Tokens that this share of the heads holds are shown as remembered.
+# Tokens that at least this share of the heads holds are shown as remembered.
 REMEMBERED = 0.5
 DIM, PLAIN = "\033[2m", "\033[0m"
 HELP = """\
@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Talk until there is no more."""
+    """Chat until the user ends it."""
     if args.max_tokens < 1:
         raise ValueError("--max-tokens must be at least 1.")
     if args.seed is not None:
@@ -97,12 +97,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 class Talk:
-    """Lines of the user, and what is answered.
+    """The user's lines, and the replies to them.
 
     Args:
-        dialogue: What is said.
-        args: Of the command.
-        sampler: Chooses tokens.
+        dialogue: The conversation.
+        args: The command's options.
+        sampler: Chooses tokens from logits.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Talk:
         }
 
     def go_on(self) -> None:
-        """Until an end of file, or /quit."""
+        """Read lines until an end of file, or /quit."""
         while True:
             try:
                 line = input(PROMPT).strip()
@@ -148,7 +148,7 @@ class Talk:
         self._commands[name](rest.strip())
 
     def _say(self, line: str) -> None:
-        """One turn; Ctrl-C ends the answer, and the conversation goes on."""
+        """Take one turn; Ctrl-C ends the reply, and the conversation goes on."""
         self._last = line
         speed = 0.0
         replies = self._dialogue.reply(line, self._args.max_tokens, sampler=self._sampler)
@@ -221,14 +221,14 @@ class Talk:
 
 
 def _path(text: str) -> Path:
-    """A file's name as it was typed."""
+    """A file name as the user typed it."""
     if not text:
         raise ValueError("Which file? /save FILE, /load FILE.")
     return Path(text).expanduser()
 
 
 def _told(answer: PinAnswer) -> str:
-    """What became of a pin, in words."""
+    """The result of a pin, in words."""
     parts = []
     for spans, words in (
         (answer.pinned, "pinned"),

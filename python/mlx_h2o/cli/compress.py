@@ -1,4 +1,4 @@
-"""`mlx_h2o compress`: read a document once, keep what it can be rebuilt from, ship the file."""
+"""`mlx_h2o compress`: read a document once, keep the rows that can rebuild it, write a file."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Read twice, keep, write, say how much."""
+    """Read the document twice, keep rows, write them, and report sizes."""
     checks.whole("--room", args.room, 0)
     checks.whole("--chunk", args.chunk, 1)
     require_writable("--out", args.out)
     rules = pin_rules(args)
     text = sys.stdin.read() if str(args.prompt) == "-" else read_text(args.prompt)
     model, tokenizer = load_model(args)
-    if args.profile != "never":  # before there is a bar of another kind
+    if args.profile != "never":  # before a bar of another kind is shown
         profile_at_load(model)
     tokens, messages = prompt_ids(tokenizer, text, args.system)
     pins = spans_for(rules, tokenizer, tokens, messages) if rules else ()
@@ -118,17 +118,17 @@ def compressed(
     tokens: Sequence[int],
     pins: Sequence[Span],
 ) -> list[Any]:
-    """The prompt read twice and cut down, with a bar that says how far it is.
+    """The prompt read twice and cut down, with a progress bar.
 
     Args:
-        args: Of the command.
-        model: That reads.
-        tokenizer: Of the model.
-        tokens: Of the prompt.
-        pins: Spans that are kept whole.
+        args: The command's options.
+        model: The model that reads.
+        tokenizer: The model's tokenizer.
+        tokens: The prompt's tokens.
+        pins: Spans to keep whole.
 
     Raises:
-        ValueError: It cannot be; the message speaks of options.
+        ValueError: The prompt cannot be compressed so; the message names options.
     """
     with progress_bar("reading twice", "tokens") as bar:
         bar(0, 2 * len(tokens))
@@ -152,15 +152,15 @@ def compressed(
 
 
 def prompt_ids(tokenizer: Any, text: str, system: bool) -> tuple[list[int], list[dict[str, str]]]:
-    """The prompt's token ids, and the messages in it where a chat template made it.
+    """The prompt's token ids, and its messages if a chat template made it.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         text: The document.
         system: Whether the document is put into a system message.
 
     Raises:
-        ValueError: There is no text, or no chat template to put it into.
+        ValueError: There is no text, or no chat template for it.
     """
     if not text.strip():
         raise ValueError("The prompt is empty.")

@@ -1,4 +1,4 @@
-"""`mlx_h2o describe`: what a model's cache would bound with some options, and why."""
+"""`mlx_h2o describe`: the bounds of a model's cache with the given options, and the reasons."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Make the cache, and tell."""
+    """Make the cache, and describe it."""
     settings = cache_settings(args, DEFAULT_MAX_KV_SIZE)
     model, _ = load_model(args)
     described = describe(bounded_cache(model, settings))

@@ -96,7 +96,7 @@ def allowed(text: str) -> float:
     """1% or 0.01 as a share.
 
     Raises:
-        ValueError: It is below 0.
+        ValueError: The share is below 0.
     """
     number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     if not 0 <= number < 1:
@@ -127,11 +127,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def report(evaluation: Evaluation, args: argparse.Namespace, made: list[Choice]) -> None:
-    """Print and write what is known, however far it came.
+    """Print and write the results so far.
 
     Args:
-        evaluation: As far as it came.
-        args: Of the command.
+        evaluation: The evaluation, complete or not.
+        args: The command's options.
         made: The points of the curve.
     """
     chosen = recommended(made, args.loss, args.surely)
