@@ -54,7 +54,7 @@ def parser() -> Parser:
     )  # fmt: skip
     made.add_argument(
         "--dtype", choices=DTYPES, action="append",
-        help="of the attention's keys and values (may be given again; default: all)",
+        help="dtype of the attention's rows (may be given again; default: all)",
     )  # fmt: skip
     add_model_option(made)
     made.add_argument(

@@ -204,8 +204,10 @@ def main() -> None:
     parser.add_argument("--max-kv-size", type=int, default=256)
     parser.add_argument("--kv-memory", default="64MB")
     parser.add_argument("--alone", type=int, default=16, help="prompts that are asked alone too")
-    parser.add_argument("--stock-minutes", type=float, help="of mlx-lm's server (default: half)")
-    parser.add_argument("--alone-minutes", type=float, help="of the latter (default: an eighth)")
+    parser.add_argument("--stock-minutes", type=float, help="for mlx-lm's server (default: half)")
+    parser.add_argument(
+        "--alone-minutes", type=float, help="for these prompts (default: an eighth)"
+    )
     parser.add_argument("--port", type=int, default=8791)
     args = parser.parse_args()
     if args.stock_minutes is None:

@@ -33,14 +33,14 @@ PROMPT = "> "
 REMEMBERED = 0.5
 DIM, PLAIN = "\033[2m", "\033[0m"
 HELP = """\
-/pin TEXT    never forget this text, which was said (without TEXT: what you said last)
-/pins        what is pinned
-/unpin       pin nothing any more
-/kept        the conversation; what most of the model's memory has lost is dim, or [in brackets]
+/pin TEXT    never forget this text of the conversation (without TEXT: your last message)
+/pins        list the pins
+/unpin       remove all pins
+/kept        the conversation; tokens that most KV heads have evicted are dim, or [in brackets]
 /turn CARRY  how much of the past counts from here on: 0 (or reset) to 1
 /save FILE   write the conversation's memory
-/load FILE   go on with one that was written
-/clear       begin anew
+/load FILE   go on with a conversation that was saved
+/clear       begin a new conversation
 /quit        or an end of file"""
 
 
@@ -54,13 +54,13 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_options(parser)
-    parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="the system prompt")
     parser.add_argument(
         "--max-tokens", "-m", type=int, default=256, metavar="N",
-        help="of an answer, at most (default: %(default)s)",
+        help="most tokens of an answer (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="of the sampling")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the sampling")
+    parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="top-p of sampling")
     parser.add_argument("--seed", type=int, metavar="N", help="makes sampling reproducible")
     parser.add_argument(
         "--carry", type=typed(checked_carry, "a number from 0 to 1, or reset"), default=1.0,

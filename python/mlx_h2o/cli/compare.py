@@ -94,11 +94,11 @@ def _add_caches(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--bits", type=int, nargs="+", default=[], choices=BITS, metavar="N",
-        help="mlx-h2o with rows of so many bits too, beside the width that its profile chooses",
+        help="add mlx-h2o with rows of N bits, beside the width that its profile chooses",
     )  # fmt: skip
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NAME",
-        help="of all these caches the full one, and those whose names begin so",
+        help="measure only the full cache, and those whose names begin with NAME",
     )  # fmt: skip
     parser.add_argument(
         "--budgets", nargs="+", metavar="FILE",

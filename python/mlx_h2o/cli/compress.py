@@ -53,16 +53,16 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--to", type=typed(memory, "bytes such as 64MB, or a share such as 30%"),
         default=DEFAULT_SIZE, metavar="SIZE",
-        help="what is kept of the prompt may take: 64MB, or 30%% of its 16-bit cache (the default)",
+        help="size of the kept part: 64MB, or 30%% of the prompt's 16-bit cache (the default)",
     )  # fmt: skip
     parser.add_argument(
         "--room", type=int, default=ROOM, metavar="N",
-        help="tokens for which each KV head has room beside it, before anything goes "
+        help="further tokens for which each KV head has room before it evicts any "
         "(default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--kv-bits", type=int, choices=(*BITS, UNPACKED), metavar="N",
-        help=f"pack rows in so many bits; {UNPACKED}: not (default: chosen with the slots)",
+        help=f"bits of packed rows; {UNPACKED}: dense rows (default: chosen with the slots)",
     )  # fmt: skip
     parser.add_argument(
         "--system", action="store_true",

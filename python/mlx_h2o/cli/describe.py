@@ -22,7 +22,7 @@ def add_parser(commands: Any) -> None:
     """Add `describe` to the command's subparsers."""
     parser = commands.add_parser(
         "describe",
-        help="tell what of a model's memory is bounded, and why",
+        help="tell which of a model's caches are bounded, and why",
         description="Makes a model's cache with these options and tells in five lines what is "
         "bounded, how, and what may grow. Nothing is generated.",
     )

@@ -128,7 +128,7 @@ def add_stage_options(parser: argparse.ArgumentParser) -> None:
         help="tokens of a prompt read at once (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)"
+        "--seed", type=int, default=0, metavar="N", help="of all random choices (default: 0)"
     )
 
 

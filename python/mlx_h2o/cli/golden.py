@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=Path("golden"), metavar="DIR",
-        help="where they lie (default: %(default)s)",
+        help="the folder of the vectors (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--backend", choices=("reference", "kernels"), action="append",

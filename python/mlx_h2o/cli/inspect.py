@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
     """Add `inspect` to the command's subparsers."""
     parser = commands.add_parser(
         "inspect",
-        help="show what of a text is remembered",
+        help="show which tokens of a text are remembered",
         description="Read a text within bounded memory and write a page that shows which tokens "
         "each KV head kept, when it dropped the others, and their scores.",
     )

@@ -119,7 +119,7 @@ def add_cache_options(
         help="any other setting of the policy, e.g. --set age_weight=1",
     )
     group.add_argument(
-        "--no-remainder", action="store_true", help="evicted tokens no longer answer together"
+        "--no-remainder", action="store_true", help="keep no remainder of the evicted tokens"
     )
     group.add_argument(
         "--budgets", metavar="FILE", help='"uniform", or a profile (default: the model\'s own)'
@@ -180,8 +180,8 @@ def add_profile_option(group: argparse._ActionsContainer) -> None:
     """Add the option that says whether a model without a profile is measured."""
     group.add_argument(
         "--profile", choices=PROFILES, default=PROFILES[0], metavar="WHEN",
-        help='"never": a size in bytes does not have a model without a profile measured, and no '
-        "frames are made for its packed keys (default: it does, quickly, once)",
+        help='"never": a size in bytes has no model without a profile measured, and fits no key '
+        "scaling for its packed keys (default: it does both, quickly, once)",
     )  # fmt: skip
 
 

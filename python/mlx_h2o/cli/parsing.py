@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:
-    """" did you mean X?" if a known name resembles the given one, else an empty text."""
+    """ " did you mean X?" if a known name resembles the given one, else an empty text."""
     found = difflib.get_close_matches(given, list(known), n=1)
     return f" did you mean {found[0]}?" if found else ""
 

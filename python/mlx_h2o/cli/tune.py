@@ -47,7 +47,7 @@ def add_parser(commands: Any) -> None:
     add_stage_options(parser)
     parser.add_argument(
         "--loss", type=typed(allowed, "a loss such as 1%"), default=0.01, metavar="PART",
-        help="of perplexity that is allowed, against the full cache (default: 1%%)",
+        help="allowed loss of perplexity, against the full cache (default: 1%%)",
     )  # fmt: skip
     parser.add_argument(
         "--surely", action="store_true",
@@ -59,12 +59,12 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--policies", nargs="*", default=[DEFAULT_POLICY], metavar="NAME[:FIELD=VALUE...]",
-        help=f"beside the default with bits chosen by bytes (default: {DEFAULT_POLICY}; there are "
+        help=f"policies beside the default by bytes (default: {DEFAULT_POLICY}; there are "
         f"{', '.join(policy_names())})",
     )  # fmt: skip
     parser.add_argument(
         "--bits", nargs="+", type=int, choices=(*BITS, PLAIN), default=[PLAIN, 6], metavar="N",
-        help=f"widths of these policies' rows; {PLAIN}: as they come (default: {PLAIN} 6)",
+        help=f"widths of these policies' rows; {PLAIN}: dense rows (default: {PLAIN} 6)",
     )  # fmt: skip
     add_profile_option(parser)
     for name, default, text in (

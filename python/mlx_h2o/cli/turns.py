@@ -44,7 +44,9 @@ def add_parser(commands: Any) -> None:
         "past counting, with none of it, and with the fact pinned.",
     )
     add_model_options(parser)
-    parser.add_argument("--text", metavar="FILE", help="what is said besides (default: bundled)")
+    parser.add_argument(
+        "--text", metavar="FILE", help="the conversation's other text (default: bundled)"
+    )
     for name, default, words in (
         ("prompts", PROMPTS, "conversations"),
         ("tokens", TOKENS, "tokens of each"),
