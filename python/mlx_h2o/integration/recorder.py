@@ -50,7 +50,7 @@ class LookingCache(Looking):
         return keys, values
 
     def make_mask(self, N: int, return_array: bool = False, window_size: Any = None) -> Any:
-        """The mask of mlx-lm's own cache."""
+        """The mask, as in mlx-lm's own cache."""
         return mlx_lm_cache.KVCache().make_mask(
             N, return_array=return_array, window_size=window_size
         )
