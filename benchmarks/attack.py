@@ -158,7 +158,7 @@ def question(prompt: str, **fields: Any) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": ANSWER, "temperature": 0} | fields
 
 
-# -- clients that ask for nothing wrong -----------------------------------------------------------
+# -- clients with valid requests ------------------------------------------------------------------
 
 
 def ask_known(
@@ -397,7 +397,7 @@ def send_slowly(server: Server, attacked: Attacked, rng: random.Random) -> None:
             client.close()
 
 
-# -- what looks and what kills --------------------------------------------------------------------
+# -- the observer and the killer ------------------------------------------------------------------
 
 
 def look(server: Server, bound: int, attacked: Attacked) -> None:

@@ -300,7 +300,7 @@ def products_table(found: list[products.Product]) -> Table:
 
 
 def figures_table(figures: list[Figure]) -> Table:
-    """Ratios of times: what bounded memory costs in speed, or gains."""
+    """Ratios of times: the speed that bounded memory costs or gains."""
     table = numbers("ratios", "", "measured", "quietest rounds", "worst case", "better is")
     for f in figures:
         values = (f"{value:.3g}" for value in (f.value, f.quiet, f.worst))

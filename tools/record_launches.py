@@ -217,7 +217,7 @@ def conversations() -> Iterator[dict[str, Any]]:
         }
 
 
-# -- what they launch -----------------------------------------------------------------------------
+# -- their launches -------------------------------------------------------------------------------
 
 
 def launcher(found: list[str]) -> Launcher:

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LOGS = ROOT / "build" / "logs"
 
-#: What each target of `make test-all` proves, by the paths that it depends on.
+#: The content of each target of `make test-all`, by the paths that it depends on.
 AREAS = {
     "test-python": ("python/mlx_h2o/", "tests/", "golden/", "docs/", "benchmarks/", "research/"),
     "test-caches": ("python/mlx_h2o/", "python/src/", "c_api/src/cpu/"),

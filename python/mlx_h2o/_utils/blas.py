@@ -19,7 +19,7 @@ from types import ModuleType
 
 import mlx.core as mx
 
-# "reference" keeps the wheel's own; "openblas", the default, does nothing where there is none.
+# "reference" keeps the wheel's own BLAS; "openblas", the default, needs scipy-openblas32.
 VARIABLE = "MLX_H2O_BLAS"
 OPENBLAS, REFERENCE = "openblas", "reference"
 # The prefix of every function's name in scipy-openblas32.

@@ -76,7 +76,7 @@ def memory_size(name: str, size: Any) -> int | Share:
 
 
 def _share(name: str, part: Any, given: Any) -> Share:
-    """A share in range; `given` is what the caller wrote."""
+    """A share in range; `given` is the caller's text."""
     if not 0 < checks.finite(name, part) <= checks.LARGEST_SHARE:
         raise ValueError(
             f"{name} must be above 0% and at most {checks.LARGEST_SHARE:.0%} of a 16-bit cache; "

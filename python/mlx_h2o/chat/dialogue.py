@@ -165,7 +165,7 @@ class Dialogue:
         pins = bounded_entries(self.cache)[0].pins
         return [self._tokenizer.decode(self.tokens[first:end]) for first, end in pins]
 
-    # -- what is held -----------------------------------------------------------------------------
+    # -- contents ---------------------------------------------------------------------------------
 
     def kept(self) -> list[tuple[str, float]]:
         """Each token's text, and the share of all KV heads that hold it."""
@@ -223,7 +223,7 @@ class Dialogue:
         save_prompt_cache(path, self.cache, {"model": model, TOKENS: said})
 
     def load(self, path: str | Path, model: str) -> None:
-        """Go on with a conversation that `save` wrote, instead of this one.
+        """Continue a conversation that `save` wrote, instead of this one.
 
         Raises:
             ValueError: The file is damaged, or another model's; this conversation is unchanged.

@@ -140,7 +140,7 @@ class Trace:
         }
 
     def html(self) -> str:
-        """The page: the text shaded by what is remembered, per head and at every step."""
+        """The page: the text shaded by the heads that hold each token, per head and step."""
         data = self.as_dict()
         del data["texts"]  # the page's own text contains them
         budgets = [head.budget for head in self.heads]

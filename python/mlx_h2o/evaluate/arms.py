@@ -193,7 +193,7 @@ def default_arms(
     for spec in policies:
         policy, *fields = spec.split(":")
         settings = tuple(setting_of(field) for field in fields)
-        ModelSettings.of(1, policy=policy, **dict(settings))  # raises for what there is not
+        ModelSettings.of(1, policy=policy, **dict(settings))  # raises if it is unknown
         arms.append(Arm(f"{spec}, uniform", policy, True, "uniform", settings))
         arms.append(Arm(f"{spec}, uniform, no remainder", policy, False, "uniform", settings))
     return arms

@@ -34,7 +34,7 @@ FACTS, PERPLEXITY, SPEED = "facts", "perplexity", "speed"
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is measured: the same for every arm.
+    """The protocol of a comparison: the same for every arm.
 
     Attributes:
         model: As in `mlx_h2o.load`.
@@ -107,7 +107,7 @@ class Measuring:
     """The work of a comparison, in jobs: each measures one group of arms, side by side.
 
     Attributes:
-        protocol: What is measured.
+        protocol: The protocol of the measurement.
         groups: Arms that read side by side; each group's facts are asked for in one job, and its
             perplexities are measured in another.
     """
@@ -255,7 +255,7 @@ def compare(
 
     Args:
         arms: The first must be the full cache.
-        protocol: What is measured.
+        protocol: The protocol of the measurement.
         progress: Called with the tokens done and the tokens in all.
         so_far: Earlier measurements of these arms and this protocol; new ones are added to it.
         keep: Called after each new measurement.

@@ -32,7 +32,7 @@ ROWS = tuple(f"{place}.{rows}" for place in ("slots", "recent") for rows in ("ke
 def slots_in_16_bits(
     model: nn.Module, settings: ModelSettings, tokens: int, context: int | None
 ) -> int:
-    """The `max_size` of bounded caches that takes the bytes of so many plain 16-bit tokens.
+    """The `max_size` of bounded caches that takes the bytes of `tokens` plain 16-bit tokens.
 
     Args:
         model: The model that the caches are for.
@@ -52,7 +52,7 @@ def slots_in_16_bits(
 def caches_in_16_bits(
     model: nn.Module, settings: ModelSettings, tokens: int, context: int | None
 ) -> list[Any]:
-    """Bounded caches with the bytes of so many plain 16-bit tokens, bits and slots by the profile.
+    """Bounded caches with the bytes of `tokens` plain 16-bit tokens, bits and slots by the profile.
 
     Args:
         model: The model that the caches are for.

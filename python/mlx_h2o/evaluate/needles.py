@@ -46,7 +46,7 @@ class Needle:
 
 
 def kinds_of(stage: Stage) -> tuple[str, ...]:
-    """The kinds that a model can be asked for."""
+    """The kinds of needles that a model can be asked for."""
     return KINDS if stage.form == CLOZE else tuple(k for k in KINDS if k not in CLOZE_KINDS)
 
 

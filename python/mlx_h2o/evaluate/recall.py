@@ -97,7 +97,7 @@ def secret_number(rng: random.Random) -> Fact:
 
 @dataclass(frozen=True)
 class Form:
-    """How facts are told, asked for and counted as known.
+    """The form in which facts are told, asked for and counted as known.
 
     Attributes:
         fact: Makes a fact.

@@ -77,7 +77,7 @@ class _Trial(Looking, mlx_lm_cache.KVCache):
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         self.sharers += 1
         self.query_heads = self.query_heads or call.q.shape[1]
-        # Latent rows are keys and values at once where they are attended to as they are.
+        # Latent rows attended to unchanged are keys and values at once.
         self.derived |= keys is values or not (self.handed_out(keys) and self.handed_out(values))
         return mx.fast.scaled_dot_product_attention(
             call.q, keys, values, scale=call.scale, mask=call.mask, sinks=call.sinks

@@ -95,7 +95,7 @@ class Service:
         # A path with an extra slash is another path, and is not redirected.
         self._routes.router.redirect_slashes = False
 
-    # -- the door ---------------------------------------------------------------------------------
+    # -- access -----------------------------------------------------------------------------------
 
     async def app(self, scope: Any, receive: Receive, send: Send) -> None:
         """Every request: checks before its endpoint, headers after it; arguments are ASGI's."""
@@ -242,7 +242,7 @@ class Service:
                 logging.warning("Requests have a field %s, with which nothing is done.", name)
         return {IGNORED: ", ".join(names) or "fields with other names"}
 
-    # -- what is told -----------------------------------------------------------------------------
+    # -- reports ----------------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
         """The model, in a list or by its name."""

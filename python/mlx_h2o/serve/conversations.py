@@ -120,7 +120,7 @@ class Conversations:
             stats[kind] = {"n_sequences": len(of_kind), "n_bytes": size}
         return stats
 
-    # -- what mlx-lm's server asks ----------------------------------------------------------------
+    # -- the interface of mlx-lm's server ---------------------------------------------------------
 
     def begin(self, empty: list[Any]) -> None:
         """The next prompt looked up wants caches with the mark of these empty ones."""
@@ -323,7 +323,7 @@ class Conversations:
         except (OSError, ValueError) as error:
             logging.error("A conversation could not be saved: %s", error)
 
-    # -- what is looked at ------------------------------------------------------------------------
+    # -- lookups for the page ---------------------------------------------------------------------
 
     def told(self) -> list[Idle]:
         """The conversations that can be found by an answer's name."""
@@ -359,7 +359,7 @@ class Conversations:
                 logging.error("Changed pins could not be saved: %s", error)
         self.make_room(self.left())
 
-    # -- looking ----------------------------------------------------------------------------------
+    # -- finding ----------------------------------------------------------------------------------
 
     def _longest_before(self, key: bytes) -> Idle | None:
         """The longest entry with these settings that the tokens continue."""
@@ -415,7 +415,7 @@ def _only_file(ticket: Ticket | None) -> bool:
 
 
 def _told_only(tokens: Sequence[int], cache: list[Any], ticket: Ticket) -> list[int]:
-    """An answer's tokens without those of which its client is sent nothing.
+    """An answer's tokens without those that produce no text for its client.
 
     They are taken out of the caches if that is possible: nothing was evicted, or the steps are
     within `undo`. Otherwise they stay, and belong to the conversation like the text before them.

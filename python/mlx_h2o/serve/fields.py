@@ -134,7 +134,7 @@ CALLER = "assistant"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
-# -- which fields there are -----------------------------------------------------------------------
+# -- the known fields -----------------------------------------------------------------------------
 
 
 def check_body(body: Any, names: tuple[str, ...], strict: bool = False) -> list[str]:
@@ -295,7 +295,7 @@ def template_arguments_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"reasoning_effort": effort} | (given or {})
 
 
-# -- what is said ---------------------------------------------------------------------------------
+# -- messages -------------------------------------------------------------------------------------
 
 
 def check_messages(body: Mapping[str, Any]) -> None:
@@ -489,7 +489,7 @@ def label_of(settings: Mapping[str, Any]) -> str:
     return json.dumps(dict(settings), sort_keys=True, default=str)
 
 
-# -- what depends on the model --------------------------------------------------------------------
+# -- checks that depend on the model --------------------------------------------------------------
 
 
 def check_for_model(

@@ -75,7 +75,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         self._answers: dict[Ticket, Answers] = {}  # by the tickets of all admitted requests
         super().__init__(provider, conversations)  # type: ignore[arg-type]
 
-    # -- what a request needs ---------------------------------------------------------------------
+    # -- a request's bytes ------------------------------------------------------------------------
 
     def ticket_for(
         self, settings: Mapping[str, Any], gone: Callable[[], bool], pins: AskedPins
@@ -94,7 +94,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         label = label_of(settings)
         return Ticket(label, settings, self._plans.of(label, settings)[1], pins, gone)
 
-    # -- who is let in ----------------------------------------------------------------------------
+    # -- admission --------------------------------------------------------------------------------
 
     def _next_request(self, timeout: float | None = None) -> Any:
         """The next request whose bytes are free; mlx-lm asks between two steps.
@@ -208,7 +208,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         """The batch of the running requests, if there is one; for the thread that generates."""
         return self._batch() if self._batch is not None else None
 
-    # -- what the batch tells ---------------------------------------------------------------------
+    # -- the batch's reports ----------------------------------------------------------------------
 
     def batched(self, batch: AccountedBatch) -> None:
         """Requests will run in this batch."""
@@ -305,7 +305,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             self._stop = True
         join(self._generation_thread)
 
-    # -- what a handler asks ----------------------------------------------------------------------
+    # -- calls from handlers ----------------------------------------------------------------------
 
     def between_steps(self, do: Callable[[], Any]) -> Any:
         """The result of `do`, called by the thread that generates between two of its steps.

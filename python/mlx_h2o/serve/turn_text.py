@@ -101,7 +101,7 @@ class TurnText:
         return list(self.tokenizer.encode(rest, add_special_tokens=False)) if rest else []
 
     def beyond(self, tokens: Sequence[int]) -> int:
-        """The number of last tokens of which the client is sent nothing.
+        """The number of last tokens that produce no text for the client.
 
         Args:
             tokens: The tokens of the prompt and the answer.

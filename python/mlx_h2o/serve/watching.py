@@ -86,7 +86,7 @@ def require_own_page(origin: str | None, site: str | None, welcome: Callable[[st
 
 
 def got(generator: BoundedGenerator, path: str) -> Told | None:
-    """The result of GET for an endpoint; None for an answer of which nothing can be shown yet.
+    """The result of GET for an endpoint; None for an answer about which nothing is known yet.
 
     Args:
         generator: The server's generator.
