@@ -48,8 +48,8 @@ def add_parser(commands: Any) -> None:
     """Add `chat` to the command's subparsers."""
     parser = commands.add_parser(
         "chat",
-        help="talk with a model within bounded memory",
-        description="Talk with a model whose memory is bounded; /help tells what else can be said.",
+        help="chat with a model within bounded memory",
+        description="Chat with a model whose memory is bounded; /help lists the commands.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
         args.carry,
     )
     sampler = make_sampler(args.temp, args.top_p)
-    print(f"{args.model}; /help tells what else can be said.", flush=True)
+    print(f"{args.model}; /help lists the commands.", flush=True)
     Talk(dialogue, args, sampler).go_on()
 
 

@@ -83,7 +83,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on with what --out holds of the same evaluation, or fail",
+        help="continue the same evaluation from --out, or fail",
     )
     parser.add_argument(
         "--anew", action="store_true", help="measure everything, whatever was left unfinished"

@@ -107,7 +107,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     server.add_argument(
         "--sessions", type=Path, metavar="DIR",
-        help="save conversations there, to go on with after a restart or when memory was short",
+        help="save conversations there, to continue after a restart or when memory was short",
     )  # fmt: skip
     server.add_argument(
         "--sessions-memory", type=typed(size_in_bytes, "bytes such as 2GB"), metavar="SIZE",

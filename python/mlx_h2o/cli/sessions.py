@@ -128,7 +128,7 @@ def remove(args: argparse.Namespace) -> None:
     except BlockingIOError as error:
         raise ValueError(
             f"A server uses {args.folder}: end it first, or give it --sessions-memory or "
-            "--sessions-days, by which it removes what is oldest itself."
+            "--sessions-days, so that it removes the oldest itself."
         ) from error
     size = sum(one.size for one in chosen)
     if args.json:

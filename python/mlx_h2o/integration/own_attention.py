@@ -178,8 +178,7 @@ def warn_if_changed(module: str) -> None:
     if module in TABLE and not any(known.__module__ == module for known in _replaced):
         warnings.warn(
             f"The attention of {module} is another than mlx-h2o knows, so its caches see less of "
-            "it, or only keys (mlx_h2o.describe tells). An mlx-h2o made for this mlx-lm would know "
-            "it.",
+            "it, or only keys (mlx_h2o.describe shows which). Use an mlx-h2o made for this mlx-lm.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -228,8 +227,8 @@ def asked(
         )
     if softcap and not getattr(cache, "knows_softcap", True):
         raise ValueError(
-            "This model caps the logits of its attention softly, which what looks into it here "
-            "does not know: caches, `calibrate` and `compare` do."
+            "This model soft-caps the logits of its attention, which this measurement does not "
+            "support: caches, `calibrate` and `compare` do."
         )
     capped = {"softcap": softcap} if softcap else {}
     out: mx.array = cache.attend(q, keys, values, scale=scale, mask=mask, sinks=None, **capped)

@@ -133,13 +133,13 @@ def weights_for(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> d
     for name, array in weights.items():
         part, _, kind = name.rpartition(".")
         if kind not in _OF_A_PART:
-            raise ValueError(f"The GGUF file has an array that has no place here: {name}.")
+            raise ValueError(f"The GGUF file has an array that is not known here: {name}.")
         if part in _OUTSIDE:
             renamed[f"{_OUTSIDE[part]}.{kind}"] = array
             continue
         block, layer, part = [*part.split(".", 2), "", ""][:3]
         if block != "blk" or part not in _LAYER:
-            raise ValueError(f"The GGUF file has an array that has no place here: {name}.")
+            raise ValueError(f"The GGUF file has an array that is not known here: {name}.")
         if part in heads and _PAIRS_ARE_NEIGHBOURS[config["model_type"]]:
             if array.shape[0] != heads[part] * config["head_dim"]:
                 raise ValueError(

@@ -239,7 +239,7 @@ class Service:
         for name in names:
             if name not in self._warned and len(self._warned) < MOST_WARNED:
                 self._warned.add(name)
-                logging.warning("Requests have a field %s, with which nothing is done.", name)
+                logging.warning("Requests have a field %s, which is ignored.", name)
         return {IGNORED: ", ".join(names) or "fields with other names"}
 
     # -- reports ----------------------------------------------------------------------------------

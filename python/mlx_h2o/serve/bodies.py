@@ -54,7 +54,7 @@ def _no_number(name: str) -> float:
 
 
 def _too_deep() -> str:
-    return f"The body's objects and lists lie more than {MOST_DEPTH} deep in one another."
+    return f"The body's objects and lists are nested more than {MOST_DEPTH} deep."
 
 
 def _check(told: Any) -> None:

@@ -146,7 +146,7 @@ class Conversations:
                 mark(cache, self._wanted)
         except Exception:
             # If the entry found is faulty, the prompt itself can still be read.
-            logging.exception("An idle conversation cannot be gone on with")
+            logging.exception("An idle conversation cannot be continued")
             cache, known = copy.deepcopy(self._empty), 0
         return cache, tokens[known:]
 

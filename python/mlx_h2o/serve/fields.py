@@ -315,7 +315,7 @@ def check_messages(body: Mapping[str, Any]) -> None:
         if not isinstance(role, str):
             raise ValueError(f"{where} needs a role.")
         if role not in roles:
-            raise ValueError(f"{where} has the role {_cut(role)}; {', '.join(sorted(roles))} are.")
+            raise ValueError(f"{where} has the role {_cut(role)}; known: {', '.join(sorted(roles))}.")
         calls = message.get("tool_calls")
         if calls is not None:
             _check_calls(f"{where}.tool_calls", calls)
@@ -342,7 +342,7 @@ def _check_content(where: str, content: Any) -> None:
             if not isinstance(part.get("text"), str):
                 raise ValueError(f"{place} must have a text.")
         elif url is None:
-            raise ValueError(f"{place} has the type {_cut(part['type'])}; text and image_url are.")
+            raise ValueError(f"{place} has the type {_cut(part['type'])}, not text or image_url.")
 
 
 def _check_calls(where: str, calls: Any) -> None:

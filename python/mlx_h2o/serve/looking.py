@@ -203,7 +203,7 @@ def at_half(generator: BoundedGenerator, name: str) -> dict[str, Any]:
     def look() -> dict[str, Any]:
         idle = find(generator, name)
         if any(entry.policy.unit == "layer" for _, entry in bounded_layers(idle.cache)):
-            require_alone('with unit="layer" what would be lost is for all of them to find out.')
+            require_alone('with unit="layer" all of them choose the lost tokens together.')
         cache = copy.deepcopy(idle.cache)
         shrink(cache)
         mx.eval([entry.state for entry in cache])

@@ -306,7 +306,7 @@ class Sessions:
             mark(cache, saved.mark)
             return list(cache)
         except (OSError, ValueError, RuntimeError) as error:
-            logging.warning("Cannot go on with %s: %s", saved.path.name, error)
+            logging.warning("Cannot continue %s: %s", saved.path.name, error)
             self.saved.pop(saved.path, None)
             return None
 
