@@ -315,7 +315,7 @@ def check_messages(body: Mapping[str, Any]) -> None:
         if not isinstance(role, str):
             raise ValueError(f"{where} needs a role.")
         if role not in roles:
-            raise ValueError(f"{where} has the role {_cut(role)}; known: {', '.join(sorted(roles))}.")
+            raise ValueError(f"{where} has role {_cut(role)}; known: {', '.join(sorted(roles))}.")
         calls = message.get("tool_calls")
         if calls is not None:
             _check_calls(f"{where}.tool_calls", calls)
