@@ -41,7 +41,7 @@ class Dialogue:
         system: The system prompt, if any.
         rules: The rules that pin parts of each turn as it comes; roles and texts must be in the
             first turn that has them.
-        carry: The weight of past attention in each new turn (`engine/pins_and_turns.py`).
+        carry: How much of the past counts in each new turn (`engine/pins_and_turns.py`).
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class Dialogue:
         return following[1:] if last == following[:1] else following
 
     def begin_turn(self, carry: float | str) -> None:
-        """Set the weight of past attention from here on: a number from 0 to 1, also as text, or
+        """Set how much of the past counts from here on: a number from 0 to 1, also as text, or
         "reset".
 
         Raises:
-            ValueError: The weight is invalid.
+            ValueError: `carry` is invalid.
         """
         new_turn(self.cache, checked_carry(carry))
 

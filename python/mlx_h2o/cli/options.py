@@ -180,8 +180,8 @@ def add_profile_option(group: argparse._ActionsContainer) -> None:
     """Add the option that says whether a model without a profile is measured."""
     group.add_argument(
         "--profile", choices=PROFILES, default=PROFILES[0], metavar="WHEN",
-        help='"never": a size in bytes has no model without a profile measured, and fits no key '
-        "scaling for its packed keys (default: it does both, quickly, once)",
+        help='"never": for a size in bytes, measure no model without a profile, and fit no key '
+        "scaling for its packed keys (default: do both, quickly, once)",
     )  # fmt: skip
 
 

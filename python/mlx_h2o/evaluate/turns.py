@@ -108,7 +108,7 @@ def known_at_last(
         model: An mlx-lm model.
         make_cache: Makes an empty cache.
         task: The conversations.
-        carry: The weight of past attention in each turn (`engine/pins_and_turns.py`).
+        carry: How much of the past counts in each turn (`engine/pins_and_turns.py`).
         pinned: Whether the positions of all conversations' facts are pinned in every one.
         tell: Called with the tokens read since the last call.
     """

@@ -1,7 +1,7 @@
 """Golden 9: conversations of three turns with pins.
 
 They pin tokens before any came (a system prompt), tokens of a later turn, and tokens that are held
-already; some heads are too small for the pins, and in some turns less of the past attention counts.
+already; some heads are too small for the pins, and in some turns less of the past counts.
 """
 
 from __future__ import annotations

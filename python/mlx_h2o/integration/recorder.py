@@ -335,7 +335,7 @@ def trained_context(model: nn.Module, otherwise: int = USUAL_PASS) -> int:
 
     Args:
         model: An mlx-lm model.
-        otherwise: The answer for a model that does not say.
+        otherwise: The result for a model that does not say.
     """
     context = getattr(getattr(model, "args", None), "max_position_embeddings", None)
     return context if isinstance(context, int) and context > 0 else otherwise

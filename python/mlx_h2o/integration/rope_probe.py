@@ -14,7 +14,7 @@ from mlx_h2o.storage.rope import Rope
 
 #: Keys or queries `[1, heads, 1, D]` of one token, of each plain KV cache.
 OneToken = list[mx.array]
-# The second place of the token: no other RoPE agrees over so many positions by chance.
+# The second place of the token: a rotation by so many positions is not the identity by chance.
 FAR = 300
 # The tolerated error of keys computed in bfloat16, as a share of the largest channel.
 TOLERANCE = 0.03

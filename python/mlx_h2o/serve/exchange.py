@@ -239,7 +239,7 @@ class Exchange:
         """The responses of all answers, until the last is complete; the choices grow meanwhile.
 
         Raises:
-            Exception: An answer broke off by it.
+            Exception: The error that broke an answer off.
         """
         asked, left = self._asked, self._asked.answers
         while left:
