@@ -80,7 +80,7 @@ def verify(
         folder: The folder of the files.
         by: The backends; all by default.
         progress: Called with each case's name.
-        every: Of every `every` cases of a group one is replayed.
+        every: One of this many cases of a group is replayed.
         over: Whether to stop for lack of time; verdicts count the cases that were replayed.
 
     Raises:
