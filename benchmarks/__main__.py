@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: what attention, decoding and threads cost on this machine's CPU."""
+"""`python -m benchmarks`: the cost of attention, decoding and threads on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlx_h2o.loading.load import load
 
 FILE_NAME, PICTURE_NAME = "bench.json", "bench.png"
 PARTS = ("attention", "model", "batch", "threads", "products")
-# A chart is made of these.
+# The parts that a chart shows.
 DRAWN = {"attention", "model"}
 ROUNDS, QUICK_ROUNDS = 15, 5
 QUICK_CASES = ((attention.LARGE, 256), (attention.LARGE, 4096), (attention.SHAPES[2], 1024))
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """What understands the command line."""
+    """The parser of the command line."""
     made = Parser(
         prog="benchmarks",
         description="Measure attention against MLX's own and against the machine's read "
@@ -54,7 +54,7 @@ def parser() -> Parser:
     )  # fmt: skip
     made.add_argument(
         "--dtype", choices=DTYPES, action="append",
-        help="of the attention's keys and values (may be given again; default: all)",
+        help="dtype of the attention's rows (may be given again; default: all)",
     )  # fmt: skip
     add_model_option(made)
     made.add_argument(
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace, parts: tuple[str, ...] | list[str]) -> None:
-    """Raise ValueError for what cannot be measured; say what makes figures doubtful."""
+    """Raise ValueError for invalid options; warn of conditions that make figures doubtful."""
     if args.rounds is not None and args.rounds < 1:
         raise ValueError("--rounds must be at least 1.")
     if args.streams < 1:
@@ -185,7 +185,7 @@ def measure_batch(report: Report) -> None:
 
 
 def measure_threads(report: Report) -> None:
-    """What handing out work costs."""
+    """The cost of handing out work."""
     with progress_bar("threads") as told:
         report.threads = threads.measure(report.settings["rounds"], told)
 
@@ -197,7 +197,7 @@ def measure_products(report: Report) -> None:
 
 
 def write_json(report: Report, folder: Path) -> None:
-    """Everything that is measured so far."""
+    """Write everything measured so far."""
     text = json.dumps(report.as_json(), indent=1) + "\n"
     write_kept(folder / FILE_NAME, lambda path: path.write_text(text))
 

@@ -4,19 +4,19 @@
 
 The server gets a bound for its KV memory and a folder for its sessions. At the same time
 
-- clients ask prompts whose answers are known, because each was asked alone before the attack began;
-- clients hold conversations of many turns, and send back what they got;
-- fuzzers change one to three fields of a good request into anything: integers from -10^400 to
+- clients send prompts with known answers: each was sent alone before the attack began;
+- clients hold conversations of many turns, and send back the answers that they got;
+- fuzzers change one to three fields of a valid request into anything: integers from -10^400 to
   10^400, powers of ten and two, NaN, deep lists, texts, null, unknown roles and settings; and send
   bodies that are no JSON, with headers that lie;
 - slow senders stop in the middle of a request's head or body;
 - clients hang up in the middle of an answer;
-- a process looks at the server's bytes all the time;
+- a process checks the server's bytes all the time;
 - the server is killed by SIGKILL every 20 seconds and started again on the same folder.
 
-It fails if a client that asked for nothing wrong gets an error, if an answer differs from the one
-given alone, if a turn that was answered is not found by the next one, if a request gets no answer
-or one in no known form, if the bytes exceed the bound, or if a slow sender is not sent away.
+It fails if a valid request gets an error, if an answer differs from the one given alone, if an
+answered turn is not found by the next one, if a request gets no answer or one in no known form, if
+the bytes exceed the bound, or if a slow sender is not disconnected.
 """
 
 from __future__ import annotations
@@ -49,32 +49,32 @@ from mlx_h2o.policies import policy_names
 
 #: Tokens of each answer, and of a conversation before its client begins another.
 ANSWER, LONGEST_CONVERSATION = 24, 900
-#: Tokens of a turn that its cache need not hold: those after the last step, or behind a stop text.
+#: Tokens of a turn that its cache need not hold: those after the last step, or after a stop text.
 UNCOUNTED = 4
-#: Seconds between two looks at the bytes, two lines of progress, and for one answer.
+#: Seconds between two checks of the bytes, between two lines of progress, and for one answer.
 LOOK_EVERY, TELL_EVERY, PATIENCE = 0.1, 30, 120
-#: Tokens that take long, and seconds after which a client that asked for so many hangs up.
+#: A number of tokens that takes long, and seconds after which a client that asked for it hangs up.
 MANY_TOKENS, HURRY = 500, 10
-#: Seconds after which a sender that is silent must have been sent away.
+#: Seconds after which a silent sender must have been disconnected.
 SLOW_LIMIT = 150
-#: Resident memory beyond the bound that the process may reach: weights, activations, MLX's pool.
+#: Resident memory that the process may use beyond the bound: weights, activations, MLX's pool.
 RESIDENT_SLACK_MB = 1500
 FINDINGS_SHOWN = 20
 
 
 class ServerGone(Exception):
-    """The server was killed while it was asked."""
+    """The server was killed during the request."""
 
 
 @dataclass
 class Attacked:
-    """What happened.
+    """The results of an attack.
 
     Attributes:
-        counts: How often, by what.
-        findings: What must not happen and did.
-        most_bytes: Of running and idle caches at once.
-        most_resident: MB of the server's process.
+        counts: The number of events, by kind.
+        findings: Events that must not happen.
+        most_bytes: The most bytes of running and idle caches at once.
+        most_resident: The most resident MB of the server's process.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -83,7 +83,7 @@ class Attacked:
     most_resident: float = 0.0
 
     def found(self, text: str) -> None:
-        """Note what must not happen."""
+        """Note an event that must not happen."""
         self.findings.append(text)
         tell(f"FOUND: {text}")
 
@@ -92,14 +92,14 @@ class Server:
     """The server's process, which is killed and started again.
 
     Args:
-        command: That starts it.
-        port: Where it listens.
-        log: Of its standard error.
+        command: The command that starts it.
+        port: The port that it listens on.
+        log: The file of its standard error.
     """
 
     def __init__(self, command: list[str], port: int, log: Path):
         self.command, self.port, self.log = command, port, log
-        self.lives = 0  # how often it was started
+        self.lives = 0  # the number of starts
         self.up = threading.Event()
         self.start()
 
@@ -113,7 +113,7 @@ class Server:
         self.up.set()
 
     def kill(self) -> None:
-        """End it without a warning."""
+        """Kill it without a warning."""
         self.up.clear()
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
@@ -121,11 +121,11 @@ class Server:
     def exchange(
         self, method: str, path: str, body: bytes | None = None, patience: float = PATIENCE
     ) -> tuple[int, bytes]:
-        """Ask and read the whole answer.
+        """Send a request and read the whole answer.
 
         Raises:
-            ServerGone: It was killed meanwhile.
-            OSError, HTTPException: It gave no answer.
+            ServerGone: The server was killed meanwhile.
+            OSError, HTTPException: The server gave no answer.
         """
         self.up.wait()
         life = self.lives
@@ -141,10 +141,10 @@ class Server:
 
 
 def answered(server: Server, body: dict[str, Any]) -> dict[str, Any]:
-    """The whole answer to a good completion request.
+    """The whole answer to a valid completion request.
 
     Raises:
-        RuntimeError: It is an error.
+        RuntimeError: The answer is an error.
     """
     status, text = server.exchange("POST", "/v1/completions", json.dumps(body).encode())
     if status != 200:
@@ -154,17 +154,17 @@ def answered(server: Server, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def question(prompt: str, **fields: Any) -> dict[str, Any]:
-    """A good request."""
+    """A valid request."""
     return {"prompt": prompt, "max_tokens": ANSWER, "temperature": 0} | fields
 
 
-# -- clients that ask for nothing wrong -----------------------------------------------------------
+# -- clients with valid requests ------------------------------------------------------------------
 
 
 def ask_known(
     server: Server, known: dict[str, str], attacked: Attacked, rng: random.Random
 ) -> None:
-    """Ask a prompt whose answer is known."""
+    """Send a prompt whose answer is known."""
     prompt, expected = rng.choice(list(known.items()))
     text = answered(server, question(prompt))["choices"][0]["text"]
     attacked.counts["known answers"] += 1
@@ -174,12 +174,12 @@ def ask_known(
 
 @dataclass
 class Conversation:
-    """A client that sends back what it got.
+    """A client that sends back the answers that it got.
 
     Attributes:
-        text: All that was said.
-        tokens: That its last turn's cache must hold.
-        life: Of the server that gave the last answer.
+        text: The whole conversation.
+        tokens: The number of tokens that its last turn's cache must hold.
+        life: The server's start, by number, that gave the last answer.
     """
 
     text: str = ""
@@ -187,13 +187,13 @@ class Conversation:
     life: int = 0
 
     def turn(self, server: Server, attacked: Attacked, rng: random.Random) -> None:
-        """One more turn; the one before must be found."""
+        """Take one more turn; the server must find the previous one."""
         if not self.text or self.tokens > LONGEST_CONVERSATION:
             self.text, self.tokens = f"Conversation {rng.getrandbits(60)}.", 0
         words = SAMPLE_TEXT.read_text(encoding="utf-8").split()
         first = rng.randrange(len(words) - 40)
         asked = f"{self.text} {' '.join(words[first : first + rng.randrange(5, 40)])}"
-        # With a temperature: what is sampled is often not what its text would be tokenised to.
+        # With a temperature: sampled tokens often differ from those of their text.
         answer = answered(server, question(asked, temperature=1.0))
         usage = answer["usage"]
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
@@ -229,7 +229,7 @@ def hang_up(server: Server, attacked: Attacked, rng: random.Random) -> None:
 
 
 def some_integer(rng: random.Random) -> int:
-    """From -10^400 to 10^400, most of them at an edge."""
+    """An integer from -10^400 to 10^400; most are at an edge."""
     base = rng.choice((2, 10))
     power = rng.randrange(401 if base == 10 else 1330)
     return rng.choice((-1, 1)) * base**power + rng.choice((-1, 0, 0, 1))
@@ -267,7 +267,7 @@ SETTINGS = (
 
 
 def fuzzed(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """A path and a request of which some fields were changed."""
+    """A path and a request some of whose fields are changed."""
     chat = rng.random() < 0.4
     body = question("A prompt of a few words.", max_tokens=4)
     if chat:
@@ -288,7 +288,7 @@ def fuzzed(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def written(body: Any) -> bytes:
-    """As JSON, integers of any length too."""
+    """The body as JSON, with integers of any length."""
     sys.set_int_max_str_digits(0)
     return json.dumps(body, ensure_ascii=True).encode()
 
@@ -302,7 +302,7 @@ METHODS = ("GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "BREW")
 
 
 def fuzz(server: Server, attacked: Attacked, rng: random.Random) -> None:
-    """One request that is wrong somewhere."""
+    """Send one request that is wrong somewhere."""
     kind = rng.random()
     method, patience = "POST", PATIENCE
     if kind < 0.85:
@@ -332,14 +332,14 @@ def fuzz(server: Server, attacked: Attacked, rng: random.Random) -> None:
 
 
 def wants_much(body: dict[str, Any]) -> bool:
-    """Whether a request may rightly be answered by more tokens than there is time for."""
+    """Whether a correct answer may need more tokens than there is time for."""
     names = ("max_tokens", "max_completion_tokens")
     counts = [body[name] for name in names if name in body]
     return any(count is None or (type(count) is int and count > MANY_TOKENS) for count in counts)
 
 
 def is_openai_error(text: bytes) -> bool:
-    """Whether an answer is an error as OpenAI's clients read it."""
+    """Whether an answer is an error in the format that OpenAI's clients read."""
     try:
         return isinstance(json.loads(text)["error"]["message"], str)
     except (ValueError, KeyError, TypeError):
@@ -347,7 +347,7 @@ def is_openai_error(text: bytes) -> bool:
 
 
 def lie(server: Server, attacked: Attacked, rng: random.Random) -> None:
-    """A head that lies about the body."""
+    """Send a head that lies about the body."""
     length = rng.choice(("9" * 5000, "-5", "1e9", "0x10", "18446744073709551616", "12, 13", ""))
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
     server.up.wait()
@@ -369,7 +369,7 @@ def lie(server: Server, attacked: Attacked, rng: random.Random) -> None:
 
 
 def send_slowly(server: Server, attacked: Attacked, rng: random.Random) -> None:
-    """Stop in the middle of a request, and wait to be sent away."""
+    """Stop in the middle of a request, and wait to be disconnected."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n"
     body = head + b'\r\n{"prompt": "'
     server.up.wait()
@@ -397,11 +397,11 @@ def send_slowly(server: Server, attacked: Attacked, rng: random.Random) -> None:
             client.close()
 
 
-# -- what looks and what kills --------------------------------------------------------------------
+# -- the observer and the killer ------------------------------------------------------------------
 
 
 def look(server: Server, bound: int, attacked: Attacked) -> None:
-    """Compare the bytes that the server tells with its bound."""
+    """Compare the bytes that the server reports with its bound."""
     status, text = server.exchange("GET", "/metrics")
     if status != 200:
         attacked.found(f"/metrics gave {status}")
@@ -429,7 +429,7 @@ def repeat(name: str, act: Callable[[], None], end: float, attacked: Attacked) -
 
 
 def kill_often(server: Server, every: float, end: float, attacked: Attacked) -> None:
-    """Kill the server and start it again, until the time is over."""
+    """Kill the server and start it again until the time is over."""
     told = time.monotonic()
     while time.monotonic() < end:
         time.sleep(min(every, max(end - time.monotonic(), 0)))
@@ -454,7 +454,7 @@ def summary(attacked: Attacked) -> str:
 
 
 def attack(server: Server, bound: int, args: argparse.Namespace) -> Attacked:
-    """All of it at once."""
+    """Run all clients at once."""
     attacked = Attacked()
     known = {
         prompt: answered(server, question(prompt))["choices"][0]["text"] for prompt in prompts(8)

@@ -1,8 +1,8 @@
-"""One layer's attention for one token: MLX's, ours in all its forms, and a plain read of as much.
+"""One layer's attention for one token: MLX's, ours in all its forms, and a plain read of equal
+size.
 
-Every call reads keys and values that were last read before more than the caches hold was read,
-as a layer of a large model finds them; small shapes have too few copies for that and are served by
-the last-level cache.
+Between two reads of the same keys and values more is read than the caches hold, as in a layer of a
+large model; small shapes have too few copies for that and are served by the last-level cache.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ COMPOSITE = "mlx-lm, 8 bits"
 
 #: Attention with scores over packed rows.
 PACKED = {EIGHT: Packing(8, 8), FOUR: Packing(4, 4), MIXED: Packing(8, 4)}
-# Of the arms that read packed rows.
+# The packing of each arm that reads packed rows.
 PACKINGS = {**PACKED, COMPOSITE: PACKED[EIGHT]}
 
-# The fused steps; `streaming` without a remainder is what a step costs without any choice.
+# The fused steps; `streaming` without a remainder shows the cost of a step without a choice.
 STEPS = {STEP: ("streaming", False), STEP_H2O: ("h2o", True), STEP_DISTINCT: ("distinct", True)}
 
-# How many times the slots of the others one ragged head has.
+# The ragged head has this many times the slots of each other head.
 RAGGEDNESS = 8
-# Copies of keys and values that an arm goes round, at most.
+# The most copies of keys and values that an arm cycles through.
 MOST_COPIES = 32
 
 
@@ -84,7 +84,7 @@ PACKED_SLOTS = 4096
 
 @dataclass(frozen=True)
 class Case:
-    """One size.
+    """One size of the measurement.
 
     Attributes:
         shape: Heads and widths.
@@ -107,7 +107,7 @@ class Case:
         return (self.shape, self.slots) == (LARGE, PACKED_SLOTS)
 
     def packed_bytes(self, packing: Packing) -> int:
-        """Bytes of keys and values that are stored so."""
+        """Bytes of keys and values stored with this packing."""
         size = self.mx_dtype.size
         row = packing.row_bytes("keys", self.shape.key_width, size)
         row += packing.row_bytes("values", self.shape.value_width, size)
@@ -119,7 +119,7 @@ class Case:
         return dtype
 
     def ragged_lengths(self) -> list[int]:
-        """As many slots in all, `RAGGEDNESS` times as many in the first head as in the others."""
+        """Lengths of the same sum; the first head has `RAGGEDNESS` times as many as each other."""
         others = self.shape.kv_heads - 1
         part = self.shape.kv_heads * self.slots // (others + RAGGEDNESS)
         return [self.shape.kv_heads * self.slots - others * part, *[part] * others]
@@ -127,7 +127,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What a case came to; some arms are missing where there is one KV head or nothing packed."""
+    """The result of a case; some arms are missing with one KV head or without packed rows."""
 
     case: Case
     samples: Samples
@@ -138,7 +138,7 @@ class Result:
         return self.case.nbytes / self.samples.median(READ)
 
     def share_of_bandwidth(self, arm: str) -> float:
-        """Bytes of keys and values per second, over those of the plain read."""
+        """Bytes of keys and values per second, as a share of the plain read's."""
         stored = self.case.packed_bytes(PACKINGS.get(arm, Packing()))
         return self.samples.speed(arm, READ) * stored / self.case.nbytes
 
@@ -167,7 +167,7 @@ class Result:
         }
 
 
-#: What is paid for what: an arm, and the one without it.
+#: The prices: an arm, and the same arm without the feature.
 PRICES = {
     "scores": (SCORES, OFF),
     "mass": (MASS, OFF),
@@ -187,7 +187,7 @@ def measure(case: Case, rounds: int, progress: Progress | None = None) -> Result
 
 
 def arms_of(case: Case) -> dict[str, Arm]:
-    """Everything that is measured for a case, by name."""
+    """Everything measured for a case, by name."""
     shape, dtype = case.shape, case.mx_dtype
     Hk, N = shape.kv_heads, case.slots
     copies = min(MOST_COPIES, 1 + -(-2 * cache_bytes() // case.nbytes))
@@ -197,7 +197,7 @@ def arms_of(case: Case) -> dict[str, Arm]:
     scale = shape.key_width**-0.5
     pairs = [(k + 0, v + 0) for _ in range(copies)]
     mx.eval(q, pairs)
-    # The arms share the copies and go round together, or one would find what another has read.
+    # The arms share the copies and cycle together, or one would find rows that another has read.
     pair = cycle(pairs)
     flat = cycle([(k.reshape(1, Hk * N, -1), v.reshape(1, Hk * N, -1)) for k, v in pairs])
 
@@ -241,7 +241,7 @@ def arms_of(case: Case) -> dict[str, Arm]:
 
 
 def packed_copies(k: mx.array, v: mx.array, packing: Packing) -> Iterator[tuple[Rows, Rows]]:
-    """Packed keys and values, for ever, out of more copies than the caches hold."""
+    """Packed keys and values, endlessly, from more copies than the caches hold."""
     keys = packing.rows("keys", packing.fields("keys", k))
     values = packing.rows("values", packing.fields("values", v))
     copies = min(MOST_COPIES, 1 + -(-2 * cache_bytes() // (keys.nbytes + values.nbytes)))
@@ -272,12 +272,12 @@ def composite(q: mx.array, k: PackedRows, v: PackedRows, *, scale: float) -> mx.
 
 
 def ranges_of(lengths: Sequence[int]) -> Ranges:
-    """Ranges of heads that lie one behind the other."""
+    """Ranges of heads that lie one after the other."""
     return tuple(zip([0, *accumulate(lengths)], lengths, strict=False))
 
 
 def plain_read(nbytes: int) -> Arm:
-    """Seconds that a plain read of so many bytes takes at the rate of one beyond the caches."""
+    """An arm with the seconds that a plain read of `nbytes` takes at the rate beyond the caches."""
     from mlx_h2o import _ext
 
     whole, native = max(256 << 20, 4 * cache_bytes()), probe()

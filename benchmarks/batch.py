@@ -1,4 +1,4 @@
-"""A batch of conversations that decode side by side, by mlx-lm's own BatchGenerator."""
+"""A batch of conversations that decode side by side in mlx-lm's own BatchGenerator."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ H2O = "h2o"
 STREAMING = "streaming, no remainder"
 WINDOW = "mlx-lm's own batch"
 
-# More than anyone decodes: the arms never end by themselves.
+# More tokens than anyone decodes: the arms never end by themselves.
 NO_END = 1 << 30
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """How much is decoded.
+    """The sizes of a measurement.
 
     Attributes:
         streams: Conversations in a batch.
         budget: Slots per KV head on average.
-        prompt: Tokens read before the first is decoded.
+        prompt: Tokens read before the first token is decoded.
         chunk: Prompt tokens processed at a time.
-        slice_steps: Steps of a batch in its turn.
+        slice_steps: Steps of a batch in each turn.
     """
 
     streams: int = 8
@@ -46,7 +46,7 @@ class BatchSizes:
 
 
 def batch_caches(model: nn.Module, budget: int) -> dict[str, MakeCache]:
-    """The caches of one conversation, by the batch's name; mlx-lm's hold as many tokens."""
+    """The caches of one conversation, by the batch's name; mlx-lm's hold as many tokens as ours."""
     default = make_prompt_cache(model, budget)
     heads = [slots for _, entry in entries(default) for slots in getattr(entry, "budgets", [])]
     kept = round(sum(heads) / len(heads))
@@ -72,7 +72,7 @@ def measure(
     rounds: int,
     progress: Progress | None = None,
 ) -> Samples:
-    """Seconds per step of each batch, in slices taken by turns, eviction going on."""
+    """Seconds per step of each batch, in interleaved slices with active eviction."""
     whole: Any = prompt_tokens(tokenizer, sizes.prompt + 16 * sizes.streams).tolist()
     prompts = [whole[16 * i : 16 * i + sizes.prompt] for i in range(sizes.streams)]
     arms = {
@@ -85,7 +85,7 @@ def measure(
 def _started(
     model: nn.Module, prompts: list[list[int]], make: MakeCache, sizes: BatchSizes
 ) -> BatchGenerator:
-    """A batch of which every sequence decodes."""
+    """A batch all of whose sequences decode."""
     generator = BatchGenerator(
         model,
         max_tokens=NO_END,

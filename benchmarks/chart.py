@@ -1,4 +1,4 @@
-"""The benchmark's results as a picture."""
+"""The benchmark's results as a chart."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def of_first_shape(report: Report) -> dict[str, list[attention.Result]]:
 
 
 def over_mlx(report: Report, axes: Any) -> None:
-    """How many times as fast as MLX, by slots."""
+    """Speed over MLX's, by slots."""
     for dtype, results in of_first_shape(report).items():
         speeds = [result.samples.speed(attention.SCORES, attention.MLX) for result in results]
         slots = [result.case.slots for result in results]
@@ -62,7 +62,7 @@ def over_mlx(report: Report, axes: Any) -> None:
 
 
 def of_bandwidth(report: Report, axes: Any) -> None:
-    """Share of the read bandwidth, by slots: attention and, dashed, the step that chooses."""
+    """Share of the read bandwidth, by slots: attention and, dashed, the step with eviction."""
     for dtype, results in of_first_shape(report).items():
         slots = [result.case.slots for result in results]
         for arm, style in ((attention.OFF, "o-"), (attention.STEP_DISTINCT, "o--")):

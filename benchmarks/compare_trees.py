@@ -3,7 +3,7 @@
     python -m benchmarks.compare_trees OLD [NEW] [--rounds 9]
 
 Prints the median time of a step of the embedded model in each, and the median of the rounds'
-ratios: a machine's moods change both runs of a round.
+ratios: a machine's moods affect both runs of a round.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SETTINGS = {
     "h2o, 512 tokens, no remainder": {"policy": "h2o", "max_size": 512, "remainder": False},
     "distinct, 200 tokens": {"policy": "distinct", "max_size": 200},
 }
-# Runs in either checkout, so it keeps to what both have.
+# This runs in either checkout, so it uses only names that both have.
 STEPS = """
 import json, statistics, sys, time
 import mlx.core as mx
@@ -43,7 +43,7 @@ print(json.dumps(medians))
 
 
 def milliseconds(tree: Path) -> list[float]:
-    """Medians of a step, one for each of the settings."""
+    """Medians of a step, one for each setting."""
     command = [tree / ".venv/bin/python", "-c", STEPS, json.dumps(list(SETTINGS.values()))]
     run = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True)
     medians: list[float] = json.loads(run.stdout.splitlines()[-1])

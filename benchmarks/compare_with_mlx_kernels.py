@@ -1,9 +1,9 @@
 """MLX's own attention kernels and ours, side by side on the host harness.
 
-Fetches MLX's macOS wheel with pip, runs the text of its `sdpa_vector` kernels (one and two passes)
-and of ours lane by lane on the same inputs, and prints what each did. Device bytes are those that
-simdgroups request, and, apart, those that are left if caches answered every repetition. Nothing
-here is a time, and no GPU has run it.
+Fetches MLX's macOS wheel with pip, runs the source of its `sdpa_vector` kernels (one and two
+passes) and of ours lane by lane on the same inputs, and prints the counts of each. Device bytes are
+those that simdgroups request, and, separately, those that remain if caches served every repetition.
+Nothing here is a time, and no GPU has run it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from mlx_h2o.attention.backends.gpu import Gpu
 from mlx_h2o.attention.backends.launcher import Launcher
 from tools.wheels import NoWheel, fetch_macos_mlx
 
-# Apple GPUs of a MacBook and of a Studio's size, by which MLX chooses between one and two passes.
+# Apple GPUs of a MacBook and of a Studio; MLX chooses one or two passes by them.
 SMALL, LARGE = "applegpu_g13g", "applegpu_g13d"
 MLX, OURS, EXPORTING = "MLX", "ours", "ours, exporting"
-# What our launches may ask for, of the least bytes that a case can cost.
+# Our launches' bytes may exceed the fewest bytes that a case can cost by this factor.
 MOST_OVER_LEAST = 1.02
 TYPES = {"half": mx.float16, "bfloat": mx.bfloat16, "float": mx.float32}
 
@@ -42,7 +42,7 @@ class Case:
     Attributes:
         sizes: Hq, Hk, L, N, D, Dv of a batch of one.
         type: "half", "bfloat" or "float".
-        gpu: The architecture that both sides are told.
+        gpu: The architecture that both sides assume.
         mask: "", "causal", "boolean" (hides a third) or "additive".
         sinks: Whether there are attention sinks.
     """
@@ -72,7 +72,7 @@ class Case:
 
     @property
     def logit_bytes(self) -> int:
-        """What an export of logits and lse adds."""
+        """The bytes that exporting logits and lse adds."""
         Hq, _, L, N, _, _ = self.sizes
         return 4 * Hq * L * (N + 1)
 
@@ -101,17 +101,17 @@ CASES = (
 
 @dataclass(frozen=True)
 class Measured:
-    """What one side did for a case.
+    """The counts and the error of one side for a case.
 
     Attributes:
-        error: Largest distance from attention in float64 on the same operands.
-        device_bytes: Requested, to be read and written.
-        over_least: The same over the least that the case can cost.
-        distinct_over_least: The same if caches answered whatever a launch requests again.
-        barriers: Over all threadgroups.
-        reductions: Of simdgroups, per key and query row.
-        shuffles: Within simdgroups, per key and query row.
-        threadgroups: Of each launch.
+        error: The largest distance from attention in float64 on the same operands.
+        device_bytes: Requested bytes, read and written.
+        over_least: `device_bytes` over the fewest bytes that the case can cost.
+        distinct_over_least: The same ratio if caches served every repeated request of a launch.
+        barriers: Barriers, over all threadgroups.
+        reductions: Reductions of simdgroups, per key and query row.
+        shuffles: Shuffles within simdgroups, per key and query row.
+        threadgroups: Threadgroups of each launch.
     """
 
     error: float
@@ -199,7 +199,7 @@ def ours(case: Case, operands: Operands, export: int) -> Measured:
     sizes: list[dict[str, int]] = []
 
     def make(**kernel: Any) -> Any:
-        """The harness's kernel, noting how large its buffers are."""
+        """The harness's kernel, which also notes the sizes of its buffers."""
         host = harness.metal_kernel(**kernel)
 
         def call(inputs: list[mx.array], **launch: Any) -> list[mx.array]:
@@ -230,7 +230,7 @@ def ours(case: Case, operands: Operands, export: int) -> Measured:
 def measured(
     case: Case, operands: Operands, out: mx.array, launches: list[Launched], least: int
 ) -> Measured:
-    """What launches did and how right they were."""
+    """The launches' counts, and the error of their output."""
     Hq, _, L, N, _, _ = case.sizes
     counted = [launch.counts for launch in launches]
     device_bytes = sum(counts.device_bytes for counts in counted)
@@ -247,7 +247,7 @@ def measured(
 
 
 def compared(cases: tuple[Case, ...], wheel: Path) -> Iterator[tuple[Case, dict[str, Measured]]]:
-    """Each case with both sides, and ours exporting."""
+    """Each case with both sides, and with ours exporting."""
     for case in cases:
         operands = operands_of(case)
         yield (
@@ -273,7 +273,7 @@ COLUMNS: dict[str, Callable[[Measured], str]] = {
 
 
 def print_row(case: Case, sides: dict[str, Measured]) -> None:
-    """A case as Markdown."""
+    """Print a case as a row in Markdown."""
     for name, side in sides.items():
         cells = [str(case) if name == MLX else "", name]
         cells += [column(side) for column in COLUMNS.values()]
@@ -281,13 +281,13 @@ def print_row(case: Case, sides: dict[str, Measured]) -> None:
 
 
 def print_head() -> None:
-    """The head of the table."""
+    """Print the head of the table."""
     print(" | ".join(["| case", "", *COLUMNS, ""]).rstrip())
     print("|---" * (2 + len(COLUMNS)) + "|")
 
 
 def failures(results: list[tuple[Case, dict[str, Measured]]]) -> list[str]:
-    """Where ours asks for more than it may."""
+    """The cases in which our kernels request more bytes than they may."""
     found = []
     for case, sides in results:
         if sides[OURS].device_bytes > sides[MLX].device_bytes:

@@ -1,9 +1,9 @@
-"""What the GPU kernels move over packed keys and values, counted on the host harness.
+"""The bytes that GPU kernels move over packed keys and values, counted on the host harness.
 
-Prints, as Markdown, attention's device bytes per width of the rows, over the least that it can cost
-and over dense half's, and what one token's append moves; then what a whole decode step of 6-bit
-rows moves by policy, and what a frame for the keys adds. Nothing here is a time, and no GPU has run
-it.
+Prints, as Markdown, attention's device bytes per width of the rows, over the fewest possible bytes
+and over dense half's, and the bytes of one token's append; then the bytes of a whole decode step
+of 6-bit rows by policy, and those that key scaling (`Frame`) adds. Nothing here is a time, and no
+GPU has run it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from mlx_h2o.storage.packed import PackedRows, Rows, dense
 from mlx_h2o.storage.slot_store import NARROW
 
 GPU = Gpu(Launcher(harness.metal_kernel, "metal"), lambda: "applegpu_g13g")
-# Hq, Hk, D: a 4B or 8B model's layer.
+# Hq, Hk, D: a layer of a 4B or 8B model.
 HEADS = (32, 8, 128)
 GROUP = 64
-# Of keys and of values; 16 is half.
+# Bits of keys and of values; 16 is half.
 WIDTHS = ((16, 16), (8, 8), (8, 4), (6, 6), (5, 5), (4, 4), (3, 3), (2, 2))
 
 
 class Moved(NamedTuple):
-    """What attention did: bytes moved, the least there are to move, and its largest error."""
+    """Attention's device bytes, the fewest possible, and its largest error."""
 
     device_bytes: int
     least: int
@@ -48,7 +48,7 @@ def stored(rows: mx.array, bits: int) -> Rows:
 
 
 def attended(slots: int, bits: tuple[int, int], export: int) -> Moved:
-    """One query over so many slots."""
+    """Attention of one query over `slots` slots."""
     Hq, Hk, D = HEADS
     mx.random.seed(0)
     q, k, v = (
@@ -70,7 +70,7 @@ def attended(slots: int, bits: tuple[int, int], export: int) -> Moved:
 
 
 def appended(bits: tuple[int, int]) -> int:
-    """Device bytes of one token's new rows, the folded ones and the remainder."""
+    """Device bytes for one token's new rows, the folded rows and the remainder."""
     _, Hk, D = HEADS
     slots = 64
     heads = tuple(HeadPlan(h * slots, slots, 0, 0, 1, True) for h in range(Hk))
@@ -133,7 +133,7 @@ def stepped(slots: int, policy: Policy, framed: bool) -> list[int]:
 
 
 def print_steps(slots: int) -> None:
-    """The table of whole steps."""
+    """Print the table of whole steps."""
     print("\n| slots, 6/6 bits | policy | overwrite | attention | update | a step | in a frame |")
     print("|---" * 7 + "|")
     for name in ("streaming", "h2o", "distinct", "salient"):

@@ -1,4 +1,4 @@
-"""The figures that this library means to reach, and whether it did. All are ratios of times."""
+"""The target figures of this library, and whether they are reached. All are ratios of times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks import attention, batch, model
 from benchmarks.attention import LARGE
 from benchmarks.measuring import Samples
 
-# From so many slots on, prices of exporting count.
+# Prices of exporting count from this many slots on.
 MANY_SLOTS = 4096
 
 #: Two arms that were measured side by side.
@@ -22,12 +22,12 @@ class Figure:
     """One figure.
 
     Attributes:
-        name: For people.
-        value: What was measured (the median, where several cases tell).
-        quiet: The same from each arm's fastest quarter of rounds.
-        worst: The worst case.
-        bound: What is aimed at.
-        at_least: Whether more is better.
+        name: The figure's name, for people.
+        value: The measured value (the median of several cases).
+        quiet: The same value from each arm's fastest quarter of rounds.
+        worst: The value of the worst case.
+        bound: The target.
+        at_least: Whether the value must be at least the target, instead of at most.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Figure:
 
 
 def at_least(name: str, bound: float, pairs: Sequence[Pair]) -> list[Figure]:
-    """A figure of which more is better: the first arm's time over the second's."""
+    """A figure with a lower bound: the first arm's time over the second's."""
     return [_figure(name, bound, pairs, True)] if pairs else []
 
 
 def at_most(name: str, bound: float, pairs: Sequence[Pair]) -> list[Figure]:
-    """A figure of which less is better: the first arm's time over the second's."""
+    """A figure with an upper bound: the first arm's time over the second's."""
     return [_figure(name, bound, pairs, False)] if pairs else []
 
 
@@ -63,7 +63,7 @@ def attention_figures(results: Sequence[attention.Result]) -> list[Figure]:
     """Speed over MLX, share of the bandwidth, prices."""
 
     def pairs(arm: str, base: str, dtype: str | None = None) -> list[Pair]:
-        """Of all large cases, or of the one of a dtype that speeds are given for."""
+        """The pairs of all large cases, or of the case of one dtype for which speeds are given."""
         return [
             (r.samples, arm, base)
             for r in results

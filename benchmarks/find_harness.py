@@ -1,4 +1,4 @@
-"""The host harness of tests/metal, for benchmarks that count what kernels do there."""
+"""The host harness of tests/metal, for benchmarks that count kernels' operations there."""
 
 import sys
 from pathlib import Path

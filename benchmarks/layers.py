@@ -1,4 +1,4 @@
-"""Layers whose every slot is in use, for fused decode steps of any size without a prompt."""
+"""Layers with every slot in use, for fused decode steps of any size without a prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_h2o.policies import Policy
 from mlx_h2o.storage.packed import Packing, value_lengths
 from mlx_h2o.storage.remainder import Remainder
 
-# Tokens that a layer has seen beyond those it holds.
+# Tokens that a layer has seen beyond those that it holds.
 EVICTED = 1000
 
 
@@ -28,16 +28,16 @@ def full_layer(
     remainder: bool = True,
     packing: Packing | None = None,
 ) -> Callable[[], mx.array]:
-    """A layer that has evicted for long.
+    """A layer that has been evicting for a long time.
 
     Args:
-        policy: Chooses a victim at every step.
+        policy: The policy that chooses a victim at every step.
         keys: `[1, S, D]`; the layer takes its own copy.
         values: `[1, S, Dv]`.
         lengths: Slots of each KV head, S in all.
         q: Queries `[1, Hq, 1, D]` of every step.
-        remainder: Whether evicted tokens answer.
-        packing: How rows are stored; as they come by default.
+        remainder: Whether the evicted tokens form a remainder.
+        packing: The packing of rows; dense by default.
 
     Returns:
         One decode step: its output, to be evaluated.

@@ -1,4 +1,4 @@
-"""What ran the benchmark: the machine, its caches, the kernels' threads, and how busy it was."""
+"""The benchmark's machine: its caches, the kernels' threads, and how busy it is."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, Protocol, cast
 from mlx_h2o.attention.backends import choice
 from mlx_h2o.evaluate.machine import load_average, machine
 
-# Where the system does not tell how large its caches are.
+# The size of the last-level cache where the system does not report it.
 USUAL_CACHE = 64 << 20
-# A core that others keep this busy makes times worth little (ratios a little more).
+# A machine on which others keep this part of a core busy gives useless times (ratios less so).
 BUSY = 0.5
 
 
 class Probe(Protocol):
-    """How fast this machine reads memory and hands out work (benchmarks/native)."""
+    """The speed at which this machine reads memory and hands out work (benchmarks/native)."""
 
     def read_bandwidth(self, bytes: int, *, threads: int) -> float:
-        """Bytes per second of plain reads of so many bytes, on so many threads."""
+        """Bytes per second of plain reads of `bytes` bytes on `threads` threads."""
 
     def job_seconds(
         self, *, pooled: bool, threads: int, jobs: int, items: int, steps: int = 0, gap: int = 0
@@ -29,8 +29,8 @@ class Probe(Protocol):
 
         Args:
             pooled: Whether the kernels' thread pool hands the items out; else one thread does all.
-            threads: Of the pool.
-            jobs: How many are timed.
+            threads: Threads of the pool.
+            jobs: Timed jobs.
             items: Parts of a job.
             steps: Multiplications of an item.
             gap: Multiplications between two jobs.
@@ -41,7 +41,7 @@ def probe() -> Probe:
     """The compiled probe, which only an editable installation has (python/CMakeLists.txt).
 
     Raises:
-        ValueError: It is not installed here.
+        ValueError: The probe is not installed here.
     """
     try:
         return cast(Probe, import_module("mlx_h2o._machine"))
@@ -50,7 +50,7 @@ def probe() -> Probe:
 
 
 def require_kernels() -> None:
-    """Raise ValueError unless the CPU kernels are there."""
+    """Raise ValueError unless the CPU kernels are installed."""
     if choice.cpu() is None:
         raise ValueError(
             "The benchmark measures the CPU kernels, and the extension is not installed here."
@@ -58,7 +58,7 @@ def require_kernels() -> None:
 
 
 def describe() -> dict[str, Any]:
-    """The machine and the kernels' part of it, as JSON types."""
+    """The machine and the kernels' settings, as JSON types."""
     from mlx_h2o import _ext
 
     kernels = {"threads": _ext.threads(), "isa": _ext.isa(), "cache_bytes": cache_bytes()}

@@ -1,4 +1,4 @@
-"""Several things measured side by side: in turns, so that a busy machine is unfair to none of them.
+"""Several arms measured side by side, in turns, so that a busy machine affects all of them alike.
 
 Only ratios within one run mean much on a machine that others use too: every round visits every arm,
 and a ratio is the median over rounds of the ratio within a round.
@@ -17,8 +17,8 @@ Arm = Callable[[], float]
 #: Called with the visits done and the visits in all.
 Progress = Callable[[int, int], None]
 
-# Shorter work is repeated until so many seconds have passed: the clock and a thread's wake-up then
-# hardly count.
+# Shorter work is repeated for at least these seconds: the clock and a thread's wake-up then hardly
+# matter.
 SHORTEST = 1e-3
 
 
@@ -27,7 +27,7 @@ class Samples:
     """Seconds per arm, one number per round.
 
     Attributes:
-        seconds: By arm.
+        seconds: Seconds by arm.
     """
 
     seconds: dict[str, list[float]]
@@ -40,24 +40,24 @@ class Samples:
         return statistics.median(self.seconds[arm])
 
     def ratio(self, arm: str, base: str) -> float:
-        """How many times as long one arm takes as another: the median of the rounds' ratios."""
+        """An arm's time over another's: the median of the rounds' ratios."""
         rounds = zip(self.seconds[arm], self.seconds[base], strict=True)
         return statistics.median(a / b for a, b in rounds)
 
     def speed(self, arm: str, base: str) -> float:
-        """How many times as fast one arm is as another."""
+        """An arm's speed over another's."""
         return self.ratio(base, arm)
 
     def quiet_ratio(self, arm: str, base: str) -> float:
         """The ratio of the arms' lower quartiles.
 
-        Others only ever make a time longer, so this holds where most rounds were disturbed.
+        Other processes only ever make a time longer, so this holds if most rounds were disturbed.
         """
         low = [summary(self.seconds[name])["lower_quartile"] for name in (arm, base)]
         return low[0] / low[1]
 
     def as_json(self) -> dict[str, dict[str, float]]:
-        """Median, quartiles and the fastest round by arm."""
+        """Median, quartiles and the fastest round, by arm."""
         return {arm: summary(seconds) for arm, seconds in self.seconds.items()}
 
 
@@ -79,14 +79,14 @@ def in_turns(
 ) -> Samples:
     """Visit every arm once in every round.
 
-    The order is another one in each round, since the arm after a slow one finds other caches
-    and sleeping threads.
+    The order differs from round to round, since the arm after a slow one finds other data in
+    the caches and sleeping threads.
 
     Args:
-        arms: By name.
-        rounds: At least 1.
-        seed: Of the order.
-        progress: Told after every visit.
+        arms: The arms by name.
+        rounds: The number of rounds, at least 1.
+        seed: The seed of the order.
+        progress: Called after every visit.
 
     Raises:
         ValueError: There is nothing to measure.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.million_steps --steps 1000000
 
-Positions far beyond what the model was trained to see may talk nonsense; they must not break.
+Far beyond the model's trained context the text may be nonsense; the run must not break.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlx_lm.generate import generate_step
 
 import mlx_h2o
 
-#: Parts of the run that are compared.
+#: The number of parts of the run that are compared.
 PARTS = 10
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     prompt = mx.array(tokenizer.encode("The house stood on the cliff, and"))
     steps = generate_step(prompt, model, max_tokens=-1, prompt_cache=cache)
     print(f"{args.steps:,} steps of {args.model}, {args.max_kv_size} slots")
-    # Processor time, unlike the clock's, hardly shows what else the machine does.
+    # Processor time, unlike the clock's, hardly depends on what else runs on the machine.
     print("| steps | processor ms | ms per step | resident MB | KV bytes | logical offset |")
     print("|---:|---:|---:|---:|---:|---:|")
     done, milliseconds, resident, sizes = 0, [], [], []

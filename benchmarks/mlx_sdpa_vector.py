@@ -1,9 +1,9 @@
 """MLX's own attention kernels for few queries, on the host harness.
 
-Their text comes from MLX's macOS wheel (`mlx/backend/metal/kernels/sdpa_vector.h`) as it is; what
-the harness's prelude cannot say is put into its words on the way: function constants, declarations
-of threadgroup memory, attributes. Which kernel runs, on how many threads, is MLX's rule
-(`scaled_dot_product_attention.cpp`), told again here.
+Their source comes unchanged from MLX's macOS wheel (`mlx/backend/metal/kernels/sdpa_vector.h`);
+constructs that the harness's prelude lacks are rewritten for it on the way: function constants,
+declarations of threadgroup memory, attributes. The choice of kernel and of threads is MLX's
+(`scaled_dot_product_attention.cpp`), repeated here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEADER = "include/mlx/backend/metal/kernels/sdpa_vector.h"
 SIMDGROUP = 32
 THREADS = 1024
 
-# Of MLX's utilities, what these kernels use.
+# The part of MLX's utilities that these kernels use.
 UTILITIES = """
 #include <stddef.h>
 template <typename T>
@@ -40,15 +40,15 @@ struct Limits<bfloat> {
 };
 """
 
-# Query heads per KV head for which MLX has a first pass that reads keys and values less often, from
-# so many slots on; and how many of them a simdgroup works for, by width.
+# With this many query heads per KV head, and this many slots, MLX has a first pass that reads keys
+# and values less often; and the query heads of one simdgroup, by width.
 GROUP, GROUP_SLOTS = 8, 8192
 HEADS_PER_SIMDGROUP = {64: 8, 128: 4}
 
 
 @dataclass(frozen=True)
 class Call:
-    """Operands of one attention, as numpy holds them (bfloat as its bits).
+    """The operands of one attention call, as numpy holds them (bfloat as its bits).
 
     Attributes:
         q: `[B, Hq, L, D]`; all operands are contiguous.
@@ -73,10 +73,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch.
+    """A launch of a kernel.
 
     Attributes:
-        counts: What it did.
+        counts: The launch's counts.
         sizes: Bytes of its buffers, by name.
     """
 
@@ -95,7 +95,7 @@ class SdpaVector:
 
     Args:
         wheel: The unpacked wheel.
-        architecture: The Apple GPU that MLX is to find, by whose last letter it decides.
+        architecture: The Apple GPU that MLX assumes; its last letter decides.
     """
 
     def __init__(self, wheel: Path, architecture: str):
@@ -103,7 +103,7 @@ class SdpaVector:
         self._size = architecture[-1]
 
     def __call__(self, call: Call) -> tuple[np.ndarray, list[Launched]]:
-        """out `[B, Hq, L, Dv]` and what each launch counted."""
+        """out `[B, Hq, L, Dv]`, and the counts of each launch."""
         Hq, Hk, N = call.q.shape[1], call.k.shape[1], call.k.shape[2]
         if (self._size in "ds" and N >= 1024) or (Hk < Hq and N >= 4096):
             return self._two_passes(call)
@@ -166,7 +166,7 @@ class SdpaVector:
         return out, [first, last]
 
     def _blocks(self, slots: int, rows: int) -> int:
-        """Over how many simdgroups the first pass spreads a head's keys."""
+        """The number of simdgroups over which the first pass spreads a head's keys."""
         if self._size == "s":
             if slots <= 1024 or rows <= 4:
                 return 64
@@ -191,7 +191,7 @@ class SdpaVector:
         threadgroup: tuple[int, int, int],
         blocks: int = 0,
     ) -> Launched:
-        """Run one kernel; what it writes is in `values` afterwards."""
+        """Run one kernel; its results are in `values` afterwards."""
         constants = {
             "has_mask": call.mask is not None,
             "query_transposed": False,
@@ -227,7 +227,7 @@ class _Parameter:
 
 
 def _of_call(call: Call) -> dict[str, Any]:
-    """The operands by the names of the kernels' parameters; unused ones are there, too."""
+    """The operands by the names of the kernels' parameters, unused ones too."""
     mask, (N, D), Dv = call.mask, call.k.shape[2:], call.v.shape[-1]
     nothing = np.zeros(1, call.q.dtype)
     return {
@@ -250,7 +250,7 @@ def _of_call(call: Call) -> dict[str, Any]:
 
 
 def _in_the_harness_words(header: str, constants: dict[str, bool | int]) -> str:
-    """The header's text without what only Metal's compiler knows."""
+    """The header's source without constructs that only Metal's compiler accepts."""
     text = re.sub(r"#include <metal_\w+>\n|using namespace metal;\n", "", header)
     text = re.sub(
         r"^constant (\w+) (\w+) \[\[function_constant\(\d+\)\]\];",

@@ -1,4 +1,4 @@
-"""A whole model inside a budget: tokens per second while it decodes, and reading a prompt.
+"""A whole model within a budget: tokens per second of decoding, and the time to read a prompt.
 
 Everything goes through mlx-lm's own `generate_step`, with its one token of look-ahead.
 """
@@ -30,9 +30,9 @@ STREAMING = "streaming, no remainder"
 WINDOW = "mlx-lm's RotatingKVCache"
 PLAIN = "mlx-lm's KVCache"
 
-#: Positions that the window keeps of the beginning.
+#: Positions of the beginning that the window keeps.
 WINDOW_KEEP = 4
-# Tokens before the clock starts again: the look-ahead of the arm before, and a warm-up.
+# Tokens before the clock starts again: the previous arm's look-ahead, and a warm-up.
 UNTIMED_TOKENS = 2
 
 MakeCache = Callable[[], list[Any]]
@@ -40,17 +40,17 @@ MakeCache = Callable[[], list[Any]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is decoded and read.
+    """The sizes of a measurement.
 
     Attributes:
         budget: Slots per KV head on average.
-        decode_from: Tokens read before the first is decoded.
-        slice_tokens: Tokens an arm decodes in its turn: few, so that all have had theirs before the
-            machine's mood changes.
+        decode_from: Tokens read before the first token is decoded.
+        slice_tokens: Tokens that an arm decodes in each turn: few, so that all arms have theirs
+            before the machine's load changes.
         slices: Turns in each round of the other measurements.
         prompt: Tokens of the prompt whose reading is timed.
         chunk: Prompt tokens processed at a time.
-        prompt_rounds: How often each arm reads it.
+        prompt_rounds: How often each arm reads the prompt.
     """
 
     budget: int = 512
@@ -100,7 +100,7 @@ def window_cache(model: nn.Module, budget: int) -> list[Any]:
 def measure_decoding(
     model: nn.Module, tokenizer: Any, sizes: Sizes, rounds: int, progress: Progress | None = None
 ) -> Samples:
-    """Seconds per token of each cache, in slices taken by turns, eviction going on."""
+    """Seconds per token of each cache, in interleaved slices with active eviction."""
     prompt = prompt_tokens(tokenizer, sizes.decode_from)
     arms = {
         name: decoding(steps(model, prompt, make(), sizes.chunk), sizes.slice_tokens)
@@ -122,7 +122,7 @@ def measure_prompt(
 
 
 def steps(model: nn.Module, prompt: mx.array, cache: list[Any], chunk: int) -> Iterator[Any]:
-    """Endless decoding, its prompt read."""
+    """Read the prompt, then decode endlessly."""
     generated: Iterator[Any] = generate_step(
         prompt, model, max_tokens=-1, prompt_cache=cache, prefill_step_size=chunk
     )
@@ -161,6 +161,6 @@ def reading(model: nn.Module, prompt: mx.array, make: MakeCache, chunk: int) -> 
 
 
 def prompt_tokens(tokenizer: Any, count: int) -> mx.array:
-    """The first tokens of the bundled text, over again where it ends."""
+    """The first tokens of the bundled text, repeated if it ends."""
     tokens = tokenizer.encode(SAMPLE_TEXT.read_text(encoding="utf-8"))
     return mx.array((tokens * (count // len(tokens) + 1))[:count])

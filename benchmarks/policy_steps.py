@@ -1,9 +1,9 @@
-"""What each policy's choice costs in a fused decode step on the CPU, as a Markdown table.
+"""The cost of each policy's choice in a fused decode step on the CPU, as a Markdown table.
 
     python -m benchmarks.policy_steps [--rounds N] [--heads HQ HK] [--width D]
 
-One thread; the processor's time and not the clock's, so that other processes count little; arms by
-turns; a layer small enough to stay in the caches, so that nothing hides behind memory.
+One thread; processor time instead of the clock's, so that other processes count little; arms in
+turns; a layer small enough to stay in the caches, so that memory hides nothing.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mlx_h2o import _ext, make_policy
 from mlx_h2o.storage.packed import Packing
 
 POLICIES = ("streaming", "h2o", "distinct", "salient")
-#: Beside the others once more, for what chance makes of a ratio.
+#: A second arm of the same policy, which shows the random error of a ratio.
 TWICE = "distinct again"
 SLOTS, BITS = (512, 2048), (None, 6)
 RATIOS = (("salient", "distinct"), (TWICE, "distinct"), ("salient", "h2o"))
 
 
 def arm(policy: str, slots: int, bits: int | None, heads: tuple[int, int], width: int) -> Arm:
-    """A step of a layer whose every slot is in use, and which names a victim."""
+    """A step, with a choice of victim, of a layer whose every slot is in use."""
     Hq, Hk = heads
     keys, values = (mx.random.normal((1, Hk * slots, width)) for _ in range(2))
     q = mx.random.normal((1, Hq, 1, width))

@@ -21,7 +21,7 @@ class Product:
     """One shape.
 
     Attributes:
-        shape: Rows, columns and terms.
+        shape: The product's rows, columns and terms.
         samples: Seconds of a product, by arm.
     """
 
@@ -38,12 +38,12 @@ class Product:
 
 
 def can_be_measured() -> bool:
-    """Whether there are two to choose from."""
+    """Whether there are two BLAS to choose from."""
     return blas.use_openblas()
 
 
 def measure(rounds: int, progress: Progress | None = None) -> list[Product]:
-    """All shapes, by turns.
+    """The products of all shapes, in turns.
 
     Raises:
         ValueError: OpenBLAS cannot be put in the place of MLX's own BLAS here.
@@ -66,7 +66,7 @@ def measure(rounds: int, progress: Progress | None = None) -> list[Product]:
 
 
 def product(shape: tuple[int, int, int], openblas: bool) -> Arm:
-    """An arm: x [rows, terms] by the transpose of w [columns, terms], as a layer has it."""
+    """An arm: x [rows, terms] times the transpose of w [columns, terms], as in a layer."""
     rows, columns, terms = shape
     with mx.stream(mx.cpu):
         x, w = mx.random.normal((rows, terms)), mx.random.normal((columns, terms))

@@ -14,16 +14,16 @@ from benchmarks.measuring import Samples
 from benchmarks.threads import ALONE, POOL, Handing
 
 CellsOf = Callable[[attention.Result], Sequence[str]]
-# The columns that say which case a row is.
+# The columns that identify a row's case.
 CASE = ("heads, KV heads, width", "slots", "dtype")
 
 
 @dataclass
 class Report:
-    """Everything one run measured; parts that were left out are empty or None.
+    """The results of one run; parts that were left out are empty or None.
 
     Attributes:
-        machine: See `machine.describe`.
+        machine: The machine (`machine.describe`).
         settings: The run's options.
         attention: One result a case.
         decoding: Seconds per token.
@@ -43,7 +43,7 @@ class Report:
     products: list[products.Product] = field(default_factory=list)
 
     def figures(self) -> list[Figure]:
-        """What was aimed at, as far as it was measured."""
+        """The figures with targets, as far as they were measured."""
         figures = attention_figures(self.attention)
         if self.decoding and self.prompt:
             figures += model_figures(self.decoding, self.prompt)
@@ -52,7 +52,7 @@ class Report:
         return figures
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as JSON types."""
+        """All results, as JSON types."""
         return {
             "machine": self.machine,
             "settings": self.settings,
@@ -153,7 +153,7 @@ def times_table(results: list[attention.Result]) -> Table:
 
 
 def speeds_table(results: list[attention.Result]) -> Table:
-    """How many times as fast as MLX, and the share of the read bandwidth."""
+    """Speed over MLX's, and the share of the read bandwidth."""
     arms = (attention.OFF, attention.SCORES, attention.STEP_DISTINCT)
     table = numbers(
         "times as fast as MLX, and share of the bandwidth of a plain read",
@@ -175,7 +175,7 @@ def speeds_table(results: list[attention.Result]) -> Table:
 
 
 def prices_table(results: list[attention.Result]) -> Table:
-    """What each thing costs over going without."""
+    """The cost of each feature over going without."""
     table = numbers(
         "how much longer it takes",
         *CASE,
@@ -198,7 +198,7 @@ def prices_table(results: list[attention.Result]) -> Table:
 
 
 def packed_table(results: list[attention.Result]) -> Table:
-    """Milliseconds with scores over dense and packed rows, and what they gain."""
+    """Milliseconds with scores over dense and packed rows, and their ratios."""
     arms = (attention.SCORES, *attention.PACKED, attention.COMPOSITE)
     table = numbers(
         "attention with scores over packed rows, milliseconds and times as fast as dense",
@@ -300,7 +300,7 @@ def products_table(found: list[products.Product]) -> Table:
 
 
 def figures_table(figures: list[Figure]) -> Table:
-    """Ratios of times: what bounded memory costs in speed, or gains."""
+    """Ratios of times: the speed that bounded memory costs or gains."""
     table = numbers("ratios", "", "measured", "quietest rounds", "worst case", "better is")
     for f in figures:
         values = (f"{value:.3g}" for value in (f.value, f.quiet, f.worst))
@@ -309,7 +309,7 @@ def figures_table(figures: list[Figure]) -> Table:
 
 
 def meaning(report: Report) -> list[str]:
-    """What the figures mean for who runs a model here, in a line each."""
+    """The meaning of the figures for people who run a model here, in a line each."""
     lines = []
     if report.decoding:
         arm, window = model.DEFAULT, model.WINDOW
@@ -341,5 +341,5 @@ def meaning(report: Report) -> list[str]:
 
 
 def _compared(speed: float) -> str:
-    """A ratio of speeds, in words."""
+    """A ratio of speeds in words."""
     return f"{speed:.2f} times the speed of"

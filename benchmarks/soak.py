@@ -1,13 +1,14 @@
-"""Many streams for minutes: `mlx_h2o serve` in its bound, and the same of mlx-lm's server.
+"""Many streams for minutes: `mlx_h2o serve` within its bound, and the same on mlx-lm's server.
 
     python -m benchmarks.soak --streams 16 --tokens 2000 --minutes 10
 
-Each stream asks for answers of so many tokens, one after another, until the time is over. Printed,
+Each stream asks for answers of N tokens, one after another, until the time is over. The output,
 side by side: resident memory after parts of the time, the most KV bytes, tokens per second, errors,
-and how many answers differ from the one that the same prompt gets alone, which is made once for
-each prompt. mlx-lm's server gets half of the time (--stock-minutes), and the answers alone an
-eighth of it (--alone-minutes): what they do not reach is said. So ten minutes end in less than
-twenty, on a machine that gives an answer in a minute; standard error tells how far it is.
+and the number of answers that differ from the one that the same prompt gets alone, which is made
+once for each prompt. mlx-lm's server gets half of the time (--stock-minutes), and the answers alone
+an eighth of it (--alone-minutes); prompts that these times do not reach are reported. So ten
+minutes end in less than twenty on a machine that gives an answer in a minute; standard error shows
+progress.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import mlx_h2o
 from mlx_h2o._utils.byte_size import memory_size
 from mlx_h2o.loading.load import SAMPLE_TEXT, model_path
 
-#: Seconds between two looks at the resident memory, and looks between two lines of progress.
+#: Seconds between two checks of the resident memory, and checks between two lines of progress.
 EVERY = 5
 TOLD_EVERY = 6
 PROMPT_WORDS = 60
@@ -40,16 +41,16 @@ PROMPT_WORDS = 60
 
 @dataclass
 class Soaked:
-    """What one server did.
+    """The results of one server.
 
     Attributes:
-        name: Of the server.
-        resident: Seconds and MB, one pair a look.
-        answers: By stream, the texts of all whole answers.
-        tokens: Generated in all.
-        seconds: From the first request on.
-        errors: What went wrong.
-        kv_peak: Most bytes of KV at once.
+        name: The server's name.
+        resident: Seconds and MB, one pair for each check.
+        answers: The texts of all complete answers, by stream.
+        tokens: Generated tokens in all.
+        seconds: Seconds since the first request.
+        errors: The errors' messages.
+        kv_peak: The most bytes of KV at once.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Soaked:
 
 
 def prompts(streams: int) -> list[str]:
-    """Of each stream its own."""
+    """A prompt for each stream."""
     words = SAMPLE_TEXT.read_text(encoding="utf-8").split()
     return [" ".join(words[40 * i : 40 * i + PROMPT_WORDS]) for i in range(streams)]
 
@@ -78,12 +79,12 @@ def resident_mb(pid: int) -> float:
 
 
 def tell(text: str) -> None:
-    """How far it is."""
+    """Print progress."""
     print(text, file=sys.stderr, flush=True)
 
 
 def soak(name: str, command: list[str], minutes: float, args: argparse.Namespace) -> Soaked:
-    """Start a server, let the streams ask for so long, and watch it."""
+    """Start a server, send requests on all streams for the given minutes, and watch it."""
     soaked = Soaked(name)
     with tempfile.TemporaryDirectory() as folder:
         noted = Path(folder) / "peak"
@@ -117,7 +118,7 @@ def soak(name: str, command: list[str], minutes: float, args: argparse.Namespace
 
 
 def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    """Until a server answers."""
+    """Wait until a server answers."""
     while process.poll() is None:
         try:
             connection = HTTPConnection("127.0.0.1", port, timeout=5)
@@ -130,7 +131,7 @@ def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def stream(number: int, prompt: str, end: float, args: argparse.Namespace, soaked: Soaked) -> None:
-    """Ask again and again until the time is over."""
+    """Send requests, one after another, until the time is over."""
     answers = soaked.answers.setdefault(number, [])
     while time.monotonic() < end:
         text = ""
@@ -145,7 +146,7 @@ def stream(number: int, prompt: str, end: float, args: argparse.Namespace, soake
 
 
 def chunks(prompt: str, args: argparse.Namespace) -> Any:
-    """One answer, as it comes."""
+    """The chunks of one answer."""
     body = {"prompt": prompt, "max_tokens": args.tokens, "temperature": 0, "stream": True}
     connection = HTTPConnection("127.0.0.1", args.port, timeout=600)
     connection.request("POST", "/v1/completions", json.dumps(body))
@@ -161,7 +162,7 @@ def chunks(prompt: str, args: argparse.Namespace) -> Any:
 
 
 def peak_of(port: int, noted: Path) -> int:
-    """Most bytes of KV, by the server's metrics or by what stock_server.py noted."""
+    """The most bytes of KV, from the server's metrics or from stock_server.py's file."""
     if noted.exists():
         return int(noted.read_text())
     connection = HTTPConnection("127.0.0.1", port, timeout=30)
@@ -173,9 +174,9 @@ def peak_of(port: int, noted: Path) -> int:
 
 
 def unlike_alone(soaked: Soaked, args: argparse.Namespace) -> tuple[int, int]:
-    """Answers that differ from the one given alone, of how many that were compared.
+    """The number of answers that differ from the one given alone, and the number compared.
 
-    Each prompt is asked once, however often it was answered, until the time for it is over.
+    Each prompt is sent once, however often it was answered, until the time for it is over.
     """
     model, tokenizer = mlx_h2o.load(args.model)
     end = time.monotonic() + 60 * args.alone_minutes
@@ -203,8 +204,10 @@ def main() -> None:
     parser.add_argument("--max-kv-size", type=int, default=256)
     parser.add_argument("--kv-memory", default="64MB")
     parser.add_argument("--alone", type=int, default=16, help="prompts that are asked alone too")
-    parser.add_argument("--stock-minutes", type=float, help="of mlx-lm's server (default: half)")
-    parser.add_argument("--alone-minutes", type=float, help="of the latter (default: an eighth)")
+    parser.add_argument("--stock-minutes", type=float, help="for mlx-lm's server (default: half)")
+    parser.add_argument(
+        "--alone-minutes", type=float, help="for these prompts (default: an eighth)"
+    )
     parser.add_argument("--port", type=int, default=8791)
     args = parser.parse_args()
     if args.stock_minutes is None:

@@ -1,4 +1,4 @@
-// What handing out a small job costs: alone, our thread pool, OpenMP, and MLX's ThreadPool header.
+// The cost of handing out a small job: alone, our thread pool, OpenMP, and MLX's ThreadPool header.
 //
 // Not part of the package; docs/results/speed.md has its numbers. To build and run:
 //

@@ -1,4 +1,4 @@
-"""What handing out work to the thread pool costs, by how much work and how long after the last."""
+"""The cost of handing work to the thread pool, by the work and the time since the last."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from benchmarks.measuring import Arm, Progress, Samples, in_turns
 ALONE = "alone"
 POOL = "pool"
 
-#: Microseconds that a job takes one thread; 0 is an empty job.
+#: Microseconds that a job takes on one thread; 0 is an empty job.
 WORK = (0, 5, 20, 50, 100, 400)
-#: Microseconds between one job and the next: none, about a layer of a small model, of a large one.
+#: Microseconds between jobs: none; about a layer of a small model; about one of a large model.
 GAPS = (0, 50, 200, 1000)
 # Items of a job per thread.
 ITEMS_PER_THREAD = 2
-# Seconds of one measurement, about, and its fewest and most jobs.
+# Approximate seconds of one measurement, and its fewest and most jobs.
 VISIT = 0.01
 FEWEST_JOBS, MOST_JOBS = 11, 1001
 CALIBRATION_STEPS = 100_000
@@ -29,8 +29,8 @@ class Handing:
     """One kind of job.
 
     Attributes:
-        work: Microseconds that it takes one thread.
-        gap: Microseconds since the last.
+        work: Microseconds that it takes on one thread.
+        gap: Microseconds since the last job.
         samples: Seconds per job, alone and with the pool.
     """
 
@@ -49,10 +49,10 @@ class Handing:
 
 
 def measure(rounds: int, progress: Progress | None = None) -> list[Handing]:
-    """The whole table."""
+    """All kinds of jobs."""
     kinds = [(work, gap) for gap in GAPS for work in WORK]
     step = seconds_per_step()
-    # All kinds in one go of turns: what disturbs the machine does not hit one of them alone.
+    # All kinds are interleaved, so that a disturbance does not affect one of them alone.
     arms = {
         f"{name} {work} {gap}": job(name == POOL, work, gap, step)
         for work, gap in kinds
@@ -66,7 +66,7 @@ def measure(rounds: int, progress: Progress | None = None) -> list[Handing]:
 
 
 def seconds_per_step() -> float:
-    """The time of one multiplication, the unit in which jobs are told how long to be."""
+    """The time of one multiplication, the unit of a job's length."""
     fastest = probe().job_seconds(
         pooled=False, threads=1, jobs=21, items=1, steps=CALIBRATION_STEPS
     )

@@ -1,9 +1,9 @@
-"""What frames cost a decode step, and our encoder a prompt.
+"""The cost of key scaling (`Frame`) to a decode step, and of our encoder to a prompt.
 
     python -m benchmarks.time_frames [--rounds 41] [--model smollm2-135m] [--tokens 2048]
 
 One layer shaped like SmolLM2's (9 query heads, 3 KV heads, width 64), 512 slots in 6 bits, with and
-without a frame, step after step through the cache; then, with a model, a prompt read with rows
+without key scaling, step after step through the cache; then, with a model, a prompt read with rows
 packed by range and by `mx.quantize`. Arms take turns; ratios are of medians, and in brackets of the
 fastest quarters.
 """
@@ -55,7 +55,7 @@ def by_mx(rows: mx.array, bits: int, group_size: int) -> PackedRows:
 
 
 def reading(model: object, tokens: int, packed_by: Callable[..., PackedRows]) -> Arm:
-    """A prompt of so many tokens, from an empty cache."""
+    """A prompt of `tokens` tokens, from an empty cache."""
     prompt = mx.arange(3, 3 + tokens)[None]
 
     def arm() -> float:

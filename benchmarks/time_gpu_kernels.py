@@ -1,7 +1,7 @@
 """Times on a GPU: attention with and without export against MLX's own, and whole-model decoding.
 
-For a Mac, or a machine with an NVIDIA GPU and mlx[cuda]. Prints JSON; what it does goes to stderr.
-With --dry-run everything runs at tiny sizes on the CPU, which shows that it runs and nothing else.
+For a Mac, or a machine with an NVIDIA GPU and mlx[cuda]. Prints JSON, and progress on stderr. With
+--dry-run everything runs at tiny sizes on the CPU, which only shows that it runs.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from mlx_h2o.attention.ops import (
 
 MLX, OURS, EXPORTING = "MLX", "ours", "ours, exporting logits and lse"
 FULL, WINDOW, H2O = "KVCache", "RotatingKVCache", "h2o"
-# Keys and values that are read one after the other are more than any cache of a GPU holds.
+# The keys and values read in a row take more bytes than any cache of a GPU.
 CYCLED_BYTES = 1 << 30
 MOST_COPIES = 64
-# Of one measurement, so that a launch's way to the GPU hardly counts.
+# Seconds of one measurement, so that a launch's latency hardly counts.
 SHORTEST = 0.05
 
 QWEN3_4B = qwen3.ModelArgs(
@@ -61,18 +61,18 @@ Attention = Callable[[mx.array, mx.array, mx.array], mx.array]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """The sizes of a measurement.
 
     Attributes:
-        query_heads: Of the attention.
-        kv_heads: Of the attention; they divide the query heads.
+        query_heads: Query heads of the attention.
+        kv_heads: KV heads of the attention; they divide the query heads.
         width: D of queries, keys and values.
-        slots: N, one measurement each.
+        slots: The values of N, each with a measurement of its own.
         rounds: Visits of each arm.
         model: The shape of the model that decodes.
         budget: Slots per KV head of the bounded caches.
-        prompt: Tokens read before decoding begins; more than the budget, so that it evicts.
-        tokens: Decoded by an arm in its turn.
+        prompt: Tokens read before decoding begins; more than the budget, so that the cache evicts.
+        tokens: Tokens that an arm decodes in each turn.
     """
 
     query_heads: int = 32
@@ -86,7 +86,7 @@ class Plan:
     tokens: int = 64
 
     def tiny(self) -> Plan:
-        """The same in little."""
+        """The same plan at tiny sizes."""
         model = replace(
             self.model,
             hidden_size=64,
@@ -119,7 +119,7 @@ def attention_arms(plan: Plan, slots: int) -> dict[str, Arm]:
 
     def over(attention: Attention) -> Arm:
         def work() -> None:
-            # An output is the next one's queries, as layers follow each other.
+            # Each output is the next call's queries, like layers that follow each other.
             out = q
             for k, v in pairs:
                 out = attention(out, k, v)
@@ -136,7 +136,7 @@ def attention_arms(plan: Plan, slots: int) -> dict[str, Arm]:
 
 
 def ours(scale: float, export: int) -> Attention:
-    """The GPU's kernels; without a GPU, the CPU's."""
+    """The GPU's kernels, or the CPU's if there is no GPU."""
     gpu = choice.gpu()
     if gpu is not None:
         return lambda q, k, v: gpu.attend(q, k, v, scale=scale, export=export).out
@@ -146,7 +146,7 @@ def ours(scale: float, export: int) -> Attention:
 
 
 def copies(plan: Plan, slots: int) -> list[tuple[mx.array, mx.array]]:
-    """Keys and values of one call each."""
+    """Keys and values, a pair for each call."""
 
     def rows() -> mx.array:
         return mx.random.normal((1, plan.kv_heads, slots, plan.width)).astype(mx.float16)
@@ -157,7 +157,7 @@ def copies(plan: Plan, slots: int) -> list[tuple[mx.array, mx.array]]:
 
 
 def calls(plan: Plan, slots: int) -> int:
-    """How many calls follow each other in a measurement."""
+    """The number of calls in a row in a measurement."""
     return min(MOST_COPIES, -(-CYCLED_BYTES // kv_bytes(plan, slots)))
 
 
@@ -167,7 +167,7 @@ def kv_bytes(plan: Plan, slots: int) -> int:
 
 
 def attention_times(plan: Plan, slots: int) -> dict[str, Any]:
-    """One size: seconds of a call, and what they mean."""
+    """One size: seconds of a call, and the rates that follow."""
     samples = in_turns(attention_arms(plan, slots), plan.rounds)
     arms = of_one(samples, calls(plan, slots))
     for arm in arms.values():
@@ -184,7 +184,7 @@ def attention_times(plan: Plan, slots: int) -> dict[str, Any]:
 
 
 def of_one(samples: Samples, count: int) -> dict[str, dict[str, float]]:
-    """Median and quartiles of one call, or token, of so many."""
+    """Median and quartiles of one call, or token, of `count`."""
     return {
         arm: {name: seconds / count for name, seconds in found.items()}
         for arm, found in samples.as_json().items()
@@ -202,7 +202,7 @@ def random_model(plan: Plan) -> nn.Module:
 
 
 def model_times(plan: Plan) -> dict[str, Any]:
-    """Decoding one token after the other, every bounded cache evicting."""
+    """Decoding token by token, with every bounded cache evicting."""
     model = random_model(plan)
     prompt = mx.random.randint(0, plan.model.vocab_size, (plan.prompt,))
     caches = {
@@ -232,7 +232,7 @@ def model_times(plan: Plan) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What ran it."""
+    """The measuring machine."""
     return {
         "device": str(mx.default_device()),
         **{name: str(value) for name, value in mx.device_info().items()},

@@ -1,4 +1,4 @@
-"""What positions without gaps cost a decode step on the CPU, as a Markdown table.
+"""The cost of positions without gaps to a decode step on the CPU, as a Markdown table.
 
     python -m benchmarks.time_positions
 
@@ -20,7 +20,7 @@ BEFORE, STEPS, ROUNDS = 20, 100, 2
 
 
 def milliseconds(model: nn.Module, slots: int, positions: str) -> float:
-    """Of processor time, for each token."""
+    """Milliseconds of processor time for each token."""
     cache = make_prompt_cache(
         model, max_size=slots, budgets="uniform", remainder=False, positions=positions
     )

@@ -1,4 +1,4 @@
-"""Writes golden vectors, by the definition and nothing faster (docs/reference/golden.md).
+"""Writes golden vectors, computed by the definition alone (docs/reference/golden.md).
 
     python -m golden.generate [--out golden] [--groups NAME ...]
 
@@ -26,7 +26,7 @@ from mlx_h2o.golden.groups import GROUPS
 from mlx_h2o.golden.manifest import Case, GoldenError
 from mlx_h2o.golden.margins import LEAST_MARGIN
 
-# Seeds tried until no choice of a case is a near-tie.
+# Seeds to try until no choice of a case is a near-tie.
 SEEDS = 16
 
 
@@ -35,15 +35,15 @@ def generate(
     groups: Sequence[str] = tuple(GROUPS),
     progress: Callable[[str], None] = lambda case: None,
 ) -> list[Case]:
-    """Write the golden vectors of some groups into a folder; others that it has stay.
+    """Write the golden vectors of some groups into a folder; its other groups stay.
 
     Args:
-        folder: Made if it is missing.
-        groups: Names.
+        folder: The folder; it is created if it is missing.
+        groups: Names of groups.
         progress: Called with each case's name.
 
     Raises:
-        GoldenError: A case has near-ties with every seed that was tried.
+        GoldenError: A case has near-ties with every seed tried.
     """
     cases: list[Case] = []
     arrays: dict[str, Arrays] = {}
@@ -67,10 +67,10 @@ def generate(
 def clear_of_ties(
     group: Group, name: str, parameters: Parameters
 ) -> tuple[Parameters, Arrays, Arrays, float]:
-    """Parameters with the first seed that leaves no choice to rounding, inputs, results, margin.
+    """Parameters with the first seed that leaves no choice to rounding; inputs, results, margin.
 
     Raises:
-        GoldenError: There is none.
+        GoldenError: There is no such seed.
     """
     best = 0.0
     for attempt in range(SEEDS):
@@ -88,16 +88,16 @@ def clear_of_ties(
 def write(
     folder: Path, cases: Sequence[Case], arrays: dict[str, Arrays], order: Sequence[str] = ()
 ) -> None:
-    """Write the files of some groups, beside those of others that lie there.
+    """Write the files of some groups, beside those of other groups in the folder.
 
     Args:
-        folder: Made if it is missing.
-        cases: Of these groups.
-        arrays: By group and then by "case/in.name" or "case/out.name".
-        order: All groups, as they follow each other in the manifest.
+        folder: The folder; it is created if it is missing.
+        cases: The groups' cases.
+        arrays: Arrays by group and then by "case/in.name" or "case/out.name".
+        order: All groups, in the manifest's order.
 
     Raises:
-        GoldenError: What lies there of other groups is damaged.
+        GoldenError: A file of another group in the folder is damaged.
     """
     folder.mkdir(parents=True, exist_ok=True)
     others = set(order) - set(arrays)
@@ -126,7 +126,7 @@ def write(
 
 
 def parser() -> argparse.ArgumentParser:
-    """What understands the command line."""
+    """The parser of the command line."""
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -139,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write, and say how many cases."""
+    """Write the vectors, and print the number of cases."""
     args = parser().parse_args(argv)
     use_openblas()
     with progress_bar("generating", transient=True) as bar:

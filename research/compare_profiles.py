@@ -1,7 +1,7 @@
-"""What slots shared out by some profiles of a model are expected to lose, by the curves of another.
+"""The expected loss with slots shared out by some profiles of a model, by the curves of another.
 
-The first profile judges: best one of more tokens than the others were made of. Even shares are
-told beside them.
+The first profile judges; it is best made from more tokens than the others. Even shares are printed
+beside them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MEANS = (64, 96, 128, 192, 256)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The parser of the command line."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("judge", type=Path, help="whose curves tell what is lost")
     options.add_argument("profiles", type=Path, nargs="+", help="which share slots out")
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a line for each way to share slots out, a column for each mean."""
+    """Print a line for each way to share out slots, a column for each mean."""
     args = parser().parse_args(arguments)
     judge = Profile.load(args.judge)
     ways = {str(path): Profile.load(path) for path in args.profiles}

@@ -1,9 +1,9 @@
-"""Draw one head's key channels as the model makes them, and in the frame they are packed in.
+"""Draw one head's key channels as the model makes them, and with key scaling (`Frame`) for packing.
 
     python -m research.draw_frames [OUT]       docs/reference/key-scaling.png by default
 
-The keys are of a text that the frame has not seen; the head is the one whose channels are the most
-unlike, unless `--layer` and `--head` say which.
+The keys are of a text that the key scaling was not fitted on; the head is the one whose channels
+differ most, unless `--layer` and `--head` name one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLAIN, LOST = "#8c8c8c", "#c44e52"
 
 
 def keys_and_frames(name: str) -> tuple[list[mx.array], list[Frame]]:
-    """Each layer's keys `[H, T, D]` of the bundled story, and its frame."""
+    """Each layer's keys `[H, T, D]` of the bundled story, and its key scaling."""
     model, tokenizer = mlx_h2o.load(name)
     tokens = mx.array([tokenizer.encode(SAMPLE_TEXT.read_text())[:TOKENS]])
     full = stock_caches(model)
@@ -57,7 +57,7 @@ def most_unlike(keys: list[mx.array]) -> tuple[int, int]:
 
 
 def lost(rows: mx.array) -> np.ndarray:
-    """Root mean square of what packing loses, by channel `[D]`, of rows `[T, D]`."""
+    """Root mean square of the error of packing, by channel `[D]`, of rows `[T, D]`."""
     restored = PackedRows.of(rows[None, None], BITS, GROUP_SIZE).dequantized()[0, 0]
     return np.array(mx.sqrt(mx.square(rows - restored).mean(axis=0)))
 
@@ -74,7 +74,7 @@ def panel(axes: Any, rows: np.ndarray, title: str) -> None:
 
 
 def draw(name: str, where: tuple[int, int] | None, path: Path) -> None:
-    """The picture."""
+    """Draw and write the picture."""
     pyplot = drawing()
     keys, frames = keys_and_frames(name)
     layer, head = where or most_unlike(keys)

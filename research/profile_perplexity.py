@@ -1,8 +1,8 @@
-"""What a model's perplexity loses with slots shared out by each of some profiles, and evenly.
+"""A model's loss of perplexity with slots shared out by each of some profiles, and evenly.
 
-Every layer reads whole samples: its matrices all tokens at once, its bounded cache token by token,
-by the steps that decode. That gives what decoding gives, in a tenth of the processor time or less,
-so that several samples can be had: between two profiles one sample tells nothing.
+Every layer reads whole samples: its matrices take all tokens at once, its bounded cache token by
+token, by decode steps. That gives the results of decoding in a tenth of the processor time or less,
+so that several samples are affordable: one sample does not tell two profiles apart.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ UNIFORM = "uniform"
 
 
 class Full(LookingCache):
-    """Attends to everything."""
+    """A looking cache with full attention."""
 
     knows_softcap = True
 
@@ -45,7 +45,7 @@ class Full(LookingCache):
 
 
 class Stepping(LookingCache):
-    """Hands a text on to a bounded cache token by token, but for what is given at once."""
+    """Passes a text to a bounded cache token by token, except for the prefill, given at once."""
 
     knows_softcap = True
 
@@ -70,7 +70,7 @@ class Stepping(LookingCache):
 def losses(
     model: nn.Module, samples: mx.array, prefill: int, caches: list[Any] | None
 ) -> Perplexity:
-    """Nats per token of each sample after the prefill; with the full cache if none are given."""
+    """Nats per token of each sample after the prefill; with the full cache if `caches` is None."""
     bounded = [c for _, c in entries(caches or []) if isinstance(c, BoundedKVCache)]
 
     def looking(index: int) -> LookingCache:
@@ -85,7 +85,7 @@ def losses(
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The parser of the command line."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("profiles", nargs="+", help=f'profiles, or "{UNIFORM}"')
     options.add_argument(
@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_of(name: str, size: int, args: argparse.Namespace) -> ModelSettings:
-    """Of caches whose slots are shared out by a profile, or evenly."""
+    """Settings of caches whose slots are shared out by a profile, or evenly."""
     if name != UNIFORM or not args.frames:
         return ModelSettings.of(size, budgets=name)
     measured = Profile.load(args.frames).measured
@@ -113,7 +113,7 @@ def settings_of(name: str, size: int, args: argparse.Namespace) -> ModelSettings
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a line for each way to share slots out and each size, as soon as it is measured."""
+    """Print a line for each way to share out slots and each size, as soon as it is measured."""
     args = parser().parse_args(arguments)
     model, tokenizer = mlx_h2o.load(args.model)
     text = tokenizer.encode(read_text(args.text), add_special_tokens=False)

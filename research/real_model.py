@@ -1,4 +1,4 @@
-"""What packing, policies and shares of slots cost a real model in perplexity.
+"""The cost of packing, policies and shares of slots to a real model's perplexity.
 
     python -m research.real_model rows TEXT          rows packed alone: plain, in the shipped frame
     python -m research.real_model policies TEXT      uniform budgets at 1/4 of the tokens
@@ -7,7 +7,7 @@
     python -m research.real_model widths TEXT        real caches of equal bytes, by the bits of rows
 
 The first three are simulated (`research.simulation`): quality only, nothing is saved. TEXT must not
-be what the frames and curves are made of, which is the package's calibration text.
+be the package's calibration text, from which key scaling (`Frame`) and curves are made.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from research.simulation import (
 FRAME_PASSES = 3
 #: Parts of a full cache's bytes at which widths of rows are compared.
 PARTS = (4, 8)
-#: Rows where keys have no key scaling and slots are shared out evenly, and rows where the model's
-#: profile serves: what `mlx_h2o.make_prompt_cache` is given.
+#: Arguments of `mlx_h2o.make_prompt_cache`: rows without key scaling and with even shares of slots,
+#: and rows by the model's profile.
 UNSCALED: dict[str, Any] = {"frames": "none", "budgets": "uniform", "profile": "never"}
 WIDTHS: dict[str, dict[str, Any]] = {
     "unscaled, dense rows": {"bits": 16, **UNSCALED},
@@ -61,12 +61,12 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "profile, 4 bits": {"bits": 4},
     "profile, 4 bits, the newest in 8": {"bits": 4, "recent_bits": 8},
 }
-#: Bits of the rows of 16-bit numbers that budgets are counted in.
+#: Bits of a plain row's numbers, in which budgets are counted.
 PLAIN_BITS = 16
 
 
 class RowsAsStored(KVCache):
-    """A full cache whose rows are what a format makes of them."""
+    """A full cache whose rows pass through a row format."""
 
     def __init__(self, row_format: RowFormat):
         super().__init__()
@@ -77,19 +77,19 @@ class RowsAsStored(KVCache):
 
 
 def report(name: str, nll: Sequence[float], full: Sequence[float], *columns: str) -> None:
-    """One line: perplexity and loss, then columns of one's own."""
+    """Print one line: perplexity and loss, then the given columns."""
     perplexity = math.exp(statistics.fmean(nll))
     print(f"| {name} | {perplexity:.3f} | {' | '.join([lost(nll, full), *columns])} |", flush=True)
 
 
 def lost(nll: Sequence[float], beside: Sequence[float]) -> str:
-    """Loss in perplexity and its standard error over the samples, which are paired."""
+    """Loss in perplexity, and its standard error over the samples, which are paired."""
     worse = [a - b for a, b in zip(nll, beside, strict=True)]
     return f"{math.expm1(statistics.fmean(worse)):+.2%} ± {standard_error(worse):.2%}"
 
 
 def standard_error(of_samples: Sequence[float]) -> float:
-    """Of the mean; no number where there is one sample."""
+    """The standard error of the mean; NaN for one sample."""
     if len(of_samples) < 2:
         return math.nan
     return float(statistics.stdev(of_samples) / len(of_samples) ** 0.5)
@@ -101,14 +101,14 @@ def calibration_passes(tokenizer: Any, count: int, length: int) -> mx.array:
 
 
 def formats_of(model: nn.Module, tokenizer: Any, length: int, bits: int) -> list[RowFormat]:
-    """Every layer's row format in the frame."""
+    """Every layer's row format with key scaling."""
     passes = calibration_passes(tokenizer, FRAME_PASSES, length)
     frames = frames_of(model, [passes[i : i + 1] for i in range(FRAME_PASSES)])
     return [RowFormat(bits, bits, frame=frame) for frame in frames]
 
 
 def shipped_frames(model: nn.Module, context: int) -> list[Frame]:
-    """Those that caches of the model get for so many tokens."""
+    """The key scaling that the model's caches get for `context` tokens."""
     kinds = layer_kinds(model)
     identity = identity_by_kinds(model, kinds)
     found = found_frames(identity, found_profile(model, identity))
@@ -119,7 +119,7 @@ def shipped_frames(model: nn.Module, context: int) -> list[Frame]:
 
 
 def rows(model: nn.Module, samples: mx.array) -> None:
-    """Every format, one pass over the samples."""
+    """Measure every format, one pass over the samples."""
     frames = shipped_frames(model, samples.shape[1])
     formats: dict[str, list[RowFormat]] = {}
     for bits in (8, 4):
@@ -138,7 +138,7 @@ def rows(model: nn.Module, samples: mx.array) -> None:
 def nats(
     model: nn.Module, samples: mx.array, make: Callable[[nn.Module], list[Any]], first: int = 0
 ) -> list[float]:
-    """Nats per token of each sample, of the tokens after `first`."""
+    """Nats per token of each sample, over the tokens after `first`."""
     losses: list[float] = []
     for i in range(samples.shape[0]):
         tokens = samples[i : i + 1]
@@ -148,11 +148,11 @@ def nats(
 
 
 def simulate(model: nn.Module, samples: mx.array, settings: Sequence[Setting], first: int) -> None:
-    """All settings side by side, token by token; scored from token `first` on.
+    """Simulate all settings side by side, token by token; scored from token `first` on.
 
-    The first setting is the full cache, the second what the others are compared with. Divergence is
-    that of next-token distributions from the full cache's (KL, 1000 to a nat): what a text that the
-    model itself wrote would lose on average.
+    The first setting is the full cache; the others are compared with the second. Divergence is that
+    of next-token distributions from the full cache's (KL, 1000 to a nat): the mean loss on a text
+    that the model itself wrote.
     """
     (n, T), count = samples.shape, len(settings)
     tokens = mx.concatenate([samples] * count)
@@ -177,7 +177,7 @@ def simulate(model: nn.Module, samples: mx.array, settings: Sequence[Setting], f
 
 
 def policies(model: nn.Module, samples: mx.array) -> None:
-    """Uniform budgets at 1/4, 16-bit rows."""
+    """Simulate policies with uniform budgets at 1/4, 16-bit rows."""
     slots = samples.shape[1] // 4
     heads = model.args.num_key_value_heads
     uniform = [[slots] * heads] * len(model.layers)
@@ -195,7 +195,7 @@ def policies(model: nn.Module, samples: mx.array) -> None:
 
 
 def shares(model: nn.Module, tokenizer: Any, samples: mx.array, profile: Profile) -> None:
-    """The policy's own shares and orders at 1/4 and 1/8 of the bytes, in several widths."""
+    """Simulate the policy's shares and orders at 1/4 and 1/8 of the bytes, in several widths."""
     T = samples.shape[1]
     width = layer_kinds(model)[0].widths.key
     settings = [Setting("full cache")]
@@ -210,7 +210,7 @@ def shares(model: nn.Module, tokenizer: Any, samples: mx.array, profile: Profile
 
 
 def widths(model: nn.Module, samples: mx.array) -> None:
-    """Real caches of the same bytes, token by token; scored from a quarter of the tokens on."""
+    """Run real caches of the same bytes, token by token; scored from a quarter of the tokens on."""
     T = samples.shape[1]
     first = T // 4
     full = stepwise(model, samples, make_prompt_cache(model), first)
@@ -232,7 +232,7 @@ def widths(model: nn.Module, samples: mx.array) -> None:
 
 
 def stepwise(model: nn.Module, samples: mx.array, cache: list[Any], first: int) -> list[float]:
-    """Nats per token of each sample, token by token, of the tokens after `first`."""
+    """Nats per token of each sample, read token by token, over the tokens after `first`."""
     T, total = samples.shape[1], mx.zeros(samples.shape[0])
     for i in range(T - 1):
         logits = model(samples[:, i : i + 1], cache=cache)[:, -1].astype(mx.float32)
@@ -243,7 +243,7 @@ def stepwise(model: nn.Module, samples: mx.array, cache: list[Any], first: int) 
 
 
 def parser() -> argparse.ArgumentParser:
-    """What understands the command line."""
+    """The parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     made.add_argument("what", choices=("rows", "policies", "shares", "widths"))
     made.add_argument("paths", nargs="+", type=Path)

@@ -1,4 +1,4 @@
-"""Write a text that a model makes up: for small models, whose own stories are all they know.
+"""Write a text that a model makes up: for small models, which know nothing but their own stories.
 
     python -m research.sample_text MODEL OUT [--tokens 8192] [--length 480] [--seed 0]
 
@@ -18,7 +18,7 @@ from mlx_h2o.integration.stock_caches import stock_caches
 
 
 def sampled(model_name: str, tokens: int, length: int, seed: int) -> str:
-    """So many tokens of stories, with a blank line between them."""
+    """`tokens` tokens of stories, with a blank line between them."""
     model, tokenizer = mlx_h2o.load(model_name)
     mx.random.seed(seed)
     count = -(-tokens // length)

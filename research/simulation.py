@@ -1,8 +1,8 @@
 """A cache for measuring: it holds every row, and a mask of those that a policy would keep.
 
-Nothing is saved by it. In return every sequence of a batch and every KV head may have a budget,
-a policy's weights, a remainder's order and a row format of its own, so that many settings run side
-by side through one model, and one pass over a full run's queries shows what each would have lost.
+It saves no memory. In return every sequence of a batch and every KV head may have a budget, a
+policy's weights, a remainder's order and a row format of its own, so that many settings run side by
+side through one model, and one pass over a full run's queries shows the loss of each.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from mlx_h2o.storage.key_scaling import RowFormat
 from mlx_h2o.storage.packed import DEFAULT_GROUP_SIZE, logarithm, value_lengths
 
 SINK = 4
-#: Positions are attended in steps of this many, so that shapes repeat.
+#: Positions are attended to in multiples of this, so that shapes repeat.
 STRIDE = 64
-#: The saturation t of a remainder that does not answer.
+#: The saturation t that means no remainder.
 SILENT = -1.0
-#: How a score is rounded: to the nearest number, or by chance and right on average.
+#: Ways to round scores: to the nearest number, or at random with the right mean.
 NEAREST, DITHERED = ROUNDINGS = ("nearest", "dithered")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How slots are ranked: four weights of standardised terms, or H2O's summed mass.
+    """The ranking of slots: four weights of standardised terms, or H2O's summed mass.
 
     Attributes:
-        mass: Of the log mass per step.
-        distance: Of the log distance to the evicted keys' mean.
-        value: Of the value's log squared length.
-        age: Of the log age, taken off.
-        recent: Share of a head's budget that the newest tokens have for themselves.
-        summed: Rank by the summed mass instead (H2O).
-        ranges: The ranges of a value's groups stand for its length, as where values are packed.
+        mass: Weight of the log mass per step.
+        distance: Weight of the log distance to the evicted keys' mean.
+        value: Weight of the value's log squared length.
+        age: Weight of the log age, which is subtracted.
+        recent: The share of a head's budget reserved for the newest tokens.
+        summed: Whether to rank by the summed mass instead (H2O).
+        ranges: Whether the ranges of a value's groups replace its length, as with packed values.
     """
 
     mass: float = 1.0
@@ -58,12 +58,12 @@ WINDOW = Rule(mass=0.0, distance=0.0, value=0.0, age=1.0, recent=0.0)
 
 
 def in_half(scores: mx.array, dithered: bool) -> mx.array:
-    """Scores as they come back from logarithms of 16 bits (float16's 10 bits of fraction).
+    """Scores as recovered from 16-bit logarithms (float16's 10 bits of fraction).
 
     Args:
         scores: Float32, 0 or more.
-        dithered: Round up or down by chance, right on average; else to the nearest, where what
-            adds less than half a step is lost for good.
+        dithered: Whether to round up or down at random, with the right mean; otherwise to the
+            nearest, where increments below half a step are lost for good.
     """
     logs = mx.log(mx.maximum(scores, MASS_FLOOR))
     step = mx.power(2.0, mx.floor(mx.log2(mx.maximum(mx.abs(logs), 2.0**-14))) - 10)
@@ -72,15 +72,15 @@ def in_half(scores: mx.array, dithered: bool) -> mx.array:
 
 
 class Trial:
-    """What R settings of each KV head would hold and answer, over the same rows.
+    """The kept rows and the attention of R settings of each KV head, over the same rows.
 
     Args:
         budgets: Slots, `[B, H, R]` int32.
-        saturation: t of the remainder, `[B, H, R]`; 0 is first order, `SILENT` no answer.
+        saturation: t of the remainder, `[B, H, R]`; 0 is first order, `SILENT` no remainder.
         rules: One for each sequence `[B]`, or one for all.
-        length: T, tokens at most.
+        length: T, the most tokens.
         widths: D and Dv.
-        rounding: How each sequence's scores are kept, or nothing: in float32.
+        rounding: The rounding of each sequence's scores; empty means float32.
     """
 
     def __init__(
@@ -125,13 +125,13 @@ class Trial:
         ]
 
     def step(self, q: mx.array, keys: mx.array, values: mx.array, offset: int) -> mx.array:
-        """Attend from the newest token, then let every setting forget one.
+        """Attend from the newest token, then evict one token in every setting.
 
         Args:
             q: `[B, H, G, D]` float32, times the attention's scale.
-            keys: `[B, H, N, D]`, N >= offset; what lies behind is never seen.
+            keys: `[B, H, N, D]`, N >= offset; rows behind are never seen.
             values: `[B, H, N, Dv]`.
-            offset: Tokens so far, this one included.
+            offset: Tokens so far, including this one.
 
         Returns:
             `[B, H, R, G, Dv]`.
@@ -169,9 +169,9 @@ class Trial:
     def _victim(
         self, scores: mx.array, kept: mx.array, keys: mx.array, values: mx.array, offset: int
     ) -> tuple[mx.array, mx.array]:
-        """The slot that goes `[B, H, R]`, and whether any does."""
+        """The victim's slot `[B, H, R]`, and whether there is a victim."""
         at = mx.arange(keys.shape[2])
-        goes = self.budgets <= offset  # the next token wants a slot
+        goes = self.budgets <= offset  # the next token needs a slot
         old = (at >= SINK) & (at < (offset - self.recent)[..., None])
         evictable = kept & old
         worth = self._worth(scores, kept, evictable, keys, values, offset)
@@ -209,7 +209,7 @@ class Trial:
         return worth
 
     def _fold(self, keys: mx.array, values: mx.array, victim: mx.array, goes: mx.array) -> None:
-        """Take the victims into the remainders (Welford)."""
+        """Fold the victims into the remainders (Welford)."""
         key = mx.take_along_axis(keys, victim[..., None], axis=2)
         value = mx.take_along_axis(values, victim[..., None], axis=2)
         weight = goes.astype(mx.float32)
@@ -238,15 +238,15 @@ def shares(among: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class Setting:
-    """One side of a simulation: what some sequences of the batch are run with.
+    """One side of a simulation: the settings of some sequences of the batch.
 
     Attributes:
-        name: For people.
+        name: The setting's name, for people.
         budgets: Slots of each layer's KV heads, `[layers][H]`; None keeps everything.
         saturation: t of each sequence, or one number for all.
-        rule: How slots are ranked.
-        formats: The row format of each layer, or None: rows as they are.
-        rounding: One of `ROUNDINGS`, of logarithms of scores to 16 bits; None keeps float32.
+        rule: The ranking of slots.
+        formats: The row format of each layer; None means dense rows.
+        rounding: One of `ROUNDINGS`, for logarithms of scores in 16 bits; None keeps float32.
     """
 
     name: str
@@ -261,9 +261,9 @@ class SimulatedCache:
     """One layer's cache for several settings side by side: sequences of a setting are neighbours.
 
     Args:
-        settings: What the batch is divided into, in equal parts.
-        layer: Its index.
-        length: T, tokens at most.
+        settings: The settings, each with an equal part of the batch.
+        layer: The layer's index.
+        length: T, the most tokens.
     """
 
     attending = True
@@ -309,7 +309,7 @@ class SimulatedCache:
     def attend(
         self, q: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Any, sinks: Any
     ) -> mx.array:
-        """Attention `[B, Hq, 1, Dv]` over what each setting keeps."""
+        """Attention `[B, Hq, 1, Dv]` over the rows that each setting keeps."""
         assert self.trial is not None
         B, Hq, _, D = q.shape
         H = keys.shape[1]

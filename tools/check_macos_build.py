@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Compiles and links the extension and the C API for Apple's computers, on any machine.
 
-Needs ziglang from PyPI, which is a compiler for macOS, and what pip downloads: MLX's macOS wheel
-and nanobind. Says so and succeeds where they cannot be had; fails where something does not compile
-or link. Nothing runs.
+Needs ziglang from PyPI, which is a compiler for macOS, and packages that pip downloads: MLX's macOS
+wheel and nanobind. Says so and succeeds where they are not available; fails if something does not
+compile or link. Nothing runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WARNINGS = ("-Wall", "-Wextra")
 # As python/CMakeLists.txt and nanobind's CMake functions have them for a Mac.
 KERNEL_OPTIONS = (*WARNINGS, "-fno-math-errno", "-ffp-contract=fast", "-DMLX_H2O_ISA=baseline")
 BINDINGS_OPTIONS = (*WARNINGS, "-DNB_DOMAIN=mlx", "-fvisibility=hidden")
-# Looked at and linked, not run: no time for optimisation.
+# These are checked and linked, but not run: optimisation is not needed.
 C_API_OPTIONS = (*WARNINGS, "-O0", '-DMLX_H2O_VERSION="0"', "-fvisibility=hidden")
 NANOBIND_OPTIONS = (
     *("-DNB_BUILD", "-DNB_COMPACT_ASSERTIONS", "-DNB_DOMAIN=mlx"),
@@ -49,7 +49,7 @@ class Build:
     Attributes:
         mlx: The folder `mlx` of the macOS wheel.
         nanobind: The folder `nanobind` of its wheel.
-        folder: For what is built.
+        folder: The folder for built files.
     """
 
     mlx: Path
@@ -57,10 +57,10 @@ class Build:
     folder: Path
 
     def libraries(self) -> list[Path]:
-        """Build the extension, what the bench measures with, and the C API.
+        """Build the extension, the benchmarks' probe, and the C API.
 
         Raises:
-            BuildError: With what the compiler or the linker said.
+            BuildError: Something failed; the message is the compiler's or the linker's.
         """
         objects = {source: self._object(source, *_options(source)) for source in sources()}
         core = self.nanobind / "src" / "nb_combined.cpp"
@@ -81,7 +81,7 @@ class Build:
         return library
 
     def _c_api_sources(self) -> list[Path]:
-        """The library's, over MLX's C++ API, and those of the mlx-c subset."""
+        """The library's sources, over MLX's C++ API, and those of the mlx-c subset."""
         elsewhere = (CPU, C_API / "src" / "over_mlx_c")
         engine = (C_API / "src").rglob("*.cpp")
         return [
@@ -105,10 +105,10 @@ class Build:
         return compiled
 
     def _python_stub(self) -> Path:
-        """What Python's symbols are linked against.
+        """A stub that Python's symbols are linked against.
 
-        A Mac's linker is told to leave them alone (nanobind lists them). To leave alone whatever is
-        undefined would hide what is missing here, so they are declared to be in a library instead.
+        A Mac's linker is told to ignore them (nanobind lists them). To ignore all undefined symbols
+        would hide missing ones, so these are declared to be in a library instead.
         """
         listed = (self.nanobind / "cmake" / "darwin-ld-cpython.sym").read_text()
         names = ", ".join(re.findall(r"-U (\w+)", listed))
@@ -129,10 +129,10 @@ class Build:
 
 
 def sources() -> list[Path]:
-    """The sources of Python's two libraries, as CMake has them.
+    """The sources of Python's two libraries, as CMake lists them.
 
     Raises:
-        BuildError: CMake has not all of them.
+        BuildError: CMake does not list all of them.
     """
     found = {
         (folder / name).resolve()
@@ -154,7 +154,7 @@ def _options(source: Path) -> tuple[str, ...]:
 
 
 def nanobind_requirement() -> str:
-    """The nanobind that the extension is built with."""
+    """The version of nanobind with which the extension is built."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (requirement,) = (r for r in project["build-system"]["requires"] if r.startswith("nanobind"))
     return str(requirement)

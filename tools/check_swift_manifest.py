@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Checks the Swift package as Apple's tools will read it: `swift package dump-package` on stdin.
+"""Checks the Swift package as Apple's tools read it: `swift package dump-package` on stdin.
 
-The branch of Package.swift for Apple's platforms is never built on Linux; it is evaluated, and
-this says whether it still asks for what it should.
+The branch of Package.swift for Apple's platforms is never built on Linux; it is evaluated, and this
+checks that it still has the expected content.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODULES = {
 
 
 def found_packages(manifest: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Address of each package that is depended on, its lowest version and the first too high."""
+    """The address of each dependency, its lowest version and the first version that is too high."""
     controls = [d["sourceControl"][0] for d in manifest["dependencies"]]
     return {
         c["location"]["remote"][0]["urlString"]: (bounds["lowerBound"], bounds["upperBound"])
@@ -35,7 +35,7 @@ def found_packages(manifest: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def found_modules(manifest: dict[str, Any], name: str) -> dict[str, str]:
-    """Products that a target imports, and their packages."""
+    """The products that a target imports, and their packages."""
     target = next(t for t in manifest["targets"] if t["name"] == name)
     products = [d["product"] for d in target["dependencies"] if "product" in d]
     return {product[0]: product[1] for product in products}

@@ -1,9 +1,9 @@
-"""Draw the pictures of docs/how-it-works/: the five ideas, in data of the embedded model.
+"""Draw the pictures of docs/how-it-works/: the five ideas, with data of the embedded model.
 
     python tools/draw_ideas.py [OUT]       docs/how-it-works by default
 
-The model reads a planted fact and a part of the bundled story. Nothing here is made up: bars, dots
-and lines are what a cache, a remainder or the model's profile holds.
+The model reads a planted fact and a part of the bundled story. All data is real: bars, dots and
+lines show the contents of a cache, a remainder or the model's profile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GREEN, GREY, RED, BLUE, YELLOW = "#2a7f62", "#8c8c8c", "#c44e52", "#4c72b0", "#c
 
 
 def tokens_of(tokenizer: Any, count: int) -> list[int]:
-    """The fact and the story's beginning, as token ids."""
+    """The fact and the beginning of the story, as token ids."""
     return list(tokenizer.encode(FACT + SAMPLE_TEXT.read_text()))[:count]
 
 
@@ -107,7 +107,7 @@ def draw_salient(pyplot: Any, model: Any, tokenizer: Any, path: Path, layer: int
 
 
 class Keeping(LookingCache):
-    """Keeps what a layer's attention was called with."""
+    """A looking cache that keeps the arguments of a layer's attention."""
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         self.q, self.scale, self.keys, self.values = call.q, call.scale, keys, values
@@ -127,7 +127,7 @@ def looked_at(model: Any, ids: list[int]) -> list[Keeping]:
 
 
 def lost_and_told(layer: Keeping, queries: int = 48) -> tuple[np.ndarray, ...]:
-    """What the last queries lose with all but the most attended keys evicted.
+    """The loss of the last queries if all but the most attended keys are evicted.
 
     Returns:
         The evicted tokens' true log-sum-exp and the remainder's logit `[H, G * queries]`, and the
@@ -160,7 +160,7 @@ def lost_and_told(layer: Keeping, queries: int = 48) -> tuple[np.ndarray, ...]:
 
 
 def draw_remainder(pyplot: Any, model: Any, tokenizer: Any, path: Path) -> None:
-    """The remainder's column beside the truth, and what it does to the output."""
+    """The remainder's column beside the truth, and its effect on the output."""
     layers = [lost_and_told(layer) for layer in looked_at(model, tokens_of(tokenizer, TOKENS))]
     figure, (dots, bars) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     true, told, _, _ = (np.concatenate(part) for part in zip(*layers, strict=True))
@@ -187,7 +187,7 @@ def draw_remainder(pyplot: Any, model: Any, tokenizer: Any, path: Path) -> None:
 
 
 def lost_in(rows: mx.array, bits: int) -> np.ndarray:
-    """Root mean square of what packing loses, by channel `[D]`, of rows `[T, D]`."""
+    """Root mean square of the error of packing, by channel `[D]`, of rows `[T, D]`."""
     restored = PackedRows.of(rows[None, None], bits, rows.shape[1]).dequantized()[0, 0]
     return np.array(mx.sqrt(mx.square(rows - restored).mean(axis=0)))
 
@@ -203,7 +203,7 @@ def most_unlike(keys: list[mx.array]) -> tuple[int, int]:
 
 
 def draw_key_scaling(pyplot: Any, model: Any, tokenizer: Any, path: Path, bits: int = 4) -> None:
-    """One head's key channels before and after, and what packing loses of each."""
+    """One head's key channels before and after, and the error of packing in each."""
     ids = mx.array([tokens_of(tokenizer, TOKENS)])
     full = stock_caches(model)
     mx.eval(model(ids, cache=full))
@@ -247,12 +247,12 @@ def profile_of(model: Any) -> Profile:
 
 
 def head_names(slots: list[list[int]]) -> list[str]:
-    """`layer.head` for each."""
+    """The name `layer.head` of each head."""
     return [f"{i}.{j}" for i, layer in enumerate(slots) for j in range(len(layer))]
 
 
 def draw_shares(pyplot: Any, profile: Profile, path: Path, mean: int = 128) -> None:
-    """What each head loses at each number of slots, and the slots that follow from it."""
+    """Each head's loss at each number of slots, and the shares of slots that follow."""
     slots = profile.budgets(mean)
     figure, (curves, bars) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     grid, losses = profile.wanted_upto(profile.grid[-1])
@@ -275,7 +275,7 @@ def draw_shares(pyplot: Any, profile: Profile, path: Path, mean: int = 128) -> N
 
 
 def draw_growth(pyplot: Any, profile: Profile, path: Path, mean: int = 128) -> None:
-    """The slots of each head while a conversation grows."""
+    """The slots of each head as a conversation grows."""
     stages = stages_of(profile, mean, 16)
     names = head_names(stages[0][1])
     end = 4 * stages[-1][0]

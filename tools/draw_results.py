@@ -15,7 +15,7 @@ from mlx_h2o._utils.plotting import drawing
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 OUT = RESULTS / "smollm2.svg"
-#: Tokens of a sample, of whose bytes the caches hold a part.
+#: Tokens of a sample; each cache gets a part of their bytes.
 TOKENS = 1024
 NAMES = {"sliding window": "sliding window", "h2o": "H2O", "mlx-h2o": "mlx-h2o"}
 COLOURS = {"sliding window": "#8c8c8c", "H2O": "#4c72b0", "mlx-h2o": "#2a7f62"}
@@ -23,7 +23,7 @@ PACKED, PACKED_COLOUR = "mlx-lm, 4 bits", "#ccb974"
 
 
 def rows_of(page: str, command: str) -> list[dict[str, str]]:
-    """The rows of the tables of a page's commands that begin so, by column."""
+    """The rows of the tables of a page's commands that begin with `command`, by column."""
     records = json.loads((RESULTS / f"{page}.json").read_text())
     return [
         dict(zip(table["columns"], row, strict=True)) | {"command": name}
@@ -35,7 +35,7 @@ def rows_of(page: str, command: str) -> list[dict[str, str]]:
 
 
 def size_of(row: dict[str, str]) -> int:
-    """Tokens whose bytes a row's cache holds."""
+    """The tokens whose bytes a row's cache holds."""
     said = re.search(r", (\d+) tokens$", row["cache"])
     only = re.search(r"--max-kv-size (\d+)", row["command"])
     if said or only:
@@ -44,7 +44,7 @@ def size_of(row: dict[str, str]) -> int:
 
 
 def name_of(row: dict[str, str]) -> str | None:
-    """The chart's name of a row's cache; None for those that it leaves out."""
+    """The chart's name of a row's cache; None for caches that are left out."""
     return NAMES.get(row["cache"].split(",")[0])
 
 
@@ -73,7 +73,7 @@ def facts() -> dict[str, dict[int, int]]:
 
 
 def draw(path: Path) -> None:
-    """Losses over sizes, and facts."""
+    """Draw losses over sizes, and facts."""
     pyplot = drawing()
     pyplot.rcParams |= {"svg.hashsalt": "mlx-h2o", "savefig.facecolor": "white"}
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")

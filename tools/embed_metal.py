@@ -1,6 +1,6 @@
 """Write the kernels of metal/ into a source of the C library.
 
-SwiftPM builds it too and runs no generator, so it is committed.
+SwiftPM builds the source too and runs no generator, so it is committed.
 
 tools/embed_metal.py            write c_api/src/gpu/kernel_files.cpp
 tools/embed_metal.py --check    fail unless it is up to date
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CPP = ROOT / "c_api/src/gpu/kernel_files.cpp"
-# It launches these; what they include comes with them.
+# The C library launches these kernels; files that they include are added.
 KERNELS = (
     *("attention_vector.metal", "attention_merge.metal", "prompt_lse.metal", "prompt_mass.metal"),
     *("overwrite.metal", "kept_keys.metal", "update.metal", "prelude_metal.h"),
@@ -50,7 +50,7 @@ def cpp_source() -> str:
 
 
 def needed() -> list[str]:
-    """The kernels' files and all that they include, in order of names."""
+    """The kernels' files and all files that they include, in order of names."""
     found: set[str] = set()
     left = list(KERNELS)
     while left:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Prints how long `import mlx_h2o` takes beyond mlx, and how long what is imported at first use.
+"""Prints the time that `import mlx_h2o` takes beyond mlx, and that of imports at first use.
 
     tools/import_time.py [--runs 5]
 
-Each row is the least time of several new interpreters, all of which have imported mlx before.
+Each row is the shortest time of several new interpreters, all of which have imported mlx before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ print(time.perf_counter() - start)
 
 
 def seconds(before: str, statement: str) -> float:
-    """How long a statement takes in a new interpreter.
+    """The time of a statement in a new interpreter.
 
     Args:
         before: A module to import first, or "".

@@ -1,7 +1,7 @@
 """Draw docs/inspect.png: the page of `mlx_h2o inspect`, as a browser shows it.
 
-    python tools/inspect_picture.py                of the embedded model, whose 8 heads fit
-    python tools/inspect_picture.py --model M      of another
+    python tools/inspect_picture.py                with the embedded model, whose 8 heads fit
+    python tools/inspect_picture.py --model M      with another model
 
 Needs Chromium (apt-get install chromium) and playwright (the extra "dev").
 """

@@ -1,7 +1,7 @@
 // Checks one instruction set's attention kernel against sums in double precision, without MLX or
 // Python, so that it also runs on another architecture under emulation (see check_arm64.sh). With
-// an argument it measures their speed instead. Built by hand, after `make test-sanitize` or any other
-// build:
+// an argument it measures their speed instead. It is built by hand, after `make test-sanitize` or
+// any other build:
 //
 //     g++ -std=c++20 -O2 -Ic_api/src/cpu tools/kernel_check.cpp BUILD/libmlx_h2o_cpu.a -o kernel_check
 #include <chrono>
@@ -41,7 +41,7 @@ constexpr Kind kKinds[] = {
     {"4 bits", Dtype::bfloat16, 4}};
 constexpr int kGroup = 64;
 
-// Rows of a kind, and what they are as floats.
+// Rows of a kind, and their values as floats.
 struct Matrix {
   std::vector<char> data, scales, biases;
   std::vector<float> value;

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Write docs/reference/models.md: what bounded caches do with every model of the installed mlx-lm.
+"""Write docs/reference/models.md: the results of bounded caches with every model of mlx-lm.
 
-Each model is run as tests/model_caches/test_model_coverage.py runs it (tests/model_matrix.py):
-minutes. With names of models their rows alone are run anew, and the others stay.
+Each model is run as tests/model_caches/test_model_coverage.py runs it (tests/model_matrix.py),
+which takes minutes. If models are named, only their rows are run again, and the others stay.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ bounded ({percent} %); of those {packed} can be packed, {batched} batched, {serv
 
 
 def page_of(lines: Sequence[str]) -> str:
-    """The page for these lines."""
+    """The page with these lines."""
     rows = [cells_of(line) for line in lines]
     counts = Counter(row[1] for row in rows)
     growing = counts[BOUNDED] + counts[PARTLY] + counts[REFUSED]
@@ -103,26 +103,26 @@ def page_of(lines: Sequence[str]) -> str:
 
 
 def previous() -> str:
-    """The release of mlx-lm that the Makefile's tests run beside the newest."""
+    """The release of mlx-lm that the Makefile's tests run besides the newest."""
     found = re.search(r"^PREVIOUS_MLX_LM := (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert found, "the Makefile names no PREVIOUS_MLX_LM"
     return found[1]
 
 
 def cells_of(line: str) -> list[str]:
-    """The cells of a line of the table, the model's name first."""
+    """The cells of a line of the table, with the model's name first."""
     return [cell.strip() for cell in line.strip("|\n").split(" | ")]
 
 
 def written() -> dict[str, str]:
-    """The page's lines by model."""
+    """The page's lines, by model."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines if line.startswith("| ")][1:]
     return {cells_of(row)[0]: row for row in rows}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run models; where one fails it is told, and the page stays as it was."""
+    """Run models; if one fails, print that and leave the page unchanged."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", help="whose rows are run anew; all if none is named")
     names = parser.parse_args(arguments).models

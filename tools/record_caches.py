@@ -1,11 +1,12 @@
-"""Write what Swift's tests load, so that files are known to go from one to the other.
+"""Write the files that Swift's tests load, so that files are known to pass between Python and
+Swift.
 
-The caches are python-caches.safetensors in swift/Tests/MLXH2OTests/Fixtures. What Swift makes of
-them is swift-caches.safetensors beside it: `MLX_H2O_RECORD=1 swift test --filter FileTests` writes
-it, and tests/conformance/test_swift_package.py reads it. `--stages` writes the shares of slots of
-conversations that grow instead, stages.json, which tests/budgets/test_filling.py reads too.
-`--compressed` writes a file of `mlx_h2o compress`, compressed.safetensors, and how the embedded
-model goes on from it, compressed.json.
+The caches are python-caches.safetensors in swift/Tests/MLXH2OTests/Fixtures. Swift's caches are
+swift-caches.safetensors beside it: `MLX_H2O_RECORD=1 swift test --filter FileTests` writes it, and
+tests/conformance/test_swift_package.py reads it. `--stages` writes the shares of slots of growing
+conversations instead, stages.json, which tests/budgets/test_filling.py reads too. `--compressed`
+writes a file of `mlx_h2o compress`, compressed.safetensors, and the embedded model's continuation
+from it, compressed.json.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from mlx_h2o.storage.key_scaling import Frame
 
 ROOT = Path(__file__).parents[1]
 FIXTURES = ROOT / "swift/Tests/MLXH2OTests/Fixtures"
-# Profiles, and for each of them slots a head: from hardly any to more than a calibration's length.
+# Profiles, with slots per head for each: from very few to more than a calibration's length.
 PROFILES = {
     "python/mlx_h2o/models/recall-4m/mlx_h2o_profile.json": (16, 94, 128, 700, 3000),
     "swift/Tests/MLXH2OTests/Fixtures/profile.json": (14, 20, 41, 100),
 }
 LEAST = 12
-#: Characters of the sample text that are compressed, what comes after them, and tokens said then.
+#: Characters of the sample text to compress, the text after it, and tokens to generate.
 DOCUMENT, QUESTION, ANSWER = 300, " And so it was that Miss Anne", 24
 
 
@@ -64,7 +65,7 @@ def main() -> None:
         ),
         H2OKVCache(budgets=[24, 24], policy="salient"),
     ]
-    # In the second stage when it is saved; the third is still to come.
+    # The cache is saved in the second stage; the third is still to come.
     filling = (Stage(24, (30, 18)), Stage(48, (20, 28)), Stage(96, (18, 30)))
     caches[4].follow(replace(caches[4].settings, filling=filling))
     with only_reference():
@@ -84,7 +85,7 @@ def main() -> None:
 
 
 def stages() -> list[dict[str, Any]]:
-    """How slots are shared out as conversations grow, by these profiles."""
+    """The shares of slots of growing conversations, by these profiles."""
     return [
         {
             "profile": path,
@@ -98,7 +99,7 @@ def stages() -> list[dict[str, Any]]:
 
 
 def compress(out: Path) -> None:
-    """A document as the command makes it, with a pin; the room beside it is soon used up."""
+    """A document compressed as by the command, with a pin; the room beside it is soon used up."""
     with tempfile.TemporaryDirectory() as folder:
         document = Path(folder) / "document.txt"
         document.write_text(SAMPLE_TEXT.read_text(encoding="utf-8")[:DOCUMENT], encoding="utf-8")
@@ -108,7 +109,8 @@ def compress(out: Path) -> None:
 
 
 def continued(file: Path) -> dict[str, Any]:
-    """How the model goes on from a file: the prompt, the likeliest tokens, and what is held then.
+    """The model's continuation from a file: the prompt, the likeliest tokens, and the tokens held
+    then.
 
     Raises:
         ValueError: Rounding could choose another token or another victim.

@@ -1,11 +1,11 @@
-"""Record what Python would launch on a GPU, so that Swift's launches can be held to the same.
+"""Record Python's GPU launches, so that Swift's launches can be compared with them.
 
 tools/record_launches.py            write swift/Tests/MLXH2OTests/Fixtures/launches.json
 tools/record_launches.py --check    fail unless it is up to date
 
-Nothing is run: kernels write zeros. Recorded are attention of a few queries, by itself and as
-decode steps want it, prompts, and conversations, in which caches go into fused decoding and out of
-it. Of a conversation most turns are recorded as digests of their launches.
+No kernel runs: they write zeros. The record has attention of a few queries, by itself and in decode
+steps, prompts, and conversations, in which caches enter fused decoding and leave it. Most turns of
+a conversation are recorded as digests of their launches.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from mlx_h2o.storage.remainder import Remainder
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "swift/Tests/MLXH2OTests/Fixtures/launches.json"
 
-# Inputs that the host makes of sizes and settings: their contents are recorded too.
+# Inputs that the host computes from sizes and settings: their contents are recorded too.
 MADE = ("params", "plan", "factors", "weights", "saturation")
 
 
 def described(
     name: str, header: str, source: str, options: dict[str, Any], launch: dict[str, Any]
 ) -> str:
-    """A launch as a line of text: contents and texts by their digests.
+    """A launch as a line of text, with contents and texts as digests.
 
     Args:
-        name: Of the kernel.
-        header: What goes before it.
-        source: Its body.
-        options: The names that `mx.fast.metal_kernel` got.
-        launch: The arguments that the kernel got.
+        name: The kernel's name.
+        header: The text before the kernel's source.
+        source: The kernel's body.
+        options: The names passed to `mx.fast.metal_kernel`.
+        launch: The arguments of the kernel's call.
     """
     inputs = dict(zip(options["input_names"], launch["inputs"], strict=True))
     reads = [_buffer(buffer, a.shape, a.dtype) for buffer, a in inputs.items()]
@@ -91,7 +91,7 @@ def _digest(data: bytes) -> str:
 
 
 def attention_calls() -> Iterator[dict[str, Any]]:
-    """Sizes, masks and GPUs that between them take every branch of the rules."""
+    """Sizes, masks and GPUs that together take every branch of the rules."""
     shapes = itertools.product(
         ((1, 4, 4), (2, 8, 2), (1, 32, 1)),
         (1, 3, 8),
@@ -118,18 +118,18 @@ def attention_calls() -> Iterator[dict[str, Any]]:
 
 
 def step_calls() -> Iterator[dict[str, Any]]:
-    """Of the same sizes, attention as decode steps want it."""
+    """Attention of the same sizes in decode steps."""
     for i, call in enumerate(attention_calls()):
         if i % 3 == 0:
             yield {
                 **call,
                 "kind": "step",
-                # Heads of different lengths in one flat buffer, which another kernel changed.
+                # Heads of different lengths in one flat buffer that another kernel has changed.
                 "ragged": i % 7 < 4,
                 "keys": call["keys"] + 2000 * (i % 2),
                 "remainder": i % 5 in (1, 2),
                 "means": i % 6 == 3,
-                # Of each KV head, with a remainder; null is the default.
+                # The saturation of each KV head, with a remainder; null is the default.
                 "saturation": [h / 2 for h in range(call["kv_heads"])] if i % 2 else None,
                 "framed": i % 4 == 2,
                 "export": (2, 2, 1, 0)[i // 3 % 4],
@@ -137,7 +137,7 @@ def step_calls() -> Iterator[dict[str, Any]]:
 
 
 def prompt_calls() -> Iterator[dict[str, Any]]:
-    """Prompts, and what else is attended to by whole calls of the backend."""
+    """Prompts, and other attention that takes whole calls of the backend."""
     shapes = itertools.product((1, 8, 100), ((64, 64), (128, 96), (40, 64)), (130, 1200))
     for i, (L, (D, Dv), N) in enumerate(shapes):
         packs = D % 32 == 0
@@ -162,9 +162,9 @@ def prompt_calls() -> Iterator[dict[str, Any]]:
 
 
 def conversations() -> Iterator[dict[str, Any]]:
-    """Caches of every policy and store, from the first token on, and what people do with them.
+    """Caches of every policy and store, from the first token on, and operations of users on them.
 
-    A number of `turns` is a chunk of so many tokens, `[n, 1]` n steps.
+    A number of `turns` is a chunk of that many tokens; `[n, 1]` means n steps.
     """
     steady = [12, [30, 1]]
     taken_back = [12, [14, 1], "look", [2, 1], 3, [3, 1], "copy", [2, 1], "save", [2, 1]]
@@ -184,11 +184,12 @@ def conversations() -> Iterator[dict[str, Any]]:
         ("ema", {"unit": "layer"}, {"dtype": "bfloat16"}, steady),
         ("ema-logits", {}, {"budgets": [16, 30], "bits": 4}, steady),
         ("tova", {}, {"sinks": True, "batch": 2}, steady),
-        # The first token of all is not a fused step: it is not known yet what attends.
+        # The first token is not a fused step: whether the model attends through the cache is
+        # unknown.
         ("streaming", {}, {"budgets": [6, 40], "dtype": "float16"}, [[23, 1]]),
         ("streaming", {}, {"value_width": 40}, [12, [3, 1]]),  # no kernels for such rows
         ("keydiff", {}, {"k_bits": 8, "v_bits": 2}, resized),
-        # Past the slots that are allocated at first, and more than a prompt's kernels take at once.
+        # More slots than are allocated at first, and more than a prompt's kernels take at once.
         ("distinct", {}, {"budgets": [262, 262]}, [250, [15, 1]]),
         # In two passes, on a large GPU.
         ("distinct", {}, {"budgets": [1400, 1100], "architecture": s}, [1396, [6, 1]]),
@@ -216,11 +217,11 @@ def conversations() -> Iterator[dict[str, Any]]:
         }
 
 
-# -- what they launch -----------------------------------------------------------------------------
+# -- their launches -------------------------------------------------------------------------------
 
 
 def launcher(found: list[str]) -> Launcher:
-    """One that writes launches down."""
+    """A launcher that records launches in `found`."""
 
     def make(name: str, header: str, source: str, **options: Any) -> Any:
         def kernel(**launch: Any) -> list[mx.array]:
@@ -239,9 +240,9 @@ class Operands:
     Attributes:
         q, k, v: Queries, keys and values, flat where the call is ragged.
         options: Scale, mask and sinks, by name.
-        ranges: Where the heads' slots lie, or None.
-        remainder: Of all heads.
-        means: A mean key for each of them.
+        ranges: The heads' ranges of slots, or None.
+        remainder: The remainder of all heads.
+        means: A mean key for each head.
     """
 
     def __init__(self, call: dict[str, Any]):
@@ -252,7 +253,7 @@ class Operands:
         slots: tuple[int, ...] = (Hk, N)
         if call.get("ragged"):
             lengths = [max(N // (1 + h % 3), L) for h in range(Hk)]
-            # A range may be larger than what is attended to.
+            # A range may be longer than the slots attended to.
             ends = list(itertools.accumulate(length + 4 for length in lengths))
             self.ranges = Ranges((0, *ends[:-1]), tuple(lengths))
             slots = (ends[-1],)
@@ -318,7 +319,7 @@ def of_prompt(call: dict[str, Any]) -> list[str]:
 
 
 def of_conversation(call: dict[str, Any]) -> list[str]:
-    """Per turn the digest of its launches; all of them of the first step that chooses victims."""
+    """For each turn the digest of its launches; all launches of the first step that evicts."""
     found: list[str] = []
     gpu = Gpu(launcher(found), lambda: call["architecture"])
     names = ("bits", "k_bits", "v_bits", "recent_bits", "budgets", "remainder", "saturation")
@@ -357,7 +358,7 @@ def of_conversation(call: dict[str, Any]) -> list[str]:
         mock.patch("mlx_h2o.attention.backends.choice.gpu", return_value=gpu),
         mock.patch("mlx_h2o.attention.ops.backend", return_value=gpu),
         mock.patch.object(gpu_decoder, "writes_in_place", return_value=True),
-        # No kernel runs, so what is saved has no positions.
+        # No kernel runs, so the saved arrays hold no positions.
         mock.patch("mlx_h2o.engine.saved_state.check_indices"),
     ):
         others: dict[str, Callable[[H2OKVCache], H2OKVCache]] = {"copy": copied, "save": saved}
@@ -383,7 +384,7 @@ def of_conversation(call: dict[str, Any]) -> list[str]:
 
 
 def of_probe(_: dict[str, Any]) -> list[str]:
-    """Whether kernels write in place, as it is tried once."""
+    """Whether kernels write in place, as the one-time probe finds."""
     found: list[str] = []
     gpu_decoder.writes_in_place.__wrapped__(launcher(found))
     return found
@@ -409,7 +410,7 @@ def recorded() -> str:
 
 
 def main() -> None:
-    # Nothing is run here, so a check would condemn every kernel, for the user's own device too.
+    # No kernel runs here, so a check would reject every kernel, for the user's own device too.
     os.environ[VARIABLE] = NEVER
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")

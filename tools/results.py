@@ -1,4 +1,4 @@
-"""Print the tables of README.md and docs/results/*.md anew, into their marked blocks.
+"""Print the tables of README.md and docs/results/*.md again, into their marked blocks.
 
     python tools/results.py                        every block (hours)
     python tools/results.py "mlx_h2o demo"         the blocks whose command begins so
@@ -10,8 +10,8 @@ A block begins with its command and ends with `<!-- end -->`:
 
 The JSON file beside the page (docs/results/readme.json for the README) holds for each command its
 settings, when and where it was printed, and the tables as columns and rows. A block without
-settings was printed before settings were written down; it says at which commit.
-tests/repo/test_results.py fails when a command no longer parses, its settings are others now, or
+settings was printed before settings were recorded; it says at which commit.
+tests/repo/test_results.py fails if a command no longer parses, if its settings have changed, or if
 page and JSON differ.
 """
 
@@ -42,24 +42,24 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 TABLE = re.compile(r"(?:^([^|\n]+)\n\n)?((?:^\|.*\n)+)", re.MULTILINE)
-# When, where and with which BLAS a table was printed, in the words that `printed` writes.
+# Date, commit and machine of a table, in the words that `printed` writes.
 PRINTED = re.compile(r"^Printed (?P<date>\S+) at commit (?P<commit>\w+)", re.MULTILINE)
 # The program of a command, or an experiment that is run as `python -m research.NAME`.
 PROGRAM = "mlx_h2o"
 EXPERIMENT = re.compile(r"python -m (research\.\w+) ")
-# A script that was deleted: its block stays as it was printed, and this file has its answer.
+# A script that was deleted: its block stays unchanged, and this file has its answer.
 DELETED = re.compile(r"python (tools/\w+\.py) ")
 ANSWERS = "research/README.md"
 
 
 @dataclass(frozen=True)
 class Block:
-    """A table and what printed it.
+    """A table and the command that printed it.
 
     Attributes:
-        page: Where it stands.
-        command: As a reader types it.
-        settings: What was in force when it was printed, by name; empty where that is not known.
+        page: The page that has it.
+        command: The command as a reader types it.
+        settings: The settings when it was printed, by name; empty if they are not known.
         body: The table, and when and where it was printed.
     """
 
@@ -73,7 +73,7 @@ class Block:
         """The command as this Python runs it.
 
         Raises:
-            ValueError: It is none that prints tables.
+            ValueError: The command is none that prints tables.
         """
         if named := EXPERIMENT.match(self.command):
             return [sys.executable, "-m", named[1], *shlex.split(self.command[named.end() :])]
@@ -85,7 +85,7 @@ class Block:
         return [sys.executable, "-m", PROGRAM, *arguments, "--markdown"]
 
     def settings_now(self) -> dict[str, str]:
-        """What the command would be run with, by name."""
+        """The command's current settings, by name."""
         _, _, program, *arguments = self.to_run
         if program == PROGRAM:
             args = parser().parse_args(arguments)
@@ -100,7 +100,7 @@ class Block:
         return named is not None and f"`{named[1]}`" in (ROOT / ANSWERS).read_text()
 
     def differences(self) -> list[str]:
-        """What the command's settings are now that they were not when the table was printed."""
+        """The settings that differ from those when the table was printed."""
         if self.is_closed:
             return []
         now = self.settings_now()
@@ -121,7 +121,7 @@ def record_of(page: Path) -> Path:
 
 
 def records_of(page: Path) -> dict[str, Any]:
-    """What is known of a page's blocks, by command."""
+    """The JSON file's records of a page's blocks, by command."""
     record = record_of(page)
     return dict(json.loads(record.read_text())) if record.exists() else {}
 
@@ -145,7 +145,7 @@ def tables_in(body: str) -> list[dict[str, Any]]:
 
 
 def record_for(block: Block) -> dict[str, Any]:
-    """What the JSON file holds of a block."""
+    """The JSON file's record of a block."""
     when = PRINTED.search(block.body)
     return {
         "printed": when["date"] if when else "",
@@ -163,12 +163,12 @@ def write_records(page: Path, records: dict[str, Any]) -> None:
 
 
 def block_text(command: str, body: str) -> str:
-    """A block as it stands in a page."""
+    """A block's text in a page."""
     return f"<!-- results: {command} -->\n\n{body}\n<!-- end -->"
 
 
 def printed(block: Block, commit: str) -> Block:
-    """The block, printed anew."""
+    """The block, printed again."""
     table = _output_of(block.to_run)
     note = f"Printed {date.today().isoformat()} at commit {commit}; BLAS: {blas()}."
     # rich pads the lines around a table.
@@ -191,7 +191,7 @@ def main() -> None:
     chosen = [b for page in PAGES for b in blocks_of(page) if b.command.startswith(args.only)]
     if not chosen:
         sys.exit(f"No block's command begins with {args.only!r}: see --list.")
-    # Before the first page is rewritten.
+    # Before the first page is changed.
     commit = _output_of(["git", "describe", "--always", "--dirty", "--exclude", "*"]).strip()
     if commit.endswith("dirty") and not args.list:
         sys.exit("Commit first: a table names the commit that printed it.")

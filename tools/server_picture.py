@@ -1,7 +1,7 @@
 """Draw docs/reference/server-page.png: the page of `mlx_h2o serve`, as a browser shows it.
 
-    python tools/server_picture.py                 of SmolLM2-135M
-    python tools/server_picture.py --model M       of another
+    python tools/server_picture.py                 with SmolLM2-135M
+    python tools/server_picture.py --model M       with another model
 
 Needs Chromium (apt-get install chromium) and playwright (the extra "dev").
 """
@@ -67,13 +67,13 @@ def answers(port: int) -> bool:
 
 
 def say(page: Page, text: str) -> None:
-    """Send a message, and wait until the page shows what is remembered of it."""
+    """Send a message, and wait until the page shows the remembered tokens."""
     before = page.evaluate("last")
     page.locator("#question").fill(text)
     page.locator("#question").press("Enter")
     while page.evaluate("last") == before:
         time.sleep(0.05)
-    # The page's own policy keeps `wait_for_function` out.
+    # The page's own content policy blocks `wait_for_function`.
     while not page.evaluate("shown !== null && shown.id === last"):
         time.sleep(0.05)
 

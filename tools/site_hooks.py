@@ -1,7 +1,7 @@
 """Hooks of the site (mkdocs.yml): the README is its first page, and links out of docs/ are paths.
 
-mkdocs knows docs/ alone. A link from a page to a file elsewhere in the repository becomes that
-file's path as text; GitHub, which shows the same pages, follows the link.
+mkdocs knows only docs/. A link from a page to a file elsewhere in the repository becomes that
+file's path as text; on GitHub, which shows the same pages, the link works.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
 
 
 def first_page(text: str) -> str:
-    """The README as a page of docs/: its links are seen from there."""
+    """The README as a page of docs/: its links are relative to there."""
     return re.sub(r"\]\(docs/", "](", re.sub(r"\]\((?!docs/)([\w./-]+)\)", r"](../\1)", text))
 
 
@@ -24,7 +24,7 @@ def without_links_out(text: str, folder: str) -> str:
     """A page's text, in which a link to a file outside of docs/ is that file's path.
 
     Args:
-        text: Markdown.
+        text: The page's Markdown.
         folder: The page's folder below docs/.
     """
 
@@ -38,8 +38,8 @@ def without_links_out(text: str, folder: str) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the README as index.md."""
-    from mkdocs.structure.files import File  # which only the site's environment has
+    """Add the README as index.md."""
+    from mkdocs.structure.files import File  # only the site's environment has it
 
     text = first_page((ROOT / "README.md").read_text())
     files.append(File.generated(config, "index.md", content=text))
@@ -47,5 +47,5 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Takes links out of docs/ out of a page."""
+    """Replace the links of a page that lead out of docs/."""
     return without_links_out(markdown, posixpath.dirname(page.file.src_uri))

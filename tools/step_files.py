@@ -28,14 +28,14 @@ SEED = 7
 
 
 class Visits:
-    """Files of the package that calls came to, and the calls from one to another."""
+    """The package's files that were called, and the calls from one to another."""
 
     def __init__(self) -> None:
         self.files: set[Path] = set()
         self.crossings = 0
 
     def see(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Take note of one event of `sys.setprofile`."""
+        """Note one event of `sys.setprofile`."""
         if event != "call" or (here := _file_of(frame)) is None:
             return
         self.files.add(here)
@@ -51,7 +51,7 @@ def _file_of(frame: FrameType) -> Path | None:
 
 
 def visits(call: Callable[[], object]) -> Visits:
-    """What a call visits."""
+    """The visits of a call."""
     seen = Visits()
     sys.setprofile(seen.see)
     try:
@@ -62,7 +62,7 @@ def visits(call: Callable[[], object]) -> Visits:
 
 
 def step(cache: H2OKVCache, length: int, softcap: float = 0.0) -> mx.array:
-    """So many tokens of one layer, as a routed model would ask. Returns `[1, Hq, L, D]`."""
+    """Step one layer by `length` tokens, as a routed model does. Returns `[1, Hq, L, D]`."""
     queries = mx.random.normal((1, HEADS, length, WIDTH))
     keys, values = (mx.random.normal((1, KV_HEADS, length, WIDTH)) for _ in range(2))
     keys, values = cache.update_and_fetch(keys, values)
@@ -87,7 +87,7 @@ def main() -> None:
     cache = full_cache()
     calls: dict[str, Callable[[], object]] = {
         "a decode step, fused": lambda: step(cache, 1),
-        # Soft-capped logits keep a step from being fused.
+        # Soft-capped logits rule out a fused step.
         "a decode step, op by op": lambda: step(cache, 1, softcap=50.0),
         "a prompt chunk": lambda: step(cache, CHUNK),
     }

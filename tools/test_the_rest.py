@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Runs what `make test` left out, target by target, for so many minutes; says what it did not run.
+"""Runs the targets that `make test` left out, for so many minutes; reports those that did not run.
 
-What the last commits touched comes first. A target that fails fails the whole; one that time ran
-out for is stopped and told as not finished, and fails nothing. Two targets run at a time.
+Targets of the last commits' files come first. A target that fails fails the whole; one that runs
+out of time is stopped and reported as not finished, and fails nothing. Two targets run at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LOGS = ROOT / "build" / "logs"
 
-#: What each target of `make test-all` proves, by the paths that it depends on.
+#: The content of each target of `make test-all`, by the paths that it depends on.
 AREAS = {
     "test-python": ("python/mlx_h2o/", "tests/", "golden/", "docs/", "benchmarks/", "research/"),
     "test-caches": ("python/mlx_h2o/", "python/src/", "c_api/src/cpu/"),
@@ -35,15 +35,15 @@ AREAS = {
     ),
     "test-macos": ("c_api/src/", "python/src/", "tools/check_macos_build.py"),
 }
-# Of the last commits.
+# The number of last commits considered.
 COMMITS = 20
-# Side by side; each keeps about one core busy.
+# Targets run at once; each keeps about one core busy.
 LANES = 2
-# No target may take longer, so that one cannot eat the time of all.
+# The most minutes of one target, so that none can take all the time.
 MOST_MINUTES = 20
-# In a shorter time nothing finishes.
+# No target finishes in less time.
 LEAST_SECONDS = 60
-# Of a failed target's output.
+# The lines shown of a failed target's output.
 SHOWN_LINES = 80
 
 
@@ -60,7 +60,7 @@ class Running:
         return LOGS / f"{self.target}.log"
 
     def stop(self) -> None:
-        """End it with everything that it started."""
+        """End the target and every process that it started."""
         os.killpg(self.process.pid, signal.SIGTERM)
         try:
             self.process.wait(10)
@@ -89,7 +89,7 @@ def ordered(commits: Iterable[Iterable[str]]) -> list[str]:
 
 def start(target: str) -> Running:
     LOGS.mkdir(parents=True, exist_ok=True)
-    # A make of its own, also where this runs beneath another.
+    # Each target has a make of its own, even if this runs under another make.
     env = {
         name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")
     }
@@ -101,7 +101,7 @@ def start(target: str) -> Running:
 
 
 def finished(running: Running, deadline: float) -> str | None:
-    """What became of a target, or None while it runs."""
+    """The outcome of a target, or None while it runs."""
     code, now = running.process.poll(), time.monotonic()
     minutes = (now - running.started) / 60
     if code is None and now < deadline and minutes < MOST_MINUTES:
@@ -117,7 +117,7 @@ def finished(running: Running, deadline: float) -> str | None:
 
 
 def run(targets: list[str], seconds: float) -> dict[str, str]:
-    """What became of each target."""
+    """The outcome of each target."""
     deadline = time.monotonic() + seconds
     results: dict[str, str] = {}
     waiting, lanes = list(targets), list[Running]()

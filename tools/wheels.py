@@ -17,15 +17,15 @@ class NoWheel(Exception):
 
 
 def fetch(requirement: str, folder: Path, *options: str) -> Path:
-    """A wheel, unpacked: what lies in site-packages where it is installed.
+    """A wheel, unpacked: its content as installed in site-packages.
 
     Args:
-        requirement: As pip takes it.
-        folder: Where to put it.
-        options: Of `pip download`.
+        requirement: The requirement in pip's syntax.
+        folder: The folder to unpack it into.
+        options: Options of `pip download`.
 
     Raises:
-        NoWheel: With what pip said.
+        NoWheel: The download failed; the message is pip's.
     """
     target = Path(tempfile.mkdtemp(dir=folder))
     command = [sys.executable, "-m", "pip", "download", requirement, "--dest", str(target)]
@@ -46,6 +46,6 @@ def fetch_macos_mlx(folder: Path) -> Path:
     """The folder `mlx` of the installed version's wheel for Apple GPUs.
 
     Raises:
-        NoWheel: With what pip said.
+        NoWheel: The download failed; the message is pip's.
     """
     return fetch(f"mlx-metal=={version('mlx')}", folder, *FOR_MACOS) / "mlx"

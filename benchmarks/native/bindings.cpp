@@ -1,4 +1,4 @@
-// mlx_h2o._machine: what `python -m benchmarks` measures of the machine. Nothing else loads it.
+// mlx_h2o._machine: the probe of the machine for `python -m benchmarks`. Nothing else loads it.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 

@@ -18,12 +18,11 @@ using Clock = std::chrono::steady_clock;
 // narrowest outrun memory.
 typedef uint64_t Line __attribute__((vector_size(64)));
 
-// What one thread reads at a time: long enough for the hardware to run ahead of it.
+// Bytes that one thread reads at a time: enough for the hardware to prefetch.
 constexpr size_t kPiece = size_t(1) << 20;
 constexpr int kLines = kPiece / sizeof(Line);
 
-// What is timed at a time: about as long as an attention, so that whatever interrupts one of them
-// interrupts the other as often.
+// Bytes of one timing: about as long as an attention, so that both are interrupted equally often.
 constexpr int kPiecesTimed = 32;
 
 uint64_t sum_of_piece(const Line* p) {
@@ -44,7 +43,7 @@ uint64_t worked(int steps, uint64_t x) {
   return x;
 }
 
-// This module's pool, of the kernels' kind.
+// This module's thread pool, of the same class as the kernels'.
 ThreadPool& pool_of(int threads) {
   auto& pool = ThreadPool::shared();
   if (pool.size() != threads) pool.resize(threads);
@@ -61,7 +60,7 @@ double read_bandwidth(size_t bytes, int threads) {
   auto& pool = pool_of(threads);
   const int pieces = static_cast<int>(std::max<size_t>(1, bytes / kPiece));
   if (memory.size() != size_t(pieces) * kLines) {
-    // (Vectors fill themselves; memory never written may be one and the same page of zeros.)
+    // (Vectors are filled; memory never written may be a single page of zeros.)
     memory = std::vector<Line>(size_t(pieces) * kLines, Line{1});
   }
 

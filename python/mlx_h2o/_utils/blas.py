@@ -1,4 +1,4 @@
-"""Which BLAS multiplies MLX's float32 matrices on the CPU, and a fast one for its wheel.
+"""The BLAS that multiplies MLX's float32 matrices on the CPU, and a faster one than its wheel's.
 
 MLX's CPU wheel for Linux carries the reference BLAS, with which a prompt's products take tens of
 times as long as with OpenBLAS. `use_openblas` puts the OpenBLAS of scipy-openblas32 (a package of
@@ -19,10 +19,10 @@ from types import ModuleType
 
 import mlx.core as mx
 
-# "reference" keeps the wheel's own; "openblas", the default, does nothing where there is none.
+# "reference" keeps the wheel's own BLAS; "openblas", the default, needs scipy-openblas32.
 VARIABLE = "MLX_H2O_BLAS"
 OPENBLAS, REFERENCE = "openblas", "reference"
-# Before the name of every function of scipy-openblas32.
+# The prefix of every function's name in scipy-openblas32.
 PREFIX = "scipy_"
 
 
@@ -57,10 +57,10 @@ def use_linked() -> None:
 
 
 def blas() -> str:
-    """What multiplies MLX's float32 matrices on the CPU, in words.
+    """The library that multiplies MLX's float32 matrices on the CPU, in words.
 
-    For instance "OpenBLAS 0.3.34 (Zen)", "Accelerate", "reference BLAS", the file's name
-    of any other library, or "unknown" (without the compiled extension).
+    For instance "OpenBLAS 0.3.34 (Zen)", "Accelerate", "reference BLAS", the file name of any
+    other library, or "unknown" (without the compiled extension).
     """
     if platform.system() == "Darwin":
         return "Accelerate"
@@ -72,7 +72,7 @@ def blas() -> str:
 
 
 def advice() -> str | None:
-    """How to get a faster BLAS, in one line, or None where there is nothing to gain."""
+    """How to get a faster BLAS, in one line, or None where none is to be had."""
     if not is_reference() or os.environ.get(VARIABLE) == REFERENCE:
         return None
     how = "mlx_h2o.use_openblas()" if openblas_file() else "pip install 'mlx-h2o[cpu]'"
@@ -83,7 +83,7 @@ def advice() -> str | None:
 
 
 def in_use() -> bool:
-    """Whether MLX's matrix products are OpenBLAS's: the one that `use_openblas` brings."""
+    """Whether MLX's matrix products come from the OpenBLAS that `use_openblas` brings."""
     return openblas_file() is not None and blas_file() == openblas_file()
 
 
@@ -95,7 +95,7 @@ def blas_file() -> Path | None:
 
 
 def is_reference() -> bool:
-    """Whether MLX calls the BLAS that its wheel brought, and that is the reference BLAS."""
+    """Whether MLX calls the BLAS of its own wheel, and that one is the reference BLAS."""
     file = blas_file()
     if file is None or not file.name.startswith("libblas"):
         return False
@@ -105,7 +105,7 @@ def is_reference() -> bool:
 
 def openblas_file() -> Path | None:
     """The library of the package scipy-openblas32, or None where it is not installed."""
-    # Not imported: that would make its names visible to every library of the process.
+    # It is not imported: that would make its names visible to every library of the process.
     package = importlib.util.find_spec("scipy_openblas32")
     if package is None or package.origin is None:
         return None

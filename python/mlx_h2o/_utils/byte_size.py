@@ -13,11 +13,11 @@ UNITS = {"": 1, "B": 1} | {
     for i in ("", "i")
 }
 FORM = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)", re.ASCII)
-#: Digits of a number in a text: more than any size has.
+#: The most digits of a number in a text: more than any size has.
 LONGEST = 40
-#: A number without a unit up to this is rather meant as a share: no cache fits into so few bytes.
+#: Up to this a number without a unit is probably a percentage: no cache fits into so few bytes.
 RATHER_A_SHARE = 100
-#: Context that shares are of where neither caller nor model says one.
+#: The context that shares refer to where neither the caller nor the model names one.
 USUAL_CONTEXT = 4096
 
 
@@ -32,7 +32,7 @@ def size_text(nbytes: float) -> str:
 
 
 class Share(NamedTuple):
-    """A part of the bytes that a 16-bit cache takes at the context that is asked for."""
+    """A share of the bytes that a 16-bit cache takes at the requested context."""
 
     part: float
 
@@ -41,11 +41,11 @@ def memory_size(name: str, size: Any) -> int | Share:
     """Bytes as a whole number, or a share of the bytes that a 16-bit cache takes.
 
     Args:
-        name: The setting that gave it.
+        name: The name of the setting, for messages.
         size: A whole number of bytes, or a text.
 
     Raises:
-        ValueError: It is neither, not above 0, or more than there can be.
+        ValueError: It is neither, it is not above 0, or it is too large.
     """
     if isinstance(size, Share):
         return _share(name, size.part, size.part)
@@ -76,7 +76,7 @@ def memory_size(name: str, size: Any) -> int | Share:
 
 
 def _share(name: str, part: Any, given: Any) -> Share:
-    """A share in range; `given` is what the caller wrote."""
+    """A share in range; `given` is the caller's text."""
     if not 0 < checks.finite(name, part) <= checks.LARGEST_SHARE:
         raise ValueError(
             f"{name} must be above 0% and at most {checks.LARGEST_SHARE:.0%} of a 16-bit cache; "

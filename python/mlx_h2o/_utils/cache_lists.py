@@ -1,4 +1,4 @@
-"""Walking a model's list of caches, members of a CacheList too."""
+"""Walks over a model's list of caches, with the members of a CacheList."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 
 class UnmergedCacheList(mlx_lm_cache.CacheList):
-    """A list with a member that cannot be merged with others' into a batch, so it cannot be."""
+    """A CacheList that cannot be batched, because one of its members cannot."""
 
     @property
     def merge(self) -> NoReturn:
-        """Not there: mlx-lm asks whether it is, and serves such sequences one at a time."""
+        """Raise AttributeError: mlx-lm looks for `merge`, and serves such sequences singly."""
         raise AttributeError("Members of this list of caches cannot be batched.")
 
 
 def listed(members: Sequence[Any]) -> Any:
-    """A CacheList of these caches, which says by `merge` whether all of them can be batched."""
+    """A CacheList of these caches; it has `merge` only if all of them can be batched."""
     merges = all(hasattr(member, "merge") for member in members)
     kind: Any = mlx_lm_cache.CacheList if merges else UnmergedCacheList
     return kind(*members)
 
 
 def entries(cache: Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The caches of a list, members of a CacheList too, each with its place ("3", "3.1")."""
+    """Each cache of a list, members of a CacheList too, with its place ("3", "3.1")."""
     for i, entry in enumerate(cache):
         if isinstance(entry, mlx_lm_cache.CacheList):
             yield from entries(entry.caches, f"{prefix}{i}.")
@@ -34,7 +34,7 @@ def entries(cache: Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def replaced(entry: Any, make: Any) -> Any:
-    """A cache list's entry with its plain KV caches, members of a CacheList too, replaced."""
+    """A cache list's entry with each plain KV cache replaced, members of a CacheList too."""
     if isinstance(entry, mlx_lm_cache.CacheList):
         return listed([replaced(member, make) for member in entry.caches])
     return make() if type(entry) is mlx_lm_cache.KVCache else entry

@@ -19,11 +19,11 @@ import numpy as np
 MOST_TOKENS = 2**30
 #: A pebibyte, above any memory; products with a model's widths stay within 64 bits.
 MOST_BYTES = 2**50
-#: Victims of one choice: each head keeps their slots, and larger choices would stall a step.
+#: Victims of one choice: each head keeps their slots, and more would stall a step.
 MOST_VICTIMS = 2**16
 #: Neighbours that smooth a window's mass: more would make all masses alike.
 WIDEST_POOL = 2**12
-#: Of a size as a share of a 16-bit cache: as in Swift, 16 such caches.
+#: The largest size as a share of a 16-bit cache: 16 such caches, as in Swift.
 LARGEST_SHARE = 16.0
 #: Weights and other real numbers: kernels count in float32, where squares of these are finite.
 MOST_NUMBER = 2.0**60
@@ -55,10 +55,10 @@ def whole(name: str, value: Any, least: int | None = None, most: int = MOST_TOKE
     """A whole number: Python's or numpy's, but no truth value and no 3.0.
 
     Args:
-        name: What the caller calls it.
-        value: Anything.
-        least: The smallest that is taken, or None: `-most`.
-        most: The largest.
+        name: The setting's name, for the message.
+        value: The value to check.
+        least: The smallest value allowed; None means `-most`.
+        most: The largest value allowed.
 
     Raises:
         ValueError: It is something else, or out of range.
@@ -86,9 +86,9 @@ def wholes(name: str, values: Any, least: int | None = None) -> tuple[int, ...]:
     """A list of whole numbers; one-dimensional arrays are lists.
 
     Args:
-        name: Of the setting, for the message.
-        values: What was given.
-        least: The least that each may be.
+        name: The setting's name, for the message.
+        values: The value to check.
+        least: The smallest number allowed.
 
     Raises:
         ValueError: It is something else, empty, or a number is less than `least`.
@@ -103,9 +103,9 @@ def finite(name: str, value: Any, most: float = MOST_NUMBER) -> float:
     """A number that is neither NaN nor infinite.
 
     Args:
-        name: What the caller calls it.
-        value: Anything.
-        most: The largest size that is taken, above and below 0.
+        name: The setting's name, for the message.
+        value: The value to check.
+        most: The largest absolute value allowed.
 
     Raises:
         ValueError: It is something else, or out of range.
@@ -119,7 +119,7 @@ def finite(name: str, value: Any, most: float = MOST_NUMBER) -> float:
 
 
 def switch(name: str, value: Any) -> bool:
-    """True or False, and nothing that merely counts as one of them ("no" would count as True).
+    """True or False, and nothing that merely converts to one of them ("no" would become True).
 
     Raises:
         ValueError: It is something else.
@@ -133,14 +133,14 @@ def choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     """One of some values.
 
     Args:
-        name: Of the setting, for the message.
-        value: What was given.
-        choices: What it may be.
+        name: The setting's name, for the message.
+        value: The value to check.
+        choices: The values allowed.
 
     Raises:
         ValueError: It is something else.
     """
-    # True == 1, and 8.0 == 8: neither is meant by what is written here.
+    # True == 1, and 8.0 == 8: the types must agree too.
     if not any(type(value) is type(one) and value == one for one in choices):
         *most, last = (f'"{one}"' if isinstance(one, str) else str(one) for one in choices)
         raise ValueError(f"{name} must be {', '.join(most)} or {last}; got {shown(value)}.")
@@ -148,6 +148,6 @@ def choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """ " Did you mean ...?", where a name that is not known resembles one that is; else nothing."""
+    """ " Did you mean ...?" where an unknown name resembles a known one; else an empty text."""
     near = difflib.get_close_matches(name, list(known), 1)
     return f" Did you mean {near[0]}?" if near else ""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and checks before anything is written or read.
+"""Writing files whole or not at all, and checks before anything is written or read.
 
 A safetensors header is checked against its file before MLX reads it: MLX allocates what a shape
 asks for ([10^12, 10^9] took all memory, and [1, -5, 3] looped without end).
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 
 def cache_folder() -> Path:
-    """Where files that can be had again are kept for this user (XDG base directories)."""
+    """The user's folder for files that can be fetched again (XDG base directories)."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "mlx-h2o"
 
@@ -26,11 +26,11 @@ def replacing(path: Path, suffix: str = "", durable: bool = False) -> Iterator[P
     """A temporary name beside `path`, moved over it if all goes well and removed if not.
 
     Args:
-        path: What is written.
-        suffix: That the temporary name must have.
-        durable: Whether it must be on disk when the block has ended, even if the power fails then.
+        path: The file to write.
+        suffix: The suffix that the temporary name must have.
+        durable: Whether the file must be on disk when the block ends, even if the power fails then.
     """
-    path = Path(os.path.realpath(path))  # a link stays one
+    path = Path(os.path.realpath(path))  # a link stays a link
     temporary = path.with_name(f".{path.name}.{os.getpid()}{suffix}")
     try:
         yield temporary
@@ -44,7 +44,7 @@ def replacing(path: Path, suffix: str = "", durable: bool = False) -> Iterator[P
 
 
 def _sync(path: Path) -> None:
-    """Have a file, or the names in a folder, written to disk now."""
+    """Force a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -53,10 +53,10 @@ def _sync(path: Path) -> None:
 
 
 def require_writable(option: str, path: Path) -> None:
-    """Raise ValueError unless a file can be written at `path`; `option` asked for it."""
+    """Raise ValueError unless a file can be written at `path`, which `option` asked for."""
     folder = Path(os.path.realpath(path)).parent
     if not folder.is_dir():
-        named = folder if path.is_symlink() else path.parent  # as it was given
+        named = folder if path.is_symlink() else path.parent  # as the user gave it
         raise ValueError(f"{option}: there is no folder {named}; make it first.")
     if path.exists() and not path.is_file():
         raise ValueError(f"{option}: {path} is no file that could be replaced.")
@@ -78,15 +78,15 @@ def require_folder(option: str, folder: Path) -> None:
 
 
 def write_kept(path: Path, write: Callable[[Path], object], suffix: str = "") -> None:
-    """Write a file that took long to compute; where that fails, write it elsewhere and say where.
+    """Write a file that took long to compute; if that fails, write it elsewhere and say where.
 
     Args:
-        path: Where it belongs.
-        write: Writes it to the path that it is given.
-        suffix: That the path given to `write` must have.
+        path: The file to write.
+        write: Writes the file to the path that it is given.
+        suffix: The suffix that the path given to `write` must have.
 
     Raises:
-        OSError: It could not be written to `path`; the message says where it is.
+        OSError: It could not be written to `path`; the message says where it is instead.
     """
     try:
         with replacing(path, suffix) as temporary:

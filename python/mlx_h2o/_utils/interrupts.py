@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, by which people and their systems stop the command.
+"""Ctrl-C and SIGTERM, which stop the command.
 
 `cli.main` uses both functions; nothing here runs when a module is imported.
 """
@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came: what tidies up after Ctrl-C tidies up after this, too."""
+    """SIGTERM came; the code that tidies up after Ctrl-C tidies up after it too."""
 
 
 @contextmanager
 def terminating_tidily() -> Iterator[None]:
-    """Raise `Terminated` at SIGTERM, where it would end the process on the spot."""
+    """Raise `Terminated` at SIGTERM, which otherwise ends the process at once."""
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
@@ -40,8 +40,8 @@ def _terminated(*_: Any) -> NoReturn:
 def ending_quietly() -> Iterator[None]:
     """Let Ctrl-C end the process by the signal itself, without a traceback.
 
-    The command imports its modules within this, which takes seconds. Where another handler than
-    Python's own is set, or in another thread than the main one, nothing changes.
+    The command imports its modules inside this block, which takes seconds. If a handler other than
+    Python's own is set, or the thread is not the main one, nothing changes.
     """
     if (
         threading.current_thread() is not threading.main_thread()

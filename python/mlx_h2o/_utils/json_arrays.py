@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 DTYPES = ("float16", "float32")
-#: Of one array in a file.
+#: The most numbers of one array in a file.
 MOST_NUMBERS = 2**26
 
 
@@ -17,7 +17,7 @@ def as_text(numbers: np.ndarray, dtype: str = "float32") -> dict[str, Any]:
     """An array as JSON types.
 
     Args:
-        numbers: Of any shape.
+        numbers: Any shape.
         dtype: "float32", or "float16" where their range allows it (else float32 is taken).
     """
     with np.errstate(over="ignore"):
@@ -29,10 +29,10 @@ def as_text(numbers: np.ndarray, dtype: str = "float32") -> dict[str, Any]:
 
 
 def of_text(text: Any) -> np.ndarray:
-    """What `as_text` gave, as float32.
+    """The array that `as_text` wrote, as float32.
 
     Raises:
-        ValueError: It gave something else, or some of it is no finite number.
+        ValueError: The value was not written by `as_text`, or some numbers are not finite.
     """
     try:
         shape = tuple(text["shape"])

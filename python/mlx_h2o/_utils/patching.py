@@ -1,4 +1,4 @@
-"""Functions of mlx-lm that are replaced by ours, and put back."""
+"""Replacing functions of mlx-lm by ours, and putting them back."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 def replace_everywhere(old: Any, new: Any) -> None:
     """Let every loaded module that holds `old`, by whatever name, hold `new`.
 
-    Modules imported later find `new` where they import it from. Our own modules keep what they
-    hold: they are the ones that must still reach mlx-lm's.
+    Modules imported later find `new` where they import it from. Our own modules keep `old`: they
+    must still reach mlx-lm's function.
     """
     for name, module in list(sys.modules.items()):
         if name == "mlx_h2o" or name.startswith("mlx_h2o."):

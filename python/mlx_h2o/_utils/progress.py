@@ -12,39 +12,39 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-#: Seconds between lines in a file or a pipe. Work that is done before the first says nothing there.
+#: Seconds between lines in a file or a pipe. Work that ends before the first line prints none.
 EVERY = 5.0
 #: Seconds before the first line: long enough to measure a speed.
 FIRST = 2.0
 
 
 class Told:
-    """What is known of some work; call it with what is done and how much there is.
+    """The progress of some work; call it with the amount done and the whole amount.
 
     Args:
-        title: What is going on, as in "calibrating".
-        unit: What is counted, as in "tokens"; empty where the numbers mean nothing to a user.
+        title: The work's name, as in "calibrating".
+        unit: The unit counted, as in "tokens"; empty where the numbers mean nothing to a user.
     """
 
     def __init__(self, title: str, unit: str = ""):
         self.title, self.unit = title, unit
         self.part, self.done, self.whole = "", 0, 0
         self.began = time.monotonic()
-        # When counting began, and at what: loading comes before, and what was done another day.
+        # Time and amount when counting began: loading, and work of earlier runs, come before it.
         self._first: tuple[float, int] | None = None
 
     def __call__(self, done: int, whole: int) -> None:
-        """So much is done of so much."""
+        """Note that `done` of `whole` is finished."""
         self.done, self.whole = done, whole
         if self._first is None or not done:
             self._first = time.monotonic(), done
 
     def about(self, part: str) -> None:
-        """What is being worked at now."""
+        """Name the part that is being worked at now."""
         self.part = part
 
     def seconds_left(self) -> float | None:
-        """At the mean speed since counting began; None where nothing was done since."""
+        """Seconds left at the mean speed since counting began; None if nothing was done since."""
         began, at = self._first or (0.0, 0)
         if self.done <= at:
             return None
@@ -52,7 +52,7 @@ class Told:
         return passed * max(self.whole - self.done, 0) / (self.done - at)
 
     def line(self) -> str:
-        """Everything in a line."""
+        """The progress in one line."""
         said = [": ".join(filter(None, (self.title, self.part)))]
         if self.whole:
             share = f"{min(self.done / self.whole, 1):.0%}"
@@ -65,7 +65,7 @@ class Told:
 
 
 class OnTerminal(Told):
-    """The same, shown as a bar."""
+    """The progress shown as a bar."""
 
     def __init__(self, title: str, unit: str, bar: Progress):
         super().__init__(title, unit)
@@ -82,17 +82,17 @@ class OnTerminal(Told):
 
 @contextmanager
 def progress_bar(title: str, unit: str = "", transient: bool = False) -> Iterator[Told]:
-    """Show how far something is while it goes on.
+    """Show the progress of some work while it runs.
 
     Args:
-        title: What goes on, as in "calibrating".
-        unit: What is counted, as in "tokens".
-        transient: Whether a terminal's bar goes away at the end.
+        title: The work's name, as in "calibrating".
+        unit: The unit counted, as in "tokens".
+        transient: Whether a terminal's bar disappears at the end.
 
     Yields:
-        Whom to tell.
+        The object to call with the progress.
     """
-    # Here, since the caches import this module and few of them ever show a bar.
+    # Imported here: the caches import this module, and few of them ever show a bar.
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -117,7 +117,7 @@ def progress_bar(title: str, unit: str = "", transient: bool = False) -> Iterato
 
 @contextmanager
 def progress_lines(title: str, unit: str = "") -> Iterator[Told]:
-    """The same in lines, for what is no terminal, or beside a bar of another program."""
+    """Show the progress in lines: where there is no terminal, or beside another program's bar."""
     told, ended = Told(title, unit), threading.Event()
     teller = threading.Thread(target=_tell, args=(told, ended), daemon=True)
     teller.start()
@@ -129,7 +129,7 @@ def progress_lines(title: str, unit: str = "") -> Iterator[Told]:
 
 
 def _tell(told: Told, ended: threading.Event) -> None:
-    """A line every few seconds, and one at the end if there was any before."""
+    """Print a line every few seconds, and one at the end if there was any before."""
     wait = FIRST
     while not ended.wait(wait):
         print(told.line(), file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""A conversation with a model in bounded memory, and what it keeps of it."""
+"""A conversation with a model in bounded memory, and which of its tokens are kept."""

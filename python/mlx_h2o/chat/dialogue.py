@@ -1,4 +1,4 @@
-"""A conversation with a model in bounded memory, which reads of each turn only what is new."""
+"""A conversation with a model in bounded memory, which reads only the new tokens of each turn."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from mlx_h2o.chat.pin_rules import PinRules, spans_for
 from mlx_h2o.engine.pins_and_turns import PinAnswer, checked_carry
 from mlx_h2o.storage.pins import Span
 
-#: Under this name a file says which tokens were read.
+#: Name of the metadata entry that lists the tokens read.
 TOKENS = "mlx-h2o dialogue"
-#: Stands for a token of the chat template in a conversation's text.
+#: Stands for a token of the chat template in the text of a conversation.
 MARK = "\0"
 #: A role that the template names, its other tokens, and words with the white space before them.
 SAID = re.compile(r"\0\s*\0?(?P<role>[a-z]+)(?:\n|\0\s*)|\0\s*|(?P<word>\s*[^\s\0]+|\s+)")
 
 
 class Dialogue:
-    """What was said, and the caches that hold it.
+    """The tokens of a conversation, and the caches that hold them.
 
-    The memory goes on from the tokens that were said, however their text would be tokenized: of
-    each turn what the user says is read, and the few tokens of the chat template around it.
+    The memory goes on from the very tokens that were said, however their text would be tokenized:
+    of each turn it reads the user's text and the few tokens of the chat template around it.
 
     Args:
         model: An mlx-lm model.
         tokenizer: Its tokenizer; without a chat template texts are read as they are.
-        make_cache: Makes the caches of a conversation that begins.
-        system: What the model is told first, if anything.
-        rules: What is pinned of each turn as it comes; roles and texts in the first one that has
-            them.
+        make_cache: Makes the caches of a new conversation.
+        system: The system prompt, if any.
+        rules: The rules that pin parts of each turn as it comes; roles and texts must be in the
+            first turn that has them.
         carry: How much of the past counts in each new turn (`engine/pins_and_turns.py`).
     """
 
@@ -62,20 +62,20 @@ class Dialogue:
     def clear(self) -> None:
         """Forget everything said."""
         self.cache = self._make_cache()
-        #: Those that the caches have read, by position.
+        #: The tokens that the caches have read, by position.
         self.tokens: list[int] = []
-        # Said by the model, and not read by the caches.
+        # Tokens that the model said, and that the caches have not read.
         self._pending: list[int] = []
 
     # -- turns ------------------------------------------------------------------------------------
 
     def reply(self, text: str, max_tokens: int, **options: Any) -> Generator[Any, None, None]:
-        """Read what the user says; the answer as mlx-lm's `stream_generate` gives it.
+        """Read the user's text; yield the reply as mlx-lm's `stream_generate` does.
 
         Args:
-            text: Of the user.
-            max_tokens: Of the answer.
-            options: For `stream_generate`.
+            text: The user's text.
+            max_tokens: The most tokens of the reply.
+            options: Options of `stream_generate`.
         """
         begun = bool(self.tokens)
         messages = self._messages(text)
@@ -91,13 +91,13 @@ class Dialogue:
                 said.append(response.token)
                 yield response
         finally:
-            # A reader may leave in between; the caches know how far they are.
+            # The caller may stop in between; the caches know how far they are.
             whole = [*self.tokens, *new, *said]
             read = bounded_entries(self.cache)[0].offset
             self.tokens, self._pending = whole[:read], whole[read:]
 
     def _messages(self, text: str) -> list[dict[str, str]]:
-        """What a turn's tokens hold."""
+        """The messages of a turn, as the chat template takes them."""
         first = [{"role": "system", "content": self._system}] if self._system else []
         return [*(first if not self.tokens else []), {"role": "user", "content": text}]
 
@@ -109,8 +109,8 @@ class Dialogue:
             return tokens
         if not self.tokens:
             return _rendered(tokenizer, self._messages(text))
-        # What follows a reply, whatever it was: where two conversations with different replies are
-        # the same again.
+        # The template's tokens after a reply, whatever the reply is: where two conversations with
+        # different replies agree again.
         asked = {"role": "user", "content": "?"}
         said = {"role": "user", "content": text}
         both = [
@@ -122,33 +122,33 @@ class Dialogue:
             same += 1
         following = both[0][len(both[0]) - same :]
         last = (self._pending or self.tokens)[-1:]
-        # The model ended its reply by the token with which the template goes on.
+        # The model ended its reply with the token by which the template goes on.
         return following[1:] if last == following[:1] else following
 
     def begin_turn(self, carry: float | str) -> None:
-        """Say how much of the past counts from here on: a number from 0 to 1, also as text, or
+        """Set how much of the past counts from here on: a number from 0 to 1, also as text, or
         "reset".
 
         Raises:
-            ValueError: It is invalid.
+            ValueError: `carry` is invalid.
         """
         new_turn(self.cache, checked_carry(carry))
 
     # -- pins -------------------------------------------------------------------------------------
 
     def _pin_by_rules(self, new: Sequence[int], messages: Sequence[Mapping[str, str]]) -> None:
-        """Pin what the rules find in a turn's tokens."""
+        """Pin the parts of a turn's tokens that the rules match."""
         rules = self._rules
-        if self.tokens:  # Roles and texts are asked for once.
+        if self.tokens:  # Roles and texts are required only once.
             rules = PinRules(patterns=rules.patterns, predicate=rules.predicate)
         if rules:
             self._pin(spans_for(rules, self._tokenizer, new, messages, len(self.tokens)))
 
     def pin(self, text: str) -> PinAnswer:
-        """Pin a text of what was said so far, every time that it was said.
+        """Pin a text of the conversation so far, wherever it occurs.
 
         Raises:
-            ValueError: It was not said, or there is no room.
+            ValueError: The text was not said, or there is no room.
         """
         return self._pin(spans_for(PinRules(texts=(text,)), self._tokenizer, self.tokens))
 
@@ -156,16 +156,16 @@ class Dialogue:
         return pin(self.cache, spans) if spans else PinAnswer()
 
     def unpin(self) -> None:
-        """Let all pinned tokens go as any others."""
+        """Unpin all pinned tokens; they are evicted like any others."""
         unpin(self.cache)
 
     @property
     def pinned_texts(self) -> list[str]:
-        """What is pinned, in order; pins on what is still to come have no text."""
+        """The pinned texts, in order; pins on tokens still to come have no text."""
         pins = bounded_entries(self.cache)[0].pins
         return [self._tokenizer.decode(self.tokens[first:end]) for first, end in pins]
 
-    # -- what is held -----------------------------------------------------------------------------
+    # -- contents ---------------------------------------------------------------------------------
 
     def kept(self) -> list[tuple[str, float]]:
         """Each token's text, and the share of all KV heads that hold it."""
@@ -176,9 +176,9 @@ class Dialogue:
         return list(zip(token_texts(self._tokenizer, self.tokens), shares, strict=True))
 
     def kept_words(self) -> list[tuple[str, float]]:
-        """What was said as words, each with the share of all KV heads that hold its tokens.
+        """The words of the conversation, each with the share of all KV heads that hold its tokens.
 
-        Of the chat template who speaks is left, on a line of its own turn.
+        Of the chat template only each turn's role is left, on a line of its own.
         """
         special = special_ids(self._tokenizer)
         text, shares = "", list[float]()
@@ -196,7 +196,7 @@ class Dialogue:
         return words
 
     def status(self) -> dict[str, int]:
-        """Tokens, slots a KV head, bytes, evictions and pinned tokens."""
+        """Tokens, slots of a KV head, bytes, evictions and pinned tokens."""
         layers = bounded_entries(self.cache)
         budgets = [count for layer in layers for count in layer.budgets or ()]
         return {
@@ -223,10 +223,10 @@ class Dialogue:
         save_prompt_cache(path, self.cache, {"model": model, TOKENS: said})
 
     def load(self, path: str | Path, model: str) -> None:
-        """Go on with a conversation that `save` wrote, in the place of this one.
+        """Continue a conversation that `save` wrote, instead of this one.
 
         Raises:
-            ValueError: The file is damaged, or another model's; this conversation stays then.
+            ValueError: The file is damaged, or another model's; this conversation is unchanged.
         """
         cache, metadata = load_prompt_cache(path, return_metadata=True)
         assert isinstance(metadata, dict)
@@ -245,14 +245,14 @@ class Dialogue:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Tokens that are no text: those of the chat template, and ends."""
+    """Tokens that are not text: those of the chat template, and the end tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {number for number, token in added.items() if token.special}
     return special | set(getattr(tokenizer, "all_special_ids", ()))
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """A conversation in the chat template, up to where the model is to speak."""
+    """A conversation in the chat template, up to the point where the model is to speak."""
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return tokens

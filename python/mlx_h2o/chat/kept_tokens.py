@@ -1,9 +1,9 @@
-"""Which tokens of a text a bounded cache kept, when it dropped the others, and their scores.
+"""Which tokens of a text a bounded cache kept while it evicted others, and their scores.
 
 `trace` feeds a text through a model and looks into the caches after every step; `Trace.html` shows
-it as one page that needs nothing but a browser.
+the result as one page that needs nothing but a browser.
 
-`remembered` tells the same of a conversation that goes on: how many KV heads of each layer still
+`remembered` tells the same of a conversation in progress: how many KV heads of each layer still
 hold each token.
 """
 
@@ -29,23 +29,23 @@ from mlx_h2o.loading.identity import architecture
 from mlx_h2o.loading.load import PACKAGE
 from mlx_h2o.storage.slot_store import Run
 
-# The page's text, with {{names}} to fill in.
+# The page's template, with {{names}} to fill in.
 PAGE = PACKAGE / "data" / "inspect.html"
 
-# Tokens decoded before one to learn its text: a character takes at most four byte tokens.
+# Tokens decoded before a token to learn its text: a character takes at most four byte tokens.
 DECODE_CONTEXT = 4
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
 class Head:
-    """One KV head that was looked at.
+    """One KV head of a trace.
 
     Attributes:
         layer: Its layer's place in the cache list ("3", or "3.1" within a CacheList).
         head: KV head within the layer.
-        budget: Slots it may use.
-        recent: How many of the last positions it protects.
+        budget: The most slots that it may use.
+        recent: Number of the last positions that it protects.
     """
 
     layer: str
@@ -56,22 +56,22 @@ class Head:
 
 @dataclass(frozen=True)
 class Trace:
-    """What the caches of a model held while it read a text of T tokens with R KV heads in all.
+    """The contents of a model's caches while it read a text of T tokens; R KV heads in all.
 
     Attributes:
         model: The model's name.
         policy: The policy's name.
         settings: The policy's fields.
-        remainder: Whether evicted tokens went on answering.
-        sink: First positions that every head protects.
+        remainder: Whether evicted tokens are kept as a remainder.
+        sink: Number of the first positions that every head protects.
         prefill: Tokens read as one chunk before those read one by one.
         nbytes: Bytes of all bounded layers at the end.
         texts: Each token's text, T of them.
         heads: R heads, by layer and then by number.
-        dropped_at: `[R, T]` how many tokens had been read when a token was found gone; -1 if it
-            was held to the end.
-        last_score: `[R, T]` what the policy had accumulated for it when last held; NaN where the
-            policy accumulates nothing, or where the prompt's chunk was reduced without it.
+        dropped_at: `[R, T]` the number of tokens read when a token was found evicted; -1 if it was
+            held to the end.
+        last_score: `[R, T]` the score that the policy had accumulated for it when last held; NaN if
+            the policy accumulates nothing, or if the prompt's chunk was reduced without it.
         last_priority: `[R, T]` its priority when last held, with NaN as above; the lowest is
             evicted first.
     """
@@ -90,7 +90,7 @@ class Trace:
     last_priority: NDArray[np.float32]
 
     def held(self, read: int | None = None) -> NDArray[np.bool_]:
-        """Which tokens each head held after `read` of them (all by default), `[R, T]`."""
+        """The tokens that each head held after `read` of them (all by default), `[R, T]`."""
         T = len(self.texts)
         read = T if read is None else read
         known = np.arange(T) < read
@@ -102,25 +102,25 @@ class Trace:
         return float(self.held().mean())
 
     def held_by_layer(self) -> dict[str, float]:
-        """Tokens held at the end per layer, mean over its KV heads."""
+        """Tokens held at the end in each layer, mean over its KV heads."""
         counts: dict[str, list[int]] = {}
         for head, held in zip(self.heads, self.held().sum(axis=1).tolist(), strict=True):
             counts.setdefault(head.layer, []).append(held)
         return {layer: sum(of) / len(of) for layer, of in counts.items()}
 
     def old_words(self, count: int) -> list[tuple[str, float]]:
-        """The best-remembered words among those that a plain window of any head would have lost.
+        """The best-remembered words among those that a plain window would have lost in any head.
 
         Args:
-            count: Words to name at most.
+            count: The most words to return.
 
         Returns:
-            Words with the share of heads that hold their best token, ties to the oldest.
+            Words with the share of heads that hold their best token; ties go to the oldest.
         """
         T = len(self.texts)
         shares = self.held().mean(axis=0)
         old = range(min(self.sink, T), max(0, T - max(head.budget for head in self.heads)))
-        owner = [i for i, text in enumerate(self.texts) for _ in text]  # of each character
+        owner = [i for i, text in enumerate(self.texts) for _ in text]  # each character's token
         words: dict[str, float] = {}
         for word in re.finditer(r"\w[\w'’-]*", "".join(self.texts)):
             tokens = owner[word.start() : word.end()]
@@ -130,7 +130,7 @@ class Trace:
         return sorted(words.items(), key=lambda item: -item[1])[:count]
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as JSON types; scores to three digits, NaN as None."""
+        """The trace as JSON types; scores have three digits, NaN is None."""
         plain = {name: value for name, value in vars(self).items() if name not in ARRAYS}
         return plain | {
             "heads": [asdict(head) for head in self.heads],
@@ -140,9 +140,9 @@ class Trace:
         }
 
     def html(self) -> str:
-        """The page: the text shaded by what is remembered, per head and at every step."""
+        """The page: the text shaded by the heads that hold each token, per head and step."""
         data = self.as_dict()
-        del data["texts"]  # the page's own text has them
+        del data["texts"]  # the page's own text contains them
         budgets = [head.budget for head in self.heads]
         budget = f"{min(budgets):,}" + (f" to {max(budgets):,}" if len(set(budgets)) > 1 else "")
         parts = {
@@ -156,7 +156,7 @@ class Trace:
         }
         parts = {name: html.escape(part) for name, part in parts.items()}
         parts["text"] = "".join(f"<span>{html.escape(text)}</span>" for text in self.texts)
-        # A script element ends at "</script" whatever stands around it.
+        # "</script" ends a script element, whatever stands around it.
         parts["data"] = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
         return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], PAGE.read_text())
 
@@ -174,14 +174,14 @@ def trace(
     name: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Trace:
-    """Read a text and note after every step what each KV head still holds.
+    """Read a text and note after every step which tokens each KV head still holds.
 
     Args:
         model: An mlx-lm model.
         tokenizer: Its tokenizer.
         tokens: The text, T tokens.
-        cache: Fresh, from `make_prompt_cache`.
-        prefill: Tokens read as the first chunk; the rest comes one by one.
+        cache: A fresh list from `make_prompt_cache`.
+        prefill: Tokens read as the first chunk; the others follow one by one.
         name: The model's name to show (default: its folder's or its architecture's).
         progress: Called with the tokens read and T after every step.
 
@@ -225,7 +225,7 @@ def trace(
 
 
 class _SoFar:
-    """What the heads held while a text of T tokens was read; arrays as in `Trace`."""
+    """The tokens held so far while a text of T tokens is read; arrays as in `Trace`."""
 
     def __init__(self, heads: list[Head], T: int):
         self.heads = heads
@@ -234,7 +234,7 @@ class _SoFar:
         self.last_priority = self.last_score.copy()
 
     def note(self, looks: Sequence[tuple[mx.array, mx.array, mx.array]], read: int) -> None:
-        """What all heads hold once `read` tokens were read, as `look` gives it of each run."""
+        """Note what all heads hold after `read` tokens, from `look` at each run."""
         held = np.zeros(self.dropped_at.shape, bool)
         first = 0
         for positions, scores, priority in looks:
@@ -249,12 +249,12 @@ class _SoFar:
 
 
 def bounded_layers(cache: Sequence[Any]) -> list[tuple[str, BoundedKVCache]]:
-    """The bounded caches of a model, CacheList members too, by their place in the list."""
+    """The bounded caches of a model, CacheList members too, with their places in the list."""
     return [(layer, entry) for layer, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
 
 
 def runs_of(cache: BoundedKVCache) -> list[Run]:
-    """Runs of a cache that has seen tokens."""
+    """The runs of a cache that has seen tokens."""
     assert cache.store is not None
     return cache.store.runs
 
@@ -269,7 +269,7 @@ def heads_of(layer: str, cache: BoundedKVCache) -> list[Head]:
 
 
 def look(cache: BoundedKVCache, run: Run) -> tuple[mx.array, mx.array, mx.array]:
-    """Positions, scores and priorities of what a run holds, `[heads, length]` each."""
+    """Positions, scores and priorities of the slots of a run, `[heads, length]` each."""
     slots = cache.slots(run)
     sees_attention = cache.policy.needs_attention
     scores = slots.scores if sees_attention else mx.full(slots.positions.shape, mx.nan)
@@ -277,7 +277,7 @@ def look(cache: BoundedKVCache, run: Run) -> tuple[mx.array, mx.array, mx.array]
 
 
 def model_name(model: nn.Module) -> str:
-    """The model's folder, or its architecture."""
+    """The name of the model's folder, or of its architecture."""
     folder = getattr(model, "mlx_h2o_folder", None)
     return Path(folder).name if folder else architecture(model)
 
@@ -294,18 +294,18 @@ def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
 
 
 def three_digits(values: NDArray[np.float32]) -> list[list[float | None]]:
-    """Rows of numbers as short as JSON can have them."""
+    """Rows of numbers, as short as JSON can write them."""
     return [[float(f"{v:.3g}") if np.isfinite(v) else None for v in row] for row in values.tolist()]
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What one layer holds of T tokens.
+    """The tokens that one layer holds, of T.
 
     Attributes:
         layer: Its place in the cache list ("3", or "3.1" within a CacheList).
         heads: Its KV heads.
-        held: `[T]` how many of them hold each token.
+        held: `[T]` the number of heads that hold each token.
     """
 
     layer: str
@@ -314,10 +314,10 @@ class LayerMemory:
 
 
 def remembered(cache: Sequence[Any], T: int) -> list[LayerMemory]:
-    """What each bounded layer that has seen tokens holds, of the first sequence.
+    """The tokens of the first sequence that each bounded layer holds; empty layers are left out.
 
     Args:
-        cache: One for each layer of the model.
+        cache: The model's caches, one for each layer.
         T: Tokens of the conversation.
     """
     layers = []

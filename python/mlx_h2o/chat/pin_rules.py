@@ -12,23 +12,23 @@ from typing import Any
 from mlx_h2o.chat.kept_tokens import token_texts
 from mlx_h2o.storage.pins import Span, checked_spans, joined
 
-#: Words by which a text says what another one is to mean.
+#: Phrases by which a text defines a term.
 DEFINITIONS = r"\bmeans\b|\bshall mean\b|\b(?:is|are) defined as\b"
 
-# Where a sentence ends: after its full stop and what closes it, or where a line does.
+# The end of a sentence: after its full stop and closing quotes or brackets, or at a line's end.
 _END_OF_SENTENCE = re.compile(r"(?<=[.!?])[\"')\]]*\s+|\n+")
 
 
 @dataclass(frozen=True)
 class PinRules:
-    """What of a prompt is never to be evicted.
+    """The parts of a prompt that are never to be evicted.
 
     Attributes:
-        roles: Of messages, such as "system": all that they say.
-        texts: As they stand in the prompt, every time.
-        patterns: Regular expressions: the whole sentences that they match in.
-        predicate: Says of a sentence whether it is pinned.
-        spans: Of the prompt's tokens, first and one past the last.
+        roles: Roles of messages, such as "system": everything that they say.
+        texts: Texts as they stand in the prompt, every occurrence.
+        patterns: Regular expressions: the whole sentences in which they match.
+        predicate: Returns whether a sentence is pinned.
+        spans: Spans of the prompt's tokens, first and one past the last.
 
     Raises:
         ValueError: A pattern is no regular expression, or a span is invalid.
@@ -61,14 +61,14 @@ def spans_for(
     messages: Sequence[Mapping[str, str]] = (),
     first: int = 0,
 ) -> tuple[Span, ...]:
-    """The positions of what the rules name in a prompt.
+    """The positions of the parts of a prompt that the rules name.
 
     Args:
-        rules: What to pin.
-        tokenizer: That made the tokens.
-        tokens: Of the prompt, chat template and all.
-        messages: That the template was given, for roles: "role" and "content" of each.
-        first: The position of the first token (a later turn's is the caches' offset).
+        rules: The rules.
+        tokenizer: The tokenizer that made the tokens.
+        tokens: The prompt's tokens, chat template and all.
+        messages: The template's messages, for roles: "role" and "content" of each.
+        first: The position of the first token (in a later turn, the caches' offset).
 
     Returns:
         Spans of positions, for `mlx_h2o.pin` or `make_prompt_cache(pins=...)`.
@@ -96,12 +96,12 @@ def spans_for(
 
 @dataclass(frozen=True)
 class PromptText:
-    """A prompt's text, and which of its tokens says what of it.
+    """A prompt's text, and the part of it that each token stands for.
 
     Attributes:
-        text: All of it.
-        starts: Where each token's part begins in it.
-        ends: Where it ends.
+        text: The whole text.
+        starts: The start of each token's part in the text.
+        ends: The end of each token's part.
     """
 
     text: str
@@ -110,16 +110,16 @@ class PromptText:
 
     @classmethod
     def of(cls, tokenizer: Any, tokens: Sequence[int]) -> PromptText:
-        """That of some tokens."""
+        """The text of some tokens."""
         texts = token_texts(tokenizer, tokens)
         ends = list(accumulate(map(len, texts)))
         return cls("".join(texts), [0, *ends[:-1]], ends)
 
     def positions(self, found: Iterable[Span], first: int = 0) -> tuple[Span, ...]:
-        """The positions of the tokens that say some parts of the text.
+        """The positions of the tokens that stand for some parts of the text.
 
         Args:
-            found: Where the parts begin and end in the text.
+            found: The parts' begins and ends in the text.
             first: The position of the first token.
         """
         spans = []
@@ -140,13 +140,13 @@ def of_roles(
     text: str,
     required: bool = True,
 ) -> Iterator[Span]:
-    """Where the messages of some roles stand; with a first message all that comes before it.
+    """The spans of the messages of some roles; with the first message all the text before it.
 
     Args:
-        roles: Of the messages.
-        messages: All that are in the text, in order.
-        text: The prompt's.
-        required: Whether a role that says nothing is an error.
+        roles: Roles of messages.
+        messages: All messages in the text, in order.
+        text: The prompt's text.
+        required: Whether a role without a message is an error.
 
     Raises:
         ValueError: A message is not in the text as it was written, or a required role has none.
@@ -171,15 +171,15 @@ def of_roles(
 
 
 def of_texts(texts: Sequence[str], text: str, required: bool = True) -> Iterator[Span]:
-    """Where some texts stand in another, every time.
+    """The spans of some texts in another, every occurrence.
 
     Args:
-        texts: What is looked for.
-        text: Where it is looked for.
-        required: Whether a text that is not there is an error.
+        texts: The texts to look for.
+        text: The text to search.
+        required: Whether a missing text is an error.
 
     Raises:
-        ValueError: One that is required is not there.
+        ValueError: A required text is missing.
     """
     for wanted in texts:
         places = [match.span() for match in re.finditer(re.escape(wanted), text)] if wanted else []
@@ -189,7 +189,7 @@ def of_texts(texts: Sequence[str], text: str, required: bool = True) -> Iterator
 
 
 def whole_sentences(text: str, matches: Iterable[Span]) -> Iterator[Span]:
-    """The sentences that matches lie in, from the first to the last of each match."""
+    """The whole sentences around matches, from the first to the last sentence of each match."""
     sentences = sentences_of(text)
     starts, stops = [start for start, _ in sentences], [stop for _, stop in sentences]
     for start, stop in matches:
@@ -199,9 +199,9 @@ def whole_sentences(text: str, matches: Iterable[Span]) -> Iterator[Span]:
 
 
 def sentences_of(text: str) -> list[Span]:
-    """Where the sentences of a text stand, without the white space between them."""
+    """The spans of a text's sentences, without the white space between them."""
     ends = list(_END_OF_SENTENCE.finditer(text))
     starts = [0, *(end.end() for end in ends)]
-    # Without the white space, and with what closes a sentence after its full stop.
+    # A stop lies before the white space, and after the characters that close a sentence.
     stops = [*(end.start() + len(end.group().rstrip()) for end in ends), len(text)]
     return [span for span in zip(starts, stops, strict=True) if text[slice(*span)].strip()]

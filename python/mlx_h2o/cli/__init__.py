@@ -11,7 +11,7 @@ from mlx_h2o import __version__
 from mlx_h2o._utils import interrupts
 from mlx_h2o.cli.parsing import Parser
 
-# A shell's numbers for a process that a signal ended: 128 and the signal.
+# A shell's exit codes for a process that a signal ended: 128 plus the signal.
 INTERRUPTED, TERMINATED = 130, 143
 BROKEN_PIPE = 141
 EXAMPLES = """examples:
@@ -26,15 +26,14 @@ def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | 
     """Run a subcommand.
 
     Args:
-        argv: Its name and options; those of the process by default.
-        make_parser: Gives another parser than `parser`: one whose default `run` is a function of
-            the parsed arguments. It is called where Ctrl-C ends the process quietly, so it may
-            import what takes long.
+        argv: The subcommand's name and options; those of the process by default.
+        make_parser: Makes another parser than `parser`: one whose default `run` is a function of
+            the parsed arguments. It is called where Ctrl-C ends the process quietly, so its imports
+            may take long.
 
     Returns:
-        0; 1 where `doctor` found that something does not hold; 2 after a user's error, which is
-        told in one line; 130 after Ctrl-C; 143 after SIGTERM; 141 where the reader of the output
-        went away.
+        0; 1 if `doctor` found a fault; 2 after a user's error, which is reported in one line;
+        130 after Ctrl-C; 143 after SIGTERM; 141 if the reader of the output went away.
     """
     try:
         with interrupts.terminating_tidily():
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | 
 
 
 def run(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | None = None) -> int:
-    """The same as `main`, with Ctrl-C and broken pipes raised."""
+    """Run a subcommand as `main` does, but raise Ctrl-C and broken pipes."""
     with interrupts.ending_quietly():
         from mlx_h2o._utils.blas import use_openblas
 
@@ -72,7 +71,7 @@ def run(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | N
 
 
 def parser() -> Parser:
-    """What understands the command line."""
+    """The parser of the command line."""
     from mlx_h2o.cli import (
         calibrate,
         chat,

@@ -1,4 +1,4 @@
-"""`mlx_h2o chat`: talk with a model in bounded memory."""
+"""`mlx_h2o chat`: chat with a model in bounded memory."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from mlx_h2o.storage.pins import Span
 
 DEFAULT_MAX_KV_SIZE = 512
 PROMPT = "> "
-# Tokens that this share of the heads holds are shown as remembered.
+# Tokens that at least this share of the heads holds are shown as remembered.
 REMEMBERED = 0.5
 DIM, PLAIN = "\033[2m", "\033[0m"
 HELP = """\
-/pin TEXT    never forget this text, which was said (without TEXT: what you said last)
-/pins        what is pinned
-/unpin       pin nothing any more
-/kept        the conversation; what most of the model's memory has lost is dim, or [in brackets]
+/pin TEXT    never forget this text of the conversation (without TEXT: your last message)
+/pins        list the pins
+/unpin       remove all pins
+/kept        the conversation; tokens that most KV heads have evicted are dim, or [in brackets]
 /turn CARRY  how much of the past counts from here on: 0 (or reset) to 1
 /save FILE   write the conversation's memory
-/load FILE   go on with one that was written
-/clear       begin anew
+/load FILE   go on with a conversation that was saved
+/clear       begin a new conversation
 /quit        or an end of file"""
 
 
@@ -48,19 +48,19 @@ def add_parser(commands: Any) -> None:
     """Add `chat` to the command's subparsers."""
     parser = commands.add_parser(
         "chat",
-        help="talk with a model within bounded memory",
-        description="Talk with a model whose memory is bounded; /help tells what else can be said.",
+        help="chat with a model within bounded memory",
+        description="Chat with a model whose memory is bounded; /help lists the commands.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_options(parser)
-    parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="the system prompt")
     parser.add_argument(
         "--max-tokens", "-m", type=int, default=256, metavar="N",
-        help="of an answer, at most (default: %(default)s)",
+        help="most tokens of an answer (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="of the sampling")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the sampling")
+    parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="top-p of sampling")
     parser.add_argument("--seed", type=int, metavar="N", help="makes sampling reproducible")
     parser.add_argument(
         "--carry", type=typed(checked_carry, "a number from 0 to 1, or reset"), default=1.0,
@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Talk until there is no more."""
+    """Chat until the user ends it."""
     if args.max_tokens < 1:
         raise ValueError("--max-tokens must be at least 1.")
     if args.seed is not None:
@@ -92,17 +92,17 @@ def run(args: argparse.Namespace) -> None:
         args.carry,
     )
     sampler = make_sampler(args.temp, args.top_p)
-    print(f"{args.model}; /help tells what else can be said.", flush=True)
+    print(f"{args.model}; /help lists the commands.", flush=True)
     Talk(dialogue, args, sampler).go_on()
 
 
 class Talk:
-    """Lines of the user, and what is answered.
+    """The user's lines, and the replies to them.
 
     Args:
-        dialogue: What is said.
-        args: Of the command.
-        sampler: Chooses tokens.
+        dialogue: The conversation.
+        args: The command's options.
+        sampler: Chooses tokens from logits.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Talk:
         }
 
     def go_on(self) -> None:
-        """Until an end of file, or /quit."""
+        """Read lines until an end of file, or /quit."""
         while True:
             try:
                 line = input(PROMPT).strip()
@@ -148,7 +148,7 @@ class Talk:
         self._commands[name](rest.strip())
 
     def _say(self, line: str) -> None:
-        """One turn; Ctrl-C ends the answer, and the conversation goes on."""
+        """Take one turn; Ctrl-C ends the reply, and the conversation goes on."""
         self._last = line
         speed = 0.0
         replies = self._dialogue.reply(line, self._args.max_tokens, sampler=self._sampler)
@@ -221,14 +221,14 @@ class Talk:
 
 
 def _path(text: str) -> Path:
-    """A file's name as it was typed."""
+    """A file name as the user typed it."""
     if not text:
         raise ValueError("Which file? /save FILE, /load FILE.")
     return Path(text).expanduser()
 
 
 def _told(answer: PinAnswer) -> str:
-    """What became of a pin, in words."""
+    """The result of a pin, in words."""
     parts = []
     for spans, words in (
         (answer.pinned, "pinned"),

@@ -1,4 +1,4 @@
-"""`mlx_h2o compare`: what each cache costs in quality and speed, at equal bytes."""
+"""`mlx_h2o compare`: the cost of each cache in quality and speed, at equal bytes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_caches(parser: argparse.ArgumentParser) -> None:
-    """Which caches are compared."""
+    """Add the options that choose caches."""
     parser.add_argument(
         "--policies", nargs="*", default=["h2o"], metavar="NAME[:FIELD=VALUE...]",
         help="policies to add, each with and without remainder, e.g. h2o distinct:recent=0.25 "
@@ -94,11 +94,11 @@ def _add_caches(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--bits", type=int, nargs="+", default=[], choices=BITS, metavar="N",
-        help="mlx-h2o with rows of so many bits too, beside the width that its profile chooses",
+        help="add mlx-h2o with rows of N bits, beside the width that its profile chooses",
     )  # fmt: skip
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NAME",
-        help="of all these caches the full one, and those whose names begin so",
+        help="measure only the full cache, and those whose names begin with NAME",
     )  # fmt: skip
     parser.add_argument(
         "--budgets", nargs="+", metavar="FILE",
@@ -109,7 +109,7 @@ def _add_caches(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    """What is written and printed."""
+    """Add the options for output."""
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="write compare.json and compare.png"
     )
@@ -127,7 +127,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(args: argparse.Namespace) -> dict[str, str]:
-    """Everything that the figures depend on, by name."""
+    """The options and defaults on which figures depend, by name."""
     arms = arms_of(args)
     return named_options(args) | {arm.name: arm.described() for arm in arms}
 
@@ -136,7 +136,7 @@ def arms_of(args: argparse.Namespace, budgets: Sequence[str] | None = None) -> l
     """The caches that the options name.
 
     Raises:
-        ValueError: No cache has such a name.
+        ValueError: An option names no cache.
     """
     arms = default_arms(args.policies, budgets or (), args.bits, args.profile)
     for name in args.only:
@@ -194,7 +194,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise ValueError for numbers that make no comparison."""
+    """Raise ValueError for numbers that allow no comparison."""
     for name in ("max_kv_size", "samples", "tokens", "prefill", "prompt_tokens", "chunk"):
         given = getattr(args, name)
         if min(given if isinstance(given, list) else [given]) < 1:
@@ -208,7 +208,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def what_is_equal(protocol: Protocol, sizes: Sequence[int] = ()) -> str:
-    """What every bounded cache gets, in words."""
+    """The size that every bounded cache gets, in words."""
     of = " or ".join(map(str, sizes or [protocol.max_size]))
     return f"{of} slots" if protocol.equal == "slots" else f"the bytes of {of} tokens"
 
@@ -219,10 +219,10 @@ def tables(
     """The results for a terminal: one table, or with --grid one for each figure.
 
     Args:
-        results: Of the arms.
+        results: The arms' results.
         arms: The caches that were compared.
-        protocol: How they were measured.
-        args: Of the command.
+        protocol: How the arms were measured.
+        args: The command's options.
     """
     if not args.grid:
         return [table(results, protocol, args.max_kv_size)]
@@ -241,14 +241,14 @@ def grid_of_sizes(
     arms: Sequence[Arm],
     of: str,
 ) -> Rows:
-    """Caches down, sizes across; the full cache is what the others are compared with.
+    """Caches down, sizes across; the others are compared with the full cache.
 
     Args:
-        title: What the figures are.
-        figure: A result's.
-        results: The full cache's first.
+        title: The title of the figures.
+        figure: The figure of a result.
+        results: The results, the full cache's first.
         arms: The caches, in the same order.
-        of: What sizes are counted in.
+        of: The unit of sizes.
     """
     cells = {
         (arm.name, None) if arm.name in PACKED else (arm.base, arm.size): figure(result)
@@ -263,13 +263,13 @@ def what_was_read(protocol: Protocol) -> str:
 
 
 def loss_of(result: Result) -> str:
-    """With its standard error over the samples, where there are several."""
+    """The loss, with its standard error if there are several samples."""
     error = "" if not result.loss_error else f" ± {100 * result.loss_error:.2f}"
     return f"{100 * result.loss:+.2f}{error} %"
 
 
 def facts_of(result: Result) -> str:
-    """Recalled, of those that the full cache recalls."""
+    """Facts recalled, among those that the full cache recalls."""
     return f"{result.recalled}/{result.asked}" if result.asked else "-"
 
 
@@ -277,9 +277,9 @@ def table(results: Sequence[Result], protocol: Protocol, sizes: Sequence[int] = 
     """The results for a terminal.
 
     Args:
-        results: Of the arms.
-        protocol: How they were measured.
-        sizes: Sizes that are shown.
+        results: The arms' results.
+        protocol: How the arms were measured.
+        sizes: The sizes to show.
     """
     rows = Table(
         title=f"{what_was_read(protocol)}, bounded caches: {what_is_equal(protocol, sizes)}",

@@ -1,4 +1,4 @@
-"""`mlx_h2o compress`: read a document once, keep what it can be rebuilt from, ship the file."""
+"""`mlx_h2o compress`: read a document once, keep the rows that can rebuild it, write a file."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--to", type=typed(memory, "bytes such as 64MB, or a share such as 30%"),
         default=DEFAULT_SIZE, metavar="SIZE",
-        help="what is kept of the prompt may take: 64MB, or 30%% of its 16-bit cache (the default)",
+        help="size of the kept part: 64MB, or 30%% of the prompt's 16-bit cache (the default)",
     )  # fmt: skip
     parser.add_argument(
         "--room", type=int, default=ROOM, metavar="N",
-        help="tokens for which each KV head has room beside it, before anything goes "
+        help="further tokens for which each KV head has room before it evicts any "
         "(default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--kv-bits", type=int, choices=(*BITS, UNPACKED), metavar="N",
-        help=f"pack rows in so many bits; {UNPACKED}: not (default: chosen with the slots)",
+        help=f"bits of packed rows; {UNPACKED}: dense rows (default: chosen with the slots)",
     )  # fmt: skip
     parser.add_argument(
         "--system", action="store_true",
@@ -79,14 +79,14 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Read twice, keep, write, say how much."""
+    """Read the document twice, keep rows, write them, and report sizes."""
     checks.whole("--room", args.room, 0)
     checks.whole("--chunk", args.chunk, 1)
     require_writable("--out", args.out)
     rules = pin_rules(args)
     text = sys.stdin.read() if str(args.prompt) == "-" else read_text(args.prompt)
     model, tokenizer = load_model(args)
-    if args.profile != "never":  # before there is a bar of another kind
+    if args.profile != "never":  # before a bar of another kind is shown
         profile_at_load(model)
     tokens, messages = prompt_ids(tokenizer, text, args.system)
     pins = spans_for(rules, tokenizer, tokens, messages) if rules else ()
@@ -118,17 +118,17 @@ def compressed(
     tokens: Sequence[int],
     pins: Sequence[Span],
 ) -> list[Any]:
-    """The prompt read twice and cut down, with a bar that says how far it is.
+    """The prompt read twice and cut down, with a progress bar.
 
     Args:
-        args: Of the command.
-        model: That reads.
-        tokenizer: Of the model.
-        tokens: Of the prompt.
-        pins: Spans that are kept whole.
+        args: The command's options.
+        model: The model that reads.
+        tokenizer: The model's tokenizer.
+        tokens: The prompt's tokens.
+        pins: Spans to keep whole.
 
     Raises:
-        ValueError: It cannot be; the message speaks of options.
+        ValueError: The prompt cannot be compressed so; the message names options.
     """
     with progress_bar("reading twice", "tokens") as bar:
         bar(0, 2 * len(tokens))
@@ -152,15 +152,15 @@ def compressed(
 
 
 def prompt_ids(tokenizer: Any, text: str, system: bool) -> tuple[list[int], list[dict[str, str]]]:
-    """The prompt's token ids, and the messages in it where a chat template made it.
+    """The prompt's token ids, and its messages if a chat template made it.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         text: The document.
         system: Whether the document is put into a system message.
 
     Raises:
-        ValueError: There is no text, or no chat template to put it into.
+        ValueError: There is no text, or no chat template for it.
     """
     if not text.strip():
         raise ValueError("The prompt is empty.")

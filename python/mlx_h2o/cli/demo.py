@@ -21,10 +21,10 @@ from mlx_h2o.evaluate.recall import CLOZE, QUESTIONS, Form, recall_task
 from mlx_h2o.loading import demo_model
 from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT, load
 
-#: What is measured fits in minutes on two cores: read token by token, the same prompts take twice
-#: as long or more. mlx-lm's full cache grows by 256 tokens: prompt and answer fill it.
+#: These sizes take minutes on two cores: read token by token, the same prompts take at least twice
+#: as long. mlx-lm's full cache grows by 256 tokens: prompt and answer fill it.
 PROMPTS, TOKENS, PREFILL, CHUNK = 6, 512 - ANSWER_TOKENS, 96, 16
-#: A bounded cache gets the bytes of so many tokens: a quarter of what the full one holds.
+#: The tokens whose bytes a bounded cache gets: a quarter of the full cache's.
 MAX_SIZE = 128
 
 # The default: bits and slots chosen by the model's own profile.
@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
 
 
 def settings(args: argparse.Namespace) -> dict[str, str]:
-    """Everything that the figures depend on, by name, where the real model is to be had."""
+    """The options and defaults on which figures depend, by name, if the real model is available."""
     sizes = {"tokens": TOKENS, "prefill": PREFILL, "chunk": CHUNK, "max_size": MAX_SIZE}
     arms = {arm.name: arm.described() for arm in demo_arms(OURS_BY_BYTES)}
     described = {name: str(value) for name, value in sizes.items()} | arms
@@ -59,7 +59,7 @@ def settings(args: argparse.Namespace) -> dict[str, str]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Plant, ask, print, draw."""
+    """Plant facts, ask for them, print and draw the answers."""
     if args.prompts < 1:
         raise ValueError("--prompts must be at least 1.")
     if args.out:
@@ -100,9 +100,9 @@ def table(results: list[Answers], title: str, wanted: str) -> Table:
     """The answers for a terminal.
 
     Args:
-        results: Of each cache.
-        title: Of the table.
-        wanted: What the first answer should be.
+        results: The answers with each cache.
+        title: The table's title.
+        wanted: The correct first answer.
     """
     rows = Table(title=title)
     rows.add_column("cache")

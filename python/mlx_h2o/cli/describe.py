@@ -1,4 +1,4 @@
-"""`mlx_h2o describe`: what a model's cache would bound with some options, and why."""
+"""`mlx_h2o describe`: the bounds of a model's cache with the given options, and the reasons."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_parser(commands: Any) -> None:
     """Add `describe` to the command's subparsers."""
     parser = commands.add_parser(
         "describe",
-        help="tell what of a model's memory is bounded, and why",
+        help="tell which of a model's caches are bounded, and why",
         description="Makes a model's cache with these options and tells in five lines what is "
         "bounded, how, and what may grow. Nothing is generated.",
     )
@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Make the cache, and tell."""
+    """Make the cache, and describe it."""
     settings = cache_settings(args, DEFAULT_MAX_KV_SIZE)
     model, _ = load_model(args)
     described = describe(bounded_cache(model, settings))

@@ -1,4 +1,4 @@
-"""`mlx_h2o evaluate`: what a part of the cache's bytes costs, on your model and your text."""
+"""`mlx_h2o evaluate`: the cost of a part of the cache's bytes, on your model and your text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from mlx_h2o.policies import policy_names
 PAGE_NAME = "evaluation.html"
 #: Tokens of a prompt that are read at once.
 CHUNK = 256
-#: Of a quick table.
+#: Samples of a quick table.
 QUICK_SAMPLES = 2
 
 
@@ -83,7 +83,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on with what --out holds of the same evaluation, or fail",
+        help="continue the same evaluation from --out, or fail",
     )
     parser.add_argument(
         "--anew", action="store_true", help="measure everything, whatever was left unfinished"
@@ -95,7 +95,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_caches(parser: argparse.ArgumentParser) -> None:
-    """Which caches are evaluated."""
+    """Add the options that choose caches."""
     parser.add_argument(
         "--shares", nargs="+", type=typed(share_of, "a part such as 0.25 or 1/4"), metavar="PART",
         help="parts of a full 16-bit cache's bytes (default: 1/2 1/4 1/8 1/16; quick: 1/4)",
@@ -112,7 +112,7 @@ def _add_caches(parser: argparse.ArgumentParser) -> None:
 
 
 def add_stage_options(parser: argparse.ArgumentParser) -> None:
-    """Model, text, form of facts, chunk, seed."""
+    """Add the options for model, text, form of facts, chunk and seed."""
     add_model_option(parser)
     parser.add_argument(
         "--text", type=Path, default=SAMPLE_TEXT, metavar="FILE",
@@ -128,7 +128,7 @@ def add_stage_options(parser: argparse.ArgumentParser) -> None:
         help="tokens of a prompt read at once (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)"
+        "--seed", type=int, default=0, metavar="N", help="of all random choices (default: 0)"
     )
 
 
@@ -136,7 +136,7 @@ def share_of(text: str) -> float:
     """0.25, 25% or 1/4 as a number.
 
     Raises:
-        ValueError: It is not between 0 and 1.
+        ValueError: The number is not between 0 and 1.
     """
     over, slash, under = text.partition("/")
     number = float(over.removesuffix("%")) / (100 if text.endswith("%") else 1)
@@ -147,7 +147,7 @@ def share_of(text: str) -> float:
 
 
 def stage_of(args: argparse.Namespace) -> Stage:
-    """Model and text of the options.
+    """The model and text that the options name.
 
     Raises:
         ValueError: A number is invalid, or the text is unreadable.
@@ -161,10 +161,10 @@ def stage_of(args: argparse.Namespace) -> Stage:
 
 
 def plain_text(path: Path) -> str:
-    """A text file's, or that of JSON lines which are strings or have a "text" each.
+    """The text of a file, or of JSON lines which are strings or have a "text" each.
 
     Raises:
-        ValueError: It is unreadable or empty, or a line has no text.
+        ValueError: The file is unreadable or empty, or a line has no text.
     """
     text = read_text(path)
     if path.suffix != ".jsonl":
@@ -185,23 +185,23 @@ def plain_text(path: Path) -> str:
 
 
 def suite_of(args: argparse.Namespace) -> Suite:
-    """What the options ask for."""
+    """The evaluation that the options describe."""
     return Suite(stage_of(args), contenders_of(args, args.budgets), measures_of(args))
 
 
 def contenders_of(args: argparse.Namespace, budgets: str | None = None) -> list[Contender]:
-    """The caches, in every share."""
+    """The caches, with every share."""
     shares = args.shares or (QUICK_SHARES if args.quick else SHARES)
     return contenders(args.policies, shares, budgets, args.profile)
 
 
 def measures_of(args: argparse.Namespace) -> list[Measure]:
-    """The measures, in their sizes."""
+    """The measures, with their sizes."""
     return measures(args.quick, args.measures, args.size)
 
 
 def settings(args: argparse.Namespace) -> dict[str, str]:
-    """Everything that the figures depend on, by name; the files it names need not be there."""
+    """The options and defaults on which figures depend, by name; files it names need not exist."""
     arms = {contender.arm.name: contender.arm.described() for contender in contenders_of(args)}
     sizes = {
         measure.name: ", ".join(f"{size}={value}" for size, value in sizes_of(measure).items())
@@ -233,7 +233,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def require_grids(args: argparse.Namespace) -> None:
-    """Raise ValueError where --grid would be passed over."""
+    """Raise ValueError if --grid would be ignored."""
     if args.json or args.table is not None:
         raise ValueError("--grid is another form of the tables: leave out --json and --table.")
     if not any(MEASURES[name].briefly for name in args.measures or MEASURES):
@@ -242,7 +242,7 @@ def require_grids(args: argparse.Namespace) -> None:
 
 
 def report(evaluation: Evaluation, args: argparse.Namespace) -> None:
-    """Print and write what is known, however far it came."""
+    """Print and write the results so far."""
     glance, sections = at_a_glance(evaluation.known()), evaluation.sections()
     refused = [f"{why} ({'; '.join(of)})" for why, of in evaluation.refusals().items()]
     if args.json:

@@ -1,4 +1,4 @@
-"""What measuring commands keep and show: their measurements, a bar, tables, a page's head."""
+"""Output of the measuring commands: kept measurements, a progress bar, tables, a page's head."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from mlx_h2o.loading.demo_model import cache_folder
 
 
 def place_of(measurements: Measurements) -> Path:
-    """Where this user's measurements are kept while they go on, if nowhere else."""
+    """The file of this user's unfinished measurements, if no other place is given."""
     settings = json.dumps(measurements.settings, sort_keys=True)
     digest = hashlib.sha256(settings.encode()).hexdigest()
     return cache_folder() / "evaluations" / f"{digest[:32]}.json"
 
 
 def begun(suite: Suite, kept: Path | None, resume: bool, anew: bool) -> Evaluation:
-    """An evaluation, gone on with where one of the same settings was left unfinished.
+    """A new evaluation, or the unfinished one with the same settings.
 
     Args:
-        suite: What shall be measured.
-        kept: Where --out keeps it; None: in the user's cache folder, while it goes on.
-        resume: Whether it is an error if there is nothing to go on with.
-        anew: Whether to pass over what is there.
+        suite: The measures and contenders.
+        kept: The folder of --out; None: the user's cache folder, until all is measured.
+        resume: Whether it is an error if there is nothing to continue.
+        anew: Whether to ignore earlier measurements.
 
     Raises:
-        ValueError: There is nothing to go on with, or it is of another suite.
+        ValueError: There is nothing to continue, or it is of another suite.
     """
     evaluation = Evaluation.begin(suite, kept, resume)
     if not resume and not anew:
@@ -45,11 +45,11 @@ def begun(suite: Suite, kept: Path | None, resume: bool, anew: bool) -> Evaluati
 
 
 def take_up(measurements: Measurements, kept: Path | None = None) -> None:
-    """Go on with what was left unfinished with the same settings, and say so.
+    """Continue unfinished measurements with the same settings, and say so.
 
     Args:
-        measurements: As they begin.
-        kept: The file that may have them; None: the one in the user's cache folder.
+        measurements: New measurements.
+        kept: The file that may hold earlier ones; None: the one in the user's cache folder.
     """
     file = kept or place_of(measurements)
     if measurements.take_up(file):
@@ -61,12 +61,12 @@ def take_up(measurements: Measurements, kept: Path | None = None) -> None:
 
 
 def measure_all(evaluation: Evaluation, kept: Path | None, title: str) -> None:
-    """Do what is still to do, with a bar, keeping what was found in a file as it comes.
+    """Do all remaining jobs with a progress bar, writing each result to a file.
 
     Args:
-        evaluation: As it begins.
-        kept: The file; None: one in the user's cache folder, which goes when all is measured.
-        title: Of the bar.
+        evaluation: The evaluation to complete.
+        kept: The file; None: one in the user's cache folder, removed once all is measured.
+        title: The bar's title.
     """
     with measuring(evaluation, title, kept=kept) as (bar, keep):
         evaluation.run(bar, keep)
@@ -76,16 +76,16 @@ def measure_all(evaluation: Evaluation, kept: Path | None, title: str) -> None:
 def measuring(
     measurements: Measurements, title: str, unit: str = "", kept: Path | None = None
 ) -> Iterator[tuple[Told, Callable[[], None]]]:
-    """Show how far measurements are, and say where they are if they are broken off.
+    """Show progress, and if it is interrupted, where the measurements are.
 
     Args:
-        measurements: As they begin.
-        title: Of the bar.
-        unit: What the bar counts.
-        kept: The file; None: one in the user's cache folder, which goes when all is measured.
+        measurements: The measurements in progress.
+        title: The bar's title.
+        unit: The bar's unit.
+        kept: The file; None: one in the user's cache folder, removed once all is measured.
 
     Yields:
-        The bar, and what keeps the measurements that are made.
+        The bar, and a function that saves the measurements so far.
     """
     file = kept or place_of(measurements)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def told(machine: dict[str, Any]) -> str:
 
 
 def facts_of(evaluation: Evaluation) -> dict[str, str]:
-    """What was measured on what, for the page's head."""
+    """The circumstances of an evaluation, for the page's head."""
     suite, machine = evaluation.suite, evaluation.machine
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     return {

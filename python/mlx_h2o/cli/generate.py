@@ -1,4 +1,4 @@
-"""`mlx_h2o generate`: what `mlx_lm.generate` does, inside a fixed amount of KV memory."""
+"""`mlx_h2o generate`: `mlx_lm.generate` within a fixed amount of KV memory."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> None:
     if args.seed is not None:
         mx.random.seed(args.seed)
     resumed = args.prompt_cache_file is not None and args.prompt_cache_file.exists()
-    # Whether a size was asked for is known only before a default takes its place.
+    # Whether the user gave a size is known only before a default takes its place.
     asked = given_options(args)
     settings = cache_settings(args, DEFAULT_MAX_KV_SIZE)
     model, tokenizer = load_model(args)
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> None:
         require_savable(cache)
     prompt, messages = prompt_tokens(args, tokenizer, resumed)
     if rules:
-        # A resumed conversation's prompt comes after what it holds.
+        # A resumed conversation's prompt comes after the tokens that the cache holds.
         offset = max(entry.offset for _, entry in bounded_layers(cache))
         pin(cache, spans_for(rules, tokenizer, prompt, messages, offset))
     text, tokens = "", []
@@ -183,7 +183,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def given_options(args: argparse.Namespace) -> bool:
-    """Whether any option says what the memory shall be like."""
+    """Whether any option describes the memory."""
     names = (
         "max_kv_size conversation_memory policy sink recent evict_every unit set no_remainder "
         "budgets kv_bits k_bits v_bits recent_bits kv_group_size"
@@ -194,13 +194,13 @@ def given_options(args: argparse.Namespace) -> bool:
 def print_differences(
     args: argparse.Namespace, cache: list[Any], model: nn.Module, settings: ModelSettings
 ) -> None:
-    """Say so if a saved cache has other settings than the options ask for: its own stay.
+    """Say so if a saved cache has other settings than the options: it keeps its own.
 
     Args:
-        args: Of the command.
-        cache: That was loaded.
-        model: That goes on with it.
-        settings: What the options ask for.
+        args: The command's options.
+        cache: The loaded cache.
+        model: The model that continues it.
+        settings: The settings by the options.
     """
     held, wanted = (
         [str(layer.reason) for layer in describe(entries)]
@@ -215,10 +215,10 @@ def print_differences(
 
 
 def resumed_cache(args: argparse.Namespace, model: nn.Module) -> list[Any]:
-    """The saved cache, of this model.
+    """The saved cache, checked to be this model's.
 
     Raises:
-        ValueError: It is unreadable, or of another model.
+        ValueError: The file is unreadable, or of another model.
     """
     cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
     assert isinstance(metadata, dict)
@@ -235,14 +235,14 @@ def resumed_cache(args: argparse.Namespace, model: nn.Module) -> list[Any]:
 def prompt_tokens(
     args: argparse.Namespace, tokenizer: Any, resumed: bool
 ) -> tuple[list[int], list[dict[str, str]]]:
-    """The prompt as tokens, and the messages in it where a chat template made it.
+    """The prompt as tokens, and its messages if a chat template made it.
 
-    A resumed conversation gets it as its next turn, as in mlx_lm.chat.
+    A resumed conversation gets the prompt as its next turn, as in mlx_lm.chat.
 
     Args:
-        args: Of the command.
-        tokenizer: Of the model.
-        resumed: Whether a saved cache goes on.
+        args: The command's options.
+        tokenizer: The model's tokenizer.
+        resumed: Whether a saved cache is continued.
     """
     prompt = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     prompt = sys.stdin.read() if prompt == "-" else prompt
@@ -259,14 +259,14 @@ def prompt_tokens(
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     tokens: list[int] = tokenizer.encode(prompt, add_special_tokens=not templated)
     if resumed and tokens[:1] == [tokenizer.bos_token_id]:
-        tokens = tokens[1:]  # the text began long ago
+        tokens = tokens[1:]  # the text has begun already
     if not tokens:
         raise ValueError("The prompt is empty: give --prompt TEXT, or --prompt - and text on it.")
     return tokens, messages
 
 
 def closing_report(cache: list[Any], response: Any) -> dict[str, Any]:
-    """Speeds, memory held, and what has no bound, as JSON types."""
+    """Speeds, memory held, and the memory without bound, as JSON types."""
     layers = describe(cache)
     bounded = [entry for _, entry in bounded_layers(cache)]
     return {

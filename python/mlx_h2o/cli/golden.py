@@ -1,4 +1,4 @@
-"""`mlx_h2o golden verify`: replay golden vectors by what computes here."""
+"""`mlx_h2o golden verify`: replay golden vectors with this machine's backends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=Path("golden"), metavar="DIR",
-        help="where they lie (default: %(default)s)",
+        help="the folder of the vectors (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--backend", choices=("reference", "kernels"), action="append",
@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Replay, and say what came of it."""
+    """Replay, and print the outcome."""
     with progress_bar(args.action, transient=True) as bar:
         verdicts = verify(args.out, args.backend, bar.about)
     differences = [difference for verdict in verdicts for difference in verdict.differences]

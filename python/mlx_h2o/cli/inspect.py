@@ -1,4 +1,4 @@
-"""`mlx_h2o inspect`: a page that shows which tokens of a text were kept, and when others went."""
+"""`mlx_h2o inspect`: a page that shows which tokens of a text were kept, and until when."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
     """Add `inspect` to the command's subparsers."""
     parser = commands.add_parser(
         "inspect",
-        help="show what of a text is remembered",
+        help="show which tokens of a text are remembered",
         description="Read a text within bounded memory and write a page that shows which tokens "
         "each KV head kept, when it dropped the others, and their scores.",
     )
@@ -59,7 +59,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Read the text, write the page, say what is on it."""
+    """Read the text, write the page, print a summary."""
     if args.tokens < 1 or args.prefill < 1:
         raise ValueError("--tokens and --prefill must be at least 1.")
     require_writable("--out", args.out)
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def summary(found: Trace) -> list[str]:
-    """What is remembered, in four lines."""
+    """The remembered tokens, in four lines."""
     T, counts = len(found.texts), found.held_by_layer()
     least, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
     lines = [

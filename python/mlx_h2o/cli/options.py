@@ -23,7 +23,7 @@ from mlx_h2o.policies.settings import count_or_share, setting_of
 from mlx_h2o.storage.packed import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, UNPACKED
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-#: What the library calls a setting, and the option that sets it. A size has several options, and
+#: The option for each setting, by the library's name. A size has several options, and
 #: `SizeOption` notes which was given.
 OPTION_OF = {
     "context": "--context",
@@ -43,7 +43,7 @@ OPTION_OF = {
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
-    """--model; `settle_model` says which it is where none is named."""
+    """Add --model; `settle_model` sets the default."""
     parser.add_argument(
         "--model",
         help=f"a local folder, a hub id, a .gguf file, {demo_model.NAME}, or {EMBEDDED_MODEL} "
@@ -52,9 +52,9 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
 
 
 def default_model() -> str:
-    """The default model's name, fetched if need be; the embedded one's where it cannot be had.
+    """The default model's name, fetched if need be; the embedded one's if that fails.
 
-    Then a line on stderr says so.
+    In that case a line on stderr says so.
     """
     try:
         demo_model.path()
@@ -65,14 +65,14 @@ def default_model() -> str:
 
 
 def settle_model(args: argparse.Namespace) -> str:
-    """Set `args.model` to the default where none was named, and return it."""
+    """Set `args.model` to the default if none was named, and return it."""
     args.model = args.model or default_model()
     name: str = args.model
     return name
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """--model and --dtype."""
+    """Add --model and --dtype."""
     add_model_option(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="cast the weights (default: as they are)")
 
@@ -80,12 +80,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def add_cache_options(
     parser: argparse.ArgumentParser, default_size: int, many: bool = False
 ) -> None:
-    """The cache's size, policy and remainder.
+    """Add the options of the cache's size, policy and remainder.
 
     Args:
-        parser: Takes them.
-        default_size: Tokens, where no size is given.
-        many: The command holds several conversations, so that `--kv-memory` is all of theirs.
+        parser: The parser to add them to.
+        default_size: The default size in tokens.
+        many: Whether the command holds several conversations, so that `--kv-memory` bounds all.
     """
     group = parser.add_argument_group("memory")
     _add_size_options(group, default_size, many)
@@ -119,7 +119,7 @@ def add_cache_options(
         help="any other setting of the policy, e.g. --set age_weight=1",
     )
     group.add_argument(
-        "--no-remainder", action="store_true", help="evicted tokens no longer answer together"
+        "--no-remainder", action="store_true", help="keep no remainder of the evicted tokens"
     )
     group.add_argument(
         "--budgets", metavar="FILE", help='"uniform", or a profile (default: the model\'s own)'
@@ -136,7 +136,7 @@ def add_cache_options(
 
 
 class SizeOption(argparse.Action):
-    """Stores a size, and notes by which option it was given, for messages about it."""
+    """Stores a size, and notes the option by which it was given, for messages about it."""
 
     def __call__(
         self,
@@ -150,7 +150,7 @@ class SizeOption(argparse.Action):
 
 
 def _add_size_options(group: argparse._ArgumentGroup, default_size: int, many: bool) -> None:
-    """How much a conversation's cache holds: in every command by the same names."""
+    """Add the options of a conversation's cache size, under the same names in every command."""
     size = group.add_mutually_exclusive_group()
     size.add_argument(
         "--max-kv-size", type=int, metavar="N",
@@ -166,7 +166,7 @@ def _add_size_options(group: argparse._ArgumentGroup, default_size: int, many: b
         help="instead: bytes of a conversation, as 64MB or 1.5GiB, or 25%% of what a 16-bit cache "
         "takes at --context; bits and slots are then chosen by the model's profile",
     )  # fmt: skip
-    if not many:  # Here one conversation's memory is all KV memory.
+    if not many:  # here one conversation's memory is all KV memory
         size.add_argument(
             "--conversation-memory",
             **in_bytes,
@@ -177,16 +177,16 @@ def _add_size_options(group: argparse._ArgumentGroup, default_size: int, many: b
 
 
 def add_profile_option(group: argparse._ActionsContainer) -> None:
-    """Whether a model that has no profile is measured."""
+    """Add the option that says whether a model without a profile is measured."""
     group.add_argument(
         "--profile", choices=PROFILES, default=PROFILES[0], metavar="WHEN",
-        help='"never": a size in bytes does not have a model without a profile measured, and no '
-        "frames are made for its packed keys (default: it does, quickly, once)",
+        help='"never": for a size in bytes, measure no model without a profile, and fit no key '
+        "scaling for its packed keys (default: do both, quickly, once)",
     )  # fmt: skip
 
 
 def _add_packing_options(group: argparse._ArgumentGroup) -> None:
-    """In how many bits rows are stored."""
+    """Add the options of the bits in which rows are stored."""
     group.add_argument(
         "--kv-bits",
         type=int,
@@ -213,7 +213,7 @@ def _add_packing_options(group: argparse._ArgumentGroup) -> None:
 
 
 def typed(convert: Callable[[str], Any], wanted: str) -> Callable[[str], Any]:
-    """An option's type that says what is wanted where it got something else."""
+    """An option's type whose error message says which value is wanted."""
 
     def converted(text: str) -> Any:
         try:
@@ -228,7 +228,7 @@ def truth(text: str) -> bool:
     """True or False, written in any of the usual ways.
 
     Raises:
-        ValueError: Anything else.
+        ValueError: The text is anything else.
     """
     for words, value in (("true t yes y 1", True), ("false f no n 0", False)):
         if text.lower() in words.split():
@@ -240,7 +240,7 @@ def memory(text: str) -> str:
     """A size in bytes, or a share of a 16-bit cache, as text.
 
     Raises:
-        argparse.ArgumentTypeError: It is invalid.
+        argparse.ArgumentTypeError: The size is invalid.
     """
     try:
         memory_size("it", text)
@@ -255,7 +255,7 @@ def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:
 
 
 def policy_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of the policy that the options change."""
+    """The policy's fields that the options set."""
     settings = {
         "sink": args.sink,
         "recent": args.recent,
@@ -267,10 +267,10 @@ def policy_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings:
-    """The settings that the options describe, with a size where they name none.
+    """The settings that the options describe, with the default size if they name none.
 
     Raises:
-        ValueError: There are no such settings; the message names the option.
+        ValueError: The settings are invalid; the message names the option.
     """
     if args.max_kv_size is None and args.conversation_memory is None:
         args.max_kv_size = default_size
@@ -298,12 +298,12 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
 
 
 def bounded_cache(model: nn.Module, settings: ModelSettings) -> list[Any]:
-    """A cache of these settings."""
+    """A cache with these settings."""
     return bounded_caches(model, settings)
 
 
 def in_options(message: str, args: argparse.Namespace) -> str:
-    """A message about the library's arguments, about the options that the command has for them."""
+    """A message about the library's arguments, in terms of the command's options."""
     names = {name: option for name, option in OPTION_OF.items() if option_given(args, option)}
     if hasattr(args, "max_kv_size"):
         names["max_size"] = "--max-kv-size"
@@ -312,7 +312,7 @@ def in_options(message: str, args: argparse.Namespace) -> str:
     if hasattr(args, "to"):  # compress
         names["max_bytes"] = "--to"
     for name, option in names.items():
-        # A name that is a word of English too is one only where a value or a rule follows it.
+        # A name that is also an English word counts only if a value or a rule follows it.
         after = r"(?![\w-])" if "_" in name else r"(?= must |=)"
         message = re.sub(rf"(?<![\w-]){name}{after}=", f"{option} ", message)
         message = re.sub(rf"(?<![\w-]){name}{after}", option, message)
@@ -325,15 +325,15 @@ def option_given(args: argparse.Namespace, option: str) -> bool:
 
 
 def named_options(args: argparse.Namespace) -> dict[str, str]:
-    """What was asked for, defaults written out, but how it is printed."""
+    """The options that affect figures, with defaults written out."""
     printed = ("json", "markdown", "grid", "anew")
-    # Caches that are not to have a model measured say so of themselves.
+    # The caches' own descriptions say whether a model without a profile is measured.
     apart = ("command", "run", "settings", "size_option", "profile", *printed)
     named = {name: value for name, value in vars(args).items() if name not in apart}
     if "model" in named:
         named["model"] = named["model"] or DEFAULT_MODEL
     return {
-        # Files of the package lie elsewhere on each machine.
+        # The package's files have other paths on each machine.
         name: value.name if isinstance(value, Path) and value.is_absolute() else str(value)
         for name, value in named.items()
     }

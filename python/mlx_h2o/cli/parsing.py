@@ -1,4 +1,4 @@
-"""The command line's parser: a mistake is told in one line, with what was probably meant."""
+"""The command line's parser: an error is one line, with the option that was probably meant."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-#: Greatest whole number, and least with a minus, of any option: positions and indices are 32-bit
-#: numbers wherever they are computed with.
+#: The largest absolute value of whole numbers: positions and indices are 32-bit numbers wherever
+#: they are computed with.
 MOST_COUNT = 2**31 - 1
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells one line instead of the usage, and bounds every number.
+    """A parser that reports errors in one line, without the usage, and bounds every number.
 
     `type=int` takes whole numbers that fit 32 bits, `type=float` finite numbers.
     """
@@ -31,14 +31,14 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: None = None
     ) -> argparse.Namespace:
-        """As argparse's, with a suggestion for an option that there is not."""
+        """Parse as argparse does, with a suggestion for an unknown option."""
         parsed, extra = self.parse_known_args(args, namespace)
         if extra:
             self._command(parsed.command).refuse(extra)
         return parsed
 
     def refuse(self, extra: Sequence[str]) -> NoReturn:
-        """Exit with 2 because of arguments that nothing takes."""
+        """Exit with 2 because of unknown arguments."""
         first = extra[0].partition("=")[0]
         if not first.startswith("-"):
             self.error(f"there is no place for {extra[0]!r}; --help lists what there is.")
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         return self
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Raise ArgumentError, with a suggestion, for a value that is none of an action's."""
+        """Raise ArgumentError, with a suggestion, for a value outside an action's choices."""
         choices = [str(one) for one in action.choices or ()]
         if not choices or (action.choices is not None and value in action.choices):
             return
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:
-    """ " did you mean X?" if something known is much like what was given, else nothing."""
+    """ " did you mean X?" if a known name resembles the given one, else an empty text."""
     found = difflib.get_close_matches(given, list(known), n=1)
     return f" did you mean {found[0]}?" if found else ""
 
@@ -80,9 +80,9 @@ def whole_number(text: str) -> int:
     """A whole number that fits 32 bits.
 
     Raises:
-        argparse.ArgumentTypeError: It is something else.
+        argparse.ArgumentTypeError: The text is something else.
     """
-    # Before any arithmetic: int() of very many digits takes long, and then raises.
+    # Checked before int(): for very many digits it takes long, and then raises.
     digits = text.strip().lstrip("+-")
     if not digits.isdecimal() or len(text.strip()) - len(digits) > 1:
         raise argparse.ArgumentTypeError(f"it must be a whole number; got {shortened(text)}")
@@ -98,7 +98,7 @@ def finite_number(text: str) -> float:
     """A number that is neither NaN nor infinite.
 
     Raises:
-        argparse.ArgumentTypeError: It is something else.
+        argparse.ArgumentTypeError: The text is something else.
     """
     try:
         number = float(text)

@@ -1,4 +1,4 @@
-"""Options that say what is never evicted: of `generate`, `chat`, `serve` and `compress`."""
+"""Options for pins (tokens never evicted) of `generate`, `chat`, `serve` and `compress`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_h2o.storage.pins import Span, checked_spans
 
 
 def add_pin_options(parser: argparse.ArgumentParser) -> None:
-    """What of the prompt is never evicted."""
+    """Add the options for pins."""
     group = parser.add_argument_group("pins", "What is never evicted, counted against the memory.")
     group.add_argument(
         "--pin", action="append", default=[], metavar="TEXT", help="this text of the prompt"
@@ -31,7 +31,7 @@ def add_pin_options(parser: argparse.ArgumentParser) -> None:
 
 
 def pin_rules(args: argparse.Namespace) -> PinRules:
-    """What the options say is to be pinned.
+    """The pin rules that the options describe.
 
     Raises:
         ValueError: A pattern is no regular expression.
@@ -45,7 +45,7 @@ def span_of(text: str) -> Span:
     """Tokens, "0:40": the first and one past the last.
 
     Raises:
-        ValueError: They are none.
+        ValueError: The text is no span.
     """
     first, end = (int(part) for part in text.split(":"))
     (span,) = checked_spans("span", [(first, end)])

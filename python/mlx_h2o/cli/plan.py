@@ -1,4 +1,4 @@
-"""`mlx_h2o plan`: the memory that a conversation will take, told before its prompt is read."""
+"""`mlx_h2o plan`: the memory that a conversation will take, computed before its prompt is read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Plan, and tell."""
+    """Plan, and print the plan."""
     settings = cache_settings(args, DEFAULT_MAX_KV_SIZE)
     prompt = checks.whole("--prompt-tokens", args.prompt_tokens, 1, checks.MOST_TOKENS)
     chunk = checks.whole("--chunk", args.chunk, 1, checks.MOST_TOKENS)

@@ -1,4 +1,4 @@
-"""`mlx_h2o evaluate --table N`: a sweep of the AtomGradient report, in its form."""
+"""`mlx_h2o evaluate --table N`: a sweep of the AtomGradient report, in the report's form."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from mlx_h2o.evaluate.suite import Evaluation, Suite
 
 
 def run_table(table: ReportTable, stage: Stage, args: argparse.Namespace) -> None:
-    """Measure a table's parts, print and write it; Ctrl-C keeps what is done.
+    """Measure a table's parts, print and write the table; Ctrl-C keeps finished parts.
 
     Args:
         table: The sweep.
         stage: Model and text.
-        args: `evaluate`'s options.
+        args: The options of `evaluate`.
     """
     name = f"table-{table.number}"
     evaluations: list[Evaluation] = []
@@ -53,7 +53,7 @@ def run_table(table: ReportTable, stage: Stage, args: argparse.Namespace) -> Non
 def _report(
     table: ReportTable, evaluations: list[Evaluation], name: str, args: argparse.Namespace
 ) -> None:
-    """Print and write what is known."""
+    """Print and write the results so far."""
     findings: list[Findings] = [e.findings(e.suite.measures[0]) for e in evaluations]
     if not any(findings):
         return

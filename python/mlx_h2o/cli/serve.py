@@ -28,9 +28,9 @@ from mlx_h2o.loading.load import model_path, require_model
 from mlx_h2o.storage.pins import joined
 
 DEFAULT_MAX_KV_SIZE = 1024
-#: Where the key may stand instead, since others on the machine see a process's arguments.
+#: The environment variable of the key, since other users can see a process's arguments.
 KEY_VARIABLE = "MLX_H2O_API_KEY"
-#: Options of mlx-lm's server that are passed on as they are.
+#: Options of mlx-lm's server that are passed on unchanged.
 MLX_LMS: dict[str, str] = {
     "host": "address to listen on (default: 127.0.0.1, which other machines cannot reach)",
     "port": "port (default: 8080; 0: any that is free)",
@@ -50,7 +50,7 @@ MLX_LMS: dict[str, str] = {
 }
 
 
-#: Least and greatest values of the whole numbers among them.
+#: The smallest and largest values of those that are whole numbers.
 LIMITS = {
     "port": (0, 2**16 - 1),
     "max-tokens": (1, checks.MOST_TOKENS),
@@ -66,14 +66,14 @@ def json_object(text: str) -> str:
     """A JSON object, as text.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The text is something else.
     """
     if not isinstance(json.loads(text), dict):
         raise ValueError(text)
     return text
 
 
-#: The kinds of those that are no mere text.
+#: The types of those that are not texts.
 TYPES: dict[str, dict[str, Any]] = {
     "temp": {"type": float},
     "top-p": {"type": float},
@@ -107,7 +107,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     server.add_argument(
         "--sessions", type=Path, metavar="DIR",
-        help="save conversations there, to go on with after a restart or when memory was short",
+        help="save conversations there, to continue after a restart or when memory was short",
     )  # fmt: skip
     server.add_argument(
         "--sessions-memory", type=typed(size_in_bytes, "bytes such as 2GB"), metavar="SIZE",
@@ -128,7 +128,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_doors(server: argparse._ArgumentGroup) -> None:
-    """Who may ask, and how much."""
+    """Add the options of access and its limits."""
     server.add_argument(
         "--max-request", type=typed(size_in_bytes, "bytes such as 8MB"), default=8 << 20,
         metavar="SIZE", help="largest body of a request (default: 8 MiB)",
@@ -154,10 +154,10 @@ def _add_doors(server: argparse._ArgumentGroup) -> None:
 
 
 def size_in_bytes(text: str) -> int:
-    """Bytes, as "2GB".
+    """A size in bytes, such as "2GB".
 
     Raises:
-        ValueError: It is no size, or a share of one.
+        ValueError: The text is no size, or a share.
     """
     size = memory_size("a size", memory(text))
     if isinstance(size, Share):
@@ -182,7 +182,7 @@ def run(args: argparse.Namespace) -> None:
     if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
         raise ValueError("--api-key must be ASCII text without spaces around it.")
     if args.sessions is not None:
-        if not args.sessions.exists():  # for its owner's eyes only
+        if not args.sessions.exists():  # readable by its owner only
             args.sessions.mkdir(mode=0o700, parents=True)
         require_folder("--sessions", args.sessions)
     elif args.sessions_memory is not None or args.sessions_days is not None:
@@ -208,7 +208,7 @@ def run(args: argparse.Namespace) -> None:
         if given is not None:
             options += [f"--{name}", str(given)]
     serve(settings, options)
-    # All is written and every client gone. MLX's threads may still be letting go of Python's
+    # Everything is written and every client gone. MLX's threads may still be releasing Python
     # objects, and one that does so while the interpreter ends aborts the process.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -240,9 +240,9 @@ def cache_defaults(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of caches that the options describe, as `make_prompt_cache` takes them.
 
     Raises:
-        ValueError: There are no such settings.
+        ValueError: The settings are invalid.
     """
-    cache_settings(args, DEFAULT_MAX_KV_SIZE)  # which checks them, and chooses a size
+    cache_settings(args, DEFAULT_MAX_KV_SIZE)  # checks the settings, and chooses a size
     given = {
         "max_size": args.max_kv_size,
         "max_bytes": args.conversation_memory,

@@ -1,4 +1,4 @@
-"""`mlx_h2o sessions`: the conversations that a server has saved: listed, shown, removed."""
+"""`mlx_h2o sessions`: list, show or remove the conversations that a server has saved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mlx_h2o.serve.sessions import (
     tokens_of,
 )
 
-#: Characters of a name by which a conversation is called in a list; more where they are needed.
+#: Characters of a name in a list; more if they are needed to tell names apart.
 SHORT_NAME = 8
 
 
@@ -64,7 +64,7 @@ def days(text: str) -> float:
     """A number of days.
 
     Raises:
-        ValueError: It is no number, or not above 0.
+        ValueError: The text is no number, or not above 0.
     """
     number = float(text)
     if not 0 < number < float("inf"):
@@ -128,7 +128,7 @@ def remove(args: argparse.Namespace) -> None:
     except BlockingIOError as error:
         raise ValueError(
             f"A server uses {args.folder}: end it first, or give it --sessions-memory or "
-            "--sessions-days, by which it removes what is oldest itself."
+            "--sessions-days, so that it removes the oldest itself."
         ) from error
     size = sum(one.size for one in chosen)
     if args.json:
@@ -148,7 +148,7 @@ def size_text(count: int) -> str:
 
 
 def _told(one: Conversation, note: Note | None) -> dict[str, Any]:
-    """What is said of a conversation, as JSON types."""
+    """A conversation's entry in the list, as JSON types."""
     told: dict[str, Any] = {
         "name": one.name,
         "bytes": one.size,
@@ -175,7 +175,7 @@ def _newest_first(folder: Path) -> list[Conversation]:
 
 
 def _called(name: str, found: list[Conversation]) -> Conversation:
-    """The conversation whose name begins like that."""
+    """The conversation whose name begins with `name`."""
     fitting = [one for one in found if name and one.name.startswith(name)]
     if len(fitting) != 1:
         what = "More than one conversation has a name" if fitting else "No conversation has a name"
@@ -184,7 +184,7 @@ def _called(name: str, found: list[Conversation]) -> Conversation:
 
 
 def _short(one: Conversation, found: list[Conversation]) -> str:
-    """The beginning of a name, which no other one has."""
+    """The beginning of a name that no other name has."""
     for length in range(SHORT_NAME, len(one.name)):
         if sum(other.name.startswith(one.name[:length]) for other in found) == 1:
             return one.name[:length]

@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-# Wider than any table, so that nothing is folded or cut.
+# Wider than any table, so that no cell is folded or cut.
 UNLIMITED = 10_000
 GAP = "  "
 
@@ -19,8 +19,8 @@ def show(table: Table, markdown: bool = False) -> None:
     """Print a table: with lines on a terminal that it fits, as plain text otherwise.
 
     Args:
-        table: What to print.
-        markdown: As Markdown instead, wherever it goes.
+        table: The table to print.
+        markdown: Whether to print it as Markdown, wherever it goes.
     """
     console = Console()
     wide = Console(width=UNLIMITED)
@@ -51,7 +51,7 @@ def text_of(cell: Any) -> str:
 
 
 def aligned(table: Table) -> str:
-    """One line a row, for files and other programs; as wide as it has to be."""
+    """One line for each row, as wide as needed, for files and other programs."""
     rows = cells_of(table)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = [column.justify == "right" for column in table.columns]
@@ -66,7 +66,7 @@ def aligned(table: Table) -> str:
 
 
 def one_below_the_other(table: Table) -> str:
-    """Each row's cells below each other, for terminals that the table does not fit."""
+    """Each row's cells below each other, for terminals narrower than the table."""
     header, *rows = cells_of(table)
     named = [f"{name}: " if name else "" for name in header]
     blocks = [
@@ -76,6 +76,6 @@ def one_below_the_other(table: Table) -> str:
 
 
 def framed(table: Table, lines: list[str]) -> str:
-    """Lines between a table's title and its caption."""
+    """Lines with a table's title above and its caption below."""
     caption = [text_of(table.caption)] if table.caption else []
     return "\n".join([text_of(table.title), *lines, *caption])

@@ -47,7 +47,7 @@ def add_parser(commands: Any) -> None:
     add_stage_options(parser)
     parser.add_argument(
         "--loss", type=typed(allowed, "a loss such as 1%"), default=0.01, metavar="PART",
-        help="of perplexity that is allowed, against the full cache (default: 1%%)",
+        help="allowed loss of perplexity, against the full cache (default: 1%%)",
     )  # fmt: skip
     parser.add_argument(
         "--surely", action="store_true",
@@ -59,12 +59,12 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--policies", nargs="*", default=[DEFAULT_POLICY], metavar="NAME[:FIELD=VALUE...]",
-        help=f"beside the default with bits chosen by bytes (default: {DEFAULT_POLICY}; there are "
+        help=f"policies beside the default by bytes (default: {DEFAULT_POLICY}; there are "
         f"{', '.join(policy_names())})",
     )  # fmt: skip
     parser.add_argument(
         "--bits", nargs="+", type=int, choices=(*BITS, PLAIN), default=[PLAIN, 6], metavar="N",
-        help=f"widths of these policies' rows; {PLAIN}: as they come (default: {PLAIN} 6)",
+        help=f"widths of these policies' rows; {PLAIN}: dense rows (default: {PLAIN} 6)",
     )  # fmt: skip
     add_profile_option(parser)
     for name, default, text in (
@@ -81,7 +81,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on with what --out holds of the same tuning, or fail",
+        help="continue the same tuning from --out, or fail",
     )
     parser.add_argument(
         "--anew", action="store_true", help="measure everything, whatever was left unfinished"
@@ -96,7 +96,7 @@ def allowed(text: str) -> float:
     """1% or 0.01 as a share.
 
     Raises:
-        ValueError: It is below 0.
+        ValueError: The share is below 0.
     """
     number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     if not 0 <= number < 1:
@@ -127,11 +127,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def report(evaluation: Evaluation, args: argparse.Namespace, made: list[Choice]) -> None:
-    """Print and write what is known, however far it came.
+    """Print and write the results so far.
 
     Args:
-        evaluation: As far as it came.
-        args: Of the command.
+        evaluation: The evaluation, complete or not.
+        args: The command's options.
         made: The points of the curve.
     """
     chosen = recommended(made, args.loss, args.surely)

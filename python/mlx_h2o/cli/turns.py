@@ -21,7 +21,7 @@ from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
 from mlx_h2o.policies import policy_names
 
 TOKENS, TURNS, MAX_SIZE, PROMPTS = 504, 6, 128, 8
-#: Of mlx-lm's own caches, of ours by default, and of every policy with the same uniform slots.
+#: mlx-lm's own caches, our default, and every policy with the same uniform slots.
 ARMS = (
     Arm(FULL),
     Arm(WINDOW),
@@ -44,7 +44,9 @@ def add_parser(commands: Any) -> None:
         "past counting, with none of it, and with the fact pinned.",
     )
     add_model_options(parser)
-    parser.add_argument("--text", metavar="FILE", help="what is said besides (default: bundled)")
+    parser.add_argument(
+        "--text", metavar="FILE", help="the conversation's other text (default: bundled)"
+    )
     for name, default, words in (
         ("prompts", PROMPTS, "conversations"),
         ("tokens", TOKENS, "tokens of each"),
@@ -66,12 +68,12 @@ def add_parser(commands: Any) -> None:
 
 
 def settings(args: argparse.Namespace) -> dict[str, str]:
-    """Everything that the figures depend on, by name."""
+    """The options and defaults on which figures depend, by name."""
     return named_options(args) | {arm.name: arm.described() for arm in ARMS}
 
 
 def run(args: argparse.Namespace) -> None:
-    """Tell, go on, ask, print."""
+    """Run the conversations, ask for the facts, print the table."""
     if args.prompts < 1:
         raise ValueError("--prompts must be at least 1.")
     model, tokenizer = load_model(args)
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
     sizes = {"prompts": args.prompts, "tokens": args.tokens, "turns": args.turns}
     task = turns_task(tokenizer, text, **sizes, form=form)
     context = task.tokens.shape[1] + max(map(len, task.answers))
-    # mlx-lm's own caches know of neither turns nor pins.
+    # mlx-lm's own caches have neither turns nor pins.
     asked = [
         (arm, name, way)
         for arm in ARMS
@@ -107,7 +109,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def table(known: Measurements, args: argparse.Namespace) -> Table:
-    """How many facts each cache knows, in each way."""
+    """The number of facts that each cache knows, in each way."""
     made = Table(
         title=f"{args.model}: facts of turn 1 known in turn {args.turns}, after {args.tokens} "
         f"tokens, in the bytes of {args.max_size}"

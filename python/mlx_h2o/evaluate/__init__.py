@@ -1,1 +1,1 @@
-"""Measuring what a cache costs a model: perplexity, recall of planted facts, speed, bytes."""
+"""Measuring a cache's cost to a model: perplexity, recall of planted facts, speed, bytes."""

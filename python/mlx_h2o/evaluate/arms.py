@@ -1,4 +1,4 @@
-"""The caches of a comparison: mlx-lm's own and ours, each of a size."""
+"""The caches of a comparison: mlx-lm's own and ours, each of a certain size."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ WINDOW = "sliding window"
 OURS = "mlx-h2o"
 # mlx-lm's own packed caches, which keep every token.
 PACKED = {"mlx-lm, 8 bits": 8, "mlx-lm, 4 bits": 4}
-# What RotatingKVCache keeps of the beginning in mlx-lm's own make_prompt_cache.
+# Tokens of the beginning that RotatingKVCache keeps in mlx-lm's own make_prompt_cache.
 WINDOW_KEEP = 4
-# Ends the names of caches of several sizes.
+# The suffix of a cache's name where there are several sizes.
 OF_SIZE = ", {} tokens"
 
 
@@ -37,13 +37,13 @@ class Arm:
     """One cache of a comparison.
 
     Attributes:
-        name: For people.
+        name: The cache's name, for people.
         policy: A policy's name, or None for mlx-lm's own cache (full, or the window).
-        remainder: Whether the evicted go on answering.
+        remainder: Whether evicted tokens are kept as a remainder.
         budgets: As in `make_prompt_cache`.
         settings: Fields of the policy, as pairs.
         by_bytes: Whether the size is given in bytes, so that bits and slots are chosen together.
-        size: Tokens whose bytes (or slots) it gets; None: those of the comparison.
+        size: Tokens whose bytes (or slots) it gets; None means those of the comparison.
         profile: Whether a model without a profile is measured, as in `make_prompt_cache`.
     """
 
@@ -58,7 +58,7 @@ class Arm:
 
     @property
     def base(self) -> str:
-        """Its name without the size, which it tells where there are several."""
+        """The cache's name without the size, which names tell if there are several."""
         return self.name.removesuffix(OF_SIZE.format(self.size))
 
     def make(
@@ -67,14 +67,15 @@ class Arm:
         """An empty cache.
 
         Args:
-            model: Whose.
+            model: The model that the cache is for.
             max_size: Tokens that the window holds, unless the arm has a size of its own.
-            equal: "bytes": no more bytes than those take in a 16-bit model; "slots": as many slots
-                a KV head, on average, whatever they are stored in.
-            context: Tokens that will come, where bits are chosen; None: as many as the model knows.
+            equal: "bytes": no more bytes than those tokens take in a 16-bit model; "slots": as many
+                slots per KV head, on average, however rows are stored.
+            context: Tokens that will come, where bits are chosen; None means the model's longest
+                context.
 
         Raises:
-            ValueError: There is no such cache, or that is too small for it.
+            ValueError: There is no such cache, or the size is too small for it.
         """
         max_size = self.size or max_size
         if self.name == FULL:
@@ -113,7 +114,7 @@ class Arm:
             raise ValueError(f"{self.name}, with {given}: {error}") from error
 
     def described(self) -> str:
-        """What it is, every default written out."""
+        """The cache in words, with every default written out."""
         if self.policy is None:
             return "mlx-lm's own"
         settings = self.model_settings(1)
@@ -129,7 +130,7 @@ class Arm:
         return ", ".join([f"{policy.name}({fields})", *filter(None, parts)])
 
     def model_settings(self, max_size: int) -> ModelSettings:
-        """What the caches of a policy are made with."""
+        """The settings of a policy's caches."""
         options: dict[str, Any] = {
             "policy": self.policy,
             "remainder": self.remainder,
@@ -141,9 +142,9 @@ class Arm:
 
 
 def profile_digests(model: nn.Module, arms: Sequence[Arm]) -> dict[str, str]:
-    """What the profiles hold by which caches share slots out, by the caches' names, as digests.
+    """A digest of each cache's profile, by the names of the caches that share slots by one.
 
-    A model that has none yet, and whose caches ask for one, is measured now.
+    A model that has no profile yet is measured now if its caches ask for one.
     """
     if any(arm.by_bytes and not arm.budgets and arm.profile == PROFILES[0] for arm in arms):
         profile_at_load(model)
@@ -165,14 +166,14 @@ def default_arms(
     bits: Sequence[int] = (),
     profile: str = PROFILES[0],
 ) -> list[Arm]:
-    """Mlx-lm's own, ours with bits and slots chosen by bytes and in 16 bits, any policies named.
+    """mlx-lm's own, ours with bits and slots chosen by bytes and in 16 bits, any policies named.
 
     Args:
-        policies: Names, with settings if wanted: `h2o`, `distinct:recent=0.25:evict_every=8`,
+        policies: Their names, with settings if wanted: `h2o`, `distinct:recent=0.25:evict_every=8`,
             `h2o:bits=4:recent_bits=8`.
-        budgets: "uniform" or a profile's path instead of the model's own; of several, ours once
-            for each.
-        bits: Widths of rows for ours beside the one that is chosen.
+        budgets: "uniform" or a profile's path instead of the model's own; with several, ours is
+            made once for each.
+        bits: Widths of rows for ours beside the chosen width.
         profile: Whether a model without a profile is measured.
 
     Raises:
@@ -192,7 +193,7 @@ def default_arms(
     for spec in policies:
         policy, *fields = spec.split(":")
         settings = tuple(setting_of(field) for field in fields)
-        ModelSettings.of(1, policy=policy, **dict(settings))  # raises for what there is not
+        ModelSettings.of(1, policy=policy, **dict(settings))  # raises if it is unknown
         arms.append(Arm(f"{spec}, uniform", policy, True, "uniform", settings))
         arms.append(Arm(f"{spec}, uniform, no remainder", policy, False, "uniform", settings))
     return arms
@@ -202,8 +203,8 @@ def arms_of_sizes(arms: Sequence[Arm], sizes: Sequence[int]) -> list[Arm]:
     """The bounded caches once for each size, after those that keep every token.
 
     Args:
-        arms: As `default_arms` gives them.
-        sizes: Tokens whose bytes they get; of one size, names stay as they are.
+        arms: The caches, as `default_arms` returns them.
+        sizes: Tokens whose bytes the caches get; with one size, names stay as they are.
     """
     if len(sizes) == 1:
         return [replace(arm, size=sizes[0]) for arm in arms]

@@ -1,4 +1,4 @@
-"""How spread out each layer's attention is: its entropy, and what its strongest tenth takes."""
+"""How spread out each layer's attention is: its entropy, and the mass of its strongest tenth."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.integration import routing
 from mlx_h2o.integration.recorder import LookingCache, Watcher, full_attention, looked_through
 
-#: Part of the keys whose mass is called concentration.
+#: The part of the keys whose mass is the concentration.
 STRONGEST = 0.1
-# Earlier queries see too few keys to be spread out or not.
+# Earlier queries see too few keys to tell whether attention is spread out.
 FIRST_QUERY = 32
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one layer's attention, means over queries and heads.
+    """The shape of one layer's attention, means over queries and heads.
 
     Attributes:
-        entropy: In nats, divided by that of even attention to as many keys: 0 to 1.
+        entropy: Entropy in nats, divided by that of even attention to as many keys: 0 to 1.
         concentration: The share of the mass that the strongest tenth of the keys gets.
     """
 
@@ -33,13 +33,13 @@ class Shape:
 
 
 class _Shaping(LookingCache):
-    """Sees one layer's queries and keys."""
+    """A cache that sees one layer's queries and keys."""
 
     def __init__(self, shapes: list[Shape]):
         self.shapes = shapes
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
-        """Full attention, whose shape is noted; arguments as in `LookingCache`."""
+        """Full attention; its shape is noted. Arguments as in `LookingCache`."""
         self.shapes.append(shape_of(call.q, keys, call.scale))
         return full_attention(call.q, keys, values, call.scale, call.sinks)
 
@@ -67,10 +67,10 @@ def shape_of(q: mx.array, keys: mx.array, scale: float) -> Shape:
 
 
 def shapes_of(model: nn.Module, tokens: mx.array) -> list[Shape]:
-    """Of each layer with a plain cache, on a text `[B, T]`.
+    """The shape of attention in each layer with a plain cache, on a text `[B, T]`.
 
     Raises:
-        ValueError: The model attends by itself.
+        ValueError: The model computes attention by itself.
     """
     routing.install()
     shapes: list[Shape] = []
@@ -81,17 +81,17 @@ def shapes_of(model: nn.Module, tokens: mx.array) -> list[Shape]:
 
 
 def text_of(stage: Stage, length: int) -> mx.array:
-    """The text's beginning, `[1, length]`."""
+    """The beginning of the text, `[1, length]`."""
     return mx.array([[*stage.first, *stage.prose(length - len(stage.first), 0)]])
 
 
 def budgets_by_entropy(shapes: list[Shape], mean: int, least: int) -> list[int]:
-    """Slots of each layer, `mean` on average: in proportion to entropy beyond `least` each.
+    """Slots of each layer, `mean` on average: `least` each, the rest in proportion to entropy.
 
     Args:
-        shapes: Of the layers.
+        shapes: The layers' shapes.
         mean: Slots of a layer, on average.
-        least: Slots that each layer has at least.
+        least: The fewest slots of a layer.
     """
     whole = sum(shape.entropy for shape in shapes)
     free = (mean - least) * len(shapes)

@@ -1,4 +1,4 @@
-"""Intervals of confidence by resampling: how far a mean over samples can be trusted."""
+"""Confidence intervals of a mean over samples, by resampling."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ LEVEL = 0.95
 def mean_interval(
     values: Sequence[float], level: float = LEVEL, draws: int = DRAWS, seed: int = 0
 ) -> tuple[float, float]:
-    """Where the mean lies with this confidence: percentiles of the means of resampled values.
+    """The confidence interval of the mean: percentiles of the means of resampled values.
 
-    Efron's percentile bootstrap (1979). Of one value it can say nothing, and returns it twice.
+    Efron's percentile bootstrap (1979). A single value has no interval, and is returned twice.
 
     Args:
-        values: One for each sample; differences of pairs, where two runs saw the same samples.
-        level: Of confidence.
-        draws: Resamplings.
-        seed: Same seed, same interval.
+        values: One value for each sample; differences of pairs if two runs saw the same samples.
+        level: The confidence level.
+        draws: The number of resamplings.
+        seed: The same seed gives the same interval.
     """
     x = np.asarray(values, np.float64)
     drawn = np.random.default_rng(seed).integers(0, len(x), (draws, len(x)))
@@ -38,8 +38,8 @@ def loss_interval(
 
     Args:
         nll: Nats per token of each sample.
-        full: The same of the full cache.
-        level: Of confidence.
+        full: Nats per token of each sample with the full cache.
+        level: The confidence level.
     """
     differences = [ours - theirs for ours, theirs in zip(nll, full, strict=True)]
     low, high = mean_interval(differences, level)

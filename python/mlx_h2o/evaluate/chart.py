@@ -1,4 +1,4 @@
-"""The comparison as a picture."""
+"""The comparison as a chart."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def draw(results: Sequence[Result], title: str, path: str | Path) -> None:
     """Perplexity loss and facts recalled, side by side, as a PNG.
 
     Args:
-        results: Of the arms.
-        title: Of the picture.
-        path: Where it is written.
+        results: The arms' results.
+        title: The chart's title.
+        path: The file to write.
 
     Raises:
         ValueError: matplotlib is not installed.

@@ -23,18 +23,18 @@ from mlx_h2o.evaluate.side_by_side import can_share, side_by_side
 from mlx_h2o.evaluate.workers import Tell, cores, finished
 from mlx_h2o.loading.load import load
 
-# More caches side by side save nothing, and hold a full cache's memory for each.
+# More caches side by side save nothing, and each holds a full cache's memory.
 MOST_TOGETHER = 8
-# Timed steps per turn: short turns, taken by turns, so that a machine's moods hit all caches alike.
+# Timed steps per turn: short turns, interleaved, so that a machine's moods hit all caches alike.
 TIMED_STEPS = 20
 TIMED_TURNS = 5
-# What is found out about each arm, and kept.
+# The measurements of each arm, as they are kept.
 FACTS, PERPLEXITY, SPEED = "facts", "perplexity", "speed"
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is measured, the same for every arm.
+    """The protocol of a comparison: the same for every arm.
 
     Attributes:
         model: As in `mlx_h2o.load`.
@@ -42,12 +42,12 @@ class Protocol:
         max_size: Tokens whose bytes, in a 16-bit model, each bounded cache may take.
         samples: Samples of the text.
         tokens: Length of a sample.
-        prefill: Tokens given at once before the rest goes token by token.
-        prompts: Prompts with planted facts; 0 leaves recall out.
-        prompt_tokens: Length of each.
-        compressed: Give the prompts' prose in one chunk instead of token by token.
-        equal: What the bounded caches have the same of: "bytes" or "slots" (`Arm.make`).
-        facts: How facts are told and asked for: a name of `recall.FORMS`.
+        prefill: Tokens given at once before the others go token by token.
+        prompts: The number of prompts with planted facts; 0 leaves recall out.
+        prompt_tokens: Tokens of each prompt.
+        compressed: Whether the prompts' prose is given in one chunk instead of token by token.
+        equal: The size that bounded caches have in common: "bytes" or "slots" (`Arm.make`).
+        facts: The form in which facts are told and asked for: a name of `recall.FORMS`.
         chunk: Tokens of a prompt's prose given at once after the prefill.
         timed: Whether speeds are measured too.
     """
@@ -69,19 +69,19 @@ class Protocol:
 
 @dataclass
 class Result:
-    """What one arm came to.
+    """The result of one arm.
 
     Attributes:
-        arm: Its name.
+        arm: The arm's name.
         nll: Nats per token of each sample.
-        perplexity: exp of their mean.
-        loss: Share by which that exceeds the full cache's.
-        recalled: Facts recalled, of those that the full cache recalls.
-        asked: How many the full cache recalls.
-        tokens_per_second: Decoding, eviction active, side by side with the other arms; None where
-            that was not measured.
-        nbytes: Bytes held at the end of a sample, per sample, as a 16-bit model has them.
-        compression: How many times less that is than the full cache holds.
+        perplexity: exp of the mean of `nll`.
+        loss: The share by which perplexity exceeds the full cache's.
+        recalled: Facts recalled, among those that the full cache recalls.
+        asked: Facts that the full cache recalls.
+        tokens_per_second: Decoding with active eviction, side by side with the other arms; None if
+            not measured.
+        nbytes: Bytes of one sample's cache at its end, counted as in a 16-bit model.
+        compression: The full cache's bytes divided by `nbytes`.
         loss_error: Standard error of the loss over the samples, paired with the full cache; None
             for one sample.
     """
@@ -107,16 +107,16 @@ class Measuring:
     """The work of a comparison, in jobs: each measures one group of arms, side by side.
 
     Attributes:
-        protocol: What is measured.
-        groups: Arms that read side by side; every group's facts are asked for in one job, and its
-            perplexities measured in another.
+        protocol: The protocol of the measurement.
+        groups: Arms that read side by side; each group's facts are asked for in one job, and its
+            perplexities are measured in another.
     """
 
     protocol: Protocol
     groups: Sequence[tuple[Arm, ...]] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Other processes load the model themselves."""
+        """The state without the model, which other processes load themselves."""
         return {name: value for name, value in vars(self).items() if name != "_loaded"}
 
     @cached_property
@@ -129,28 +129,28 @@ class Measuring:
         return self._loaded[0]
 
     def run(self, job: int, tell: Tell) -> dict[str, Any]:
-        """What each arm of a group recalls, or how well it predicts, by name and as JSON types."""
+        """Each arm's recall, or each arm's perplexity, of a group, by name and as JSON types."""
         measure, group = self.group(job)
         of = self.recalled_by if measure == FACTS else self.perplexities_of
         return dict(zip([arm.name for arm in group], of(group, tell), strict=True))
 
     def group(self, job: int) -> tuple[str, tuple[Arm, ...]]:
-        """What a job's number means: the groups' facts come first, then their perplexities."""
+        """The kind and the arms of a job: the groups' facts come first, then their perplexities."""
         measure, at = divmod(job, len(self.groups))
         return (FACTS, PERPLEXITY)[measure], self.groups[at]
 
     def work_of(self, job: int) -> int:
-        """How many tokens a job reads."""
+        """The number of tokens that a job reads."""
         measure, group = self.group(job)
         of = self.protocol
         recall = of.prompts * of.prompt_tokens
         return len(group) * (recall if measure == FACTS else of.samples * of.tokens)
 
     def samples(self) -> mx.array:
-        """The text's, `[samples, tokens]`.
+        """Samples of the text, `[samples, tokens]`.
 
         Raises:
-            ValueError: It is too short.
+            ValueError: The text is too short.
         """
         _, tokenizer = self._loaded
         of = self.protocol
@@ -161,7 +161,7 @@ class Measuring:
         """Prompts with planted facts.
 
         Raises:
-            ValueError: They are too short for them.
+            ValueError: The prompts are too short for the facts.
         """
         of = self.protocol
         return recall_task(
@@ -189,7 +189,7 @@ class Measuring:
         ]
 
     def recalled_by(self, arms: Sequence[Arm], tell: Tell) -> list[list[bool]]:
-        """Which prompts each arm answers."""
+        """Whether each arm answers each prompt."""
         of = self.protocol
         if not of.prompts:
             return [[] for _ in arms]
@@ -209,7 +209,7 @@ class Measuring:
 
 
 def _differences(tell: Tell, rows: int) -> Callable[[int], None]:
-    """Tells what is new at each position, of so many rows, to what counts tokens."""
+    """A function that takes positions of `rows` sequences, and tells `tell` the new tokens."""
     seen = 0
 
     def note(position: int) -> None:
@@ -227,9 +227,9 @@ def groups_of(
 
     Args:
         arms: The caches to compare.
-        model: That reads.
-        protocol: How they are measured.
-        jobs: Processes at once.
+        model: The model that reads.
+        protocol: How the arms are measured.
+        jobs: Processes that run at once.
     """
     shared = all(can_share(arm.make(model, protocol.max_size, protocol.equal)) for arm in arms)
     size = -(-len(arms) // max(jobs, -(-len(arms) // MOST_TOGETHER))) if shared else 1
@@ -237,7 +237,7 @@ def groups_of(
 
 
 def measurements_of(arms: Sequence[Arm], protocol: Protocol) -> Measurements:
-    """What a comparison will find out."""
+    """An empty record of a comparison's measurements."""
     how = asdict(protocol)
     how["text"] = hashlib.sha256(protocol.text.encode()).hexdigest()
     named = {arm.name: [arm.described(), arm.size] for arm in arms}
@@ -255,17 +255,17 @@ def compare(
 
     Args:
         arms: The first must be the full cache.
-        protocol: What to measure.
-        progress: Told how far it is.
-        so_far: What is known of these arms and this protocol; what is found is added to it.
-        keep: Called whenever something was found.
+        protocol: The protocol of the measurement.
+        progress: Called with the tokens done and the tokens in all.
+        so_far: Earlier measurements of these arms and this protocol; new ones are added to it.
+        keep: Called after each new measurement.
 
     Raises:
         ValueError: The text is too short, or a cache cannot be made.
     """
     if not arms or arms[0].name != FULL:
         raise ValueError("The first cache of a comparison must be the full one.")
-    # What cannot work ends here, before any work is done.
+    # Errors in the text or the prompts are raised here, before any work is done.
     work = Measuring(protocol)
     work.samples()
     if protocol.prompts:
@@ -294,7 +294,7 @@ def compare(
 
 
 def _results(arms: Sequence[Arm], found: dict[str, dict[str, Any]]) -> list[Result]:
-    """One result an arm, against the first; what that arm does not know does not count."""
+    """One result for each arm, against the first; facts that it does not know do not count."""
     known, held = found[FACTS][FULL], found[PERPLEXITY][FULL]["nbytes"]
     full = Perplexity(found[PERPLEXITY][FULL]["nll"])
     results = []
@@ -319,12 +319,12 @@ def _results(arms: Sequence[Arm], found: dict[str, dict[str, Any]]) -> list[Resu
 
 
 def speeds_of(model: nn.Module, arms: Sequence[Arm], protocol: Protocol) -> dict[str, float]:
-    """Tokens per second of decoding one sequence, by turns: the median turn of each arm.
+    """Tokens per second of decoding one sequence, arms in turn: the median turn of each arm.
 
     Args:
-        model: That decodes.
+        model: The model that decodes.
         arms: The caches to compare.
-        protocol: How they are measured.
+        protocol: How the arms are measured.
     """
     largest = max(arm.size or protocol.max_size for arm in arms)
     tokens = mx.zeros((1, 2 * largest), dtype=mx.int32)
@@ -345,7 +345,7 @@ def speeds_of(model: nn.Module, arms: Sequence[Arm], protocol: Protocol) -> dict
 
 
 def as_json(results: Sequence[Result], protocol: Protocol) -> dict[str, Any]:
-    """Everything measured, and how."""
+    """All measurements, and their settings."""
     how = asdict(protocol)
     how["text"] = f"{len(protocol.text)} characters"
     how["blas"] = blas()

@@ -1,4 +1,4 @@
-"""The caches of an evaluation: mlx-lm's own in every run, ours, any policies, by their bytes."""
+"""The caches of an evaluation by their bytes: mlx-lm's own in every run, ours, and any policies."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mlx_h2o.evaluate.workers import Tell
 from mlx_h2o.model_caches.compress import compress_into
 from mlx_h2o.policies.settings import setting_of
 
-#: Parts of a full 16-bit cache's bytes, where no others are given.
+#: The default parts of a full 16-bit cache's bytes.
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 # A share is written as a fraction with no larger denominator.
 LARGEST_DENOMINATOR = 64
-#: Stands where a policy does.
+#: The name that stands in the place of a policy.
 COMPRESSOR = "kvzip"
 #: Slots of each head that a compressor leaves for an answer.
 ANSWER = 8
@@ -33,22 +33,22 @@ class Contender:
 
     Attributes:
         arm: The cache.
-        share: Of what a full 16-bit cache takes of the same tokens; None for caches that keep all.
+        share: The part of a full 16-bit cache's bytes that it gets; None if it keeps all tokens.
     """
 
     arm: Arm
     share: float | None = None
 
-    #: How often it reads what it is given.
+    #: How often the cache reads a prompt.
     readings: ClassVar[int] = 1
 
     @property
     def name(self) -> str:
-        """For people: "mlx-h2o, 1/8"."""
+        """The contender's name for people: "mlx-h2o, 1/8"."""
         return self.arm.name if self.share is None else f"{self.arm.name}, {label(self.share)}"
 
     def make(self, model: nn.Module, tokens: int) -> list[Any]:
-        """An empty cache for a conversation of so many tokens.
+        """An empty cache for a conversation of `tokens` tokens.
 
         Raises:
             ValueError: The bytes are too few for it.
@@ -56,13 +56,13 @@ class Contender:
         return self.arm.make(model, max(round((self.share or 1) * tokens), 1), context=tokens)
 
     def after(self, stage: Stage, tokens: mx.array, context: int, tell: Tell) -> list[Any]:
-        """A cache that has read a prompt `[B, T]`, of a conversation of `context` tokens.
+        """A cache that has read a prompt `[B, T]` of a conversation of `context` tokens.
 
         Args:
             stage: Model and text.
             tokens: The prompt `[B, T]`.
-            context: Tokens that the conversation will have.
-            tell: Called with tokens that were read.
+            context: The conversation's tokens in all.
+            tell: Called with the tokens read since the last call.
 
         Raises:
             ValueError: The bytes are too few for it.
@@ -73,7 +73,7 @@ class Contender:
 
 
 class Compressor(Contender):
-    """KVzip: prompts that are known whole are read twice, and cut down once."""
+    """KVzip: a prompt that is known whole is read twice, and cut down once."""
 
     readings = 2
 
@@ -83,7 +83,7 @@ class Compressor(Contender):
         )
 
     def after(self, stage: Stage, tokens: mx.array, context: int, tell: Tell) -> list[Any]:
-        # Question and answer have the rest of the bytes, and nothing beyond them.
+        # Question and answer get the rest of the bytes, and nothing beyond them.
         room = context - tokens.shape[1] + ANSWER
         return compress_into(
             super().make(stage.model, context),
@@ -110,7 +110,7 @@ def contenders(
     """The full cache first, mlx-lm's packed ones, then the window, ours and policies by shares.
 
     Args:
-        policies: As `arm_of` reads them.
+        policies: The policies, as `arm_of` reads them.
         shares: Parts of a full 16-bit cache's bytes.
         budgets: "uniform" or a profile's path instead of the model's own, for ours.
         profile: Whether a model without a profile is measured.
@@ -136,11 +136,11 @@ def _kind_of(arm: Arm) -> type[Contender]:
 
 
 def arm_of(spec: str) -> Arm:
-    """A policy as it is written on the command line.
+    """A policy as written on the command line.
 
     Args:
         spec: `h2o`, `h2o:recent=64`, `salient:bits=6:budgets=uniform`, `keydiff:remainder=false`.
-            Budgets are uniform unless it says which, and rows are as they come. `kvzip` compresses
+            Budgets are uniform unless the text names others, and rows are dense. `kvzip` compresses
             prompts (model_caches/compress.py), with bits chosen by bytes.
 
     Raises:

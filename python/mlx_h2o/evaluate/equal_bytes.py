@@ -1,9 +1,9 @@
-"""Bytes as a 16-bit model has them, whatever this one computes in.
+"""Bytes as in a 16-bit model, whichever dtype this one computes in.
 
 On a CPU models compute in float32, against which packed rows would look twice as good as they are.
-So a comparison at equal bytes gives each cache what it would get in a 16-bit model, and counts what
-it holds as that model's: keys and values (scales and biases of packed ones) at 2 bytes a number,
-and positions, scores and remainders as they are.
+So a comparison at equal bytes gives each cache the bytes that it would get in a 16-bit model, and
+counts its bytes as in that model: keys and values (scales and biases of packed ones) at 2 bytes a
+number, and positions, scores and remainders at their own size.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from mlx_h2o.model_caches.make import PLAIN_ELEMENT, bounded_caches, plain_bytes
 from mlx_h2o.storage.query_centres import most_bytes
 from mlx_h2o.storage.slot_store import FEW
 
-#: Where a cache of ours has its rows, by the names of its arrays.
+#: Names of the arrays in which our caches hold rows.
 ROWS = tuple(f"{place}.{rows}" for place in ("slots", "recent") for rows in ("keys", "values"))
 
 
 def slots_in_16_bits(
     model: nn.Module, settings: ModelSettings, tokens: int, context: int | None
 ) -> int:
-    """The `max_size` of bounded caches that takes the bytes of so many plain 16-bit tokens.
+    """The `max_size` of bounded caches that takes the bytes of `tokens` plain 16-bit tokens.
 
     Args:
-        model: Whose caches.
-        settings: Of the caches; the size in them is not looked at.
-        tokens: Of a plain cache.
-        context: Tokens that will come; few, if that is not known.
+        model: The model that the caches are for.
+        settings: The caches' settings; the size in them is not used.
+        tokens: Tokens of a plain cache.
+        context: Tokens that will come; None, if not known, counts as few.
 
     Raises:
-        ValueError: The remainder alone takes more.
+        ValueError: The remainder alone takes more bytes.
     """
     kinds = layer_kinds(model)
-    # One size serves all layers: the one that no layer is too small for.
+    # One size serves all layers: the size for which no layer is too small.
     few = context is None or context <= FEW
     return min(_slots_of_layer(kind, kinds, settings, tokens, few) for kind in kinds)
 
@@ -52,16 +52,16 @@ def slots_in_16_bits(
 def caches_in_16_bits(
     model: nn.Module, settings: ModelSettings, tokens: int, context: int | None
 ) -> list[Any]:
-    """Bounded caches with the bytes of so many plain 16-bit tokens, bits and slots by the profile.
+    """Bounded caches with the bytes of `tokens` plain 16-bit tokens, bits and slots by the profile.
 
     Args:
-        model: Whose caches.
-        settings: Of the caches; the size in them is not looked at. Bits that they name stay.
-        tokens: Of a plain cache.
+        model: The model that the caches are for.
+        settings: The caches' settings; the size in them is not used. Bits that they name stay.
+        tokens: Tokens of a plain cache.
         context: Tokens that will come.
 
     Raises:
-        ValueError: That is too few bytes.
+        ValueError: The bytes are too few.
     """
     kinds = [replace(kind, widths=_in_16_bits(kind.widths)) for kind in layer_kinds(model)]
     given = tokens * sum(map(plain_bytes, kinds))
@@ -84,23 +84,23 @@ def _slots_of_layer(
     own = replace(kind.widths, packing=settings.packing, undo=settings.undo, centre_bytes=centres)
     held = _in_16_bits(own.narrow if few else own)
     given = tokens * PLAIN_ELEMENT * (own.key + own.value)
-    # The cache takes the remainder's slots off its size, in its own rows.
+    # The cache subtracts the remainder's slots from its size, counted in its own rows.
     return slots_for_bytes(given, 1, held, policy, remembers) + own.remainder_slots(remembers)
 
 
 def bytes_in_16_bits(cache: Sequence[Any]) -> int:
-    """Bytes that the caches of a model's layers hold, 32-bit keys and values as 16-bit ones."""
+    """Bytes of a model's caches, with 32-bit keys and values counted as 16-bit ones."""
     return sum(_bytes_of(entry) for _, entry in entries(cache))
 
 
 def _bytes_of(entry: Any) -> int:
     if not isinstance(entry, BoundedKVCache):
         arrays = [array for _, array in cast(Any, tree_flatten(entry.state))]
-        # mlx-lm notes its offset there too.
+        # mlx-lm keeps its offset there too.
         return sum(_row_bytes(array) for array in arrays if isinstance(array, mx.array))
     held = entry.arrays()
     rows = {name: array for name, array in held.items() if name.startswith(ROWS)}
-    # What can be undone is beside the arrays, and as it is.
+    # The bytes of the undo journal are not among the arrays, and count at their own size.
     return entry.nbytes - sum(array.nbytes - _row_bytes(array) for array in rows.values())
 
 

@@ -1,4 +1,4 @@
-"""Charts as SVG that takes its ink from the page, so that one drawing serves light and dark."""
+"""Charts as SVG in the page's own ink, so that one drawing serves light and dark."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from mlx_h2o._utils.plotting import drawing
 from mlx_h2o.evaluate.arms import OURS, PACKED, WINDOW
 from mlx_h2o.evaluate.sections import Chart, Curves, Maps
 
-# Stands for the page's own ink, until the drawing is text.
+# Stands for the page's own ink until the drawing is text.
 INK = "#010203"
 OTHERS = ("#4c78a8", "#8e6bbd", "#d17a22", "#5fa2ce", "#b3589a", "#7f7f3f", "#3f9d8f", "#a05a5a")
 STROKES = ("-", "--", "-.", ":")
 WIDTH = 8.5
-#: Maps beside each other, and inches of one.
+#: Maps side by side, and the size of one in inches.
 MAPS_IN_A_ROW, MAP_SIZE = 4, (2.6, 1.9)
 
 
 def looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """A colour and a stroke for each line: a cache has one colour, each of its sizes a stroke."""
+    """A colour and a stroke for each line: each cache has a colour, each of its sizes a stroke."""
     own = {OURS: "#2a9d6f", WINDOW: "#c44e52"}
     own |= dict(zip(PACKED, ("#c9a227", "#a9812f"), strict=False))
     free = iter(OTHERS * (1 + len(names) // len(OTHERS)))
@@ -113,7 +113,7 @@ def _maps(pyplot: Any, chart: Maps) -> Any:
 
 
 def _write_numbers(place: Any, grid: Sequence[Sequence[float | None]]) -> None:
-    """Each cell's value in it, light on dark and dark on light."""
+    """Write each cell's value into it, light on dark and dark on light."""
     for i, row in enumerate(grid):
         for j, value in enumerate(row):
             if value is not None:

@@ -1,4 +1,4 @@
-"""A summary table: one figure for each cache and size, of each measure that has one."""
+"""A summary table: one figure for each cache and size, for each measure that has one."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from mlx_h2o.evaluate.contenders import label
 from mlx_h2o.evaluate.measures import Findings, Measure
 from mlx_h2o.evaluate.sections import Rows, Section
 
-#: Heads the column of caches that keep every token.
+#: The heading of the column of caches that keep every token.
 KEEPS_ALL = "keeps all"
-#: Where a cache was not given these bytes, or could not do with them.
+#: The text of a cell without a figure: the cache did not get these bytes, or they are too few.
 NOTHING = ""
 
 
 def grid(title: str, cells: Mapping[tuple[str, Any], str], head: Callable[[Any], str]) -> Rows:
-    """Caches down, what they were given across: those that keep all first, then the most.
+    """Caches down, sizes across: the caches that keep all tokens first, then the largest size.
 
     Args:
-        title: Of the table.
-        cells: Figures, by a cache's name and what it was given; None: it keeps all.
-        head: Of the column of what was given.
+        title: The table's title.
+        cells: Figures by a cache's name and its size; None as size means that it keeps all tokens.
+        head: Makes a column's heading from a size.
     """
     names = dict.fromkeys(name for name, _ in cells)
     given = {size for _, size in cells}
@@ -37,8 +37,8 @@ def grid_of(measure: Measure, findings: Findings) -> Rows:
     """Caches down, parts of the bytes across.
 
     Args:
-        measure: One with a `brief` figure.
-        findings: What it found, the full cache first.
+        measure: A measure with a `brief` figure.
+        findings: The measure's findings, the full cache first.
     """
     (_, full), *others = findings
     cells = {(c.arm.name, c.share): measure.brief(found, full) for c, found in others}
@@ -46,10 +46,10 @@ def grid_of(measure: Measure, findings: Findings) -> Rows:
 
 
 def at_a_glance(found: Sequence[tuple[Measure, Findings]]) -> Section:
-    """The grids of all measures that have one.
+    """The grids of all measures that have a `brief` figure.
 
     Args:
-        found: Measures, and what each found.
+        found: Measures, and the findings of each.
     """
     grids = [grid_of(*of) for of in found if of[0].briefly and len(of[1]) > 1]
     return Section(

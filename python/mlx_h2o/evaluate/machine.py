@@ -1,4 +1,4 @@
-"""What measures: the processor, what is installed, and how busy the machine is."""
+"""The measuring machine: its processor, its software, and how busy it is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_h2o._utils.blas import blas
 
 
 def machine() -> dict[str, Any]:
-    """What measures: processor, system, versions and BLAS, as JSON types."""
+    """The measuring machine: processor, system, versions and BLAS, as JSON types."""
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count() or 1,
@@ -43,5 +43,5 @@ def cpu_model() -> str:
 
 
 def load_average() -> float:
-    """Threads that wanted to run in the last minute, on average."""
+    """The mean number of runnable threads in the last minute."""
     return round(os.getloadavg()[0], 2)

@@ -1,4 +1,4 @@
-"""Measurements on disk as they are made, so that the same command goes on after a break-off."""
+"""Measurements on disk as they are made, so that an interrupted command can continue."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 from mlx_h2o._utils.files import replacing
 from mlx_h2o.evaluate.machine import machine
 
-#: Of the file's form.
+#: The version of the file format.
 FORM = 1
 
 
 class Measurements:
-    """What is known so far of some work.
+    """The measurements made so far in some work.
 
     Args:
-        settings: Everything that figures depend on but the machine, as JSON types.
-        count: How many measurements there are in all.
+        settings: Everything but the machine on which figures depend, as JSON types.
+        count: The number of measurements in all.
 
     Attributes:
-        machine: What measures.
-        found: By measure, and by what was measured: JSON types.
-        profiles: The digest of each cache's profile by the cache's name, or None: not known yet.
+        machine: The measuring machine.
+        found: Results as JSON types, by measure and by the name of the measured thing.
+        profiles: The digest of each cache's profile by the cache's name; None if not known yet.
     """
 
     def __init__(self, settings: dict[str, Any], count: int):
@@ -36,26 +36,26 @@ class Measurements:
 
     @property
     def measured(self) -> int:
-        """How many measurements are done."""
+        """The number of measurements that are done."""
         return sum(map(len, self.found.values()))
 
     def add(self, measure: str, found: dict[str, Any]) -> None:
-        """Some were made, named by what was measured."""
+        """Add results of a measure, by the names of the measured things."""
         self.found.setdefault(measure, {}).update(found)
 
     def lacks(self, measure: str, names: Iterable[str]) -> bool:
-        """Whether any of these is still to be measured."""
+        """Whether any of these names is still to be measured."""
         found = self.found.get(measure, {})
         return any(name not in found for name in names)
 
     def take_up(self, file: Path) -> bool:
-        """Go on with what a file holds of these settings and versions, if it is unfinished.
+        """Take over an unfinished file's measurements if its settings and versions are the same.
 
         Args:
-            file: Where they may have been kept.
+            file: The file that may hold earlier measurements.
 
         Returns:
-            Whether there was anything.
+            Whether any were taken over.
         """
         try:
             versions = json.loads(file.read_text(encoding="utf-8"))["machine"]["versions"]
@@ -65,19 +65,19 @@ class Measurements:
         if versions != self.machine["versions"]:
             return False
         self.found, self.profiles = found, profiles_in(file)
-        if self.measured == self.measurements:  # all are known: asking again measures again
+        if self.measured == self.measurements:  # all are known: measure again
             self.found = {}
         return bool(self.found)
 
     def measured_with(self, profiles: dict[str, str], must_be_same: bool = False) -> None:
-        """Note which profiles the caches use; what was measured with others is measured again.
+        """Note the caches' profiles; figures measured with other profiles are measured again.
 
         Args:
             profiles: As in `Measurements.profiles`.
             must_be_same: Whether other profiles are an error.
 
         Raises:
-            ValueError: They are others, and must be the same.
+            ValueError: The profiles differ, and must be the same.
         """
         if self.found and self.profiles is not None and self.profiles != profiles:
             changed = sorted(
@@ -93,7 +93,7 @@ class Measurements:
         self.profiles = profiles
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as JSON types."""
+        """All measurements, as JSON types."""
         return {
             "form": FORM,
             "settings": self.settings,
@@ -103,23 +103,23 @@ class Measurements:
         }
 
     def save(self, file: Path) -> None:
-        """Write everything, replacing what is there when all is written."""
+        """Write all measurements, replacing the file once they are written."""
         text = json.dumps(self.as_json(), indent=1) + "\n"
         with replacing(file) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
 
 def profiles_in(file: Path) -> dict[str, str] | None:
-    """The digests of the profiles that a file's figures were measured with, if it tells them."""
+    """The digests of the profiles of a file's figures, if the file has them."""
     kept = json.loads(file.read_text(encoding="utf-8")).get("profiles")
     return {str(name): str(of) for name, of in kept.items()} if isinstance(kept, dict) else None
 
 
 def found_in(file: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What a file holds, measured with these settings.
+    """A file's results, if it was measured with these settings.
 
     Raises:
-        ValueError: It cannot be read, or has other settings; the message says what differs.
+        ValueError: The file cannot be read, or has other settings; the message says which.
     """
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Needles: a fact at a chosen depth of a text of a chosen length, alone, in company or disguised.
+"""Needles: a fact at a given depth of a text of a given length, alone, with others or disguised.
 
 After the needle-in-a-haystack test (Kamradt 2023); the kinds with more keys and with decoys are
 RULER's idea (arXiv 2404.06654).
@@ -24,7 +24,7 @@ from mlx_h2o.evaluate.recall import (
 )
 from mlx_h2o.evaluate.stage import Stage
 
-#: Facts that a prompt of several holds.
+#: Facts in a prompt that holds several.
 COMPANY = 4
 #: Kinds that need a model that completes any sentence.
 CLOZE_KINDS = ("decoys", "reworded")
@@ -33,11 +33,11 @@ KINDS = ("single", "multi", *CLOZE_KINDS)
 
 @dataclass(frozen=True)
 class Needle:
-    """Where a fact lies, and how it is asked for.
+    """A fact's place, and the way it is asked for.
 
     Attributes:
         kind: "single": nothing else is planted; "multi": three more facts of the same kind;
-            "decoys": three that look like it; "reworded": asked for in other words.
+            "decoys": three that look like it; "reworded": it is asked for in other words.
         depth: 0 at the beginning of the text, 1 at its end.
     """
 
@@ -46,17 +46,17 @@ class Needle:
 
 
 def kinds_of(stage: Stage) -> tuple[str, ...]:
-    """The kinds that a model can be asked for."""
+    """The kinds of needles that a model can be asked for."""
     return KINDS if stage.form == CLOZE else tuple(k for k in KINDS if k not in CLOZE_KINDS)
 
 
 def facts_of(stage: Stage, kind: str, rng: random.Random) -> tuple[Fact, list[Fact]]:
-    """The fact that is asked for, and what else is planted.
+    """The fact that is asked for, and the other planted facts.
 
     Args:
         stage: Model and text.
-        kind: Of the needle.
-        rng: Source of chance.
+        kind: The needle's kind.
+        rng: The random source.
     """
     form = stage.form
     if kind in CLOZE_KINDS:
@@ -66,7 +66,7 @@ def facts_of(stage: Stage, kind: str, rng: random.Random) -> tuple[Fact, list[Fa
 
 
 def _decoys(rng: random.Random) -> tuple[Fact, list[Fact]]:
-    """A secret number, and others of the same person and of one with the same first name."""
+    """A secret number, and other numbers of the same person and of one with the same first name."""
     asked = secret_number(rng)
     who = asked.question.partition(" number of ")[2].removesuffix(" is")
     first, last = who.split()
@@ -83,7 +83,7 @@ def _decoys(rng: random.Random) -> tuple[Fact, list[Fact]]:
 
 
 def _reworded(rng: random.Random) -> Fact:
-    """A secret number, asked for in words that were not used when it was told."""
+    """A secret number that is asked for in words not used when it was told."""
     fact = secret_number(rng)
     who = fact.question.partition(" number of ")[2].removesuffix(" is")
     question = f"What {who} keeps hidden from everybody is not a word but a number:"
@@ -93,14 +93,14 @@ def _reworded(rng: random.Random) -> Fact:
 def needle_task(
     stage: Stage, needles: Sequence[Needle], length: int, of_each: int, seed: int
 ) -> RecallTask:
-    """Prompts of one length, `of_each` for every needle, in the needles' order.
+    """Prompts of one length, `of_each` for each needle, in the needles' order.
 
     Args:
         stage: Model and text.
-        needles: Kinds and depths.
+        needles: The kinds and depths.
         length: T, tokens of a prompt with its question.
         of_each: Prompts for each needle.
-        seed: Same seed, same prompts.
+        seed: The same seed gives the same prompts.
 
     Raises:
         ValueError: The text is too short, or the facts do not fit into the length.
@@ -116,7 +116,7 @@ def needle_task(
 def _prompt(
     stage: Stage, needle: Needle, length: int, rng: random.Random
 ) -> tuple[list[int], int, tuple[int, ...], int]:
-    """One prompt: its tokens, where the question begins, the answer, and the fact's distance."""
+    """One prompt: its tokens, the question's place, the answer, and the fact's distance."""
     form = stage.form
     asked, others = facts_of(stage, needle.kind, rng)
     question = stage.encode(form.asking.format(asked.question))

@@ -1,4 +1,4 @@
-"""The report as one page: no scripts, no fonts, nothing from elsewhere; light and dark."""
+"""The report as one page for light and dark: no scripts, no fonts, nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlx_h2o.evaluate.figures import svg
 from mlx_h2o.evaluate.sections import Rows, Section
 from mlx_h2o.loading.load import PACKAGE
 
-#: The page's text, with {{names}} to fill in.
+#: The page's template, with {{names}} to fill in.
 PAGE = PACKAGE / "data" / "evaluation.html"
 
 
@@ -19,10 +19,10 @@ def page(
     """The whole page.
 
     Args:
-        title: Of the page.
-        facts: What was measured on what, by name.
-        sections: Of the measures.
-        notes: What could not be measured, and why.
+        title: The page's title.
+        facts: The circumstances of the measurement, by name.
+        sections: The measures' sections.
+        notes: The contenders that could not be measured, and why.
 
     Raises:
         ValueError: matplotlib is not installed.

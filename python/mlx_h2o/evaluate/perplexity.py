@@ -1,6 +1,6 @@
-"""Perplexity as a conversation has it: token by token, through the cache, with eviction going on.
+"""Perplexity as in a conversation: token by token, through the cache, with active eviction.
 
-mlx-lm's own perplexity runs whole sequences without a cache and so cannot see eviction.
+mlx-lm's own perplexity runs whole sequences without a cache and so cannot measure eviction.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def samples_of(tokens: Sequence[int], count: int, length: int, bos: int | None) 
     """Evenly spaced samples of a text, `[count, length]`, each beginning with bos if there is one.
 
     Args:
-        tokens: Of the text.
-        count: Of samples.
+        tokens: The text's tokens.
+        count: The number of samples.
         length: Tokens of each.
-        bos: Token that begins each, or None.
+        bos: The token that begins each sample, or None.
 
     Raises:
         ValueError: The text is shorter than one sample.
@@ -53,11 +53,11 @@ class Perplexity:
         return math.exp(statistics.fmean(self.nll))
 
     def loss_against(self, full: Perplexity) -> float:
-        """How much worse than another run over the same samples, as a share (0.05 is +5 %)."""
+        """The loss against another run over the same samples, as a share (0.05 is +5 %)."""
         return self.value / full.value - 1
 
     def error_against(self, full: Perplexity) -> float | None:
-        """Standard error of that over the samples, each paired with its own; None for one."""
+        """Standard error of the loss over the samples, paired by sample; None for one sample."""
         worse = [mine - theirs for mine, theirs in zip(self.nll, full.nll, strict=True)]
         return statistics.stdev(worse) / len(worse) ** 0.5 if len(worse) > 1 else None
 
@@ -74,10 +74,10 @@ def perplexity(
 
     Args:
         model: An mlx-lm model.
-        cache: Empty; the samples go through it side by side, as a batch of equal lengths.
+        cache: An empty cache; the samples go through it side by side, as a batch of equal lengths.
         samples: `[B, T]` token ids.
-        prefill: Tokens given at once at the beginning, and not scored.
-        progress: Told how far the samples have come.
+        prefill: Tokens given at once at the beginning; they are not scored.
+        progress: Called with the number of tokens processed so far, of one sample.
     """
     B, T = samples.shape
     logits = model(samples[:, :prefill], cache=cache)[:, -1]

@@ -1,4 +1,4 @@
-"""Facts planted, buried and asked for: what each cache lets the model say."""
+"""Facts planted, buried and asked for: the model's answers with each cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_h2o.evaluate.arms import FULL, PACKED, WINDOW, Arm
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
 from mlx_h2o.evaluate.recall import RecallTask
 
-#: Tokens that an answer may take.
+#: The most tokens of an answer.
 ANSWER_TOKENS = 8
 
 #: Called with the tokens done and the tokens in all.
@@ -24,13 +24,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Answers:
-    """What one cache let the model say.
+    """The model's answers with one cache.
 
     Attributes:
         arm: The cache's name.
-        said: One answer a prompt.
-        right: Whether each is the planted one.
-        nbytes: Bytes held for one prompt when it was answered, rows in 16 bits.
+        said: One answer for each prompt.
+        right: Whether each answer is the planted one.
+        nbytes: Bytes of one prompt's cache when it was answered, rows counted in 16 bits.
     """
 
     arm: str
@@ -40,7 +40,7 @@ class Answers:
 
 
 def demo_arms(ours: Arm) -> list[Arm]:
-    """What people use, H2O as published, and ours."""
+    """The caches of the demo: those that people use, H2O as published, and ours."""
     packed = next(name for name, bits in PACKED.items() if bits == 4)
     h2o = Arm("H2O", "h2o", remainder=False, budgets="uniform")
     return [Arm(FULL), Arm(WINDOW), Arm(packed), h2o, ours]
@@ -66,8 +66,8 @@ def answers_of(
         task: The prompts.
         max_size: Tokens whose bytes a bounded cache may take.
         prefill: Tokens given at once at the beginning.
-        chunk: Tokens of the rest that are given at once, evictions following each chunk; the
-            answer goes token by token.
+        chunk: Other tokens given at once, with evictions after each chunk; the answer goes token by
+            token.
         step: Called with the number of tokens after each chunk.
     """
     P, T = task.prompts.shape
@@ -94,7 +94,7 @@ def answers_of(
 
 
 def _first_words(text: str) -> str:
-    """An answer up to where its sentence or line ends."""
+    """An answer up to the end of its sentence or line."""
     line = text.strip().split("\n")[0]
     return line.split(".")[0].strip()
 
@@ -128,9 +128,9 @@ def draw(results: Sequence[Answers], title: str, path: str | Path) -> None:
     """Facts known and bytes held, side by side, as a PNG.
 
     Args:
-        results: Of the arms.
-        title: Of the picture.
-        path: Where it is written.
+        results: The arms' answers.
+        title: The chart's title.
+        path: The file to write.
 
     Raises:
         ValueError: matplotlib is not installed.

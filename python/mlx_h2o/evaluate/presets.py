@@ -20,8 +20,8 @@ from mlx_h2o.evaluate.measures import (
     TurnMeasure,
 )
 
-# Lengths are multiples of 256, the steps in which mlx-lm's full cache grows: its bytes are counted
-# as it has them.
+# Lengths are multiples of 256, the steps in which mlx-lm's full cache grows: its bytes are
+# counted as allocated.
 _QUICK: tuple[Measure, ...] = (
     # Half of each sample at once: a third of the run's time went into the steps of the other half.
     PerplexityMeasure(samples=4, length=256, prefill=128),
@@ -39,17 +39,17 @@ _QUICK: tuple[Measure, ...] = (
     KeptMeasure(length=256),
 )
 _FULL: tuple[Measure, ...] = tuple(kind() for kind in MEASURES.values())
-#: Parts of the bytes that a quick run looks at.
+#: The parts of the bytes that a quick run measures.
 QUICK_SHARES = (0.25,)
 
 
 def measures(quick: bool, only: Sequence[str] = (), sizes: Sequence[str] = ()) -> list[Measure]:
-    """The measures of a run, those named or all.
+    """The measures of a run: those named, or all.
 
     Args:
         quick: Whether to take the smaller sizes.
-        only: Names.
-        sizes: Others, as in `needles.lengths=512,1024`.
+        only: Names of measures; empty means all.
+        sizes: Changes of sizes, as in `needles.lengths=512,1024`.
 
     Raises:
         ValueError: There is no such measure or size.
@@ -64,7 +64,7 @@ def measures(quick: bool, only: Sequence[str] = (), sizes: Sequence[str] = ()) -
 
 
 def left_out(chosen: Sequence[Measure]) -> list[str]:
-    """Where measures are smaller than in a full run, as "perplexity: length 256 (full: 512)"."""
+    """Sizes smaller than in a full run, as "perplexity: length 256 (full: 512)"."""
     full = {measure.name: measure for measure in _FULL}
     lines = []
     for measure in chosen:
@@ -87,7 +87,7 @@ def _resized(chosen: Sequence[Measure], size: str) -> list[Measure]:
     """The same measures with one size changed.
 
     Raises:
-        ValueError: No measure has it, or it has another type.
+        ValueError: No measure has this size, or the value has another type.
     """
     where, equals, value = size.partition("=")
     name, dot, field = where.partition(".")

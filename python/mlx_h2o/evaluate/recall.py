@@ -1,7 +1,7 @@
-"""Recall: facts planted in prose, and asked for when most of the prose has been evicted.
+"""Recall: facts planted in prose, and asked for after most of the prose has been evicted.
 
 A form says how facts are told, asked for and counted as known: `QUESTIONS` as the embedded model
-was trained, `CLOZE` for any model, chatting or not.
+was trained, `CLOZE` for any model, trained for chat or not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Fact:
-    """Something to remember: a statement, and what proves that it was remembered."""
+    """A fact to remember: a statement, and the answer that proves it was remembered."""
 
     statement: str
     question: str
@@ -62,7 +62,7 @@ def digits(rng: random.Random) -> str:
 
 
 def random_fact(rng: random.Random) -> Fact:
-    """A number, a place, a colour or a name, of a person."""
+    """A number, place, colour or name that belongs to a person."""
     who = person(rng)
     kind = rng.randrange(4)
     if kind == 0:
@@ -87,7 +87,7 @@ def random_fact(rng: random.Random) -> Fact:
 
 
 def secret_number(rng: random.Random) -> Fact:
-    """A number of a person, to be told in prose and asked for by words that must be completed."""
+    """A person's number, told in prose and asked for by a sentence that must be completed."""
     who, number = person(rng), digits(rng)
     statement = f"It was no longer a secret to us. The secret number of {who} is {number}."
     return Fact(
@@ -97,15 +97,15 @@ def secret_number(rng: random.Random) -> Fact:
 
 @dataclass(frozen=True)
 class Form:
-    """How facts are told, asked for and counted as known.
+    """The form in which facts are told, asked for and counted as known.
 
     Attributes:
-        fact: Makes one.
-        asking: Put around its question.
-        ending: Follows the answer, and belongs to it.
-        least: A fact is known if every token of the answer has more than this probability; 0: if
-            every one is the likeliest.
-        planted: How many a prompt holds; one of them is asked for.
+        fact: Makes a fact.
+        asking: The template around a fact's question.
+        ending: The text after the answer, which belongs to it.
+        least: A fact is known if each token of the answer has more than this probability; 0 means
+            that each must be the likeliest.
+        planted: The number of facts in a prompt; one of them is asked for.
     """
 
     fact: Callable[[random.Random], Fact]
@@ -116,7 +116,7 @@ class Form:
 
 
 QUESTIONS = Form(random_fact, "Question: {}\nAnswer:", "\n", 0.0, planted=4)
-# Of several numbers a model of 135 million parameters seldom knows which one is meant.
+# With several numbers a model of 135 million parameters seldom knows which one is meant.
 CLOZE = Form(secret_number, "{}", "", 0.5, planted=1)
 FORMS = {"questions": QUESTIONS, "cloze": CLOZE}
 
@@ -127,10 +127,10 @@ class RecallTask:
 
     Attributes:
         prompts: `[P, T]` token ids: prose with facts in it, then a question.
-        questions: Where each prompt's question begins.
-        answers: The token ids of each right answer.
-        distances: How many tokens before the question each asked fact begins.
-        least: As in the form.
+        questions: The position where each prompt's question begins.
+        answers: The token ids of each correct answer.
+        distances: Tokens between the beginning of the fact asked for and the question.
+        least: As in `Form`.
     """
 
     prompts: mx.array
@@ -141,12 +141,12 @@ class RecallTask:
 
 
 def distinct_facts(form: Form, count: int, rng: random.Random) -> list[Fact]:
-    """So many facts, each with a question of its own.
+    """`count` facts, each with a question of its own.
 
     Args:
-        form: How facts and questions are said.
-        count: Of facts.
-        rng: Source of chance.
+        form: The form of facts and questions.
+        count: The number of facts.
+        rng: The random source.
     """
     planted: list[Fact] = []
     while len(planted) < count:
@@ -163,7 +163,7 @@ def _planted(
     asked: int,
     rng: random.Random,
 ) -> tuple[list[int], int]:
-    """Tokens of paragraphs with statements at random places between them; where `asked` begins."""
+    """Paragraphs with statements at random places between them; and where `asked` begins."""
     places = sorted(rng.randrange(len(prose) + 1) for _ in statements)
     order = list(range(len(statements)))
     rng.shuffle(order)
@@ -196,9 +196,9 @@ def recall_task(
         text: Prose, paragraphs separated by blank lines.
         prompts: P, how many prompts to make.
         tokens: T, the length of each with its question.
-        facts: Facts planted in each, at random places; None: as many as the form has.
-        seed: Same seed, same prompts.
-        form: How facts are told and asked for.
+        facts: Facts planted in each, at random places; None means as many as the form says.
+        seed: The same seed gives the same prompts.
+        form: The form of facts and questions.
 
     Raises:
         ValueError: The text is too short for such prompts.
@@ -240,9 +240,9 @@ def paragraphs_of(
     """Consecutive paragraphs of exactly `room` tokens; the first is cut at its beginning.
 
     Args:
-        paragraphs: Tokens of each.
+        paragraphs: The tokens of each paragraph.
         room: Tokens to fill.
-        rng: Source of chance.
+        rng: The random source.
     """
     if room == 0:
         return []
@@ -269,7 +269,7 @@ def recalled(
     copies: int = 1,
     progress: Progress | None = None,
 ) -> list[list[bool]]:
-    """Which prompts are answered rightly, in every token of the answer, as the task's form has it.
+    """Whether each prompt is answered correctly, in all tokens of the answer, by the task's form.
 
     Args:
         model: An mlx-lm model.
@@ -278,9 +278,9 @@ def recalled(
         prefill: Tokens given at once at the beginning. A number beyond the shortest prose gives all
             the prose at once (the question never).
         batch: Prompts side by side.
-        chunk: Tokens of the other prose given at once; the question goes token by token.
+        chunk: Tokens of the remaining prose given at once; the question goes token by token.
         copies: How often a cache reads each prompt of a batch: once for each of its parts.
-        progress: Told how far all prompts together have come.
+        progress: Called with the tokens of all prompts together so far.
 
     Returns:
         One list for each copy.
@@ -303,7 +303,7 @@ def recalled(
             logits = model(tokens[:, i:end], cache=cache)[:, -1]
             if end >= T:
                 guesses.append(is_known(logits, padded[:, end - T], task.least))
-            # Logits before the answer are not read, and laziness leaves them out.
+            # Logits before the answer are not read, so MLX never computes them.
             mx.eval([entry.state for entry in cache], guesses)
             if progress:
                 progress(copies * first * (T + longest) + len(answers) * end)
@@ -320,7 +320,7 @@ def is_known(logits: mx.array, right: mx.array, least: float) -> mx.array:
     Args:
         logits: `[B, vocabulary]`.
         right: `[B]` token ids.
-        least: A probability, or 0.
+        least: A probability; 0 means that the tokens must be the likeliest.
     """
     if not least:
         return mx.argmax(logits, axis=-1) == right

@@ -2,10 +2,10 @@
 
 The report (github.com/AtomGradient/H2OAttnScore, "work in progress") compares mlx-lm's sliding
 window with H2O of averaged |logits|, at equal slots: perplexity of samples of 512 tokens at 256
-slots. Its page shows the figures of `HEADLINE`; those of its numbered tables were not to be had
-when this was written, nor the sizes they were measured at. So each sweep here varies what the
-table's name says, at sizes of our own, and its column of the report's figures is empty but for the
-headline's.
+slots. Its page shows the figures of `HEADLINE`; the figures of its numbered tables, and the sizes
+at which they were measured, were not available when this was written. So each sweep here varies the
+quantity in the table's name, at sizes of our own, and its column of the report's figures is empty
+except for the headline.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mlx_h2o.loading.load import CALIBRATION_TEXT
 from mlx_h2o.model_caches.make import bounded_caches
 
 SINK = 4
-#: What the report's page shows, at 256 slots of 10 x 512 tokens on an M2 Ultra: perplexity of the
-#: full cache, of the sliding window and of H2O with half heavy hitters.
+#: The figures on the report's page, at 256 slots of 10 x 512 tokens on an M2 Ultra: perplexity of
+#: the full cache, of the sliding window and of H2O with half heavy hitters.
 HEADLINE = {
     "Qwen3-4B-4bit": (7.70, 7.94, 7.81),
     "Qwen3-8B-4bit": (6.26, 6.43, 6.32),
@@ -37,17 +37,17 @@ HEADLINE = {
 }
 HEADLINE_SLOTS, HEADLINE_TOKENS, HEADLINE_SAMPLES, HEADLINE_PREFILL = 256, 512, 10, 32
 REPORTS = "the report's H2O"
-#: The table of entropies; tokens that they are measured on where slots follow them, and the part of
-#: an even share that every layer keeps.
+#: The table of entropies; the tokens of their measurement where slots depend on them; and the part
+#: of an even share that every layer keeps.
 SHAPES, SHAPE_TOKENS, LEAST_PART = 14, 512, 4
 
 
 @dataclass(frozen=True)
 class SlotContender(Contender):
-    """A cache of so many slots a head, as the report counts.
+    """A cache of a given number of slots per head, as the report counts.
 
     Attributes:
-        slots: Of each KV head; None: all.
+        slots: Slots of each KV head; None means all tokens.
     """
 
     slots: int | None = None
@@ -62,7 +62,7 @@ class SlotContender(Contender):
 
 @dataclass(frozen=True)
 class EntropyContender(SlotContender):
-    """The same slots on average, shared out among layers by the entropy of their attention."""
+    """The same slots on average, divided among layers by the entropy of their attention."""
 
     @property
     def name(self) -> str:
@@ -85,9 +85,9 @@ class Part:
     """A row group of a table: one length of samples, and caches.
 
     Attributes:
-        label: What is varied, of this part; empty where the caches say it.
-        measure: Of all of them.
-        contenders: The full cache first.
+        label: The value varied in this part; empty if the caches' names say it.
+        measure: The measure of all the part's contenders.
+        contenders: The contenders, the full cache first.
     """
 
     label: str
@@ -97,13 +97,13 @@ class Part:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A sweep.
+    """A sweep of the report.
 
     Attributes:
-        number: Of the report's table; 0: its headline.
-        title: What is varied.
-        parts: What is measured.
-        known: The report's own figures by cache, of models that are known.
+        number: The number of the report's table; 0 is its headline.
+        title: The quantity that is varied.
+        parts: The table's row groups.
+        known: The report's own figures by cache, for models that it has.
     """
 
     number: int
@@ -116,9 +116,9 @@ def reports_arm(slots: int, heavy: float = 0.5, **settings: Any) -> Arm:
     """The report's H2O: |logits| averaged, one choice for a layer, no remainder.
 
     Args:
-        slots: Of each head.
-        heavy: Part of them that heavy hitters have; the newest have the rest but for the sinks.
-        settings: Others, such as `bits`.
+        slots: Slots of each head.
+        heavy: The part of them for heavy hitters; the newest tokens and the sinks have the rest.
+        settings: Other settings, such as `bits`.
     """
     recent = max(slots - SINK - round(heavy * slots), 1)
     fields = {"sink": SINK, "recent": recent, "unit": "layer", "prompt": "full", **settings}
@@ -128,7 +128,7 @@ def reports_arm(slots: int, heavy: float = 0.5, **settings: Any) -> Arm:
 
 
 def by_layer(slots: int) -> list[Contender]:
-    """The report's H2O with even slots, and by each layer's entropy; the newest have a share."""
+    """The report's H2O with even slots, and by each layer's entropy; `recent` is a share."""
     recent = (slots // 2 - SINK) / slots
     arm = reports_arm(slots)
     fields = {**dict(arm.settings), "recent": recent}
@@ -149,7 +149,7 @@ def shape_rows(model: nn.Module, tokens: mx.array) -> Rows:
 
 
 def _against_the_window(slots: int) -> list[Contender]:
-    """The window, the report's H2O and ours, with so many slots."""
+    """The window, the report's H2O and ours, with `slots` slots each."""
     ours = Arm(OURS, DEFAULT_POLICY)
     return [SlotContender(arm, None, slots) for arm in (Arm(WINDOW), reports_arm(slots), ours)]
 
@@ -162,7 +162,7 @@ def tables(samples: int = HEADLINE_SAMPLES) -> dict[int, ReportTable]:
     """All sweeps by number.
 
     Args:
-        samples: Of the text, for each.
+        samples: Samples of the text for each sweep.
     """
     full = SlotContender(Arm(FULL))
     slots = HEADLINE_SLOTS
@@ -204,8 +204,8 @@ def rows_of(table: ReportTable, findings: Sequence[Findings], model: str) -> Row
 
     Args:
         table: The sweep.
-        findings: Of its parts, in order; empty ones were not measured.
-        model: Whose figures of the report to show, if they are known.
+        findings: The findings of its parts, in order; parts not measured are empty.
+        model: The model, for the report's figures if they are known.
     """
     figures = next((of for name, of in table.known.items() if name in model), ())
     rows = []

@@ -1,7 +1,7 @@
-"""RULER's tasks, made on the spot: needles, chains of variables, and words to count.
+"""RULER's tasks, generated here: needles, chains of variables, and words to count.
 
-After Hsieh et al. 2024, arXiv 2404.06654, in words of our own: what is hidden, how much of it, and
-what is asked are that paper's, figures are not comparable with its own.
+After Hsieh et al. 2024, arXiv 2404.06654, in words of our own: the hidden content, its amount and
+the question are that paper's; figures are not comparable with its own.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _WORDS = (
 _LETTERS = "bcdfghjklmnprstvwz"
 _VOWELS = "aeiou"
 
-#: Values of a key, queries of a prompt, and links of a chain, as RULER has them (a chain is one
-#: link shorter, for models of this project's size).
+#: Values of a key, queries of a prompt, and links of a chain, as in RULER (a chain is one link
+#: shorter, for models of this project's size).
 VALUES, QUERIES, HOPS = 4, 4, 3
 #: Distractors of the task with many keys.
 KEYS = 4
-#: How often common and other words come, and how many are asked for.
+#: How often common and other words occur, and how many are asked for.
 COMMON_TIMES, RARE_TIMES, COMMON = 12, 2, 5
-#: Of word i by frequency: 1 / i^2 of all words.
+#: The frequency of word i is 1 / i^2 of all words; this many are asked for.
 FREQUENT = 3
 
 
@@ -41,8 +41,8 @@ class Task:
 
     Attributes:
         pieces: Sentences to hide in prose, or the words of a list that fills the whole prompt.
-        question: What follows.
-        answers: Strings that a right answer has in it, each counting.
+        question: The question after the pieces.
+        answers: Strings expected in a correct answer; each counts.
         fills: Whether the pieces are the whole text, with no prose between them.
     """
 
@@ -73,7 +73,7 @@ def single(rng: random.Random, room: int) -> Task:
 
 
 def multi_key(rng: random.Random, room: int) -> Task:
-    """Several keys with a value each, one of which is asked for."""
+    """Several keys with a value each; one of them is asked for."""
     keys = rng.sample(_WORDS, KEYS)
     values = [_number(rng) for _ in keys]
     needles = tuple(map(_needle, keys, values))
@@ -81,20 +81,20 @@ def multi_key(rng: random.Random, room: int) -> Task:
 
 
 def multi_value(rng: random.Random, room: int) -> Task:
-    """One key with several values, all asked for."""
+    """One key with several values; all are asked for."""
     key, values = rng.choice(_WORDS), [_number(rng) for _ in range(VALUES)]
     return Task(tuple(_needle(key, value) for value in values), _ask([key]), tuple(values))
 
 
 def multi_query(rng: random.Random, room: int) -> Task:
-    """Several keys with a value each, all asked for."""
+    """Several keys with a value each; all are asked for."""
     keys = rng.sample(_WORDS, QUERIES)
     values = [_number(rng) for _ in keys]
     return Task(tuple(map(_needle, keys, values)), _ask(keys), tuple(values))
 
 
 def variables(rng: random.Random, room: int) -> Task:
-    """A chain of assignments: every name that has the first one's value."""
+    """A chain of assignments; all names with the first one's value are asked for."""
     names: list[str] = []
     while len(names) <= HOPS:
         name = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(4))
@@ -107,11 +107,11 @@ def variables(rng: random.Random, room: int) -> Task:
 
 
 def common_words(rng: random.Random, room: int) -> Task:
-    """A numbered list in which few words come often, and all others seldom."""
+    """A numbered list in which a few words occur often, and all others seldom."""
     words = rng.sample(_WORDS, len(_WORDS))
     common, rare = words[:COMMON], words[COMMON:]
     listed = common * COMMON_TIMES
-    # About four tokens a line; the list is cut to the room where it is encoded.
+    # A line takes about four tokens; the list is cut to the room when it is encoded.
     listed += rare[: max(room // (4 * RARE_TIMES) - len(listed) // RARE_TIMES, 4)] * RARE_TIMES
     rng.shuffle(listed)
     pieces = tuple(f"{i + 1}. {word}" for i, word in enumerate(listed))
@@ -119,7 +119,7 @@ def common_words(rng: random.Random, room: int) -> Task:
 
 
 def frequent_words(rng: random.Random, room: int) -> Task:
-    """Invented words by Zipf's law, the most frequent asked for."""
+    """Invented words by Zipf's law; the most frequent are asked for."""
     count = 40
     words: list[str] = []
     while len(words) < count:
@@ -147,10 +147,10 @@ def prompt(stage: Stage, name: str, length: int, rng: random.Random) -> tuple[li
     """A task's prompt of exactly `length` tokens.
 
     Args:
-        stage: Model and text, whose prose is the hay.
-        name: Of the task.
+        stage: Model and text; the text's prose is the hay.
+        name: The task's name.
         length: Tokens, the question included.
-        rng: Draws it.
+        rng: The random source.
 
     Raises:
         ValueError: The task does not fit, or the text is too short.
@@ -163,7 +163,7 @@ def prompt(stage: Stage, name: str, length: int, rng: random.Random) -> tuple[li
 
 
 def _filled(stage: Stage, task: Task, room: int) -> list[int]:
-    """The pieces one after the other, up to the room; before them prose if they are too few."""
+    """The pieces one after the other, up to the room; prose before them if they are too few."""
     tokens = stage.encode(" ".join(task.pieces))[: max(room, 0)]
     return stage.prose(room - len(tokens), 0) + tokens if len(tokens) < room else tokens
 
@@ -187,6 +187,6 @@ def _hidden(stage: Stage, task: Task, room: int, rng: random.Random) -> list[int
 
 
 def found_in(text: str, answers: Sequence[str]) -> list[bool]:
-    """Which answers a text has in it, in whatever case: RULER's string match."""
+    """Whether each answer occurs in a text, in any case: RULER's string match."""
     low = text.lower()
     return [answer.lower() in low for answer in answers]

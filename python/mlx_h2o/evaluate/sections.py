@@ -1,4 +1,4 @@
-"""What a measure has to say: tables and charts, however they will be shown."""
+"""The contents of a report: tables and charts, independent of the way they are shown."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Rows:
     """A table.
 
     Attributes:
-        title: Above it.
+        title: The text above the table.
         columns: Headings; the first column is text, the others are figures.
         rows: Cells as text.
-        caption: Below it.
+        caption: The text below the table.
     """
 
     title: str
@@ -25,15 +25,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines over a number.
+    """Curves over a number.
 
     Attributes:
-        title: Above them.
-        x: Where points lie.
-        lines: By name, a value for each x; None where there is none.
+        title: The text above the curves.
+        x: The points' values of x.
+        lines: By name, a value for each x; None where there is no value.
         bands: By the same names, the lowest and highest values where they are known.
-        across: What x is.
-        up: What the values are.
+        across: The meaning of x.
+        up: The meaning of the values.
         logarithmic: Whether x is drawn on a logarithmic scale of base 2.
     """
 
@@ -48,15 +48,15 @@ class Curves:
 
 @dataclass(frozen=True)
 class Maps:
-    """Grids of values from 0 to 1, one beside the other.
+    """Grids of values from 0 to 1, side by side.
 
     Attributes:
-        title: Above them.
+        title: The text above the grids.
         grids: By name, rows of values; None where nothing was measured.
-        across: What columns are.
-        down: What rows are.
-        columns: Labels of the columns, or none.
-        rows: Labels of the rows, or none.
+        across: The meaning of columns.
+        down: The meaning of rows.
+        columns: Labels of the columns; may be empty.
+        rows: Labels of the rows; may be empty.
         numbers: Whether values are written into their cells.
     """
 
@@ -77,10 +77,10 @@ class Section:
     """A part of a report.
 
     Attributes:
-        title: Of the measure.
-        about: What was done, in a sentence or two.
-        tables: In order.
-        charts: In order.
+        title: The measure's title.
+        about: The measurement, in a sentence or two.
+        tables: The tables, in order.
+        charts: The charts, in order.
     """
 
     title: str

@@ -1,8 +1,8 @@
 """Several caches read through one model side by side, each with its own part of the batch.
 
-A step of a small batch is spent on reading the model's weights. Caches that are compared read the
-same tokens, so they can share the products: the batch is cut at attention, where each cache gets
-its rows, and nowhere else.
+A step of a small batch is spent on reading the model's weights. Caches under comparison read the
+same tokens, so they can share the matrix products: the batch is cut at attention, where each cache
+gets its rows, and nowhere else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.integration import routing
 from mlx_h2o.integration.own_attention import asked
 
-# What keeps rows of attention alone, and reads masks as `make_mask` of its own gives them.
+# Caches that hold nothing but rows of attention, and take the masks of their own `make_mask`.
 SERVED = (
     mlx_lm_cache.KVCache,
     mlx_lm_cache.QuantizedKVCache,
@@ -31,11 +31,12 @@ Masks = list[Any]
 
 
 class SideBySide(Looking):
-    """One layer's caches as one cache.
+    """The caches of one layer, as one cache.
 
     Args:
-        parts: The caches, for equal parts of the batch in this order.
-        masks: Of all layers, one for each part: the model asks its first layer's cache alone.
+        parts: The caches of equal parts of the batch, in this order.
+        masks: The masks of all layers, one for each part: the model asks only its first layer's
+            cache.
     """
 
     def __init__(self, parts: Sequence[Any], masks: Masks):
@@ -50,11 +51,11 @@ class SideBySide(Looking):
 
     @property
     def state(self) -> list[Any]:
-        """What the parts hold."""
+        """The states of all parts."""
         return [part.state for part in self.parts]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """The mask of the first part, arguments as there; every part will get its own."""
+        """The mask of the first part, arguments as there; every part gets its own in `look`."""
         self.masks[:] = [
             part.make_mask(N, return_array=return_array, window_size=window_size)
             for part in self.parts
@@ -62,7 +63,7 @@ class SideBySide(Looking):
         return self.masks[0]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Hand each part its rows of `[A * B, H, L, D]`."""
+        """Give each part its rows of `[A * B, H, L, D]`."""
         rows = zip(*(self._cut(x) for x in (keys, values)), strict=True)
         self._handed = [
             part.update_and_fetch(*of_part) for part, of_part in zip(self.parts, rows, strict=True)
@@ -70,10 +71,10 @@ class SideBySide(Looking):
         return keys, values
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
-        """Attention `[A * B, Hq, L, Dv]`, each part's by itself.
+        """Attention `[A * B, Hq, L, Dv]`, computed by each part for itself.
 
         Args:
-            call: Queries of all parts, and how they see the keys.
+            call: Queries of all parts, and the keys that they see.
             keys: `[A * B, H, L, D]`.
             values: `[A * B, H, L, Dv]`.
         """
@@ -98,10 +99,10 @@ class SideBySide(Looking):
 
 
 def side_by_side(caches: Sequence[list[Any]]) -> list[Any]:
-    """One list of caches for a model, of several.
+    """One list of caches for a model, made of several lists.
 
     Args:
-        caches: Empty, each made for the same model; `can_share` says whether they can be joined.
+        caches: Empty lists, each for the same model; `can_share` says whether they can be joined.
     """
     if len(caches) == 1:
         return caches[0]
@@ -111,5 +112,5 @@ def side_by_side(caches: Sequence[list[Any]]) -> list[Any]:
 
 
 def can_share(cache: Sequence[Any]) -> bool:
-    """Whether a model's caches can read side by side with others: rows of attention, no state."""
+    """Whether a model's caches can share a batch with others: rows of attention, no state."""
     return all(type(entry) in SERVED for entry in cache)

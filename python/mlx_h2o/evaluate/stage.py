@@ -1,4 +1,4 @@
-"""What every measure of an evaluation is given: the model, the text, and how caches are read."""
+"""The inputs of every measure of an evaluation: the model, the text, and how caches are read."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Stage:
 
     Attributes:
         model_name: As in `mlx_h2o.load`.
-        text: The user's own.
-        facts: How facts are told and asked for: a name of `recall.FORMS`.
+        text: The user's own text.
+        facts: The form in which facts are told and asked for: a name of `recall.FORMS`.
         chunk: Tokens of a prompt that are read at once.
-        seed: Of everything drawn.
+        seed: The seed of all random choices.
     """
 
     model_name: str
@@ -49,25 +49,25 @@ class Stage:
 
     @property
     def form(self) -> Form:
-        """How facts are told and asked for."""
+        """The form in which facts are told and asked for."""
         return FORMS[self.facts]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Other processes load the model themselves."""
+        """The state without the model, which other processes load themselves."""
         return {name: value for name, value in vars(self).items() if name != "_loaded"}
 
     @cached_property
     def tokens(self) -> list[int]:
-        """The text's."""
+        """The text's tokens."""
         return self.encode(self.text)
 
     def encode(self, piece: str) -> list[int]:
-        """Token ids, no special ones."""
+        """Token ids without special tokens."""
         return list(self.tokenizer.encode(piece, add_special_tokens=False))
 
     @property
     def first(self) -> list[int]:
-        """What every conversation begins with: bos, or nothing."""
+        """The beginning of every conversation: bos, or nothing."""
         bos = self.tokenizer.bos_token_id
         return [] if bos is None else [bos]
 
@@ -77,7 +77,7 @@ class Stage:
         return [self.encode(p.strip() + "\n\n") for p in self.text.split("\n\n") if p.strip()]
 
     def prose(self, count: int, start: int) -> list[int]:
-        """So many tokens of the text in a row, from a start that may lie beyond its end.
+        """`count` tokens of the text in a row, from a start that may lie beyond its end.
 
         Raises:
             ValueError: The text is shorter.
@@ -96,10 +96,10 @@ def read(model: nn.Module, cache: list[Any], tokens: mx.array, chunk: int, tell:
 
     Args:
         model: An mlx-lm model.
-        cache: Of it.
+        cache: The model's cache.
         tokens: `[B, T]`.
         chunk: Tokens read at once.
-        tell: Told how many are done.
+        tell: Called with the tokens read since the last call.
 
     Returns:
         Logits after the last token `[B, vocabulary]`, evaluated.
@@ -116,13 +116,13 @@ def read(model: nn.Module, cache: list[Any], tokens: mx.array, chunk: int, tell:
 
 
 def step(model: nn.Module, cache: list[Any], token: mx.array, tell: Tell) -> mx.array:
-    """One token `[B]` more; logits after it `[B, vocabulary]`, evaluated.
+    """Read one more token `[B]`; return the logits after it `[B, vocabulary]`, evaluated.
 
     Args:
-        model: That decodes.
-        cache: Which takes the token in.
-        token: `[B]`.
-        tell: Called with tokens that were read.
+        model: The model that decodes.
+        cache: The cache that takes the token in.
+        token: Token ids `[B]`.
+        tell: Called with the tokens read since the last call.
     """
     logits: mx.array = model(token[:, None], cache=cache)[:, -1]
     mx.eval(logits)
@@ -138,15 +138,15 @@ def known(
     least: float,
     tell: Tell,
 ) -> list[bool]:
-    """Whether every token of each answer comes, when the right ones before it are given.
+    """Whether every token of each answer comes, given the correct tokens before it.
 
     Args:
         model: An mlx-lm model.
-        cache: It has read the questions.
-        logits: What followed them, `[B, vocabulary]`.
+        cache: The cache that has read the questions.
+        logits: The logits after the questions, `[B, vocabulary]`.
         answers: Token ids, one answer a row.
         least: As in `recall.is_known`.
-        tell: Told how many tokens are done.
+        tell: Called with the tokens read since the last call.
     """
     longest = max(map(len, answers))
     padded = mx.array([[*answer, *[0] * (longest - len(answer))] for answer in answers])
@@ -162,14 +162,14 @@ def known(
 def said(
     model: nn.Module, cache: list[Any], logits: mx.array, count: int, tell: Tell
 ) -> list[list[int]]:
-    """The likeliest `count` tokens that follow, one row of ids for each of a batch.
+    """The likeliest `count` tokens that follow, one row of ids for each sequence of a batch.
 
     Args:
-        model: That decodes.
-        cache: Which takes the tokens in.
-        logits: After the prompt, `[B, vocabulary]`.
-        count: Of tokens.
-        tell: Called with tokens that were read.
+        model: The model that decodes.
+        cache: The cache that takes the tokens in.
+        logits: The logits after the prompt, `[B, vocabulary]`.
+        count: The number of tokens.
+        tell: Called with the tokens read since the last call.
     """
     tokens = []
     for _ in range(count):
@@ -184,4 +184,4 @@ def in_batches(count: int, size: int) -> list[slice]:
 
 
 def untold(tokens: int) -> None:
-    """A `Tell` for what does not count as progress."""
+    """A `Tell` for tokens that do not count as progress."""

@@ -1,4 +1,4 @@
-"""An evaluation: every measure of every contender, kept as it comes, so that it can go on later."""
+"""An evaluation: every measure of every contender, saved as it comes, so that it can resume."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from mlx_h2o.evaluate.workers import Tell, cores, finished
 
 FILE_NAME = "evaluation.json"
 
-#: Contenders that read side by side: enough to share the weights, and few enough that two cores
-#: have a group each and that full caches in it fit into memory.
+#: Contenders that read side by side: enough to share the weights, and few enough that each of two
+#: cores has a group and that the group's full caches fit into memory.
 MOST_TOGETHER = 4
 
-#: What a call of the model costs, in tokens of a prompt that take as long: it reads all weights. A
-#: step of SmolLM2-135M with a few sequences takes 0.11 to 0.3 s, a token of a prompt 4 ms.
+#: The cost of a model call, which reads all weights, in prompt tokens that take as long. A step of
+#: SmolLM2-135M with a few sequences takes 0.11 to 0.3 s, a token of a prompt 4 ms.
 PASS = 30
 
-#: Told how much is done and how much there is in all, about.
+#: Called with the approximate amounts of work done and in all.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What is measured of which caches, on what.
+    """The measures and contenders of an evaluation, and its model and text.
 
     Attributes:
         stage: Model and text.
-        contenders: The full cache first.
-        measures: In the order of the report.
+        contenders: The contenders, the full cache first.
+        measures: The measures, in the order of the report.
     """
 
     stage: Stage
@@ -47,11 +47,12 @@ class Suite:
     measures: Sequence[Measure]
 
     def run(self, job: int, tell: Tell) -> dict[str, Any]:
-        """One measure of a group, by name; what could not be made is a string that says why.
+        """One measure of a group, by name; the result of a contender that failed is the reason, a
+        string.
 
         Args:
-            job: Its number.
-            tell: Told of the work that is done, in all as much as `work_of` says.
+            job: The job's number.
+            tell: Called with the work done since the last call, in all as much as `work_of` says.
         """
         measure, group = self.group(job)
         whole, told = self.work_of(job), 0
@@ -67,14 +68,14 @@ class Suite:
         return found
 
     def _of_group(self, measure: Measure, group: Sequence[Contender], tell: Tell) -> dict[str, Any]:
-        """Side by side what can be, the others one by one."""
+        """Measure contenders side by side where they can be, and the others one by one."""
         together = [c for c in group if self._can_share(measure, c)] if len(group) > 1 else []
         found: dict[str, Any] = {}
         if together:
             names = [contender.name for contender in together]
             try:
                 found = dict(zip(names, measure.of_all(self.stage, together, tell), strict=True))
-            except ValueError:  # one by one it shows whose it is
+            except ValueError:  # measured one by one, the contender at fault shows
                 together = []
         rest = [contender for contender in group if contender not in together]
         return found | {c.name: self._of_one(measure, c, tell) for c in rest}
@@ -90,12 +91,12 @@ class Suite:
         try:
             return measure.of(self.stage, contender, tell)
         except ValueError as error:
-            if contender.arm.name == FULL:  # then it is the text or the sizes, and nothing goes
+            if contender.arm.name == FULL:  # the text or the sizes are at fault
                 raise
             return str(error)
 
     def jobs(self) -> list[int]:
-        """Every job's number: its measure, and the first contender of its group."""
+        """Each job's number: it stands for a measure and the first contender of its group."""
         count = len(self.contenders)
         return [
             i * count + first
@@ -104,25 +105,25 @@ class Suite:
         ]
 
     def group(self, job: int) -> tuple[Measure, Sequence[Contender]]:
-        """What a job's number means: a measure, and the contenders that it measures."""
+        """The measure of a job, and the contenders that it measures."""
         at, first = divmod(job, len(self.contenders))
         measure = self.measures[at]
         return measure, self.contenders[first : first + self._size(measure)]
 
     def work_of(self, job: int) -> int:
-        """About how long a job takes, in tokens of a prompt that take as long."""
+        """The approximate duration of a job, in prompt tokens that take as long."""
         measure, group = self.group(job)
         readings = sum(contender.readings for contender in group)
         calls = 1 if measure.shares else readings
         return measure.work() * readings + PASS * calls * measure.passes()
 
     def _size(self, measure: Measure) -> int:
-        """Contenders of a group: as many in each as can be, within the most."""
+        """Contenders of a group: equal groups, as large as `MOST_TOGETHER` allows."""
         count = len(self.contenders)
         return -(-count // -(-count // MOST_TOGETHER)) if measure.shares else 1
 
     def settings(self) -> dict[str, Any]:
-        """Everything that figures depend on but the machine, as JSON types."""
+        """Everything but the machine on which figures depend, as JSON types."""
         text = self.stage.text
         return {
             "model": self.stage.model_name,
@@ -137,15 +138,15 @@ class Suite:
 
 
 def sizes_of(measure: Measure) -> dict[str, Any]:
-    """A measure's fields as JSON has them: lists for tuples."""
+    """A measure's fields as JSON types: lists for tuples."""
     return dict(json.loads(json.dumps(asdict(measure))))  # type: ignore[call-overload]
 
 
 class Evaluation(Measurements):
-    """What is known so far of a suite.
+    """The measurements of a suite so far.
 
     Args:
-        suite: What is measured.
+        suite: The measures and contenders.
     """
 
     def __init__(self, suite: Suite):
@@ -154,15 +155,15 @@ class Evaluation(Measurements):
 
     @classmethod
     def begin(cls, suite: Suite, file: Path | None = None, resume: bool = False) -> Evaluation:
-        """A new one, or what a file of the same suite holds.
+        """A new evaluation, or the one that a file of the same suite holds.
 
         Args:
-            suite: What shall be measured.
-            file: Where it is kept.
-            resume: Whether to go on with what is in the file.
+            suite: The measures and contenders.
+            file: The file that holds it.
+            resume: Whether to continue the evaluation in the file.
 
         Raises:
-            ValueError: There is nothing to go on with, or it is of another suite.
+            ValueError: There is nothing to continue, or it is of another suite.
         """
         made = cls(suite)
         if resume and file is not None:
@@ -171,7 +172,7 @@ class Evaluation(Measurements):
         return made
 
     def jobs(self, alone: bool) -> list[int]:
-        """What is still to do, longest first: of measures that run alone, or of the others."""
+        """The jobs left, longest first: of measures that run alone, or of the others."""
         open_jobs = []
         for job in self.suite.jobs():
             measure, group = self.suite.group(job)
@@ -180,14 +181,14 @@ class Evaluation(Measurements):
         return sorted(open_jobs, key=lambda job: -self.suite.work_of(job))
 
     def run(self, progress: Progress, keep: Callable[[], None]) -> None:
-        """Do all that is still to do.
+        """Do all jobs that are left.
 
         Args:
-            progress: Told how far it is.
-            keep: Called whenever something was found.
+            progress: Called with the approximate amounts of work done and in all.
+            keep: Called after each new result.
 
         Raises:
-            ValueError: What is to be resumed was measured with another profile of the model.
+            ValueError: The evaluation to resume was measured with another profile of the model.
         """
         arms = [contender.arm for contender in self.suite.contenders]
         profiles = profile_digests(self.suite.stage.model, arms)
@@ -209,7 +210,7 @@ class Evaluation(Measurements):
             before += of_part
 
     def findings(self, measure: Measure) -> Findings:
-        """What a measure found so far, the full cache first; nothing without that."""
+        """A measure's findings so far, the full cache first; empty without the full cache."""
         found = self.found.get(measure.name, {})
         done = [
             (contender, found[contender.name])
@@ -219,16 +220,16 @@ class Evaluation(Measurements):
         return done if done and done[0][0] is self.suite.contenders[0] else []
 
     def known(self) -> list[tuple[Measure, Findings]]:
-        """Measures that found something so far, and what."""
+        """Measures with findings so far, and the findings."""
         found = [(measure, self.findings(measure)) for measure in self.suite.measures]
         return [(measure, findings) for measure, findings in found if findings]
 
     def sections(self) -> list[Section]:
-        """What all measures have to say so far."""
+        """The sections of all measures so far."""
         return [measure.section(findings) for measure, findings in self.known()]
 
     def refusals(self) -> dict[str, list[str]]:
-        """Why contenders could not be made, and which, by measure and name."""
+        """The reasons why contenders could not be made, and their names, by measure."""
         reasons: dict[str, list[str]] = {}
         for measure, of in self.found.items():
             for contender, found in of.items():

@@ -13,7 +13,7 @@ from mlx_h2o.evaluate.measures import Findings
 from mlx_h2o.evaluate.perplexity import Perplexity
 from mlx_h2o.evaluate.sections import Curves, Rows, Section
 
-#: Rows in the model's own dtype.
+#: The width that means dense rows, in the model's own dtype.
 PLAIN = 16
 
 
@@ -22,11 +22,11 @@ class Choice:
     """One point of the curve.
 
     Attributes:
-        contender: What was measured.
-        loss: Of perplexity, as a share.
-        interval: Of the loss.
-        nbytes: Held at the end of a sample, as a 16-bit model has them.
-        part: Of the full cache's bytes.
+        contender: The measured cache.
+        loss: The loss of perplexity, as a share.
+        interval: The confidence interval of the loss.
+        nbytes: Bytes at the end of a sample, counted as in a 16-bit model.
+        part: The part of the full cache's bytes.
     """
 
     contender: Contender
@@ -42,11 +42,11 @@ def tuned_contenders(
     shares: Sequence[float],
     profile: str = PROFILES[0],
 ) -> list[Contender]:
-    """The full cache, ours with bits chosen by bytes, and policies in every width, by shares.
+    """The full cache, ours with bits chosen by bytes, and policies in each width, by shares.
 
     Args:
-        policies: As `arm_of` reads them; with the model's own profile where they do not say.
-        bits: Widths of rows; 16: as they come.
+        policies: As `arm_of` reads them; with the model's own profile unless they name budgets.
+        bits: Widths of rows; 16 means dense rows.
         shares: Parts of a full 16-bit cache's bytes.
         profile: Whether a model without a profile is measured.
 
@@ -66,7 +66,7 @@ def tuned_contenders(
 
 
 def choices(findings: Findings) -> list[Choice]:
-    """All points, the smallest first; `findings` are `PerplexityMeasure`'s."""
+    """All points, the smallest first; `findings` come from `PerplexityMeasure`."""
     if not findings:
         return []
     full = findings[0][1]
@@ -80,23 +80,23 @@ def choices(findings: Findings) -> list[Choice]:
 
 
 def recommended(made: Sequence[Choice], most: float, surely: bool) -> Choice | None:
-    """The smallest choice that loses no more than it may; None if there is none.
+    """The smallest choice within the allowed loss; None if there is none.
 
     Args:
         made: All choices.
-        most: The loss that is allowed, as a share.
-        surely: Whether the interval's upper end counts, and not the measured loss itself.
+        most: The allowed loss, as a share.
+        surely: Whether the interval's upper end counts instead of the measured loss.
     """
     within = [c for c in made if (c.interval[1] if surely else c.loss) <= most]
     return min(within, key=lambda choice: (choice.nbytes, choice.loss), default=None)
 
 
 def line_of_code(choice: Choice, tokens: int) -> str:
-    """What to write to get it.
+    """The line of code that makes this cache.
 
     Args:
-        choice: What was measured.
-        tokens: Length of the conversations that it was measured on.
+        choice: The measured cache.
+        tokens: Length of the conversations in the measurement.
     """
     arm, share = choice.contender.arm, choice.contender.share
     given = [f'max_bytes="{100 * (share or 1):g}%"', f"context={tokens}"]
@@ -118,7 +118,7 @@ def section(made: Sequence[Choice], chosen: Choice | None, most: float) -> Secti
     Args:
         made: The points of the curve.
         chosen: The smallest within the loss, or None.
-        most: The loss that is allowed.
+        most: The allowed loss.
     """
     rows = [
         (

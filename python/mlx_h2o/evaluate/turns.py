@@ -1,4 +1,4 @@
-"""A fact of the first turn, asked for in the last: what each cache still knows of it."""
+"""A fact of the first turn, asked for in the last: whether each cache still knows it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_h2o.evaluate.stage import known
 from mlx_h2o.evaluate.workers import Tell
 from mlx_h2o.storage.pins import Span
 
-#: Tokens of a turn, after its message, that are given at once.
+#: Tokens that are given at once, of a turn after its message.
 CHUNK = 16
 
 
@@ -26,9 +26,9 @@ class TurnsTask:
 
     Attributes:
         tokens: `[P, T]`: turns of prose, a fact in the first one, and at last the question.
-        turns: Where each turn begins; the last one is the question's.
-        facts: Where each conversation's fact stands.
-        answers: The token ids of each right answer.
+        turns: The position where each turn begins; the last turn is the question.
+        facts: The span of each conversation's fact.
+        answers: The token ids of each correct answer.
         least: As in `recall.Form`.
     """
 
@@ -54,11 +54,11 @@ def turns_task(
     Args:
         tokenizer: An mlx-lm tokenizer.
         text: Prose, paragraphs separated by blank lines.
-        prompts: P.
+        prompts: P, the number of conversations.
         tokens: T, of which all turns but the last get the same part.
-        turns: How many there are, the question's included.
-        seed: Same seed, same conversations.
-        form: How facts are told and asked for.
+        turns: The number of turns, the question's included.
+        seed: The same seed gives the same conversations.
+        form: The form of facts and questions.
 
     Raises:
         ValueError: There is no room for a fact in the first turn, or for two turns.
@@ -87,7 +87,7 @@ def turns_task(
         facts.append((first, first + len(statement)))
         answers.append(tuple(encode(f" {fact.answer}{form.ending}")))
         questions.append(len(question))
-    # Questions may differ in length: the last turn begins with the longest.
+    # Questions may differ in length: the last turn begins where the longest question does.
     last = tokens - max(questions)
     starts = (*(i * last // (turns - 1) for i in range(turns - 1)), last)
     return TurnsTask(mx.array(rows), starts, tuple(facts), tuple(answers), form.least)
@@ -102,15 +102,15 @@ def known_at_last(
     pinned: bool = False,
     tell: Tell = lambda tokens: None,
 ) -> list[bool]:
-    """Which facts are known in the last turn.
+    """Whether each conversation's fact is known in the last turn.
 
     Args:
         model: An mlx-lm model.
         make_cache: Makes an empty cache.
         task: The conversations.
         carry: How much of the past counts in each turn (`engine/pins_and_turns.py`).
-        pinned: Pin the positions of the facts, of any of the conversations, in all of them.
-        tell: Told how many tokens were read.
+        pinned: Whether the positions of all conversations' facts are pinned in every one.
+        tell: Called with the tokens read since the last call.
     """
     cache = make_cache()
     bounded = hasattr(cache[0], "pin")
@@ -128,7 +128,7 @@ def known_at_last(
     for turn, (first, end) in enumerate(zip(task.turns, ends, strict=True)):
         if turn and bounded:
             new_turn(cache, carry)
-        # A message as a chunk, then what is answered, in small steps.
+        # The message is read as one chunk, and the reply after it in small steps.
         message = (first + end) // 2 if end < task.tokens.shape[1] else end
         logits = read(task.tokens[:, first:message])
         for start in range(message, end, CHUNK):
@@ -137,6 +137,6 @@ def known_at_last(
 
 
 def ways(carries: Sequence[float | str]) -> list[tuple[str, dict[str, Any]]]:
-    """What is compared of each cache: by name, the arguments of `known_at_last`."""
+    """The ways compared for each cache: by name, the arguments of `known_at_last`."""
     turns = [(f"carry {carry}", {"carry": carry}) for carry in carries]
     return [*turns, ("fact pinned", {"pinned": True})]

@@ -1,4 +1,4 @@
-"""Jobs of a measurement, on all cores at once: in processes of their own, that Ctrl-C ends."""
+"""Jobs of a measurement on all cores at once, in processes of their own that Ctrl-C ends."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import mlx.core as mx
 
 from mlx_h2o._utils import blas
 
-#: Called with a number of tokens that are done, beside those told before.
+#: Called with the number of tokens done since the last call.
 Tell = Callable[[int], None]
 
 
 class Work(Protocol):
-    """What can be cut into numbered jobs; it is pickled once for each process."""
+    """Work that can be cut into numbered jobs; it is pickled once for each process."""
 
     def run(self, job: int, tell: Tell) -> Any:
-        """Do one job, and return what can be pickled."""
+        """Do one job, and return a value that can be pickled."""
 
 
-# A worker's: given once, when it starts.
+# A worker's own state, set once when it starts.
 _work: Work
-_counter: Any = None  # of the tokens that all processes have done
+_counter: Any = None  # counts the tokens that all processes have done
 
 
 def _start(counter: Any, work: Work, openblas: bool) -> None:
@@ -40,7 +40,7 @@ def _start(counter: Any, work: Work, openblas: bool) -> None:
 
 
 def end_with_parent() -> None:
-    """End this worker when the process that started it is gone, killed before it could say so."""
+    """End this worker when its parent process is gone, even if that was killed."""
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
@@ -61,10 +61,10 @@ def _run(job: int) -> Any:
 
 
 def cores() -> int:
-    """Processes that measure side by side: one a core, or 0 where a GPU is shared by all."""
+    """Processes that measure side by side: one a core, or 0 if all share one GPU."""
     if mx.default_device() != mx.Device(mx.cpu):
         return 0
-    if hasattr(os, "sched_getaffinity"):  # of the cores, those that this process may run on
+    if hasattr(os, "sched_getaffinity"):  # the cores on which this process may run
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
@@ -76,17 +76,17 @@ def finished(
     workers: int,
     fresh: bool = False,
 ) -> Iterator[tuple[int, Any]]:
-    """Jobs and what came of them, as they end.
+    """Yield jobs with their results, as they end.
 
     Args:
-        work: Whose jobs they are.
-        jobs: Their numbers, the longest first, so that no core idles at the end.
+        work: The work that the jobs belong to.
+        jobs: The jobs' numbers, the longest first, so that no core idles at the end.
         progress: Called now and then with the tokens done so far.
-        workers: Processes; 0: none but this one.
-        fresh: A new process for each job.
+        workers: The number of processes; 0 means this one alone.
+        fresh: Whether each job gets a new process.
 
     Raises:
-        Exception: What a job raised. All processes are ended then, as after Ctrl-C.
+        Exception: A job raised it. All processes are ended then, as after Ctrl-C.
     """
     if not workers:
         yield from _in_this_process(work, jobs, progress)
@@ -109,7 +109,7 @@ def finished(
             progress(counter.value)
             for future in done:
                 yield numbers[future], future.result()
-    except BaseException:  # Ctrl-C too: no process goes on in the background
+    except BaseException:  # after Ctrl-C too, no process may run on in the background
         for worker in multiprocessing.active_children():
             worker.terminate()
         raise
@@ -133,8 +133,8 @@ def _in_this_process(
 
 @contextmanager
 def postponing_interrupts() -> Iterator[None]:
-    """Ctrl-C and SIGTERM take effect afterwards; new processes never see Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():  # it gets no Ctrl-C
+    """Postpone Ctrl-C and SIGTERM to the end of the block; new processes never see Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():  # other threads get no Ctrl-C
         yield
         return
     came: list[int] = []
@@ -142,9 +142,9 @@ def postponing_interrupts() -> Iterator[None]:
     def note(number: int, _: Any) -> None:
         came.append(number)
 
-    # New processes inherit the mask; other threads of this one may let the signal through.
+    # New processes inherit the mask; other threads of this process may let the signal through.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # SIGTERM is not blocked: that is how the processes themselves are ended.
+    # SIGTERM is not blocked: it is the signal that ends the processes themselves.
     handlers = {of: signal.signal(of, note) for of in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

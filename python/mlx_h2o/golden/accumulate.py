@@ -1,4 +1,4 @@
-"""Golden 3: what each policy's scores become after attention over a step or a chunk."""
+"""Golden 3: each policy's scores after attention over a step or a chunk."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cases() -> Iterator[tuple[str, Parameters]]:
 
 
 def inputs(parameters: Parameters) -> Arrays:
-    """Logits and lse of causal attention, and scores from before (0 for the new slots)."""
+    """Logits and lse of causal attention, and earlier scores (0 for the new slots)."""
     p = parameters
     B, H, N, L = p["batch"], p["kv_heads"], p["keys"], p["queries"]
     q = tensor(p["seed"], Q, (B, p["query_heads"], L, p["key_width"]))

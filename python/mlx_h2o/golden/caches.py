@@ -1,4 +1,4 @@
-"""The caches of a conversation's case: its layers'."""
+"""The caches of a conversation's case, one for each layer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mlx_h2o.storage.key_scaling import Frame
 
 
 def caches_of(p: Parameters, inputs: Arrays) -> list[BoundedKVCache]:
-    """Each layer's cache.
+    """The case's caches, one for each layer.
 
     Args:
-        p: Of the case.
-        inputs: "frame.centre" and "frame.scale" of the layers, or nothing.
+        p: The case's parameters.
+        inputs: The layers' "frame.centre" and "frame.scale" (key scaling), or nothing.
     """
     settings = dict(p["cache"])
     budgets, stages = settings.pop("budgets"), settings.pop("filling", [])
@@ -38,7 +38,7 @@ def caches_of(p: Parameters, inputs: Arrays) -> list[BoundedKVCache]:
 
 
 def most_slots(p: Parameters) -> int:
-    """The most that a head ever has."""
+    """The most slots that a head ever has."""
     stages = [p["cache"]["budgets"], *(of for _, of in p["cache"].get("filling", ()))]
     most: int = max(slots for stage in stages for layer in stage for slots in layer)
     return most

@@ -1,7 +1,7 @@
-"""Golden 10: conversations of group `trajectory` in caches whose slots are shared out anew.
+"""Golden 10: conversations of group `trajectory` in caches that grow to new shares of slots.
 
-They grow through two stages, each begun by a single step, by a chunk, or both by one prompt; before
-the first nothing is evicted.
+They grow through two stages, each begun by a single step, by a chunk, or both by one prompt;
+nothing is evicted before the first.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["NAME", "cases", "inputs", "run", "watched"]
 NAME = "filling"
 
 UNIFORM = trajectory.UNIFORM
-# (tokens, slots of each layer's heads): some grow and shrink again, some become alike.
+# (tokens, slots of each layer's heads): some heads grow and shrink again, some become alike.
 STAGES = [[24, [[34, 14], [30, 18]]], [48, [[14, 26], [28, 28]]]]
-# The 25th and the 49th token come alone, in chunks, or both in one.
+# Tokens 25 and 49 come alone, in chunks, or both in one.
 TALKS: dict[str, Parameters] = {
     "steps": {
         "calls": [[9, 2], [1, 8], [7, 1], [1, 16], [11, 1], [1, 12]],
@@ -62,5 +62,5 @@ def cases() -> Iterator[tuple[str, Parameters]]:
     yield "salient-batch", case("salient", batch=2)
     yield "salient-three", case("salient", settings={"evict_every": 3})
     yield "h2o-no-remainder", case("h2o", cache={"remainder": False})
-    # In the second stage the smallest head gets slots of the other for its pins.
+    # In the second stage the smallest head gets slots of the other one for its pins.
     yield "salient-pins", case("salient", pins=[[0, 0, 6], [12, 26, 31]])

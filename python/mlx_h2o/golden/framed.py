@@ -1,4 +1,4 @@
-"""Golden 8: conversations of group `trajectory`, with packed keys in a frame."""
+"""Golden 8: conversations of group `trajectory`, packed keys with key scaling (`Frame`)."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def cases() -> Iterator[tuple[str, Parameters]]:
             yield f"{policy}-{store}", case(policy, store)
     yield "distinct-batch", case("distinct", "6bit", batch=2)
     yield "distinct-many-queries", case("distinct", "4bit", query_heads=8)
-    # Attention sinks do not move with a centre, so there is none.
+    # This case has no centre: attention sinks would not move with it.
     yield "distinct-sinks", case("distinct", "6bit", sinks=True)
 
 
 def inputs(parameters: Parameters) -> Arrays:
-    """Each layer's centre and scale, `[layers, Hk, D]`."""
+    """The key scaling of each layer: centre and scale, `[layers, Hk, D]`."""
     p, layers = parameters, len(parameters["cache"]["budgets"])
     shape = layers, p["kv_heads"], p["key_width"]
     centre = mx.zeros(shape) if p["sinks"] else 2 * tensor(p["seed"], MEAN_KEY, shape)

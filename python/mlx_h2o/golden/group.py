@@ -1,4 +1,4 @@
-"""What a group of golden cases is."""
+"""The interface of a group of golden cases."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ Arrays = Mapping[str, mx.array]
 
 
 class Group(Protocol):
-    """Cases of one kind; a module with these names is one."""
+    """Cases of one kind; each module of cases has these names."""
 
-    #: Also the stem of its file.
+    #: The group's name, and the stem of its file.
     NAME: str
 
     def cases(self) -> Iterator[tuple[str, Parameters]]:
-        """Names, unique within the group, and parameters."""
+        """Cases as names, unique within the group, and parameters."""
 
     def inputs(self, parameters: Parameters) -> Arrays:
-        """What is stored because it is not generated."""
+        """The stored arrays of a case, which are not generated."""
 
     def run(self, parameters: Parameters, inputs: Arrays) -> Arrays:
-        """The results, by the backend that computes."""
+        """The results, computed by the active backend."""
 
     def watched(self, parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
-        """The same results, and the least margin of the choices made (infinite where none is)."""
+        """The same results, and the smallest margin of the choices (infinite if there is none)."""
 
 
 def parameters_of(policy: Policy) -> Parameters:
-    """A policy with all its settings, spelled out so that no reader needs the defaults."""
+    """A policy with all its settings spelled out, so that readers need not know the defaults."""
     return {"name": policy.name, **asdict(policy)}
 
 

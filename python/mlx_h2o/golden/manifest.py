@@ -1,4 +1,4 @@
-"""The files of golden vectors: a manifest, its flat text for C, a safetensors file a group."""
+"""The files of golden vectors: a manifest, its flat text for C, a safetensors file per group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_h2o.golden.group import Parameters
 
 FORMAT = "mlx-h2o golden"
-# Another number means that a replayer written for this one would misread the files.
+# A file with another number would be misread by a replayer written for this one.
 SCHEMA = 1
 FILE_NAME = "manifest.json"
 CASES_NAME = "cases.txt"
@@ -35,13 +35,13 @@ class GoldenError(ValueError):
 
 @dataclass(frozen=True)
 class Case:
-    """One case: which group it belongs to, its name there, and its parameters.
+    """One case: its group, its name there, and its parameters.
 
     Attributes:
-        group: Name of its group.
-        name: Unique within the group.
-        parameters: Plain JSON.
-        margin: By how much its closest choice was decided; None where nothing is chosen.
+        group: The group's name.
+        name: The case's name, unique within the group.
+        parameters: Parameters as plain JSON.
+        margin: The margin of the case's closest choice; None if nothing is chosen.
     """
 
     group: str
@@ -52,12 +52,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Golden:
-    """Golden vectors as they lie in a folder.
+    """The golden vectors of a folder.
 
     Attributes:
-        cases: In order.
-        tolerances: Absolute and relative, by dtype.
-        arrays: By "case/name" for each group.
+        cases: The cases, in order.
+        tolerances: Absolute and relative tolerances, by dtype.
+        arrays: For each group, its arrays by "case/name".
     """
 
     cases: list[Case]
@@ -78,8 +78,8 @@ def read(folder: Path, groups: Container[str] | None = None) -> Golden:
     """Read the files and check them against the manifest.
 
     Args:
-        folder: Where they lie.
-        groups: Of which arrays are read; None: all.
+        folder: The folder of the files.
+        groups: The groups to read arrays of; None means all.
 
     Raises:
         GoldenError: A file is missing, is not the one that the manifest describes, or has another
@@ -127,7 +127,7 @@ def loaded(path: Path) -> dict[str, mx.array]:
 
 
 def digest(path: Path) -> dict[str, Any]:
-    """What a manifest says about a file."""
+    """The manifest's entry for a file."""
     data = path.read_bytes()
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
@@ -147,7 +147,7 @@ def check_file(path: Path, expected: dict[str, Any]) -> None:
 
 
 def flat_text(cases: Sequence[Case]) -> Iterator[str]:
-    """The same cases line by line, for languages without JSON: `name value value ...`."""
+    """The cases line by line, for languages without JSON: `name value value ...`."""
     yield f"{FORMAT} {SCHEMA}"
     for dtype, tolerance in TOLERANCES.items():
         yield f"tolerance {dtype} {tolerance['absolute']!r} {tolerance['relative']!r}"
@@ -158,7 +158,7 @@ def flat_text(cases: Sequence[Case]) -> Iterator[str]:
 
 
 def flattened(parameters: Parameters, prefix: str) -> Iterator[str]:
-    """Names are joined by dots, lists run on flat; what is null is left out."""
+    """Parameters with nested names joined by dots and lists flattened; nulls are left out."""
     for name, value in parameters.items():
         if isinstance(value, dict):
             yield from flattened(value, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""Margins of choices: how much a priority would have to change for another token to be kept."""
+"""Margins of choices: the change in priority by which another token would be kept."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import numpy as np
 from mlx_h2o.policies import selection
 from mlx_h2o.policies.selection import select_kept, select_victims
 
-# Of the largest priority. Implementations that sum in another order differ by 1e-6 or so of it.
+# A share of the largest priority. Implementations that sum in another order differ by about 1e-6.
 LEAST_MARGIN = 1e-5
 
 
 def margin(
     priority: mx.array, evictable: mx.array, unit: str, goes: int, ordered: bool = True
 ) -> float:
-    """The least gap between priorities that decided a choice, as a share of the largest.
+    """The smallest gap between priorities that decided a choice, as a share of the largest.
 
     Args:
         priority: `[B, H, N]`.
         evictable: `[B, H, N]` bool.
         unit: As in `select_victims`.
-        goes: Slots that go in each head.
-        ordered: Whether their order matters too, and not only which they are.
+        goes: Slots evicted in each head.
+        ordered: Whether the order of the evicted slots matters too.
     """
     ranked = np.array(selection.rankable(priority, evictable, unit))
     least = math.inf
@@ -41,7 +41,7 @@ def margin(
 
 @contextmanager
 def watching() -> Iterator[list[float]]:
-    """Within it the margin of every choice is noted, beginning with infinity."""
+    """Note the margin of every choice in the block, beginning with infinity."""
     found = [math.inf]
 
     def kept(

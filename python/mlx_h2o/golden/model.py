@@ -1,4 +1,4 @@
-"""Golden 5: the embedded model. Prompt tokens, the next 64 greedy tokens, and what was kept."""
+"""Golden 5: the embedded model. Prompt tokens, the next 64 greedy tokens, and the kept tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEAST_LOGIT_GAP = 2e-3
 
 MAX_SIZE = 96
 
-# As an earlier profile of the model shared them out: another profile changes no vector.
+# Slots by an earlier profile of the model, so that another profile changes no vector.
 PROFILED = {
     "distinct": [[10, 128], [48, 64], [96, 48], [32, 326]],
     "h2o": [[13, 128], [48, 64], [96, 48], [32, 323]],
@@ -74,7 +74,7 @@ def embedded() -> tuple[Any, Any]:
 
 
 def inputs(parameters: Parameters) -> Arrays:
-    """The prompt: tokens of the sample text, from 7 times the seed on."""
+    """The prompt: tokens of the sample text from number 7 * seed on."""
     p = parameters
     tokens = embedded()[1].encode(SAMPLE_TEXT.read_text(encoding="utf-8"))
     first = 7 * p["seed"]
@@ -92,7 +92,7 @@ def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
 
 
 def continued(p: Parameters, prompt: mx.array) -> tuple[Arrays, float]:
-    """Greedy continuation: results, and the least gap between the first two logits."""
+    """Greedy continuation: the results, and the smallest gap between the two largest logits."""
     model, _ = embedded()
     caches = [
         H2OKVCache(budgets=slots, policy=policy_of(p["policy"]), remainder=p["remainder"])
@@ -123,6 +123,6 @@ def continued(p: Parameters, prompt: mx.array) -> tuple[Arrays, float]:
 
 
 def kept(caches: list[H2OKVCache]) -> mx.array:
-    """Positions `[layers, 1, H, most]`, ascending, then -1."""
+    """Positions `[layers, 1, H, most]`, ascending, padded with -1."""
     most = max(cache.size() for cache in caches)
     return mx.stack([mx.array(held(cache, "kept", most)) for cache in caches])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-# Which tensor of a case (docs/reference/golden.md has the table).
+# The tensors of a case (docs/reference/golden.md has the table).
 Q, K, V, SINKS, MASK, LSE, LOGIT, MEAN_KEY, MEAN_VALUE, VARIANCE, WEIGHT, WORTH = range(12)
 
 
@@ -36,9 +36,9 @@ def seed_of(case: int, which: int, layer: int = 0) -> int:
     """The seed of one tensor of a case.
 
     Args:
-        case: Its seed.
-        which: Of its tensors (docs/reference/golden.md).
-        layer: Number of the layer.
+        case: The case's seed.
+        which: The tensor's number (docs/reference/golden.md).
+        layer: The layer's number.
     """
     return case * 65536 + layer * 16 + which
 
@@ -54,12 +54,12 @@ def tensor(
     """A case's tensor: `bell` times 2^power, rounded to the dtype.
 
     Args:
-        case: Its seed.
-        which: Of its tensors (docs/reference/golden.md).
-        shape: Of the tensor.
-        dtype: To which it is rounded.
-        layer: Number of the layer.
-        power: Of two, by which it is multiplied.
+        case: The case's seed.
+        which: The tensor's number (docs/reference/golden.md).
+        shape: The tensor's shape.
+        dtype: The dtype to which it is rounded.
+        layer: The layer's number.
+        power: The power of two by which it is multiplied.
     """
     numbers = np.ldexp(bell(seed_of(case, which, layer), shape), power)
     return mx.array(numbers).astype(getattr(mx, dtype))

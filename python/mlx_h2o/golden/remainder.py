@@ -30,7 +30,7 @@ NAME = "remainder"
 
 SHAPE = {"batch": 2, "kv_heads": 2, "key_width": 32, "value_width": 48}
 FOLDS = {"one": [1], "one-by-one": [1] * 9, "chunk": [17], "chunks": [5, 1, 30, 2]}
-# Powers of two of queries and variances, and tokens folded.
+# Powers of two of queries and of variances; the number of tokens folded.
 COLUMNS = {
     "plain": (0, 0, 40),
     "sharp": (3, 6, 4000),
@@ -40,7 +40,7 @@ COLUMNS = {
     "huge-variance": (3, 100, 7),
     "no-variance": (2, -100, 16777216),
 }
-# What lse and the column's logit are.
+# Kinds of lse and of the column's logit.
 JOINS = {
     "plain": ("numbers", "numbers"),
     "nothing-kept": ("nothing", "numbers"),
@@ -49,7 +49,7 @@ JOINS = {
     "kept-far-above": ("far above", "numbers"),
     "evicted-far-above": ("numbers", "far above"),
 }
-# Of each KV head; the other columns have the usual one.
+# Saturation of each KV head; the other columns have the usual one.
 SATURATIONS = {
     "none": [0.0, 0.0],
     "each": [0.0, 4.0],
@@ -99,7 +99,7 @@ def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
 
 
 def fold(p: Parameters) -> Arrays:
-    """Rows `[B, H, sum(rows), width]`, folded in parts of so many rows."""
+    """Rows `[B, H, sum(rows), width]`, folded in parts of the given lengths."""
     B, H, T = p["batch"], p["kv_heads"], sum(p["rows"])
     keys = tensor(p["seed"], K, (B, H, T, p["key_width"]), power=p["power"])
     values = tensor(p["seed"], V, (B, H, T, p["value_width"]), power=p["power"])
@@ -149,7 +149,7 @@ def join(p: Parameters) -> Arrays:
 
 
 def rows(p: Parameters) -> Arrays:
-    """Plain rows of the statistics that `column` is asked with."""
+    """Plain rows of the statistics that `column` uses."""
     B, H, D = p["batch"], p["kv_heads"], p["key_width"]
     remainder = Remainder(
         mx.full((B, H), 40.0),

@@ -21,7 +21,7 @@ NAME = "selection"
 
 SCORED = ("distinct", "h2o", "ema", "ema-logits", "tova")
 UNSCORED = ("streaming", "keydiff")
-# Weights of the policy of this name, by what the case is called.
+# Weights of the policy `salient`, by the case's name.
 SALIENT: dict[str, dict[str, float]] = {
     "": {},
     "-values": {"distance_weight": 0.0, "value_weight": 1.5, "age_weight": 0.0},
@@ -62,7 +62,7 @@ def cases() -> Iterator[tuple[str, Parameters]]:
         return {**of_case, **SHAPE, **numbers}
 
     def choices(name: str, policy: Policy) -> Iterator[tuple[str, Parameters]]:
-        # Too few evicted for a mean, or enough: only policies with a mean ask.
+        # Below the least count for a mean, or at it; only some policies use a mean.
         for evicted in (15, 16) if policy.uses_evicted_mean else (16,):
             for count in (1, 3):
                 numbers = {"evicted": evicted, "count": count, "scores": "numbers"}
@@ -92,7 +92,7 @@ def inputs(parameters: Parameters) -> Arrays:
     """Positions in any order (all heads agree where the layer chooses), and scores."""
     p = parameters
     shape = (p["batch"], p["kv_heads"], p["slots"])
-    # Sinks and the newest are always held; between them `evicted` are missing, head by head.
+    # Sinks and the newest are always held; between them `evicted` tokens are missing, head by head.
     total = p["slots"] + p["evicted"]
     weights = hashed(seed_of(p["seed"], WEIGHT), shape[0] * shape[1] * total)
     positions = np.zeros(shape, np.int32)
@@ -136,14 +136,14 @@ def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
     if p["kind"] == "extremes":
         return {"victims": victims}, math.inf
     if p["scores"] == "ties":
-        # Small whole numbers and their halves are compared without rounding, so ties are ties.
+        # Small whole numbers and their halves are computed without rounding, so ties are exact.
         return {"priority": priority, "victims": victims}, math.inf
     least = margin(priority, slots.evictable, unit, count)
     return {"priority": priority, "victims": victims}, least
 
 
 def slots_of(p: Parameters, inputs: Arrays) -> Slots:
-    """What the policy sees."""
+    """The slots as the policy sees them."""
     policy = policy_of(p["policy"])
     B, H, N = p["batch"], p["kv_heads"], p["slots"]
     offset = p["slots"] + p["evicted"]

@@ -1,7 +1,7 @@
 """Golden 4: whole conversations. A prompt in chunks, 200 decode steps, a later turn.
 
-Every policy with every store, heads alike and ragged, and variants of the settings; and the form
-for models that attend by themselves, where the remainder goes in as plain rows.
+Every policy with every store, uniform and ragged heads, and variants of the settings; also the form
+for models that attend by themselves, where the remainder is attended to as plain rows.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ STORES: dict[str, dict[str, Any]] = {
     "mixed": {"bits": 4, "group_size": 32, "recent_bits": 8},
     "mixed-dense": {"k_bits": 4, "v_bits": 2, "group_size": 32, "recent_bits": 16},
 }
-# Of a layer's KV heads, both layers alike.
+# Saturations of a layer's KV heads, the same in both layers.
 SATURATIONS: dict[str, Any] = {"none": 0.0, "each": [0.0, 2.0]}
-# Settings of the policy of this name, by what the case is called; few stores but for the first.
+# Settings of the policy `salient`, by the case's name; only the first has all stores.
 SALIENT: dict[str, dict[str, Any]] = {
     "": {"window": 16},
     "-layer": {"unit": "layer", "evict_every": 3, "prompt": "full"},
@@ -49,7 +49,7 @@ UNIFORM, RAGGED = [[24, 24], [24, 24]], [[18, 30], [26, 22]]
 
 
 def policies() -> Iterator[tuple[str, Policy]]:
-    """Each with settings that fit budgets of two dozen."""
+    """Each policy, with settings that fit budgets of two dozen slots."""
     yield "distinct", make_policy("distinct", sink=2, recent=0.25)
     yield (
         "distinct-keys",
@@ -64,7 +64,7 @@ def policies() -> Iterator[tuple[str, Policy]]:
 
 
 def variants() -> Iterator[tuple[str, Parameters]]:
-    """Settings apart from the product: name, and what differs from a plain case."""
+    """Settings outside the product: a name, and the differences from a plain case."""
     h2o = {"sink": 1, "recent": 0.25}
     for name, policy in {
         "h2o-full": make_policy("h2o", prompt="full", **h2o),
@@ -123,7 +123,7 @@ def plain_case(seed: int, **changed: Any) -> Parameters:
 
 
 def saturated() -> Iterator[tuple[str, Parameters]]:
-    """Heads whose remainder is of another order."""
+    """Cases whose heads have remainders of another saturation."""
     policy = parameters_of(make_policy("distinct", sink=2, recent=0.25))
     for name, saturation in SATURATIONS.items():
         for store in ("dense", "4bit"):
@@ -133,7 +133,7 @@ def saturated() -> Iterator[tuple[str, Parameters]]:
 
 
 def salient() -> Iterator[tuple[str, Parameters]]:
-    """The policy of this name, in every store where heads differ."""
+    """Cases of the policy `salient`, in every store where heads differ."""
     for name, settings in SALIENT.items():
         policy = parameters_of(make_policy("salient", sink=2, recent=0.25, **settings))
         for store, packing in STORES.items():
@@ -195,11 +195,11 @@ def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
 
 
 def replayed(p: Parameters, inputs: Arrays) -> tuple[Arrays, list[BoundedKVCache]]:
-    """Replay a conversation; what is recorded, and the caches.
+    """Replay a conversation; return the recorded results and the caches.
 
     Args:
-        p: Of the case.
-        inputs: "frame.centre" and "frame.scale" of the layers, or nothing.
+        p: The case's parameters.
+        inputs: The layers' "frame.centre" and "frame.scale" (key scaling), or nothing.
     """
     caches = caches_of(p, inputs)
     layers = [Layer(p, layer, cache) for layer, cache in enumerate(caches)]
@@ -232,12 +232,12 @@ def replayed(p: Parameters, inputs: Arrays) -> tuple[Arrays, list[BoundedKVCache
 
 
 def begin_call(p: Parameters, call: int, cache: BoundedKVCache) -> None:
-    """Pin what is pinned before a call, and begin its turn, where the case (`turns`) says so.
+    """Pin the spans due before a call, and begin its turn where the case (`turns`) says so.
 
     Args:
-        p: Parameters of the case.
-        call: Its number.
-        cache: Of a layer.
+        p: The case's parameters.
+        call: The call's number.
+        cache: A layer's cache.
     """
     spans = [(first, end) for at, first, end in p.get("pins", ()) if at == call]
     if spans:
@@ -260,7 +260,7 @@ class Layer:
         self.sinks = tensor(p["seed"], SINKS, (Hq,), layer=layer) if p["sinks"] else None
 
     def call(self, L: int) -> mx.array:
-        """The next L tokens: out `[B, Hq, L, Dv]`."""
+        """Attend with the next L tokens: out `[B, Hq, L, Dv]`."""
         first = self.cache.offset
         q, k, v = (x[:, :, first : first + L] for x in (self.q, self.k, self.v))
         mask = self.cache.make_mask(L)
@@ -275,12 +275,12 @@ class Layer:
 
 
 def held(cache: BoundedKVCache, name: str, most: int) -> np.ndarray:
-    """Positions ("kept") or scores `[B, H, most]` in order of position; unused -1, or 0.
+    """Positions ("kept") or scores `[B, H, most]` in order of position; unused places are -1, or 0.
 
     Args:
-        cache: Of a layer.
+        cache: A layer's cache.
         name: "kept" or "scores".
-        most: Columns of the result.
+        most: The number of columns of the result.
     """
     store = cache.store
     assert store is not None

@@ -1,8 +1,7 @@
 """Golden 9: conversations of three turns with pins.
 
-What is pinned before anything came (a system prompt), what a later turn says, what is pinned when
-it is held already, heads that are too small for the pins, and turns of which less of the past
-counts.
+They pin tokens before any came (a system prompt), tokens of a later turn, and tokens that are held
+already; some heads are too small for the pins, and in some turns less of the past counts.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ __all__ = ["NAME", "cases", "inputs", "run", "watched"]
 
 NAME = "turns"
 
-# Three turns, each of them read and answered; the third brings a document that is over the budget.
+# Three turns, each read and answered; the third brings a document that exceeds the budget.
 CALLS = [[26, 1], [1, 40], [12, 1], [1, 40], [40, 1], [1, 40]]
 # The first calls of the second and the third turn.
 SECOND, THIRD = 41, 82
 RECORDED = [0, 1, 40, 41, 42, 60, 82, 83, 100, 122]
 CHUNKS = [SECOND]
-# (call before which they are pinned, first position, one past the last).
+# (call before which the span is pinned, first position, one past the last).
 PINS = [[0, 0, 5], [SECOND, 68, 71], [THIRD, 117, 119]]
 MIXED = trajectory.STORES["mixed"]
 

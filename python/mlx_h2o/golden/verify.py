@@ -18,7 +18,7 @@ from mlx_h2o.golden.manifest import GoldenError
 
 @dataclass(frozen=True)
 class Difference:
-    """A result that is not the golden one; `size` is its error in units of what is tolerated."""
+    """A result that differs from the golden one; `size` is its error in units of the tolerance."""
 
     backend: str
     group: str
@@ -33,14 +33,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What replaying a group by a backend showed.
+    """The result of replaying a group with a backend.
 
     Attributes:
-        backend: Its name.
-        group: Its name.
-        cases: How many.
-        worst: The largest error, in units of what is tolerated.
-        differences: What differs.
+        backend: The backend's name.
+        group: The group's name.
+        cases: The number of cases.
+        worst: The largest error, in units of the tolerance.
+        differences: The results that differ.
     """
 
     backend: str
@@ -51,13 +51,13 @@ class Verdict:
 
 
 def backends() -> list[str]:
-    """What can replay here: the definition, and the kernels of the default device if there are."""
+    """The backends here: the definition, and the kernels of the default device if it has any."""
     return ["reference"] if choice.backend() is reference else ["reference", "kernels"]
 
 
 @contextmanager
 def computing_by(backend: str) -> Iterator[None]:
-    """A context in which a backend of `backends` computes."""
+    """Compute with a backend of `backends` in the block."""
     if backend == "reference":
         with choice.only_reference():
             yield
@@ -77,11 +77,11 @@ def verify(
     """Replay the golden vectors of a folder.
 
     Args:
-        folder: Where they lie.
-        by: Backends; all by default.
+        folder: The folder of the files.
+        by: The backends; all by default.
         progress: Called with each case's name.
-        every: Of so many cases of a group one is replayed.
-        over: Whether there is time for no more; verdicts count the cases that were replayed.
+        every: One of this many cases of a group is replayed.
+        over: Whether to stop for lack of time; verdicts count the cases that were replayed.
 
     Raises:
         GoldenError: The files cannot be used.
@@ -116,7 +116,7 @@ def verify(
 
 
 def size_of(case: manifest.Case) -> float:
-    """The size of a case's generated numbers: 1, or 2^power where that is larger."""
+    """The size of a case's generated numbers: 1, or 2^power if that is larger."""
     return float(2.0 ** max(0, case.parameters.get("power", 0)))
 
 
@@ -126,14 +126,14 @@ def compared(
     tolerances: Mapping[str, Mapping[str, float]],
     size: float = 1.0,
 ) -> tuple[float, list[tuple[str, str, float]]]:
-    """The largest error in units of what is tolerated, and what differs: array, words, error.
+    """The largest error in units of the tolerance, and the differences: array, words, error.
 
     Args:
-        found: What was computed.
-        golden: What the files hold.
+        found: The computed arrays.
+        golden: The files' arrays.
         tolerances: As in the manifest.
-        size: Of the numbers that went in; a sum of large ones may cancel, and its absolute error
-            is then theirs.
+        size: The size of the input numbers; a sum of large ones may cancel, and its absolute error
+            is then of their size.
     """
     worst, differences = 0.0, []
     for name in sorted(set(found) | set(golden)):
@@ -159,20 +159,20 @@ def distance(
     tolerances: Mapping[str, Mapping[str, float]],
     size: float = 1.0,
 ) -> float:
-    """The largest error in units of what is tolerated; infinite where exactness is asked for.
+    """The largest error in units of the tolerance; infinite if exactness is required and missed.
 
     Args:
-        found: What was computed.
-        golden: What the file holds.
+        found: The computed array.
+        golden: The file's array.
         tolerances: As in the manifest.
-        size: Of the numbers that went in.
+        size: The size of the input numbers.
     """
     if not mx.issubdtype(golden.dtype, mx.floating):
         return 0.0 if mx.array_equal(found, golden).item() else np.inf
     tolerance = tolerances[str(golden.dtype).rpartition(".")[-1]]
     a = np.array(found.astype(mx.float32)).astype(np.float64)
     b = np.array(golden.astype(mx.float32)).astype(np.float64)
-    # Infinities of one sign agree; a NaN agrees with a NaN.
+    # Infinities of the same sign agree; a NaN agrees with a NaN.
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
         allowed = size * tolerance["absolute"] + tolerance["relative"] * np.abs(b)

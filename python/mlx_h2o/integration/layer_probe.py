@@ -1,4 +1,4 @@
-"""How a model uses each of its plain KV caches, found out by one token that is never computed."""
+"""How a model uses each of its plain KV caches, probed by one token that is never computed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from mlx_h2o.loading.identity import ModelIdentity, architecture, identity_of
 
 @dataclass
 class LayerKind:
-    """What a trial run told about a plain KV cache of a model.
+    """How a model uses one of its plain KV caches, as a trial run showed.
 
     Attributes:
         heads: Hk.
-        widths: Of its rows.
+        widths: Widths of the cache's rows.
         routed: Whether the model asked the cache to attend.
         derived: Whether it attended to keys made of the cached ones (MLA).
         sharers: How many layers attended to its rows.
-        indexes: Whether it holds what another cache's keys are picked by (sparse attention).
+        indexes: Whether another cache's keys are picked by its rows (sparse attention).
         group: G, the query heads of each KV head (of the first layer that attended).
     """
 
@@ -66,7 +66,7 @@ class _Trial(Looking, mlx_lm_cache.KVCache):
         return rows
 
     def places(self) -> mx.array:
-        """Of the rows: a layer that asks for them needs all of them handed out."""
+        """The rows' positions: a layer that asks for them needs all rows handed out."""
         assert self.keys is not None
         self.derived = True
         return mx.zeros((*self.keys.shape[:2], self.offset), mx.int32)
@@ -77,7 +77,7 @@ class _Trial(Looking, mlx_lm_cache.KVCache):
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         self.sharers += 1
         self.query_heads = self.query_heads or call.q.shape[1]
-        # Latent rows are keys and values at once where they are attended to as they are.
+        # Latent rows attended to unchanged are keys and values at once.
         self.derived |= keys is values or not (self.handed_out(keys) and self.handed_out(values))
         return mx.fast.scaled_dot_product_attention(
             call.q, keys, values, scale=call.scale, mask=call.mask, sinks=call.sinks
@@ -98,7 +98,7 @@ def _runs(model: nn.Module) -> bool:
     """Whether the model takes a token with mlx-lm's own caches."""
     try:
         model(mx.array([[0]]), cache=stock_caches(model))
-    except Exception:  # whatever a model raises
+    except Exception:  # a model may raise anything
         return False
     return True
 

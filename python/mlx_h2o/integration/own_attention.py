@@ -1,12 +1,12 @@
 """Models that compute attention by themselves, and how they ask a cache for it instead.
 
 Most of mlx-lm's models attend to the rows of their cache through one function, which `routing`
-replaces. Some have their own, so that a cache never sees their queries, or change the rows first,
-so that it cannot tell what they are. The table here has such modules: while attention is routed,
-their `__call__` is replaced by one that computes the same and lets a cache that can attend do so;
-any other cache goes to mlx-lm's own code, untouched. A module is replaced only where its source is
-one that was read when its entry was written. Where it is another, it attends as before: by itself,
-so that policies look at keys only, or to rows that the cache does not know.
+replaces. Some have a function of their own, so that a cache never sees their queries, or change the
+rows first, so that it cannot tell what they are. The table here lists such modules: while attention
+is routed, their `__call__` is replaced by one that computes the same and lets a cache attend if it
+can; any other cache goes to mlx-lm's own code, untouched. A module is replaced only if its source
+is the one that was read when its entry was written. Otherwise it attends as before: by itself, so
+that policies look at keys only, or to rows that the cache does not know.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class OwnAttention:
-    """A class of mlx-lm that attends by itself.
+    """A class of mlx-lm that computes attention by itself.
 
     Attributes:
-        digest: Of the source of its `__call__` (`digest_of`).
+        digest: Digest of the source of its `__call__` (`digest_of`).
         asking: The same computation with the same arguments, but asking the cache to attend.
     """
 
@@ -42,7 +42,7 @@ class OwnAttention:
 
 
 def _gemma2(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> Any:
-    """Logits are capped softly, so no attention of MLX's own serves."""
+    """Gemma 2: logits are soft-capped, which MLX's own attention cannot do."""
     q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
     q, k = _heads(q, self.n_heads), _heads(k, self.n_kv_heads)
     q, k = self.rope(q, offset=cache.offset), self.rope(k, offset=cache.offset)
@@ -52,7 +52,7 @@ def _gemma2(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> Any
 
 
 def _phi3small(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> Any:
-    """Every other layer sees blocks of places: near ones, and each so many-th of those before."""
+    """Phi-3-small: every other layer sees near blocks of places, and every n-th far one."""
     B, L, _ = x.shape
     qkv = self.query_key_value(x).reshape(B, L, -1, self.n_q_per_kv + 2, self.head_dim)
     q = qkv[..., :-2, :].flatten(-3, -2).transpose(0, 2, 1, 3)
@@ -66,7 +66,7 @@ def _phi3small(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> 
                 "phi3small sees blocks of places, which caches of mlx_h2o.make_prompt_cache know "
                 "alone."
             )
-        # As in mlx-lm a mask of truth values is added, too.
+        # As in mlx-lm, a boolean mask is added, too.
         seen = blocks_seen(self, cache.places(), first, L)
         bias = mask.astype(q.dtype) if isinstance(mask, mx.array) else mx.zeros((), q.dtype)
         mask = mx.where(seen, bias, mx.array(-mx.inf, q.dtype))
@@ -74,15 +74,15 @@ def _phi3small(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> 
 
 
 def blocks_seen(self: Any, places: mx.array, first: int, L: int) -> mx.array:
-    """Which rows each query of a block-sparse layer sees, `[B, Hq, L, N]`.
+    """The rows that each query of a block-sparse layer sees, `[B, Hq, L, N]`.
 
     As in mlx-lm, the last query is taken to be the last of its block.
 
     Args:
-        self: The layer's attention.
+        self: The layer's attention module.
         places: Positions of the rows, `[B, H, N]`.
         first: The first query's position.
-        L: Queries.
+        L: The number of queries.
     """
     size, total = self.blocksparse_block_size, first + L
     own = (mx.arange(first, total) + -total % size) // size
@@ -97,7 +97,7 @@ def blocks_seen(self: Any, places: mx.array, first: int, L: int) -> mx.array:
 def _plamo(
     self: Any, hidden_states: mx.array, attention_mask: Mask = None, cache: Any = None
 ) -> Any:
-    """Query head i has the KV head i mod H; they are handed over in groups, and put back."""
+    """PLaMo: query head i has KV head i mod H; heads are handed over in groups, and put back."""
     x, H = hidden_states, self.k_num_heads
     q, k, v = _heads(self.q_proj(x), self.q_num_heads), self.k_proj(x), self.v_proj(x)
     q = self.rotary_emb(q, offset=cache.offset)
@@ -108,7 +108,7 @@ def _plamo(
 
 
 def _plamo2(self: Any, hidden_states: mx.array, mask: Mask = None, cache: Any = None) -> Any:
-    """Plain attention, without mlx-lm's function."""
+    """PLaMo 2: plain attention, without mlx-lm's function."""
     ends = [self.q_proj_dim, self.q_proj_dim + self.k_proj_dim]
     q, k, v = mx.split(self.qkv_proj(hidden_states), ends, axis=-1)
     q, k = _heads(q, self.q_num_heads), _heads(k, self.k_num_heads)
@@ -120,7 +120,7 @@ def _plamo2(self: Any, hidden_states: mx.array, mask: Mask = None, cache: Any = 
 
 
 def _stablelm(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> Any:
-    """Queries and keys are cast to float32 for attention, in which logits are float32 anyway."""
+    """StableLM: attention casts queries and keys to float32; ours has float32 logits anyway."""
     B, L, _ = x.shape
     q = self.q_proj(x).reshape(B, L, self.num_heads, -1)
     k = self.k_proj(x).reshape(B, L, self.num_key_value_heads, -1)
@@ -131,7 +131,7 @@ def _stablelm(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> A
     return self.o_proj(_joined(asked(cache, q, k, v, self.head_dim**-0.5, mask)))
 
 
-#: By module; in each it is the class `Attention`.
+#: The replacements by module; each module's class is called `Attention`.
 TABLE = {
     "mlx_lm.models.gemma2": OwnAttention(
         "2fc0e1b3741487c4c910ad00b1f6cbb4589f6ff5d290ef6bd33de446de614d8c", _gemma2
@@ -150,16 +150,16 @@ TABLE = {
     ),
 }
 
-# What stood in the places of the classes' `__call__` that are replaced now.
+# The classes' own `__call__` methods, which are replaced now.
 _replaced: dict[type, Call] = {}
 
 
 def install() -> None:
-    """Let every class of the table whose source is known ask caches that can attend."""
+    """Let every class of the table with a known source ask caches that can attend."""
     for module, own in TABLE.items():
         try:
             attention = importlib.import_module(module).Attention
-        except (ImportError, AttributeError):  # of another mlx-lm
+        except (ImportError, AttributeError):  # another mlx-lm
             continue
         if attention not in _replaced and digest_of(attention.__call__) == own.digest:
             _replaced[attention] = attention.__call__
@@ -174,19 +174,18 @@ def uninstall() -> None:
 
 
 def warn_if_changed(module: str) -> None:
-    """Say so where a module is in the table, and its source is another than the one known."""
+    """Warn if a module is in the table, but its source is another than the known one."""
     if module in TABLE and not any(known.__module__ == module for known in _replaced):
         warnings.warn(
             f"The attention of {module} is another than mlx-h2o knows, so its caches see less of "
-            "it, or only keys (mlx_h2o.describe tells). An mlx-h2o made for this mlx-lm would know "
-            "it.",
+            "it, or only keys (mlx_h2o.describe shows which). Use an mlx-h2o made for this mlx-lm.",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
 def digest_of(call: Call) -> str:
-    """SHA-256 of a function's source, whatever its white space; empty where there is no source."""
+    """SHA-256 of a function's source without its white space; empty if there is no source."""
     try:
         source = inspect.getsource(call)
     except (OSError, TypeError):
@@ -203,22 +202,22 @@ def asked(
     mask: Mask,
     softcap: float = 0.0,
 ) -> mx.array:
-    """What a cache attends to; where it cannot attend, attention over the rows that it gave.
+    """The cache's attention; if it cannot attend, attention over the rows that it returned.
 
     Args:
-        cache: Of the layer.
+        cache: The layer's cache.
         q: `[B, Hq, L, D]`.
         keys: The keys that `update_and_fetch` returned.
         values: The values that `update_and_fetch` returned.
         scale: Factor on q.k.
         mask: As in `scaled_dot_product_attention`.
-        softcap: c of logits capped softly, or 0.
+        softcap: The soft cap c of the logits, or 0.
 
     Returns:
         `[B, Hq, L, Dv]`.
 
     Raises:
-        ValueError: The cache knows nothing of soft-capping.
+        ValueError: The cache does not support soft-capping.
     """
     if not getattr(cache, "attending", False):
         if not isinstance(keys, mx.array):
@@ -228,8 +227,8 @@ def asked(
         )
     if softcap and not getattr(cache, "knows_softcap", True):
         raise ValueError(
-            "This model caps the logits of its attention softly, which what looks into it here "
-            "does not know: caches, `calibrate` and `compare` do."
+            "This model soft-caps the logits of its attention, which this measurement does not "
+            "support: caches, `calibrate` and `compare` do."
         )
     capped = {"softcap": softcap} if softcap else {}
     out: mx.array = cache.attend(q, keys, values, scale=scale, mask=mask, sinks=None, **capped)
@@ -237,7 +236,7 @@ def asked(
 
 
 def _asking(original: Call, asking: Call) -> Call:
-    """A module's `__call__`, but asking caches that can attend."""
+    """A module's `__call__` that asks caches that can attend."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -254,7 +253,7 @@ def _heads(x: mx.array, heads: int) -> mx.array:
 
 
 def _regrouped(x: mx.array, groups: int) -> mx.array:
-    """Heads `[B, heads, L, D]` with every groups-th side by side; by heads // groups: put back."""
+    """Heads `[B, heads, L, D]` with every groups-th side by side; `heads // groups` undoes it."""
     B, heads, L, D = x.shape
     return x.reshape(B, -1, groups, L, D).swapaxes(1, 2).reshape(B, heads, L, D)
 

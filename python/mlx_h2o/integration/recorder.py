@@ -22,9 +22,9 @@ from mlx_h2o.integration.refusals import require_boundable
 from mlx_h2o.integration.stock_caches import stock_caches
 from mlx_h2o.loading.identity import architecture
 
-# Tokens of one pass where a model does not say what it was trained to see.
+# Tokens of one pass, for a model that does not say which context it was trained on.
 USUAL_PASS = 1024
-# Fewer tell nothing.
+# Fewer tokens show nothing about heads.
 LEAST_TOKENS = 4 * SMALLEST_BUDGET
 # Queries attended from at a time: bounds the [Hq, block, T] logits.
 QUERY_BLOCK = 128
@@ -32,7 +32,7 @@ QUERY_BLOCK = 128
 
 @dataclass
 class Watcher:
-    """What blocks that are looked at show: the block that runs now, and its input; None between."""
+    """The block that runs now, and its input; None between blocks."""
 
     layer: nn.Module | None = None
     residual: mx.array | None = None
@@ -46,11 +46,11 @@ class LookingCache(Looking):
     knows_softcap = False
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """The rows as they are."""
+        """The rows unchanged."""
         return keys, values
 
     def make_mask(self, N: int, return_array: bool = False, window_size: Any = None) -> Any:
-        """As mlx-lm's own."""
+        """The mask, as in mlx-lm's own cache."""
         return mlx_lm_cache.KVCache().make_mask(
             N, return_array=return_array, window_size=window_size
         )
@@ -60,13 +60,13 @@ class LookingCache(Looking):
 def watched(model: nn.Module, watcher: Watcher) -> Iterator[None]:
     """Let the watcher see the input of every block.
 
-    Each block gets, for so long, a subclass of its own class whose call tells the watcher first. So
-    it does not matter in which lists a model keeps its blocks, or whether `model.layers` is one of
-    them or made anew at every look (mlx-lm's pipelined models), and other models of the same class
-    see nothing of it.
+    Each block gets, for the time being, a subclass of its own class whose call tells the
+    watcher first. So it does not matter in which lists a model keeps its blocks, or whether
+    `model.layers` is one of them or made anew on every access (mlx-lm's pipelined models), and
+    other models of the same class are not affected.
 
     Raises:
-        ValueError: The model does not say what its blocks are.
+        ValueError: The model does not list its blocks.
     """
     classes = {id(block): (block, type(block)) for block in _blocks(model)}
     subclasses = {of: _telling(of, watcher) for _, of in classes.values()}
@@ -80,7 +80,7 @@ def watched(model: nn.Module, watcher: Watcher) -> Iterator[None]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """A model's blocks, without the empty places that a rank of a pipeline has among them."""
+    """A model's blocks, without the None entries on a rank of a pipeline."""
     blocks = [b for b in getattr(model, "layers", ()) if isinstance(b, nn.Module)]
     if not blocks:
         raise ValueError(
@@ -103,7 +103,7 @@ def _telling(block: type[nn.Module], watcher: Watcher) -> type[nn.Module]:
         watcher.layer, watcher.residual = self, x
         try:
             return block.__call__(self, *args, **kwargs)
-        finally:  # what attends outside of every block is taken for no block's
+        finally:  # attention outside of every block belongs to no block
             watcher.layer = watcher.residual = None
 
     told = {"__call__": __call__, "__module__": block.__module__}
@@ -130,7 +130,7 @@ def looked_through(
         model: An mlx-lm model.
         tokens: `[B, T]`.
         watcher: Sees the blocks.
-        make: The cache of the i-th plain one.
+        make: Makes the cache in the place of the i-th plain one.
 
     Returns:
         Logits `[B, T, vocabulary]`, which nothing has computed yet.
@@ -164,7 +164,7 @@ def full_attention(
         values: `[B, H, T, Dv]`.
         scale: Factor on q.k.
         sinks: Attention-sink logits `[Hq]`.
-        softcap: c of logits capped softly, or 0.
+        softcap: The soft cap c of the logits, or 0.
     """
     blocks = []
     for start in range(0, q.shape[2], QUERY_BLOCK):
@@ -188,17 +188,17 @@ def block_attention(
 ) -> mx.array:
     """Attention of a block of queries `[B, Hq, n, D]`.
 
-    MLX computes it where it knows such logits, but for the CPU: over 2048 tokens this library's
-    kernel takes a quarter of the time there.
+    MLX computes it, except for soft-capped logits and on the CPU, where this library's kernel
+    takes a quarter of the time over 2048 tokens.
 
     Args:
         q: `[B, Hq, n, D]`.
         keys: `[B, H, T, D]`.
         values: `[B, H, T, Dv]`.
         scale: Factor on q.k.
-        mask: Over the block's queries and all keys, as MLX takes it.
+        mask: The mask over the block's queries and all keys, as MLX takes it.
         sinks: Attention-sink logits `[Hq]`.
-        softcap: c of logits capped softly, or 0.
+        softcap: The soft cap c of the logits, or 0.
     """
     rows = q, keys, values
     if softcap or backend() is cpu():
@@ -208,8 +208,8 @@ def block_attention(
     return mx.fast.scaled_dot_product_attention(*rows, scale=scale, mask=mask, sinks=sinks)
 
 
-# What mlx-lm's models call the output projection, and parts of what they call the module that
-# attends (falcon_h1's "mamba" has an out_proj of its own beside it).
+# mlx-lm's names of the output projection, and parts of its names of the module that attends
+# (falcon_h1's "mamba" has an out_proj of its own beside it).
 PROJECTIONS = ("o_proj", "out_proj", "wo", "dense", "c_proj", "attn_resid")
 ATTENDING = ("att", "mixer")
 
@@ -222,7 +222,7 @@ def output_projection(layer: nn.Module | None, width: int) -> Callable[[mx.array
         width: Hq * Dv.
 
     Raises:
-        ValueError: There is none.
+        ValueError: The layer has no output projection that is known.
     """
     for name, module in layer.named_modules() if layer is not None else ():
         *path, last = name.split(".")
@@ -240,7 +240,7 @@ def output_projection(layer: nn.Module | None, width: int) -> Callable[[mx.array
 
 
 class _Weighable(LookingCache):
-    """A looking cache that computes nothing: it only sees whether its layer can be weighed."""
+    """A looking cache that only checks that its layer's heads can be weighed, computing nothing."""
 
     knows_softcap = True
 
@@ -254,7 +254,7 @@ class _Weighable(LookingCache):
 
 
 def require_weighable(model: nn.Module) -> None:
-    """Raise ValueError where heads of some layer cannot be weighed.
+    """Raise ValueError if the heads of some layer cannot be weighed.
 
     One token is sent through the model lazily, so that nothing is computed.
     """
@@ -269,9 +269,9 @@ def head_gram(
     """W^T W `[count * width, count * width]` of W_o's columns for heads first to first + count.
 
     Args:
-        project: Its output projection.
+        project: The layer's output projection.
         heads: Query heads.
-        width: Of a head's output.
+        width: The width of a head's output, Dv.
         first: The first head.
         count: How many heads.
     """
@@ -283,7 +283,7 @@ def head_gram(
 
 @dataclass
 class HeadWeights:
-    """What an error in a KV head's output costs its layer, relative to the residual.
+    """The cost of an error in a KV head's output to its layer, relative to the residual.
 
     Attributes:
         grams: W^T W of each KV head's columns of W_o, `[H, G * Dv, G * Dv]`.
@@ -295,10 +295,10 @@ class HeadWeights:
 
     @classmethod
     def of(cls, watcher: Watcher, out: mx.array, heads: int) -> HeadWeights:
-        """Those of the block that runs now.
+        """The weights of the block that runs now.
 
         Args:
-            watcher: That sees it.
+            watcher: The watcher that sees the block.
             out: The full attention's output `[B, Hq, T, Dv]`.
             heads: H.
         """
@@ -314,8 +314,8 @@ class HeadWeights:
         """||W_o d||^2 / ||residual||^2, the mean over a batch.
 
         Args:
-            difference: d `[B, R, Hq, n, Dv]`, of R settings.
-            start: Position of the first of the n.
+            difference: The errors d of R settings, `[B, R, Hq, n, Dv]`.
+            start: Position of the first of the n queries.
 
         Returns:
             `[H, R, n]`.
@@ -331,21 +331,21 @@ class HeadWeights:
 
 
 def trained_context(model: nn.Module, otherwise: int = USUAL_PASS) -> int:
-    """Tokens that the model was trained to see; beyond them its heads behave otherwise.
+    """The context that the model was trained on, in tokens; beyond it heads behave differently.
 
     Args:
         model: An mlx-lm model.
-        otherwise: Where it does not say.
+        otherwise: The result for a model that does not say.
     """
     context = getattr(getattr(model, "args", None), "max_position_embeddings", None)
     return context if isinstance(context, int) and context > 0 else otherwise
 
 
 def windows_of(tokens: Sequence[int], length: int) -> list[mx.array]:
-    """Cut a text into passes `[1, length]`; a short rest is left out unless it is all there is.
+    """Cut a text into passes `[1, length]`; a short rest is dropped unless it is the whole text.
 
     Raises:
-        ValueError: The text is too short to tell anything.
+        ValueError: The text is too short.
     """
     if len(tokens) < LEAST_TOKENS:
         raise ValueError(
@@ -357,11 +357,11 @@ def windows_of(tokens: Sequence[int], length: int) -> list[mx.array]:
 
 
 def profiled_kinds(model: nn.Module) -> list[LayerKind]:
-    """How the model uses its caches, if a profile would be used.
+    """How the model uses its caches; raises if a profile would not be used.
 
     Raises:
-        NothingToBound: No cache of it grows.
-        ValueError: It cannot be bounded, or all its heads need one budget.
+        NothingToBound: None of its caches grows.
+        ValueError: The model cannot be bounded, or all its heads need one budget.
     """
     name, kinds = architecture(model), layer_kinds(model)
     require_boundable(name, kinds, stock_caches(model))

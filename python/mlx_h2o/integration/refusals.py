@@ -1,4 +1,4 @@
-"""What cannot be bounded, and why: models, and settings that a model cannot have."""
+"""Refusals: models that cannot be bounded, and settings that a model cannot have, with reasons."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class NothingToBound(ValueError):
 
 
 def require_boundable(name: str, kinds: Sequence[LayerKind], caches: Sequence[Any]) -> None:
-    """Raise unless a model's memory grows in plain KV caches, and any of its tokens may go.
+    """Raise unless a model's memory grows in plain KV caches, any token of which may be evicted.
 
     Args:
-        name: The model's.
-        kinds: How it uses its plain KV caches.
-        caches: Its own.
+        name: The model's name.
+        kinds: The model's use of its plain KV caches.
+        caches: The model's own caches.
 
     Raises:
-        NothingToBound: No cache of it grows.
-        ValueError: Its caches are of its own kind, it picks keys by an index of all tokens, or its
-            layers share keys in a way that is not known.
+        NothingToBound: None of its caches grows.
+        ValueError: It has caches of its own kind, it picks keys by an index of all tokens, or its
+        layers share keys in an unknown way.
     """
     if any(kind.indexes for kind in kinds):
         raise ValueError(
@@ -50,7 +50,7 @@ def require_boundable(name: str, kinds: Sequence[LayerKind], caches: Sequence[An
     if kinds:
         return
     found = {type(entry) for _, entry in entries(caches) if not isinstance(entry, FIXED_SIZE)}
-    others = {kind.__name__ for kind in found - {mlx_lm_cache.KVCache}}  # plain: it goes unused
+    others = {kind.__name__ for kind in found - {mlx_lm_cache.KVCache}}  # plain ones are unused
     if others:
         raise ValueError(
             f"{name} keeps its tokens in caches of its own ({', '.join(sorted(others))}), which "
@@ -62,13 +62,13 @@ def require_boundable(name: str, kinds: Sequence[LayerKind], caches: Sequence[An
 def check_settings(
     name: str, kinds: Sequence[LayerKind], settings: ModelSettings, policy: Policy
 ) -> None:
-    """Raise ValueError where a model that attends in its own way cannot have the settings.
+    """Raise ValueError if a model that attends in its own way cannot have the settings.
 
     Args:
-        name: The model's.
-        kinds: How it uses its plain KV caches.
-        settings: As they were asked for.
-        policy: The one that they name.
+        name: The model's name.
+        kinds: The model's use of its plain KV caches.
+        settings: The requested settings.
+        policy: The policy that the settings name.
     """
     attending = all(kind.routed for kind in kinds)
     if settings.rolls:

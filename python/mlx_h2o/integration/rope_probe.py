@@ -1,4 +1,4 @@
-"""Which plain RoPE is in a model's cached keys, found out by sending it one token to two places."""
+"""Finds which plain RoPE is in a model's cached keys, by sending it one token to two places."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mlx_h2o.storage.rope import Rope
 
 #: Keys or queries `[1, heads, 1, D]` of one token, of each plain KV cache.
 OneToken = list[mx.array]
-# Where the token is sent to; a turn by so many positions is none by chance.
+# The second place of the token: a rotation by so many positions is not the identity by chance.
 FAR = 300
-# Of the largest channel: what keys computed in bfloat16 may be off.
+# The tolerated error of keys computed in bfloat16, as a share of the largest channel.
 TOLERANCE = 0.03
 
 
 class _At(LookingCache):
     """A looking cache that claims to stand at some position, and keeps the keys and queries.
 
-    One token alone gets its own value, whatever caps its logit.
+    A token that is alone gets its own value as output, whatever caps its logit.
     """
 
     knows_softcap = True
@@ -37,7 +37,7 @@ class _At(LookingCache):
         return self.rows
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """For layers that share them."""
+        """The same for layers that share keys."""
         return self.rows
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
@@ -50,13 +50,13 @@ class _At(LookingCache):
 def ropes_in_keys(name: str, model: nn.Module, layers: int) -> list[Rope]:
     """The plain RoPE of each plain KV cache.
 
-    One token alone sees nothing but itself, wherever it stands, so in every layer its keys at two
-    places differ by the RoPE between them, and by nothing else.
+    A token that is alone sees nothing but itself, wherever it stands, so in every layer its keys at
+    two places differ by the RoPE between them, and by nothing else.
 
     Args:
-        name: The model's.
+        name: The model's name.
         model: An mlx-lm model that mlx_h2o can route.
-        layers: How many plain KV caches it uses.
+        layers: The number of plain KV caches that it uses.
 
     Raises:
         ValueError: The keys of a layer have another RoPE, or none, or were changed after it.
@@ -78,11 +78,11 @@ def ropes_in_keys(name: str, model: nn.Module, layers: int) -> list[Rope]:
 
 
 def known_ropes(model: nn.Module, queries: bool = True) -> list[Rope | None]:
-    """The plain RoPE of each plain KV cache that is used; None where it is another one, or none.
+    """The plain RoPE of each plain KV cache in use; None for another RoPE, or none.
 
     Args:
         model: An mlx-lm model that mlx_h2o can route.
-        queries: Whether it must be that of the queries too; then no layers may share keys.
+        queries: Whether the queries must have the same RoPE; then no layers may share keys.
     """
     routing.install()
     kinds = [
@@ -115,7 +115,7 @@ def _plain_ropes(model: nn.Module) -> list[Rope]:
 
 
 def _explains(rope: Rope, here: mx.array, there: mx.array) -> bool:
-    """Whether the same token's keys at two places are that RoPE apart."""
+    """Whether the same token's keys at the two places differ by this RoPE."""
     if rope.dims > here.shape[-1]:
         return False
     turned = rope.turned(here, mx.full(here.shape[:3], FAR)).astype(mx.float32)

@@ -2,15 +2,15 @@
 
 mlx-lm's models import `scaled_dot_product_attention` from `mlx_lm.models.base` by name. `install`
 puts a wrapper there and into every loaded module that holds the original; modules imported later
-pick the wrapper up by themselves. It asks a cache that can attend to do so (the one whose rows the
-keys are, where layers share them), and calls the original untouched otherwise. mlx-lm's
-`save_prompt_cache`, whose files of bounded caches could not be read back, refuses them meanwhile,
-and what takes tokens back is checked (`integration/trimming.py`). `integration/own_attention.py`
-does the same for models that attend by themselves.
+pick the wrapper up by themselves. The wrapper asks a cache that can attend to do so (where layers
+share keys, the cache that returned them), and calls the original untouched otherwise. Meanwhile
+mlx-lm's `save_prompt_cache` refuses bounded caches, since it could not read its files of them back,
+and functions that take tokens back are checked (`integration/trimming.py`).
+`integration/own_attention.py` does the same for models that attend by themselves.
 
 A layer that attends to another layer's keys and values gets them as arrays, often without the cache
-that returned them. `owner_of` maps key arrays to that cache: they are the very objects that were
-handed out.
+that returned them. `owner_of` maps key arrays to that cache: they are the very objects that it
+returned.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_h2o._utils.patching import replace_everywhere
 from mlx_h2o.integration import own_attention, trimming
 
-# What stands in mlx-lm's places now, and what stood there.
+# Pairs of a function now in mlx-lm's place and the original one.
 _replaced: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
-# Methods of mlx-lm's LRU cache that are wrapped, by name, and what stood there.
+# Methods of mlx-lm's LRU cache that are wrapped; the originals by name.
 _LRU_METHODS = ("fetch_nearest_cache", "insert_cache")
 _methods: dict[str, Callable[..., Any]] = {}
 
@@ -41,7 +41,7 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Route the attention of all mlx-lm models; doing it twice changes nothing."""
+    """Route the attention of all mlx-lm models; calling it twice changes nothing."""
     if installed():
         return
     wrapped: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
@@ -70,7 +70,7 @@ def uninstall() -> None:
 
 
 def routed(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """mlx-lm's attention, but asking caches that can attend."""
+    """mlx-lm's attention, wrapped to ask caches that can attend."""
 
     @functools.wraps(original)
     def attention(
@@ -85,7 +85,7 @@ def routed(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def refusing(original: Callable[..., Any]) -> Callable[..., None]:
-    """mlx-lm's `save_prompt_cache`, but refusing bounded caches."""
+    """mlx-lm's `save_prompt_cache`, wrapped to refuse bounded caches."""
 
     @functools.wraps(original)
     def save_prompt_cache(file_name: str, cache: list[Any], *args: Any, **kwargs: Any) -> None:
@@ -118,16 +118,16 @@ _owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def hand_out(cache: Any, keys: mx.array) -> None:
-    """Note that these keys are a cache's; it must hold on to them as long as that is to be known.
+    """Note that a cache returned these keys; it must keep them alive until they are attended to.
 
     Args:
-        cache: It has a method `handed_out`, which says whether keys are its own.
+        cache: The cache, with a method `handed_out` that says whether keys are its own.
         keys: `[B, Hk, N, D]`.
     """
     _owners[id(keys)] = cache
 
 
 def owner_of(keys: Any) -> Any:
-    """The cache that handed these keys out, or None."""
+    """The cache that returned these keys, or None."""
     cache = _owners.get(id(keys))
     return cache if cache is not None and cache.handed_out(keys) else None

@@ -1,4 +1,4 @@
-"""mlx-lm's own caches of a model, also while this package has replaced mlx-lm's functions."""
+"""mlx-lm's own caches of a model, available while this package has replaced mlx-lm's functions."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
-# mlx-lm's own: `bounding.install` and users put others where it was.
+# mlx-lm's own function: `bounding.install` and users put others in its place.
 stock_function = mlx_lm_cache.make_prompt_cache
-# Models, by id, whose own caches are being made.
+# Ids of the models whose own caches are being made.
 _asked: ContextVar[frozenset[int]] = ContextVar("asked", default=frozenset())
 
 
 def stock_caches(model: nn.Module) -> list[Any]:
-    """The model's own caches, one an entry, plain ones where it has no `make_cache`."""
+    """The model's own caches, one an entry; plain ones if it has no `make_cache`."""
     with _asking(model):
         caches: list[Any] = stock_function(model)
     return caches
 
 
 def asking() -> bool:
-    """Whether the own caches of some model are being made."""
+    """Whether some model's own caches are being made."""
     return bool(_asked.get())
 
 
 def is_asked(model: nn.Module) -> bool:
-    """Whether `stock_caches` is waiting for the model: what is called now stands in its place."""
+    """Whether `stock_caches` is making this model's caches: a call now stands in its place."""
     return id(model) in _asked.get()
 
 
 def caches_beneath(model: nn.Module) -> list[Any]:
-    """The caches of a model whose `make_cache` was replaced by one that asks for ours.
+    """The caches of a model whose `make_cache` was replaced by a function that asks for ours.
 
     Raises:
-        ValueError: It was replaced in the model's class, so that its own is lost.
+        ValueError: It was replaced in the model's class, so that the original is lost.
     """
     if "make_cache" not in vars(model):
         raise ValueError(

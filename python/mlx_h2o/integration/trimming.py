@@ -1,9 +1,9 @@
-"""What mlx-lm does by taking tokens back: speculative decoding, and its LRU cache of prompts.
+"""Taking tokens back in mlx-lm: speculative decoding, and its LRU cache of prompts.
 
-mlx-lm asks `can_trim_prompt_cache` and trusts the answer for any number of tokens, and its
-`trim_prompt_cache` returns 0 where it is no. A bounded cache can take back a limited number. So
-`routing.install` puts the functions here around mlx-lm's: rejected drafts are taken back or an
-error is raised, of all layers or of none, and a draft that is too long for the caches' `undo` is
+mlx-lm asks `can_trim_prompt_cache` and trusts a yes for any number of tokens, and its
+`trim_prompt_cache` returns 0 after a no. A bounded cache can take back a limited number. So
+`routing.install` puts the functions here around mlx-lm's: rejected drafts are taken back from all
+layers, or an error is raised and none changes, and a draft too long for the caches' `undo` is
 refused before anything is computed. Calls without a bounded cache reach mlx-lm's own unchanged.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 
-# Whether "can be trimmed" has to mean by any number of tokens.
+# Whether "can be trimmed" has to mean "by any number of tokens".
 _by_any: ContextVar[bool] = ContextVar("by_any", default=False)
 
 
@@ -32,7 +32,7 @@ def bounded(cache: Iterable[Any]) -> Iterator[Any]:
 
 
 def trimming(original: Callable[..., Any]) -> Callable[..., Any]:
-    """mlx-lm's `trim_prompt_cache`, but raising where not all layers can take that many back."""
+    """mlx-lm's `trim_prompt_cache`, wrapped to raise if not all layers can take that many back."""
 
     @functools.wraps(original)
     def trim_prompt_cache(cache: list[Any], num_tokens: int) -> Any:
@@ -52,7 +52,7 @@ def trimming(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def asking(original: Callable[..., bool]) -> Callable[..., bool]:
-    """mlx-lm's `can_trim_prompt_cache`, which for the LRU cache means by any number of tokens."""
+    """mlx-lm's `can_trim_prompt_cache`; for the LRU cache it means "by any number of tokens"."""
 
     @functools.wraps(original)
     def can_trim_prompt_cache(cache: list[Any]) -> bool:
@@ -64,7 +64,7 @@ def asking(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def by_any_number(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of mlx-lm's LRU cache, which trims by whatever a new prompt differs."""
+    """A method of mlx-lm's LRU cache, which trims as many tokens as a new prompt requires."""
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -78,10 +78,10 @@ def by_any_number(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def speculating(original: Callable[..., Any]) -> Callable[..., Any]:
-    """mlx-lm's `speculative_generate_step`, but refusing drafts that could not be taken back.
+    """mlx-lm's `speculative_generate_step`, wrapped to refuse drafts that could not be taken back.
 
-    By default the prompt is then read in the chunks of plain decoding, since what a bounded cache
-    keeps of a long prompt depends on them.
+    By default the prompt is then read in the chunks of plain decoding: what a bounded cache keeps
+    of a long prompt depends on them.
     """
     signature = inspect.signature(original)
     chunk = inspect.signature(generate_step).parameters["prefill_step_size"].default
@@ -90,7 +90,7 @@ def speculating(original: Callable[..., Any]) -> Callable[..., Any]:
     def speculative_generate_step(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         caches = call.arguments.get("prompt_cache")
-        if caches is None:  # mlx-lm will make some, which `install` may bound
+        if caches is None:  # mlx-lm will make caches, which `install` may bound
             models = (call.arguments[name] for name in ("model", "draft_model"))
             caches = [c for model in models for c in mlx_lm_cache.make_prompt_cache(model)]
         ours = list(bounded(caches))
@@ -106,7 +106,7 @@ def speculating(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def require_undo(undo: int, drafted: int) -> None:
-    """Raise ValueError unless caches of this `undo` can take back as many drafted tokens."""
+    """Raise ValueError unless caches with this `undo` can take back as many drafted tokens."""
     if undo >= drafted:
         return
     raise ValueError(

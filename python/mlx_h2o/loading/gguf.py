@@ -22,7 +22,7 @@ SUFFIX = ".gguf"
 #: Elements that share a scale in every packed kind that MLX keeps packed.
 GROUP_SIZE = 32
 
-# The file's names of a layer's parts, and mlx-lm's.
+# The file's names of a layer's parts, and mlx-lm's names.
 _LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -35,19 +35,20 @@ _LAYER = {
     "ffn_norm": "post_attention_layernorm",
 }
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-# What a part has, a packed one also what MLX makes of it.
+# Arrays of a part; scales and biases are those that MLX makes of a packed one.
 _OF_A_PART = ("weight", "bias", "scales", "biases")
-# Llama's query and key rows lie so that rotary pairs are neighbours; qwen2's lie as mlx-lm wants.
+# Llama stores query and key rows with rotary pairs as neighbours; qwen2 stores them as mlx-lm
+# wants them.
 _PAIRS_ARE_NEIGHBOURS = {"llama": True, "qwen2": False}
 #: Layers, heads and widths: hundreds of times what models have, and little enough to build.
 MOST_LAYERS, MOST_HEADS, WIDEST, LONGEST = 1_000, 65_536, 2**24, 2**31 - 1
 
 
 def read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    """A file's arrays and its metadata, numbers as Python's own.
+    """A file's arrays and its metadata, with numbers as Python's own.
 
     Raises:
-        ValueError: It is missing, damaged or cannot be read.
+        ValueError: The file is missing, damaged or cannot be read.
     """
     if not path.is_file():
         raise ValueError(f"There is no model file {path}.")
@@ -67,7 +68,7 @@ def config_of(metadata: Metadata, weights: Mapping[str, mx.array]) -> dict[str, 
     """The model's configuration in mlx-lm's words.
 
     Raises:
-        ValueError: A family, or a kind of it, that is not read here.
+        ValueError: The file's family, or a variant of it, is not supported here.
     """
     family = metadata.get("general.architecture")
     if family not in _PAIRS_ARE_NEIGHBOURS:
@@ -125,20 +126,20 @@ def weights_for(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> d
     """The file's arrays under mlx-lm's names, query and key rows in its order.
 
     Raises:
-        ValueError: An array whose place is not known, or whose shape is not that of its place.
+        ValueError: An array has no known place, or not the shape of its place.
     """
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     renamed = {}
     for name, array in weights.items():
         part, _, kind = name.rpartition(".")
         if kind not in _OF_A_PART:
-            raise ValueError(f"The GGUF file has an array that has no place here: {name}.")
+            raise ValueError(f"The GGUF file has an array that is not known here: {name}.")
         if part in _OUTSIDE:
             renamed[f"{_OUTSIDE[part]}.{kind}"] = array
             continue
         block, layer, part = [*part.split(".", 2), "", ""][:3]
         if block != "blk" or part not in _LAYER:
-            raise ValueError(f"The GGUF file has an array that has no place here: {name}.")
+            raise ValueError(f"The GGUF file has an array that is not known here: {name}.")
         if part in heads and _PAIRS_ARE_NEIGHBOURS[config["model_type"]]:
             if array.shape[0] != heads[part] * config["head_dim"]:
                 raise ValueError(
@@ -157,14 +158,14 @@ def halves_apart(rows: mx.array, heads: int) -> mx.array:
 
 
 def build(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> nn.Module:
-    """An mlx-lm model with these weights, packed where they are packed.
+    """An mlx-lm model with these weights; packed weights stay packed.
 
     Args:
-        config: From `config_of`.
-        weights: From `weights_for`.
+        config: The configuration from `config_of`.
+        weights: The arrays from `weights_for`.
 
     Raises:
-        ValueError: They are not the arrays that such a model has.
+        ValueError: The arrays are not those of such a model.
     """
     from importlib import import_module
 
@@ -192,7 +193,7 @@ def load(path: str | Path) -> tuple[nn.Module, Any]:
         path: A `.gguf` file.
 
     Raises:
-        ValueError: The file cannot be read, or holds what is not known here.
+        ValueError: The file cannot be read, or its model is not supported here.
     """
     from mlx_h2o.loading.gguf_tokenizer import tokenizer_of
 

@@ -1,8 +1,8 @@
-"""A GGUF file's header, checked against the file before MLX believes it.
+"""Checks a GGUF file's header against the file before MLX reads it.
 
-MLX's reader trusts counts, lengths, types and offsets, and a damaged file ends the process. Here
-everything that it will follow is read first, and each number is compared with what is left of the
-file before it is used. Source of the format: ggml's docs/gguf.md.
+MLX's reader trusts counts, lengths, types and offsets, and a damaged file ends the process.
+This module first reads everything that MLX will follow, and compares each number with what is left
+of the file before using it. Source of the format: ggml's docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MOST_ENTRIES, MOST_ARRAYS = 10_000, 100_000
 LONGEST_KEY, LONGEST_NAME = 65_535, 256
 #: Axes of an array, and elements along one, which MLX counts in 32 bits.
 MOST_AXES, LONGEST_AXIS = 4, 2**31 - 1
-#: Ends of the names that MLX gives to what it makes of a packed array.
+#: Suffixes of the arrays that MLX makes of a packed array.
 PARTS = (".scales", ".biases")
-#: Where arrays may begin, if the file does not say, and what it may say.
+#: Alignment of arrays where the file gives none, and the largest that it may give.
 ALIGNMENT, MOST_ALIGNMENT = 32, 2**16
 ALIGNMENT_KEY = "general.alignment"
 
-#: Kinds of metadata value: bytes of each.
+#: Bytes of each kind of metadata value.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 
@@ -39,10 +39,10 @@ class Kind:
     """How an array's elements are stored.
 
     Attributes:
-        name: ggml's.
-        elements: Of a block.
+        name: ggml's name of the kind.
+        elements: Elements of a block.
         size: Bytes of a block.
-        reads: Whether MLX reads it, and rightly.
+        reads: Whether MLX reads it, and correctly.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Kind:
     reads: bool = False
 
 
-#: ggml's kinds of array by number.
+#: ggml's kinds of array, by number.
 KINDS = {
     0: Kind("F32", 1, 4, True),
     1: Kind("F16", 1, 2, True),
@@ -63,7 +63,7 @@ KINDS = {
     9: Kind("Q8_1", 32, 36),
     10: Kind("Q2_K", 256, 84, True),
     11: Kind("Q3_K", 256, 110),
-    12: Kind("Q4_K", 256, 144),  # MLX 0.32 takes the scales of every second 32 elements wrongly
+    12: Kind("Q4_K", 256, 144),  # MLX 0.32 reads the scales of every second 32 elements wrongly
     13: Kind("Q5_K", 256, 176),
     14: Kind("Q6_K", 256, 210, True),
     15: Kind("Q8_K", 256, 292),
@@ -90,7 +90,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class _Array:
-    """Where the header says that an array lies: bytes from the first array's begin."""
+    """An array's place by the header: bytes counted from where the first array begins."""
 
     name: str
     start: int
@@ -98,10 +98,10 @@ class _Array:
 
 
 class _Reader:
-    """Bytes of a file, read from the front; nothing beyond its end.
+    """Reads bytes of a file from the front, and nothing beyond its end.
 
     Args:
-        data: The file.
+        data: The file's bytes.
     """
 
     def __init__(self, data: mmap.mmap):
@@ -133,7 +133,7 @@ class _Reader:
         return int(struct.unpack("<Q", self.take(8, what))[0])
 
     def text(self, most: int, what: str) -> str:
-        """A text of at most so many bytes."""
+        """A text of at most `most` bytes."""
         length = self.u64(what)
         if length > most:
             raise ValueError(f"{what} has {length} bytes, of at most {most}")
@@ -144,7 +144,7 @@ class _Reader:
 
 
 def check_header(path: str | Path) -> None:
-    """Raise ValueError unless MLX can follow all that a GGUF file's header says.
+    """Raise ValueError unless MLX can follow everything in a GGUF file's header.
 
     Raises:
         OSError: The file cannot be read.
@@ -184,7 +184,7 @@ def _check(reader: _Reader, size: int) -> None:
 
 
 def _alignment_of(reader: _Reader, entries: int) -> int:
-    """Read the metadata; the alignment that it gives arrays."""
+    """Read the metadata; return the alignment that it gives arrays."""
     keys, alignment = set(), ALIGNMENT
     for number in range(entries):
         key = reader.text(LONGEST_KEY, f"the key of metadata entry {number}")
@@ -217,9 +217,9 @@ def _skip_value(reader: _Reader, key: str, kind: int) -> None:
 
 
 def _skip_items(reader: _Reader, key: str, kind: int, count: int) -> None:
-    """Pass over so many values of a kind."""
+    """Pass over `count` values of a kind."""
     if kind == _STRING:
-        for number in range(count):  # ends with the file: each takes eight bytes at least
+        for number in range(count):  # ends with the file: each takes at least eight bytes
             length = reader.u64(f"text {number} of {count} of {key}")
             if b"\0" in reader.take(length, f"text {number} of {count} of {key}"):
                 raise ValueError(f"a text of {key} has a zero byte in it")
@@ -233,7 +233,7 @@ def _skip_items(reader: _Reader, key: str, kind: int, count: int) -> None:
 
 
 def _arrays(reader: _Reader, count: int, alignment: int) -> Iterator[_Array]:
-    """Read what the header says of the arrays."""
+    """Read the header's entries about arrays."""
     names = set()
     unread: dict[str, str] = {}
     for number in range(count):

@@ -1,4 +1,4 @@
-"""A GGUF file's metadata, each entry of the type and in the range that its reader wants."""
+"""A GGUF file's metadata, with the type and range of each entry checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Metadata = Mapping[str, Any]
 
 
 def missing(key: str) -> ValueError:
-    """The error that says which entry is not there."""
+    """The error for a missing entry."""
     return ValueError(f"The GGUF file lacks {key}.")
 
 
@@ -18,14 +18,14 @@ def whole(metadata: Metadata, key: str, least: int, most: int, default: int | No
     """A whole number.
 
     Args:
-        metadata: The file's.
-        key: Its entry.
-        least: The smallest that it may be.
-        most: The largest.
-        default: What it is where the file does not say; None: it must.
+        metadata: The file's metadata.
+        key: The entry's key.
+        least: The smallest value allowed.
+        most: The largest value allowed.
+        default: The value if the entry is missing; None means that the entry is required.
 
     Raises:
-        ValueError: It is missing, or no such number.
+        ValueError: The entry is missing, or is no such number.
     """
     value = metadata.get(key, default)
     if value is None:
@@ -42,12 +42,12 @@ def positive(metadata: Metadata, key: str, default: float | None = None) -> floa
     """A finite number above 0.
 
     Args:
-        metadata: Of the file.
-        key: Of the entry.
-        default: Where there is none; None: it must be there.
+        metadata: The file's metadata.
+        key: The entry's key.
+        default: The value if the entry is missing; None means that the entry is required.
 
     Raises:
-        ValueError: It is missing, or no such number.
+        ValueError: The entry is missing, or is no such number.
     """
     value = metadata.get(key, default)
     if value is None:
@@ -64,12 +64,12 @@ def text(metadata: Metadata, key: str, default: str | None = None) -> str:
     """A text.
 
     Args:
-        metadata: Of the file.
-        key: Of the entry.
-        default: Where there is none; None: it must be there.
+        metadata: The file's metadata.
+        key: The entry's key.
+        default: The value if the entry is missing; None means that the entry is required.
 
     Raises:
-        ValueError: It is missing, or none.
+        ValueError: The entry is missing, or is no text.
     """
     value = metadata.get(key, default)
     if value is None:
@@ -83,13 +83,13 @@ def items(metadata: Metadata, key: str, kind: type, default: list[Any] | None = 
     """An array of texts (`str`) or whole numbers (`int`).
 
     Args:
-        metadata: Of the file.
-        key: Of the entry.
-        kind: Of the elements.
-        default: Where there is none; None: it must be there.
+        metadata: The file's metadata.
+        key: The entry's key.
+        kind: The type of the elements.
+        default: The value if the entry is missing; None means that the entry is required.
 
     Raises:
-        ValueError: It is missing, or something else.
+        ValueError: The entry is missing, or is no such array.
     """
     value = metadata.get(key, default)
     if value is None:

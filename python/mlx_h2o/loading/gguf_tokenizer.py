@@ -10,10 +10,10 @@ from mlx_h2o.loading.gguf_metadata import items, text, whole
 # Kinds of token in `tokenizer.ggml.token_type` (llama.cpp's llama_token_type).
 CONTROL, USER_DEFINED = 3, 4
 _ADDED = (CONTROL, USER_DEFINED)
-# Ends of a turn that chat models give, whatever the file calls its end of text.
+# Tokens that end a turn in chat models, whichever token the file calls its end of text.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>")
 
-# How text is cut before its bytes are joined; from the models' own tokenizer.json.
+# The rules that cut text before its bytes are joined; from the models' own tokenizer.json.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _AFTER_NUMBERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS = {
@@ -24,7 +24,7 @@ _GPT2, _SMOLLM = ("gpt-2", "gpt2", "default"), ("smollm",)
 
 
 def pre_tokenizer_of(kind: str) -> Any:
-    """What cuts the text, for a file's `tokenizer.ggml.pre`.
+    """The pre-tokenizer that cuts text, for a file's `tokenizer.ggml.pre`.
 
     Raises:
         ValueError: The kind is not known.
@@ -48,7 +48,7 @@ def bpe_of(metadata: Mapping[str, Any]) -> Any:
     """The file's vocabulary and merges as a `tokenizers.Tokenizer`.
 
     Raises:
-        ValueError: The file has a tokenizer of another model than byte-level BPE, or none.
+        ValueError: The file's tokenizer is not byte-level BPE, or it has none.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
@@ -95,9 +95,9 @@ def begins_with(tokenizer: Any, token: str, token_id: int) -> None:
     """Make encoding put one token first.
 
     Args:
-        tokenizer: Which is changed.
-        token: Its text.
-        token_id: Its number.
+        tokenizer: The tokenizer to change.
+        token: The token's text.
+        token_id: The token's number.
     """
     from tokenizers import processors
 
@@ -107,14 +107,14 @@ def begins_with(tokenizer: Any, token: str, token_id: int) -> None:
 
 
 def tokenizer_of(metadata: Mapping[str, Any], rows: int | None = None) -> Any:
-    """The file's tokenizer as mlx-lm wraps one, with its chat template and ends of a turn.
+    """The file's tokenizer in mlx-lm's wrapper, with its chat template and ends of a turn.
 
     Args:
-        metadata: The file's.
-        rows: Of the model's embeddings, of which each token must have one; None: not known.
+        metadata: The file's metadata.
+        rows: Rows of the model's embedding; every token must have one. None if not known.
 
     Raises:
-        ValueError: As `bpe_of`, or tokens without a row.
+        ValueError: As in `bpe_of`, or a token has no row.
     """
     from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""What tells models apart without reading their weights."""
+"""A model's identity: tells models apart without reading their weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import mlx.nn as nn
 from mlx_h2o._utils import checks
 
 LARGEST_PROBE = 1e30
-# Two models are taken for the same when their probes point the same way: quantizing a model moves
-# it by a percent or two, another training run turns it anywhere.
+# Two models count as the same when their probes point the same way: quantizing a model turns its
+# probe by a percent or two, and another training run turns it anywhere.
 LEAST_LIKENESS = 0.9
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What tells models apart without reading their weights.
+    """A model's identity: enough to tell models apart without reading their weights.
 
     Attributes:
         model_type: As in the model's config.
@@ -50,7 +50,7 @@ class ModelIdentity:
 
     @classmethod
     def of_json(cls, data: Any) -> ModelIdentity:
-        """What `asdict` gave, read from JSON; `check` has still to be asked."""
+        """The identity that `asdict` wrote, read from JSON; `check` has still to be called."""
         return cls(
             data["model_type"],
             tuple(data["kv_heads"]),
@@ -61,13 +61,13 @@ class ModelIdentity:
 
     @property
     def file_stem(self) -> str:
-        """A name for files of this very model: its type, and a digest of all that tells it."""
+        """A file name for this very model: its type, and a digest of the whole identity."""
         digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
         kind = "".join(c if c.isalnum() else "-" for c in self.model_type)
         return f"{kind}-{digest}"
 
     def difference(self, other: ModelIdentity) -> str | None:
-        """Why the other is another model, or None if it is not."""
+        """Why the other model is a different one, or None if it is the same."""
         for name in ("model_type", "kv_heads", "key_widths", "vocab_size"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -82,10 +82,10 @@ class ModelIdentity:
 
 
 def architecture(model: nn.Module) -> str:
-    """What mlx-lm calls a model's file, for messages: "llama".
+    """mlx-lm's name of a model's architecture, for messages: "llama".
 
     Raises:
-        ValueError: It is the name of a model.
+        ValueError: `model` is a model's name instead of a model.
     """
     if isinstance(model, str | Path):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What ships inside the package: the embedded model, its profile, and texts; and loading models."""
+"""The package's own model, its profile and texts; and loading models."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o.loading import demo_model, gguf
 
 PACKAGE = Path(__file__).parents[1]
-#: `--model builtin:NAME` means a folder of this one.
+#: The folder of the models named `--model builtin:NAME`.
 MODELS = PACKAGE / "models"
 PREFIX = "builtin:"
 #: The small model that ships with the package: 4 million parameters, for tests and without network.
 EMBEDDED_MODEL = "builtin:recall-4m"
-#: What every command takes where none is named.
+#: The model of every command where none is named.
 DEFAULT_MODEL = demo_model.NAME
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 SAMPLE_TEXT = PACKAGE / "data" / "sample.txt"
 CALIBRATION_TEXT = PACKAGE / "data" / "calibration.txt"
-#: Code, tables, languages, chat: for the frames of packed keys.
+#: Code, tables, languages and chat: the text that fits the key scaling (`Frame`) of packed keys.
 MIXED_TEXT = PACKAGE / "data" / "mixed.txt"
 
 # MLX's CPU backend multiplies packed weights several times more slowly than plain float32 ones; a
@@ -94,7 +94,7 @@ def load(name: str = DEFAULT_MODEL, dtype: mx.Dtype | None = None) -> tuple[nn.M
 
     Returns:
         The model, which remembers its folder, so that a profile beside its weights is found, and
-        its tokenizer, so that frames for packed keys can be made; and the tokenizer.
+        its tokenizer, so that the key scaling of packed keys can be fitted; and the tokenizer.
 
     Raises:
         ValueError: No such model can be found or fetched.
@@ -125,7 +125,7 @@ def _loaded_by_mlx_lm(path: str, name: str) -> tuple[nn.Module, Any]:
     require_model(name, path)
     try:
         model, tokenizer = load_model(path)[:2]
-    except OSError as error:  # the hub's errors too
+    except OSError as error:  # the hub's errors are OSErrors too
         here = "" if Path(path).is_dir() else "there is no such folder, and the hub says: "
         told = " ".join(str(error).split())
         raise ValueError(f"Cannot load the model {name!r}: {here}{told}") from error

@@ -1,4 +1,4 @@
-"""A GGUF file's model as a folder that mlx-lm loads by itself: its server, its chat, its tools."""
+"""Writes a GGUF file's model as a folder for mlx-lm's own server, chat and tools."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ CONFIG = "config.json"
 
 
 def write_folder(file: Path, folder: Path) -> Path:
-    """Write a GGUF file's model as mlx-lm's folder, unless it is there already.
+    """Write a GGUF file's model as a folder of mlx-lm, unless it is there already.
 
-    Weights that are packed in the file stay packed; their scales, and all else, are in the dtype
-    that this machine computes well in. The folder appears whole or not at all.
+    Weights that are packed in the file stay packed; their scales and all other weights get the
+    dtype in which this machine computes well. The folder appears whole or not at all.
 
     Args:
         file: A `.gguf` file.
-        folder: Does not exist yet, or was written by this function.
+        folder: A folder that does not exist yet, or that this function wrote.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: The file cannot be read, or holds what is not known here.
+        ValueError: The file cannot be read, or its model is not supported here.
         OSError: The folder cannot be written.
     """
     if (folder / CONFIG).is_file():
@@ -59,8 +59,8 @@ def write_folder(file: Path, folder: Path) -> Path:
         if packing := packing_of(model):
             config["quantization"] = packing
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        temporary.chmod(0o755)  # mkdtemp's is for its owner alone
-        shutil.rmtree(folder, ignore_errors=True)  # what is there has no config: it is no model
+        temporary.chmod(0o755)  # mkdtemp's mode admits its owner alone
+        shutil.rmtree(folder, ignore_errors=True)  # a folder without a config is no model
         os.replace(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -68,7 +68,7 @@ def write_folder(file: Path, folder: Path) -> Path:
 
 
 def packing_of(model: nn.Module) -> dict[str, Any]:
-    """How a model's packed modules are packed, as config.json says it; empty if none is."""
+    """How a model's packed modules are packed, in config.json's form; empty if none is packed."""
     packed: dict[str, dict[str, Any]] = {
         name: {"group_size": module.group_size, "bits": module.bits, "mode": "affine"}
         for name, module in model.named_modules()

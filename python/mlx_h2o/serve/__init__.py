@@ -1,1 +1,1 @@
-"""mlx-lm's server over bounded caches, with one hard bound for all that it holds."""
+"""mlx-lm's server over bounded caches, with one hard bound for all caches together."""

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 from mlx_h2o.serve.ticket import Ticket
 
-#: Finished requests by which the time until a place is free is estimated.
+#: Finished requests from which the waiting time for a place is estimated.
 REMEMBERED = 16
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """What is held at one moment.
+    """The bytes held at one moment.
 
     Attributes:
-        bound: For everything, or None.
-        running: Of caches that requests use.
-        idle: Of conversations and prefixes that none uses.
-        reserved: That running requests may take at most.
-        peak: Most of running and idle together so far.
+        bound: The bound for everything, or None.
+        running: Bytes of caches that requests use.
+        idle: Bytes of conversations and prefixes that no request uses.
+        reserved: The most bytes that running requests may take.
+        peak: The largest sum of running and idle so far.
     """
 
     bound: int | None
@@ -32,16 +32,17 @@ class Bytes:
 
 
 class Accountant:
-    """Bytes of all conversations, prefixes and batches, and who waits for some.
+    """Bytes of all conversations, prefixes and batches, and the requests that wait for some.
 
-    A request runs only once all that its cache may ever take is reserved, so nothing that happens
-    while it runs can exceed the bound. What is measured is told here too, running and idle caches
-    in one call, and everyone who shows bytes reads them here: a cache that leaves a batch and
+    A request runs only once all bytes that its cache may ever take are reserved, so nothing that
+    happens while it runs can exceed the bound. Measured bytes are noted here too, running and idle
+    caches in one call, and everyone who shows bytes reads them here: a cache that leaves a batch
+        and
     becomes a conversation is in one of the two sums, never in both.
 
     Args:
-        bound: Bytes for everything, or None: no bound.
-        queue: Requests that may wait.
+        bound: Bytes for everything; None means no bound.
+        queue: The most requests that may wait.
     """
 
     def __init__(self, bound: int | None, queue: int):
@@ -56,11 +57,11 @@ class Accountant:
 
     @property
     def waiting(self) -> int:
-        """Requests that were not admitted yet."""
+        """The number of requests that are not admitted yet."""
         return len(self._waiting)
 
     def enter(self, ticket: Ticket) -> bool:
-        """Let a request wait, with all of its tickets; False where the queue is full."""
+        """Let a request wait, with all of its tickets; False if the queue is full."""
         with self._lock:
             together = ticket.together
             if len(self._waiting) + len(together) > self.queue and not self._free_for(ticket):
@@ -69,13 +70,13 @@ class Accountant:
             return True
 
     def leave(self, ticket: Ticket) -> None:
-        """A request waits no longer, whatever became of it."""
+        """Remove a request from the queue, whatever became of it."""
         with self._lock:
             self._waiting.discard(ticket)
 
     @property
     def retry_after(self) -> int:
-        """Seconds after which a place may be free."""
+        """Estimated seconds until a place is free."""
         seconds = list(self._seconds) or [1.0]
         return max(1, round(sum(seconds) / len(seconds)))
 
@@ -83,32 +84,32 @@ class Accountant:
 
     @property
     def running(self) -> int:
-        """Requests that run."""
+        """The number of running requests."""
         return len(self._running)
 
     @property
     def reserved(self) -> int:
-        """Bytes that running requests may take at most."""
+        """The most bytes that running requests may take."""
         return sum(self._running.values())
 
     @property
     def left_for_idle(self) -> int | None:
-        """Bytes that idle conversations may hold now; None: no bound."""
+        """The most bytes that idle conversations may hold now; None means no bound."""
         return None if self.bound is None else self.bound - self.reserved
 
     def weighed(self, running: int, idle: int) -> None:
-        """What all caches hold, measured between two steps.
+        """Note the bytes of all caches, measured between two steps.
 
         Args:
-            running: Bytes of those that requests use.
-            idle: Of all others.
+            running: Bytes of the caches that requests use.
+            idle: Bytes of all other caches.
         """
         with self._lock:
             self._running_bytes, self._idle_bytes = running, idle
             self._peak = max(self._peak, running + idle)
 
     def bytes(self) -> Bytes:
-        """What is held, by the last measurement."""
+        """The bytes held, by the last measurement."""
         with self._lock:
             reserved = sum(self._running.values())
             return Bytes(self.bound, self._running_bytes, self._idle_bytes, reserved, self._peak)
@@ -117,18 +118,19 @@ class Accountant:
         return not self._waiting and self.can_admit(ticket)
 
     def can_admit(self, ticket: Ticket) -> bool:
-        """Whether a request can run beside those that do, once idle conversations made room.
+        """Whether a request can run beside the running ones, once idle conversations have made
+        room.
 
-        Those that were asked for together are let in together.
+        The tickets of one request are admitted together.
         """
         if self.bound is None or ticket in self._running:
             return True
         return self.reserved + sum(one.need for one in ticket.together) <= self.bound
 
     def admit(self, ticket: Ticket) -> None:
-        """Reserve a request's bytes, and those of the ones that were asked for together with it.
+        """Reserve the bytes of a ticket, and of all tickets of the same request.
 
-        Idle conversations must make room before they run.
+        Idle conversations must make room before the request runs.
         """
         with self._lock:
             self._waiting.discard(ticket)
@@ -136,11 +138,12 @@ class Accountant:
                 self._running |= {one: one.need for one in ticket.together}
 
     def release(self, ticket: Ticket, seconds: float | None = None) -> None:
-        """A request's last token is out, or it failed; doing it twice changes nothing.
+        """Free a request's bytes after its last token, or its failure; repeating it changes
+        nothing.
 
         Args:
-            ticket: Its.
-            seconds: How long it took from its admission, if it came to its end.
+            ticket: The request's ticket.
+            seconds: Seconds since its admission, if it was completed.
         """
         with self._lock:
             self._waiting.discard(ticket)

@@ -1,4 +1,4 @@
-"""Answers as OpenAI's API has them: what mlx-lm generated, as objects and as pieces of a stream."""
+"""Answers in OpenAI's format: mlx-lm's generated tokens, as objects and as pieces of a stream."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import ToolCallFormatter
 
-#: What is told of a token that cannot come: JSON has no infinity.
+#: The log-probability reported for a token that cannot come: JSON has no infinity.
 LEAST_LOGPROB = -9999.0
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 def error_body(status: int, why: str) -> bytes:
-    """An error as OpenAI's clients read it."""
+    """An error in the format that OpenAI's clients read."""
     usual = "server_error" if status >= 500 else "invalid_request_error"
     told = {"message": why, "type": KINDS.get(status, usual), "param": None, "code": status}
     return json.dumps({"error": told}).encode()
@@ -26,15 +26,15 @@ def error_body(status: int, why: str) -> bytes:
 
 @dataclass(frozen=True)
 class Frame:
-    """What all pieces of an answer have alike.
+    """The fields that all pieces of an answer share.
 
     Attributes:
         chat: Whether it answers a chat.
         stream: Whether it comes in pieces.
-        model: As the server calls it.
-        fingerprint: Of the system.
+        model: The server's name of the model.
+        fingerprint: The system's fingerprint.
         name: The answer's id.
-        created: When, in seconds.
+        created: The time of creation, in seconds.
     """
 
     chat: bool
@@ -69,16 +69,16 @@ class Frame:
 
 
 class Choice:
-    """One answer, as it grows by what the iterator of `BoundedGenerator.generate` yields.
+    """One answer, as it grows by the responses of `BoundedGenerator.generate`.
 
     Args:
-        frame: Of the whole.
-        index: Of this answer.
-        context: mlx-lm's, of its generation.
-        tools: That it may call.
+        frame: The fields that all pieces of the answer share.
+        index: The answer's number.
+        context: mlx-lm's context of the generation.
+        tools: The tools that it may call.
         several: Whether it may call more than once.
-        logprobs: Whether those of its tokens are told.
-        top: How many likely tokens are told for each.
+        logprobs: Whether its tokens' log-probabilities are reported.
+        top: The number of likely tokens reported for each token.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Choice:
         self._before = self._now = context.initial_state
         self._tool = ""
         self._called = self._told_call = False
-        # What was not told yet.
+        # The text that has not been sent yet.
         self._text = self._reasoning = ""
         self._calls: list[str] = []
         self._tokens: list[dict[str, Any]] = []
@@ -107,7 +107,7 @@ class Choice:
         self.finish_reason = "stop"
 
     def take(self, response: Any) -> None:
-        """The next token, and the text that it made final."""
+        """Take the next token, and the text that it made final."""
         self._state, segments = TextStateMachine.split(self._state, response.text)
         if response.finish_reason is not None:
             self._state, rest, current = TextStateMachine.flush(self._state)
@@ -130,27 +130,27 @@ class Choice:
             self._tokens.append({"id": response.token, "logprob": _finite(response.logprob)})
 
     def _call(self) -> None:
-        """A call of a tool is whole."""
+        """Note that a tool call is complete."""
         self._calls.append(self._tool)
         self._tool, self._called = "", True
 
     @property
     def has_news(self) -> bool:
-        """Whether a piece of a stream should be told now."""
+        """Whether a piece of a stream should be sent now."""
         return self._now != "tool" and bool(self._text or self._calls or self._reasoning)
 
     def finish(self) -> None:
-        """No more comes."""
+        """Note that no more tokens come."""
         if self._before == "tool" and self._tool:
             self._call()
         if self.finish_reason == "stop" and self._called:
             self.finish_reason = "tool_calls"
 
     def told(self, last: bool) -> dict[str, Any]:
-        """What was not told yet, as a choice.
+        """The content not sent yet, as a choice.
 
         Args:
-            last: Whether it has the reason for which it ended.
+            last: Whether to add the reason for which the answer ended.
         """
         stream = self._frame.stream
         choice: dict[str, Any] = {
@@ -176,7 +176,7 @@ class Choice:
         return choice
 
     def _formatted(self) -> list[Any]:
-        """Calls that were not told yet; one of an answer, where it may not have several."""
+        """Tool calls not sent yet; only the answer's first if it may not have several."""
         calls: list[Any] = self._formatter(self._calls)
         if not self._several:
             calls = [] if self._told_call else calls[:1]
@@ -192,7 +192,7 @@ def usage_of(choices: list[Choice]) -> dict[str, Any]:
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
     }
-    # It is known only after the prompt was looked up.
+    # The count is known only after the prompt was looked up.
     cached = choices[0].cached.prompt_cache_count
     if cached is not None and cached >= 0:
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
@@ -204,7 +204,7 @@ def _finite(logprob: float) -> float:
 
 
 def _with_likely(response: Any) -> dict[str, Any]:
-    """A token with the likeliest ones in its place, likeliest first."""
+    """A token, and the likeliest tokens in its place, likeliest first."""
     likely = [one | {"logprob": _finite(one["logprob"])} for one in response.top_tokens]
     likely.sort(key=lambda one: -one["logprob"])
     own = next((one for one in likely if one["id"] == response.token), {"id": response.token})

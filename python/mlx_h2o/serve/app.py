@@ -1,4 +1,4 @@
-"""The server's endpoints as an ASGI application: who may ask, what is read, where it goes."""
+"""The server's endpoints as an ASGI application: access checks, reading bodies, and routes."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from mlx_h2o.serve.page import page
 from mlx_h2o.serve.sharing import processes, require_batchable
 from mlx_h2o.serve.threads import Threads
 
-#: Bytes of a request where no other limit is set.
+#: The default limit of a request's bytes.
 USUAL_REQUEST = 8 << 20
-#: Of answers that say what is so now.
+#: Headers of answers about the current state, which must not be cached.
 NOT_KEPT = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-#: The header that names a request's fields with which nothing is done.
+#: The header that names a request's ignored fields.
 IGNORED = "X-MLX-H2O-Ignored"
-#: Of those, in one header and in the log in all; and what of a name may be in a header.
+#: The most of them in one header, and in the log in all; and the form of names in a header.
 MOST_IGNORED, MOST_WARNED = 16, 256
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-#: What needs no key.
+#: Paths that need no key.
 FREE = ("/health",)
 CHATS = ("/v1/chat/completions", "/chat/completions")
 TEXTS = ("/v1/completions",)
@@ -48,13 +48,13 @@ TEXTS = ("/v1/completions",)
 
 @dataclass(frozen=True)
 class Doors:
-    """Who may ask, and for how much.
+    """Access rules: who may send requests, and how large they may be.
 
     Attributes:
-        largest: Bytes of a request's body.
-        patience: Seconds that a body may take to come.
-        strict: Whether fields that are not known are refused.
-        key: That every request needs, or None.
+        largest: The most bytes of a request's body.
+        patience: Seconds that a body may take to arrive.
+        strict: Whether unknown fields are refused.
+        key: The key that every request needs, or None.
     """
 
     largest: int = USUAL_REQUEST
@@ -67,9 +67,9 @@ class Service:
     """All endpoints of one server.
 
     Args:
-        generator: That answers.
-        doors: Who may ask, and for how much.
-        fingerprint: Of the system, as mlx-lm tells it.
+        generator: The generator that answers.
+        doors: The access rules.
+        fingerprint: The system's fingerprint, as mlx-lm forms it.
 
     Attributes:
         app: The ASGI application.
@@ -92,10 +92,10 @@ class Service:
         ]
         handlers: Any = {HTTPException: _no_route, Refused: _refused, Exception: _failed}
         self._routes = Starlette(routes=routes, exception_handlers=handlers)
-        # A path with a slash more is another path, and not a redirection.
+        # A path with an extra slash is another path, and is not redirected.
         self._routes.router.redirect_slashes = False
 
-    # -- the door ---------------------------------------------------------------------------------
+    # -- access -----------------------------------------------------------------------------------
 
     async def app(self, scope: Any, receive: Receive, send: Send) -> None:
         """Every request: checks before its endpoint, headers after it; arguments are ASGI's."""
@@ -123,7 +123,7 @@ class Service:
         self._generator.metrics.count("requests", text, status=str(status))
 
     def _refusal(self, request: Request, origin: str | None) -> Response | None:
-        """Why this client, or this page of a browser, may not ask; None: it may."""
+        """The refusal of a client or a browser's page; None if it may ask."""
         # The body was not read.
         close = {"Connection": "close"}
         if request.method == "POST" and origin is not None and not self._welcome(request, origin):
@@ -133,14 +133,14 @@ class Service:
         path = request.url.path
         if self._doors.key is None or path in FREE or self._has_key(request):
             return None
-        # A browser asks its user for a name, which may be anything, and the key.
+        # A browser asks its user for a name, which may be anything, and for the key.
         own_page = path == "/" or path.startswith(watching.ROOT)
         way = 'Basic realm="mlx-h2o", charset="UTF-8"' if own_page else "Bearer"
         why = "This server needs its key: Authorization: Bearer KEY."
         return answer(401, why, {"WWW-Authenticate": way, **close})
 
     def _has_key(self, request: Request) -> bool:
-        """Whether a request has the key; how long that takes tells nothing of the key."""
+        """Whether a request has the key; the time that takes reveals nothing about the key."""
         way, _, given = request.headers.get("authorization", "").partition(" ")
         said = given.strip().encode("latin-1", "replace")
         if way.lower() == "basic":
@@ -154,13 +154,13 @@ class Service:
         return hmac.compare_digest(said, self._doors.key.encode())
 
     def _welcome(self, request: Request, origin: str) -> bool:
-        """Whether a page from there may ask: our own, or one that the command line names."""
+        """Whether a page of this origin may ask: our own, or one that the command line names."""
         allowed = self._generator.cli_args.allowed_origins
         own = urlsplit(origin).netloc == request.headers.get("host", "")
         return "*" in allowed or origin in allowed or own
 
     def _cors(self, origin: str | None) -> dict[str, str]:
-        """What browsers are told of pages that may ask."""
+        """The CORS headers for pages that may ask."""
         allowed = self._generator.cli_args.allowed_origins
         headers = {"access-control-allow-methods": "*", "access-control-allow-headers": "*"}
         if "*" in allowed:
@@ -172,11 +172,11 @@ class Service:
     # -- completions ------------------------------------------------------------------------------
 
     def _names(self) -> tuple[str, ...]:
-        """By which the model may be called."""
+        """The names by which requests may call the model."""
         return "default_model", str(self._generator.cli_args.model)
 
     async def _completion(self, request: Request) -> Any:
-        """Chats, and texts to go on with."""
+        """Chats, and texts to complete."""
         generator = self._generator
         body = await self._body(request)
         try:
@@ -204,10 +204,10 @@ class Service:
         return answered
 
     async def _body(self, request: Request) -> bytes:
-        """A request's body, whole, of moderate size and in time.
+        """A request's body, complete, within the size limit and in time.
 
         Raises:
-            Refused: It is not.
+            Refused: The body is incomplete, too large or too late.
         """
         largest, patience = self._doors.largest, self._doors.patience
         length = request.headers.get("content-length")
@@ -232,17 +232,17 @@ class Service:
         return bytes(body)
 
     def _warn(self, ignored: list[str]) -> dict[str, str]:
-        """Tell the log, once, of fields that are ignored; the header that tells the client."""
+        """Log ignored fields once each; return the header that names them to the client."""
         if not ignored:
             return {}
         names = [name for name in ignored if NAME.fullmatch(name)][:MOST_IGNORED]
         for name in names:
             if name not in self._warned and len(self._warned) < MOST_WARNED:
                 self._warned.add(name)
-                logging.warning("Requests have a field %s, with which nothing is done.", name)
+                logging.warning("Requests have a field %s, which is ignored.", name)
         return {IGNORED: ", ".join(names) or "fields with other names"}
 
-    # -- what is told -----------------------------------------------------------------------------
+    # -- reports ----------------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
         """The model, in a list or by its name."""
@@ -267,14 +267,14 @@ class Service:
         return Response(body, 200 if metrics.available else 501, headers)
 
     async def _page(self, request: Request) -> Response:
-        """The page, to whom its endpoints would answer."""
+        """The page, for clients whose requests its endpoints would answer."""
         self._require_here(request)
         return Response(
             page().body, 200, {"Content-Type": "text/html; charset=utf-8"} | page().headers
         )
 
     async def _watched(self, request: Request) -> Response:
-        """What the page reads, and pins that are set there."""
+        """The data that the page reads, and the pins that are set there."""
         body = await self._body(request) if request.method == "POST" else b""
         self._require_here(request)
         origin, site = (request.headers.get(name) for name in ("origin", "sec-fetch-site"))
@@ -299,7 +299,7 @@ class Service:
         """Let through clients on this machine.
 
         Raises:
-            Refused: It comes from another one.
+            Refused: The request comes from another machine.
         """
         peer = request.client.host if request.client else ""
         try:
@@ -311,11 +311,11 @@ class Service:
 
     @property
     def failed(self) -> bool:
-        """Whether there is no model, and never will be."""
+        """Whether the model failed to load for good."""
         return self._generator.provider.failure is not None
 
     def end(self) -> None:
-        """Break off what is being answered; for asyncio's loop."""
+        """Break off all answers; called in asyncio's loop."""
         for exchange in list(self._exchanges):
             exchange.end()
 
@@ -329,20 +329,20 @@ def json_answer(told: Any, status: int = 200, headers: Mapping[str, str] | None 
 
     Args:
         told: The object.
-        status: Of HTTP.
-        headers: More of them.
+        status: The HTTP status.
+        headers: Additional headers.
     """
     more = {"Content-Type": "application/json", **(headers or {})}
     return Response(json.dumps(told).encode(), status, more)
 
 
 def answer(status: int, why: str, headers: Mapping[str, str] | None = None) -> Response:
-    """An error, in the form that OpenAI's clients read.
+    """An error in the format that OpenAI's clients read.
 
     Args:
-        status: Of HTTP.
+        status: The HTTP status.
         why: The message.
-        headers: More of them.
+        headers: Additional headers.
     """
     more = {"Content-Type": "application/json", **(headers or {})}
     return Response(error_body(status, why), status, more)

@@ -1,4 +1,4 @@
-"""What a request, or the server for all requests, wants never to be evicted."""
+"""The pins of a request, or of the server for all requests: tokens never to be evicted."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from mlx_h2o.storage.pins import Span, among_first, checked_spans, joined
 #: The field among a request's settings.
 FIELD = "mlx_h2o.pins"
 KINDS = ("roles", "texts", "patterns", "spans")
-#: Of one request, each.
+#: The most rules of each kind in one request.
 MOST_RULES = 64
 
 
 @dataclass(frozen=True)
 class AskedPins:
-    """Pins in words, to be looked for in a prompt.
+    """Pins in words, to be found in a prompt.
 
     Attributes:
-        roles: Of messages: all that they say.
-        texts: As they stand in the prompt, every time.
-        patterns: Regular expressions (`patterns.py`): whole sentences that they match in.
-        spans: Of the prompt's tokens, first and one past the last.
-        required: Whether what is not in the prompt is an error; what the server pins for all
-            requests is looked for and need not be there.
+        roles: Roles of messages: everything that they say.
+        texts: Texts as they stand in the prompt, every occurrence.
+        patterns: Regular expressions (`patterns.py`): the whole sentences in which they match.
+        spans: Spans of the prompt's tokens, first and one past the last.
+        required: Whether a rule that matches nothing is an error; the server's pins for all
+            requests may match nothing.
 
     Raises:
         ValueError: One of them is invalid.
@@ -48,10 +48,10 @@ class AskedPins:
 
     @classmethod
     def of(cls, asked: Any) -> AskedPins:
-        """What a request says: an object of lists by KINDS, or a list of spans.
+        """A request's pins: an object of lists by KINDS, or a list of spans.
 
         Raises:
-            ValueError: It is something else; the message names the field.
+            ValueError: The value is something else; the message names the field.
         """
         if isinstance(asked, list):
             asked = {"spans": asked}
@@ -76,15 +76,15 @@ class AskedPins:
     def in_prompt(
         self, tokenizer: Any, tokens: Sequence[int], messages: Sequence[Mapping[str, Any]]
     ) -> tuple[Span, ...]:
-        """The positions that are to be pinned in a prompt.
+        """The positions to pin in a prompt.
 
         Args:
-            tokenizer: That made the tokens.
-            tokens: Of the prompt.
-            messages: In it; empty where it is no chat.
+            tokenizer: The tokenizer that made the tokens.
+            tokens: The prompt's tokens.
+            messages: The prompt's messages; empty if it is not a chat.
 
         Raises:
-            ValueError: What is required is not there, or there is too much to look for.
+            ValueError: A required rule matches nothing, or the search takes too long.
         """
         spans = self.spans if self.required else among_first(self.spans, len(tokens))
         for first, end in spans:

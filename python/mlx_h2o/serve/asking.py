@@ -1,4 +1,4 @@
-"""A request for completions: from its body to what mlx-lm's generation takes."""
+"""A request for completions: from its body to the arguments of mlx-lm's generation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlx_h2o.serve import fields
 from mlx_h2o.serve.asked_pins import AskedPins
 from mlx_h2o.serve.grammar import Form
 
-#: Of the command line, as mlx-lm names them, by the fields that they stand in for.
+#: The command line's options, as mlx-lm names them, by the fields for which they are the default.
 USUAL = {
     "max_tokens": "max_tokens",
     "temperature": "temp",
@@ -34,24 +34,24 @@ class Asked:
     """A request whose every field was checked.
 
     Attributes:
-        chat: Whether it is a chat, or a text to go on with.
-        prompt: That text; empty for a chat.
-        messages: Of the chat; empty for a text.
-        tools: That the model may call, or None.
-        tool_choice: "auto", "none", "required", or one of them.
-        several: Whether an answer may have several calls of tools.
-        response_format: That the answer must have, or None.
-        role_mapping: Of models without a chat template.
+        chat: Whether it is a chat instead of a text to complete.
+        prompt: The text to complete; empty for a chat.
+        messages: The chat's messages; empty for a text.
+        tools: The tools that the model may call, or None.
+        tool_choice: "auto", "none", "required", or one of the tools.
+        several: Whether an answer may have several tool calls.
+        response_format: The format required of the answer, or None.
+        role_mapping: The role mapping for models without a chat template.
         stream: Whether the answer comes in pieces.
         usage: Whether a stream ends with its usage.
-        logprobs: Whether those of the tokens are told.
-        numbers: By the fields of `fields.NUMBERS`.
-        biases: Of logits, by tokens.
+        logprobs: Whether the tokens' log-probabilities are reported.
+        numbers: The values of the fields of `fields.NUMBERS`.
+        biases: Biases of logits, by token.
         stops: Texts at which an answer ends.
-        template: Arguments of the chat template.
-        settings: Of the caches, as `ModelSettings.of` takes them.
-        pins: What of the prompt is never to be evicted.
-        ignored: Fields that nothing is done with.
+        template: Arguments for the chat template.
+        settings: The caches' settings, as `ModelSettings.of` takes them.
+        pins: The pins of the prompt.
+        ignored: Fields that have no effect.
     """
 
     chat: bool
@@ -75,11 +75,11 @@ class Asked:
 
     @property
     def answers(self) -> int:
-        """How many are wanted."""
+        """The number of answers requested."""
         return int(self.numbers["n"])
 
     def request(self) -> Any:
-        """What mlx-lm tokenizes, which changes the messages as it does."""
+        """The request that mlx-lm tokenizes; tokenizing changes its messages."""
         kind: Any = "chat" if self.chat else "text"
         messages = copy.deepcopy(self.messages)
         made: Any = CompletionRequest(kind, self.prompt, messages, self.tools, self.role_mapping)
@@ -87,12 +87,12 @@ class Asked:
         return made
 
     def arguments(self, model: str, place: int, form: Form | None) -> Any:
-        """How mlx-lm generates an answer.
+        """The arguments for mlx-lm's generation of an answer.
 
         Args:
-            model: As the server calls it: requests for different ones do not share a batch.
-            place: Of the answer among those of this request.
-            form: That it must have, or None.
+            model: The server's name of the model: requests for different ones do not share a batch.
+            place: The answer's number among those of this request.
+            form: The form required of the answer, or None.
         """
         n, seed = self.numbers, self.numbers["seed"]
         sampling: Any = {name: n[name] for name in SamplingArguments.__dataclass_fields__}
@@ -123,19 +123,19 @@ def asked_of(
     pins: AskedPins,
     strict: bool,
 ) -> Asked:
-    """A request by its body.
+    """Check a request's body.
 
     Args:
-        body: As JSON gave it.
+        body: The body, parsed from JSON.
         chat: Whether it came to the chats' endpoint.
-        names: By which the served model may be called.
+        names: The names by which requests may call the served model.
         usual: The command line, as mlx-lm parsed it.
-        defaults: Settings of caches where it says nothing of them.
-        pins: What is pinned where it says nothing of that.
-        strict: Whether fields that are not known are refused.
+        defaults: The caches' settings for a request that gives none.
+        pins: The pins for a request that gives none.
+        strict: Whether unknown fields are refused.
 
     Raises:
-        ValueError: It asks for what is not done; the message names the field.
+        ValueError: The request is not supported; the message names the field.
     """
     ignored = fields.check_body(body, names, strict)
     if chat:

@@ -1,4 +1,4 @@
-"""mlx-lm's batch generator, telling when a request begins, steps, ends, or breaks off."""
+"""mlx-lm's batch generator, which reports when a request begins, steps, ends, or breaks off."""
 
 from __future__ import annotations
 
@@ -19,53 +19,53 @@ from mlx_h2o.serve.conversations import pieces_of
 from mlx_h2o.serve.member import Member, Reading, generate_again, own_processors, own_sampler
 from mlx_h2o.serve.ticket import Ticket, Turn
 
-#: Steps without a newcomer between two looks at the bytes, which grow slowly.
+#: Steps without a new request between two measurements of the bytes, which grow slowly.
 WEIGHED_EVERY = 8
 
 
 class Owner(Protocol):
-    """Who is told."""
+    """The object that a batch reports to."""
 
     def batched(self, batch: AccountedBatch) -> None:
         """Requests will run in this batch."""
 
     def begun(self) -> Ticket:
-        """The request whose prompt comes now."""
+        """The request whose prompt is read next."""
 
     def stepped(self, seconds: float, prompted: int, generated: int) -> None:
-        """A step of all sequences is done, with so many tokens.
+        """A step of all sequences is done.
 
         Args:
-            seconds: That the step took.
-            prompted: Tokens of prompts that were read.
+            seconds: The step's duration in seconds.
+            prompted: Prompt tokens that were read.
             generated: Tokens that were generated.
         """
 
     def weighed(self, nbytes: int, slots: float) -> None:
-        """What all caches of the batch hold: bytes, and tokens of all sequences together."""
+        """All caches of the batch were measured: their bytes, and the tokens of all sequences."""
 
     def snapped(self, cache: list[Any]) -> None:
-        """These caches were copied in mid-way."""
+        """These caches were copied midway."""
 
     def ended(self, ticket: Ticket, cache: list[Any] | None) -> None:
-        """A request's sequence left the batch, with its cache if it came to its end."""
+        """A sequence left the batch, with its cache if it was completed."""
 
     def failed(self, tickets: Sequence[Ticket], error: Exception) -> None:
-        """A step raised, and these requests' sequences are lost by it; none, if all go on."""
+        """A step raised, and the sequences of these requests are lost; none, if all go on."""
 
     def idle_pieces(self) -> Collection[int] | None:
-        """The arrays that idle conversations hold (`BoundedKVCache.pieces`); None: no bound."""
+        """Ids of arrays that idle conversations hold (`BoundedKVCache.pieces`); None: no bound."""
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A sequence whose answer is being given.
+    """A sequence in the middle of its answer.
 
     Attributes:
-        turn: Its answer's name, and how its conversation began.
-        tokens: That its caches have read.
-        caches: Its own, one for each layer, not copied: they go on with the next step. What
-            bounds nothing is the whole batch's.
+        turn: The answer's name, and how its conversation began.
+        tokens: The tokens that its caches have read.
+        caches: Its own caches, one for each layer, not copied: they change with the next step.
+            Caches without a bound are those of the whole batch.
     """
 
     turn: Turn
@@ -74,20 +74,20 @@ class Answered:
 
 
 def _of_sequence(entry: Any, place: int) -> Any:
-    """One sequence's cache of a batch's, members of a CacheList too."""
+    """One sequence's part of a batch's cache, members of a CacheList too."""
     if isinstance(entry, CacheList):
         return CacheList(*(_of_sequence(member, place) for member in entry.caches))
     return entry.caches[place] if isinstance(entry, BatchH2OKVCache) else entry
 
 
 class Generating(GenerationBatch):  # type: ignore[misc]
-    """mlx-lm's `GenerationBatch`, of which is known whether it came through.
+    """mlx-lm's `GenerationBatch`, which notes whether its steps were completed.
 
     Attributes:
-        said: What its last step gave, which a prompt that fails after it must not take away.
-        whole: Whether its last step, or the last joining, came to its end.
-        taken: The sequences that its last step began with.
-        pending: The tokens that it took in, of each of them.
+        said: The last step's responses, which must survive if a prompt fails after it.
+        whole: Whether the last step, or the last joining, was completed.
+        taken: The sequences at the beginning of the last step.
+        pending: The token that the last step took in from each of them.
     """
 
     said: Sequence[Any] = ()
@@ -109,25 +109,25 @@ class Generating(GenerationBatch):  # type: ignore[misc]
         self.whole = True
 
     def settle(self) -> None:
-        """Compute all that is still to be computed, so that an error in it comes to light."""
+        """Compute everything that is still lazy, so that an error in it comes to light."""
         mx.eval(self._next_tokens, self._next_logprobs, [c.state for c in self.prompt_cache])
 
     def pending_tokens(self) -> dict[int, int]:
-        """What a step that raised had taken in, of each sequence; nothing where it is lost too."""
+        """The tokens that a failed step had taken in, by sequence; empty if they are lost too."""
         if self.pending is None:
             return {}
         try:
             tokens: Any = self.pending.tolist()
-        except Exception:  # it was sampled lazily, and that is what raised
+        except Exception:  # it was sampled lazily, and sampling raised
             return {}
         return dict(zip(self.taken, tokens, strict=True))
 
 
 class Prompting(PromptProcessingBatch):  # type: ignore[misc]
-    """mlx-lm's `PromptProcessingBatch`, of which is known whether it came through.
+    """mlx-lm's `PromptProcessingBatch`, which notes whether its steps were completed.
 
     Attributes:
-        whole: Whether the last chunk, joining or leaving came to its end.
+        whole: Whether the last chunk, joining or leaving was completed.
     """
 
     whole = True
@@ -154,18 +154,18 @@ class Prompting(PromptProcessingBatch):  # type: ignore[misc]
 class AccountedBatch(BatchGenerator):  # type: ignore[misc]
     """A `BatchGenerator` whose sequences have tickets, and whose steps may fail.
 
-    A sampler or logits processor that raises ends its own sequence. Any other step that raises
-    leaves the sequences that were in it in no known state: it is taken apart, each of them is
-    computed again by itself (`member.py`), and those that fail alone are given up. Where several
-    processes share the model all must do the same at the same time, and all of them are given up.
+    A sampler or logits processor that raises ends only its own sequence. Any other step that
+    raises leaves its sequences in an unknown state: the batch is taken apart, each sequence is
+    computed again by itself (`member.py`), and those that fail alone are given up. If several
+    processes share the model, all must do the same at the same time, so all sequences are given up.
     """
 
     def __init__(self, *args: Any, owner: Owner, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._owner = owner
         self._members: dict[int, Member] = {}
-        self._lost: list[int] = []  # given up, of which mlx-lm's loop was not told yet
-        self._broken: dict[int, Exception] = {}  # by their own samplers and processors
+        self._lost: list[int] = []  # given up, and not yet reported to mlx-lm's loop
+        self._broken: dict[int, Exception] = {}  # errors of their own samplers and processors
         self._steps = 0
         self._generation_batch = Generating.empty(self.model, self.sampler)
         self._prompt_batch = self._no_prompts()
@@ -187,14 +187,14 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
         logits_processors: list[Any] | None = None,
         stop_sequences: list[Any] | None = None,
     ) -> list[int]:
-        """As in mlx-lm; what it cannot take in is given up."""
+        """As in mlx-lm; sequences that cannot be taken in are given up."""
         ticket = self._owner.begun()
         count = len(segments)
         uids = [self._uid_count + i for i in range(count)]
         given: list[Any] = list(caches) if caches else [None for _ in uids]
         begin = [make_prompt_cache(self.model, self.max_kv_size) if c is None else c for c in given]
         failed = [partial(self._broken.__setitem__, uid) for uid in uids]
-        # mlx-lm refuses lists that are too short: they must stay so.
+        # mlx-lm refuses lists that are too short, so they must stay too short.
         own = [
             own_sampler(sampler, of_own)
             for sampler, of_own in zip(samplers or [None] * count, failed, strict=False)
@@ -215,7 +215,7 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
             return uids
         for uid, sequence in zip(uids, list(self._unprocessed_sequences)[-count:], strict=True):
             _, pieces, most, cache, known, sampler, processors, stop = sequence
-            pieces = [list(piece) for piece in pieces]  # mlx-lm takes them off as it reads
+            pieces = [list(piece) for piece in pieces]  # mlx-lm removes them as it reads
             self._members[uid] = Member(
                 ticket, cache, list(known), pieces, sampler, processors, stop, most
             )
@@ -223,7 +223,7 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
         return uids
 
     def next(self) -> tuple[list[Any], list[Any]]:
-        """As in mlx-lm; sequences that are given up are among the prompts."""
+        """As in mlx-lm; sequences that are given up are reported among the prompts."""
         before, start = self._counters.prompt_tokens, time.perf_counter()
         self._generation_batch.said = ()
         try:
@@ -252,15 +252,15 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
             self.let_go()
         for response in ended:
             self._end(response.uid, response.prompt_cache)
-        # mlx-lm's loop removes a sequence of which it hears once its request has stopped.
+        # mlx-lm's loop removes a reported sequence once its request has stopped.
         lost, self._lost = self._lost, []
         prompted += [PromptProcessingBatch.Response(uid, (0, 0), False, True) for uid in lost]
         return prompted, generated
 
     def let_go(self) -> None:
-        """Let go of what sequences began with, where idle conversations do not hold it anyway.
+        """Release the caches that sequences began with, unless idle conversations hold them anyway.
 
-        Nobody has reserved bytes for it. What began with nothing can always come again.
+        No bytes are reserved for them. A sequence without such caches can always be computed again.
         """
         continued = [m for m in self._members.values() if m.base is not None and m.known]
         idle = self._owner.idle_pieces() if continued else None
@@ -275,7 +275,7 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
     def _without_broken(
         self, prompted: list[Any], generated: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Give up the sequences whose own sampler or processor raised; what the others gave."""
+        """Give up sequences whose own sampler or processor raised; the others' responses."""
         broken, self._broken = self._broken, {}
         for uid, error in broken.items():
             if uid in self._members:
@@ -292,15 +292,15 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
         self._owner.failed([self._members.pop(uid).ticket], error)
 
     def _take_apart(self, error: Exception, prompted: list[Any], generated: list[Any]) -> None:
-        """Find out which of the sequences of a step that raised fail alone; the others go on.
+        """Find the sequences of a failed step that also fail alone; the others go on.
 
         Args:
-            error: That it raised.
-            prompted: Takes what those give whose prompts are read.
-            generated: What the step gave before it raised; takes what those give that generate.
+            error: The step's error.
+            prompted: Collects responses of the sequences whose prompts are read.
+            generated: The responses before the error; collects those of the generating sequences.
         """
         pending: dict[int, int] = {}
-        for uid in self._generation_batch.uids:  # a prompt that raised after it took their news
+        for uid in self._generation_batch.uids:  # a failed prompt came after they began to generate
             self._members[uid].read = self._members[uid].length
         kept = {response.uid for response in generated}
         kept |= {sequence[0] for sequence in self._unprocessed_sequences}
@@ -311,7 +311,7 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
             self._generation_batch = Generating.empty(self.model, self.sampler)
         if self._prompt_batch.whole:
             kept |= set(self._prompt_batch.uids)
-            # Those whose caches could not be put together are not in the batch.
+            # Sequences whose caches could not be joined are not in the batch.
             del self._currently_processing[len(self._prompt_batch.uids) :]
         else:
             self._prompt_batch, self._currently_processing = self._no_prompts(), []
@@ -322,7 +322,7 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
             member = self._members[uid]
             try:
                 if alone or member.base is None:
-                    raise error  # it was alone, or cannot come again
+                    raise error  # it was alone, or cannot be computed again
                 if member.generates:
                     generated += self._generated_again(uid, member, pending.get(uid))
                 else:
@@ -334,7 +334,7 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
             self._owner.failed([], error)
 
     def _generated_again(self, uid: int, member: Member, pending: int | None) -> Any:
-        """What a sequence's step gives by itself; it joins those that generate."""
+        """Repeat a sequence's step by itself; the sequence then joins the generating ones."""
         batch, responses = generate_again(uid, member, self._prompt_batch, pending)
         if batch.uids:
             self._join(batch)
@@ -348,7 +348,7 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
         self._generation_batch.extend(joining)
 
     def _read_again(self, uid: int, member: Member) -> Any:
-        """What a sequence's chunk gives by itself; it joins the others of its kind."""
+        """Repeat a sequence's chunk by itself; the sequence then joins the others of its kind."""
         reading = Reading(uid, member, self._prompt_batch)
         reading.read_until(member.read)
         if reading.is_over:
@@ -363,14 +363,14 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
         return PromptProcessingBatch.Response(uid, progress, ends, False)
 
     def _slots(self) -> float:
-        """Tokens that all sequences hold, mean over layers."""
+        """The tokens that all sequences hold, mean over layers."""
         layers = [entry for _, entry in entries(self._generation_batch.prompt_cache)]
         bounded = [layer for layer in layers if isinstance(layer, BatchH2OKVCache)]
         held = sum(cache.size() for layer in bounded for cache in layer.caches)
         return held / len(bounded) if bounded else 0.0
 
     def answered(self, name: str) -> Answered | None:
-        """The sequence whose answer of this name is being given; between two steps."""
+        """The sequence that is generating the answer of this name; called between two steps."""
         batch = self._generation_batch
         for place, uid in enumerate(batch.uids):
             turn = self._members[uid].ticket.turn if uid in self._members else None

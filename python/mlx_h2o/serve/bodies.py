@@ -1,21 +1,22 @@
-"""A request's body: bytes of JSON, of which only what is of moderate size becomes objects."""
+"""A request's body: JSON, of which only moderate sizes become objects."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-#: Objects and lists in one another; Python's own reader ends at about a thousand.
+#: The deepest nesting of objects and lists; Python's own reader ends at about a thousand.
 MOST_DEPTH = 100
-#: Digits of a number: whatever is shorter is also a finite float.
+#: The most digits of a number: any shorter number is a finite float.
 MOST_DIGITS = 300
 
 
 def parsed(body: bytes) -> Any:
-    """What a body says.
+    """The object that a body holds.
 
     Raises:
-        ValueError: It is no JSON, or too deep, or has numbers or texts that no field can take.
+        ValueError: It is no JSON, too deeply nested, or has numbers or texts that no field can
+            take.
     """
     try:
         text = body.decode("utf-8")
@@ -53,11 +54,11 @@ def _no_number(name: str) -> float:
 
 
 def _too_deep() -> str:
-    return f"The body's objects and lists lie more than {MOST_DEPTH} deep in one another."
+    return f"The body's objects and lists are nested more than {MOST_DEPTH} deep."
 
 
 def _check(told: Any) -> None:
-    """Raise ValueError for what is too deep, and for texts that UTF-8 cannot say."""
+    """Raise ValueError for objects nested too deeply, and for texts that UTF-8 cannot encode."""
     level, depth = [told], 0
     while level:
         below = list[Any]()

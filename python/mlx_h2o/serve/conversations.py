@@ -1,10 +1,10 @@
-"""Idle conversations and prefixes: where mlx-lm's server looks for what it knows of a prompt.
+"""Idle conversations and prefixes: the caches that mlx-lm's server reuses for a prompt.
 
-It stands in the place of mlx-lm's `LRUPromptCache`. What has evicted tokens serves its own
-continuation and nothing else, except what the undo of its last steps allows; what was pinned while
-it was read must be what the prompt pins of it, no more and no less. When room is needed,
-snapshots that a longer conversation has passed go first, then idle conversations shrink, the
-longest unused first, then they go to disk, if there is a folder for them, or are forgotten.
+The class stands in the place of mlx-lm's `LRUPromptCache`. Caches that have evicted tokens serve
+only their own continuation, except for the last steps that can be undone; the pins with which they
+were read must be the prompt's pins, no more and no less. When room is needed, snapshots that a
+longer conversation has passed go first; then idle conversations shrink, the longest unused first;
+then they are written to disk, if there is a folder for them, or are forgotten.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
 from mlx_h2o.serve.ticket import Place, Ticket, Turn
 from mlx_h2o.storage.pins import without
 
-#: What mlx-lm's server calls the entries that it keeps.
+#: mlx-lm's kinds of entries.
 KINDS = ("assistant", "user", "system")
-#: How much of its bytes an idle conversation keeps when it shrinks.
+#: The part of its bytes that an idle conversation keeps when it shrinks.
 SHRUNK = 0.5
-#: Answers by whose names one conversation is found.
+#: The most answers by whose names one conversation is found.
 MOST_TURNS = 16
 
 
@@ -40,20 +40,20 @@ class Idle:
     """Caches that no request uses now.
 
     Attributes:
-        mark: Of their settings, and of the pins that were asked for.
-        key: Of their tokens.
-        cache: One for each layer.
-        kind: Of KINDS.
-        pieces: Their bytes by identity (`BoundedKVCache.pieces`).
-        used: When it was used last: higher is later.
+        mark: The mark of their settings and of the requested pins.
+        key: The key of their tokens.
+        cache: The caches, one for each layer.
+        kind: One of KINDS.
+        pieces: Their bytes by array identity (`BoundedKVCache.pieces`).
+        used: The order of last use: a larger number is later.
         passed: Whether a longer conversation has gone on from it.
         shrunk: Whether it was made smaller.
-        turns: The answers that ended here: several, where clients had the same one.
-        unsaved: Whether its turn is noted in the sessions' folder, and these caches are still to be
-            written there.
-        told: Whether its client was sent all of the last answer. Once the caches of a turn are in
-            their file those of the turn before go, but a client that does not know of the later
-            turn goes on from the one before.
+        turns: The answers that ended here: several, if clients got the same one.
+        unsaved: Whether its turn is noted in the sessions' folder, and these caches have still to
+            be written there.
+        told: Whether its client was sent all of the last answer. Once a turn's caches are in their
+            file, the previous turn's are removed; but a client that does not know of the later turn
+            continues from the previous one.
     """
 
     mark: Mark
@@ -70,7 +70,7 @@ class Idle:
 
     @property
     def is_snapshot(self) -> bool:
-        """Whether nothing but a repeated question would need it."""
+        """Whether only a repeated question would need it."""
         return self.kind == "user" or (self.kind == "assistant" and self.passed)
 
 
@@ -78,19 +78,19 @@ class Conversations:
     """All idle caches of one model.
 
     Args:
-        most: Entries that it keeps at most; None: only bytes count.
-        sessions: Where conversations go when there is no room for them, or None.
+        most: The most entries to keep; None means that only bytes count.
+        sessions: The folder to which conversations are written if there is no room, or None.
     """
 
     def __init__(self, most: int | None = None, sessions: Sessions | None = None):
         self.most, self.sessions = most, sessions
         self.left: Callable[[], int | None] = lambda: None  # bytes that all may take now
-        # Of the request that is being begun: its mark, and empty caches with it.
+        # The mark of the request that is beginning, and empty caches with it.
         self._wanted, self._empty = Mark(), list[Any]()
-        self.shrunk = self.forgotten = 0  # how often, for the metrics
+        self.shrunk = self.forgotten = 0  # counts for the metrics
         self._idle: dict[Place, Idle] = {}
         self._snapped: set[int] = set()
-        #: The request that is served by itself.
+        #: The ticket of a request that is served outside of batches.
         self.ticket: Ticket | None = None
         self._tickets: dict[int, Ticket] = {}
         self._clock = 0
@@ -100,12 +100,12 @@ class Conversations:
 
     @property
     def idle(self) -> list[Idle]:
-        """All of them, the one that was used last at the end."""
+        """All idle entries, the last used at the end."""
         return sorted(self._idle.values(), key=lambda idle: idle.used)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all; what several share counts once."""
+        """Bytes of all entries; arrays that several share count once."""
         together: dict[int, int] = {}
         for idle in list(self._idle.values()):
             together |= idle.pieces
@@ -120,38 +120,38 @@ class Conversations:
             stats[kind] = {"n_sequences": len(of_kind), "n_bytes": size}
         return stats
 
-    # -- what mlx-lm's server asks ----------------------------------------------------------------
+    # -- the interface of mlx-lm's server ---------------------------------------------------------
 
     def begin(self, empty: list[Any]) -> None:
-        """The next prompt that is looked up is to have caches with the mark of these empty ones."""
+        """The next prompt looked up wants caches with the mark of these empty ones."""
         self._wanted, self._empty = mark_of(empty), empty
 
     def fetch_nearest_cache(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any], list[int]]:
-        """The caches that know most of a prompt, and the tokens that they do not know.
+        """The caches that hold most of a prompt, and the tokens that they do not hold.
 
-        They are the caller's own, empty ones if nothing is known. At least the last token is left,
-        from which generation begins.
+        The caches belong to the caller, and are empty if nothing fits. At least the last token is
+        left to read, since generation begins from it.
 
         Args:
-            model: Unused: all are of one model.
+            model: Unused: all entries are of one model.
             tokens: The prompt.
         """
         tokens = list(tokens)
         try:
             cache, known = self._found(key_of(tokens))
-            # What was asked for before may have been let go, by hand, since.
+            # Requested pins may have been removed by hand since.
             more = without(self._wanted.pins, mark_of(cache).pins)
             if more:
                 pin(cache, more)
                 mark(cache, self._wanted)
         except Exception:
-            # Whatever is wrong with what was found, the prompt itself can still be read.
-            logging.exception("An idle conversation cannot be gone on with")
+            # If the entry found is faulty, the prompt itself can still be read.
+            logging.exception("An idle conversation cannot be continued")
             cache, known = copy.deepcopy(self._empty), 0
         return cache, tokens[known:]
 
     def _found(self, key: bytes) -> tuple[list[Any], int]:
-        """Caches of the caller's own, and how many of a prompt's tokens they know."""
+        """Caches for the caller, and the number of the prompt's tokens that they hold."""
         found = self._longest_before(key)
         known = token_count(found.key) if found else 0
         undone = _undone(self._idle.values(), self._wanted, key, known)
@@ -159,7 +159,7 @@ class Conversations:
             return undone
         if self.sessions is not None:
             saved = self.sessions.longest_before(self._wanted, key)
-            # A shrunk conversation's file still has all that it held.
+            # A shrunk conversation's file still holds everything from before.
             if saved is not None and (
                 token_count(saved.key) > known or (found is not None and found.shrunk)
             ):
@@ -176,11 +176,11 @@ class Conversations:
         return cache, known
 
     def snapped(self, cache: list[Any]) -> None:
-        """What will be inserted next was copied before its turn ended: it is no conversation."""
+        """The next insertion was copied before its turn ended: it is no conversation."""
         self._snapped.add(id(cache))
 
     def came_of(self, cache: list[Any], ticket: Ticket) -> None:
-        """What will be inserted next is where this request's answer ended."""
+        """The next insertion ends with this request's answer."""
         self._tickets[id(cache)] = ticket
 
     def insert_cache(
@@ -191,17 +191,17 @@ class Conversations:
         *,
         cache_type: str = "assistant",
     ) -> None:
-        """Keep caches, and tell their request where.
+        """Keep caches, and tell their request their place.
 
-        Who reads the answer notes its turn on disk before the client hears of its end (`noted`);
-        the caches follow when there is time (`save_one`) or when they must make room. Caches of no
-        request go to their file at once. What cannot be kept is forgotten, and said in the log: no
-        request depends on it.
+        The thread that reads the answer notes its turn on disk before the client hears of its end
+        (`noted`); the caches follow when there is time (`save_one`) or when they must make room.
+        Caches without a request are written to their file at once. Caches that cannot be kept are
+        forgotten, with a log message: no request depends on them.
 
         Args:
             model: Unused.
-            tokens: What they hold.
-            prompt_cache: One for each layer; theirs from now on.
+            tokens: The tokens that they hold.
+            prompt_cache: The caches, one for each layer; they belong to this object from now on.
             cache_type: One of KINDS.
         """
         if id(prompt_cache) in self._snapped:
@@ -242,10 +242,10 @@ class Conversations:
             ticket.kept.tell(place, before_answer)
 
     def noted(self, place: Place, told: bool) -> None:
-        """A turn is on disk, and its answer is over; any thread may say so.
+        """Note that a turn is on disk and its answer is complete; any thread may call this.
 
         Args:
-            place: Its.
+            place: The turn's place.
             told: Whether its client was sent all of the answer.
         """
         idle = self._idle.get(place)
@@ -253,14 +253,14 @@ class Conversations:
             idle.unsaved, idle.told = True, told
 
     def save_one(self) -> bool:
-        """Write the caches of one conversation that are not on disk yet; False: there are none."""
+        """Write one conversation's caches that are not on disk yet; False if there are none."""
         idle = next((idle for idle in self._idle.values() if idle.unsaved), None)
         if idle is not None:
             self._save(idle)
         return idle is not None
 
     def known(self, empty: list[Any], tokens: Sequence[int]) -> int:
-        """How many of a prompt's tokens caches know that are like these empty ones."""
+        """The number of a prompt's tokens held by caches that are like these empty ones."""
         wanted, key = mark_of(empty), key_of(tokens)
         keys = [idle.key for idle in self._before(wanted, key)]
         saved = self.sessions.longest_before(wanted, key) if self.sessions is not None else None
@@ -268,7 +268,7 @@ class Conversations:
         return max(map(token_count, keys), default=0)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Make room until no more than so many entries or bytes are left."""
+        """Make room until no more than `n_sequences` entries or `n_bytes` bytes are left."""
         while n_sequences is not None and len(self) > max(n_sequences, 0):
             self._give_up(self._first_to_go())
         if n_bytes is not None:
@@ -284,14 +284,14 @@ class Conversations:
                 self._give_up(first)
 
     def _first_to_go(self) -> Idle:
-        """Snapshots, then conversations, then what several begin with; unused longest first."""
+        """Snapshots go first, then conversations, then shared prefixes; longest unused first."""
         return min(
             self._idle.values(),
             key=lambda idle: (not idle.is_snapshot, idle.kind == "system", idle.used),
         )
 
     def _shrink_one(self) -> bool:
-        """Shrink the conversation that was unused longest and was not shrunk; False: none."""
+        """Shrink the longest unused conversation not shrunk yet; False if there is none."""
         whole = [idle for idle in self._idle.values() if not idle.shrunk]
         for idle in sorted(whole, key=lambda idle: idle.used):
             if idle.unsaved:
@@ -299,7 +299,7 @@ class Conversations:
             idle.shrunk = True
             try:
                 shrink(idle.cache)
-            except ValueError:  # as small as its policy works with
+            except ValueError:  # its policy cannot work with fewer bytes
                 continue
             mx.eval([entry.state for entry in idle.cache])
             idle.pieces = pieces_of(idle.cache)
@@ -308,7 +308,7 @@ class Conversations:
         return False
 
     def _give_up(self, idle: Idle) -> None:
-        """Let go of an entry; a conversation's file is written first where it is not yet."""
+        """Remove an entry; a conversation's file is written first if it is not yet."""
         if idle.unsaved:
             self._save(idle)
         del self._idle[Place(idle.mark, idle.key)]
@@ -323,32 +323,32 @@ class Conversations:
         except (OSError, ValueError) as error:
             logging.error("A conversation could not be saved: %s", error)
 
-    # -- what is looked at ------------------------------------------------------------------------
+    # -- lookups for the page ---------------------------------------------------------------------
 
     def told(self) -> list[Idle]:
-        """Conversations that an answer's name leads to."""
+        """The conversations that can be found by an answer's name."""
         return [idle for idle in list(self._idle.values()) if idle.turns and not idle.passed]
 
     def named(self, name: str) -> Idle | None:
-        """The conversation in which the answer of this name is the last."""
+        """The conversation whose last answer has this name."""
         for idle in self.told():
             if any(turn.name == name for turn in idle.turns):
                 return idle
         return None
 
     def change(self, idle: Idle, to: Callable[[list[Any]], Any]) -> None:
-        """Change an idle conversation's caches, and what its file holds.
+        """Change an idle conversation's caches, and its file.
 
         Args:
-            idle: One of these.
-            to: Changes a list of caches, or raises before it has changed anything.
+            idle: One of the idle conversations.
+            to: Changes a list of caches, or raises before any change.
         """
         to(idle.cache)
         mx.eval([entry.state for entry in idle.cache])
         idle.pieces = pieces_of(idle.cache)
         if self.sessions is not None:
             saved = self.sessions.saved.get(self.sessions.path_of(idle.mark, idle.key))
-            # A shrunk conversation's file still has all that it held.
+            # A shrunk conversation's file still holds everything from before.
             whole = self.sessions.load(saved) if idle.shrunk and saved is not None else None
             if whole is not None:
                 to(whole)
@@ -359,15 +359,15 @@ class Conversations:
                 logging.error("Changed pins could not be saved: %s", error)
         self.make_room(self.left())
 
-    # -- looking ----------------------------------------------------------------------------------
+    # -- finding ----------------------------------------------------------------------------------
 
     def _longest_before(self, key: bytes) -> Idle | None:
-        """The longest entry of these settings that the tokens go on from."""
+        """The longest entry with these settings that the tokens continue."""
         before = self._before(self._wanted, key)
         return max(before, key=lambda idle: len(idle.key), default=None)
 
     def _before(self, wanted: Mark, key: bytes) -> list[Idle]:
-        """Entries that tokens with a mark go on from."""
+        """The entries that tokens with a mark continue."""
         return [
             idle
             for idle in self._idle.values()
@@ -380,13 +380,13 @@ class Conversations:
 def _undone(
     idle: Iterable[Idle], wanted: Mark, key: bytes, more_than: int
 ) -> tuple[list[Any], int] | None:
-    """Caches that differ by steps which can be undone without a trace, and what they know.
+    """Caches that differ by steps which can be undone exactly, and the tokens that then remain.
 
     Args:
-        idle: All that there are.
+        idle: The idle entries.
         wanted: The prompt's mark.
-        key: Of the prompt.
-        more_than: Tokens that are known without.
+        key: The key of the prompt's tokens.
+        more_than: The number of tokens that other caches hold already.
     """
     tokens = tokens_of(key)
     best: Idle | None = None
@@ -407,16 +407,18 @@ def _undone(
 
 
 def _only_file(ticket: Ticket | None) -> bool:
-    """Whether nobody notes a conversation's turn: it is no request's, or its prompt has images, of
-    which its tokens say too little to compute its caches from."""
+    """Whether nobody notes a conversation's turn: it has no request, or its prompt has images.
+
+    Images' tokens do not suffice to compute its caches again.
+    """
     return ticket is None or ticket.said is None
 
 
 def _told_only(tokens: Sequence[int], cache: list[Any], ticket: Ticket) -> list[int]:
-    """An answer's tokens without those that say nothing that its client is told.
+    """An answer's tokens without those that produce no text for its client.
 
-    They are taken out of the caches where that can be done: nothing was evicted, or the steps are
-    within `undo`. Elsewhere they stay, and are the conversation's as the text before them is.
+    They are taken out of the caches if that is possible: nothing was evicted, or the steps are
+    within `undo`. Otherwise they stay, and belong to the conversation like the text before them.
     """
     said, tokens = ticket.said, list(tokens)
     count = said.beyond(tokens) if said is not None else 0
@@ -433,7 +435,7 @@ def _told_only(tokens: Sequence[int], cache: list[Any], ticket: Ticket) -> list[
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
+    """The number of equal tokens at the beginning of two sequences."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
@@ -450,21 +452,21 @@ def leaves_no_trace(cache: Sequence[Any], count: int) -> bool:
 
 
 def _undoable(layer: Layer) -> int:
-    """How many of the newest tokens leave no trace: steps within `undo`, or what none scored."""
+    """The number of newest tokens that leave no trace: steps within `undo`, or unscored ones."""
     return len(layer.journal) if layer.policy.needs_attention else layer.trimmable
 
 
 def shrink(cache: Sequence[Any]) -> None:
-    """Have bounded caches hold `SHRUNK` of their bytes; others of the list stay as they are.
+    """Make bounded caches hold `SHRUNK` of their bytes; others of the list stay as they are.
 
     Raises:
-        ValueError: They are as small as their policy works with; nothing was changed.
+        ValueError: Their policy cannot work with fewer bytes; nothing was changed.
     """
     resize(cache, max_bytes=int(sum(entry.nbytes for entry in bounded_entries(cache)) * SHRUNK))
 
 
 def grow(cache: Sequence[Any], empty: Sequence[Any]) -> None:
-    """Give caches that shrank the budgets of empty ones again; what they lost stays lost."""
+    """Give shrunk caches the budgets of empty ones again; evicted tokens stay lost."""
     for (_, entry), (_, new) in zip(entries(cache), entries(empty), strict=True):
         if isinstance(entry, BoundedKVCache) and new.budgets is not None:
             whole = replace(entry.resized_settings(new.budgets), filling=new.settings.filling)
@@ -472,7 +474,7 @@ def grow(cache: Sequence[Any], empty: Sequence[Any]) -> None:
 
 
 def pieces_of(cache: Sequence[Any]) -> dict[int, int]:
-    """Bytes of a list of caches by identity, so that shared ones can be counted once."""
+    """Bytes of a list of caches by array identity, so that shared arrays are counted once."""
     pieces: dict[int, int] = {}
     for _, entry in entries(cache):
         if isinstance(entry, BoundedKVCache):

@@ -1,8 +1,8 @@
 """One request's completions: threads that wait for mlx-lm's generation, and the answer they give.
 
-`BoundedGenerator.generate` blocks, so each answer has a thread; what comes of it goes into a queue
-that asyncio awaits. When the client goes away, or the server ends, an event is set that the
-generator looks at between two tokens.
+`BoundedGenerator.generate` blocks, so each answer has a thread; its results go into a queue that
+asyncio awaits. When the client goes away, or the server ends, an event is set that the generator
+checks between two tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mlx_h2o.serve.ticket import HungUp, Ticket, Turn, title_of
 
 Receive = Callable[[], Any]
 Send = Callable[[Any], Any]
-#: What /metrics counts where no one was there any more to be answered (nginx's number).
+#: The status that /metrics counts if the client had gone before the answer (nginx's number).
 CLIENT_GONE = 499
 #: The end of one answer, in the queue.
 DONE = object()
@@ -38,12 +38,12 @@ FINAL = b"data: [DONE]\n\n"
 
 
 class Refused(Exception):
-    """A request that is not answered.
+    """A request that is refused.
 
     Args:
-        status: Of the answer.
-        why: For the client.
-        headers: More of the answer's.
+        status: The answer's HTTP status.
+        why: The message for the client.
+        headers: Additional headers of the answer.
         close: Whether the connection ends with it: the body was not read whole.
     """
 
@@ -63,11 +63,11 @@ class Exchange:
     """The answer to one request, as an ASGI application.
 
     Args:
-        generator: Of the server.
-        threads: That wait for the generator.
+        generator: The server's generator.
+        threads: Threads that wait for the generator.
         asked: The request.
-        frame: Of its answer.
-        headers: More of the answer's.
+        frame: The fields that all pieces of its answer share.
+        headers: Additional headers of the answer.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class Exchange:
         self._choices: dict[int, Choice] = {}
 
     def end(self) -> None:
-        """The server ends: no more tokens are made for this request."""
+        """Stop generating for this request, because the server ends."""
         self._ended = True
         self._gone.set()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        """Answer, while the client is there.
+        """Answer as long as the client is there.
 
         Raises:
-            Refused: It cannot be answered; nothing was sent.
+            Refused: The request cannot be answered; nothing was sent.
         """
         watch = asyncio.create_task(self._watch(receive))
         started = told = False
@@ -134,7 +134,7 @@ class Exchange:
                     self._generator.conversations.noted(ticket.noted, told)
 
     def _refused(self, error: Exception) -> Refused:
-        """Why there is no answer, or no whole one."""
+        """The reason why there is no answer, or only a part of one."""
         match error:
             case Refused():
                 return error
@@ -158,10 +158,10 @@ class Exchange:
     # -- in threads -------------------------------------------------------------------------------
 
     def _prepared(self) -> tuple[Form | None, list[Ticket]]:
-        """What the answer must be, and a ticket for each one, which wait from now on.
+        """The form required of the answer, and a ticket for each answer, which wait from now on.
 
         Raises:
-            ValueError: This model cannot do what is asked.
+            ValueError: This model cannot do what the request asks for.
             NotLoaded: There is no model.
             Refused: The queue is full.
         """
@@ -200,7 +200,7 @@ class Exchange:
         return form, tickets
 
     def _pump(self, place: int, ticket: Ticket, form: Form | None) -> None:
-        """Put all that comes of one answer into the queue."""
+        """Put everything that one answer yields into the queue."""
         context: Any = None
         loop = self._loop
 
@@ -220,7 +220,7 @@ class Exchange:
                 tell(response)
             tell(DONE)
         except Exception as error:
-            self._gone.set()  # there is no answer without this one
+            self._gone.set()  # without this answer there is none at all
             tell(error)
         finally:
             if context is not None:
@@ -236,10 +236,10 @@ class Exchange:
         self._gone.set()
 
     async def _news(self) -> AsyncIterator[tuple[int, Any]]:
-        """What comes of all answers, until the last is whole; the choices grow meanwhile.
+        """The responses of all answers, until the last is complete; the choices grow meanwhile.
 
         Raises:
-            Exception: What broke one of them off.
+            Exception: The error that broke an answer off.
         """
         asked, left = self._asked, self._asked.answers
         while left:
@@ -267,7 +267,7 @@ class Exchange:
         return json.dumps(self._frame.around(told, usage=usage_of(choices))).encode()
 
     async def _pieces(self) -> AsyncIterator[bytes]:
-        """The answer as it comes, without the mark of its end."""
+        """The answer as it comes, without its end mark."""
         around = self._frame.around
         async for place, what in self._news():
             if what is DONE:

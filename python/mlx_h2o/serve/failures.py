@@ -1,4 +1,4 @@
-"""What becomes of requests when something breaks: who is told, and what /health says."""
+"""Failures: how requests learn of a failed step, and what /health reports."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from mlx_lm.server import GenerationContext
 
 
 class StepFailed(Exception):
-    """The step of a request's batch raised; its caches are in no known state."""
+    """The step of a request's batch raised; its caches are in an unknown state."""
 
     def __init__(self, error: BaseException):
         super().__init__(f"Generating broke off: {type(error).__name__}: {error}")
 
 
 class Unanswered(Exception):
-    """Why a request gets no answer at all.
+    """The reason why a request gets no answer at all.
 
     Attributes:
-        status: Of the answer.
+        status: The answer's HTTP status.
     """
 
     def __init__(self, error: Exception, healthy: bool):
@@ -31,7 +31,7 @@ class Answers:
     """A request's queue, as mlx-lm's generation loop fills it.
 
     Args:
-        queue: That the request's handler reads.
+        queue: The queue that the request's handler reads.
     """
 
     def __init__(self, queue: Queue[Any]):
@@ -39,44 +39,44 @@ class Answers:
         self._context: GenerationContext | None = None
 
     def put(self, answer: Any) -> None:
-        """The next answer: first the context, then tokens, None at the end; or an exception."""
+        """Put the next item: first the context, then tokens, None at the end; or an exception."""
         if isinstance(answer, GenerationContext):
             self._context = answer
         self._queue.put(answer)
 
     def fail(self, error: StepFailed) -> None:
-        """Tell the handler, and have the loop remove the request."""
+        """Tell the handler, and make the loop remove the request."""
         if self._context is not None:
             self._context.stop()
         self._queue.put(error)
 
 
 class Health:
-    """What is known of the generation thread.
+    """The state of the generation thread.
 
     Attributes:
-        failures: Steps that raised.
-        last: What the last of them said; empty: none did.
-        works: Whether the last step came to its end.
+        failures: The number of steps that raised.
+        last: The last error's message; empty if there was none.
+        works: Whether the last step was completed.
     """
 
     def __init__(self) -> None:
         self.failures, self.last, self.works = 0, "", True
 
     def failed(self, error: BaseException) -> None:
-        """A step raised."""
+        """Note that a step raised."""
         self.failures += 1
         self.last, self.works = f"{type(error).__name__}: {error}", False
 
     def worked(self) -> None:
-        """A step came to its end."""
+        """Note that a step was completed."""
         self.works = True
 
     def told(self, loaded: bool, alive: bool) -> dict[str, Any]:
-        """What /health says.
+        """The body of /health.
 
         Args:
-            loaded: Whether the model is there, or cannot be loaded.
+            loaded: Whether loading the model has ended, well or not.
             alive: Whether the generation thread runs.
         """
         status = "ok" if self.works else "failing"

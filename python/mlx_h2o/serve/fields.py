@@ -1,4 +1,4 @@
-"""What a request's body may ask for: every field, its range, and what is refused by name."""
+"""The fields of a request's body: their names, their ranges, and those refused by name."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.policies import policy_names
 from mlx_h2o.serve.asked_pins import AskedPins
 
-#: The field that holds one request's own settings of its cache.
+#: The field of a request's own cache settings.
 EXTRA = "mlx_h2o"
-#: Settings of `make_prompt_cache` that a request may give there; others are fields of its policy.
+#: Settings of `make_prompt_cache` that it may hold; any others are fields of the policy.
 OWN = (
     "max_size max_bytes context policy remainder bits k_bits v_bits group_size recent_bits undo "
     "positions"
 ).split()
-#: Those that name files or hold arrays are the server's alone.
+#: Settings that name files or hold arrays are the server's alone.
 SERVERS_OWN = ("budgets", "frames")
 SIZES = ("max_size", "max_bytes")
-#: What a request pins, which is no setting of its caches: it is looked for in its prompt.
+#: The request's pins, which are no setting of its caches: they are found in its prompt.
 PINS = "pins"
-#: Texts at which an answer may stop, and characters of one.
+#: The most stop texts, and the most characters of one.
 MOST_STOPS, LONGEST_STOP = 16, 1024
-#: Answers to one request.
+#: The most answers to one request.
 MOST_ANSWERS = 4
-#: Tokens whose logits a request may move, and tools that it may offer.
+#: The most tokens whose logits a request may move, and the most tools that it may offer.
 MOST_BIASES, MOST_TOOLS = 1024, 256
 #: Logits are divided by the temperature: below this the likeliest token has all of the mass in
-#: float32 anyway, and much below it the quotient is no number.
+#: float32 anyway, and much below it the quotient overflows.
 COLDEST = 1e-3
 #: The least repetition penalty: logits are divided by it, too.
 LEAST_REPETITION = 1e-2
 MOST_LOGPROBS = 20
 MOST_TOKENS = 10_000_000
-#: Tokens that a penalty looks back on.
+#: The most tokens over which a penalty looks back.
 MOST_CONTEXT = 1_000_000
-#: mlx-lm's seeds are of 64 bits; OpenAI's may be negative.
+#: mlx-lm's seeds have 64 bits; OpenAI's may be negative.
 SEEDS = 1 << 64
 
 
@@ -48,9 +48,9 @@ class Number:
     """A field that holds a number.
 
     Attributes:
-        least: Of its values.
-        most: Of its values.
-        usual: Where a request says nothing.
+        least: The smallest value allowed.
+        most: The largest value allowed.
+        usual: The value for a request that gives none.
         whole: Whether fractions are refused.
     """
 
@@ -63,7 +63,7 @@ class Number:
         """A request's value, checked.
 
         Raises:
-            ValueError: It is no number, or out of range.
+            ValueError: The value is no number, or out of range.
         """
         kinds = int if self.whole else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds):
@@ -80,12 +80,12 @@ def _told(bound: float) -> str:
 
 
 def _cut(value: Any) -> str:
-    """A value in a message, which no value makes long."""
+    """A value in a message, cut where it is long."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-#: Sampling. Those whose usual value is None have the command line's.
+#: Sampling numbers. Where the usual value is None, the command line's value is used.
 NUMBERS = {
     "max_tokens": Number(1, MOST_TOKENS, None, whole=True),
     "max_completion_tokens": Number(1, MOST_TOKENS, None, whole=True),
@@ -106,16 +106,16 @@ NUMBERS = {
     "n": Number(1, MOST_ANSWERS, 1, whole=True),
 }
 BIAS = Number(-100, 100, None)
-#: What mlx-lm's generation, or this server, does, beside the numbers.
+#: Other fields that mlx-lm's generation, or this server, supports.
 DONE = frozenset(
     "messages prompt model stream stream_options logit_bias logprobs stop tools tool_choice "
     "role_mapping chat_template_kwargs response_format parallel_tool_calls reasoning_effort".split()
 )
-#: What says nothing about the answer.
+#: Fields that do not affect the answer.
 WITHOUT_EFFECT = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key".split()
 )
-#: What is done only where it asks for what is done anyway.
+#: Fields that are accepted only with the values that describe what is done anyway.
 ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -124,29 +124,29 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "draft_model": ("default_model",),
     "modalities": (["text"],),
 }
-#: What would make another answer, so that it is refused rather than ignored.
+#: Fields that would change the answer, so that they are refused rather than ignored.
 REFUSED = frozenset(
     "adapters kv_bits kv_group_size quantized_kv_start functions function_call audio".split()
 )
 ROLES = frozenset("system developer user assistant tool function".split())
-#: Who may say nothing, if it calls a tool.
+#: The role that needs no content if it calls a tool.
 CALLER = "assistant"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
-# -- which fields there are -----------------------------------------------------------------------
+# -- the known fields -----------------------------------------------------------------------------
 
 
 def check_body(body: Any, names: tuple[str, ...], strict: bool = False) -> list[str]:
-    """Fields that this server knows nothing of, which are ignored.
+    """The unknown fields of a body, which are ignored.
 
     Args:
-        body: The request's.
-        names: By which the served model may be called.
-        strict: Whether there may be none of them.
+        body: The request's body.
+        names: The names by which requests may call the served model.
+        strict: Whether unknown fields are refused.
 
     Raises:
-        ValueError: The request asks for what the server does not do.
+        ValueError: The request is not supported by the server.
     """
     if not isinstance(body, dict):
         raise ValueError("The body must be a JSON object.")
@@ -181,11 +181,11 @@ def numbers_of(body: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, A
     """The value of every field of NUMBERS.
 
     Args:
-        body: The request's.
+        body: The request's body.
         usual: The command line's values.
 
     Raises:
-        ValueError: One is no number, or out of range.
+        ValueError: A value is no number, or out of range.
     """
     found = dict[str, Any]()
     for name, number in NUMBERS.items():
@@ -206,12 +206,12 @@ def flag_of(body: Mapping[str, Any], name: str, usual: bool) -> bool:
     """A field that is true or false.
 
     Args:
-        body: Of the request.
-        name: Of the field.
-        usual: Where it is not given.
+        body: The request's body.
+        name: The field's name.
+        usual: The value if the field is missing.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The value is something else.
     """
     value = body.get(name)
     if value is None:
@@ -222,10 +222,10 @@ def flag_of(body: Mapping[str, Any], name: str, usual: bool) -> bool:
 
 
 def biases_of(body: Mapping[str, Any]) -> dict[int, float] | None:
-    """logit_bias by tokens.
+    """logit_bias by token.
 
     Raises:
-        ValueError: It is invalid.
+        ValueError: The value is invalid.
     """
     asked = body.get("logit_bias")
     if asked is None:
@@ -246,7 +246,7 @@ def stops_of(body: Mapping[str, Any]) -> list[str]:
     """Texts at which the answer ends.
 
     Raises:
-        ValueError: They are none.
+        ValueError: The value is no text and no list of texts, or too long.
     """
     stops = body.get("stop") or []
     stops = [stops] if isinstance(stops, str) else stops
@@ -274,15 +274,15 @@ def usage_wanted(body: Mapping[str, Any]) -> bool:
 
 
 def template_arguments_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the chat template is told, with the effort of reasoning for those that know of it.
+    """The chat template's arguments, with the reasoning effort for templates that use it.
 
     Raises:
-        ValueError: It is no object, or there is no such effort.
+        ValueError: The value is no object, or there is no such effort.
     """
     given = body.get("chat_template_kwargs")
     if given is not None and not isinstance(given, dict):
         raise ValueError("chat_template_kwargs must be an object.")
-    # Those are mlx-lm's own arguments, or say what the prompt is.
+    # These are mlx-lm's own arguments, or determine the prompt.
     for name in ("tools", "tokenize", "add_generation_prompt", "messages", "conversation",
                  "chat_template", "return_dict", "return_tensors"):  # fmt: skip
         if given and name in given:
@@ -295,11 +295,11 @@ def template_arguments_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"reasoning_effort": effort} | (given or {})
 
 
-# -- what is said ---------------------------------------------------------------------------------
+# -- messages -------------------------------------------------------------------------------------
 
 
 def check_messages(body: Mapping[str, Any]) -> None:
-    """Raise ValueError for messages that are none, or images that the server would fetch."""
+    """Raise ValueError for invalid messages, or images that the server would have to fetch."""
     messages, mapping = body.get("messages"), body.get("role_mapping")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise ValueError("messages must be a list of objects with role and content.")
@@ -315,7 +315,7 @@ def check_messages(body: Mapping[str, Any]) -> None:
         if not isinstance(role, str):
             raise ValueError(f"{where} needs a role.")
         if role not in roles:
-            raise ValueError(f"{where} has the role {_cut(role)}; {', '.join(sorted(roles))} are.")
+            raise ValueError(f"{where} has role {_cut(role)}; known: {', '.join(sorted(roles))}.")
         calls = message.get("tool_calls")
         if calls is not None:
             _check_calls(f"{where}.tool_calls", calls)
@@ -342,11 +342,11 @@ def _check_content(where: str, content: Any) -> None:
             if not isinstance(part.get("text"), str):
                 raise ValueError(f"{place} must have a text.")
         elif url is None:
-            raise ValueError(f"{place} has the type {_cut(part['type'])}; text and image_url are.")
+            raise ValueError(f"{place} has the type {_cut(part['type'])}, not text or image_url.")
 
 
 def _check_calls(where: str, calls: Any) -> None:
-    """Calls of tools that the model made before; their arguments are JSON in a text."""
+    """Tool calls that the model made earlier; their arguments are JSON in a text."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"{where} must be a list of objects.")
     for i, call in enumerate(calls):
@@ -373,7 +373,7 @@ def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The tools that a request offers.
 
     Raises:
-        ValueError: They are none.
+        ValueError: The value is no list of tools.
     """
     tools = body.get("tools") or None
     if tools is None:
@@ -415,10 +415,10 @@ def tool_choice_of(body: Mapping[str, Any], tools: list[dict[str, Any]] | None) 
 
 
 def response_format_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The form that an answer must have; None: any.
+    """The format required of an answer; None means any.
 
     Raises:
-        ValueError: There is no such form.
+        ValueError: There is no such format.
     """
     asked = body.get("response_format")
     if asked is None:
@@ -442,11 +442,11 @@ def settings_of(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
     """The settings of a request's cache, as `ModelSettings.of` takes them.
 
     Args:
-        body: The request's.
+        body: The request's body.
         defaults: The server's settings.
 
     Raises:
-        ValueError: It asks for what is no setting, or not a request's to ask.
+        ValueError: A field is no setting, or not a setting of requests.
     """
     own = body.get(EXTRA)
     if own is None:
@@ -463,7 +463,7 @@ def settings_of(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
     base = dict(defaults)
     if any(own.get(size) is not None for size in SIZES):
         base = {name: value for name, value in base.items() if name not in SIZES}
-    if "policy" in own:  # whose fields are its own
+    if "policy" in own:  # its fields replace the default policy's
         base = {name: value for name, value in base.items() if name in (*OWN, *SERVERS_OWN)}
     wanted = base | {name: value for name, value in own.items() if name != PINS}
     ModelSettings.of(**wanted)
@@ -471,39 +471,39 @@ def settings_of(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
 
 
 def pins_of(body: Mapping[str, Any], usual: AskedPins) -> AskedPins:
-    """What a request pins.
+    """The pins of a request.
 
     Args:
-        body: The request's, of which `settings_of` thought well.
-        usual: What is pinned where it says nothing.
+        body: The request's body, already checked by `settings_of`.
+        usual: The pins for a request that gives none.
 
     Raises:
-        ValueError: It says what are no pins.
+        ValueError: The value is no pins.
     """
     asked = (body.get(EXTRA) or {}).get(PINS)
     return usual if asked is None else AskedPins.of(asked)
 
 
 def label_of(settings: Mapping[str, Any]) -> str:
-    """Settings as text: the same for the same settings."""
+    """Settings as text: equal settings give equal text."""
     return json.dumps(dict(settings), sort_keys=True, default=str)
 
 
-# -- what depends on the model --------------------------------------------------------------------
+# -- checks that depend on the model --------------------------------------------------------------
 
 
 def check_for_model(
     numbers: Mapping[str, Any], biases: Mapping[int, float] | None, model: Any, tokenizer: Any
 ) -> None:
-    """Raise ValueError for what this model's sampling could not do.
+    """Raise ValueError for sampling options that this model does not support.
 
-    mlx-lm would find it out in the middle of a step of all requests.
+    mlx-lm would detect them in the middle of a step of all requests.
 
     Args:
-        numbers: Of the sampling.
-        biases: Of logits, by token.
-        model: That is served.
-        tokenizer: Of the model.
+        numbers: The sampling numbers.
+        biases: Biases of logits, by token.
+        model: The served model.
+        tokenizer: The model's tokenizer.
     """
     words = getattr(getattr(model, "args", None), "vocab_size", None) or tokenizer.vocab_size
     top_k = numbers["top_k"]

@@ -1,4 +1,4 @@
-"""mlx-lm's response generator inside the bound: who is let in, with which caches, and when."""
+"""mlx-lm's response generator within the bound: which requests run, with which caches, and when."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from mlx_h2o.serve.threads import join
 from mlx_h2o.serve.ticket import HungUp, Ticket, still_there
 from mlx_h2o.serve.turn_text import TurnText, respelled
 
-#: How often the loop of steps may break off, one time after another, with nothing to do.
+#: How often the loop of steps may break off in a row without any work.
 MOST_TRIES = 3
-#: Its `generator` is the one whose thread this is, for what mlx-lm's loop calls by name.
+#: Its `generator` is the one that runs on this thread, for functions that mlx-lm's loop calls.
 HERE = threading.local()
 
 
@@ -44,12 +44,12 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
     """mlx-lm's `ResponseGenerator`, whose requests wait until their bytes are free.
 
     Args:
-        provider: Of the model.
+        provider: The provider of the model.
         conversations: Idle caches.
-        accountant: Of the bytes.
-        metrics: What is counted.
-        defaults: Settings of caches whose request says nothing of them.
-        pins: What of a prompt is pinned where the request says nothing of that.
+        accountant: The account of the bytes.
+        metrics: The counters.
+        defaults: The caches' settings for a request that gives none.
+        pins: The pins of a prompt for a request that gives none.
     """
 
     def __init__(
@@ -72,20 +72,20 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         self._batch: ReferenceType[AccountedBatch] | None = None
         self.slots = 0.0  # tokens that all running caches hold, mean over layers
         self.health, self.grammars = Health(), Grammars()
-        self._answers: dict[Ticket, Answers] = {}  # of all that were let in
+        self._answers: dict[Ticket, Answers] = {}  # by the tickets of all admitted requests
         super().__init__(provider, conversations)  # type: ignore[arg-type]
 
-    # -- what a request needs ---------------------------------------------------------------------
+    # -- a request's bytes ------------------------------------------------------------------------
 
     def ticket_for(
         self, settings: Mapping[str, Any], gone: Callable[[], bool], pins: AskedPins
     ) -> Ticket:
-        """A request's claim.
+        """A request's claim on memory.
 
         Args:
-            settings: Of its caches, as `ModelSettings.of` takes them.
-            gone: Whether its client went away.
-            pins: What of its prompt is never to be evicted.
+            settings: The caches' settings, as `ModelSettings.of` takes them.
+            gone: Whether the client went away.
+            pins: The pins of its prompt.
 
         Raises:
             ValueError: The model cannot have such caches, or they exceed the bound.
@@ -94,13 +94,13 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         label = label_of(settings)
         return Ticket(label, settings, self._plans.of(label, settings)[1], pins, gone)
 
-    # -- who is let in ----------------------------------------------------------------------------
+    # -- admission --------------------------------------------------------------------------------
 
     def _next_request(self, timeout: float | None = None) -> Any:
         """The next request whose bytes are free; mlx-lm asks between two steps.
 
         Raises:
-            Ended: Rank 0 takes no more.
+            Ended: Rank 0 takes no more requests.
         """
         if not self.accountant.running:
             self.accountant.weighed(0, self.conversations.nbytes)
@@ -140,7 +140,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         return None
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        """As in mlx-lm; the caches that are looked up next are this request's."""
+        """As in mlx-lm; the next caches looked up are for this request."""
         ticket = request.ticket
         tokenized: Any = None
         empty, error = list[Any](), None
@@ -163,7 +163,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         return tokenized
 
     def _as_said(self, tokenizer: Any, request: Any, args: Any, tokenized: Any) -> Any:
-        """What mlx-lm made of a prompt, with what the model said in the tokens that it said."""
+        """mlx-lm's tokenized prompt, with the model's own earlier tokens where it said the text."""
         prompt, *_, vision = tokenized
         if vision is not None or not prompt:
             return tokenized
@@ -178,7 +178,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
     def _make_state_machine(
         self, model_key: Any, tokenizer: Any, stop_words: Sequence[str]
     ) -> tuple[Any, Any]:
-        """As in mlx-lm, but stop texts are looked for in the answer's text."""
+        """As in mlx-lm, but stop texts are found in the answer's text."""
         tokens, text = super()._make_state_machine(model_key, tokenizer, [])
         return TextStops(tokens, tokenizer, stop_words) if stop_words else tokens, text
 
@@ -189,38 +189,38 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         return with_pins(self._plans.of(ticket.label, ticket.settings)[0], ticket.label, pins)
 
     def stepped_alone(self, cache: list[Any]) -> None:
-        """A step of what is served by itself is done."""
+        """Note a step of a request that is served outside of batches."""
         self.weighed(sum(entry.nbytes for entry in cache), 0.0)
 
     def _serve_single(self, request: Any, *args: Any) -> None:
-        """As in mlx-lm, for what cannot be batched."""
+        """As in mlx-lm, for requests that cannot be batched."""
         ticket = request[1].ticket
         self.conversations.ticket = ticket
         try:
             super()._serve_single(request, *args)
         finally:
             self.conversations.ticket = None
-            ticket.kept.tell(None)  # where it broke off before it was kept
+            ticket.kept.tell(None)  # if it broke off before the caches were kept
             self.ended(ticket, None)
 
     @property
     def batch(self) -> AccountedBatch | None:
-        """Of the requests that run, if there are any; for the thread that generates."""
+        """The batch of the running requests, if there is one; for the thread that generates."""
         return self._batch() if self._batch is not None else None
 
-    # -- what the batch tells ---------------------------------------------------------------------
+    # -- the batch's reports ----------------------------------------------------------------------
 
     def batched(self, batch: AccountedBatch) -> None:
         """Requests will run in this batch."""
         self._batch = ref(batch)
 
     def begun(self) -> Ticket:
-        """The request whose prompt comes now."""
+        """The request whose prompt is read next."""
         assert self._current is not None
         return self._current
 
     def weighed(self, nbytes: int, slots: float) -> None:
-        """What all caches of the batch hold."""
+        """All caches of the batch were measured."""
         self.slots = slots
         self.accountant.weighed(nbytes, self.conversations.nbytes)
 
@@ -228,8 +228,8 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         """A step of all sequences is done.
 
         Args:
-            seconds: That the step took.
-            prompted: Tokens of prompts that were read.
+            seconds: The step's duration in seconds.
+            prompted: Prompt tokens that were read.
             generated: Tokens that were generated.
         """
         if prompted or generated:
@@ -243,17 +243,17 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
                 self.metrics.observe("token_seconds", text, seconds)
 
     def idle_pieces(self) -> set[int] | None:
-        """The arrays that idle conversations hold; None: there is no bound."""
+        """Ids of the arrays that idle conversations hold; None if there is no bound."""
         if self.accountant.bound is None:
             return None
         return {piece for idle in self.conversations.idle for piece in idle.pieces}
 
     def snapped(self, cache: list[Any]) -> None:
-        """These caches were copied in mid-way."""
+        """These caches were copied midway."""
         self.conversations.snapped(cache)
 
     def ended(self, ticket: Ticket, cache: list[Any] | None) -> None:
-        """A request runs no longer."""
+        """A request's sequence left the batch."""
         self._answers.pop(ticket, None)
         seconds = None
         if cache is not None:
@@ -265,7 +265,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         self.accountant.release(ticket, seconds)
 
     def failed(self, tickets: Sequence[Ticket], error: Exception) -> None:
-        """A step raised: these requests get no more answer, and their bytes are free."""
+        """A step raised: these requests get no further answer, and their bytes are free."""
         self.health.failed(error)
         self.metrics.count("failed_steps", "Steps that raised.")
         for ticket in tickets:
@@ -274,7 +274,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
             self.ended(ticket, None)
 
     def _run_generate(self) -> None:
-        """As in mlx-lm; where its loop breaks off, all that ran fails, and it begins anew."""
+        """As in mlx-lm; if its loop breaks off, running requests fail, and it starts again."""
         HERE.generator = self
         tries = 0
         while tries < MOST_TRIES:
@@ -282,7 +282,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
                 self._generate()
                 while self.conversations.save_one():
                     pass
-                if self._is_distributed and self._rank == 0:  # as a request of nothing
+                if self._is_distributed and self._rank == 0:  # sent as an empty request
                     self._share_request((None, None, None))
                 return
             except Ended:
@@ -293,26 +293,26 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
                     logging.error("The model could not be loaded: %s", self.provider.failure)
                     break
                 logging.exception("Generating broke off")
-                # A loop that breaks off without anything to do is not begun again for ever.
+                # A loop that breaks off without any work is not restarted forever.
                 tries = 0 if self._answers else tries + 1
                 self.failed(list(self._answers), error)
                 self.slots = 0.0
         self._generation_failed = True
 
     def stop_and_join(self) -> None:
-        """End; ranks but the first end with it, since it may still wait for them."""
+        """End; the other ranks end with rank 0, which may still wait for them."""
         if self._rank == 0:
             self._stop = True
         join(self._generation_thread)
 
-    # -- what a handler asks ----------------------------------------------------------------------
+    # -- calls from handlers ----------------------------------------------------------------------
 
     def between_steps(self, do: Callable[[], Any]) -> Any:
-        """What `do` gives, done by the thread that generates, between two of its steps.
+        """The result of `do`, called by the thread that generates between two of its steps.
 
         Raises:
-            Busy: That thread did not come to it.
-            Exception: What `do` raises.
+            Busy: The thread did not call it in time.
+            Exception: `do` raised it.
         """
         job = Job(do)
         self.requests.put(job)
@@ -324,12 +324,12 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         generation_args: Any,
         progress_callback: Callable[[int, int], None] | None = None,
     ) -> tuple[Any, Iterator[Any]]:
-        """As in mlx-lm, but given up when the client goes away.
+        """As in mlx-lm, but generation ends when the client goes away.
 
         Raises:
-            HungUp: It did.
+            HungUp: The client went away.
             Unanswered: The request cannot be answered.
-            StepFailed: While it was answered, generating broke off.
+            StepFailed: A step raised in the middle of the answer.
         """
         if not hasattr(request, "ticket"):
             request.ticket = self.ticket_for(self.defaults, still_there, self.pins)
@@ -359,7 +359,7 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
 
 
 def _line_up(requests: Any, line: deque[Any], timeout: float | None) -> None:
-    """Move what has come into the line; wait for the first so long, if at all."""
+    """Move requests that have come into the line; wait for the first if `timeout` is given."""
     try:
         while True:
             came = requests.get(timeout is not None, timeout)
@@ -375,7 +375,7 @@ def _line_up(requests: Any, line: deque[Any], timeout: float | None) -> None:
 def _while_there(
     responses: Iterator[Any], gone: Callable[[], bool], health: Health
 ) -> Iterator[Any]:
-    """An answer, given up when its client goes away."""
+    """An answer, which ends when its client goes away."""
     try:
         for response in responses:
             if gone():
@@ -383,12 +383,12 @@ def _while_there(
             yield response
     except (ConnectionError, TimeoutError, StepFailed):
         raise
-    except Exception as error:  # of a request that was served by itself
+    except Exception as error:  # in a request served outside of batches
         health.failed(error)
         raise StepFailed(error) from error
 
 
 def _evicted(cache: list[Any]) -> float:
-    """Tokens that the bounded caches of a list have evicted, mean over layers."""
+    """The tokens that a list's bounded caches have evicted, mean over layers."""
     evicted = [e.evicted for _, e in entries(cache) if isinstance(e, BoundedKVCache)]
     return sum(evicted) / len(evicted) if evicted else 0.0

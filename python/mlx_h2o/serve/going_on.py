@@ -26,10 +26,10 @@ from mlx_h2o.storage.pins import Span
 
 
 class GoingOn:
-    """What was said in all conversations, and where it is noted.
+    """The texts of all conversations, and the notes of their turns.
 
     Args:
-        conversations: Idle caches.
+        conversations: The idle conversations.
     """
 
     def __init__(self, conversations: Conversations):
@@ -41,18 +41,18 @@ class GoingOn:
             conversations.sessions.notes.clear()
 
     def spelled(self, said: TurnText, empty_for: Callable[[list[int]], list[Any]]) -> list[int]:
-        """A prompt's tokens, of the conversation of which caches know most.
+        """A prompt's tokens, spelled as in the conversation whose caches hold most of it.
 
         Args:
-            said: The prompt.
-            empty_for: Empty caches for a prompt's tokens, with its pins.
+            said: The prompt as text.
+            empty_for: Makes empty caches for a prompt's tokens, with its pins.
         """
         best, most = said.tokens, -1
         found = self._transcripts.spellings(said.text)
         for tokens in (*(said.goes_on_from(n, tokens_of(key)) for n, key in found), said.tokens):
             try:
                 empty = empty_for(tokens)
-            except ValueError:  # its pins, of which the request is told where all have the error
+            except ValueError:  # invalid pins: reported elsewhere, for all requests alike
                 continue
             known = self._conversations.known(empty, tokens)
             if known > most:
@@ -68,14 +68,14 @@ class GoingOn:
         tokenizer: Any,
         alive: Callable[[], bool],
     ) -> Iterator[Any]:
-        """An answer as its client is told it; its end comes when its turn is on disk.
+        """An answer as its client receives it; its end comes when its turn is on disk.
 
         Args:
-            responses: mlx-lm's.
-            ticket: Of the request.
-            context: mlx-lm's, of its generation.
-            stops: Texts that end it.
-            tokenizer: The model's.
+            responses: mlx-lm's responses.
+            ticket: The request's ticket.
+            context: mlx-lm's context of the generation.
+            stops: Texts that end the answer.
+            tokenizer: The model's tokenizer.
             alive: Whether the thread that generates still runs.
         """
         content = Content(context.text_sm, context.initial_state)
@@ -94,16 +94,16 @@ class GoingOn:
     def _remember(
         self, ticket: Ticket, content: str, cut: bool, alive: Callable[[], bool]
     ) -> Place | None:
-        """Have a conversation found again, after a crash too.
+        """Note a conversation so that it is found again, after a crash too.
 
         Args:
-            ticket: Of the request.
-            content: The answer as its client gets it.
-            cut: Whether it ended before its most tokens were reached.
+            ticket: The request's ticket.
+            content: The answer as its client receives it.
+            cut: Whether it ended before it had its most tokens.
             alive: Whether the thread that generates still runs.
 
         Returns:
-            Where the conversation is that was written down; None: none was.
+            The place of the noted conversation; None if nothing was noted.
         """
         kept = ticket.kept.wait(alive)
         if kept is None or ticket.said is None:
@@ -113,8 +113,8 @@ class GoingOn:
         for text in texts:
             self._transcripts.add(text, place.key)
         if not goes_on and prompt is not None:
-            # The chat template leaves out some of what was said, such as thoughts: the next turn
-            # goes on from this one's prompt.
+            # The chat template leaves out some of the answer, such as thoughts: the next turn
+            # continues from this turn's prompt.
             place, texts = prompt, []
         sessions, turn = self._conversations.sessions, ticket.turn
         if sessions is None or not place.key:
@@ -129,12 +129,12 @@ class GoingOn:
 
 
 def with_pins(empty: list[Any], label: str, pins: tuple[Span, ...]) -> list[Any]:
-    """Empty caches with pins of a prompt, and their mark; these themselves where there are none.
+    """Empty caches with a prompt's pins and their mark; the given caches if there are no pins.
 
     Args:
-        empty: Without pins.
-        label: Of their settings.
-        pins: Of the prompt.
+        empty: Caches without pins.
+        label: The label of their settings.
+        pins: The prompt's pins.
     """
     if pins:
         empty = copy.deepcopy(empty)
@@ -146,12 +146,12 @@ def with_pins(empty: list[Any], label: str, pins: tuple[Span, ...]) -> list[Any]
 def restore(
     conversations: Conversations, plans: Plans, provider: ServedModel, defaults: Mapping[str, Any]
 ) -> None:
-    """Compute the caches of conversations that a killed server noted and did not write.
+    """Compute the caches of conversations that a killed server noted but did not write.
 
     Args:
-        conversations: Idle caches.
-        plans: Of empty ones.
-        provider: Of the model.
+        conversations: The idle conversations.
+        plans: The plans of empty caches.
+        provider: The provider of the model.
         defaults: The server's settings of caches.
     """
     sessions = conversations.sessions
@@ -159,7 +159,7 @@ def restore(
         try:
             _read_again(saved, conversations, plans, provider, defaults)
         except Exception as error:
-            # Its tokens are known still: its next turn is read whole.
+            # Its tokens are still known: its next turn is read whole.
             logging.warning("Cannot restore the conversation %s: %s", saved.path.stem, error)
 
 
@@ -174,7 +174,7 @@ def _read_again(
     same = own.label == label_of(defaults)
     empty = plans.of(own.label, defaults if same else json.loads(own.label))[0]
     conversations.begin(with_pins(empty, own.label, own.pins))
-    # (One token is always left to read, and this one comes after all of them.)
+    # (One token is always left to read; the appended one comes after all of them.)
     cache, rest = conversations.fetch_nearest_cache(None, [*tokens, tokens[-1]])
     count, size = len(rest) - 1, int(provider.cli_args.prefill_step_size)
     logging.info("Reading %d tokens of %s again", count, saved.path.stem)

@@ -1,9 +1,9 @@
-"""Answers of a given form: JSON, a schema, a call of a tool, a regular expression, a grammar.
+"""Answers of a required form: JSON, a schema, a tool call, a regular expression, a grammar.
 
-llguidance (the extra `grammar`) says which tokens may come next; it reads Hugging Face's fast
-tokenizers, needs neither torch nor a GPU, and knows JSON schemas, regular expressions and
-Lark grammars. Here its mask becomes a logits processor, as mlx-lm's batches and its generation of
-one sequence both take.
+llguidance (the extra `grammar`) computes which tokens may come next; it reads Hugging Face's fast
+tokenizers, needs neither torch nor a GPU, and supports JSON schemas, regular expressions and Lark
+grammars. This module turns its mask into a logits processor, which mlx-lm's batches and its
+generation of one sequence both take.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import numpy as np
 
 from mlx_h2o.serve.tool_forms import FAMILIES, calls_of, family_of, json_rule
 
-#: What is missing, and how it comes.
+#: The missing package, and how to install it.
 MISSING = (
     "response_format, and tool_choice 'required' or of a name, need llguidance: pip install "
     "'mlx-h2o[grammar]'."
 )
-#: Calls of tools in one answer, where it may have several.
+#: The most tool calls in one answer, if it may have several.
 MOST_CALLS = 8
 
 
 class NotInstalled(Exception):
-    """llguidance is not there."""
+    """llguidance is not installed."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """What an answer must be.
+    """The form required of an answer.
 
     Attributes:
         lark: A grammar in Lark's syntax, as llguidance takes it.
@@ -49,17 +49,17 @@ def form_of(
     several: bool,
     tokenizer: Any,
 ) -> Form | None:
-    """The form that a request asks for; None where its answer is free.
+    """The form that a request requires; None if its answer is free.
 
     Args:
-        response_format: Of the request, checked.
-        tools: Of the request, checked.
-        tool_choice: Of the request: "auto", "none", "required" or a tool by its name.
+        response_format: The request's field, checked.
+        tools: The request's field, checked.
+        tool_choice: The request's field: "auto", "none", "required" or a tool by its name.
         several: Whether one answer may call several tools.
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
 
     Raises:
-        ValueError: The model's way to call tools cannot be required.
+        ValueError: The model's format of tool calls is not supported.
     """
     answer = _answer_of(response_format)
     forced = tools is not None and tool_choice not in (None, "auto", "none")
@@ -83,7 +83,7 @@ def form_of(
 
 
 def _answer_of(asked: Mapping[str, Any] | None) -> str | None:
-    """The rule `answer` of a response_format; None: anything."""
+    """The rule `answer` of a response_format; None means anything."""
     kind = asked["type"] if asked else "text"
     assert asked is not None or kind == "text"
     match kind:
@@ -97,18 +97,18 @@ def _answer_of(asked: Mapping[str, Any] | None) -> str | None:
 
 
 class Grammars:
-    """llguidance for the tokenizer of one model; made at first use."""
+    """llguidance's tokenizer for one model, made at first use."""
 
     def __init__(self) -> None:
         self._made: Any = None
         self._making = threading.Lock()
 
     def tokenizer(self, tokenizer: Any) -> Any:
-        """The model's tokenizer as llguidance has it.
+        """The model's tokenizer in llguidance's form.
 
         Raises:
             NotInstalled: llguidance is missing.
-            ValueError: It cannot read such a tokenizer.
+            ValueError: llguidance cannot read such a tokenizer.
         """
         with self._making:
             if self._made is None:
@@ -122,7 +122,7 @@ class Grammars:
             return self._made
 
     def check(self, form: Form) -> None:
-        """Raise ValueError for an invalid form; `tokenizer` was asked for before."""
+        """Raise ValueError for an invalid form; call `tokenizer` before."""
         from llguidance import LLMatcher
 
         wrong = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(form.lark), self._made)
@@ -130,12 +130,13 @@ class Grammars:
             raise ValueError(f"The form of the answer is invalid: {wrong.strip()}")
 
     def processor(self, form: Form, tokenizer: Any, reasons: bool) -> Constrained:
-        """A logits processor of one request.
+        """The logits processor of one request.
 
         Args:
-            form: Of its answer.
-            tokenizer: Of the model.
-            reasons: Whether the prompt has opened the model's reasoning, which is free.
+            form: The form of its answer.
+            tokenizer: The model's tokenizer.
+            reasons: Whether the prompt has opened the model's reasoning, which has no required
+                form.
         """
         from llguidance import LLMatcher
 
@@ -147,29 +148,29 @@ class Grammars:
 
 
 class Constrained:
-    """Lets through the tokens that a form allows next.
+    """A logits processor that lets through only the tokens that a form allows next.
 
     Args:
-        matcher: llguidance's, at the beginning.
+        matcher: llguidance's matcher at the form's beginning.
         ends: Tokens that end an answer.
-        until: Tokens after which the form begins; empty: with the answer.
+        until: Tokens after which the form begins; if empty, it begins with the answer.
     """
 
     def __init__(self, matcher: Any, ends: Sequence[int], until: Sequence[int]):
         self._matcher, self._ends, self._until = matcher, list(ends), list(until)
         self._read: int | None = None
-        self._free: list[int] = []  # the last tokens of what comes before the form
+        self._free: list[int] = []  # the last tokens before the form begins
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Logits of shape (1, V) with -inf for what may not come.
+        """Logits of shape (1, V) with -inf for tokens that are not allowed.
 
         Args:
-            tokens: Of prompt and answer so far, (T,).
-            logits: Of the next one.
+            tokens: Tokens of prompt and answer so far, (T,).
+            logits: Logits of the next token.
         """
-        if self._read is None:  # all of it is the prompt
+        if self._read is None:  # all tokens are the prompt's
             self._read = tokens.size
-        elif tokens.size < self._read:  # a step is made again
+        elif tokens.size < self._read:  # a step is repeated
             self._matcher.rollback(self._read - tokens.size)
         new: Any = tokens[self._read :].tolist()
         for token in new:
@@ -184,7 +185,7 @@ class Constrained:
             bits = np.unpackbits(packed, bitorder="little")[:V]
             allowed[: len(bits)] = bits.astype(bool)
         if not allowed.any():
-            # Complete, or more than llguidance can follow: the answer ends, and no other's does.
+            # Complete, or more than llguidance can follow: only this answer ends.
             allowed[self._ends] = True
         return mx.where(mx.array(allowed), logits, -mx.inf)
 

@@ -1,4 +1,4 @@
-"""Work for the thread that generates, which does it between two of its steps."""
+"""Jobs for the thread that generates, which runs them between two of its steps."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 #: Seconds after which a client is told that the server is busy.
 PATIENCE = 30.0
-#: Seconds between two looks at whether the thread is still there.
+#: Seconds between two checks that the thread is still there.
 LOOK_EVERY = 0.5
 
 
 class Busy(RuntimeError):
-    """The thread that generates did not come to it."""
+    """The thread that generates did not run the job in time."""
 
 
 class Job:
-    """Something that reads or changes caches, which only one thread may do.
+    """A job that reads or changes caches, which only one thread may do.
 
     Args:
-        do: What is done.
+        do: The function to call.
     """
 
     def __init__(self, do: Callable[[], Any]):
@@ -30,7 +30,7 @@ class Job:
         self._done, self._dropped = threading.Event(), False
 
     def run(self) -> None:
-        """Do it, on the thread that generates; what goes wrong is the asker's."""
+        """Run the job on the thread that generates; its errors go to the caller of `result`."""
         if self._dropped:
             return
         try:
@@ -41,14 +41,14 @@ class Job:
             self._done.set()
 
     def result(self, alive: Callable[[], bool]) -> Any:
-        """What it gave, once it is done.
+        """The job's result, once it is done.
 
         Args:
-            alive: Whether the thread that is to do it is there.
+            alive: Whether the thread that is to run it is there.
 
         Raises:
-            Busy: It was not done in time, and will not be.
-            Exception: What it raised.
+            Busy: The job was not run in time, and will not be.
+            Exception: The job raised it.
         """
         waited = 0.0
         while not self._done.wait(LOOK_EVERY):

@@ -1,8 +1,8 @@
 """Listening: uvicorn, with deadlines and a largest number of connections.
 
 uvicorn closes idle connections (`timeout_keep_alive`) and refuses requests, as plain text, beyond
-`limit_concurrency`. It has no deadline for headers, and none for a client that reads nothing of its
-answer; those are here, with its connections counted and its own errors in OpenAI's form.
+`limit_concurrency`. It has no deadline for headers, and none for a client that does not read its
+answer; those are here, with our own count of connections and errors in OpenAI's format.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mlx_h2o.serve.answers import error_body
 from mlx_h2o.serve.app import Service
 
-#: Seconds that answers may take to end when the server does; after that they are cancelled.
+#: Seconds that answers may take to end when the server ends; after that they are cancelled.
 LONGEST_END = 30
 BACKLOG = 512
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a connection may take.
+    """The limits of a connection.
 
     Attributes:
-        connections: At one time.
-        headers: Seconds until a request's headers are there.
-        reading: Seconds that a client may leave an answer unread.
+        connections: The most connections at one time.
+        headers: The most seconds until a request's headers have arrived.
+        reading: The most seconds that a client may leave an answer unread.
     """
 
     connections: int = 512
@@ -47,14 +47,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Certificate:
-    """For TLS.
+    """The certificate for TLS.
 
     Attributes:
-        certificate: File of the certificate, and of those above it.
-        key: File of its key.
+        certificate: File of the certificate and its chain.
+        key: File of the certificate's key.
 
     Raises:
-        ValueError: One of them is no file.
+        ValueError: A file does not exist.
     """
 
     certificate: Path
@@ -67,14 +67,14 @@ class Certificate:
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, for clients who may be slow or many."""
+    """uvicorn's protocol, with limits for clients that are slow or many."""
 
     limits = Limits()
     _headers_due: asyncio.TimerHandle | None = None
     _reading_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """A client is there."""
+        """A client has connected."""
         super().connection_made(transport)
         if len(self.connections) > self.limits.connections:
             self._refuse(
@@ -84,23 +84,23 @@ class Protocol(H11Protocol):
             self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """A client has disconnected."""
         self._headers_due = _off(self._headers_due)
         self._reading_due = _off(self._reading_due)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes of a request."""
+        """Some bytes of a request have arrived."""
         super().data_received(data)
         self._await_headers()
 
     def on_response_complete(self) -> None:
-        """The next request may come."""
+        """An answer is complete; the next request may come."""
         super().on_response_complete()
         self._await_headers()
 
     def _await_headers(self) -> None:
-        """Begin to wait for a request's headers, or wait no longer, since they are there."""
+        """Start the deadline of a request's headers, or stop it once they have arrived."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if answering or self.transport.is_closing():
             self._headers_due = _off(self._headers_due)
@@ -112,24 +112,24 @@ class Protocol(H11Protocol):
         self._refuse(408, f"No request came within {self.limits.headers:g} seconds.")
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as it is told."""
+        """The client does not read as fast as the answer is sent."""
         super().pause_writing()
         self._reading_due = self.loop.call_later(self.limits.reading, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """The client reads again."""
         super().resume_writing()
         self._reading_due = _off(self._reading_due)
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP, in OpenAI's form."""
+        """Answer a request that is not HTTP, in OpenAI's format."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()  # in the middle of an answer there is no place for another
+            self.transport.close()  # in the middle of an answer there is no room for another
         else:
             self._refuse(400, msg)
 
     def _refuse(self, status: int, why: str) -> None:
-        """Answer without a request, and close."""
+        """Answer without a request, and close the connection."""
         body = error_body(status, why)
         head = (
             f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n"
@@ -141,14 +141,14 @@ class Protocol(H11Protocol):
 
 
 def _off(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
-    """Stop a timer; there is none any more."""
+    """Stop a timer; returns None in its place."""
     if timer is not None:
         timer.cancel()
     return None
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server, which says when it answers, and breaks off answers when it ends."""
+    """uvicorn's server, which reports when it listens, and breaks off answers when it ends."""
 
     def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]):
         super().__init__(config)
@@ -160,17 +160,17 @@ class _Uvicorn(uvicorn.Server):
         self._ready()
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to end, asked ten times a second."""
+        """Whether to end; called ten times a second."""
         return await super().on_tick(counter) or self._service.failed
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Send all clients away."""
+        """Disconnect all clients."""
         self._service.end()
         await super().shutdown(sockets)
 
 
 class Server:
-    """A server on a socket that listens already.
+    """A server on an already listening socket.
 
     Attributes:
         server_port: Its port.
@@ -196,31 +196,31 @@ class Server:
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # who asks is who is connected
+            proxy_headers=False,  # the client is whoever is connected
             timeout_graceful_shutdown=LONGEST_END,
             ssl_certfile=certificate.certificate if certificate else None,
             ssl_keyfile=certificate.key if certificate else None,
         )
         try:
             config.load()
-        except OSError as error:  # of ssl, too
+        except OSError as error:  # ssl's errors are OSErrors too
             raise ValueError(f"--tls-cert and --tls-key cannot be used: {error}") from error
         self._server = _Uvicorn(config, service, lambda: ready(self))
 
     def serve(self) -> None:
-        """Answer until `shutdown`, Ctrl-C or SIGTERM; then no thread of a request is left."""
+        """Answer until `shutdown`, Ctrl-C or SIGTERM; afterwards no request's thread is left."""
         try:
             self._server.run(sockets=[self._socket])
         finally:
             self._service.join()
 
     def shutdown(self) -> None:
-        """End; any thread may say so."""
+        """End the server; any thread may call this."""
         self._server.should_exit = True
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """A listening socket.
 
     Raises:
         ValueError: There is no such port or host, or it is in use.
@@ -245,7 +245,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM be Ctrl-C in the main thread, and restore its handler afterwards."""
+    """Treat SIGTERM as Ctrl-C in the main thread, and restore its handler afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -261,11 +261,11 @@ def _interrupted(*_: Any) -> None:
 
 
 def say_address(host: str, port: int, tls: bool) -> None:
-    """Tell the user, and who waits for this line.
+    """Print the address, for the user and for programs that wait for this line.
 
     Args:
-        host: It listens on.
-        port: It listens on.
+        host: The host that it listens on.
+        port: The port that it listens on.
         tls: Whether it speaks HTTPS.
     """
     scheme = "https" if tls else "http"

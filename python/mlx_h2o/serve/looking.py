@@ -1,6 +1,6 @@
-"""What is told of conversations: their text, what every layer still holds of it, their pins.
+"""Reports about conversations: their text, the tokens that each layer still holds, their pins.
 
-Everything here that touches caches runs on the thread that generates, between two steps.
+Every function here that touches caches runs on the thread that generates, between two steps.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from mlx_h2o.serve.sessions import token_count, tokens_of
 from mlx_h2o.serve.sharing import processes, require_alone
 from mlx_h2o.storage.pins import Span, checked_spans, joined
 
-#: Tokens whose texts are found between two steps: few enough that no step waits long.
+#: Tokens whose texts are decoded between two steps: few enough that no step waits long.
 TEXTS_AT_A_TIME = 512
-#: What may be done to pins.
+#: The changes that can be made to pins.
 CHANGES = ("pin", "unpin")
 
 
@@ -41,7 +41,7 @@ class Unknown(LookupError):
 
 
 def overview(generator: BoundedGenerator) -> dict[str, Any]:
-    """All idle conversations, the one used last first, and the bytes of everything."""
+    """All idle conversations, the last used first, and the bytes of everything."""
     accountant, conversations = generator.accountant, generator.conversations
 
     def look() -> dict[str, Any]:
@@ -76,18 +76,18 @@ def _outline(idle: Idle) -> dict[str, Any]:
 
 
 def conversation(generator: BoundedGenerator, name: str, known: int = 0) -> dict[str, Any]:
-    """One conversation's tokens, and how many heads of each layer hold each of them.
+    """One conversation's tokens, and for each layer how many heads hold each of them.
 
-    An idle one, or one whose answer is being given, as far as it is. Only what must be is done
-    between two steps.
+    The conversation is idle, or in the middle of an answer. Only the necessary part is done between
+    two steps.
 
     Args:
-        generator: Of the server.
-        name: Of its answer.
-        known: Tokens, from the first, whose texts are not asked for.
+        generator: The server's generator.
+        name: The name of its answer.
+        known: The number of first tokens whose texts are not requested.
 
     Raises:
-        Unknown: There is none of this name.
+        Unknown: There is no conversation of this name.
     """
 
     def look() -> tuple[dict[str, Any], list[LayerMemory], list[int]]:
@@ -122,23 +122,23 @@ def conversation(generator: BoundedGenerator, name: str, known: int = 0) -> dict
 
 
 def _timed(do: Callable[[], Any]) -> tuple[Any, float]:
-    """What it gives, and the seconds that it took of the thread that generates."""
+    """The result of `do`, and the seconds that it took on the thread that generates."""
     begun = time.perf_counter()
     return do(), time.perf_counter() - begun
 
 
 def _being_answered(generator: BoundedGenerator, name: str) -> Answered | None:
-    """The conversation whose answer of this name is being given, if it can be looked at.
+    """The conversation that is generating the answer of this name, if it can be read.
 
-    Where several processes share the model, what the newest step did to caches may not be
-    computed yet, and computing it may need all of them.
+    If several processes share the model, the newest step's changes to caches may not be computed
+    yet, and computing them may need all processes.
     """
     batch = generator.batch
     return batch.answered(name) if batch is not None and processes() == 1 else None
 
 
 def _outline_so_far(seen: Answered) -> dict[str, Any]:
-    """What `_outline` says of an idle one."""
+    """The same fields as in `_outline`, for a conversation in the middle of an answer."""
     return {
         "title": seen.turn.title,
         "tokens": len(seen.tokens),
@@ -151,7 +151,7 @@ def find(generator: BoundedGenerator, name: str) -> Idle:
     """The idle conversation whose answer has this name.
 
     Raises:
-        Unknown: There is none.
+        Unknown: There is no such conversation.
     """
     idle = generator.conversations.named(name)
     if idle is None:
@@ -170,16 +170,16 @@ def _told(layers: Sequence[LayerMemory]) -> list[dict[str, Any]]:
 
 
 def _pins(cache: Sequence[Any]) -> list[Span]:
-    """What is pinned in some layer: one that has lost a token has no pin of it."""
+    """The spans pinned in some layer: a layer that has lost a token has no pin of it."""
     return list(joined(span for _, entry in bounded_layers(cache) for span in entry.pins))
 
 
 def _texts(
     generator: BoundedGenerator, tokens: Sequence[int], known: int
 ) -> tuple[list[str], float]:
-    """Each token's text but the first ones', and the seconds that it took.
+    """Each token's text from number `known` on, and the seconds that they took.
 
-    Few at a time: tokenizers are for one thread.
+    Few texts are decoded at a time: tokenizers are for one thread.
     """
     tokenizer, texts, seconds = generator.provider.tokenizer, list[str](), 0.0
     for first in range(known, len(tokens), TEXTS_AT_A_TIME):
@@ -193,17 +193,17 @@ def _texts(
 
 
 def at_half(generator: BoundedGenerator, name: str) -> dict[str, Any]:
-    """What a conversation would hold if it had to shrink now, as idle ones do.
+    """The tokens that a conversation would hold if it had to shrink now, as idle ones do.
 
     Raises:
-        Unknown: It is no idle one.
+        Unknown: It is not an idle conversation.
         ValueError: It cannot shrink so far.
     """
 
     def look() -> dict[str, Any]:
         idle = find(generator, name)
         if any(entry.policy.unit == "layer" for _, entry in bounded_layers(idle.cache)):
-            require_alone('with unit="layer" what would be lost is for all of them to find out.')
+            require_alone('with unit="layer" all of them choose the lost tokens together.')
         cache = copy.deepcopy(idle.cache)
         shrink(cache)
         mx.eval([entry.state for entry in cache])
@@ -215,16 +215,16 @@ def at_half(generator: BoundedGenerator, name: str) -> dict[str, Any]:
 
 
 def change_pins(generator: BoundedGenerator, name: str, body: Any) -> dict[str, Any]:
-    """Pin tokens of an idle conversation, or let go of some.
+    """Pin or unpin tokens of an idle conversation.
 
     Args:
-        generator: Of the server.
-        name: Of the conversation's answer.
-        body: The request's: {"pin": spans} or {"unpin": spans}, or {"unpin": "all"}.
+        generator: The server's generator.
+        name: The name of the conversation's answer.
+        body: The request's body: {"pin": spans} or {"unpin": spans}, or {"unpin": "all"}.
 
     Raises:
-        Unknown: It is no idle one.
-        ValueError: The body asks for something else, or there is nothing or no room to pin.
+        Unknown: It is not an idle conversation.
+        ValueError: The body is invalid, or there is nothing or no room to pin.
     """
     what = _asked(body)
     require_alone("pins are a request's (its field mlx_h2o.pins), or the server's (--pin).")
@@ -257,7 +257,7 @@ def change_pins(generator: BoundedGenerator, name: str, body: Any) -> dict[str, 
 
 
 def _asked(body: Any) -> str:
-    """Which of CHANGES a body asks for."""
+    """The one of CHANGES that a body names."""
     if not isinstance(body, Mapping) or len(body) != 1 or next(iter(body)) not in CHANGES:
         raise ValueError(
             'The body must be {"pin": [[first, one past the last], ...]} or the same of "unpin".'

@@ -1,7 +1,8 @@
-"""What a conversation's caches carry through batches and copies: its settings, and asked pins.
+"""Marks of caches, which go with them through batches and copies: settings and requested pins.
 
-What a request asked to be pinned is not what its caches pin in the end: on the server's page more
-can be pinned, and let go. So it is written on the caches, as their label.
+The pins that a request asked for are not always those of its caches in the end: the server's page
+can pin more tokens and unpin others. So the requested pins are written on the caches, as their
+label.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from mlx_h2o.storage.pins import Span, among_first
 
 @dataclass(frozen=True)
 class Mark:
-    """What a list of caches was begun with.
+    """The settings and requested pins with which a list of caches was begun.
 
     Attributes:
-        label: Of its settings.
-        pins: That its requests asked for.
+        label: The label of the settings.
+        pins: The pins that its requests asked for.
     """
 
     label: str = ""
     pins: tuple[Span, ...] = ()
 
     def serves(self, wanted: Mark, count: int) -> bool:
-        """Whether caches with this mark may serve a prompt that is to have another.
+        """Whether caches with this mark may serve a prompt with another mark.
 
-        What is pinned of a prompt's first tokens decides which of the others were evicted, so it
-        must be the same; and pins that were still to come have taken their room already.
+        The pins among a prompt's first tokens decide which other tokens were evicted, so they must
+        be the same; and pins on later tokens have taken their room already.
 
         Args:
-            wanted: Of the prompt.
-            count: Of its tokens the caches know these.
+            wanted: The prompt's mark.
+            count: The number of its tokens that the caches hold.
         """
         same = self.pins in (wanted.pins, among_first(wanted.pins, count))
         return same and self.label == wanted.label

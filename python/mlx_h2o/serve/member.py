@@ -1,10 +1,11 @@
-"""One sequence of a batch: what it began with, and how it comes again to where it was.
+"""One sequence of a batch: its state at the beginning, and how it is computed again.
 
-A step that raises leaves the caches of all its sequences in no known state: some layers have taken
+A step that raises leaves the caches of all its sequences in an unknown state: some layers have
+    taken
 the new token in and others have not, evicted tokens cannot be brought back, and since MLX is lazy
-an error may come to light a step after the one that made it. So nothing of them is mended. A
-sequence is computed again by itself, from the caches that it was given, by the very chunks and
-single steps that it had; the tokens that it generated are not sampled again.
+an error may come to light a step after its cause. So these caches are not repaired. A sequence is
+computed again by itself, from the caches that it was given, in the very chunks and single steps
+of the first time; the tokens that it generated are not sampled again.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from mlx_h2o.serve.ticket import Ticket
 
 
 class Own:
-    """A member's sampler or logits processor; what it raises is the member's alone.
+    """A member's sampler or logits processor, whose errors end only this member.
 
-    Other members share the step in which it is called, so that it must give something: a processor
-    the logits as they came, a sampler the likeliest token. Neither is told to anyone.
+    Other members share the step in which it is called, so it must return something: a processor
+    the logits unchanged, a sampler the likeliest token. No client sees either.
 
     Args:
         call: mlx-lm's sampler or processor.
-        instead: Takes the same, and gives what stands in for it.
-        failed: Told what it raised.
+        instead: Takes the same arguments, and returns the substitute.
+        failed: Called with the error.
     """
 
     def __init__(
@@ -49,23 +50,23 @@ class Own:
 
 
 def own_sampler(sampler: Any, failed: Callable[[Exception], None]) -> Any:
-    """A member's sampler as its own; mlx-lm's greedy one, which batches share, as it is."""
+    """A member's sampler in `Own`; mlx-lm's greedy one, which batches share, stays as it is."""
     if sampler is None or sampler is greedy_sampler:
         return sampler
     return Own(sampler, greedy_sampler, failed)
 
 
 def own_processors(processors: Any, failed: Callable[[Exception], None]) -> list[Any]:
-    """A member's logits processors as its own."""
+    """A member's logits processors, each in `Own`."""
     return [Own(call, lambda tokens, logits: logits, failed) for call in processors or ()]
 
 
 class Retelling:
-    """A sampler that gives tokens which are known, and then asks the member's own.
+    """A sampler that returns known tokens first, and then calls the member's own sampler.
 
     Args:
-        tokens: That were sampled already.
-        member: Whose.
+        tokens: The tokens that were sampled already.
+        member: The member whose tokens they are.
     """
 
     def __init__(self, tokens: Sequence[int], member: Member):
@@ -79,7 +80,7 @@ class Retelling:
         return sampled
 
     def _later(self, call: Any) -> Any:
-        # They may count their calls, and have seen the tokens that are known.
+        # Processors may count their calls, and have seen the known tokens.
         return lambda tokens, logits: logits if self._left else call(tokens, logits)
 
 
@@ -88,17 +89,17 @@ class Member:
     """A sequence of a batch.
 
     Attributes:
-        ticket: Of its request.
-        base: The caches that it was given, which its batch copied; None: they are gone, since
-            their bytes were needed.
-        known: Tokens that these hold.
-        segments: Its prompt in the pieces in which it is read, the last of one token.
-        sampler: Of its tokens, or None: the batch's.
-        processors: Of its logits.
+        ticket: The ticket of its request.
+        base: The caches that it was given, which its batch copied; None if they were released
+            because their bytes were needed.
+        known: The number of tokens that `base` holds.
+        segments: Its prompt in the pieces in which it is read; the last has one token.
+        sampler: The sampler of its tokens; None means the batch's.
+        processors: The processors of its logits.
         stop: Its stop sequences.
-        most: Tokens that it generates at most.
+        most: The most tokens that it generates.
         read: Tokens of its prompt that were read.
-        said: Tokens that it generated and that were told.
+        said: Tokens that it generated and reported.
     """
 
     ticket: Ticket
@@ -114,16 +115,16 @@ class Member:
 
     @property
     def length(self) -> int:
-        """Tokens of its prompt."""
+        """The number of tokens of its prompt."""
         return sum(map(len, self.segments))
 
     @property
     def generates(self) -> bool:
-        """Whether its prompt was read to its end."""
+        """Whether its prompt was read to the end."""
         return self.read >= self.length
 
     def ends_segment(self, read: int) -> bool:
-        """Whether a segment ends behind so many tokens of its prompt."""
+        """Whether a segment ends after `read` tokens of its prompt."""
         ends, end = set(), 0
         for segment in self.segments:
             ends.add(end := end + len(segment))
@@ -131,17 +132,17 @@ class Member:
 
 
 class Reading:
-    """A member's prompt read again, alone, in the chunks in which its batch read it.
+    """A member's prompt, read again alone in the chunks in which its batch read it.
 
     Args:
-        uid: Its number.
-        member: It, whose `base` is there.
+        uid: The member's number.
+        member: The member, whose `base` still exists.
         like: A batch of prompts of the same model.
-        upcoming: Tokens that it will generate, as far as they are known.
+        upcoming: The tokens that it will generate, as far as they are known.
 
     Attributes:
-        batch: Of it alone.
-        left: Segments that are still to come, as mlx-lm's generator counts them.
+        batch: A batch of this member alone.
+        left: The segments still to come, in the form of mlx-lm's generator.
         read: Tokens that were read.
     """
 
@@ -167,11 +168,11 @@ class Reading:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last token alone is left, with which generating begins."""
+        """Whether only the last token is left, with which generation begins."""
         return len(self.left) == 1 and len(self.left[0]) == 1
 
     def read_chunk(self) -> None:
-        """Read as much as the batch does in one step."""
+        """Read one chunk, as large as the batch's in one step."""
         count = min(len(self.left[0]), self.batch.prefill_step_size)
         chunk, self.left[0] = self.left[0][:count], self.left[0][count:]
         if not self.left[0]:
@@ -180,35 +181,35 @@ class Reading:
         self.batch.prompt([chunk])
 
     def read_until(self, count: int) -> None:
-        """Read on until so many tokens were read."""
+        """Read on until `count` tokens are read."""
         while self.read < count and not self.is_over:
             self.read_chunk()
 
     def settled(self) -> PromptProcessingBatch:
-        """The batch, whose member samples by itself again."""
+        """The batch, whose member uses its own sampler again."""
         self.batch.samplers = [self._member.sampler]
         self.batch.logits_processors = [self._member.processors]
         return self.batch
 
     def generating(self) -> Any:
-        """The batch that generates, once the last token of the prompt was taken in."""
+        """The generating batch, after the prompt's last token was taken in."""
         return self.batch.generate([self.left[0]])
 
 
 def generate_again(uid: int, member: Member, like: Any, pending: int | None) -> tuple[Any, Any]:
-    """A member that generated, brought back by itself to where it was, and one step on.
+    """Recompute a generating member up to its last state, and take one more step.
 
     Args:
-        uid: Its number.
-        member: It.
+        uid: The member's number.
+        member: The member.
         like: A batch of prompts of the same model.
-        pending: The token that it had sampled and that was not told, if it is known.
+        pending: The token that it had sampled but not reported, if it is known.
 
     Returns:
-        Its batch, and what its step gave.
+        Its batch, and the step's responses.
 
     Raises:
-        Exception: What its step raises by itself.
+        Exception: The step raised it again.
     """
     upcoming = member.said + ([] if pending is None else [pending])
     reading = Reading(uid, member, like, upcoming)

@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus."""
+"""The server's metrics, for Prometheus."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MISSING = "Install prometheus-client (pip install 'mlx-h2o[server]') for /metric
 
 @dataclass(frozen=True, eq=False)
 class _Gauges:
-    """Numbers that belong together, as prometheus-client collects them."""
+    """Gauges that belong together, as prometheus-client collects them."""
 
     family: Callable[..., Any]
     texts: Mapping[str, str]
     look: Callable[[], Mapping[str, float]]
 
     def collect(self) -> Iterator[Any]:
-        """All of them, by one look."""
+        """All gauges, read at one moment."""
         now = self.look()
         for name, text in self.texts.items():
             yield self.family(f"mlx_h2o_{name}", text, value=now[name])
@@ -28,8 +28,8 @@ class Metrics:
     """Counters, gauges and times of one server; nothing is counted without prometheus-client.
 
     Attributes:
-        available: Whether it is installed.
-        content_type: Of `text`.
+        available: Whether prometheus-client is installed.
+        content_type: The content type of `text`.
     """
 
     def __init__(self) -> None:
@@ -50,30 +50,30 @@ class Metrics:
         """Add to a counter.
 
         Args:
-            name: Of the counter.
-            text: Its help.
-            amount: What is added.
+            name: The counter's name.
+            text: Its help text.
+            amount: The amount to add.
         """
         if self.available:
             self._of(self._client.Counter, name, text, labels).inc(amount)
 
     def observe(self, name: str, text: str, value: float) -> None:
-        """Note a time in seconds.
+        """Record a duration.
 
         Args:
-            name: Of the histogram.
-            text: Its help.
-            value: Seconds.
+            name: The histogram's name.
+            text: Its help text.
+            value: The duration in seconds.
         """
         if self.available:
             self._of(self._client.Histogram, name, text, {}).observe(value)
 
     def gauges(self, texts: Mapping[str, str], look: Callable[[], Mapping[str, float]]) -> None:
-        """Let numbers be asked for whenever someone looks, all of them at one moment.
+        """Register gauges; each time they are scraped, all are read at one moment.
 
         Args:
-            texts: What each of them is, by its name.
-            look: Gives them, by their names.
+            texts: The gauges' help texts, by their names.
+            look: Returns their values, by their names.
         """
         if self.available:
             self._registry.register(_Gauges(self._client.core.GaugeMetricFamily, texts, look))
@@ -85,7 +85,7 @@ class Metrics:
         return made.labels(**labels) if labels else made
 
     def text(self) -> str:
-        """All of them as Prometheus reads them."""
+        """All metrics in Prometheus's text format."""
         if not self.available:
             return MISSING
         shown: bytes = self._client.generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""What a model's caches take at most, before a token has come."""
+"""The most bytes of a model's caches, computed before any token has come."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from mlx_h2o.integration import routing
 from mlx_h2o.integration.stock_caches import stock_caches
 from mlx_h2o.storage.slot_store import FEW
 
-#: Prompt tokens that go through a model at once, where the server does not say.
+#: Prompt tokens that go through a model at once, unless the server says otherwise.
 USUAL_CHUNK = 2048
-#: Tokens of the calls by which the rows of other caches become known: a step's, and a prompt's.
+#: Tokens of the calls that show the rows of other caches: those of a step, and of a prompt.
 TRIALS = (1, 2)
 
 
 def most_bytes(
     cache: Sequence[Any], model: nn.Module | None = None, chunk: int = USUAL_CHUNK
 ) -> int:
-    """Bytes that a list of caches of one conversation can ever take between two steps.
+    """The most bytes that a conversation's list of caches can ever take between two steps.
 
     In a batch of several conversations each takes no more than by itself.
 
     Args:
         cache: From `make_prompt_cache`, before its first token.
-        model: Of which they are; not needed where all of them are bounded ones.
+        model: The caches' model; not needed if all of them are bounded.
         chunk: Prompt tokens that go through the model at once.
 
     Raises:
@@ -58,12 +58,12 @@ def most_bytes(
 
 
 def _bytes_by_stage(entry: BoundedKVCache) -> list[int]:
-    """Bytes of one layer, at first and from each stage of its filling on."""
+    """Bytes of one layer, at first and from each stage of its growth on."""
     assert entry.share is not None
     settings, widths = entry.settings, entry.share.widths
     how = entry.policy, settings.remembers
     budgets = [settings.budgets or (), *(stage.budgets for stage in settings.filling)]
-    # Until the next stage begins; the last one serves for good.
+    # A stage lasts until the next begins; the last one lasts for good.
     ends = [stage.beyond for stage in settings.filling]
     held = [*(widths.narrow if end <= FEW else widths for end in ends), widths]
     stages = zip(budgets, held, strict=True)
@@ -71,9 +71,9 @@ def _bytes_by_stage(entry: BoundedKVCache) -> list[int]:
 
 
 def _most_of_others(model: nn.Module, chunk: int) -> dict[str, int]:
-    """Bytes that the model's own caches of known kinds take at most, by their places.
+    """The most bytes of the model's own caches of known kinds, by their places.
 
-    They are used for a token or two that nothing computes: shapes become known all the same.
+    They take in a token or two that are never computed: shapes become known all the same.
     """
     routing.install()
     most = dict[str, int]()
@@ -88,29 +88,30 @@ def _most_of_others(model: nn.Module, chunk: int) -> dict[str, int]:
 
 
 def _most_of(entry: Any, chunk: int) -> int | None:
-    """Bytes that one of mlx-lm's caches takes at most; None where they grow, or are not known.
+    """The most bytes of one of mlx-lm's caches; None if they grow, or are not known.
 
     Args:
-        entry: That was used.
-        chunk: Tokens that come at once at most.
+        entry: A cache that has been used.
+        chunk: The most tokens that come at once.
     """
     kind = type(entry)
     if kind is ArraysCache:
-        return int(entry.nbytes)  # each token overwrites them whole
+        return int(entry.nbytes)  # each token overwrites the whole cache
     if kind is KVCache and entry.keys is None:
-        return 0  # it goes unused
+        return 0  # the model does not use it
     if kind is RotatingKVCache:
-        # Each token of a chunk sees the whole window, and what no other sees goes with the next.
+        # Each token of a chunk sees the whole window; rows that no later token sees go with the
+        # next.
         return _row_bytes(entry) * (int(entry.max_size) + chunk - 1)
     if kind is ChunkedKVCache:
-        # It is trimmed before a chunk comes, and grows by as many whole steps as hold it.
+        # It is trimmed before a chunk comes, and grows by the whole steps that hold the chunk.
         steps = -(-chunk // int(entry.step)) * int(entry.step)
         return _row_bytes(entry) * (int(entry.chunk_size) + chunk + steps)
     return None
 
 
 def _row_bytes(entry: Any) -> int:
-    """Bytes of one token's keys and values in a plain cache; 0 where it goes unused."""
+    """Bytes of one token's keys and values in a plain cache; 0 if the model does not use it."""
     if entry.keys is None:
         return 0
     rows: int = entry.keys.shape[2]

@@ -1,4 +1,4 @@
-"""The page that `GET /` gives: one file, which loads nothing and runs its own script alone."""
+"""The page at `GET /`: one file, which loads nothing and runs only its own script."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PAGE = PACKAGE / "data" / "serve.html"
 
 @dataclass(frozen=True)
 class Page:
-    """A page as it is sent.
+    """A page with its headers.
 
     Attributes:
-        body: Its text.
-        headers: What a browser is told of it.
+        body: The page's text.
+        headers: The HTTP headers for the browser.
     """
 
     body: bytes
@@ -28,7 +28,7 @@ class Page:
 
 @cache
 def page() -> Page:
-    """The page, and a policy under which nothing runs but the script and the style that it has."""
+    """The page, with a policy that allows only its own script and style."""
     text = PAGE.read_text(encoding="utf-8")
     script, style = (_digest(_inside(text, name)) for name in ("script", "style"))
     policy = (
@@ -48,7 +48,7 @@ def page() -> Page:
 
 
 def _inside(text: str, name: str) -> str:
-    """What the page's one element of this name holds."""
+    """The content of the page's one element of this name."""
     found = re.findall(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
     assert len(found) == 1, name
     return str(found[0])

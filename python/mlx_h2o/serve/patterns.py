@@ -1,10 +1,10 @@
-"""Regular expressions that clients send, in time that grows with the text and no faster.
+"""Regular expressions from clients, matched in time that grows linearly with the text.
 
-Python's `re` goes back over a text as often as there are ways to match it, and holds up the whole
-process meanwhile, so that "(a+)+b" stops a server. RE2 (https://github.com/google/re2) never does:
-one search takes at most its compiled size times its text, which is limited beforehand. It knows
-neither references back nor looks ahead or behind, and its \\w, \\d and \\b are those of ASCII. As
-finding every match can take as many searches as there are characters, the time is looked at after
+Python's `re` backtracks over a text as often as there are ways to match it, and blocks the whole
+process meanwhile, so that "(a+)+b" stops a server. RE2 (https://github.com/google/re2) never
+does: one search takes at most its compiled size times its text, which is limited beforehand. RE2
+supports no backreferences, lookaheads or lookbehinds, and its \\w, \\d and \\b are those of ASCII.
+As finding every match can take as many searches as there are characters, the time is checked after
 each.
 """
 
@@ -16,24 +16,24 @@ from typing import Any
 
 from mlx_h2o.storage.pins import Span
 
-#: Of a pattern.
+#: The most characters of a pattern.
 MOST_CHARACTERS = 256
 #: Bytes that RE2 may use for a pattern.
 MOST_MEMORY = 1 << 18
 #: Instructions of all compiled patterns of a request times the bytes of its prompt. At the worst
 #: that could be found RE2 took 13 ns for each, so one search of all takes less than half a second.
 MOST_WORK = 1 << 25
-#: Seconds after which no further match is looked for.
+#: Seconds after which the search for matches stops.
 MOST_SECONDS = 0.5
 MISSING = "Patterns need google-re2 here (pip install 'mlx-h2o[server]'): pin roles or texts."
 
 
 def check_pattern(name: str, pattern: Any) -> None:
-    """Raise ValueError unless a pattern is one that can be matched.
+    """Raise ValueError unless a pattern can be matched.
 
     Args:
-        name: What the caller calls it.
-        pattern: Anything.
+        name: The field's name, for the message.
+        pattern: The value to check.
     """
     if not isinstance(pattern, str) or not pattern:
         raise ValueError(f"{name} must be a regular expression; got {pattern!r}.")
@@ -45,10 +45,10 @@ def check_pattern(name: str, pattern: Any) -> None:
 
 
 def matches(patterns: Sequence[str], text: str) -> Iterator[Span]:
-    """Where checked patterns match in a text, one after another.
+    """The spans in which checked patterns match in a text, one after another.
 
     Raises:
-        ValueError: They are too large for so long a text, or find too much in it.
+        ValueError: The patterns are too large for such a long text, or match too often.
     """
     compiled = [_compiled("A pattern", pattern) for pattern in patterns]
     size, length = sum(one.programsize for one in compiled), len(text.encode())
@@ -70,10 +70,10 @@ def matches(patterns: Sequence[str], text: str) -> Iterator[Span]:
 
 
 def _compiled(name: str, pattern: str) -> Any:
-    """A pattern as RE2 has it.
+    """A pattern compiled by RE2.
 
     Raises:
-        ValueError: It is none that RE2 knows, or RE2 is not installed.
+        ValueError: RE2 does not support it, or is not installed.
     """
     try:
         import re2

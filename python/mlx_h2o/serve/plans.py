@@ -1,4 +1,4 @@
-"""What settings mean for the served model: empty caches, and the bytes that they may take."""
+"""Plans of caches for the served model: empty caches by settings, and their most bytes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mlx_h2o.serve.marks import Mark, mark
 from mlx_h2o.serve.most_bytes import most_bytes
 from mlx_h2o.serve.served_model import ServedModel
 
-#: Different settings whose empty caches are kept.
+#: The most different settings whose empty caches are kept.
 MOST_PLANS = 64
 
 
 class Plans:
-    """Empty caches by settings, made once for each; any thread may ask.
+    """Empty caches by settings, made once for each; any thread may call this.
 
     Args:
-        provider: Of the model.
+        provider: The provider of the model.
         bound: Bytes of all caches of the server, or None.
     """
 
@@ -32,7 +32,8 @@ class Plans:
         self._making = threading.Lock()
 
     def of(self, label: str, settings: Mapping[str, Any]) -> tuple[list[Any], int]:
-        """Empty caches of these settings, and the bytes that they may take (0 without a bound).
+        """Empty caches with these settings, and the most bytes that they may take (0 without a
+        bound).
 
         Args:
             label: The settings as text.
@@ -52,7 +53,7 @@ class Plans:
 
     def _plan(self, model: Any, label: str, settings: Mapping[str, Any]) -> tuple[list[Any], int]:
         try:
-            # A model is measured when it is loaded, if at all.
+            # If the model is measured at all, it is measured when it is loaded.
             empty = bounded_caches(model, ModelSettings.of(**{**settings, "profile": "never"}))
         except NothingToBound:
             empty = stock_caches(model)

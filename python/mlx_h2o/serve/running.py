@@ -1,4 +1,4 @@
-"""Starting and ending the server: mlx-lm's main, with our pieces in the places of its own."""
+"""Starting and ending the server: mlx-lm's main, with our classes in the places of its own."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ from mlx_h2o.serve.sessions import Sessions
 from mlx_h2o.serve.sharing import processes, require_shareable
 from mlx_h2o.serve.ticket import still_there
 
-#: The mlx-lm whose server's pieces are subclassed here.
+#: The oldest mlx-lm whose server's classes can be subclassed here.
 LEAST_MLX_LM = (0, 32, 2)
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What the server holds, beside what mlx-lm's own options say.
+    """The server's settings beside mlx-lm's own options.
 
     Attributes:
         defaults: Settings of caches, as `ModelSettings.of` takes them.
-        bound: Bytes of all conversations, prefixes and batches; None: no bound.
-        queue: Requests that may wait.
-        sessions: Folder of saved conversations, or None.
-        sessions_memory: Bytes that its files may take, or None.
-        sessions_days: For which a conversation is kept there without a new turn, or None.
-        doors: Who may ask, and for how much.
-        limits: What a connection may take.
-        certificate: For TLS, or None.
-        pins: What of every prompt is pinned, where the request says nothing of that.
+        bound: Bytes of all conversations, prefixes and batches; None means no bound.
+        queue: The most requests that may wait.
+        sessions: The folder of saved conversations, or None.
+        sessions_memory: The most bytes of its files, or None.
+        sessions_days: The days for which a conversation is kept there without a new turn, or None.
+        doors: The access rules.
+        limits: The limits of a connection.
+        certificate: The certificate for TLS, or None.
+        pins: The pins of every prompt whose request gives none.
     """
 
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -79,13 +79,13 @@ def serve(
     """Serve until Ctrl-C or SIGTERM.
 
     Args:
-        settings: Ours.
-        options: mlx-lm's own, as its command line takes them.
-        ready: Told once requests are answered.
+        settings: The server's own settings.
+        options: mlx-lm's options, as its command line takes them.
+        ready: Called once requests are answered.
 
     Raises:
-        ValueError: mlx-lm is older than the one whose pieces these are, or several processes that
-            share the model cannot keep to a setting.
+        ValueError: mlx-lm is too old for our subclasses, or several processes that share the model
+            do not support a setting.
     """
 
     _require_mlx_lm(mlx_lm.__version__)
@@ -103,7 +103,7 @@ def serve(
                 listen(host, listening, generator, settings, ready)
             return
         with generating(provider, settings) as generator:
-            # Ctrl-C in a terminal is said to all; rank 0 says when it waits for none.
+            # Ctrl-C in a terminal reaches all ranks; rank 0 tells them when it waits for none.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             generator.join()
 
@@ -143,7 +143,7 @@ def generating(provider: ServedModel, settings: ServerSettings) -> Iterator[Boun
         )
         try:
             _watch(metrics, generator)
-            if accountant.bound is not None:  # before the first request finds out
+            if accountant.bound is not None:  # fails here, before the first request
                 generator.ticket_for(settings.defaults, still_there, settings.pins)
             yield generator
         finally:
@@ -156,7 +156,7 @@ def _batch(*args: Any, **kwargs: Any) -> AccountedBatch:
 
 
 def _processors(args: Any) -> list[Any]:
-    """mlx-lm's of a request, and the one of its answer's form, which has the last word."""
+    """mlx-lm's logits processors of a request; the one of the answer's form comes last."""
     generator, form = HERE.generator, getattr(args, "form", None)
     stock = list(STOCK_PROCESSORS(args))
     if form is None:
@@ -166,7 +166,7 @@ def _processors(args: Any) -> list[Any]:
 
 
 def _alone(*args: Any, **kwargs: Any) -> Iterator[Any]:
-    """mlx-lm's `stream_generate`, whose caches are weighed."""
+    """mlx-lm's `stream_generate`, whose caches are measured."""
     for count, response in enumerate(stream_generate(*args, **kwargs)):
         if count % WEIGHED_EVERY == 0:
             HERE.generator.stepped_alone(kwargs["prompt_cache"])
@@ -174,14 +174,14 @@ def _alone(*args: Any, **kwargs: Any) -> Iterator[Any]:
 
 
 STOCK_PROCESSORS = vars(mlx_lm.server)["_make_logits_processors"]
-#: What mlx-lm's loop finds in the places of its own.
+#: Names in mlx-lm's module, and our replacements.
 PIECES = {
     "BatchGenerator": _batch,
     "_make_logits_processors": _processors,
     "stream_generate": _alone,
 }
 
-#: What Prometheus sees of memory and queue.
+#: The gauges of memory and queue for Prometheus.
 GAUGES = {
     "kv_bytes_running": "Bytes of caches that are in use.",
     "kv_bytes_reserved": "Bytes that they may take.",
@@ -198,7 +198,7 @@ GAUGES = {
 
 
 def _watch(metrics: Metrics, generator: BoundedGenerator) -> None:
-    """Let Prometheus see memory and queue."""
+    """Register the gauges of memory and queue."""
     accountant, conversations = generator.accountant, generator.conversations
 
     def look() -> dict[str, float]:
@@ -230,11 +230,11 @@ def listen(
     """Answer HTTP until Ctrl-C or SIGTERM.
 
     Args:
-        host: That the user is told.
+        host: The host name shown to the user.
         listening: The open socket.
-        generator: Which answers.
-        settings: Of the server.
-        ready: Called when it listens.
+        generator: The generator that answers.
+        settings: The server's settings.
+        ready: Called when the server listens.
 
     Raises:
         NotLoaded: There is no model.
@@ -252,12 +252,12 @@ def listen(
     except KeyboardInterrupt:
         print("Ending.", file=sys.stderr)
     if service.failed:
-        generator.provider.require()  # which says why
+        generator.provider.require()  # raises with the reason
 
 
 @contextmanager
 def _instead(module: Any, pieces: dict[str, Any]) -> Iterator[None]:
-    """Other things in a module's places."""
+    """Replace names of a module in the block."""
     before = {name: getattr(module, name) for name in pieces}
     vars(module).update(pieces)
     try:
@@ -268,7 +268,7 @@ def _instead(module: Any, pieces: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def _arguments(arguments: list[str]) -> Iterator[None]:
-    """Other arguments of the process, which mlx-lm's main reads."""
+    """Replace the process's arguments, which mlx-lm's main reads, in the block."""
     before, sys.argv = sys.argv, arguments
     try:
         yield

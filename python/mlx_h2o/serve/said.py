@@ -1,4 +1,4 @@
-"""A conversation's messages, read back out of the text that its caches were given."""
+"""A conversation's messages, recovered from the text that its caches were given."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from mlx_lm.server import convert_chat
 Message = dict[str, str]
 Render = Callable[[list[Message]], str]
 
-# Stand for what is said, in a rendering that shows what the template puts around it. From a private
-# area of Unicode: no template has them.
+# Placeholders for messages in a rendering, which shows the template's text around them. They are
+# from a private area of Unicode: no template has them.
 TOLD, ASKED, ANSWERED = "\ue000", "\ue001", "\ue002"
-#: Characters that may stand before a chat template's text: a token that begins every text.
+#: The most characters before a chat template's text: a token that begins every text.
 MOST_BEFORE = 40
 
 
 def render_with(tokenizer: Any) -> Render:
-    """How the server makes a prompt's text of messages."""
+    """The function by which the server renders messages as a prompt's text."""
     if not tokenizer.has_chat_template:
         return convert_chat
     return lambda messages: str(
@@ -27,11 +27,11 @@ def render_with(tokenizer: Any) -> Render:
 
 
 def messages_of(render: Render, text: str) -> list[Message] | None:
-    """The messages of a conversation; None where its text was not made of messages.
+    """The messages of a conversation; None if its text was not rendered from messages.
 
     Args:
-        render: Of the server; a template that refuses what is asked of it makes no messages.
-        text: All that was read and said, marks of the template included.
+        render: The server's rendering; a template that raises gives no messages.
+        text: The whole text that was read and said, marks of the template included.
     """
     user, answer = _message("user", ASKED), _message("assistant", ANSWERED)
     try:
@@ -45,7 +45,7 @@ def messages_of(render: Render, text: str) -> list[Message] | None:
     messages: list[Message] = []
     at = text.find(begin) if begin.strip() else 0
     at = at if 0 <= at <= MOST_BEFORE else MOST_BEFORE + 1
-    # A template's own system prompt is no message: it stands where the text begins either way.
+    # A template's default system prompt is no message: it begins the text either way.
     if (told := _system(render, text)) is not None and told[0] < at:
         messages.append(told[1])
         rest = told[2]
@@ -66,7 +66,7 @@ def messages_of(render: Render, text: str) -> list[Message] | None:
 
 
 def _system(render: Render, text: str) -> tuple[int, Message, str] | None:
-    """Where the template's words before a system prompt stand, the prompt, and what follows."""
+    """Where the template's text before a system prompt begins; the prompt; the text after it."""
     try:
         told = render([_message("system", TOLD), _message("user", ASKED)])
         head, rest = told.split(TOLD, 1)
@@ -81,7 +81,7 @@ def _system(render: Render, text: str) -> tuple[int, Message, str] | None:
 
 
 def _without_end(said: str, to_ask: str) -> str:
-    """An answer without the mark that ends it, which the template has before what follows."""
+    """An answer without its end mark, which begins the template's text after an answer."""
     for length in range(len(to_ask), 0, -1):
         if said.endswith(to_ask[:length]) and to_ask[:length].strip():
             return said[:-length]

@@ -1,4 +1,4 @@
-"""The one model that a server serves, loaded as `mlx_h2o.load` loads it."""
+"""The one model that a server serves, loaded as by `mlx_h2o.load`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class NotLoaded(ValueError):
 
 
 class ServedModel(ModelProvider):  # type: ignore[misc]
-    """mlx-lm's provider, but of the model of the command line alone: no request names a path.
+    """mlx-lm's provider, for the command line's model alone: a request cannot name a path.
 
     Attributes:
-        loaded: Set once the model is there, or cannot be loaded.
-        failure: Why it cannot, or None.
-        measures: Whether a model without a profile is measured before anything is answered
-            (`calibration/first_use.py`): no request waits for that.
+        loaded: Set once the model is loaded, or cannot be.
+        failure: Why it cannot be loaded, or None.
+        measures: Whether a model without a profile is measured before any request is answered
+            (`calibration/first_use.py`), so that none waits for it.
     """
 
     def __init__(self, cli_args: Any):
@@ -40,10 +40,10 @@ class ServedModel(ModelProvider):  # type: ignore[misc]
         adapter_path: str | None = None,
         draft_model_path: str | None = None,
     ) -> tuple[Any, Any]:
-        """The served model and its tokenizer, whatever name a request calls it by.
+        """The served model and its tokenizer, whatever name a request gives.
 
         Args:
-            model_path: What the request calls it.
+            model_path: The name that the request gives.
             adapter_path: Passed by mlx-lm; unused.
             draft_model_path: Passed by mlx-lm; unused.
         """
@@ -73,7 +73,7 @@ class ServedModel(ModelProvider):  # type: ignore[misc]
             own.processor = own.draft_model = None
             if args.chat_template:
                 own.tokenizer.chat_template = args.chat_template
-        # Other threads make caches of it, which cannot evaluate what this one left lazy.
+        # Other threads make caches for it, and cannot evaluate arrays that are lazy in this one.
         mx.eval(own.model.parameters())
         own.is_batchable = all(hasattr(cache, "merge") for cache in stock_caches(own.model))
         if self.is_distributed and not own.is_batchable:
@@ -88,7 +88,7 @@ class ServedModel(ModelProvider):  # type: ignore[misc]
         """The model, once it is loaded.
 
         Raises:
-            NotLoaded: It could not be.
+            NotLoaded: The model could not be loaded.
         """
         self.loaded.wait()
         if self.failure is not None:

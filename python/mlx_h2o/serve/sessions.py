@@ -2,8 +2,8 @@
 
 A conversation is one or two files of the same name. `NAME.json` is small and holds its text and its
 tokens; it is on disk before a client hears the end of its answer. `NAME.safetensors` holds its
-caches. What has no caches on disk, because the process was killed, is read again from its tokens.
-Each file is written whole or not at all.
+caches. If the process was killed before it wrote the caches, they are computed again from the
+tokens. Each file is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ SUFFIX = ".safetensors"
 NOTE = ".json"
 FORMAT = "mlx-h2o turn"
 VERSION = 1
-#: Held by all who use the folder, and by one alone who removes something from it.
+#: Locked by every process that uses the folder, and exclusively to remove something from it.
 LOCK = ".lock"
-#: A token of a key: prompts with images have ids beyond 32 bits.
+#: The array type code of a token in a key: prompts with images have ids beyond 32 bits.
 _TOKEN = "q"
 _NAME = re.compile(r"[0-9a-f]{40}")
 DAY = 24 * 60 * 60
 
-# What reading a file that is none of ours may raise.
+# Errors that reading a foreign or damaged file may raise.
 _DAMAGE = (SafetensorError, OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 def key_of(tokens: Sequence[int]) -> bytes:
-    """Tokens as bytes, of which one begins with another as the tokens do."""
+    """Tokens as bytes; one key begins with another exactly if the tokens do."""
     return array(_TOKEN, tokens).tobytes()
 
 
 def token_count(key: bytes) -> int:
-    """How many tokens a key stands for."""
+    """The number of tokens in a key."""
     return len(key) // array(_TOKEN).itemsize
 
 
 def tokens_of(key: bytes) -> list[int]:
-    """The tokens that `key_of` made a key of."""
+    """The tokens of a key made by `key_of`."""
     tokens = array(_TOKEN)
     tokens.frombytes(key)
     return tokens.tolist()
@@ -68,10 +68,10 @@ class Saved:
     """A conversation on disk.
 
     Attributes:
-        mark: Of its settings, and of the pins that were asked for.
-        key: Of its tokens.
-        path: Of its caches.
-        cached: Whether they are there.
+        mark: The mark of its settings and requested pins.
+        key: The key of its tokens.
+        path: The path of its caches.
+        cached: Whether the caches' file exists.
     """
 
     mark: Mark
@@ -82,15 +82,15 @@ class Saved:
 
 @dataclass(frozen=True)
 class Note:
-    """What a conversation's small file says.
+    """The content of a conversation's small file.
 
     Attributes:
         model: The model's name.
-        mark: Of its settings, and of the pins that were asked for.
-        key: Of its tokens.
-        texts: With which the prompt of its next turn begins, of one meaning but for spaces.
-        title: How it began.
-        name: Its last answer's id.
+        mark: The mark of its settings and requested pins.
+        key: The key of its tokens.
+        texts: Beginnings of its next turn's prompt, which differ only in spaces.
+        title: The conversation's title.
+        name: The id of its last answer.
     """
 
     model: str
@@ -101,7 +101,7 @@ class Note:
     name: str = ""
 
     def as_text(self) -> str:
-        """For a file, with a digest of what it says."""
+        """The note as a file's text, with a digest of its content."""
         said = {
             "format": FORMAT,
             "version": VERSION,
@@ -117,10 +117,11 @@ class Note:
 
     @classmethod
     def of_text(cls, text: str) -> Note:
-        """What `as_text` gave.
+        """The note that `as_text` wrote.
 
         Raises:
-            ValueError, KeyError, TypeError, OverflowError, RecursionError: It gave something else.
+            ValueError, KeyError, TypeError, OverflowError, RecursionError: The text is no such
+                note.
         """
         said = json.loads(text)
         digest = said.pop("digest")
@@ -136,17 +137,17 @@ def _digest(said: dict[str, Any]) -> str:
 
 
 class Sessions:
-    """A folder of conversations of one model; any thread may ask.
+    """A folder of conversations of one model; any thread may use it.
 
     Args:
-        folder: Made if need be, for its owner's eyes only.
-        model: The model's name: files of other models stay unseen.
-        most_bytes: That all files of the folder may take, or None.
-        most_days: For which a conversation is kept without a new turn, or None.
+        folder: The folder; it is created if need be, readable by its owner only.
+        model: The model's name: files of other models are ignored.
+        most_bytes: The most bytes of all files in the folder, or None.
+        most_days: The days for which a conversation is kept without a new turn, or None.
 
     Attributes:
-        saved: What is there, by the path of its caches.
-        notes: Of what was there at the beginning, oldest first.
+        saved: The conversations in the folder, by the path of their caches.
+        notes: The notes that were there at the beginning, oldest first.
 
     Raises:
         OSError: The folder cannot be made or read.
@@ -177,7 +178,7 @@ class Sessions:
                 self.saved[path] = Saved(note.mark, note.key, path)
 
     def path_of(self, own: Mark, key: bytes) -> Path:
-        """Where a conversation's caches are; nothing that a client sent is part of the name."""
+        """The path of a conversation's caches; no part of the name comes from a client."""
         about = f"{self.model}\n{own.label}\n" + (f"{own.pins}\n" if own.pins else "")
         digest = hashlib.sha256(about.encode() + key).hexdigest()
         return self.folder / f"{digest[:40]}{SUFFIX}"
@@ -188,26 +189,26 @@ class Sessions:
         """Write a turn's small file; it is on disk when this returns.
 
         Args:
-            own: Settings and pins of its caches.
-            key: Its tokens, as bytes.
-            texts: What was said in it.
-            title: Of the conversation.
-            name: Of the conversation.
+            own: The mark of its caches: settings and pins.
+            key: The key of its tokens.
+            texts: The conversation's texts.
+            title: The conversation's title.
+            name: The id of its last answer.
 
         Raises:
             OSError: It cannot be written.
         """
         path = self.path_of(own, key)
         if not texts and path.with_suffix(NOTE).exists():
-            return  # by a turn whose texts it has
+            return  # by a turn with the same texts
         note = Note(self.model, own, key, tuple(texts), title, name)
         with self._lock:
             with replacing(path.with_suffix(NOTE), durable=True) as temporary:
                 temporary.write_text(note.as_text(), encoding="utf-8")
             before = self.saved.get(path)
             self.saved[path] = Saved(own, key, path, before is not None and before.cached)
-            # The turn before stays, since the client may never hear of this one, and so do the
-            # caches of an earlier turn, until those of this one are there.
+            # The previous turn stays, since the client may never hear of this one, and so do the
+            # caches of an earlier turn, until those of this one are written.
             for earlier in self._earlier(own, key)[:-1]:
                 if not earlier.cached:
                     self.forget(earlier)
@@ -216,18 +217,18 @@ class Sessions:
     def save(self, own: Mark, key: bytes, cache: list[Any], told: bool = True) -> None:
         """Write a conversation's caches, and remove the files of its earlier turns.
 
-        What is there already is left as it is.
+        A file that exists already stays as it is.
 
         Args:
             own: The conversation's mark.
-            key: Of its tokens.
-            cache: One for each layer.
-            told: Whether its client was told the end of its last turn. Where that is not known, the
-                turn before stays: the client may go on from that one.
+            key: The key of its tokens.
+            cache: The caches, one for each layer.
+            told: Whether its client was sent the end of its last turn. If that is not known, the
+                previous turn stays: the client may continue from that one.
 
         Raises:
-            OSError: They cannot be written.
-            ValueError: There is something in them that cannot be saved.
+            OSError: The caches cannot be written.
+            ValueError: The caches hold something that cannot be saved.
         """
         before = self.saved.get(self.path_of(own, key))
         if before is None or not before.cached:
@@ -238,7 +239,7 @@ class Sessions:
                 self.forget(one)
 
     def save_again(self, own: Mark, key: bytes, cache: list[Any]) -> None:
-        """Write caches that have changed; arguments and errors as in `save`."""
+        """Write changed caches; arguments and errors as in `save`."""
         path = self.path_of(own, key)
         metadata = {
             "model": self.model,
@@ -267,7 +268,7 @@ class Sessions:
                 path.unlink(missing_ok=True)
 
     def prune(self) -> None:
-        """Remove what is too old, and what exceeds the folder's bytes, oldest first."""
+        """Remove conversations that are too old, then the oldest beyond the folder's bytes."""
         if self.most_bytes is None and self.most_days is None:
             return
         with self._lock:
@@ -287,9 +288,9 @@ class Sessions:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While the block runs, no other process removes conversations from the folder."""
+        """Keep other processes from removing conversations of the folder in the block."""
         with suppress(BlockingIOError), locked(self.folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            for path in self.folder.glob(".*.*.*"):  # that a killed server had begun
+            for path in self.folder.glob(".*.*.*"):  # begun by a server that was killed
                 if _NAME.fullmatch(path.name.split(".")[1]):
                     path.unlink(missing_ok=True)
         with locked(self.folder, fcntl.LOCK_SH):
@@ -298,29 +299,29 @@ class Sessions:
     # -- reading ----------------------------------------------------------------------------------
 
     def load(self, saved: Saved) -> list[Any] | None:
-        """A conversation's caches, evaluated; None, and it is forgotten, where the file is bad."""
+        """A conversation's caches, evaluated; None if the file is bad, which is then forgotten."""
         try:
             cache: Any = load_prompt_cache(saved.path)
             mx.eval([entry.state for entry in cache])
             mark(cache, saved.mark)
             return list(cache)
         except (OSError, ValueError, RuntimeError) as error:
-            logging.warning("Cannot go on with %s: %s", saved.path.name, error)
+            logging.warning("Cannot continue %s: %s", saved.path.name, error)
             self.saved.pop(saved.path, None)
             return None
 
     def longest_before(self, wanted: Mark, key: bytes) -> Saved | None:
-        """The longest conversation with caches that these tokens, with a mark, go on from."""
+        """The longest conversation with caches that these tokens, with a mark, continue."""
         before = [saved for saved in self._earlier(wanted, key) if saved.cached]
         return before[-1] if before else None
 
     def without_caches(self) -> list[Saved]:
-        """Conversations whose caches are not there, the shortest first."""
+        """Conversations without caches, the shortest first."""
         bare = [saved for saved in list(self.saved.values()) if not saved.cached]
         return sorted(bare, key=lambda saved: len(saved.key))
 
     def _earlier(self, wanted: Mark, key: bytes) -> list[Saved]:
-        """Conversations that these tokens, with a mark, go on from, the longest last."""
+        """Conversations that these tokens, with a mark, continue, the longest last."""
         earlier = (
             saved
             for saved in list(self.saved.values())
@@ -339,10 +340,10 @@ class Conversation:
     """The files of one conversation.
 
     Attributes:
-        name: Of the files, without what tells them apart.
-        files: Their paths.
-        size: Their bytes.
-        written: When the newest was written, in seconds since 1970.
+        name: The files' common name, without suffix.
+        files: The files' paths.
+        size: The files' bytes.
+        written: The time when the newest was written, in seconds since 1970.
     """
 
     name: str
@@ -356,10 +357,10 @@ class Conversation:
             path.unlink(missing_ok=True)
 
     def read(self) -> Note | None:
-        """What the files say, or None where they are damaged."""
+        """The files' note, or None if they are damaged."""
         notes = (
             read_note(path) if path.suffix == NOTE else read_header(path)
-            for path in sorted(self.files)  # the small one first
+            for path in sorted(self.files)  # the small one comes first
         )
         return next((note for note in notes if note is not None), None)
 
@@ -368,7 +369,7 @@ def conversations_in(folder: Path) -> list[Conversation]:
     """All conversations of a folder, of every model.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The folder cannot be read.
     """
     files: dict[str, list[tuple[Path, os.stat_result]]] = {}
     for path in folder.iterdir():
@@ -393,11 +394,11 @@ def locked(folder: Path, how: int) -> Iterator[None]:
     """Hold a folder's lock.
 
     Args:
-        folder: Of conversations.
-        how: `fcntl.LOCK_SH`, or `LOCK_EX` to have it alone; with `LOCK_NB` not to wait.
+        folder: The folder of conversations.
+        how: `fcntl.LOCK_SH`, or `LOCK_EX` for exclusive use; with `LOCK_NB` without waiting.
 
     Raises:
-        BlockingIOError: It is held by another.
+        BlockingIOError: Another process holds it.
     """
     with (folder / LOCK).open("a") as file:
         fcntl.flock(file, how)
@@ -405,7 +406,7 @@ def locked(folder: Path, how: int) -> Iterator[None]:
 
 
 def read_note(path: Path) -> Note | None:
-    """What a small file says; None where it is another's, or damaged."""
+    """The note of a small file; None if the file is foreign or damaged."""
     try:
         return Note.of_text(path.read_text(encoding="utf-8"))
     except _DAMAGE as error:
@@ -414,11 +415,11 @@ def read_note(path: Path) -> Note | None:
 
 
 def read_header(path: Path) -> Note | None:
-    """What a file of caches says of its conversation; None as above."""
+    """The note in a file of caches; None as in `read_note`."""
     try:
         with safe_open(str(path), "numpy") as file:
             metadata = json.loads((file.metadata() or {})["metadata"])
-        # Files from before there were pins name none.
+        # Files from before pins existed name none.
         pins = checked_spans("pins", json.loads(metadata.get("pins", "[]")))
         own = Mark(metadata["label"], pins)
         return Note(metadata["model"], own, key_of(json.loads(metadata["tokens"])))

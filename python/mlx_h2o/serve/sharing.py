@@ -1,8 +1,9 @@
 """A server whose model's heads several processes share (`mlx.launch`).
 
-Rank 0 listens; the others do what it tells them, step by step. Each holds the caches of its own KV
-heads, and all must do the same with them at the same time, since every layer of the model waits for
-the others. So what one rank would decide by its own bytes, its own files or a click is refused.
+Rank 0 listens; the others follow it step by step. Each holds the caches of its own KV heads, and
+all must do the same with them at the same time, since every layer of the model waits for the
+others. So anything that one rank would decide by its own bytes, its own files or a click is
+refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mlx_h2o.loading.demo_model import NAME as SMOLLM2
 from mlx_h2o.loading.gguf import SUFFIX
 from mlx_h2o.loading.load import PREFIX, load, model_path
 
-#: What a refusal begins with.
+#: The beginning of every refusal.
 SHARED = "Here several processes share the model (mlx.launch)"
 
 
@@ -26,12 +27,12 @@ class Ended(Exception):
 
 
 def processes() -> int:
-    """How many share the model."""
+    """The number of processes that share the model."""
     return int(mx.distributed.init().size())
 
 
 def require_shareable(bounded: bool, saving: bool) -> None:
-    """Raise ValueError for settings by which ranks would come to differ.
+    """Raise ValueError for settings that would make ranks differ.
 
     Args:
         bounded: Whether there is a bound for all conversations.
@@ -50,32 +51,32 @@ def require_shareable(bounded: bool, saving: bool) -> None:
 
 
 def require_batchable(body: dict[str, Any]) -> None:
-    """Raise ValueError for a request that mlx-lm would serve by itself.
+    """Raise ValueError for a request that mlx-lm would serve outside of batches.
 
-    It cannot end such a one on all ranks when its client goes away.
+    mlx-lm cannot end such a request on all ranks when its client goes away.
     """
     if body.get("seed") is not None:
         raise ValueError(f"{SHARED}, and seed is not served there: omit it.")
 
 
 def require_alone(what: str) -> None:
-    """Raise ValueError where several processes would have to do the same, and one is asked."""
+    """Raise ValueError if several processes share the model, but only one gets the request."""
     if processes() > 1:
         raise ValueError(f"{SHARED}, and this page sees the heads of one of them: {what}")
 
 
 def any_failed(failed: bool) -> bool:
-    """Whether it failed on any rank; all must ask."""
+    """Whether a step failed on any rank; all ranks must call this."""
     return bool(mx.any(mx.distributed.all_sum(mx.array(int(failed))) > 0).item())
 
 
 def is_own(name: str) -> bool:
-    """Whether a model of this name is none that mlx-lm's loader shares out."""
+    """Whether a model of this name is one that mlx-lm's loader cannot share out."""
     return name.startswith(PREFIX) or name == SMOLLM2 or model_path(name).endswith(SUFFIX)
 
 
 def load_shared(name: str, group: mx.distributed.Group) -> tuple[nn.Module, Any]:
-    """A model that is loaded whole and then shared out: an embedded one, or a GGUF file.
+    """A model that is loaded whole and then shared out: an embedded model, or a GGUF file.
 
     Raises:
         ValueError: Its heads cannot be shared.
@@ -88,12 +89,12 @@ def load_shared(name: str, group: mx.distributed.Group) -> tuple[nn.Module, Any]
 
 
 def remember(model: nn.Module, tokenizer: Any, name: str) -> None:
-    """Have a model that mlx-lm loaded find its profile, as `mlx_h2o.load` does.
+    """Let a model that mlx-lm loaded find its profile, as after `mlx_h2o.load`.
 
     Args:
-        model: That was loaded.
-        tokenizer: Of the model.
-        name: Of its folder, or on the hub.
+        model: The loaded model.
+        tokenizer: The model's tokenizer.
+        name: The name of its folder, or its id on the hub.
     """
     if Path(name).is_dir():
         model.mlx_h2o_folder = str(Path(name))

@@ -1,8 +1,8 @@
-"""Stop texts: looked for in an answer's text, wherever its tokens and characters begin and end.
+"""Stop texts, found in an answer's text wherever its tokens and characters begin and end.
 
-mlx-lm looks for the tokens that a stop text has by itself, and a model hardly ever writes those.
-Here the thread that generates ends the answer at the step that completes the first stop text; who
-reads the answer cuts it before that text, and holds back what may still become one.
+mlx-lm looks for the tokens of a stop text encoded by itself, and a model hardly ever writes those.
+Here the thread that generates ends the answer at the step that completes the first stop text; the
+thread that reads the answer cuts it before that text, and holds back text that may become one.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ class Ends(list[int]):
     """Characters of an answer after each of its tokens."""
 
     def before(self, cut: int) -> int:
-        """How many tokens say what is before a character, and nothing of what follows it.
+        """The number of tokens that lie wholly before a character.
 
-        A token that completes no character (a part of one, or nothing that is shown) belongs to the
-        text that follows it.
+        A token that completes no character (a part of one, or a token that is not shown) belongs to
+        the text that follows it.
         """
         return next((i + (end == cut) for i, end in enumerate(self) if end >= cut), len(self))
 
 
 class StopFinder:
-    """Looks for the first of several texts in an answer that grows.
+    """Finds the first of several stop texts in an answer that grows.
 
     Args:
         stops: The texts, none of them empty.
 
     Attributes:
-        cut: Where the answer's text ends, once a stop text is complete.
+        cut: The end of the answer's text, once a stop text is complete.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -45,11 +45,11 @@ class StopFinder:
     def found(self, text: str) -> bool:
         """Whether a stop text is complete.
 
-        The one that is complete first counts, and of two that end together the longer: so it does
-        not matter how the answer's text was split among its tokens.
+        The stop text that is complete first counts, and the longer one of two that end together: so
+        the result does not depend on how the answer's text was split into tokens.
 
         Args:
-            text: The whole answer so far: what came before, and more.
+            text: The whole answer so far: the earlier text, and more.
         """
         if self.cut is None:
             first = max(self._checked - self._longest + 1, 0)
@@ -60,7 +60,7 @@ class StopFinder:
         return self.cut is not None
 
     def sure(self, text: str) -> int:
-        """How many characters belong to the answer whatever follows."""
+        """The number of characters that belong to the answer whatever follows."""
         if self.cut is not None:
             return self.cut
         for place in range(max(len(text) - self._longest + 1, 0), len(text)):
@@ -70,31 +70,31 @@ class StopFinder:
 
 
 class TextStops:
-    """What mlx-lm's `StopSequences` is to a batch: ends an answer at its texts, or at its tokens.
+    """mlx-lm's `StopSequences` for texts: ends an answer of a batch at its stop texts or tokens.
 
     Args:
-        tokens: mlx-lm's own, of the model's ends of text.
-        tokenizer: The model's.
-        stops: Texts.
+        tokens: mlx-lm's own stop sequences, of the model's end tokens.
+        tokenizer: The model's tokenizer.
+        stops: The stop texts.
     """
 
     def __init__(self, tokens: Any, tokenizer: Any, stops: Sequence[str]):
         self._tokens, self._tokenizer, self._stops = tokens, tokenizer, stops
 
     def matcher(self) -> TextMatcher:
-        """For one answer, from its beginning."""
+        """A matcher for one answer, from its beginning."""
         return TextMatcher(self._tokens.matcher(), self._tokenizer, self._stops)
 
 
 class TextMatcher:
-    """Reads one answer as `TextStops` says, token after token."""
+    """Checks one answer for the stops of `TextStops`, token after token."""
 
     def __init__(self, tokens: Any, tokenizer: Any, stops: Sequence[str]):
         self._tokens, self._detokenizer = tokens, tokenizer.detokenizer
         self._finder = StopFinder(stops)
 
     def advance(self, token: int) -> bool:
-        """Take one token; whether the answer ends with it."""
+        """Take one token; return whether the answer ends with it."""
         if self._tokens.advance(token):
             return True
         self._detokenizer.add_token(token)
@@ -102,13 +102,13 @@ class TextMatcher:
 
 
 def ends_of(tokenizer: Any, tokens: Sequence[int], cut: bool = False) -> tuple[str, Ends]:
-    """An answer's text as its client reads it, and where in it each token ends.
+    """An answer's text as its client reads it, and the place in it where each token ends.
 
     Args:
-        tokenizer: The model's.
-        tokens: Of the answer.
-        cut: Whether an end of text or a stop text came after them: the client is not told of a
-            character that they only begin.
+        tokenizer: The model's tokenizer.
+        tokens: The answer's tokens.
+        cut: Whether an end token or a stop text came after them: the client is not sent a character
+            that is incomplete.
     """
     detokenizer, ends = tokenizer.detokenizer, Ends()
     for token in tokens:
@@ -126,14 +126,14 @@ def stopped(
 ) -> Iterator[Response]:
     """An answer up to its first stop text.
 
-    A token's response comes once it is clear that its text belongs to the answer. The last one has
-    no text where `finish_reason` is "stop": it stands for the token that ended the answer. Where
-    the answer's text ends within that token, the response before it has that text too.
+    A token's response comes once its text certainly belongs to the answer. The last response has
+    no text if `finish_reason` is "stop": it stands for the token that ended the answer. If the
+    answer's text ends within that token, the response before it has that text too.
 
     Args:
-        responses: mlx-lm's, one for each token.
-        stops: Texts.
-        tokenizer: The model's.
+        responses: mlx-lm's responses, one for each token.
+        stops: The stop texts.
+        tokenizer: The model's tokenizer.
     """
     finder, detokenizer = StopFinder(stops), tokenizer.detokenizer
     held: list[Response] = []
@@ -156,7 +156,7 @@ def stopped(
             yield from _shown(held, ends, given, text, last)
             return
         sure = finder.sure(text)
-        # The last token waits, so that it can take what the next one adds before a stop text.
+        # The last token waits, so that it can take the next one's text before a stop text.
         ready = min(ends.before(sure), len(held) - 1)
         yield from _shown(held[:ready], ends, given, text)
         given = ends[ready - 1] if ready else given
@@ -175,7 +175,7 @@ def _shown(
 
 
 def _cut(held: list[Response], ends: Ends, given: int, text: str, cut: int) -> Iterator[Response]:
-    """The last responses of an answer that a stop text ends at a character."""
+    """The last responses of an answer whose text a stop text ends at a character."""
     whole = ends.before(cut)
     yield from _shown(held[: max(whole - 1, 0)], ends, given, text)
     rest = text[ends[whole - 2] if whole > 1 else given : cut]

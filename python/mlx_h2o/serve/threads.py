@@ -1,8 +1,8 @@
-"""Threads beside asyncio's loop, and waiting until they have ended for the system as well.
+"""Threads beside asyncio's loop, and waiting until the system has ended them too.
 
-MLX frees what it kept for a thread after Python's part of that thread is over, and takes Python's
-lock for it. Before Python 3.13 `join` returns earlier than that, and where the interpreter ends
-meanwhile, the process aborts ("terminate called without an active exception").
+MLX frees a thread's data after Python's part of that thread is over, and takes Python's lock for
+it. Before Python 3.13 `join` returns earlier than that, and if the interpreter ends meanwhile, the
+process aborts ("terminate called without an active exception").
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 
 #: Seconds that the system may take to end a thread whose Python part is over.
 LONGEST_ENDING = 10.0
-#: Seconds between two looks at it.
+#: Seconds between two checks.
 LOOK_EVERY = 0.002
 #: Threads that ended lately and are waited for at the end; earlier ones are long gone.
 MOST_ENDING = 256
-#: Where Linux lists a process's threads.
+#: The folder in which Linux lists a process's threads.
 TASKS = "/proc/self/task"
 
 
 def join(thread: threading.Thread) -> None:
-    """Wait until a thread has ended, for the system too."""
+    """Wait until a thread has ended, in the system too."""
     thread.join()
     if sys.version_info >= (3, 13) or not os.path.isdir(TASKS):
         return
@@ -38,14 +38,14 @@ def join(thread: threading.Thread) -> None:
 
 
 class Threads:
-    """Calls that may wait, each in a thread of its own, for asyncio's loop to await."""
+    """Calls that may block, each in a thread of its own, for asyncio's loop to await."""
 
     def __init__(self) -> None:
         self._running: set[threading.Thread] = set()
         self._ending: deque[threading.Thread] = deque(maxlen=MOST_ENDING)
 
     async def result(self, call: Callable[[], Any]) -> Any:
-        """What a call gives, or raises."""
+        """The result of a call, or its exception."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
 
@@ -76,6 +76,6 @@ class Threads:
         return await done
 
     def join(self) -> None:
-        """Wait for all of them."""
+        """Wait for all threads."""
         for thread in (*self._running, *self._ending):
             join(thread)

@@ -1,4 +1,4 @@
-"""One request's claim on memory, from the moment it comes until its last token."""
+"""One request's claim on memory, from its arrival until its last token."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class HungUp(ConnectionError):
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer, by which its conversation is found again.
+    """An answer's name, by which its conversation is found again.
 
     Attributes:
-        name: The answer's id, which its client was told, and which cannot be guessed.
-        title: How the conversation began.
+        name: The answer's id, which its client was sent, and which cannot be guessed.
+        title: The conversation's title.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Turn:
 
 
 def title_of(request: Any) -> str:
-    """How a request's conversation began: the first line that its user said, cut short."""
+    """A conversation's title: the first line of its user's first message, cut short."""
     texts = [request.prompt] if request.request_type == "text" else []
     for message in request.messages:
         content = message.get("content") if message.get("role") == "user" else None
@@ -45,17 +45,17 @@ def title_of(request: Any) -> str:
     return shorten(first, LONGEST_TITLE, placeholder="…")
 
 
-#: How often a thread that waits for another looks whether that is still alive, in seconds.
+#: Seconds between two checks that the thread waited for is still alive.
 LOOKED_AT_EVERY = 1.0
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a conversation's caches are among the idle ones.
+    """The place of a conversation's caches among the idle ones.
 
     Attributes:
-        mark: Of their settings and pins.
-        key: Of their tokens (`sessions.key_of`).
+        mark: The mark of their settings and pins.
+        key: The key of their tokens (`sessions.key_of`).
     """
 
     mark: Mark
@@ -63,28 +63,28 @@ class Place:
 
 
 class Kept:
-    """What has become of an answer's caches: told once, by the thread that generates."""
+    """The places of an answer's caches, set once by the thread that generates."""
 
     def __init__(self) -> None:
         self._told = threading.Event()
         self._places: tuple[Place, Place | None] | None = None
 
     def tell(self, end: Place | None, prompt: Place | None = None) -> None:
-        """Caches are kept, or are not.
+        """Set the places, or that the caches are not kept.
 
         Args:
-            end: Where those are that end with the answer; None: they were not kept.
-            prompt: Where those are that end with its prompt, if they were kept.
+            end: The place of the caches that end with the answer; None if they were not kept.
+            prompt: The place of the caches that end with its prompt, if they were kept.
         """
         if not self._told.is_set():
             self._places = None if end is None else (end, prompt)
             self._told.set()
 
     def wait(self, alive: Callable[[], bool]) -> tuple[Place, Place | None] | None:
-        """What was told; None where nothing is kept.
+        """The places; None if no caches are kept.
 
         Args:
-            alive: Whether the thread that tells it still runs.
+            alive: Whether the thread that sets them still runs.
         """
         while not self._told.wait(LOOKED_AT_EVERY):
             if not alive():
@@ -93,27 +93,27 @@ class Kept:
 
 
 def still_there() -> bool:
-    """Of a request without a client that could go away."""
+    """The `gone` of a request without a client that could go away."""
     return False
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A request as memory sees it.
+    """A request's claim on memory.
 
     Attributes:
-        label: Its settings as text: caches of other settings are never gone on with.
-        settings: What its cache may hold, as `ModelSettings.of` takes it.
-        need: Bytes that its cache takes at most.
-        pins: What of its prompt is never to be evicted.
+        label: Its settings as text: caches with other settings are never reused.
+        settings: Its cache's settings, as `ModelSettings.of` takes them.
+        need: The most bytes of its cache.
+        pins: The pins of its prompt.
         gone: Whether its client went away.
-        came: When it came (`time.monotonic`).
-        admitted: When it was let in (`time.monotonic`).
+        came: The time of its arrival (`time.monotonic`).
+        admitted: The time of its admission (`time.monotonic`).
         evicted: Tokens that its caches had evicted when it began (mean over layers).
-        turn: What its answer is called, if a client is told.
+        turn: Its answer's name, if a client is sent one.
         said: Its text, once it is tokenized; None for prompts with images.
-        kept: What becomes of its caches.
-        noted: Where the conversation is that was written down with its answer.
+        kept: The places of its caches after the answer.
+        noted: The place of the conversation that was noted with its answer.
         beside: The other tickets of the same request, which asks for several answers.
     """
 
@@ -133,9 +133,9 @@ class Ticket:
 
     @property
     def together(self) -> tuple[Ticket, ...]:
-        """This one, and the other ones of its request."""
+        """All tickets of its request."""
         return self, *self.beside
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Other ranks learn of a request by pickle; its client's socket is of this process.
+        # Other ranks receive a request by pickle; its client's socket belongs to this process.
         return Ticket, (self.label, self.settings, self.need, self.pins)

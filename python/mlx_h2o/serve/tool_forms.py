@@ -1,8 +1,8 @@
-"""Calls of tools as grammars: how each family of models writes them.
+"""Tool calls as grammars, in the format of each family of models.
 
-mlx-lm reads a family's calls with one module of `mlx_lm.tool_parsers`. Here is the same writing as
-a Lark grammar, so that a call that is required is one that mlx-lm can read. Of a call everything is
-given but the choice of the function and the values.
+mlx-lm reads a family's calls with one module of `mlx_lm.tool_parsers`. Here is the same format as a
+Lark grammar, so that mlx-lm can read a call that is required. In such a call everything is fixed
+except the choice of the function and the values.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: Between the parts of JSON: a space, or a line's end and indentation. A model that loves space
-#: would fill its answer with whatever more were allowed.
+#: The text between parts of JSON: a space, or a line's end and indentation. A model that prefers
+#: spaces would fill its answer with them if more were allowed.
 BETWEEN = r"( |\n {0,24})?"
 #: Any text, of several lines too.
 ANY_TEXT = "/(?s:.*)/"
@@ -22,15 +22,15 @@ ANY_TEXT = "/(?s:.*)/"
 
 @dataclass(frozen=True)
 class Family:
-    """How models write calls.
+    """A family's format of tool calls.
 
     Attributes:
         call: One call, with `{name}`, `{arguments}` and perhaps `{index}`.
         argument: One argument, with `{key}` and `{value}`; None: all of them are one JSON object.
-        separator: Between arguments.
-        quote: What a text stands between; None: it is JSON, as every other value.
-        between: Between calls.
-        around: Before the first call and after the last.
+        separator: The text between arguments.
+        quote: The text around a string; None means that strings are JSON, like every other value.
+        between: The text between calls.
+        around: The texts before the first call and after the last.
     """
 
     call: str
@@ -45,7 +45,7 @@ _GLM = Family(
     "<tool_call>{name}\n{arguments}</tool_call>",
     "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
 )
-#: By the name of mlx-lm's module that reads them.
+#: Families by the name of mlx-lm's module that reads their calls.
 FAMILIES = {
     "json_tools": Family('<tool_call>\n{"name": "{name}", "arguments": {arguments}}\n</tool_call>'),
     "qwen3_coder": Family(
@@ -81,17 +81,17 @@ FAMILIES = {
 
 
 def json_rule(schema: Any) -> str:
-    """JSON of a schema, as the right side of a Lark rule."""
+    """The JSON of a schema, as the right side of a Lark rule."""
     if isinstance(schema, Mapping):
         schema = {**schema, "x-guidance": {"whitespace_pattern": BETWEEN}}
     return f"%json {json.dumps(schema)}"
 
 
 def family_of(tokenizer: Any) -> tuple[str, Family | None]:
-    """The name of the module that reads a model's calls, and how they are written if it is known.
+    """The name of the module that reads a model's calls, and the family if it is known.
 
     Args:
-        tokenizer: mlx-lm's, of a model that can call tools.
+        tokenizer: mlx-lm's tokenizer of a model that can call tools.
     """
     name = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
     return name, FAMILIES.get(name)
@@ -100,14 +100,14 @@ def family_of(tokenizer: Any) -> tuple[str, Family | None]:
 def calls_of(
     family: Family, functions: Sequence[Mapping[str, Any]], most: int, tokenizer: Any
 ) -> str:
-    """The rule `calls`, and those that it needs.
+    """The rule `calls`, and the rules that it needs.
 
     Args:
-        family: How they are written.
+        family: The calls' format.
         functions: The `function` of each tool that may be called: `name`, and `parameters` as a
             JSON schema.
-        most: Calls that there may be.
-        tokenizer: Of the model; what it holds for special is one token, and no text, to llguidance.
+        most: The most calls.
+        tokenizer: The model's tokenizer; to llguidance its special tokens are tokens, not text.
     """
     grammar = _Grammar(family, _special_tokens(tokenizer))
     each = [grammar.call(function) for function in functions]
@@ -123,10 +123,10 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 class _Grammar:
-    """The rules of one family's calls, as they are made.
+    """The rules of one family's calls, under construction.
 
     Args:
-        family: How calls are written.
+        family: The calls' format.
         special: Ids of special tokens.
     """
 
@@ -135,26 +135,26 @@ class _Grammar:
         self.rules: list[str] = []
 
     def rule(self, body: str) -> str:
-        """Add a rule; its name."""
+        """Add a rule; return its name."""
         name = f"part_{len(self.rules)}"
         self.rules.append(f"{name}: {body}")
         return name
 
     def pieces(self, text: str) -> list[str]:
-        """A text in special tokens and what is between them."""
+        """Split a text into special tokens and the text between them."""
         known = sorted(filter(None, self.special), key=len, reverse=True)
         pieces = re.split(f"({'|'.join(map(re.escape, known))})", text) if known else [text]
         return [piece for piece in pieces if piece]
 
     def fixed(self, text: str) -> str:
-        """A text that is given, of which special tokens are tokens."""
+        """A fixed text, whose special tokens are matched as tokens."""
         return " ".join(
             f"<[{self.special[piece]}]>" if piece in self.special else json.dumps(piece)
             for piece in self.pieces(text)
         )
 
     def filled(self, template: str, **parts: str) -> str:
-        """A template, with a rule in the place of each `{name}`."""
+        """A template with a rule in the place of each `{name}`."""
         pieces = re.split(r"\{(\w+)\}", template)
         return " ".join(
             parts[piece] if i % 2 else self.fixed(piece) for i, piece in enumerate(pieces)
@@ -173,7 +173,7 @@ class _Grammar:
         return self.rule(self.filled(self.family.call, name=name, arguments=arguments, index=index))
 
     def arguments(self, schema: Mapping[str, Any]) -> str:
-        """The required arguments in their order, then any of the others in theirs."""
+        """The required arguments in their order, then any of the others in their order."""
         properties = schema.get("properties") or {}
         required = [name for name in properties if name in (schema.get("required") or ())]
         others = [name for name in properties if name not in required]
@@ -196,7 +196,7 @@ class _Grammar:
         return self.rule(f"{self.filled(before, key=self.fixed(key))} ({value})")
 
     def values(self, schema: Any, after: str) -> Iterator[str]:
-        """What an argument may be, each with what stands after it."""
+        """The values that an argument may have, each with the text after it."""
         quote = self.family.quote
         schema = schema if isinstance(schema, Mapping) else {}
         named = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -210,7 +210,7 @@ class _Grammar:
                 yield self.fixed(f"{quote}{one}{quote}{after}")
             return
         end, *rest = self.pieces(quote + after)
-        if end in self.special:  # which no text has in it
+        if end in self.special:  # no text contains it
             text = self.rule(ANY_TEXT)
             rest = [end, *rest]
         else:

@@ -1,8 +1,8 @@
-"""What was said, by its text: so that a conversation goes on from the tokens that said it.
+"""Tokens of conversations by their text, so that a conversation continues from its own tokens.
 
-A model's tokens are seldom those that its text is tokenized to, and what a client sends back is
-text. A prompt that begins with the text of a known conversation gets that conversation's tokens,
-as they were read and sampled, and only what follows them is tokenized.
+A model's tokens are seldom those into which its text is tokenized, and a client sends back text. A
+prompt that begins with the text of a known conversation gets that conversation's tokens, as they
+were read and sampled, and only the text after them is tokenized.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import hashlib
 import threading
 from collections import Counter, OrderedDict
 
-#: Bytes of all tokens that are remembered; what was said least recently is forgotten first.
+#: The most bytes of all remembered tokens; the least recently used are forgotten first.
 MOST_BYTES = 64 << 20
-#: Of one prompt: conversations that it may go on from.
+#: The most conversations that one prompt may continue.
 MOST_SPELLINGS = 4
 
 #: A text's characters and digest.
@@ -21,10 +21,10 @@ _Place = tuple[int, bytes]
 
 
 class Transcripts:
-    """Tokens of conversations by their texts; any thread may ask.
+    """Tokens of conversations by their texts; any thread may use it.
 
     Args:
-        most_bytes: That the tokens may take.
+        most_bytes: The most bytes of the tokens.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES):
@@ -38,8 +38,8 @@ class Transcripts:
         """Remember a conversation.
 
         Args:
-            text: Of all of it, as a prompt that goes on with it begins.
-            key: Of its tokens (`sessions.key_of`).
+            text: The whole conversation's text, as a prompt that continues it begins.
+            key: The key of its tokens (`sessions.key_of`).
         """
         place = len(text), hashlib.sha256(_bytes(text)).digest()
         with self._lock:
@@ -64,9 +64,9 @@ class Transcripts:
         self._bytes -= len(key)
 
     def spellings(self, text: str) -> list[tuple[int, bytes]]:
-        """Conversations that a text begins with: how many characters, and the tokens' key.
+        """Conversations that a text begins with: their characters, and the key of their tokens.
 
-        The longest come first, and of those with the same text what was said last.
+        The longest come first, and among those with the same text the last used.
         """
         found: list[tuple[int, bytes]] = []
         with self._lock:

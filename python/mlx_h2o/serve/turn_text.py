@@ -1,4 +1,4 @@
-"""A turn as text: its prompt, its answer, and how the prompt of the next turn will begin."""
+"""A turn as text: its prompt, its answer, and the beginning of the next turn's prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_lm.server import Response, TextStateMachine, convert_chat
 
 from mlx_h2o.serve.stop_texts import StopFinder, ends_of
 
-#: A character that no template and no client uses: it shows where an answer is in a rendered chat.
+#: A character that no template and no client uses: it marks an answer's place in a chat.
 MARK = "\ue0f3"
 
 Messages = list[dict[str, Any]]
@@ -18,14 +18,14 @@ Messages = list[dict[str, Any]]
 
 @dataclass(eq=False)
 class TurnText:
-    """What a request says, and what its conversation says once it is answered.
+    """A request's text, and its conversation's text once it is answered.
 
     Attributes:
-        text: Of the prompt.
-        tokens: Of the prompt, as they are read.
-        messages: Of a chat; empty where it is none.
-        render: Messages as a prompt's text.
-        tokenizer: The model's.
+        text: The prompt's text.
+        tokens: The prompt's tokens, as they are read.
+        messages: The chat's messages; empty if it is no chat.
+        render: Renders messages as a prompt's text.
+        tokenizer: The model's tokenizer.
         stops: Texts that end the answer.
     """
 
@@ -45,14 +45,14 @@ class TurnText:
         template_args: dict[str, Any],
         tokens: list[int],
     ) -> TurnText:
-        """Of a request, after mlx-lm has tokenized it.
+        """The text of a request, after mlx-lm has tokenized it.
 
         Args:
-            tokenizer: The model's.
-            request: mlx-lm's.
-            args: Of the generation, mlx-lm's.
-            template_args: Of the chat template, as the command line gave them.
-            tokens: Of the prompt.
+            tokenizer: The model's tokenizer.
+            request: mlx-lm's request.
+            args: mlx-lm's arguments of the generation.
+            template_args: The chat template's arguments from the command line.
+            tokens: The prompt's tokens.
         """
 
         def render(messages: Messages) -> str:
@@ -75,18 +75,18 @@ class TurnText:
         return cls(text, tokens, messages, render, tokenizer, tuple(args.stop_words))
 
     def goes_on_from(self, characters: int, said: Sequence[int]) -> list[int]:
-        """The prompt's tokens, with those of a conversation that it begins with as they were said.
+        """The prompt's tokens; its beginning, a known conversation, keeps the tokens of that.
 
         Args:
-            characters: Of the prompt that the conversation says.
-            said: Its tokens.
+            characters: The characters of the prompt that the conversation covers.
+            said: The conversation's tokens.
         """
         return [*said, *self._after(characters)]
 
     def _after(self, characters: int) -> list[int]:
-        """The tokens of what follows so many characters.
+        """The tokens of the text after `characters` characters.
 
-        They are those of the whole prompt where one begins there, since some tokenizers begin every
+        They are the whole prompt's tokens if one begins there, since some tokenizers begin every
         text with a space.
         """
         inner = getattr(self.tokenizer, "_tokenizer", self.tokenizer)
@@ -96,15 +96,15 @@ class TurnText:
             if characters in starts and list(self.tokens[-len(ids) :]) == list(ids):
                 return list(ids[starts.index(characters) :])
         except (NotImplementedError, TypeError, ValueError, KeyError):
-            pass  # a tokenizer that does not tell where its tokens are
+            pass  # a tokenizer that does not report the places of tokens
         rest = self.text[characters:]
         return list(self.tokenizer.encode(rest, add_special_tokens=False)) if rest else []
 
     def beyond(self, tokens: Sequence[int]) -> int:
-        """How many of the last tokens say nothing that the client is told.
+        """The number of last tokens that produce no text for the client.
 
         Args:
-            tokens: Of the prompt and the answer.
+            tokens: The tokens of the prompt and the answer.
         """
         answer = tokens[len(self.tokens) :]
         text, ends = ends_of(self.tokenizer, answer)
@@ -112,16 +112,16 @@ class TurnText:
             finder = StopFinder(self.stops)
             if finder.found(text):
                 return len(answer) - ends.before(finder.sure(text))
-        # In a chat the template writes it too; a text that goes on has none in its midst.
+        # In a chat the template writes it too; in the middle of a text to complete there is none.
         ended = bool(answer) and answer[-1] in self.tokenizer.eos_token_ids
         return int(ended and not self.messages)
 
     def told(self, tokens: Sequence[int], cut: bool = False) -> str:
-        """The part of the answer's text that the client is told.
+        """The part of the answer's text that the client is sent.
 
         Args:
-            tokens: Of the prompt and the answer.
-            cut: Whether the answer ended before its most tokens were reached.
+            tokens: The tokens of the prompt and the answer.
+            cut: Whether the answer ended before it had its most tokens.
         """
         text = ends_of(self.tokenizer, tokens[len(self.tokens) :], cut)[0]
         if self.stops:
@@ -133,21 +133,21 @@ class TurnText:
     def continued(
         self, tokens: Sequence[int], content: str, cut: bool = False
     ) -> tuple[list[str], bool]:
-        """How the texts begin that go on with this turn.
+        """The beginnings of texts that continue this turn.
 
         Args:
-            tokens: Of the prompt and the answer, as caches hold them.
-            content: The answer as its client got it, without thoughts and calls of tools.
-            cut: Whether it ended before its most tokens were reached.
+            tokens: The tokens of the prompt and the answer, as caches hold them.
+            content: The answer as its client got it, without thoughts and tool calls.
+            cut: Whether it ended before it had its most tokens.
 
         Returns:
-            Beginnings of texts that these tokens say, and whether the prompt of a client that sends
-            back what it got begins with one of them.
+            Beginnings of texts that these tokens stand for, and whether the prompt of a client that
+            sends back its answer begins with one of them.
         """
         said = self.told(tokens, cut)
         answer = [t for t in tokens[len(self.tokens) :] if t not in self.tokenizer.eos_token_ids]
         texts = [self.text + said]
-        # mlx-lm takes an answer's first space away; a client may put it back.
+        # mlx-lm removes an answer's first space; a client may put it back.
         whole = str(self.tokenizer.decode(answer)) if answer else ""
         if whole.lstrip().startswith(said.lstrip()):
             spaces = whole[: len(whole) - len(whole.lstrip())]
@@ -159,7 +159,7 @@ class TurnText:
         return list(dict.fromkeys(texts)), rendered is not None
 
     def _rendered(self, tokens: Sequence[int], said: str, content: str) -> str | None:
-        """How the chat's next prompt begins; None where it does not say what the tokens say."""
+        """The beginning of the chat's next prompt; None if its text is not that of the tokens."""
 
         def with_answer(content: str) -> str:
             more = [{"role": "assistant", "content": content}, {"role": "user", "content": MARK}]
@@ -168,7 +168,7 @@ class TurnText:
         try:
             whole = with_answer(content)
             marked = with_answer(MARK + content)
-        except Exception:  # a template raises what it likes for what it does not take
+        except Exception:  # a template may raise any error for input that it does not support
             return None
         pairs = enumerate(zip(whole, marked, strict=False))
         before = whole[: next((i for i, (a, b) in pairs if a != b), len(whole))]
@@ -188,11 +188,11 @@ class TurnText:
 
 
 def respelled(tokenized: Any, now: list[int]) -> Any:
-    """What mlx-lm made of a prompt, with other tokens of the same text.
+    """mlx-lm's tokenized prompt, with other tokens of the same text.
 
     Args:
-        tokenized: The prompt, its segments, what they are, and more.
-        now: The tokens.
+        tokenized: The prompt, its segments, their kinds, and more.
+        now: The new tokens.
     """
     prompt, segments, kinds, *more = tokenized
     if now == prompt:
@@ -203,13 +203,13 @@ def respelled(tokenized: Any, now: list[int]) -> Any:
 def segments_of(
     before: Sequence[int], segments: Sequence[Sequence[int]], kinds: Sequence[str], now: list[int]
 ) -> tuple[list[list[int]], list[str]]:
-    """A prompt's segments where its tokens have changed: those whose borders are still there.
+    """A prompt's segments after its tokens have changed: those whose borders still exist.
 
     Args:
         before: The prompt as mlx-lm tokenized it.
-        segments: Its parts.
-        kinds: What they are.
-        now: The prompt as it is read.
+        segments: The prompt's parts.
+        kinds: The kinds of the parts.
+        now: The prompt's new tokens.
     """
     ends, end = list[int](), 0
     for segment in segments[:-1]:
@@ -230,11 +230,11 @@ def segments_of(
 
 @dataclass(eq=False)
 class Content:
-    """An answer's text as clients get it: without thoughts, calls of tools and what marks them.
+    """An answer's text as clients get it: without thoughts, tool calls and their marks.
 
     Attributes:
-        machine: mlx-lm's, which tells them apart.
-        initial: Its state at the answer's beginning.
+        machine: mlx-lm's state machine, which tells them apart.
+        initial: The machine's state at the answer's beginning.
     """
 
     machine: TextStateMachine
@@ -246,7 +246,7 @@ class Content:
         self._state = self.machine.make_state(self.initial)
 
     def add(self, response: Response) -> None:
-        """Take a token's part."""
+        """Take a response's text."""
         self._state, segments = TextStateMachine.split(self._state, response.text)
         if response.finish_reason is not None:
             self._state, rest, state = TextStateMachine.flush(self._state)

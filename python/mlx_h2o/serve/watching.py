@@ -1,4 +1,4 @@
-"""The page and the endpoints that it reads, for clients on the machine that serves."""
+"""The page's endpoints, for clients on the server's own machine."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from mlx_h2o.serve.bodies import parsed
 from mlx_h2o.serve.generator import BoundedGenerator
 from mlx_h2o.serve.job import Busy
 
-#: What the endpoints' paths begin with.
+#: The prefix of the endpoints' paths.
 ROOT = "/h2o/"
-#: Said by browsers of requests that come from pages of others.
+#: Values of Sec-Fetch-Site for requests from pages of other sites.
 ELSEWHERE = ("cross-site", "same-site")
-#: No failures to who watches an answer: its prompt is still read, or it was stopped just now.
+#: Statuses that are no failure while an answer is watched: its prompt is still read, or it was
+#: stopped just now.
 NOTHING_YET = (HTTPStatus.NOT_FOUND, HTTPStatus.SERVICE_UNAVAILABLE)
 
 Told = dict[str, Any]
 
 
 class NotHere(Exception):
-    """A request that is not answered.
+    """A request that is refused.
 
     Args:
-        status: Of the answer.
-        why: For the client.
+        status: The answer's HTTP status.
+        why: The message for the client.
     """
 
     def __init__(self, status: int, why: str):
@@ -37,7 +38,7 @@ class NotHere(Exception):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this name, or this address, is always the machine itself."""
+    """Whether this name, or this address, always means the machine itself."""
     host = host.removeprefix("[").removesuffix("]").rstrip(".").lower()
     if host == "localhost" or host.endswith(".localhost"):
         return True
@@ -49,17 +50,17 @@ def is_loopback(host: str) -> bool:
 
 
 def require_here(peer: str, host: str) -> None:
-    """Let through clients on this machine that ask it by a name of its own.
+    """Let through clients on this machine that address it by a name of its own.
 
-    Conversations of all clients are told, and there is no password. A name that is
-    not this machine's own may lead here all the same (DNS rebinding), so it is looked at too.
+    All clients' conversations are shown, and there is no password. A name that is not this
+    machine's own may lead here all the same (DNS rebinding), so the name is checked too.
 
     Args:
-        peer: Address of the client.
-        host: By which it calls the server, with its port.
+        peer: The client's address.
+        host: The name by which it addresses the server, with its port.
 
     Raises:
-        NotHere: It is another machine, or another name.
+        NotHere: The client is on another machine, or uses another name.
     """
     if not (is_loopback(peer) and is_loopback(urlsplit(f"//{host}").hostname or "")):
         raise NotHere(
@@ -73,26 +74,26 @@ def require_own_page(origin: str | None, site: str | None, welcome: Callable[[st
     """Let through programs, and the page itself.
 
     Args:
-        origin: Of the page that asks, if a browser says one.
-        site: How near that is to the server, if a browser says it (Sec-Fetch-Site).
+        origin: The origin of the page that asks, if a browser sends one.
+        site: The relation of that page to the server, if a browser sends it (Sec-Fetch-Site).
         welcome: Whether a page of some origin may ask.
 
     Raises:
-        NotHere: A browser says that a page of somewhere else asks.
+        NotHere: A browser says that the page comes from elsewhere.
     """
     if site in ELSEWHERE if origin is None else not welcome(origin):
         raise NotHere(HTTPStatus.FORBIDDEN, "Pages of other origins are refused.")
 
 
 def got(generator: BoundedGenerator, path: str) -> Told | None:
-    """What GET of an endpoint gives; None where an answer is watched of which nothing can be told.
+    """The result of GET for an endpoint; None for an answer about which nothing is known yet.
 
     Args:
-        generator: Of the server.
-        path: As it was asked for, with its query.
+        generator: The server's generator.
+        path: The requested path, with its query.
 
     Raises:
-        NotHere: There is no such thing, or it cannot be told.
+        NotHere: There is no such endpoint, or it cannot answer.
     """
     asked = urlsplit(path)
     watched = parse_qs(asked.query).get("known")
@@ -118,7 +119,7 @@ def got(generator: BoundedGenerator, path: str) -> Told | None:
 
 
 def posted(generator: BoundedGenerator, path: str, body: bytes) -> Told:
-    """What POST to an endpoint gives; arguments and errors as in `got`."""
+    """The result of POST to an endpoint; arguments and errors as in `got`."""
     match urlsplit(path).path.removeprefix(ROOT).split("/"):
         case ["conversations", name, "pins"]:
             try:
@@ -131,7 +132,7 @@ def posted(generator: BoundedGenerator, path: str, body: bytes) -> Told:
 
 
 def _answered(look: Callable[[], Told]) -> Told:
-    """What it gives; what it raises as the status that says so."""
+    """The result of `look`; its errors become HTTP statuses."""
     try:
         return look()
     except looking.Unknown as error:

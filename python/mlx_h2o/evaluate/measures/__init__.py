@@ -1,4 +1,4 @@
-"""Measures, one a file; each is a frozen dataclass of its sizes, of one shape (`measure.py`)."""
+"""Measures, one a file: frozen dataclasses of their sizes, with one interface (`measure.py`)."""
 
 from mlx_h2o.evaluate.measures.agreement import AgreementMeasure
 from mlx_h2o.evaluate.measures.kept import KeptMeasure
@@ -9,7 +9,7 @@ from mlx_h2o.evaluate.measures.ruler import RulerMeasure
 from mlx_h2o.evaluate.measures.speed import SpeedMeasure
 from mlx_h2o.evaluate.measures.turns import TurnMeasure
 
-#: By name, in the order of a report.
+#: Measures by name, in the order of a report.
 MEASURES: dict[str, type[Measure]] = {
     kind.name: kind
     for kind in (

@@ -1,4 +1,4 @@
-"""Long answers: how far a cache's next-token distribution is from the full cache's, by position."""
+"""Long answers: the distance of a cache's next-token distribution from the full cache's."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from mlx_h2o.evaluate.stage import Stage, read, step, untold
 from mlx_h2o.evaluate.workers import Tell
 from mlx_h2o.integration.stock_caches import stock_caches
 
-#: The answer is cut into so many parts, whose means are reported.
+#: The number of parts into which the answer is cut; each part's mean is reported.
 PARTS = 8
 
 
 @dataclass(frozen=True)
 class AgreementMeasure(Measure):
-    """An answer that the full cache draws, read along by each contender.
+    """An answer sampled with the full cache, read along by each contender.
 
     Attributes:
-        answers: Side by side.
-        prompt: Tokens of the text that each goes on from.
+        answers: Answers side by side.
+        prompt: Tokens of the text before each answer.
         length: Tokens of prompt and answer: at a sixteenth of the bytes the answer is as long as
             sixteen budgets.
-        temperature: Of the drawing.
+        temperature: The temperature of sampling.
     """
 
     answers: int = 4
@@ -114,7 +114,7 @@ def compared(expected: mx.array, got: mx.array) -> tuple[mx.array, mx.array]:
 
     Args:
         expected: Logits `[B, vocabulary]` of the full cache.
-        got: Logits `[B, vocabulary]` of the cache that is measured.
+        got: Logits `[B, vocabulary]` of the measured cache.
     """
     p, q = (
         x - mx.logsumexp(x, axis=-1, keepdims=True)
@@ -125,7 +125,7 @@ def compared(expected: mx.array, got: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def _curves(pairs: Sequence[tuple[mx.array, mx.array]]) -> Found:
-    """Means over the answers, by position; of divergences and agreements `[B]` of each."""
+    """Means over the answers by position, from each position's divergences and agreements `[B]`."""
     kl, top = (mx.stack(list(each)).mean(axis=1) for each in zip(*pairs, strict=True))
     return {"kl": _parts(kl), "top": _parts(top)}
 

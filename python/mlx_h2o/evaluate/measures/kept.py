@@ -1,4 +1,4 @@
-"""What is kept: which positions of a text the heads of each layer still hold at its end."""
+"""Kept tokens: the positions of a text that the heads of each layer still hold at its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KeptMeasure(Measure):
     """One reading of the text's beginning.
 
     Attributes:
-        length: Tokens.
+        length: Tokens of the reading.
         parts: Columns of the map.
     """
 
@@ -83,6 +83,6 @@ def held_by(entry: Any, length: int) -> np.ndarray[Any, np.dtype[np.float64]]:
         positions = np.asarray(entry.slots(run).positions)[0]  # [heads, N]
         heads += len(positions)
         np.add.at(held, positions.ravel(), 1)
-    newest = entry.layer.recently_held  # of tokens that lie apart, every head holds all
+    newest = entry.layer.recently_held  # the recent tokens stored apart are held by every head
     held[entry.offset - newest : entry.offset] = heads
     return held / heads

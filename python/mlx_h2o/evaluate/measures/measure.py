@@ -1,4 +1,4 @@
-"""The one shape that all measures have."""
+"""The interface of all measures."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from mlx_h2o.evaluate.sections import Section
 from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.evaluate.workers import Tell
 
-#: What a measure found out about one contender, as JSON types.
+#: A measure's result for one contender, as JSON types.
 Found = dict[str, Any]
-#: About how often the model is called to ask a question, whose tokens come one by one, and to see
-#: the answer.
+#: The approximate number of model calls to ask a question, whose tokens come one by one, and to
+#: read the answer.
 ASKING = 24
-#: Contenders and what was found, the full cache first; those that could not be made are left out.
+#: Contenders and their results, the full cache first; contenders that failed are left out.
 Findings = Sequence[tuple[Contender, Found]]
 
 
 class Measure(ABC):
-    """Something to find out about a cache; a subclass is a frozen dataclass of its sizes."""
+    """A property of caches to measure; a subclass is a frozen dataclass of its sizes."""
 
-    #: On the command line and in files.
+    #: The measure's name on the command line and in files.
     name: ClassVar[str]
     #: Whether nothing else may run beside it, and each contender needs a process of its own.
     alone: ClassVar[bool] = False
@@ -33,15 +33,15 @@ class Measure(ABC):
 
     @abstractmethod
     def tokens(self) -> int:
-        """How long the conversations are whose full cache the contenders' shares are of."""
+        """Tokens of a conversation; the contenders' shares refer to its full cache."""
 
     @abstractmethod
     def work(self) -> int:
-        """About how many tokens it tells of for each contender."""
+        """The approximate number of tokens that it passes to `tell` for each contender."""
 
     @abstractmethod
     def passes(self) -> int:
-        """About how often the model is called for a contender, or for all that are side by side."""
+        """The approximate number of model calls for a contender, or for all side by side."""
 
     @abstractmethod
     def of(self, stage: Stage, contender: Contender, tell: Tell) -> Found:
@@ -50,34 +50,34 @@ class Measure(ABC):
         Args:
             stage: Model and text.
             contender: A cache of a size.
-            tell: Called with tokens that were read.
+            tell: Called with the tokens read since the last call.
 
         Raises:
             ValueError: The text is too short, or the contender's bytes are too few.
         """
 
     def of_all(self, stage: Stage, contenders: Sequence[Contender], tell: Tell) -> list[Found]:
-        """Measure several that can be made and read side by side; only where `shares` says so.
+        """Measure several contenders that can be read side by side; used only if `shares` is true.
 
         Args:
             stage: Model and text.
-            contenders: Not all of them; `suite` says how many at once.
-            tell: Told of the tokens of all.
+            contenders: Some of all contenders; `suite` says how many at once.
+            tell: Called with the tokens of all of them read since the last call.
 
         Raises:
-            ValueError: As `of` does.
+            ValueError: As in `of`.
         """
         return [self.of(stage, contender, tell) for contender in contenders]
 
     @abstractmethod
     def section(self, findings: Findings) -> Section:
-        """What was found, for people."""
+        """The findings for people."""
 
-    #: What `brief` tells, as a heading; empty where it tells nothing.
+    #: The heading of the figure that `brief` returns; empty if there is none.
     briefly: ClassVar[str] = ""
 
     def brief(self, found: Found, full: Found) -> str:
-        """The one figure that matters most, of a contender beside the full cache."""
+        """The most important figure of a contender, beside the full cache."""
         raise NotImplementedError(f"{self.name} has no figure that stands for all.")
 
 
@@ -87,10 +87,10 @@ def signed(share: float) -> str:
 
 
 def part_of(ours: Sequence[bool], full: Sequence[bool]) -> tuple[int, int]:
-    """How many of those that the full cache knows are known, and how many those are."""
+    """The number of facts known among those that the full cache knows, and the number of those."""
     return sum(a and b for a, b in zip(ours, full, strict=True)), sum(full)
 
 
 def fraction(known: int, asked: int) -> str:
-    """ "3/4", or "-" where the full cache knows nothing."""
+    """ "3/4", or "-" if the full cache knows nothing."""
     return f"{known}/{asked}" if asked else "-"

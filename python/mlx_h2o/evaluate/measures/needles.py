@@ -1,4 +1,4 @@
-"""Recall: needles at every depth of every length, the question known when memory is cut or not."""
+"""Recall: needles at each depth and length, the question known before memory is cut down or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_h2o.evaluate.sections import Maps, Rows, Section
 from mlx_h2o.evaluate.stage import Stage, in_batches, known, read
 from mlx_h2o.evaluate.workers import Tell
 
-#: Whether the question is read with the text, so that what is kept can be chosen by it.
+#: Whether the question is read with the text, so that kept tokens can be chosen by it.
 SEEN = {"unseen": False, "seen": True}
 
 
@@ -25,10 +25,10 @@ class NeedleMeasure(Measure):
 
     Attributes:
         lengths: Tokens of prompts, question included.
-        depths: Of the needle, from 0 to 1.
-        of_each: Prompts for every kind, depth and length.
-        kinds: Of needles (`needles.KINDS`), of which those are left out that the model cannot be
-            asked for.
+        depths: Depths of the needle, from 0 to 1.
+        of_each: Prompts for each kind, depth and length.
+        kinds: Kinds of needles (`needles.KINDS`); kinds that the model cannot be asked for are left
+            out.
         questions: "unseen", "seen" or both.
         batch: Prompts side by side.
     """
@@ -79,7 +79,7 @@ class NeedleMeasure(Measure):
         return {"records": records}
 
     def brief(self, found: Found, full: Found) -> str:
-        """With the first of the questions: unseen, where both are asked."""
+        """The share found with the first of the questions: unseen, if both are asked."""
         records, first = (found["records"], full["records"]), self.questions[0]
         return fraction(*of_records(*records, question=first))
 
@@ -110,7 +110,7 @@ class NeedleMeasure(Measure):
         )
 
     def _map(self, findings: Findings, question: str) -> Maps:
-        """Depth by length, of all kinds."""
+        """Depth by length, over all kinds."""
         full = findings[0][1]["records"]
         grids = {}
         for contender, found in findings[1:]:
@@ -136,16 +136,16 @@ class NeedleMeasure(Measure):
 def asked(
     stage: Stage, contender: Contender, task: RecallTask, batch: int, seen: bool, tell: Tell
 ) -> list[bool]:
-    """Which prompts are answered rightly, with a new cache for each batch.
+    """Whether each prompt is answered correctly, with a new cache for each batch.
 
     Args:
         stage: Model and text.
-        contender: Whose caches.
+        contender: The contender that makes the caches.
         task: The prompts.
         batch: Prompts side by side.
-        seen: Whether the question is read with the text; if not, what follows the shortest text
-            comes token by token.
-        tell: Told how many tokens are done.
+        seen: Whether the question is read with the text; if not, the tokens after the shortest text
+            come one by one.
+        tell: Called with the tokens read since the last call.
     """
     P, T = task.prompts.shape
     right: list[bool] = []
@@ -162,7 +162,7 @@ def asked(
 def of_records(
     records: Sequence[dict[str, Any]], full: Sequence[dict[str, Any]], **which: Any
 ) -> tuple[int, int]:
-    """Known and asked, over the records of some kind, depth, length or question."""
+    """Known and asked, summed over the records of some kind, depth, length or question."""
     known_, asked_ = 0, 0
     for ours, theirs in zip(records, full, strict=True):
         if all(ours[name] == value for name, value in which.items()):
@@ -172,6 +172,6 @@ def of_records(
 
 
 def share(counts: tuple[int, int]) -> float | None:
-    """Known of asked, where anything was."""
+    """Known divided by asked, or None if nothing was asked."""
     right, of = counts
     return right / of if of else None

@@ -23,9 +23,9 @@ class PerplexityMeasure(Measure):
     """Samples of the text, evenly spaced, each token after the prefill scored as it comes.
 
     Attributes:
-        samples: How many.
-        length: Tokens of each.
-        prefill: Tokens given at once at the beginning, and not scored.
+        samples: The number of samples.
+        length: Tokens of each sample.
+        prefill: Tokens given at once at the beginning; they are not scored.
     """
 
     samples: int = 10
@@ -101,7 +101,7 @@ class PerplexityMeasure(Measure):
         )
 
     def _curves(self, findings: Findings) -> Curves:
-        """The loss over the bytes, one line for each cache that was given several sizes."""
+        """The loss by bytes, one line for each cache measured at several sizes."""
         full = findings[0][1]["nll"]
         shares = sorted({c.share for c, _ in findings if c.share is not None})
         lines: dict[str, list[float | None]] = {}

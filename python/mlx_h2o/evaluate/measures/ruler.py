@@ -1,4 +1,4 @@
-"""RULER's tasks, answered freely; a string that the answer has in it counts."""
+"""RULER's tasks, answered freely; each expected string that occurs in the answer counts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mlx_h2o.evaluate.workers import Tell
 
 @dataclass(frozen=True)
 class RulerMeasure(Measure):
-    """Some prompts of every task.
+    """Some prompts of each task.
 
     Attributes:
         length: Tokens of a prompt.
-        of_each: Prompts of every task.
+        of_each: Prompts of each task.
         answer: Tokens of an answer.
         batch: Prompts side by side.
     """
@@ -86,6 +86,6 @@ class RulerMeasure(Measure):
 
 
 def _part(ours: list[list[bool]], full: list[list[bool]]) -> tuple[int, int]:
-    """Strings said, of those that the full cache says."""
+    """Strings said, among those that the full cache says."""
     pairs = [part_of(a, b) for a, b in zip(ours, full, strict=True)]
     return sum(known for known, _ in pairs), sum(asked for _, asked in pairs)

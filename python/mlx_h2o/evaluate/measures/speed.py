@@ -19,7 +19,7 @@ from mlx_h2o.evaluate.sections import Rows, Section
 from mlx_h2o.evaluate.stage import Stage, read, step
 from mlx_h2o.evaluate.workers import Tell
 
-#: Where Linux tells how many pages of memory a process holds now.
+#: The file in which Linux gives the number of memory pages that a process holds.
 STATM = Path("/proc/self/statm")
 MEGA = 1e6
 
@@ -30,8 +30,8 @@ class SpeedMeasure(Measure):
 
     Attributes:
         prompt: Tokens of the prompt.
-        beginning: Tokens of the conversation decoded from before anything is evicted.
-        steps: Timed steps, of which the median counts.
+        beginning: Tokens of the conversation that are decoded before anything is evicted.
+        steps: Timed steps; their median counts.
     """
 
     prompt: int = 1024
@@ -57,7 +57,7 @@ class SpeedMeasure(Measure):
         mx.reset_peak_memory()
         early = contender.make(stage.model, self.prompt)
         logits = read(stage.model, early, tokens[:, : self.beginning], stage.chunk, tell)
-        # As many steps as the smallest cache can take before it evicts.
+        # At most the number of steps that the smallest cache can take before it evicts.
         free = self._timed(stage, early, logits, min(self.steps, self.beginning), tell)
         del early
         cache = contender.make(stage.model, self.prompt)
@@ -78,7 +78,7 @@ class SpeedMeasure(Measure):
     def _timed(
         self, stage: Stage, cache: list[Any], logits: mx.array, steps: int, tell: Tell
     ) -> float:
-        """Seconds of a step: the median."""
+        """The median step, in seconds."""
         seconds = []
         for _ in range(steps):
             token = mx.argmax(logits, axis=-1)
@@ -113,13 +113,13 @@ class SpeedMeasure(Measure):
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds now, or ever held where the system tells no more."""
+    """Bytes of memory that this process holds now, or its peak if the system gives only that."""
     if STATM.exists():
         return int(STATM.read_text().split()[1]) * resource.getpagesize()
     return peak_resident()
 
 
 def peak_resident() -> int:
-    """The most bytes that this process ever held."""
+    """The most bytes that this process has held."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024

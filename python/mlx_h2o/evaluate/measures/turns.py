@@ -1,4 +1,4 @@
-"""Turns: what the first turn said, asked for after many; and a rule that must hold all along."""
+"""Turns: the first turn's fact, asked for after many more, and a rule that must always hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MORE = 64
 
 
 def rule(rng: random.Random) -> Fact:
-    """Something to be answered in one way whenever it comes."""
+    """A rule: a signal that is always answered by the same word."""
     signal, reply = rng.choice(_SIGNALS), rng.choice(_REPLIES)
     return Fact(
         f"There is one rule here. Whenever the {signal} sounds, everybody says the word {reply}.",
@@ -35,13 +35,14 @@ def rule(rng: random.Random) -> Fact:
 
 @dataclass(frozen=True)
 class TurnMeasure(Measure):
-    """Conversations whose first turn tells a fact and a rule; both are asked after later turns.
+    """Conversations whose first turn states a fact and a rule; both are asked for after later
+    turns.
 
     Attributes:
-        conversations: Side by side.
-        turns: In all; the text of one follows where that of the last ended.
+        conversations: Conversations side by side.
+        turns: The number of turns; each turn's text follows on the last turn's.
         turn: Tokens of a turn.
-        asked_after: Turns after which fact and rule are asked, on copies of the cache, so that
+        asked_after: Turns after which fact and rule are asked for, on copies of the cache, so that
             asking leaves no trace.
     """
 
@@ -60,7 +61,7 @@ class TurnMeasure(Measure):
         return self.conversations * self.tokens()
 
     def passes(self) -> int:
-        # Fact and rule are asked for apart.
+        # Fact and rule are asked for separately.
         return 2 * self.turns + 2 * len(self.asked_after) * ASKING
 
     def of(self, stage: Stage, contender: Contender, tell: Tell) -> Found:
@@ -81,7 +82,7 @@ class TurnMeasure(Measure):
         return right
 
     def _conversation(self, stage: Stage, fact: Fact, rule: Fact, rng: random.Random) -> list[int]:
-        """Token ids of all turns, fact and rule in the first, and of a little more."""
+        """Token ids of all turns, with fact and rule in the first, and of a little more text."""
         told = stage.encode(f"{rule.statement}\n\n{fact.statement}\n\n")
         room = self.tokens() + MORE - len(stage.first) - len(told)
         if len(told) + len(stage.first) > self.turn:
@@ -127,15 +128,15 @@ def _asked(
     free: bool,
     tell: Tell,
 ) -> list[bool]:
-    """Which facts are known now, one for each sequence; the cache stays as it is.
+    """Whether each sequence's fact is known now; the cache stays as it is.
 
     Args:
         stage: Model and text.
-        cache: Of all sequences.
-        told: What each was told.
-        going_on: How each one's text goes on; its first tokens make all questions equally long.
-        free: Whether they are sentences to complete, and the likeliest word counts.
-        tell: Told how many tokens are done.
+        cache: The cache of all sequences.
+        told: The fact or rule that each sequence was told.
+        going_on: Each sequence's further text; its first tokens make all questions equally long.
+        free: Whether questions are sentences to complete, for which the likeliest word counts.
+        tell: Called with the tokens read since the last call.
     """
     asking, ending, least = stage.form.asking, stage.form.ending, stage.form.least
     if free:
