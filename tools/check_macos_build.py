@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Compiles and links the extension and the C API for Apple's computers, on any machine.
+"""Compiles and links the extension and the C API for Apple's computers, on any machine, and looks
+at what the wheel for them would hold.
 
 Needs ziglang from PyPI, which is a compiler for macOS, and packages that pip downloads: MLX's macOS
 wheel and nanobind. Says so and succeeds where they are not available; fails if something does not
@@ -15,17 +16,23 @@ import sys
 import sysconfig
 import tempfile
 import tomllib
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import check_packages
 from wheels import NoWheel, fetch, fetch_macos_mlx
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = ROOT / "python"
 C_API = ROOT / "c_api"
 CPU = C_API / "src" / "cpu"
-BENCH = PYTHON / "src" / "bench"
+MACHINE = ROOT / "benchmarks" / "native"
 TARGET = "aarch64-macos.14.0"
+PLATFORM = "macosx_14_0_arm64"
+# As python/CMakeLists.txt has it: the extension finds the library in the wheel mlx-metal.
+RPATH = "@loader_path/../mlx/lib"
+LIBRARY_OF_MLX = "@rpath/libmlx.dylib"
 WARNINGS = ("-Wall", "-Wextra")
 # As python/CMakeLists.txt and nanobind's CMake functions have them for a Mac.
 KERNEL_OPTIONS = (*WARNINGS, "-fno-math-errno", "-ffp-contract=fast", "-DMLX_H2O_ISA=baseline")
@@ -67,7 +74,7 @@ class Build:
         python = [self._object(core, *NANOBIND_OPTIONS), self._python_stub()]
         kernels = [built for source, built in objects.items() if source.is_relative_to(CPU)]
         bindings = [built for source, built in objects.items() if source.parent == PYTHON / "src"]
-        machine = [built for source, built in objects.items() if source.parent == BENCH]
+        machine = [built for source, built in objects.items() if source.parent == MACHINE]
         c_api = [self._object(source, *C_API_OPTIONS) for source in self._c_api_sources()]
         return [
             self._linked("_ext.so", *kernels, *bindings, *python),
@@ -77,7 +84,8 @@ class Build:
 
     def _linked(self, name: str, *objects: Path) -> Path:
         library = self.folder / name
-        self._run("-shared", *objects, self.mlx / "lib" / "libmlx.dylib", "-o", library)
+        library_of_mlx = self.mlx / "lib" / "libmlx.dylib"
+        self._run("-shared", f"-Wl,-rpath,{RPATH}", *objects, library_of_mlx, "-o", library)
         return library
 
     def _c_api_sources(self) -> list[Path]:
@@ -141,7 +149,7 @@ def sources() -> list[Path]:
             r"[\w/.]+\.cpp\b", re.sub(r"#.*", "", (folder / "CMakeLists.txt").read_text())
         )
     }
-    there = {path.resolve() for folder in (PYTHON, CPU) for path in folder.rglob("*.cpp")}
+    there = {path.resolve() for folder in (PYTHON, CPU, MACHINE) for path in folder.rglob("*.cpp")}
     if missing := sorted(there ^ found):
         raise BuildError(f"not both there and in a CMakeLists.txt: {missing}")
     return sorted(found)
@@ -151,6 +159,41 @@ def _options(source: Path) -> tuple[str, ...]:
     if source.name == "kernels.cpp":
         return KERNEL_OPTIONS
     return BINDINGS_OPTIONS if source.name == "bindings.cpp" else WARNINGS
+
+
+def check_wheel(extension: Path, mlx: Path, folder: Path) -> str:
+    """Put a wheel for a Mac together of what is linked and the package's files, and look at it.
+
+    Args:
+        extension: The library `_ext`.
+        mlx: The folder `mlx` of the macOS wheel.
+        folder: For what is built.
+
+    Returns:
+        What was found, in words.
+
+    Raises:
+        SystemExit: It lacks something, holds what no user runs, or would not find MLX's library.
+    """
+    linked = extension.read_bytes()
+    if not all(name.encode() in linked for name in (RPATH, LIBRARY_OF_MLX)):
+        raise SystemExit(f"{extension.name} does not look for {LIBRARY_OF_MLX} in {RPATH}.")
+    if not (mlx / "lib" / "libmlx.dylib").exists():
+        raise SystemExit("mlx-metal has no mlx/lib/libmlx.dylib.")
+    # The package's files, as in any wheel.
+    options = ("--wheel", "--no-isolation", "--skip-dependency-check", "-Cwheel.cmake=false")
+    check_packages.run(sys.executable, "-m", "build", *options, "--outdir", folder, ROOT)
+    (pure,) = folder.glob("*.whl")
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    name = "-".join([*pure.stem.split("-")[:2], python, python, PLATFORM])
+    wheel = pure.rename(folder / f"{name}.whl")
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.write(extension, f"mlx_h2o/_ext.cpython-{python[2:]}-darwin.so")
+    check_packages.check_contents(wheel)
+    with zipfile.ZipFile(wheel) as archive:
+        entries = archive.infolist()
+    megabytes = sum(entry.file_size for entry in entries) / 2**20
+    return f"{wheel.name} would hold {len(entries)} files of {megabytes:.1f} MiB, and all it must."
 
 
 def nanobind_requirement() -> str:
@@ -179,6 +222,7 @@ def main() -> None:
         for library in libraries:
             size = library.stat().st_size
             print(f"{library.name} compiles and links for {TARGET} ({size} bytes).")
+        print(check_wheel(libraries[0], mlx, folder))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 """Builds the wheel and the sdist, installs each where there is no compiler, and runs the demo.
 
     tools/check_packages.py --out dist
+    tools/check_packages.py --built dist      # what is there already, as the release's wheels
 
 On Linux the wheel is made a manylinux wheel (auditwheel), which leaves libmlx to MLX's own wheel;
 it may require no newer system than that one does. In an environment without a compiler the wheel
-must bring the CPU kernels, and the sdist must run without them and say so.
+must bring the CPU kernels, and the sdist must run without them and say so. Both must record the
+commit that they were built from.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ CONTENTS = (
     r"mlx_h2o/metal/attention_vector\.metal",
     r"mlx_h2o/data/smollm2-135m\.profile\.json",
     r"mlx_h2o/models/recall-4m/model\.safetensors",
+    r"mlx_h2o/data/commit\.txt",
     r"mlx_h2o/py\.typed",
     r".*\.dist-info/licenses/LICENSE",
 )
@@ -62,6 +65,18 @@ def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
         last = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
         raise SystemExit(f"{' '.join(map(str, command))} failed:\n{last}")
     return done.stdout
+
+
+def there(folder: Path) -> tuple[Path, Path]:
+    """The wheel for this Python, and the sdist, of a folder that has several wheels."""
+    with tempfile.TemporaryDirectory() as raw:
+        run(
+            *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-index"),
+            *("--find-links", folder, "--only-binary=:all:", "--dest", raw, "mlx-h2o"),
+        )
+        (wheel,) = Path(raw).glob("*.whl")
+    (sdist,) = folder.glob("*.tar.gz")
+    return folder / wheel.name, sdist
 
 
 def built(out: Path) -> tuple[Path, Path]:
@@ -101,12 +116,14 @@ def check_contents(wheel: Path) -> None:
         raise SystemExit(f"{wheel.name} holds what no user runs: {', '.join(others)}.")
 
 
-def check_installed(package: Path, backend: str) -> None:
+def check_installed(package: Path, backend: str, commit: str) -> None:
     """Install a package where there is no compiler, and run the demo there.
 
     Args:
         package: A wheel or an sdist.
         backend: The backend that must run: "kernels" or "reference".
+        commit: The commit that the package must name.
+
     """
     extra = "[cpu]" if sys.platform == "linux" else ""
     with tempfile.TemporaryDirectory() as folder:
@@ -116,19 +133,33 @@ def check_installed(package: Path, backend: str) -> None:
         found = run(bin_ / "python", "-c", BACKEND, env=NO_COMPILER).split()[-1]
         if found != backend:
             raise SystemExit(f"{package.name} runs on {found}, not on {backend}.")
+        said = run(bin_ / "mlx_h2o", "--version", env=NO_COMPILER).strip()
+        if not said.endswith(f"(commit {commit})"):
+            raise SystemExit(f"{package.name} says {said!r}; its commit is {commit!r}.")
         table = run(bin_ / "mlx_h2o", *DEMO, env=NO_COMPILER)
         if "mlx-h2o" not in table:
             raise SystemExit(f"The demo of {package.name} printed no table:\n{table}")
-    print(f"{package.name}: installed without a compiler, runs on {backend}, the demo ran")
+    print(f"{package.name}: {said}; installed without a compiler, runs on {backend}, the demo ran")
+
+
+def commit_of(wheel: Path) -> str:
+    """The commit that a wheel records."""
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.read("mlx_h2o/data/commit.txt").decode().strip()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("dist"))
-    wheel, sdist = built(parser.parse_args().out.resolve())
+    parser.add_argument(
+        "--built", type=Path, help="a folder with wheels and an sdist, to be checked"
+    )
+    args = parser.parse_args()
+    wheel, sdist = there(args.built.resolve()) if args.built else built(args.out.resolve())
     check_contents(wheel)
-    check_installed(wheel, "kernels")
-    check_installed(sdist, "reference")
+    commit = commit_of(wheel)
+    check_installed(wheel, "kernels", commit)
+    check_installed(sdist, "reference", commit)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import RawDescriptionHelpFormatter
+from argparse import Action, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from mlx_h2o import __version__
 from mlx_h2o._utils import interrupts
+from mlx_h2o._utils.commit import commit
 from mlx_h2o.cli.parsing import Parser
 
 # A shell's exit codes for a process that a signal ended: 128 plus the signal.
@@ -20,6 +22,17 @@ EXAMPLES = """examples:
   mlx_h2o inspect --out inspect.html
 
 Without --model they use SmolLM2-135M, fetched once. `mlx_h2o COMMAND --help` explains each."""
+
+
+class Version(Action):
+    """Prints version and commit, which git is asked for only then."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options, nargs=0)
+
+    def __call__(self, parser: Any, *_: Any) -> NoReturn:
+        print(f"mlx-h2o {__version__} (commit {commit()})")
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | None = None) -> int:
@@ -98,7 +111,7 @@ def parser() -> Parser:
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    made.add_argument("--version", action="version", version=f"mlx-h2o {__version__}")
+    made.add_argument("--version", action=Version, help="print version and commit")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
         demo,

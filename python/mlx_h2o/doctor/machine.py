@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_h2o._utils.blas import blas
+from mlx_h2o._utils.commit import commit
 from mlx_h2o.attention.backends import choice, reference
 from mlx_h2o.attention.backends.verification.verdicts import mode
 
@@ -70,16 +71,6 @@ def memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
         return 0
-
-
-def commit() -> str:
-    """The checkout's commit, and whether files differ from it; empty where there is no checkout."""
-    root = PACKAGE.parents[1]
-    if not (root / ".git").exists():
-        return ""
-    found = _said("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
-    changed = _said("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    return f"{found}, changed" if found and changed else found
 
 
 def _said(*command: str) -> str:

@@ -26,6 +26,7 @@ from mlx_lm.models import base
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_h2o._utils.patching import replace_everywhere
+from mlx_h2o._utils.tested_versions import warn_if_newer
 from mlx_h2o.integration import own_attention, trimming
 
 # Pairs of a function now in mlx-lm's place and the original one.
@@ -44,6 +45,7 @@ def install() -> None:
     """Route the attention of all mlx-lm models; calling it twice changes nothing."""
     if installed():
         return
+    warn_if_newer()
     wrapped: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
         (base.scaled_dot_product_attention, routed),
         (mlx_lm_cache.save_prompt_cache, refusing),
