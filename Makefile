@@ -8,6 +8,8 @@ comma := ,
 EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 # The oldest mlx-lm whose cache protocol is served: it still has meta_state.
 OLD_MLX_LM := 0.31.3
+# The oldest MLX, with that mlx-lm.
+OLD_MLX := 0.31.2
 # The newest but one, for docs/reference/models.md: the newest is the environment's.
 PREVIOUS_MLX_LM := 0.32.1
 CXX_SOURCES := $(wildcard $(foreach folder,python/src benchmarks/native c_api/src/cpu c_api/src/cpu/kernels \
@@ -179,16 +181,23 @@ lint: $(VENV)/.installed
 
 # The seams with mlx-lm, on its older protocol. (Its own phi3small crashes with a
 # current MLX, and its own batches pad the states of qwen3_next.)
-test-old-mlx-lm: .compat/mlx_lm .compat/previous/mlx_lm
+test-old-mlx-lm: .compat/mlx_lm .compat/previous/mlx_lm .compat/oldest/mlx_lm
 	PYTHONPATH=.compat $(BIN)/pytest tests/integration/test_routing.py \
 	    tests/integration/test_own_attention.py tests/model_caches/test_bounding.py \
 	    tests/model_caches/test_model_families.py tests/model_caches/test_prompt_cache.py \
 	    tests/caches/test_batches.py \
 	    -k "not phi3small and not (sequences_give_alone and qwen3_next)"
 	PYTHONPATH=.compat/previous $(BIN)/pytest tests/model_caches/test_model_coverage.py -k "page"
+	PYTHONPATH=.compat/oldest $(BIN)/pytest tests/integration/test_routing.py \
+	    tests/model_caches/test_bounding.py tests/model_caches/test_prompt_cache.py
 
 .compat/mlx_lm: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .compat mlx-lm==$(OLD_MLX_LM)
+
+# The extension was built for another MLX: the reference backend computes.
+.compat/oldest/mlx_lm: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .compat/oldest mlx-lm==$(OLD_MLX_LM) \
+	    mlx==$(OLD_MLX) $(if $(filter Linux,$(shell uname -s)),mlx-cpu,mlx-metal)==$(OLD_MLX)
 
 .compat/previous/mlx_lm: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .compat/previous mlx-lm==$(PREVIOUS_MLX_LM)

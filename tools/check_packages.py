@@ -151,9 +151,7 @@ def commit_of(wheel: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("dist"))
-    parser.add_argument(
-        "--built", type=Path, help="a folder with wheels and an sdist, to be checked"
-    )
+    parser.add_argument("--built", type=Path, help="check what this folder has")
     args = parser.parse_args()
     wheel, sdist = there(args.built.resolve()) if args.built else built(args.out.resolve())
     check_contents(wheel)

@@ -1,4 +1,4 @@
-"""The commit that this package is of: a checkout's, or the one that was recorded when it was built."""
+"""The commit that this package is of: a checkout's, or the one that its build recorded."""
 
 from __future__ import annotations
 

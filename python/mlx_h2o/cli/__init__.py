@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import Action, RawDescriptionHelpFormatter
+from argparse import Action, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -30,7 +30,7 @@ class Version(Action):
     def __init__(self, **options: Any):
         super().__init__(**options, nargs=0)
 
-    def __call__(self, parser: Any, *_: Any) -> NoReturn:
+    def __call__(self, parser: ArgumentParser, *_: Any) -> NoReturn:
         print(f"mlx-h2o {__version__} (commit {commit()})")
         parser.exit()
 
