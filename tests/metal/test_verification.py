@@ -285,3 +285,55 @@ def test_errors_in_units_of_what_is_tolerated(found, expected, size):
     error = compared.error("output", pair)
     assert error.size == pytest.approx(size)
     assert error.held == (size <= 1)
+
+
+SOUND = mx.fast.scaled_dot_product_attention
+
+
+def two_passes_are_wrong(q, k, v, **options):
+    """As on the M3 Max of mlx#4022: from 1,024 keys what few queries get is nothing."""
+    out = SOUND(q, k, v, **options)
+    return mx.zeros_like(out) if q.shape[2] <= 8 and k.shape[2] >= 1024 else out
+
+
+def every_sequence_is_the_first(q, k, v, **options):
+    """As in MLX 0.32.2 (mlx#4431): eight query heads share a KV head, over many keys."""
+    if q.shape[2] == 1 and q.shape[1] == 8 * k.shape[1] and k.shape[2] >= 8192:
+        k, v = (mx.broadcast_to(rows[:1], rows.shape) for rows in (k, v))
+    return SOUND(q, k, v, **options)
+
+
+def few_queries(batch, group, keys, width):
+    shapes = (batch, group, 1, width), *[(batch, 1, keys, width)] * 2
+    return [mx.random.normal(shape) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("fault", "shape"),
+    [
+        (two_passes_are_wrong, (1, 4, 1040, 48)),
+        (two_passes_are_wrong, (1, 4, 1040, 64)),
+        (every_sequence_is_the_first, (2, 8, 8200, 48)),
+    ],
+)
+def test_mlx_attention_that_is_wrong_is_not_used(fault, shape, on_gpu, monkeypatch, tmp_path):
+    """Our kernel does its work where there is one (64 wide), the definition elsewhere."""
+    q, k, v = few_queries(*shape)
+    expected = reference.attention_with_scores(q, k, v, scale=0.125)[0]
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", fault)
+    gpu = on_gpu(gpu_of(tmp_path))
+    with pytest.warns(RuntimeWarning, match="MLX's attention of float32 over many keys"):
+        found = scaled_dot_product_attention(q, k, v, scale=0.125)
+    assert compared.error("output", Pair(found, expected, compared.OUT[mx.float32])).held
+    used = {verdict.variant[:13]: verdict.held for verdict in gpu.verdicts.all}
+    ours = {"attention of ": True} if shape[3] == 64 else {}
+    assert used == {"MLX's attenti": False, **ours}
+
+
+def test_mlx_attention_that_is_right_is_used(on_gpu, tmp_path):
+    gpu = on_gpu(gpu_of(tmp_path))
+    for shape in ((1, 4, 1000, 64), (1, 4, 1040, 64), (2, 8, 8200, 64)):
+        q, k, v = few_queries(*shape)
+        ours = scaled_dot_product_attention(q, k, v, scale=0.125)
+        assert mx.array_equal(ours, SOUND(q, k, v, scale=0.125))
+    assert [verdict.held for verdict in gpu.verdicts.all] == [True, True]

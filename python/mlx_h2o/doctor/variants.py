@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -11,10 +12,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_h2o.attention.backends import choice
-from mlx_h2o.attention.backends.verification import attention_case, fused_variant
+from mlx_h2o.attention.backends.verification import attention_case, fused_variant, mlx_attention
 from mlx_h2o.attention.backends.verification.attention_case import AttentionVariant
 from mlx_h2o.attention.backends.verification.compared import Error
 from mlx_h2o.attention.backends.verification.fused_variant import FusedVariant
+from mlx_h2o.attention.backends.verification.mlx_attention import MLXVariant
 from mlx_h2o.attention.backends.verification.verdicts import Verdict
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.doctor.cover import pairs_covered
@@ -59,6 +61,9 @@ def checks() -> Iterator[Check]:
         yield Check(str(variant), partial(_attention, variant))
     for fused, settings in fused_variants():
         yield Check(str(fused), partial(_fused, fused, settings))
+    for dtype, group in itertools.product(DTYPES, GROUPS):
+        of_mlx = MLXVariant(dtype, (128, 128), group, 1, masked=False, sinks=False)
+        yield Check(str(of_mlx), partial(_mlx, of_mlx))
 
 
 def attention_variants() -> list[AttentionVariant]:
@@ -166,6 +171,14 @@ def _fused(variant: FusedVariant, settings: CacheSettings) -> Verdict:
             variant, fused_variant.KERNELS, lambda: prove_fused(variant, settings)
         )
     return _tried(str(variant), lambda: prove_fused(variant, settings))
+
+
+def _mlx(variant: MLXVariant) -> Verdict:
+    """MLX's own attention on the default device, likewise."""
+    gpu = choice.gpu()
+    if gpu is not None:
+        return gpu.verdicts.checked(variant, (), lambda: mlx_attention.check(variant))
+    return _tried(str(variant), lambda: mlx_attention.check(variant))
 
 
 def _tried(name: str, check: Callable[[], Error]) -> Verdict:

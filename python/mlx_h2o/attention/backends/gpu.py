@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import mlx.core as mx
 
@@ -21,9 +21,15 @@ from mlx_h2o.attention.backends import (
 from mlx_h2o.attention.backends.decoder import Decoder, Lent
 from mlx_h2o.attention.backends.launcher import Launcher
 from mlx_h2o.attention.backends.operands import Operands, Options, Ranges
-from mlx_h2o.attention.backends.verification import attention_case, fused_variant
+from mlx_h2o.attention.backends.tiling import MOST_QUERIES
+from mlx_h2o.attention.backends.verification import (
+    attention_case,
+    fused_variant,
+    mlx_attention,
+)
 from mlx_h2o.attention.backends.verification.attention_case import AttentionVariant
 from mlx_h2o.attention.backends.verification.fused_variant import FusedVariant, Proof
+from mlx_h2o.attention.backends.verification.mlx_attention import MLXVariant
 from mlx_h2o.attention.backends.verification.verdicts import Verdicts
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import CacheSettings
@@ -74,9 +80,15 @@ class Gpu:
         call = Operands(q, k, v, **options)
         # Over dense rows MLX's own attention is the fastest.
         plain = call.seed is None and call.ranges is None and not call.packed
-        if plain or not prompt_launches.supports(q, k) or not self._proven("attention", call):
+        mlx_is_right = not plain or self._mlx_is_right(call)
+        if plain and mlx_is_right:
             return reference.attention(q, k, v, **options)
-        return self._out_and_lse(call)[0]
+        if prompt_launches.supports(q, k) and self._proven("attention", call):
+            return self._out_and_lse(call)[0]
+        # Of ranges the definition, too, asks MLX's for each head.
+        if mlx_is_right and (call.ranges is None or q.shape[2] > MOST_QUERIES):
+            return reference.attention(q, k, v, **options)
+        return reference.attention_with_scores(q, k, v, **options)[0]
 
     def attention_with_scores(
         self, q: mx.array, k: Rows, v: Rows, **options: Unpack[Options]
@@ -149,6 +161,15 @@ class Gpu:
         return self.verdicts.usable(
             variant, attention_case.KERNELS, lambda: attention_case.check(self, variant)
         )
+
+    def _mlx_is_right(self, call: Operands[Rows]) -> bool:
+        """Whether MLX's own attention of such plain rows does here what the definition says."""
+        variant = MLXVariant.of(
+            call.q, cast(mx.array, call.k), cast(mx.array, call.v), call.mask, call.sinks
+        )
+        if variant is None:
+            return True
+        return self.verdicts.usable(variant, (), lambda: mlx_attention.check(variant))
 
     def can_decode(
         self,

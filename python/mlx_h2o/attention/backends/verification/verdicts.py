@@ -200,9 +200,9 @@ class Verdicts:
             return
         self._warned = True
         warnings.warn(
-            f"A kernel of mlx-h2o is not used on this device ({self._device()}): "
-            f"{verdict.variant}: {verdict.why}. MLX's own operations do its work, which is right "
-            "and slower. Please run `mlx_h2o doctor` and report what it prints.",
+            f"A kernel is not used on this device ({self._device()}): {verdict.variant}: "
+            f"{verdict.why}. Other operations do its work, which is right and slower. "
+            "Please run `mlx_h2o doctor` and report what it prints.",
             RuntimeWarning,
             stacklevel=2,
         )
