@@ -44,10 +44,11 @@ BLOCK = re.compile(
 TABLE = re.compile(r"(?:^([^|\n]+)\n\n)?((?:^\|.*\n)+)", re.MULTILINE)
 # Date, commit and machine of a table, in the words that `printed` writes.
 PRINTED = re.compile(r"^Printed (?P<date>\S+) at commit (?P<commit>\w+)", re.MULTILINE)
-# The program of a command, or an experiment that is run as `python -m research.NAME`.
+# The program of a command, or what is run as `python -m research.NAME` or `benchmarks.NAME`.
 PROGRAM = "mlx_h2o"
-EXPERIMENT = re.compile(r"python -m (research\.\w+) ")
+EXPERIMENT = re.compile(r"python -m ((?:research|benchmarks)\.\w+) ")
 # A script that was deleted: its block stays unchanged, and this file has its answer.
+
 DELETED = re.compile(r"python (tools/\w+\.py) ")
 ANSWERS = "research/README.md"
 
@@ -81,7 +82,7 @@ class Block:
             raise ValueError(f"{self.command!r} was deleted; {ANSWERS} tells at which commit.")
         program, *arguments = shlex.split(self.command)
         if program != PROGRAM:
-            raise ValueError(f"{self.command!r} is no command of {PROGRAM} and no experiment.")
+            raise ValueError(f"{self.command!r} is no command of {PROGRAM} and no script.")
         return [sys.executable, "-m", PROGRAM, *arguments, "--markdown"]
 
     def settings_now(self) -> dict[str, str]:

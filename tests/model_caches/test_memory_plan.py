@@ -126,6 +126,26 @@ def test_memory_told_is_memory_held(model, store):
             assert most <= 1.05 * told() + 512 * 1024, name
 
 
+def test_packed_rows_peak_no_higher_than_plain_ones():
+    """Unlike mlx-lm's quantized cache (mlx-lm#1587), however many tokens are read at once."""
+    model = tiny_model("llama", head_dim=64, num_key_value_heads=2)
+    mx.eval(model.parameters())
+
+    def peak(chunk, **store):
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        cache = make_prompt_cache(model, 1024, budgets="uniform", **store)
+        mx.reset_peak_memory()
+        read(model, cache, 2048, chunk)
+        decode(model, cache, 4)
+        return mx.get_peak_memory() - before
+
+    for chunk in (256, 1024):
+        plain = peak(chunk)
+        for bits in (8, 4):
+            assert peak(chunk, bits=bits, group_size=32) < plain
+
+
 def test_the_command(capsys):
     command = ["plan", "--model", "builtin:recall-4m", "--max-kv-size", "128"]
     command += ["--prompt-tokens", "600", "--chunk", "256"]

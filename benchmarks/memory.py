@@ -1,0 +1,265 @@
+"""Memory that is told and memory that is held, by these caches and by mlx-lm's, in one run.
+
+    python -m benchmarks.memory --slots 512
+
+Each kind of caches gets a process of its own, which says after each stage what its caches tell
+(`nbytes`), what MLX holds for them (active memory), what lies in MLX's pool of free buffers, the
+most that was active during the stage, and how much larger the process is than before. The model's
+weights and a conversation that warms everything up, evictions included, come before. The command
+fails where one of ours holds more than 1.05 times what it tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models import llama
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
+
+import mlx_h2o
+from mlx_h2o._utils.blas import use_openblas
+from mlx_h2o.doctor.held_memory import resident
+
+#: Held over told, and what belongs to no cache: scalars and masks.
+MOST_OVER, LOOSE = 1.05, 1 << 18
+#: Of the model: two layers of eight KV heads, 16 KiB of keys and values a token in float32.
+LAYERS, HEADS, GROUP, WIDTH = 2, 8, 2, 128
+# Tokens over the slots: something is evicted.
+WARM_UP = 64
+SEQUENCES, STEPS = 4, 16
+MIB = 1 << 20
+COLUMNS = ("caches", "stage", "told", "held", "held / told", "pool", "peak", "resident")
+
+#: Makes the caches of one conversation.
+Make = Callable[[nn.Module, int], list[Any]]
+
+
+def ours(**settings: Any) -> Make:
+    """Bounded caches of so many slots."""
+    return lambda model, slots: mlx_h2o.make_prompt_cache(model, slots, **settings)
+
+
+def theirs(kind: Callable[[int], Any]) -> Make:
+    """mlx-lm's, each layer's made of a number of slots."""
+    return lambda model, slots: [kind(slots) for _ in range(LAYERS)]
+
+
+ARMS: dict[str, Make] = {
+    "mlx-h2o": ours(),
+    "mlx-h2o, 8 bits": ours(bits=8),
+    "mlx-h2o, 4 bits": ours(bits=4),
+    "mlx-h2o, h2o": ours(policy="h2o"),
+    "KVCache": theirs(lambda slots: KVCache()),
+    "RotatingKVCache": theirs(lambda slots: RotatingKVCache(slots, keep=4)),
+    "QuantizedKVCache, 8 bits": theirs(lambda slots: QuantizedKVCache(64, 8)),
+}
+#: mlx-lm cannot batch it.
+UNBATCHED = ("QuantizedKVCache, 8 bits",)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes after a stage; `told` is what the caches say, the others are over the beginning.
+
+    Attributes:
+        caches: The arm.
+        stage: What was done.
+        told: `nbytes`.
+        active: MLX's active memory.
+        pool: Its free buffers, before they were given back.
+        peak: The most that was active during the stage.
+        resident: Of the process, free buffers given back.
+    """
+
+    caches: str
+    stage: str
+    told: int
+    active: int
+    pool: int
+    peak: int
+    resident: int
+
+    @property
+    def is_too_much(self) -> bool:
+        """Whether one of ours holds more than it tells."""
+        return "mlx-h2o" in self.caches and self.active > MOST_OVER * self.told + LOOSE
+
+    @property
+    def cells(self) -> list[str]:
+        """As a row of the table, in MiB."""
+        sizes = [f"{size / MIB:.1f}" for size in (self.told, self.active)]
+        rest = [f"{size / MIB:.1f}" for size in (self.pool, self.peak, self.resident)]
+        return [self.caches, self.stage, *sizes, f"{self.active / self.told:.3f}", *rest]
+
+
+class Scale:
+    """Weighs the process, over what it weighed when this was made."""
+
+    def __init__(self, arm: str):
+        give_back()
+        self._arm, self._active, self._resident = arm, mx.get_active_memory(), resident()
+        mx.reset_peak_memory()
+
+    def weighed(self, stage: str, told: int) -> Held:
+        """What is held now, and at most since the last time."""
+        pool, peak = mx.get_cache_memory(), mx.get_peak_memory() - self._active
+        give_back()
+        active, own = mx.get_active_memory() - self._active, resident() - self._resident
+        mx.reset_peak_memory()
+        return Held(self._arm, stage, told, active, pool, peak, own)
+
+
+def give_back() -> None:
+    """MLX's free buffers to the C library, and its free pages to the system where it is glibc."""
+    mx.clear_cache()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def the_model() -> nn.Module:
+    """Of random weights, whose caches are large beside them."""
+    shape = {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": 256,
+        "num_attention_heads": HEADS * GROUP,
+        "num_key_value_heads": HEADS,
+        "head_dim": WIDTH,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 256,
+        "max_position_embeddings": 8192,
+    }
+    mx.random.seed(0)
+    model = llama.Model(llama.ModelArgs.from_dict(shape))
+    mx.eval(model.parameters())
+    return model
+
+
+def read(model: nn.Module, cache: list[Any], tokens: int, chunk: int) -> None:
+    """A prompt, in chunks as mlx-lm reads it."""
+    for start in range(0, tokens, chunk):
+        model(mx.full((1, min(chunk, tokens - start)), 5, mx.int32), cache=cache)
+        mx.eval([entry.state for entry in cache])
+        mx.clear_cache()  # as mlx-lm does
+
+
+def decode(model: nn.Module, cache: list[Any], tokens: int) -> None:
+    """Token after token."""
+    for _ in range(tokens):
+        mx.eval(model(mx.full((1, 1), 7, mx.int32), cache=cache))
+
+
+def told(cache: list[Any]) -> int:
+    """What the caches of a conversation say."""
+    return sum(entry.nbytes for entry in cache)
+
+
+def conversation(arm: str, args: argparse.Namespace) -> Iterator[Held]:
+    """One conversation: a prompt, tokens, growth, and another size."""
+    model, make = the_model(), ARMS[arm]
+    cache = make(model, args.slots)
+    read(model, cache, args.slots + WARM_UP, args.chunk)
+    decode(model, cache, 2)
+    del cache
+    scale = Scale(arm)
+    cache = make(model, args.slots)
+    read(model, cache, 200, args.chunk)
+    yield scale.weighed("a short prompt", told(cache))
+    decode(model, cache, 100)
+    yield scale.weighed("growth while decoding", told(cache))
+    read(model, cache, args.tokens, args.chunk)
+    yield scale.weighed("a long prompt", told(cache))
+    decode(model, cache, 64)
+    yield scale.weighed("decoding", told(cache))
+    if "mlx-h2o" not in arm:
+        return
+    for name, slots in (("half the slots", args.slots // 2), ("all of them", args.slots)):
+        mlx_h2o.resize(cache, slots)
+        read(model, cache, args.slots, args.chunk)
+        decode(model, cache, 8)
+        yield scale.weighed(f"resized: {name}", told(cache))
+
+
+def batch(arm: str, args: argparse.Namespace) -> Iterator[Held]:
+    """Sequences that decode side by side, in mlx-lm's batches."""
+    model, make = the_model(), ARMS[arm]
+    if arm in UNBATCHED:
+        return
+    warm = BatchGenerator(model, prefill_step_size=args.chunk, max_tokens=2)
+    warm.insert(
+        [[5] * (args.slots + WARM_UP)] * 2, caches=[make(model, args.slots) for _ in range(2)]
+    )
+    while any(warm.next()):
+        pass
+    del warm
+    scale = Scale(arm)
+    generator = BatchGenerator(model, prefill_step_size=args.chunk, max_tokens=4 * STEPS)
+    prompts = [[5] * (args.tokens // SEQUENCES + 10 * i) for i in range(SEQUENCES)]
+    generator.insert(prompts, caches=[make(model, args.slots) for _ in prompts])
+    while len(generator.next()[1]) < len(prompts):
+        pass
+    yield scale.weighed(f"a batch of {SEQUENCES}: the prompts", generator.prompt_cache_nbytes)
+    for _ in range(STEPS):
+        generator.next()
+    yield scale.weighed(f"a batch of {SEQUENCES}: decoding", generator.prompt_cache_nbytes)
+
+
+def measured(arm: str, args: argparse.Namespace) -> list[Held]:
+    """All stages of an arm, in this process."""
+    use_openblas()
+    return [*conversation(arm, args), *batch(arm, args)]
+
+
+def in_own_process(arm: str) -> list[Held]:
+    """The same in a process of its own, with this one's options."""
+    module = "benchmarks.memory" if arm in ARMS else "benchmarks.server_memory"
+    command = [sys.executable, "-m", module, *sys.argv[1:], "--arm", arm]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return [Held(**found) for found in json.loads(done.stdout.splitlines()[-1])]
+
+
+def parser() -> argparse.ArgumentParser:
+    """What understands the command line."""
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    made.add_argument("--tokens", type=int, default=2048, help="of the long prompt")
+    made.add_argument("--slots", type=int, default=512, help="of the bounded caches")
+    made.add_argument("--chunk", type=int, default=256, help="tokens that are read at once")
+    made.add_argument("--json", type=Path, help="write the figures there, too")
+    made.add_argument("--arm", help=argparse.SUPPRESS)
+    return made
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if args.arm:
+        print(json.dumps([asdict(held) for held in measured(args.arm, args)]))
+        return
+    servers: tuple[str, ...] = importlib.import_module("benchmarks.server_memory").ARMS
+    found = [held for arm in (*ARMS, *servers) for held in in_own_process(arm)]
+    print(f"Keys and values of {args.tokens} tokens and {args.slots} slots, MiB\n")
+    print("| " + " | ".join(COLUMNS) + " |")
+    print("|---|---|" + "---:|" * (len(COLUMNS) - 2))
+    for held in found:
+        print("| " + " | ".join(held.cells) + " |")
+    if args.json:
+        args.json.write_text(json.dumps([asdict(held) for held in found], indent=1) + "\n")
+    if over := [f"{held.caches}, {held.stage}" for held in found if held.is_too_much]:
+        sys.exit(f"More than {MOST_OVER} of what is told is held by {'; '.join(over)}.")
+
+
+if __name__ == "__main__":
+    main()
