@@ -78,17 +78,23 @@ def test_slots_that_a_short_prompt_leaves_unused_are_not_counted(model, prompt):
     assert plan.kv == unnamed + sum(entry.nbytes for entry in cache)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-def test_other_models(family):
-    """Sliding windows of the model's own are estimated, and that is said."""
-    model = tiny_model(family, hidden_size=256, intermediate_size=512, num_hidden_layers=4)
-    plan = mlx_h2o.plan(model, prompt=1000, chunk=128, max_size=256, budgets="uniform")
+@pytest.mark.parametrize("chunk", [64, 512, 2048])
+@pytest.mark.parametrize(
+    ("family", "window"), [("qwen3", 0), ("gemma3_text", 16), ("gemma3_text", 512), ("gpt_oss", 16)]
+)
+def test_other_models(family, window, chunk):
+    """Sliding windows of the model's own are estimated, scores over them too, and that is said."""
+    own = {"sliding_window": window} if window else {}
+    sizes = {} if family == "gpt_oss" else {"hidden_size": 128, "intermediate_size": 512}
+    model = tiny_model(family, num_hidden_layers=4, **sizes, **own)
+    mx.eval(model.parameters())
+    plan = mlx_h2o.plan(model, prompt=2300, chunk=chunk, max_size=256, budgets="uniform")
     before = others(plan)
     cache = make_prompt_cache(model, 256, budgets="uniform")
     mx.reset_peak_memory()
-    read(model, cache, 1000, 128)
+    read(model, cache, 2300, chunk)
     assert plan.peak == pytest.approx(mx.get_peak_memory() - before, rel=MARGIN)
-    assert bool(plan.notes) == (family == "gemma3_text")
+    assert bool(plan.notes) == bool(window)
 
 
 @pytest.mark.parametrize("store", [{}, {"bits": 6}, {"bits": 4, "recent_bits": 16}], ids=str)

@@ -2,8 +2,11 @@
 
 The bytes of the caches follow from their settings exactly. The further bytes of reading a chunk are
 measured: two short chunks of a meaningless token go through the model, into caches that are
-dropped, and the bytes that they take are scaled to the length of the chunk. Evicting writes new
-slots while the old ones exist, so the caches count twice in the peak.
+dropped, and the bytes that they take are scaled to the length of the chunk. Over caches of the
+model's own, MLX's attention may hold the scores of all queries and keys (on a CPU it does). For
+such models three chunks are measured; one part of their bytes is scaled with the queries, the other
+with queries times keys. Evicting writes new slots while the old ones exist, so the caches count
+twice in the peak.
 """
 
 from __future__ import annotations
@@ -28,18 +31,15 @@ from mlx_h2o.storage.slot_store import FEW, GROWTH_STEP
 
 #: Tokens that mlx-lm reads at once.
 USUAL_CHUNK = 2048
-#: Lengths of the two measured chunks. Shorter ones measure more of what does not grow.
-_SHORT, _LONG = 128, 256
+#: Lengths of the longest measured chunk. Shorter ones measure more of what does not grow.
+_LONGEST, _LONGEST_BESIDE_OWN = 256, 1024
 #: A planned peak is this near to the measured one: tests/model_caches/test_memory_plan.py.
 MARGIN = 0.1
 #: A phone's memory, and the part of it that one app may use: nobody publishes it, and half is what
 #: developers report (more with the entitlement com.apple.developer.kernel.increased-memory-limit).
 PHONE, OF_PHONE = 8 << 30, 0.5
 # The note about caches that are not bounded by us.
-OWN = (
-    "caches of the model's own are estimated; on a CPU MLX's attention over them takes more, with "
-    "the square of the chunk"
-)
+OWN = "caches of the model's own are estimated"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def plan(
     """The memory of a conversation of one sequence, before its prompt is read.
 
     Args:
-        model: An mlx-lm model; a few hundred meaningless tokens go through it.
+        model: An mlx-lm model; a few hundred meaningless tokens go through it, or up to 1,800 if it
+            has caches of its own.
         max_bytes: Bytes of the KV memory, as in `make_prompt_cache`.
         prompt: Tokens of the prompt.
         chunk: Tokens that are read at once; mlx-lm calls it `prefill_step_size`.
@@ -129,8 +130,11 @@ def planned_memory(
     caches = bounded_caches(model, settings)
     bounded = [entry for _, entry in entries(caches) if isinstance(entry, BoundedKVCache)]
     kv = sum(kv_bytes(entry, prompt) for entry in bounded)
-    reading, one, others = _beside(model, settings, chunk)
-    grown = sum(_grown(entry, prompt, seen, chunk) for entry, seen in others)
+    others = [entry for _, entry in entries(caches) if not isinstance(entry, BoundedKVCache)]
+    spans = [_most_rows(entry, prompt, chunk) for entry in others]
+    pairs = max((_most_pairs(entry, prompt, chunk) for entry in others), default=0)
+    reading, one, seen, used = _beside(model, settings, chunk, pairs)
+    grown = sum(_grown(entry, most, seen) for entry, most in zip(used, spans, strict=True))
     notes = (f"{len(others)} {OWN}",) if others else ()
     held = weights + kv + grown
     full = sum(map(plain_bytes, layer_kinds(model))) * prompt + grown
@@ -159,24 +163,55 @@ def kv_bytes(cache: BoundedKVCache, tokens: int) -> int:
 
 
 def _beside(
-    model: nn.Module, settings: ModelSettings, chunk: int
-) -> tuple[int, int, list[tuple[Any, int]]]:
-    """Bytes beside weights and caches: of a chunk, of one token; and other caches with tokens."""
-    lengths = [chunk] if chunk <= _LONG else [_SHORT, _LONG]
+    model: nn.Module, settings: ModelSettings, chunk: int, pairs: int
+) -> tuple[int, int, int, list[Any]]:
+    """What a chunk and a token take beside weights and caches.
+
+    Args:
+        model: An mlx-lm model.
+        settings: Of its caches.
+        chunk: Tokens that are read at once.
+        pairs: Queries of a chunk times keys that they see in a cache of the model's own; 0 where
+            it has none.
+
+    Returns:
+        Bytes of a chunk, bytes of one token, and the model's own caches after so many tokens.
+    """
+    longest = min(_LONGEST, chunk)
+    if pairs:  # in very short ones other things count more than scores
+        longest = min(_LONGEST_BESIDE_OWN, max(chunk, _LONGEST))
+    lengths = sorted({max(longest // 4, 1), max(longest // 2, 1), longest})
     taken = []
-    for length in lengths:
+    for length in lengths if pairs else lengths[-2:]:
         caches = bounded_caches(model, settings)
-        taken.append(_taken(model, caches, length))
+        taken.append((length, _taken(model, caches, length)))
     one = _taken(model, caches, 1)
-    others = [
-        (entry, lengths[-1] + 1)
-        for _, entry in entries(caches)
-        if not isinstance(entry, BoundedKVCache)
-    ]
-    if len(taken) == 1:
-        return taken[0], one, others
-    slope = max(taken[1] - taken[0], 0) / (_LONG - _SHORT)
-    return int(taken[1] + slope * (chunk - _LONG)), one, others
+    others = [entry for _, entry in entries(caches) if not isinstance(entry, BoundedKVCache)]
+    return max(_extended(taken, chunk, pairs), one), one, longest + 1, others
+
+
+def _extended(taken: Sequence[tuple[int, int]], chunk: int, pairs: int) -> int:
+    """Bytes that a chunk takes, by what shorter ones took, which saw no keys but their own.
+
+    Args:
+        taken: Lengths and bytes: one, two, or three where queries times keys count, too.
+        chunk: Of the chunk.
+        pairs: Its queries times the keys that they see.
+    """
+    (length, most), *before = reversed(taken)
+    if not before:
+        return most
+    (shorter, less), *first = before
+    slope = max(most - less, 0) / (length - shorter)
+    scores = 0.0  # bytes for each query and key
+    if first:
+        of_first = (less - first[0][1]) / (shorter - first[0][0])
+        scores = (slope - of_first) / (length - first[0][0])
+        # The rest grows with the chunk; it does not shrink.
+        scores = min(max(scores, 0.0), slope / (length + shorter))
+    each = slope - scores * (length + shorter)
+    beyond = scores * (pairs - length**2) if first else 0.0
+    return int(most + each * (chunk - length) + beyond)
 
 
 def _taken(model: nn.Module, caches: Sequence[Any], length: int) -> int:
@@ -190,13 +225,25 @@ def _taken(model: nn.Module, caches: Sequence[Any], length: int) -> int:
     return max(most - max(held, before), 0)
 
 
-def _grown(entry: Any, tokens: int, seen: int, chunk: int) -> int:
-    """Bytes of a cache of the model's own after so many tokens, from its bytes after some."""
+def _most_rows(entry: Any, tokens: int, chunk: int) -> int:
+    """The most tokens in a cache of the model's own while so many are read."""
+    if (window := getattr(entry, "max_size", None)) is not None:
+        # Queries attend to a chunk before it is cut.
+        return int(min(tokens, window + chunk - 1))
+    return tokens
+
+
+def _most_pairs(entry: Any, tokens: int, chunk: int) -> int:
+    """The most queries times keys of a chunk, the last and shorter one included."""
+    whole, rest = tokens - tokens % chunk, tokens % chunk
+    return max(chunk * _most_rows(entry, whole, chunk), rest * _most_rows(entry, tokens, rest))
+
+
+def _grown(entry: Any, most: int, seen: int) -> int:
+    """Bytes of a cache of the model's own with so many tokens, from its bytes after some."""
     try:
         nbytes, rows = int(entry.nbytes), int(entry.keys.shape[2])
     except (AttributeError, NotImplementedError):
         return int(getattr(entry, "nbytes", 0))  # a state of fixed size, or an unknown cache
-    most = tokens
-    if (window := getattr(entry, "max_size", None)) is not None:
-        most = min(tokens, window + chunk - 1)  # queries attend to a chunk before it is cut
+
     return nbytes * max(most, seen) // rows
