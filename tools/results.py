@@ -82,7 +82,7 @@ class Block:
             raise ValueError(f"{self.command!r} was deleted; {ANSWERS} tells at which commit.")
         program, *arguments = shlex.split(self.command)
         if program != PROGRAM:
-            raise ValueError(f"{self.command!r} is no command of {PROGRAM} and no script.")
+            raise ValueError(f"{self.command!r} is no command of {PROGRAM} and no experiment.")
         return [sys.executable, "-m", PROGRAM, *arguments, "--markdown"]
 
     def settings_now(self) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import Action, ArgumentParser, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, Action, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -28,6 +28,7 @@ class Version(Action):
     """Prints version and commit, which git is asked for only then."""
 
     def __init__(self, **options: Any):
+        options |= {"dest": SUPPRESS, "default": SUPPRESS}  # it is no setting
         super().__init__(**options, nargs=0)
 
     def __call__(self, parser: ArgumentParser, *_: Any) -> NoReturn:
