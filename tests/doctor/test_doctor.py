@@ -14,7 +14,7 @@ from mlx_h2o.attention.backends.verification.compared import Error
 from mlx_h2o.attention.backends.verification.verdicts import Verdict
 from mlx_h2o.cli import main
 from mlx_h2o.doctor import checks, examination, machine, timings, variants
-from mlx_h2o.doctor.chips import CHIPS, chip_named, chip_of
+from mlx_h2o.doctor.chips import CHIPS, NOT_APPLE, chip_named, chip_of
 from mlx_h2o.doctor.cover import pairs_covered
 from mlx_h2o.doctor.page import page
 from mlx_h2o.doctor.report import Report, Section
@@ -225,7 +225,15 @@ def test_predictions(capsys):
 
 def test_chips_have_a_source_each():
     assert len(CHIPS) == 23
-    assert all(chip.bandwidth_from and chip.operations_from for chip in CHIPS.values())
+    sources = [s for chip in CHIPS.values() for s in (chip.bandwidth_from, chip.operations_from)]
+    assert all(source.startswith(("Apple's ", NOT_APPLE)) for source in sources)
+    # Apple names no bandwidth of M1 and of A chips, and arithmetic of three chips only.
+    silent = {name for name, chip in CHIPS.items() if chip.bandwidth_from.startswith(NOT_APPLE)}
+    assert silent == {"M1", *(name for name in CHIPS if name[0] == "A")}
+    told = {name for name, chip in CHIPS.items() if not chip.operations_from.startswith(NOT_APPLE)}
+    assert told == {"M1", "M1 Pro", "M1 Max"}
+    assert NOT_APPLE in CHIPS["M2"].note
+    assert CHIPS["M2"].operations == pytest.approx(3.6e12, rel=0.01)
     assert all(30e9 < chip.bandwidth < 1e12 for chip in CHIPS.values())
     assert chip_of("Apple M4 Max") == chip_named("M4 Max")
     assert chip_of("AMD EPYC") is None
