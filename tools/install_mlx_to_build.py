@@ -40,7 +40,12 @@ def commands(project: dict[str, object], machine: str, target: str) -> list[list
             *(*pip, "--target", target, "--platform", f"{MLX_PLATFORM}_{machine}"),
             *("--only-binary=:all:", "--no-deps", "--upgrade", *mlx),
         ],
-        [*pip, *(requirement for requirement in required if "mlx" not in requirement), "ninja"],
+        [
+            *pip,
+            *(requirement for requirement in required if "mlx" not in requirement),
+            "cmake",
+            "ninja",
+        ],
     ]
 
 

@@ -31,7 +31,7 @@ from mlx_h2o.storage.slot_store import FEW, GROWTH_STEP
 
 #: Tokens that mlx-lm reads at once.
 USUAL_CHUNK = 2048
-#: Lengths of the longest measured chunk. Shorter ones measure more of what does not grow.
+#: The longest measured chunks. Shorter ones measure more of what does not grow.
 _LONGEST, _LONGEST_BESIDE_OWN = 256, 1024
 #: A planned peak is this near to the measured one: tests/model_caches/test_memory_plan.py.
 MARGIN = 0.1
@@ -132,7 +132,9 @@ def planned_memory(
     kv = sum(kv_bytes(entry, prompt) for entry in bounded)
     others = [entry for _, entry in entries(caches) if not isinstance(entry, BoundedKVCache)]
     spans = [_most_rows(entry, prompt, chunk) for entry in others]
-    pairs = max((_most_pairs(entry, prompt, chunk) for entry in others), default=0)
+    # States of fixed size are not attended to.
+    attended = [entry for entry in others if hasattr(entry, "keys")]
+    pairs = max((_most_pairs(entry, prompt, chunk) for entry in attended), default=0)
     reading, one, seen, used = _beside(model, settings, chunk, pairs)
     grown = sum(_grown(entry, most, seen) for entry, most in zip(used, spans, strict=True))
     notes = (f"{len(others)} {OWN}",) if others else ()
@@ -178,7 +180,7 @@ def _beside(
         Bytes of a chunk, bytes of one token, and the model's own caches after so many tokens.
     """
     longest = min(_LONGEST, chunk)
-    if pairs:  # in very short ones other things count more than scores
+    if pairs:  # very short chunks take most bytes for other things than scores
         longest = min(_LONGEST_BESIDE_OWN, max(chunk, _LONGEST))
     lengths = sorted({max(longest // 4, 1), max(longest // 2, 1), longest})
     taken = []
@@ -191,11 +193,11 @@ def _beside(
 
 
 def _extended(taken: Sequence[tuple[int, int]], chunk: int, pairs: int) -> int:
-    """Bytes that a chunk takes, by what shorter ones took, which saw no keys but their own.
+    """Bytes that a chunk takes, from those of shorter chunks, which saw no keys but their own.
 
     Args:
-        taken: Lengths and bytes: one, two, or three where queries times keys count, too.
-        chunk: Of the chunk.
+        taken: Lengths and bytes of one or two chunks; of three if queries times keys count too.
+        chunk: Tokens of the chunk.
         pairs: Its queries times the keys that they see.
     """
     (length, most), *before = reversed(taken)
@@ -245,5 +247,4 @@ def _grown(entry: Any, most: int, seen: int) -> int:
         nbytes, rows = int(entry.nbytes), int(entry.keys.shape[2])
     except (AttributeError, NotImplementedError):
         return int(getattr(entry, "nbytes", 0))  # a state of fixed size, or an unknown cache
-
     return nbytes * max(most, seen) // rows
