@@ -142,7 +142,7 @@ Deviation FusedVariant::check() const {
   std::vector<Compared> all;
   for (int i = 0; i < kSteps; ++i)
     all.push_back({"output " + std::to_string(i + 1), found[i], expected[i], tolerance_of(dtype)});
-  all.push_back({"kept positions", ours->kept(), theirs->kept(), kExact});
+  all.push_back({"what is kept", ours->kept(), theirs->kept(), kExact});
   if (like.policy.needs_attention())
     all.push_back(
         {"scores", ours->scores(), theirs->scores(),

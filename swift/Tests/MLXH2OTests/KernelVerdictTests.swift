@@ -17,7 +17,9 @@ struct KernelVerdictTests {
             #expect(!cache.isDecoding)
             return outputs
         }
-        #expect(same(try outputs(true), try outputs(false)))
+        // A prompt's kernels are not broken, and round in their way.
+        let apart = abs(try outputs(true) - (try outputs(false))).max().item(Float.self)
+        #expect(apart < 1e-5)
         #expect(H2OKernels.refused.contains { $0.variant.hasPrefix("a fused step") })
         #expect(H2OKernels.refused.allSatisfy { $0.why.contains("differs by") })
         let told = Notice.shared.messages.filter { $0.contains("is not used on this device") }
