@@ -75,7 +75,8 @@ def sanitized() -> Path:
 @pytest.fixture(scope="module")
 def over_mlx_c(sanitized: Path) -> Path:
     beside = f"-DMLXC_DIR={sanitized / 'mlx_c'}"
-    return built("over_mlx_c", "-DMLX_H2O_OVER_MLX_C=ON", "-DMLX_H2O_SANITIZE=ON", beside)
+    options = ("-DMLX_H2O_SANITIZE=ON", "-DMLX_H2O_C_EXAMPLES=ON", beside)
+    return built("over_mlx_c", "-DMLX_H2O_OVER_MLX_C=ON", *options)
 
 
 ENGINES = ("sanitized", "over_mlx_c")
@@ -610,7 +611,7 @@ PERTURBED = {
     "accumulate": "ema-L6-G1/out.scores",
     "selection": "victims-keydiff-head-3-of-16/out.victims",
     "trajectory": "distinct-uniform-dense/out.kept",
-    "framed": "keydiff-mixed/out.remainder.count",
+    "framed": "distinct-4bit/out.kept",
     "turns": "tova/out.kept",
     "filling": "tova/out.kept",
 }
