@@ -128,7 +128,7 @@ def test_every_golden_vector_is_replayed(engine: Path, options: tuple[str, ...])
     [
         *(("sanitized", what) for what in ("undo", "interrupt", "frame", "memory")),
         # 32,768 tokens, two minutes
-        pytest.param("sanitized", "positions", marks=pytest.mark.slow),
+        *(pytest.param(name, "positions", marks=pytest.mark.slow) for name in ENGINES),
         # A prompt's memory is the kernels' merit.
         *(("over_mlx_c", what) for what in ("interrupt", "frame")),
         pytest.param("over_mlx_c", "undo", marks=pytest.mark.slow),
@@ -479,6 +479,7 @@ def test_sound_kernels_are_checked_once(
     assert [path.read_text() for path in kept] == ["{damaged"] * 4
 
 
+@pytest.mark.slow
 def test_a_kernel_that_ends_the_process_is_not_used_by_the_next(
     over_mlx_c: Path, host_gpu: dict[str, str], tmp_path: Path
 ) -> None:
