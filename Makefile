@@ -104,13 +104,17 @@ test-macos: $(VENV)/.installed
 HAS_SWIFT := $(if $(filter Linux,$(shell uname -s)),$(shell command -v swift))
 MLX_C := $(CURDIR)/build/mlx_c
 HOST_GPU := $(CURDIR)/build/host_gpu.so
-ON_HOST_GPU := LD_PRELOAD=$(HOST_GPU) HOST_GPU_SERVER="$(CURDIR)/$(BIN)/python $(CURDIR)/tests/host_gpu/serve.py"
+ON_HOST_GPU := MLX_H2O_VERIFY=never LD_PRELOAD=$(HOST_GPU) HOST_GPU_SERVER="$(CURDIR)/$(BIN)/python $(CURDIR)/tests/host_gpu/serve.py"
 LAUNCHES := $(CURDIR)/build/launches.txt
 SWIFT_TEST := PKG_CONFIG_PATH="$(MLX_C)" swift test -Xlinker -rpath -Xlinker "$(MLX_C)"
 test-swift: swift-lint swift-tests
 	$(CC) -std=gnu11 -O1 -fPIC -shared -Wl,-z,lazy -I c_api/mlx_c/include -o $(HOST_GPU) \
 	    tests/host_gpu/host_gpu.c
 	$(ON_HOST_GPU) $(SWIFT_TEST) --skip-build --filter GPUDecodingTests
+	$(ON_HOST_GPU) MLX_H2O_VERIFY=always XDG_CACHE_HOME=$(CURDIR)/build/verdicts \
+	    $(SWIFT_TEST) --skip-build --filter DeviceTests
+	$(ON_HOST_GPU) MLX_H2O_VERIFY=always XDG_CACHE_HOME=$(CURDIR)/build/verdicts \
+	    HOST_GPU_BREAK="a wrong scale" $(SWIFT_TEST) --skip-build --filter KernelVerdictTests
 	for gpu in applegpu_g13g applegpu_g14s; do \
 	    rm -f $(LAUNCHES) && HOST_GPU_ARCHITECTURE=$$gpu HOST_GPU_RECORD=$(LAUNCHES) \
 	    $(ON_HOST_GPU) $(SWIFT_TEST) --skip-build --filter LaunchTests || exit 1; done

@@ -29,7 +29,10 @@ let system: [Target.Dependency] =
 let package = Package(
     name: "mlx-h2o",
     platforms: [.macOS(.v14), .iOS(.v17), .tvOS(.v17), .visionOS(.v1)],
-    products: [.library(name: "MLXH2O", targets: ["MLXH2O"])],
+    products: [
+        .library(name: "MLXH2O", targets: ["MLXH2O"]),
+        .library(name: "MLXH2OChecks", targets: ["MLXH2OChecks"]),
+    ],
     dependencies: isLinux
         ? [.package(path: "swift/Linux")]
         : [
@@ -59,6 +62,11 @@ let package = Package(
             dependencies: ["CMLXH2O"] + mlx + system,
             path: "swift/Sources/MLXH2O",
             swiftSettings: isLinux ? [.define("STAND_INS")] : []),
+        // What a device says of the kernels: for a test that an iPhone runs, and for a screen of an app.
+        .target(
+            name: "MLXH2OChecks",
+            dependencies: ["MLXH2O"] + mlx,
+            path: "swift/Sources/MLXH2OChecks"),
         .executableTarget(
             name: "h2o-step-overhead",
             dependencies: ["MLXH2O"] + mlx,
@@ -67,7 +75,13 @@ let package = Package(
             name: "MLXH2OTests",
             dependencies: ["MLXH2O", "CMLXH2O"] + mlx + system,
             path: "swift/Tests/MLXH2OTests",
-            exclude: ["Fixtures"]),
+            exclude: ["Fixtures"],
+            // Golden vectors go with the tests onto a device.
+            resources: [.copy("../../../golden")]),
+        .testTarget(
+            name: "MLXH2ODeviceTests",
+            dependencies: ["MLXH2O", "MLXH2OChecks"] + mlx,
+            path: "swift/Tests/MLXH2ODeviceTests"),
     ],
     cxxLanguageStandard: .cxx20
 )

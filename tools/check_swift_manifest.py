@@ -50,8 +50,10 @@ def main() -> None:
         (found_modules(manifest, "CMLXH2O"), {"MLX": "mlx-swift"}),
         (found_modules(manifest, "MLXH2O"), MODULES),
         (found_modules(manifest, "MLXH2OTests"), MODULES),
+        (found_modules(manifest, "MLXH2OChecks"), MODULES),
+        (found_modules(manifest, "MLXH2ODeviceTests"), MODULES),
         (found_modules(manifest, "h2o-step-overhead"), MODULES),
-        ([p["name"] for p in manifest["products"]], ["MLXH2O"]),
+        ([p["name"] for p in manifest["products"]], ["MLXH2O", "MLXH2OChecks"]),
     ):
         if found != expected:
             sys.exit(f"Package.swift, for Apple's platforms: {found} where {expected} is expected")

@@ -5,7 +5,6 @@
 #include "cpu_kernels.h"
 #include "gpu/gpu.h"
 #include "gpu/launcher.h"
-#include "gpu/prompt_launches.h"
 #include "remainder.h"
 
 namespace mlx_h2o {
@@ -97,8 +96,8 @@ Attended of_one_kind(
     const mx::array& q, const Stored& k, const Stored& v, float scale, const Masking& mask,
     const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted) {
   const Backend who = backend();
-  if (who == Backend::gpu)
-    if (auto found = gpu_attend(q, k, v, scale, mask, sinks, seed, wanted)) return *found;
+  if (who == Backend::gpu && gpu_takes(q, k, v, mask, sinks, wanted))
+    return gpu_attend(q, k, v, scale, mask, sinks, seed, wanted, *gpu_architecture());
   if (who == Backend::cpu) return cpu_attend(q, k, v, scale, mask, sinks, seed, wanted);
   return plain(q, k, v, scale, mask, sinks, seed, wanted);
 }
@@ -146,10 +145,12 @@ Attended joined(
   return whole;
 }
 
-// Whether kernels sum masses over all queries without their logits in memory.
-bool kernels_take_any_length(const mx::array& q, const Stored& k) {
+// Whether kernels attend to many queries without their logits in memory.
+bool kernels_take_any_length(
+    const mx::array& q, const Stored& k, const Stored& v, const Masking& mask,
+    const std::optional<mx::array>& sinks, Export wanted) {
   const Backend who = backend();
-  return who == Backend::cpu || (who == Backend::gpu && prompt_kernels_take(q, k));
+  return who == Backend::cpu || (who == Backend::gpu && gpu_takes(q, k, v, mask, sinks, wanted));
 }
 
 }  // namespace
@@ -176,7 +177,7 @@ Attended attend(
   check_operands(q, k, v, mask, sinks);
   const int L = q.shape(2), N = count(k);
   const bool blocks = L > kQueryBlock && wanted != Export::logits && !mask.array &&
-      (k.size() > 1 || !kernels_take_any_length(q, k[0]));
+      (k.size() > 1 || !kernels_take_any_length(q, k[0], v[0], mask, sinks, wanted));
   if (!blocks) {
     if (k.size() > 1) return joined(q, k, v, scale, mask, sinks, seed, wanted);
     return of_one_kind(q, k[0], v[0], scale, mask, sinks, seed, wanted);

@@ -36,6 +36,16 @@ struct CallStream {
   }
 };
 
+// Has the operations of this thread go to the CPU meanwhile.
+struct CPUContext {
+  ~CPUContext() {
+    mlx_stream_free(stream);
+  }
+
+  const mlx_stream stream = mlx_default_cpu_stream_new();
+  const mx::StreamContext context{stream};
+};
+
 inline void set(mlx_array* res, const mx::array& value) {
   mx::succeed(mlx_array_set(res, value.handle()));
 }
@@ -67,6 +77,10 @@ struct CallStream {
   }
 
   const mx::Stream stream = mx::default_stream(mx::default_device());
+};
+
+struct CPUContext {
+  const mx::StreamContext context{mx::default_stream(mx::Device::cpu)};
 };
 
 inline void set(mlx_array* res, mx::array value) {

@@ -7,7 +7,7 @@ namespace mlx_h2o {
 
 bool accepts(
     const CacheSettings& settings, const AttentionCall& call, const mx::array& keys,
-    const mx::array& values) {
+    const mx::array& values, FusedProof proven) {
   // With undo a step must be noted, which is done op by op.
   const bool one_token = keys.shape(2) == 1 && !settings.undo && !call.mask.array;
   // What a program's own policy does is known to no kernel.
@@ -18,7 +18,10 @@ bool accepts(
     case Backend::plain: return false;
     case Backend::cpu: return !settings.policy.value_weighted;
     // Two kinds of rows in one step are the CPU kernel's alone.
-    case Backend::gpu: return !settings.packing.recent_bits && gpu_can_decode(keys, values);
+    case Backend::gpu:
+      if (settings.packing.recent_bits) return false;
+      return gpu_has_step(keys, values) && proven(settings, call, keys, values) &&
+          gpu_writes_in_place();
   }
   return false;
 }

@@ -51,10 +51,15 @@ class Decoder {
   virtual std::vector<mx::array> last() const = 0;
 };
 
+// Whether a GPU's fused step for a call like this proved itself there (fused_case.h).
+using FusedProof = bool (*)(
+    const CacheSettings& settings, const AttentionCall& call, const mx::array& keys,
+    const mx::array& values);
+
 // Whether there is a fused step on the stream of the call; else it goes op by op.
 bool accepts(
     const CacheSettings& settings, const AttentionCall& call, const mx::array& keys,
-    const mx::array& values);
+    const mx::array& values, FusedProof proven);
 
 // Gives a layer's arrays to the kernels of the stream of the call, which `accepts` it.
 std::unique_ptr<Decoder> decoder_for(Lent lent, const CacheSettings& settings);

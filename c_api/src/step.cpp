@@ -5,6 +5,7 @@
 
 #include "evaluation.h"
 #include "eviction.h"
+#include "fused_case.h"
 #include "policy_view.h"
 #include "saved_state.h"
 #include "scoring.h"
@@ -54,7 +55,8 @@ mx::array attend_now(
     const mx::array& values) {
   // The first token of all goes op by op: then there are arrays to lend.
   // A step that brings a pinned token too, which is marked on its way in.
-  if (layer.offset() && !layer.next_is_pinned() && accepts(layer.settings, call, keys, values))
+  if (layer.offset() && !layer.next_is_pinned() &&
+      accepts(layer.settings, call, keys, values, fused_step_proven))
     return layer.decode(call, keys, values);
   const std::optional<Frame>& frame = layer.settings.frame;
   if (!frame) return attend_op_by_op(layer, call, keys, values);

@@ -75,7 +75,7 @@ def sanitized() -> Path:
 @pytest.fixture(scope="module")
 def over_mlx_c(sanitized: Path) -> Path:
     beside = f"-DMLXC_DIR={sanitized / 'mlx_c'}"
-    options = ("-DMLX_H2O_SANITIZE=ON", "-DMLX_H2O_C_EXAMPLES=OFF", beside)
+    options = ("-DMLX_H2O_SANITIZE=ON", "-DMLX_H2O_C_EXAMPLES=ON", beside)
     return built("over_mlx_c", "-DMLX_H2O_OVER_MLX_C=ON", *options)
 
 
@@ -128,7 +128,7 @@ def test_every_golden_vector_is_replayed(engine: Path, options: tuple[str, ...])
     [
         *(("sanitized", what) for what in ("undo", "interrupt", "frame", "memory")),
         # 32,768 tokens, two minutes
-        pytest.param("sanitized", "positions", marks=pytest.mark.slow),
+        *(pytest.param(name, "positions", marks=pytest.mark.slow) for name in ENGINES),
         # A prompt's memory is the kernels' merit.
         *(("over_mlx_c", what) for what in ("interrupt", "frame")),
         pytest.param("over_mlx_c", "undo", marks=pytest.mark.slow),
@@ -340,13 +340,14 @@ def test_what_no_cache_saved_is_refused(
         succeed(engine / "tests" / "saved", "refuse", path)
 
 
+@over_both
 @pytest.mark.parametrize(
     "settings", ["", "{", "[]", "[" * 5000, '{"a": 1e}', "nul", '{"runs": NaN}', '"\\', "1 2"]
 )
-def test_what_is_no_json_is_refused(sanitized: Path, tmp_path: Path, settings: str) -> None:
+def test_what_is_no_json_is_refused(engine: Path, tmp_path: Path, settings: str) -> None:
     path = tmp_path / "in.safetensors"
     written(path, begun("short").arrays(), settings, [rows_of(1, 2, 1)] * 3)
-    assert "refused" in succeed(sanitized / "tests" / "saved", "refuse", path)
+    assert "refused" in succeed(engine / "tests" / "saved", "refuse", path)
 
 
 def test_a_compiled_function_is_refused(sanitized: Path) -> None:
@@ -394,7 +395,112 @@ def host_gpu(sanitized: Path) -> dict[str, str]:
         "HOST_GPU_SERVER": f"{sys.executable} {HOST_GPU / 'serve.py'}",
         "HOST_GPU_ARCHITECTURE": "applegpu_g13s",
         "ASAN_OPTIONS": "verify_asan_link_order=0",
+        # What is launched is recorded; below are tests of the checks.
+        "MLX_H2O_VERIFY": "never",
     }
+
+
+def conversed(
+    engine: Path, host_gpu: dict[str, str], folder: Path, way: str = "", mode: str = "once"
+) -> subprocess.CompletedProcess[str]:
+    """A conversation by kernels that are broken in some way, and by MLX's operations."""
+    environment = host_gpu | {"MLX_H2O_VERIFY": mode, "XDG_CACHE_HOME": str(folder)}
+    if way:
+        environment["HOST_GPU_BREAK"] = way
+    return run(engine / "tests" / "verification", **environment)
+
+
+# As in tests/metal/broken.py, with what is said of the fused step; but for the last a launch of
+# attention by itself says the same.
+BROKEN_WAYS = {
+    "a wrong scale": "differs by",
+    "a barrier removed": "raised",
+    "a text that does not compile": "raised",
+    "NaN only in the last tile": "has a NaN",
+    "the best goes first": "what is kept",
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "way"),
+    [
+        pytest.param(engine, way, marks=[] if quick else pytest.mark.slow)
+        for engine in ENGINES
+        for way in BROKEN_WAYS
+        for quick in [(engine, way) == ("over_mlx_c", "a wrong scale")]
+    ],
+    indirect=["engine"],
+)
+def test_a_broken_kernel_is_not_used(
+    engine: Path, host_gpu: dict[str, str], tmp_path: Path, way: str
+) -> None:
+    """It is caught and told once; what comes out is what MLX's operations give; it is kept."""
+    for again in (False, True):
+        done = conversed(engine, host_gpu, tmp_path, "" if again else way)
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        assert not told["fused"]
+        assert told["same"]
+        assert told["notices"] == 1
+        update_alone = way == "the best goes first"
+        assert told["apart"] < 1e-5
+        bad = {v["variant"]: v["why"] for v in told["verdicts"] if not v["held"]}
+        [fused] = [why for variant, why in bad.items() if variant.startswith("a fused step")]
+        assert BROKEN_WAYS[way] in fused
+        of_scores = [why for variant, why in bad.items() if "with scores" in variant]
+        assert [BROKEN_WAYS[way] in why for why in of_scores] == [True] * (not update_alone) * 1
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param("sanitized", marks=pytest.mark.slow), "over_mlx_c"],
+    indirect=True,
+)
+def test_sound_kernels_are_checked_once(
+    engine: Path, host_gpu: dict[str, str], tmp_path: Path
+) -> None:
+    """They are used; the next process reads the verdicts; neither a device nor a text is mistaken
+    for another."""
+    first, second = (json.loads(conversed(engine, host_gpu, tmp_path).stdout) for _ in range(2))
+    for told in (first, second):
+        assert told["fused"]
+        assert told["same"]
+        assert told["notices"] == 0
+        assert told["apart"] < 1e-4
+        assert all(v["held"] and 0 < v["error"] <= 1 for v in told["verdicts"])
+    assert first["verdicts"] == second["verdicts"]
+    assert len(first["verdicts"]) == 4  # a prompt with and without mass, steps, scores
+    kept = list((tmp_path / "mlx-h2o" / "kernels").iterdir())
+    assert len(kept) == 4
+    for path in kept:
+        path.write_text("{damaged")
+    told = json.loads(conversed(engine, host_gpu, tmp_path, mode="never").stdout)
+    assert {v["why"] for v in told["verdicts"]} == {"not checked (MLX_H2O_VERIFY=never)"}
+    assert [path.read_text() for path in kept] == ["{damaged"] * 4
+
+
+@pytest.mark.slow
+def test_a_kernel_that_ends_the_process_is_not_used_by_the_next(
+    over_mlx_c: Path, host_gpu: dict[str, str], tmp_path: Path
+) -> None:
+    for _ in range(5):  # each of three variants ends one
+        done = conversed(over_mlx_c, host_gpu, tmp_path, "a trap")
+        if done.returncode == 0:
+            break
+        assert done.returncode == 70
+    told = json.loads(done.stdout)
+    assert not told["fused"]
+    assert told["same"]
+    whys = {v["why"] for v in told["verdicts"] if not v["held"]}
+    assert whys == {"a process ended while it was checked"}
+
+
+def test_kernels_are_checked_once_always_or_never(
+    over_mlx_c: Path, host_gpu: dict[str, str], tmp_path: Path
+) -> None:
+    done = conversed(over_mlx_c, host_gpu, tmp_path, mode="sometimes")
+    assert done.returncode != 0
+    assert 'MLX_H2O_VERIFY must be always, once or never; got "sometimes".' in done.stderr
 
 
 ON_HOST_GPU = {
@@ -506,6 +612,9 @@ PERTURBED = {
     "accumulate": "ema-L6-G1/out.scores",
     "selection": "victims-keydiff-head-3-of-16/out.victims",
     "trajectory": "distinct-uniform-dense/out.kept",
+    "framed": "distinct-4bit/out.kept",
+    "turns": "tova/out.kept",
+    "filling": "tova/out.kept",
 }
 
 
@@ -525,14 +634,16 @@ def test_a_perturbed_golden_vector_fails(engine: Path, copied: Path, group: str)
         name = next(key for key in arrays if key.startswith(name.partition("-")[0]))
     a_number_more(arrays, name)
     mx.save_safetensors(path, arrays, metadata)
-    # Of the conversations, which take seconds, the first alone.
-    every = ("--every", 1000) if group == "trajectory" else ()
-    done = replay(engine, copied, "--group", group, *every)
+    # Of the conversations, which take seconds, this one alone.
+    whole = ("trajectory", "framed", "turns", "filling")
+    one = ("--case", name.partition("/")[0]) if group in whole else ()
+    done = replay(engine, copied, "--group", group, *one)
     assert done.returncode == 1, done.stdout + done.stderr
     assert name.partition("/")[0] in done.stderr
 
 
-def test_damaged_golden_files_are_refused(sanitized: Path, copied: Path) -> None:
+@over_both
+def test_damaged_golden_files_are_refused(engine: Path, copied: Path) -> None:
     def text(change: Callable[[str], str]) -> None:
         path = copied / "cases.txt"
         path.write_text(change((GOLDEN / "cases.txt").read_text()))
@@ -544,16 +655,16 @@ def test_damaged_golden_files_are_refused(sanitized: Path, copied: Path) -> None
         lambda text: text.replace("\nrows ", "\ncrows ", 1),
     ):
         text(change)
-        assert replay_damaged(sanitized, copied).returncode == 2
+        assert replay_damaged(engine, copied).returncode == 2
     # A parameter that it does not know might change everything: it must not be ignored.
     text(lambda text: text.replace("\nrows ", "\nnovelty 1\nrows ", 1))
-    assert replay_damaged(sanitized, copied).returncode == 1
+    assert replay_damaged(engine, copied).returncode == 1
     text(lambda text: text)
     path = copied / "remainder.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    assert replay_damaged(sanitized, copied).returncode == 2
+    assert replay_damaged(engine, copied).returncode == 2
     path.unlink()
-    assert replay_damaged(sanitized, copied).returncode == 2
+    assert replay_damaged(engine, copied).returncode == 2
 
 
 CONSUMER = """
@@ -575,19 +686,21 @@ target_link_libraries(consumer PRIVATE mlx_h2o::mlx_h2o)
 """
 
 
-def test_the_first_example_bounds_a_layer(sanitized: Path) -> None:
+@over_both
+def test_the_first_example_bounds_a_layer(engine: Path) -> None:
     """The program with which docs/reference/c.md begins, as it stands there."""
     program = (ROOT / "c_api" / "examples" / "bound.c").read_text()
     page = (ROOT / "docs" / "reference" / "c.md").read_text()
     assert page.partition("```c\n")[2].startswith(program)
-    told = succeed(sanitized / "examples" / "bound")
+    told = succeed(engine / "examples" / "bound")
     assert told.endswith("after 799 tokens\n")
     assert int(told.split()[0]) < 2 * 128 * 2 * 64 * 2
 
 
-def test_a_prompt_is_compressed(sanitized: Path) -> None:
+@over_both
+def test_a_prompt_is_compressed(engine: Path) -> None:
     """By what is installed alone: sinks and the newest rows stay, rows are in order."""
-    lines = succeed(sanitized / "examples" / "compress").splitlines()
+    lines = succeed(engine / "examples" / "compress").splitlines()
     assert len(lines) == 2
     for line in lines:
         kept = [int(word) for word in line.split("keeps")[1].split()]

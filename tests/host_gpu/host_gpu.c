@@ -5,7 +5,7 @@
 // a custom kernel is sent, with the bytes of its arrays, to the process named by HOST_GPU_SERVER
 // (serve.py), which runs the kernel's text lane by lane. A launch runs when it is made, in the
 // order of the program, which is one of the orders that MLX might choose. HOST_GPU_ARCHITECTURE is
-// the name of the GPU.
+// the name of the GPU. A launch that the server refuses fails, and the program goes on.
 #include <errno.h>
 #include <pthread.h>
 #include <spawn.h>
@@ -294,8 +294,13 @@ int mlx_fast_metal_kernel_apply(
 
   uint64_t size;
   char* message = receive_blob(&size);
-  if (size) fail("%s", message);
+  if (size) fprintf(stderr, "host_gpu: %s\n", message);
   free(message);
+  if (size) {
+    for (size_t i = 0; i < count; ++i) mlx_array_free(arrays[i]);
+    pthread_mutex_unlock(&server_lock);
+    return 1;
+  }
   mlx_vector_array written = mlx_vector_array_new();
   for (size_t i = 0; i < kernel->outputs; ++i) {
     int shape[MOST_AXES];

@@ -2,7 +2,8 @@
 
 Messages are blobs: a length (8 bytes) and so many bytes. HOST_GPU_RECORD names a file to which each
 launch is written as a line, in the form of tools/record_launches.py. With HOST_GPU_RUN=0 nothing is
-run, and results are zeros.
+run, and results are zeros. HOST_GPU_BREAK is one of the ways in which tests/metal/broken.py breaks
+kernels, or TRAP: the first launch of attention ends the server, and with it the program.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from harness import BuildError, DialectError, KernelError, metal_kernel  # noqa:
 from harness.kernel import changed_inputs  # noqa: E402
 from record_launches import described  # noqa: E402
 
+TRAP = "a trap"
 # In the order of mlx_dtype.
 _DTYPES = (
     *(mx.bool_, mx.uint8, mx.uint16, mx.uint32, mx.uint64, mx.int8, mx.int16, mx.int32, mx.int64),
@@ -105,6 +107,7 @@ def _launch(messages: Messages, record: Path | None, run: bool) -> None:
         with record.open("a") as lines:
             lines.write(described(name, header, source, options, launch) + "\n")
     if run:
+        header, source = _broken(name, header, source)
         kernel = metal_kernel(
             name, **options, source=source, header=header, ensure_row_contiguous=False
         )
@@ -120,6 +123,22 @@ def _launch(messages: Messages, record: Path | None, run: bool) -> None:
         messages.send(_span(array) if name in changed else b"")
 
 
+def _broken(name: str, header: str, source: str) -> tuple[str, str]:
+    """A kernel's text, broken as the environment says."""
+    way = os.environ.get("HOST_GPU_BREAK")
+    if way == TRAP and "attention_vector" in name:
+        os._exit(1)
+    if way in (None, TRAP):
+        return header, source
+    from broken import BROKEN
+
+    for kernel, (old, new) in BROKEN[way][0].items():
+        if name.startswith(f"mlx_h2o_{kernel}"):
+            assert old in header + source
+            header, source = header.replace(old, new), source.replace(old, new)
+    return header, source
+
+
 def _argument(kind: int, value: int) -> mx.Dtype | int | bool:
     return (_DTYPES[value] if kind == 0 else value) if kind < 2 else bool(value)
 
@@ -131,13 +150,13 @@ def main() -> None:
     sys.stdout = sys.stderr
     try:
         while True:
-            _launch(messages, Path(record) if record else None, run)
+            try:
+                _launch(messages, Path(record) if record else None, run)
+            except (BuildError, DialectError, KernelError) as error:
+                messages.send(str(error).encode() or b"no reason")
             messages.flush()
     except EOFError:
         pass
-    except (BuildError, DialectError, KernelError) as error:
-        messages.send(str(error).encode())
-        messages.flush()
 
 
 if __name__ == "__main__":

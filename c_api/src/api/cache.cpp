@@ -57,6 +57,15 @@ int changing(mlx_h2o_cache cache, mlx_stream s, F&& run) {
   });
 }
 
+// What a cache says of itself.
+template <class T, class F>
+int reading(T* res, mlx_h2o_cache cache, F&& look) {
+  return guarded([&] {
+    wants(res);
+    *res = look(of(cache));
+  });
+}
+
 std::optional<Frame> frame_of(const mlx_h2o_cache_options& options, int heads) {
   const mlx_array centre = options.frame_centre, scale = options.frame_scale;
   check(
@@ -212,10 +221,7 @@ int mlx_h2o_cache_policy(mlx_h2o_policy* res, const mlx_h2o_cache cache) {
 }
 
 int mlx_h2o_cache_n_kv_heads(size_t* res, const mlx_h2o_cache cache) {
-  return guarded([&] {
-    wants(res);
-    *res = of(cache).heads();
-  });
+  return reading(res, cache, [](const Core& core) { return core.heads(); });
 }
 
 int mlx_h2o_cache_budgets(int* res, size_t n_kv_heads, const mlx_h2o_cache cache) {
@@ -231,10 +237,7 @@ int mlx_h2o_cache_budgets(int* res, size_t n_kv_heads, const mlx_h2o_cache cache
 }
 
 int mlx_h2o_cache_pin_count(size_t* res, const mlx_h2o_cache cache) {
-  return guarded([&] {
-    wants(res);
-    *res = of(cache).settings().pins.size();
-  });
+  return reading(res, cache, [](const Core& core) { return core.settings().pins.size(); });
 }
 
 int mlx_h2o_cache_pins(int* res, size_t n_spans, const mlx_h2o_cache cache) {
@@ -298,38 +301,23 @@ int mlx_h2o_cache_update_and_fetch(
 }
 
 int mlx_h2o_cache_offset(int* res, const mlx_h2o_cache cache) {
-  return guarded([&] {
-    wants(res);
-    *res = of(cache).offset();
-  });
+  return reading(res, cache, [](const Core& core) { return core.offset(); });
 }
 
 int mlx_h2o_cache_size(int* res, const mlx_h2o_cache cache) {
-  return guarded([&] {
-    wants(res);
-    *res = of(cache).size();
-  });
+  return reading(res, cache, [](const Core& core) { return core.size(); });
 }
 
 int mlx_h2o_cache_evicted(int64_t* res, const mlx_h2o_cache cache) {
-  return guarded([&] {
-    wants(res);
-    *res = of(cache).evicted();
-  });
+  return reading(res, cache, [](const Core& core) { return core.evicted(); });
 }
 
 int mlx_h2o_cache_nbytes(size_t* res, const mlx_h2o_cache cache) {
-  return guarded([&] {
-    wants(res);
-    *res = of(cache).nbytes();
-  });
+  return reading(res, cache, [](const Core& core) { return core.nbytes(); });
 }
 
 int mlx_h2o_cache_trimmable(int* res, const mlx_h2o_cache cache) {
-  return guarded([&] {
-    wants(res);
-    *res = of(cache).trimmable();
-  });
+  return reading(res, cache, [](const Core& core) { return core.trimmable(); });
 }
 
 int mlx_h2o_cache_trim(mlx_h2o_cache cache, int n, const mlx_stream s) {
@@ -444,10 +432,7 @@ int mlx_h2o_cache_restore_own(
 }
 
 int mlx_h2o_cache_missing_count(size_t* res, const mlx_h2o_cache cache) {
-  return guarded([&] {
-    wants(res);
-    *res = of(cache).missing().size();
-  });
+  return reading(res, cache, [](const Core& core) { return core.missing().size(); });
 }
 
 int mlx_h2o_cache_missing(int* res, size_t n_spans, const mlx_h2o_cache cache) {
@@ -455,10 +440,7 @@ int mlx_h2o_cache_missing(int* res, size_t n_spans, const mlx_h2o_cache cache) {
 }
 
 int mlx_h2o_cache_is_fused(bool* res, const mlx_h2o_cache cache) {
-  return guarded([&] {
-    wants(res);
-    *res = of(cache).is_lent();
-  });
+  return reading(res, cache, [](const Core& core) { return core.is_lent(); });
 }
 
 int mlx_h2o_cache_inner_state(mlx_vector_array* res, const mlx_h2o_cache cache) {

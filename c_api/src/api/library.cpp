@@ -1,6 +1,8 @@
 // mlx_h2o.h: the library.
 #include "attend.h"
 #include "evaluation.h"
+#include "gpu/verdicts.h"
+#include "operands.h"
 
 using namespace mlx_h2o;
 
@@ -21,6 +23,26 @@ mlx_h2o_error mlx_h2o_last_error_code(void) {
 int mlx_h2o_use_kernels(bool use) {
   use_kernels(use);
   return 0;
+}
+
+int mlx_h2o_set_cache_folder(const char* folder) {
+  return guarded(
+      [&] { set_cache_folder(folder ? std::optional<std::string>(folder) : std::nullopt); });
+}
+
+int mlx_h2o_set_notice(mlx_h2o_notice notice, void* context) {
+  set_notice(notice, context);
+  return 0;
+}
+
+int mlx_h2o_verdicts(mlx_string* res) {
+  return guarded([&] {
+    wants(res);
+    const mlx_string text = mlx_string_new_data(Json(verdicts()).text().c_str());
+    const int status = mlx_string_set(res, text);
+    mlx_string_free(text);
+    check(!status, "MLX could not hand over a text.", Blame::internal);
+  });
 }
 
 int mlx_h2o_set_evaluator(mlx_h2o_evaluator evaluator, void* context) {

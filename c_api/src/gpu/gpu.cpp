@@ -1,7 +1,7 @@
 #include "gpu.h"
 
 #include "../bridge.h"
-#include "launcher.h"
+#include "attention_case.h"
 #include "prompt_launches.h"
 
 namespace mlx_h2o {
@@ -70,18 +70,26 @@ void join_seed(Attended& attended, const std::optional<Seed>& seed) {
 
 }  // namespace
 
-std::optional<Attended> gpu_attend(
+bool gpu_takes(
+    const mx::array& q, const Stored& k, const Stored& v, const Masking& mask,
+    const std::optional<mx::array>& sinks, Export wanted) {
+  const bool written =
+      wanted == Export::logits ? vector_kernel_takes(q, k, v) : prompt_kernels_take(q, k);
+  return written && attention_proven(q, k, v, mask, sinks, wanted);
+}
+
+Attended gpu_attend(
     const mx::array& q, const Stored& k, const Stored& v, float scale, const Masking& mask,
-    const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted) {
+    const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted,
+    const std::string& architecture) {
   const bool few = vector_kernel_takes(q, k, v);
-  if (wanted == Export::logits ? !few : !prompt_kernels_take(q, k)) return std::nullopt;
   // Over plain rows, and where no more is asked for, MLX's own attention is the best there is.
   const bool plain = wanted == Export::none && !seed && !k.bits && !v.bits;
   Attended attended{q, q, std::nullopt, std::nullopt};
   if (few && !plain) {
     VectorCall call{scale, mask, sinks};
     call.wanted = wanted == Export::logits ? VectorExport::logits : VectorExport::lse;
-    call.architecture = *gpu_architecture();
+    call.architecture = architecture;
     const VectorAttended found = vector_attend(q, k, v, call);
     attended.out = found.out;
     attended.lse = *found.lse;

@@ -5,9 +5,16 @@
 
 namespace mlx_h2o {
 
-// Over rows of one kind; nothing where the kernels are not written for the operands.
-std::optional<Attended> gpu_attend(
+// Whether there are kernels for attention like this, of rows of one kind, and they proved
+// themselves on the GPU of the stream of the call.
+bool gpu_takes(
+    const mx::array& q, const Stored& k, const Stored& v, const Masking& mask,
+    const std::optional<mx::array>& sinks, Export wanted);
+
+// Attention that `gpu_takes`, its work shared out as on a GPU of this name.
+Attended gpu_attend(
     const mx::array& q, const Stored& k, const Stored& v, float scale, const Masking& mask,
-    const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted);
+    const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted,
+    const std::string& architecture);
 
 }  // namespace mlx_h2o

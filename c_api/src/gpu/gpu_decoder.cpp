@@ -151,8 +151,7 @@ class GPUDecoder : public Decoder {
   mx::array victims_;
 };
 
-// Whether a row that a kernel writes into its input is there for the next reader.
-bool writes_in_place() {
+bool tried_in_place() {
   const StepPlan plan{1, kFewestSlots, 0, 1, {{0, 1, -1, 0, 0, false}}};
   const auto zeros = [] { return mx::zeros({1, kFewestSlots, 32}); };
   const SlotArrays slots{{{zeros()}}, {{zeros()}}, mx::zeros({1, kFewestSlots}, mx::int32)};
@@ -170,9 +169,12 @@ bool writes_in_place() {
 
 }  // namespace
 
-bool gpu_can_decode(const mx::array& keys, const mx::array& values) {
-  if (!is_kernel_width(keys.shape(-1)) || !is_kernel_width(values.shape(-1))) return false;
-  static const bool in_place = writes_in_place();
+bool gpu_has_step(const mx::array& keys, const mx::array& values) {
+  return is_kernel_width(keys.shape(-1)) && is_kernel_width(values.shape(-1));
+}
+
+bool gpu_writes_in_place() {
+  static const bool in_place = tried_in_place();
   return in_place;
 }
 

@@ -3,6 +3,11 @@ import SwiftUI
 @main
 struct ChatApp: App {
     var body: some Scene {
-        WindowGroup { ChatView() }
+        WindowGroup {
+            TabView {
+                ChatView().tabItem { Label("Chat", systemImage: "bubble") }
+                DeviceView().tabItem { Label("Device", systemImage: "checkmark.seal") }
+            }
+        }
     }
 }

@@ -45,6 +45,7 @@ func engineArray(_ call: (inout mlx_array) -> Int32) throws -> MLXArray {
 /// Done once: all that the engine evaluates by itself goes through mlx-swift, which evaluates behind a
 /// lock of its own.
 let installedEvaluator: Void = {
+    H2OKernels.areSetUp
     mlx_h2o_set_evaluator(
         { _, list in
             do {
