@@ -1,4 +1,4 @@
-"""The C API: golden vectors through a C program, its installation, its examples; sanitized."""
+"""The C API: golden vectors through a C program, its installation, its examples; sanitized in make test-native."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from covering import STEP
 from mlx_h2o import H2OKVCache
 from mlx_h2o.caches.kinds import restored
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
@@ -65,21 +66,32 @@ def built(name: str, *options: str) -> Path:
     return folder
 
 
+# Instrumented builds take twice as long to compile, and `make test` does without.
+SANITIZE = STEP == 1
+HOW = (
+    ("-DMLX_H2O_SANITIZE=ON",)
+    if SANITIZE
+    else ("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_C_FLAGS=-O1", "-DCMAKE_CXX_FLAGS=-O1")
+)
+# A build of each kind has a folder, so that neither tier compiles what the other left.
+KIND = "sanitized" if SANITIZE else "quick"
+
+
 @pytest.fixture(scope="module")
-def sanitized() -> Path:
+def over_mlx() -> Path:
     # `make test-sanitize` has the kernels of all instruction sets.
-    return built("sanitized", "-DMLX_H2O_SANITIZE=ON", "-DMLX_H2O_AVX512=OFF")
+    return built(f"{KIND}/over_mlx", "-DMLX_H2O_AVX512=OFF", *HOW)
 
 
 # Everything plain where it runs without a GPU: there are no CPU kernels over mlx-c alone.
 @pytest.fixture(scope="module")
-def over_mlx_c(sanitized: Path) -> Path:
-    beside = f"-DMLXC_DIR={sanitized / 'mlx_c'}"
-    options = ("-DMLX_H2O_SANITIZE=ON", "-DMLX_H2O_C_EXAMPLES=ON", beside)
-    return built("over_mlx_c", "-DMLX_H2O_OVER_MLX_C=ON", *options)
+def over_mlx_c(over_mlx: Path) -> Path:
+    beside = f"-DMLXC_DIR={over_mlx / 'mlx_c'}"
+    options = ("-DMLX_H2O_C_EXAMPLES=ON", beside, *HOW)
+    return built(f"{KIND}/over_mlx_c", "-DMLX_H2O_OVER_MLX_C=ON", *options)
 
 
-ENGINES = ("sanitized", "over_mlx_c")
+ENGINES = ("over_mlx", "over_mlx_c")
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +117,9 @@ def replay_damaged(folder: Path, golden: Path) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize(
     ("engine", "options"),
     [
-        pytest.param("sanitized", ("--steps", "10000"), marks=pytest.mark.slow, id="kernels"),
-        pytest.param("sanitized", ("--plain", "--every", "7"), marks=pytest.mark.slow, id="plain"),
-        pytest.param("sanitized", ("--steps", "300", "--every", "9"), id="sample"),
+        pytest.param("over_mlx", ("--steps", "10000"), marks=pytest.mark.slow, id="kernels"),
+        pytest.param("over_mlx", ("--plain", "--every", "7"), marks=pytest.mark.slow, id="plain"),
+        pytest.param("over_mlx", ("--steps", "300", "--every", "9"), id="sample"),
         pytest.param("over_mlx_c", ("--steps", "300"), marks=pytest.mark.slow, id="mlx-c"),
         pytest.param("over_mlx_c", ("--steps", "100", "--every", "40"), id="mlx-c sample"),
     ],
@@ -126,7 +138,7 @@ def test_every_golden_vector_is_replayed(engine: Path, options: tuple[str, ...])
 @pytest.mark.parametrize(
     ("engine", "what"),
     [
-        *(("sanitized", what) for what in ("undo", "interrupt", "frame", "memory")),
+        *(("over_mlx", what) for what in ("undo", "interrupt", "frame", "memory")),
         # 32,768 tokens, two minutes
         *(pytest.param(name, "positions", marks=pytest.mark.slow) for name in ENGINES),
         # A prompt's memory is the kernels' merit.
@@ -350,8 +362,8 @@ def test_what_is_no_json_is_refused(engine: Path, tmp_path: Path, settings: str)
     assert "refused" in succeed(engine / "tests" / "saved", "refuse", path)
 
 
-def test_a_compiled_function_is_refused(sanitized: Path) -> None:
-    succeed(sanitized / "tests" / "tracing")
+def test_a_compiled_function_is_refused(over_mlx: Path) -> None:
+    succeed(over_mlx / "tests" / "tracing")
 
 
 @over_both
@@ -360,7 +372,7 @@ def test_copies_and_other_slots(engine: Path) -> None:
     succeed(engine / "tests" / "copies")
 
 
-# More by hand: build/c_api/sanitized/tests/arguments fuzz 1000000 7
+# More by hand: build/c_api/sanitized/over_mlx/tests/arguments fuzz 1000000 7
 FUZZED_CALLS = 3000
 
 
@@ -383,7 +395,7 @@ def a_number_more(arrays: dict[str, mx.array], name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def host_gpu(sanitized: Path) -> dict[str, str]:
+def host_gpu(over_mlx: Path) -> dict[str, str]:
     """Variables that let a program find an Apple GPU: the host harness (tests/host_gpu)."""
     library = BUILD / "libhost_gpu.so"
     headers = ROOT / "c_api" / "mlx_c" / "include"
@@ -453,7 +465,7 @@ def test_a_broken_kernel_is_not_used(
 
 @pytest.mark.parametrize(
     "engine",
-    [pytest.param("sanitized", marks=pytest.mark.slow), "over_mlx_c"],
+    [pytest.param("over_mlx", marks=pytest.mark.slow), "over_mlx_c"],
     indirect=True,
 )
 def test_sound_kernels_are_checked_once(
@@ -535,7 +547,7 @@ QUICK_OVER_MLX_C = ("attention", "turns")
 @pytest.mark.parametrize(
     ("engine", "group"),
     [
-        *(("sanitized", group) for group in ON_HOST_GPU),
+        *(("over_mlx", group) for group in ON_HOST_GPU),
         *(
             pytest.param(
                 *("over_mlx_c", group),
