@@ -1,4 +1,4 @@
-"""The C API: golden vectors through a C program, its installation, its examples; sanitized in make test-native."""
+"""The C API: golden vectors through a C program, its installation, its examples."""
 
 from __future__ import annotations
 
