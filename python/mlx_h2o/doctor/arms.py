@@ -45,7 +45,7 @@ class Size:
 
     Attributes:
         slots: N of each KV head.
-        dtype: Of queries, and of dense keys and values.
+        dtype: The dtype of queries, and of dense keys and values.
     """
 
     slots: int

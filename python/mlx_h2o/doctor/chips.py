@@ -29,7 +29,7 @@ class Chip(NamedTuple):
 
     Attributes:
         name: As in "M2 Pro".
-        bandwidth: Of memory, bytes a second.
+        bandwidth: The memory's bandwidth in bytes a second.
         operations: Float32 operations a second of the GPU; a multiply-add is two.
         bandwidth_from: Who says so.
         operations_from: Likewise.

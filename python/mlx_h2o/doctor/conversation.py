@@ -33,8 +33,8 @@ def section(begun: Begun, tokens: int = TOKENS, prompt: int = PROMPT) -> None:
 
     Args:
         begun: Takes the section.
-        tokens: That are fed one by one.
-        prompt: That are read before, in one piece.
+        tokens: The tokens that are fed one by one.
+        prompt: The tokens that are read before them, in one piece.
     """
     model, tokenizer = load(EMBEDDED_MODEL)
     text = tokenizer.encode(SAMPLE_TEXT.read_text())[: prompt + tokens]

@@ -19,8 +19,8 @@ def pairs_covered(
 
     Args:
         choices: The values of each part, by name.
-        allowed: Which combinations there are.
-        seed: Of the order in which they are looked at.
+        allowed: Whether a combination exists.
+        seed: The seed of the order in which combinations are tried.
     """
     every = itertools.product(*choices.values())
     named = (dict(zip(choices, values, strict=True)) for values in every)

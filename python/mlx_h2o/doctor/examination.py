@@ -28,8 +28,8 @@ class Plan:
         parts: Some of `PARTS`.
         quick: Whether one of `QUICK` golden vectors and variants does.
         minutes: After which nothing new is begun.
-        slots: Of the timings.
-        rounds: Of the timings.
+        slots: The numbers of slots to time.
+        rounds: The number of timed rounds.
     """
 
     parts: tuple[str, ...] = PARTS

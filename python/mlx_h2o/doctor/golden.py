@@ -28,7 +28,7 @@ def section(
 
     Args:
         begun: Takes the section.
-        every: Of so many cases one.
+        every: N, to replay every Nth case.
         progress: Told each case's name.
         over: Whether there is time for no more.
         folder: Where they lie.

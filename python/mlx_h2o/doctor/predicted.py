@@ -38,7 +38,7 @@ class Work(NamedTuple):
 
     Attributes:
         bytes: Read and written.
-        instructions: Of single lanes.
+        instructions: The instructions of single lanes.
     """
 
     bytes: int

@@ -12,9 +12,9 @@ class Section:
     """One part of the report.
 
     Attributes:
-        name: By which the JSON knows it.
+        name: The name in the JSON.
         title: For people.
-        columns: Of the table; the first names a row.
+        columns: The table's columns; the first names the row.
         rows: Cells as text.
         data: The same and more, as JSON types.
         failures: What did not hold, in words; empty where all did.
@@ -44,7 +44,7 @@ class Report:
         machine: What ran it, by name.
         sections: In order.
         complete: Whether it came to its end.
-        seconds: That it took.
+        seconds: The time taken.
         stopped: What broke it off: Ctrl-C, or SIGTERM.
     """
 

@@ -37,7 +37,7 @@ class MLXVariant:
     """What decides which of MLX's kernels attends.
 
     Attributes:
-        dtype: Of queries, keys and values.
+        dtype: The dtype of queries, keys and values.
         widths: D and Dv.
         group: Query heads of a KV head.
         queries: L.
