@@ -171,7 +171,7 @@ def _beside(
 
     Args:
         model: An mlx-lm model.
-        settings: Of its caches.
+        settings: The settings of its caches.
         chunk: Tokens that are read at once.
         pairs: Queries of a chunk times keys that they see in a cache of the model's own; 0 where
             it has none.

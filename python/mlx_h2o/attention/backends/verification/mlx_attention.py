@@ -37,10 +37,10 @@ class MLXVariant:
     """What decides which of MLX's kernels attends.
 
     Attributes:
-        dtype: Of queries, keys and values.
+        dtype: The dtype of queries, keys and values.
         widths: D and Dv.
-        group: Query heads of a KV head.
-        queries: L.
+        group: Query heads for each KV head.
+        queries: Their number, L.
         masked: Whether a mask is given; none of one query is causal.
         sinks: Whether there are attention sinks.
     """
