@@ -29,10 +29,10 @@ class Chip(NamedTuple):
 
     Attributes:
         name: As in "M2 Pro".
-        bandwidth: The memory's bandwidth in bytes a second.
+        bandwidth: Memory bandwidth in bytes a second.
         operations: Float32 operations a second of the GPU; a multiply-add is two.
-        bandwidth_from: Who says so.
-        operations_from: Likewise.
+        bandwidth_from: The source of `bandwidth`.
+        operations_from: The source of `operations`.
     """
 
     name: str

@@ -39,8 +39,8 @@ class MLXVariant:
     Attributes:
         dtype: The dtype of queries, keys and values.
         widths: D and Dv.
-        group: Query heads of a KV head.
-        queries: L.
+        group: Query heads for each KV head.
+        queries: Their number, L.
         masked: Whether a mask is given; none of one query is causal.
         sinks: Whether there are attention sinks.
     """
