@@ -5,7 +5,13 @@
 //
 // mask is none, causal, bool (an array [B, 1, L, N]) or row (an additive one [L, 1]); bits 0 is
 // dense.
+//
+//   launches tokens COUNT HEADS
+//
+// instead has a cache of so many query heads and two KV heads, whose policy needs no scores, read
+// COUNT tokens and then two more.
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "mlx_h2o.h"
@@ -18,8 +24,36 @@ static mlx_array zeros(const int* shape, int rank, mlx_dtype dtype, mlx_stream s
   return array;
 }
 
-int main(void) {
+static int read_tokens(int count, int query_heads, mlx_stream s) {
+  enum { Heads = 2, Width = 64 };
+  const int budgets[Heads] = {count + 2, count + 2};
+  mlx_h2o_cache_options options = mlx_h2o_cache_options_default();
+  options.remainder = false;
+  mlx_h2o_policy policy = mlx_h2o_policy_new();
+  mlx_h2o_cache cache = mlx_h2o_cache_new();
+  int status = mlx_h2o_policy_named(&policy, "streaming") ||
+      mlx_h2o_cache_make(&cache, policy, budgets, Heads, &options);
+  for (int i = 0; i < 2 && !status; ++i) {
+    const int tokens = i ? 2 : count;
+    const int q_shape[] = {1, query_heads, tokens, Width}, shape[] = {1, Heads, tokens, Width};
+    const mlx_array q = zeros(q_shape, 4, MLX_FLOAT16, s), rows = zeros(shape, 4, MLX_FLOAT16, s);
+    mlx_array out = mlx_array_new();
+    status = mlx_h2o_cache_update_and_attend(&out, cache, q, rows, rows, 0.125f, kNone, s) ||
+        mlx_array_eval(out);
+    mlx_array_free(out), mlx_array_free(q), mlx_array_free(rows);
+  }
+  if (status) fprintf(stderr, "launches: %s\n", mlx_h2o_last_error());
+  mlx_h2o_cache_free(cache), mlx_h2o_policy_free(policy);
+  return status;
+}
+
+int main(int argc, char** argv) {
   const mlx_stream s = mlx_default_cpu_stream_new();
+  if (argc == 4 && !strcmp(argv[1], "tokens")) {
+    const int status = read_tokens(atoi(argv[2]), atoi(argv[3]), s);
+    mlx_stream_free(s);
+    return status;
+  }
   int B, Hq, Hk, L, N, D, Dv, sinks, bits;
   char type[16], mask[16];
   while (scanf(

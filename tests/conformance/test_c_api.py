@@ -617,6 +617,26 @@ def test_launches_are_those_of_python(
         assert launched == [launch for case in chosen for launch in case["launches"]]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "ours"), [(1030, 4, True), (1030, 2, False), (600, 4, False)]
+)
+def test_grouped_queries_over_many_keys_go_to_our_kernel(
+    over_mlx: Path,
+    host_gpu: dict[str, str],
+    tmp_path: Path,
+    tokens: int,
+    heads: int,
+    ours: bool,
+) -> None:
+    """MLX's attention takes two passes over them, which were seen to give garbage (mlx#4022)."""
+    told = tmp_path / "launched"
+    environment = host_gpu | {"HOST_GPU_RECORD": str(told)}
+    done = run(over_mlx / "tests" / "launches", "tokens", tokens, heads, **environment)
+    assert done.returncode == 0, done.stderr
+    launched = told.read_text() if told.exists() else ""
+    assert ("attention_vector" in launched) == ours
+
+
 PERTURBED = {
     "attention": "float32-4of2-causal-v32-L3/out.out",
     "quantized": "k4v4-g64-none-float32/in.k_w",

@@ -68,6 +68,10 @@ void join_seed(Attended& attended, const std::optional<Seed>& seed) {
   attended.out = mx::astype(attended.out, dtype);
 }
 
+// From so many keys on MLX's attention of few queries takes two passes, and in the MLX that
+// mlx-swift ships those were seen to give garbage for grouped queries (mlx#4022).
+constexpr int kTwoPassKeys = 1024;
+
 }  // namespace
 
 bool gpu_takes(
@@ -83,8 +87,10 @@ Attended gpu_attend(
     const std::optional<mx::array>& sinks, const std::optional<Seed>& seed, Export wanted,
     const std::string& architecture) {
   const bool few = vector_kernel_takes(q, k, v);
-  // Over plain rows, and where no more is asked for, MLX's own attention is the best there is.
-  const bool plain = wanted == Export::none && !seed && !k.bits && !v.bits;
+  // Over plain rows, and where no more is asked for, MLX's own attention is the best there is,
+  // unless it would take two passes over grouped queries.
+  const bool plain = wanted == Export::none && !seed && !k.bits && !v.bits &&
+      !(q.shape(1) != k.arrays[0].shape(1) && count(k) >= kTwoPassKeys);
   Attended attended{q, q, std::nullopt, std::nullopt};
   if (few && !plain) {
     VectorCall call{scale, mask, sinks};
