@@ -75,11 +75,11 @@ MLX_H2O_API mlx_h2o_error mlx_h2o_last_error_code(void);
 MLX_H2O_API int mlx_h2o_use_kernels(bool use);
 
 // Kernels prove themselves: the first time that a variant (kernels, dtypes, widths, bits, the form
-// of the policy) is used on a GPU, it runs on a small case beside the definition, in some tens of
-// milliseconds. One that fails, gives a NaN or differs by more than is tolerated is not used: MLX's
-// own operations do its work. The verdict is kept in a folder, by device, system, version of MLX
-// and the kernels' text. MLX_H2O_VERIFY in the environment may be "once", as usual; "always", to
-// check again in every process; or "never". Anything else is an error (MLX_H2O_ERROR_SETTINGS).
+// of the policy) is used on a GPU, it runs on a small case beside the definition. One that fails,
+// gives a NaN or differs by more than is tolerated is not used: MLX's own operations do its work.
+// The verdict is kept in a folder, by device, system, version of MLX and the kernels' text.
+// MLX_H2O_VERIFY in the environment may be "once", as usual; "always", to check again in every
+// process; or "never". Anything else is an error (MLX_H2O_ERROR_SETTINGS).
 //
 // Over mlx-c alone a kernel that does not compile is MLX's error, and mlx-c's handler of errors,
 // unless the program has set another, ends the process; the next one does without the kernel.

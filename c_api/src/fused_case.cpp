@@ -17,6 +17,7 @@ constexpr int kUnused = 4;
 constexpr int kSteps = 10;
 // A second sequence, which reads with strides of its own.
 constexpr int kBatch = 2, kHeads = 2;
+constexpr double kMostRecent = 16;
 constexpr float kSharpness = 2;
 // Sums of the evicted, over some hundred rows.
 constexpr Tolerance kOfStatistics{1e-4, 2e-3};
@@ -71,7 +72,10 @@ std::string FusedVariant::name() const {
 // Those of a small layer whose steps compile what those of a large one do.
 CacheSettings FusedVariant::small_settings() const {
   CacheSettings small = like;
-  const int least = small.policy.least_budget(0);
+  // Many protected tokens would need as many slots; no text knows how many they are.
+  Policy& policy = small.policy;
+  if (!policy.recent_is_share) policy.recent = std::min(policy.recent, kMostRecent);
+  const int least = policy.least_budget(0);
   const int few = std::max(kFew, least + kUnused), many = std::max(kMany, least + 2 * kUnused);
   const int count = heads ? heads : kHeads;
   small.budgets.assign(count, many);

@@ -413,13 +413,18 @@ def host_gpu(over_mlx: Path) -> dict[str, str]:
 
 
 def conversed(
-    engine: Path, host_gpu: dict[str, str], folder: Path, way: str = "", mode: str = "once"
+    engine: Path,
+    host_gpu: dict[str, str],
+    folder: Path,
+    *given: object,
+    way: str = "",
+    mode: str = "once",
 ) -> subprocess.CompletedProcess[str]:
     """A conversation by kernels that are broken in some way, and by MLX's operations."""
     environment = host_gpu | {"MLX_H2O_VERIFY": mode, "XDG_CACHE_HOME": str(folder)}
     if way:
         environment["HOST_GPU_BREAK"] = way
-    return run(engine / "tests" / "verification", **environment)
+    return run(engine / "tests" / "verification", *given, **environment)
 
 
 # As in tests/metal/broken.py, with what is said of the fused step; but for the last a launch of
@@ -448,7 +453,7 @@ def test_a_broken_kernel_is_not_used(
 ) -> None:
     """It is caught and told once; what comes out is what MLX's operations give; it is kept."""
     for again in (False, True):
-        done = conversed(engine, host_gpu, tmp_path, "" if again else way)
+        done = conversed(engine, host_gpu, tmp_path, way="" if again else way)
         assert done.returncode == 0, done.stderr
         told = json.loads(done.stdout)
         assert not told["fused"]
@@ -471,9 +476,9 @@ def test_a_broken_kernel_is_not_used(
 def test_sound_kernels_are_checked_once(
     engine: Path, host_gpu: dict[str, str], tmp_path: Path
 ) -> None:
-    """They are used; the next process reads the verdicts; neither a device nor a text is mistaken
-    for another."""
-    first, second = (json.loads(conversed(engine, host_gpu, tmp_path).stdout) for _ in range(2))
+    """They are used; the next process reads the verdicts, but on another device."""
+    own = tmp_path / "of the program"
+    first, second = (json.loads(conversed(engine, host_gpu, tmp_path, own).stdout) for _ in "12")
     for told in (first, second):
         assert told["fused"]
         assert told["same"]
@@ -482,11 +487,15 @@ def test_sound_kernels_are_checked_once(
         assert all(v["held"] and 0 < v["error"] <= 1 for v in told["verdicts"])
     assert first["verdicts"] == second["verdicts"]
     assert len(first["verdicts"]) == 4  # a prompt with and without mass, steps, scores
-    kept = list((tmp_path / "mlx-h2o" / "kernels").iterdir())
+    kept = list(own.iterdir())
+    assert list(tmp_path.iterdir()) == [own]
     assert len(kept) == 4
     for path in kept:
         path.write_text("{damaged")
-    told = json.loads(conversed(engine, host_gpu, tmp_path, mode="never").stdout)
+    other = host_gpu | {"HOST_GPU_ARCHITECTURE": "applegpu_g13g"}
+    assert json.loads(conversed(engine, other, tmp_path, own).stdout)["fused"]
+    assert len(list(own.iterdir())) == 2 * 4
+    told = json.loads(conversed(engine, host_gpu, tmp_path, own, mode="never").stdout)
     assert {v["why"] for v in told["verdicts"]} == {"not checked (MLX_H2O_VERIFY=never)"}
     assert [path.read_text() for path in kept] == ["{damaged"] * 4
 
@@ -496,7 +505,7 @@ def test_a_kernel_that_ends_the_process_is_not_used_by_the_next(
     over_mlx_c: Path, host_gpu: dict[str, str], tmp_path: Path
 ) -> None:
     for _ in range(5):  # each of three variants ends one
-        done = conversed(over_mlx_c, host_gpu, tmp_path, "a trap")
+        done = conversed(over_mlx_c, host_gpu, tmp_path, way="a trap")
         if done.returncode == 0:
             break
         assert done.returncode == 70
