@@ -1,6 +1,8 @@
 // mlx_h2o.h: the library.
 #include "attend.h"
 #include "evaluation.h"
+#include "handles.h"
+#include "mlx/c/mlx.h"
 
 using namespace mlx_h2o;
 
@@ -16,6 +18,13 @@ const char* mlx_h2o_last_error(void) {
 
 mlx_h2o_error mlx_h2o_last_error_code(void) {
   return last_error().code;
+}
+
+int mlx_h2o_report_error(const char* message) {
+  return guarded([&] {
+    check(message, "What to report is missing.");
+    _mlx_error("mlx-h2o", 0, "%s", message);
+  });
 }
 
 int mlx_h2o_use_kernels(bool use) {

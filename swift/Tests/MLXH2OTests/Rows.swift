@@ -54,6 +54,14 @@ func same(_ a: MLXArray, _ b: MLXArray) -> Bool {
 }
 
 extension H2OKVCache {
+    /// Every array held, by name, names ascending.
+    var namedArrays: [(name: String, array: MLXArray)] {
+        try! saved().arrays.sorted { $0.key < $1.key }.map { (name: $0.key, array: $0.value) }
+    }
+
+    /// Everything else, in the form that Python's `H2OKVCache.config` has.
+    var configuration: H2OSettingValue { try! H2OSettingValue(parsing: saved().settings) }
+
     /// What the slots of each KV head store by this name, `[B, length, ...]`, in order of position; empty
     /// where nothing is.
     func stored(_ name: String) -> [MLXArray] {

@@ -23,7 +23,13 @@ extension H2OConfiguration {
             Notice.shared.say(
                 "\(type(of: model)) goes on with its own caches, without a bound. "
                     + "\(error.localizedDescription)")
-            return (try? plain()) ?? []
+            do {
+                return try plain()
+            } catch {
+                // Not even the model's own: no list is right, and MLX's handler has the error.
+                reportToMLX(error)
+                return []
+            }
         }
     }
 
