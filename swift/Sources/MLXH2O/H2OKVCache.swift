@@ -38,6 +38,9 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
     /// state that was set), until it is set to nil: nothing went wrong since then.
     public var failure: H2OError?
 
+    /// What was asked for and this cache does not have.
+    public internal(set) var notices: [H2ONotice] = []
+
     /// Whether kernels compute for this cache where there are some; plain MLX operations otherwise,
     /// slower and good for comparing.
     public var usesKernels = true {
@@ -73,17 +76,19 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
         try self.init(settings, PressureShare(pressure, nil))
     }
 
-    init(_ settings: CacheSettings, _ pressure: PressureShare) throws {
+    init(
+        _ settings: CacheSettings, _ pressure: PressureShare, _ notices: [H2ONotice] = []
+    ) throws {
         guard !settings.saturation.isEmpty else {
             throw H2OError.configuration("Give one saturation for all KV heads, or one for each.")
         }
-        (given, self.pressure) = (settings, pressure)
+        (given, self.pressure, self.notices) = (settings, pressure, notices)
         engine = try settings.engine()
     }
 
     private init(_ other: H2OKVCache) throws {
         (given, pressure, failure) = (other.given, other.pressure, other.failure)
-        usesKernels = other.usesKernels
+        (usesKernels, notices) = (other.usesKernels, other.notices)
         engine = try other.engine?.copied()
     }
 
@@ -213,6 +218,9 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
         reporting(H2OKVCache(failed: self)) { try H2OKVCache(self) }
     }
 
+}
+
+extension H2OKVCache {
     /// Change the budget; what no longer fits goes into the remainder.
     ///
     /// Between steps only, and for all layers of a stock model alike.
@@ -253,7 +261,8 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
             if possible < wanted {
                 let lost = Self.tooFar(wanted, possible)
                 failure = .state(lost)
-                Notice.shared.say("\(wanted - possible) tokens stay that trim should take: \(lost)")
+                H2ONotice(subject: .undo, message: "trim took \(possible) of \(wanted): \(lost)")
+                    .said()
             }
             return possible
         }

@@ -71,11 +71,6 @@ extension H2OKVCache {
     /// Slots of each KV head, plain rows of the evicted among them; nil until they are known.
     public var budgets: [Int]? { engine?.plan.budgets }
 
-    /// Slots of each head without memory pressure, once known.
-    var fullBudgets: [Int]? {
-        pressure.full?.left(settings.filling.count).budgets
-    }
-
     public var evicted: Int { engine?.evicted ?? 0 }
 
     public var nbytes: Int { engine?.nbytes ?? innerState().reduce(0) { $0 + $1.nbytes } }
@@ -102,8 +97,6 @@ extension H2OKVCache {
 
     /// Batch, heads, widths and dtypes that rows must have, once known.
     var rowTypes: RowTypes? { engine?.rowTypes }
-    /// Whether kernels have the rows.
-    var isDecoding: Bool { engine?.isFused ?? false }
 
     /// A cache from another's arrays and configuration.
     static func restored(

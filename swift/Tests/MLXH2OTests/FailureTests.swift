@@ -24,7 +24,7 @@ import Testing
                 continue
             }
             #expect(message.contains("undo: 5"), "\(message)")
-            #expect(Notice.shared.messages.contains { $0.contains(message) })
+            #expect(H2ONotice.all.contains { $0.message.contains(message) })
             // The cache is right for what it holds.
             #expect(same(rows.run(cache, ones(6)), rows.run(twin, ones(6))))
             #expect(try cache.keptPositions() == twin.keptPositions())
