@@ -36,9 +36,7 @@ public struct LMInput {
         public init(pixels: MLXArray) { self.pixels = pixels }
     }
 
-    public struct ProcessedAudio {
-        public let features: MLXArray
-    }
+    public struct ProcessedAudio {}
 
     public struct Text {
         public let tokens: MLXArray
