@@ -24,16 +24,17 @@ public struct H2ONotice: Sendable, Hashable, CustomStringConvertible {
     public var description: String { message }
 
     /// Every notice of this process, in order.
-    public static var all: [H2ONotice] { log.withLock { $0 } }
+    public static var all: [H2ONotice] { lock.withLock { log } }
 
-    private static let log = Log()
+    private static let lock = NSLock()
+    nonisolated(unsafe) private static var log: [H2ONotice] = []
 
     /// The notice, once it is in the log.
     @discardableResult
     func said() -> H2ONotice {
-        let isNew = Self.log.withLock { said in
-            if said.contains(self) { return false }
-            said.append(self)
+        let isNew = Self.lock.withLock {
+            if Self.log.contains(self) { return false }
+            Self.log.append(self)
             return true
         }
         guard isNew else { return self }
@@ -43,17 +44,6 @@ public struct H2ONotice: Sendable, Hashable, CustomStringConvertible {
             FileHandle.standardError.write(Data("mlx-h2o: \(message)\n".utf8))
         #endif
         return self
-    }
-
-    private final class Log: @unchecked Sendable {
-        private let lock = NSLock()
-        private var said: [H2ONotice] = []
-
-        func withLock<Result>(_ body: (inout [H2ONotice]) -> Result) -> Result {
-            lock.lock()
-            defer { lock.unlock() }
-            return body(&said)
-        }
     }
 }
 

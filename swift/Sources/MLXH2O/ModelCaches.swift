@@ -250,7 +250,7 @@ extension H2OConfiguration {
         let identity = H2OModelIdentity(
             modelType: model.modelType, kvHeads: kinds.map(\.heads),
             keyWidths: kinds.map(\.widths.key), vocabularySize: model.vocabularySize,
-            probe: rows.slicedLast(0 ..< min(16, rows.dim(-1))).asArray(Float.self).map(Double.init)
+            probe: rows[0..., 0 ..< min(16, rows.dim(-1))].asArray(Float.self).map(Double.init)
         )
         if case .profile(let profile) = headBudgets { try profile.require(identity) }
         return candidates.first { $0.model.difference(from: identity) == nil }

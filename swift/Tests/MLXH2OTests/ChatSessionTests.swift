@@ -9,7 +9,7 @@ import Testing
 
 /// Conversations in bounded memory.
 @Suite(.serialized) struct ChatSessionTests {
-    private func container(
+    func container(
         stock: Bool = false, stop: Int = Letters.end, count: TokenCount = TokenCount(),
         script: Script? = nil
     ) throws -> ModelContainer {
@@ -325,7 +325,7 @@ import Testing
 }
 
 /// Tokens that a model was asked for by chunks.
-private final class TokenCount: @unchecked Sendable {
+final class TokenCount: @unchecked Sendable {
     var prompt = 0
 }
 
@@ -351,7 +351,7 @@ private final class Counting: Module, LLMModel {
 }
 
 /// Letters, which it makes tokens of, and pairs of them, which a model may say all the same.
-private struct Letters: Tokenizer {
+struct Letters: Tokenizer {
     static let start = 0, end = 1
     private static let letters = Array("abcdefghijklmnopqrstuvwxyz .?<>/_{}\":,2")
 
@@ -370,7 +370,7 @@ private struct Letters: Tokenizer {
     }
 
     func encode(text: String, addSpecialTokens: Bool = false) -> [Int] {
-        text.map { 2 + Self.letters.firstIndex(of: $0)! }
+        text.lowercased().map { 2 + Self.letters.firstIndex(of: $0)! }
     }
 
     func convertTokenToId(_ token: String) -> Int? { nil }
@@ -409,7 +409,7 @@ private struct Templates: UserInputProcessor {
 }
 
 /// What a model says, one reply after the other, and what it was given.
-private final class Script: @unchecked Sendable {
+final class Script: @unchecked Sendable {
     private var replies: [[Int]]
     private var place = 0
     var roles: [Chat.Message.Role] = []

@@ -47,6 +47,8 @@ func temporaryFile() -> URL {
 extension MLXArray {
     /// `[..., 1]`
     var column: MLXArray { expandedDimensions(axis: -1) }
+
+    var float32: MLXArray { asType(.float32) }
 }
 
 /// Integers `range` as an int32 vector.
