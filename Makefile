@@ -127,6 +127,7 @@ quick-swift: $(VENV)/.installed
 swift-lint: $(VENV)/.installed
 	swift-format lint --strict --parallel --recursive $(SWIFT_SOURCES)
 	MLX_H2O_PACKAGES=apple swift package dump-package | $(BIN)/python tools/check_swift_manifest.py
+	$(BIN)/python tools/unused_stand_ins.py
 
 swift-package: mlx_c
 	$(SWIFT_TEST)

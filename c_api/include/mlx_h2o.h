@@ -9,8 +9,8 @@
 // something is wanted, an array of another shape or dtype than is said here, an axis of length 0, a
 // number out of its range or not finite, a cache that is changed while a function is traced
 // (mlx_compile ...; over mlx-c alone it is not noticed). Nothing here exits or prints, and mlx-c's
-// error handler is called only where MLX itself fails (memory that ran out). As in mlx-c, a handle
-// that was freed is not noticed.
+// error handler is called only where MLX itself fails (memory that ran out) and by
+// mlx_h2o_report_error. As in mlx-c, a handle that was freed is not noticed.
 //
 // Arrays are lazy, as everywhere in MLX: evaluate the outputs of each step (mlx_array_eval), and
 // all that the step changed is evaluated with them. Their numbers are not looked at (a NaN gives
@@ -69,6 +69,11 @@ typedef enum mlx_h2o_error_ {
 
 // Of the same call as mlx_h2o_last_error.
 MLX_H2O_API mlx_h2o_error mlx_h2o_last_error_code(void);
+
+// Gives a message to mlx-c's error handler, as an operation of MLX does that fails: for a caller
+// that can give no error back itself. mlx-c's own handler ends the process. An error is a null
+// pointer.
+MLX_H2O_API int mlx_h2o_report_error(const char* message);
 
 // Whether kernels compute where there are some (true at first). With false plain MLX operations do,
 // everywhere: slower, and good for comparing. A cache has a switch of its own beside this one.

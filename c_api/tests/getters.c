@@ -235,6 +235,20 @@ static void slots_that_follow(mlx_h2o_policy policy) {
   mlx_h2o_cache_free(cache);
 }
 
+static void keep(const char* message, void* kept) {
+  snprintf(kept, PROMPT, "%s", message);
+}
+
+static void reports(void) {
+  static char kept[PROMPT];
+  mlx_set_error_handler(keep, kept, NULL);
+  fails_with(mlx_h2o_report_error(NULL), MLX_H2O_ERROR_ARGUMENT, "no message");
+  expect(!*kept, "nothing is reported");
+  expect(!mlx_h2o_report_error("100 % of it"), "an error of the caller's own");
+  expect(!strncmp(kept, "100 % of it", 11), "MLX's handler has it");
+  mlx_set_error_handler(NULL, NULL, NULL);
+}
+
 int main(int argc, char** argv) {
   (void)argv;
   s = mlx_default_cpu_stream_new();
@@ -244,6 +258,7 @@ int main(int argc, char** argv) {
   expect(!mlx_h2o_policy_set_int(policy, "sink", 2), "sinks");
   // With an argument: only what tests/host_gpu is to see.
   if (argc == 1) {
+    reports();
     policies();
     sizes(policy);
     caches(policy);

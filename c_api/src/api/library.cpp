@@ -2,6 +2,8 @@
 #include "attend.h"
 #include "evaluation.h"
 #include "gpu/verdicts.h"
+#include "handles.h"
+#include "mlx/c/mlx.h"
 #include "operands.h"
 
 using namespace mlx_h2o;
@@ -18,6 +20,13 @@ const char* mlx_h2o_last_error(void) {
 
 mlx_h2o_error mlx_h2o_last_error_code(void) {
   return last_error().code;
+}
+
+int mlx_h2o_report_error(const char* message) {
+  return guarded([&] {
+    check(message, "What to report is missing.");
+    _mlx_error("mlx-h2o", 0, "%s", message);
+  });
 }
 
 int mlx_h2o_use_kernels(bool use) {

@@ -31,10 +31,14 @@ public protocol H2OScoreTracking: KVCache {
     /// Logical positions of the kept tokens of each KV head, ascending: per batch entry and head.
     ///
     /// Reads from the device, so not for every step.
-    func keptPositions() -> [[[Int]]]
+    ///
+    /// - Throws: What the device or MLX could not.
+    func keptPositions() throws -> [[[Int]]]
 
     /// What the policy has accumulated for them, in the same order; zeros where it looks at keys only.
-    func keptScores() -> [[[Float]]]
+    ///
+    /// - Throws: As ``keptPositions()``.
+    func keptScores() throws -> [[[Float]]]
 
     /// Slots per KV head, once known.
     var budgets: [Int]? { get }

@@ -171,7 +171,7 @@ extension H2OKVCache {
                 let count = entry["scalars"]?["0.2"]?.int ?? .some(keys.shape[2]),
                 0 ... keys.shape[2] ~= count
             else { throw H2OError.file("its plain cache is not whole.") }
-            cache.state = [keys, values].map { $0.array.sliced(0 ..< count, axis: 2) }
+            cache.state = [keys, values].map { $0.array[0..., 0..., 0 ..< count] }
             return cache
         case let name:
             throw H2OError.file("this cannot load a \(name ?? "cache without a class").")

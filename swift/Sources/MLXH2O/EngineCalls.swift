@@ -24,6 +24,13 @@ extension MLXFast.ScaledDotProductAttentionMaskMode {
     }
 }
 
+/// Has MLX report an error where none can be thrown: see ``H2OKVCache/failure``.
+func reportToMLX(_ error: any Error) {
+    // It waits for mlx-swift's handler, which its first array installs.
+    _ = MLXArray(0)
+    mlx_h2o_report_error(error.localizedDescription)
+}
+
 /// The arrays of a list.
 func arrays(of list: mlx_vector_array) -> [MLXArray] {
     (0 ..< mlx_vector_array_size(list)).map { i in

@@ -85,10 +85,10 @@ extension Engine {
     }
 
     /// All arrays held; of what kernels change in place, what they wrote last.
-    var innerState: [MLXArray] {
+    func innerState() throws -> [MLXArray] {
         var list = mlx_vector_array_new()
         defer { mlx_vector_array_free(list) }
-        guard mlx_h2o_cache_inner_state(&list, handle) == 0 else { return [] }
+        try checkEngine(mlx_h2o_cache_inner_state(&list, handle))
         return arrays(of: list)
     }
 

@@ -17,9 +17,6 @@ struct Stage: Sendable, Equatable {
 /// shares are those of a long one. Each layer changes by its own offset, so all do so at the same token.
 /// Where positions need more bits (``Limits/fewPositions``), there are fewer slots from then on.
 struct SlotPlan: Sendable, Equatable {
-    // Of one layer in a file: tokens double from stage to stage.
-    static let mostStages = 64
-
     /// Slots of each KV head.
     let budgets: [Int]
     /// What follows, in order.

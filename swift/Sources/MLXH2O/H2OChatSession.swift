@@ -13,54 +13,94 @@ import MLXLMCommon
 ///     print(try await session.respond(to: "What are two things to see in San Francisco?"))
 ///     print(try await session.respond(to: "How about a great place to eat?"))
 ///
-/// Text only. One turn after the other: sessions of one container wait for each other.
+/// Images, videos, tools and a history are what they are in `ChatSession`. One turn after the other:
+/// sessions of one container wait for each other, but not for tools that run.
 public final class H2OChatSession: Sendable {
     private let container: ModelContainer
     private let configuration: H2OConfiguration
     private let instructions: String?
     private let parameters: GenerateParameters
+    private let processing: UserInput.Processing
     private let additionalContext: [String: any Sendable]?
-    private let memory = ChatMemory()
+    private let tools: [ToolSpec]?
+    private let toolDispatch: (@Sendable (ToolCall) async throws -> String)?
+    private let memory: ChatMemory
 
     /// - Parameters:
     ///   - container: The model.
     ///   - configuration: How its caches are bounded.
     ///   - instructions: What the model is told first.
+    ///   - history: What was said after them, read with the first turn.
     ///   - parameters: How to generate; `maxKVSize` is not looked at.
+    ///   - processing: How images and videos are made smaller.
     ///   - additionalContext: Values for the chat template.
+    ///   - tools: What the model may call.
+    ///   - toolDispatch: Answers a call; the model then goes on. Without, calls are in
+    ///     ``streamDetails(to:)``, and the app answers with ``respond(to:)``.
     public init(
         _ container: ModelContainer, h2o configuration: H2OConfiguration = .default,
-        instructions: String? = nil, parameters: GenerateParameters = GenerateParameters(),
-        additionalContext: [String: any Sendable]? = nil
+        instructions: String? = nil, history: consuming [Chat.Message] = [],
+        parameters: GenerateParameters = GenerateParameters(),
+        processing: UserInput.Processing = .init(resize: CGSize(width: 512, height: 512)),
+        additionalContext: [String: any Sendable]? = nil, tools: [ToolSpec]? = nil,
+        toolDispatch: (@Sendable (ToolCall) async throws -> String)? = nil
     ) {
         var parameters = parameters
         parameters.maxKVSize = nil  // mlx-swift-lm's main refuses it with caches handed in
-        self.container = container
-        self.configuration = configuration
-        self.instructions = instructions
-        self.parameters = parameters
-        self.additionalContext = additionalContext
+        (self.container, self.configuration) = (container, configuration)
+        (self.instructions, self.parameters) = (instructions, parameters)
+        (self.processing, self.additionalContext) = (processing, additionalContext)
+        (self.tools, self.toolDispatch) = (tools, toolDispatch)
+        memory = ChatMemory(history)
     }
 
     /// The model's reply.
     ///
-    /// - Throws: ``H2OError``: what the model cannot be bounded by; or the template's error.
-    public func respond(to prompt: String) async throws -> String {
+    /// - Parameters:
+    ///   - prompt: What the user says.
+    ///   - images: What the user shows, for models that see.
+    ///   - videos: Likewise.
+    /// - Throws: ``H2OError``: what the model cannot be bounded by; the template's or a tool's error.
+    public func respond(
+        to prompt: String, images: consuming [UserInput.Image] = [],
+        videos: consuming [UserInput.Video] = []
+    ) async throws -> String {
+        try await respond(to: [.user(prompt, images: images, videos: videos)])
+    }
+
+    /// The model's reply to messages of any roles, answers of tools say.
+    public func respond(to messages: consuming [Chat.Message]) async throws -> String {
         var reply = ""
-        for try await chunk in streamResponse(to: prompt) { reply += chunk }
+        for try await chunk in streamResponse(to: messages) { reply += chunk }
         return reply
     }
 
     /// The model's reply as it comes.
-    public func streamResponse(to prompt: String) -> AsyncThrowingStream<String, any Error> {
-        stream(prompt) { $0.chunk }
+    public func streamResponse(
+        to prompt: String, images: consuming [UserInput.Image] = [],
+        videos: consuming [UserInput.Video] = []
+    ) -> AsyncThrowingStream<String, any Error> {
+        streamResponse(to: [.user(prompt, images: images, videos: videos)])
     }
 
-    /// The same with tool calls and figures, of which `promptTokenCount` is the tokens read in this
-    /// turn.
-    public func streamDetails(to prompt: String) -> AsyncThrowingStream<Generation, any Error> {
-        stream(prompt) { $0 }
+    /// The same to messages of any roles.
+    public func streamResponse(
+        to messages: consuming [Chat.Message]
+    ) -> AsyncThrowingStream<String, any Error> { stream(messages) { $0.chunk } }
+
+    /// The reply with tool calls that are not dispatched, and figures, of which `promptTokenCount` is the
+    /// tokens read.
+    public func streamDetails(
+        to prompt: String, images: consuming [UserInput.Image] = [],
+        videos: consuming [UserInput.Video] = []
+    ) -> AsyncThrowingStream<Generation, any Error> {
+        streamDetails(to: [.user(prompt, images: images, videos: videos)])
     }
+
+    /// The same to messages of any roles.
+    public func streamDetails(
+        to messages: consuming [Chat.Message]
+    ) -> AsyncThrowingStream<Generation, any Error> { stream(messages) { $0 } }
 
     /// Begin a turn in which only a part of what was attended to before counts.
     ///
@@ -73,9 +113,14 @@ public final class H2OChatSession: Sendable {
         }
     }
 
-    /// Forget everything said; what comes next is bounded as before.
+    /// Forget everything said, the history too; what comes next is bounded as before.
     public func clear() async {
         await container.perform { [memory] _ in memory.clear() }
+    }
+
+    /// What was asked for and the conversation's caches do not have; nothing before the first turn.
+    public var notices: [H2ONotice] {
+        get async { await container.perform { [memory] _ in memory.caches?.notices ?? [] } }
     }
 
     /// Write the conversation's memory.
@@ -97,19 +142,33 @@ public final class H2OChatSession: Sendable {
 
     /// What the session holds between turns.
     var held: [any KVCache]? { memory.caches }
+}
+
+// MARK: a turn
+
+extension H2OChatSession {
+    private struct Messages: @unchecked Sendable {
+        let list: [Chat.Message]
+    }
 
     private func stream<Part: Sendable>(
-        _ prompt: String, _ part: @escaping @Sendable (Generation) -> Part?
+        _ messages: consuming [Chat.Message], _ part: @escaping @Sendable (Generation) -> Part?
     ) -> AsyncThrowingStream<Part, any Error> {
         let (stream, continuation) = AsyncThrowingStream<Part, any Error>.makeStream()
+        let first = Messages(list: messages)
         let task = Task { [self] in
             do {
-                try await container.perform { context in
-                    try await self.turn(prompt, context) { generation in
-                        guard let part = part(generation) else { return true }
-                        if case .terminated = continuation.yield(part) { return false }
-                        return true
+                var pending = first
+                while !pending.list.isEmpty {
+                    let said = pending
+                    let calls = try await container.perform { context in
+                        try await self.turn(said.list, context) { generation in
+                            guard let part = part(generation) else { return true }
+                            if case .terminated = continuation.yield(part) { return false }
+                            return true
+                        }
                     }
+                    pending = try await answers(to: calls)
                 }
                 continuation.finish()
             } catch {
@@ -120,33 +179,56 @@ public final class H2OChatSession: Sendable {
         return stream
     }
 
+    /// What the app's tools say. The container is free meanwhile, for tools that use its model.
+    private func answers(to calls: [ToolCall]) async throws -> Messages {
+        var answers: [Chat.Message] = []
+        guard let toolDispatch, !Task.isCancelled else { return Messages(list: []) }
+        for call in calls {
+            answers.append(.tool(try await toolDispatch(call), id: call.id))
+        }
+        return Messages(list: answers)
+    }
+
     /// Read what is new and say the reply, with the container held.
+    ///
+    /// - Returns: The calls that are to be dispatched.
     private func turn(
-        _ prompt: String, _ context: ModelContext, _ give: (Generation) -> Bool
-    ) async throws {
+        _ messages: [Chat.Message], _ context: ModelContext, _ give: (Generation) -> Bool
+    ) async throws -> [ToolCall] {
         let caches: [any KVCache]
         if let held = memory.caches { caches = held } else { caches = try await fresh(context) }
-        let (tokens, isBatch) = try await newTokens(prompt, context)
-        let array = MLXArray(tokens.map { Int32($0) })
-        memory.clear()  // for where reading fails half-way
+        let input = try await newInput(messages, context)
+        memory.drop()  // for where reading fails half-way
         let said = SaidTokens()
-        let iterator = RecordingIterator(
-            iterator: try TokenIterator(
-                input: LMInput(tokens: isBatch ? array.expandedDimensions(axis: 0) : array),
-                model: context.model, cache: caches, parameters: parameters),
-            said: said)
-        let (stream, task) = generateTask(
-            promptTokenCount: tokens.count, modelConfiguration: context.configuration,
-            tokenizer: context.tokenizer, iterator: iterator)
-        var isStop = false
-        for await generation in stream {
-            if case .stop = generation.info?.stopReason { isStop = true }
-            if !give(generation) { break }
+        var calls: [ToolCall] = [], isStop = false
+        // Throws what goes wrong in the model or its caches, and cannot be thrown there.
+        func generate(_ failure: ErrorBox) async throws {
+            let iterator = RecordingIterator(
+                iterator: try TokenIterator(
+                    input: input, model: context.model, cache: caches, parameters: parameters),
+                said: said, failure: failure)
+            let (stream, task) = generateTask(
+                promptTokenCount: input.text.tokens.size, modelConfiguration: context.configuration,
+                tokenizer: context.tokenizer, iterator: iterator, tools: tools)
+            for await generation in stream {
+                if case .stop = generation.info?.stopReason { isStop = true }
+                if toolDispatch != nil, let call = generation.toolCall {
+                    calls.append(call)
+                } else if !give(generation) {
+                    break
+                }
+            }
+            // Over, or left by its reader; then the token being computed is the last.
+            task.cancel()
+            await task.value
         }
-        // Over, or left by its reader; then the token being computed is the last.
-        task.cancel()
-        await task.value
+        do {
+            try await withError(generate)
+        } catch {
+            throw caches.lazy.compactMap { ($0 as? H2OKVCache)?.failure }.first ?? error
+        }
         memory.note(caches, last: said.last, isStop: isStop)
+        return calls
     }
 
     /// Caches for a conversation that begins.
@@ -154,42 +236,41 @@ public final class H2OChatSession: Sendable {
         var configuration = configuration
         if configuration.pins == .instructions {
             let count = try await H2OConfiguration.tokens(
-                of: instructions, context, additionalContext)
+                of: instructions, context, additionalContext, tools)
             configuration = configuration.pinning(first: count)
         }
         return try configuration.caches(for: context.model)
     }
 
-    /// The tokens of a turn that the memory does not hold yet, and whether the model wants them as a
-    /// batch of one.
-    private func newTokens(
-        _ prompt: String, _ context: ModelContext
-    ) async throws -> (tokens: [Int], isBatch: Bool) {
-        var isBatch = false
-        func rendered(_ messages: [Chat.Message]) async throws -> [Int] {
-            let input = UserInput(chat: messages, additionalContext: additionalContext)
-            let tokens = try await context.processor.prepare(input: input).text.tokens
-            isBatch = tokens.ndim == 2
-            return tokens.flattened().asArray(Int.self)
+    /// What of a turn the memory does not hold yet, and the images and videos that belong to it.
+    private func newInput(
+        _ messages: [Chat.Message], _ context: ModelContext
+    ) async throws -> LMInput {
+        func prepared(_ messages: [Chat.Message]) async throws -> LMInput {
+            try await context.processor.prepare(
+                input: UserInput(
+                    chat: messages, processing: processing, tools: tools,
+                    additionalContext: additionalContext))
         }
         guard memory.caches != nil else {
             let first = instructions.map { [Chat.Message.system($0)] } ?? []
-            let tokens = try await rendered(first + [.user(prompt)])
-            return (tokens, isBatch)
+            return try await prepared(first + memory.history + messages)
         }
         // What follows a reply, whatever it was: where two short conversations with different replies
         // are the same again.
-        var renderings: [[Int]] = []
-        for reply in ["yes", "no"] {
-            renderings.append(
-                try await rendered([.user("?"), .assistant(reply), .user(prompt)]))
-        }
+        let input = try await prepared([.user("?"), .assistant("yes")] + messages)
+        let other = try await prepared([.user("?"), .assistant("no")] + messages)
+        let renderings = [input, other].map { $0.text.tokens.flattened().asArray(Int.self) }
         let same = zip(renderings[0].reversed(), renderings[1].reversed()).prefix { $0 == $1 }.count
         guard 1 ..< renderings.map(\.count).min()! ~= same else {
             throw H2OError.configuration(
                 "This model's chat template does not tell where a reply ends: use ChatSession.")
         }
-        return (memory.following(Array(renderings[0].suffix(same))), isBatch)
+        let tokens = MLXArray(memory.following(renderings[0].suffix(same)).map { Int32($0) })
+        return LMInput(
+            text: LMInput.Text(
+                tokens: input.text.tokens.ndim == 2 ? tokens.expandedDimensions(axis: 0) : tokens),
+            image: input.image, video: input.video, audio: input.audio)
     }
 }
 
@@ -200,10 +281,20 @@ private final class ChatMemory: @unchecked Sendable {
     private var last: Int?
     /// Whether it ended the reply and is no part of it.
     private var isStop = false
+    /// What was said before the first turn.
+    private(set) var history: [Chat.Message]
 
     private static let key = "mlx-h2o chat"
 
-    func clear() { (caches, last, isStop) = (nil, nil, false) }
+    init(_ history: [Chat.Message]) { self.history = history }
+
+    /// Begin anew, with the history.
+    func drop() { (caches, last, isStop) = (nil, nil, false) }
+
+    func clear() {
+        drop()
+        history = []
+    }
 
     func note(_ caches: [any KVCache], last: Int?, isStop: Bool) {
         (self.caches, self.last, self.isStop) = (caches, last, isStop)
@@ -213,13 +304,13 @@ private final class ChatMemory: @unchecked Sendable {
     ///
     /// A model stops with a token of its own. Most often it is the template's; another one is taken
     /// back where it can be.
-    func following(_ tokens: [Int]) -> [Int] {
-        if last == tokens[0] { return Array(tokens.dropFirst()) }
+    func following(_ tokens: ArraySlice<Int>) -> [Int] {
+        if last == tokens.first { return Array(tokens.dropFirst()) }
         let bounded = (caches ?? []).compactMap { $0 as? H2OKVCache }
         if isStop, bounded.count == caches?.count, bounded.allSatisfy({ $0.undoableSteps > 0 }) {
             for cache in bounded { cache.trim(1) }
         }
-        return tokens
+        return Array(tokens)
     }
 
     func save(to url: URL) throws {
@@ -241,6 +332,7 @@ private final class ChatMemory: @unchecked Sendable {
             throw H2OError.file("\(url.path) holds no conversation of an H2OChatSession.")
         }
         note(caches, last: state["last"]?.int, isStop: isStop)
+        history = []
     }
 }
 
@@ -252,13 +344,14 @@ private final class SaidTokens {
 private struct RecordingIterator: TokenIteratorProtocol {
     var iterator: TokenIterator
     let said: SaidTokens
+    let failure: ErrorBox
 
     var maxTokens: Int? { iterator.maxTokens }
     var tokenCount: Int { iterator.tokenCount }
     var promptPrefillTime: TimeInterval { iterator.promptPrefillTime }
 
     mutating func next() -> Int? {
-        guard let token = iterator.next() else { return nil }
+        guard let token = iterator.next(), failure.firstError == nil else { return nil }
         said.last = token
         return token
     }

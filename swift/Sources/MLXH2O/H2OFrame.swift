@@ -47,7 +47,7 @@ public struct H2OFrame: Sendable, Equatable {
         guard keys.ndim == 4, keys.size > 0 else {
             throw H2OError.configuration("A frame is of keys [B, H, T, D]; got \(keys.shape).")
         }
-        let keys = keys.float32
+        let keys = keys.asType(.float32)
         let centre = keys.mean(axes: [0, 2])
         let apart = abs(keys - centre.expandedDimensions(axis: 1)).max(axes: [0, 2])
         let arrays = FrameArrays(centre: centre, scale: maximum(apart, Self.leastScale))

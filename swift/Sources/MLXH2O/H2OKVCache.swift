@@ -34,8 +34,12 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
     fileprivate var unnamed: [MLXArray]?
     /// What ``metaState`` told of, until the cache changes.
     fileprivate var told: Engine.Saved?
-    /// Tokens that `trim` was asked for in vain.
-    fileprivate(set) var vainTrim: Int?
+    /// What went wrong last where mlx-swift-lm lets nothing be thrown (``trim(_:)``, a step, a copy, a
+    /// state that was set), until it is set to nil: nothing went wrong since then.
+    public var failure: H2OError?
+
+    /// What was asked for and this cache does not have.
+    public internal(set) var notices: [H2ONotice] = []
 
     /// Whether kernels compute for this cache where there are some; plain MLX operations otherwise,
     /// slower and good for comparing.
@@ -72,18 +76,26 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
         try self.init(settings, PressureShare(pressure, nil))
     }
 
-    init(_ settings: CacheSettings, _ pressure: PressureShare) throws {
+    init(
+        _ settings: CacheSettings, _ pressure: PressureShare, _ notices: [H2ONotice] = []
+    ) throws {
         guard !settings.saturation.isEmpty else {
             throw H2OError.configuration("Give one saturation for all KV heads, or one for each.")
         }
-        (given, self.pressure) = (settings, pressure)
+        (given, self.pressure, self.notices) = (settings, pressure, notices)
         engine = try settings.engine()
     }
 
     private init(_ other: H2OKVCache) throws {
-        (given, pressure, vainTrim) = (other.given, other.pressure, other.vainTrim)
-        usesKernels = other.usesKernels
+        (given, pressure, failure) = (other.given, other.pressure, other.failure)
+        (usesKernels, notices) = (other.usesKernels, other.notices)
         engine = try other.engine?.copied()
+    }
+
+    /// One without tokens, in the place of a copy that failed.
+    private init(failed other: H2OKVCache) {
+        (given, pressure, failure) = (other.given, other.pressure, other.failure)
+        unnamed = []
     }
 
     // MARK: steps
@@ -95,7 +107,7 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
     ///   - values: `[B, Hk, L, Dv]`.
     /// - Returns: Keys `[B, Hk, N, D]` and values `[B, Hk, N, Dv]`, old and new.
     public func update(keys: MLXArray, values: MLXArray) -> (MLXArray, MLXArray) {
-        stopping {
+        reporting((keys, values)) {
             guard !attends else {
                 throw H2OError.policyNeedsAttention(policy: policy.name, model: "this model")
             }
@@ -107,32 +119,33 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
         queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float,
         mask: MLXFast.ScaledDotProductAttentionMaskMode = .none, sinks: MLXArray? = nil
     ) -> MLXArray {
-        stopping {
+        reporting(.zeros(queries.shape.dropLast() + values.shape.suffix(1), dtype: queries.dtype)) {
             try ready(keys, values).attend(
                 queries: queries, keys: keys, values: values, scale: scale, mask: mask,
                 sinks: sinks)
         }
     }
 
-    /// Stop with the error's message, where attention cannot throw.
-    fileprivate func stopping<Result>(_ body: () throws -> Result) -> Result {
+    /// Where nothing can be thrown an error is ``failure``, and MLX's, as of an operation of MLX that
+    /// fails: `withError` throws it, and outside of it the process ends with its message.
+    func reporting<Result>(
+        _ instead: @autoclosure () -> Result, _ body: () throws -> Result
+    ) -> Result {
         do {
             return try body()
         } catch {
-            fatalError(
-                error.localizedDescription + " (H2OConfiguration.caches(for:) tells in time.)")
+            failure = error as? H2OError ?? .internal(error.localizedDescription)
+            reportToMLX(error)
+            return instead()
         }
     }
 
     /// The engine for a step with these rows.
     private func ready(_ keys: MLXArray, _ values: MLXArray) throws -> Engine {
-        if let vainTrim {
-            throw H2OError.state(
-                "After trim(\(vainTrim)), which took nothing back: "
-                    + Self.tooFar(vainTrim, undoableSteps))
-        }
         if unnamed != nil {
-            throw H2OError.state("The state of this cache was set without its metaState.")
+            throw H2OError.state(
+                "The state of this cache was set without its metaState, or it is a copy that failed."
+            )
         }
         told = nil
         let types = RowTypes(keys: keys, values: values)
@@ -184,7 +197,7 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
     public func makeMask(
         n: Int, windowSize: Int?, returnArray: Bool
     ) -> MLXFast.ScaledDotProductAttentionMaskMode {
-        stopping {
+        reporting(.none) {
             guard windowSize == nil else {
                 throw H2OError.partial(
                     "This model masks a sliding window over a full cache, which a bounded cache "
@@ -201,8 +214,13 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
 
     // MARK: between steps
 
-    public func copy() -> any KVCache { stopping { try H2OKVCache(self) } }
+    public func copy() -> any KVCache {
+        reporting(H2OKVCache(failed: self)) { try H2OKVCache(self) }
+    }
 
+}
+
+extension H2OKVCache {
     /// Change the budget; what no longer fits goes into the remainder.
     ///
     /// Between steps only, and for all layers of a stock model alike.
@@ -226,23 +244,27 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
         told = nil
     }
 
-    /// Take back the newest n tokens, or all.
+    /// Take back the newest n tokens, or as many of them as ``undoableSteps`` says.
     ///
-    /// Where not so many can be taken back nothing is. `ChatSession` then begins anew; code that goes
-    /// on with the cache, as speculative decoding does, would go on with tokens that were never
-    /// said: the next token ends the process with a message.
+    /// The cache then holds what ``offset`` tells, exactly. Where that is more than was asked for,
+    /// ``failure`` and the log say so: the tokens that stay are attended to like any others.
+    /// `ChatSession` looks at what this returns, and begins anew; what does not (speculative decoding)
+    /// goes on with drafts that were never said, unless ``undo`` is as many.
     ///
-    /// - Returns: How many were taken back: n, or fewer where there were no more, or 0.
+    /// - Returns: How many were taken back.
     @discardableResult
     public func trim(_ n: Int) -> Int {
-        let n = min(n, offset)
-        guard n > 0 else { return 0 }
-        do {
-            try undoSteps(n)
-            return n
-        } catch {
-            vainTrim = n
-            return 0
+        let wanted = min(n, offset), possible = min(wanted, undoableSteps)
+        guard wanted > 0 else { return 0 }
+        return reporting(0) {
+            try undoSteps(possible)
+            if possible < wanted {
+                let lost = Self.tooFar(wanted, possible)
+                failure = .state(lost)
+                H2ONotice(subject: .undo, message: "trim took \(possible) of \(wanted): \(lost)")
+                    .said()
+            }
+            return possible
         }
     }
 
@@ -253,7 +275,7 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
         guard 0 ... undoableSteps ~= n else { throw H2OError.state(Self.tooFar(n, undoableSteps)) }
         guard n > 0 else { return }
         try engine?.undoSteps(n)
-        (vainTrim, told) = (nil, nil)
+        told = nil
     }
 
     private static func tooFar(_ n: Int, _ most: Int) -> String {
@@ -301,7 +323,7 @@ extension H2OKVCache {
         let restored =
             runs.isEmpty ? try settings.engine() : try Engine(saved, policy: settings.policy)
         use(restored)
-        (given, told, vainTrim) = (settings, nil, nil)
+        (given, told, failure) = (settings, nil, nil)
         pressure.adopt(runs.isEmpty ? nil : restored?.plan)
     }
 
@@ -309,8 +331,8 @@ extension H2OKVCache {
     /// last, as in ``innerState()``: it may be evaluated with every token.
     public var state: [MLXArray] {
         get {
-            if told == nil, let engine, engine.isFused { return engine.innerState }
-            return namedArrays.map(\.array)
+            if told == nil, let engine, engine.isFused { return innerState() }
+            return reporting([]) { try saved().arrays.sorted { $0.key < $1.key }.map(\.value) }
         }
         set { unnamed = newValue }
     }
@@ -318,14 +340,16 @@ extension H2OKVCache {
     /// The configuration as JSON, then names of ``state``'s arrays. Read it before them, set it after.
     public var metaState: [String] {
         get {
-            let saved = stopping { try self.saved() }
-            told = saved
-            return [saved.settings] + saved.arrays.keys.sorted()
+            reporting([]) {
+                let saved = try self.saved()
+                told = saved
+                return [saved.settings] + saved.arrays.keys.sorted()
+            }
         }
         set {
             let arrays = unnamed ?? []
             unnamed = nil
-            stopping {
+            reporting(()) {
                 guard newValue.count == arrays.count + 1 else {
                     throw H2OError.state(
                         "This metaState does not go with this state: read metaState first, then "

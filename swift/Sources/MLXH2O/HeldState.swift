@@ -71,11 +71,6 @@ extension H2OKVCache {
     /// Slots of each KV head, plain rows of the evicted among them; nil until they are known.
     public var budgets: [Int]? { engine?.plan.budgets }
 
-    /// Slots of each head without memory pressure, once known.
-    var fullBudgets: [Int]? {
-        pressure.full?.left(settings.filling.count).budgets
-    }
-
     public var evicted: Int { engine?.evicted ?? 0 }
 
     public var nbytes: Int { engine?.nbytes ?? innerState().reduce(0) { $0 + $1.nbytes } }
@@ -83,35 +78,25 @@ extension H2OKVCache {
     /// Every array held: evaluated after each prompt chunk, or the graph grows. What kernels change in
     /// place is not among them: their last outputs stand for it.
     public func innerState() -> [MLXArray] {
-        engine?.innerState ?? given.frame.map { FrameArrays($0).arrays } ?? []
+        let frame = given.frame.map { FrameArrays($0).arrays } ?? []
+        return reporting([]) { try engine?.innerState() ?? frame }
     }
 
     /// What stays of the evicted, in the ``frame``; nil before the first rows, and where nothing is kept
     /// of them.
     public var evictedRemainder: H2ORemainder? {
-        guard let engine, offset > 0, given.remembers else { return nil }
-        return (try? engine.remainder()).map { H2ORemainder($0) }
+        get throws {
+            guard let engine, offset > 0, given.remembers else { return nil }
+            return H2ORemainder(try engine.remainder())
+        }
     }
 
-    public func keptPositions() -> [[[Int]]] { (try? engine?.keptPositions()) ?? [] }
+    public func keptPositions() throws -> [[[Int]]] { try engine?.keptPositions() ?? [] }
 
-    public func keptScores() -> [[[Float]]] { (try? engine?.keptScores()) ?? [] }
+    public func keptScores() throws -> [[[Float]]] { try engine?.keptScores() ?? [] }
 
     /// Batch, heads, widths and dtypes that rows must have, once known.
     var rowTypes: RowTypes? { engine?.rowTypes }
-    /// Whether kernels have the rows.
-    var isDecoding: Bool { engine?.isFused ?? false }
-
-    /// Every array held, by name, names ascending.
-    var namedArrays: [(name: String, array: MLXArray)] {
-        ((try? saved())?.arrays ?? [:]).sorted { $0.key < $1.key }
-            .map { (name: $0.key, array: $0.value) }
-    }
-
-    /// Everything else, in the form that Python's `H2OKVCache.config` has.
-    var configuration: H2OSettingValue {
-        (try? saved()).flatMap { try? H2OSettingValue(parsing: $0.settings) } ?? .null
-    }
 
     /// A cache from another's arrays and configuration.
     static func restored(

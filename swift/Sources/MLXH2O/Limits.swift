@@ -1,4 +1,4 @@
-/// The largest value of every number that comes from outside, as in Python's checks.py.
+/// The largest values of what is checked before the engine has it, as in Python's checks.py.
 enum Limits {
     /// Tokens, slots and positions, which are int32; conversations go on.
     static let mostTokens = 1 << 30
@@ -6,16 +6,8 @@ enum Limits {
     static let fewPositions = 1 << 15
     /// A pebibyte, above any memory; products with a model's widths stay within 64 bits.
     static let mostBytes = 1 << 50
-    /// Victims of one choice: each head keeps their slots, and larger choices would stall a step.
-    static let mostVictims = 1 << 16
-    /// Neighbours that smooth a window's mass: more would make all masses alike.
-    static let widestPool = 1 << 12
-    /// Steps to undo; each is held whole.
-    static let mostSteps = 1 << 16
     /// Of a size as a share of a 16-bit cache.
     static let largestShare = 16.0
-    /// Weights: kernels count in float32, where squares of these are finite.
-    static let mostNumber = Double(1 << 60)
 
     /// Throw ``H2OError/configuration(_:)`` unless a number is in its range.
     static func check<Number: Comparable>(

@@ -122,7 +122,7 @@ struct MeasuredHeads: Sendable, Equatable {
             let text = json["data"]?.string, let data = Data(base64Encoded: text),
             data.count == count * dtype.size
         else { throw damage("no numbers of the form \(shape)") }
-        let numbers = MLXArray(data, shape, dtype: dtype).float32.asArray(Float.self)
+        let numbers = MLXArray(data, shape, dtype: dtype).asType(.float32).asArray(Float.self)
         guard numbers.allSatisfy(\.isFinite) else { throw damage("numbers that are not finite") }
         return numbers
     }

@@ -27,11 +27,7 @@ public final class H2OMemoryPressure: @unchecked Sendable {
     public init() {}
 
     /// The fraction of the original budgets that is asked for now.
-    public var fraction: Double {
-        lock.lock()
-        defer { lock.unlock() }
-        return wanted
-    }
+    public var fraction: Double { lock.withLock { wanted } }
 
     /// Ask for budgets of at most this fraction of the original ones, from the next step on.
     ///
@@ -50,11 +46,7 @@ public final class H2OMemoryPressure: @unchecked Sendable {
 
     /// The pressure is over: new conversations have their whole budgets again. Those in use keep the
     /// lowered ones, since what they gave away has gone into the remainder.
-    public func end() {
-        lock.lock()
-        wanted = 1
-        lock.unlock()
-    }
+    public func end() { lock.withLock { wanted = 1 } }
 
     /// Lower budgets to a half when the system warns, to a quarter when memory is critical, and
     /// ``end()`` when it is back to normal.
@@ -64,16 +56,12 @@ public final class H2OMemoryPressure: @unchecked Sendable {
         let source = DispatchSource.makeMemoryPressureSource(
             eventMask: [.normal, .warning, .critical], queue: .global())
         source.setEventHandler { [weak self] in self?.obeySystem() }
-        lock.lock()
-        self.source = source
-        lock.unlock()
+        lock.withLock { self.source = source }
         source.activate()
     }
 
     private func obeySystem() {
-        lock.lock()
-        let event: DispatchSource.MemoryPressureEvent = source?.data ?? []
-        lock.unlock()
+        let event: DispatchSource.MemoryPressureEvent = lock.withLock { source?.data ?? [] }
         if event.contains(.critical) {
             lower(to: Self.criticalFraction)
         } else if event.contains(.warning) {
@@ -84,9 +72,7 @@ public final class H2OMemoryPressure: @unchecked Sendable {
     }
 
     private func lower(to fraction: Double) {
-        lock.lock()
-        wanted = min(wanted, fraction)
-        lock.unlock()
+        lock.withLock { wanted = min(wanted, fraction) }
     }
 }
 

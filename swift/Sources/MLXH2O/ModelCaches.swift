@@ -16,7 +16,7 @@ extension H2OConfiguration {
     ///   profile of another model, or a layer that cannot be bounded.
     public func caches(for model: any LanguageModel) throws -> [any KVCache] {
         let trial = try trial(of: model, with: plainCaches(of: model))
-        return try caches(for: model, plain: plainCaches(of: model), trial: trial)
+        return try caches(for: model, plain: plainCaches(of: model), trial: trial, [])
     }
 
     /// The model's own caches, without a bound.
@@ -25,9 +25,11 @@ extension H2OConfiguration {
         return try model.newCache(parameters: nil)
     }
 
-    /// The same, knowing how the model attends to each member of these caches, which are fresh.
+    /// The same, knowing how the model attends to each member of these caches, which are fresh, and
+    /// what was done without already.
     func caches(
-        for model: any LanguageModel, plain: [any KVCache], trial: TrialResult
+        for model: any LanguageModel, plain: [any KVCache], trial: TrialResult,
+        _ notices: [H2ONotice]
     ) throws -> [any KVCache] {
         let name = String(describing: type(of: model)), kinds = trial.kinds
         if compatibility == .requireAllLayers {
@@ -52,6 +54,11 @@ extension H2OConfiguration {
             throw H2OError.configuration(
                 "\(name) attends by itself and cannot read packed keys and values.")
         }
+        guard packingFits(bounded) else {
+            throw H2OError.configuration(
+                "groupSize \(packing?.groupSize ?? 0) divides not all widths of \(name)'s keys and "
+                    + "values.")
+        }
         if !attends && remainder && trial.mayShareMasks {
             // The mask that weighs plain rows fits a bounded cache's rows only.
             guard compatibility == .allowPartial else {
@@ -62,14 +69,67 @@ extension H2OConfiguration {
             }
             var forgetful = self
             forgetful.remainder = false
-            return try forgetful.caches(for: model, plain: plain, trial: trial)
+            let notice = H2ONotice(
+                subject: .remainder,
+                message:
+                    "\(name) may give one mask to layers with caches of several kinds: evicted "
+                    + "tokens do not go on answering.")
+            return try forgetful.caches(for: model, plain: plain, trial: trial, notices + [notice])
         }
         var settings = try settings(of: bounded, in: model, policy, attends).makeIterator()
         let share = PressureShare(pressure, PressureAgreement())
+        let told = try notices + unmet(by: model, bounded, policy, attends)
         let bound = try zip(placedMembers(of: plain), kinds).map { member, kind -> any KVCache in
-            kind == nil ? member.cache : try H2OKVCache(settings.next()!, share)
+            kind == nil ? member.cache : try H2OKVCache(settings.next()!, share, told)
         }
-        return replacingMembers(of: plain, with: bound)
+        return replacingMembers(of: plain, with: bound).noticed()
+    }
+
+    /// Whether rows of these widths can be packed as this asks for.
+    func packingFits(_ kinds: [LayerKind]) -> Bool {
+        guard let packing else { return true }
+        return kinds.map(\.widths).allSatisfy {
+            (packing.keyBits == nil || $0.key % packing.groupSize == 0)
+                && (packing.valueBits == nil || $0.value % packing.groupSize == 0)
+        }
+    }
+
+    /// What this asks for and a model's caches do without.
+    private func unmet(
+        by model: any LanguageModel, _ kinds: [LayerKind], _ policy: any H2OPolicy, _ attends: Bool
+    ) throws -> [H2ONotice] {
+        let name = String(describing: type(of: model))
+        var notices: [H2ONotice] = []
+        if self.policy == nil && !attends {
+            notices.append(
+                H2ONotice(
+                    subject: .policy,
+                    message:
+                        "\(name) attends by itself: policy \"\(policy.name)\" chooses, by keys "
+                        + "only, in the place of \"\(H2OPolicies.Salient().name)\", which must see "
+                        + "attention."))
+        }
+        if case .uniform = headBudgets {
+        } else if let reason = !attends
+            ? "it attends by itself"
+            : policy.options.unit == .layer
+                ? "policy \"\(policy.name)\" has all heads of a layer keep the same tokens"
+                : try profile(of: model, kinds) == nil ? "no profile was made for it" : nil
+        {
+            notices.append(
+                H2ONotice(
+                    subject: .headBudgets,
+                    message: "The heads of \(name) have uniform budgets: \(reason)."))
+        }
+        if pins == .instructions {
+            notices.append(
+                H2ONotice(
+                    subject: .pins,
+                    message: "The instructions are not pinned: these caches of \(name) were made "
+                        + "without them. Use an H2OChatSession or ChatSession(_:h2o:instructions:), or "
+                        + "H2OConfiguration.pinning(_:in:)."))
+        }
+        return notices
     }
 
     /// What the cache of each bounded layer is to be.
@@ -190,7 +250,7 @@ extension H2OConfiguration {
         let identity = H2OModelIdentity(
             modelType: model.modelType, kvHeads: kinds.map(\.heads),
             keyWidths: kinds.map(\.widths.key), vocabularySize: model.vocabularySize,
-            probe: rows.slicedLast(0 ..< min(16, rows.dim(-1))).asArray(Float.self).map(Double.init)
+            probe: rows[0..., 0 ..< min(16, rows.dim(-1))].asArray(Float.self).map(Double.init)
         )
         if case .profile(let profile) = headBudgets { try profile.require(identity) }
         return candidates.first { $0.model.difference(from: identity) == nil }
@@ -236,12 +296,5 @@ extension H2OConfiguration {
             kinds: trials.map { $0?.maxSize == nil ? $0?.kind : nil },
             mayShareMasks: unwatched
                 || !windows.isEmpty && !windows.contains(where: \.isAskedForMasks))
-    }
-
-    /// Whether a cache's memory has a bound of its own: a window, chunks, or a state of fixed size.
-    private func isBoundedItself(_ cache: any KVCache) -> Bool {
-        // Its chunk size is told by nothing else.
-        if let cache = cache as? ChunkedKVCache { return cache.metaState.first != "None" }
-        return cache.maxSize != nil || cache is ArraysCache
     }
 }

@@ -31,14 +31,15 @@ extension H2OConfiguration {
     /// How many tokens a conversation begins with, whatever the user says.
     static func tokens(
         of instructions: String?, _ context: ModelContext,
-        _ additionalContext: [String: any Sendable]?
+        _ additionalContext: [String: any Sendable]?, _ tools: [ToolSpec]? = nil
     ) async throws -> Int {
         guard let instructions else { return 0 }
         // Where two conversations that differ in what the user says are the same.
         var renderings: [[Int]] = []
         for prompt in ["yes", "no"] {
             let input = UserInput(
-                chat: [.system(instructions), .user(prompt)], additionalContext: additionalContext)
+                chat: [.system(instructions), .user(prompt)], tools: tools,
+                additionalContext: additionalContext)
             let tokens = try await context.processor.prepare(input: input).text.tokens
             renderings.append(tokens.flattened().asArray(Int.self))
         }

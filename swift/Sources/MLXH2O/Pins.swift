@@ -39,6 +39,12 @@ extension H2OKVCache {
                     answer.gone.append(joining: span)
                 }
             }
+            if !answer.isComplete {
+                let told =
+                    "Evicted before they were pinned: \(answer.gone) from every head, "
+                    + "\(answer.partly) from some."
+                notices.append(H2ONotice(subject: .pins, message: told).said())
+            }
         } _: {
             $0.pins += spans
         }

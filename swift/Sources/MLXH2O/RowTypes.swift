@@ -47,12 +47,4 @@ struct RowTypes: Equatable, CustomStringConvertible {
             key: keyWidth, value: valueWidth, keySize: keyDType.size, valueSize: valueDType.size,
             packing: packing)
     }
-
-    /// One row of zeros per head: keys `[B, H, 1, D]` and values `[B, H, 1, Dv]`.
-    var zeros: (keys: MLXArray, values: MLXArray) {
-        (
-            MLXArray.zeros([batch, heads, 1, keyWidth], dtype: keyDType),
-            MLXArray.zeros([batch, heads, 1, valueWidth], dtype: valueDType)
-        )
-    }
 }

@@ -19,6 +19,9 @@ public enum H2OSettingValue: Sendable, Equatable {
     public var text: String {
         let encoder = JSONEncoder()
         encoder.outputFormatting = [.sortedKeys, .withoutEscapingSlashes]
+        encoder.nonConformingFloatEncodingStrategy = .convertToString(
+            positiveInfinity: "Infinity", negativeInfinity: "-Infinity", nan: "NaN")
+        // All else can be encoded: keys are strings, and every number has a text.
         let data = try! encoder.encode(self)
         return String(decoding: data, as: UTF8.self)
     }

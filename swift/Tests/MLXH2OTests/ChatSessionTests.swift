@@ -9,8 +9,9 @@ import Testing
 
 /// Conversations in bounded memory.
 @Suite(.serialized) struct ChatSessionTests {
-    private func container(
-        stock: Bool = false, stop: Int = Letters.end, count: TokenCount = TokenCount()
+    func container(
+        stock: Bool = false, stop: Int = Letters.end, count: TokenCount = TokenCount(),
+        script: Script? = nil
     ) throws -> ModelContainer {
         let data = Data(ModelTests.config.utf8)
         // A random state of its own, since other suites run at the same time.
@@ -27,8 +28,8 @@ import Testing
         return ModelContainer(
             context: ModelContext(
                 configuration: ModelConfiguration(id: "letters", eosTokenIds: [stop]),
-                model: Counting(inner, count), processor: Templates(tokenizer: tokenizer),
-                tokenizer: tokenizer))
+                model: script.map { Scripted(inner, $0) } ?? Counting(inner, count),
+                processor: Templates(tokenizer: tokenizer, script: script), tokenizer: tokenizer))
     }
 
     private func parameters(_ tokens: Int) -> GenerateParameters {
@@ -154,7 +155,7 @@ import Testing
             for case let cache as H2OKVCache in session.held! {
                 #expect(cache.pins.count == 1 && cache.pins[0].lowerBound == 0)
                 #expect(cache.pins[0].upperBound >= end && cache.evicted > 0)
-                for head in cache.keptPositions()[0] {
+                for head in try! cache.keptPositions()[0] {
                     #expect(Set(cache.pins[0]).isSubset(of: head))
                 }
             }
@@ -207,6 +208,116 @@ import Testing
         }
     }
 
+    private static let call = #"<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>"#
+    private static let tools: [ToolSpec] = [["name": "add"]]
+
+    /// The model calls, the app answers, the model goes on; the memory holds all of it once.
+    @Test func toolsAreCalledAndAnswered() async throws {
+        let script = Script([Self.call, Self.call, "it is four", "you are welcome"])
+        let container = try container(script: script), instructions = "be brief"
+        let session = H2OChatSession(
+            container, h2o: try H2OConfiguration(budget: .tokens(256), pins: .instructions),
+            instructions: instructions, parameters: parameters(100), tools: Self.tools
+        ) { call in
+            // A tool may use the model.
+            let offset = await container.perform { _ in script.roles.count }
+            script.calls.append(call)
+            return script.calls.count == 1 ? "not yet \(offset == 2 ? "" : "?")" : "four"
+        }
+        #expect(try await session.respond(to: "what is two and two") == "it is four")
+        #expect(script.calls.map(\.function.name) == ["add", "add"])
+        #expect(script.calls[0].function.arguments == ["a": .int(2)])
+        #expect(script.roles == [.user, .assistant, .tool])
+        let letters = Letters(), cache = session.held![0] as! H2OKVCache
+        func messages(_ more: [Chat.Message]) -> [Int] {
+            letters.rendered([.system("tool add"), .system(instructions)] + more)
+        }
+        let whole = messages([
+            .user("what is two and two"), .assistant(Self.call), .tool("not yet "),
+            .assistant(Self.call), .tool("four"), .assistant("it is four"),
+        ])
+        // But for what begins the next reply.
+        #expect(cache.offset == whole.count - letters.rendered([]).count)
+        #expect(cache.pins[0].upperBound >= messages([]).count - letters.rendered([]).count)
+        #expect(try await session.respond(to: "thank you") == "you are welcome")
+        #expect(await session.notices.isEmpty)
+    }
+
+    /// Without a dispatch the app sees the calls, and answers by a message.
+    @Test func callsAreGivenToTheReaderOtherwise() async throws {
+        let script = Script([Self.call, "it is four"])
+        let session = H2OChatSession(
+            try container(script: script), h2o: try H2OConfiguration(budget: .tokens(256)),
+            parameters: parameters(100), tools: Self.tools)
+        var calls: [ToolCall] = []
+        for try await part in session.streamDetails(to: "what is two and two") {
+            if let call = part.toolCall { calls.append(call) }
+        }
+        #expect(calls.map(\.function.name) == ["add"])
+        #expect(try await session.respond(to: [.tool("four")]) == "it is four")
+    }
+
+    /// It is read with the first turn, and gone with `clear()`.
+    @Test func aHistoryGoesOn() async throws {
+        let history: [Chat.Message] = [.user("i am ann"), .assistant("hello ann")]
+        let session = H2OChatSession(
+            try container(), h2o: try H2OConfiguration(budget: .tokens(64)),
+            instructions: "be brief", history: history, parameters: parameters(8))
+        func read(_ prompt: String) async throws -> Int {
+            var read = 0
+            for try await part in session.streamDetails(to: prompt) {
+                read = part.info?.promptTokenCount ?? read
+            }
+            return read
+        }
+        let letters = Letters(), system = [Chat.Message.system("be brief")]
+        let whole = letters.rendered(system + history + [.user("why")]).count
+        #expect(try await read("why") == whole)
+        #expect(try await read("why") <= letters.rendered([.user("why")]).count + 1)
+        await session.clear()
+        #expect(try await read("why") == letters.rendered(system + [.user("why")]).count)
+    }
+
+    /// A turn's images are the model's in that turn, and in no other.
+    @Test func imagesReachTheModel() async throws {
+        let script = Script(["a dog", "and a cat", "yes"])
+        let session = H2OChatSession(
+            try container(script: script), h2o: try H2OConfiguration(budget: .tokens(256)),
+            parameters: parameters(30), processing: .init(resize: CGSize(width: 2, height: 2)))
+        for (prompt, pixel, reply) in [
+            ("what is this", 3, "a dog"), ("and this", 4, "and a cat"), ("really", nil, "yes"),
+        ] as [(String, Float?, String)] {
+            let images = pixel.map { [UserInput.Image.array(MLXArray([$0]))] } ?? []
+            #expect(try await session.respond(to: prompt, images: images) == reply)
+        }
+        #expect(script.images == [[6], [8], nil])
+    }
+
+    /// What a cache cannot throw the session does, and begins anew.
+    @Test func whatFailsInAStepIsThrown() async throws {
+        let script = Script([])
+        var policy = H2OPolicies.Own(name: "own", needsAttention: false) { slots in
+            script.images.append(nil)
+            if script.images.count == 40 { throw H2OError.file("no priority today") }
+            return slots.positions.asType(.float32)
+        }
+        policy.options.evictEvery = 1
+        let session = H2OChatSession(
+            try container(), h2o: try H2OConfiguration(budget: .tokens(32), policy: policy),
+            parameters: parameters(24))
+        var failures = 0
+        for prompt in prompts + prompts {
+            do {
+                _ = try await session.respond(to: prompt)
+            } catch let error as H2OError {
+                guard case .policy = error else { throw error }
+                failures += 1
+                #expect(session.held == nil)
+            }
+        }
+        #expect(failures == 1 && session.held != nil)
+    }
+
     @Test func whatCannotBeBoundedIsToldBeforeAnythingIsRead() async throws {
         let session = H2OChatSession(try container(stock: true), h2o: .h2o)
         await #expect(throws: H2OError.self) { try await session.respond(to: "hello") }
@@ -214,7 +325,7 @@ import Testing
 }
 
 /// Tokens that a model was asked for by chunks.
-private final class TokenCount: @unchecked Sendable {
+final class TokenCount: @unchecked Sendable {
     var prompt = 0
 }
 
@@ -240,9 +351,9 @@ private final class Counting: Module, LLMModel {
 }
 
 /// Letters, which it makes tokens of, and pairs of them, which a model may say all the same.
-private struct Letters: Tokenizer {
+struct Letters: Tokenizer {
     static let start = 0, end = 1
-    private static let letters = Array("abcdefghijklmnopqrstuvwxyz .?")
+    private static let letters = Array("abcdefghijklmnopqrstuvwxyz .?<>/_{}\":,2")
 
     let bosToken: String? = nil
     let eosToken: String? = nil
@@ -259,7 +370,7 @@ private struct Letters: Tokenizer {
     }
 
     func encode(text: String, addSpecialTokens: Bool = false) -> [Int] {
-        text.map { 2 + Self.letters.firstIndex(of: $0)! }
+        text.lowercased().map { 2 + Self.letters.firstIndex(of: $0)! }
     }
 
     func convertTokenToId(_ token: String) -> Int? { nil }
@@ -281,9 +392,72 @@ private struct Letters: Tokenizer {
 
 private struct Templates: UserInputProcessor {
     let tokenizer: Letters
+    var script: Script?
 
     func prepare(input: UserInput) async throws -> LMInput {
         guard case .chat(let messages) = input.prompt else { throw H2OError.file("no chat") }
-        return LMInput(tokens: MLXArray(tokenizer.rendered(messages).map { Int32($0) }))
+        script?.roles = messages.map(\.role)
+        let tools = (input.tools ?? []).map { Chat.Message.system("tool \($0["name"] ?? "")") }
+        var image: LMInput.ProcessedImage?
+        if case .array(let pixels) = input.images.first {
+            image = LMInput.ProcessedImage(pixels: pixels * Float(input.processing.resize!.width))
+        }
+        let tokens = tokenizer.rendered(tools + messages)
+        return LMInput(
+            text: LMInput.Text(tokens: MLXArray(tokens.map { Int32($0) })), image: image)
+    }
+}
+
+/// What a model says, one reply after the other, and what it was given.
+final class Script: @unchecked Sendable {
+    private var replies: [[Int]]
+    private var place = 0
+    var roles: [Chat.Message.Role] = []
+    /// Pixels of each turn's image.
+    var images: [[Float]?] = []
+    /// Calls of the app's tools.
+    var calls: [ToolCall] = []
+
+    init(_ replies: [String]) {
+        self.replies = replies.map { Letters().encode(text: $0) + [Letters.end] }
+    }
+
+    /// What follows these tokens: a prompt, or the last word of a reply.
+    func next(after tokens: [Int]) -> Int {
+        guard let reply = replies.first else { return Letters.end }
+        place = place > 0 && tokens == [reply[place - 1]] ? place + 1 : 1
+        guard place > reply.count else { return reply[place - 1] }
+        replies.removeFirst()
+        place = 0
+        return Letters.end
+    }
+}
+
+/// A model whose caches are a model's, and whose words are a script's.
+private final class Scripted: Module, LLMModel {
+    let inner: any LLMModel
+    private let script: Script
+
+    init(_ inner: any LLMModel, _ script: Script) {
+        self.inner = inner
+        self.script = script
+    }
+
+    var loraLayers: [Module] { inner.loraLayers }
+
+    func prepare(_ input: LMInput, cache: [any KVCache], windowSize: Int?) throws -> PrepareResult {
+        script.images.append(input.image?.pixels.asArray(Float.self))
+        return .tokens(input.text)
+    }
+
+    func callAsFunction(_ inputs: MLXArray, cache: [any KVCache]?) -> MLXArray {
+        let logits = inner(inputs, cache: cache)
+        let said = script.next(after: inputs.flattened().asArray(Int.self))
+        let scores = (0 ..< logits.dim(-1)).map { Float($0 == said ? 1000 : 0) }
+        return logits + MLXArray(scores)
+    }
+
+    func newCache(parameters: GenerateParameters?) -> [any KVCache] {
+        (0 ..< 3).map { _ in KVCacheSimple() }
     }
 }

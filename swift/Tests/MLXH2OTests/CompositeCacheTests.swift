@@ -84,6 +84,7 @@ import Testing
                         + "compatibility: .allowPartial to leave it as it is.")
             ) { try all.caches(for: model) }
             let caches = try partial.caches(for: model)
+            #expect(caches.notices.contains { $0.subject == .layer && $0.message.contains(name) })
             #expect(kinds(caches) == ["H2OKVCache"] + kinds([made()]))
             #expect(try generated(model, caches).count == 60)
             #expect((caches[0] as! H2OKVCache).physicalLength <= 40)
@@ -110,6 +111,7 @@ import Testing
                 budget: .tokens(40), compatibility: .allowPartial)
             let caches = try partial.caches(for: model)
             #expect(H2OKVCache.describe(caches)[0].reason.hasSuffix("no remainder"))
+            #expect(caches.notices.contains { $0.subject == .remainder })
             for turn in 1 ... 2 {
                 #expect(try generated(model, caches).count == 60)
                 for cache in caches.compactMap({ $0 as? H2OKVCache }) {

@@ -142,7 +142,7 @@ import Testing
                 mask: cache.makeMask(n: range.count, windowSize: nil, returnArray: false))
             eval(output)
         }
-        _ = cache.keptPositions()
+        _ = try cache.keptPositions()
     }
 }
 

@@ -14,7 +14,7 @@ import Testing
     }
 
     private func tokensHeld(_ cache: H2OKVCache) -> [Float] {
-        zip(cache.keptPositions()[0], cache.evictedRemainder!.count.asArray(Float.self))
+        try! zip(cache.keptPositions()[0], cache.evictedRemainder!.count.asArray(Float.self))
             .map { Float($0.count) + $1 }
     }
 

@@ -48,7 +48,7 @@ import Testing
             #expect(try ModelTests.generated(model, caches, tokens: 20).count == 20)
             #expect(caches.allSatisfy { ($0 as! H2OKVCache).evicted > 0 })
         }
-        #expect(Notice.shared.messages.contains { $0.contains("A budget of") })
+        #expect(H2ONotice.all.contains { $0.message.contains("A budget of") })
         let bytes = try await registered(ModelTests.config, H2OConfiguration(budget: .bytes(300)))
         let caches = try bytes.newCache(parameters: nil)
         #expect(try ModelTests.generated(bytes, caches, tokens: 20).count == 20)
@@ -61,7 +61,7 @@ import Testing
         impossible.frames = .layers([])
         let other = try await registered(ModelTests.config, impossible)
         #expect(try other.newCache(parameters: nil).allSatisfy { $0 is KVCacheSimple })
-        #expect(Notice.shared.messages.contains { $0.contains("without a bound") })
+        #expect(H2ONotice.all.contains { $0.message.contains("without a bound") })
     }
 
     @Test func anotherModelsProfileIsUniform() async throws {
@@ -73,7 +73,7 @@ import Testing
         )
         let budgets = try model.newCache(parameters: nil).map { ($0 as! H2OKVCache).budgets! }
         #expect(budgets.allSatisfy { Set($0).count == 1 })
-        #expect(Notice.shared.messages.contains { $0.contains("uniform") })
+        #expect(H2ONotice.all.contains { $0.message.contains("uniform") })
     }
 
     /// A reranker may have the type of the model that it was made of.

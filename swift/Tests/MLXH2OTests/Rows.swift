@@ -44,6 +44,23 @@ func temporaryFile() -> URL {
         .appendingPathComponent("\(UUID().uuidString).safetensors")
 }
 
+extension MLXArray {
+    /// `[..., 1]`
+    var column: MLXArray { expandedDimensions(axis: -1) }
+
+    var float32: MLXArray { asType(.float32) }
+}
+
+/// Integers `range` as an int32 vector.
+func positions(_ range: Range<Int>) -> MLXArray {
+    MLXArray(Int32(range.lowerBound) ..< Int32(range.upperBound))
+}
+
+/// Arrays one after the other along an axis; a single one as it is.
+func joined(_ arrays: [MLXArray], axis: Int) -> MLXArray {
+    arrays.count == 1 ? arrays[0] : concatenated(arrays, axis: axis)
+}
+
 /// So many decode steps.
 func ones(_ count: Int) -> [Int] { Array(repeating: 1, count: count) }
 
@@ -54,6 +71,20 @@ func same(_ a: MLXArray, _ b: MLXArray) -> Bool {
 }
 
 extension H2OKVCache {
+    /// Slots of each head without memory pressure, once known.
+    var fullBudgets: [Int]? { pressure.full?.left(settings.filling.count).budgets }
+
+    /// Whether kernels have the rows.
+    var isDecoding: Bool { engine?.isFused ?? false }
+
+    /// Every array held, by name, names ascending.
+    var namedArrays: [(name: String, array: MLXArray)] {
+        try! saved().arrays.sorted { $0.key < $1.key }.map { (name: $0.key, array: $0.value) }
+    }
+
+    /// Everything else, in the form that Python's `H2OKVCache.config` has.
+    var configuration: H2OSettingValue { try! H2OSettingValue(parsing: saved().settings) }
+
     /// What the slots of each KV head store by this name, `[B, length, ...]`, in order of position; empty
     /// where nothing is.
     func stored(_ name: String) -> [MLXArray] {

@@ -42,7 +42,7 @@ import Testing
                     #expect(!kept, "\(name) \(step)")
                     return
                 }
-                let own = expected(rows, cache.keptPositions()[0])
+                let own = try! expected(rows, cache.keptPositions()[0])
                 let apart = zip(held(cache), own).flatMap { zip($0, $1).map { abs($0 - $1) } }
                 #expect(apart.max()! < 1e-6, "\(name) \(step)")
             }

@@ -29,13 +29,6 @@ public func cumsum(
     cumsum(array.reshaped(-1), axis: 0, reverse: reverse, inclusive: inclusive, stream: stream)
 }
 
-public func cummax(
-    _ array: MLXArray, axis: Int, reverse: Bool = false, inclusive: Bool = true,
-    stream: StreamOrDevice = .default
-) -> MLXArray {
-    result { mlx_cummax(&$0, array.ctx, Int32(axis), reverse, inclusive, stream.ctx) }
-}
-
 extension MLXArray {
     public func cumsum(
         axis: Int, reverse: Bool = false, inclusive: Bool = true, stream: StreamOrDevice = .default
@@ -62,12 +55,6 @@ public func argSort(
 
 public func argSort(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     argSort(array.reshaped(-1), axis: 0, stream: stream)
-}
-
-public func partitioned(
-    _ array: MLXArray, kth: Int, axis: Int, stream: StreamOrDevice = .default
-) -> MLXArray {
-    result { mlx_partition_axis(&$0, array.ctx, Int32(kth), Int32(axis), stream.ctx) }
 }
 
 public func argPartition(

@@ -51,40 +51,6 @@ public enum DType: Hashable, Sendable, CaseIterable {
         default: false
         }
     }
-
-    public var isComplex: Bool { self == .complex64 }
-
-    public var isSignedInteger: Bool {
-        switch self {
-        case .int8, .int16, .int32, .int64: true
-        default: false
-        }
-    }
-
-    public var isInteger: Bool {
-        switch self {
-        case .uint8, .uint16, .uint32, .uint64: true
-        default: isSignedInteger
-        }
-    }
-
-    public var finfo: FInfo? { isFloatingPoint ? FInfo(dtype: self) : nil }
-
-    /// The limits of a floating-point type.
-    public struct FInfo: Sendable {
-        public let dtype: DType
-
-        public var max: Double {
-            switch dtype {
-            case .float16: 65504
-            case .bfloat16: Double(Float(bitPattern: 0x7F7F_0000))
-            case .float64: .greatestFiniteMagnitude
-            default: Double(Float.greatestFiniteMagnitude)
-            }
-        }
-
-        public var min: Double { -max }
-    }
 }
 
 /// A Swift type that is an element type of arrays.

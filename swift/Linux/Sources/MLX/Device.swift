@@ -34,14 +34,6 @@ public final class Device: @unchecked Sendable, Equatable, CustomStringConvertib
 
     public static func defaultDevice() -> Device { current ?? MLX.defaultDevice }
 
-    public static func withDefaultDevice<R>(
-        _ device: Device, _ body: () throws -> R
-    ) rethrows -> R { try $current.withValue(device, operation: body) }
-
-    public static func withDefaultDevice<R>(
-        _ device: Device, _ body: () async throws -> R
-    ) async rethrows -> R { try await $current.withValue(device, operation: body) }
-
     public static func == (lhs: Device, rhs: Device) -> Bool { lhs.deviceType == rhs.deviceType }
 
     public var description: String { text { mlx_device_tostring(&$0, ctx) } }

@@ -21,29 +21,8 @@ public func abs(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArra
 public func exp(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     unary(mlx_exp, array, stream)
 }
-public func expm1(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    unary(mlx_expm1, array, stream)
-}
-public func floor(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    unary(mlx_floor, array, stream)
-}
-public func ceil(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    unary(mlx_ceil, array, stream)
-}
 public func log(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     unary(mlx_log, array, stream)
-}
-public func log1p(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    unary(mlx_log1p, array, stream)
-}
-public func log2(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    unary(mlx_log2, array, stream)
-}
-public func reciprocal(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    unary(mlx_reciprocal, array, stream)
-}
-public func rsqrt(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    unary(mlx_rsqrt, array, stream)
 }
 public func sigmoid(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     unary(mlx_sigmoid, array, stream)
@@ -63,20 +42,11 @@ public func sqrt(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArr
 public func square(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     unary(mlx_square, array, stream)
 }
-public func tanh(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    unary(mlx_tanh, array, stream)
-}
-public func erf(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    unary(mlx_erf, array, stream)
-}
 public func negative(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     unary(mlx_negative, array, stream)
 }
 public func isNaN(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     unary(mlx_isnan, array, stream)
-}
-public func isInf(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    unary(mlx_isinf, array, stream)
 }
 public func isFinite(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     unary(mlx_isfinite, array, stream)
@@ -87,29 +57,11 @@ public func logicalNot(_ array: MLXArray, stream: StreamOrDevice = .default) -> 
 public func bitwiseInvert(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     unary(mlx_bitwise_invert, array, stream)
 }
-public func stopGradient(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    unary(mlx_stop_gradient, array, stream)
-}
 
 extension MLXArray {
     public func abs(stream: StreamOrDevice = .default) -> MLXArray { unary(mlx_abs, self, stream) }
     public func exp(stream: StreamOrDevice = .default) -> MLXArray { unary(mlx_exp, self, stream) }
-    public func floor(stream: StreamOrDevice = .default) -> MLXArray {
-        unary(mlx_floor, self, stream)
-    }
     public func log(stream: StreamOrDevice = .default) -> MLXArray { unary(mlx_log, self, stream) }
-    public func log1p(stream: StreamOrDevice = .default) -> MLXArray {
-        unary(mlx_log1p, self, stream)
-    }
-    public func log2(stream: StreamOrDevice = .default) -> MLXArray {
-        unary(mlx_log2, self, stream)
-    }
-    public func reciprocal(stream: StreamOrDevice = .default) -> MLXArray {
-        unary(mlx_reciprocal, self, stream)
-    }
-    public func rsqrt(stream: StreamOrDevice = .default) -> MLXArray {
-        unary(mlx_rsqrt, self, stream)
-    }
     public func sin(stream: StreamOrDevice = .default) -> MLXArray { unary(mlx_sin, self, stream) }
     public func cos(stream: StreamOrDevice = .default) -> MLXArray { unary(mlx_cos, self, stream) }
     public func sqrt(stream: StreamOrDevice = .default) -> MLXArray {
@@ -135,18 +87,12 @@ public func divide(
 public func remainder(
     _ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default
 ) -> MLXArray { binary(mlx_remainder, a, b, stream) }
-public func floorDivide(
-    _ array: MLXArray, _ other: some ScalarOrArray, stream: StreamOrDevice = .default
-) -> MLXArray { binary(mlx_floor_divide, array, other, stream) }
 public func maximum(
     _ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default
 ) -> MLXArray { binary(mlx_maximum, a, b, stream) }
 public func minimum(
     _ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default
 ) -> MLXArray { binary(mlx_minimum, a, b, stream) }
-public func logAddExp(
-    _ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default
-) -> MLXArray { binary(mlx_logaddexp, a, b, stream) }
 public func logicalAnd(
     _ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default
 ) -> MLXArray { binary(mlx_logical_and, a, b, stream) }
@@ -205,26 +151,9 @@ extension MLXArray {
     public func pow(_ other: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
         binary(mlx_power, self, other, stream)
     }
-    public func floorDivide(
-        _ other: some ScalarOrArray, stream: StreamOrDevice = .default
-    ) -> MLXArray { binary(mlx_floor_divide, self, other, stream) }
     public func round(decimals: Int = 0, stream: StreamOrDevice = .default) -> MLXArray {
         MLX.round(self, decimals: decimals, stream: stream)
     }
-}
-
-public func clip(
-    _ array: MLXArray, min: some ScalarOrArray, stream: StreamOrDevice = .default
-) -> MLXArray { maximum(array, min, stream: stream) }
-public func clip(
-    _ array: MLXArray, max: some ScalarOrArray, stream: StreamOrDevice = .default
-) -> MLXArray { minimum(array, max, stream: stream) }
-public func clip(
-    _ array: MLXArray, min: some ScalarOrArray, max: some ScalarOrArray,
-    stream: StreamOrDevice = .default
-) -> MLXArray {
-    let (low, high) = (toArrays(array, min).1, toArrays(array, max).1)
-    return result { mlx_clip(&$0, array.ctx, low.ctx, high.ctx, stream.ctx) }
 }
 
 public func `where`(

@@ -67,11 +67,4 @@ public enum MLXFast {
     public static func rmsNorm(
         _ x: MLXArray, weight: MLXArray, eps: Float, stream: StreamOrDevice = .default
     ) -> MLXArray { result { mlx_fast_rms_norm(&$0, x.ctx, weight.ctx, eps, stream.ctx) } }
-
-    public static func layerNorm(
-        _ x: MLXArray, weight: MLXArray? = nil, bias: MLXArray? = nil, eps: Float,
-        stream: StreamOrDevice = .default
-    ) -> MLXArray {
-        result { mlx_fast_layer_norm(&$0, x.ctx, handle(weight), handle(bias), eps, stream.ctx) }
-    }
 }

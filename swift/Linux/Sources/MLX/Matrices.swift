@@ -31,14 +31,6 @@ public func inner(_ a: MLXArray, _ b: MLXArray, stream: StreamOrDevice = .defaul
     result { mlx_inner(&$0, a.ctx, b.ctx, stream.ctx) }
 }
 
-public func outer(_ a: MLXArray, _ b: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    result { mlx_outer(&$0, a.ctx, b.ctx, stream.ctx) }
-}
-
 public func tril(_ array: MLXArray, k: Int = 0, stream: StreamOrDevice = .default) -> MLXArray {
     result { mlx_tril(&$0, array.ctx, Int32(k), stream.ctx) }
-}
-
-public func triu(_ array: MLXArray, k: Int = 0, stream: StreamOrDevice = .default) -> MLXArray {
-    result { mlx_triu(&$0, array.ctx, Int32(k), stream.ctx) }
 }

@@ -7,13 +7,6 @@ public enum Memory {
         public var cacheMemory: Int
         public var peakMemory: Int
 
-        public func delta(_ other: Snapshot) -> Snapshot {
-            Snapshot(
-                activeMemory: other.activeMemory - activeMemory,
-                cacheMemory: other.cacheMemory - cacheMemory,
-                peakMemory: other.peakMemory - peakMemory)
-        }
-
         public var description: String {
             "peak \(peakMemory), active \(activeMemory), cache \(cacheMemory)"
         }
@@ -44,8 +37,6 @@ public enum Memory {
     public static func snapshot() -> Snapshot {
         Snapshot(activeMemory: activeMemory, cacheMemory: cacheMemory, peakMemory: peakMemory)
     }
-
-    public static func clearCache() { mlx_clear_cache() }
 
     private static func read(_ call: (UnsafeMutablePointer<Int>?) -> Int32) -> Int {
         var bytes = 0
@@ -87,6 +78,4 @@ public enum GPU {
     public static func set(memoryLimit: Int, relaxed: Bool = true) {
         Memory.memoryLimit = memoryLimit
     }
-    public static func clearCache() { Memory.clearCache() }
-    public static func resetPeakMemory() { Memory.peakMemory = 0 }
 }

@@ -46,14 +46,3 @@ public func quantizedMM(
             bits.asOptionalInt, mode.rawValue, stream.ctx)
     }
 }
-
-public func quantizedMatmul(
-    _ x: MLXArray, _ w: MLXArray, scales: MLXArray, biases: MLXArray?, transpose: Bool = true,
-    groupSize: Int? = nil, bits: Int? = nil, mode: QuantizationMode = .affine,
-    stream: StreamOrDevice = .default
-) -> MLXArray {
-    quantizedMM(
-        x, w, scales: scales, biases: biases, transpose: transpose, groupSize: groupSize,
-        bits: bits,
-        mode: mode, stream: stream)
-}

@@ -239,13 +239,3 @@ public func variance(
 ) -> MLXArray {
     result { mlx_var_axis(&$0, array.ctx, Int32(axis), keepDims, Int32(ddof), stream.ctx) }
 }
-
-public func std(
-    _ array: MLXArray, keepDims: Bool = false, ddof: Int = 0, stream: StreamOrDevice = .default
-) -> MLXArray { result { mlx_std(&$0, array.ctx, keepDims, Int32(ddof), stream.ctx) } }
-public func std(
-    _ array: MLXArray, axis: Int, keepDims: Bool = false, ddof: Int = 0,
-    stream: StreamOrDevice = .default
-) -> MLXArray {
-    result { mlx_std_axis(&$0, array.ctx, Int32(axis), keepDims, Int32(ddof), stream.ctx) }
-}

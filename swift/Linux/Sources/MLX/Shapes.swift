@@ -27,12 +27,6 @@ extension MLXArray {
         _ axis1: Int, _ axis2: Int, stream: StreamOrDevice = .default
     ) -> MLXArray { result { mlx_swapaxes(&$0, ctx, Int32(axis1), Int32(axis2), stream.ctx) } }
 
-    public func movedAxis(
-        source: Int, destination: Int, stream: StreamOrDevice = .default
-    ) -> MLXArray {
-        result { mlx_moveaxis(&$0, ctx, Int32(source), Int32(destination), stream.ctx) }
-    }
-
     public func expandedDimensions(axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
         result { mlx_expand_dims(&$0, ctx, Int32(axis), stream.ctx) }
     }
@@ -42,18 +36,6 @@ extension MLXArray {
     ) -> MLXArray {
         result { mlx_expand_dims_axes(&$0, ctx, axes.asInt32, axes.count, stream.ctx) }
     }
-
-    public func squeezed(stream: StreamOrDevice = .default) -> MLXArray {
-        result { mlx_squeeze(&$0, ctx, stream.ctx) }
-    }
-
-    public func squeezed(axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
-        result { mlx_squeeze_axis(&$0, ctx, Int32(axis), stream.ctx) }
-    }
-
-    public func squeezed(
-        axes: some Collection<Int>, stream: StreamOrDevice = .default
-    ) -> MLXArray { result { mlx_squeeze_axes(&$0, ctx, axes.asInt32, axes.count, stream.ctx) } }
 
     public func flattened(
         start: Int = 0, end: Int = -1, stream: StreamOrDevice = .default
@@ -108,19 +90,9 @@ public func expandedDimensions(
     _ array: MLXArray, axes: some Collection<Int>, stream: StreamOrDevice = .default
 ) -> MLXArray { array.expandedDimensions(axes: axes, stream: stream) }
 
-public func squeezed(
-    _ array: MLXArray, axis: Int, stream: StreamOrDevice = .default
-) -> MLXArray { array.squeezed(axis: axis, stream: stream) }
-
 public func flattened(
     _ array: MLXArray, start: Int = 0, end: Int = -1, stream: StreamOrDevice = .default
 ) -> MLXArray { array.flattened(start: start, end: end, stream: stream) }
-
-public func unflatten(
-    _ a: MLXArray, axis: Int, shape: some Collection<Int>, stream: StreamOrDevice = .default
-) -> MLXArray {
-    result { mlx_unflatten(&$0, a.ctx, Int32(axis), shape.asInt32, shape.count, stream.ctx) }
-}
 
 public func split(
     _ array: MLXArray, parts: Int, axis: Int = 0, stream: StreamOrDevice = .default
@@ -162,16 +134,6 @@ public func repeated(
 public func repeated(
     _ array: MLXArray, count: Int, stream: StreamOrDevice = .default
 ) -> MLXArray { result { mlx_repeat(&$0, array.ctx, Int32(count), stream.ctx) } }
-
-public func tiled(
-    _ array: MLXArray, repetitions: some Collection<Int>, stream: StreamOrDevice = .default
-) -> MLXArray {
-    result { mlx_tile(&$0, array.ctx, repetitions.asInt32, repetitions.count, stream.ctx) }
-}
-
-public func tiled(
-    _ array: MLXArray, repetitions: Int, stream: StreamOrDevice = .default
-) -> MLXArray { tiled(array, repetitions: [repetitions], stream: stream) }
 
 /// How far an axis is padded: before and after.
 public struct IntOrPair: ExpressibleByIntegerLiteral, ExpressibleByArrayLiteral, Sendable {
@@ -215,16 +177,3 @@ public func padded(
 public func contiguous(
     _ a: MLXArray, allowColMajor: Bool = false, stream: StreamOrDevice = .default
 ) -> MLXArray { a.contiguous(allowColMajor: allowColMajor, stream: stream) }
-
-/// The input, evaluated no sooner than the dependencies.
-public func depends(input: MLXArray, dependencies: [MLXArray]) -> MLXArray {
-    depends(inputs: [input], dependencies: dependencies)[0]
-}
-
-public func depends(inputs: [MLXArray], dependencies: [MLXArray]) -> [MLXArray] {
-    withVector(inputs) { inputs in
-        withVector(dependencies) { dependencies in
-            results { mlx_depends(&$0, inputs, dependencies) }
-        }
-    }
-}

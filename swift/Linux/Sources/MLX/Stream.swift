@@ -40,15 +40,7 @@ public final class Stream: @unchecked Sendable, Equatable, CustomStringConvertib
 
     deinit { mlx_stream_free(ctx) }
 
-    public func synchronize() { mlx_synchronize(ctx) }
-
     public static func defaultStream(_ device: Device) -> Stream { device.defaultStream }
-
-    public static func withNewDefaultStream<R>(
-        device: Device? = nil, _ body: () throws -> R
-    ) rethrows -> R {
-        try $current.withValue(Stream(device ?? .defaultDevice()), operation: body)
-    }
 
     public static func == (lhs: Stream, rhs: Stream) -> Bool { mlx_stream_equal(lhs.ctx, rhs.ctx) }
 

@@ -27,6 +27,7 @@ public struct GenerateCompletionInfo: Sendable {
 public enum Generation: Sendable {
     case chunk(String)
     case info(GenerateCompletionInfo)
+    case toolCall(ToolCall)
 
     public var chunk: String? {
         if case .chunk(let text) = self { text } else { nil }
@@ -35,25 +36,30 @@ public enum Generation: Sendable {
     public var info: GenerateCompletionInfo? {
         if case .info(let info) = self { info } else { nil }
     }
+
+    public var toolCall: ToolCall? {
+        if case .toolCall(let call) = self { call } else { nil }
+    }
 }
 
 private struct Sent<Value>: @unchecked Sendable {
     var value: Value
 }
 
-/// Runs an iterator to a stop token or its end, as text; the task ends when nothing computes any more.
+/// Runs an iterator to a stop token or its end, as text, and as calls where there are tools; the task ends when nothing computes any more.
 public func generateTask<TOKEN: TokenIteratorProtocol>(
     promptTokenCount: Int, modelConfiguration: ModelConfiguration, tokenizer: any Tokenizer,
-    iterator: consuming TOKEN
+    iterator: consuming TOKEN, tools: [ToolSpec]? = nil
 ) -> (AsyncStream<Generation>, Task<Void, Never>) {
     let (stream, continuation) = AsyncStream<Generation>.makeStream()
     var stops = modelConfiguration.eosTokenIds
     stops.formUnion(modelConfiguration.extraEOSTokens.compactMap(tokenizer.convertTokenToId))
     stops.formUnion([tokenizer.eosTokenId, tokenizer.unknownTokenId].compactMap { $0 })
     let sent = Sent<any TokenIteratorProtocol>(value: iterator), ends = stops
+    let hasTools = tools != nil
     let task = Task {
         var iterator = sent.value, text = NaiveStreamingDetokenizer(tokenizer: tokenizer)
-        var count = 0, reason = GenerateStopReason.length
+        var count = 0, reason = GenerateStopReason.length, held = ""
         let start = Date()
         while let token = iterator.next() {
             if Task.isCancelled {
@@ -66,7 +72,16 @@ public func generateTask<TOKEN: TokenIteratorProtocol>(
             }
             count += 1
             text.append(token: token)
-            if let chunk = text.next(), case .terminated = continuation.yield(.chunk(chunk)) {
+            guard let chunk = text.next() else { continue }
+            // What may be a call is held back until it is one.
+            held += chunk
+            var part = Generation.chunk(held)
+            if hasTools, held.hasPrefix("<") {
+                guard let call = ToolCall(text: held) else { continue }
+                part = .toolCall(call)
+            }
+            held = ""
+            if case .terminated = continuation.yield(part) {
                 reason = .cancelled
                 break
             }

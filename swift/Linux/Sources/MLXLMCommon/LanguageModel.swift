@@ -17,9 +17,26 @@ extension BaseLanguageModel {
     ) -> [String: MLXArray] { sanitize(weights: weights) }
 }
 
-/// A model's input: tokens.
+/// A model's input: tokens, and what they speak of.
 public struct LMInput {
     public let text: Text
+    public let image: ProcessedImage?
+    public let video: ProcessedVideo?
+    public let audio: ProcessedAudio?
+
+    public struct ProcessedImage {
+        public let pixels: MLXArray
+
+        public init(pixels: MLXArray) { self.pixels = pixels }
+    }
+
+    public struct ProcessedVideo {
+        public let pixels: MLXArray
+
+        public init(pixels: MLXArray) { self.pixels = pixels }
+    }
+
+    public struct ProcessedAudio {}
 
     public struct Text {
         public let tokens: MLXArray
@@ -50,7 +67,10 @@ public struct LMInput {
         self.init(text: Text(tokens: tokens, mask: mask))
     }
 
-    public init(text: Text) { self.text = text }
+    public init(
+        text: Text, image: ProcessedImage? = nil, video: ProcessedVideo? = nil,
+        audio: ProcessedAudio? = nil
+    ) { (self.text, self.image, self.video, self.audio) = (text, image, video, audio) }
 }
 
 /// A model's output: logits `[B, L, V]`.

@@ -17,7 +17,7 @@ final class BoundedModel: Module, LLMModel {
         trial = try h2o.trial(of: inner, with: h2o.plainCaches(of: inner))
         super.init()
         // So that what cannot be is told now, and not when a cache is asked for.
-        _ = try h2o.caches(for: inner, plain: h2o.plainCaches(of: inner), trial: trial)
+        _ = try h2o.caches(for: inner, plain: h2o.plainCaches(of: inner), trial: trial, [])
     }
 
     var loraLayers: [Module] { inner.loraLayers }

@@ -7,7 +7,7 @@ extension H2OConfiguration {
     private static let windowsKeep = 4
 
     /// Bounded caches as `parameters` ask for them; where the model cannot follow the configuration,
-    /// the nearest that it can, or its own, and a ``Notice``.
+    /// the nearest that it can, or its own, and an ``H2ONotice``.
     func requestedCaches(
         for model: any LanguageModel, plain: () throws -> [any KVCache],
         _ trial: () throws -> TrialResult, _ parameters: GenerateParameters?
@@ -18,36 +18,54 @@ extension H2OConfiguration {
             }
             var wanted = self
             if let size = parameters?.maxKVSize { wanted.budget = .tokens(size) }
-            return try wanted.nearestCaches(for: model, plain: plain, trial())
+            return try wanted.nearestCaches(for: model, plain: plain, trial(), [])
         } catch {
-            Notice.shared.say(
-                "\(type(of: model)) goes on with its own caches, without a bound. "
-                    + "\(error.localizedDescription)")
-            return (try? plain()) ?? []
+            H2ONotice(
+                subject: .budget,
+                message: "\(type(of: model)) goes on with its own caches, without a bound. "
+                    + error.localizedDescription
+            ).said()
+            do {
+                return try plain().noticed()
+            } catch {
+                // Not even the model's own: no list is right, and MLX's handler has the error.
+                reportToMLX(error)
+                return []
+            }
         }
     }
 
     private func nearestCaches(
-        for model: any LanguageModel, plain: () throws -> [any KVCache], _ trial: TrialResult
+        for model: any LanguageModel, plain: () throws -> [any KVCache], _ trial: TrialResult,
+        _ notices: [H2ONotice]
     ) throws -> [any KVCache] {
         let name = String(describing: type(of: model))
         do {
-            return try caches(for: model, plain: plain(), trial: trial)
+            return try caches(for: model, plain: plain(), trial: trial, notices)
         } catch let error as H2OError {
             var nearest = self
+            let notice: H2ONotice
             switch error {
             case .profile(let message):
                 nearest.headBudgets = .uniform
-                Notice.shared.say("\(message) \(name) goes on with uniform budgets.")
+                notice = H2ONotice(
+                    subject: .headBudgets,
+                    message: "\(message) \(name) goes on with uniform budgets.")
+            case .configuration(let message) where !packingFits(trial.kinds.compactMap { $0 }):
+                (nearest.packing, nearest.frames) = (.dense, .none)
+                notice = H2ONotice(
+                    subject: .packing, message: "\(message) \(name) goes on with unpacked rows.")
             case .configuration(let message):
                 let least = leastTokens(trial)
                 guard nearest.budget != .tokens(least) else { throw error }
                 nearest.budget = .tokens(least)
-                Notice.shared.say(
-                    "\(name) was asked for \(budget) and goes on with \(least) tokens. \(message)")
+                notice = H2ONotice(
+                    subject: .budget,
+                    message: "\(name) was asked for \(budget) and goes on with \(least) tokens. "
+                        + message)
             default: throw error
             }
-            return try nearest.nearestCaches(for: model, plain: plain, trial)
+            return try nearest.nearestCaches(for: model, plain: plain, trial, notices + [notice])
         }
     }
 
@@ -86,10 +104,12 @@ extension H2OConfiguration {
 
     /// The model's own caches with windows in the place of plain ones, as stock models give them.
     func ownWindows(_ plain: [any KVCache], _ size: Int) throws -> [any KVCache] {
-        Notice.shared.say(
-            "maxKVSize and kvCache.capacity ask for mlx-swift-lm's own windows of \(size) tokens, and "
-                + "that is what they get: it takes no other cache with them. Set the budget of the "
-                + "H2OConfiguration instead.")
+        H2ONotice(
+            subject: .request,
+            message: "maxKVSize and kvCache.capacity ask for mlx-swift-lm's own windows of \(size) "
+                + "tokens, and that is what they get: it takes no other cache with them. Set the "
+                + "budget of the H2OConfiguration instead."
+        ).said()
         let keep = min(Self.windowsKeep, max(0, size - 1))
         let windows = placedMembers(of: plain).map { _, cache -> any KVCache in
             type(of: cache) == KVCacheSimple.self

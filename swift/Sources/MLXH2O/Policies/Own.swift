@@ -89,7 +89,10 @@ private final class OwnFunctions {
             let found = try body()
             return withExtendedLifetime(found) { mlx_array_set(result, found.ctx) }
         } catch {
-            Notice.shared.say("A policy of the app's own failed: \(error.localizedDescription)")
+            H2ONotice(
+                subject: .policy,
+                message: "A policy of the app's own failed: \(error.localizedDescription)"
+            ).said()
             return 1
         }
     }

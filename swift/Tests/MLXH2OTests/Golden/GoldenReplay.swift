@@ -237,7 +237,7 @@ enum GoldenReplay {
                     stacked(
                         caches.map { cache in
                             MLXArray(
-                                cache.keptScores().flatMap {
+                                try! cache.keptScores().flatMap {
                                     $0.flatMap {
                                         $0 + Array(repeating: 0, count: most - $0.count)
                                     }
@@ -251,7 +251,7 @@ enum GoldenReplay {
         if caches[0].settings.remembers {
             for (i, name) in H2ORemainder.names.enumerated() {
                 results["remainder.\(name)"] = stacked(
-                    caches.map { $0.evictedRemainder!.arrays[i] })
+                    try caches.map { try $0.evictedRemainder!.arrays[i] })
             }
         }
         return results
@@ -287,7 +287,7 @@ enum GoldenReplay {
 
     /// Positions `[B, H, most]`, ascending, then -1.
     private static func held(_ cache: H2OKVCache, _ most: Int) -> MLXArray {
-        let kept = cache.keptPositions()
+        let kept = try! cache.keptPositions()
         let padded = kept.flatMap {
             $0.flatMap { $0.map(Int32.init) + Array(repeating: -1, count: most - $0.count) }
         }

@@ -84,7 +84,8 @@ private func frame(
     let tokens = tracking.first?.offset ?? 0
     var held = Array(repeating: 0.0, count: tokens), heads = 0.0
     for cache in tracking {
-        for head in cache.keptPositions().first ?? [] {
+        // A picture without a cache that cannot be read is better than none.
+        for head in (try? cache.keptPositions())?.first ?? [] {
             heads += 1
             for position in head { held[position] += 1 }
         }

@@ -1,0 +1,86 @@
+import Foundation
+import MLXLMCommon
+
+#if canImport(os)
+    import os
+#endif
+
+/// What was asked for and a model's caches do not have, or what else an app should know and no error
+/// can carry.
+///
+/// Read it off the caches (``Swift/Array/notices``), a chat (``H2OChatSession/notices``), or all that
+/// there were (``all``). Each is in the system's log too, once (subsystem "mlx-h2o"; standard error on
+/// Linux).
+public struct H2ONotice: Sendable, Hashable, CustomStringConvertible {
+    /// What was asked for.
+    public enum Subject: Sendable, CaseIterable {
+        case budget, policy, remainder, headBudgets, packing, pins, layer, undo, request
+    }
+
+    public let subject: Subject
+    /// What there is instead, why, and what to do about it.
+    public let message: String
+
+    public var description: String { message }
+
+    /// Every notice of this process, in order.
+    public static var all: [H2ONotice] { lock.withLock { log } }
+
+    private static let lock = NSLock()
+    nonisolated(unsafe) private static var log: [H2ONotice] = []
+
+    /// The notice, once it is in the log.
+    @discardableResult
+    func said() -> H2ONotice {
+        let isNew = Self.lock.withLock {
+            if Self.log.contains(self) { return false }
+            Self.log.append(self)
+            return true
+        }
+        guard isNew else { return self }
+        #if canImport(os)
+            Logger(subsystem: "mlx-h2o", category: "caches").error("\(message, privacy: .public)")
+        #else
+            FileHandle.standardError.write(Data("mlx-h2o: \(message)\n".utf8))
+        #endif
+        return self
+    }
+}
+
+extension [any KVCache] {
+    /// What these caches of a model do not have although it was asked for: layers without a bound, and
+    /// what ``H2OConfiguration/caches(for:)-(LanguageModel)`` or a registered model did without.
+    public var notices: [H2ONotice] {
+        var found: [H2ONotice] = []
+        for (layer, cache) in placedMembers(of: self) {
+            let own = (cache as? H2OKVCache)?.notices ?? .unbounded(layer, cache)
+            found += own.filter { !found.contains($0) }
+        }
+        return found
+    }
+
+    /// The same caches, once the log has their notices.
+    func noticed() -> [any KVCache] {
+        notices.forEach { $0.said() }
+        return self
+    }
+}
+
+extension [H2ONotice] {
+    /// That a layer's cache grows with the conversation; nothing for one that has a bound.
+    static func unbounded(_ layer: String, _ cache: any KVCache) -> [H2ONotice] {
+        guard !isBoundedItself(cache) else { return [] }
+        return [
+            H2ONotice(
+                subject: .layer,
+                message: "Layer \(layer) has a \(type(of: cache)), which stays without a bound.")
+        ]
+    }
+}
+
+/// Whether a cache's memory has a bound of its own: a window, chunks, or a state of fixed size.
+func isBoundedItself(_ cache: any KVCache) -> Bool {
+    // Its chunk size is told by nothing else.
+    if let cache = cache as? ChunkedKVCache { return cache.metaState.first != "None" }
+    return cache.maxSize != nil || cache is ArraysCache
+}
