@@ -37,6 +37,8 @@ from research.simulation import SINK, Setting, SimulatedCache, Trial
 PAGE = 16
 #: Bits of a digest's numbers, and bytes beside them: two scales and biases, the count.
 DIGEST_BITS, DIGEST_EXTRA = 8, 10
+#: Added to the worth of rows that came back a while ago; other worths are sums of standard scores.
+PROTECTED = 1e6
 #: Bytes of a slot beside its rows: score and position.
 SLOT_EXTRA = 6
 
@@ -159,10 +161,12 @@ class PagedTrial(Trial):
         N = keys.shape[2]
         at = mx.arange(N)
         old = (at >= SINK) & (at < (offset - self.recent))
-        evictable = kept & old & (until <= offset)
+        evictable = kept & old
         worth = self._worth(
             self.scores[..., :N], kept[:, :, None], evictable[:, :, None], keys, values, offset
         )[:, :, 0]
+        # Rows that came back go last, and go all the same where the budget asks for it.
+        worth = worth + mx.where(until > offset, PROTECTED, 0)
         order = mx.argsort(mx.argsort(mx.where(evictable, worth, mx.inf), axis=-1), axis=-1)
         goes = (order < count) & evictable
         self._fold_all(keys, values, goes.astype(mx.float32))
