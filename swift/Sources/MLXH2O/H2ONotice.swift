@@ -5,8 +5,8 @@ import MLXLMCommon
     import os
 #endif
 
-/// What was asked for and a model's caches do not have, or what else an app should know and no error
-/// can carry.
+/// What an app should know and no error can carry: settings that a model's caches cannot have, or
+/// kernels that are not used on this device.
 ///
 /// Read it off the caches (``Swift/Array/notices``), a chat (``H2OChatSession/notices``), or all that
 /// there were (``all``). Each is in the system's log too, once (subsystem "mlx-h2o"; standard error on
@@ -14,7 +14,7 @@ import MLXLMCommon
 public struct H2ONotice: Sendable, Hashable, CustomStringConvertible {
     /// What was asked for.
     public enum Subject: Sendable, CaseIterable {
-        case budget, policy, remainder, headBudgets, packing, pins, layer, undo, request
+        case budget, policy, remainder, headBudgets, packing, pins, layer, undo, request, kernels
     }
 
     public let subject: Subject

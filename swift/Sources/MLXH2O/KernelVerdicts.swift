@@ -36,7 +36,10 @@ public enum H2OKernels {
 
     /// Done once: notices go to the log, and verdicts to the caches folder where the system has one.
     static let areSetUp: Void = {
-        mlx_h2o_set_notice({ _, message in Notice.shared.say(String(cString: message!)) }, nil)
+        mlx_h2o_set_notice(
+            { _, message in
+                H2ONotice(subject: .kernels, message: String(cString: message!)).said()
+            }, nil)
         #if canImport(Darwin)
             let caches = FileManager.default.urls(for: .cachesDirectory, in: .userDomainMask)
             if let folder = caches.first {
