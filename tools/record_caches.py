@@ -11,8 +11,8 @@ from it, compressed.json.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -144,9 +144,14 @@ def record_compressed() -> None:
 
 
 if __name__ == "__main__":
-    if "--compressed" in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--compressed", action="store_true", help="a compressed document instead")
+    instead.add_argument("--stages", action="store_true", help="shares of slots instead")
+    asked = parser.parse_args()
+    if asked.compressed:
         record_compressed()
-    elif "--stages" in sys.argv[1:]:
+    elif asked.stages:
         lines = ",\n".join(json.dumps(one) for one in stages())
         (FIXTURES / "stages.json").write_text(f"[\n{lines}\n]\n")
     else:

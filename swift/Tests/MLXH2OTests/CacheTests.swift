@@ -232,7 +232,7 @@ import Testing
         }
         // Two heads of 32 and 32 in each of three layers: the remainders alone are 2328 bytes.
         let none = message { _ = try caches(2000) }
-        #expect(none.contains("leave no slot for each of 2 KV heads of 256 bytes"), "\(none)")
+        #expect(none.contains("leave no slot for each of 2 KV heads of 160 bytes"), "\(none)")
         let few = message { _ = try caches(8000) }
         #expect(few.contains("slots cannot hold 4 sink"), "\(few)")
         #expect(try caches(40_000).count == 3)
