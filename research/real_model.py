@@ -209,7 +209,7 @@ def shares(model: nn.Module, tokenizer: Any, samples: mx.array, profile: Profile
     simulate(model, samples, settings, T // 4)
 
 
-def widths(model: nn.Module, samples: mx.array) -> None:
+def widths(model: nn.Module, samples: mx.array, parts: Sequence[int]) -> None:
     """Run real caches of the same bytes, token by token; scored from a quarter of the tokens on."""
     T = samples.shape[1]
     first = T // 4
@@ -217,7 +217,7 @@ def widths(model: nn.Module, samples: mx.array) -> None:
     dense = sum(map(plain_bytes, layer_kinds(model))) * T
     print("| rows | perplexity | loss | part of the bytes | slots a head |")
     print("|---|---:|---:|---:|---:|")
-    for part in PARTS:
+    for part in parts:
         for name, given in WIDTHS.items():
             try:
                 cache = mlx_h2o.make_prompt_cache(
@@ -250,6 +250,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", default="smollm2-135m")
     made.add_argument("--samples", type=int, default=4)
     made.add_argument("--tokens", type=int, default=1024)
+    made.add_argument(
+        "--parts", type=int, nargs="+", default=PARTS, help="of the bytes; widths only"
+    )
     return made
 
 
@@ -265,7 +268,7 @@ def main() -> None:
     elif args.what == "policies":
         policies(model, samples)
     elif args.what == "widths":
-        widths(model, samples)
+        widths(model, samples, args.parts)
     else:
         shares(model, tokenizer, samples, Profile.load(args.paths[1]))
 
