@@ -16,6 +16,7 @@ all rows are held, and a mask tells which of them a cache would hold (`research.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.evaluate.perplexity import samples_of
 from mlx_h2o.integration.layer_probe import identity_by_kinds, layer_kinds
 from mlx_h2o.storage.key_scaling import RowFormat
-from research.real_model import formats_of, lost, report
+from research.real_model import formats_of, lost, report, side_by_side
 from research.simulation import SINK, Setting, SimulatedCache, Trial
 
 #: Tokens of a page on disk.
@@ -304,23 +305,11 @@ def run(
         first: The first token that is scored.
         shown: How many of the settings were printed before.
     """
-    (n, T), count = samples.shape, len(settings)
-    tokens = mx.concatenate([samples] * count)
-    caches = [PagedCache(settings, paging, i, T) for i in range(len(model.layers))]
-    total, apart = mx.zeros(n * count), mx.zeros(n * count)
-    for i in range(T - 1):
-        logits = model(tokens[:, i : i + 1], cache=caches)[:, -1].astype(mx.float32)
-        logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        if i + 1 >= first:
-            total = total + nn.losses.cross_entropy(logits, tokens[:, i + 1])
-            full = mx.concatenate([logs[:n]] * count)
-            apart = apart + (mx.exp(full) * (full - logs)).sum(axis=-1)
-        mx.eval(total, apart, [cache.state for cache in caches])
-        if i % 64 == 0:
-            print(f"token {i} of {T}", file=sys.stderr)
-    nll, far = ((x / (T - first)).reshape(count, n).tolist() for x in (total, apart * 1000))
+    layers = range(len(model.layers))
+    caches = [PagedCache(settings, paging, i, samples.shape[1]) for i in layers]
+    nll, far = side_by_side(model, samples, caches, len(settings), first)
     for setting, losses, d in list(zip(settings, nll, far, strict=True))[shown:]:
-        report(setting.name, losses, nll[0], lost(losses, nll[1]), f"{sum(d) / n:.2f}")
+        report(setting.name, losses, nll[0], lost(losses, nll[1]), f"{statistics.fmean(d):.2f}")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -154,9 +154,37 @@ def simulate(model: nn.Module, samples: mx.array, settings: Sequence[Setting], f
     of next-token distributions from the full cache's (KL, 1000 to a nat): the mean loss on a text
     that the model itself wrote.
     """
-    (n, T), count = samples.shape, len(settings)
+    caches = [SimulatedCache(settings, i, samples.shape[1]) for i in range(len(model.layers))]
+    nll, far = side_by_side(model, samples, caches, len(settings), first)
+    print("| what | perplexity | loss | beside the second line | divergence |")
+    print("|---|---:|---:|---:|---:|")
+    for setting, losses, d in zip(settings, nll, far, strict=True):
+        divergence = f"{statistics.fmean(d):.2f} ± {standard_error(d):.2f}"
+        report(setting.name, losses, nll[0], lost(losses, nll[1]), divergence)
+
+
+def side_by_side(
+    model: nn.Module,
+    samples: mx.array,
+    caches: Sequence[SimulatedCache],
+    count: int,
+    first: int,
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Run the samples through several settings, token by token.
+
+    Args:
+        model: The model.
+        samples: Token ids `[n, T]`.
+        caches: One for each layer, with `count` settings; the first setting is the full cache.
+        count: The number of settings.
+        first: The first token that is scored.
+
+    Returns:
+        For each setting and sample, nats per token, and the divergence of next-token distributions
+        from the full cache's (KL, 1000 to a nat).
+    """
+    n, T = samples.shape
     tokens = mx.concatenate([samples] * count)
-    caches = [SimulatedCache(settings, i, T) for i in range(len(model.layers))]
     total, apart = mx.zeros(n * count), mx.zeros(n * count)
     for i in range(T - 1):
         logits = model(tokens[:, i : i + 1], cache=caches)[:, -1].astype(mx.float32)
@@ -168,12 +196,8 @@ def simulate(model: nn.Module, samples: mx.array, settings: Sequence[Setting], f
         mx.eval(total, apart, [cache.state for cache in caches])
         if i % 64 == 0:
             print(f"token {i} of {T}", file=sys.stderr)
-    print("| what | perplexity | loss | beside the second line | divergence |")
-    print("|---|---:|---:|---:|---:|")
     nll, far = ((x / (T - first)).reshape(count, n).tolist() for x in (total, apart * 1000))
-    for setting, losses, d in zip(settings, nll, far, strict=True):
-        divergence = f"{statistics.fmean(d):.2f} ± {standard_error(d):.2f}"
-        report(setting.name, losses, nll[0], lost(losses, nll[1]), divergence)
+    return nll, far
 
 
 def policies(model: nn.Module, samples: mx.array) -> None:
