@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from mlx_h2o._utils.blas import blas
 from mlx_h2o._utils.commit import commit
 from mlx_h2o.attention.backends import choice, reference
 from mlx_h2o.attention.backends.verification.verdicts import mode
+from mlx_h2o.evaluate.machine import cpu_model, versions
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -24,7 +23,7 @@ def machine() -> dict[str, Any]:
     """Everything as JSON types, by the names that people read."""
     device = mx.device_info()
     return {
-        "processor": processor(),
+        "processor": cpu_model(),
         "cores": os.cpu_count() or 1,
         "memory": memory(),
         "system": platform.platform(),
@@ -32,10 +31,7 @@ def machine() -> dict[str, Any]:
         "device information": {name: _plain(value) for name, value in device.items()},
         "kernels": kernels(),
         "BLAS": blas(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("mlx", "mlx-lm", "mlx-h2o")},
-        },
+        "versions": versions(),
         "commit": commit(),
         "date": date.today().isoformat(),
     }
@@ -53,32 +49,12 @@ def kernels() -> str:
     return f"CPU, {_ext.isa()}, {_ext.threads()} threads"
 
 
-def processor() -> str:
-    """The processor's name."""
-    if platform.system() == "Darwin":
-        return _said("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def memory() -> int:
     """Bytes of the machine's memory, or 0 where it does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
         return 0
-
-
-def _said(*command: str) -> str:
-    """What a program says, or nothing."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 def _plain(value: Any) -> Any:

@@ -21,25 +21,35 @@ def machine() -> dict[str, Any]:
         "blas": blas(),
         "load": load_average(),
         "system": f"{platform.system()} {platform.machine()}",
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("mlx", "mlx-lm", "mlx-h2o")},
-        },
+        "versions": versions(),
         "date": date.today().isoformat(),
     }
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python, MLX, mlx-lm and this package, by name."""
+    packages = {name: version(name) for name in ("mlx", "mlx-lm", "mlx-h2o")}
+    return {"python": platform.python_version(), **packages}
 
 
 def cpu_model() -> str:
     """The processor's name."""
     if platform.system() == "Darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def _output(*command: str) -> str:
+    """The output of a program, or an empty string if it cannot be run."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def load_average() -> float:
