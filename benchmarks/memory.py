@@ -114,7 +114,7 @@ class Scale:
         mx.reset_peak_memory()
 
     def weighed(self, stage: str, told: int) -> Held:
-        """What is held now, and at most since the last time."""
+        """The bytes held now, and their peak since the previous call."""
         pool, peak = mx.get_cache_memory(), mx.get_peak_memory() - self._active
         give_back()
         active, own = mx.get_active_memory() - self._active, resident() - self._resident

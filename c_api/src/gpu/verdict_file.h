@@ -33,7 +33,7 @@ class VerdictFile {
   std::string path_;  // "": none
 };
 
-// The user's cache folder (XDG base directories), or "" where there is none.
+// The user's cache folder by the XDG base directories, or "" if none is set.
 std::string user_cache_folder();
 
 }  // namespace mlx_h2o

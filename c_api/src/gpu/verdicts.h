@@ -1,9 +1,9 @@
 // Verdicts on kernel variants: asked once, kept for the next process, told where they are bad
 // (python/mlx_h2o/attention/backends/verification/verdicts.py).
 //
-// A verdict belongs to a device, a system, a version of MLX and the kernels' text; where one of
-// them is another, the variant is checked anew. While a check runs its file says so: a process that
-// a kernel took down leaves that behind, and the next one does without the kernel.
+// A verdict belongs to a device, a system, a version of MLX and the kernels' text; the variant is
+// checked again when one of them changes. The file says while a check is running. If the kernel
+// ends the process, that mark remains, and the next process does not use the kernel.
 #pragma once
 
 #include <functional>

@@ -85,7 +85,7 @@ def attention_variants() -> list[AttentionVariant]:
         if chosen["operation"] == "attention" and dense and not chosen["ranges"]:
             return False  # MLX's own
         if chosen["operation"] == "attention_with_scores" and not chosen["queries"]:
-            return False  # of many queries nobody asks for logits
+            return False  # no policy needs the logits of many queries
         if chosen["ranges"] and chosen["mask"] in ("bool", "float"):
             return False
         return not (one and chosen["mask"] == "causal")

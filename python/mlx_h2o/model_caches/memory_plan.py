@@ -35,8 +35,8 @@ USUAL_CHUNK = 2048
 _LONGEST, _LONGEST_BESIDE_OWN = 256, 1024
 #: A planned peak is this near to the measured one: tests/model_caches/test_memory_plan.py.
 MARGIN = 0.1
-#: A phone's memory, and the part of it that one app may use: nobody publishes it, and half is what
-#: developers report (more with the entitlement com.apple.developer.kernel.increased-memory-limit).
+#: A phone's memory, and the part of it that one app may use. Apple publishes no figure; developers
+#: report half (more with the entitlement com.apple.developer.kernel.increased-memory-limit).
 PHONE, OF_PHONE = 8 << 30, 0.5
 # The note about caches that are not bounded by us.
 OWN = "caches of the model's own are estimated"

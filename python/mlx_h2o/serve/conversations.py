@@ -407,7 +407,7 @@ def _undone(
 
 
 def _only_file(ticket: Ticket | None) -> bool:
-    """Whether nobody notes a conversation's turn: it has no request, or its prompt has images.
+    """Whether a turn is kept by its file only: it has no request, or its prompt has images.
 
     Images' tokens do not suffice to compute its caches again.
     """

@@ -59,7 +59,7 @@ public final class H2OChatSession: Sendable {
     /// - Parameters:
     ///   - prompt: What the user says.
     ///   - images: What the user shows, for models that see.
-    ///   - videos: Likewise.
+    ///   - videos: What the user shows, for models that see.
     /// - Throws: ``H2OError``: what the model cannot be bounded by; the template's or a tool's error.
     public func respond(
         to prompt: String, images: consuming [UserInput.Image] = [],
