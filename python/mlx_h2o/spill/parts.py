@@ -1,0 +1,126 @@
+"""Rows of one layer that are not in the file yet, as they were delivered.
+
+MLX evaluates a graph on streams that belong to a thread, so only the thread of the model may
+evaluate these arrays. The writer's thread only reads arrays that are evaluated: they are scheduled
+(`mx.async_eval`) once the step that brought them is complete, and handed over when a block's worth
+of further tokens has come (`ready_from`). By then the queue has passed them, so that reading them
+neither waits for the device nor holds Python's lock meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_h2o.spill.layout import DTYPES, LayerForm
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class Part:
+    """Consecutive rows of one layer.
+
+    Attributes:
+        first: Position of the first row.
+        count: Rows.
+        fields: `[1, H, count, width]` by name, of MLX or numpy.
+        ready_from: How many positions every layer must have delivered before another thread may
+            read the arrays; None until they are scheduled.
+    """
+
+    first: int
+    count: int
+    fields: dict[str, mx.array] | dict[str, Array]
+    ready_from: int | None = None
+
+    @property
+    def end(self) -> int:
+        """One past the last position."""
+        return self.first + self.count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(int(array.nbytes) for array in self.fields.values())
+
+    def rows(self, name: str) -> Array:
+        """A field's rows, `[H, count, width]`; in the thread of the model, or when ready."""
+        rows: Array = np.asarray(self.fields[name])[0]
+        return rows
+
+    def cut(self, end: int) -> None:
+        """Forget the rows from a position on."""
+        self.count = end - self.first
+
+
+def checked_part(form: LayerForm, first: int, fields: dict[str, Any]) -> Part:
+    """New rows as a part.
+
+    Args:
+        form: The layer's form.
+        first: Position of the first row.
+        fields: `[1, H, L, width]` by name, all of the form's fields; others are left out.
+
+    Raises:
+        ValueError: A field is missing, or has another dtype or shape.
+    """
+    count, given = None, {}
+    for field in form.fields:
+        if field.name not in fields:
+            raise ValueError(f"Rows for a file need the field {field.name!r}.")
+        rows = fields[field.name]
+        count = rows.shape[2] if count is None and len(rows.shape) == 4 else count
+        dtype = str(rows.dtype).rpartition(".")[2]
+        if dtype == "uint16" and field.dtype == "bfloat16" and isinstance(rows, np.ndarray):
+            dtype = "bfloat16"
+        if dtype != field.dtype or tuple(rows.shape) != (1, form.heads, count, field.width):
+            raise ValueError(
+                f"{field.name} must be {field.dtype} [1, {form.heads}, L, {field.width}]; got "
+                f"{dtype} {list(rows.shape)}."
+            )
+        given[field.name] = rows.view(mx.uint16) if rows.dtype == mx.bfloat16 else rows
+    assert count is not None
+    is_numpy = all(isinstance(rows, np.ndarray) for rows in given.values())
+    return Part(first, count, given, 0 if is_numpy else None)
+
+
+def schedule(parts: Iterable[Part], complete: int, positions: int) -> None:
+    """Let MLX evaluate the parts' arrays without waiting for them.
+
+    Args:
+        parts: Parts that every layer has delivered.
+        complete: Positions that every layer has delivered.
+        positions: Further positions after which the arrays count as evaluated.
+    """
+    waiting = [part for part in parts if part.ready_from is None]
+    arrays = [
+        array for part in waiting for array in part.fields.values() if isinstance(array, mx.array)
+    ]
+    if arrays:
+        mx.async_eval(*arrays)
+    for part in waiting:
+        part.ready_from = complete + positions
+
+
+def gathered(parts: Iterable[Part], form: LayerForm, head: int, positions: Array) -> dict[str, Any]:
+    """Rows of one head, `[M, width]` by field.
+
+    Args:
+        parts: The layer's parts, which have all positions.
+        form: The layer's form.
+        head: KV head.
+        positions: `[M]`.
+    """
+    M = len(positions)
+    rows = {f.name: np.empty((M, f.width), DTYPES[f.dtype]) for f in form.fields}
+    for part in parts:
+        at = np.flatnonzero((positions >= part.first) & (positions < part.end))
+        if len(at):
+            for name, out in rows.items():
+                out[at] = part.rows(name)[head, positions[at] - part.first]
+    return rows
