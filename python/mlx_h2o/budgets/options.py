@@ -13,6 +13,7 @@ from typing import Any, Literal, TypedDict
 from mlx_h2o.budgets.layer_budgets import LayerBudgets
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.policies import Policy
+from mlx_h2o.spill.setting import Spill
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import DEFAULT_GROUP_SIZE
 from mlx_h2o.storage.pins import Span
@@ -107,6 +108,10 @@ class CacheOptions(PolicyOptions, total=False):
     """Pairs (first, one past the last) of positions that are never evicted; `pin` adds more."""
     profile: Literal["first use", "never"]
     """Whether a model without a profile is measured for a size in bytes, quickly and once."""
+    spill: str | Path | Spill | None
+    """A folder in which each conversation gets a file of all its rows, "auto" for one in the
+    user's cache folder, or a `Spill`, which says whether files are kept and with which key they are
+    sealed. A conversation's file is removed with it."""
 
 
 #: Defaults of options; all others are None.

@@ -19,6 +19,7 @@ from mlx_h2o.budgets.tensor_parallel import checked_ranks
 from mlx_h2o.policies import KernelPolicy, Policy, make_policy
 from mlx_h2o.policies.base import kernel_policy_of
 from mlx_h2o.policies.distinct import KEYS_ONLY
+from mlx_h2o.spill.setting import Spill, spill_setting
 from mlx_h2o.storage.journal import MOST_STEPS
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import BITS, DEFAULT_GROUP_SIZE, UNPACKED, Packing
@@ -313,6 +314,7 @@ class ModelSettings:
         pins: Spans of positions that are never evicted.
         measures: "first use": a model without a profile is measured for a size in bytes, quickly
             and once; "never": it is not.
+        spill: Where conversations have files of all their rows, or None.
 
     Raises:
         ValueError: A setting is invalid, or two exclude each other; the message names it.
@@ -332,9 +334,11 @@ class ModelSettings:
     positions: str = "absolute"
     pins: tuple[Span, ...] = ()
     measures: str = PROFILES[0]
+    spill: Spill | None = None
 
     def __post_init__(self) -> None:
         checks.choice("profile", self.measures, PROFILES)
+        object.__setattr__(self, "spill", spill_setting(self.spill))
         object.__setattr__(self, "budgets", budgets_of_model(self.budgets))
         if self.layer_budgets is None:
             one_size(max_size=self.max_size, max_bytes=self.max_bytes)
@@ -398,6 +402,7 @@ class ModelSettings:
             positions=given["positions"],
             pins=given["pins"],
             measures=given["profile"],
+            spill=given["spill"],
         )
 
     @property

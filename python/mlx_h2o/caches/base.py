@@ -11,6 +11,7 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import mlx.core as mx
@@ -24,6 +25,8 @@ from mlx_h2o.engine.layer import Layer
 from mlx_h2o.engine.pins_and_turns import PinAnswer, answer_of, checked_carry, new_turn, repin
 from mlx_h2o.engine.policy_view import slots_of
 from mlx_h2o.policies import Policy, Slots
+from mlx_h2o.spill.layer_rows import LayerRows, spilling
+from mlx_h2o.spill.setting import Spill, spill_setting
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import Packing
 from mlx_h2o.storage.pins import Span, checked_spans, joined, without
@@ -73,6 +76,7 @@ class BoundedKVCache:
             heads or for each; 0 is first order.
         frame: The key scaling (`Frame`, `storage/key_scaling.py`) of packed keys, or None.
         centres: The layer's query centres, for policies that use them (`storage/query_centres.py`).
+        spill: A folder for a file of all rows (`spill/`), "auto", a `Spill`, or None.
 
     Raises:
         ValueError: No or several sizes, an unknown policy, a budget without room to evict, or an
@@ -105,6 +109,7 @@ class BoundedKVCache:
         saturation: float | Sequence[float] = SATURATION,
         frame: Frame | None = None,
         centres: QueryCentres | None = None,
+        spill: str | Path | Spill | None = None,
     ):
         # Budgets are checked now unless they depend on the model's widths.
         settings = CacheSettings(
@@ -120,7 +125,10 @@ class BoundedKVCache:
             frame,
             centres=centres,
         )
+        where = spill_setting(spill)
         self._begin(settings)
+        if where is not None:
+            self.spill_to(spilling(where, [(self.packing, self.frame)])[0])
 
     @classmethod
     def of(cls, settings: CacheSettings, share: LayerShare | None = None) -> Self:
@@ -137,6 +145,8 @@ class BoundedKVCache:
     def _begin(self, settings: CacheSettings, share: LayerShare | None = None) -> None:
         self._unopened = settings
         self._layer: Layer | None = None
+        #: The way of its rows into a file, or None. Files of prompt caches do not hold it.
+        self.spill: LayerRows | None = None
         #: The cache's share of its model's budget, for `mlx_h2o.resize`; if the cache was made
         #: alone, it is known from the first rows on.
         self.share = share
@@ -221,6 +231,12 @@ class BoundedKVCache:
         if self._layer is None:
             raise RuntimeError("This cache holds nothing yet.")
         return self._layer
+
+    def spill_to(self, spill: LayerRows | None) -> None:
+        """Write every row that comes from now on to a file, too, or to none."""
+        self.spill = spill
+        if self._layer is not None:
+            self._layer.spill = spill
 
     # -- new rows and attention -------------------------------------------------------------------
 
@@ -418,6 +434,7 @@ class BoundedKVCache:
             raise RuntimeError(NOT_ASKED)
         if self._layer is None:
             self._layer, share = layer_factory.open_layer(self._unopened, keys, values)
+            self._layer.spill = self.spill
             self.share = self.share or share
         self._layer.check_rows(keys, values)
         return self._layer

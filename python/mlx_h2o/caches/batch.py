@@ -54,7 +54,7 @@ class BatchH2OKVCache:
         Raises:
             ValueError: As for the class.
         """
-        return cls([copy.deepcopy(cache) for cache in caches])
+        return cls([_going_on(cache) for cache in caches])
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.caches)}: {', '.join(map(repr, self.caches))}>"
@@ -91,8 +91,7 @@ class BatchH2OKVCache:
     def extract(self, idx: int) -> BoundedKVCache:
         """A copy of one sequence's cache; both share memory until one of them changes."""
         self.require_at_rest()
-        taken: BoundedKVCache = copy.deepcopy(self.caches[idx])
-        return taken
+        return _going_on(self.caches[idx])
 
     # -- padding ----------------------------------------------------------------------------------
 
@@ -373,3 +372,11 @@ def _mask_of(mask: Mask, sequence: int, rows: slice, length: int) -> Mask:
         return mask
     first = mask.shape[-1] - length
     return mask[..., first + rows.start : first + rows.stop]
+
+
+def _going_on(cache: BoundedKVCache) -> BoundedKVCache:
+    """A copy that goes on for its original, in the same file of rows (`spill/layer_rows.py`)."""
+    memo: dict[int, Any] = {}
+    if cache.spill is not None:  # layers are copied one by one, and belong to one conversation
+        memo[id(cache.spill.conversation)] = cache.spill.conversation
+    return copy.deepcopy(cache, memo)

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_h2o.attention.backends.decoder import Decoder, HeadPlan, PlannedToken
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.engine.array_owner import Evictions, Fields, Memory, fields_of, marked
+from mlx_h2o.spill.layer_rows import STORED, LayerRows
 from mlx_h2o.storage.journal import Journal
 from mlx_h2o.storage.packed import dense
 from mlx_h2o.storage.pins import stored_positions
@@ -80,6 +81,8 @@ class Layer:
         self.journal = Journal(settings.undo)
         self.memory = memory
         self.types = types
+        #: The way of its rows into a file, or None (`spill/layer_rows.py`).
+        self.spill: LayerRows | None = None
 
     # -- the rows held ----------------------------------------------------------------------------
 
@@ -172,6 +175,10 @@ class Layer:
             rows = marked(self.settings, fields_of(self.settings, keys, values, first))
         else:
             rows = marked(self.settings, self.window.push(keys, values, first))
+        if self.spill is not None and self.window is not None:
+            self.spill.take_chunk(first, keys, values, self.window.size)
+        elif self.spill is not None and rows is not None:
+            self.spill.take(first, STORED, rows)
         self.offset += L
         beyond = None
         if rows is not None and L == 1:  # victims for it are already named
@@ -327,6 +334,8 @@ class Layer:
             store.shorten(older - (self.window.trim(older) if self.window else 0))
             self.forget_victims()
         self.memory.fit_positions(self.offset)
+        if self.spill is not None:
+            self.spill.trim(self.offset)
 
     # -- fused steps ------------------------------------------------------------------------------
 

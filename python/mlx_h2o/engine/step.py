@@ -20,6 +20,7 @@ from mlx_h2o.engine import eviction, fused_case
 from mlx_h2o.engine.array_owner import Fields
 from mlx_h2o.engine.layer import Layer
 from mlx_h2o.engine.scoring import Seen, mean_of, observe, observe_derived
+from mlx_h2o.spill.layer_rows import PLAIN
 from mlx_h2o.storage.journal import single_steps
 from mlx_h2o.storage.pins import is_pinned
 
@@ -49,6 +50,8 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
         return _token_by_token(layer, call, k, v)
     _check_frame(layer, call)
     if length == 1 and _fused(layer, call, k, v):
+        if layer.spill is not None:
+            layer.spill.take(layer.offset, PLAIN, {"keys": k, "values": v})
         decoder, token = layer.planned(k, v)
         return decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, token))
     frame = layer.settings.frame
@@ -152,8 +155,11 @@ def decode_together(
     planned = []
     for layer in layers:
         layer.check_rows(*like)
-    for layer in layers:
+    for i, layer in enumerate(layers):
         grow(layer, 1)
+        if layer.spill is not None:
+            own = {"keys": k[i : i + 1], "values": v[i : i + 1]}
+            layer.spill.take(layer.offset, PLAIN, own)
         planned.append(layer.planned(*like))
     decoders, tokens = zip(*planned, strict=True)
     return step_together(decoders, tokens, call, k, v)

@@ -35,6 +35,8 @@ from mlx_h2o.integration.stock_caches import caches_beneath, is_asked, stock_cac
 from mlx_h2o.loading.identity import ModelIdentity, architecture
 from mlx_h2o.model_caches.plan import AtHand, planned
 from mlx_h2o.policies import Policy
+from mlx_h2o.spill.layer_rows import spilling
+from mlx_h2o.spill.setting import Spill
 from mlx_h2o.storage.key_scaling import Frame
 
 #: Bytes of an element of a 16-bit cache.
@@ -121,7 +123,18 @@ def bounded_caches(
         cache.choice, cache.sharers = plan.choice, kind.sharers
         return cache
 
-    return [replaced(entry, bounded) for entry in caches]
+    made = [replaced(entry, bounded) for entry in caches]
+    if settings.spill is not None:
+        spill_to(made, settings.spill)
+    return made
+
+
+def spill_to(cache: Sequence[Any], spill: Spill) -> None:
+    """Let all bounded caches of a list, which are empty, have one file of their rows."""
+    layers = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
+    ways = spilling(spill, [(layer.packing, layer.frame) for layer in layers])
+    for layer, way in zip(layers, ways, strict=True):
+        layer.spill_to(way)
 
 
 def _at_hand(

@@ -200,6 +200,16 @@ class Layout:
         """The header's checksum, from which those of blocks start: no other file's block fits."""
         return zlib.crc32(self.header)
 
+    def notes_read(self) -> dict[str, Any]:
+        """The notes, as JSON types; errors as of `read_layout`."""
+        try:
+            notes = json.loads(self.notes)
+        except (ValueError, RecursionError) as error:
+            raise DamagedFile(f"The header of this file of rows is damaged: {error}") from error
+        if not isinstance(notes, dict):
+            raise DamagedFile("The header of this file of rows is damaged.")
+        return notes
+
     def block_start(self, block: int) -> int:
         """The byte of the file at which a block begins."""
         return len(self.header) + block * self.block_bytes

@@ -35,6 +35,9 @@ from mlx_h2o.spill.sealing import NONCE, Seal, place_of
 #: Bytes that may wait to be written before the disk counts as too slow: a chunk of 2048 tokens of a
 #: model of 8 billion parameters in 16 bits.
 MOST_WAITING = 2**28
+#: The most positions by which one layer may be before another: more than any chunk that a layer
+#: processes token by token. A layer that comes no more would keep all others' rows in memory.
+MOST_APART = 2**17
 _SALT = 32
 
 
@@ -198,8 +201,7 @@ class RowFile:
     @property
     def notes(self) -> dict[str, Any]:
         """What the header says beside the layout, "id" and "kept" among it."""
-        notes: dict[str, Any] = json.loads(self.layout.notes)
-        return notes
+        return self.layout.notes_read()
 
     # -- what it holds ----------------------------------------------------------------------------
 
@@ -266,6 +268,9 @@ class RowFile:
         part = checked_part(self.forms[layer], first_position, fields)
         if part.end > file_layout.MOST_TOKENS:
             self.fail(f"a file holds at most {file_layout.MOST_TOKENS} tokens")
+            return
+        if first_position - self.complete > MOST_APART:
+            self.fail("some layers got no more rows")
             return
         self.schedule()
         if part.ready_from is None:
@@ -619,7 +624,7 @@ def _read_header(descriptor: int, key: bytes | None) -> tuple[Layout, Seal | Non
     start = os.pread(descriptor, 64, 0)
     layout = read_layout(os.pread(descriptor, file_layout.header_length(start), 0))
     try:
-        notes = json.loads(layout.notes)
+        notes = layout.notes_read()
         sealed = bytes.fromhex(notes["salt"]) if layout.sealed else b""
         check = notes.get("check")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

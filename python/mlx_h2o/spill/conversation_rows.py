@@ -1,0 +1,114 @@
+"""The file behind all layers of one conversation, made when every layer's form is known.
+
+A conversation goes on without its file if anything goes wrong with it: one warning, and `failure`
+tells why.
+"""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, Self
+
+from mlx_h2o.spill.layout import LayerForm
+from mlx_h2o.spill.row_file import RowFile
+from mlx_h2o.spill.setting import SUFFIX, Spill, remove_ownerless
+
+if TYPE_CHECKING:
+    from mlx_h2o.spill.layer_rows import LayerRows
+
+
+class SpillStopped(UserWarning):
+    """A conversation has no file of its rows, or no more; it goes on without."""
+
+
+class ConversationRows:
+    """The rows of one conversation's layers, in a file.
+
+    Args:
+        spill: Where the file is to be.
+        layers: How many layers there are.
+
+    Attributes:
+        file: The file; None before the first rows of all layers, or if it could not be made.
+        failure: Why there is no file, or why it holds no more rows; "" while all is well.
+    """
+
+    def __init__(self, spill: Spill, layers: int):
+        self.spill, self.layers = spill, layers
+        self.file: RowFile | None = None
+        self._failure = ""
+        self._warned = False
+        self._forms: list[LayerForm | None] = [None] * layers
+        # Those that read or write each layer's rows: a cache and its copies.
+        self._readers: list[weakref.WeakSet[LayerRows]] = [weakref.WeakSet() for _ in range(layers)]
+
+    @classmethod
+    def over(cls, file: RowFile, spill: Spill) -> Self:
+        """The rows of a file that exists and is open for writing."""
+        rows = cls(spill, len(file.forms))
+        rows._forms = list(file.forms)
+        rows._own(file)
+        return rows
+
+    def _own(self, file: RowFile) -> None:
+        self.file = file
+        self.close = weakref.finalize(self, file.close)
+
+    @property
+    def failure(self) -> str:
+        return self._failure or (self.file.failure if self.file is not None else "")
+
+    @property
+    def begun(self) -> bool:
+        """Whether rows came, so that copies of the caches share them."""
+        return any(form is not None for form in self._forms) or bool(self._failure)
+
+    def reads(self, reader: LayerRows) -> None:
+        """Note one that reads or writes a layer's rows, for as long as it lives."""
+        self._readers[reader.index].add(reader)
+
+    def others(self, reader: LayerRows) -> list[LayerRows]:
+        """All others of the same layer."""
+        return [other for other in self._readers[reader.index] if other is not reader]
+
+    def come(self, index: int, form: LayerForm) -> None:
+        """A layer's rows have this form; the file is made when all layers' are known."""
+        self._forms[index] = form
+        if all(self._forms) and self.file is None and not self.failure:
+            self._make()
+
+    def _make(self) -> None:
+        spill = self.spill
+        path = spill.folder / f"{secrets.token_hex(12)}{SUFFIX}"
+        forms = [form for form in self._forms if form is not None]
+        try:
+            remove_ownerless(spill.folder)
+            self._own(RowFile.create(path, forms, key=spill.key, keep=spill.keep))
+        except (OSError, ValueError, ImportError) as error:
+            self.fail(f"no file can be made in {spill.folder}: {error}")
+
+    def fail(self, why: str) -> None:
+        """Go on without the file."""
+        self._failure = self.failure or why
+        if self.file is not None:
+            self.file.fail(why)
+        self.well()
+
+    def well(self) -> bool:
+        """Whether nothing has failed; the first failure is told once, in the caller's thread."""
+        if self.failure and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"The conversation goes on without a file of its rows: {self.failure}.",
+                SpillStopped,
+                stacklevel=2,
+            )
+        return not self.failure
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConversationRows:
+        """Copies share the rows that came; before any came, each gets a file of its own."""
+        new = self if self.begun else ConversationRows(self.spill, self.layers)
+        memo[id(self)] = new
+        return new

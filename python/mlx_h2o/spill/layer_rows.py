@@ -1,0 +1,342 @@
+"""The way of one layer's rows into the file, and back.
+
+Rows come dense from a decode step, or as stored from a chunk. Up to P of them are held as they came
+and packed together when they fill a block, by the same function as those in the slots, so that they
+are the same bit for bit. A packed row is never unpacked.
+
+A copy of a cache shares the file up to its offset. The first that goes on continues the file; the
+others keep what they have and add nothing (`follows` is then false). Nothing that another still
+reads is taken out of the file: who takes such tokens back goes on without it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_h2o.attention.backends.choice import pack
+from mlx_h2o.spill.conversation_rows import ConversationRows
+from mlx_h2o.spill.layout import POSITIONS, LayerForm
+from mlx_h2o.spill.setting import Spill
+from mlx_h2o.storage.key_scaling import Frame
+from mlx_h2o.storage.packed import Packing
+
+Fields = dict[str, mx.array]
+#: What a step brings: keys and values before key scaling; after it; after it, and of tokens that
+#: are pushed through the recent window by newer ones of their chunk, so that they are packed once;
+#: or fields as slots store them.
+PLAIN, ENTERED, PASSING, STORED = "plain", "entered", "passing", "stored"
+
+
+class Held(NamedTuple):
+    """Rows of consecutive positions that are not in the file's care yet.
+
+    Attributes:
+        kind: PLAIN, ENTERED, PASSING or STORED.
+        length: How many.
+        fields: `[1, H, length, ...]` by name; "keys" and "values" unless they are STORED.
+    """
+
+    kind: str
+    length: int
+    fields: Fields
+
+    def part(self, first: int, last: int) -> Held:
+        """Rows first to last - 1."""
+        if (first, last) == (0, self.length):
+            return self
+        cut = {name: rows[:, :, first:last] for name, rows in self.fields.items()}
+        return Held(self.kind, last - first, cut)
+
+
+class LayerRows:
+    """One layer's rows in a conversation's file.
+
+    Args:
+        conversation: The conversation.
+        index: The layer's index in its file.
+        packing: How its slots store rows.
+        frame: Its key scaling, or None.
+
+    Attributes:
+        first: Positions before it were given to the file.
+        offset: The next position that may come.
+    """
+
+    def __init__(
+        self, conversation: ConversationRows, index: int, packing: Packing, frame: Frame | None
+    ):
+        self.conversation, self.index = conversation, index
+        self._packing, self._frame = packing, frame
+        self.first = self.offset = 0
+        self._held: list[Held] = []
+        self._follows = True
+        conversation.reads(self)
+
+    # -- what there is ----------------------------------------------------------------------------
+
+    @property
+    def follows(self) -> bool:
+        """Whether new rows are added to the file."""
+        return self._follows and not self.conversation.failure
+
+    @property
+    def failure(self) -> str:
+        """Why new rows are not added to the file, or ""."""
+        if self.conversation.failure:
+            return self.conversation.failure
+        return "" if self._follows else "a copy of this cache continued the file"
+
+    @property
+    def written(self) -> int:
+        """Positions that are safe in the file, of those that this cache has."""
+        file = self.conversation.file
+        return 0 if file is None else min(file.written, self.first)
+
+    @property
+    def available(self) -> int:
+        """Positions whose rows `rows` can give: all that came, while all is well."""
+        file = self.conversation.file
+        in_file = 0 if file is None else min(file.delivered(self.index), self.first)
+        return self.offset if self.follows else in_file
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows held here; the file's own are in `RowFile.nbytes`."""
+        return sum(rows.nbytes for held in self._held for rows in held.fields.values())
+
+    # -- rows come --------------------------------------------------------------------------------
+
+    def take(self, first: int, kind: str, fields: Fields) -> None:
+        """Take new rows.
+
+        Args:
+            first: The position of the first.
+            kind: PLAIN, ENTERED, PASSING or STORED.
+            fields: `[1, H, L, ...]` by name: "keys" and "values", or for STORED all of a row's
+                fields; further ones are left out.
+        """
+        if not self.conversation.well() or not self._follows:
+            self._held = []
+            return
+        batch, _, count, _ = fields["keys"].shape
+        if batch > 1:
+            self._stop("a cache of several sequences at once has none")
+            return
+        if first != self.offset:
+            self._stop("tokens came before the file was made, or in another order")
+            return
+        if self.conversation.file is not None:
+            self.conversation.file.schedule()
+        self._held.append(Held(kind, count, fields))
+        self.offset += count
+        end = self.offset // POSITIONS * POSITIONS
+        if self.conversation.file is None:
+            self.conversation.come(self.index, self._form())
+        if end > self.first:
+            self._give(end)
+
+    def take_chunk(self, first: int, keys: mx.array, values: mx.array, window: int) -> None:
+        """Take new dense rows that go into a recent window.
+
+        Args:
+            first: The position of the first.
+            keys: `[1, H, L, D]`, after key scaling.
+            values: `[1, H, L, Dv]`.
+            window: Tokens that the window can hold.
+        """
+        passing, rows = max(keys.shape[2] - window, 0), {"keys": keys, "values": values}
+        if passing:
+            passed = {name: array[:, :, :passing] for name, array in rows.items()}
+            self.take(first, PASSING, passed)
+            rows = {name: array[:, :, passing:] for name, array in rows.items()}
+        self.take(first + passing, ENTERED, rows)
+
+    def _stop(self, why: str) -> None:
+        self._held, self._follows = [], False
+        self.conversation.fail(why)
+
+    def _give(self, end: int) -> None:
+        """Give the rows up to a position to the file, if it is there."""
+        file = self.conversation.file
+        if file is None:
+            return
+        if file.delivered(self.index) != self.first:
+            self._held, self._follows = [], False
+            return
+        fields, count = self._packed(end - self.first)
+        file.append(self.index, self.first, fields)
+        self.first += count
+
+    def _packed(self, count: int) -> tuple[Fields, int]:
+        """The fields of the first `count` rows held, which are held no longer."""
+        taken, rest, left = [], [], count
+        for held in self._held:
+            here = min(held.length, left)
+            if here:
+                taken.append(held.part(0, here))
+            if here < held.length:
+                rest.append(held.part(here, held.length))
+            left -= here
+        self._held = rest
+        stored = [self._stored(kind, fields) for kind, fields in _joined(taken)]
+        if len(stored) == 1:
+            return stored[0], count
+        names = stored[0]
+        return {name: mx.concatenate([f[name] for f in stored], axis=2) for name in names}, count
+
+    def _stored(self, kind: str, fields: Fields) -> Fields:
+        """Rows as slots store them, packed as they are when they come or leave the window."""
+        if kind == STORED:
+            return {name: fields[name] for name in self._names}
+        packing, recent = self._packing, self._packing.recent
+        keys, values = fields["keys"], fields["values"]
+        if kind == PLAIN and self._frame is not None:
+            keys = self._frame.enter(keys)
+        stored: Fields = {}
+        for name, dense in (("keys", keys), ("values", values)):
+            rows: Any = dense
+            if recent is not None and kind != PASSING:
+                rows = recent.rows(name, recent.fields(name, dense, pack))
+            stored |= packing.fields(name, rows, pack)
+        return stored
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (*self._packing.names("keys"), *self._packing.names("values"))
+
+    def _form(self) -> LayerForm:
+        """The form of the rows held."""
+        one = self._held[0].part(0, 1)
+        fields = self._stored(one.kind, one.fields)
+        heads = fields["keys"].shape[1]
+        widths = {
+            name: (str(rows.dtype).rpartition(".")[2], rows.shape[-1])
+            for name, rows in fields.items()
+        }
+        return LayerForm.of(heads, widths)
+
+    # -- tokens are taken back --------------------------------------------------------------------
+
+    def trim(self, offset: int) -> None:
+        """Forget the rows from a position on."""
+        while self._held and self.offset > offset:
+            last = self._held.pop()
+            self.offset -= last.length
+            if offset > self.offset:
+                self._held.append(last.part(0, offset - self.offset))
+                self.offset = offset
+        if offset >= self.first:
+            return
+        file = self.conversation.file
+        self.first = self.offset = offset
+        if file is None or not self._follows:
+            return
+        if any(other.first > offset for other in self.conversation.others(self)):
+            self._follows = False
+        else:
+            file.truncate(offset)
+
+    # -- rows come back ---------------------------------------------------------------------------
+
+    def rows(self, head: int, positions: Any) -> dict[str, np.ndarray[Any, Any]]:
+        """Rows of one KV head, as slots store them.
+
+        Called in the thread of the model.
+
+        Args:
+            head: KV head.
+            positions: `[M]`, below `available`.
+
+        Returns:
+            `[M, width]` by field; bfloat16 as uint16.
+
+        Raises:
+            ValueError: There is no such row.
+            DamagedFile: A block of the file is not as it was written.
+        """
+        positions = np.asarray(positions, np.int64).reshape(-1)
+        if len(positions) and not 0 <= positions.min() <= positions.max() < self.available:
+            raise ValueError(f"There are rows of positions 0 to {self.available - 1} only.")
+        file = self.conversation.file
+        late = positions >= self.first
+        if file is not None and not late.any():
+            return file.rows(self.index, head, positions)
+        held, _ = LayerRows._packed(self._as_held(), self.offset - self.first)
+        rows = {name: _in_numpy(array)[0, head] for name, array in held.items()}
+        if file is None or late.all():
+            return {name: array[positions - self.first] for name, array in rows.items()}
+        early = file.rows(self.index, head, positions[~late])
+        found = {}
+        for name, array in early.items():
+            found[name] = np.empty((len(positions), array.shape[1]), array.dtype)
+            found[name][~late] = array
+            found[name][late] = rows[name][positions[late] - self.first]
+        return found
+
+    def prefetch(self, head: int, positions: Any) -> None:
+        """Ask the system to read rows ahead, without waiting; arguments as in `rows`."""
+        positions = np.asarray(positions, np.int64).reshape(-1)
+        file = self.conversation.file
+        positions = positions[(positions >= 0) & (positions < min(self.first, self.available))]
+        if file is not None and len(positions):
+            file.prefetch(self.index, head, positions)
+
+    def _as_held(self) -> LayerRows:
+        """This object for looking at the rows held, which stay."""
+        looking = object.__new__(LayerRows)
+        vars(looking).update(vars(self))
+        return looking
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerRows:
+        """A copy that shares the file up to here; the first that goes on continues it."""
+        new = self._as_held()
+        memo[id(self)] = new
+        shared = self.conversation
+        new.conversation = memo.get(id(shared)) or copy.deepcopy(shared, memo)
+        new._held = list(self._held)
+        new.conversation.reads(new)
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # another process goes on without the file
+
+
+def spilling(spill: Spill, forms: list[tuple[Packing, Frame | None]]) -> list[LayerRows]:
+    """The way into one new file for each layer of a conversation.
+
+    Args:
+        spill: Where the file is to be.
+        forms: Packing and key scaling of each layer.
+    """
+    conversation = ConversationRows(spill, len(forms))
+    return [LayerRows(conversation, i, *form) for i, form in enumerate(forms)]
+
+
+def _joined(held: list[Held]) -> list[tuple[str, Fields]]:
+    """Rows of the same kind that follow each other, together."""
+    groups: list[tuple[str, list[Fields]]] = []
+    for kind, _, fields in held:
+        if groups and groups[-1][0] == kind != STORED:
+            groups[-1][1].append(fields)
+        else:
+            groups.append((kind, [fields]))
+    return [(kind, _concatenated(parts)) for kind, parts in groups]
+
+
+def _concatenated(parts: list[Fields]) -> Fields:
+    if len(parts) == 1:
+        return parts[0]
+    return {n: mx.concatenate([part[n] for part in parts], axis=2) for n in ("keys", "values")}
+
+
+def _in_numpy(rows: mx.array) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = np.asarray(
+        rows.view(mx.uint16) if rows.dtype == mx.bfloat16 else rows
+    )
+    return array

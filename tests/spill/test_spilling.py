@@ -1,0 +1,244 @@
+"""Caches with a file of all their rows: what slots hold is in it, and nothing else changes."""
+
+import copy
+import pickle
+import warnings
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_h2o import (
+    BatchH2OKVCache,
+    Frame,
+    H2OKVCache,
+    Spill,
+    load,
+    make_prompt_cache,
+    save_prompt_cache,
+)
+from mlx_h2o.attention.backends.choice import only_reference
+from mlx_h2o.spill.conversation_rows import SpillStopped
+from mlx_h2o.storage.pins import true_positions
+
+HEADS, QUERIES, WIDTH, SCALE = 2, 4, 64, 0.125
+
+
+def rows_of(count, seed, dtype=mx.float32):
+    keys = mx.random.key(seed)
+    shape = (1, HEADS, count, WIDTH)
+    k, v = (mx.random.normal(shape, dtype, key=key) for key in mx.random.split(keys, 2))
+    q = mx.random.normal((1, QUERIES, count, WIDTH), dtype, key=mx.random.key(seed + 10**6))
+    return q, k, v
+
+
+def step(cache, count, seed, dtype=mx.float32):
+    q, k, v = rows_of(count, seed, dtype)
+    k, v = cache.update_and_fetch(k, v)
+    out = cache.attend(q, k, v, scale=SCALE, mask=None if count == 1 else "causal")
+    mx.async_eval(out)
+    return out
+
+
+def bits_of(array):
+    array = array if isinstance(array, np.ndarray) else np.array(array.view(mx.uint8))
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+def require_slots_in_file(cache):
+    """Every row of every slot is in the file, bit for bit."""
+    names = [*cache.packing.names("keys"), *cache.packing.names("values")]
+    for run in cache.store.runs:
+        views = cache.store.views(run)
+        positions = np.array(true_positions(views["positions"]))
+        for head in range(run.heads):
+            rows = cache.spill.rows(run.first + head, positions[0, head])
+            assert set(rows) == set(names)
+            for name in names:
+                assert np.array_equal(bits_of(rows[name]), bits_of(views[name][0, head])), name
+
+
+STORES = {
+    "dense": {},
+    "bfloat16": {"dtype": mx.bfloat16},
+    "float16": {"dtype": mx.float16},
+    "8 bits": {"bits": 8},
+    "6 bits, half": {"bits": 6, "dtype": mx.float16},
+    "4 bits": {"bits": 4},
+    "framed": {"bits": 6, "frame": True},
+    "framed, bfloat16": {"bits": 4, "frame": True, "dtype": mx.bfloat16},
+    "keys alone": {"k_bits": 5},
+    "newest dense": {"bits": 4, "recent_bits": 16},
+    "newest wider": {"bits": 4, "recent_bits": 8, "frame": True},
+    "undo": {"bits": 6, "undo": 5},
+    "two budgets": {"budgets": [24, 40]},
+}
+
+
+def cache_of(spill, frame=False, dtype=mx.float32, **options):
+    if frame:
+        options["frame"] = Frame.of(rows_of(200, 99)[1])
+    size = {} if "budgets" in options else {"max_size": 48}
+    return H2OKVCache(spill=spill, **{**size, **options})
+
+
+@pytest.mark.parametrize("reference", [False, True], ids=["fused", "definition"])
+@pytest.mark.parametrize("store", STORES)
+def test_what_slots_hold_is_in_the_file(tmp_path, store, reference):
+    options = STORES[store]
+    dtype = options.get("dtype", mx.float32)
+    context = only_reference() if reference else warnings.catch_warnings()
+    with context:
+        cache, plain = cache_of(tmp_path, **options), cache_of(None, **options)
+        for i, count in enumerate([1, 1, 30, *[1] * 20, 3, 40, *[1] * 30, 100, *[1] * 3]):
+            out, other = (step(one, count, i, dtype) for one in (cache, plain))
+            assert mx.array_equal(out, other)
+            if i % 7 == 0:
+                require_slots_in_file(cache)
+        require_slots_in_file(cache)
+        assert cache.spill.available == cache.offset
+        assert cache.spill.conversation.file.flush()
+        assert cache.spill.written == cache.offset // 16 * 16
+        require_slots_in_file(cache)
+
+
+def test_a_model_s_layers_share_one_file(tmp_path):
+    model, tokenizer = load("builtin:recall-4m")
+    tokens = mx.random.randint(0, 200, (1, 150), key=mx.random.key(1))
+    outs = []
+    for spill in (Spill(tmp_path), None):
+        cache = make_prompt_cache(model, 64, budgets="uniform", spill=spill)
+        outs.append([model(tokens[:, :70], cache=cache)])
+        for i in range(70, 150):
+            outs[-1].append(model(tokens[:, i : i + 1], cache=cache))
+        mx.eval(outs[-1])
+        if spill is not None:
+            assert len(list(tmp_path.iterdir())) == 1
+            for entry in cache:
+                require_slots_in_file(entry)
+            file = cache[0].spill.conversation.file
+            assert {entry.spill.conversation.file for entry in cache} == {file}
+            assert file.complete == 144
+    assert all(mx.array_equal(a, b) for a, b in zip(*outs, strict=True))
+    del cache, entry, file
+    assert not list(tmp_path.iterdir())
+
+
+def test_tokens_taken_back_leave_the_file(tmp_path):
+    cache = cache_of(tmp_path, undo=20)
+    seed = 0
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        seed += 1
+        step(cache, int(rng.choice([1, 1, 1, 4, 30])), seed)
+        cache.trim(int(rng.integers(0, min(cache.trimmable, 20) + 1)))
+        assert cache.spill.available == cache.offset
+        require_slots_in_file(cache)
+    assert cache.spill.follows
+
+
+def test_one_of_two_copies_goes_on_in_the_file(tmp_path):
+    cache = cache_of(tmp_path)
+    for i in range(40):
+        step(cache, 1, i)
+    other = copy.deepcopy(cache)
+    for i in range(40, 60):
+        step(other, 1, i)
+    for i in range(60, 90):
+        step(cache, 1, i)
+    assert other.spill.follows
+    assert not cache.spill.follows
+    assert "copy" in cache.spill.failure
+    require_slots_in_file(other)
+    assert cache.spill.available == 32
+    for one in (cache, other):  # both began with these rows
+        assert np.array_equal(
+            bits_of(one.spill.rows(1, [0, 31])["keys"]),
+            bits_of(mx.stack([rows_of(1, i)[1][0, 1, 0] for i in (0, 31)])),
+        )
+
+
+def test_who_takes_back_what_another_reads_goes_on_without(tmp_path):
+    cache = cache_of(tmp_path, max_size=200)
+    for i in range(60):
+        step(cache, 1, i)
+    other = copy.deepcopy(cache)
+    other.trim(30)
+    for i in range(60, 100):
+        step(other, 1, i)
+        step(cache, 1, i)
+    assert not other.spill.follows
+    require_slots_in_file(cache)
+
+
+def test_copies_of_empty_caches_have_files_of_their_own(tmp_path):
+    model, _ = load("builtin:recall-4m")
+    empty = make_prompt_cache(model, 64, budgets="uniform", spill=tmp_path)
+    tokens = mx.random.randint(0, 200, (1, 40), key=mx.random.key(1))
+    copies = [copy.deepcopy(empty) for _ in range(3)]
+    for cache in copies:
+        mx.eval(model(tokens, cache=cache))
+    assert len(list(tmp_path.iterdir())) == 3
+    for cache in copies:
+        for entry in cache:
+            require_slots_in_file(entry)
+
+
+def test_a_batch_s_sequences_go_on_in_their_own_files(tmp_path):
+    caches = [cache_of(tmp_path), cache_of(tmp_path), cache_of(None)]
+    step(caches[0], 20, 0)
+    batch = BatchH2OKVCache.merge(caches)
+    for i in range(50):
+        q, k, v = (mx.concatenate(each) for each in zip(*[rows_of(1, 100 + i)] * 3, strict=True))
+        k, v = batch.update_and_fetch(k, v)
+        mx.eval(batch.attend(q, k, v, scale=SCALE))
+    for i in range(2):
+        taken = batch.extract(i)
+        require_slots_in_file(taken)
+        assert taken.spill.available == taken.offset
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_several_sequences_at_once_have_no_file(tmp_path):
+    cache = cache_of(tmp_path)
+    q, k, v = (mx.concatenate([rows, rows]) for rows in rows_of(3, 0))
+    with pytest.warns(SpillStopped, match="several sequences"):
+        k, v = cache.update_and_fetch(k, v)
+        cache.attend(q, k, v, scale=SCALE, mask="causal")
+    assert "several" in cache.spill.failure
+
+
+def test_a_prompt_held_by_a_compressor_is_in_the_file(tmp_path):
+    cache = cache_of(tmp_path, bits=6, frame=True)
+    _, k, v = rows_of(100, 0)
+    cache.hold(k, v, mx.random.normal((1, HEADS, 100)), mx.zeros((1, HEADS, 100)))
+    require_slots_in_file(cache)
+    for i in range(30):
+        step(cache, 1, i)
+    require_slots_in_file(cache)
+
+
+def test_a_folder_that_cannot_be_written_is_told_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    cache = cache_of(tmp_path / "file" / "under")
+    with pytest.warns(SpillStopped, match="no file can be made") as told:
+        for i in range(40):
+            step(cache, 1, i)
+    assert len(told) == 1
+    assert "no file can be made" in cache.spill.failure
+    assert cache.spill.available == 0
+
+
+def test_saved_and_pickled_caches_leave_the_file_behind(tmp_path):
+    cache = cache_of(tmp_path / "rows")
+    for i in range(40):
+        step(cache, 1, i)
+    save_prompt_cache(tmp_path / "cache", [cache])
+    assert pickle.loads(pickle.dumps(cache)).spill is None
+    require_slots_in_file(cache)
+
+
+@pytest.mark.parametrize("spill", [3, "", True, b"auto", ["a"]])
+def test_other_settings_are_refused(spill):
+    with pytest.raises(ValueError, match="spill must be"):
+        H2OKVCache(16, spill=spill)
