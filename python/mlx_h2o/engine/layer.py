@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 
@@ -16,6 +16,9 @@ from mlx_h2o.storage.packed import dense
 from mlx_h2o.storage.pins import stored_positions
 from mlx_h2o.storage.recent_window import RecentWindow
 from mlx_h2o.storage.slot_store import Run, SlotStore
+
+if TYPE_CHECKING:
+    from mlx_h2o.engine.returning import Returning
 
 
 class RowType(NamedTuple):
@@ -83,6 +86,8 @@ class Layer:
         self.types = types
         #: The way of its rows into a file, or None (`spill/layer_rows.py`).
         self.spill: LayerRows | None = None
+        #: What rows need to come back from the file, or None (`engine/returning.py`).
+        self.back: Returning | None = None
 
     # -- the rows held ----------------------------------------------------------------------------
 
@@ -239,6 +244,20 @@ class Layer:
             evictions.remainder = evictions.remainder.fold(keys, values, weights)
             return
         part = evictions.remainder.heads(first, first + keys.shape[1]).fold(keys, values, weights)
+        evictions.remainder = evictions.remainder.with_heads(first, part)
+
+    def unfold(self, rows: Fields, first: int) -> None:
+        """Take rows that come back out of the remainder.
+
+        Args:
+            rows: Fields `[B, heads, M, ...]` of rows that were folded in before.
+            first: The first of these heads.
+        """
+        if not self.settings.remembers:
+            return
+        evictions = self.evictions
+        keys, values = (dense(self.packing.rows(name, rows)) for name in ("keys", "values"))
+        part = evictions.remainder.heads(first, first + keys.shape[1]).without(keys, values)
         evictions.remainder = evictions.remainder.with_heads(first, part)
 
     # -- results of attention and eviction --------------------------------------------------------

@@ -19,6 +19,7 @@ from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.engine import eviction, fused_case
 from mlx_h2o.engine.array_owner import Fields
 from mlx_h2o.engine.layer import Layer
+from mlx_h2o.engine.returning import Returning, bring_back
 from mlx_h2o.engine.scoring import Seen, mean_of, observe, observe_derived
 from mlx_h2o.spill.layer_rows import PLAIN
 from mlx_h2o.storage.journal import single_steps
@@ -49,6 +50,8 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
         layer.journal.settle()
         return _token_by_token(layer, call, k, v)
     _check_frame(layer, call)
+    if layer.back is not None:
+        _bring_back(layer, layer.back, call, k)
     if length == 1 and _fused(layer, call, k, v):
         if layer.spill is not None:
             layer.spill.take(layer.offset, PLAIN, {"keys": k, "values": v})
@@ -58,6 +61,16 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
     if frame is not None:
         k = frame.enter(k)
     return _evicting(layer, _observed(layer, call, layer.take_in(k, v)))
+
+
+def _bring_back(layer: Layer, back: Returning, call: AttentionCall, k: mx.array) -> None:
+    """Let evicted rows come back if it is time, and note the queries for the next time."""
+    frame = layer.settings.frame
+    if frame is not None:
+        call = call.with_queries(frame.enter_queries(call.q))
+    if back.is_due(layer, k.shape[2]):
+        bring_back(layer, call, k if frame is None else frame.enter(k))
+    back.note(call.q)
 
 
 def grow(layer: Layer, length: int) -> None:

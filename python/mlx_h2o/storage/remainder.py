@@ -127,6 +127,29 @@ class Remainder:
             self.mean_value + part * (mean_value - self.mean_value),
         )
 
+    def without(self, keys: mx.array, values: mx.array) -> Remainder:
+        """The remainder as if these rows, which were folded in before, had not been.
+
+        Chan's formula solved for one part. Rounding cannot make a variance negative here, and a
+        remainder that nothing is left of has no weight, as an empty one.
+
+        Args:
+            keys: `[B, H, M, D]`.
+            values: `[B, H, M, Dv]`.
+        """
+        keys, values = keys.astype(mx.float32), values.astype(mx.float32)
+        m, n = keys.shape[2], self.count[..., None]
+        left = mx.maximum(n - m, 0)
+        some, is_left = mx.maximum(left, 1), left > 0
+        mean = keys.mean(axis=2)
+        var = mx.square(keys - mean[:, :, None]).mean(axis=2)
+        mean_key = (n * self.mean_key - m * mean) / some
+        apart = left * m / mx.maximum(n, 1) * mx.square(mean_key - mean)
+        var_key = mx.maximum((n * self.var_key - m * var - apart) / some, 0)
+        mean_value = (n * self.mean_value - m * values.mean(axis=2)) / some
+        parts = (mean_key, var_key, mean_value)
+        return Remainder(left.squeeze(-1), *(mx.where(is_left, part, 0) for part in parts))
+
     def column(
         self,
         q: mx.array,

@@ -1,0 +1,117 @@
+"""Digests of a conversation's pages: the mean key of every page, on disk beside the rows.
+
+A page is `PAGE` neighbouring positions of one KV head. Its digest tells, for a query, how much
+attention its rows may deserve, without reading them (Quest, arXiv 2406.10774, keeps each channel's
+least and greatest instead; means choose as well: docs/results/pages.md). Digests never change once
+their page is complete. They lie in a file without a name, which no other process can open and which
+goes with this object, since they can be made from the rows again. The file has room for a layer's
+heads in tracts of `TRACT` pages, so that one head's digests lie together. Rows that are sealed on
+disk must not leave their means there in the open: their digests stay in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+#: Tokens of a page.
+PAGE = 16
+#: Pages of one head that lie together.
+TRACT = 256
+
+Array = np.ndarray[Any, Any]
+
+
+class PageDigests:
+    """The digests of all layers of a conversation.
+
+    Args:
+        folder: Where the file without a name is to be, or None to keep digests in memory.
+
+    Attributes:
+        bytes_read: Bytes of digests read from disk so far.
+    """
+
+    def __init__(self, folder: Path | None):
+        self._folder = folder
+        self._file: Any = None
+        self._tracts: dict[tuple[int, int], int | Array] = {}
+        self._counts: dict[int, int] = {}
+        self._end = 0
+        self.bytes_read = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of digests in memory."""
+        return sum(part.nbytes for part in self._tracts.values() if not isinstance(part, int))
+
+    def count(self, layer: int) -> int:
+        """How many pages of a layer have digests."""
+        return self._counts.get(layer, 0)
+
+    def append(self, layer: int, means: Array) -> None:
+        """Keep the digests of a layer's next pages.
+
+        Args:
+            layer: The layer.
+            means: Mean keys `[H, pages, D]`, kept in float16.
+
+        Raises:
+            OSError: The file cannot be made or written.
+        """
+        H, pages, D = means.shape
+        first = self.count(layer)
+        for page in range(pages):
+            tract, at = divmod(first + page, TRACT)
+            digest = np.ascontiguousarray(means[:, page], np.float16)
+            place = self._tract(layer, tract, H, D)
+            for head in range(H):
+                if isinstance(place, int):
+                    start = place + (head * TRACT + at) * D * 2
+                    os.pwrite(self._file.fileno(), digest[head].tobytes(), start)
+                else:
+                    place[head, at] = digest[head]
+            self._counts[layer] = first + page + 1
+
+    def read(self, layer: int, head: int, heads: int, width: int) -> Array:
+        """All digests of one head, `[pages, D]` float16.
+
+        Args:
+            layer: The layer.
+            head: The KV head.
+            heads: KV heads of the layer, H.
+            width: Width of a key, D.
+        """
+        left, parts = self.count(layer), []
+        for tract in range(-(-left // TRACT)):
+            pages = min(left, TRACT)
+            place = self._tract(layer, tract, heads, width)
+            if isinstance(place, int):
+                start, size = place + head * TRACT * width * 2, pages * width * 2
+                data = os.pread(self._file.fileno(), size, start)
+                self.bytes_read += size
+                parts.append(np.frombuffer(data, np.float16).reshape(pages, width))
+            else:
+                parts.append(place[head, :pages])
+            left -= pages
+        return np.concatenate(parts) if parts else np.zeros((0, width), np.float16)
+
+    def truncate(self, layer: int, position: int) -> None:
+        """Forget the digests of pages that reach beyond a position."""
+        self._counts[layer] = min(self.count(layer), position // PAGE)
+
+    def _tract(self, layer: int, tract: int, heads: int, width: int) -> int | Array:
+        place = self._tracts.get((layer, tract))
+        if place is None:
+            if self._folder is None:
+                place = np.zeros((heads, TRACT, width), np.float16)
+            else:
+                if self._file is None:
+                    self._file = tempfile.TemporaryFile(dir=self._folder)
+                place, self._end = self._end, self._end + heads * TRACT * width * 2
+            self._tracts[layer, tract] = place
+        return place
