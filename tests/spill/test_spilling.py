@@ -126,10 +126,8 @@ def test_a_model_s_layers_share_one_file(tmp_path):
 
 def test_tokens_taken_back_leave_the_file(tmp_path):
     cache = cache_of(tmp_path, undo=20)
-    seed = 0
     rng = np.random.default_rng(0)
-    for _ in range(60):
-        seed += 1
+    for seed in range(60):
         step(cache, int(rng.choice([1, 1, 1, 4, 30])), seed)
         cache.trim(int(rng.integers(0, min(cache.trimmable, 20) + 1)))
         assert cache.spill.available == cache.offset
@@ -202,8 +200,8 @@ def test_a_batch_s_sequences_go_on_in_their_own_files(tmp_path):
 def test_several_sequences_at_once_have_no_file(tmp_path):
     cache = cache_of(tmp_path)
     q, k, v = (mx.concatenate([rows, rows]) for rows in rows_of(3, 0))
+    k, v = cache.update_and_fetch(k, v)
     with pytest.warns(SpillStopped, match="several sequences"):
-        k, v = cache.update_and_fetch(k, v)
         cache.attend(q, k, v, scale=SCALE, mask="causal")
     assert "several" in cache.spill.failure
 
@@ -222,8 +220,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(tmp_path):
     (tmp_path / "file").write_text("")
     cache = cache_of(tmp_path / "file" / "under")
     with pytest.warns(SpillStopped, match="no file can be made") as told:
-        for i in range(40):
-            step(cache, 1, i)
+        [step(cache, 1, i) for i in range(40)]
     assert len(told) == 1
     assert "no file can be made" in cache.spill.failure
     assert cache.spill.available == 0

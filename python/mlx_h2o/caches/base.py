@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 import mlx.core as mx
 
 from mlx_h2o._utils import checks
+from mlx_h2o.attention.backends.choice import pack
 from mlx_h2o.attention.tracing import REFUSED, tracing
 from mlx_h2o.budgets.cost import LayerShare
 from mlx_h2o.budgets.settings import CacheSettings, packing_of
@@ -128,7 +129,7 @@ class BoundedKVCache:
         where = spill_setting(spill)
         self._begin(settings)
         if where is not None:
-            self.spill_to(spilling(where, [(self.packing, self.frame)])[0])
+            self.spill_to(spilling(where, [(self.packing, self.frame)], pack)[0])
 
     @classmethod
     def of(cls, settings: CacheSettings, share: LayerShare | None = None) -> Self:

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_h2o._utils.byte_size import USUAL_CONTEXT
 from mlx_h2o._utils.cache_lists import entries, replaced
+from mlx_h2o.attention.backends.choice import pack
 from mlx_h2o.budgets.layer_budgets import slots_given
 from mlx_h2o.budgets.options import CacheOptions
 from mlx_h2o.budgets.profile import Profile
@@ -132,7 +133,7 @@ def bounded_caches(
 def spill_to(cache: Sequence[Any], spill: Spill) -> None:
     """Let all bounded caches of a list, which are empty, have one file of their rows."""
     layers = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
-    ways = spilling(spill, [(layer.packing, layer.frame) for layer in layers])
+    ways = spilling(spill, [(layer.packing, layer.frame) for layer in layers], pack)
     for layer, way in zip(layers, ways, strict=True):
         layer.spill_to(way)
 

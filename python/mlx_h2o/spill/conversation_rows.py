@@ -9,14 +9,23 @@ from __future__ import annotations
 import secrets
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 from mlx_h2o.spill.layout import LayerForm
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.setting import SUFFIX, Spill, remove_ownerless
 
-if TYPE_CHECKING:
-    from mlx_h2o.spill.layer_rows import LayerRows
+
+class Reader(Protocol):
+    """One that reads or writes a layer's rows (`layer_rows.LayerRows`).
+
+    Attributes:
+        index: The layer.
+        first: Positions before it are in the file's care, and may be read.
+    """
+
+    index: int
+    first: int
 
 
 class SpillStopped(UserWarning):
@@ -42,7 +51,7 @@ class ConversationRows:
         self._warned = False
         self._forms: list[LayerForm | None] = [None] * layers
         # Those that read or write each layer's rows: a cache and its copies.
-        self._readers: list[weakref.WeakSet[LayerRows]] = [weakref.WeakSet() for _ in range(layers)]
+        self._readers: list[weakref.WeakSet[Reader]] = [weakref.WeakSet() for _ in range(layers)]
 
     @classmethod
     def over(cls, file: RowFile, spill: Spill) -> Self:
@@ -65,11 +74,11 @@ class ConversationRows:
         """Whether rows came, so that copies of the caches share them."""
         return any(form is not None for form in self._forms) or bool(self._failure)
 
-    def reads(self, reader: LayerRows) -> None:
+    def reads(self, reader: Reader) -> None:
         """Note one that reads or writes a layer's rows, for as long as it lives."""
         self._readers[reader.index].add(reader)
 
-    def others(self, reader: LayerRows) -> list[LayerRows]:
+    def others(self, reader: Reader) -> list[Reader]:
         """All others of the same layer."""
         return [other for other in self._readers[reader.index] if other is not reader]
 

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_h2o.attention.backends.choice import pack
 from mlx_h2o.spill.conversation_rows import ConversationRows
 from mlx_h2o.spill.layout import POSITIONS, LayerForm
 from mlx_h2o.spill.setting import Spill
 from mlx_h2o.storage.key_scaling import Frame
-from mlx_h2o.storage.packed import Packing
+from mlx_h2o.storage.packed import Pack, Packing
 
 Fields = dict[str, mx.array]
 #: What a step brings: keys and values before key scaling; after it; after it, and of tokens that
@@ -60,6 +59,7 @@ class LayerRows:
         index: The layer's index in its file.
         packing: How its slots store rows.
         frame: Its key scaling, or None.
+        pack: The function that packs rows, as the slots'.
 
     Attributes:
         first: Positions before it were given to the file.
@@ -67,10 +67,15 @@ class LayerRows:
     """
 
     def __init__(
-        self, conversation: ConversationRows, index: int, packing: Packing, frame: Frame | None
+        self,
+        conversation: ConversationRows,
+        index: int,
+        packing: Packing,
+        frame: Frame | None,
+        pack: Pack,
     ):
         self.conversation, self.index = conversation, index
-        self._packing, self._frame = packing, frame
+        self._packing, self._frame, self._pack = packing, frame, pack
         self.first = self.offset = 0
         self._held: list[Held] = []
         self._follows = True
@@ -200,8 +205,8 @@ class LayerRows:
         for name, dense in (("keys", keys), ("values", values)):
             rows: Any = dense
             if recent is not None and kind != PASSING:
-                rows = recent.rows(name, recent.fields(name, dense, pack))
-            stored |= packing.fields(name, rows, pack)
+                rows = recent.rows(name, recent.fields(name, dense, self._pack))
+            stored |= packing.fields(name, rows, self._pack)
         return stored
 
     @property
@@ -307,15 +312,18 @@ class LayerRows:
         return type(None), ()  # another process goes on without the file
 
 
-def spilling(spill: Spill, forms: list[tuple[Packing, Frame | None]]) -> list[LayerRows]:
+def spilling(
+    spill: Spill, forms: list[tuple[Packing, Frame | None]], pack: Pack
+) -> list[LayerRows]:
     """The way into one new file for each layer of a conversation.
 
     Args:
         spill: Where the file is to be.
         forms: Packing and key scaling of each layer.
+        pack: The function that packs rows.
     """
     conversation = ConversationRows(spill, len(forms))
-    return [LayerRows(conversation, i, *form) for i, form in enumerate(forms)]
+    return [LayerRows(conversation, i, *form, pack) for i, form in enumerate(forms)]
 
 
 def _joined(held: list[Held]) -> list[tuple[str, Fields]]:

@@ -254,7 +254,13 @@ class Layout:
         return all(self.is_intact(record, index, piece) for index, piece in enumerate(pieces))
 
     def is_intact(self, record: BlockRecord, index: int, segment: bytes | memoryview) -> bool:
-        """Whether one segment is as it was written."""
+        """Whether one segment is as it was written.
+
+        Args:
+            record: The block's record.
+            index: The segment's index in the block.
+            segment: Its bytes.
+        """
         return zlib.crc32(segment, self.checksum) == int(record.checksums[index])
 
     @cached_property
@@ -274,7 +280,7 @@ class BlockRecord(NamedTuple):
     Attributes:
         rows: How many of its positions are used.
         nonce: 8 bytes, new at each writing, of sealed blocks.
-        checksums: Of each segment, `[segments]` uint32.
+        checksums: The checksum of each segment, `[segments]` uint32.
         tags: Authentication tags of sealed segments, or nothing.
     """
 

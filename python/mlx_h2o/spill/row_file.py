@@ -150,8 +150,9 @@ class RowFile:
             ValueError: It is no such file, damaged, or sealed with another key.
         """
         path = Path(path)
-        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(path, flags)
+        flags = os.O_RDWR if writable else os.O_RDONLY
+        # A pipe must not wait for its other end.
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise DamagedFile(f"{path} is no file.")

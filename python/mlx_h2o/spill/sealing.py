@@ -61,6 +61,13 @@ class Seal:
     def decrypt(self, sealed: bytes, tag: bytes, nonce: bytes, place: bytes, segment: int) -> bytes:
         """A segment's bytes.
 
+        Args:
+            sealed: The segment as it is stored.
+            tag: Its authentication tag.
+            nonce: 8 bytes of the writing of its block.
+            place: From `place_of`.
+            segment: Its index in its block.
+
         Raises:
             DamagedFile: They were not sealed with this key, for this place.
         """
@@ -89,7 +96,13 @@ class Seal:
 
 
 def place_of(checksum: int, block: int, rows: int) -> bytes:
-    """What a segment is sealed with: the header's checksum, the block's index and rows in use."""
+    """What a segment is sealed with.
+
+    Args:
+        checksum: The header's checksum.
+        block: The block's index.
+        rows: How many of its rows are in use.
+    """
     return _PLACE.pack(block, checksum, rows)
 
 

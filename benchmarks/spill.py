@@ -1,0 +1,133 @@
+"""What a file of all rows costs a decode step, and what it writes.
+
+    python -m benchmarks.spill
+
+Two conversations of the same tokens, one with a file of its rows and one without, decode in turns
+of so many steps, each beginning every second time. Milliseconds are wall time over steps;
+"processor" is the ratio of the process's own time, all threads with the file's included, which
+others on the machine disturb less. Ratios are medians of the turns' ratios, with their quartiles.
+Bytes are those of the file; for a model that is not here they are computed from its shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_h2o import load, make_prompt_cache
+from mlx_h2o._utils.blas import use_openblas
+from mlx_h2o.spill.layout import LayerForm, Layout
+
+#: Settings of the arms: the dtype's own rows, and packed ones.
+ARMS: dict[str, dict[str, Any]] = {"dense": {}, "8 bits": {"bits": 8}, "6 bits": {"bits": 6}}
+#: Llama-3-8B: layers, KV heads, width of a head.
+LLAMA = (32, 8, 128)
+GROUP = 64
+COLUMNS = ("model", "rows", "ms a step", "with the file", "ratio", "processor", "bytes a token")
+
+
+def decode(model: nn.Module, cache: list[Any], token: mx.array, steps: int) -> mx.array:
+    """Greedy decoding with one token of look-ahead, as mlx-lm's; the next token."""
+    for _ in range(steps):
+        after = model(token[:, None], cache=cache)[:, -1].argmax(axis=-1)
+        mx.async_eval(after)
+        mx.eval(token)
+        token = after
+    mx.eval(token)
+    return token
+
+
+def paired(
+    model: nn.Module, settings: dict[str, Any], args: argparse.Namespace, folder: Path
+) -> tuple[list[list[float]], list[list[float]], float]:
+    """Milliseconds a step and processor milliseconds of each turn, and the file's bytes a token.
+
+    Both lists have two lists: without and with a file.
+    """
+    arms = []
+    for spill in (None, folder):
+        cache = make_prompt_cache(
+            model, args.slots, budgets="uniform", frames="none", spill=spill, **settings
+        )
+        prompt = mx.random.randint(0, 1000, (1, args.prompt), key=mx.random.key(0))
+        token = model(prompt, cache=cache)[:, -1].argmax(axis=-1)
+        arms.append([cache, decode(model, cache, token, 2 * args.steps)])
+    times: list[list[float]] = [[], []]
+    own: list[list[float]] = [[], []]
+    for turn in range(args.turns):
+        for i in (0, 1) if turn % 2 else (1, 0):
+            start, used = time.perf_counter(), time.process_time()
+            cache, token = arms[i]
+            arms[i][1] = decode(model, cache, token, args.steps)
+            times[i].append((time.perf_counter() - start) / args.steps * 1e3)
+            own[i].append((time.process_time() - used) / args.steps * 1e3)
+    spilled = arms[1][0][0].spill
+    file = spilled.conversation.file
+    if spilled.failure or not file.flush():
+        raise SystemExit(f"The file failed: {spilled.failure}")
+    return times, own, file.layout.block_bytes / file.layout.positions
+
+
+def ratio_of(times: list[list[float]]) -> str:
+    """The median of the turns' ratios, with the quartiles."""
+    ratios = sorted(b / a for a, b in zip(*times, strict=True))
+    quarter = len(ratios) // 4
+    low, high = ratios[quarter], ratios[-1 - quarter]
+    return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=["builtin:recall-4m", "smollm2-135m"])
+    parser.add_argument("--slots", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=32, help="steps of a turn")
+    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--folder", type=Path, help="where the files lie (default: temporary)")
+    args = parser.parse_args()
+    use_openblas()
+    print(f"| {' | '.join(COLUMNS)} |\n|---|---|{'---:|' * (len(COLUMNS) - 2)}")
+    for name in args.models:
+        model, _ = load(name)
+        for arm, settings in ARMS.items():
+            with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+                times, own, size = paired(model, settings, args, Path(folder))
+            means = [f"{statistics.median(of_arm):.2f}" for of_arm in times]
+            cells = [name, arm, *means, ratio_of(times), ratio_of(own), f"{size:,.0f}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
+    print(f"\nComputed, Llama-3-8B ({LLAMA[0]} layers, {LLAMA[1]} KV heads of {LLAMA[2]}):\n")
+    print("| rows | bytes a token | MB a second at 50 tokens a second | GB of 100,000 tokens |")
+    print("|---|---:|---:|---:|")
+    for rows, bits in (("16 bits", 16), ("8 bits", 8), ("6 bits", 6), ("4 bits", 4)):
+        size = llama_bytes(bits)
+        print(f"| {rows} | {size:,.0f} | {size * 50 / 1e6:.1f} | {size / 1e4:.1f} |")
+
+
+def llama_bytes(bits: int) -> float:
+    """Bytes a token of a file of Llama-3-8B's rows."""
+    layers, heads, width = LLAMA
+    fields: dict[str, tuple[str, int]] = {}
+    for name in ("keys", "values"):
+        if bits == 16:
+            fields[name] = ("float16", width)
+        else:
+            fields[name] = ("uint32", width * bits // 32)
+            fields |= {
+                f"{name}.{part}": ("float16", width // GROUP) for part in ("scales", "biases")
+            }
+    layout = Layout((LayerForm.of(heads, fields),) * layers)
+    return layout.block_bytes / layout.positions
+
+
+if __name__ == "__main__":
+    main()
