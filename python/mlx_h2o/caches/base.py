@@ -25,6 +25,7 @@ from mlx_h2o.engine import eviction, layer_factory, saved_state
 from mlx_h2o.engine.layer import Layer
 from mlx_h2o.engine.pins_and_turns import PinAnswer, answer_of, checked_carry, new_turn, repin
 from mlx_h2o.engine.policy_view import slots_of
+from mlx_h2o.engine.returning import Returning
 from mlx_h2o.policies import Policy, Slots
 from mlx_h2o.spill.layer_rows import LayerRows, spilling
 from mlx_h2o.spill.setting import Spill, spill_setting
@@ -91,6 +92,8 @@ class BoundedKVCache:
     own: ClassVar[bool | None] = True
     #: Whether several layers attend to the rows in each step.
     is_shared: ClassVar[bool] = False
+    #: Whether evicted rows can come back from a file: queries attend to the cached rows alone.
+    rows_return: ClassVar[bool] = False
     sharers = 1
 
     def __init__(
@@ -148,6 +151,8 @@ class BoundedKVCache:
         self._layer: Layer | None = None
         #: The way of its rows into a file, or None. Files of prompt caches do not hold it.
         self.spill: LayerRows | None = None
+        #: What is kept so that evicted rows come back from the file, or None.
+        self.back: Returning | None = None
         #: The cache's share of its model's budget, for `mlx_h2o.resize`; if the cache was made
         #: alone, it is known from the first rows on.
         self.share = share
@@ -233,11 +238,18 @@ class BoundedKVCache:
             raise RuntimeError("This cache holds nothing yet.")
         return self._layer
 
-    def spill_to(self, spill: LayerRows | None) -> None:
-        """Write every row that comes from now on to a file, too, or to none."""
+    def spill_to(self, spill: LayerRows | None, heads: frozenset[int] | None = None) -> None:
+        """Write every row that comes from now on to a file, too, or to none.
+
+        Args:
+            spill: The way into the file.
+            heads: The KV heads to which evicted rows come back; None means all.
+        """
         self.spill = spill
+        returns = None if spill is None else spill.conversation.spill.returns
+        self.back = Returning(returns, heads) if returns and self.rows_return else None
         if self._layer is not None:
-            self._layer.spill = spill
+            self._layer.spill, self._layer.back = spill, self.back
 
     # -- new rows and attention -------------------------------------------------------------------
 
@@ -435,7 +447,7 @@ class BoundedKVCache:
             raise RuntimeError(NOT_ASKED)
         if self._layer is None:
             self._layer, share = layer_factory.open_layer(self._unopened, keys, values)
-            self._layer.spill = self.spill
+            self._layer.spill, self._layer.back = self.spill, self.back
             self.share = self.share or share
         self._layer.check_rows(keys, values)
         return self._layer

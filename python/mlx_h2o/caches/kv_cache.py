@@ -33,6 +33,8 @@ class H2OKVCache(BoundedKVCache):
     derived from the cached ones) and `SharedKVCache` (several layers attend to the same keys).
     """
 
+    rows_return = True
+
     def _begin(self, settings: CacheSettings, share: LayerShare | None = None) -> None:
         super()._begin(settings, share)
         # Rows that came and were not attended to yet.

@@ -117,8 +117,9 @@ class Layer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything held, including the journal of steps to undo."""
-        return self.memory.nbytes(self.settings.remembers) + self.journal.nbytes
+        """Bytes of everything held, with the journal of steps to undo and rows that wait for a file."""
+        beside = sum(part.nbytes for part in (self.spill, self.back) if part is not None)
+        return self.memory.nbytes(self.settings.remembers) + self.journal.nbytes + beside
 
     @property
     def recently_held(self) -> int:

@@ -1,23 +1,24 @@
 """Evicted rows come back: the rows that the last queries want, from the file of all rows.
 
-Before a chunk of queries, and every `EVERY` tokens while decoding, the queries of the layer's
+Before a chunk of queries, and every few tokens while decoding, the last queries of the layer's
 retrieval heads are compared with the digests of all pages (`spill/page_digests.py`). Of the pages
 with the largest estimated attention mass the rows themselves are read, and their masses computed.
 The rows that got most, and those that follow them, take slots: the remainder loses them
-(`Remainder.without`), the policy chooses the rows that leave for them.
+(`Remainder.without`), and the policy chooses the rows that leave for them.
 
 A row that comes back has no recent attention to show, and the policy would evict it at once. So its
-score starts as if it had always had the mass that was just computed. Half of this credit is taken
-back each time that rows come back again, unless the row is still wanted.
+score starts as if it had always had the mass that was just computed. At each later return half of
+this credit is taken back, unless the row is still wanted.
 
-Rows return in whole turns of the host: positions and queries are read, which waits for the step
-before. While decoding that is one step of `EVERY`.
+Positions and queries are read by the host, which waits for the step before. While decoding that is
+one step of `Returns.every`, and no step waits for its own queries.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -27,134 +28,185 @@ from mlx_h2o.engine import eviction
 from mlx_h2o.engine.array_owner import Fields, marked
 from mlx_h2o.engine.layer import Layer
 from mlx_h2o.engine.policy_view import rows_of
-from mlx_h2o.spill.page_digests import PAGE, Array, PageDigests
-from mlx_h2o.storage.packed import dense
+from mlx_h2o.spill.layer_rows import LayerRows
+from mlx_h2o.spill.layout import DamagedFile
+from mlx_h2o.spill.page_digests import PAGE, Array
+from mlx_h2o.spill.setting import Returns
+from mlx_h2o.storage.packed import dense, value_lengths
 from mlx_h2o.storage.pins import true_positions
 from mlx_h2o.storage.slot_store import Run
 
-#: Tokens from one return to the next while decoding.
-EVERY = 32
-#: Queries that say what is wanted: the last ones.
-WINDOW = 16
-#: Pages whose rows are read for a head, and as many that follow them: a fact may begin in one page
-#: and end in the next.
-PAGES_READ = 8
-#: Rows that come back to a head at once, and the part of its evictable slots that they may take.
-MOST, ROOM = 32, 0.5
-#: A wanted row makes the AHEAD rows behind it wanted, each FADING times as much as the one before:
-#: when the model finds where a fact is told, it reads on from there.
-AHEAD, FADING = 16, 0.9
+#: A wanted row makes the rows behind it wanted, each by this factor less than the one before: when
+#: the model finds where a fact is told, it reads on from there.
+FADING = 0.9
+#: How much any row is wanted whose page was read: more than one whose page was not.
+LEAST_WANTED = 1e-30
 
 
-@dataclass
-class Credit:
-    """What a head's returned rows were given: positions and scores, paired."""
+class Credit(NamedTuple):
+    """The scores that a head's returned rows were given, `[M]` each."""
 
     positions: Array
     scores: Array
 
 
 class Returning:
-    """What one layer needs for rows to come back.
+    """What one layer keeps so that rows can come back.
 
     Args:
-        heads: The KV heads for which rows come back.
-        digests: The digests of the conversation's pages.
+        settings: How they come back.
+        heads: The KV heads for which they do; None means all.
 
     Attributes:
-        rows_read: Rows read from the file so far.
+        queries: The last queries, `[1, Hq, L, D]` each, as they meet the stored keys.
+        credits: By KV head.
         returned: Rows that came back so far.
+        rows_read: Rows that were read from the file so far.
     """
 
-    def __init__(self, heads: frozenset[int], digests: PageDigests):
-        self.heads, self.digests = heads, digests
+    def __init__(self, settings: Returns, heads: frozenset[int] | None = None):
+        self.settings, self.heads = settings, heads
         self.queries: list[mx.array] = []
         self.credits: dict[int, Credit] = {}
-        self.rows_read = self.returned = 0
+        self.returned = self.rows_read = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the queries and credits."""
+        credits = sum(part.nbytes for credit in self.credits.values() for part in credit)
+        return sum(q.nbytes for q in self.queries) + credits
 
     def note(self, q: mx.array) -> None:
-        """Keep the last queries `[1, Hq, L, D]`, as they meet the stored keys."""
-        kept = [*self.queries, q[:, :, -WINDOW:]]
-        while sum(part.shape[2] for part in kept[1:]) >= WINDOW:
+        """Keep the last queries; `q` is `[1, Hq, L, D]`, as it meets the stored keys."""
+        window = self.settings.window
+        kept = [*self.queries, q[:, :, -window:]]
+        while sum(part.shape[2] for part in kept[1:]) >= window:
             kept.pop(0)
         self.queries = kept
 
     def is_due(self, layer: Layer, length: int) -> bool:
-        """Whether rows come back before the next `length` tokens."""
-        spill = layer.spill
-        if spill is None or not spill.available or not self.heads:
+        """Whether rows come back before the next `length` tokens of a layer."""
+        if layer.spill is None or layer.spill.available < PAGE or self.heads == frozenset():
             return False
+        # Without attention a policy has no use for a credit, and narrow positions turn keys.
         if not layer.policy.needs_attention or layer.settings.rope is not None:
             return False
-        if length == 1 and (layer.offset % EVERY or not layer.journal.settled):
+        if length == 1 and (layer.offset % self.settings.every or not layer.journal.settled):
             return False
-        return any(layer.lost(run) > PAGE for run in layer.runs)
+        return any(layer.lost(run) for run in layer.runs)
+
+    def has(self, run: Run) -> bool:
+        """Whether rows come back to a run of heads."""
+        return self.heads is None or any(h in self.heads for h in range(run.first, run.last))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Returning:
+        """A copy; arrays are shared, as they never change."""
+        new = copy.copy(self)
+        memo[id(self)] = new
+        new.queries, new.credits = list(self.queries), dict(self.credits)
+        return new
+
+
+class Asked(NamedTuple):
+    """The queries that say what is wanted.
+
+    Attributes:
+        queries: `[H, G * W, D]` float32, times the attention's scale.
+        logsums: Their log-sum-exp over all that is held, `[H, G * W, 1]`.
+        softcap: c of capped logits, or 0.
+    """
+
+    queries: Array
+    logsums: Array
+    softcap: float
+
+
+class Come(NamedTuple):
+    """The rows that come back to a run of heads, and the scores of its slots afterwards.
+
+    Attributes:
+        rows: Fields `[1, heads, M, ...]`.
+        scores: `[1, heads, N]`.
+        credits: By KV head.
+    """
+
+    rows: Fields
+    scores: mx.array
+    credits: dict[int, Credit]
 
 
 def bring_back(layer: Layer, call: AttentionCall, new_keys: mx.array) -> None:
     """Let the rows that the last queries want come back, and others leave for them.
 
+    Where the file cannot be read, nothing changes, and the conversation goes on without it.
+
     Args:
         layer: The layer, before it takes the new tokens in.
-        call: The next queries `[1, Hq, L, D]`, as they meet the stored keys. Of a single token's
-            query nothing is asked, since reading it would wait for this step.
+        call: The next queries `[1, Hq, L, D]`, as they meet the stored keys. A single token's query
+            asks for nothing, since reading it would wait for this step.
         new_keys: Their keys `[1, H, L, D]`, as stored.
     """
-    back = layer.back
+    back, spill = layer.back, layer.spill
     assert back is not None
-    layer.journal.clear()
-    _digest_new_pages(layer, back)
-    held = layer.memory.attended()
+    assert spill is not None
+    window = back.settings.window
     queries, own = list(back.queries), None
     if call.q.shape[2] > 1:
-        queries, own = [*queries, call.q[:, :, -WINDOW:]], new_keys
+        queries, own = [*queries, call.q[:, :, -window:]], new_keys
     if not queries:
         return
-    q = mx.concatenate(queries, axis=2)[:, :, -WINDOW:].astype(mx.float32) * call.scale
-    logsums = _log_sums(layer, q, held, own, call)
-    asked = np.array(q.reshape(layer.store.heads, -1, *q.shape[2:]))  # [H, G, W, D]
-    parts = [
-        _with_wanted(layer, back, run, fields, asked, logsums, call.softcap)
-        for run, fields in zip(layer.runs, held, strict=True)
-    ]
-    if any(run.budget < part["positions"].shape[2] for run, part in _paired(layer, parts)):
+    q = mx.concatenate(queries, axis=2)[:, :, -window:].astype(mx.float32) * call.scale
+    held = layer.memory.attended()
+    asked = _asked(layer, q, held, own, call)
+    try:
+        _digest_new_pages(layer, spill)
+        come = [
+            _come(layer, back, run, fields, asked) if back.has(run) else None
+            for run, fields in zip(layer.runs, held, strict=True)
+        ]
+    except (OSError, ValueError, DamagedFile) as error:
+        spill.conversation.fail(f"rows cannot be read from the file: {error}")
+        return
+    _take_in(layer, back, held, come)
+
+
+def _take_in(
+    layer: Layer, back: Returning, held: Sequence[Fields], come: Sequence[Come | None]
+) -> None:
+    """Give slots to the rows that come back; the policy evicts as many others."""
+    layer.journal.clear()
+    parts = []
+    for run, fields, of_run in zip(layer.runs, held, come, strict=True):
+        if of_run is not None:
+            back.credits |= of_run.credits
+            back.returned += of_run.rows["positions"].size
+            layer.unfold(of_run.rows, run.first)
+            fields = {**fields, "scores": of_run.scores}
+            rows = of_run.rows
+            fields = {name: mx.concatenate([fields[name], rows[name]], axis=2) for name in fields}
+        parts.append(fields)
+    lengths = [fields["positions"].shape[2] for fields in parts]
+    if any(run.budget < n for run, n in zip(layer.runs, lengths, strict=True)):
         eviction.settle(layer, parts)
     else:
         layer.keep(parts)
         eviction.choose_victims(layer)
 
 
-def _paired(layer: Layer, parts: Sequence[Fields]) -> list[tuple[Run, Fields]]:
-    return list(zip(layer.runs, parts, strict=True))
+# -- what is wanted ----------------------------------------------------------------------------
 
 
-def _digest_new_pages(layer: Layer, back: Returning) -> None:
-    """Make the digests of pages that were completed since the last time."""
-    spill, digests = layer.spill, back.digests
-    assert spill is not None
-    first, last = digests.count(spill.index), spill.available // PAGE
-    if last <= first:
-        return
-    positions = np.arange(first * PAGE, last * PAGE)
-    means = []
-    for head in range(layer.store.heads):
-        keys = _stored(layer, head, positions, "keys")
-        means.append(np.array(keys.reshape(last - first, PAGE, -1).mean(axis=1)))
-    digests.append(spill.index, np.stack(means))
-
-
-def _log_sums(
+def _asked(
     layer: Layer, q: mx.array, held: Sequence[Fields], own: mx.array | None, call: AttentionCall
-) -> Array:
-    """The log-sum-exp of each query over all that is held, `[H, G, W]`."""
+) -> Asked:
+    """The queries and their log-sum-exp over slots, remainder, new keys and attention sinks."""
     H, W = layer.store.heads, q.shape[2]
     grouped = q.reshape(H, -1, W, q.shape[3])
     sums = []
-    for run, fields in _paired(layer, held):
+    for run, fields in zip(layer.runs, held, strict=True):
         keys = dense(rows_of(layer, run, fields)[0])[0].astype(mx.float32)
-        of_run = grouped[run.first : run.last]
-        logits = _capped(of_run @ keys[:, None].swapaxes(-1, -2), call.softcap)
-        sums.append(mx.logsumexp(logits, axis=-1))
+        logits = grouped[run.first : run.last] @ keys[:, None].swapaxes(-1, -2)
+        sums.append(mx.logsumexp(_capped(logits, call.softcap), axis=-1))
     total = mx.concatenate(sums)
     if layer.settings.remainder:
         saturation = layer.settings.saturations(H)
@@ -162,160 +214,153 @@ def _log_sums(
         total = mx.logaddexp(total, column.reshape(total.shape))
     if own is not None:
         L = own.shape[2]
-        logits = _capped(grouped @ own[0, :, None].astype(mx.float32).swapaxes(-1, -2), call.softcap)
+        logits = grouped @ own[0, :, None].astype(mx.float32).swapaxes(-1, -2)
         sees = mx.arange(L) <= mx.arange(L - W, L)[:, None]
-        total = mx.logaddexp(total, mx.logsumexp(mx.where(sees, logits, -mx.inf), axis=-1))
+        logits = mx.where(sees, _capped(logits, call.softcap), -mx.inf)
+        total = mx.logaddexp(total, mx.logsumexp(logits, axis=-1))
     if call.sinks is not None:
         total = mx.logaddexp(total, call.sinks.astype(mx.float32).reshape(H, -1)[..., None])
-    return np.array(total)
+    flat = grouped.reshape(H, -1, q.shape[3])
+    return Asked(np.array(flat), np.array(total.reshape(H, -1, 1)), call.softcap)
 
 
 def _capped(logits: mx.array, softcap: float) -> mx.array:
     return softcap * mx.tanh(logits / softcap) if softcap else logits
 
 
-def _with_wanted(
-    layer: Layer,
-    back: Returning,
-    run: Run,
-    fields: Fields,
-    asked: Array,
-    logsums: Array,
-    softcap: float,
-) -> Fields:
-    """A run's fields, with the rows that come back behind the others."""
-    spill = layer.spill
+def _come(layer: Layer, back: Returning, run: Run, fields: Fields, asked: Asked) -> Come | None:
+    """The rows that come back to a run of heads, or None; nothing changes yet."""
+    spill, settings = layer.spill, back.settings
     assert spill is not None
     heads = range(run.first, run.last)
     positions = np.array(true_positions(fields["positions"]))[0]
-    scores = np.array(fields["scores"])[0].copy()
+    absent = np.ones((run.heads, spill.available // PAGE * PAGE), bool)
+    for i, of_head in enumerate(positions):
+        absent[i, of_head[of_head < absent.shape[1]]] = False
+    if layer.window is not None:
+        absent[:, layer.offset - layer.recently_held :] = False
     evictable = run.budget - layer.policy.sink - layer.policy.recent_slots(layer.budget_of(run))
-    most = min(MOST, int(ROOM * evictable), layer.lost_beside(fields) - PAGE)
-    if most < 1 or not back.heads & set(heads):
-        return fields
-    come: list[Array] = []
+    most = min(settings.rows, int(settings.room * evictable), int(absent.sum(axis=1).min()))
+    if most < 1:
+        return None
+    scores, credits, chosen = np.array(fields["scores"])[0].copy(), {}, []
     for i, head in enumerate(heads):
-        absent = np.ones(spill.available, bool)
-        absent[positions[i][positions[i] < spill.available]] = False
-        wanted = _wanted_of(layer, back, head, asked[head], logsums[head], absent, most, softcap)
-        _take_back_credit(layer, back, head, positions[i], scores[i], wanted)
-        rank = np.where(absent, wanted, -1.0)
-        chosen = np.sort(np.argpartition(-rank, most - 1)[:most])
-        _give_credit(layer, back, head, chosen, wanted[chosen])
-        come.append(chosen)
-    rows = _rows(layer, run, fields, come)
-    layer.unfold(rows, run.first)
-    back.returned += most * len(come)
-    fields = {**fields, "scores": mx.array(scores[None])}
-    return {name: mx.concatenate([fields[name], rows[name]], axis=2) for name in fields}
+        wanted = _wanted(layer, back, head, asked, absent[i], most)
+        kept = _kept_credit(layer, back, head, positions[i], scores[i], wanted)
+        rank = np.where(absent[i], wanted, -1.0)
+        at = np.sort(np.argpartition(-rank, most - 1)[:most])
+        chosen.append(at)
+        given = _as_scores(layer, at, wanted[at])
+        credits[head] = Credit(
+            np.concatenate([kept.positions, at]), np.concatenate([kept.scores, given])
+        )
+    rows = _rows(layer, run, fields, chosen, credits)
+    return Come(rows, mx.array(scores[None]), credits)
 
 
-def _wanted_of(
-    layer: Layer,
-    back: Returning,
-    head: int,
-    asked: Array,
-    logsums: Array,
-    absent: Array,
-    most: int,
-    softcap: float,
+def _wanted(
+    layer: Layer, back: Returning, head: int, asked: Asked, absent: Array, most: int
 ) -> Array:
-    """How much each position's row is wanted by one head, `[available]`; 0 where none was read.
+    """How much each row is wanted by one head, `[pages * PAGE]`; 0 where none was read.
 
     Args:
         layer: The layer.
-        back: Its pages.
+        back: What it keeps.
         head: The KV head.
-        asked: Its queries `[G, W, D]`, times the attention's scale.
-        logsums: Their log-sum-exp over what is held, `[G, W]`.
-        absent: Whether each position's row was evicted.
-        most: Rows that must be absent in the pages that are read, at least.
-        softcap: c of capped logits, or 0.
+        asked: The queries.
+        absent: Whether each position's row was evicted, `[pages * PAGE]`.
+        most: How many absent rows are read, at least.
     """
-    spill = layer.spill
+    spill, settings = layer.spill, back.settings
     assert spill is not None
-    q, lse = asked.reshape(-1, asked.shape[-1]), logsums.reshape(-1, 1)
-    digests = back.digests.read(spill.index, head, layer.store.heads, q.shape[1])
-    pages = len(digests)
-    lost = absent[: pages * PAGE].reshape(pages, PAGE).sum(axis=1)
+    q, lse = asked.queries[head], asked.logsums[head]
+    pages = len(absent) // PAGE
+    lost = absent.reshape(pages, PAGE).sum(axis=1)
+    digests = spill.digests(head, layer.store.heads, q.shape[1])[:pages]
     with np.errstate(divide="ignore"):
         estimates = (np.log(lost) + q @ digests.astype(np.float32).T - lse).max(axis=0)
-    order = np.argsort(-estimates, kind="stable")
     read = set[int]()
-    for page in order:
-        if len(read) >= PAGES_READ and sum(lost[p] for p in read) >= most:
+    for page in np.argsort(-estimates, kind="stable").tolist():
+        if len(read) >= 2 * settings.pages and sum(lost[p] for p in read) >= most:
             break
-        read |= {int(page), min(int(page) + 1, pages - 1)}
+        read |= {page, min(page + 1, pages - 1)}  # a fact may end in the next page
     at = (np.array(sorted(read))[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
     back.rows_read += len(at)
-    logits = q @ np.array(_stored(layer, head, at, "keys")).T
-    logits = softcap * np.tanh(logits / softcap) if softcap else logits
-    wanted = np.zeros(len(absent), np.float32)
-    wanted[at] = np.exp(np.minimum(logits - lse, 0)).max(axis=0)
-    spread = wanted.copy()
-    for i in range(1, AHEAD + 1):
-        spread[i:] = np.maximum(spread[i:], wanted[:-i] * FADING**i)
-    # Only rows whose page was read can come.
+    logits = q @ np.array(_stored_keys(layer, head, at)).T
+    if asked.softcap:
+        logits = asked.softcap * np.tanh(logits / asked.softcap)
+    own = np.zeros(len(absent), np.float32)
+    own[at] = np.exp(np.minimum(logits - lse, 0)).max(axis=0)
+    wanted = own.copy()
+    for i in range(1, min(settings.ahead, len(own) - 1) + 1):
+        wanted[i:] = np.maximum(wanted[i:], own[:-i] * FADING**i)
     known = np.zeros(len(absent), bool)
     known[at] = True
-    return np.where(known, np.maximum(spread, 1e-30), 0)
+    return np.where(known, np.maximum(wanted, LEAST_WANTED), 0)
 
 
-def _ages(layer: Layer, positions: Array) -> Array:
+# -- credit ------------------------------------------------------------------------------------
+
+
+def _as_scores(layer: Layer, positions: Array, wanted: Array) -> Array:
+    """The scores `[M]` of rows that always had the mass `wanted`."""
+    if not layer.policy.sums_mass:
+        return wanted.astype(np.float32)
     begun = np.maximum(positions, layer.aged_from)
-    return np.maximum(layer.offset - begun, 1).astype(np.float32)
+    return (wanted * np.maximum(layer.offset - begun, 1)).astype(np.float32)
 
 
-def _give_credit(layer: Layer, back: Returning, head: int, chosen: Array, wanted: Array) -> None:
-    """Note the scores with which returned rows begin."""
-    given = wanted * _ages(layer, chosen) if layer.policy.sums_mass else wanted
-    old = back.credits.get(head)
-    if old is not None:
-        chosen = np.concatenate([old.positions, chosen])
-        given = np.concatenate([old.scores, given])
-    back.credits[head] = Credit(chosen, given.astype(np.float32))
-
-
-def _take_back_credit(
+def _kept_credit(
     layer: Layer, back: Returning, head: int, held: Array, scores: Array, wanted: Array
-) -> None:
-    """Halve the credit of rows that came back before and are not wanted any more.
+) -> Credit:
+    """The credit that a head's returned rows keep: half, or more where they are still wanted.
 
     Args:
         layer: The layer.
-        back: What came back.
+        back: What it keeps.
         head: The KV head.
         held: Positions of the rows in its slots, `[N]`.
-        scores: Their scores `[N]`, which change.
-        wanted: How much each position is wanted.
+        scores: Their scores `[N]`, from which the rest of the credit is taken.
+        wanted: How much each position is wanted, `[pages * PAGE]`.
     """
-    old = back.credits.get(head)
-    if old is None:
-        return
-    slots = {int(position): slot for slot, position in enumerate(held)}
-    still = [i for i, position in enumerate(old.positions) if int(position) in slots]
+    old = back.credits.get(head, Credit(np.zeros(0, np.int64), np.zeros(0, np.float32)))
+    slots = {position: slot for slot, position in enumerate(held.tolist())}
+    still = [i for i, p in enumerate(old.positions.tolist()) if p in slots and p < len(wanted)]
     positions, given = old.positions[still], old.scores[still]
-    now = wanted[positions]
-    if layer.policy.sums_mass:
-        now = now * _ages(layer, positions)
-    kept = np.maximum(given / 2, now)
-    at = [slots[int(position)] for position in positions]
+    kept = np.maximum(given / 2, _as_scores(layer, positions, wanted[positions]))
+    at = [slots[position] for position in positions.tolist()]
     scores[at] = np.maximum(scores[at] - given, 0) + kept
-    back.credits[head] = Credit(positions, kept)
+    return Credit(positions, kept)
 
 
-def _rows(layer: Layer, run: Run, fields: Fields, come: Sequence[Array]) -> Fields:
+# -- rows of the file --------------------------------------------------------------------------
+
+
+def _digest_new_pages(layer: Layer, spill: LayerRows) -> None:
+    """Make the digests of pages that were completed since the last time."""
+    first, last = spill.digested, spill.available // PAGE
+    if last <= first:
+        return
+    positions = np.arange(first * PAGE, last * PAGE)
+    means = []
+    for head in range(layer.store.heads):
+        keys = _stored_keys(layer, head, positions)
+        means.append(np.array(keys.reshape(last - first, PAGE, -1).mean(axis=1)))
+    spill.digest(np.stack(means))
+
+
+def _rows(
+    layer: Layer, run: Run, fields: Fields, come: Sequence[Array], credits: dict[int, Credit]
+) -> Fields:
     """The fields of the rows that come back to a run, `[1, heads, M, ...]`."""
+    assert layer.spill is not None
     heads: list[Fields] = []
-    assert layer.spill is not None and layer.back is not None
     for head, positions in zip(range(run.first, run.last), come, strict=True):
         of_head = _in_mlx(layer, layer.spill.rows(head, positions))
-        credit = layer.back.credits[head].scores[-len(positions) :]
         of_head["positions"] = mx.array(positions.astype(np.int32))
-        of_head["scores"] = mx.array(credit)
+        of_head["scores"] = mx.array(credits[head].scores[-len(positions) :])
         if "value_lengths" in fields:
-            values = layer.packing.rows("values", {n: f[None] for n, f in of_head.items()})
-            of_head["value_lengths"] = _lengths(dense(values))[0]
+            of_head["value_lengths"] = value_lengths(dense(layer.packing.rows("values", of_head)))
         heads.append(of_head)
     rows = {
         name: mx.stack([of_head[name] for of_head in heads])[None].astype(field.dtype)
@@ -324,23 +369,17 @@ def _rows(layer: Layer, run: Run, fields: Fields, come: Sequence[Array]) -> Fiel
     return marked(layer.settings, rows) or rows
 
 
-def _lengths(values: mx.array) -> mx.array:
-    from mlx_h2o.storage.packed import value_lengths
-
-    return value_lengths(values)
-
-
-def _stored(layer: Layer, head: int, positions: Array, name: str) -> mx.array:
-    """Keys or values `[M, width]` of rows in the file, dense float32."""
+def _stored_keys(layer: Layer, head: int, positions: Array) -> mx.array:
+    """Keys `[M, D]` of one head's rows in the file, float32."""
     assert layer.spill is not None
     rows = _in_mlx(layer, layer.spill.rows(head, positions))
-    return dense(layer.packing.rows(name, rows)).astype(mx.float32)
+    return dense(layer.packing.rows("keys", rows)).astype(mx.float32)
 
 
 def _in_mlx(layer: Layer, rows: dict[str, Array]) -> Fields:
     """A file's fields as arrays of the store's dtypes."""
     found = {}
-    for name, rows_of_name in rows.items():
-        array, dtype = mx.array(rows_of_name), layer.store.fields[name].dtype
+    for name, of_name in rows.items():
+        array, dtype = mx.array(of_name), layer.store.fields[name].dtype
         found[name] = array.view(dtype) if dtype == mx.bfloat16 else array
     return found

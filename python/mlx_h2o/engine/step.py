@@ -170,6 +170,9 @@ def decode_together(
         layer.check_rows(*like)
     for i, layer in enumerate(layers):
         grow(layer, 1)
+        if layer.back is not None:
+            one = slice(i, i + 1)
+            _bring_back(layer, layer.back, call.with_queries(call.q[one]), k[one])
         if layer.spill is not None:
             own = {"keys": k[i : i + 1], "values": v[i : i + 1]}
             layer.spill.take(layer.offset, PLAIN, own)

@@ -126,16 +126,25 @@ def bounded_caches(
 
     made = [replaced(entry, bounded) for entry in caches]
     if settings.spill is not None:
-        spill_to(made, settings.spill)
+        profile = at_hand.profile
+        spill_to(made, settings.spill, None if profile is None else profile.retrieval_heads())
     return made
 
 
-def spill_to(cache: Sequence[Any], spill: Spill) -> None:
-    """Let all bounded caches of a list, which are empty, have one file of their rows."""
+def spill_to(
+    cache: Sequence[Any], spill: Spill, heads: Sequence[frozenset[int] | None] | None = None
+) -> None:
+    """Let all bounded caches of a list, which are empty, have one file of their rows.
+
+    Args:
+        cache: The model's caches.
+        spill: Where the file is to be, and how rows come back from it.
+        heads: The KV heads of each layer to which evicted rows come back; None means all.
+    """
     layers = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
     ways = spilling(spill, [(layer.packing, layer.frame) for layer in layers], pack)
-    for layer, way in zip(layers, ways, strict=True):
-        layer.spill_to(way)
+    for layer, way, back in zip(layers, ways, heads or [None] * len(layers), strict=True):
+        layer.spill_to(way, back)
 
 
 def _at_hand(

@@ -12,6 +12,7 @@ import weakref
 from typing import Any, Protocol, Self
 
 from mlx_h2o.spill.layout import LayerForm
+from mlx_h2o.spill.page_digests import PageDigests
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.setting import SUFFIX, Spill, remove_ownerless
 
@@ -41,12 +42,15 @@ class ConversationRows:
 
     Attributes:
         file: The file; None before the first rows of all layers, or if it could not be made.
+        digests: The mean keys of its pages.
         failure: Why there is no file, or why it holds no more rows; "" while all is well.
     """
 
     def __init__(self, spill: Spill, layers: int):
         self.spill, self.layers = spill, layers
         self.file: RowFile | None = None
+        # The means of sealed keys must not lie on disk in the open.
+        self.digests = PageDigests(None if spill.key else spill.folder)
         self._failure = ""
         self._warned = False
         self._forms: list[LayerForm | None] = [None] * layers

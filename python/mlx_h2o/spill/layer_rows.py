@@ -19,6 +19,7 @@ import numpy as np
 
 from mlx_h2o.spill.conversation_rows import ConversationRows
 from mlx_h2o.spill.layout import POSITIONS, LayerForm
+from mlx_h2o.spill.page_digests import Array
 from mlx_h2o.spill.setting import Spill
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import Pack, Packing
@@ -237,6 +238,7 @@ class LayerRows:
         if offset >= self.first:
             return
         file = self.conversation.file
+        self.conversation.digests.truncate(self.index, offset)
         self.first = self.offset = offset
         if file is None or not self._follows:
             return
@@ -281,6 +283,29 @@ class LayerRows:
             found[name][~late] = array
             found[name][late] = rows[name][positions[late] - self.first]
         return found
+
+    @property
+    def digested(self) -> int:
+        """Pages of this layer that have digests."""
+        return self.conversation.digests.count(self.index)
+
+    def digest(self, means: Array) -> None:
+        """Keep the mean keys `[H, pages, D]` of the next pages.
+
+        Raises:
+            OSError: There is no room for them on the disk.
+        """
+        self.conversation.digests.append(self.index, means)
+
+    def digests(self, head: int, heads: int, width: int) -> Array:
+        """The mean keys of one head's pages, `[pages, D]`; some may be beyond `available`.
+
+        Args:
+            head: The KV head.
+            heads: KV heads of the layer.
+            width: Width of a key, D.
+        """
+        return self.conversation.digests.read(self.index, head, heads, width)
 
     def prefetch(self, head: int, positions: Any) -> None:
         """Ask the system to read rows ahead, without waiting; arguments as in `rows`."""

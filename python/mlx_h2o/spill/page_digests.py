@@ -49,6 +49,13 @@ class PageDigests:
         """Bytes of digests in memory."""
         return sum(part.nbytes for part in self._tracts.values() if not isinstance(part, int))
 
+    def close(self) -> None:
+        """Give the file up; digests are made anew if they are wanted again."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._end = None, 0
+        self._tracts, self._counts = {}, {}
+
     def count(self, layer: int) -> int:
         """How many pages of a layer have digests."""
         return self._counts.get(layer, 0)
@@ -111,7 +118,7 @@ class PageDigests:
                 place = np.zeros((heads, TRACT, width), np.float16)
             else:
                 if self._file is None:
-                    self._file = tempfile.TemporaryFile(dir=self._folder)
+                    self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
                 place, self._end = self._end, self._end + heads * TRACT * width * 2
             self._tracts[layer, tract] = place
         return place

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlx_h2o._utils import checks
 from mlx_h2o._utils.checks import shown
 from mlx_h2o._utils.files import cache_folder
 from mlx_h2o.spill.layout import read_layout
@@ -16,10 +17,44 @@ from mlx_h2o.spill.sealing import LEAST_KEY, MOST_KEY
 
 AUTO = "auto"
 SUFFIX = ".rows"
+#: The greatest number in `Returns`.
+MOST_RETURNS = 2**16
 #: Seconds for which a file without an owner may have just been made.
 NEW = 60.0
 #: The most bytes of a header that is read to see whether a file may be removed.
 _MOST_HEADER = 2**23
+
+
+@dataclass(frozen=True)
+class Returns:
+    """How evicted rows come back from the file (`engine/returning.py`).
+
+    Attributes:
+        every: Tokens from one return to the next while decoding.
+        window: How many of the last queries say what is wanted.
+        pages: Pages whose rows are read for a KV head at each return, and as many behind them.
+        rows: Rows that come back to a KV head at each return, at most.
+        room: The part of a head's evictable slots that these may take, from 0 to 1.
+        ahead: How many of the following rows a wanted row makes wanted, too.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    every: int = 32
+    window: int = 8
+    pages: int = 12
+    rows: int = 32
+    room: float = 0.5
+    ahead: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("every", "window", "pages", "rows"):
+            object.__setattr__(self, name, checks.whole(name, getattr(self, name), 1, MOST_RETURNS))
+        object.__setattr__(self, "ahead", checks.whole("ahead", self.ahead, 0, MOST_RETURNS))
+        room = checks.finite("room", self.room)
+        if not 0 < room <= 1:
+            raise ValueError(f"room must be above 0 and at most 1; got {room}.")
 
 
 @dataclass(frozen=True)
@@ -30,6 +65,7 @@ class Spill:
         folder: The folder, made if there is none (mode 0700).
         keep: Whether files stay when their conversation ends; else they are removed with it.
         key: Seals the files (`spill/sealing.py`): 16 to 1024 bytes, hard to guess.
+        returns: How evicted rows come back, or None: they stay in the file.
 
     Raises:
         ValueError: The key is too short or too long.
@@ -38,6 +74,7 @@ class Spill:
     folder: Path
     keep: bool = False
     key: bytes | None = field(default=None, repr=False)
+    returns: Returns | None = Returns()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder).expanduser())
