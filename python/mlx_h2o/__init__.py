@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         register_preset,
     )
     from mlx_h2o.policies.selection import accumulate, select_victims
-    from mlx_h2o.spill.setting import Spill
+    from mlx_h2o.spill.setting import Returns, Spill
     from mlx_h2o.storage.key_scaling import Frame
     from mlx_h2o.storage.query_centres import QueryCentres
     from mlx_h2o.storage.remainder import Remainder
@@ -90,7 +90,7 @@ _NAMES_OF_MODULES = {
     "policies": "EMA H2O RKV TOVA AdaKV ChunkKV Distinct EMALogits KeyDiff Observation Policy "
     "Slots SnapKV Streaming TriAttention make_policy policy_names register_policy register_preset",
     "policies.selection": "accumulate select_victims",
-    "spill.setting": "Spill",
+    "spill.setting": "Returns Spill",
     "storage.key_scaling": "Frame",
     "storage.query_centres": "QueryCentres",
     "storage.remainder": "Remainder",
@@ -143,6 +143,7 @@ __all__ = [
     "Profile",
     "QueryCentres",
     "Remainder",
+    "Returns",
     "SharedKVCache",
     "Slots",
     "SnapKV",

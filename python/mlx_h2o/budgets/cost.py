@@ -35,6 +35,7 @@ class RowWidths:
         undo: Steps that can be taken back.
         framed: Whether keys have key scaling (`Frame`).
         centre_bytes: Bytes of one KV head's query centres, or 0.
+        spill_bytes: Bytes that one KV head keeps for a file of its rows (`Spill.head_bytes`), or 0.
         position: Bytes of a slot's position (`storage/slot_store.py`): those of a long
             conversation, or fewer while it is short (`narrow`).
     """
@@ -47,6 +48,7 @@ class RowWidths:
     undo: int = 0
     framed: bool = False
     centre_bytes: int = 0
+    spill_bytes: int = 0
     position: int = WIDE.size
 
     @property
@@ -68,9 +70,9 @@ class RowWidths:
         return replace(self, packing=recent).row_bytes if recent else self.row_bytes
 
     def remainder_slots(self, remembers: bool) -> int:
-        """Slots whose memory one head's remainder and centres take (rounded up)."""
+        """Slots whose memory one head's remainder, centres and file take (rounded up)."""
         remainder = Remainder.bytes_per_head(self.key, self.value) * remembers
-        return -(-(remainder + self.centre_bytes) // self.row_bytes)
+        return -(-(remainder + self.centre_bytes + self.spill_bytes) // self.row_bytes)
 
     def slot_bytes(self, policy: Policy) -> int:
         """Bytes of a slot with all that is kept beside it: position, value length, scores now and
@@ -82,7 +84,7 @@ class RowWidths:
         return 2 * policy.keeps_value_lengths(self.packing)
 
     def head_bytes(self, policy: Policy, remembers: bool) -> int:
-        """Bytes of a head without its slots: remainder, key scaling, centres, victims, journal."""
+        """Bytes of a head beside its slots: statistics, key scaling, file, victims, journal."""
         remainder = Remainder.bytes_per_head(self.key, self.value) if remembers else 0
         recent = self.recent_row_bytes if self.packing.recent else 0
         length = self._length_bytes(policy)
@@ -90,7 +92,8 @@ class RowWidths:
         step = step_bytes(*rows, remainder, policy.evict_every)
         frame = 2 * 4 * self.key * self.framed
         constants = frame + self.centre_bytes
-        return remainder + constants + 4 * policy.evict_every + self.undo * step
+        beside = constants + self.spill_bytes
+        return remainder + beside + 4 * policy.evict_every + self.undo * step
 
 
 def group_size_of(widths: Sequence[RowWidths]) -> int | None:
@@ -118,7 +121,7 @@ class LayerShare:
 
     def config(self) -> dict[str, Any]:
         """The share as JSON types; packing, undo, key scaling and centres are cache settings."""
-        own = ("packing", "undo", "framed", "centre_bytes", "position")
+        own = ("packing", "undo", "framed", "centre_bytes", "spill_bytes", "position")
         widths = {name: value for name, value in vars(self.widths).items() if name not in own}
         given = {"slots": self.slots} if self.slots else {}
         shared = {"grid": self.grid, "losses": self.losses}

@@ -247,7 +247,9 @@ class BoundedKVCache:
         """
         self.spill = spill
         returns = None if spill is None else spill.conversation.spill.returns
-        self.back = Returning(returns, heads) if returns and self.rows_return else None
+        self.back = None
+        if returns is not None and self.rows_return and heads != frozenset():
+            self.back = Returning(returns, heads)
         if self._layer is not None:
             self._layer.spill, self._layer.back = spill, self.back
 

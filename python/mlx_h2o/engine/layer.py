@@ -117,7 +117,7 @@ class Layer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything held, with the journal of steps to undo and rows that wait for a file."""
+        """Bytes of everything held, with steps to undo and rows that wait for a file."""
         beside = sum(part.nbytes for part in (self.spill, self.back) if part is not None)
         return self.memory.nbytes(self.settings.remembers) + self.journal.nbytes + beside
 

@@ -86,7 +86,7 @@ class Returning:
 
     def is_due(self, layer: Layer, length: int) -> bool:
         """Whether rows come back before the next `length` tokens of a layer."""
-        if layer.spill is None or layer.spill.available < PAGE or self.heads == frozenset():
+        if layer.spill is None or layer.spill.available < PAGE:
             return False
         # Without attention a policy has no use for a credit, and narrow positions turn keys.
         if not layer.policy.needs_attention or layer.settings.rope is not None:
@@ -289,6 +289,9 @@ def _wanted(
     logits = q @ np.array(_stored_keys(layer, head, at)).T
     if asked.softcap:
         logits = asked.softcap * np.tanh(logits / asked.softcap)
+    # Absent rows would have their part of the softmax, as those that are held have.
+    of_absent = np.where(absent[at], logits, -np.inf)
+    lse = np.logaddexp(lse, np.logaddexp.reduce(of_absent, axis=1, keepdims=True))
     own = np.zeros(len(absent), np.float32)
     own[at] = np.exp(np.minimum(logits - lse, 0)).max(axis=0)
     wanted = own.copy()
@@ -305,9 +308,10 @@ def _wanted(
 def _as_scores(layer: Layer, positions: Array, wanted: Array) -> Array:
     """The scores `[M]` of rows that always had the mass `wanted`."""
     if not layer.policy.sums_mass:
-        return wanted.astype(np.float32)
+        return np.asarray(wanted, np.float32)
     begun = np.maximum(positions, layer.aged_from)
-    return (wanted * np.maximum(layer.offset - begun, 1)).astype(np.float32)
+    given: Array = (wanted * np.maximum(layer.offset - begun, 1)).astype(np.float32)
+    return given
 
 
 def _kept_credit(

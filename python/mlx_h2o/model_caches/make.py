@@ -34,7 +34,7 @@ from mlx_h2o.integration.refusals import check_settings, require_boundable
 from mlx_h2o.integration.rope_probe import ropes_in_keys
 from mlx_h2o.integration.stock_caches import caches_beneath, is_asked, stock_caches
 from mlx_h2o.loading.identity import ModelIdentity, architecture
-from mlx_h2o.model_caches.plan import AtHand, planned
+from mlx_h2o.model_caches.plan import AtHand, planned, retrieval_heads
 from mlx_h2o.policies import Policy
 from mlx_h2o.spill.layer_rows import spilling
 from mlx_h2o.spill.setting import Spill
@@ -126,8 +126,7 @@ def bounded_caches(
 
     made = [replaced(entry, bounded) for entry in caches]
     if settings.spill is not None:
-        profile = at_hand.profile
-        spill_to(made, settings.spill, None if profile is None else profile.retrieval_heads())
+        spill_to(made, settings.spill, retrieval_heads(at_hand.profile, len(kinds)))
     return made
 
 

@@ -121,6 +121,11 @@ class Plan:
     choice: str = ""
 
 
+def retrieval_heads(profile: Profile | None, layers: int) -> list[frozenset[int] | None]:
+    """The KV heads of each layer to which evicted rows come back; None means all."""
+    return [None] * layers if profile is None else profile.retrieval_heads()
+
+
 def planned(
     kinds: Sequence[LayerKind],
     settings: ModelSettings,
@@ -143,10 +148,19 @@ def planned(
     attending = all(kind.routed for kind in kinds)
     profile, undo = at_hand.profile, settings.undo
     centres: Sequence[QueryCentres | None] = at_hand.centres or [None] * len(kinds)
-    shares = [
-        LayerShare(k.heads, replace(k.widths, undo=undo, centre_bytes=c.head_bytes if c else 0))
-        for k, c in zip(kinds, centres, strict=True)
+    spill, looking = settings.spill, retrieval_heads(profile, len(kinds))
+    own = [
+        replace(
+            kind.widths,
+            undo=undo,
+            centre_bytes=of_layer.head_bytes if of_layer else 0,
+            spill_bytes=spill.head_bytes(kind.widths, kind.group * (heads != frozenset()))
+            if spill
+            else 0,
+        )
+        for kind, of_layer, heads in zip(kinds, centres, looking, strict=True)
     ]
+    shares = [LayerShare(kind.heads, widths) for kind, widths in zip(kinds, own, strict=True)]
     if profile is not None:
         shares = [
             replace(share, grid=profile.grid, losses=losses)

@@ -7,12 +7,12 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mlx_h2o._utils import checks
 from mlx_h2o._utils.checks import shown
 from mlx_h2o._utils.files import cache_folder
-from mlx_h2o.spill.layout import read_layout
+from mlx_h2o.spill.layout import POSITIONS, read_layout
 from mlx_h2o.spill.sealing import LEAST_KEY, MOST_KEY
 
 AUTO = "auto"
@@ -23,6 +23,19 @@ MOST_RETURNS = 2**16
 NEW = 60.0
 #: The most bytes of a header that is read to see whether a file may be removed.
 _MOST_HEADER = 2**23
+
+
+class Widths(Protocol):
+    """The widths of a row, and the bytes of its elements (`budgets.cost.RowWidths`)."""
+
+    @property
+    def key(self) -> int: ...
+    @property
+    def value(self) -> int: ...
+    @property
+    def key_size(self) -> int: ...
+    @property
+    def value_size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,17 @@ class Spill:
     keep: bool = False
     key: bytes | None = field(default=None, repr=False)
     returns: Returns | None = Returns()
+
+    def head_bytes(self, widths: Widths, group: int) -> int:
+        """Bytes of memory for one KV head's rows that wait for the file, and for its last queries.
+
+        Args:
+            widths: The widths of its rows.
+            group: G, the query heads of a KV head; 0 in a layer to which no rows come back.
+        """
+        key = widths.key * widths.key_size
+        waiting = POSITIONS * (key + widths.value * widths.value_size)
+        return waiting + (self.returns.window * group * key if self.returns else 0)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder).expanduser())

@@ -1,0 +1,253 @@
+"""Rows that come back from the file: which, at whose cost, and that nothing is counted twice."""
+
+import copy
+import warnings
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_h2o import Frame, H2OKVCache, Returns, Spill, load, make_prompt_cache
+from mlx_h2o.spill.conversation_rows import SpillStopped
+from mlx_h2o.spill.page_digests import PAGE, TRACT, PageDigests
+from mlx_h2o.storage.packed import dense
+from mlx_h2o.storage.pins import true_positions
+from mlx_h2o.storage.remainder import Remainder
+
+HEADS, QUERIES, WIDTH, SCALE = 2, 4, 64, 0.125
+OFTEN = Returns(every=8, window=4, pages=2, rows=8, ahead=4)
+
+
+def rows_of(count, seed, dtype=mx.float32):
+    shape = (1, HEADS, count, WIDTH)
+    k, v = (
+        mx.random.normal(shape, dtype, key=key) for key in mx.random.split(mx.random.key(seed), 2)
+    )
+    q = mx.random.normal((1, QUERIES, count, WIDTH), dtype, key=mx.random.key(seed + 10**6))
+    return q, k, v
+
+
+def attended(cache, q, k, v):
+    length = k.shape[2]
+    k, v = cache.update_and_fetch(k, v)
+    out = cache.attend(q, k, v, scale=SCALE, mask=None if length == 1 else "causal")
+    mx.eval(out)
+    return out
+
+
+def cache_of(folder, returns=OFTEN, frame=False, **options):
+    if frame:
+        options["frame"] = Frame.of(rows_of(200, 99)[1])
+    size = {} if "budgets" in options else {"max_size": 48}
+    spill = None if folder is None else Spill(folder, returns=returns)
+    return H2OKVCache(spill=spill, policy="salient", **{**size, **options})
+
+
+def positions_of(cache, head):
+    """The positions of the rows in one head's slots and in the recent window."""
+    for run in cache.store.runs:
+        if run.first <= head < run.last:
+            held = true_positions(cache.store.views(run)["positions"])[0, head - run.first]
+    recent = cache.layer.recently_held
+    newest = range(cache.offset - recent, cache.offset)
+    return {*held.tolist(), *newest}
+
+
+def asking_for(keys, position):
+    """Queries `[1, Hq, 1, D]` that want one position's row in every head."""
+    wanted = mx.repeat(keys[:, :, position : position + 1], QUERIES // HEADS, axis=1)
+    return wanted * 4
+
+
+STORES = {
+    "dense": {},
+    "half": {"dtype": mx.float16},
+    "bfloat16": {"dtype": mx.bfloat16},
+    "6 bits": {"bits": 6},
+    "framed": {"bits": 6, "frame": True},
+    "values alone": {"v_bits": 6},
+    "newest wider": {"bits": 4, "recent_bits": 8, "frame": True},
+    "two budgets": {"budgets": [24, 40]},
+    "undo": {"bits": 6, "undo": 3},
+}
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_the_remainder_stands_for_exactly_the_rows_that_are_absent(tmp_path, store):
+    options = dict(STORES[store])
+    dtype = options.pop("dtype", mx.float32)
+    cache = cache_of(tmp_path, **options)
+    for i, count in enumerate([40, *[1] * 40, 20, *[1] * 30, 60, *[1] * 9]):
+        attended(cache, *rows_of(count, i, dtype))
+    assert cache.back.returned > 0
+    remainder, layer = cache.remainder, cache.layer
+    for head in range(HEADS):
+        held = positions_of(cache, head)
+        assert len(held) == cache.budgets[head]
+        absent = np.array(sorted(set(range(cache.offset)) - held))
+        rows = {}
+        for name, of_name in cache.spill.rows(head, absent).items():
+            array, stored = mx.array(of_name), layer.store.fields[name].dtype
+            rows[name] = (array.view(stored) if stored == mx.bfloat16 else array)[None, None]
+        keys, values = (dense(layer.packing.rows(name, rows)) for name in ("keys", "values"))
+        anew = Remainder.empty(1, 1, WIDTH, WIDTH).fold(keys, values)
+        for name, array in remainder.heads(head, head + 1).arrays.items():
+            assert mx.allclose(array, anew.arrays[name], rtol=1e-3, atol=1e-4), (head, name)
+
+
+def test_taking_rows_out_of_a_remainder_undoes_folding_them_in():
+    _, k, v = rows_of(50, 3)
+    apart = [
+        Remainder.empty(1, HEADS, WIDTH, WIDTH).fold(k[:, :, :n], v[:, :, :n]) for n in (30, 50)
+    ]
+    back = apart[1].without(k[:, :, 30:], v[:, :, 30:])
+    for name, array in back.arrays.items():
+        assert mx.allclose(array, apart[0].arrays[name], rtol=1e-4, atol=1e-5), name
+    nothing = back.without(k[:, :, :30], v[:, :, :30])
+    for name, array in nothing.arrays.items():
+        assert not array.any(), name
+
+
+@pytest.mark.parametrize("store", ["dense", "framed", "two budgets"])
+def test_a_row_that_a_chunk_wants_is_back_before_the_chunk_attends(tmp_path, store):
+    returns = replace(OFTEN, pages=8)  # the mean of 16 random keys says little of one of them
+    cache, without = (cache_of(at, returns, **STORES[store]) for at in (tmp_path, None))
+    q, k, v = rows_of(160, 1)
+    for start in range(0, 160, 40):
+        part = slice(start, start + 40)
+        for one in (cache, without):
+            attended(one, 0 * q[:, :, part], k[:, :, part], v[:, :, part])
+    absent = set(range(160)) - positions_of(cache, 0) - positions_of(cache, 1)
+    wanted = min(p for p in absent if p % PAGE < 8)
+    ask = asking_for(k, wanted)
+    new = rows_of(2, 7)
+    outs = [attended(one, mx.concatenate([ask, ask], axis=2), *new[1:]) for one in (cache, without)]
+    assert all(wanted in positions_of(cache, head) for head in range(HEADS))
+    value = mx.repeat(v[:, :, wanted], QUERIES // HEADS, axis=1)
+    near, far = (float(mx.abs(out[:, :, 1] - value).max()) for out in outs)
+    assert near < 0.2 < 1 < far
+    # The rows behind it came, too: the model reads on from there.
+    assert wanted + 1 in positions_of(cache, 0)
+
+
+def test_a_row_that_decoding_wants_comes_a_little_later_and_leaves_when_unwanted(tmp_path):
+    cache = cache_of(tmp_path, replace(OFTEN, pages=8))
+    q, k, v = rows_of(160, 1)
+    attended(cache, 0 * q[:, :, :40], k[:, :, :40], v[:, :, :40])
+    attended(cache, 0 * q[:, :, 40:], k[:, :, 40:], v[:, :, 40:])
+    wanted = min(set(range(160)) - positions_of(cache, 0))
+    for i in range(OFTEN.every + 1):
+        attended(cache, asking_for(k, wanted), *rows_of(1, 50 + i)[1:])
+    assert wanted in positions_of(cache, 0)
+    first = dict(zip(*cache.back.credits[0], strict=True))[wanted]
+    assert first > 10
+    others = [p for p in range(8, 40) if p != wanted]
+    for i in range(20 * OFTEN.every):
+        attended(cache, asking_for(k, others[i % 8]), *rows_of(1, 500 + i)[1:])
+    credit = dict(zip(*(part.tolist() for part in cache.back.credits[0]), strict=True))
+    assert credit.get(wanted, 0) < 1e-3 * first
+
+
+def test_rows_come_back_only_to_the_heads_that_ask_for_them(tmp_path):
+    cache = cache_of(tmp_path, budgets=[24, 40])
+    cache.spill_to(cache.spill, frozenset({1}))
+    alone = cache_of(None, budgets=[24, 40])
+    for i, count in enumerate([40, 20, *[1] * 20, 20]):
+        for one in (cache, alone):
+            attended(one, *rows_of(count, i))
+    assert cache.back.returned > 0
+    assert positions_of(cache, 0) == positions_of(alone, 0)
+    assert positions_of(cache, 1) != positions_of(alone, 1)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "keydiff"])
+def test_policies_without_attention_get_no_rows_back(tmp_path, policy):
+    cache = H2OKVCache(48, policy=policy, spill=Spill(tmp_path, returns=OFTEN))
+    for i, count in enumerate([40, 20, 40]):
+        attended(cache, *rows_of(count, i))
+    assert cache.back.returned == 0
+
+
+def test_a_file_that_cannot_be_read_changes_nothing_but_the_warning(tmp_path):
+    cache, plain = cache_of(tmp_path), cache_of(None)
+    for i, count in enumerate([40, 20]):
+        for one in (cache, plain):
+            attended(one, *rows_of(count, i))
+    cache.spill.conversation.file.flush()
+    path = cache.spill.conversation.file.path
+    file = cache.spill.conversation.file
+    data = bytearray(path.read_bytes())
+    rows = file.layout.block_start(0) + file.layout.segment(0, 0)[0]
+    data[rows : rows + 8] = bytes(8)
+    path.write_bytes(data)
+    with pytest.warns(SpillStopped, match="cannot be read"):
+        out = attended(cache, *rows_of(30, 8))
+    assert mx.array_equal(out, attended(plain, *rows_of(30, 8)))
+    assert mx.array_equal(*(attended(one, *rows_of(1, 9)) for one in (cache, plain)))
+
+
+def test_copies_go_on_apart(tmp_path):
+    cache = cache_of(tmp_path)
+    for i, count in enumerate([40, 20, *[1] * 9]):
+        attended(cache, *rows_of(count, i))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpillStopped)
+        other = copy.deepcopy(cache)
+        firsts = [attended(one, *rows_of(30, 77)) for one in (cache, other)]
+        assert mx.array_equal(*firsts)
+        for i in range(40):
+            attended(cache, *rows_of(1, 100 + i))
+        again = [attended(other, *rows_of(1, 200 + i)) for i in range(40)]
+    assert all(mx.isfinite(out).all() for out in again)
+    assert other.back.queries is not cache.back.queries
+
+
+def test_drafted_tokens_are_taken_back_across_returns(tmp_path):
+    cache = cache_of(tmp_path, undo=3)
+    attended(cache, *rows_of(60, 0))
+    for i in range(30):
+        attended(cache, *rows_of(1, 10 + i))
+        attended(cache, *rows_of(3, 50 + i))
+        assert cache.trimmable >= 3
+        assert cache.trim(2) == 2
+    assert cache.back.returned > 0
+    assert cache.offset == 60 + 30 * 2
+
+
+def test_a_batch_of_conversations_decodes_as_each_alone(tmp_path):
+    model, _ = load("builtin:recall-4m")
+    tokens = mx.random.randint(0, 200, (2, 150), key=mx.random.key(1))
+    alone, together = [], []
+    for i in range(2):
+        caches = [
+            make_prompt_cache(model, 40, spill=Spill(tmp_path, returns=OFTEN)) for _ in range(2)
+        ]
+        for cache in caches:
+            model(tokens[i : i + 1, :100], cache=cache)
+        together.append(caches[1])
+        logits = [model(tokens[i : i + 1, t : t + 1], cache=caches[0]) for t in range(100, 150)]
+        alone.append(mx.concatenate(logits, axis=1))
+    batch = [entry[0].merge(list(entry)) for entry in zip(*together, strict=True)]
+    for t in range(100, 150):
+        logits = model(tokens[:, t : t + 1], cache=batch)[:, 0]
+        for i in range(2):
+            assert mx.allclose(logits[i], alone[i][0, t - 100], rtol=1e-3, atol=1e-3), t
+    backs = [one.back for entry in batch for one in entry.caches if one.back is not None]
+    assert backs
+    assert all(back.returned > 0 for back in backs)
+
+
+def test_digests_are_read_as_they_were_written(tmp_path):
+    rng = np.random.default_rng(0)
+    for folder in (tmp_path, None):
+        digests, means = PageDigests(folder), rng.normal(size=(2, TRACT + 40, 8))
+        for first in (0, 1, 30, TRACT - 1, TRACT + 2):
+            digests.truncate(1, first * PAGE)
+            digests.append(1, means[:, digests.count(1) :])
+        for head in range(2):
+            read = digests.read(1, head, 2, 8)
+            assert np.array_equal(read, means[head].astype(np.float16))
+        assert digests.read(0, 0, 2, 8).shape == (0, 8)
+        assert (digests.nbytes == 0) == (folder is not None)
+    assert not list(tmp_path.iterdir())
