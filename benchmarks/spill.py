@@ -51,7 +51,7 @@ def paired(
 
     Both lists have two lists: without and with a file.
     """
-    arms = []
+    arms: list[list[Any]] = []
     for spill in (None, folder):
         cache = make_prompt_cache(
             model, args.slots, budgets="uniform", frames="none", spill=spill, **settings

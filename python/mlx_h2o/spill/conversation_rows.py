@@ -32,6 +32,16 @@ class SpillStopped(UserWarning):
     """A conversation has no file of its rows, or no more; it goes on without."""
 
 
+#: All conversations with a file, for a process that ends without its interpreter's leave.
+_OPEN: weakref.WeakSet[ConversationRows] = weakref.WeakSet()
+
+
+def close_all() -> None:
+    """Close all files: those that are not kept are removed."""
+    for rows in list(_OPEN):
+        rows.close()
+
+
 class ConversationRows:
     """The rows of one conversation's layers, in a file.
 
@@ -63,7 +73,13 @@ class ConversationRows:
 
     def _own(self, file: RowFile) -> None:
         self.file = file
-        self.close = weakref.finalize(self, file.close)
+        self._finalizer = weakref.finalize(self, file.close)
+        _OPEN.add(self)
+
+    def close(self) -> None:
+        """Close the file; rows that come then are not written."""
+        if self.file is not None:
+            self._finalizer()
 
     @property
     def failure(self) -> str:

@@ -228,7 +228,7 @@ class RowFile:
     @property
     def failure(self) -> str:
         """Why nothing more is written, or ""."""
-        return "" if self._closed else self._writer.failure
+        return self._writer.failure
 
     @property
     def nbytes(self) -> int:
@@ -592,8 +592,14 @@ class RowFile:
         """Write what is left if the file is kept; remove it if not."""
         if self._closed:
             return
+        if self._writer.is_this_thread:  # which would wait for itself
+            threading.Thread(target=self.close).start()
+            return
         if self.keep:
-            self.flush()
+            try:
+                self.flush()
+            except RuntimeError as error:  # another thread than the model's cannot evaluate rows
+                self.fail(f"the last rows could not be evaluated: {error}")
         self._closed = True
         self._writer.close()
         self._unmap()
