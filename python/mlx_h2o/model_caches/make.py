@@ -133,9 +133,12 @@ def bounded_caches(
 def spill_to(cache: Sequence[Any], spill: Spill) -> None:
     """Let all bounded caches of a list, which are empty, have one file of their rows."""
     layers = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
+    if not layers:
+        return
     ways = spilling(spill, [(layer.packing, layer.frame) for layer in layers], pack)
     for layer, way in zip(layers, ways, strict=True):
         layer.spill_to(way)
+    ways[0].conversation.is_whole = list(cache) == layers
 
 
 def _at_hand(

@@ -9,11 +9,13 @@ from __future__ import annotations
 import secrets
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol, Self
 
 from mlx_h2o.spill.layout import LayerForm
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.setting import SUFFIX, Spill, remove_ownerless
+from mlx_h2o.spill.state_keeping import Keeper, StateKeeping
 
 
 class Reader(Protocol):
@@ -22,10 +24,18 @@ class Reader(Protocol):
     Attributes:
         index: The layer.
         first: Positions before it are in the file's care, and may be read.
+        offset: The next position that may come.
+        keeper: A weak reference to the cache whose rows these are.
     """
 
     index: int
     first: int
+    offset: int
+    keeper: Callable[[], Keeper | None]
+
+    @property
+    def follows(self) -> bool:
+        """Whether its new rows are added to the file."""
 
 
 class SpillStopped(UserWarning):
@@ -59,6 +69,9 @@ class ConversationRows:
         self.file: RowFile | None = None
         self._failure = ""
         self._warned = False
+        #: Whether the layers are all caches of the conversation, so that its state can be recorded.
+        self.is_whole = False
+        self._keeping: StateKeeping | None = None
         self._forms: list[LayerForm | None] = [None] * layers
         # Those that read or write each layer's rows: a cache and its copies.
         self._readers: list[weakref.WeakSet[Reader]] = [weakref.WeakSet() for _ in range(layers)]
@@ -75,6 +88,27 @@ class ConversationRows:
         self.file = file
         self._finalizer = weakref.finalize(self, file.close)
         _OPEN.add(self)
+        if file.keep:
+            self._keeping = StateKeeping(file)
+
+    def step_begins(self, position: int) -> None:
+        """The first layer gets rows next; record the state if it is time to."""
+        if self._keeping is None or not self.is_whole or not self._keeping.due(position):
+            return
+        caches = []
+        for readers in self._readers:
+            for reader in readers:
+                if reader.follows and reader.offset == position:
+                    cache = reader.keeper()
+                    if cache is not None and cache.offset == position:
+                        caches.append(cache)
+        if len(caches) == self.layers:  # no copies that might differ
+            self._keeping.make(position, caches)
+
+    def taken_back(self, position: int) -> None:
+        """Tokens from a position on were taken back."""
+        if self._keeping is not None:
+            self._keeping.forget(position)
 
     def close(self) -> None:
         """Close the file; rows that come then are not written."""
@@ -135,5 +169,6 @@ class ConversationRows:
     def __deepcopy__(self, memo: dict[int, Any]) -> ConversationRows:
         """Copies share the rows that came; before any came, each gets a file of its own."""
         new = self if self.begun else ConversationRows(self.spill, self.layers)
+        new.is_whole = self.is_whole
         memo[id(self)] = new
         return new

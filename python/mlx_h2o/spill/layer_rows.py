@@ -12,6 +12,7 @@ reads is taken out of the file: who takes such tokens back goes on without it.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ import numpy as np
 from mlx_h2o.spill.conversation_rows import ConversationRows
 from mlx_h2o.spill.layout import POSITIONS, LayerForm
 from mlx_h2o.spill.setting import Spill
+from mlx_h2o.spill.state_keeping import Keeper
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import Pack, Packing
 
@@ -64,6 +66,7 @@ class LayerRows:
     Attributes:
         first: Positions before it were given to the file.
         offset: The next position that may come.
+        keeper: A weak reference to the cache whose rows these are.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class LayerRows:
         self.first = self.offset = 0
         self._held: list[Held] = []
         self._follows = True
+        self.keeper: Callable[[], Keeper | None] = lambda: None
         conversation.reads(self)
 
     # -- what there is ----------------------------------------------------------------------------
@@ -160,6 +164,11 @@ class LayerRows:
             rows = {name: array[:, :, passing:] for name, array in rows.items()}
         self.take(first + passing, ENTERED, rows)
 
+    def step_begins(self) -> None:
+        """A step begins in this layer."""
+        if self.index == 0 and self.follows:
+            self.conversation.step_begins(self.offset)
+
     def _stop(self, why: str) -> None:
         self._held, self._follows = [], False
         self.conversation.fail(why)
@@ -238,6 +247,7 @@ class LayerRows:
             return
         file = self.conversation.file
         self.first = self.offset = offset
+        self.conversation.taken_back(offset)
         if file is None or not self._follows:
             return
         if any(other.first > offset for other in self.conversation.others(self)):
@@ -304,7 +314,7 @@ class LayerRows:
         memo[id(self)] = new
         shared = self.conversation
         new.conversation = memo.get(id(shared)) or copy.deepcopy(shared, memo)
-        new._held = list(self._held)
+        new._held, new.keeper = list(self._held), lambda: None
         new.conversation.reads(new)
         return new
 

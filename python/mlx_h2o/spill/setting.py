@@ -13,6 +13,7 @@ from mlx_h2o._utils.checks import shown
 from mlx_h2o._utils.files import cache_folder
 from mlx_h2o.spill.layout import read_layout
 from mlx_h2o.spill.sealing import LEAST_KEY, MOST_KEY
+from mlx_h2o.spill.state_record import paths_of
 
 AUTO = "auto"
 SUFFIX = ".rows"
@@ -83,7 +84,8 @@ def _remove_if_ownerless(path: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         notes = read_layout(os.pread(descriptor, _MOST_HEADER, 0)).notes_read()
         if notes.get("kept") is False:
-            path.unlink(missing_ok=True)
+            for one in (path, *paths_of(path)):
+                one.unlink(missing_ok=True)
     except ValueError:
         return
     finally:
