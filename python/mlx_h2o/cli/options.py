@@ -126,11 +126,7 @@ def add_cache_options(
     )
     add_profile_option(group)
     _add_packing_options(group)
-    group.add_argument(
-        "--spill", metavar="DIR",
-        help='write every row to a file of its conversation there ("auto": in the user\'s cache '
-        "folder), which is removed with the conversation",
-    )  # fmt: skip
+    _add_spill_option(group)
     group.add_argument(
         "--undo",
         type=int,
@@ -138,6 +134,15 @@ def add_cache_options(
         metavar="N",
         help="last tokens that can be taken back, for speculative decoding (default: %(default)s)",
     )
+
+
+def _add_spill_option(group: argparse._ArgumentGroup) -> None:
+    """Add the option of the file behind the memory."""
+    group.add_argument(
+        "--spill", metavar="DIR",
+        help='write every row to a file of its conversation there ("auto": in the user\'s cache '
+        "folder), which is removed with the conversation",
+    )  # fmt: skip
 
 
 class SizeOption(argparse.Action):

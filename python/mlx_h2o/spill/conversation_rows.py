@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 from mlx_h2o.spill.layout import LayerForm
 from mlx_h2o.spill.row_file import RowFile
-from mlx_h2o.spill.setting import SUFFIX, Spill, remove_ownerless
+from mlx_h2o.spill.setting import SUFFIX, Spill, remove_ownerless_once
 from mlx_h2o.spill.state_keeping import Keeper, StateKeeping
 
 
@@ -143,7 +143,7 @@ class ConversationRows:
         path = spill.folder / f"{secrets.token_hex(12)}{SUFFIX}"
         forms = [form for form in self._forms if form is not None]
         try:
-            remove_ownerless(spill.folder)
+            remove_ownerless_once(spill.folder)
             self._own(RowFile.create(path, forms, key=spill.key, keep=spill.keep))
         except (OSError, ValueError, ImportError) as error:
             self.fail(f"no file can be made in {spill.folder}: {error}")
@@ -159,6 +159,8 @@ class ConversationRows:
         """Whether nothing has failed; the first failure is told once, in the caller's thread."""
         if self.failure and not self._warned:
             self._warned = True
+            if self.file is not None:
+                self.file.forget_waiting()
             warnings.warn(
                 f"The conversation goes on without a file of its rows: {self.failure}.",
                 SpillStopped,

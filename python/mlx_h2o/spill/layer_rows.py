@@ -32,6 +32,11 @@ Fields = dict[str, mx.array]
 PLAIN, ENTERED, PASSING, STORED = "plain", "entered", "passing", "stored"
 
 
+#: The most times that rows may come before the file is made: once for each token of a first chunk
+#: that is processed token by token.
+MOST_HELD = 2**12
+
+
 class Held(NamedTuple):
     """Rows of consecutive positions that are not in the file's care yet.
 
@@ -140,6 +145,9 @@ class LayerRows:
             return
         if self.conversation.file is not None:
             self.conversation.file.schedule()
+        elif len(self._held) > MOST_HELD:
+            self._stop("some layers got no rows")
+            return
         self._held.append(Held(kind, count, fields))
         self.offset += count
         end = self.offset // POSITIONS * POSITIONS
@@ -166,7 +174,11 @@ class LayerRows:
 
     def step_begins(self) -> None:
         """A step begins in this layer."""
-        if self.index == 0 and self.follows:
+        if self.index or not self.follows:
+            return
+        if self.offset and self.conversation.file is None:
+            self._stop("some layers got no rows in the first step")
+        else:
             self.conversation.step_begins(self.offset)
 
     def _stop(self, why: str) -> None:

@@ -261,7 +261,7 @@ class RowFile:
             ValueError: The rows are not the next ones, or of another form.
         """
         if self._writer.failure or not self.writable:
-            self._forget()
+            self.forget_waiting()
             return
         if first_position != self._delivered[layer]:
             raise ValueError(
@@ -285,7 +285,7 @@ class RowFile:
         if part.end // P > first_position // P:
             self._hand_over()
 
-    def _forget(self) -> None:
+    def forget_waiting(self) -> None:
         """After a failure: hold no rows in memory; those in the file can still be read."""
         if self._fresh or any(self._parts):
             with self._lock:

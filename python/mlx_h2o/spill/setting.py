@@ -60,6 +60,16 @@ def spill_setting(spill: Any) -> Spill | None:
     raise ValueError(f'spill must be "auto", a folder, a Spill or None; got {shown(spill)}.')
 
 
+_looked_through: set[Path] = set()
+
+
+def remove_ownerless_once(folder: Path) -> None:
+    """The same as `remove_ownerless`, but once for each folder in the life of this process."""
+    if folder not in _looked_through:
+        _looked_through.add(folder)
+        remove_ownerless(folder)
+
+
 def remove_ownerless(folder: Path) -> None:
     """Remove files whose process was killed, if they were not to be kept.
 

@@ -60,7 +60,7 @@ class StateRecord:
         """The record as it is stored.
 
         Args:
-            checksum: That of the header of the file of rows, to which the record belongs.
+            checksum: The header checksum of the file of rows to which the record belongs.
             seal: The cipher of a sealed file.
         """
         index, parts = [], []
