@@ -51,7 +51,7 @@ def paired(
 
     Both lists have two lists: without and with a file.
     """
-    arms = []
+    arms: list[list[Any]] = []
     for spill in (None, folder):
         cache = make_prompt_cache(
             model, args.slots, budgets="uniform", frames="none", spill=spill, **settings
@@ -83,19 +83,23 @@ def ratio_of(times: list[list[float]]) -> str:
     return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
+def parser() -> argparse.ArgumentParser:
+    """What understands the command line."""
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    made.add_argument("--models", nargs="+", default=["builtin:recall-4m", "smollm2-135m"])
+    made.add_argument("--slots", type=int, default=256)
+    made.add_argument("--prompt", type=int, default=300, help="tokens before the first turn")
+    made.add_argument("--steps", type=int, default=32, help="steps of a turn")
+    made.add_argument("--turns", type=int, default=40)
+    made.add_argument("--folder", type=Path, help="where the files lie (default: temporary)")
+    return made
+
+
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", default=["builtin:recall-4m", "smollm2-135m"])
-    parser.add_argument("--slots", type=int, default=256)
-    parser.add_argument("--prompt", type=int, default=300)
-    parser.add_argument("--steps", type=int, default=32, help="steps of a turn")
-    parser.add_argument("--turns", type=int, default=40)
-    parser.add_argument("--folder", type=Path, help="where the files lie (default: temporary)")
-    args = parser.parse_args()
+    """Print the tables."""
+    args = parser().parse_args()
     use_openblas()
+    print(f"{args.slots} slots, {args.turns} turns of {args.steps} steps\n")
     print(f"| {' | '.join(COLUMNS)} |\n|---|---|{'---:|' * (len(COLUMNS) - 2)}")
     for name in args.models:
         model, _ = load(name)
@@ -105,8 +109,8 @@ def main() -> None:
             means = [f"{statistics.median(of_arm):.2f}" for of_arm in times]
             cells = [name, arm, *means, ratio_of(times), ratio_of(own), f"{size:,.0f}"]
             print(f"| {' | '.join(cells)} |", flush=True)
-    print(f"\nComputed, Llama-3-8B ({LLAMA[0]} layers, {LLAMA[1]} KV heads of {LLAMA[2]}):\n")
-    print("| rows | bytes a token | MB a second at 50 tokens a second | GB of 100,000 tokens |")
+    print(f"\nComputed for Llama-3-8B: {LLAMA[0]} layers, {LLAMA[1]} KV heads of {LLAMA[2]}\n")
+    print("| rows | bytes a token | MB/s at 50 tokens/s | GB of 100,000 tokens |")
     print("|---|---:|---:|---:|")
     for rows, bits in (("16 bits", 16), ("8 bits", 8), ("6 bits", 6), ("4 bits", 4)):
         size = llama_bytes(bits)

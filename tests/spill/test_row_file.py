@@ -142,6 +142,7 @@ def test_a_torn_block_is_dropped(tmp_path, key):
             )
             whole_again = unused and len(torn) == layout.block_start(3)
             assert file.written == (48 if whole_again else 32)
+            assert path.stat().st_size == layout.block_start(file.written // 16)
             require(file, range(file.written))
 
 

@@ -17,9 +17,13 @@ from mlx_h2o import (
     make_prompt_cache,
     save_prompt_cache,
 )
+from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.attention.backends.choice import only_reference
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.spill import row_file
 from mlx_h2o.spill.conversation_rows import SpillStopped
 from mlx_h2o.storage.pins import true_positions
+from tiny_models import tiny_model
 
 HEADS, QUERIES, WIDTH, SCALE = 2, 4, 64, 0.125
 
@@ -241,3 +245,50 @@ def test_saved_and_pickled_caches_leave_the_file_behind(tmp_path):
 def test_other_settings_are_refused(spill):
     with pytest.raises(ValueError, match="spill must be"):
         H2OKVCache(16, spill=spill)
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", "gemma2_by_itself", "phi3small", "deepseek_v3", "qwen3_next"]
+)
+def test_caches_of_every_kind_have_their_rows_in_the_file(tmp_path, family):
+    """Of models that attend by themselves, or to derived keys, or have other caches, too."""
+    model = tiny_model(family)
+    tokens = mx.random.randint(0, 128, (1, 90), key=mx.random.key(1))
+    outs = []
+    for spill in (tmp_path, None):
+        cache = make_prompt_cache(model, 32, budgets="uniform", spill=spill)
+        outs.append([model(tokens[:, :30], cache=cache)])
+        outs[-1] += [model(tokens[:, i : i + 1], cache=cache) for i in range(30, 90)]
+        mx.eval(outs[-1])
+        bounded = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
+        for entry in bounded if spill else ():
+            assert not entry.spill.failure
+            assert entry.spill.available == entry.offset
+            require_slots_in_file(entry)
+    assert bounded
+    assert all(mx.array_equal(a, b) for a, b in zip(*outs, strict=True))
+
+
+def test_a_layer_that_gets_no_rows_ends_the_file(tmp_path):
+    """The others' rows would wait for it in memory for good."""
+    model, _ = load("builtin:recall-4m")
+    first, second, *_ = make_prompt_cache(model, 48, budgets="uniform", spill=tmp_path)
+    for one in (first, second):
+        step(one, 20, 0)
+    with pytest.warns(SpillStopped, match="no rows in the first step"):
+        step(first, 1, 1)
+    assert first.spill.nbytes == 0
+    step(second, 1, 1)
+    assert second.spill.nbytes == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_layer_that_gets_no_more_rows_ends_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_file, "MOST_APART", 64)
+    model, _ = load("builtin:recall-4m")
+    first, *others = make_prompt_cache(model, 48, budgets="uniform", spill=tmp_path)
+    for one in (first, *others):
+        step(one, 20, 0)
+    with pytest.warns(SpillStopped, match="no more rows"):
+        [step(first, 1, i) for i in range(120)]
+    assert first.spill.nbytes == first.spill.conversation.file.nbytes == 0

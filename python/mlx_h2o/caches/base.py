@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -250,6 +251,8 @@ class BoundedKVCache:
         self.back = None
         if returns is not None and self.rows_return and heads != frozenset():
             self.back = Returning(returns, heads)
+        if spill is not None:
+            spill.keeper = weakref.ref(self)
         if self._layer is not None:
             self._layer.spill, self._layer.back = spill, self.back
 
@@ -447,6 +450,8 @@ class BoundedKVCache:
             raise RuntimeError(REFUSED)
         if self._between:
             raise RuntimeError(NOT_ASKED)
+        if self.spill is not None:
+            self.spill.step_begins()
         if self._layer is None:
             self._layer, share = layer_factory.open_layer(self._unopened, keys, values)
             self._layer.spill, self._layer.back = self.spill, self.back
@@ -471,6 +476,12 @@ class BoundedKVCache:
             **layer_factory.config_of(self._layer),
             "share": self.share.config() if self.share else None,
         }
+
+    def state_beside_rows(self) -> tuple[dict[str, mx.array], dict[str, Any]]:
+        """Arrays by name and configuration of what is used, without the rows of the slots."""
+        rows = {f"slots.{name}" for of in ("keys", "values") for name in self.packing.names(of)}
+        arrays = {name: array for name, array in self.arrays().items() if name not in rows}
+        return saved_state.used_only(arrays, self.config())
 
     @property
     def state(self) -> tuple[dict[str, mx.array], str]:
@@ -611,6 +622,7 @@ class BoundedKVCache:
             shared += [self.layer.settings, *_arrays(self.layer)]
         memo.update((id(value), value) for value in shared)
         vars(new).update(copy.deepcopy(state, memo))
+        new.spill_to(new.spill)
         return new
 
     def __copy__(self) -> Self:

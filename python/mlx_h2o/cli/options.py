@@ -126,6 +126,7 @@ def add_cache_options(
     )
     add_profile_option(group)
     _add_packing_options(group)
+    _add_spill_option(group)
     group.add_argument(
         "--undo",
         type=int,
@@ -133,6 +134,15 @@ def add_cache_options(
         metavar="N",
         help="last tokens that can be taken back, for speculative decoding (default: %(default)s)",
     )
+
+
+def _add_spill_option(group: argparse._ArgumentGroup) -> None:
+    """Add the option of the file behind the memory."""
+    group.add_argument(
+        "--spill", metavar="DIR",
+        help='write every row to a file of its conversation there ("auto": in the user\'s cache '
+        "folder), which is removed with the conversation",
+    )  # fmt: skip
 
 
 class SizeOption(argparse.Action):
@@ -293,6 +303,7 @@ def cache_settings(args: argparse.Namespace, default_size: int) -> ModelSettings
         recent_bits=args.recent_bits,
         undo=args.undo,
         profile=args.profile,
+        spill=args.spill,
         **policy_settings(args),
     )
 
@@ -327,8 +338,9 @@ def option_given(args: argparse.Namespace, option: str) -> bool:
 def named_options(args: argparse.Namespace) -> dict[str, str]:
     """The options that affect figures, with defaults written out."""
     printed = ("json", "markdown", "grid", "anew")
-    # The caches' own descriptions say whether a model without a profile is measured.
-    apart = ("command", "run", "settings", "size_option", "profile", *printed)
+    # The caches' own descriptions say whether a model without a profile is measured. Files of rows
+    # change no figure.
+    apart = ("command", "run", "settings", "size_option", "profile", "spill", *printed)
     named = {name: value for name, value in vars(args).items() if name not in apart}
     if "model" in named:
         named["model"] = named["model"] or DEFAULT_MODEL

@@ -141,9 +141,12 @@ def spill_to(
         heads: The KV heads of each layer to which evicted rows come back; None means all.
     """
     layers = [entry for _, entry in entries(cache) if isinstance(entry, BoundedKVCache)]
+    if not layers:
+        return
     ways = spilling(spill, [(layer.packing, layer.frame) for layer in layers], pack)
     for layer, way, back in zip(layers, ways, heads or [None] * len(layers), strict=True):
         layer.spill_to(way, back)
+    ways[0].conversation.is_whole = list(cache) == layers
 
 
 def _at_hand(

@@ -20,7 +20,7 @@ OWN = (
     "positions"
 ).split()
 #: Settings that name files or hold arrays are the server's alone.
-SERVERS_OWN = ("budgets", "frames")
+SERVERS_OWN = ("budgets", "frames", "spill")
 SIZES = ("max_size", "max_bytes")
 #: The request's pins, which are no setting of its caches: they are found in its prompt.
 PINS = "pins"
@@ -485,8 +485,9 @@ def pins_of(body: Mapping[str, Any], usual: AskedPins) -> AskedPins:
 
 
 def label_of(settings: Mapping[str, Any]) -> str:
-    """Settings as text: equal settings give equal text."""
-    return json.dumps(dict(settings), sort_keys=True, default=str)
+    """Settings as text: equal settings give equal text, wherever their files of rows lie."""
+    told = {name: value for name, value in settings.items() if name != "spill"}
+    return json.dumps(told, sort_keys=True, default=str)
 
 
 # -- checks that depend on the model --------------------------------------------------------------

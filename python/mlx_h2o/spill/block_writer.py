@@ -89,6 +89,11 @@ class BlockWriter:
         with self._changed:
             self._stop(why)
 
+    @property
+    def is_this_thread(self) -> bool:
+        """Whether the caller is the writer itself: the collector of garbage runs anywhere."""
+        return threading.current_thread() is self._thread
+
     def close(self) -> None:
         """Forget what waits, and wait for the block that is being written."""
         with self._changed:

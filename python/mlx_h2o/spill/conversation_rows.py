@@ -9,12 +9,14 @@ from __future__ import annotations
 import secrets
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol, Self
 
 from mlx_h2o.spill.layout import LayerForm
 from mlx_h2o.spill.page_digests import PageDigests
 from mlx_h2o.spill.row_file import RowFile
-from mlx_h2o.spill.setting import SUFFIX, Spill, remove_ownerless
+from mlx_h2o.spill.setting import SUFFIX, Spill, remove_ownerless_once
+from mlx_h2o.spill.state_keeping import Keeper, StateKeeping
 
 
 class Reader(Protocol):
@@ -23,14 +25,32 @@ class Reader(Protocol):
     Attributes:
         index: The layer.
         first: Positions before it are in the file's care, and may be read.
+        offset: The next position that may come.
+        keeper: A weak reference to the cache whose rows these are.
     """
 
     index: int
     first: int
+    offset: int
+    keeper: Callable[[], Keeper | None]
+
+    @property
+    def follows(self) -> bool:
+        """Whether its new rows are added to the file."""
 
 
 class SpillStopped(UserWarning):
     """A conversation has no file of its rows, or no more; it goes on without."""
+
+
+#: All conversations with a file, for a process that ends without its interpreter's leave.
+_OPEN: weakref.WeakSet[ConversationRows] = weakref.WeakSet()
+
+
+def close_all() -> None:
+    """Close all files: those that are not kept are removed."""
+    for rows in list(_OPEN):
+        rows.close()
 
 
 class ConversationRows:
@@ -53,6 +73,9 @@ class ConversationRows:
         self.digests = PageDigests(None if spill.key else spill.folder)
         self._failure = ""
         self._warned = False
+        #: Whether the layers are all caches of the conversation, so that its state can be recorded.
+        self.is_whole = False
+        self._keeping: StateKeeping | None = None
         self._forms: list[LayerForm | None] = [None] * layers
         # Those that read or write each layer's rows: a cache and its copies.
         self._readers: list[weakref.WeakSet[Reader]] = [weakref.WeakSet() for _ in range(layers)]
@@ -67,7 +90,34 @@ class ConversationRows:
 
     def _own(self, file: RowFile) -> None:
         self.file = file
-        self.close = weakref.finalize(self, file.close)
+        self._finalizer = weakref.finalize(self, file.close)
+        _OPEN.add(self)
+        if file.keep:
+            self._keeping = StateKeeping(file)
+
+    def step_begins(self, position: int) -> None:
+        """The first layer gets rows next; record the state if it is time to."""
+        if self._keeping is None or not self.is_whole or not self._keeping.due(position):
+            return
+        caches = []
+        for readers in self._readers:
+            for reader in readers:
+                if reader.follows and reader.offset == position:
+                    cache = reader.keeper()
+                    if cache is not None and cache.offset == position:
+                        caches.append(cache)
+        if len(caches) == self.layers:  # no copies that might differ
+            self._keeping.make(position, caches)
+
+    def taken_back(self, position: int) -> None:
+        """Tokens from a position on were taken back."""
+        if self._keeping is not None:
+            self._keeping.forget(position)
+
+    def close(self) -> None:
+        """Close the file; rows that come then are not written."""
+        if self.file is not None:
+            self._finalizer()
 
     @property
     def failure(self) -> str:
@@ -97,7 +147,7 @@ class ConversationRows:
         path = spill.folder / f"{secrets.token_hex(12)}{SUFFIX}"
         forms = [form for form in self._forms if form is not None]
         try:
-            remove_ownerless(spill.folder)
+            remove_ownerless_once(spill.folder)
             self._own(RowFile.create(path, forms, key=spill.key, keep=spill.keep))
         except (OSError, ValueError, ImportError) as error:
             self.fail(f"no file can be made in {spill.folder}: {error}")
@@ -113,6 +163,8 @@ class ConversationRows:
         """Whether nothing has failed; the first failure is told once, in the caller's thread."""
         if self.failure and not self._warned:
             self._warned = True
+            if self.file is not None:
+                self.file.forget_waiting()
             warnings.warn(
                 f"The conversation goes on without a file of its rows: {self.failure}.",
                 SpillStopped,
@@ -123,5 +175,6 @@ class ConversationRows:
     def __deepcopy__(self, memo: dict[int, Any]) -> ConversationRows:
         """Copies share the rows that came; before any came, each gets a file of its own."""
         new = self if self.begun else ConversationRows(self.spill, self.layers)
+        new.is_whole = self.is_whole
         memo[id(self)] = new
         return new

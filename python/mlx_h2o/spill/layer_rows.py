@@ -12,6 +12,7 @@ reads is taken out of the file: who takes such tokens back goes on without it.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from mlx_h2o.spill.conversation_rows import ConversationRows
 from mlx_h2o.spill.layout import POSITIONS, LayerForm
 from mlx_h2o.spill.page_digests import Array
 from mlx_h2o.spill.setting import Spill
+from mlx_h2o.spill.state_keeping import Keeper
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import Pack, Packing
 
@@ -29,6 +31,11 @@ Fields = dict[str, mx.array]
 #: are pushed through the recent window by newer ones of their chunk, so that they are packed once;
 #: or fields as slots store them.
 PLAIN, ENTERED, PASSING, STORED = "plain", "entered", "passing", "stored"
+
+
+#: The most times that rows may come before the file is made: once for each token of a first chunk
+#: that is processed token by token.
+MOST_HELD = 2**12
 
 
 class Held(NamedTuple):
@@ -65,6 +72,7 @@ class LayerRows:
     Attributes:
         first: Positions before it were given to the file.
         offset: The next position that may come.
+        keeper: A weak reference to the cache whose rows these are.
     """
 
     def __init__(
@@ -80,6 +88,7 @@ class LayerRows:
         self.first = self.offset = 0
         self._held: list[Held] = []
         self._follows = True
+        self.keeper: Callable[[], Keeper | None] = lambda: None
         conversation.reads(self)
 
     # -- what there is ----------------------------------------------------------------------------
@@ -137,6 +146,9 @@ class LayerRows:
             return
         if self.conversation.file is not None:
             self.conversation.file.schedule()
+        elif len(self._held) > MOST_HELD:
+            self._stop("some layers got no rows")
+            return
         self._held.append(Held(kind, count, fields))
         self.offset += count
         end = self.offset // POSITIONS * POSITIONS
@@ -160,6 +172,15 @@ class LayerRows:
             self.take(first, PASSING, passed)
             rows = {name: array[:, :, passing:] for name, array in rows.items()}
         self.take(first + passing, ENTERED, rows)
+
+    def step_begins(self) -> None:
+        """A step begins in this layer."""
+        if self.index or not self.follows:
+            return
+        if self.offset and self.conversation.file is None:
+            self._stop("some layers got no rows in the first step")
+        else:
+            self.conversation.step_begins(self.offset)
 
     def _stop(self, why: str) -> None:
         self._held, self._follows = [], False
@@ -240,6 +261,7 @@ class LayerRows:
         file = self.conversation.file
         self.conversation.digests.truncate(self.index, offset)
         self.first = self.offset = offset
+        self.conversation.taken_back(offset)
         if file is None or not self._follows:
             return
         if any(other.first > offset for other in self.conversation.others(self)):
@@ -329,7 +351,7 @@ class LayerRows:
         memo[id(self)] = new
         shared = self.conversation
         new.conversation = memo.get(id(shared)) or copy.deepcopy(shared, memo)
-        new._held = list(self._held)
+        new._held, new.keeper = list(self._held), lambda: None
         new.conversation.reads(new)
         return new
 

@@ -31,6 +31,7 @@ from mlx_h2o.spill.block_writer import BlockWriter, Job
 from mlx_h2o.spill.layout import DTYPES, DamagedFile, LayerForm, Layout, layer_forms, read_layout
 from mlx_h2o.spill.parts import Array, Part, checked_part, gathered, schedule
 from mlx_h2o.spill.sealing import NONCE, Seal, place_of
+from mlx_h2o.spill.state_record import paths_of
 
 #: Bytes that may wait to be written before the disk counts as too slow: a chunk of 2048 tokens of a
 #: model of 8 billion parameters in 16 bits.
@@ -49,6 +50,7 @@ class RowFile:
         layout: Where everything lies in it.
         writable: Whether rows can be appended.
         keep: Whether `close` leaves it on disk.
+        seal: The cipher of a sealed file, or None.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class RowFile:
         most_waiting: int,
     ):
         self.path, self.layout, self.writable, self.keep = path, layout, writable, keep
-        self._descriptor, self._seal = descriptor, seal
+        self._descriptor, self.seal = descriptor, seal
         self._writer = BlockWriter(most_waiting)
         # Guards what the writer's thread changes: `_written` and `_parts`.
         self._lock = threading.Lock()
@@ -228,7 +230,7 @@ class RowFile:
     @property
     def failure(self) -> str:
         """Why nothing more is written, or ""."""
-        return "" if self._closed else self._writer.failure
+        return self._writer.failure
 
     @property
     def nbytes(self) -> int:
@@ -259,7 +261,7 @@ class RowFile:
             ValueError: The rows are not the next ones, or of another form.
         """
         if self._writer.failure or not self.writable:
-            self._forget()
+            self.forget_waiting()
             return
         if first_position != self._delivered[layer]:
             raise ValueError(
@@ -283,7 +285,7 @@ class RowFile:
         if part.end // P > first_position // P:
             self._hand_over()
 
-    def _forget(self) -> None:
+    def forget_waiting(self) -> None:
         """After a failure: hold no rows in memory; those in the file can still be read."""
         if self._fresh or any(self._parts):
             with self._lock:
@@ -326,6 +328,21 @@ class RowFile:
         nbytes = self.layout.block_bytes
         self._writer.hand(Job(block, nbytes, lambda: self._write_block(block, rows, pieces)))
 
+    @property
+    def handed(self) -> int:
+        """Positions whose blocks were given to the writer."""
+        return self._handed * self.layout.positions
+
+    def hand(self, job: Job) -> None:
+        """Give the writer something else to write, after the blocks that it has."""
+        self._writer.hand(job)
+
+    def checksum_of(self, block: int) -> int:
+        """The checksum of a written block's record, by which it is known again."""
+        at = self.layout.block_start(block) + self.layout.record_start
+        record = os.pread(self._descriptor, self.layout.record_bytes, at)
+        return int.from_bytes(record[-4:], "little")
+
     # -- in the writer's thread -------------------------------------------------------------------
 
     def _write_block(self, block: int, rows: int, pieces: list[list[Part]]) -> None:
@@ -356,9 +373,9 @@ class RowFile:
                     new = part.rows(name)[:, start - part.first : end - part.first]
                     places[:, start - first : end - first] = new
         nonce, tags, at = bytes(NONCE), b"", layout.record_start
-        if self._seal is not None:
+        if self.seal is not None:
             nonce = os.urandom(NONCE)
-            tags = self._sealed(self._seal, whole, nonce, place_of(layout.checksum, block, rows))
+            tags = self._sealed(self.seal, whole, nonce, place_of(layout.checksum, block, rows))
         body = memoryview(whole)[:at]
         whole[at : at + layout.record_bytes] = layout.record(block, rows, body, nonce, tags)
         return whole
@@ -464,11 +481,11 @@ class RowFile:
         segment = mapped[start + at : start + at + size]
         if not layout.is_intact(record, index, segment):
             raise DamagedFile(f"Block {block} was changed or damaged after it was written.")
-        if self._seal is None:
+        if self.seal is None:
             return segment
         place = place_of(layout.checksum, block, record.rows)
         tag = record.tag(index)
-        return self._seal.decrypt(segment, tag, record.nonce, place, index)
+        return self.seal.decrypt(segment, tag, record.nonce, place, index)
 
     def _map_of(self, block: int) -> mmap.mmap:
         """A map of the file that covers a written block."""
@@ -592,13 +609,20 @@ class RowFile:
         """Write what is left if the file is kept; remove it if not."""
         if self._closed:
             return
+        if self._writer.is_this_thread:  # which would wait for itself
+            threading.Thread(target=self.close).start()
+            return
         if self.keep:
-            self.flush()
+            try:
+                self.flush()
+            except RuntimeError as error:  # another thread than the model's cannot evaluate rows
+                self.fail(f"the last rows could not be evaluated: {error}")
         self._closed = True
         self._writer.close()
         self._unmap()
         if self.writable and not self.keep:
-            self.path.unlink(missing_ok=True)
+            for path in (self.path, *paths_of(self.path)):
+                path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
     def __enter__(self) -> Self:

@@ -14,6 +14,7 @@ from mlx_h2o._utils.checks import shown
 from mlx_h2o._utils.files import cache_folder
 from mlx_h2o.spill.layout import POSITIONS, read_layout
 from mlx_h2o.spill.sealing import LEAST_KEY, MOST_KEY
+from mlx_h2o.spill.state_record import paths_of
 
 AUTO = "auto"
 SUFFIX = ".rows"
@@ -120,6 +121,16 @@ def spill_setting(spill: Any) -> Spill | None:
     raise ValueError(f'spill must be "auto", a folder, a Spill or None; got {shown(spill)}.')
 
 
+_looked_through: set[Path] = set()
+
+
+def remove_ownerless_once(folder: Path) -> None:
+    """The same as `remove_ownerless`, but once for each folder in the life of this process."""
+    if folder not in _looked_through:
+        _looked_through.add(folder)
+        remove_ownerless(folder)
+
+
 def remove_ownerless(folder: Path) -> None:
     """Remove files whose process was killed, if they were not to be kept.
 
@@ -144,7 +155,8 @@ def _remove_if_ownerless(path: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         notes = read_layout(os.pread(descriptor, _MOST_HEADER, 0)).notes_read()
         if notes.get("kept") is False:
-            path.unlink(missing_ok=True)
+            for one in (path, *paths_of(path)):
+                one.unlink(missing_ok=True)
     except ValueError:
         return
     finally:

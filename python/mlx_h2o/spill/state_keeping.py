@@ -1,0 +1,103 @@
+"""When a conversation's state is recorded: between steps, every so many blocks, by the same thread.
+
+A record is made where a step begins and all layers have as many positions, a multiple of a block.
+Its arrays are scheduled with the next step, and handed to the thread when the block before it was,
+so that no step waits for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_h2o.spill.block_writer import Job
+from mlx_h2o.spill.row_file import RowFile
+from mlx_h2o.spill.state_record import StateRecord, paths_of, write_record
+
+#: Positions from one record to the next.
+EVERY = 256
+
+
+class Keeper(Protocol):
+    """A cache whose state is recorded."""
+
+    @property
+    def offset(self) -> int:
+        """The next logical position."""
+
+    def state_beside_rows(self) -> tuple[dict[str, mx.array], dict[str, Any]]:
+        """Arrays by name, without the rows of slots, and the configuration as JSON types."""
+
+
+class _Waiting(NamedTuple):
+    """A record that is not handed to the writer yet: its position, configurations and arrays."""
+
+    position: int
+    configs: list[dict[str, Any]]
+    arrays: list[dict[str, tuple[str, mx.array]]]
+
+
+class StateKeeping:
+    """Records of one conversation's state.
+
+    Args:
+        file: The conversation's file of rows.
+    """
+
+    def __init__(self, file: RowFile):
+        self._file = weakref.ref(file)
+        self._next, self._turn = 0, 0
+        self._waiting: _Waiting | None = None
+
+    def due(self, position: int) -> bool:
+        """Whether a record is to be made at this position; hands over one that waits."""
+        file = self._file()
+        if file is None:
+            return False
+        waiting = self._waiting
+        if waiting is not None and file.handed >= waiting.position:
+            self._waiting = None
+            self._hand(file, waiting)
+        whole = position > 0 and position % file.layout.positions == 0
+        return self._waiting is None and whole and position >= self._next
+
+    def make(self, position: int, caches: Sequence[Keeper]) -> None:
+        """Make a record of caches that all are at this position."""
+        states = [cache.state_beside_rows() for cache in caches]
+        arrays: list[dict[str, tuple[str, mx.array]]] = []
+        for own, _ in states:
+            of_cache = {}
+            for name, array in own.items():
+                dtype = str(array.dtype).rpartition(".")[2]
+                of_cache[name] = dtype, array.view(mx.uint16) if dtype == "bfloat16" else array
+            arrays.append(of_cache)
+        mx.async_eval([array for of_cache in arrays for _, array in of_cache.values()])
+        self._waiting = _Waiting(position, [config for _, config in states], arrays)
+        self._next = position + EVERY
+
+    def forget(self, position: int) -> None:
+        """Tokens from a position on were taken back."""
+        if self._waiting is not None and self._waiting.position > position:
+            self._waiting = None
+        self._next = min(self._next, position)
+
+    def _hand(self, file: RowFile, waiting: _Waiting) -> None:
+        path = paths_of(file.path)[self._turn]
+        self._turn = 1 - self._turn
+        nbytes = sum(array.nbytes for own in waiting.arrays for _, array in own.values())
+        block = waiting.position // file.layout.positions - 1
+
+        def write() -> None:
+            arrays = [
+                {name: (dtype, np.asarray(array)) for name, (dtype, array) in own.items()}
+                for own in waiting.arrays
+            ]
+            checksum = file.checksum_of(block)
+            record = StateRecord(waiting.position, checksum, waiting.configs, arrays)
+            write_record(path, record.as_bytes(file.layout.checksum, file.seal))
+
+        file.hand(Job(block, nbytes, write))

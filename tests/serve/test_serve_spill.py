@@ -1,0 +1,80 @@
+"""`mlx_h2o serve --spill`: a file for each conversation, which goes on in it and goes with it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import openai
+import pytest
+
+from mlx_h2o.spill.conversation_rows import close_all
+from mlx_h2o.storage.pins import true_positions
+from serving import SIZE, WORDS, serving
+
+
+def require_slots_in_file(entry):
+    """All slots' keys are in the file."""
+    for run in entry.store.runs:
+        views = entry.store.views(run)
+        positions = np.array(true_positions(views["positions"]))[0]
+        for head in range(run.heads):
+            rows = entry.spill.rows(run.first + head, positions[head])
+            assert np.array_equal(rows["keys"], np.array(views["keys"][0, head]))
+
+
+def test_each_conversation_has_a_file_and_goes_on_in_it(tmp_path):
+    prompts = [" ".join(WORDS[first : first + 60]) for first in (0, 100)]
+    answers = {}
+    for spill in (None, str(tmp_path)):
+        defaults = {"max_size": SIZE, **({"spill": spill} if spill else {})}
+        with serving(defaults=defaults) as running:
+            answers[spill] = []
+            for prompt in prompts:
+                first = running.ask(prompt, 24)
+                second = running.ask(prompt + first + " " + WORDS[300], 24)
+                answers[spill] += [first, second]
+            if spill is None:
+                continue
+            last = [idle for idle in running.generator.conversations.idle if not idle.passed]
+            ends = [idle.cache for idle in last if idle.kind == "assistant"]
+            files = {cache[0].spill.conversation.file for cache in ends}
+            assert len(files) == len(ends) == 2
+            assert len(list(tmp_path.iterdir())) == 2
+            for cache in ends:
+                for entry in cache:
+                    assert not entry.spill.failure
+                    assert entry.spill.available == entry.offset > 100
+            with pytest.raises(openai.BadRequestError, match="only when the server is started"):
+                running.ask("x", extra_body={"mlx_h2o": {"spill": "/tmp"}})
+    assert answers[None] == answers[str(tmp_path)]
+    del running, last, ends, files, cache, entry
+    close_all()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_s_files_go_with_it(tmp_path):
+    command = [sys.executable, "-m", "mlx_h2o", "generate", "--model", "builtin:recall-4m"]
+    command += [
+        "--prompt",
+        " ".join(WORDS[:80]),
+        "--max-tokens",
+        "40",
+        "--max-kv-size",
+        "48",
+        "--json",
+    ]
+    run = [
+        subprocess.run(
+            [*command, *extra], capture_output=True, text=True, env={**os.environ}, timeout=300
+        )
+        for extra in ([], ["--spill", str(tmp_path / "rows")])
+    ]
+    assert run[0].returncode == run[1].returncode == 0, run[1].stderr
+    told = [json.loads(one.stdout) for one in run]
+    assert told[0]["tokens"] == told[1]["tokens"]
+    assert len(told[0]["tokens"]) == 40
+    assert told[0]["kv_bytes"] == told[1]["kv_bytes"]
+    assert (tmp_path / "rows").stat().st_mode & 0o777 == 0o700
+    assert not list((tmp_path / "rows").iterdir())

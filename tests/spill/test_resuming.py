@@ -1,0 +1,189 @@
+"""Conversations that go on from their file of rows."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from decode_until_killed import begun, go_on, prompt
+
+from mlx_h2o import Spill, load, make_prompt_cache, resume
+from mlx_h2o.spill import state_keeping
+from mlx_h2o.spill.row_file import RowFile
+from mlx_h2o.spill.state_record import paths_of
+
+KEY = b"0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+    """Records of the state every four blocks."""
+    monkeypatch.setattr(state_keeping, "EVERY", 64)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load("builtin:recall-4m")[0]
+
+
+def steps(model, cache, count, first=0):
+    outs = []
+    for i in range(first, first + count):
+        token = mx.random.randint(0, 200, (1, 1), key=mx.random.key(i))
+        outs.append(model(token, cache=cache))
+        mx.async_eval(outs[-1])
+    return outs
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {}, {"bits": 6}, {"bits": 4, "recent_bits": 8}, {"policy": "h2o", "remainder": False},
+        {"undo": 4}, {"pins": [(3, 6)]}, {"spill_key": KEY},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_conversation_goes_on_as_if_nothing_had_happened(tmp_path, model, settings):
+    settings = dict(settings)
+    key = settings.pop("spill_key", None)
+    cache = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True, key=key), **settings)
+    model(mx.random.randint(0, 200, (1, 70), key=mx.random.key(9)), cache=cache)
+    steps(model, cache, 100)
+    path = cache[0].spill.conversation.file.path
+    cache[0].spill.conversation.close()
+    assert all(of_record.exists() for of_record in paths_of(path))
+    del cache
+    again = resume(path, key=key)
+    known = again[0].offset
+    assert known == 144  # the second record: the first was made at 80
+    outs = steps(model, again, 40, known - 70)
+    plain = make_prompt_cache(model, 40, **settings)
+    model(mx.random.randint(0, 200, (1, 70), key=mx.random.key(9)), cache=plain)
+    expected = steps(model, plain, known - 70 + 40)[-40:]
+    assert all(mx.array_equal(a, b) for a, b in zip(outs, expected, strict=True))
+    assert again[0].spill.available == known + 40
+    assert not again[0].spill.failure
+
+
+def test_a_damaged_record_leaves_the_one_before(tmp_path, model):
+    cache = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True))
+    steps(model, cache, 130)
+    path = cache[0].spill.conversation.file.path
+    cache[0].spill.conversation.close()
+    del cache
+    offsets = []
+    rng = random.Random(0)
+    for _ in paths_of(path):
+        again = resume(path)
+        offsets.append(again[0].offset)
+        again[0].spill.conversation.close()
+        of_record = paths_of(path)[1 if offsets[-1] == 80 else 0]
+        changed = bytearray(of_record.read_bytes())
+        changed[rng.randrange(len(changed))] ^= 4
+        of_record.write_bytes(changed)
+    assert offsets == [80, 16]
+    with pytest.raises(ValueError, match="no record"):
+        resume(path)
+
+
+def test_a_record_of_other_tokens_does_not_count(tmp_path, model):
+    """Tokens were taken back after it, and others came in their place."""
+    cache = make_prompt_cache(model, 400, spill=Spill(tmp_path, keep=True))
+    steps(model, cache, 130)
+    records = {path.name: path.read_bytes() for path in tmp_path.glob("*.state-*")}
+    assert len(records) == 2
+    for entry in cache:
+        entry.trim(80)
+    steps(model, cache, 80, first=1000)
+    path = cache[0].spill.conversation.file.path
+    cache[0].spill.conversation.close()
+    del cache
+    for name, content in records.items():
+        (tmp_path / name).write_bytes(content)
+    assert resume(path)[0].offset == 16
+
+
+def test_lies_in_a_record_are_refused(tmp_path, model):
+    """Records with right checksums and wrong numbers."""
+    cache = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True))
+    steps(model, cache, 60)
+    path = cache[0].spill.conversation.file.path
+    cache[0].spill.conversation.close()
+    del cache
+    from dataclasses import replace
+
+    from mlx_h2o.spill.state_record import read_record
+
+    with RowFile.open(path) as file:
+        checksum = file.layout.checksum
+    of_record = paths_of(path)[0]
+    good = read_record(of_record.read_bytes(), checksum, None)
+    rng = random.Random(1)
+    numbers = [-1, 0, 1, 7, 2**31, 2**63, 10**30, None, "x", [], 1.5, True]
+    refused = 0
+    for _ in range(100):
+        configs = [dict(config) for config in good.configs]
+        config = rng.choice(configs)
+        name = rng.choice(list(config))
+        if name == "runs" and rng.random() < 0.9:
+            config["runs"] = [dict(run) for run in config["runs"]]
+            run = rng.choice(config["runs"])
+            run[rng.choice(list(run))] = rng.choice(numbers)
+        else:
+            config[name] = rng.choice(numbers)
+        of_record.write_bytes(replace(good, configs=configs).as_bytes(checksum, None))
+        try:
+            resume(path)[0].spill.conversation.close()
+        except ValueError:
+            refused += 1
+    assert refused > 40
+
+
+def test_files_that_are_not_kept_leave_nothing(tmp_path, model):
+    cache = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True))
+    steps(model, cache, 60)
+    path = cache[0].spill.conversation.file.path
+    cache[0].spill.conversation.close()
+    del cache
+    again = resume(path, keep=False)
+    steps(model, again, 100, 60)
+    assert len(list(tmp_path.iterdir())) > 1
+    del again
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_killed_conversation_goes_on(tmp_path, model, kills):
+    """Whatever was said before a kill is what a conversation that was never killed says."""
+    script = Path(__file__).with_name("decode_until_killed.py")
+    said: dict[int, int] = {}
+    rng = random.Random(0)
+    for _ in range(kills):
+        files = [str(path) for path in tmp_path.glob("*.rows")]
+        lines = "".join(f"{position} {token}\n" for position, token in said.items())
+        (tmp_path / "said").write_text(lines)
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path), *files],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ,
+        )
+        first = process.stdout.readline()
+        assert first.startswith("from"), first
+        early = "".join(process.stdout.readline() for _ in range(80))  # past the first record
+        time.sleep(rng.random() * 0.5)
+        process.send_signal(signal.SIGKILL)
+        rest = process.communicate()[0]
+        assert int(first.split()[1]) % 16 == (0 if files else 39 % 16)
+        for line in (early + rest).split("\n")[:-1]:
+            position, token = map(int, line.split())
+            assert said.setdefault(position, token) == token
+    cache = begun(model, None)
+    plain = go_on(model, cache, prompt()[0, -1].item())
+    expected = dict(next(plain) for _ in range(max(said) - 39))
+    assert all(expected[position] == token for position, token in said.items())
