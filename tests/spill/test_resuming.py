@@ -62,7 +62,7 @@ def test_a_conversation_goes_on_as_if_nothing_had_happened(tmp_path, model, sett
     known = again[0].offset
     assert known == 144  # the second record: the first was made at 80
     outs = steps(model, again, 40, known - 70)
-    plain = make_prompt_cache(model, 40, **settings)
+    plain = make_prompt_cache(model, 40, spill=Spill(tmp_path / "other"), **settings)
     model(mx.random.randint(0, 200, (1, 70), key=mx.random.key(9)), cache=plain)
     expected = steps(model, plain, known - 70 + 40)[-40:]
     assert all(mx.array_equal(a, b) for a, b in zip(outs, expected, strict=True))

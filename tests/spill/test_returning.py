@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_h2o import Frame, H2OKVCache, Returns, Spill, load, make_prompt_cache
+from mlx_h2o import Frame, H2OKVCache, Returns, Spill
 from mlx_h2o.spill.conversation_rows import SpillStopped
 from mlx_h2o.spill.page_digests import PAGE, TRACT, PageDigests
 from mlx_h2o.storage.packed import dense
@@ -216,26 +216,21 @@ def test_drafted_tokens_are_taken_back_across_returns(tmp_path):
 
 
 def test_a_batch_of_conversations_decodes_as_each_alone(tmp_path):
-    model, _ = load("builtin:recall-4m")
-    tokens = mx.random.randint(0, 200, (2, 150), key=mx.random.key(1))
-    alone, together = [], []
+    alone, members = [], []
     for i in range(2):
-        caches = [
-            make_prompt_cache(model, 40, spill=Spill(tmp_path, returns=OFTEN)) for _ in range(2)
-        ]
+        caches = [cache_of(tmp_path) for _ in range(2)]
         for cache in caches:
-            model(tokens[i : i + 1, :100], cache=cache)
-        together.append(caches[1])
-        logits = [model(tokens[i : i + 1, t : t + 1], cache=caches[0]) for t in range(100, 150)]
-        alone.append(mx.concatenate(logits, axis=1))
-    batch = [entry[0].merge(list(entry)) for entry in zip(*together, strict=True)]
-    for t in range(100, 150):
-        logits = model(tokens[:, t : t + 1], cache=batch)[:, 0]
+            attended(cache, *rows_of(100, i))
+        steps = [rows_of(1, 10 * t + i) for t in range(40)]
+        alone.append([attended(caches[0], *step) for step in steps])
+        members.append(caches[1])
+    batch = H2OKVCache.merge(members)
+    for t in range(40):
+        of_both = zip(*(rows_of(1, 10 * t + i) for i in range(2)), strict=True)
+        out = attended(batch, *(mx.concatenate(list(rows)) for rows in of_both))
         for i in range(2):
-            assert mx.allclose(logits[i], alone[i][0, t - 100], rtol=1e-3, atol=1e-3), t
-    backs = [one.back for entry in batch for one in entry.caches if one.back is not None]
-    assert backs
-    assert all(back.returned > 0 for back in backs)
+            assert mx.allclose(out[i], alone[i][t][0], rtol=1e-5, atol=1e-5), t
+    assert all(cache.back.returned > 0 for cache in batch.caches)
 
 
 def test_digests_are_read_as_they_were_written(tmp_path):

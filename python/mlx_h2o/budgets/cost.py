@@ -70,9 +70,9 @@ class RowWidths:
         return replace(self, packing=recent).row_bytes if recent else self.row_bytes
 
     def remainder_slots(self, remembers: bool) -> int:
-        """Slots whose memory one head's remainder, centres and file take (rounded up)."""
+        """Slots whose memory one head's remainder and centres take (rounded up)."""
         remainder = Remainder.bytes_per_head(self.key, self.value) * remembers
-        return -(-(remainder + self.centre_bytes + self.spill_bytes) // self.row_bytes)
+        return -(-(remainder + self.centre_bytes) // self.row_bytes)
 
     def slot_bytes(self, policy: Policy) -> int:
         """Bytes of a slot with all that is kept beside it: position, value length, scores now and

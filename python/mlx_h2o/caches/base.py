@@ -47,6 +47,8 @@ IN_A_STEP = (
     "resize, pin or read it between two calls of the model; after a call that failed, go on from a "
     "copy or a file made before it."
 )
+#: How names of what is kept for rows to come back begin in `state_beside_rows`.
+KEPT = "returning."
 NO_KV_BITS = (
     "kv_bits cannot pack a bounded cache later on: omit it, and give bits=8 (or k_bits, "
     "v_bits) to make_prompt_cache or install."
@@ -246,11 +248,15 @@ class BoundedKVCache:
             spill: The way into the file.
             heads: The KV heads to which evicted rows come back; None means all.
         """
-        self.spill = spill
         returns = None if spill is None else spill.conversation.spill.returns
         self.back = None
         if returns is not None and self.rows_return and heads != frozenset():
             self.back = Returning(returns, heads)
+        self.go_on_in(spill)
+
+    def go_on_in(self, spill: LayerRows | None) -> None:
+        """Write every row that comes from now on to a file, too; rows come back as they did."""
+        self.spill = spill
         if spill is not None:
             spill.keeper = weakref.ref(self)
         if self._layer is not None:
@@ -481,7 +487,11 @@ class BoundedKVCache:
         """Arrays by name and configuration of what is used, without the rows of the slots."""
         rows = {f"slots.{name}" for of in ("keys", "values") for name in self.packing.names(of)}
         arrays = {name: array for name, array in self.arrays().items() if name not in rows}
-        return saved_state.used_only(arrays, self.config())
+        arrays, config = saved_state.used_only(arrays, self.config())
+        if self.back is not None:
+            kept, config["returning"] = self.back.state()
+            arrays |= {f"{KEPT}{name}": array for name, array in kept.items()}
+        return arrays, config
 
     @property
     def state(self) -> tuple[dict[str, mx.array], str]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_h2o.attention.backends.choice import pack
 from mlx_h2o.caches import kinds
-from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.base import KEPT, BoundedKVCache
+from mlx_h2o.engine.layer import Layer
+from mlx_h2o.engine.returning import Returning
 from mlx_h2o.integration import routing
 from mlx_h2o.spill.conversation_rows import ConversationRows
 from mlx_h2o.spill.layer_rows import LayerRows
@@ -75,8 +77,14 @@ def _restored(record: StateRecord, file: RowFile) -> list[BoundedKVCache]:
     for layer, (config, own) in enumerate(zip(record.configs, record.arrays, strict=True)):
         try:
             arrays = {name: _in_mlx(*one) for name, one in own.items()}
+            returning = config.pop("returning", None)
+            kept = {n: arrays.pop(n) for n in list(arrays) if n.startswith(KEPT)}
             arrays |= _slots(config, arrays, file, layer)
             cache = kinds.restored((arrays, json.dumps(config)))
+            if returning is not None:
+                types = cast(Layer, cache.layer).types["keys"]
+                kept = {name.removeprefix(KEPT): array for name, array in kept.items()}
+                cache.back = Returning.of_state(kept, returning, types.heads * types.width)
         except _DAMAGE as error:
             raise DamagedFile(f"The state beside {file.path} is damaged: {error!r}") from error
         if cache.offset != record.position:
@@ -123,7 +131,7 @@ def _go_on(caches: list[BoundedKVCache], file: RowFile, spill: Spill, position: 
     for i, cache in enumerate(caches):
         way = LayerRows(conversation, i, cache.packing, cache.frame, pack)
         way.first = way.offset = position
-        cache.spill_to(way)
+        cache.go_on_in(way)
 
 
 def _in_mlx(dtype: str, array: np.ndarray[Any, Any]) -> mx.array:

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_h2o._utils import checks
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.engine import eviction
 from mlx_h2o.engine.array_owner import Fields, marked
@@ -98,6 +100,47 @@ class Returning:
     def has(self, run: Run) -> bool:
         """Whether rows come back to a run of heads."""
         return self.heads is None or any(h in self.heads for h in range(run.first, run.last))
+
+    def state(self) -> tuple[Fields, dict[str, Any]]:
+        """Arrays by name, and the rest as JSON types, from which `of_state` goes on."""
+        arrays: Fields = {}
+        if self.queries:
+            arrays["queries"] = mx.concatenate(self.queries, axis=2)
+        for head, credit in self.credits.items():
+            arrays[f"positions.{head}"] = mx.array(credit.positions.astype(np.int32))
+            arrays[f"scores.{head}"] = mx.array(credit.scores)
+        heads = None if self.heads is None else sorted(self.heads)
+        return arrays, {"heads": heads, "returns": asdict(self.settings)}
+
+    @classmethod
+    def of_state(cls, arrays: Fields, config: dict[str, Any], group: int) -> Returning:
+        """What a layer kept when `state` was called.
+
+        Args:
+            arrays: The arrays by name.
+            config: The rest.
+            group: KV heads of the layer times the width of a key, by which queries must divide.
+
+        Raises:
+            ValueError: They do not fit together, or are not of this layer.
+        """
+        heads = config["heads"]
+        back = cls(
+            Returns(**config["returns"]),
+            None if heads is None else frozenset(checks.wholes("heads", heads, 0)),
+        )
+        for name, array in arrays.items():
+            kind, _, head = name.partition(".")
+            if kind == "queries":
+                if array.ndim != 4 or array.shape[0] != 1 or (array.size % group):
+                    raise ValueError(f"Queries of another layer: {array.shape}.")
+                back.queries = [array]
+            elif kind == "positions":
+                credit = Credit(np.array(array), np.array(arrays[f"scores.{head}"]))
+                if credit.positions.shape != credit.scores.shape or credit.positions.ndim != 1:
+                    raise ValueError("Positions and scores of returned rows are not paired.")
+                back.credits[int(head)] = credit
+        return back
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Returning:
         """A copy; arrays are shared, as they never change."""
