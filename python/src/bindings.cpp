@@ -95,7 +95,9 @@ NB_MODULE(_ext, m) {
       },
       "shapes"_a, "dtypes"_a,
       "Zeros in one reserved range, which take memory where they are written.");
-  m.def("is_reserved", &is_reserved, "array"_a, "Whether an array lies in a reserved range.");
+  m.def(
+      "is_elsewhere", &is_elsewhere, "array"_a,
+      "Whether an array has memory that is no reserved range's.");
   m.def(
       "put_rows", &put_rows, "fields"_a, "index"_a, "rows"_a, "unused"_a = std::vector<Slots>{},
       "stream"_a = nb::none(),

@@ -106,8 +106,8 @@ std::vector<mx::array> reserved_arrays(
   return arrays;
 }
 
-bool is_reserved(const mx::array& a) {
-  return part_of(a).first != nullptr;
+bool is_elsewhere(const mx::array& a) {
+  return a.status() != mx::array::unscheduled && a.size() && !part_of(a).first;
 }
 
 void Writable::take(const mx::array& in, mx::array& out) {
@@ -121,7 +121,8 @@ void Writable::take(const mx::array& in, mx::array& out) {
     return;
   }
   if (is_alone(in)) {
-    range->will_be_written();
+    // Not before what was dispatched has run: a copy is made then.
+    encoder_.dispatch([range] { range->will_be_written(); });
     ranges.push_back(range);
     return out.copy_shared_buffer(in);
   }

@@ -24,8 +24,8 @@ bool ranges_fit_mlx();
 std::vector<mx::array> reserved_arrays(
     const std::vector<mx::Shape>& shapes, const std::vector<mx::Dtype>& dtypes);
 
-// Whether an array's memory is a reserved range.
-bool is_reserved(const mx::array& a);
+// Whether an array has memory that is no reserved range's.
+bool is_elsewhere(const mx::array& a);
 
 // Finds memory to write to for arrays that an operation changes: the array's own where no one else
 // holds it, a copy otherwise. Copies of arrays in one range lie in one range.
