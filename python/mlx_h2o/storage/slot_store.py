@@ -268,7 +268,7 @@ class SlotStore:
         for run in self.runs:
             run.start, run.allocated = run.first * self._stride, self._stride
 
-    def _put_all(self, rows: Sequence[dict[str, mx.array]]) -> None:
+    def _put_all(self, rows: Sequence[dict[str, mx.array]], after: Sequence[mx.array] = ()) -> None:
         """`replace` within the range; memory that is not used then is given back."""
         index, unused = [], []
         for run, of_run in zip(self.runs, rows, strict=True):
@@ -279,11 +279,17 @@ class SlotStore:
             starts = range(run.start, run.start + run.heads * self._stride, self._stride)
             unused += [(start + first, start + self._stride) for start in starts]
         flat = {name: self._flatten([of_run[name] for of_run in rows]) for name in rows[0]}
-        fields = reserved_range.put_rows(self.fields, mx.concatenate(index, axis=1), flat, unused)
+        at = mx.concatenate(index, axis=1)
+        if after:
+            at = mx.depends(at, after)
+        fields = reserved_range.put_rows(self.fields, at, flat, unused)
         self.fields |= fields
 
     def _replace_in_range(
-        self, rows: Sequence[dict[str, mx.array]], lengths: Sequence[int]
+        self,
+        rows: Sequence[dict[str, mx.array]],
+        lengths: Sequence[int],
+        after: Sequence[mx.array],
     ) -> bool:
         """`replace` where the fields lie in a range, or can; False where they cannot."""
         slots = max(max(lengths), *(run.budget for run in self.runs))
@@ -291,7 +297,7 @@ class SlotStore:
             self._stride = 0
             return False
         self._place()
-        self._put_all(rows)
+        self._put_all(rows, after)
         return True
 
     def positions_fit(self, tokens: int) -> bool:
@@ -422,11 +428,17 @@ class SlotStore:
         shape = (field.shape[0], index.shape[1], *field.shape[2:])
         return mx.take_along_axis(field, mx.broadcast_to(where, shape), axis=1)
 
-    def replace(self, rows: Sequence[dict[str, mx.array]]) -> None:
-        """Replace all slots; `rows` has each run's new rows by field, `[B, heads, length, ...]`."""
+    def replace(self, rows: Sequence[dict[str, mx.array]], after: Sequence[mx.array] = ()) -> None:
+        """Replace all slots.
+
+        Args:
+            rows: Each run's new rows by field, `[B, heads, length, ...]`.
+            after: What reads the present slots. In a range it is evaluated before they are
+                overwritten, since with a read still to come all of them would be copied.
+        """
         pad = [(0, 0), (0, 0), (self.reserved, 0)]
         lengths = [next(iter(of_run.values())).shape[2] for of_run in rows]
-        if self._replace_in_range(rows, lengths):
+        if self._replace_in_range(rows, lengths, after):
             for run, length in zip(self.runs, lengths, strict=True):
                 run.length = length
             return

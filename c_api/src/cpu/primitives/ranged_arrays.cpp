@@ -64,10 +64,6 @@ mx::allocator::Data data_in(std::shared_ptr<ReservedRange> range, size_t offset,
   });
 }
 
-bool is_alone(const mx::array& a) {
-  return holders_of(a) == 1 && a.data_shared_ptr().use_count() == 1;
-}
-
 size_t bytes_of(const mx::Shape& shape, mx::Dtype dtype) {
   size_t bytes = mx::size_of(dtype);
   for (const auto count : shape) bytes *= static_cast<size_t>(count);
@@ -120,7 +116,7 @@ void Writable::take(const mx::array& in, mx::array& out) {
     });
     return;
   }
-  if (is_alone(in)) {
+  if (holders_of(in) == outputs_ && in.data_shared_ptr().use_count() == 1) {
     // Not before what was dispatched has run: a copy is made then.
     encoder_.dispatch([range] { range->will_be_written(); });
     ranges.push_back(range);
@@ -152,7 +148,7 @@ class PutRows : public CpuPrimitive {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     const size_t fields = outputs.size();
     const mx::array& index = inputs[fields];
-    Writable writable(encoder);
+    Writable writable(encoder, fields);
     std::vector<Put> puts;
     for (size_t i = 0; i < fields; ++i) {
       writable.take(inputs[i], outputs[i]);

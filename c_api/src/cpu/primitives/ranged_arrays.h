@@ -31,7 +31,9 @@ bool is_elsewhere(const mx::array& a);
 // holds it, a copy otherwise. Copies of arrays in one range lie in one range.
 class Writable {
  public:
-  explicit Writable(mx::cpu::CommandEncoder& encoder) : encoder_(encoder) {}
+  // `outputs` of the operation, each of which holds the inputs once.
+  Writable(mx::cpu::CommandEncoder& encoder, size_t outputs)
+      : encoder_(encoder), outputs_(static_cast<long>(outputs)) {}
 
   // `out`, without data, gets that of `in`, or a copy that is made before what is dispatched next.
   void take(const mx::array& in, mx::array& out);
@@ -41,6 +43,7 @@ class Writable {
 
  private:
   mx::cpu::CommandEncoder& encoder_;
+  long outputs_;
   std::map<const ReservedRange*, std::shared_ptr<ReservedRange>> copies_;
 };
 
