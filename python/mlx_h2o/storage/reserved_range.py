@@ -80,6 +80,15 @@ def is_elsewhere(array: mx.array) -> bool:
     return extension is None or bool(extension.is_elsewhere(array))
 
 
+def bytes_held() -> int:
+    """Bytes of the pages that all ranges have in memory; those that copies share count for none.
+
+    MLX's active memory leaves them out.
+    """
+    extension = _extension()
+    return 0 if extension is None else int(extension.reserved_bytes()[0])
+
+
 def bytes_taken(row: int, slots: int, batch: int, used: Sequence[tuple[int, int]]) -> int:
     """Bytes of the pages that a field's slots in use lie in, and no more than the field has.
 
@@ -89,7 +98,7 @@ def bytes_taken(row: int, slots: int, batch: int, used: Sequence[tuple[int, int]
         batch: Sequences, B.
         used: Slots of every sequence that are in use, in order: the first, and how many.
     """
-    page, pages, end = mmap_page(), 0, 0
+    page, pages, end = page_size(), 0, 0
     for sequence in range(batch):
         for first, count in used:
             if not count:
@@ -102,7 +111,7 @@ def bytes_taken(row: int, slots: int, batch: int, used: Sequence[tuple[int, int]
 
 
 @functools.cache
-def mmap_page() -> int:
+def page_size() -> int:
     """Bytes of a page."""
     import mmap
 

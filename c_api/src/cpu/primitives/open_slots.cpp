@@ -17,7 +17,7 @@ class OpenSlots : public CpuPrimitive {
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     allocate(outputs[0]);
-    Writable writable(mx::cpu::get_command_encoder(stream()), outputs.size());
+    Writable writable(stream(), outputs.size());
     for (const mx::array& in : inputs) {
       mx::array field(in.shape(), in.dtype(), nullptr, {});
       writable.take(in, field);

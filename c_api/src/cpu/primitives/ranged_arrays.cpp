@@ -116,7 +116,11 @@ void Writable::take(const mx::array& in, mx::array& out) {
     });
     return;
   }
-  if (holders_of(in) == outputs_ && in.data_shared_ptr().use_count() == 1) {
+  const auto unread = [&in] { return in.data_shared_ptr().use_count() == 1; };
+  const bool ours = holders_of(in) == outputs_;
+  // What was dispatched holds what it reads until it has run.
+  if (ours && !unread()) mx::synchronize(stream_);
+  if (ours && unread()) {
     // Not before what was dispatched has run: a copy is made then.
     encoder_.dispatch([range] { range->will_be_written(); });
     ranges.push_back(range);
@@ -148,7 +152,7 @@ class PutRows : public CpuPrimitive {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     const size_t fields = outputs.size();
     const mx::array& index = inputs[fields];
-    Writable writable(encoder, fields);
+    Writable writable(stream(), fields);
     std::vector<Put> puts;
     for (size_t i = 0; i < fields; ++i) {
       writable.take(inputs[i], outputs[i]);

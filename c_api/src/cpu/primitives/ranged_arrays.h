@@ -32,8 +32,10 @@ bool is_elsewhere(const mx::array& a);
 class Writable {
  public:
   // `outputs` of the operation, each of which holds the inputs once.
-  Writable(mx::cpu::CommandEncoder& encoder, size_t outputs)
-      : encoder_(encoder), outputs_(static_cast<long>(outputs)) {}
+  Writable(mx::Stream stream, size_t outputs)
+      : stream_(stream),
+        encoder_(mx::cpu::get_command_encoder(stream)),
+        outputs_(static_cast<long>(outputs)) {}
 
   // `out`, without data, gets that of `in`, or a copy that is made before what is dispatched next.
   void take(const mx::array& in, mx::array& out);
@@ -42,6 +44,7 @@ class Writable {
   std::vector<std::shared_ptr<ReservedRange>> ranges;
 
  private:
+  mx::Stream stream_;
   mx::cpu::CommandEncoder& encoder_;
   long outputs_;
   std::map<const ReservedRange*, std::shared_ptr<ReservedRange>> copies_;
