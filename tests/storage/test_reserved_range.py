@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -175,8 +176,8 @@ def test_a_system_without_addresses_is_told_of_once(rows, monkeypatch):
     monkeypatch.setattr(reserved_range, "_extension", lambda: Refusing())
     with pytest.warns(RuntimeWarning, match="grow by copies") as told:
         cache = begun(rows)
-        outs = decoded(cache, rows, 300, 2)
     assert len(told) == 1
+    outs = decoded(cache, rows, 300, 2)
     monkeypatch.undo()
     assert cache.layer.memory.plan.nbytes == cache.layer.memory.plan.capacity
     np.testing.assert_array_equal(outs, decoded(begun(rows), rows, 300, 2))
@@ -225,3 +226,31 @@ def test_a_state_goes_on(rows):
     cache = begun(rows)
     again = H2OKVCache.from_state(cache.state)
     np.testing.assert_array_equal(decoded(again, rows, 300, 5), decoded(cache, rows, 300, 5))
+
+
+def shared_bytes():
+    """Bytes of the files in memory that copies share."""
+    total = 0
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            if "mlx_h2o" in str(link.readlink()):
+                total += link.stat().st_blocks * 512
+        except OSError:  # the folder's own
+            continue
+    return total
+
+
+def test_what_copies_shared_goes_with_what_the_last_one_overwrites(rows):
+    before = own_bytes()
+    cache = begun(rows, tokens=BUDGET)
+    whole = own_bytes() - before
+    last = copy.deepcopy(cache)
+    decoded(last, rows, BUDGET, 2)
+    assert shared_bytes() > 0.9 * whole
+    del cache
+    decoded(last, rows, BUDGET + 2, BUDGET - 70)
+    assert own_bytes() - before + shared_bytes() < 1.15 * whole
+    assert own_bytes() - before > 0.5 * whole  # much was overwritten
+    del last
+    assert own_bytes() == before
+    assert shared_bytes() == 0

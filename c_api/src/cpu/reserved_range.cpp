@@ -106,6 +106,16 @@ class ReservedRange::Image {
     return mmap(data, size, PROT_READ | PROT_WRITE, flags, file_, 0) != MAP_FAILED;
   }
 
+  // Free some of its bytes; nobody may read them here any more.
+  void drop(size_t first, size_t count) const {
+#ifdef FALLOC_FL_PUNCH_HOLE
+    const int how = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+    fallocate(file_, how, static_cast<off_t>(first), static_cast<off_t>(count));
+#else
+    (void)first, (void)count;
+#endif
+  }
+
   // Mark the pages that the file has.
   void mark(std::vector<bool>& touched) const {
 #ifdef SEEK_DATA
@@ -187,6 +197,18 @@ void ReservedRange::write_to(char* other) const {
 void ReservedRange::will_be_written() {
   std::lock_guard lock(mutex_);
   image_is_current_ = false;
+}
+
+void ReservedRange::drop_overwritten() {
+  std::lock_guard lock(mutex_);
+  if (!image_ || image_is_current_ || image_.use_count() > 1) return;
+  const auto entries = page_map(data_, size_);
+  const auto own = [](uint64_t entry) { return (entry & kPresent) && !(entry & kOfFile); };
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const size_t first = i;
+    while (i < entries.size() && own(entries[i])) ++i;
+    if (i > first) image_->drop(first * page_size(), (i - first) * page_size());
+  }
 }
 
 void ReservedRange::give_back(size_t first, size_t last) {

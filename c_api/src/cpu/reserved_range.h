@@ -33,6 +33,9 @@ class ReservedRange {
   // Note that someone is going to write: what copies share is no longer what is here.
   void will_be_written();
 
+  // Free what copies shared, where no copy is left and this range has other pages in its place.
+  void drop_overwritten();
+
   // Give the whole pages between two offsets back to the system; they are zero after.
   void give_back(size_t first, size_t last);
 

@@ -23,6 +23,7 @@ class OpenSlots : public CpuPrimitive {
       writable.take(in, field);
       memory_->fields.push_back(std::move(field));
     }
+    memory_->ranges = std::move(writable.ranges);
   }
 
  private:

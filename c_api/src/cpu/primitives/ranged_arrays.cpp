@@ -1,5 +1,6 @@
 #include "ranged_arrays.h"
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
@@ -122,8 +123,10 @@ void Writable::take(const mx::array& in, mx::array& out) {
   if (ours && !unread()) mx::synchronize(stream_);
   if (ours && unread()) {
     // Not before what was dispatched has run: a copy is made then.
-    encoder_.dispatch([range] { range->will_be_written(); });
-    ranges.push_back(range);
+    if (std::find(ranges.begin(), ranges.end(), range) == ranges.end()) {
+      encoder_.dispatch([range] { range->will_be_written(); });
+      ranges.push_back(range);
+    }
     return out.copy_shared_buffer(in);
   }
   auto& copy = copies_[range.get()];
