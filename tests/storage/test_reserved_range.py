@@ -254,3 +254,36 @@ def test_what_copies_shared_goes_with_what_the_last_one_overwrites(rows):
     del last
     assert own_bytes() == before
     assert shared_bytes() == 0
+
+
+def test_mlx_itself_never_writes_to_a_range():
+    """If it did, `put_rows` could go (docs/how-it-works/design.md, memory by pages)."""
+    active = mx.get_active_memory()
+    fields = reserved_range.zeros({"keys": ((1, 1024, 64), mx.float32)})
+    assert mx.get_active_memory() == active
+    rows, at = mx.ones((1, 1, 64)), mx.array([[5]])
+    fields = reserved_range.put_rows(fields, at, {"keys": rows})
+    mx.eval(fields["keys"])
+    assert not reserved_range.is_elsewhere(fields["keys"])
+    mx.clear_cache()
+    assert fields["keys"].sum().item() == 64
+    fields["keys"] = mx.slice_update(fields["keys"], rows, mx.array([6]), [1])
+    mx.eval(fields["keys"])
+    assert reserved_range.is_elsewhere(fields["keys"])
+    assert fields["keys"].sum().item() == 128
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"index": mx.zeros((3, 1), mx.int32)},
+        {"rows": {"keys": mx.zeros((1, 2, 4))}},
+        {"unused": [(4, 9)]},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_what_does_not_fit_is_refused(wrong):
+    fields = reserved_range.zeros({"keys": ((1, 8, 4), mx.float32)})
+    call = {"index": mx.zeros((1, 1), mx.int32), "rows": {"keys": mx.zeros((1, 1, 4))}} | wrong
+    with pytest.raises(ValueError, match=r"index must|Rows must|Unused slots"):
+        reserved_range.put_rows(fields, **call)

@@ -29,8 +29,7 @@ void* map_anonymous(void* at, size_t size, int flags) {
 #ifdef MAP_NORESERVE
   flags |= MAP_NORESERVE;
 #endif
-  void* const data =
-      mmap(at, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | flags, -1, 0);
+  void* const data = mmap(at, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | flags, -1, 0);
 #ifdef MADV_NOHUGEPAGE
   // Else the first byte written could take 2 MiB.
   if (data != MAP_FAILED) madvise(data, size, MADV_NOHUGEPAGE);

@@ -11,7 +11,8 @@ import mlx.core as mx
 from mlx_h2o._utils import free_memory
 from mlx_h2o.budgets.cost import LayerShare, slots_in_proportion
 from mlx_h2o.budgets.profile import Profile
-from mlx_h2o.budgets.settings import ModelSettings
+from mlx_h2o.budgets.settings import CacheSettings, ModelSettings
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.conversation import bounded_entries
 from mlx_h2o.loading.identity import ModelIdentity
 from mlx_h2o.model_caches.plan import fillings, slots_of_layers
@@ -73,6 +74,11 @@ def resize(
         resized = layer.resized_settings([count - reserved for count in slots])
         resized = replace(resized, filling=later)
         new.append(resized.grown(layer.offset) or resized)
+    _follow(layers, new)
+
+
+def _follow(layers: Sequence[BoundedKVCache], new: Sequence[CacheSettings]) -> None:
+    """Let layers follow new settings, and give back what they need no more."""
     before = sum(layer.nbytes for layer in layers)
     for layer, of_layer in zip(layers, new, strict=True):
         layer.follow(of_layer)

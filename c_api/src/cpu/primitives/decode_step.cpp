@@ -113,8 +113,13 @@ class DecodeStepOnSlots : public CpuPrimitive {
       const int64_t row = int64_t(layer.Hq) * layer.Dv;
       step.out = after(outputs[0].data<void>(), first * row, layer.out_dtype);
       ready.push_back(
-          {layer, layer_state(*part.memory, part.planned), std::move(step),
-           before_of(outputs, part.planned), part.memory->fields, part.memory->frame, {}});
+          {layer,
+           layer_state(*part.memory, part.planned),
+           std::move(step),
+           before_of(outputs, part.planned),
+           part.memory->fields,
+           part.memory->frame,
+           {}});
       if (++part.memory->steps % kStepsToTidy == 0) ready.back().ranges = part.memory->ranges;
       first += layer.B;
     }

@@ -166,16 +166,15 @@ class PutRows : public CpuPrimitive {
           {outputs[i].data<char>(), rows.data<char>(), row, size_t(field.shape(1)), range.first,
            range.second});
     }
-    encoder.dispatch(
-        [puts = std::move(puts), ranges = std::move(writable.ranges), unused = unused_,
-         index = index.data<int32_t>(), batch = size_t(inputs[0].shape(0)),
-         count = size_t(index.shape(1)), per_sequence = index.shape(0) > 1] {
-          for (const Put& put : puts) {
-            for (size_t b = 0; b < batch; ++b)
-              put.into(b, index + (per_sequence ? b * count : 0), count);
-            for (size_t b = 0; put.range && b < batch; ++b) put.give_back(b, unused);
-          }
-        });
+    encoder.dispatch([puts = std::move(puts), ranges = std::move(writable.ranges), unused = unused_,
+                      index = index.data<int32_t>(), batch = size_t(inputs[0].shape(0)),
+                      count = size_t(index.shape(1)), per_sequence = index.shape(0) > 1] {
+      for (const Put& put : puts) {
+        for (size_t b = 0; b < batch; ++b)
+          put.into(b, index + (per_sequence ? b * count : 0), count);
+        for (size_t b = 0; put.range && b < batch; ++b) put.give_back(b, unused);
+      }
+    });
   }
 
  private:
@@ -190,7 +189,8 @@ class PutRows : public CpuPrimitive {
     void into(size_t sequence, const int32_t* index, size_t count) const {
       const char* from = rows + sequence * count * row;
       char* const field = to + sequence * slots * row;
-      for (size_t i = 0; i < count; ++i, from += row) std::memcpy(field + index[i] * row, from, row);
+      for (size_t i = 0; i < count; ++i, from += row)
+        std::memcpy(field + index[i] * row, from, row);
     }
 
     void give_back(size_t sequence, const std::vector<Slots>& unused) const {

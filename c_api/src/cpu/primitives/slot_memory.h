@@ -16,7 +16,7 @@ namespace mlx_h2o {
 // both, where the policy has them kept.
 struct SlotMemory {
   std::vector<mx::array> fields;
-  std::vector<mx::array> frame;  // centre and scale, or empty; never changed
+  std::vector<mx::array> frame;                        // centre and scale, or empty; never changed
   std::vector<std::shared_ptr<ReservedRange>> ranges;  // that fields lie in
   int steps = 0;
 };
