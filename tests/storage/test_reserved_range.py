@@ -149,13 +149,15 @@ def test_copies_share_pages_until_one_writes(rows):
 
 
 def test_copies_stay_as_they_were_when_the_first_goes_on(rows):
-    cache = begun(rows, tokens=BUDGET - 50)
-    early = copy.deepcopy(cache)
-    decoded(copy.deepcopy(cache), rows, BUDGET - 50, 1)  # now pages are shared
     at = BUDGET - 50
+    cache = begun(rows, tokens=at)
+    early = copy.deepcopy(cache)
+    first = decoded(early, rows, at, 1)  # now pages are shared, and the first is alone with its own
+    where = addresses(cache)
     outs = decoded(cache, rows, at, 100)  # evicts, and overwrites what was shared
+    assert addresses(cache) == where
     late = copy.deepcopy(cache)
-    np.testing.assert_array_equal(decoded(early, rows, at, 100), outs)
+    np.testing.assert_array_equal(first + decoded(early, rows, at + 1, 99), outs)
     np.testing.assert_array_equal(
         decoded(late, rows, at + 100, 5), decoded(cache, rows, at + 100, 5)
     )
