@@ -107,15 +107,18 @@ bool is_elsewhere(const mx::array& a) {
   return a.status() != mx::array::unscheduled && a.size() && !part_of(a).first;
 }
 
+void Writable::copy_out(const mx::array& in, mx::array& out) {
+  allocate(out);
+  encoder_.dispatch([from = in.data<char>(), to = out.data<char>(), size = in.nbytes()] {
+    std::memcpy(to, from, size);
+  });
+}
+
 void Writable::take(const mx::array& in, mx::array& out) {
   const auto [range, offset] = part_of(in);
   if (!range) {
     if (in.is_donatable() || in.size() == 0) return out.copy_shared_buffer(in);
-    allocate(out);
-    encoder_.dispatch([from = in.data<char>(), to = out.data<char>(), size = in.nbytes()] {
-      std::memcpy(to, from, size);
-    });
-    return;
+    return copy_out(in, out);
   }
   const auto unread = [&in] { return in.data_shared_ptr().use_count() == 1; };
   const bool ours = holders_of(in) == outputs_;
@@ -132,7 +135,7 @@ void Writable::take(const mx::array& in, mx::array& out) {
   auto& copy = copies_[range.get()];
   if (!copy) {
     copy = ReservedRange::make(range->size());
-    if (!copy) throw std::runtime_error("[mlx_h2o] The system refuses a copy of slots' memory.");
+    if (!copy) return copy_out(in, out);  // no more addresses
     encoder_.dispatch([range, copy] { range->copy_to(*copy); });
     ranges.push_back(copy);
   }

@@ -44,6 +44,8 @@ class Writable {
   std::vector<std::shared_ptr<ReservedRange>> ranges;
 
  private:
+  void copy_out(const mx::array& in, mx::array& out);  // into a buffer of MLX's
+
   mx::Stream stream_;
   mx::cpu::CommandEncoder& encoder_;
   long outputs_;
