@@ -12,8 +12,6 @@ fails where one of ours holds more than 1.05 times what it tells.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import importlib
 import json
 import subprocess
@@ -31,7 +29,9 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 import mlx_h2o
 from mlx_h2o._utils.blas import use_openblas
+from mlx_h2o._utils.free_memory import give_back
 from mlx_h2o.doctor.held_memory import resident
+from mlx_h2o.storage import reserved_range
 
 #: Held over told, and what belongs to no cache: scalars and masks.
 MOST_OVER, LOOSE = 1.05, 1 << 18
@@ -78,9 +78,9 @@ class Held:
         caches: The arm.
         stage: What was done.
         told: `nbytes`.
-        active: MLX's active memory.
+        active: MLX's active memory, and pages of reserved ranges.
         pool: Its free buffers, before they were given back.
-        peak: The most that was active during the stage.
+        peak: The most that was active during the stage, with the pages of ranges at its end.
         resident: Of the process, free buffers given back.
     """
 
@@ -110,23 +110,21 @@ class Scale:
 
     def __init__(self, arm: str):
         give_back()
-        self._arm, self._active, self._resident = arm, mx.get_active_memory(), resident()
+        self._arm, self._resident = arm, resident()
+        self._active, self._in_ranges = mx.get_active_memory(), reserved_range.bytes_held()
         mx.reset_peak_memory()
 
     def weighed(self, stage: str, told: int) -> Held:
         """The bytes held now, and their peak since the previous call."""
-        pool, peak = mx.get_cache_memory(), mx.get_peak_memory() - self._active
+        pool = mx.get_cache_memory()
+        peak = mx.get_peak_memory() - self._active
+        peak += reserved_range.bytes_held() - self._in_ranges
         give_back()
-        active, own = mx.get_active_memory() - self._active, resident() - self._resident
+        in_ranges = reserved_range.bytes_held() - self._in_ranges
+        active = mx.get_active_memory() - self._active + in_ranges
+        own = resident() - self._resident
         mx.reset_peak_memory()
         return Held(self._arm, stage, told, active, pool, peak, own)
-
-
-def give_back() -> None:
-    """MLX's free buffers to the C library, and its free pages to the system where it is glibc."""
-    mx.clear_cache()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def the_model() -> nn.Module:

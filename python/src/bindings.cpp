@@ -14,6 +14,7 @@
 #include "primitives/attention.h"
 #include "primitives/decoding_layer.h"
 #include "primitives/pack.h"
+#include "primitives/ranged_arrays.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
@@ -82,6 +83,29 @@ NB_MODULE(_ext, m) {
   m.def(
       "pack", &pack, "rows"_a, "bits"_a, "group_size"_a, "stream"_a = nb::none(),
       "Words, scales and biases of rows [..., width].");
+
+  m.def("ranges_fit_mlx", &ranges_fit_mlx, "Whether MLX allocates as its CPU builds do.");
+  m.def(
+      "reserved",
+      [](const std::vector<std::vector<int>>& shapes, const std::vector<mx::Dtype>& dtypes) {
+        if (shapes.size() != dtypes.size()) throw std::invalid_argument("One dtype for each shape");
+        std::vector<mx::Shape> of;
+        for (const auto& shape : shapes) of.emplace_back(shape.begin(), shape.end());
+        return reserved_arrays(of, dtypes);
+      },
+      "shapes"_a, "dtypes"_a,
+      "Zeros in one reserved range, which take memory where they are written.");
+  m.def(
+      "is_elsewhere", &is_elsewhere, "array"_a,
+      "Whether an array has memory that is no reserved range's.");
+  m.def(
+      "put_rows", &put_rows, "fields"_a, "index"_a, "rows"_a, "unused"_a = std::vector<Slots>{},
+      "stream"_a = nb::none(),
+      "Fields [B, S, ...] with rows [B, M, ...] at slots [B or 1, M]; memory of the unused slots, "
+      "(first, last) of every sequence, is given back.");
+  m.def(
+      "reserved_bytes", &ReservedRange::resident_in_all,
+      "Resident bytes of all ranges: their own, and those of pages that copies share.");
 
   nb::class_<KernelPolicy>(m, "KernelPolicy")
       .def(

@@ -656,9 +656,12 @@ def _arrays(layer: Layer) -> list[mx.array]:
 
 def _pieces(layer: Layer) -> dict[int, int]:
     """Bytes of all that a layer holds, by identity."""
-    if (decoder := layer.memory.decoder) is not None:  # a decoder's arrays are not shared
-        return {id(decoder): decoder.nbytes, id(layer.journal): layer.journal.nbytes}
-    return {id(array): array.nbytes for array in (*layer.arrays().values(), *_undone(layer))}
+    memory = layer.memory
+    if (decoder := memory.decoder) is not None:  # a decoder's arrays are not shared
+        own = memory.nbytes(layer.settings.remembers)
+        return {id(decoder): own, id(layer.journal): layer.journal.nbytes}
+    pieces = {id(array): array.nbytes for array in (*layer.arrays().values(), *_undone(layer))}
+    return pieces | {id(a): layer.store.nbytes_of(n) for n, a in layer.store.fields.items()}
 
 
 def _undone(layer: Layer) -> list[mx.array]:

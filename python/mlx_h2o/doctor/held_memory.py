@@ -13,6 +13,7 @@ from mlx_h2o._utils.byte_size import size_text
 from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.doctor.arms import usual_dtype
 from mlx_h2o.doctor.report import Begun, Section
+from mlx_h2o.storage import reserved_range
 
 HEADS, GROUP, WIDTH = 8, 4, 128
 PROMPT, CHUNK, SLOTS, STEPS = 2048, 512, 1024, 32
@@ -52,7 +53,7 @@ def layer(bits: int | None) -> tuple[int, int, int]:
         return drawn
 
     mx.clear_cache()
-    before = mx.get_active_memory()
+    before, in_ranges = mx.get_active_memory(), reserved_range.bytes_held()
     mx.reset_peak_memory()
     for start in range(PROMPT + STEPS):
         if start < PROMPT and start % CHUNK:
@@ -63,8 +64,8 @@ def layer(bits: int | None) -> tuple[int, int, int]:
         mx.eval(cache.attend(q, *kept, scale=WIDTH**-0.5, mask=mask))
         del q, k, v, kept
         if start < PROMPT:
-            peak = mx.get_peak_memory() - before
-    held = mx.get_active_memory() - before
+            peak = mx.get_peak_memory() - before + reserved_range.bytes_held() - in_ranges
+    held = mx.get_active_memory() - before + reserved_range.bytes_held() - in_ranges
     return cache.nbytes, held, peak
 
 

@@ -93,10 +93,12 @@ class Memory:
         return arrays
 
     def nbytes(self, remembers: bool) -> int:
-        """Bytes of all arrays."""
+        """Bytes of all arrays, and of slots in a reserved range those in use."""
+        slots = self._store.nbytes
         if isinstance(self._evictions, Decoder):
-            return self._evictions.nbytes
-        return sum(array.nbytes for array in self.arrays(remembers).values())
+            return self._evictions.nbytes - self._store.capacity + slots
+        beside = self.arrays(remembers).items()
+        return slots + sum(a.nbytes for name, a in beside if not name.startswith("slots."))
 
     def attended(self, beyond: Fields | None = None) -> list[Fields]:
         """For each run, all fields of its slots, then of rows beyond its budget."""

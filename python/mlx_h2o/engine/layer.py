@@ -274,7 +274,8 @@ class Layer:
 
     def keep(self, kept: Sequence[Fields]) -> None:
         """Replace all slots by fields `[B, heads, length, ...]` for each run."""
-        self.store.replace(kept)
+        folded = self.evictions.remainder.arrays.values() if self.settings.remembers else ()
+        self.store.replace(kept, list(folded))
         self.forget_victims()
 
     def name_victims(self, due: Sequence[Run], victims: mx.array) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_h2o.attention.backends.choice import pack
+from mlx_h2o.attention.backends.choice import has_ranges, pack
 from mlx_h2o.attention.ops import FLOAT_DTYPES
 from mlx_h2o.budgets.cost import LayerShare, RowWidths, slots_for_bytes
 from mlx_h2o.budgets.growth import Stage, starts_narrow, while_narrow
@@ -60,7 +60,7 @@ def open_layer(
     check_shapes(settings.policy, H, D, Dv, settings.centres)
     if settings.budgets is None:
         settings = replace(settings.resized(budgets), filling=filling)
-    store = SlotStore(of_slots, reserved)
+    store = SlotStore(of_slots, reserved, in_range=_in_range(settings))
     if window is not None:
         # So that there are fields to read while all tokens are in the recent window.
         store.reserve(1, fields_of(settings, keys[:, :, :1], values[:, :, :1], 0))
@@ -155,7 +155,7 @@ def restored(
     saved_state.check_indices(arrays, runs, config["reserved"], settings, newest)
     held = _under("slots.", arrays)
     held["positions"] = held["positions"].astype(position_dtype(config["offset"]))
-    store = SlotStore.of(runs, config["reserved"], held)
+    store = SlotStore.of(runs, config["reserved"], held, in_range=_in_range(settings))
     window = None
     if numbers:
         window = window_of(settings, numbers["size"])
@@ -175,6 +175,11 @@ def restored(
     # Files from before turns were added have no position from which ages count.
     aged_from = config.get("aged_from", 0)
     return Layer(settings, types, memory, config["offset"], aged_from), share
+
+
+def _in_range(settings: CacheSettings) -> bool:
+    """Whether slots should lie in a reserved range: not where a journal keeps whole fields."""
+    return has_ranges() and not settings.undo
 
 
 def _with_value_lengths(

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import mlx.core as mx
+
+from mlx_h2o._utils import free_memory
 from mlx_h2o.budgets.cost import LayerShare, slots_in_proportion
 from mlx_h2o.budgets.profile import Profile
-from mlx_h2o.budgets.settings import ModelSettings
+from mlx_h2o.budgets.settings import CacheSettings, ModelSettings
+from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.conversation import bounded_entries
 from mlx_h2o.loading.identity import ModelIdentity
 from mlx_h2o.model_caches.plan import fillings, slots_of_layers
@@ -22,7 +26,7 @@ def resize(
     The slots are shared out as `make_prompt_cache` does for this size: by the profile that the
     caches were made with, which files keep too; or in the proportions of the slots given to layers
     (`budgets=[...]`). Caches that are not bounded stay as they are. (`H2OKVCache.resize` changes a
-    single layer.)
+    single layer.) Memory that is not needed any more is the system's again on return.
 
     Args:
         cache: From `make_prompt_cache` or `load_prompt_cache`.
@@ -70,8 +74,17 @@ def resize(
         resized = layer.resized_settings([count - reserved for count in slots])
         resized = replace(resized, filling=later)
         new.append(resized.grown(layer.offset) or resized)
+    _follow(layers, new)
+
+
+def _follow(layers: Sequence[BoundedKVCache], new: Sequence[CacheSettings]) -> None:
+    """Let layers follow new settings, and give back what they need no more."""
+    before = sum(layer.nbytes for layer in layers)
     for layer, of_layer in zip(layers, new, strict=True):
         layer.follow(of_layer)
+        mx.eval(layer.arrays())  # so that intermediate results are one layer's
+    if sum(layer.nbytes for layer in layers) < before:
+        free_memory.give_back()
 
 
 def _profile_of(shares: Sequence[LayerShare]) -> Profile | None:

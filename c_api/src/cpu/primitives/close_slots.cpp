@@ -17,6 +17,7 @@ class CloseSlots : public CpuPrimitive {
   void eval_cpu(const std::vector<mx::array>&, std::vector<mx::array>& outputs) override {
     for (size_t i = 0; i < outputs.size(); ++i) outputs[i].copy_shared_buffer(memory_->fields[i]);
     memory_->fields.clear();
+    memory_->ranges.clear();
   }
 
  private:

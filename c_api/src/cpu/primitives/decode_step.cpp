@@ -54,6 +54,9 @@ LayerState layer_state(SlotMemory& memory, const PlannedStep& planned) {
   return state;
 }
 
+// Steps after which memory that copies shared is looked through.
+constexpr int kStepsToTidy = 64;
+
 // A layer's part with everything that it needs to run. The arrays ride along: they must live until
 // the task has run.
 struct Ready {
@@ -62,10 +65,12 @@ struct Ready {
   Step step;
   Before before;
   std::vector<mx::array> held, frame;
+  std::vector<std::shared_ptr<ReservedRange>> ranges;  // to be tidied after this step
 
   void run() const {
     keep(layer, state, step, before);
     decode_step(layer, state, step);
+    for (const auto& range : ranges) range->drop_overwritten();
   }
 };
 
@@ -108,8 +113,14 @@ class DecodeStepOnSlots : public CpuPrimitive {
       const int64_t row = int64_t(layer.Hq) * layer.Dv;
       step.out = after(outputs[0].data<void>(), first * row, layer.out_dtype);
       ready.push_back(
-          {layer, layer_state(*part.memory, part.planned), std::move(step),
-           before_of(outputs, part.planned), part.memory->fields, part.memory->frame});
+          {layer,
+           layer_state(*part.memory, part.planned),
+           std::move(step),
+           before_of(outputs, part.planned),
+           part.memory->fields,
+           part.memory->frame,
+           {}});
+      if (++part.memory->steps % kStepsToTidy == 0) ready.back().ranges = part.memory->ranges;
       first += layer.B;
     }
     encoder.dispatch([ready = std::move(ready)] {

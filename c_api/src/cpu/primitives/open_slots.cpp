@@ -1,6 +1,5 @@
-#include <cstring>
-
 #include "primitive.h"
+#include "ranged_arrays.h"
 #include "slot_memory.h"
 
 namespace mlx_h2o {
@@ -18,19 +17,13 @@ class OpenSlots : public CpuPrimitive {
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     allocate(outputs[0]);
-    auto& encoder = mx::cpu::get_command_encoder(stream());
+    Writable writable(stream(), outputs.size());
     for (const mx::array& in : inputs) {
-      if (in.is_donatable() || in.size() == 0) {
-        memory_->fields.push_back(in);
-        continue;
-      }
-      mx::array copy(in.shape(), in.dtype(), nullptr, {});
-      allocate(copy);
-      encoder.dispatch([from = in.data<char>(), to = copy.data<char>(), size = in.nbytes()] {
-        std::memcpy(to, from, size);
-      });
-      memory_->fields.push_back(copy);
+      mx::array field(in.shape(), in.dtype(), nullptr, {});
+      writable.take(in, field);
+      memory_->fields.push_back(std::move(field));
     }
+    memory_->ranges = std::move(writable.ranges);
   }
 
  private:

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "before.h"
+#include "reserved_range.h"
 #include "stored.h"
 
 namespace mlx_h2o {
@@ -15,7 +16,9 @@ namespace mlx_h2o {
 // both, where the policy has them kept.
 struct SlotMemory {
   std::vector<mx::array> fields;
-  std::vector<mx::array> frame;  // centre and scale, or empty; never changed
+  std::vector<mx::array> frame;                        // centre and scale, or empty; never changed
+  std::vector<std::shared_ptr<ReservedRange>> ranges;  // that fields lie in
+  int steps = 0;
 };
 struct Field {
   enum { positions, scores, count, mean_key, var_key, mean_value, victims, value_lengths };

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from mlx_h2o.attention.backends import reference
+from mlx_h2o.storage import reserved_range
 from mlx_h2o.storage.packed import PackedRows
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ def pack(rows: mx.array, bits: int, group_size: int) -> PackedRows:
     """See `PackedRows.of`; the result is the same bit for bit on every backend."""
     packed: PackedRows = backend().pack(rows, bits, group_size)
     return packed
+
+
+def has_ranges() -> bool:
+    """Whether slots can lie in reserved ranges: where the CPU's kernels compute."""
+    chosen = backend()
+    return chosen is not reference and chosen is cpu() and reserved_range.is_available()
 
 
 def gpu() -> Gpu | None:
