@@ -40,9 +40,11 @@ class CPUDecoder : public Decoder {
 
   mx::array step(DecodeStep step) override {
     const AttentionCall& call = step.call;
-    return layer_.step(
-        call.q, step.keys, step.values, call.scale, call.sinks, step.offset, std::move(step.heads),
-        step.recent, stream(), nullptr, step.aged_from);
+    return layer_
+        .step(
+            call.q, step.keys, step.values, call.scale, call.sinks, step.offset,
+            std::move(step.heads), step.recent, stream(), nullptr, step.aged_from)
+        .out;
   }
 
   std::vector<mx::array> last() const override {
