@@ -132,7 +132,7 @@ NB_MODULE(_ext, m) {
              bool undo, int aged_from, mx::StreamOrDevice s) {
             PlannedToken token = planned_token({offset, heads, recent, aged_from});
             std::vector<mx::array> before;
-            Stepped stepped = self.step(
+            StepOutputs stepped = self.step(
                 q, k, v, scale, sinks, offset, std::move(token.heads), token.recent, s,
                 undo ? &before : nullptr, token.aged_from);
             return std::tuple(
@@ -157,7 +157,7 @@ NB_MODULE(_ext, m) {
         std::vector<PlannedToken> planned;
         planned.reserve(tokens.size());
         for (const auto& token : tokens) planned.push_back(planned_token(token));
-        Stepped stepped =
+        StepOutputs stepped =
             DecodingLayer::step_together(layers, q, k, v, scale, sinks, std::move(planned), s);
         return std::pair(std::move(stepped.out), std::move(stepped.unread));
       },

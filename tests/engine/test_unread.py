@@ -29,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "logits": {"policy": make_policy("ema-logits")},
     "keys alone": {"policy": "keydiff"},
     "age alone": {"policy": "streaming"},
+    "budgets by prompt": {"policy": "adakv"},
     "two at once": {"policy": make_policy("streaming", evict_every=3)},
     "packed": {"bits": 8, "group_size": 32},
     "packed twice": {"bits": 4, "recent_bits": 8, "group_size": 32},

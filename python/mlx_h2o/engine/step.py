@@ -186,8 +186,8 @@ def _evicting(layer: Layer, seen: Sequence[Seen]) -> mx.array:
     newest = [of_run.newest_scores for of_run in seen if of_run.newest_scores is not None]
     if layer.window is not None and newest:
         layer.write_newest_scores(mx.concatenate(newest, axis=1))
-    eviction.settle(layer, [of_run.fields for of_run in seen], [s.window_mass for s in seen])
     summed = layer.note_unread(_unread_of(layer, seen))
+    eviction.settle(layer, [of_run.fields for of_run in seen], [s.window_mass for s in seen])
     return _tied(_output(seen), [*layer.side_state(), *summed])
 
 

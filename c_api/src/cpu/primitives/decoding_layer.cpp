@@ -114,7 +114,7 @@ PlannedStep DecodingLayer::planned(const mx::array& q, float scale, PlannedToken
   return planned;
 }
 
-Stepped DecodingLayer::step(
+StepOutputs DecodingLayer::step(
     const mx::array& q, const mx::array& k, const mx::array& v, float scale,
     const std::optional<mx::array>& sinks, int offset, std::vector<HeadPlan> heads,
     const std::optional<RecentStep>& recent, mx::StreamOrDevice s, std::vector<mx::array>* before,
@@ -135,7 +135,7 @@ Stepped DecodingLayer::step(
   return {outputs[0], outputs[2]};
 }
 
-Stepped DecodingLayer::step_together(
+StepOutputs DecodingLayer::step_together(
     const std::vector<DecodingLayer*>& layers, const mx::array& q, const mx::array& k,
     const mx::array& v, float scale, const std::optional<mx::array>& sinks,
     std::vector<PlannedToken> tokens, mx::StreamOrDevice s) {

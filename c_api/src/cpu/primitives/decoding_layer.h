@@ -30,7 +30,7 @@ struct PlannedToken {
 };
 
 // What a step gives.
-struct Stepped {
+struct StepOutputs {
   mx::array out;     // [B, Hq, 1, Dv]
   mx::array unread;  // [B, Hk] float32: the share of attention that went to the remainder
 };
@@ -64,7 +64,7 @@ class DecodingLayer {
   // where there are any; scores, where there are any; count, mean_key, var_key and mean_value, if a
   // row is folded; victims, if some are named; if one of the newest tokens leaves, the rows of its
   // keys and values, and its value_lengths; scores of theirs, where there are any.
-  Stepped step(
+  StepOutputs step(
       const mx::array& q, const mx::array& k, const mx::array& v, float scale,
       const std::optional<mx::array>& sinks, int offset, std::vector<HeadPlan> heads,
       const std::optional<RecentStep>& recent, mx::StreamOrDevice s,
@@ -72,7 +72,7 @@ class DecodingLayer {
 
   // The same of several layers at once, which differ in their memory and its plan alone: out
   // [B, Hq, 1, Dv] and unread, the sequences of the layers one after the other.
-  static Stepped step_together(
+  static StepOutputs step_together(
       const std::vector<DecodingLayer*>& layers, const mx::array& q, const mx::array& k,
       const mx::array& v, float scale, const std::optional<mx::array>& sinks,
       std::vector<PlannedToken> tokens, mx::StreamOrDevice s);
