@@ -341,9 +341,7 @@ def sample_bounds(model: nn.Module, tokens: mx.array, part: int) -> list[Bounds]
                     continue
                 for row in range(head * group, (head + 1) * group):
                     for query in q[row]:
-                        found.append(
-                            bounds(query, keys[head], kept, full.scale, saturation[head])
-                        )
+                        found.append(bounds(query, keys[head], kept, full.scale, saturation[head]))
     return found
 
 

@@ -21,6 +21,11 @@ def unread_shares(cache: Sequence[Any]) -> list[mx.array]:
     return [mean for layer in layers if (mean := layer.unread_mean) is not None]
 
 
+def unread_text(share: float | None) -> str:
+    """An answer's unread share in words that follow "tokens evicted"; "" for none."""
+    return f" ({share:.1%} of the answer's attention)" if share else ""
+
+
 def unread(cache: Sequence[Any]) -> float | None:
     """The share of an answer's attention that went to evicted tokens, from 0 to 1.
 
