@@ -29,6 +29,7 @@ from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.evaluate.perplexity import samples_of
 from mlx_h2o.evaluate.recall import FORMS, recall_task
+from mlx_h2o.integration import routing
 from mlx_h2o.integration.layer_probe import identity_by_kinds, layer_kinds
 from mlx_h2o.integration.recorder import LookingCache, Watcher, full_attention, looked_through
 from mlx_h2o.model_caches.make import plain_bytes
@@ -64,10 +65,13 @@ class Evidence:
             "share, mean of heads": mean,
             "share, greatest of heads": self.shares.max(axis=1),
         }
-        if retrieving is not None:
-            figures["share, retrieval heads"] = self.shares[:, retrieving].mean(axis=1)
         figures["entropy"] = self.entropy
         figures["entropy and mean share, by rank"] = ranks(self.entropy) + ranks(mean)
+        if retrieving is not None:
+            of_these = self.shares[:, retrieving].mean(axis=1)
+            figures["share, retrieval heads"] = of_these
+            both = ranks(self.entropy) + ranks(of_these)
+            figures["entropy and retrieval heads, by rank"] = both
         return figures
 
 
@@ -363,7 +367,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Parse and run; tables are Markdown."""
     args = parser().parse_args()
-    mlx_h2o.install()
+    routing.install()
     model, tokenizer = mlx_h2o.load(args.model)
     {"facts": facts, "prose": prose, "bound": bound}[args.what](
         model, tokenizer, args.text.read_text(), args
