@@ -142,8 +142,7 @@ mx::array BoundedLayer::decode(
   ++offset_;
   const std::optional<RecentStep> recent = memory_.advance_window();
   std::vector<HeadPlan> heads = advanced(recent && !recent->leaving);
-  Stepped step =
-      decoder.step({call, keys, values, offset_, std::move(heads), recent, aged_from_});
+  Stepped step = decoder.step({call, keys, values, offset_, std::move(heads), recent, aged_from_});
   const std::vector<mx::array> summed = note_unread(std::move(step.unread));
   return summed.empty() ? step.out : mx::depends({step.out}, summed)[0];
 }

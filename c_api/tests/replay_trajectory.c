@@ -203,8 +203,7 @@ static void record_unread(const Replay* r, Records* all, size_t at, mlx_h2o_cach
   for (int i = 0; i < 2; ++i) {
     if (!told[i].ctx) continue;
     float* shares = floats_of(r, told[i]);
-    memcpy(
-        all->unread[i] + at * all->unread_size, shares, all->unread_size * sizeof *shares);
+    memcpy(all->unread[i] + at * all->unread_size, shares, all->unread_size * sizeof *shares);
     free(shares);
     mlx_array_free(told[i]);
     all->told = true;

@@ -135,14 +135,14 @@ NB_MODULE(_ext, m) {
             StepOutputs stepped = self.step(
                 q, k, v, scale, sinks, offset, std::move(token.heads), token.recent, s,
                 undo ? &before : nullptr, token.aged_from);
-            return std::tuple(
-                std::move(stepped.out), std::move(stepped.unread), std::move(before));
+            return std::tuple(std::move(stepped.out), std::move(stepped.unread), std::move(before));
           },
           "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "sinks"_a = nb::none(), "offset"_a,
           "heads"_a, "recent"_a = nb::none(), "undo"_a = false, "aged_from"_a = 0,
           "stream"_a = nb::none(),
           "One token; heads are (start, length, victim, recent, evicted, choose), recent is "
-          "(slot, length, leaving). Returns out, unread, and with undo what the step changes, as it "
+          "(slot, length, leaving). Returns out, unread, and with undo what the step changes, as "
+          "it "
           "was.")
       .def(
           "close", &DecodingLayer::close, "stream"_a = nb::none(),

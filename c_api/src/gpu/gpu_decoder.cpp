@@ -87,8 +87,7 @@ class GPUDecoder : public Decoder {
     // Evaluating the output evaluates all of the step.
     Stepped stepped{
         mx::depends({mx::astype(attended.out, q.dtype())}, {victims_})[0], std::nullopt};
-    if (attended.columns)
-      stepped.unread = UnreadShare{*attended.columns, attended.lse};
+    if (attended.columns) stepped.unread = UnreadShare{*attended.columns, attended.lse};
     return stepped;
   }
 
