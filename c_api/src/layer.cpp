@@ -13,7 +13,8 @@ BoundedLayer::BoundedLayer(
     : settings(settings),
       types(RowTypes::of(keys, values)),
       memory_(settings, keys, values),
-      journal_(settings.undo) {}
+      journal_(settings.undo),
+      unread_(types.batch, settings.heads(), settings.undo) {}
 
 int BoundedLayer::held() const {
   int longest = 0;
@@ -25,6 +26,8 @@ std::vector<mx::array> BoundedLayer::side_state() const {
   std::vector<mx::array> all = memory_.arrays();
   const std::vector<mx::array> noted = journal_.newest();
   all.insert(all.end(), noted.begin(), noted.end());
+  const std::vector<mx::array> unread = unread_.arrays();
+  all.insert(all.end(), unread.begin(), unread.end());
   return all;
 }
 
@@ -34,6 +37,7 @@ std::vector<Fields> BoundedLayer::take_in(const mx::array& keys, const mx::array
   const int L = keys.shape(2), first = offset_;
   memory_.fit_positions(first + L);
   note(L);
+  if (L > 1) unread_.restart();  // a prompt: an answer begins with its last token
   std::optional<Fields> rows;
   if (RecentWindow* window = memory_.window())
     rows = window->push(keys, values, first);
@@ -138,7 +142,9 @@ mx::array BoundedLayer::decode(
   ++offset_;
   const std::optional<RecentStep> recent = memory_.advance_window();
   std::vector<HeadPlan> heads = advanced(recent && !recent->leaving);
-  return decoder.step({call, keys, values, offset_, std::move(heads), recent, aged_from_});
+  Stepped step = decoder.step({call, keys, values, offset_, std::move(heads), recent, aged_from_});
+  const std::vector<mx::array> summed = note_unread(std::move(step.unread));
+  return summed.empty() ? step.out : mx::depends({step.out}, summed)[0];
 }
 
 // What each head does in a fused step; no row comes into slots where the new one `stays` recent.
@@ -195,6 +201,7 @@ void BoundedLayer::mark_pins() {
 }
 
 void BoundedLayer::new_turn(double carry) {
+  unread_.restart();
   if (carry == 1 || !offset_) return;
   journal_.clear();
   const int before = aged_from_, after = offset_ - int(carry * (offset_ - before));
@@ -230,6 +237,7 @@ int BoundedLayer::trimmable() const {
 
 void BoundedLayer::trim(int n) {
   journal_.settle();
+  unread_.take_back(n);
   aged_from_ = std::min(aged_from_, std::max(offset_ - n - 1, 0));
   SlotStore& store = memory_.store();
   for (; n && journal_.count(); --n) {

@@ -31,7 +31,8 @@ def compiled(dtype, rows, header, body, export):
     template = {"T": dtype, "D": 128, "DV": 128, "G": rows, "QUERIES": 1, "ROWS": rows}
     template |= {"ROW_GROUPS": 1, "SIMDS": 8, "KEYS": 16, "MASK": 0, "SINKS": False}
     template |= {"K_BITS": 0, "K_GROUP": 1, "V_BITS": 0, "V_GROUP": 1}
-    template |= {"REMAINDER": False, "DISTANCES": False, "FRAME": False, "EXPORT": export}
+    template |= {"REMAINDER": False, "COLUMNS": False, "DISTANCES": False, "FRAME": False}
+    template |= {"EXPORT": export}
     arrays = {"params": mx.zeros(16, mx.int32), "factors": mx.zeros(1)}
     arrays |= {name: mx.zeros((1, 8, 1, 128), dtype) for name in ("queries", "keys", "values")}
     outputs = [("out", dtype), ("lse", mx.float32), ("logits", mx.float32)]

@@ -54,7 +54,8 @@ class GPUDecoder : public Decoder {
       slots_.norms = mx::sqrt(mx::sum(mx::square(f32(dense(slots_.values))), -1));
   }
 
-  mx::array step(DecodeStep step) override {
+  Stepped step(DecodeStep step) override {
+    const bool evicted = step.evicted();
     const mx::array &q = step.call.q, &k = step.keys, &v = step.values;
     const StepPlan plan{step.offset,         slots_.keys.arrays[0].shape(1), policy_.sink,
                         policy_.evict_every, std::move(step.heads),          step.aged_from};
@@ -62,11 +63,8 @@ class GPUDecoder : public Decoder {
     if (remembers_) remembered = remainder_;
     const mx::array written = overwrite(plan, slots_, victims_, k, v, remembered, frame_);
     if (remembered) remainder_ = *remembered;
-    bool choose = false, evicted = false;
-    for (const HeadPlan& head : plan.heads) {
-      choose = choose || head.choose;
-      evicted = evicted || head.evicted > 0;
-    }
+    bool choose = false;
+    for (const HeadPlan& head : plan.heads) choose = choose || head.choose;
     std::optional<mx::array> means, worth;
     const bool by_terms =
         policy_.priority == Priority::distance || policy_.priority == Priority::salience;
@@ -75,6 +73,7 @@ class GPUDecoder : public Decoder {
       worth = unlike_directions(plan, slots_.keys, written);
     VectorCall call{step.call.scale, {}, step.call.sinks};
     if (answers_ && evicted) call.remainder = remainder_;
+    call.columns = call.remainder.has_value();
     call.saturations = saturations_;
     if (frame_) call.frame_scale = frame_->scale;
     call.means = means;
@@ -86,7 +85,10 @@ class GPUDecoder : public Decoder {
         vector_attend(mx::astype(q, k.dtype()), slots_.keys, slots_.values, call);
     victims_ = update(plan, slots_, policy_, attended, victims_, written, means, worth);
     // Evaluating the output evaluates all of the step.
-    return mx::depends({mx::astype(attended.out, q.dtype())}, {victims_})[0];
+    Stepped stepped{
+        mx::depends({mx::astype(attended.out, q.dtype())}, {victims_})[0], std::nullopt};
+    if (attended.columns) stepped.unread = UnreadShare{*attended.columns, attended.lse};
+    return stepped;
   }
 
   std::vector<mx::array> last() const override {

@@ -136,7 +136,7 @@ def _fused(
             HeadPlan(h * N, N, 0, policy.recent_slots(N), offset - N, True) for h in range(KV_HEADS)
         )
         token = PlannedToken(offset, heads)
-        return decoder.step(DecodeStep(q, k, v, WIDTH**-0.5, None, token))
+        return decoder.step(DecodeStep(q, k, v, WIDTH**-0.5, None, token))[0]
 
     return work
 

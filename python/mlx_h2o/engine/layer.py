@@ -16,6 +16,7 @@ from mlx_h2o.storage.packed import dense
 from mlx_h2o.storage.pins import stored_positions
 from mlx_h2o.storage.recent_window import RecentWindow
 from mlx_h2o.storage.slot_store import Run, SlotStore
+from mlx_h2o.storage.unread import Share, UnreadShares
 
 if TYPE_CHECKING:
     from mlx_h2o.engine.returning import Returning
@@ -88,6 +89,7 @@ class Layer:
         self.spill: LayerRows | None = None
         #: What rows need to come back from the file, or None (`engine/returning.py`).
         self.back: Returning | None = None
+        self.unread = UnreadShares(types["keys"].batch, types["keys"].heads, settings.undo)
 
     # -- the rows held ----------------------------------------------------------------------------
 
@@ -152,6 +154,7 @@ class Layer:
         """Arrays to evaluate with the output; else the graph grows from step to step."""
         rows = ("slots.keys", "slots.values")
         held = [array for name, array in self.arrays().items() if name not in rows]
+        held += self.unread.arrays()
         return held + self.journal.newest() if self.settings.undo else held
 
     # -- new tokens -------------------------------------------------------------------------------
@@ -176,6 +179,8 @@ class Layer:
         self.memory.fit_positions(first + L)
         self.memory.take_back()
         self._note(L)
+        if L > 1:  # a prompt: an answer begins with its last token
+            self.unread.restart()
         rows: Fields | None
         if self.window is None:
             rows = marked(self.settings, fields_of(self.settings, keys, values, first))
@@ -263,6 +268,10 @@ class Layer:
 
     # -- results of attention and eviction --------------------------------------------------------
 
+    def note_unread(self, share: Share | None) -> list[mx.array]:
+        """Take in the newest token's unread shares; return arrays to evaluate with the step."""
+        return self.unread.note(share) if self.settings.remainder else []
+
     def write_scores(self, parts: Sequence[mx.array]) -> None:
         """Replace the scores of the slots in use: `[B, heads, length]` for each run."""
         self.store.write("scores", parts)
@@ -340,6 +349,7 @@ class Layer:
     def trim(self, n: int) -> None:
         """Take back the newest n tokens, at most `trimmable`; pins stay with their positions."""
         self.journal.settle()
+        self.unread.take_back(n)
         self.aged_from = min(self.aged_from, max(self.offset - n - 1, 0))
         undone = min(n, len(self.journal))
         if undone:

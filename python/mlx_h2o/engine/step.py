@@ -24,6 +24,7 @@ from mlx_h2o.engine.scoring import Seen, mean_of, observe, observe_derived
 from mlx_h2o.spill.layer_rows import PLAIN
 from mlx_h2o.storage.journal import single_steps
 from mlx_h2o.storage.pins import is_pinned
+from mlx_h2o.storage.unread import Share
 
 
 def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.array) -> mx.array:
@@ -56,7 +57,8 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
         if layer.spill is not None:
             layer.spill.take(layer.offset, PLAIN, {"keys": k, "values": v})
         decoder, token = layer.planned(k, v)
-        return decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, token))
+        out, unread = decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, token))
+        return _tied(out, layer.note_unread(unread))
     frame = layer.settings.frame
     if frame is not None:
         k = frame.enter(k)
@@ -178,7 +180,9 @@ def decode_together(
             layer.spill.take(layer.offset, PLAIN, own)
         planned.append(layer.planned(*like))
     decoders, tokens = zip(*planned, strict=True)
-    return step_together(decoders, tokens, call, k, v)
+    out, shares = step_together(decoders, tokens, call, k, v)
+    noted = [layer.note_unread(share) for layer, share in zip(layers, shares, strict=True)]
+    return _tied(out, [array for of_layer in noted for array in of_layer])
 
 
 def attend_to_derived(
@@ -204,8 +208,23 @@ def _evicting(layer: Layer, seen: Sequence[Seen]) -> mx.array:
     newest = [of_run.newest_scores for of_run in seen if of_run.newest_scores is not None]
     if layer.window is not None and newest:
         layer.write_newest_scores(mx.concatenate(newest, axis=1))
+    summed = layer.note_unread(_unread_of(layer, seen))
     eviction.settle(layer, [of_run.fields for of_run in seen], [s.window_mass for s in seen])
-    tied: mx.array = mx.depends(_output(seen), layer.side_state())
+    return _tied(_output(seen), [*layer.side_state(), *summed])
+
+
+def _unread_of(layer: Layer, seen: Sequence[Seen]) -> Share | None:
+    """The last query's unread shares in all runs, or None while nothing was evicted."""
+    if all(of_run.unread is None for of_run in seen):
+        return None
+    none = [mx.zeros((layer.types["keys"].batch, run.heads)) for run in layer.runs]
+    parts = [s.unread if s.unread is not None else zero for s, zero in zip(seen, none, strict=True)]
+    return Share((parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1),))
+
+
+def _tied(out: mx.array, arrays: Sequence[mx.array]) -> mx.array:
+    """An output whose evaluation evaluates other arrays too."""
+    tied: mx.array = mx.depends(out, list(arrays)) if arrays else out
     return tied
 
 

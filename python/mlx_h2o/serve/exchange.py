@@ -83,6 +83,7 @@ class Exchange:
         self._gone, self._ended = threading.Event(), False
         self._told: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         self._choices: dict[int, Choice] = {}
+        self._tickets = list[Ticket]()
 
     def end(self) -> None:
         """Stop generating for this request, because the server ends."""
@@ -101,6 +102,7 @@ class Exchange:
         waits = list[asyncio.Task[Any]]()
         try:
             form, tickets = await self._threads.result(self._prepared)
+            self._tickets = tickets
             pumps = [partial(self._pump, i, ticket, form) for i, ticket in enumerate(tickets)]
             waits = [asyncio.create_task(self._threads.result(pump)) for pump in pumps]
             if not self._asked.stream:
@@ -252,7 +254,7 @@ class Exchange:
                     asked.numbers["top_logprobs"],
                 )  # fmt: skip
             elif what is DONE:
-                self._choices[place].finish()
+                self._choices[place].finish(self._tickets[place].unread)
                 left -= 1
             elif not isinstance(what, tuple):
                 self._choices[place].take(what)

@@ -16,6 +16,7 @@ from mlx_lm.server import ResponseGenerator
 
 from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.unread import unread
 from mlx_h2o.serve.accountant import Accountant
 from mlx_h2o.serve.asked_pins import AskedPins
 from mlx_h2o.serve.batches import AccountedBatch
@@ -192,6 +193,11 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         """Note a step of a request that is served outside of batches."""
         self.weighed(sum(entry.nbytes for entry in cache), 0.0)
 
+    def answered_alone(self, cache: list[Any]) -> None:
+        """Note the last step of such a request."""
+        if self.conversations.ticket is not None:
+            self.conversations.ticket.unread = unread(cache)
+
     def _serve_single(self, request: Any, *args: Any) -> None:
         """As in mlx-lm, for requests that cannot be batched."""
         ticket = request[1].ticket
@@ -256,6 +262,9 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         """A request's sequence left the batch."""
         self._answers.pop(ticket, None)
         seconds = None
+        if ticket.unread is not None:
+            text = "Part of an answer's attention that went to evicted tokens, 0 to 1."
+            self.metrics.observe("unread_share", text, ticket.unread)
         if cache is not None:
             self.conversations.came_of(cache, ticket)
             seconds = time.monotonic() - ticket.admitted

@@ -58,12 +58,12 @@ class Metrics:
             self._of(self._client.Counter, name, text, labels).inc(amount)
 
     def observe(self, name: str, text: str, value: float) -> None:
-        """Record a duration.
+        """Record a duration, or a share.
 
         Args:
             name: The histogram's name.
             text: Its help text.
-            value: The duration in seconds.
+            value: The duration in seconds, or a number from 0 to 1.
         """
         if self.available:
             self._of(self._client.Histogram, name, text, {}).observe(value)

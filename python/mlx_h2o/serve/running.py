@@ -170,6 +170,8 @@ def _alone(*args: Any, **kwargs: Any) -> Iterator[Any]:
     for count, response in enumerate(stream_generate(*args, **kwargs)):
         if count % WEIGHED_EVERY == 0:
             HERE.generator.stepped_alone(kwargs["prompt_cache"])
+        if response.finish_reason is not None:
+            HERE.generator.answered_alone(kwargs["prompt_cache"])
         yield response
 
 

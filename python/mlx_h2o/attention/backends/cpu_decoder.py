@@ -11,6 +11,7 @@ from mlx_h2o.attention.backends.cpu import stored
 from mlx_h2o.attention.backends.decoder import Decoder, DecodeStep, Lent, PlannedToken
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.storage.remainder import STATISTICS, Remainder
+from mlx_h2o.storage.unread import Share
 
 
 class CPUDecoder(Decoder):
@@ -67,9 +68,9 @@ class CPUDecoder(Decoder):
             frame=None if settings.frame is None else _ext.Frame(*settings.frame.arrays),
         )
 
-    def step(self, step: DecodeStep) -> mx.array:
+    def step(self, step: DecodeStep) -> tuple[mx.array, Share | None]:
         token = step.token
-        out, changed = self._layer.step(
+        out, unread, changed = self._layer.step(
             step.q,
             step.k,
             step.v,
@@ -83,7 +84,7 @@ class CPUDecoder(Decoder):
         )
         if token.before is not None:
             token.before.arrays = dict(zip(self._changed_by(token), changed, strict=True))
-        return out
+        return out, Share((unread,)) if token.evicts else None
 
     @staticmethod
     def step_together(
@@ -94,7 +95,7 @@ class CPUDecoder(Decoder):
         v: mx.array,
         scale: float,
         sinks: mx.array | None,
-    ) -> mx.array:
+    ) -> tuple[mx.array, list[Share | None]]:
         """One token in each of several layers, in one operation.
 
         Args:
@@ -107,15 +108,20 @@ class CPUDecoder(Decoder):
             sinks: Attention-sink logits `[Hq]`.
 
         Returns:
-            `[B, Hq, 1, Dv]`.
+            `[B, Hq, 1, Dv]`, and each layer's unread shares.
         """
         plans = [
             (token.offset, list(token.heads), token.recent, token.aged_from) for token in tokens
         ]
-        return _ext.step_together(
+        out, unread = _ext.step_together(
             [decoder._layer for decoder in decoders],
             q, k, v, scale=scale, sinks=sinks, tokens=plans,
         )  # fmt: skip
+        shares = [
+            Share((unread,), sequence) if token.evicts else None
+            for sequence, token in enumerate(tokens)
+        ]
+        return out, shares
 
     def _changed_by(self, token: PlannedToken) -> list[str]:
         """Names of the arrays that a step returns, in the order of the extension."""

@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx_h2o.storage.journal import StepBefore
 from mlx_h2o.storage.recent_window import RecentStep
 from mlx_h2o.storage.remainder import Remainder
+from mlx_h2o.storage.unread import Share
 
 
 class HeadPlan(NamedTuple):
@@ -55,6 +56,11 @@ class PlannedToken(NamedTuple):
     recent: RecentStep | None = None
     before: StepBefore | None = None
     aged_from: int = 0
+
+    @property
+    def evicts(self) -> bool:
+        """Whether any head has evicted a token."""
+        return any(head.evicted > 0 for head in self.heads)
 
 
 class DecodeStep(NamedTuple):
@@ -110,11 +116,11 @@ class Decoder(ABC):
     nbytes: int
 
     @abstractmethod
-    def step(self, step: DecodeStep) -> mx.array:
+    def step(self, step: DecodeStep) -> tuple[mx.array, Share | None]:
         """Fold the victim, write the new row, attend, accumulate scores, choose the next victims.
 
         Returns:
-            `[B, Hq, 1, Dv]`.
+            `[B, Hq, 1, Dv]`, and the token's unread shares, or None while nothing was evicted.
         """
 
     @abstractmethod
