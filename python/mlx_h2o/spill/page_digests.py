@@ -2,7 +2,7 @@
 
 A page is `PAGE` neighbouring positions of one KV head. Its digest tells, for a query, how much
 attention its rows may deserve, without reading them (Quest, arXiv 2406.10774, keeps each channel's
-least and greatest instead; means choose as well: docs/results/pages.md). Digests never change once
+least and greatest instead; means choose as well). Digests never change once
 their page is complete. They lie in a file without a name, which no other process can open and which
 goes with this object, since they can be made from the rows again. The file has room for a layer's
 heads in tracts of `TRACT` pages, so that one head's digests lie together. Rows that are sealed on
