@@ -181,7 +181,7 @@ def test_a_killed_conversation_goes_on(tmp_path, model, kills):
         rest = process.communicate()[0]
         assert int(first.split()[1]) % 16 == (0 if files else 39 % 16)
         began = int(first.split()[1])
-        assert began >= max(said, default=0) - 60  # records and their blocks come at once
+        assert began >= max(said, default=0) - 200  # the thread may be some blocks behind
         for line in (early + rest).split("\n")[:-1]:
             position, token = map(int, line.split())
             assert said.setdefault(position, token) == token
