@@ -84,7 +84,7 @@ class ConversationRows:
             file: Its file, open for writing.
             spill: Where the file is.
             position: The record's position.
-            turn: Which of the two places gets the next record.
+            turn: The place that gets the next record, 0 or 1.
         """
         rows = cls(spill, len(file.forms))
         rows._forms, rows.is_whole = list(file.forms), True

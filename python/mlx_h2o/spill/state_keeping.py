@@ -47,7 +47,7 @@ class StateKeeping:
     Args:
         file: The conversation's file of rows.
         position: The position of the record from which the conversation goes on; 0 if it is new.
-        turn: Which of the two places gets the next record: not the one that holds that record.
+        turn: The place that gets the next record, 0 or 1: not the one that holds that record.
     """
 
     def __init__(self, file: RowFile, position: int = 0, turn: int = 0):
