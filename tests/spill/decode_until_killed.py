@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_h2o import Spill, make_prompt_cache, resume
 from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o.loading.load import load
+from mlx_h2o.spill import state_keeping
 
 #: Tokens of the prompt.
 PROMPT = 40
@@ -37,6 +38,7 @@ def go_on(model, cache, token):
 
 if __name__ == "__main__":
     use_openblas()
+    state_keeping.EVERY = 16
     model, _ = load("builtin:recall-4m")
     folder, *path = sys.argv[1:]
     if path:

@@ -180,6 +180,8 @@ def test_a_killed_conversation_goes_on(tmp_path, model, kills):
         process.send_signal(signal.SIGKILL)
         rest = process.communicate()[0]
         assert int(first.split()[1]) % 16 == (0 if files else 39 % 16)
+        began = int(first.split()[1])
+        assert began >= max(said, default=0) - 200  # the thread may be some blocks behind
         for line in (early + rest).split("\n")[:-1]:
             position, token = map(int, line.split())
             assert said.setdefault(position, token) == token
@@ -187,3 +189,17 @@ def test_a_killed_conversation_goes_on(tmp_path, model, kills):
     plain = go_on(model, cache, prompt()[0, -1].item())
     expected = dict(next(plain) for _ in range(max(said) - 39))
     assert all(expected[position] == token for position, token in said.items())
+
+
+def test_the_record_that_a_conversation_went_on_from_is_not_overwritten_first(tmp_path, model):
+    cache = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True))
+    steps(model, cache, 60)
+    path = cache[0].spill.conversation.file.path
+    cache[0].spill.conversation.close()
+    first = paths_of(path)[0].read_bytes()
+    del cache
+    again = resume(path)
+    steps(model, again, 120, 16)
+    again[0].spill.conversation.close()
+    assert paths_of(path)[0].read_bytes() == first
+    assert resume(path)[0].offset == 80

@@ -387,6 +387,7 @@ def _mask_of(mask: Mask, sequence: int, rows: slice, length: int) -> Mask:
 def _going_on(cache: BoundedKVCache) -> BoundedKVCache:
     """A copy that goes on for its original, in the same file of rows (`spill/layer_rows.py`)."""
     memo: dict[int, Any] = {}
-    if cache.spill is not None:  # layers are copied one by one, and belong to one conversation
+    # Layers are copied one by one, and belong to one conversation. (Other kinds are refused later.)
+    if isinstance(cache, BoundedKVCache) and cache.spill is not None:
         memo[id(cache.spill.conversation)] = cache.spill.conversation
     return copy.deepcopy(cache, memo)

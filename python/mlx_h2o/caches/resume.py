@@ -48,19 +48,25 @@ def resume(path: str | Path, key: bytes | None = None, keep: bool = True) -> lis
     file = RowFile.open(path, key=key, keep=True)
     try:
         routing.install()
-        for record in found_records(file.path, file.layout.checksum, file.seal):
-            if _belongs(record, file):
-                caches = _restored(record, file)
-                break
-        else:
-            raise ValueError(f"{path} has no record of its conversation's state.")
+        record, turn = _newest(file)
+        caches = _restored(record, file)
         file.truncate(record.position)
     except BaseException:
         file.close()
         raise
     file.keep = keep
-    _go_on(caches, file, Spill(file.path.parent, keep, key), record.position)
+    spill = Spill(file.path.parent, keep, key)
+    conversation = ConversationRows.over(file, spill, record.position, 1 - turn)
+    _go_on(caches, conversation, record.position)
     return list(caches)
+
+
+def _newest(file: RowFile) -> tuple[StateRecord, int]:
+    """The newest record whose rows are in the file, and which of the two it is."""
+    for record, turn in found_records(file.path, file.layout.checksum, file.seal):
+        if _belongs(record, file):
+            return record, turn
+    raise ValueError(f"{file.path} has no record of its conversation's state.")
 
 
 def _belongs(record: StateRecord, file: RowFile) -> bool:
@@ -124,10 +130,8 @@ def _slots(
     return {f"slots.{field.name}": _in_mlx(field.dtype, rows[field.name]) for field in form.fields}
 
 
-def _go_on(caches: list[BoundedKVCache], file: RowFile, spill: Spill, position: int) -> None:
+def _go_on(caches: list[BoundedKVCache], conversation: ConversationRows, position: int) -> None:
     """Let caches write their further rows to the file."""
-    conversation = ConversationRows.over(file, spill)
-    conversation.is_whole = True
     for i, cache in enumerate(caches):
         way = LayerRows(conversation, i, cache.packing, cache.frame, pack)
         way.first = way.offset = position

@@ -81,11 +81,20 @@ class ConversationRows:
         self._readers: list[weakref.WeakSet[Reader]] = [weakref.WeakSet() for _ in range(layers)]
 
     @classmethod
-    def over(cls, file: RowFile, spill: Spill) -> Self:
-        """The rows of a file that exists and is open for writing."""
+    def over(cls, file: RowFile, spill: Spill, position: int, turn: int) -> Self:
+        """The rows of a conversation that goes on from a record of its state.
+
+        Args:
+            file: Its file, open for writing.
+            spill: Where the file is.
+            position: The record's position.
+            turn: The place that gets the next record, 0 or 1.
+        """
         rows = cls(spill, len(file.forms))
-        rows._forms = list(file.forms)
+        rows._forms, rows.is_whole = list(file.forms), True
         rows._own(file)
+        if file.keep:
+            rows._keeping = StateKeeping(file, position, turn)
         return rows
 
     def _own(self, file: RowFile) -> None:

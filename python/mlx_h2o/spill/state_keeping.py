@@ -46,11 +46,13 @@ class StateKeeping:
 
     Args:
         file: The conversation's file of rows.
+        position: The position of the record from which the conversation goes on; 0 if it is new.
+        turn: The place that gets the next record, 0 or 1: not the one that holds that record.
     """
 
-    def __init__(self, file: RowFile):
+    def __init__(self, file: RowFile, position: int = 0, turn: int = 0):
         self._file = weakref.ref(file)
-        self._next, self._turn = 0, 0
+        self._next, self._turn = position + EVERY if position else 0, turn
         self._waiting: _Waiting | None = None
 
     def due(self, position: int) -> bool:

@@ -147,8 +147,8 @@ def write_record(path: Path, record: bytes) -> None:
             rest = rest[file.write(rest) :]
 
 
-def found_records(path: Path, checksum: int, seal: Seal | None) -> list[StateRecord]:
-    """The whole records beside a file of rows, the newest first.
+def found_records(path: Path, checksum: int, seal: Seal | None) -> list[tuple[StateRecord, int]]:
+    """The whole records beside a file of rows, the newest first, and which of the two each is.
 
     Args:
         path: The file of rows.
@@ -156,10 +156,10 @@ def found_records(path: Path, checksum: int, seal: Seal | None) -> list[StateRec
         seal: As in `StateRecord.as_bytes`.
     """
     found = []
-    for of_record in paths_of(path):
+    for turn, of_record in enumerate(paths_of(path)):
         try:
             if of_record.stat().st_size <= MOST_BYTES + _HEAD.size:
-                found.append(read_record(of_record.read_bytes(), checksum, seal))
+                found.append((read_record(of_record.read_bytes(), checksum, seal), turn))
         except (OSError, DamagedFile):
             continue
-    return sorted(found, key=lambda record: -record.position)
+    return sorted(found, key=lambda one: -one[0].position)
