@@ -2,8 +2,9 @@
 
     python -m benchmarks.spill
 
-Two conversations of the same tokens, one with a file of its rows and one without, decode in turns
-of so many steps, each beginning every second time. Milliseconds are wall time over steps;
+Three conversations of the same tokens decode in turns of so many steps: without a file of their
+rows, with one, and with one from which evicted rows come back. Ratios are to the first.
+Milliseconds are wall time over steps;
 "processor" is the ratio of the process's own time, all threads with the file's included, which
 others on the machine disturb less. Ratios are medians of the turns' ratios, with their quartiles.
 Bytes are those of the file; for a model that is not here they are computed from its shape.
@@ -21,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o import load, make_prompt_cache
+from mlx_h2o import Spill, load, make_prompt_cache
 from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o.spill.layout import LayerForm, Layout
 
@@ -30,7 +31,10 @@ ARMS: dict[str, dict[str, Any]] = {"dense": {}, "8 bits": {"bits": 8}, "6 bits":
 #: Llama-3-8B: layers, KV heads, width of a head.
 LLAMA = (32, 8, 128)
 GROUP = 64
-COLUMNS = ("model", "rows", "ms a step", "with the file", "ratio", "processor", "bytes a token")
+COLUMNS = (
+    *("model", "rows", "ms a step", "with a file", "processor"),
+    *("rows come back", "processor", "bytes a token"),
+)
 
 
 def decode(model: nn.Module, cache: list[Any], token: mx.array, steps: int) -> mx.array:
@@ -49,35 +53,34 @@ def paired(
 ) -> tuple[list[list[float]], list[list[float]], float]:
     """Milliseconds a step and processor milliseconds of each turn, and the file's bytes a token.
 
-    Both lists have two lists: without and with a file.
+    Both lists have three lists: without a file, with one, and with rows that come back from it.
     """
     arms: list[list[Any]] = []
-    for spill in (None, folder):
-        cache = make_prompt_cache(
-            model, args.slots, budgets="uniform", frames="none", spill=spill, **settings
-        )
+    for spill in (None, Spill(folder, returns=None), Spill(folder)):
+        cache: list[Any] = make_prompt_cache(model, args.slots, spill=spill, **settings)
         prompt = mx.random.randint(0, 1000, (1, args.prompt), key=mx.random.key(0))
         token = model(prompt, cache=cache)[:, -1].argmax(axis=-1)
         arms.append([cache, decode(model, cache, token, 2 * args.steps)])
-    times: list[list[float]] = [[], []]
-    own: list[list[float]] = [[], []]
+    times: list[list[float]] = [[], [], []]
+    own: list[list[float]] = [[], [], []]
     for turn in range(args.turns):
-        for i in (0, 1) if turn % 2 else (1, 0):
+        for i in (0, 1, 2) if turn % 2 else (2, 1, 0):
             start, used = time.perf_counter(), time.process_time()
-            cache, token = arms[i]
-            arms[i][1] = decode(model, cache, token, args.steps)
+            arms[i][1] = decode(model, arms[i][0], arms[i][1], args.steps)
             times[i].append((time.perf_counter() - start) / args.steps * 1e3)
             own[i].append((time.process_time() - used) / args.steps * 1e3)
     spilled = arms[1][0][0].spill
     file = spilled.conversation.file
     if spilled.failure or not file.flush():
         raise SystemExit(f"The file failed: {spilled.failure}")
+    if not any(entry.back.returned for entry in arms[2][0] if entry.back is not None):
+        raise SystemExit("No row came back: make --prompt longer.")
     return times, own, file.layout.block_bytes / file.layout.positions
 
 
-def ratio_of(times: list[list[float]]) -> str:
-    """The median of the turns' ratios, with the quartiles."""
-    ratios = sorted(b / a for a, b in zip(*times, strict=True))
+def ratio_of(times: list[list[float]], arm: int) -> str:
+    """The median of the turns' ratios of an arm to the first, with the quartiles."""
+    ratios = sorted(b / a for a, b in zip(times[0], times[arm], strict=True))
     quarter = len(ratios) // 4
     low, high = ratios[quarter], ratios[-1 - quarter]
     return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
@@ -106,8 +109,9 @@ def main() -> None:
         for arm, settings in ARMS.items():
             with tempfile.TemporaryDirectory(dir=args.folder) as folder:
                 times, own, size = paired(model, settings, args, Path(folder))
-            means = [f"{statistics.median(of_arm):.2f}" for of_arm in times]
-            cells = [name, arm, *means, ratio_of(times), ratio_of(own), f"{size:,.0f}"]
+            ratios = [ratio_of(of, i) for i in (1, 2) for of in (times, own)]
+            alone = f"{statistics.median(times[0]):.2f}"
+            cells = [name, arm, alone, *ratios, f"{size:,.0f}"]
             print(f"| {' | '.join(cells)} |", flush=True)
     print(f"\nComputed for Llama-3-8B: {LLAMA[0]} layers, {LLAMA[1]} KV heads of {LLAMA[2]}\n")
     print("| rows | bytes a token | MB/s at 50 tokens/s | GB of 100,000 tokens |")
