@@ -10,10 +10,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from benchmarks.board import attention_matching, in_package, kvpress_rivals, momentkv, turboquant
 from benchmarks.board.board import Sizes, measure, protocol_of, tasks_of
 from benchmarks.board.cells import Cell, Found, Record
 from benchmarks.board.chart import draw
-from benchmarks.board.in_package import rivals as in_package
 from benchmarks.board.reading import plain
 from benchmarks.board.rivals import Rival
 from benchmarks.board.tables import LOST_COLUMNS, failures, lost, settings_of, table, tables_of
@@ -65,7 +65,13 @@ def sizes_of(model: str, args: argparse.Namespace) -> Sizes:
 
 def all_rivals(only: Sequence[str]) -> list[Rival]:
     """Every rival, or those whose names contain one of some words."""
-    every = in_package()
+    every = [
+        *in_package.rivals(),
+        momentkv.rival(),
+        attention_matching.rival(),
+        *turboquant.rivals(),
+        *kvpress_rivals.rivals(),
+    ]
     return [one for one in every if not only or any(word in one.name for word in only)]
 
 
