@@ -84,12 +84,13 @@ def measure(
     whole = list(cells_of(model, list(named), rivals, shares))
     missing = [(cell, rival) for cell, rival in whole if not record.has(cell)]
     full: tuple[str, mx.array] | None = None
+    at = commit()
     for i, (cell, rival) in enumerate(missing):
         tell(cell, len(whole) - len(missing) + i, len(whole))
         task = named[cell.task]
         if full is None or full[0] != cell.task:
             full = cell.task, _full(stage, task, record)
-        record.add(cell, found(stage, task, rival, cell.share, full[1]))
+        record.add(cell, {**found(stage, task, rival, cell.share, full[1]), "commit": at})
 
 
 def _full(stage: Stage, task: Task, record: Record) -> mx.array:
@@ -113,10 +114,9 @@ def found(stage: Stage, task: Task, rival: Rival, share: float | None, full: mx.
     """
     try:
         reading = rival.read(stage, task, share or 1.0)
-        scored: dict[str, Any] = scores_of(task, full, reading).as_json()
+        return scores_of(task, full, reading).as_json()
     except Exception as error:  # a rival that does not run must not end the board
         return {"failed": f"{type(error).__name__}: {error}"[:400]}
-    return scored | {"commit": commit() or ""}
 
 
 def protocol_of(model: str, sizes: Sizes, chunk: int, seed: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ It is slow, and right by inspection: nothing of the package's kernels takes part
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -124,7 +124,7 @@ class ColumnCache(Looking):
         before = self.keys.shape[2]
         held = self.keys, self.values, self.bias, self.mass
         self.keys, self.values, self.bias, self.mass = (
-            mx.concatenate([old, new], axis=2)
+            mx.concatenate([cast(mx.array, old), new], axis=2)
             for old, new in zip(held, (keys, values, zeros, zeros), strict=True)
         )
         return before

@@ -31,7 +31,7 @@ CHUNK = 128
 QUICK = Sizes(prompt=320, continuation=33, samples=1, facts=6, shares=(1 / 8,))
 WHOLE = Sizes(prompt=1024, continuation=129, samples=6, facts=24, shares=SHARES)
 #: The embedded model is so small that a quick run affords every part of the bytes, and more rows.
-QUICK_EMBEDDED = Sizes(prompt=512, continuation=65, samples=3, facts=24, shares=SHARES)
+QUICK_EMBEDDED = Sizes(prompt=512, continuation=33, samples=2, facts=12, shares=SHARES)
 
 
 def parser() -> argparse.ArgumentParser:

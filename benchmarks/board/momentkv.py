@@ -13,6 +13,7 @@ paper's exact score may differ.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import mlx.core as mx
@@ -60,7 +61,7 @@ class MomentCache(ColumnCache):
     def column(self, queries: mx.array) -> tuple[mx.array, mx.array] | None:
         if self.key_mean is None or self.value_mean is None or self.covariance is None:
             return None
-        logits = (queries * self.key_mean[:, :, None]).sum(axis=-1) + mx.log(self.count)
+        logits = (queries * self.key_mean[:, :, None]).sum(axis=-1) + math.log(self.count)
         values = self.value_mean[:, :, None] + queries @ self.covariance.swapaxes(-1, -2)
         return logits, values
 
