@@ -28,7 +28,7 @@ MODELS = ("smollm2-135m", EMBEDDED_MODEL)
 SHARES = (1 / 4, 1 / 8, 1 / 16)
 #: Tokens of a prompt that are read at once.
 CHUNK = 128
-QUICK = Sizes(prompt=320, continuation=33, samples=1, facts=6, shares=(1 / 8,))
+QUICK = Sizes(prompt=256, continuation=25, samples=1, facts=4, shares=(1 / 8,))
 WHOLE = Sizes(prompt=1024, continuation=129, samples=6, facts=24, shares=SHARES)
 #: The embedded model is so small that a quick run affords every part of the bytes, and more rows.
 QUICK_EMBEDDED = Sizes(prompt=512, continuation=33, samples=2, facts=12, shares=SHARES)
