@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,6 +33,7 @@ class Sizes:
         samples: Samples of each text.
         facts: Prompts of each kind of needles.
         shares: Parts of the bytes of a prompt's full 16-bit cache.
+        growing: Tokens of a text that comes token by token; 0 leaves that task out.
     """
 
     prompt: int
@@ -38,11 +41,14 @@ class Sizes:
     samples: int
     facts: int
     shares: tuple[float, ...]
+    growing: int = 0
 
 
 def tasks_of(stage: Stage, sizes: Sizes) -> list[Task]:
     """The texts, the needles and the hard needles."""
+    grows = [tasks.growing(stage, sizes.growing, 1)] if sizes.growing else []
     return [
+        *grows,
         tasks.texts(stage, sizes.prompt, sizes.continuation, sizes.samples),
         tasks.needles(stage, sizes.prompt, sizes.facts),
         tasks.hard_needles(stage, sizes.prompt, sizes.facts),
@@ -50,13 +56,15 @@ def tasks_of(stage: Stage, sizes: Sizes) -> list[Task]:
 
 
 def cells_of(
-    model: str, names: Sequence[str], rivals: Sequence[Rival], shares: Sequence[float]
+    model: str, of_model: Sequence[Task], rivals: Sequence[Rival], shares: Sequence[float]
 ) -> Iterator[tuple[Cell, Rival]]:
     """All cells of a model, task after task."""
-    for task in names:
+    for task in of_model:
         for rival in rivals:
+            if task.grows and rival.prompts_only:
+                continue
             for share in [None] if rival.keeps_all else shares:
-                yield Cell(model, task, rival.name, share), rival
+                yield Cell(model, task.name, rival.name, share), rival
 
 
 def measure(
@@ -66,8 +74,9 @@ def measure(
     shares: Sequence[float],
     record: Record,
     tell: Tell,
-) -> None:
-    """Measure the cells that a record lacks.
+    until: float = math.inf,
+) -> int:
+    """Measure the cells that a record lacks, and return how many it lacks still.
 
     A rival that cannot run leaves its reason in its cell.
 
@@ -78,19 +87,23 @@ def measure(
         shares: Parts of the bytes.
         record: What was measured before; new cells are added.
         tell: Called before each cell.
+        until: The time, by `time.monotonic`, after which no further cell is begun.
     """
     model = stage.model_name
     named = {task.name: task for task in of_model}
-    whole = list(cells_of(model, list(named), rivals, shares))
+    whole = list(cells_of(model, of_model, rivals, shares))
     missing = [(cell, rival) for cell, rival in whole if not record.has(cell)]
     full: tuple[str, mx.array] | None = None
     at = commit()
     for i, (cell, rival) in enumerate(missing):
+        if time.monotonic() > until:
+            return len(missing) - i
         tell(cell, len(whole) - len(missing) + i, len(whole))
         task = named[cell.task]
         if full is None or full[0] != cell.task:
             full = cell.task, _full(stage, task, record)
         record.add(cell, {**found(stage, task, rival, cell.share, full[1]), "commit": at})
+    return 0
 
 
 def _full(stage: Stage, task: Task, record: Record) -> mx.array:
@@ -121,4 +134,6 @@ def found(stage: Stage, task: Task, rival: Rival, share: float | None, full: mx.
 
 def protocol_of(model: str, sizes: Sizes, chunk: int, seed: int) -> dict[str, Any]:
     """What the scores of a model's cells depend on."""
-    return {"model": model, "sizes": asdict(sizes), "chunk": chunk, "seed": seed}
+    # A task that is left out is left out here, too.
+    how = {name: value for name, value in asdict(sizes).items() if value}
+    return {"model": model, "sizes": how, "chunk": chunk, "seed": seed}

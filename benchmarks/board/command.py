@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,6 +21,7 @@ from benchmarks.board.reading import plain
 from benchmarks.board.rivals import Rival
 from benchmarks.board.tables import LOST_COLUMNS, failures, lost, settings_of, table, tables_of
 from mlx_h2o._utils.files import cache_folder
+from mlx_h2o._utils.interrupts import terminating_tidily
 from mlx_h2o._utils.progress import progress_bar
 from mlx_h2o.calibration.first_use import profile_at_load
 from mlx_h2o.evaluate.contenders import label
@@ -29,7 +33,7 @@ SHARES = (1 / 4, 1 / 8, 1 / 16)
 #: Tokens of a prompt that are read at once.
 CHUNK = 128
 QUICK = Sizes(prompt=256, continuation=25, samples=1, facts=4, shares=(1 / 8,))
-WHOLE = Sizes(prompt=1024, continuation=129, samples=6, facts=24, shares=SHARES)
+WHOLE = Sizes(prompt=1024, continuation=129, samples=6, facts=24, shares=SHARES, growing=1024)
 #: The embedded model is so small that a quick run affords every part of the bytes, and more rows.
 QUICK_EMBEDDED = Sizes(prompt=512, continuation=33, samples=2, facts=12, shares=SHARES)
 
@@ -47,6 +51,9 @@ def parser() -> argparse.ArgumentParser:
         "--only", nargs="+", default=[], help="rivals whose names contain one of these"
     )
     made.add_argument("--resume", action="store_true", help="keep cells that were measured before")
+    made.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no cell after so many minutes"
+    )
     made.add_argument("--seed", type=int, default=0)
     made.add_argument(
         "--record", type=Path, help="folder of the cells, a file for each model (cache folder)"
@@ -60,7 +67,7 @@ def sizes_of(model: str, args: argparse.Namespace) -> Sizes:
     """How much is measured with a model."""
     chosen = (QUICK_EMBEDDED if model == EMBEDDED_MODEL else QUICK) if args.quick else WHOLE
     shares = tuple(args.shares) if args.shares else chosen.shares
-    return Sizes(chosen.prompt, chosen.continuation, chosen.samples, chosen.facts, shares)
+    return replace(chosen, shares=shares)
 
 
 def all_rivals(only: Sequence[str]) -> list[Rival]:
@@ -86,7 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     args = parser().parse_args(arguments)
     try:
-        run(args)
+        with terminating_tidily():
+            run(args)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
@@ -99,17 +107,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     """Measure all models, print the tables, and write what was asked for."""
     rivals = all_rivals(args.only)
+    until = time.monotonic() + 60 * args.minutes
+    missing: list[str] = []
     found: dict[Cell, Found] = {}
     parts: list[str] = []
     behind: list[list[str]] = []
     for model in args.model:
         sizes = sizes_of(model, args)
-        stage, record = measured(model, sizes, rivals, args)
+        stage, record, left = measured(model, sizes, rivals, args, until)
+        missing += [f"{model}: {left} cells were not measured in the time given."] if left else []
         found |= record.found
         full, element = plain(stage.model, sizes.prompt), element_of(stage)
         parts += tables_of(record.found, model, rivals, sizes.shares, full, element)
         behind += lost(record.found, model, rivals, sizes.shares)
-    print("\n".join(parts))
+    print("\n".join([*parts, *missing]))
     print("## Where we lose\n")
     print(
         table("Rivals that are better than mlx-h2o with the same bytes", LOST_COLUMNS, behind)
@@ -132,9 +143,9 @@ def write(args: argparse.Namespace, found: dict[Cell, Found], rivals: Sequence[R
 
 
 def measured(
-    model: str, sizes: Sizes, rivals: Sequence[Rival], args: argparse.Namespace
-) -> tuple[Stage, Record]:
-    """A model's stage and its record, complete."""
+    model: str, sizes: Sizes, rivals: Sequence[Rival], args: argparse.Namespace, until: float
+) -> tuple[Stage, Record, int]:
+    """A model's stage, its record, and the number of cells that are missing still."""
     folder = args.record or cache_folder() / "board" / ("quick" if args.quick else "whole")
     name = model.replace("/", "--").replace(":", "-")
     facts = "questions" if model == EMBEDDED_MODEL else "cloze"
@@ -149,8 +160,8 @@ def measured(
             told.about(f"{cell.task}, {cell.rival}, {label(cell.share) if cell.share else 'all'}")
             told(done, whole)
 
-        measure(stage, of_model, rivals, sizes.shares, record, tell)
-    return stage, record
+        left = measure(stage, of_model, rivals, sizes.shares, record, tell, until)
+    return stage, record, left
 
 
 def element_of(stage: Stage) -> int:

@@ -96,7 +96,7 @@ def _published(spec: str) -> Arm:
 
 def _size(task: Task, share: float) -> int:
     """The tokens whose bytes a cache gets."""
-    return max(round(share * len(task.prompts[0])), 1)
+    return max(round(share * task.sized), 1)
 
 
 def _through(arm: Arm) -> Read:

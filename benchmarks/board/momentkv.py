@@ -136,7 +136,7 @@ def rival() -> Rival:
 
     def read(stage: Stage, task: Task, share: float) -> Reading:
         def after(stage: Stage, part: Task) -> list[Any]:
-            given = int(share * plain(stage.model, len(part.prompts[0])))
+            given = int(share * plain(stage.model, part.sized))
             return having_read(stage, caches(stage.model, given), part)
 
         return reading_of(stage, task, after)

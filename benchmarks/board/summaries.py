@@ -60,7 +60,13 @@ def means(rows: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.fmean(row) for row in rows]
 
 
-def summed_up(found: Mapping[Cell, Found], model: str, rival: str, share: float | None) -> Summary:
+def summed_up(
+    found: Mapping[Cell, Found],
+    model: str,
+    rival: str,
+    share: float | None,
+    task: str = TEXTS_TASK,
+) -> Summary:
     """A rival's figures; tasks that failed are left out.
 
     Args:
@@ -68,13 +74,14 @@ def summed_up(found: Mapping[Cell, Found], model: str, rival: str, share: float 
         model: The model.
         rival: The rival.
         share: The part of the bytes.
+        task: The task whose tokens are summed up.
 
     Raises:
-        KeyError: It has no figures for the texts.
+        KeyError: It has no figures for the task.
     """
-    own = found[Cell(model, TEXTS_TASK, rival, share)]
-    full = found[Cell(model, TEXTS_TASK, FULL, None)]
-    ours = found.get(Cell(model, TEXTS_TASK, OURS, share), {})
+    own = found[Cell(model, task, rival, share)]
+    full = found[Cell(model, task, FULL, None)]
+    ours = found.get(Cell(model, task, OURS, share), {})
     kl = means(own["kl"])
     above = [a - b for a, b in zip(means(own["nll"]), means(full["nll"]), strict=True)]
     paired = [a - b for a, b in zip(kl, means(ours["kl"]), strict=True)] if "kl" in ours else []

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from benchmarks.board.cells import Cell, Found
 from benchmarks.board.rivals import FULL, OURS, Rival
 from benchmarks.board.summaries import Interval, Summary, summed_up
-from benchmarks.board.tasks import HARD_NEEDLES, NEEDLES, TEXTS_TASK
+from benchmarks.board.tasks import GROWING, HARD_NEEDLES, NEEDLES, TEXTS_TASK
 from mlx_h2o.evaluate.contenders import label
 
 #: Places of a divergence in nats.
@@ -29,7 +29,7 @@ NOTHING = "-"
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table under its title; a column of figures is set right."""
-    right = columns is COLUMNS
+    right = columns[1] == COLUMNS[1]
     rule = "|---|" + ("---:|" if right else "---|") * (len(columns) - 1)
     lines = ["| " + " | ".join(columns) + " |", rule]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
@@ -37,15 +37,19 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def summaries(
-    found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival], shares: Sequence[float]
+    found: Mapping[Cell, Found],
+    model: str,
+    rivals: Sequence[Rival],
+    shares: Sequence[float],
+    task: str = TEXTS_TASK,
 ) -> list[Summary]:
-    """The figures of all rivals that ran on a model's texts."""
+    """The figures of all rivals that ran on a model's texts, or on another task of that kind."""
     return [
-        summed_up(found, model, rival.name, share)
+        summed_up(found, model, rival.name, share, task)
         for share in (None, *shares)
         for rival in rivals
         if rival.keeps_all == (share is None)
-        and "kl" in found.get(Cell(model, TEXTS_TASK, rival.name, share), {})
+        and "kl" in found.get(Cell(model, task, rival.name, share), {})
     ]
 
 
@@ -79,16 +83,33 @@ def tables_of(
         if rows:
             given = f"{label(share)} of the bytes" if share else "every token, own bytes"
             yield table(f"{model}, {given}, {samples} samples of texts", COLUMNS, rows)
+    growing = summaries(found, model, rivals, shares, GROWING)
+    for share in (*shares, None):
+        ranked = sorted(growing, key=lambda one: one.kl)
+        if rows := [distance(one, False) for one in ranked if one.share == share]:
+            given = f"{label(share)} of the bytes" if share else "every token, own bytes"
+            yield table(f"{model}, {given}, texts token by token", COLUMNS[: len(rows[0])], rows)
 
 
 def cells_of(one: Summary, plain: int, element: int, grows: bool) -> list[str]:
     """A row of a table."""
-    over = NOTHING
-    if one.over_ours is not None and one.over_interval is not None:
-        over = f"{one.over_ours:+.{PLACES}f} {_interval(one.over_interval, '+')}"
     facts = [
         "/".join(map(str, one.facts.get(task, ()))) or NOTHING for task in (NEEDLES, HARD_NEEDLES)
     ]
+    return [
+        *distance(one, grows),
+        *facts,
+        f"{one.counted / plain:.3f}",
+        f"{one.held / plain * 2 / element:.3f}",
+        f"{1000 * one.token_seconds:.1f}",
+    ]
+
+
+def distance(one: Summary, grows: bool) -> list[str]:
+    """A row's first columns: the rival, and how far it is from the full cache and from ours."""
+    over = NOTHING
+    if one.over_ours is not None and one.over_interval is not None:
+        over = f"{one.over_ours:+.{PLACES}f} {_interval(one.over_interval, '+')}"
     name = f"**{one.rival}**" if one.rival == OURS else one.rival
     return [
         f"{name} †" if grows else name,
@@ -96,10 +117,6 @@ def cells_of(one: Summary, plain: int, element: int, grows: bool) -> list[str]:
         over,
         f"{one.changed:.1%}",
         f"{100 * one.loss:+.1f} %",
-        *facts,
-        f"{one.counted / plain:.3f}",
-        f"{one.held / plain * 2 / element:.3f}",
-        f"{1000 * one.token_seconds:.1f}",
     ]
 
 

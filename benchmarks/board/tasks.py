@@ -14,7 +14,9 @@ from mlx_h2o.evaluate.stage import Stage
 
 #: Names of the tasks: the first two have answers.
 NEEDLES, HARD_NEEDLES = "needles", "hard needles"
-TEXTS_TASK = "texts"
+TEXTS_TASK, GROWING = "texts", "growing"
+#: Tokens of a text that grows: the beginning that is read at once.
+BEGINNING = 64
 #: Facts of a hard needle's document, which is cut to the prompt's tokens.
 HARD_FACTS = 3
 #: Characters of a document for each token of a prompt: more than enough, since the rest is cut off.
@@ -38,6 +40,9 @@ class Task:
         lengths: Tokens of each continuation that count.
         answers: Where each row's answer begins in its continuation; None for texts.
         least: As in `recall.Form`; used for answers.
+        grows: Whether nearly everything comes token by token, so that caches evict while they
+            decode. Parts of the bytes are then of the whole, not of the prompt, and rivals that
+            compress prompts have no place.
     """
 
     name: str
@@ -47,6 +52,12 @@ class Task:
     lengths: tuple[int, ...]
     answers: tuple[int, ...] | None = None
     least: float = 0.0
+    grows: bool = False
+
+    @property
+    def sized(self) -> int:
+        """The tokens of whose full cache rivals get a part."""
+        return self.context if self.grows else len(self.prompts[0])
 
     @property
     def context(self) -> int:
@@ -63,6 +74,7 @@ class Task:
             self.lengths[i : i + 1],
             None if self.answers is None else self.answers[i : i + 1],
             self.least,
+            self.grows,
         )
 
 
@@ -75,23 +87,48 @@ def texts(stage: Stage, prompt: int, continuation: int, samples: int) -> Task:
         continuation: Tokens of a continuation.
         samples: Samples of each text.
     """
+    labels, rows = _samples(stage, prompt + continuation, samples)
+    return Task(
+        TEXTS_TASK,
+        labels,
+        [row[:prompt] for row in rows],
+        [row[prompt:] for row in rows],
+        (continuation,) * len(rows),
+    )
+
+
+def growing(stage: Stage, length: int, samples: int) -> Task:
+    """The same texts as if they were answers: a short beginning, then token by token.
+
+    Args:
+        stage: The model's tokenizer.
+        length: Tokens of a sample.
+        samples: Samples of each text.
+    """
+    labels, rows = _samples(stage, length, samples)
+    return Task(
+        GROWING,
+        labels,
+        [row[:BEGINNING] for row in rows],
+        [row[BEGINNING:] for row in rows],
+        (length - BEGINNING,) * len(rows),
+        grows=True,
+    )
+
+
+def _samples(stage: Stage, length: int, samples: int) -> tuple[tuple[str, ...], list[list[int]]]:
+    """The name of each sample's text, and its tokens."""
     labels: list[str] = []
     rows: list[list[int]] = []
     for name, text in TEXTS.items():
         bos = stage.first[0] if stage.first else None
         # One sample comes from the text's middle: beginnings are titles and comments.
         count = samples if samples > 1 else 3
-        tokens = samples_of(stage.encode(text()), count, prompt + continuation, bos)
+        tokens = samples_of(stage.encode(text()), count, length, bos)
         of_text = cast(list[list[int]], tokens.tolist())
         rows += of_text if samples > 1 else of_text[1:2]
         labels += [name] * samples
-    return Task(
-        TEXTS_TASK,
-        tuple(labels),
-        [row[:prompt] for row in rows],
-        [row[prompt:] for row in rows],
-        (continuation,) * len(rows),
-    )
+    return tuple(labels), rows
 
 
 def needles(stage: Stage, length: int, count: int, kind: str = "single") -> Task:

@@ -211,6 +211,9 @@ def test_resuming_computes_nothing_twice(stage: Stage, task: tasks.Task, tmp_pat
     path, how = tmp_path / "run.jsonl", protocol_of("m", Sizes(P, C, 1, 1, (0.5,)), 128, 0)
     measure(stage, [task], rivals, (0.5, 0.25), Record(path, how, True), no_progress)
     assert calls == ["a 0.5", "a 0.25", "b 1.0"]
+    late = Record(tmp_path / "late.jsonl", how, True)
+    assert measure(stage, [task], rivals, (0.5, 0.25), late, no_progress, until=0) == 5
+    assert late.found == {}
     path.write_text(path.read_text() + '{"cell": ["m", "te')  # killed while it wrote
     again = Record(path, how, True)
     measure(stage, [task], rivals, (0.5, 0.25), again, no_progress)
@@ -342,8 +345,14 @@ def test_where_we_lose_is_said() -> None:
 
 def test_caches_that_keep_every_token_are_measured_once() -> None:
     rivals = [counting("a", []), counting("b", [], keeps_all=True)]
-    cells = [cell for cell, _ in cells_of("m", ["t"], rivals, (0.5, 0.25))]
-    assert cells == [("m", "t", "a", 0.5), ("m", "t", "a", 0.25), ("m", "t", "b", None)]
+    rivals.append(counting("c", [], prompts_only=True))
+    whole = tasks.Task("t", ("x",), [[1] * 8], [[1] * 4], (4,))
+    grows = tasks.Task("g", ("x",), [[1] * 8], [[1] * 4], (4,), grows=True)
+    cells = [cell for cell, _ in cells_of("m", [whole, grows], rivals, (0.5, 0.25))]
+    assert cells[:3] == [("m", "t", "a", 0.5), ("m", "t", "a", 0.25), ("m", "t", "b", None)]
+    # Nothing is compressed once where everything comes token by token.
+    assert [cell.task for cell in cells if cell.rival == "c"] == ["t", "t"]
+    assert (whole.sized, grows.sized, grows.row(0).sized) == (8, 12, 12)
 
 
 def test_ctrl_c_is_tidy(
@@ -367,13 +376,14 @@ def test_the_command_measures_draws_and_goes_on(
     monkeypatch.setattr(
         tasks, "hard_needles", lambda stage, length, count: tasks.needles(stage, length, count)
     )
-    monkeypatch.setattr(command, "QUICK_EMBEDDED", Sizes(128, 5, 1, 2, (1 / 4,)))
+    monkeypatch.setattr(command, "QUICK_EMBEDDED", Sizes(128, 5, 1, 2, (1 / 4,), 96))
     options = ["--quick", "--model", EMBEDDED_MODEL, "--only", "window", "mlx-h2o", "8 bits"]
     options += ["--record", str(tmp_path), "--json", str(tmp_path / "cells.json")]
     assert command.main([*options, "--svg", str(tmp_path / "board.svg")]) == 0
     first = capsys.readouterr().out
     assert "## Where we lose" in first
     assert "builtin:recall-4m, 1/4 of the bytes, 2 samples of texts" in first
+    assert "builtin:recall-4m, 1/4 of the bytes, texts token by token" in first
     cells = json.loads((tmp_path / "cells.json").read_text())
     assert {cell["rival"] for cell in cells} == {
         FULL, OURS, "mlx-h2o compress", "mlx-lm, sliding window", "mlx-lm, 8 bits",
@@ -384,5 +394,8 @@ def test_the_command_measures_draws_and_goes_on(
     )
     assert command.main([*options, "--resume"]) == 0
     assert capsys.readouterr().out == first
+    # Out of time at once: nothing is measured, which is said.
+    assert command.main([*options, "--minutes", "-1"]) == 0
+    assert "15 cells were not measured in the time given." in capsys.readouterr().out
     assert command.main([*options, "--resume", "--seed", "1"]) == 1
     assert "other settings" in capsys.readouterr().err
