@@ -31,7 +31,8 @@ class Sizes:
         prompt: Tokens of a text's prompt, and of a fact's prompt with its question.
         continuation: Tokens of a text's continuation; the first is given.
         samples: Samples of each text.
-        facts: Prompts of each kind of needles.
+        facts: Prompts of needles.
+        hard: Prompts of hard needles; 0 leaves that task out.
         shares: Parts of the bytes of a prompt's full 16-bit cache.
         growing: Tokens of a text that comes token by token; 0 leaves that task out.
     """
@@ -40,18 +41,20 @@ class Sizes:
     continuation: int
     samples: int
     facts: int
+    hard: int
     shares: tuple[float, ...]
     growing: int = 0
 
 
 def tasks_of(stage: Stage, sizes: Sizes) -> list[Task]:
     """The texts, the needles and the hard needles."""
+    hard = [tasks.hard_needles(stage, sizes.prompt, sizes.hard)] if sizes.hard else []
     grows = [tasks.growing(stage, sizes.growing, 1)] if sizes.growing else []
     return [
         *grows,
         tasks.texts(stage, sizes.prompt, sizes.continuation, sizes.samples),
         tasks.needles(stage, sizes.prompt, sizes.facts),
-        tasks.hard_needles(stage, sizes.prompt, sizes.facts),
+        *hard,
     ]
 
 

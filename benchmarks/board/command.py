@@ -13,7 +13,14 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from benchmarks.board import attention_matching, in_package, kvpress_rivals, momentkv, turboquant
+from benchmarks.board import (
+    attention_matching,
+    in_package,
+    kvpress_rivals,
+    momentkv,
+    packed_packages,
+    turboquant,
+)
 from benchmarks.board.board import Sizes, measure, protocol_of, tasks_of
 from benchmarks.board.cells import Cell, Found, Record
 from benchmarks.board.chart import draw
@@ -32,10 +39,13 @@ MODELS = ("smollm2-135m", EMBEDDED_MODEL)
 SHARES = (1 / 4, 1 / 8, 1 / 16)
 #: Tokens of a prompt that are read at once.
 CHUNK = 128
-QUICK = Sizes(prompt=256, continuation=25, samples=1, facts=4, shares=(1 / 8,))
-WHOLE = Sizes(prompt=1024, continuation=129, samples=6, facts=24, shares=SHARES, growing=1024)
+QUICK = Sizes(prompt=256, continuation=25, samples=1, facts=4, hard=4, shares=(1 / 8,))
+WHOLE = Sizes(
+    prompt=1024, continuation=129, samples=6, facts=24, hard=24, shares=SHARES, growing=1024
+)
 #: The embedded model is so small that a quick run affords every part of the bytes, and more rows.
-QUICK_EMBEDDED = Sizes(prompt=512, continuation=33, samples=2, facts=12, shares=SHARES)
+#: It knows next to none of the hard needles.
+QUICK_EMBEDDED = Sizes(prompt=512, continuation=33, samples=2, facts=12, hard=0, shares=SHARES)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,6 +87,7 @@ def all_rivals(only: Sequence[str]) -> list[Rival]:
         momentkv.rival(),
         attention_matching.rival(),
         *turboquant.rivals(),
+        *packed_packages.rivals(),
         *kvpress_rivals.rivals(),
     ]
     return [one for one in every if not only or any(word in one.name for word in only)]

@@ -48,7 +48,19 @@ def plain(model: nn.Module, tokens: int) -> int:
     return tokens * sum(map(plain_bytes, layer_kinds(model)))
 
 
-def reading_of(stage: Stage, task: Task, after: After, one_by_one: bool = False) -> Reading:
+def counted_bytes(cache: Sequence[Any]) -> int:
+    """Bytes of a model's caches as in 16 bits; the board's own caches count themselves."""
+    own = [entry.counted for entry in cache if hasattr(entry, "counted")]
+    return sum(own) if own else bytes_in_16_bits(cache)
+
+
+def reading_of(
+    stage: Stage,
+    task: Task,
+    after: After,
+    one_by_one: bool = False,
+    count: Callable[[Sequence[Any]], int] = counted_bytes,
+) -> Reading:
     """Read a task's prompts, then its continuations token by token.
 
     Args:
@@ -57,13 +69,14 @@ def reading_of(stage: Stage, task: Task, after: After, one_by_one: bool = False)
         after: Makes the cache that has read the prompts.
         one_by_one: Whether each row is read by itself, because a cache chooses for all rows of a
             batch alike.
+        count: Counts the bytes of all rows' caches.
 
     Raises:
         ValueError: The cache's bytes are too few, or it does not suit the model.
     """
     n = len(task.prompts)
     parts = [task.row(i) for i in range(n)] if one_by_one else [task]
-    found = [_read(stage, part, after) for part in parts]
+    found = [_read(stage, part, after, count) for part in parts]
     return Reading(
         mx.concatenate([part.logits for part in found]),
         max(part.counted for part in found),
@@ -73,7 +86,7 @@ def reading_of(stage: Stage, task: Task, after: After, one_by_one: bool = False)
     )
 
 
-def _read(stage: Stage, task: Task, after: After) -> Reading:
+def _read(stage: Stage, task: Task, after: After, count: Callable[[Sequence[Any]], int]) -> Reading:
     n = len(task.prompts)
     give_back()
     before = mx.get_active_memory()
@@ -82,7 +95,7 @@ def _read(stage: Stage, task: Task, after: After) -> Reading:
     prompt_seconds = (time.perf_counter() - start) / n
     give_back()
     held = (mx.get_active_memory() - before) // n
-    counted = counted_bytes(cache) // n
+    counted = count(cache) // n
     tokens = mx.array(task.continuations)
     logits, seconds = [], []
     for i in range(tokens.shape[1] - 1):
@@ -92,12 +105,6 @@ def _read(stage: Stage, task: Task, after: After) -> Reading:
     stacked = mx.stack(logits, axis=1)
     mx.eval(stacked)
     return Reading(stacked, counted, held, prompt_seconds, statistics.median(seconds))
-
-
-def counted_bytes(cache: Sequence[Any]) -> int:
-    """Bytes of a model's caches as in 16 bits; the board's own caches count themselves."""
-    own = [entry.counted for entry in cache if hasattr(entry, "counted")]
-    return sum(own) if own else bytes_in_16_bits(cache)
 
 
 def having_read(stage: Stage, cache: list[Any], task: Task) -> list[Any]:

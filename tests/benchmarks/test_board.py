@@ -208,7 +208,7 @@ def test_resuming_computes_nothing_twice(stage: Stage, task: tasks.Task, tmp_pat
     calls: list[str] = []
     rivals = [counting("a", calls), counting("b", calls, keeps_all=True)]
     rivals.append(Rival("broken", "", "", failing))
-    path, how = tmp_path / "run.jsonl", protocol_of("m", Sizes(P, C, 1, 1, (0.5,)), 128, 0)
+    path, how = tmp_path / "run.jsonl", protocol_of("m", Sizes(P, C, 1, 1, 0, (0.5,)), 128, 0)
     measure(stage, [task], rivals, (0.5, 0.25), Record(path, how, True), no_progress)
     assert calls == ["a 0.5", "a 0.25", "b 1.0"]
     late = Record(tmp_path / "late.jsonl", how, True)
@@ -376,7 +376,7 @@ def test_the_command_measures_draws_and_goes_on(
     monkeypatch.setattr(
         tasks, "hard_needles", lambda stage, length, count: tasks.needles(stage, length, count)
     )
-    monkeypatch.setattr(command, "QUICK_EMBEDDED", Sizes(128, 5, 1, 2, (1 / 4,), 96))
+    monkeypatch.setattr(command, "QUICK_EMBEDDED", Sizes(128, 5, 1, 2, 2, (1 / 4,), 96))
     options = ["--quick", "--model", EMBEDDED_MODEL, "--only", "window", "mlx-h2o", "8 bits"]
     options += ["--record", str(tmp_path), "--json", str(tmp_path / "cells.json")]
     assert command.main([*options, "--svg", str(tmp_path / "board.svg")]) == 0
