@@ -141,7 +141,13 @@ def run(args: argparse.Namespace) -> None:
     print(table("Rivals and their settings", ("rival", "settings", "source"), settings_of(rivals)))
     if failed := failures(found, args.model):
         print(table("What did not run", ("rival", "model", "where", "why"), failed))
+    print(f"Cells were measured at {', '.join(commits(found))}.")
     write(args, found, rivals)
+
+
+def commits(found: dict[Cell, Found]) -> list[str]:
+    """The commits at which cells were measured, in their order."""
+    return list(dict.fromkeys(one["commit"] for one in found.values() if "commit" in one))
 
 
 def write(args: argparse.Namespace, found: dict[Cell, Found], rivals: Sequence[Rival]) -> None:

@@ -254,6 +254,14 @@ def test_without_an_environment_kvpress_is_told(
             rival.read(stage, task, 0.5)
 
 
+def test_a_window_leaves_room_for_other_tokens() -> None:
+    nested = {"press": kvpress_rivals.SNAPKV, "alpha_safeguard": 0.5}
+    small = kvpress_rivals.windowed(nested, 32)
+    assert small["press"]["settings"] == {"window_size": 8, "kernel_size": 5}
+    assert kvpress_rivals.windowed(nested, 1000) == nested
+    assert kvpress_rivals.SNAPKV["settings"]["window_size"] == 64  # type: ignore[index]
+
+
 def test_a_dead_process_leaves_its_last_words(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
