@@ -43,6 +43,8 @@ QUICK = Sizes(prompt=256, continuation=25, samples=1, facts=4, hard=4, shares=(1
 WHOLE = Sizes(
     prompt=1024, continuation=129, samples=6, facts=24, hard=24, shares=SHARES, growing=1024
 )
+#: A quick run ends after so many minutes, whatever the machine; --resume goes on.
+QUICK_MINUTES = 10
 #: The embedded model is so small that a quick run affords every part of the bytes, and more rows.
 #: It knows next to none of the hard needles.
 QUICK_EMBEDDED = Sizes(prompt=512, continuation=33, samples=2, facts=12, hard=0, shares=SHARES)
@@ -62,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--resume", action="store_true", help="keep cells that were measured before")
     made.add_argument(
-        "--minutes", type=float, default=math.inf, help="begin no cell after so many minutes"
+        "--minutes",
+        type=float,
+        help=f"begin no cell after so many minutes ({QUICK_MINUTES} if --quick)",
     )
     made.add_argument("--seed", type=int, default=0)
     made.add_argument(
@@ -118,14 +122,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     """Measure all models, print the tables, and write what was asked for."""
     rivals = all_rivals(args.only)
-    until = time.monotonic() + 60 * args.minutes
+    until = time.monotonic() + 60 * minutes_of(args)
     missing: list[str] = []
     found: dict[Cell, Found] = {}
     parts: list[str] = []
     behind: list[list[str]] = []
-    for model in args.model:
+    for i, model in enumerate(args.model):
         sizes = sizes_of(model, args)
-        stage, record, left = measured(model, sizes, rivals, args, until)
+        # Each model gets its part of the time that is left.
+        now = time.monotonic()
+        of_model = now + (until - now) / (len(args.model) - i)
+        stage, record, left = measured(model, sizes, rivals, args, of_model)
         missing += [f"{model}: {left} cells were not measured in the time given."] if left else []
         found |= record.found
         full, element = plain(stage.model, sizes.prompt), element_of(stage)
@@ -143,6 +150,12 @@ def run(args: argparse.Namespace) -> None:
         print(table("What did not run", ("rival", "model", "where", "why"), failed))
     print(f"Cells were measured at {', '.join(commits(found))}.")
     write(args, found, rivals)
+
+
+def minutes_of(args: argparse.Namespace) -> float:
+    """The minutes after which no cell is begun."""
+    given: float | None = args.minutes
+    return given if given is not None else QUICK_MINUTES if args.quick else math.inf
 
 
 def commits(found: dict[Cell, Found]) -> list[str]:

@@ -363,6 +363,14 @@ def test_caches_that_keep_every_token_are_measured_once() -> None:
     assert (whole.sized, grows.sized, grows.row(0).sized) == (8, 12, 12)
 
 
+@pytest.mark.parametrize(
+    ("options", "minutes"),
+    [(["--quick"], 10), ([], float("inf")), (["--quick", "--minutes", "0"], 0)],
+)
+def test_a_quick_run_ends_after_ten_minutes(options: list[str], minutes: float) -> None:
+    assert command.minutes_of(command.parser().parse_args(options)) == minutes
+
+
 def test_ctrl_c_is_tidy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
