@@ -64,7 +64,7 @@ PRESSES: dict[str, tuple[str, dict[str, Any], str]] = {
     "AdaKV of ExpectedAttention": (
         "AdaKVPress",
         {"press": EXPECTED, "alpha_safeguard": 0.2},
-        "its leaderboard's best of this family; floor 0.2",
+        "on this ExpectedAttention, floor 0.2",
     ),
     "KVzip": ("KVzipPress", {}, "heads and layers share the budget"),
     "CriticalKV": ("CriticalKVPress", {"press": SNAPKV}, "on this SnapKV"),
