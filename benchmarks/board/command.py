@@ -1,0 +1,202 @@
+"""The command: `python -m benchmarks.board`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+
+from benchmarks.board import (
+    attention_matching,
+    in_package,
+    kvpress_rivals,
+    momentkv,
+    packed_packages,
+    turboquant,
+)
+from benchmarks.board.board import Sizes, measure, protocol_of, tasks_of
+from benchmarks.board.cells import Cell, Found, Record
+from benchmarks.board.chart import draw
+from benchmarks.board.reading import plain
+from benchmarks.board.rivals import Rival
+from benchmarks.board.tables import LOST_COLUMNS, failures, lost, settings_of, table, tables_of
+from mlx_h2o._utils.files import cache_folder
+from mlx_h2o._utils.interrupts import terminating_tidily
+from mlx_h2o._utils.progress import progress_bar
+from mlx_h2o.calibration.first_use import profile_at_load
+from mlx_h2o.evaluate.contenders import label
+from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
+
+MODELS = ("smollm2-135m", EMBEDDED_MODEL)
+SHARES = (1 / 4, 1 / 8, 1 / 16)
+#: Tokens of a prompt that are read at once.
+CHUNK = 128
+QUICK = Sizes(prompt=256, continuation=25, samples=1, facts=4, hard=4, shares=(1 / 8,))
+WHOLE = Sizes(
+    prompt=1024, continuation=129, samples=6, facts=24, hard=24, shares=SHARES, growing=1024
+)
+#: A quick run ends after so many minutes, whatever the machine; --resume goes on.
+QUICK_MINUTES = 10
+#: The embedded model is so small that a quick run affords every part of the bytes, and more rows.
+#: It knows next to none of the hard needles.
+QUICK_EMBEDDED = Sizes(prompt=512, continuation=33, samples=2, facts=12, hard=0, shares=SHARES)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.board",
+        description="Every rival at equal bytes, on texts that nothing was tuned on.",
+    )
+    made.add_argument("--model", nargs="+", default=list(MODELS), help="as in mlx_h2o.load")
+    made.add_argument("--quick", action="store_true", help="ten minutes instead of a night")
+    made.add_argument("--shares", type=float, nargs="+", help="parts of the bytes")
+    made.add_argument(
+        "--only", nargs="+", default=[], help="rivals whose names contain one of these"
+    )
+    made.add_argument("--resume", action="store_true", help="keep cells that were measured before")
+    made.add_argument(
+        "--minutes",
+        type=float,
+        help=f"begin no cell after so many minutes ({QUICK_MINUTES} if --quick)",
+    )
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument(
+        "--record", type=Path, help="folder of the cells, a file for each model (cache folder)"
+    )
+    made.add_argument("--json", type=Path, help="write all cells there, too")
+    made.add_argument("--svg", type=Path, help="draw the chart there, too")
+    return made
+
+
+def sizes_of(model: str, args: argparse.Namespace) -> Sizes:
+    """How much is measured with a model."""
+    chosen = (QUICK_EMBEDDED if model == EMBEDDED_MODEL else QUICK) if args.quick else WHOLE
+    shares = tuple(args.shares) if args.shares else chosen.shares
+    return replace(chosen, shares=shares)
+
+
+def all_rivals(only: Sequence[str]) -> list[Rival]:
+    """Every rival, or those whose names contain one of some words."""
+    every = [
+        *in_package.rivals(),
+        momentkv.rival(),
+        attention_matching.rival(),
+        *turboquant.rivals(),
+        *packed_packages.rivals(),
+        *kvpress_rivals.rivals(),
+    ]
+    return [one for one in every if not only or any(word in one.name for word in only)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse and run.
+
+    Args:
+        arguments: The command line; None means the program's own.
+
+    Returns:
+        0; 1 if something was wrong with the options; 130 after Ctrl-C.
+    """
+    args = parser().parse_args(arguments)
+    try:
+        with terminating_tidily():
+            run(args)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Stopped; --resume goes on from here.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure all models, print the tables, and write what was asked for."""
+    rivals = all_rivals(args.only)
+    until = time.monotonic() + 60 * minutes_of(args)
+    missing: list[str] = []
+    found: dict[Cell, Found] = {}
+    parts: list[str] = []
+    behind: list[list[str]] = []
+    for i, model in enumerate(args.model):
+        sizes = sizes_of(model, args)
+        # Each model gets its part of the time that is left.
+        now = time.monotonic()
+        of_model = now + (until - now) / (len(args.model) - i)
+        stage, record, left = measured(model, sizes, rivals, args, of_model)
+        missing += [f"{model}: {left} cells were not measured in the time given."] if left else []
+        found |= record.found
+        full, element = plain(stage.model, sizes.prompt), element_of(stage)
+        parts += tables_of(record.found, model, rivals, sizes.shares, full, element)
+        behind += lost(record.found, model, rivals, sizes.shares)
+    print("\n".join([*parts, *missing]))
+    print("## Where we lose\n")
+    print(
+        table("Rivals that are better than mlx-h2o with the same bytes", LOST_COLUMNS, behind)
+        if behind
+        else "Nowhere in this run.\n"
+    )
+    print(table("Rivals and their settings", ("rival", "settings", "source"), settings_of(rivals)))
+    if failed := failures(found, args.model):
+        print(table("What did not run", ("rival", "model", "where", "why"), failed))
+    print(f"Cells were measured at {', '.join(commits(found))}.")
+    write(args, found, rivals)
+
+
+def minutes_of(args: argparse.Namespace) -> float:
+    """The minutes after which no cell is begun."""
+    given: float | None = args.minutes
+    return given if given is not None else QUICK_MINUTES if args.quick else math.inf
+
+
+def commits(found: dict[Cell, Found]) -> list[str]:
+    """The commits at which cells were measured, in their order."""
+    return list(dict.fromkeys(one["commit"] for one in found.values() if "commit" in one))
+
+
+def write(args: argparse.Namespace, found: dict[Cell, Found], rivals: Sequence[Rival]) -> None:
+    """The cells as JSON, and the chart, where they are asked for."""
+    if args.json:
+        cells = [{**cell._asdict(), **scores} for cell, scores in found.items()]
+        args.json.write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
+    if args.svg:
+        draw(found, args.model, rivals, args.svg)
+
+
+def measured(
+    model: str, sizes: Sizes, rivals: Sequence[Rival], args: argparse.Namespace, until: float
+) -> tuple[Stage, Record, int]:
+    """A model's stage, its record, and the number of cells that are missing still."""
+    folder = args.record or cache_folder() / "board" / ("quick" if args.quick else "whole")
+    name = model.replace("/", "--").replace(":", "-")
+    facts = "questions" if model == EMBEDDED_MODEL else "cloze"
+    stage = Stage(model, SAMPLE_TEXT.read_text(encoding="utf-8"), facts, CHUNK, args.seed)
+    protocol = protocol_of(model, sizes, CHUNK, args.seed)
+    record = Record(folder / f"{name}.jsonl", protocol, args.resume)
+    profile_at_load(stage.model)
+    of_model = tasks_of(stage, sizes)
+    with progress_bar(f"board, {model}", "cells") as told:
+
+        def tell(cell: Cell, done: int, whole: int) -> None:
+            told.about(f"{cell.task}, {cell.rival}, {label(cell.share) if cell.share else 'all'}")
+            told(done, whole)
+
+        left = measure(stage, of_model, rivals, sizes.shares, record, tell, until)
+    return stage, record, left
+
+
+def element_of(stage: Stage) -> int:
+    """Bytes of a number of the model's own dtype."""
+    weight: mx.array = stage.model.parameters()["model"]["layers"][0]["self_attn"]["q_proj"][
+        "weight"
+    ]
+    return 2 if weight.dtype in (mx.float16, mx.bfloat16) else 4

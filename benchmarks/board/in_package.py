@@ -1,0 +1,125 @@
+"""Rivals whose caches are in mlx-lm or in the package: the window, packed rows, and policies.
+
+A policy has the settings that its authors' code has, with even slots, dense rows and no remainder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from benchmarks.board.reading import Reading, having_read, reading_of
+from benchmarks.board.rivals import OURS, Read, Rival
+from benchmarks.board.tasks import Task
+from mlx_h2o.budgets.settings import DEFAULT_POLICY
+from mlx_h2o.evaluate.arms import FULL, PACKED, WINDOW, WINDOW_KEEP, Arm
+from mlx_h2o.evaluate.contenders import arm_of
+from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.model_caches.compress import compress_into
+
+ARXIV = "https://arxiv.org/abs/"
+MLX_LM = "https://github.com/ml-explore/mlx-lm"
+#: Policies as `contenders.arm_of` reads them: source, and why these settings.
+POLICIES = {
+    "streaming": (ARXIV + "2309.17453", "4 sinks, as in the paper"),
+    "h2o-paper": (ARXIV + "2306.14048", "half heavy hitters, half recent, no sinks: section 5"),
+    "tova": (ARXIV + "2401.06104", "no settings"),
+    "snapkv:pool=5": (
+        "https://github.com/FasterDecoding/SnapKV",
+        "pool of 5 as in the code, which averages where ours takes the greatest",
+    ),
+    "adakv:pool=5:least_share=0.5": (
+        "https://github.com/FFY0/AdaKV",
+        "floor of 0.5 as in the code, on top of snapkv",
+    ),
+    "chunkkv:pool=5": (ARXIV + "2502.00299", "chunks of 10, as in the paper"),
+    "keydiff": (ARXIV + "2504.15364", "no settings"),
+    "r-kv:importance_weight=0.07": (
+        "https://github.com/Zefan-Cai/R-KV",
+        "attention weighs 0.07 as in the code; 16 tokens leave at once, since the code's 128 are "
+        "more than these caches hold",
+    ),
+}
+
+
+def full_reading(stage: Stage, task: Task) -> Reading:
+    """The full cache's reading, against which all others are scored."""
+    return _through(Arm(FULL))(stage, task, 1.0)
+
+
+def rivals() -> list[Rival]:
+    """Ours first, then mlx-lm's and the policies."""
+    ours = Arm(OURS, DEFAULT_POLICY, by_bytes=True)
+    mlx_lm = [
+        Rival(
+            f"mlx-lm, {WINDOW}",
+            MLX_LM,
+            f"RotatingKVCache, keep={WINDOW_KEEP} as in its make_prompt_cache",
+            _through(Arm(WINDOW)),
+        ),
+        *(
+            Rival(name, MLX_LM, "QuantizedKVCache; keeps every token", _through(Arm(name)), True)
+            for name in PACKED
+        ),
+    ]
+    policies = [
+        Rival(f"{spec.split(':')[0]} (ours)", source, why, _through(_published(spec)))
+        for spec, (source, why) in POLICIES.items()
+    ]
+    return [
+        Rival(OURS, "", "the default: bits, slots and remainder by the profile", _through(ours)),
+        Rival(
+            f"{OURS} compress",
+            "",
+            "`mlx_h2o compress`: the prompt is read twice; packed rows, remainder",
+            _compressed(replace(arm_of("kvzip"), name=f"{OURS} compress")),
+            prompts_only=True,
+        ),
+        *mlx_lm,
+        *policies,
+        Rival(
+            "kvzip (ours)",
+            "https://github.com/snu-mllab/KVzip",
+            "16 bits, no remainder; the softmax runs over the whole prompt",
+            _compressed(replace(arm_of("kvzip:bits=16"), remainder=False)),
+            prompts_only=True,
+        ),
+    ]
+
+
+def _published(spec: str) -> Arm:
+    """A policy's cache without what its paper does not have."""
+    return arm_of(f"{spec}:remainder=false")
+
+
+def _size(task: Task, share: float) -> int:
+    """The tokens whose bytes a cache gets."""
+    return max(round(share * task.sized), 1)
+
+
+def _through(arm: Arm) -> Read:
+    def read(stage: Stage, task: Task, share: float) -> Reading:
+        def after(stage: Stage, part: Task) -> list[Any]:
+            cache = arm.make(stage.model, _size(part, share), context=part.context)
+            return having_read(stage, cache, part)
+
+        return reading_of(stage, task, after)
+
+    return read
+
+
+def _compressed(arm: Arm) -> Read:
+    def read(stage: Stage, task: Task, share: float) -> Reading:
+        def after(stage: Stage, part: Task) -> list[Any]:
+            prompt = mx.array(part.prompts)
+            empty = arm.make(stage.model, _size(part, share), context=prompt.shape[1])
+            of = stage.model, stage.tokenizer, prompt
+            room = len(part.continuations[0])
+            return compress_into(empty, *of, room=room, chunk=stage.chunk)
+
+        # Rows of a batch would share one layout of slots.
+        return reading_of(stage, task, after, one_by_one=True)
+
+    return read

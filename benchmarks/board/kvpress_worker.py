@@ -1,0 +1,136 @@
+"""kvpress's process: it compresses prompts and decodes, in an environment of its own.
+
+It is run by path with that environment's Python, and imports nothing of this project. The first
+argument is a folder with `config.json`, `model.safetensors` in the names of transformers, and the
+tokenizer's files. Each line of standard input is a request, {"press": ..., "settings": ...,
+"ratio": ..., "prompt": ids, "continuation": ids, "out": path}; each line of standard output is its
+answer: bytes and times, after the logits `[C - 1, vocabulary]` were written to `out` as .npy; or
+{"failed": why}.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# kvpress imports these for data sets, which nothing here asks for.
+for absent, names in {"datasets": ["load_dataset"], "fire": ["Fire"]}.items():
+    stand_in = types.ModuleType(absent)
+    for name in names:
+        setattr(stand_in, name, None)
+    sys.modules.setdefault(absent, stand_in)
+
+import kvpress  # noqa: E402
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache  # noqa: E402
+
+#: Presses that look at attention weights, which only this implementation gives out.
+EAGER = ("ObservedAttentionPress",)
+
+
+def loaded(folder: Path) -> Any:
+    """The model with this folder's weights, in float32."""
+    config = AutoConfig.from_pretrained(folder)
+    config.name_or_path = str(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = load_file(folder / "model.safetensors")
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if unexpected or set(missing) - tied:
+        raise ValueError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
+    model.tie_weights()
+    # KVzip's press asks for the tokenizer of this name.
+    model.config.name_or_path = model.name_or_path = str(folder)
+    return model.eval()
+
+
+def press_of(name: str, settings: dict[str, Any], ratio: float) -> Any:
+    """A press; settings that are {"press": ..., "settings": ...} are presses themselves."""
+    if name == "none":
+        return None
+    made = {
+        key: press_of(value["press"], value.get("settings", {}), ratio)
+        if isinstance(value, dict)
+        else value
+        for key, value in settings.items()
+    }
+    kind = getattr(kvpress, name)
+    press = kind(**made)
+    press.compression_ratio = ratio
+    return press
+
+
+def held_by(cache: Any) -> int:
+    """Bytes of a cache's tensors."""
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for layer in cache.layers
+        for tensor in (layer.keys, layer.values)
+    )
+
+
+def kept_rows(model: Any, cache: Any) -> int:
+    """Rows of all heads that attention may see: those held, less those that a press masks."""
+    held = sum(layer.keys.shape[1] * layer.keys.shape[2] for layer in cache.layers)
+    masked = 0
+    for layer in model.model.layers:
+        which = getattr(layer.self_attn, "masked_key_indices", None)
+        masked += 0 if which is None else len(which[2])
+    return held - masked
+
+
+@torch.no_grad()
+def answered(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """Compress one prompt and read its continuation."""
+    model.set_attn_implementation("eager" if asked["press"] in EAGER else "sdpa")
+    for layer in model.model.layers:
+        layer.self_attn.masked_key_indices = None
+    press = press_of(asked["press"], asked["settings"], asked["ratio"])
+    prompt = torch.tensor([asked["prompt"]])
+    length = prompt.shape[1]
+    cache = DynamicCache()
+    start = time.perf_counter()
+    if press is None:
+        model.model(input_ids=prompt, past_key_values=cache)
+    else:
+        with press(model):
+            model.model(input_ids=prompt, past_key_values=cache)
+    prompt_seconds = time.perf_counter() - start
+    held, rows = held_by(cache), kept_rows(model, cache)
+    logits, seconds = [], []
+    for i, token in enumerate(asked["continuation"][:-1]):
+        start = time.perf_counter()
+        place = torch.tensor([[length + i]])
+        out = model(input_ids=torch.tensor([[token]]), past_key_values=cache, position_ids=place)
+        seconds.append(time.perf_counter() - start)
+        logits.append(out.logits[0, -1].float().numpy())
+    np.save(asked["out"], np.stack(logits))
+    times = {"prompt_seconds": prompt_seconds, "token_seconds": statistics.median(seconds)}
+    return {"held": held, "rows": rows, **times}
+
+
+def main() -> None:
+    """Answer requests until standard input ends."""
+    out = sys.stdout
+    sys.stdout = sys.stderr  # what libraries print is no answer
+    torch.manual_seed(0)
+    model = loaded(Path(sys.argv[1]))
+    print(json.dumps({"ready": kvpress.__name__}), file=out, flush=True)
+    for line in sys.stdin:
+        try:
+            answer = answered(model, json.loads(line))
+        except Exception as error:  # the board tells it
+            answer = {"failed": f"{type(error).__name__}: {error}"[:400]}
+        print(json.dumps(answer), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Packed caches of other packages for MLX: turboquant-mlx-full and veloxquant-mlx, from PyPI.
+
+They keep every token, in fewer bits. Their GPU kernels need a Mac; here they compute with MLX's own
+operations.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from benchmarks.board.packages import unpacked
+from benchmarks.board.reading import Reading, counted_bytes, having_read, reading_of
+from benchmarks.board.rivals import Rival
+from benchmarks.board.tasks import Task
+from mlx_h2o.evaluate.stage import Stage
+from mlx_h2o.integration.stock_caches import stock_caches
+
+TURBOQUANT = "turboquant-mlx-full==0.30.0"
+VELOXQUANT = "veloxquant-mlx==0.94.15"
+#: Bits of keys and values, and why these.
+WIDTHS = {
+    (8, 3): "its README's recommended default",
+    (4, 3): "where its README sees keys degrade",
+    (3, 3): "its historical default",
+}
+#: KIVI's settings in its paper: 2 bits in groups of 32, and the newest tokens unpacked.
+KIVI = {"bit_width_inlier": 2, "kivi_group_size": 32, "residual_length": 32}
+
+
+def imported(requirement: str, module: str) -> ModuleType:
+    """A module of a package that pip puts into the cache folder.
+
+    Raises:
+        ValueError: pip cannot get it, or it cannot be imported.
+    """
+    place = str(unpacked(requirement))
+    sys.path.insert(0, place)
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{requirement} cannot be imported: {error}") from error
+    finally:
+        sys.path.remove(place)
+
+
+def rivals() -> list[Rival]:
+    """TurboQuant in several widths, and KIVI."""
+    turbo = [
+        Rival(
+            f"turboquant-mlx-full, {k} and {v} bits",
+            "https://pypi.org/project/turboquant-mlx-full/",
+            f"bits of keys and values: {why}",
+            _packed(_turboquant(k, v), counted_bytes),
+            keeps_all=True,
+        )
+        for (k, v), why in WIDTHS.items()
+    ]
+    kivi = Rival(
+        "veloxquant-mlx, KIVI, 2 bits",
+        "https://pypi.org/project/veloxquant-mlx/",
+        "groups of 32, newest 32 unpacked; bytes as the package says, which it holds unpacked",
+        _packed(_kivi, _said_by_kivi),
+        keeps_all=True,
+    )
+    return [*turbo, kivi]
+
+
+def _packed(
+    make: Callable[[Stage], list[Any]], count: Callable[[Sequence[Any]], int]
+) -> Callable[[Stage, Task, float], Reading]:
+    def read(stage: Stage, task: Task, share: float) -> Reading:
+        def after(stage: Stage, part: Task) -> list[Any]:
+            return having_read(stage, make(stage), part)
+
+        return reading_of(stage, task, after, one_by_one=True, count=count)
+
+    return read
+
+
+def _turboquant(k_bits: int, v_bits: int) -> Callable[[Stage], list[Any]]:
+    def make(stage: Stage) -> list[Any]:
+        module = imported(TURBOQUANT, "turboquant_mlx.layers.polar_kv_cache")
+        of = {"k_bits": k_bits, "v_bits": v_bits}
+        return [module.TurboQuantKVCache(**of) for _ in stock_caches(stage.model)]
+
+    return make
+
+
+def _kivi(stage: Stage) -> list[Any]:
+    module = imported(VELOXQUANT, "veloxquant_mlx")
+    config = module.KVCacheConfig(method="kivi", seed=0, **KIVI)
+    return list(module.KVCacheBuilder.for_model(stage.model, config))
+
+
+def _said_by_kivi(cache: Sequence[Any]) -> int:
+    """What a packed form would take, by the package's own account."""
+    return sum(
+        entry.compressed_key_bytes + entry.compressed_value_bytes + entry.residual_fp16_bytes
+        for entry in cache
+    )

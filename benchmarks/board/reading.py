@@ -1,0 +1,113 @@
+"""What a rival's cache made of a task: logits over the continuations, bytes and times."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from benchmarks.board.tasks import Task
+from benchmarks.memory import give_back
+from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits
+from mlx_h2o.evaluate.stage import Stage, read, step, untold
+from mlx_h2o.integration.layer_probe import layer_kinds
+from mlx_h2o.model_caches.make import plain_bytes
+
+
+@dataclass
+class Reading:
+    """A task read through one cache.
+
+    Attributes:
+        logits: `[n, C - 1, vocabulary]`, float32: what is predicted after each token of the
+            continuation but the last.
+        counted: Bytes of one row's cache after the prompt, as a 16-bit model has them.
+        held: Bytes of memory that one row's cache takes after the prompt, in this model's dtype.
+        prompt_seconds: Seconds to read a row's prompt.
+        token_seconds: The median seconds of a row's further token.
+    """
+
+    logits: mx.array
+    counted: int
+    held: int
+    prompt_seconds: float
+    token_seconds: float
+
+
+#: Makes the caches that have read a task's prompts; the task may be one row of several.
+After = Callable[[Stage, Task], list[Any]]
+
+
+def plain(model: nn.Module, tokens: int) -> int:
+    """Bytes of a full 16-bit cache of so many tokens."""
+    return tokens * sum(map(plain_bytes, layer_kinds(model)))
+
+
+def counted_bytes(cache: Sequence[Any]) -> int:
+    """Bytes of a model's caches as in 16 bits; the board's own caches count themselves."""
+    own = [entry.counted for entry in cache if hasattr(entry, "counted")]
+    return sum(own) if own else bytes_in_16_bits(cache)
+
+
+def reading_of(
+    stage: Stage,
+    task: Task,
+    after: After,
+    one_by_one: bool = False,
+    count: Callable[[Sequence[Any]], int] = counted_bytes,
+) -> Reading:
+    """Read a task's prompts, then its continuations token by token.
+
+    Args:
+        stage: The model.
+        task: The prompts and continuations.
+        after: Makes the cache that has read the prompts.
+        one_by_one: Whether each row is read by itself, because a cache chooses for all rows of a
+            batch alike.
+        count: Counts the bytes of all rows' caches.
+
+    Raises:
+        ValueError: The cache's bytes are too few, or it does not suit the model.
+    """
+    n = len(task.prompts)
+    parts = [task.row(i) for i in range(n)] if one_by_one else [task]
+    found = [_read(stage, part, after, count) for part in parts]
+    return Reading(
+        mx.concatenate([part.logits for part in found]),
+        max(part.counted for part in found),
+        max(part.held for part in found),
+        statistics.fmean(part.prompt_seconds for part in found),
+        statistics.fmean(part.token_seconds for part in found),
+    )
+
+
+def _read(stage: Stage, task: Task, after: After, count: Callable[[Sequence[Any]], int]) -> Reading:
+    n = len(task.prompts)
+    give_back()
+    before = mx.get_active_memory()
+    start = time.perf_counter()
+    cache = after(stage, task)
+    prompt_seconds = (time.perf_counter() - start) / n
+    give_back()
+    held = (mx.get_active_memory() - before) // n
+    counted = count(cache) // n
+    tokens = mx.array(task.continuations)
+    logits, seconds = [], []
+    for i in range(tokens.shape[1] - 1):
+        start = time.perf_counter()
+        logits.append(step(stage.model, cache, tokens[:, i], untold).astype(mx.float32))
+        seconds.append((time.perf_counter() - start) / n)
+    stacked = mx.stack(logits, axis=1)
+    mx.eval(stacked)
+    return Reading(stacked, counted, held, prompt_seconds, statistics.median(seconds))
+
+
+def having_read(stage: Stage, cache: list[Any], task: Task) -> list[Any]:
+    """The cache, after a task's prompts were read through it in chunks."""
+    read(stage.model, cache, mx.array(task.prompts), stage.chunk, untold)
+    return cache

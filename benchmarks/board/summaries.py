@@ -1,0 +1,115 @@
+"""Cells summed up: a rival's figures with one part of the bytes, over all tasks of a model."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.board.cells import Cell, Found
+from benchmarks.board.rivals import FULL, OURS
+from benchmarks.board.tasks import HARD_NEEDLES, NEEDLES, TEXTS_TASK
+from mlx_h2o.evaluate.bootstrap import mean_interval
+from mlx_h2o.evaluate.measures.measure import part_of
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A rival's figures.
+
+    Attributes:
+        rival: The rival's name.
+        share: The part of the bytes; None if it keeps every token.
+        kl: Mean KL of the texts' tokens, nats.
+        kl_interval: Its interval over the texts' samples.
+        over_ours: By how much its KL exceeds ours with the same bytes; None for rivals that keep
+            every token.
+        over_interval: The interval of that, paired by sample.
+        changed: The share of tokens whose likeliest is another.
+        loss: The perplexity's loss against the full cache, as a share.
+        facts: Known and asked, by task; only facts that the full cache knows.
+        counted: Counted bytes of a text's cache.
+        held: Held bytes.
+        token_seconds: Seconds of a text's token.
+    """
+
+    rival: str
+    share: float | None
+    kl: float
+    kl_interval: Interval
+    over_ours: float | None
+    over_interval: Interval | None
+    changed: float
+    loss: float
+    facts: dict[str, tuple[int, int]]
+    counted: int
+    held: int
+    token_seconds: float
+
+    @property
+    def beats_ours(self) -> bool:
+        """Whether its KL is below ours by more than chance explains."""
+        return self.over_interval is not None and self.over_interval[1] < 0
+
+
+def means(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Each row's mean."""
+    return [statistics.fmean(row) for row in rows]
+
+
+def summed_up(
+    found: Mapping[Cell, Found],
+    model: str,
+    rival: str,
+    share: float | None,
+    task: str = TEXTS_TASK,
+) -> Summary:
+    """A rival's figures; tasks that failed are left out.
+
+    Args:
+        found: All cells.
+        model: The model.
+        rival: The rival.
+        share: The part of the bytes.
+        task: The task whose tokens are summed up.
+
+    Raises:
+        KeyError: It has no figures for the task.
+    """
+    own = found[Cell(model, task, rival, share)]
+    full = found[Cell(model, task, FULL, None)]
+    ours = found.get(Cell(model, task, OURS, share), {})
+    kl = means(own["kl"])
+    above = [a - b for a, b in zip(means(own["nll"]), means(full["nll"]), strict=True)]
+    paired = [a - b for a, b in zip(kl, means(ours["kl"]), strict=True)] if "kl" in ours else []
+    if rival == OURS:
+        paired = []
+    return Summary(
+        rival,
+        share,
+        statistics.fmean(kl),
+        mean_interval(kl),
+        statistics.fmean(paired) if paired else None,
+        mean_interval(paired) if paired else None,
+        statistics.fmean(means(own["changed"])),
+        math.expm1(statistics.fmean(above)),
+        {
+            task: of
+            for task in (NEEDLES, HARD_NEEDLES)
+            if (of := _facts(found, model, task, rival, share))
+        },
+        own["counted"],
+        own["held"],
+        own["token_seconds"],
+    )
+
+
+def _facts(
+    found: Mapping[Cell, Found], model: str, task: str, rival: str, share: float | None
+) -> tuple[int, int] | None:
+    own = found.get(Cell(model, task, rival, share), {})
+    full = found.get(Cell(model, task, FULL, None), {})
+    return part_of(own["known"], full["known"]) if "known" in own and "known" in full else None

@@ -1,0 +1,223 @@
+"""The board's tasks: prompts that are read, and continuations over which caches are compared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from benchmarks.board.texts import TEXTS, hard_needle, speeches
+from mlx_h2o.evaluate.needles import Needle, needle_task
+from mlx_h2o.evaluate.perplexity import samples_of
+from mlx_h2o.evaluate.stage import Stage
+
+#: Names of the tasks: the first two have answers.
+NEEDLES, HARD_NEEDLES = "needles", "hard needles"
+TEXTS_TASK, GROWING = "texts", "growing"
+#: Tokens of a text that grows: the beginning that is read at once.
+BEGINNING = 64
+#: Facts of a hard needle's document, which is cut to the prompt's tokens.
+HARD_FACTS = 3
+#: Characters of a document for each token of a prompt: more than enough, since the rest is cut off.
+CHARACTERS = 8
+#: Depths of needles, in turn.
+DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts of one length, each with a continuation that every cache reads token by token.
+
+    The continuation's first token is given, since a prompt that is read whole predicts it alike
+    with every cache that compresses afterwards. Each further token counts, up to `lengths`.
+
+    Attributes:
+        name: The task's name.
+        labels: Each row's text or kind of fact.
+        prompts: Token ids `[n][P]`.
+        continuations: Token ids `[n][C]`, padded at the end.
+        lengths: Tokens of each continuation that count.
+        answers: Where each row's answer begins in its continuation; None for texts.
+        least: As in `recall.Form`; used for answers.
+        grows: Whether nearly everything comes token by token, so that caches evict while they
+            decode. Parts of the bytes are then of the whole, not of the prompt, and rivals that
+            compress prompts have no place.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    prompts: list[list[int]]
+    continuations: list[list[int]]
+    lengths: tuple[int, ...]
+    answers: tuple[int, ...] | None = None
+    least: float = 0.0
+    grows: bool = False
+
+    @property
+    def sized(self) -> int:
+        """The tokens of whose full cache rivals get a part."""
+        return self.context if self.grows else len(self.prompts[0])
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and continuation."""
+        return len(self.prompts[0]) + len(self.continuations[0])
+
+    def row(self, i: int) -> Task:
+        """The task of one row alone."""
+        return Task(
+            self.name,
+            self.labels[i : i + 1],
+            self.prompts[i : i + 1],
+            self.continuations[i : i + 1],
+            self.lengths[i : i + 1],
+            None if self.answers is None else self.answers[i : i + 1],
+            self.least,
+            self.grows,
+        )
+
+
+def texts(stage: Stage, prompt: int, continuation: int, samples: int) -> Task:
+    """Samples of every text, evenly spaced, each cut into prompt and continuation.
+
+    Args:
+        stage: The model's tokenizer.
+        prompt: Tokens of a prompt.
+        continuation: Tokens of a continuation.
+        samples: Samples of each text.
+    """
+    labels, rows = _samples(stage, prompt + continuation, samples)
+    return Task(
+        TEXTS_TASK,
+        labels,
+        [row[:prompt] for row in rows],
+        [row[prompt:] for row in rows],
+        (continuation,) * len(rows),
+    )
+
+
+def growing(stage: Stage, length: int, samples: int) -> Task:
+    """The same texts as if they were answers: a short beginning, then token by token.
+
+    Args:
+        stage: The model's tokenizer.
+        length: Tokens of a sample.
+        samples: Samples of each text.
+    """
+    labels, rows = _samples(stage, length, samples)
+    return Task(
+        GROWING,
+        labels,
+        [row[:BEGINNING] for row in rows],
+        [row[BEGINNING:] for row in rows],
+        (length - BEGINNING,) * len(rows),
+        grows=True,
+    )
+
+
+def _samples(stage: Stage, length: int, samples: int) -> tuple[tuple[str, ...], list[list[int]]]:
+    """The name of each sample's text, and its tokens."""
+    labels: list[str] = []
+    rows: list[list[int]] = []
+    for name, text in TEXTS.items():
+        bos = stage.first[0] if stage.first else None
+        # One sample comes from the text's middle: beginnings are titles and comments.
+        count = samples if samples > 1 else 3
+        tokens = samples_of(stage.encode(text()), count, length, bos)
+        of_text = cast(list[list[int]], tokens.tolist())
+        rows += of_text if samples > 1 else of_text[1:2]
+        labels += [name] * samples
+    return tuple(labels), rows
+
+
+def needles(stage: Stage, length: int, count: int, kind: str = "single") -> Task:
+    """Facts in the model's own form, hidden in speeches and asked for after the prompt.
+
+    Args:
+        stage: Model and text; the text is replaced by the speeches.
+        length: Tokens of a prompt with its question.
+        count: The number of prompts.
+        kind: As in `needles.Needle`.
+    """
+    hay = Stage(stage.model_name, speeches(), stage.facts, stage.chunk, stage.seed)
+    hay.__dict__["_loaded"] = stage.model, stage.tokenizer
+    depths = [DEPTHS[i % len(DEPTHS)] for i in range(count)]
+    task = needle_task(hay, [Needle(kind, depth) for depth in depths], length, 1, stage.seed)
+    rows = cast(list[list[int]], task.prompts.tolist())
+    return _asked(
+        NEEDLES,
+        [row[:at] for row, at in zip(rows, task.questions, strict=True)],
+        [row[at:] for row, at in zip(rows, task.questions, strict=True)],
+        [list(answer) for answer in task.answers],
+        task.least,
+    )
+
+
+def hard_needles(stage: Stage, length: int, count: int) -> Task:
+    """Documents with several facts of one kind, from another project's generator.
+
+    Args:
+        stage: The model's tokenizer.
+        length: Tokens of a prompt with its question.
+        count: The number of prompts.
+    """
+    generate = hard_needle().generate_hard_example
+    rng = random.Random(stage.seed)
+    prompts: list[list[int]] = []
+    questions, answers = [], []
+    while len(prompts) < count:
+        made = generate(
+            num_needles=HARD_FACTS, ctx_chars=CHARACTERS * length, seed=rng.randrange(1 << 30)
+        )
+        facts = {record["sentence"]: record["value"] for record in made["needle_records"]}
+        asked = next(said for said, value in facts.items() if value == made["target"])
+        # A sentence to complete, which models that were not trained for chat can do, too.
+        question = stage.encode("\n\n" + asked[: asked.index(made["target"])].rstrip())
+        document = made["prompt"].partition("\n\nQuestion:")[0]
+        prompts.append(_shortened(stage, document, set(facts), length - len(question)))
+        questions.append(question)
+        answers.append(stage.encode(f" {made['target']}"))
+    return _asked(HARD_NEEDLES, prompts, questions, answers, 0.0)
+
+
+def _shortened(stage: Stage, document: str, facts: set[str], room: int) -> list[int]:
+    """A document's last `room` tokens, with the facts that would be cut off after the cut.
+
+    Raises:
+        ValueError: The document is too short.
+    """
+    said = [f"{part.rstrip('.')}." for part in document.split(". ")]
+    pieces = [(part in facts, stage.encode(f" {part}")) for part in said]
+    surplus = sum(len(piece) for _, piece in pieces) + len(stage.first) - room
+    if surplus < 0:
+        raise ValueError(f"A document of hard needles has less than {room} tokens.")
+    kept: list[int] = []
+    for is_fact, piece in pieces:
+        cut = 0 if is_fact else min(surplus, len(piece))
+        surplus -= cut
+        kept += piece[cut:]
+    return [*stage.first, *kept]
+
+
+def _asked(
+    name: str,
+    prompts: Sequence[list[int]],
+    questions: Sequence[list[int]],
+    answers: Sequence[list[int]],
+    least: float,
+) -> Task:
+    """Rows of equal lengths: prompts end where the shortest does, and the rest is continuation."""
+    shortest = min(map(len, prompts))
+    rest = [p[shortest:] + q for p, q in zip(prompts, questions, strict=True)]
+    whole = [r + a for r, a in zip(rest, answers, strict=True)]
+    longest = max(map(len, whole))
+    return Task(
+        name,
+        (name,) * len(whole),
+        [p[:shortest] for p in prompts],
+        [row + [0] * (longest - len(row)) for row in whole],
+        tuple(map(len, whole)),
+        tuple(map(len, rest)),
+        least,
+    )

@@ -1,0 +1,103 @@
+"""TurboQuant: rows rotated at random, each coordinate rounded to the best levels for a Gaussian.
+
+Source: *TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate*,
+https://arxiv.org/abs/2504.19874 (its variant for least squares). A row is divided by its length
+and rotated, after which each coordinate is nearly Gaussian with variance 1/D; Lloyd and Max's
+levels for that need no data. A row takes `bits` for each number, and 2 bytes for its length. Every
+token stays.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from benchmarks.board.column_cache import ELEMENT, ColumnCache, kinds_of
+from benchmarks.board.reading import Reading, having_read, reading_of
+from benchmarks.board.rivals import Rival
+from benchmarks.board.tasks import Task
+from mlx_h2o.evaluate.stage import Stage
+
+#: Points of the Gaussian from which levels are computed, and steps of Lloyd's iteration.
+POINTS, STEPS = 20_001, 300
+TINY = 1e-9
+
+
+@cache
+def levels(bits: int) -> mx.array:
+    """The 2^bits levels with the least squared error for a standard Gaussian, ascending."""
+    x = np.linspace(-6, 6, POINTS)
+    weight = np.exp(-0.5 * x * x)
+    found = np.quantile(
+        np.random.default_rng(0).normal(size=POINTS), (np.arange(2**bits) + 0.5) / 2**bits
+    )
+    for _ in range(STEPS):
+        nearest = np.searchsorted((found[1:] + found[:-1]) / 2, x)
+        found = np.bincount(nearest, weight * x, 2**bits) / np.bincount(nearest, weight, 2**bits)
+    return mx.array(found.astype(np.float32))
+
+
+@cache
+def rotation(width: int) -> mx.array:
+    """A random rotation `[width, width]`, always the same."""
+    drawn = np.random.default_rng(width).normal(size=(width, width))
+    return mx.array(np.linalg.qr(drawn)[0].astype(np.float32))
+
+
+def rounded(rows: mx.array, bits: int) -> mx.array:
+    """Rows `[..., D]` as they are after packing and unpacking."""
+    D = rows.shape[-1]
+    lengths = mx.maximum(mx.linalg.norm(rows, axis=-1, keepdims=True), TINY)
+    turned = rows / lengths @ rotation(D) * D**0.5
+    known = levels(bits)
+    middles = (known[1:] + known[:-1]) / 2
+    which = (turned[..., None] > middles).sum(axis=-1)
+    result: mx.array = known[which] @ rotation(D).T * (lengths / D**0.5)
+    return result
+
+
+class TurboCache(ColumnCache):
+    """One layer.
+
+    Args:
+        bits: Bits of a number.
+    """
+
+    def __init__(self, bits: int):
+        super().__init__()
+        self.bits = bits
+
+    @property
+    def counted(self) -> int:
+        if self.keys is None or self.values is None:
+            return 0
+        rows = self.keys[..., 0].size
+        return (self.keys.size + self.values.size) * self.bits // 8 + 2 * rows * ELEMENT
+
+    def stored(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return rounded(keys, self.bits), rounded(values, self.bits)
+
+
+def rivals() -> list[Rival]:
+    """TurboQuant in several widths."""
+    return [_rival(bits) for bits in (4, 3, 2)]
+
+
+def _rival(bits: int) -> Rival:
+    def read(stage: Stage, task: Task, share: float) -> Reading:
+        def after(stage: Stage, part: Task) -> list[Any]:
+            made: list[Any] = [TurboCache(bits) for _ in kinds_of(stage.model)]
+            return having_read(stage, made, part)
+
+        return reading_of(stage, task, after)
+
+    return Rival(
+        f"TurboQuant, {bits} bits (from the paper)",
+        "https://arxiv.org/abs/2504.19874",
+        "keys and values alike, the variant for least squares; held unpacked here",
+        read,
+        keeps_all=True,
+    )
