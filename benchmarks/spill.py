@@ -31,6 +31,8 @@ ARMS: dict[str, dict[str, Any]] = {"dense": {}, "8 bits": {"bits": 8}, "6 bits":
 #: Llama-3-8B: layers, KV heads, width of a head.
 LLAMA = (32, 8, 128)
 GROUP = 64
+#: Tokens of a chunk, and lines of the table, of a long conversation.
+CHUNK, LINES = 256, 10
 COLUMNS = (
     *("model", "rows", "ms a step", "with a file", "processor"),
     *("rows come back", "processor", "bytes a token"),
@@ -78,6 +80,36 @@ def paired(
     return times, own, file.layout.block_bytes / file.layout.positions
 
 
+def long_conversation(name: str, slots: int, tokens: int, folder: Path) -> None:
+    """Print what a conversation of so many tokens holds in memory and in its file, as it grows."""
+    model, _ = load(name)
+    cache: list[Any] = make_prompt_cache(model, slots, bits=6, spill=Spill(folder))
+    text = mx.random.randint(0, 1000, (1, CHUNK), key=mx.random.key(0))
+    columns = "tokens | resident MiB | told MiB | file MiB | file bytes a token | rows read a token"
+    print(f"| {columns} |\n|{'---:|' * 6}")
+    shown = tokens // LINES
+    for done in range(CHUNK, tokens + 1, CHUNK):
+        mx.eval(model(text, cache=cache)[:, -1])
+        text = (text + 7) % 1000  # so that no two chunks are alike
+        if done % shown < CHUNK:
+            file = cache[0].spill.conversation.file
+            if cache[0].spill.failure:
+                raise SystemExit(f"The file failed: {cache[0].spill.failure}")
+            held, told = resident(), sum(entry.nbytes for entry in cache)
+            read = sum(entry.back.rows_read for entry in cache if entry.back is not None)
+            sizes = [f"{size / 2**20:.1f}" for size in (held, told, file.file_bytes)]
+            cells = [f"{done:,}", *sizes, f"{file.file_bytes / done:,.0f}", f"{read / done:.1f}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def resident() -> int:
+    """Bytes of memory that are the process's own; pages of mapped files can be dropped."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit("The system does not tell what is resident.")
+
+
 def ratio_of(times: list[list[float]], arm: int) -> str:
     """The median of the turns' ratios of an arm to the first, with the quartiles."""
     ratios = sorted(b / a for a, b in zip(times[0], times[arm], strict=True))
@@ -94,6 +126,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompt", type=int, default=300, help="tokens before the first turn")
     made.add_argument("--steps", type=int, default=32, help="steps of a turn")
     made.add_argument("--turns", type=int, default=40)
+    made.add_argument("--long", type=int, help="tokens of one conversation, instead of timings")
     made.add_argument("--folder", type=Path, help="where the files lie (default: temporary)")
     return made
 
@@ -102,6 +135,10 @@ def main() -> None:
     """Print the tables."""
     args = parser().parse_args()
     use_openblas()
+    if args.long:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            long_conversation(args.models[0], args.slots, args.long, Path(folder))
+        return
     print(f"{args.slots} slots, {args.turns} turns of {args.steps} steps\n")
     print(f"| {' | '.join(COLUMNS)} |\n|---|---|{'---:|' * (len(COLUMNS) - 2)}")
     for name in args.models:

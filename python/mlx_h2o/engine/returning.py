@@ -60,7 +60,7 @@ class Returning:
         heads: The KV heads for which they do; None means all.
 
     Attributes:
-        queries: The last queries, `[1, Hq, L, D]` each, as they meet the stored keys.
+        queries: The last queries, `[1, Hq, L, D]` each, without key scaling.
         credits: By KV head.
         returned: Rows that came back so far.
         rows_read: Rows that were read from the file so far.
@@ -79,9 +79,9 @@ class Returning:
         return sum(q.nbytes for q in self.queries) + credits
 
     def note(self, q: mx.array) -> None:
-        """Keep the last queries; `q` is `[1, Hq, L, D]`, as it meets the stored keys."""
+        """Keep the last queries; `q` is `[1, Hq, L, D]`, as the model made it."""
         window = self.settings.window
-        kept = [*self.queries, q[:, :, -window:]]
+        kept = [*self.queries, q if q.shape[2] <= window else q[:, :, -window:]]
         while sum(part.shape[2] for part in kept[1:]) >= window:
             kept.pop(0)
         self.queries = kept
@@ -185,9 +185,9 @@ def bring_back(layer: Layer, call: AttentionCall, new_keys: mx.array) -> None:
 
     Args:
         layer: The layer, before it takes the new tokens in.
-        call: The next queries `[1, Hq, L, D]`, as they meet the stored keys. A single token's query
-            asks for nothing, since reading it would wait for this step.
-        new_keys: Their keys `[1, H, L, D]`, as stored.
+        call: The next queries `[1, Hq, L, D]`. A single token's query asks for nothing, since
+            reading it would wait for this step.
+        new_keys: Their keys `[1, H, L, D]`. Neither has key scaling.
     """
     back, spill = layer.back, layer.spill
     assert back is not None
@@ -198,11 +198,14 @@ def bring_back(layer: Layer, call: AttentionCall, new_keys: mx.array) -> None:
         queries, own = [*queries, call.q[:, :, -window:]], new_keys
     if not queries:
         return
-    q = mx.concatenate(queries, axis=2)[:, :, -window:].astype(mx.float32) * call.scale
+    q = mx.concatenate(queries, axis=2)[:, :, -window:]
+    if (frame := layer.settings.frame) is not None:
+        q, own = frame.enter_queries(q), None if own is None else frame.enter(own)
+    q = q.astype(mx.float32) * call.scale
     held = layer.memory.attended()
     asked = _asked(layer, q, held, own, call)
     try:
-        _digest_new_pages(layer, spill)
+        _digest_new_pages(layer, back, spill)
         come = [
             _come(layer, back, run, fields, asked) if back.has(run) else None
             for run, fields in zip(layer.runs, held, strict=True)
@@ -383,17 +386,21 @@ def _kept_credit(
 # -- rows of the file --------------------------------------------------------------------------
 
 
-def _digest_new_pages(layer: Layer, spill: LayerRows) -> None:
-    """Make the digests of pages that were completed since the last time."""
+def _digest_new_pages(layer: Layer, back: Returning, spill: LayerRows) -> None:
+    """Make the digests of pages that were completed since the last time.
+
+    Other heads than those that ask have digests of zeros: a head whose neighbours in its run ask
+    gets some rows back, too, and any will do.
+    """
     first, last = spill.digested, spill.available // PAGE
     if last <= first:
         return
     positions = np.arange(first * PAGE, last * PAGE)
-    means = []
-    for head in range(layer.store.heads):
+    means = np.zeros((layer.store.heads, last - first, layer.types["keys"].width), np.float32)
+    for head in range(layer.store.heads) if back.heads is None else sorted(back.heads):
         keys = _stored_keys(layer, head, positions)
-        means.append(np.array(keys.reshape(last - first, PAGE, -1).mean(axis=1)))
-    spill.digest(np.stack(means))
+        means[head] = np.array(keys.reshape(last - first, PAGE, -1).mean(axis=1))
+    spill.digest(means)
 
 
 def _rows(

@@ -67,11 +67,8 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
 
 def _bring_back(layer: Layer, back: Returning, call: AttentionCall, k: mx.array) -> None:
     """Let evicted rows come back if it is time, and note the queries for the next time."""
-    frame = layer.settings.frame
-    if frame is not None:
-        call = call.with_queries(frame.enter_queries(call.q))
     if back.is_due(layer, k.shape[2]):
-        bring_back(layer, call, k if frame is None else frame.enter(k))
+        bring_back(layer, call, k)
     back.note(call.q)
 
 
