@@ -121,20 +121,16 @@ def prose_read(
     return Found(nats, statistics.fmean(held), rows / len(nats))
 
 
-def table(found: dict[str, tuple[str, Found]], full: Found, prose: bool) -> None:
-    """Print a line for each cache."""
-    measure = "perplexity | loss" if prose else "facts"
-    print(f"| memory | cache | KV bytes | {measure} | rows read a token |")
-    print(f"|---|---|---:|---:|{'---:|' * (1 + prose)}")
-    for name, (part, of_cache) in {"full cache": ("all", full), **found}.items():
-        if prose:
-            perplexity = math.exp(statistics.fmean(of_cache.scores))
-            result = f"{perplexity:.3f} | {lost(of_cache.scores, full.scores)}"
-        else:
-            result = f"{sum(of_cache.scores):.0f} of {len(of_cache.scores)}"
-        label = name.partition(" at ")[0]
-        row = f"| {part} | {label} | {of_cache.nbytes:,.0f} | {result} | {of_cache.rows_read:.1f} |"
-        print(row, flush=True)
+def line(part: str, name: str, found: Found, full: Found, prose: bool) -> None:
+    """Print one cache's line."""
+    if prose:
+        perplexity = math.exp(statistics.fmean(found.scores))
+        result = f"{perplexity:.3f} | {lost(found.scores, full.scores)}"
+    else:
+        result = f"{sum(found.scores):.0f} of {len(found.scores)}"
+    print(
+        f"| {part} | {name} | {found.nbytes:,.0f} | {result} | {found.rows_read:.1f} |", flush=True
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -179,15 +175,22 @@ def main() -> None:
             return prose_read(model, samples, make, named)
         return facts_known(model, task, make, named)
 
+    measure = "perplexity | loss" if args.prose else "facts"
+    print(f"| memory | cache | KV bytes | {measure} | rows read a token |")
+    print(f"|---|---|---:|{'---:|' * (2 + args.prose)}", flush=True)
     full = measured(lambda: stock_cache(model), "full cache")
-    found = {}
+    line("all", "full cache", full, full, args.prose)
     with tempfile.TemporaryDirectory() as folder:
         for part in args.parts:
             for name, make in makers(model, args.tokens // part, args.tokens, Path(folder)).items():
-                if not args.only or name in args.only:
-                    named = f"{name} at 1/{part}"
-                    found[named] = (f"1/{part}", measured(make, named))
-    table(found, full, args.prose)
+                if args.only and name not in args.only:
+                    continue
+                try:
+                    make()
+                except ValueError:
+                    print(f"| 1/{part} | {name} | too few | | |", flush=True)
+                    continue
+                line(f"1/{part}", name, measured(make, f"{name} at 1/{part}"), full, args.prose)
 
 
 if __name__ == "__main__":

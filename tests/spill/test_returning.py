@@ -131,6 +131,22 @@ def test_a_row_that_a_chunk_wants_is_back_before_the_chunk_attends(tmp_path, sto
     assert wanted + 1 in positions_of(cache, 0)
 
 
+def test_a_fact_that_begins_in_one_page_comes_with_its_end_in_the_next(tmp_path):
+    cache = cache_of(tmp_path, replace(OFTEN, pages=1))
+    _, k, v = rows_of(320, 1)
+    _, of_pages, _ = rows_of(320 // PAGE, 2)
+    k = 0.1 * k + mx.repeat(of_pages, PAGE, axis=2)  # so that each page's mean tells it
+    for start in range(0, 320, 40):
+        part = slice(start, start + 40)
+        attended(cache, mx.zeros((1, QUERIES, 40, WIDTH)), k[:, :, part], v[:, :, part])
+    absent = set(range(320)) - positions_of(cache, 0)
+    last = min(p for p in absent if p % PAGE == PAGE - 1 and p + 1 in absent)
+    k[:, :, last] *= 1.5
+    ask = asking_for(k, last)
+    attended(cache, mx.concatenate([ask, ask], axis=2), *rows_of(2, 7)[1:])
+    assert last + 1 in positions_of(cache, 0)
+
+
 def test_a_row_that_decoding_wants_comes_a_little_later_and_leaves_when_unwanted(tmp_path):
     cache = cache_of(tmp_path, replace(OFTEN, pages=8))
     q, k, v = rows_of(160, 1)
@@ -241,8 +257,10 @@ def test_digests_are_read_as_they_were_written(tmp_path):
             digests.truncate(1, first * PAGE)
             digests.append(1, means[:, digests.count(1) :])
         for head in range(2):
-            read = digests.read(1, head, 2, 8)
+            parts = list(digests.read(1, head, 2, 8))
+            assert [first for first, _ in parts] == [0, TRACT]
+            read = np.concatenate([of_tract for _, of_tract in parts])
             assert np.array_equal(read, means[head].astype(np.float16))
-        assert digests.read(0, 0, 2, 8).shape == (0, 8)
+        assert not list(digests.read(0, 0, 2, 8))
         assert (digests.nbytes == 0) == (folder is not None)
     assert not list(tmp_path.iterdir())

@@ -32,7 +32,7 @@ from mlx_h2o.engine.layer import Layer
 from mlx_h2o.engine.policy_view import rows_of
 from mlx_h2o.spill.layer_rows import LayerRows
 from mlx_h2o.spill.layout import DamagedFile
-from mlx_h2o.spill.page_digests import PAGE, Array
+from mlx_h2o.spill.page_digests import PAGE, TRACT, Array
 from mlx_h2o.spill.setting import Returns
 from mlx_h2o.storage.packed import dense, value_lengths
 from mlx_h2o.storage.pins import true_positions
@@ -41,8 +41,6 @@ from mlx_h2o.storage.slot_store import Run
 #: A wanted row makes the rows behind it wanted, each by this factor less than the one before: when
 #: the model finds where a fact is told, it reads on from there.
 FADING = 0.9
-#: How much any row is wanted whose page was read: more than one whose page was not.
-LEAST_WANTED = 1e-30
 
 
 class Credit(NamedTuple):
@@ -278,25 +276,24 @@ def _come(layer: Layer, back: Returning, run: Run, fields: Fields, asked: Asked)
     """The rows that come back to a run of heads, or None; nothing changes yet."""
     spill, settings = layer.spill, back.settings
     assert spill is not None
-    heads = range(run.first, run.last)
-    positions = np.array(true_positions(fields["positions"]))[0]
-    absent = np.ones((run.heads, spill.available // PAGE * PAGE), bool)
-    for i, of_head in enumerate(positions):
-        absent[i, of_head[of_head < absent.shape[1]]] = False
-    if layer.window is not None:
-        absent[:, layer.offset - layer.recently_held :] = False
+    slots = np.array(true_positions(fields["positions"]))[0]
+    recent = np.arange(layer.offset - layer.recently_held, layer.offset)
+    held = [np.concatenate([of_head, recent]) for of_head in slots]
+    end = spill.available // PAGE * PAGE
+    absent = min(end - int((of_head < end).sum()) for of_head in held)
     evictable = run.budget - layer.policy.sink - layer.policy.recent_slots(layer.budget_of(run))
-    most = min(settings.rows, int(settings.room * evictable), int(absent.sum(axis=1).min()))
+    most = min(settings.rows, int(settings.room * evictable), absent)
     if most < 1:
         return None
     scores, credits, chosen = np.array(fields["scores"])[0].copy(), {}, []
-    for i, head in enumerate(heads):
-        wanted = _wanted(layer, back, head, asked, absent[i], most)
-        kept = _kept_credit(layer, back, head, positions[i], scores[i], wanted)
-        rank = np.where(absent[i], wanted, -1.0)
-        at = np.sort(np.argpartition(-rank, most - 1)[:most])
+    for i, head in enumerate(range(run.first, run.last)):
+        wanted = _wanted(layer, back, head, asked, held[i], most)
+        kept = _kept_credit(layer, back, head, slots[i], scores[i], wanted)
+        of_absent = np.where(wanted.absent, wanted.masses, -1.0)
+        best = np.sort(np.argpartition(-of_absent, most - 1)[:most])
+        at = wanted.positions[best]
         chosen.append(at)
-        given = _as_scores(layer, at, wanted[at])
+        given = _as_scores(layer, at, wanted.masses[best])
         credits[head] = Credit(
             np.concatenate([kept.positions, at]), np.concatenate([kept.scores, given])
         )
@@ -304,48 +301,87 @@ def _come(layer: Layer, back: Returning, run: Run, fields: Fields, asked: Asked)
     return Come(rows, mx.array(scores[None]), credits)
 
 
+class Wanted(NamedTuple):
+    """The rows that were read, of whole pages, in the order of their positions: `[M]` each.
+
+    Attributes:
+        positions: Their positions.
+        absent: Whether they were evicted.
+        masses: How much they are wanted: their attention mass, or that of a row before them.
+    """
+
+    positions: Array
+    absent: Array
+    masses: Array
+
+
 def _wanted(
-    layer: Layer, back: Returning, head: int, asked: Asked, absent: Array, most: int
-) -> Array:
-    """How much each row is wanted by one head, `[pages * PAGE]`; 0 where none was read.
+    layer: Layer, back: Returning, head: int, asked: Asked, held: Array, most: int
+) -> Wanted:
+    """How much one head wants the rows of the pages that seem to be wanted most.
 
     Args:
         layer: The layer.
         back: What it keeps.
         head: The KV head.
         asked: The queries.
-        absent: Whether each position's row was evicted, `[pages * PAGE]`.
+        held: Positions of the rows that it holds.
         most: How many absent rows are read, at least.
     """
-    spill, settings = layer.spill, back.settings
-    assert spill is not None
     q, lse = asked.queries[head], asked.logsums[head]
-    pages = len(absent) // PAGE
-    lost = absent.reshape(pages, PAGE).sum(axis=1)
-    digests = spill.digests(head, layer.store.heads, q.shape[1])[:pages]
-    with np.errstate(divide="ignore"):
-        estimates = (np.log(lost) + q @ digests.astype(np.float32).T - lse).max(axis=0)
-    read = set[int]()
-    for page in np.argsort(-estimates, kind="stable").tolist():
-        if len(read) >= 2 * settings.pages and sum(lost[p] for p in read) >= most:
-            break
-        read |= {page, min(page + 1, pages - 1)}  # a fact may end in the next page
-    at = (np.array(sorted(read))[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
+    at = _positions_of(_pages_read(layer, back, q, lse, head, held, most))
     back.rows_read += len(at)
     logits = q @ np.array(_stored_keys(layer, head, at)).T
     if asked.softcap:
         logits = asked.softcap * np.tanh(logits / asked.softcap)
+    absent = ~np.isin(at, held)
     # Absent rows would have their part of the softmax, as those that are held have.
-    of_absent = np.where(absent[at], logits, -np.inf)
+    of_absent = np.where(absent, logits, -np.inf)
     lse = np.logaddexp(lse, np.logaddexp.reduce(of_absent, axis=1, keepdims=True))
-    own = np.zeros(len(absent), np.float32)
-    own[at] = np.exp(np.minimum(logits - lse, 0)).max(axis=0)
-    wanted = own.copy()
-    for i in range(1, min(settings.ahead, len(own) - 1) + 1):
-        wanted[i:] = np.maximum(wanted[i:], own[:-i] * FADING**i)
-    known = np.zeros(len(absent), bool)
-    known[at] = True
-    return np.where(known, np.maximum(wanted, LEAST_WANTED), 0)
+    own = np.exp(np.minimum(logits - lse, 0)).max(axis=0)
+    masses = own.copy()
+    for i in range(1, min(back.settings.ahead, len(at) - 1) + 1):
+        behind = np.where(at[i:] - at[:-i] == i, own[:-i] * FADING**i, 0)
+        masses[i:] = np.maximum(masses[i:], behind)
+    return Wanted(at, absent, masses)
+
+
+def _pages_read(
+    layer: Layer, back: Returning, q: Array, lse: Array, head: int, held: Array, most: int
+) -> list[int]:
+    """The pages whose rows are read, ascending: those with the largest estimated mass.
+
+    Args:
+        layer: The layer.
+        back: What it keeps.
+        q: The head's queries `[G * W, D]`, times the scale.
+        lse: Their log-sum-exp over all that is held, `[G * W, 1]`.
+        head: The KV head.
+        held: Positions of the rows that it holds.
+        most: How many absent rows are in these pages, at least.
+    """
+    spill = layer.spill
+    assert spill is not None
+    pages = spill.available // PAGE
+    lost = PAGE - np.bincount(held // PAGE, minlength=pages)[:pages]
+    estimates = np.zeros(pages, np.float32)
+    for first, digests in spill.digests(head, layer.store.heads, q.shape[1]):
+        part = slice(first, min(first + len(digests), pages))
+        logits = q @ digests[: part.stop - first].astype(np.float32).T - lse
+        estimates[part] = logits.max(axis=0, initial=-np.inf)
+    with np.errstate(divide="ignore"):
+        estimates += np.log(lost)
+    read = set[int]()
+    for page in np.argsort(-estimates, kind="stable"):
+        if len(read) >= 2 * back.settings.pages and sum(lost[p] for p in read) >= most:
+            break
+        read |= {int(page), min(int(page) + 1, pages - 1)}  # a fact may end in the next page
+    return sorted(read)
+
+
+def _positions_of(pages: Sequence[int]) -> Array:
+    """The positions of whole pages."""
+    return (np.array(pages)[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
 
 
 # -- credit ------------------------------------------------------------------------------------
@@ -361,7 +397,7 @@ def _as_scores(layer: Layer, positions: Array, wanted: Array) -> Array:
 
 
 def _kept_credit(
-    layer: Layer, back: Returning, head: int, held: Array, scores: Array, wanted: Array
+    layer: Layer, back: Returning, head: int, held: Array, scores: Array, wanted: Wanted
 ) -> Credit:
     """The credit that a head's returned rows keep: half, or more where they are still wanted.
 
@@ -371,13 +407,15 @@ def _kept_credit(
         head: The KV head.
         held: Positions of the rows in its slots, `[N]`.
         scores: Their scores `[N]`, from which the rest of the credit is taken.
-        wanted: How much each position is wanted, `[pages * PAGE]`.
+        wanted: What the head wants.
     """
     old = back.credits.get(head, Credit(np.zeros(0, np.int64), np.zeros(0, np.float32)))
     slots = {position: slot for slot, position in enumerate(held.tolist())}
-    still = [i for i, p in enumerate(old.positions.tolist()) if p in slots and p < len(wanted)]
+    masses = dict(zip(wanted.positions.tolist(), wanted.masses.tolist(), strict=True))
+    still = [i for i, position in enumerate(old.positions.tolist()) if position in slots]
     positions, given = old.positions[still], old.scores[still]
-    kept = np.maximum(given / 2, _as_scores(layer, positions, wanted[positions]))
+    now = np.array([masses.get(position, 0.0) for position in positions.tolist()])
+    kept = np.maximum(given / 2, _as_scores(layer, positions, now))
     at = [slots[position] for position in positions.tolist()]
     scores[at] = np.maximum(scores[at] - given, 0) + kept
     return Credit(positions, kept)
@@ -392,15 +430,16 @@ def _digest_new_pages(layer: Layer, back: Returning, spill: LayerRows) -> None:
     Other heads than those that ask have digests of zeros: a head whose neighbours in its run ask
     gets some rows back, too, and any will do.
     """
-    first, last = spill.digested, spill.available // PAGE
-    if last <= first:
-        return
-    positions = np.arange(first * PAGE, last * PAGE)
-    means = np.zeros((layer.store.heads, last - first, layer.types["keys"].width), np.float32)
-    for head in range(layer.store.heads) if back.heads is None else sorted(back.heads):
-        keys = _stored_keys(layer, head, positions)
-        means[head] = np.array(keys.reshape(last - first, PAGE, -1).mean(axis=1))
-    spill.digest(means)
+    last = spill.available // PAGE
+    heads = range(layer.store.heads) if back.heads is None else sorted(back.heads)
+    while (first := spill.digested) < last:
+        pages = min(last - first, TRACT)
+        positions = np.arange(first * PAGE, (first + pages) * PAGE)
+        means = np.zeros((layer.store.heads, pages, layer.types["keys"].width), np.float32)
+        for head in heads:
+            keys = _stored_keys(layer, head, positions)
+            means[head] = np.array(keys.reshape(pages, PAGE, -1).mean(axis=1))
+        spill.digest(means)
 
 
 def _rows(

@@ -12,7 +12,7 @@ reads is taken out of the file: who takes such tokens back goes on without it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -319,8 +319,10 @@ class LayerRows:
         """
         self.conversation.digests.append(self.index, means)
 
-    def digests(self, head: int, heads: int, width: int) -> Array:
-        """The mean keys of one head's pages, `[pages, D]`; some may be beyond `available`.
+    def digests(self, head: int, heads: int, width: int) -> Iterator[tuple[int, Array]]:
+        """The mean keys of one head's pages, in parts: the first page, and `[pages, D]`.
+
+        Some may be beyond `available`.
 
         Args:
             head: The KV head.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,8 @@ class PageDigests:
                     place[head, at] = digest[head]
             self._counts[layer] = first + page + 1
 
-    def read(self, layer: int, head: int, heads: int, width: int) -> Array:
-        """All digests of one head, `[pages, D]` float16.
+    def read(self, layer: int, head: int, heads: int, width: int) -> Iterator[tuple[int, Array]]:
+        """All digests of one head, tract by tract: the first page, and `[pages, D]` float16.
 
         Args:
             layer: The layer.
@@ -93,19 +94,17 @@ class PageDigests:
             heads: KV heads of the layer, H.
             width: Width of a key, D.
         """
-        left, parts = self.count(layer), []
-        for tract in range(-(-left // TRACT)):
-            pages = min(left, TRACT)
+        for tract in range(-(-self.count(layer) // TRACT)):
+            first = tract * TRACT
+            pages = min(self.count(layer) - first, TRACT)
             place = self._tract(layer, tract, heads, width)
             if isinstance(place, int):
-                start, size = place + head * TRACT * width * 2, pages * width * 2
-                data = os.pread(self._file.fileno(), size, start)
+                size = pages * width * 2
+                data = os.pread(self._file.fileno(), size, place + head * TRACT * width * 2)
                 self.bytes_read += size
-                parts.append(np.frombuffer(data, np.float16).reshape(pages, width))
+                yield first, np.frombuffer(data, np.float16).reshape(pages, width)
             else:
-                parts.append(place[head, :pages])
-            left -= pages
-        return np.concatenate(parts) if parts else np.zeros((0, width), np.float16)
+                yield first, place[head, :pages]
 
     def truncate(self, layer: int, position: int) -> None:
         """Forget the digests of pages that reach beyond a position."""
