@@ -13,7 +13,7 @@ from mlx_h2o.attention.backends.choice import pack
 from mlx_h2o.caches import kinds
 from mlx_h2o.caches.base import KEPT, BoundedKVCache
 from mlx_h2o.engine.layer import Layer
-from mlx_h2o.engine.returning import Returning
+from mlx_h2o.engine.returns_kept import Returning
 from mlx_h2o.integration import routing
 from mlx_h2o.spill.conversation_rows import ConversationRows
 from mlx_h2o.spill.layer_rows import LayerRows

@@ -19,7 +19,8 @@ from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.engine import eviction, fused_case
 from mlx_h2o.engine.array_owner import Fields
 from mlx_h2o.engine.layer import Layer
-from mlx_h2o.engine.returning import Returning, bring_back
+from mlx_h2o.engine.returning import bring_back, is_due
+from mlx_h2o.engine.returns_kept import Returning
 from mlx_h2o.engine.scoring import Seen, mean_of, observe, observe_derived
 from mlx_h2o.spill.layer_rows import PLAIN
 from mlx_h2o.storage.journal import single_steps
@@ -70,7 +71,7 @@ def _bring_back(layer: Layer, back: Returning, call: AttentionCall, k: mx.array)
     frame = layer.settings.frame
     if frame is not None:
         call = call.with_queries(frame.enter_queries(call.q))
-    if back.is_due(layer, k.shape[2]):
+    if is_due(back, layer, k.shape[2]):
         bring_back(layer, call, k if frame is None else frame.enter(k))
     back.note(call.q)
 
