@@ -651,7 +651,7 @@ class BoundedKVCache:
             shared += [self.layer.settings, *_arrays(self.layer)]
         memo.update((id(value), value) for value in shared)
         vars(new).update(copy.deepcopy(state, memo))
-        new.spill_to(new.spill)
+        new.go_on_in(new.spill)
         return new
 
     def __copy__(self) -> Self:

@@ -171,6 +171,8 @@ def decode_together(
     planned = []
     for layer in layers:
         layer.check_rows(*like)
+        if layer.spill is not None:
+            layer.spill.step_begins()
     for i, layer in enumerate(layers):
         grow(layer, 1)
         if layer.back is not None:
