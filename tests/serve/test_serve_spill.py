@@ -75,6 +75,7 @@ def test_the_command_s_files_go_with_it(tmp_path):
     told = [json.loads(one.stdout) for one in run]
     assert told[0]["tokens"] == told[1]["tokens"]
     assert len(told[0]["tokens"]) == 40
-    assert told[0]["kv_bytes"] == told[1]["kv_bytes"]
+    # Rows that wait for the file count, and so do the queries that ask for rows to come back.
+    assert told[0]["kv_bytes"] < told[1]["kv_bytes"] < 1.25 * told[0]["kv_bytes"]
     assert (tmp_path / "rows").stat().st_mode & 0o777 == 0o700
     assert not list((tmp_path / "rows").iterdir())

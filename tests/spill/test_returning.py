@@ -177,6 +177,21 @@ def test_rows_come_back_only_to_the_heads_that_ask_for_them(tmp_path):
     assert positions_of(cache, 1) != positions_of(alone, 1)
 
 
+@pytest.mark.parametrize("rows", [0, 60])
+def test_copies_bring_rows_back_to_the_same_heads(tmp_path, rows):
+    """A server copies the caches of every request."""
+    cache = cache_of(tmp_path, budgets=[24, 40])
+    cache.spill_to(cache.spill, frozenset({1}))
+    if rows:
+        attended(cache, *rows_of(rows, 0))
+    other = copy.deepcopy(cache)
+    assert other.back.heads == frozenset({1})
+    assert other.back is not cache.back
+    assert len(other.back.queries) == len(cache.back.queries) == min(rows, 1)
+    if rows:
+        assert other.layer.back is other.back
+
+
 @pytest.mark.parametrize("policy", ["streaming", "keydiff"])
 def test_policies_without_attention_get_no_rows_back(tmp_path, policy):
     cache = H2OKVCache(48, policy=policy, spill=Spill(tmp_path, returns=OFTEN))

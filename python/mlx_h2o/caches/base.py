@@ -26,7 +26,7 @@ from mlx_h2o.engine import eviction, layer_factory, saved_state
 from mlx_h2o.engine.layer import Layer
 from mlx_h2o.engine.pins_and_turns import PinAnswer, answer_of, checked_carry, new_turn, repin
 from mlx_h2o.engine.policy_view import slots_of
-from mlx_h2o.engine.returning import Returning
+from mlx_h2o.engine.returns_kept import Returning
 from mlx_h2o.policies import Policy, Slots
 from mlx_h2o.spill.layer_rows import LayerRows, spilling
 from mlx_h2o.spill.setting import Spill, spill_setting
@@ -651,7 +651,7 @@ class BoundedKVCache:
             shared += [self.layer.settings, *_arrays(self.layer)]
         memo.update((id(value), value) for value in shared)
         vars(new).update(copy.deepcopy(state, memo))
-        new.spill_to(new.spill)
+        new.go_on_in(new.spill)
         return new
 
     def __copy__(self) -> Self:

@@ -13,7 +13,7 @@ from mlx_h2o.attention.backends.choice import pack
 from mlx_h2o.caches import kinds
 from mlx_h2o.caches.base import KEPT, BoundedKVCache
 from mlx_h2o.engine.layer import Layer
-from mlx_h2o.engine.returning import Returning
+from mlx_h2o.engine.returns_kept import Returning
 from mlx_h2o.integration import routing
 from mlx_h2o.spill.conversation_rows import ConversationRows
 from mlx_h2o.spill.layer_rows import LayerRows
@@ -29,7 +29,9 @@ from mlx_h2o.storage.slot_store import Run
 _DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RuntimeError)
 
 
-def resume(path: str | Path, key: bytes | None = None, keep: bool = True) -> list[Any]:
+def resume(
+    path: str | Path, key: bytes | None = None, keep: bool = True, position: int | None = None
+) -> list[Any]:
     """The caches of a conversation, from its file of rows and the newest record of its state.
 
     They are as they were at the record's position (`cache[0].offset`); the tokens that came after
@@ -39,16 +41,18 @@ def resume(path: str | Path, key: bytes | None = None, keep: bool = True) -> lis
         path: A file that `Spill(folder, keep=True)` left.
         key: The key with which it was sealed, if it was.
         keep: Whether the file stays when the conversation ends.
+        position: The position of the record to go on from; None means the newest. What the file
+            has beyond it is given up.
 
     Raises:
         BlockingIOError: Another has the file open.
         OSError: It cannot be opened.
-        ValueError: It is no such file, damaged, sealed with another key, or has no record yet.
+        ValueError: It is no such file, damaged, sealed with another key, or has no such record.
     """
     file = RowFile.open(path, key=key, keep=True)
     try:
         routing.install()
-        record, turn = _newest(file)
+        record, turn = _record_of(file, position)
         caches = _restored(record, file)
         file.truncate(record.position)
     except BaseException:
@@ -61,12 +65,54 @@ def resume(path: str | Path, key: bytes | None = None, keep: bool = True) -> lis
     return list(caches)
 
 
-def _newest(file: RowFile) -> tuple[StateRecord, int]:
-    """The newest record whose rows are in the file, and which of the two it is."""
+def resume_apart(path: str | Path, position: int, key: bytes | None = None) -> list[Any]:
+    """The caches of a conversation at one of its records, without its file, which stays as it is.
+
+    Args:
+        path: As in `resume`.
+        position: The position of the record.
+        key: As in `resume`.
+
+    Raises:
+        BlockingIOError: Another writes the file.
+        OSError: It cannot be opened.
+        ValueError: As in `resume`.
+    """
+    with RowFile.open(path, key=key, writable=False) as file:
+        routing.install()
+        caches = _restored(_record_of(file, position)[0], file)
+    for cache in caches:
+        cache.back = None
+        cache.go_on_in(None)
+    return list(caches)
+
+
+def told_by(path: str | Path, key: bytes | None = None) -> list[tuple[int, dict[str, Any]]]:
+    """What a file's records tell of its conversation's tokens, by position, the newest first.
+
+    Args:
+        path: As in `resume`.
+        key: As in `resume`.
+
+    Raises:
+        BlockingIOError: Another writes the file.
+        OSError: It cannot be opened.
+        ValueError: It is no such file, damaged, or sealed with another key.
+    """
+    with RowFile.open(path, key=key, writable=False) as file:
+        return [
+            (record.position, record.told)
+            for record, _ in found_records(file.path, file.layout.checksum, file.seal)
+            if record.told is not None and _belongs(record, file)
+        ]
+
+
+def _record_of(file: RowFile, position: int | None) -> tuple[StateRecord, int]:
+    """The record at a position, or the newest, whose rows are in the file; which of the two."""
     for record, turn in found_records(file.path, file.layout.checksum, file.seal):
-        if _belongs(record, file):
+        if position in (None, record.position) and _belongs(record, file):
             return record, turn
-    raise ValueError(f"{file.path} has no record of its conversation's state.")
+    raise ValueError(f"{file.path} has no such record of its conversation's state.")
 
 
 def _belongs(record: StateRecord, file: RowFile) -> bool:

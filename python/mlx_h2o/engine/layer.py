@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_h2o.attention.backends.decoder import Decoder, HeadPlan, PlannedToken
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.engine.array_owner import Evictions, Fields, Memory, fields_of, marked
+from mlx_h2o.engine.returns_kept import Returning
 from mlx_h2o.spill.layer_rows import STORED, LayerRows
 from mlx_h2o.storage.journal import Journal
 from mlx_h2o.storage.packed import dense
@@ -17,9 +18,6 @@ from mlx_h2o.storage.pins import stored_positions
 from mlx_h2o.storage.recent_window import RecentWindow
 from mlx_h2o.storage.slot_store import Run, SlotStore
 from mlx_h2o.storage.unread import Share, UnreadShares
-
-if TYPE_CHECKING:
-    from mlx_h2o.engine.returning import Returning
 
 
 class RowType(NamedTuple):

@@ -19,7 +19,8 @@ from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.engine import eviction, fused_case
 from mlx_h2o.engine.array_owner import Fields
 from mlx_h2o.engine.layer import Layer
-from mlx_h2o.engine.returning import Returning, bring_back
+from mlx_h2o.engine.returning import bring_back, is_due
+from mlx_h2o.engine.returns_kept import Returning
 from mlx_h2o.engine.scoring import Seen, mean_of, observe, observe_derived
 from mlx_h2o.spill.layer_rows import PLAIN
 from mlx_h2o.storage.journal import single_steps
@@ -67,7 +68,7 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
 
 def _bring_back(layer: Layer, back: Returning, call: AttentionCall, k: mx.array) -> None:
     """Let evicted rows come back if it is time, and note the queries for the next time."""
-    if back.is_due(layer, k.shape[2]):
+    if is_due(back, layer, k.shape[2]):
         bring_back(layer, call, k)
     back.note(call.q)
 
@@ -167,6 +168,8 @@ def decode_together(
     planned = []
     for layer in layers:
         layer.check_rows(*like)
+        if layer.spill is not None:
+            layer.spill.step_begins()
     for i, layer in enumerate(layers):
         grow(layer, 1)
         if layer.back is not None:

@@ -12,6 +12,7 @@ from mlx_h2o._utils.checks import MOST_TOKENS
 from mlx_h2o.budgets.bit_choice import USUAL_BITS, choices, packed_in
 from mlx_h2o.budgets.cost import (
     LayerShare,
+    RowWidths,
     bytes_for_slots,
     group_size_of,
     slots_for_bytes,
@@ -146,20 +147,9 @@ def planned(
         ValueError: The size is too small for the policy.
     """
     attending = all(kind.routed for kind in kinds)
-    profile, undo = at_hand.profile, settings.undo
+    profile = at_hand.profile
     centres: Sequence[QueryCentres | None] = at_hand.centres or [None] * len(kinds)
-    spill, looking = settings.spill, retrieval_heads(profile, len(kinds))
-    own = [
-        replace(
-            kind.widths,
-            undo=undo,
-            centre_bytes=of_layer.head_bytes if of_layer else 0,
-            spill_bytes=spill.head_bytes(kind.widths, kind.group * (heads != frozenset()))
-            if spill
-            else 0,
-        )
-        for kind, of_layer, heads in zip(kinds, centres, looking, strict=True)
-    ]
+    own = _own_widths(kinds, settings, profile, centres)
     shares = [LayerShare(kind.heads, widths) for kind, widths in zip(kinds, own, strict=True)]
     if profile is not None:
         shares = [
@@ -195,6 +185,27 @@ def planned(
         )
     ]
     return Plan(packing, layers, choice)
+
+
+def _own_widths(
+    kinds: Sequence[LayerKind],
+    settings: ModelSettings,
+    profile: Profile | None,
+    centres: Sequence[QueryCentres | None],
+) -> list[RowWidths]:
+    """The widths of each layer's rows, with the bytes of what its heads hold beside them."""
+    spill, looking = settings.spill, retrieval_heads(profile, len(kinds))
+    own = []
+    for kind, of_layer, heads in zip(kinds, centres, looking, strict=True):
+        group = 0 if heads == frozenset() else kind.group
+        widths = replace(
+            kind.widths,
+            undo=settings.undo,
+            centre_bytes=of_layer.head_bytes if of_layer else 0,
+            spill_bytes=spill.head_bytes(kind.widths, group) if spill else 0,
+        )
+        own.append(widths)
+    return own
 
 
 def _chosen_packing(

@@ -17,6 +17,7 @@ from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.caches.unread import unread
 from mlx_h2o.serve.conversations import pieces_of
+from mlx_h2o.serve.kept_rows import told_of
 from mlx_h2o.serve.member import Member, Reading, generate_again, own_processors, own_sampler
 from mlx_h2o.serve.ticket import Ticket, Turn
 
@@ -220,6 +221,7 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
             self._members[uid] = Member(
                 ticket, cache, list(known), pieces, sampler, processors, stop, most
             )
+            self._members[uid].told = told_of(cache)
         self.let_go()
         return uids
 
@@ -243,7 +245,7 @@ class AccountedBatch(BatchGenerator):  # type: ignore[misc]
         for response in prompted:
             self._members[response.uid].read = response.progress[0]
         for response in generated:
-            self._members[response.uid].said.append(response.token)
+            self._members[response.uid].says(response.token)
         ended = [response for response in generated if response.finish_reason is not None]
         self._steps += 1
         if prompted or ended or self._lost or self._steps % WEIGHED_EVERY == 0:

@@ -22,6 +22,7 @@ from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.conversation import bounded_entries, pin
 from mlx_h2o.engine.layer import Layer
 from mlx_h2o.model_caches.resize import resize
+from mlx_h2o.serve.kept_rows import NEAR, KeptRows, Told, goes_on_in_file, rows_of, tell
 from mlx_h2o.serve.marks import Mark, mark, mark_of
 from mlx_h2o.serve.sessions import Sessions, key_of, token_count, tokens_of
 from mlx_h2o.serve.ticket import Place, Ticket, Turn
@@ -80,10 +81,16 @@ class Conversations:
     Args:
         most: The most entries to keep; None means that only bytes count.
         sessions: The folder to which conversations are written if there is no room, or None.
+        rows: The files of rows that conversations left, or None.
     """
 
-    def __init__(self, most: int | None = None, sessions: Sessions | None = None):
-        self.most, self.sessions = most, sessions
+    def __init__(
+        self,
+        most: int | None = None,
+        sessions: Sessions | None = None,
+        rows: KeptRows | None = None,
+    ):
+        self.most, self.sessions, self.rows = most, sessions, rows
         self.left: Callable[[], int | None] = lambda: None  # bytes that all may take now
         # The mark of the request that is beginning, and empty caches with it.
         self._wanted, self._empty = Mark(), list[Any]()
@@ -148,6 +155,8 @@ class Conversations:
             # If the entry found is faulty, the prompt itself can still be read.
             logging.exception("An idle conversation cannot be continued")
             cache, known = copy.deepcopy(self._empty), 0
+        if self.rows is not None:
+            tell(cache, Told(self.rows.model, mark_of(cache), tokens, len(tokens)))
         return cache, tokens[known:]
 
     def _found(self, key: bytes) -> tuple[list[Any], int]:
@@ -157,15 +166,20 @@ class Conversations:
         undone = _undone(self._idle.values(), self._wanted, key, known)
         if undone is not None:
             return undone
+        saved = None
         if self.sessions is not None:
             saved = self.sessions.longest_before(self._wanted, key)
-            # A shrunk conversation's file still holds everything from before.
-            if saved is not None and (
-                token_count(saved.key) > known or (found is not None and found.shrunk)
-            ):
-                cache = self.sessions.load(saved)
-                if cache is not None:
-                    return cache, token_count(saved.key)
+        if found is None or not goes_on_in_file(found.cache):
+            from_rows = self._from_rows(key, max(known, token_count(saved.key) if saved else 0))
+            if from_rows is not None:
+                return from_rows
+        # A shrunk conversation's file still holds everything from before.
+        if saved is not None and (
+            token_count(saved.key) > known or (found is not None and found.shrunk)
+        ):
+            whole = self.sessions.load(saved) if self.sessions is not None else None
+            if whole is not None:
+                return whole, token_count(saved.key)
         if found is None:
             return copy.deepcopy(self._empty), 0
         self._clock += 1
@@ -174,6 +188,19 @@ class Conversations:
         if found.shrunk:
             grow(cache, self._empty)
         return cache, known
+
+    def _from_rows(self, key: bytes, known: int) -> tuple[list[Any], int] | None:
+        """Caches that go on from a file of rows, and how many tokens they hold.
+
+        Args:
+            key: The key of the prompt's tokens.
+            known: The number of tokens that caches without a file hold.
+        """
+        left = self.rows.longest_before(self._wanted, key) if self.rows is not None else None
+        if self.rows is None or left is None or token_count(left.key) + NEAR < known:
+            return None
+        cache = self.rows.load(left, key)
+        return None if cache is None else (cache, token_count(left.key))
 
     def snapped(self, cache: list[Any]) -> None:
         """The next insertion was copied before its turn ended: it is no conversation."""
@@ -265,6 +292,8 @@ class Conversations:
         keys = [idle.key for idle in self._before(wanted, key)]
         saved = self.sessions.longest_before(wanted, key) if self.sessions is not None else None
         keys += [saved.key] if saved is not None else []
+        left = self.rows.longest_before(wanted, key) if self.rows is not None else None
+        keys += [left.key] if left is not None else []
         return max(map(token_count, keys), default=0)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
@@ -311,6 +340,8 @@ class Conversations:
         """Remove an entry; a conversation's file is written first if it is not yet."""
         if idle.unsaved:
             self._save(idle)
+        if self.rows is not None:
+            self.rows.let_go(idle.cache)
         del self._idle[Place(idle.mark, idle.key)]
         self.forgotten += 1
 
@@ -344,6 +375,9 @@ class Conversations:
             to: Changes a list of caches, or raises before any change.
         """
         to(idle.cache)
+        rows = rows_of(idle.cache)
+        if rows is not None:
+            rows.conversation.state_changed()
         mx.eval([entry.state for entry in idle.cache])
         idle.pieces = pieces_of(idle.cache)
         if self.sessions is not None:

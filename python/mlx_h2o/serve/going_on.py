@@ -40,6 +40,31 @@ class GoingOn:
                     self._transcripts.add(text, note.key)
             conversations.sessions.notes.clear()
 
+    def read_rows(self, tokenizer: Any) -> None:
+        """Remember the texts of conversations that broke off within an answer, in files of rows.
+
+        Args:
+            tokenizer: The model's tokenizer.
+        """
+        rows = self._conversations.rows
+        for left in rows.left if rows is not None else ():
+            tokens = tokens_of(left.key)
+            # A prompt's text has a template's mark of the beginning, and not the tokenizer's.
+            begins = tokens[:1] == [tokenizer.bos_token_id]
+            try:
+                parts = tokens[begins : left.prompt], tokens[left.prompt :]
+                asked, said = (str(tokenizer.decode(part)) if part else "" for part in parts)
+                begin = str(tokenizer.decode(tokens[:1])) if begins else ""
+            except Exception as error:  # tokens of an image, for one
+                logging.info("A conversation in %s has no text: %s", left.path.name, error)
+                continue
+            if said.endswith("\ufffd"):  # half a character
+                continue
+            # mlx-lm removes an answer's first space; a client may put it back.
+            for text in {asked + said, asked + said.removeprefix(" ")} - {""}:
+                self._transcripts.add(text, left.key)
+                self._transcripts.add(begin + text, left.key)
+
     def spelled(self, said: TurnText, empty_for: Callable[[list[int]], list[Any]]) -> list[int]:
         """A prompt's tokens, spelled as in the conversation whose caches hold most of it.
 

@@ -24,6 +24,7 @@ from mlx_h2o.serve.asked_pins import NO_PINS, AskedPins
 from mlx_h2o.serve.batches import WEIGHED_EVERY, AccountedBatch
 from mlx_h2o.serve.conversations import Conversations
 from mlx_h2o.serve.generator import HERE, BoundedGenerator
+from mlx_h2o.serve.kept_rows import KeptRows, kept, told_of
 from mlx_h2o.serve.listening import (
     Certificate,
     Limits,
@@ -127,24 +128,27 @@ def _require_mlx_lm(version: str) -> None:
 @contextmanager
 def generating(provider: ServedModel, settings: ServerSettings) -> Iterator[BoundedGenerator]:
     """The generator that answers, in a thread of its own; it ends with the block."""
-    sessions, held, usual = None, ExitStack(), settings.defaults
+    sessions, rows, held, usual = None, None, ExitStack(), settings.defaults
     provider.measures = usual.get("max_bytes") is not None and usual.get("profile") != "never"
     if settings.sessions is not None:
         limits = settings.sessions_memory, settings.sessions_days
-        sessions = Sessions(settings.sessions, str(provider.cli_args.model), *limits)
+        model = str(provider.cli_args.model)
+        sessions = Sessions(settings.sessions, model, *limits)
         held.enter_context(sessions.held())
+        usual, spill = kept(usual)
+        rows = KeptRows(spill, model, *limits) if spill is not None else None
     most = provider.cli_args.prompt_cache_size if settings.bound is None else None
-    conversations = Conversations(most, sessions)
+    conversations = Conversations(most, sessions, rows)
     accountant = Accountant(settings.bound, settings.queue)
     metrics = Metrics()
     with held, _instead(mlx_lm.server, PIECES):
         generator = BoundedGenerator(
-            provider, conversations, accountant, metrics, settings.defaults, settings.pins
+            provider, conversations, accountant, metrics, usual, settings.pins
         )
         try:
             _watch(metrics, generator)
             if accountant.bound is not None:  # fails here, before the first request
-                generator.ticket_for(settings.defaults, still_there, settings.pins)
+                generator.ticket_for(usual, still_there, settings.pins)
             yield generator
         finally:
             generator.stop_and_join()
@@ -167,7 +171,10 @@ def _processors(args: Any) -> list[Any]:
 
 def _alone(*args: Any, **kwargs: Any) -> Iterator[Any]:
     """mlx-lm's `stream_generate`, whose caches are measured."""
+    told = told_of(kwargs["prompt_cache"])
     for count, response in enumerate(stream_generate(*args, **kwargs)):
+        if told is not None:
+            told.tokens.append(int(response.token))
         if count % WEIGHED_EVERY == 0:
             HERE.generator.stepped_alone(kwargs["prompt_cache"])
         if response.finish_reason is not None:

@@ -16,7 +16,7 @@ from mlx_h2o.spill.layout import LayerForm
 from mlx_h2o.spill.page_digests import PageDigests
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.setting import SUFFIX, Spill, remove_ownerless_once
-from mlx_h2o.spill.state_keeping import Keeper, StateKeeping
+from mlx_h2o.spill.state_keeping import Keeper, StateKeeping, Transcript
 
 
 class Reader(Protocol):
@@ -27,12 +27,14 @@ class Reader(Protocol):
         first: Positions before it are in the file's care, and may be read.
         offset: The next position that may come.
         keeper: A weak reference to the cache whose rows these are.
+        transcript: The owner of the conversation, who knows its tokens, if there is one.
     """
 
     index: int
     first: int
     offset: int
     keeper: Callable[[], Keeper | None]
+    transcript: Transcript | None
 
     @property
     def follows(self) -> bool:
@@ -108,15 +110,21 @@ class ConversationRows:
         """The first layer gets rows next; record the state if it is time to."""
         if self._keeping is None or not self.is_whole or not self._keeping.due(position):
             return
-        caches = []
+        caches, transcript = [], None
         for readers in self._readers:
             for reader in readers:
                 if reader.follows and reader.offset == position:
                     cache = reader.keeper()
                     if cache is not None and cache.offset == position:
                         caches.append(cache)
+                        transcript = reader.transcript or transcript
         if len(caches) == self.layers:  # no copies that might differ
-            self._keeping.make(position, caches)
+            self._keeping.make(position, caches, transcript)
+
+    def state_changed(self) -> None:
+        """The caches were changed between two tokens: no record of their state holds any longer."""
+        if self._keeping is not None:
+            self._keeping.forget_all()
 
     def taken_back(self, position: int) -> None:
         """Tokens from a position on were taken back."""

@@ -22,7 +22,7 @@ from mlx_h2o.spill.conversation_rows import ConversationRows
 from mlx_h2o.spill.layout import POSITIONS, LayerForm
 from mlx_h2o.spill.page_digests import Array
 from mlx_h2o.spill.setting import Spill
-from mlx_h2o.spill.state_keeping import Keeper
+from mlx_h2o.spill.state_keeping import Keeper, Transcript
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import Pack, Packing
 
@@ -73,6 +73,7 @@ class LayerRows:
         first: Positions before it were given to the file.
         offset: The next position that may come.
         keeper: A weak reference to the cache whose rows these are.
+        transcript: The owner of the conversation, who knows its tokens, if there is one.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class LayerRows:
         self._held: list[Held] = []
         self._follows = True
         self.keeper: Callable[[], Keeper | None] = lambda: None
+        self.transcript: Transcript | None = None
         conversation.reads(self)
 
     # -- what there is ----------------------------------------------------------------------------

@@ -33,12 +33,20 @@ class Keeper(Protocol):
         """Arrays by name, without the rows of slots, and the configuration as JSON types."""
 
 
+class Transcript(Protocol):
+    """The owner of a conversation, who knows its tokens (the caches do not)."""
+
+    def until(self, position: int) -> dict[str, Any] | None:
+        """What a record tells of the tokens before a position, as JSON types; None if unknown."""
+
+
 class _Waiting(NamedTuple):
-    """A record that is not handed to the writer yet: its position, configurations and arrays."""
+    """A record that is not handed to the writer yet: position, configurations, arrays, tokens."""
 
     position: int
     configs: list[dict[str, Any]]
     arrays: list[dict[str, tuple[str, mx.array]]]
+    transcript: Transcript | None
 
 
 class StateKeeping:
@@ -67,8 +75,16 @@ class StateKeeping:
         whole = position > 0 and position % file.layout.positions == 0
         return self._waiting is None and whole and position >= self._next
 
-    def make(self, position: int, caches: Sequence[Keeper]) -> None:
-        """Make a record of caches that all are at this position."""
+    def make(
+        self, position: int, caches: Sequence[Keeper], transcript: Transcript | None = None
+    ) -> None:
+        """Make a record.
+
+        Args:
+            position: The next logical position.
+            caches: The caches of all layers, which are at this position.
+            transcript: The owner of the conversation, if there is one.
+        """
         states = [cache.state_beside_rows() for cache in caches]
         arrays: list[dict[str, tuple[str, mx.array]]] = []
         for own, _ in states:
@@ -78,7 +94,8 @@ class StateKeeping:
                 of_cache[name] = dtype, array.view(mx.uint16) if dtype == "bfloat16" else array
             arrays.append(of_cache)
         mx.async_eval([array for of_cache in arrays for _, array in of_cache.values()])
-        self._waiting = _Waiting(position, [config for _, config in states], arrays)
+        configs = [config for _, config in states]
+        self._waiting = _Waiting(position, configs, arrays, transcript)
         self._next = position + EVERY
 
     def forget(self, position: int) -> None:
@@ -87,11 +104,25 @@ class StateKeeping:
             self._waiting = None
         self._next = min(self._next, position)
 
+    def forget_all(self) -> None:
+        """The state was changed at its position: earlier records are not of it, and go."""
+        file = self._file()
+        self._waiting, self._next = None, 0
+        if file is not None:
+
+            def remove() -> None:
+                for path in paths_of(file.path):
+                    path.unlink(missing_ok=True)
+
+            file.hand(Job(max(file.handed // file.layout.positions - 1, 0), 0, remove))
+
     def _hand(self, file: RowFile, waiting: _Waiting) -> None:
         path = paths_of(file.path)[self._turn]
         self._turn = 1 - self._turn
         nbytes = sum(array.nbytes for own in waiting.arrays for _, array in own.values())
         block = waiting.position // file.layout.positions - 1
+        transcript = waiting.transcript
+        told = None if transcript is None else transcript.until(waiting.position)
 
         def write() -> None:
             arrays = [
@@ -99,7 +130,7 @@ class StateKeeping:
                 for own in waiting.arrays
             ]
             checksum = file.checksum_of(block)
-            record = StateRecord(waiting.position, checksum, waiting.configs, arrays)
+            record = StateRecord(waiting.position, checksum, waiting.configs, arrays, told)
             write_record(path, record.as_bytes(file.layout.checksum, file.seal))
 
         file.hand(Job(block, nbytes, write))

@@ -49,12 +49,14 @@ class StateRecord:
         block: Checksum of the record of the block before it.
         configs: Each cache's configuration, as JSON types.
         arrays: Each cache's arrays by name: dtype, and the array in numpy.
+        told: What the conversation's owner tells of its tokens, as JSON types, or None.
     """
 
     position: int
     block: int
     configs: list[Any]
     arrays: list[dict[str, tuple[str, Array]]]
+    told: dict[str, Any] | None = None
 
     def as_bytes(self, checksum: int, seal: Seal | None) -> bytes:
         """The record as it is stored.
@@ -73,6 +75,7 @@ class StateRecord:
             "block": self.block,
             "configs": self.configs,
             "arrays": index,
+            "told": self.told,
         }
         text = json.dumps(told).encode()
         body, nonce, tag = text + b"".join(parts), bytes(NONCE), bytes(16)
@@ -124,7 +127,10 @@ def _parsed(told: dict[str, Any], rest: memoryview) -> StateRecord:
     position, block = told["position"], told["block"]
     if type(position) is not int or type(block) is not int:
         raise ValueError("a position of another type")
-    return StateRecord(position, block, configs, arrays)
+    of_owner = told.get("told")
+    if of_owner is not None and not isinstance(of_owner, dict):
+        raise ValueError("what is told of the tokens has another type")
+    return StateRecord(position, block, configs, arrays, of_owner)
 
 
 def paths_of(path: Path) -> list[Path]:

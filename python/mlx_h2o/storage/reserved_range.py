@@ -18,6 +18,8 @@ import mlx.core as mx
 
 #: A range pays where a head's keys take at least so many bytes: pages at its ends are used in part.
 FEWEST_BYTES = 128 << 10
+#: The most slots of a field: an axis of MLX's arrays has 32 bits.
+MOST_SLOTS = 2**31 - 1
 #: Bytes in front of each field, which MLX's allocator takes (kInFront in ranged_arrays.cpp).
 IN_FRONT = 64
 

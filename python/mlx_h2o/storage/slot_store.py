@@ -251,6 +251,8 @@ class SlotStore:
         row = keys.itemsize * math.prod(keys.shape[3:])
         if not self._in_range or slots * row < reserved_range.FEWEST_BYTES:
             return False
+        if self.heads * slots > reserved_range.MOST_SLOTS:
+            return False
         shapes: dict[str, tuple[Sequence[int], mx.Dtype]] = {}
         for name, rows in like.items():
             dtype = self._position_dtype if name == "positions" else rows.dtype

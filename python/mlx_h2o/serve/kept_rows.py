@@ -1,0 +1,262 @@
+"""Conversations in files of rows that a server left, which go on from records of their state.
+
+With a folder for sessions the server keeps its files of rows (`spill/`). Each record of a
+conversation's state holds its tokens, its settings and its pins too, so it stands for itself: it is
+found by the tokens that a prompt begins with, and it and its rows have one checksum. What has no
+such record is continued from the session's own files (`sessions.py`).
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_h2o._utils import checks
+from mlx_h2o._utils.cache_lists import entries
+from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.caches.resume import resume, resume_apart, told_by
+from mlx_h2o.serve.marks import Mark, mark
+from mlx_h2o.serve.sessions import DAY, key_of, token_count
+from mlx_h2o.spill.layer_rows import LayerRows
+from mlx_h2o.spill.setting import SUFFIX, Spill, spill_setting
+from mlx_h2o.spill.state_keeping import EVERY
+from mlx_h2o.spill.state_record import paths_of
+from mlx_h2o.storage.pins import checked_spans
+
+#: Tokens that are rather read again from a record than taken from caches without a file, to which
+#: evicted rows do not come back: the older of two records, and rows that were not written yet.
+NEAR = 2 * EVERY + 64
+
+# Errors that foreign or damaged files may raise.
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, OverflowError, RuntimeError)
+
+
+@dataclass
+class Told:
+    """The tokens of a running conversation, for the records of its state.
+
+    Attributes:
+        model: The model's name.
+        mark: The mark of its settings and requested pins.
+        tokens: Its tokens so far; the one who runs it adds to them.
+        prompt: How many of them are its prompt's; the others are the answer's.
+    """
+
+    model: str
+    mark: Mark
+    tokens: list[int]
+    prompt: int
+
+    def until(self, position: int) -> dict[str, Any] | None:
+        """What a record tells of the tokens before a position; None if they are not known yet."""
+        if position > len(self.tokens):
+            return None
+        key = key_of(self.tokens[:position])
+        return {
+            "model": self.model,
+            "label": self.mark.label,
+            "pins": self.mark.pins,
+            "tokens": base64.b64encode(key).decode(),
+            "prompt": min(self.prompt, position),
+        }
+
+
+@dataclass(frozen=True)
+class Left:
+    """A record of a conversation's state in the folder.
+
+    Attributes:
+        path: The file of rows.
+        mark: The mark of its settings and requested pins.
+        key: The key of its tokens.
+        prompt: How many of its tokens were the prompt's.
+        newest: The key of the newest record of the same file.
+    """
+
+    path: Path
+    mark: Mark
+    key: bytes
+    prompt: int
+    newest: bytes
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether no later record of the file exists."""
+        return self.key == self.newest
+
+
+class KeptRows:
+    """The files of rows in a folder that no conversation in memory uses.
+
+    Args:
+        spill: The folder, whose files are kept.
+        model: The model's name: files of other models are ignored.
+        most_bytes: The most bytes of all such files of this model, or None.
+        most_days: The days for which a file is kept without a new row, or None.
+    """
+
+    def __init__(
+        self,
+        spill: Spill,
+        model: str,
+        most_bytes: int | None = None,
+        most_days: float | None = None,
+    ):
+        self.spill, self.model = spill, model
+        self._left: dict[Path, list[Left]] = {}
+        self._unread = {p for p in spill.folder.glob(f"*{SUFFIX}") if not p.is_symlink()}
+        self._look()
+        self._prune(most_bytes, most_days)
+
+    @property
+    def left(self) -> list[Left]:
+        """All records, those of a file from the newest on."""
+        return [left for of_file in self._left.values() for left in of_file]
+
+    def let_go(self, cache: Sequence[Any]) -> None:
+        """A conversation leaves memory: its file may be gone on with later."""
+        rows = rows_of(cache)
+        if rows is not None and rows.follows and rows.conversation.file is not None:
+            self._unread.add(rows.conversation.file.path)
+
+    def _look(self) -> None:
+        """Read the records of files that were not read yet."""
+        for path in sorted(self._unread):
+            try:
+                found = told_by(path, self.spill.key)
+            except BlockingIOError:
+                continue  # still used; looked at again with the next prompt
+            except _DAMAGE as error:
+                if not isinstance(error, FileNotFoundError):
+                    logging.warning("Left aside %s: %s", path.name, error)
+                found = []
+            self._unread.discard(path)
+            self._left.pop(path, None)
+            try:
+                of_file = [self._of_record(path, *one) for one in found]
+            except _DAMAGE as error:
+                logging.warning("Left aside %s: %r", path.name, error)
+                continue
+            own = [one for one in of_file if one is not None]
+            if own:
+                self._left[path] = [Left(path, *one, newest=own[0][1]) for one in own]
+
+    def _of_record(
+        self, path: Path, position: int, told: dict[str, Any]
+    ) -> tuple[Mark, bytes, int] | None:
+        """The mark and tokens that a record tells, and how many are the prompt's.
+
+        None if it is of another model.
+        """
+        if told.get("model") != self.model:
+            return None
+        key = base64.b64decode(told["tokens"], validate=True)
+        if token_count(key) != position or len(key) % 8:
+            raise ValueError("a record tells of other tokens than its rows'")
+        own = Mark(str(told["label"]), checked_spans("pins", told["pins"]))
+        return own, key, checks.whole("prompt", told["prompt"], 0, position)
+
+    def longest_before(self, wanted: Mark, key: bytes) -> Left | None:
+        """The longest record that these tokens, with a mark, continue."""
+        self._look()
+        before = [
+            left
+            for left in self.left
+            if len(left.key) < len(key)
+            and key.startswith(left.key)
+            and left.mark.serves(wanted, token_count(left.key))
+        ]
+        return max(before, key=lambda left: len(left.key), default=None)
+
+    def load(self, left: Left, key: bytes) -> list[Any] | None:
+        """The caches of a record; None if it cannot be continued.
+
+        They go on in their file if it is the newest record, or if the tokens end before the newest
+        does: then their client asks again what was being answered. Otherwise another conversation
+        may want the newest, and they go on without a file.
+
+        Args:
+            left: The record.
+            key: The key of the prompt's tokens.
+        """
+        goes_on = left.is_newest or left.newest.startswith(key)
+        try:
+            position = token_count(left.key)
+            if goes_on:
+                cache = resume(left.path, self.spill.key, keep=True, position=position)
+                self._left.pop(left.path, None)
+            else:
+                cache = resume_apart(left.path, position, self.spill.key)
+        except BlockingIOError:
+            return None
+        except _DAMAGE as error:
+            logging.warning("Cannot continue %s: %s", left.path.name, error)
+            self._left.pop(left.path, None)
+            return None
+        mark(cache, left.mark)
+        return cache
+
+    def _prune(self, most_bytes: int | None, most_days: float | None) -> None:
+        """Remove files that are too old, then the oldest beyond the bytes."""
+        sizes = {path: _sizes(path) for path in self._left}
+        total, now = sum(size for size, _ in sizes.values()), time.time()
+        for path, (size, written) in sorted(sizes.items(), key=lambda one: one[1][1]):
+            old = most_days is not None and now - written > most_days * DAY
+            if old or (most_bytes is not None and total > most_bytes):
+                logging.warning("Removed the file of rows %s.", path.name)
+                total -= size
+                del self._left[path]
+                for file in (path, *paths_of(path)):
+                    file.unlink(missing_ok=True)
+
+
+def _sizes(path: Path) -> tuple[int, float]:
+    """Bytes of a file of rows with its records, and when it was written."""
+    stats = [file.stat() for file in (path, *paths_of(path)) if file.exists()]
+    return sum(stat.st_size for stat in stats), max(stat.st_mtime for stat in stats)
+
+
+def rows_of(cache: Sequence[Any]) -> LayerRows | None:
+    """The first bounded layer's way into the file of rows, if the caches have one."""
+    for _, entry in entries(cache):
+        if isinstance(entry, BoundedKVCache):
+            return entry.spill
+    return None
+
+
+def goes_on_in_file(cache: Sequence[Any]) -> bool:
+    """Whether the caches' next rows are added to a file."""
+    rows = rows_of(cache)
+    return rows is not None and rows.follows
+
+
+def tell(cache: Sequence[Any], told: Told) -> None:
+    """Let the records of a conversation's state hold its tokens."""
+    rows = rows_of(cache)
+    if rows is not None:
+        rows.transcript = told
+
+
+def told_of(cache: Sequence[Any]) -> Told | None:
+    """The tokens that records of these caches hold, if their owner tells them."""
+    rows = rows_of(cache)
+    transcript = rows.transcript if rows is not None else None
+    return transcript if isinstance(transcript, Told) else None
+
+
+def kept(settings: dict[str, Any]) -> tuple[dict[str, Any], Spill | None]:
+    """A server's settings of caches, whose files of rows are kept, and where; None: there are none.
+
+    Args:
+        settings: As `ModelSettings.of` takes them.
+    """
+    spill = spill_setting(settings.get("spill"))
+    if spill is None:
+        return settings, None
+    spill = Spill(spill.folder, True, spill.key, spill.returns)
+    return {**settings, "spill": spill}, spill

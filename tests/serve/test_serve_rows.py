@@ -1,0 +1,189 @@
+"""`serve --spill --sessions`: after kill -9 a conversation goes on in its file of rows."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+from serve_until_killed import EVERY, settings
+
+from mlx_h2o.caches.resume import told_by
+from mlx_h2o.serve.kept_rows import KeptRows, Told
+from mlx_h2o.serve.marks import Mark
+from mlx_h2o.serve.sessions import token_count
+from mlx_h2o.spill import state_keeping
+from mlx_h2o.spill.setting import Spill
+from serving import MODEL, serving, words
+
+#: A record is in its file when the block before it is: two blocks later.
+LATE = 2 * 16
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+    monkeypatch.setattr(state_keeping, "EVERY", EVERY)
+
+
+@contextmanager
+def to_be_killed(sessions, rows):
+    """A client of a server in a process of its own, which is killed when the block ends."""
+    here = Path(__file__).parent
+    process = subprocess.Popen(
+        [sys.executable, str(here / "serve_until_killed.py"), str(sessions), str(rows)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{here.parent}:{here}"},
+    )
+    try:
+        port = int(process.stdout.readline())
+        yield openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120
+        )
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def streamed(client, prompt, tokens, most=None):
+    """An answer's text, of which at most so many pieces are read."""
+    pieces = []
+    stream = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=tokens, temperature=0, stream=True
+    )
+    for chunk in stream:
+        pieces += [choice.text for choice in chunk.choices]
+        if most is not None and len(pieces) >= most:
+            break
+    return "".join(pieces)
+
+
+def known(running, prompt, tokens=4):
+    """How many tokens of a prompt were known, and of how many."""
+    answer = running.client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=tokens, temperature=0
+    )
+    return answer.usage.prompt_tokens_details.cached_tokens, answer.usage.prompt_tokens
+
+
+def rows_files(folder):
+    return sorted(folder.glob("*.rows"))
+
+
+def in_file(running):
+    """The last conversation's caches, which go on in their file."""
+    last = [idle for idle in running.generator.conversations.idle if idle.kind == "assistant"][-1]
+    for entry in last.cache:
+        assert entry.spill.follows
+        assert entry.spill.available == entry.offset
+    return last.cache
+
+
+def test_a_server_killed_within_an_answer_goes_on_from_the_file(tmp_path):
+    sessions, rows, prompt = tmp_path / "sessions", tmp_path / "rows", words(0, 60)
+    with to_be_killed(sessions, rows) as client:
+        said = streamed(client, prompt, 400, most=130)
+    (file,) = rows_files(rows)
+    newest = told_by(file)[0][0]
+    assert not list(sessions.glob("*.json"))
+    with serving(**settings(sessions, rows)) as running:
+        found, whole = known(running, prompt + said + " " + words(300, 5))
+        assert found == newest
+        # All but a few blocks was known; all that the client was sent is in the prompt.
+        assert 0 < whole - found < EVERY + LATE + 30
+        assert in_file(running)[0].spill.conversation.file.path == file
+    assert rows_files(rows) == [file]
+
+
+def test_a_client_that_asks_again_goes_on_from_what_was_read(tmp_path):
+    sessions, rows, prompt = tmp_path / "sessions", tmp_path / "rows", words(0, 60)
+    with to_be_killed(sessions, rows) as client:
+        first = streamed(client, prompt, 120)
+        again = prompt + first + " " + words(300, 10)
+        streamed(client, again, 400, most=3)
+    (file,) = rows_files(rows)
+    with serving(**settings(sessions, rows)) as running:
+        found, whole = known(running, again)
+        assert 0 < whole - found < 40
+        assert in_file(running)[0].spill.conversation.file.path == file
+
+
+def test_only_the_tokens_after_the_record_are_read_again(tmp_path, caplog):
+    caplog.set_level("INFO")
+    sessions, rows, prompt = tmp_path / "sessions", tmp_path / "rows", words(0, 60)
+    with to_be_killed(sessions, rows) as client:
+        said = streamed(client, prompt, 200)
+    assert list(sessions.glob("*.json"))
+    assert not list(sessions.glob("*.safetensors"))
+    with serving(**settings(sessions, rows)) as running:
+        found, whole = known(running, prompt + said + " " + words(300, 5))
+        assert whole - found < 12
+        in_file(running)
+    (read,) = [record.args[0] for record in caplog.records if "again" in record.msg]
+    assert 0 < read < EVERY + LATE + 16
+
+
+def test_without_the_file_of_rows_the_session_goes_on_as_before(tmp_path):
+    sessions, rows, prompt = tmp_path / "sessions", tmp_path / "rows", words(0, 60)
+    with to_be_killed(sessions, rows) as client:
+        said = streamed(client, prompt, 100)
+    (file,) = rows_files(rows)
+    with file.open("r+b") as damaged:
+        damaged.seek(0)
+        damaged.write(b"x" * 100)
+    with serving(**settings(sessions, rows)) as running:
+        found, whole = known(running, prompt + said + " " + words(300, 5))
+        assert whole - found < 12
+    assert file.exists()
+
+
+def test_records_of_another_conversation_model_or_settings_do_not_serve(tmp_path):
+    sessions, rows, prompt = tmp_path / "sessions", tmp_path / "rows", words(0, 60)
+    with to_be_killed(sessions, rows) as client:
+        streamed(client, prompt, 120)
+    (file,) = rows_files(rows)
+    spill = Spill(rows, keep=True)
+    left = KeptRows(spill, MODEL).left
+    assert [token_count(one.key) for one in left] == [p for p, _ in told_by(file)]
+    newest, older = left
+    assert newest.is_newest
+    assert not older.is_newest
+    assert KeptRows(spill, "another").left == []
+    kept, more = KeptRows(spill, MODEL), newest.key + newest.key[:8]
+    assert kept.longest_before(newest.mark, more) == newest
+    assert kept.longest_before(newest.mark, newest.key) == older
+    assert kept.longest_before(Mark("other"), more) is None
+    assert kept.longest_before(newest.mark, newest.key[8:] + more) is None
+    # The older does not take the file from the newest, unless its client asks the same again.
+    apart = kept.load(older, older.key + b"\0" * 8)
+    assert apart[0].offset == token_count(older.key)
+    assert apart[0].spill is None
+    assert kept.longest_before(newest.mark, more) == newest
+    going_on = kept.load(newest, more)
+    assert going_on[0].spill.follows
+    # It is in use now, and another server leaves it alone.
+    assert KeptRows(spill, MODEL).left == []
+
+
+def test_a_record_tells_the_tokens_before_it_only():
+    told = Told("m", Mark("a", ((1, 2),)), [5, 6, 7], 1)
+    assert told.until(4) is None
+    assert told.until(2)["pins"] == ((1, 2),)
+    assert told.until(2) == Told("m", Mark("a", ((1, 2),)), [5, 6, 9], 1).until(2)
+    assert told.until(3) != told.until(2)
+
+
+def test_old_files_go(tmp_path):
+    sessions, rows = tmp_path / "sessions", tmp_path / "rows"
+    with to_be_killed(sessions, rows) as client:
+        streamed(client, words(0, 60), 120)
+    (file,) = rows_files(rows)
+    spill = Spill(rows, keep=True)
+    assert KeptRows(spill, MODEL, most_days=1, most_bytes=2**30).left
+    assert file.exists()
+    assert KeptRows(spill, MODEL, most_bytes=10).left == []
+    assert not list(rows.glob("*.rows*"))
