@@ -80,6 +80,7 @@ def in_file(running):
     for entry in last.cache:
         assert entry.spill.follows
         assert entry.spill.available == entry.offset
+    assert any(entry.back is not None and entry.evicted for entry in last.cache)
     return last.cache
 
 

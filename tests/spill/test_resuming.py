@@ -1,5 +1,6 @@
 """Conversations that go on from their file of rows."""
 
+import copy
 import os
 import random
 import signal
@@ -13,6 +14,8 @@ import pytest
 from decode_until_killed import begun, go_on, prompt
 
 from mlx_h2o import Spill, load, make_prompt_cache, resume
+from mlx_h2o.caches.conversation import pin
+from mlx_h2o.caches.resume import resume_apart, told_by
 from mlx_h2o.spill import state_keeping
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.state_record import paths_of
@@ -158,6 +161,68 @@ def test_files_that_are_not_kept_leave_nothing(tmp_path, model):
     assert not list(tmp_path.iterdir())
 
 
+class Owner:
+    """Knows the tokens up to a position."""
+
+    def __init__(self, known):
+        self.known = known
+
+    def until(self, position):
+        return {"before": position} if position <= self.known else None
+
+
+def test_a_record_holds_what_its_owner_tells(tmp_path, model):
+    cache = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True, key=KEY))
+    cache[0].spill.transcript = Owner(100)
+    steps(model, cache, 60)
+    going_on = copy.deepcopy(cache)
+    steps(model, going_on, 80, 60)
+    file = cache[0].spill.conversation.file
+    with pytest.raises(BlockingIOError):
+        told_by(file.path, KEY)
+    cache[0].spill.conversation.close()
+    assert told_by(file.path, KEY) == [(80, {"before": 80}), (16, {"before": 16})]
+    rows = file.path.read_bytes()
+    apart = resume_apart(file.path, 16, KEY)
+    assert apart[0].offset == 16
+    steps(model, apart, 20, 16)
+    assert file.path.read_bytes() == rows
+    with pytest.raises(ValueError, match=r"no record .* at position 32"):
+        resume(file.path, KEY, position=32)
+    assert resume(file.path, KEY, position=16)[0].offset == 16
+
+
+def test_a_changed_state_has_no_record_until_the_next(tmp_path, model):
+    cache = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True))
+    steps(model, cache, 130)
+    file = cache[0].spill.conversation.file
+    pin(cache, [(120, 123)])
+    cache[0].spill.conversation.state_changed()
+    assert file.flush()
+    assert not any(of_record.exists() for of_record in paths_of(file.path))
+    steps(model, cache, 60, 130)
+    cache[0].spill.conversation.close()
+    again = resume(file.path)
+    assert again[0].offset == 144
+    assert again[0].pins == cache[0].pins != ()
+
+
+def test_a_batch_records_the_state_of_each_of_its_conversations(tmp_path, model):
+    members = []
+    for seed in (1, 2):
+        cache = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True))
+        model(mx.random.randint(0, 200, (1, 30 * seed), key=mx.random.key(seed)), cache=cache)
+        members.append(cache)
+    batch = [type(layers[0]).merge(layers) for layers in zip(*members, strict=True)]
+    for i in range(80):
+        token = mx.random.randint(0, 200, (2, 1), key=mx.random.key(i))
+        mx.eval(model(token, cache=batch))
+    files = [cache[0].spill.conversation.file.path for cache in members]
+    for cache in members:
+        cache[0].spill.conversation.close()
+    assert [resume(path)[0].offset for path in files] == [32, 64]
+
+
 @pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_killed_conversation_goes_on(tmp_path, model, kills):
     """Whatever was said before a kill is what a conversation that was never killed says."""
@@ -186,7 +251,7 @@ def test_a_killed_conversation_goes_on(tmp_path, model, kills):
         for line in (early + rest).split("\n")[:-1]:
             position, token = map(int, line.split())
             assert said.setdefault(position, token) == token
-    cache = begun(model, None)
+    cache = begun(model, Spill(tmp_path / "other"))  # rows come back there, too
     plain = go_on(model, cache, prompt()[0, -1].item())
     expected = dict(next(plain) for _ in range(max(said) - 39))
     assert all(expected[position] == token for position, token in said.items())

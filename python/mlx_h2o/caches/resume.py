@@ -112,7 +112,8 @@ def _record_of(file: RowFile, position: int | None) -> tuple[StateRecord, int]:
     for record, turn in found_records(file.path, file.layout.checksum, file.seal):
         if position in (None, record.position) and _belongs(record, file):
             return record, turn
-    raise ValueError(f"{file.path} has no such record of its conversation's state.")
+    place = "" if position is None else f" at position {position}"
+    raise ValueError(f"{file.path} has no record of its conversation's state{place}.")
 
 
 def _belongs(record: StateRecord, file: RowFile) -> bool:

@@ -376,7 +376,7 @@ class Conversations:
         """
         to(idle.cache)
         rows = rows_of(idle.cache)
-        if rows is not None:
+        if rows is not None and rows.follows:
             rows.conversation.state_changed()
         mx.eval([entry.state for entry in idle.cache])
         idle.pieces = pieces_of(idle.cache)
