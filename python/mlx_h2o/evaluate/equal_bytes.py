@@ -100,8 +100,11 @@ def _bytes_of(entry: Any) -> int:
         return sum(_row_bytes(array) for array in arrays if isinstance(array, mx.array))
     held = entry.arrays()
     rows = {name: array for name, array in held.items() if name.startswith(ROWS)}
+    beside = entry.spill.waiting if entry.spill is not None else []
+    queries = entry.back.queries if entry.back is not None else []
     # The bytes of the undo journal are not among the arrays, and count at their own size.
-    return entry.nbytes - sum(array.nbytes - _row_bytes(array) for array in rows.values())
+    numbers = (*rows.values(), *beside, *queries)
+    return entry.nbytes - sum(array.nbytes - _row_bytes(array) for array in numbers)
 
 
 def _row_bytes(array: mx.array) -> int:

@@ -121,9 +121,14 @@ class LayerRows:
         return self.offset if self.follows else in_file
 
     @property
+    def waiting(self) -> list[mx.array]:
+        """The arrays of the rows held here; the file holds further ones (`RowFile.nbytes`)."""
+        return [rows for held in self._held for rows in held.fields.values()]
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the rows held here; the file's own are in `RowFile.nbytes`."""
-        return sum(rows.nbytes for held in self._held for rows in held.fields.values())
+        """Bytes of the rows held here."""
+        return sum(rows.nbytes for rows in self.waiting)
 
     # -- rows come --------------------------------------------------------------------------------
 
