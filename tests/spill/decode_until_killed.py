@@ -48,7 +48,7 @@ if __name__ == "__main__":
         )
         token = known[cache[0].offset]
     else:
-        cache = begun(model, Spill(Path(folder), keep=True, returns=None))
+        cache = begun(model, Spill(Path(folder), keep=True))
         token = prompt()[0, -1].item()
     print("from", cache[0].offset, flush=True)
     for position, said in go_on(model, cache, token):

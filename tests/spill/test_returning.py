@@ -8,12 +8,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_h2o import Frame, H2OKVCache, Returns, Spill
+from mlx_h2o import Frame, H2OKVCache, Returns, Spill, load, make_prompt_cache
+from mlx_h2o.evaluate.recall import recall_task
+from mlx_h2o.loading.load import CALIBRATION_TEXT
 from mlx_h2o.spill.conversation_rows import SpillStopped
 from mlx_h2o.spill.page_digests import PAGE, TRACT, PageDigests
 from mlx_h2o.storage.packed import dense
 from mlx_h2o.storage.pins import true_positions
 from mlx_h2o.storage.remainder import Remainder
+from research.returning import facts_known
 
 HEADS, QUERIES, WIDTH, SCALE = 2, 4, 64, 0.125
 OFTEN = Returns(every=8, window=4, pages=2, rows=8, ahead=4)
@@ -279,3 +282,18 @@ def test_digests_are_read_as_they_were_written(tmp_path):
         assert not list(digests.read(0, 0, 2, 8))
         assert (digests.nbytes == 0) == (folder is not None)
     assert not list(tmp_path.iterdir())
+
+
+def test_evicted_facts_are_found_again(tmp_path):
+    model, tokenizer = load("builtin:recall-4m")
+    text = CALIBRATION_TEXT.read_text()
+    task = recall_task(tokenizer, text, prompts=6, tokens=528, facts=1, seed=3)
+    found = {}
+    for spill in (None, Spill(tmp_path)):
+
+        def make(spill=spill):
+            return make_prompt_cache(model, 40, bits=6, spill=spill)
+
+        found[spill is not None] = sum(facts_known(model, task, make, "recall").scores)
+    assert found[False] <= 2
+    assert found[True] >= 4
