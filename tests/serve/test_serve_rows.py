@@ -17,6 +17,7 @@ from mlx_h2o.serve.marks import Mark
 from mlx_h2o.serve.sessions import token_count, tokens_of
 from mlx_h2o.spill import state_keeping
 from mlx_h2o.spill.conversation_rows import close_all
+from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.setting import Spill
 from serving import MODEL, serving, words
 
@@ -229,5 +230,8 @@ def test_old_files_go(tmp_path):
     spill = Spill(rows, keep=True)
     assert KeptRows(spill, MODEL, most_days=1, most_bytes=2**30).left
     assert file.exists()
+    with RowFile.open(file, writable=False):
+        assert KeptRows(spill, MODEL, most_bytes=10).left == []
+        assert file.exists()  # someone uses it
     assert KeptRows(spill, MODEL, most_bytes=10).left == []
     assert not list(rows.glob("*.rows*"))
