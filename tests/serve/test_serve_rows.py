@@ -144,6 +144,19 @@ def test_requests_outside_of_batches_tell_their_tokens_too(tmp_path):
     assert said.startswith(text.lstrip())
 
 
+def test_a_conversation_that_made_room_comes_back_with_its_file(tmp_path):
+    sessions, rows, prompt = tmp_path / "sessions", tmp_path / "rows", words(0, 60)
+    with serving(**settings(sessions, rows)) as running:
+        said = running.ask(prompt, 150)
+        (file,) = rows_files(rows)
+        generator = running.generator
+        generator.between_steps(lambda: generator.conversations.make_room(0))
+        assert len(generator.conversations) == 0
+        found, whole = known(running, prompt + said + " " + words(300, 5))
+        assert 0 < whole - found < EVERY + LATE + 30
+        assert in_file(running)[0].spill.conversation.file.path == file
+
+
 def test_a_client_that_asks_again_goes_on_from_what_was_read(tmp_path):
     sessions, rows, prompt = tmp_path / "sessions", tmp_path / "rows", words(0, 60)
     with to_be_killed(sessions, rows) as client:

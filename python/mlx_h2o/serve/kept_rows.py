@@ -122,8 +122,13 @@ class KeptRows:
     def let_go(self, cache: Sequence[Any]) -> None:
         """A conversation leaves memory: its file may be gone on with later."""
         rows = rows_of(cache)
-        if rows is not None and rows.follows and rows.conversation.file is not None:
-            self._unread.add(rows.conversation.file.path)
+        if rows is None or not rows.follows or rows.conversation.file is None:
+            return
+        if any(other.offset >= rows.offset for other in rows.conversation.others(rows)):
+            return  # a running request goes on in it
+        # mlx-lm's loop may still hold the caches, until it gets another request.
+        rows.conversation.close()
+        self._unread.add(rows.conversation.file.path)
 
     def _look(self) -> None:
         """Read the records of files that were not read yet."""
