@@ -14,8 +14,10 @@ from serve_until_killed import EVERY, settings
 from mlx_h2o.caches.resume import told_by
 from mlx_h2o.serve.kept_rows import KeptRows, Told
 from mlx_h2o.serve.marks import Mark
-from mlx_h2o.serve.sessions import token_count
+from mlx_h2o.serve.sessions import token_count, tokens_of
 from mlx_h2o.spill import state_keeping
+from mlx_h2o.spill.conversation_rows import close_all
+from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.setting import Spill
 from serving import MODEL, serving, words
 
@@ -98,6 +100,61 @@ def test_a_server_killed_within_an_answer_goes_on_from_the_file(tmp_path):
         assert 0 < whole - found < EVERY + LATE + 30
         assert in_file(running)[0].spill.conversation.file.path == file
     assert rows_files(rows) == [file]
+
+
+def test_a_chat_that_broke_off_goes_on_from_the_part_that_its_client_got(tmp_path):
+    sessions, rows = tmp_path / "sessions", tmp_path / "rows"
+    asked = [{"role": "user", "content": words(0, 60)}]
+    with to_be_killed(sessions, rows) as client:
+        said = ""
+        for chunk in client.chat.completions.create(
+            model=MODEL, messages=asked, max_tokens=400, temperature=0, stream=True
+        ):
+            said += "".join(choice.delta.content or "" for choice in chunk.choices)
+            if len(said) > 500:
+                break
+    (file,) = rows_files(rows)
+    newest = told_by(file)[0][0]
+    with serving(**settings(sessions, rows)) as running:
+        answer = running.client.chat.completions.create(
+            model=MODEL,
+            messages=[
+                *asked,
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": words(300, 5)},
+            ],
+            max_tokens=4,
+        )
+        assert answer.usage.prompt_tokens_details.cached_tokens == newest
+        in_file(running)
+
+
+def test_requests_outside_of_batches_tell_their_tokens_too(tmp_path):
+    sessions, rows, prompt = tmp_path / "sessions", tmp_path / "rows", words(0, 60)
+    with serving(**settings(sessions, rows)) as running:
+        said = running.ask(prompt, 120, seed=1)
+        tokenizer = running.generator.provider.tokenizer
+        tokens = tokenizer.encode(prompt)
+    close_all()
+    newest, older = KeptRows(Spill(rows, keep=True), MODEL).left
+    for left in (newest, older):
+        assert tokens_of(left.key)[: len(tokens)] == tokens
+        assert left.prompt == len(tokens) < token_count(left.key)
+    text = tokenizer.decode(tokens_of(newest.key)[len(tokens) :])
+    assert said.startswith(text.lstrip())
+
+
+def test_a_conversation_that_made_room_comes_back_with_its_file(tmp_path):
+    sessions, rows, prompt = tmp_path / "sessions", tmp_path / "rows", words(0, 60)
+    with serving(**settings(sessions, rows)) as running:
+        said = running.ask(prompt, 150)
+        (file,) = rows_files(rows)
+        generator = running.generator
+        generator.between_steps(lambda: generator.conversations.make_room(0))
+        assert len(generator.conversations) == 0
+        found, whole = known(running, prompt + said + " " + words(300, 5))
+        assert 0 < whole - found < EVERY + LATE + 30
+        assert in_file(running)[0].spill.conversation.file.path == file
 
 
 def test_a_client_that_asks_again_goes_on_from_what_was_read(tmp_path):
@@ -186,5 +243,8 @@ def test_old_files_go(tmp_path):
     spill = Spill(rows, keep=True)
     assert KeptRows(spill, MODEL, most_days=1, most_bytes=2**30).left
     assert file.exists()
+    with RowFile.open(file, writable=False):
+        assert KeptRows(spill, MODEL, most_bytes=10).left == []
+        assert file.exists()  # someone uses it
     assert KeptRows(spill, MODEL, most_bytes=10).left == []
     assert not list(rows.glob("*.rows*"))

@@ -23,6 +23,7 @@ from mlx_h2o.caches.resume import resume, resume_apart, told_by
 from mlx_h2o.serve.marks import Mark, mark
 from mlx_h2o.serve.sessions import DAY, key_of, token_count
 from mlx_h2o.spill.layer_rows import LayerRows
+from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.setting import SUFFIX, Spill, spill_setting
 from mlx_h2o.spill.state_keeping import EVERY
 from mlx_h2o.spill.state_record import paths_of
@@ -108,10 +109,10 @@ class KeptRows:
         most_days: float | None = None,
     ):
         self.spill, self.model = spill, model
+        self._most_bytes, self._most_days = most_bytes, most_days
         self._left: dict[Path, list[Left]] = {}
         self._unread = {p for p in spill.folder.glob(f"*{SUFFIX}") if not p.is_symlink()}
         self._look()
-        self._prune(most_bytes, most_days)
 
     @property
     def left(self) -> list[Left]:
@@ -121,11 +122,17 @@ class KeptRows:
     def let_go(self, cache: Sequence[Any]) -> None:
         """A conversation leaves memory: its file may be gone on with later."""
         rows = rows_of(cache)
-        if rows is not None and rows.follows and rows.conversation.file is not None:
-            self._unread.add(rows.conversation.file.path)
+        if rows is None or not rows.follows or rows.conversation.file is None:
+            return
+        if any(other.offset >= rows.offset for other in rows.conversation.others(rows)):
+            return  # a running request goes on in it
+        # mlx-lm's loop may still hold the caches, until it gets another request.
+        rows.conversation.close()
+        self._unread.add(rows.conversation.file.path)
 
     def _look(self) -> None:
         """Read the records of files that were not read yet."""
+        unread = len(self._unread)
         for path in sorted(self._unread):
             try:
                 found = told_by(path, self.spill.key)
@@ -145,6 +152,8 @@ class KeptRows:
             own = [one for one in of_file if one is not None]
             if own:
                 self._left[path] = [Left(path, *one, newest=own[0][1]) for one in own]
+        if len(self._unread) < unread:
+            self._prune()
 
     def _of_record(
         self, path: Path, position: int, told: dict[str, Any]
@@ -201,24 +210,33 @@ class KeptRows:
         mark(cache, left.mark)
         return cache
 
-    def _prune(self, most_bytes: int | None, most_days: float | None) -> None:
+    def _prune(self) -> None:
         """Remove files that are too old, then the oldest beyond the bytes."""
-        sizes = {path: _sizes(path) for path in self._left}
+        most_bytes, most_days = self._most_bytes, self._most_days
+        sizes = {path: _sizes(path) for path in self._left if path.exists()}
         total, now = sum(size for size, _ in sizes.values()), time.time()
         for path, (size, written) in sorted(sizes.items(), key=lambda one: one[1][1]):
             old = most_days is not None and now - written > most_days * DAY
             if old or (most_bytes is not None and total > most_bytes):
-                logging.warning("Removed the file of rows %s.", path.name)
-                total -= size
                 del self._left[path]
-                for file in (path, *paths_of(path)):
-                    file.unlink(missing_ok=True)
+                if _removed(path, self.spill.key):
+                    logging.warning("Removed the file of rows %s.", path.name)
+                    total -= size
 
 
 def _sizes(path: Path) -> tuple[int, float]:
     """Bytes of a file of rows with its records, and when it was written."""
     stats = [file.stat() for file in (path, *paths_of(path)) if file.exists()]
     return sum(stat.st_size for stat in stats), max(stat.st_mtime for stat in stats)
+
+
+def _removed(path: Path, key: bytes | None) -> bool:
+    """Remove a file of rows with its records, unless another uses it."""
+    try:
+        RowFile.open(path, key=key, keep=False).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def rows_of(cache: Sequence[Any]) -> LayerRows | None:
