@@ -247,8 +247,7 @@ def _come(layer: Layer, back: Returning, run: Run, fields: Fields, asked: Asked)
     for i, head in enumerate(heads):
         wanted = _wanted(layer, back, head, asked, absent[i], most)
         kept = _kept_credit(layer, back, head, positions[i], scores[i], wanted)
-        rank = np.where(absent[i], wanted, -1.0)
-        at = np.sort(np.argpartition(-rank, most - 1)[:most])
+        at = most_wanted(np.where(absent[i], wanted, -1.0), most)
         chosen.append(at)
         given = _as_scores(layer, at, wanted[at])
         credits[head] = Credit(
@@ -279,11 +278,7 @@ def _wanted(
     digests = spill.digests(head, layer.store.heads, q.shape[1])[:pages]
     with np.errstate(divide="ignore"):
         estimates = (np.log(lost) + q @ digests.astype(np.float32).T - lse).max(axis=0)
-    read = set[int]()
-    for page in np.argsort(-estimates, kind="stable").tolist():
-        if len(read) >= 2 * settings.pages and sum(lost[p] for p in read) >= most:
-            break
-        read |= {page, min(page + 1, pages - 1)}  # a fact may end in the next page
+    read = pages_to_read(estimates, lost, settings.pages, most)
     at = (np.array(sorted(read))[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
     back.rows_read += len(at)
     logits = q @ np.array(_stored_keys(layer, head, at)).T
@@ -300,6 +295,29 @@ def _wanted(
     known = np.zeros(len(absent), bool)
     known[at] = True
     return np.where(known, np.maximum(wanted, LEAST_WANTED), 0)
+
+
+def pages_to_read(estimates: Array, lost: Array, pages: int, most: int) -> set[int]:
+    """The pages that are read: those of the largest estimates, and each one's next.
+
+    Args:
+        estimates: The logarithm of each page's estimated mass.
+        lost: How many of its rows were evicted.
+        pages: So many are read, and as many behind them.
+        most: How many evicted rows are read, at least.
+    """
+    read = set[int]()
+    for page in np.argsort(-estimates, kind="stable").tolist():
+        if len(read) >= 2 * pages and sum(lost[p] for p in read) >= most:
+            break
+        read |= {page, min(page + 1, len(lost) - 1)}  # a fact may end in the next page
+    return read
+
+
+def most_wanted(rank: Array, most: int) -> Array:
+    """The positions of the `most` largest numbers of `rank`, in order."""
+    at: Array = np.sort(np.argpartition(-rank, most - 1)[:most])
+    return at
 
 
 # -- credit ------------------------------------------------------------------------------------
