@@ -119,12 +119,10 @@ void RowLayout::make_header() {
       fields.push_back(Json::List{field.name, name_of(field.dtype), field.width});
     layers.push_back(Json::List{form.heads, std::move(fields)});
   }
-  const Json::Object all{
-      {"layers", std::move(layers)},
-      {"positions", positions_},
-      {"sealed", false},
-      {"notes", notes_}};
-  const std::string text = Json(all).text();
+  // Members in Python's order, which makes the header anew to know its checksum.
+  const std::string text = "{\"layers\": " + Json(std::move(layers)).text() +
+      ", \"positions\": " + std::to_string(positions_) +
+      ", \"sealed\": false, \"notes\": " + Json(notes_).text() + "}";
   if (text.size() > kMostJson) throw FileError("The header of a file of rows is too long.");
   const uint32_t numbers[] = {
       kVersion, uint32_t(text.size()), crc32(text.data(), text.size(), kVersion)};
