@@ -384,7 +384,8 @@ MLX_H2O_API int mlx_h2o_cache_offset(int* res, const mlx_h2o_cache cache);
 MLX_H2O_API int mlx_h2o_cache_size(int* res, const mlx_h2o_cache cache);
 // Tokens dropped, mean over KV heads, rounded down.
 MLX_H2O_API int mlx_h2o_cache_evicted(int64_t* res, const mlx_h2o_cache cache);
-// Bytes of everything held: rows, what belongs to them, remainder, victims, frame, undo. Beyond
+// Bytes of everything held: rows, what belongs to them, remainder, victims, frame, undo, and of a
+// file's less than a block of rows, and the last queries. Beyond
 // 32,768 tokens a position takes 4 bytes, not 2: a stage of `filling` there can make up for it.
 MLX_H2O_API int mlx_h2o_cache_nbytes(size_t* res, const mlx_h2o_cache cache);
 
@@ -401,7 +402,8 @@ MLX_H2O_API int mlx_h2o_cache_trimmable(int* res, const mlx_h2o_cache cache);
 MLX_H2O_API int mlx_h2o_cache_trim(mlx_h2o_cache cache, int n, const mlx_stream s);
 
 // A cache that holds the same and goes on by itself, for a conversation that branches: no memory is
-// copied until one of the two changes it. res: an empty handle, or a cache that it replaces.
+// copied until one of the two changes it. The copy has no file of rows. res: an empty handle, or a
+// cache that it replaces.
 MLX_H2O_API int mlx_h2o_cache_copy(mlx_h2o_cache* res, mlx_h2o_cache cache, const mlx_stream s);
 
 // Gives each KV head other slots; what no longer fits goes into the remainder. Slots that were to
@@ -500,6 +502,70 @@ MLX_H2O_API int mlx_h2o_cache_unread(
 // Statistics of the evicted.
 MLX_H2O_API int mlx_h2o_cache_remainder(
     mlx_h2o_remainder* res, mlx_h2o_cache cache, const mlx_stream s);
+
+// -- a file of all rows ---------------------------------------------------------------------------
+
+// The file behind the caches of one conversation, one for each layer: every row that comes is
+// written to it, evicted or not, and evicted rows that are wanted again come back from it. Python
+// reads the same files (docs/how-it-works/design.md). No step waits for the disk. If anything goes
+// wrong (no space, a disk that is too slow, several sequences in one cache), the conversation goes
+// on without its file, as if there had been none: mlx_h2o_spill_failure tells.
+//
+// The caches of a conversation are used by one thread at a time. A cache that is copied or restored
+// goes on without a file.
+typedef struct mlx_h2o_spill_ {
+  void* ctx;
+} mlx_h2o_spill;
+
+// How rows come back: while decoding every `every` tokens, and before each prompt chunk, to caches
+// whose policy sees attention. They take slots from others, which are evicted.
+typedef struct mlx_h2o_returns_ {
+  size_t size;  // of this struct, as the program knows it
+  int every;    // 1 to 65536 tokens
+  int window;   // 1 to 65536 of the last queries say what is wanted
+  int pages;    // 1 to 65536 pages of 16 tokens are read for a KV head, and as many behind them
+  int rows;     // at most so many come back to a KV head; 0: none ever do
+  double room;  // the part of a head's evictable slots that they may take, above 0 to 1
+  int ahead;    // so many rows behind a wanted one are wanted, too; 0 to 65536
+} mlx_h2o_returns;
+
+// Every 32 tokens, 8 queries, 12 pages, 32 rows, room 0.5, 16 ahead. `size` is that of the struct.
+MLX_H2O_API int mlx_h2o_returns_init(mlx_h2o_returns* res, size_t size);
+// The same as a value. Start from these.
+static inline mlx_h2o_returns mlx_h2o_returns_default(void) {
+  mlx_h2o_returns returns;
+  mlx_h2o_returns_init(&returns, sizeof returns);
+  return returns;
+}
+
+// An empty handle, to be filled.
+MLX_H2O_API mlx_h2o_spill mlx_h2o_spill_new(void);
+// Removes the file; the caches go on without it.
+MLX_H2O_API int mlx_h2o_spill_free(mlx_h2o_spill spill);
+
+// For a conversation of so many layers, a file in this folder, which only the user may read (mode
+// 0600). It is made, with the folder if there is none, when the first rows of all layers have come;
+// files of processes that were killed are then removed from there. returns NULL: the defaults.
+MLX_H2O_API int mlx_h2o_spill_make(
+    mlx_h2o_spill* res, const char* folder, size_t n_layers, const mlx_h2o_returns* returns);
+// Has a cache that has seen no token be a layer's, from 0 on. returning [n_kv_heads]: whether rows
+// come back to each of its KV heads; NULL and 0: to all.
+MLX_H2O_API int mlx_h2o_cache_spill_to(
+    mlx_h2o_cache cache, const mlx_h2o_spill spill, size_t layer, const bool* returning,
+    size_t n_kv_heads);
+
+// Why there is no file, or why it gets no more rows; "" while all is well. As the next, it is valid
+// until the next call with this handle or one of its caches; not to be freed.
+MLX_H2O_API int mlx_h2o_spill_failure(const char** res, const mlx_h2o_spill spill);
+// Where the file is; "" before it is made.
+MLX_H2O_API int mlx_h2o_spill_path(const char** res, const mlx_h2o_spill spill);
+// How many positions are in the file, in all layers: whole blocks of 16.
+MLX_H2O_API int mlx_h2o_spill_written(int64_t* res, const mlx_h2o_spill spill);
+// Waits until all whole blocks that all layers gave are on the disk: before an app is suspended.
+// (Those of a first chunk are given with the next token.) res, unless NULL, tells whether they are.
+MLX_H2O_API int mlx_h2o_spill_flush(bool* res, mlx_h2o_spill spill, const mlx_stream s);
+// How many rows came back to a cache so far, over all its KV heads.
+MLX_H2O_API int mlx_h2o_cache_returned(int64_t* res, const mlx_h2o_cache cache);
 
 #ifdef __cplusplus
 }

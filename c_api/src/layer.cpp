@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "layer_rows.h"
+
 namespace mlx_h2o {
 
 RowTypes RowTypes::of(const mx::array& keys, const mx::array& values) {
@@ -28,6 +30,7 @@ std::vector<mx::array> BoundedLayer::side_state() const {
   all.insert(all.end(), noted.begin(), noted.end());
   const std::vector<mx::array> unread = unread_.arrays();
   all.insert(all.end(), unread.begin(), unread.end());
+  if (spill) all.insert(all.end(), spill->fresh().begin(), spill->fresh().end());
   return all;
 }
 
@@ -44,6 +47,10 @@ std::vector<Fields> BoundedLayer::take_in(const mx::array& keys, const mx::array
   else
     rows = fields_of(settings, keys, values, first);
   if (rows) rows = marked(std::move(*rows));
+  if (spill && memory_.window_plan())
+    spill->take_chunk(first, keys, values, memory_.window_plan()->size());
+  else if (spill)
+    spill->take(first, RowKind::stored, *rows);
   offset_ += L;
   if (!rows) return memory_.attended(std::nullopt);
   if (L == 1) {  // for which victims are named already
@@ -110,6 +117,15 @@ void BoundedLayer::fold(const Fields& rows, const mx::array& weights, int first)
   remainder = remainder.with_heads(first, of_heads.fold(keys, values, weights));
 }
 
+void BoundedLayer::unfold(const Fields& rows, int first) {
+  if (!settings.remembers()) return;
+  const mx::array keys = dense(settings.packing.rows("keys", rows));
+  const mx::array values = dense(settings.packing.rows("values", rows));
+  Remainder& remainder = memory_.evictions().remainder;
+  const Remainder of_heads = remainder.heads(first, first + keys.shape(1));
+  remainder = remainder.with_heads(first, of_heads.without(keys, values));
+}
+
 std::pair<mx::array, mx::array> BoundedLayer::with_plain_rows() {
   SlotStore& store = memory_.store();
   const auto [keys, values] = evictions().remainder.plain_rows(settings.plain_rows());
@@ -139,6 +155,7 @@ mx::array BoundedLayer::decode(
     const AttentionCall& call, const mx::array& keys, const mx::array& values) {
   memory_.fit_positions(offset_ + 1);
   Decoder& decoder = memory_.lent(keys, values);
+  if (spill) spill->take(offset_, RowKind::plain, {{"keys", keys}, {"values", values}});
   ++offset_;
   const std::optional<RecentStep> recent = memory_.advance_window();
   std::vector<HeadPlan> heads = advanced(recent && !recent->leaving);

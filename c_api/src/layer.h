@@ -8,6 +8,9 @@
 
 namespace mlx_h2o {
 
+class LayerRows;
+class Returning;
+
 // What the rows of a layer are like; others are refused.
 struct RowTypes {
   int batch, key_width, value_width;
@@ -56,6 +59,10 @@ class BoundedLayer {
 
   const CacheSettings& settings;
   const RowTypes types;
+  // The way of its rows into a file, and what they need to come back from it; null: there is none.
+  // A copy has none.
+  LayerRows* spill = nullptr;
+  Returning* back = nullptr;
 
   // -- what is held -------------------------------------------------------------------------------
 
@@ -131,6 +138,9 @@ class BoundedLayer {
   // Folds rows [B, heads, M, ...] into the remainder of the heads from `first` on, each as often as
   // its weight, which broadcasts to [B, heads, M].
   void fold(const Fields& rows, const mx::array& weights, int first);
+  // Takes rows [B, heads, M, ...] that come back out of the remainder of the heads from `first` on,
+  // into which they were folded.
+  void unfold(const Fields& rows, int first);
   // New scores of the slots in use: per run [B, heads, length].
   void write_scores(const std::vector<mx::array>& parts) {
     memory_.store().write("scores", parts);
@@ -142,6 +152,10 @@ class BoundedLayer {
   // Writes the remainder's plain rows into their slots; keys and values with them,
   // [B, H, rows + N, width], as views of the slots.
   std::pair<mx::array, mx::array> with_plain_rows();
+  // Steps before this cannot be taken back any more.
+  void forget_steps() {
+    journal_.clear();
+  }
   // Replaces all slots: per run by fields [B, heads, length, ...].
   void keep(const std::vector<Fields>& kept);
   // Which slots are overwritten next [B, H, evict_every]; those of the runs that are `due` are new.

@@ -87,6 +87,22 @@ Remainder Remainder::fold(
       mean_value + of_new * (new_value - mean_value)};
 }
 
+Remainder Remainder::without(const mx::array& rows_k, const mx::array& rows_v) const {
+  const mx::array keys = f32(rows_k), values = f32(rows_v);
+  const mx::array m = number(keys.shape(2)), n = mx::expand_dims(count, -1);
+  const mx::array left = mx::maximum(n - m, number(0)), some = mx::maximum(left, number(1));
+  const mx::array mean = mx::mean(keys, 2);
+  const mx::array var = mx::mean(mx::square(keys - mx::expand_dims(mean, 2)), 2);
+  const mx::array new_key = (n * mean_key - m * mean) / some;
+  const mx::array apart = left * m / mx::maximum(n, number(1)) * mx::square(new_key - mean);
+  // Rounding cannot make a variance negative here.
+  const mx::array new_var = mx::maximum((n * var_key - m * var - apart) / some, number(0));
+  const mx::array new_value = (n * mean_value - m * mx::mean(values, 2)) / some;
+  const mx::array is_left = mx::greater(left, number(0));
+  const auto kept = [&](const mx::array& part) { return mx::where(is_left, part, number(0)); };
+  return {mx::squeeze(left, -1), kept(new_key), kept(new_var), kept(new_value)};
+}
+
 mx::array Remainder::column(const mx::array& q, float scale, const Saturations& saturations) const {
   const int B = q.shape(0), Hq = q.shape(1), L = q.shape(2), D = q.shape(3);
   const mx::array grouped = mx::reshape(f32(q) * number(scale), {B, count.shape(1), -1, D});

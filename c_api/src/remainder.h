@@ -27,6 +27,8 @@ struct Remainder {
   Remainder fold(
       const mx::array& keys, const mx::array& values,
       const std::optional<mx::array>& weights) const;
+  // As if these rows [B, H, M, width], which were added before, had not been.
+  Remainder without(const mx::array& keys, const mx::array& values) const;
   // The column's logit [B, Hq, L] for q [B, Hq, L, D].
   mx::array column(const mx::array& q, float scale, const Saturations& saturations) const;
   // Keys and values of R plain rows, float32.

@@ -70,15 +70,27 @@ mx::array attend_op_by_op(
 mx::array attend_now(
     BoundedLayer& layer, const AttentionCall& call, const mx::array& keys,
     const mx::array& values) {
+  const std::optional<Frame>& frame = layer.settings.frame;
+  const auto framed = [&] {
+    AttentionCall entered = call;
+    if (frame) entered.q = enter_queries(*frame, call.q);
+    return entered;
+  };
+  if (layer.back) {
+    const AttentionCall entered = framed();
+    if (layer.back->is_due(layer, call.length()))
+      bring_back(layer, entered, frame ? enter(*frame, keys) : keys);
+    layer.back->note(entered.q);
+  }
   // The first token of all goes op by op: then there are arrays to lend.
   // A step that brings a pinned token too, which is marked on its way in.
   if (layer.offset() && !layer.next_is_pinned() &&
-      accepts(layer.settings, call, keys, values, fused_step_proven))
-    return layer.decode(call, keys, values);
-  const std::optional<Frame>& frame = layer.settings.frame;
-  if (!frame) return attend_op_by_op(layer, call, keys, values);
-  const AttentionCall framed{enter_queries(*frame, call.q), call.scale, call.sinks, call.mask};
-  return attend_op_by_op(layer, framed, enter(*frame, keys), values);
+      accepts(layer.settings, call, keys, values, fused_step_proven)) {
+    const mx::array out = layer.decode(call, keys, values);
+    if (!layer.spill || layer.spill->fresh().empty()) return out;
+    return mx::depends({out}, layer.spill->fresh())[0];
+  }
+  return attend_op_by_op(layer, framed(), frame ? enter(*frame, keys) : keys, values);
 }
 
 // Raises unless a mask fits queries like these.
@@ -150,6 +162,7 @@ mx::array Core::update_and_attend(
   if (settings_.undo && L > 1 && !singly) {
     chunk_.emplace(Chunk{std::nullopt, call, keys, values});
     if (layer_) chunk_->before.emplace(*layer_, settings_);
+    if (spill_) chunk_->back = spill_->back;
   }
   BoundedLayer& layer = layer_for(keys, values);
   if (singly) layer.settle();
@@ -191,6 +204,15 @@ int64_t Core::evicted() const {
   return lost / settings_.heads();
 }
 
+void Core::spill_to(
+    std::shared_ptr<ConversationRows> conversation, int layer, std::vector<bool> heads) {
+  check(!layer_, "Tokens came before this cache was given a file.", Blame::state);
+  check(!spill_, "This cache has a file already.", Blame::state);
+  conversation->attach(layer);
+  const Returns returns = conversation->returns;
+  spill_.emplace(Spilled{{std::move(conversation), layer, settings_}, {returns, std::move(heads)}});
+}
+
 size_t Core::nbytes() const {
   const std::optional<Frame>& frame = settings_.frame;
   const size_t of_frame = frame ? frame->centre.nbytes() + frame->scale.nbytes() : 0;
@@ -199,7 +221,8 @@ size_t Core::nbytes() const {
     of_chunk = chunk_->call.q.nbytes() + chunk_->keys.nbytes() + chunk_->values.nbytes();
     if (chunk_->before) of_chunk += chunk_->before->nbytes();
   }
-  return of_frame + of_chunk + (layer_ ? layer_->nbytes() : 0);
+  const size_t of_spill = spill_ ? spill_->rows.nbytes() + spill_->back.nbytes() : 0;
+  return of_frame + of_chunk + of_spill + (layer_ ? layer_->nbytes() : 0);
 }
 
 int Core::trimmable() const {
@@ -211,6 +234,7 @@ void Core::shorten_chunk(int n) {
   Chunk chunk = std::move(*chunk_);
   layer_.reset();
   if (chunk.before) layer_.emplace(std::move(*chunk.before));
+  if (spill_) spill_->rows.trim(offset()), spill_->back = *chunk.back;
   const int L = chunk.call.length() - n;
   update_and_attend(chunk.call.first(L), part(chunk.keys, 2, 0, L), part(chunk.values, 2, 0, L));
 }
@@ -249,6 +273,7 @@ void Core::trim(int n) {
     layer_.reset();  // as it was made
   else
     layer_->trim(n);
+  if (spill_) spill_->rows.trim(offset());
 }
 
 int Core::pin(Spans spans) {
@@ -446,6 +471,7 @@ BoundedLayer& Core::layer_with_tokens() {
 
 BoundedLayer& Core::layer_for(const mx::array& keys, const mx::array& values) {
   if (!layer_) layer_.emplace(settings_, keys, values);
+  if (spill_) layer_->spill = &spill_->rows, layer_->back = &spill_->back;
   return *layer_;
 }
 

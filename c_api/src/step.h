@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "layer.h"
+#include "returning.h"
 
 namespace mlx_h2o {
 
@@ -36,6 +36,13 @@ class Core {
   void use_kernels(bool use) {
     settings_.kernels = use;
   }
+  // Has its rows go into a conversation's file, as those of a layer, and come back to some KV
+  // heads. Raises for a cache that has seen tokens, or has a file.
+  void spill_to(std::shared_ptr<ConversationRows> conversation, int layer, std::vector<bool> heads);
+  // Rows that came back so far, over all heads.
+  int64_t returned() const {
+    return spill_ ? spill_->back.returned : 0;
+  }
   // None before the first rows.
   std::optional<RowTypes> row_types() const {
     return layer_ ? std::optional(layer_->types) : std::nullopt;
@@ -59,7 +66,7 @@ class Core {
   int64_t evicted() const;
   // Of everything held, the frame included.
   size_t nbytes() const;
-  // The same once more, which goes on by itself.
+  // The same once more, which goes on by itself and without a file.
   std::unique_ptr<Core> copied();
   // Gives each head other slots, and others that follow; what no longer fits is folded, and steps
   // before it cannot be taken back. Raises, and changes nothing, for what makes no cache.
@@ -124,11 +131,19 @@ class Core {
   Spans missing_;
   bool broken_ = false;  // a function of the program failed in the middle of a step
 
+  // None: there is no file.
+  struct Spilled {
+    LayerRows rows;
+    Returning back;
+  };
+  std::optional<Spilled> spill_;
+
   // The last chunk, and the layer before it, until the next token comes; none without undo.
   struct Chunk {
     std::optional<BoundedLayer> before;
     AttentionCall call;
     mx::array keys, values;
+    std::optional<Returning> back = std::nullopt;  // as it was before
   };
   std::optional<Chunk> chunk_;
 };

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "replays.h"
+#include "spilled.h"
 #include "stages.h"
 
 // A layer's stream and cache.
@@ -18,6 +19,7 @@ typedef struct Trajectory_ {
   float scale;
   bool attending;
   Layer* of;
+  Spilled spilled;
 } Trajectory;
 
 // A case's cache.*; saturation is to be freed.
@@ -78,6 +80,7 @@ static Trajectory trajectory_of(const Replay* r) {
   t.layers = (int)slots / t.Hk;
   const Stages filling = stages_of(c, slots, &t.most);
   t.of = calloc((size_t)t.layers, sizeof *t.of);
+  t.spilled = spilled_of(c, t.layers, t.Hk);
   mlx_h2o_policy policy = policy_of(c);
   mlx_h2o_cache_options options = options_of(c, t.Hk);
   t.attending = options.attending;
@@ -89,6 +92,7 @@ static Trajectory trajectory_of(const Replay* r) {
     options.filling = stages, options.n_stages = filling.stages;
     TRY(mlx_h2o_cache_make(
         &t.of[l].cache, policy, budgets + (size_t)l * t.Hk, (size_t)t.Hk, &options));
+    spill_layer(&t.spilled, t.of[l].cache, l);
     free(stages);
     mlx_array_free(options.frame_centre), mlx_array_free(options.frame_scale);
   }
@@ -105,6 +109,7 @@ static void trajectory_free(Trajectory t) {
     free(t.of[l].q), free(t.of[l].k), free(t.of[l].v);
   }
   free(t.of);
+  spilled_free(t.spilled);
 }
 
 // One call of a layer's attention: the next L tokens of its stream.
@@ -283,6 +288,14 @@ static void expect_remainders(Replay* r, const Trajectory* t) {
   mlx_h2o_remainder_free(remainder);
 }
 
+// How many rows came back to each layer, where the case has a file.
+static void expect_all_returned(Replay* r, const Trajectory* t) {
+  mlx_h2o_cache* caches = malloc((size_t)t->layers * sizeof *caches);
+  for (int l = 0; l < t->layers; ++l) caches[l] = t->of[l].cache;
+  expect_returned(r, &t->spilled, caches);
+  free(caches);
+}
+
 // One call of every layer. Outputs of a whole chunk are compared at once.
 static void replay_call(
     Replay* r, const Trajectory* t, int L, int number, bool chunk, Records* all) {
@@ -319,6 +332,7 @@ void replay_trajectory(Replay* r) {
     }
   expect_records(r, &all);
   expect_remainders(r, &t);
+  expect_all_returned(r, &t);
   free(all.outs), free(all.scores), free(all.kept), free(all.unread[0]), free(all.unread[1]);
   free(lengths), free(records), free(whole);
   free(talk.pins), free(talk.turns), free(talk.carries);

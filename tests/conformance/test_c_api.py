@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from covering import STEP
@@ -21,7 +22,10 @@ from mlx_h2o import H2OKVCache
 from mlx_h2o.caches.kinds import restored
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
 from mlx_h2o.policies import make_policy
+from mlx_h2o.spill.layout import Layout
+from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.storage.key_scaling import Frame
+from rows_for_files import FORMS, append
 
 ROOT = Path(__file__).parents[2]
 HOST_GPU = ROOT / "tests" / "host_gpu"
@@ -38,6 +42,7 @@ GROUPS = (
     "framed",
     "turns",
     "filling",
+    "returning",
 )
 
 
@@ -372,6 +377,85 @@ def test_copies_and_other_slots(engine: Path) -> None:
     succeed(engine / "tests" / "copies")
 
 
+@pytest.mark.parametrize(
+    "engine",
+    ["over_mlx", pytest.param("over_mlx_c", marks=pytest.mark.slow)],
+    indirect=True,
+)
+def test_files_of_rows(engine: Path, tmp_path: Path) -> None:
+    """Tokens taken back, copies, failures: the conversation goes on, and no file is left."""
+    succeed(engine / "tests" / "rows", "check", tmp_path)
+
+
+def read_by_c(engine: Path, path: Path, layer: int, head: int, end: int) -> dict[str, mx.array]:
+    out = path.with_suffix(".safetensors")
+    succeed(engine / "tests" / "rows", "read", path, layer, head, 0, end, out)
+    rows: dict[str, mx.array] = mx.load(str(out))
+    return rows
+
+
+def assert_the_same(theirs: dict[str, mx.array], ours: dict[str, np.ndarray[Any, Any]]) -> None:
+    """Bit by bit; Python's halves of another kind are their 16 bits."""
+    assert theirs.keys() == ours.keys()
+    for name, rows in ours.items():
+        array = theirs[name].view(mx.uint16) if theirs[name].dtype == mx.bfloat16 else theirs[name]
+        assert (np.array(array).view(np.uint8) == rows.view(np.uint8)).all(), name
+
+
+@over_both
+def test_python_reads_a_file_that_c_wrote(engine: Path, tmp_path: Path) -> None:
+    path = tmp_path / "c.rows"
+    written = int(succeed(engine / "tests" / "rows", "write", tmp_path / "made", 75, path))
+    assert written == 64
+    with RowFile.open(path, writable=False, keep=True) as file:
+        assert file.written == written
+        assert file.notes["kept"] is False
+        for layer, form in enumerate(file.forms):
+            assert [field.name for field in form.fields][:2] == ["keys", "keys.scales"]
+            for head in range(form.heads):
+                theirs = read_by_c(engine, path, layer, head, written)
+                assert_the_same(theirs, file.rows(layer, head, np.arange(written)))
+
+
+@over_both
+def test_c_reads_a_file_that_python_wrote(engine: Path, tmp_path: Path) -> None:
+    path, end = tmp_path / "python.rows", 75  # the last block is not full
+    with RowFile.create(path, FORMS, keep=True) as file:
+        append(file, 0, end)
+    with RowFile.open(path, writable=False) as file:
+        for layer, form in enumerate(FORMS):
+            for head in range(form.heads):
+                theirs = read_by_c(engine, path, layer, head, end)
+                assert_the_same(theirs, file.rows(layer, head, np.arange(end)))
+        start = len(file.layout.header)
+    rows = engine / "tests" / "rows"
+    # What a crash left torn ends the file; what was changed afterwards is not given out.
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    told = succeed(rows, "read", path, 0, 0, 0, 64, tmp_path / "out.safetensors")
+    assert int(told) == 64
+    path.write_bytes(whole[:start] + b"x" + whole[start + 1 :])
+    assert "damaged" in succeed(rows, "refuse", path)
+
+
+@over_both
+def test_what_is_no_file_of_rows_is_refused(engine: Path, tmp_path: Path) -> None:
+    path, rows = tmp_path / "sealed.rows", engine / "tests" / "rows"
+    path.write_bytes(Layout(tuple(FORMS), sealed=True).header)
+    assert "sealed with a key" in succeed(rows, "refuse", path)
+    with RowFile.create(tmp_path / "open.rows", FORMS) as file:
+        append(file, 0, 20)
+        assert "open already" in succeed(rows, "refuse", file.path)
+        header = file.layout.header
+    draw = random.Random(1)
+    for change in range(40):
+        torn = bytearray(header)
+        for _ in range(draw.randint(1, 3)):
+            torn[draw.randrange(600)] = draw.randrange(256)
+        path.write_bytes(bytes(torn) if change else b"")
+        succeed(rows, "refuse", path)
+
+
 # More by hand: build/c_api/sanitized/over_mlx/tests/arguments fuzz 1000000 7
 FUZZED_CALLS = 3000
 
@@ -537,6 +621,7 @@ ON_HOST_GPU = {
     "framed": ("--case", "distinct-4bit"),
     "turns": ("--case", "salient-ragged"),
     "filling": ("--case", "salient-4bit"),
+    "returning": ("--case", "salient-mixed"),
 }
 # What must have run beside attention.
 RUN_BESIDES: dict[str, set[str]] = {
@@ -546,6 +631,7 @@ RUN_BESIDES: dict[str, set[str]] = {
     "framed": {"overwrite", "update"},
     "turns": {"overwrite", "update"},
     "filling": {"overwrite", "update"},
+    "returning": {"overwrite", "update"},
 }
 
 
@@ -656,6 +742,7 @@ PERTURBED = {
     "framed": "distinct-4bit/out.kept",
     "turns": "tova/out.kept",
     "filling": "tova/out.kept",
+    "returning": "tova/out.kept",
 }
 
 
@@ -676,7 +763,7 @@ def test_a_perturbed_golden_vector_fails(engine: Path, copied: Path, group: str)
     a_number_more(arrays, name)
     mx.save_safetensors(path, arrays, metadata)
     # Of the conversations, which take seconds, this one alone.
-    whole = ("trajectory", "framed", "turns", "filling")
+    whole = ("trajectory", "framed", "turns", "filling", "returning")
     one = ("--case", name.partition("/")[0]) if group in whole else ()
     done = replay(engine, copied, "--group", group, *one)
     assert done.returncode == 1, done.stdout + done.stderr

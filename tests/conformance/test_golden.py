@@ -74,7 +74,9 @@ def test_a_sample_of_each_group_is_reproduced(
     cases = [case for case in golden.cases if case.group == group]
     # The reference takes its time.
     step = (
-        {"trajectory": 52, "framed": 52, "model": 3, "turns": 6, "filling": 7}.get(group, 1)
+        {"trajectory": 52, "framed": 52, "model": 3, "turns": 6, "filling": 7, "returning": 12}.get(
+            group, 1
+        )
         if backend == "reference"
         else STEP
     )
@@ -97,7 +99,7 @@ def test_the_cases_are_those_that_the_code_describes(golden: manifest.Golden) ->
 
 def test_margins_are_recorded_and_large_enough(golden: manifest.Golden) -> None:
     for case in golden.cases:
-        if case.group in ("trajectory", "filling", "model"):
+        if case.group in ("trajectory", "filling", "returning", "model"):
             assert case.margin is not None
         assert case.margin is None or case.margin >= 1e-5
 

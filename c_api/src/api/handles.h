@@ -18,6 +18,8 @@ inline Held* handle_of(mlx_h2o_cache handle) {
 // Has the handle stand for this cache, and no longer for the one that it stood for.
 void give(mlx_h2o_cache* res, std::unique_ptr<Core> cache);
 void give(mlx_h2o_policy* res, Policy policy);
+// What a handle of a conversation's file points to. Raises for an empty one.
+const std::shared_ptr<ConversationRows>& of(mlx_h2o_spill handle);
 
 // What a handle stands for. Raise for an empty one.
 Policy& of(mlx_h2o_policy handle);

@@ -69,6 +69,11 @@ const int* array::data<int>() const {
 }
 
 template <>
+const uint8_t* array::data<uint8_t>() const {
+  return mlx_array_data_uint8(handle_);
+}
+
+template <>
 float array::item<float>() const {
   float number;
   succeed(mlx_array_item_float32(&number, handle_));

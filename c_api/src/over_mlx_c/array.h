@@ -14,7 +14,8 @@ namespace mlx_h2o::mx {
 using Shape = std::vector<int>;
 
 using Dtype = mlx_dtype;
-inline constexpr Dtype bool_ = MLX_BOOL, uint32 = MLX_UINT32, int16 = MLX_INT16, int32 = MLX_INT32;
+inline constexpr Dtype bool_ = MLX_BOOL, uint8 = MLX_UINT8, uint32 = MLX_UINT32, int16 = MLX_INT16,
+                       int32 = MLX_INT32;
 inline constexpr Dtype float16 = MLX_FLOAT16, bfloat16 = MLX_BFLOAT16, float32 = MLX_FLOAT32;
 enum Category { floating };
 
@@ -42,7 +43,8 @@ class array {
     requires std::is_arithmetic_v<T>
   array(T number, Dtype dtype) : array(one(number), dtype) {}
   array(std::initializer_list<float> numbers);
-  // Numbers from `first` on, in a dtype in which the engine makes arrays: float32, int32, bool.
+  // Numbers from `first` on, in a dtype in which the engine makes arrays: float32, int32, uint8,
+  // bool.
   template <class Iterator>
   array(Iterator first, const Shape& shape, Dtype dtype) : handle_(of(first, shape, dtype)) {}
 
@@ -120,6 +122,7 @@ class array {
     switch (dtype) {
       case MLX_FLOAT32: return copied<float>(first, shape, dtype);
       case MLX_INT32: return copied<int32_t>(first, shape, dtype);
+      case MLX_UINT8: return copied<uint8_t>(first, shape, dtype);
       default: return copied<uint8_t>(first, shape, MLX_BOOL);
     }
   }

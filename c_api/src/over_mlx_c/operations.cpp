@@ -223,6 +223,9 @@ array zeros(const Shape& shape, Dtype dtype) {
 array astype(const array& a, Dtype dtype) {
   return result<mlx_astype>(a.handle(), dtype);
 }
+array view(const array& a, Dtype dtype) {
+  return result<mlx_view>(a.handle(), dtype);
+}
 array contiguous(const array& a) {
   return result<mlx_contiguous>(a.handle(), false);
 }

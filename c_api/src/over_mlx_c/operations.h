@@ -74,6 +74,8 @@ array full(const Shape& shape, const array& value);
 array ones(const Shape& shape, Dtype dtype = float32);
 array zeros(const Shape& shape, Dtype dtype = float32);
 array astype(const array& a, Dtype dtype);
+// The same bytes as numbers of another dtype, of which the last axis is more or fewer.
+array view(const array& a, Dtype dtype);
 array contiguous(const array& a);
 array contiguous(const array& a, bool column_major, Device device);
 array dequantize(

@@ -200,7 +200,7 @@ def _come(layer: Layer, back: Returning, run: Run, fields: Fields, asked: Asked)
         wanted = _wanted(layer, back, head, asked, held[i], most)
         kept = _kept_credit(layer, back, head, slots[i], scores[i], wanted)
         of_absent = np.where(wanted.absent, wanted.masses, -1.0)
-        best = np.sort(np.argpartition(-of_absent, most - 1)[:most])
+        best = most_wanted(of_absent, most)
         at = wanted.positions[best]
         chosen.append(at)
         given = _as_scores(layer, at, wanted.masses[best])
@@ -281,17 +281,35 @@ def _pages_read(
         estimates[part] = logits.max(axis=0, initial=-np.inf)
     with np.errstate(divide="ignore"):
         estimates += np.log(lost)
-    read = set[int]()
-    for page in np.argsort(-estimates, kind="stable"):
-        if len(read) >= 2 * back.settings.pages and sum(lost[p] for p in read) >= most:
-            break
-        read |= {int(page), min(int(page) + 1, pages - 1)}  # a fact may end in the next page
-    return sorted(read)
+    return sorted(pages_to_read(estimates, lost, back.settings.pages, most))
 
 
 def _positions_of(pages: Sequence[int]) -> Array:
     """The positions of whole pages."""
     return (np.array(pages)[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
+
+
+def pages_to_read(estimates: Array, lost: Array, pages: int, most: int) -> set[int]:
+    """The pages that are read: those of the largest estimates, and each one's next.
+
+    Args:
+        estimates: The logarithm of each page's estimated mass.
+        lost: How many of its rows were evicted.
+        pages: So many are read, and as many behind them.
+        most: How many evicted rows are read, at least.
+    """
+    read = set[int]()
+    for page in np.argsort(-estimates, kind="stable").tolist():
+        if len(read) >= 2 * pages and sum(lost[p] for p in read) >= most:
+            break
+        read |= {page, min(page + 1, len(lost) - 1)}  # a fact may end in the next page
+    return read
+
+
+def most_wanted(rank: Array, most: int) -> Array:
+    """The positions of the `most` largest numbers of `rank`, in order."""
+    at: Array = np.sort(np.argpartition(-rank, most - 1)[:most])
+    return at
 
 
 # -- credit ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from mlx_h2o.golden import (
     model,
     quantized,
     remainder,
+    returning,
     selection,
     trajectory,
     turns,
@@ -30,6 +31,7 @@ GROUPS: dict[str, Group] = {
         framed,
         turns,
         filling,
+        returning,
         model,
     )
 }

@@ -10,11 +10,17 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 
+from mlx_h2o.engine import returning
+from mlx_h2o.engine.returning import most_wanted, pages_to_read
 from mlx_h2o.policies import selection
 from mlx_h2o.policies.selection import select_kept, select_victims
 
 # A share of the largest priority. Implementations that sum in another order differ by about 1e-6.
 LEAST_MARGIN = 1e-5
+# Pages are chosen by means in 16 bits, one of which may be rounded to the other side: their
+# estimates, which are logarithms, must differ by so many times more. What a row is wanted is a
+# power of its logit, so a share of it has about ten times the error.
+PAGES_COARSER, WANTED_COARSER = 100, 10
 
 
 def margin(
@@ -39,6 +45,33 @@ def margin(
     return least
 
 
+def page_margin(estimates: np.ndarray, read: set[int]) -> float:
+    """The smallest gap between estimates that decided which pages are read, made comparable.
+
+    Args:
+        estimates: The logarithm of each page's estimated mass.
+        read: The pages read.
+    """
+    falling = np.argsort(-estimates, kind="stable")
+    # The order of the pages read decides which comes last; the first of the others would be next.
+    deciding = estimates[falling[: len(read) + 1]].astype(np.float64)
+    gaps = -np.diff(deciding[np.isfinite(deciding)])
+    return float(gaps.min()) / PAGES_COARSER if len(gaps) else math.inf
+
+
+def wanted_margin(rank: np.ndarray, most: int) -> float:
+    """The gap between the last row that comes back and the first that does not, as a share.
+
+    Args:
+        rank: How much each row is wanted.
+        most: How many come back.
+    """
+    falling = -np.sort(-rank.astype(np.float64))
+    if most >= len(falling) or falling[most] <= 0:
+        return math.inf
+    return float((falling[most - 1] - falling[most]) / falling[most - 1]) / WANTED_COARSER
+
+
 @contextmanager
 def watching() -> Iterator[list[float]]:
     """Note the margin of every choice in the block, beginning with infinity."""
@@ -57,8 +90,19 @@ def watching() -> Iterator[list[float]]:
         found.append(margin(priority, evictable, unit, count))
         return select_victims(priority, positions, evictable, count, unit)
 
+    def pages(estimates: np.ndarray, lost: np.ndarray, pages: int, most: int) -> set[int]:
+        read = pages_to_read(estimates, lost, pages, most)
+        found.append(page_margin(estimates, read))
+        return read
+
+    def wanted(rank: np.ndarray, most: int) -> np.ndarray:
+        found.append(wanted_margin(rank, most))
+        return most_wanted(rank, most)
+
     with (
         mock.patch.object(selection, "select_kept", kept),
         mock.patch.object(selection, "select_victims", victims),
+        mock.patch.object(returning, "pages_to_read", pages),
+        mock.patch.object(returning, "most_wanted", wanted),
     ):
         yield found

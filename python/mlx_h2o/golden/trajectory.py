@@ -196,14 +196,17 @@ def watched(parameters: Parameters, inputs: Arrays) -> tuple[Arrays, float]:
     return results, min(margins)
 
 
-def replayed(p: Parameters, inputs: Arrays) -> tuple[Arrays, list[BoundedKVCache]]:
+def replayed(
+    p: Parameters, inputs: Arrays, caches: list[BoundedKVCache] | None = None
+) -> tuple[Arrays, list[BoundedKVCache]]:
     """Replay a conversation; return the recorded results and the caches.
 
     Args:
         p: The case's parameters.
         inputs: The layers' "frame.centre" and "frame.scale" (key scaling), or nothing.
+        caches: The case's caches; None: those of `caches_of`.
     """
-    caches = caches_of(p, inputs)
+    caches = caches_of(p, inputs) if caches is None else caches
     layers = [Layer(p, layer, cache) for layer, cache in enumerate(caches)]
     results: dict[str, list[mx.array]] = {}
     calls = [length for length, times in p["calls"] for _ in range(times)]

@@ -1,0 +1,189 @@
+// mlx_h2o.h: a file of all rows.
+#include <algorithm>
+#include <cstring>
+
+#include "../evaluation.h"
+#include "handles.h"
+#include "mlx_h2o_golden.h"
+
+namespace mlx_h2o {
+
+namespace {
+
+// What a handle points to.
+struct Spill {
+  std::shared_ptr<ConversationRows> rows;
+  std::string failure;  // as it was handed out last
+};
+
+Spill& spill_of(mlx_h2o_spill handle) {
+  check(handle.ctx, "The file of rows is missing: a handle is empty.");
+  return *static_cast<Spill*>(handle.ctx);
+}
+
+// Of the first version, which every program knows.
+constexpr size_t kLeastSize = offsetof(mlx_h2o_returns, ahead) + sizeof(int);
+
+void check_size(size_t size) {
+  check(
+      size >= kLeastSize,
+      "returns.size is that of the struct; got " + std::to_string(size) +
+          ": begin with mlx_h2o_returns_default().");
+}
+
+mlx_h2o_returns defaults(size_t size) {
+  const Returns usual;
+  mlx_h2o_returns returns = {};
+  returns.size = size;
+  returns.every = usual.every, returns.window = usual.window, returns.pages = usual.pages;
+  returns.rows = usual.rows, returns.room = usual.room, returns.ahead = usual.ahead;
+  return returns;
+}
+
+Returns returns_of(const mlx_h2o_returns* given) {
+  if (!given) return {};
+  check_size(given->size);
+  const char* const all = reinterpret_cast<const char*>(given);
+  check(
+      std::all_of(
+          all + std::min(given->size, sizeof *given), all + given->size,
+          [](char byte) { return !byte; }),
+      "The program sets returns that this version does not have.");
+  return {given->every, given->window, given->pages, given->rows, given->room, given->ahead};
+}
+
+}  // namespace
+
+const std::shared_ptr<ConversationRows>& of(mlx_h2o_spill handle) {
+  return spill_of(handle).rows;
+}
+
+}  // namespace mlx_h2o
+
+using namespace mlx_h2o;
+
+extern "C" {
+
+int mlx_h2o_returns_init(mlx_h2o_returns* res, size_t size) {
+  return guarded([&] {
+    wants(res);
+    check_size(size);
+    const mlx_h2o_returns returns = defaults(size);
+    std::memset(static_cast<void*>(res), 0, size);
+    std::memcpy(static_cast<void*>(res), &returns, std::min(size, sizeof returns));
+  });
+}
+
+mlx_h2o_spill mlx_h2o_spill_new(void) {
+  return {};
+}
+
+int mlx_h2o_spill_free(mlx_h2o_spill spill) {
+  Spill* const held = static_cast<Spill*>(spill.ctx);
+  if (held) held->rows->close();
+  delete held;
+  return 0;
+}
+
+int mlx_h2o_spill_make(
+    mlx_h2o_spill* res, const char* folder, size_t n_layers, const mlx_h2o_returns* returns) {
+  return guarded([&] {
+    wants(res);
+    check(folder, "The folder for files of rows is missing: a pointer is null.");
+    check(n_layers > 0 && n_layers <= 4096, "A conversation has 1 to 4096 layers.");
+    auto made = std::make_unique<Spill>();
+    made->rows = std::make_shared<ConversationRows>(folder, int(n_layers), returns_of(returns));
+    mlx_h2o_spill_free(*res);
+    res->ctx = made.release();
+  });
+}
+
+int mlx_h2o_cache_spill_to(
+    mlx_h2o_cache cache, const mlx_h2o_spill spill, size_t layer, const bool* returning,
+    size_t n_kv_heads) {
+  return guarded([&] {
+    Core& core = changed(cache);
+    const std::shared_ptr<ConversationRows>& rows = of(spill);
+    check(
+        returning ? n_kv_heads == core.heads() : !n_kv_heads,
+        "This cache has " + std::to_string(core.heads()) + " KV heads; got " +
+            std::to_string(n_kv_heads) + (returning ? "." : " and a null pointer."));
+    std::vector<bool> heads(core.heads(), true);
+    if (returning) heads.assign(returning, returning + n_kv_heads);
+    core.spill_to(rows, int(std::min(layer, size_t(1) << 30)), std::move(heads));
+  });
+}
+
+int mlx_h2o_spill_failure(const char** res, const mlx_h2o_spill spill) {
+  return guarded([&] {
+    wants(res);
+    Spill& held = spill_of(spill);
+    held.failure = held.rows->failure();
+    *res = held.failure.c_str();
+  });
+}
+
+int mlx_h2o_spill_path(const char** res, const mlx_h2o_spill spill) {
+  return guarded([&] {
+    wants(res);
+    *res = of(spill)->path().c_str();
+  });
+}
+
+int mlx_h2o_spill_written(int64_t* res, const mlx_h2o_spill spill) {
+  return guarded([&] {
+    wants(res);
+    RowFile* const file = of(spill)->file();
+    *res = file ? file->written() : 0;
+  });
+}
+
+int mlx_h2o_spill_flush(bool* res, mlx_h2o_spill spill, const mlx_stream s) {
+  return guarded_on(s, [&] {
+    ConversationRows& rows = *of(spill);
+    const bool whole = rows.well() && rows.file() && rows.file()->flush();
+    if (res) *res = whole;
+  });
+}
+
+int mlx_h2o_cache_returned(int64_t* res, const mlx_h2o_cache cache) {
+  return guarded([&] {
+    wants(res);
+    *res = of(cache).returned();
+  });
+}
+
+int mlx_h2o_row_file_read(
+    mlx_map_string_to_array* res, int64_t* res_delivered, const char* path, size_t layer, int head,
+    const mlx_array positions, const mlx_stream s) {
+  return guarded_on(s, [&] {
+    wants(res);
+    check(path, "The file's path is missing: a pointer is null.");
+    Operands operands;
+    const mx::array at = mx::contiguous(operands.take("positions", positions, "M", Kind::int32));
+    evaluate({at});
+    blaming(Blame::saved, [&] {
+      try {
+        const std::unique_ptr<RowFile> file = RowFile::open(path);
+        if (res_delivered) *res_delivered = file->delivered(0);
+        check(layer < file->layout().layers().size(), "This file has no such layer.");
+        const RowBytes rows =
+            file->rows(int(layer), head, {at.data<int>(), at.data<int>() + at.size()});
+        const mlx_map_string_to_array all = mlx_map_string_to_array_new();
+        for (const RowField& field : file->layout().layers()[layer].fields) {
+          const mx::Shape shape{int(at.size()), int(field.row_bytes())};
+          const mx::array bytes(rows.at(field.name).data(), shape, mx::uint8);
+          const mx::array of_field = mx::view(bytes, field.dtype);
+          mlx_map_string_to_array_insert(all, field.name.c_str(), borrowed(of_field));
+        }
+        const int status = mlx_map_string_to_array_set(res, all);
+        mlx_map_string_to_array_free(all);
+        check(!status, "MLX could not list the arrays.", Blame::internal);
+      } catch (const FileError& error) {
+        check(false, error.what());
+      }
+    });
+  });
+}
+
+}  // extern "C"

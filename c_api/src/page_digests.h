@@ -1,0 +1,51 @@
+// Digests of a conversation's pages: the mean key of every page, on disk beside the rows
+// (python/mlx_h2o/spill/page_digests.py, which says more). They lie in a file without a name, which
+// no other process can open and which goes with this object.
+#pragma once
+
+#include <map>
+#include <string>
+#include <utility>
+
+#include "mx.h"
+
+namespace mlx_h2o {
+
+// Tokens of a page.
+constexpr int kPage = 16;
+
+class PageDigests {
+ public:
+  explicit PageDigests(std::string folder) : folder_(std::move(folder)) {}
+  PageDigests(const PageDigests&) = delete;
+  ~PageDigests() {
+    close();
+  }
+
+  // Gives the file up; digests are made anew if they are wanted again.
+  void close();
+  // How many pages of a layer have digests.
+  int count(int layer) const;
+  // Keeps the mean keys [H, pages, D] of a layer's next pages, in float16. Raises FileError.
+  void append(int layer, const mx::array& means);
+  // Those of one head's first pages, [pages, D] float16. Raises FileError.
+  mx::array read(int layer, int head, int pages) const;
+  // Forgets the digests of pages that reach beyond a position.
+  void truncate(int layer, int position);
+
+ private:
+  struct Form {
+    int heads, width;
+  };
+
+  int64_t place(int layer, int tract);
+
+  const std::string folder_;
+  int descriptor_ = -1;
+  int64_t end_ = 0;
+  std::map<std::pair<int, int>, int64_t> tracts_;  // where those of a layer begin
+  std::map<int, int> counts_;
+  std::map<int, Form> forms_;
+};
+
+}  // namespace mlx_h2o

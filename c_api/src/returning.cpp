@@ -1,0 +1,397 @@
+#include "returning.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <set>
+
+#include "evaluation.h"
+#include "eviction.h"
+#include "policy_view.h"
+#include "value_lengths.h"
+
+namespace mlx_h2o {
+
+namespace {
+
+// A wanted row makes the rows behind it wanted, each by this factor less than the one before.
+constexpr double kFading = 0.9;
+// How much any row is wanted whose page was read: more than one whose page was not.
+constexpr float kLeastWanted = 1e-30f;
+
+// The queries that say what is wanted.
+struct Asked {
+  mx::array queries;  // [H, G * W, D] float32, times the attention's scale
+  mx::array logsums;  // their log-sum-exp over all that is held, [H, G * W, 1]
+};
+
+// Rows that come back to a run of heads, and what changes with them.
+struct Come {
+  Fields rows;       // [1, heads, M, ...]
+  mx::array scores;  // of the run's slots, [1, heads, N]
+  std::map<int, Credit> credits;
+};
+
+std::vector<float> floats_of(const mx::array& a) {
+  const mx::array dense = mx::contiguous(f32(a));
+  evaluate({dense});
+  return {dense.data<float>(), dense.data<float>() + dense.size()};
+}
+
+std::vector<int> ints_of(const mx::array& a) {
+  const mx::array dense = mx::contiguous(mx::astype(a, mx::int32));
+  evaluate({dense});
+  return {dense.data<int>(), dense.data<int>() + dense.size()};
+}
+
+float log_of_sum(float a, float b) {
+  if (a == -kInfinity) return b;
+  if (b == -kInfinity) return a;
+  return std::max(a, b) + std::log1p(std::exp(-std::abs(a - b)));
+}
+
+// What one head of a run wants, of the positions that are on whole pages.
+class HeadWants {
+ public:
+  // `absent` says of each position whether its row was evicted, `most` how many absent rows are
+  // read at least.
+  HeadWants(
+      BoundedLayer& layer, const Returns& settings, int head, const Asked& asked,
+      const std::vector<bool>& absent, int most)
+      : layer_(layer), settings_(settings), head_(head), asked_(asked), absent_(absent) {
+    read_ = pages_to_read(most);
+    for (const auto& [position, own] : own_masses())
+      for (int i = 0; i <= settings_.ahead && position + i < int(absent_.size()); ++i) {
+        float& of_row = wanted_[position + i];
+        of_row = std::max(of_row, own * float(std::pow(kFading, i)));
+      }
+  }
+
+  // How much a row is wanted; 0 where none was read.
+  float of(int position) const {
+    if (position >= int(absent_.size()) || !read_.contains(position / kPage)) return 0;
+    const auto found = wanted_.find(position);
+    return std::max(found == wanted_.end() ? 0 : found->second, kLeastWanted);
+  }
+  // The absent rows that are wanted most, in order of position.
+  std::vector<int> best(int most) const {
+    std::vector<int> rows;
+    for (const int page : read_)
+      for (int position = page * kPage; position < (page + 1) * kPage; ++position)
+        if (absent_[position]) rows.push_back(position);
+    std::stable_sort(rows.begin(), rows.end(), [&](int a, int b) { return of(a) > of(b); });
+    rows.resize(std::min<size_t>(most, rows.size()));
+    std::sort(rows.begin(), rows.end());
+    return rows;
+  }
+
+ private:
+  mx::array of_head(const mx::array& all) const {
+    return mx::squeeze(part(all, 0, head_, head_ + 1), 0);
+  }
+
+  // The pages of the largest estimated mass, and those behind them: a fact may end there.
+  std::set<int> pages_to_read(int most) const {
+    const int pages = int(absent_.size()) / kPage;
+    std::vector<int> lost(pages), order(pages);
+    for (size_t i = 0; i < absent_.size(); ++i) lost[i / kPage] += absent_[i];
+    const mx::array digests = f32(layer_.spill->digests(head_, pages));
+    const mx::array logits = mx::matmul(of_head(asked_.queries), mx::swapaxes(digests, 0, 1));
+    std::vector<float> found = floats_of(mx::max(logits - of_head(asked_.logsums), 0));
+    std::vector<double> estimates(found.begin(), found.end());
+    for (int page = 0; page < pages; ++page)
+      estimates[page] = lost[page] ? estimates[page] + std::log(double(lost[page])) : -kInfinity;
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(
+        order.begin(), order.end(), [&](int a, int b) { return estimates[a] > estimates[b]; });
+    std::set<int> read;
+    int absent = 0;
+    for (const int page : order) {
+      if (int(read.size()) >= 2 * settings_.pages && absent >= most) break;
+      for (const int one : {page, std::min(page + 1, pages - 1)})
+        if (read.insert(one).second) absent += lost[one];
+    }
+    return read;
+  }
+
+  // The largest part of the softmax that a query gives each row read. Absent rows would have their
+  // part of it, as those that are held have.
+  std::map<int, float> own_masses() const {
+    std::vector<int64_t> at;
+    for (const int page : read_)
+      for (int i = 0; i < kPage; ++i) at.push_back(page * kPage + i);
+    const Fields rows = layer_.spill->in_mlx({layer_.spill->rows(head_, at)});
+    const mx::array keys = f32(dense(layer_.settings.packing.rows("keys", rows)));
+    const mx::array of_keys = mx::squeeze(mx::squeeze(keys, 0), 0);
+    const mx::array logits = mx::matmul(of_head(asked_.queries), mx::swapaxes(of_keys, 0, 1));
+    const std::vector<float> found = floats_of(logits);
+    const std::vector<float> sums = floats_of(of_head(asked_.logsums));
+    const size_t M = at.size();
+    std::map<int, float> own;
+    for (size_t query = 0; query < sums.size(); ++query) {
+      const float* of_query = found.data() + query * M;
+      float greatest = -kInfinity, sum = 0;
+      for (size_t i = 0; i < M; ++i)
+        if (absent_[at[i]]) greatest = std::max(greatest, of_query[i]);
+      for (size_t i = 0; i < M; ++i)
+        if (absent_[at[i]]) sum += std::exp(of_query[i] - greatest);
+      const float lse = log_of_sum(sums[query], sum > 0 ? greatest + std::log(sum) : -kInfinity);
+      for (size_t i = 0; i < M; ++i) {
+        float& most = own[int(at[i])];
+        most = std::max(most, std::exp(std::min(of_query[i] - lse, 0.0f)));
+      }
+    }
+    return own;
+  }
+
+  BoundedLayer& layer_;
+  const Returns& settings_;
+  const int head_;
+  const Asked& asked_;
+  const std::vector<bool>& absent_;
+  std::set<int> read_;  // pages
+  std::map<int, float> wanted_;
+};
+
+// The score of a row that always had the mass `wanted`.
+float as_score(const BoundedLayer& layer, int position, float wanted) {
+  if (!layer.settings.policy.sums_mass()) return wanted;
+  const int begun = std::max(position, layer.aged_from());
+  return float(double(wanted) * std::max(layer.offset() - begun, 1));
+}
+
+// The credit that a head's returned rows keep: half, or more where they are still wanted. The rest
+// of it is taken from the scores of the head's slots, which hold these positions.
+Credit kept_credit(
+    const BoundedLayer& layer, const Credit& old, const std::vector<int>& held, float* scores,
+    const HeadWants& wants, int positions) {
+  std::map<int, size_t> slots;
+  for (size_t i = 0; i < held.size(); ++i) slots[held[i]] = i;
+  Credit kept;
+  for (size_t i = 0; i < old.positions.size(); ++i) {
+    const int position = old.positions[i];
+    const auto slot = slots.find(position);
+    if (slot == slots.end() || position >= positions) continue;
+    const float given = old.scores[i];
+    const float stays = std::max(given / 2, as_score(layer, position, wants.of(position)));
+    float& score = scores[slot->second];
+    score = std::max(score - given, 0.0f) + stays;
+    kept.positions.push_back(position), kept.scores.push_back(stays);
+  }
+  return kept;
+}
+
+// The fields of rows that come back to the heads of a run, [1, heads, M, ...].
+Fields rows_coming(
+    BoundedLayer& layer, const Run& run, const Fields& fields,
+    const std::vector<std::vector<int>>& come, const std::map<int, Credit>& credits) {
+  std::vector<RowBytes> of_heads;
+  std::vector<int> positions;
+  std::vector<float> scores;
+  for (int i = 0; i < run.heads(); ++i) {
+    of_heads.push_back(layer.spill->rows(run.first + i, {come[i].begin(), come[i].end()}));
+    positions.insert(positions.end(), come[i].begin(), come[i].end());
+    const std::vector<float>& given = credits.at(run.first + i).scores;
+    scores.insert(scores.end(), given.end() - come[i].size(), given.end());
+  }
+  const mx::Shape shape{1, run.heads(), int(come[0].size())};
+  Fields rows = layer.spill->in_mlx(of_heads);
+  const mx::array places(positions.begin(), shape, mx::int32);
+  rows.insert_or_assign(
+      "positions",
+      layer.settings.pins.empty() ? places : stored_positions(places, layer.settings.pins));
+  rows.insert_or_assign("scores", mx::array(scores.begin(), shape, mx::float32));
+  if (fields.contains("value_lengths"))
+    rows.insert_or_assign(
+        "value_lengths", value_lengths(dense(layer.settings.packing.rows("values", rows))));
+  return rows;
+}
+
+// The rows that come back to a run of heads; none: nothing changes.
+std::optional<Come> come_to(
+    BoundedLayer& layer, const Returning& back, const Run& run, const Fields& fields,
+    const Asked& asked) {
+  const int pages = int(layer.spill->available()) / kPage, count = pages * kPage;
+  const std::vector<int> held = ints_of(true_positions(fields.at("positions")));
+  const size_t N = held.size() / run.heads();
+  std::vector<std::vector<bool>> absent(run.heads(), std::vector<bool>(count, true));
+  int most = std::min(
+      back.settings.rows,
+      int(back.settings.room *
+          (run.budget - layer.settings.policy.sink - layer.protected_recent(run))));
+  const RecentWindow* const window = layer.window();
+  for (int i = 0; i < run.heads(); ++i) {
+    for (size_t slot = 0; slot < N; ++slot)
+      if (held[i * N + slot] < count) absent[i][held[i * N + slot]] = false;
+    if (window)
+      for (int p = layer.offset() - window->length(); p < count; ++p) absent[i][p] = false;
+    most = std::min(most, int(std::count(absent[i].begin(), absent[i].end(), true)));
+  }
+  if (most < 1) return std::nullopt;
+  std::vector<float> scores = floats_of(fields.at("scores"));
+  std::vector<std::vector<int>> chosen;
+  std::map<int, Credit> credits;
+  for (int i = 0; i < run.heads(); ++i) {
+    const int head = run.first + i;
+    const HeadWants wants(layer, back.settings, head, asked, absent[i], most);
+    const auto old = back.credits.find(head);
+    Credit credit = kept_credit(
+        layer, old == back.credits.end() ? Credit{} : old->second,
+        {held.begin() + i * N, held.begin() + (i + 1) * N}, scores.data() + i * N, wants, count);
+    chosen.push_back(wants.best(most));
+    for (const int position : chosen.back()) {
+      credit.positions.push_back(position);
+      credit.scores.push_back(as_score(layer, position, wants.of(position)));
+    }
+    credits.emplace(head, std::move(credit));
+  }
+  Fields rows = rows_coming(layer, run, fields, chosen, credits);
+  const mx::array changed(scores.begin(), mx::Shape{1, run.heads(), int(N)}, mx::float32);
+  return Come{std::move(rows), changed, std::move(credits)};
+}
+
+// The queries [1, Hq, W, D], times the scale, and their log-sum-exp over slots, remainder, new keys
+// [1, H, L, D] and attention sinks.
+Asked asked_by(
+    BoundedLayer& layer, const mx::array& q, const std::vector<Fields>& held,
+    const std::optional<mx::array>& own, const std::optional<mx::array>& sinks) {
+  const int H = layer.settings.heads(), W = q.shape(2), D = q.shape(3), G = q.shape(1) / H;
+  const mx::array grouped = mx::reshape(q, {H, G, W, D});
+  const auto against = [&](const mx::array& queries, const mx::array& keys) {
+    const mx::array of_heads = mx::expand_dims(mx::squeeze(f32(keys), 0), 1);
+    return mx::matmul(queries, mx::swapaxes(of_heads, -1, -2));
+  };
+  std::vector<mx::array> sums;
+  for (size_t i = 0; i < held.size(); ++i) {
+    const Run& run = layer.runs()[i];
+    const mx::array keys = dense(rows_of(layer, run, held[i]).first);
+    sums.push_back(mx::logsumexp(against(part(grouped, 0, run.first, run.last), keys), -1));
+  }
+  mx::array total = join_along(std::move(sums), 0);
+  if (layer.settings.remainder) {
+    const mx::array column = layer.evictions().remainder.column(q, 1, layer.settings.saturations);
+    total = mx::logaddexp(total, mx::reshape(column, {H, G, W}));
+  }
+  if (own) {
+    const int L = own->shape(2);
+    const mx::array sees = mx::less_equal(range(0, L), mx::expand_dims(range(L - W, L), 1));
+    const mx::array logits = mx::where(sees, against(grouped, *own), number(-kInfinity));
+    total = mx::logaddexp(total, mx::logsumexp(logits, -1));
+  }
+  if (sinks) total = mx::logaddexp(total, mx::reshape(f32(*sinks), {H, G, 1}));
+  return {mx::reshape(grouped, {H, G * W, D}), mx::reshape(total, {H, G * W, 1})};
+}
+
+// Makes the digests of pages that were completed since the last time.
+void digest_new_pages(BoundedLayer& layer) {
+  LayerRows& spill = *layer.spill;
+  const int first = spill.digested(), last = int(spill.available()) / kPage;
+  if (last <= first) return;
+  std::vector<int64_t> positions((last - first) * kPage);
+  std::iota(positions.begin(), positions.end(), first * kPage);
+  std::vector<mx::array> means;
+  for (int head = 0; head < layer.settings.heads(); ++head) {
+    const Fields rows = spill.in_mlx({spill.rows(head, positions)});
+    const mx::array keys = f32(dense(layer.settings.packing.rows("keys", rows)));
+    const mx::array paged = mx::reshape(keys, {1, last - first, kPage, keys.shape(3)});
+    means.push_back(mx::mean(paged, 2));
+    evaluate({means.back()});  // so that not all heads' rows are held at once
+  }
+  spill.digest(join_along(std::move(means), 0));
+}
+
+// Gives slots to the rows that come back; the policy evicts as many others.
+void take_in(
+    BoundedLayer& layer, Returning& back, std::vector<Fields> held,
+    std::vector<std::optional<Come>> come) {
+  layer.forget_steps();
+  bool over = false;
+  for (size_t i = 0; i < held.size(); ++i) {
+    const Run run = layer.runs()[i];
+    if (come[i]) {
+      for (auto& [head, credit] : come[i]->credits)
+        back.credits.insert_or_assign(head, std::move(credit));
+      back.returned += int64_t(come[i]->rows.at("positions").size());
+      layer.unfold(come[i]->rows, run.first);
+      held[i].insert_or_assign("scores", come[i]->scores);
+      for (auto& [name, field] : held[i]) {
+        const mx::array rows = mx::astype(come[i]->rows.at(name), field.dtype());
+        field = mx::concatenate({field, rows}, 2);
+      }
+    }
+    over = over || run.budget < held[i].at("positions").shape(2);
+  }
+  if (over) return settle(layer, held, std::vector<std::optional<mx::array>>(held.size()));
+  layer.keep(held);
+  choose_victims(layer);
+}
+
+}  // namespace
+
+size_t Returning::nbytes() const {
+  size_t bytes = 0;
+  for (const mx::array& q : queries) bytes += q.nbytes();
+  for (const auto& [head, credit] : credits)
+    bytes += credit.positions.size() * (sizeof(int) + sizeof(float));
+  return bytes;
+}
+
+void Returning::note(const mx::array& q) {
+  const int L = q.shape(2), window = settings.window;
+  queries.push_back(L > window ? part(q, 2, L - window, L) : q);
+  int behind = 0;
+  for (size_t i = 1; i < queries.size(); ++i) behind += queries[i].shape(2);
+  while (behind >= window) {
+    queries.erase(queries.begin());
+    behind -= queries[0].shape(2);
+  }
+}
+
+bool Returning::is_due(const BoundedLayer& layer, int length) const {
+  if (!settings.rows || !layer.spill || layer.spill->available() < kPage) return false;
+  // Without attention a policy has no use for a credit.
+  if (!layer.settings.policy.needs_attention()) return false;
+  if (length == 1 && (layer.offset() % settings.every || !layer.settled())) return false;
+  const std::vector<Run>& runs = layer.runs();
+  return std::any_of(runs.begin(), runs.end(), [&](const Run& run) { return layer.lost(run) > 0; });
+}
+
+bool Returning::has(const Run& run) const {
+  return std::find(heads.begin() + run.first, heads.begin() + run.last, true) !=
+      heads.begin() + run.last;
+}
+
+void bring_back(BoundedLayer& layer, const AttentionCall& call, const mx::array& new_keys) {
+  Returning& back = *layer.back;
+  const int window = back.settings.window, L = call.length();
+  std::vector<mx::array> queries = back.queries;
+  std::optional<mx::array> own;
+  // A single token's query asks for nothing, since reading it would wait for this step.
+  if (L > 1) {
+    queries.push_back(L > window ? part(call.q, 2, L - window, L) : call.q);
+    own = new_keys;
+  }
+  if (queries.empty()) return;
+  mx::array q = join_along(std::move(queries), 2);
+  const int W = q.shape(2);
+  if (W > window) q = part(q, 2, W - window, W);
+  std::vector<Fields> held = layer.attended(std::nullopt);
+  const Asked lazy = asked_by(layer, f32(q) * number(call.scale), held, own, call.sinks);
+  const Asked asked{mx::contiguous(lazy.queries), mx::contiguous(lazy.logsums)};
+  evaluate({asked.queries, asked.logsums});
+  std::vector<std::optional<Come>> come;
+  try {
+    digest_new_pages(layer);
+    for (size_t i = 0; i < held.size(); ++i)
+      come.push_back(
+          back.has(layer.runs()[i]) ? come_to(layer, back, layer.runs()[i], held[i], asked)
+                                    : std::nullopt);
+  } catch (const FileError& error) {
+    layer.spill->conversation().fail(
+        std::string("rows cannot be read from the file: ") + error.what());
+    return;
+  }
+  take_in(layer, back, std::move(held), std::move(come));
+}
+
+}  // namespace mlx_h2o

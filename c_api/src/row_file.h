@@ -1,0 +1,102 @@
+// A file of all rows of one conversation, as stored, with a fixed place for each
+// (python/mlx_h2o/spill/row_file.py).
+//
+// Rows come in whole blocks. Their arrays are copied into a block's bytes by the thread of the
+// model when a block's worth of further tokens has come, since only that may evaluate them; another
+// thread computes checksums and writes. It knows nothing of MLX.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+
+#include "block_writer.h"
+#include "packed.h"
+#include "row_layout.h"
+
+namespace mlx_h2o {
+
+// Rows of one head by field, row after row, as they are stored.
+using RowBytes = std::map<std::string, std::vector<uint8_t>>;
+
+class RowFile {
+ public:
+  // A new, empty file that only its owner may read. Raises FileError where it cannot be made.
+  static std::unique_ptr<RowFile> create(const std::string& path, std::vector<LayerForm> forms);
+  // A file that exists, for reading. Raises FileError.
+  static std::unique_ptr<RowFile> open(const std::string& path);
+  // Removes a file that was made here.
+  ~RowFile();
+  RowFile(const RowFile&) = delete;
+
+  const std::string& path() const {
+    return path_;
+  }
+  const RowLayout& layout() const {
+    return layout_;
+  }
+  // Positions that a layer has delivered, which `rows` has.
+  int64_t delivered(int layer) const {
+    return delivered_[layer];
+  }
+  // Positions that are in the file in all layers.
+  int64_t written() const;
+  // Why nothing more is written, or "".
+  std::string failure() const {
+    return writer_.failure();
+  }
+  // Forgets all that waits; nothing more is written.
+  void fail(const std::string& why);
+
+  // Takes the rows [1, H, L, width] of whole blocks, the next ones of a layer. Nothing that fails
+  // here stops the caller.
+  void append(int layer, int64_t first, const Fields& rows);
+  // Rows of one head at positions below `delivered`, in any order. Raises FileError.
+  RowBytes rows(int layer, int head, const std::vector<int64_t>& positions);
+  // Forgets a layer's rows from a block's first position on, in all layers those of later blocks,
+  // and `kept` says whether others have rows in this block to read before they forget them too.
+  void truncate(int layer, int64_t first, bool kept);
+  // Writes all whole blocks that came, and waits until they are on the disk; whether they are.
+  bool flush();
+
+ private:
+  struct Block {
+    std::vector<uint8_t> bytes;
+    std::vector<bool> has;  // which layers are in it
+  };
+  // Rows of a layer that are in no block yet.
+  struct Part {
+    int64_t first, count;
+    Fields bytes;  // [1, H, count, bytes of a row]
+
+    int64_t end() const {
+      return first + count;
+    }
+  };
+
+  RowFile(std::string path, int descriptor, RowLayout layout, bool made);
+  int64_t complete() const;
+  void settle(int64_t before);
+  void settle(const std::vector<std::pair<int, Part>>& parts);
+  void put(int layer, const Part& part);
+  void hand_over();
+  void write(int64_t index, Block& block);
+  void forget_written();
+  void find_end();
+  std::vector<uint8_t> segment_in_file(int64_t block, int layer, int head, int last) const;
+  const uint8_t* segment_in_memory(int64_t block, int layer, int head) const;
+
+  const std::string path_;
+  const int descriptor_;
+  const RowLayout layout_;
+  const bool made_;
+  std::vector<int64_t> delivered_;
+  std::vector<std::deque<Part>> parts_;
+  std::map<int64_t, std::shared_ptr<Block>> blocks_;  // that are not in the file yet
+  int64_t handed_ = 0;                                // blocks that were given to the writer
+  mutable std::mutex mutex_;                          // of what the writer's thread changes
+  int64_t written_ = 0;                               // positions
+  BlockWriter writer_;  // the last member: its thread ends before the others go
+};
+
+}  // namespace mlx_h2o
