@@ -621,7 +621,7 @@ ON_HOST_GPU = {
     "framed": ("--case", "distinct-4bit"),
     "turns": ("--case", "salient-ragged"),
     "filling": ("--case", "salient-4bit"),
-    "returning": ("--case", "salient-mixed"),
+    "returning": ("--case", "salient-4bit"),
 }
 # What must have run beside attention.
 RUN_BESIDES: dict[str, set[str]] = {

@@ -78,6 +78,9 @@ public struct H2OConfiguration: Sendable {
     public var undo: Int
     /// Tokens that are never evicted, counted against the budget.
     public var pins: Pins
+    /// A file behind the memory, from which evicted rows come back; nil: none. It needs a model that attends
+    /// through this library.
+    public var spill: H2OSpill?
     /// What to do about layers that cannot be bounded.
     public var compatibility: Compatibility
     /// What may ask for less memory while caches are in use.
@@ -88,13 +91,13 @@ public struct H2OConfiguration: Sendable {
         budget: Budget, policy: (any H2OPolicy)? = nil, remainder: Bool = true,
         headBudgets: HeadBudgets = .uniform, packing: H2OPacking? = nil,
         frames: Frames = .profile, context: Int = usualContext, saturation: Float? = nil,
-        undo: Int = 0, pins: Pins = .none,
+        undo: Int = 0, pins: Pins = .none, spill: H2OSpill? = nil,
         compatibility: Compatibility = .requireAllLayers, pressure: H2OMemoryPressure? = nil
     ) throws {
         self.init(
             unchecked: budget, policy: policy, remainder: remainder, headBudgets: headBudgets,
             packing: packing, frames: frames, context: context, saturation: saturation, undo: undo,
-            pins: pins,
+            pins: pins, spill: spill,
             compatibility: compatibility, pressure: pressure)
         try validate()
     }
@@ -103,13 +106,13 @@ public struct H2OConfiguration: Sendable {
         unchecked budget: Budget, policy: (any H2OPolicy)? = nil, remainder: Bool = true,
         headBudgets: HeadBudgets = .uniform, packing: H2OPacking? = nil,
         frames: Frames = .profile, context: Int = usualContext, saturation: Float? = nil,
-        undo: Int = 0, pins: Pins = .none,
+        undo: Int = 0, pins: Pins = .none, spill: H2OSpill? = nil,
         compatibility: Compatibility = .requireAllLayers, pressure: H2OMemoryPressure? = nil
     ) {
         (self.budget, self.policy, self.remainder) = (budget, policy, remainder)
         (self.headBudgets, self.packing, self.undo) = (headBudgets, packing, undo)
         (self.frames, self.context, self.saturation) = (frames, context, saturation)
-        self.pins = pins
+        (self.pins, self.spill) = (pins, spill)
         (self.compatibility, self.pressure) = (compatibility, pressure)
     }
 
@@ -124,6 +127,7 @@ public struct H2OConfiguration: Sendable {
             pins: pinnedPositions
         ).engine()
         try Limits.check("context", context, in: 1 ... Limits.mostTokens)
+        try spill?.validate()
         switch budget {
         case .tokens(let count): try policy.checkBudget(count)
         case .bytes(let count): try policy.checkBytes(count)

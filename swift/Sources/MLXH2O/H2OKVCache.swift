@@ -32,6 +32,9 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
     fileprivate(set) var pressure: PressureShare
     /// Arrays set by `state` whose names `metaState` has not told yet.
     fileprivate var unnamed: [MLXArray]?
+    /// Its part in the file of its conversation; none for copies, and for what was restored.
+    private var file: SpilledLayer?
+    private var isSpilled = false
     /// What ``metaState`` told of, until the cache changes.
     fileprivate var told: Engine.Saved?
     /// What went wrong last where mlx-swift-lm lets nothing be thrown (``trim(_:)``, a step, a copy, a
@@ -77,12 +80,13 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
     }
 
     init(
-        _ settings: CacheSettings, _ pressure: PressureShare, _ notices: [H2ONotice] = []
+        _ settings: CacheSettings, _ pressure: PressureShare, _ notices: [H2ONotice] = [],
+        file: SpilledLayer? = nil
     ) throws {
         guard !settings.saturation.isEmpty else {
             throw H2OError.configuration("Give one saturation for all KV heads, or one for each.")
         }
-        (given, self.pressure, self.notices) = (settings, pressure, notices)
+        (given, self.pressure, self.notices, self.file) = (settings, pressure, notices, file)
         engine = try settings.engine()
     }
 
@@ -154,6 +158,10 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
         } else {
             try types.check()
             if engine == nil { use(try given.engine(for: types)) }
+            if let file, offset == 0, !isSpilled {
+                try engine!.spill(to: file)
+                isSpilled = true
+            }
         }
         try follow(to: offset + keys.dim(2))
         return engine!
@@ -213,6 +221,13 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
     }
 
     // MARK: between steps
+
+    /// Why the conversation has no file of its rows although there was to be one (``H2OConfiguration/spill``),
+    /// or why it gets no more of them; nil while all is well. The conversation goes on without it.
+    public var spillFailure: String? { file?.spill.failure }
+
+    /// Evicted rows that came back from the file so far, over all KV heads.
+    public var rowsReturned: Int { engine?.rowsReturned ?? 0 }
 
     public func copy() -> any KVCache {
         reporting(H2OKVCache(failed: self)) { try H2OKVCache(self) }

@@ -79,8 +79,12 @@ extension H2OConfiguration {
         var settings = try settings(of: bounded, in: model, policy, attends).makeIterator()
         let share = PressureShare(pressure, PressureAgreement())
         let told = try notices + unmet(by: model, bounded, policy, attends)
+        let profile = attends ? try profile(of: model, bounded) : nil
+        var files = try (attends ? spilledLayers(bounded.count, profile) : nil)?.makeIterator()
         let bound = try zip(placedMembers(of: plain), kinds).map { member, kind -> any KVCache in
-            kind == nil ? member.cache : try H2OKVCache(settings.next()!, share, told)
+            kind == nil
+                ? member.cache
+                : try H2OKVCache(settings.next()!, share, told, file: files?.next())
         }
         return replacingMembers(of: plain, with: bound).noticed()
     }
@@ -120,6 +124,13 @@ extension H2OConfiguration {
                 H2ONotice(
                     subject: .headBudgets,
                     message: "The heads of \(name) have uniform budgets: \(reason)."))
+        }
+        if spill != nil && !attends {
+            notices.append(
+                H2ONotice(
+                    subject: .spill,
+                    message: "There is no file behind the memory of \(name): it attends by itself, "
+                        + "so that evicted rows could not come back."))
         }
         if pins == .instructions {
             notices.append(

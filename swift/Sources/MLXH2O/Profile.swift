@@ -25,6 +25,8 @@ public struct H2OProfile: Sendable, Equatable {
     // Of a conversation's tokens, the part that says again what was said once: so much do echoes count
     // beside prose (ECHO_PART of Python's profile.py, which says why).
     private static let echoPart = 0.1
+    /// So much of the loss over echoes is that of heads to which evicted rows come back.
+    private static let retrievalPart = 0.94
     // Beyond this part of the calibrated length the curves see too little of what would be evicted,
     // and their shares at this size are kept.
     private static let largestPart = 2
@@ -175,6 +177,21 @@ public struct H2OProfile: Sendable, Equatable {
     ) -> [[Float]]? {
         guard let measured, measured.policy == policy.name else { return nil }
         return byLayer(measured.saturations(budgets.flatMap { $0 }, grid: grid))
+    }
+
+    /// The KV heads of each layer that look far back, for which evicted rows should come back: the fewest
+    /// that have most of the loss over what was said once. nil, all of them, where that was not measured.
+    var retrievalHeads: [[Bool]]? {
+        guard let loss = measured?.echoes else { return nil }
+        let falling = loss.indices.sorted { (-loss[$0], $0) < (-loss[$1], $1) }
+        let enough = Self.retrievalPart * loss.reduce(0, +)
+        var (sum, has) = (0.0, loss.map { _ in false })
+        for head in falling {
+            has[head] = true
+            sum += loss[head]
+            if sum >= enough { break }
+        }
+        return byLayer(has)
     }
 
     /// Each layer's frame for packed keys in conversations of so many tokens; nil where it has none.

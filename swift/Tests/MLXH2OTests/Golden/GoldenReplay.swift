@@ -13,7 +13,7 @@ enum GoldenReplay {
         case "remainder": try remainder(golden)
         case "accumulate": try accumulate(golden, inputs)
         case "selection": try selection(golden, inputs)
-        case "trajectory", "framed", "turns", "filling": try trajectory(golden, inputs)
+        case "trajectory", "framed", "turns", "filling", "returning": try trajectory(golden, inputs)
         case "model": try model(golden, inputs)
         default: throw GoldenError("Unknown group \(golden.group).")
         }
@@ -191,6 +191,8 @@ enum GoldenReplay {
         let filling = (p["cache"]["filling"]?.array ?? []).map {
             (beyond: $0.array![0].int!, budgets: integers($0.array![1]))
         }
+        let files = try files(p, layers: budgets.count)
+        defer { files.map { try? FileManager.default.removeItem(at: $0.folder) } }
         let caches = try budgets.enumerated().map { layer, budgets in
             let parts = FrameArrays.names.compactMap { inputs[$0]?[layer] }
             let frame = parts.isEmpty ? nil : FrameArrays(centre: parts[0], scale: parts[1])
@@ -198,7 +200,7 @@ enum GoldenReplay {
                 p, budgets: budgets, frame: frame.map { try H2OFrame($0) },
                 filling: filling.map {
                     Stage(beyond: $0.beyond, budgets: $0.budgets[layer])
-                })
+                }, file: files?.layers[layer])
         }
         let mostSlots = (budgets + filling.flatMap(\.budgets)).joined().max()!
         let calls = p["calls"].array!.flatMap { call in
@@ -262,7 +264,33 @@ enum GoldenReplay {
                     try caches.map { try $0.evictedRemainder!.arrays[i] })
             }
         }
+        if files != nil {
+            for case let failure? in caches.map(\.spillFailure) { throw GoldenError(failure) }
+            results["returned"] = MLXArray(caches.map { Int32($0.rowsReturned) })
+        }
         return results
+    }
+
+    /// The parts of a case's caches in the file of their rows (group "returning"), and its folder.
+    private static func files(
+        _ p: GoldenCase, layers: Int
+    ) throws -> (folder: URL, layers: [SpilledLayer])? {
+        guard let returns = p.parameters["returns"] else { return nil }
+        func number(_ name: String) -> Int { returns[name]!.int! }
+        let folder = FileManager.default.temporaryDirectory
+            .appendingPathComponent(UUID().uuidString)
+        let spill = try H2OSpill(
+            folder: folder, every: number("every"), window: number("window"),
+            pages: number("pages"), rows: number("rows"), room: returns["room"]!.double!,
+            ahead: number("ahead"))
+        let file = try EngineSpill(spill, layers: layers)
+        let heads = integers(p["returning"])
+        return (
+            folder,
+            heads.enumerated().map { layer, heads in
+                SpilledLayer(spill: file, layer: layer, returning: heads.map { $0 == 1 })
+            }
+        )
     }
 
     /// Pin what is pinned before a call, and begin its turn, where the case says so.
@@ -276,7 +304,7 @@ enum GoldenReplay {
     }
 
     private static func cache(
-        _ p: GoldenCase, budgets: [Int], frame: H2OFrame?, filling: [Stage]
+        _ p: GoldenCase, budgets: [Int], frame: H2OFrame?, filling: [Stage], file: SpilledLayer?
     ) throws -> H2OKVCache {
         let settings = p["cache"], bits = settings["bits"]?.int
         let made = try CacheSettings(
@@ -290,7 +318,7 @@ enum GoldenReplay {
             undo: 0, frame: frame,
             saturation: settings.numbers("saturation") ?? [H2ORemainder.saturation],
             filling: filling)
-        return try H2OKVCache(made, PressureShare(nil, nil))
+        return try H2OKVCache(made, PressureShare(nil, nil), file: file)
     }
 
     /// Positions `[B, H, most]`, ascending, then -1.

@@ -1,0 +1,142 @@
+import CMLXH2O
+import Foundation
+import MLX
+
+/// A file behind a conversation's memory: every row is written to it, evicted or not, and evicted rows
+/// that are wanted again come back from it.
+///
+/// No step waits for the disk. The file is removed with the conversation's caches, and what an app that
+/// was killed left behind with the first file that is made afterwards. Only the user can read it; on
+/// Apple's systems it is readable from the first time that the device is unlocked. If anything goes wrong
+/// the conversation goes on without it: ``H2OKVCache/spillFailure``.
+public struct H2OSpill: Sendable, Equatable {
+    /// Where the files lie; it is made if there is none.
+    public var folder: URL
+    /// Tokens from one return to the next while decoding. Rows also come back before a prompt chunk.
+    public var every: Int
+    /// How many of the last queries say what is wanted.
+    public var window: Int
+    /// Pages of 16 tokens whose rows are read for a KV head at each return, and as many behind them.
+    public var pages: Int
+    /// Rows that come back to a KV head at each return, at most; 0: none ever do.
+    public var rows: Int
+    /// The part of a head's evictable slots that these may take, above 0 to 1.
+    public var room: Double
+    /// How many of the following rows a wanted row makes wanted, too.
+    public var ahead: Int
+
+    /// - Throws: ``H2OError/configuration(_:)`` for numbers out of range.
+    public init(
+        folder: URL = usualFolder, every: Int = 32, window: Int = 8, pages: Int = 12,
+        rows: Int = 32, room: Double = 0.5, ahead: Int = 16
+    ) throws {
+        (self.folder, self.every, self.window, self.pages) = (folder, every, window, pages)
+        (self.rows, self.room, self.ahead) = (rows, room, ahead)
+        try validate()
+    }
+
+    /// `mlx-h2o/rows` in the caches folder.
+    public static var usualFolder: URL {
+        let caches = FileManager.default.urls(for: .cachesDirectory, in: .userDomainMask).first
+        return (caches ?? FileManager.default.temporaryDirectory)
+            .appendingPathComponent("mlx-h2o/rows")
+    }
+
+    /// Throw ``H2OError/configuration(_:)`` for numbers out of range, or a folder that is none.
+    public func validate() throws {
+        guard folder.isFileURL else {
+            throw H2OError.configuration("The folder of a spill is a file URL; got \(folder).")
+        }
+        _ = try EngineSpill(self, layers: 1)
+    }
+
+    /// In the engine's terms.
+    fileprivate var returns: mlx_h2o_returns {
+        var returns = mlx_h2o_returns_default()
+        returns.every = Int32(clamping: every)
+        returns.window = Int32(clamping: window)
+        returns.pages = Int32(clamping: pages)
+        returns.rows = Int32(clamping: rows)
+        returns.ahead = Int32(clamping: ahead)
+        returns.room = room
+        return returns
+    }
+
+    /// Make the folder, which other apps cannot read, and nobody before the device was unlocked once.
+    func makeFolder() {
+        #if canImport(Darwin)
+            // Files get the protection of their folder. Where it cannot be made, the engine will say so.
+            try? FileManager.default.createDirectory(
+                at: folder, withIntermediateDirectories: true,
+                attributes: [
+                    .protectionKey: FileProtectionType.completeUntilFirstUserAuthentication,
+                    .posixPermissions: 0o700,
+                ])
+        #endif
+    }
+}
+
+/// The file of a conversation as the engine holds it, for as long as one of its caches lives.
+final class EngineSpill {
+    let handle: mlx_h2o_spill
+
+    /// Nothing is made on disk yet.
+    ///
+    /// - Throws: ``H2OError/configuration(_:)`` for numbers out of range.
+    init(_ spill: H2OSpill, layers: Int) throws {
+        var (made, returns) = (mlx_h2o_spill_new(), spill.returns)
+        try checkEngine(mlx_h2o_spill_make(&made, spill.folder.path, layers, &returns))
+        handle = made
+    }
+
+    deinit { mlx_h2o_spill_free(handle) }
+
+    /// Why there is no file, or why it gets no more rows; nil while all is well.
+    var failure: String? {
+        var why: UnsafePointer<CChar>?
+        guard mlx_h2o_spill_failure(&why, handle) == 0, let why, why.pointee != 0 else {
+            return nil
+        }
+        return String(cString: why)
+    }
+}
+
+/// A cache's part in the file of its conversation.
+struct SpilledLayer {
+    let spill: EngineSpill
+    /// Which of the bounded layers it is.
+    let layer: Int
+    /// Whether rows come back to each KV head; nil: to all.
+    let returning: [Bool]?
+}
+
+extension Engine {
+    /// Has its rows go into a file, before the first ones come.
+    func spill(to file: SpilledLayer) throws {
+        guard let returning = file.returning else {
+            return try checkEngine(
+                mlx_h2o_cache_spill_to(handle, file.spill.handle, file.layer, nil, 0))
+        }
+        try checkEngine(
+            mlx_h2o_cache_spill_to(
+                handle, file.spill.handle, file.layer, returning, returning.count))
+    }
+
+    /// Rows that came back so far, over all KV heads.
+    var rowsReturned: Int {
+        var count: Int64 = 0
+        return mlx_h2o_cache_returned(&count, handle) == 0 ? Int(count) : 0
+    }
+}
+
+extension H2OConfiguration {
+    /// The parts of a model's bounded layers in one new file, where there is to be one.
+    func spilledLayers(_ layers: Int, _ profile: H2OProfile?) throws -> [SpilledLayer]? {
+        guard let spill else { return nil }
+        spill.makeFolder()
+        let file = try EngineSpill(spill, layers: layers), heads = profile?.retrievalHeads
+        return (0 ..< layers).map {
+            SpilledLayer(spill: file, layer: $0, returning: heads?[$0])
+        }
+    }
+}
