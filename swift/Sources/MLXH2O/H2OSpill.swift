@@ -1,6 +1,7 @@
 import CMLXH2O
 import Foundation
 import MLX
+import MLXLMCommon
 
 /// A file behind a conversation's memory: every row is written to it, evicted or not, and evicted rows
 /// that are wanted again come back from it.
@@ -62,7 +63,7 @@ public struct H2OSpill: Sendable, Equatable {
         return returns
     }
 
-    /// Make the folder, which other apps cannot read, and nobody before the device was unlocked once.
+    /// Make the folder, which other apps cannot read, and none before the device was unlocked once.
     func makeFolder() {
         #if canImport(Darwin)
             // Files get the protection of their folder. Where it cannot be made, the engine will say so.
@@ -131,12 +132,24 @@ extension Engine {
 
 extension H2OConfiguration {
     /// The parts of a model's bounded layers in one new file, where there is to be one.
-    func spilledLayers(_ layers: Int, _ profile: H2OProfile?) throws -> [SpilledLayer]? {
-        guard let spill else { return nil }
+    func spilledLayers(
+        _ kinds: [LayerKind], of model: any LanguageModel, _ attends: Bool
+    ) throws -> [SpilledLayer]? {
+        guard let spill, attends else { return nil }
         spill.makeFolder()
-        let file = try EngineSpill(spill, layers: layers), heads = profile?.retrievalHeads
-        return (0 ..< layers).map {
+        let file = try EngineSpill(spill, layers: kinds.count)
+        let heads = try profile(of: model, kinds)?.retrievalHeads
+        return kinds.indices.map {
             SpilledLayer(spill: file, layer: $0, returning: heads?[$0])
         }
+    }
+
+    /// What to say where there was to be a file and cannot be.
+    func unspilled(in model: String, _ attends: Bool) -> [H2ONotice] {
+        guard spill != nil, !attends else { return [] }
+        let message =
+            "There is no file behind the memory of \(model): it attends by itself, so that evicted "
+            + "rows could not come back."
+        return [H2ONotice(subject: .spill, message: message)]
     }
 }

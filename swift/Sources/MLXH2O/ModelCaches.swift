@@ -79,8 +79,7 @@ extension H2OConfiguration {
         var settings = try settings(of: bounded, in: model, policy, attends).makeIterator()
         let share = PressureShare(pressure, PressureAgreement())
         let told = try notices + unmet(by: model, bounded, policy, attends)
-        let profile = attends ? try profile(of: model, bounded) : nil
-        var files = try (attends ? spilledLayers(bounded.count, profile) : nil)?.makeIterator()
+        var files = try spilledLayers(bounded, of: model, attends)?.makeIterator()
         let bound = try zip(placedMembers(of: plain), kinds).map { member, kind -> any KVCache in
             kind == nil
                 ? member.cache
@@ -103,7 +102,7 @@ extension H2OConfiguration {
         by model: any LanguageModel, _ kinds: [LayerKind], _ policy: any H2OPolicy, _ attends: Bool
     ) throws -> [H2ONotice] {
         let name = String(describing: type(of: model))
-        var notices: [H2ONotice] = []
+        var notices = unspilled(in: name, attends)
         if self.policy == nil && !attends {
             notices.append(
                 H2ONotice(
@@ -124,13 +123,6 @@ extension H2OConfiguration {
                 H2ONotice(
                     subject: .headBudgets,
                     message: "The heads of \(name) have uniform budgets: \(reason)."))
-        }
-        if spill != nil && !attends {
-            notices.append(
-                H2ONotice(
-                    subject: .spill,
-                    message: "There is no file behind the memory of \(name): it attends by itself, "
-                        + "so that evicted rows could not come back."))
         }
         if pins == .instructions {
             notices.append(
@@ -245,7 +237,7 @@ extension H2OConfiguration {
         }
     }
 
-    private func profile(of model: any LanguageModel, _ kinds: [LayerKind]) throws -> H2OProfile? {
+    func profile(of model: any LanguageModel, _ kinds: [LayerKind]) throws -> H2OProfile? {
         let candidates: [H2OProfile]
         switch headBudgets {
         case .uniform: return nil
