@@ -498,7 +498,7 @@ const Function kFunctions[] = {
      .streamed = true},
     {"cache_kept", kept, {{0}}, 1, "", .cache = true, .streamed = true},
     {"cache_scores", scores, {{0}}, 1, "", .cache = true, .streamed = true},
-    {"cache_unread", unread, {{0}}, 2, "", .cache = true, .streamed = true},
+    {"cache_unread", unread, {{0}}, 2, "", .cache = true, .streamed = true, .may_be_empty = true},
     {"cache_remainder", remainder_of, {{0}}, 4, "", .cache = true, .streamed = true},
 };
 const int kFunctionCount = sizeof kFunctions / sizeof *kFunctions;
