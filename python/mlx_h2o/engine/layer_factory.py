@@ -60,7 +60,7 @@ def open_layer(
     check_shapes(settings.policy, H, D, Dv, settings.centres)
     if settings.budgets is None:
         settings = replace(settings.resized(budgets), filling=filling)
-    store = SlotStore(of_slots, reserved, in_range=_in_range(settings))
+    store = SlotStore(of_slots, reserved, in_range=lies_in_range(settings))
     if window is not None:
         # So that there are fields to read while all tokens are in the recent window.
         store.reserve(1, fields_of(settings, keys[:, :, :1], values[:, :, :1], 0))
@@ -155,7 +155,7 @@ def restored(
     saved_state.check_indices(arrays, runs, config["reserved"], settings, newest)
     held = _under("slots.", arrays)
     held["positions"] = held["positions"].astype(position_dtype(config["offset"]))
-    store = SlotStore.of(runs, config["reserved"], held, in_range=_in_range(settings))
+    store = SlotStore.of(runs, config["reserved"], held, in_range=lies_in_range(settings))
     window = None
     if numbers:
         window = window_of(settings, numbers["size"])
@@ -177,7 +177,7 @@ def restored(
     return Layer(settings, types, memory, config["offset"], aged_from), share
 
 
-def _in_range(settings: CacheSettings) -> bool:
+def lies_in_range(settings: CacheSettings) -> bool:
     """Whether slots should lie in a reserved range: not where a journal keeps whole fields."""
     return has_ranges() and not settings.undo
 

@@ -25,8 +25,10 @@ from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.budgets.cost import bytes_for_slots
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.base import BoundedKVCache
+from mlx_h2o.engine.layer_factory import lies_in_range
 from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.model_caches.make import bounded_caches, plain_bytes
+from mlx_h2o.storage import reserved_range
 from mlx_h2o.storage.slot_store import FEW, GROWTH_STEP
 
 #: Tokens that mlx-lm reads at once.
@@ -151,13 +153,20 @@ def flattened(model: nn.Module) -> list[tuple[str, mx.array]]:
 
 
 def kv_bytes(cache: BoundedKVCache, tokens: int) -> int:
-    """Bytes of a cache for one sequence after so many tokens; slots are allocated in steps."""
+    """Bytes of a cache for one sequence after so many tokens.
+
+    Slots are allocated in steps. In a reserved range they take memory page by page, and what the
+    last pages hold beyond them is not counted here.
+    """
     share, settings = cache.share, cache.settings
     assert share is not None
     settings = settings.grown(tokens) or settings
     assert settings.budgets is not None
     widths = share.widths.narrow if tokens <= FEW else share.widths
     room = -(-tokens // GROWTH_STEP) * GROWTH_STEP
+    key = widths.packing.row_bytes("keys", widths.key, widths.key_size)
+    if lies_in_range(settings) and max(settings.budgets) * key >= reserved_range.FEWEST_BYTES:
+        room = tokens
     return sum(
         bytes_for_slots(min(budget, room), 1, widths, settings.policy, settings.remembers)
         for budget in settings.budgets
