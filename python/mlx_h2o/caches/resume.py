@@ -18,6 +18,7 @@ from mlx_h2o.integration import routing
 from mlx_h2o.spill.conversation_rows import ConversationRows
 from mlx_h2o.spill.layer_rows import LayerRows
 from mlx_h2o.spill.layout import DamagedFile
+from mlx_h2o.spill.parts import of_bits
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.setting import Spill
 from mlx_h2o.spill.state_record import StateRecord, found_records
@@ -129,7 +130,10 @@ def _restored(record: StateRecord, file: RowFile) -> list[BoundedKVCache]:
     caches = []
     for layer, (config, own) in enumerate(zip(record.configs, record.arrays, strict=True)):
         try:
-            arrays = {name: _in_mlx(*one) for name, one in own.items()}
+            arrays = {
+                name: of_bits(array, bfloat16=dtype == "bfloat16")
+                for name, (dtype, array) in own.items()
+            }
             returning = config.pop("returning", None)
             kept = {n: arrays.pop(n) for n in list(arrays) if n.startswith(KEPT)}
             arrays |= _slots(config, arrays, file, layer)
@@ -174,7 +178,10 @@ def _slots(
                 raise ValueError("slots beyond the end")
             for name, of_head in file.rows(layer, head, positions[used]).items():
                 rows[name][0, used] = of_head
-    return {f"slots.{field.name}": _in_mlx(field.dtype, rows[field.name]) for field in form.fields}
+    return {
+        f"slots.{field.name}": of_bits(rows[field.name], bfloat16=field.dtype == "bfloat16")
+        for field in form.fields
+    }
 
 
 def _go_on(caches: list[BoundedKVCache], conversation: ConversationRows, position: int) -> None:
@@ -183,8 +190,3 @@ def _go_on(caches: list[BoundedKVCache], conversation: ConversationRows, positio
         way = LayerRows(conversation, i, cache.packing, cache.frame, pack)
         way.first = way.offset = position
         cache.go_on_in(way)
-
-
-def _in_mlx(dtype: str, array: np.ndarray[Any, Any]) -> mx.array:
-    made = mx.array(array)
-    return made.view(mx.bfloat16) if dtype == "bfloat16" else made

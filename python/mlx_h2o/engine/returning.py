@@ -30,7 +30,8 @@ from mlx_h2o.engine.policy_view import rows_of
 from mlx_h2o.engine.returns_kept import Credit, Returning
 from mlx_h2o.spill.layer_rows import LayerRows
 from mlx_h2o.spill.layout import DamagedFile
-from mlx_h2o.spill.page_digests import PAGE, TRACT, Array
+from mlx_h2o.spill.page_digests import PAGE, TRACT
+from mlx_h2o.spill.parts import Array, of_bits
 from mlx_h2o.storage.packed import dense, value_lengths
 from mlx_h2o.storage.pins import true_positions
 from mlx_h2o.storage.slot_store import Run
@@ -76,12 +77,12 @@ def is_due(back: Returning, layer: Layer, length: int) -> bool:
         layer: The layer.
         length: How many tokens come.
     """
+    if length == 1 and (layer.offset % back.settings.every or not layer.journal.settled):
+        return False
     if layer.spill is None or layer.spill.available < PAGE:
         return False
     # Without attention a policy has no use for a credit, and narrow positions turn keys.
     if not layer.policy.needs_attention or layer.settings.rope is not None:
-        return False
-    if length == 1 and (layer.offset % back.settings.every or not layer.journal.settled):
         return False
     return any(layer.lost(run) for run in layer.runs)
 
@@ -195,19 +196,20 @@ def _come(layer: Layer, back: Returning, run: Run, fields: Fields, asked: Asked)
     most = min(settings.rows, int(settings.room * evictable), absent)
     if most < 1:
         return None
+    heads = range(run.first, run.last)
     scores, credits, chosen = np.array(fields["scores"])[0].copy(), {}, []
-    for i, head in enumerate(range(run.first, run.last)):
+    for i, head in enumerate(heads):
         wanted = _wanted(layer, back, head, asked, held[i], most)
         kept = _kept_credit(layer, back, head, slots[i], scores[i], wanted)
         of_absent = np.where(wanted.absent, wanted.masses, -1.0)
         best = most_wanted(of_absent, most)
         at = wanted.positions[best]
-        chosen.append(at)
+        chosen.append({name: of_name[best] for name, of_name in wanted.rows.items()})
         given = _as_scores(layer, at, wanted.masses[best])
         credits[head] = Credit(
             np.concatenate([kept.positions, at]), np.concatenate([kept.scores, given])
         )
-    rows = _rows(layer, run, fields, chosen, credits)
+    rows = _rows(layer, fields, chosen, [credits[head] for head in heads])
     return Come(rows, mx.array(scores[None]), credits)
 
 
@@ -216,11 +218,13 @@ class Wanted(NamedTuple):
 
     Attributes:
         positions: Their positions.
+        rows: Their fields, as the file has them.
         absent: Whether they were evicted.
         masses: How much they are wanted: their attention mass, or that of a row before them.
     """
 
     positions: Array
+    rows: dict[str, Array]
     absent: Array
     masses: Array
 
@@ -241,7 +245,9 @@ def _wanted(
     q, lse = asked.queries[head], asked.logsums[head]
     at = _positions_of(_pages_read(layer, back, q, lse, head, held, most))
     back.rows_read += len(at)
-    logits = q @ np.array(_stored_keys(layer, head, at)).T
+    assert layer.spill is not None
+    rows = layer.spill.rows(head, at)
+    logits = q @ np.array(_keys_of(layer, rows)).T
     if asked.softcap:
         logits = asked.softcap * np.tanh(logits / asked.softcap)
     absent = ~np.isin(at, held)
@@ -253,7 +259,7 @@ def _wanted(
     for i in range(1, min(back.settings.ahead, len(at) - 1) + 1):
         behind = np.where(at[i:] - at[:-i] == i, own[:-i] * FADING**i, 0)
         masses[i:] = np.maximum(masses[i:], behind)
-    return Wanted(at, absent, masses)
+    return Wanted(at, rows, absent, masses)
 
 
 def _pages_read(
@@ -365,21 +371,27 @@ def _digest_new_pages(layer: Layer, back: Returning, spill: LayerRows) -> None:
         positions = np.arange(first * PAGE, (first + pages) * PAGE)
         means = np.zeros((layer.store.heads, pages, layer.types["keys"].width), np.float32)
         for head in heads:
-            keys = _stored_keys(layer, head, positions)
+            keys = _keys_of(layer, spill.rows(head, positions))
             means[head] = np.array(keys.reshape(pages, PAGE, -1).mean(axis=1))
         spill.digest(means)
 
 
 def _rows(
-    layer: Layer, run: Run, fields: Fields, come: Sequence[Array], credits: dict[int, Credit]
+    layer: Layer, fields: Fields, come: Sequence[dict[str, Array]], credits: Sequence[Credit]
 ) -> Fields:
-    """The fields of the rows that come back to a run, `[1, heads, M, ...]`."""
-    assert layer.spill is not None
+    """The fields of the rows that come back to a run, `[1, heads, M, ...]`.
+
+    Args:
+        layer: The layer.
+        fields: The fields of the run's slots, whose names and dtypes the rows take.
+        come: Each head's rows, as the file has them, `[M, ...]` by name.
+        credits: Each head's credit, whose last M positions and scores are theirs.
+    """
     heads: list[Fields] = []
-    for head, positions in zip(range(run.first, run.last), come, strict=True):
-        of_head = _in_mlx(layer, layer.spill.rows(head, positions))
-        of_head["positions"] = mx.array(positions.astype(np.int32))
-        of_head["scores"] = mx.array(credits[head].scores[-len(positions) :])
+    for of_file, credit in zip(come, credits, strict=True):
+        of_head, M = _in_mlx(layer, of_file), len(of_file["keys"])
+        of_head["positions"] = mx.array(credit.positions[-M:].astype(np.int32))
+        of_head["scores"] = mx.array(credit.scores[-M:])
         if "value_lengths" in fields:
             of_head["value_lengths"] = value_lengths(dense(layer.packing.rows("values", of_head)))
         heads.append(of_head)
@@ -390,17 +402,15 @@ def _rows(
     return marked(layer.settings, rows) or rows
 
 
-def _stored_keys(layer: Layer, head: int, positions: Array) -> mx.array:
-    """Keys `[M, D]` of one head's rows in the file, float32."""
-    assert layer.spill is not None
-    rows = _in_mlx(layer, layer.spill.rows(head, positions))
-    return dense(layer.packing.rows("keys", rows)).astype(mx.float32)
+def _keys_of(layer: Layer, rows: dict[str, Array]) -> mx.array:
+    """Keys `[M, D]` of rows as the file has them, float32."""
+    return dense(layer.packing.rows("keys", _in_mlx(layer, rows))).astype(mx.float32)
 
 
 def _in_mlx(layer: Layer, rows: dict[str, Array]) -> Fields:
     """A file's fields as arrays of the store's dtypes."""
-    found = {}
-    for name, of_name in rows.items():
-        array, dtype = mx.array(of_name), layer.store.fields[name].dtype
-        found[name] = array.view(dtype) if dtype == mx.bfloat16 else array
-    return found
+    dtypes = {name: field.dtype for name, field in layer.store.fields.items()}
+    return {
+        name: of_bits(of_name, bfloat16=dtypes[name] == mx.bfloat16)
+        for name, of_name in rows.items()
+    }

@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_h2o._utils import checks
 from mlx_h2o.engine.array_owner import Fields
-from mlx_h2o.spill.page_digests import Array
+from mlx_h2o.spill.parts import Array
 from mlx_h2o.spill.setting import Returns
 from mlx_h2o.storage.slot_store import Run
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from mlx_h2o.spill.conversation_rows import ConversationRows
 from mlx_h2o.spill.layout import POSITIONS, LayerForm
-from mlx_h2o.spill.page_digests import Array
+from mlx_h2o.spill.parts import Array, bits_of
 from mlx_h2o.spill.setting import Spill
 from mlx_h2o.spill.state_keeping import Keeper, Transcript
 from mlx_h2o.storage.key_scaling import Frame
@@ -302,7 +302,7 @@ class LayerRows:
         if file is not None and not late.any():
             return file.rows(self.index, head, positions)
         held, _ = LayerRows._packed(self._as_held(), self.offset - self.first)
-        rows = {name: _in_numpy(array)[0, head] for name, array in held.items()}
+        rows = {name: np.asarray(bits_of(array))[0, head] for name, array in held.items()}
         if file is None or late.all():
             return {name: array[positions - self.first] for name, array in rows.items()}
         early = file.rows(self.index, head, positions[~late])
@@ -397,10 +397,3 @@ def _concatenated(parts: list[Fields]) -> Fields:
     if len(parts) == 1:
         return parts[0]
     return {n: mx.concatenate([part[n] for part in parts], axis=2) for n in ("keys", "values")}
-
-
-def _in_numpy(rows: mx.array) -> np.ndarray[Any, Any]:
-    array: np.ndarray[Any, Any] = np.asarray(
-        rows.view(mx.uint16) if rows.dtype == mx.bfloat16 else rows
-    )
-    return array

@@ -2,11 +2,11 @@
 
 A page is `PAGE` neighbouring positions of one KV head. Its digest tells, for a query, how much
 attention its rows may deserve, without reading them (Quest, arXiv 2406.10774, keeps each channel's
-least and greatest instead; means choose as well). Digests never change once
-their page is complete. They lie in a file without a name, which no other process can open and which
-goes with this object, since they can be made from the rows again. The file has room for a layer's
-heads in tracts of `TRACT` pages, so that one head's digests lie together. Rows that are sealed on
-disk must not leave their means there in the open: their digests stay in memory.
+least and greatest instead; means choose as well). Digests never change once their page is complete.
+They lie in a file without a name, which no other process can open and which goes with this object,
+since they can be made from the rows again. The file has room for a layer's heads in tracts of
+`TRACT` pages, so that one head's digests lie together. Rows that are sealed on disk must not leave
+their means there in the open: their digests stay in memory.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from mlx_h2o.spill.parts import Array
+
 #: Tokens of a page.
 PAGE = 16
 #: Pages of one head that lie together.
 TRACT = 256
-
-Array = np.ndarray[Any, Any]
 
 
 class PageDigests:
@@ -32,9 +32,6 @@ class PageDigests:
 
     Args:
         folder: Where the file without a name is to be, or None to keep digests in memory.
-
-    Attributes:
-        bytes_read: Bytes of digests read from disk so far.
     """
 
     def __init__(self, folder: Path | None):
@@ -43,19 +40,11 @@ class PageDigests:
         self._tracts: dict[tuple[int, int], int | Array] = {}
         self._counts: dict[int, int] = {}
         self._end = 0
-        self.bytes_read = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of digests in memory."""
         return sum(part.nbytes for part in self._tracts.values() if not isinstance(part, int))
-
-    def close(self) -> None:
-        """Give the file up; digests are made anew if they are wanted again."""
-        if self._file is not None:
-            self._file.close()
-        self._file, self._end = None, 0
-        self._tracts, self._counts = {}, {}
 
     def count(self, layer: int) -> int:
         """How many pages of a layer have digests."""
@@ -72,18 +61,20 @@ class PageDigests:
             OSError: The file cannot be made or written.
         """
         H, pages, D = means.shape
-        first = self.count(layer)
-        for page in range(pages):
-            tract, at = divmod(first + page, TRACT)
-            digest = np.ascontiguousarray(means[:, page], np.float16)
+        done = 0
+        while done < pages:
+            tract, at = divmod(self.count(layer), TRACT)
+            here = min(pages - done, TRACT - at)
+            digests = means[:, done : done + here].astype(np.float16)
             place = self._tract(layer, tract, H, D)
-            for head in range(H):
-                if isinstance(place, int):
+            if isinstance(place, int):
+                for head, of_head in enumerate(digests):
                     start = place + (head * TRACT + at) * D * 2
-                    os.pwrite(self._file.fileno(), digest[head].tobytes(), start)
-                else:
-                    place[head, at] = digest[head]
-            self._counts[layer] = first + page + 1
+                    os.pwrite(self._file.fileno(), of_head.tobytes(), start)
+            else:
+                place[:, at : at + here] = digests
+            done += here
+            self._counts[layer] = tract * TRACT + at + here
 
     def read(self, layer: int, head: int, heads: int, width: int) -> Iterator[tuple[int, Array]]:
         """All digests of one head, tract by tract: the first page, and `[pages, D]` float16.
@@ -101,7 +92,6 @@ class PageDigests:
             if isinstance(place, int):
                 size = pages * width * 2
                 data = os.pread(self._file.fileno(), size, place + head * TRACT * width * 2)
-                self.bytes_read += size
                 yield first, np.frombuffer(data, np.float16).reshape(pages, width)
             else:
                 yield first, place[head, :pages]

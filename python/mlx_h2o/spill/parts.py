@@ -21,6 +21,17 @@ from mlx_h2o.spill.layout import DTYPES, LayerForm
 Array = np.ndarray[Any, Any]
 
 
+def bits_of(rows: mx.array) -> mx.array:
+    """Rows in a dtype that numpy has: bfloat16 as its bits, in uint16."""
+    return rows.view(mx.uint16) if rows.dtype == mx.bfloat16 else rows
+
+
+def of_bits(rows: Array, *, bfloat16: bool) -> mx.array:
+    """Rows as MLX has them; uint16 as the bits of bfloat16, if that is what they are."""
+    made = mx.array(rows)
+    return made.view(mx.bfloat16) if bfloat16 else made
+
+
 @dataclass
 class Part:
     """Consecutive rows of one layer.
@@ -83,7 +94,7 @@ def checked_part(form: LayerForm, first: int, fields: dict[str, Any]) -> Part:
                 f"{field.name} must be {field.dtype} [1, {form.heads}, L, {field.width}]; got "
                 f"{dtype} {list(rows.shape)}."
             )
-        given[field.name] = rows.view(mx.uint16) if rows.dtype == mx.bfloat16 else rows
+        given[field.name] = bits_of(rows) if isinstance(rows, mx.array) else rows
     assert count is not None
     is_numpy = all(isinstance(rows, np.ndarray) for rows in given.values())
     return Part(first, count, given, 0 if is_numpy else None)

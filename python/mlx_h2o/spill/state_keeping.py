@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_h2o.spill.block_writer import Job
+from mlx_h2o.spill.parts import bits_of
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.state_record import StateRecord, paths_of, write_record
 
@@ -91,7 +92,7 @@ class StateKeeping:
             of_cache = {}
             for name, array in own.items():
                 dtype = str(array.dtype).rpartition(".")[2]
-                of_cache[name] = dtype, array.view(mx.uint16) if dtype == "bfloat16" else array
+                of_cache[name] = dtype, bits_of(array)
             arrays.append(of_cache)
         mx.async_eval([array for of_cache in arrays for _, array in of_cache.values()])
         configs = [config for _, config in states]
