@@ -283,14 +283,31 @@ class Profile:
             ValueError: The file is not a profile, or has another version.
         """
         try:
-            data = json.loads(Path(path).read_text())
-        except (OSError, ValueError, RecursionError) as error:
+            text = Path(path).read_bytes()
+        except OSError as error:
             raise ValueError(f"Cannot read the profile {path}: {error}") from error
+        return cls.of_text(text, str(path))
+
+    @classmethod
+    def of_text(cls, text: bytes, source: str) -> Profile:
+        """The profile that a file holds.
+
+        Args:
+            text: The file's bytes.
+            source: Where they come from, for messages.
+
+        Raises:
+            ValueError: They are no profile, or one of another version.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"Cannot read the profile {source}: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"{path} is no mlx-h2o profile.")
+            raise ValueError(f"{source} is no mlx-h2o profile.")
         if data.get("version") not in VERSIONS:
             known = " and ".join(map(str, VERSIONS))
-            raise ValueError(f"{path} has version {data.get('version')}; this reads {known}.")
+            raise ValueError(f"{source} has version {data.get('version')}; this reads {known}.")
         try:
             return cls(
                 ModelIdentity.of_json(data["model"]),
@@ -301,4 +318,4 @@ class Profile:
                 Measured.of_json(data["measured"]) if data["version"] > 1 else None,
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"The profile {path} is damaged: {error!r}.") from error
+            raise ValueError(f"The profile {source} is damaged: {error!r}.") from error
