@@ -304,8 +304,8 @@ FOCUS = """
 
 
 @pytest.mark.slow
-def test_everything_is_reached_and_done_by_keyboard(browser, server):
-    with opened(browser, server) as page:
+def test_everything_is_reached_and_done_by_keyboard(browser, roomy):
+    with opened(browser, roomy) as page:
         assert page.evaluate(FOCUS) == ["question", True]
         page.keyboard.type("one")
         page.keyboard.press("Shift+Enter")
@@ -330,7 +330,7 @@ def test_everything_is_reached_and_done_by_keyboard(browser, server):
         expect(page.locator("#pins button")).to_have_count(1)
         expect(page.locator("#told")).to_contain_text("Pinned.")
         spans = shown_shares(page)
-        assert newest(server)["pins"] == [[spans[1][0], spans[3][1]]]
+        assert newest(roomy)["pins"] == [[spans[1][0], spans[3][1]]]
         assert page.evaluate(FOCUS) == ["text", True]
         down = page.locator("#text").get_attribute("aria-activedescendant")
         page.keyboard.press("ArrowDown")
@@ -340,7 +340,7 @@ def test_everything_is_reached_and_done_by_keyboard(browser, server):
         assert page.evaluate(FOCUS)[1]
         page.keyboard.press("Enter")
         expect(page.locator("#pins")).to_be_hidden()
-        assert newest(server)["pins"] == []
+        assert newest(roomy)["pins"] == []
 
 
 @pytest.mark.slow
@@ -529,8 +529,8 @@ def test_conversations_of_other_clients_are_shown(browser, server):
 
 
 @pytest.mark.slow
-def test_what_is_selected_is_pinned_by_a_button(browser, server):
-    with opened(browser, server) as page:
+def test_what_is_selected_is_pinned_by_a_button(browser, roomy):
+    with opened(browser, roomy) as page:
         say(page, words(0, 30))
         page.evaluate(
             "getSelection().setBaseAndExtent("
@@ -539,7 +539,7 @@ def test_what_is_selected_is_pinned_by_a_button(browser, server):
         page.locator("#pin-range").click()
         expect(page.locator("#pins button")).to_have_count(1)
         spans = shown_shares(page)
-        assert newest(server)["pins"] == [[spans[2][0], spans[4][1]]]
+        assert newest(roomy)["pins"] == [[spans[2][0], spans[4][1]]]
         expect(page.locator("#pin-range")).to_be_hidden()
 
 
