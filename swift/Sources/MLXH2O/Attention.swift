@@ -33,13 +33,14 @@ public func scaledDotProductAttentionWithScores(
 ///   - queries: `[B, Hq, L, D]`.
 ///   - quantizedKeys: Words `[B, Hk, N, D * keyBits / 32]` uint32, scales and biases
 ///     `[B, Hk, N, D / groupSize]`.
-///   - quantizedValues: Likewise, of width Dv and `valueBits`.
+///   - quantizedValues: Words `[B, Hk, N, Dv * valueBits / 32]` uint32, scales and biases
+///     `[B, Hk, N, Dv / groupSize]`.
 ///   - scale: Factor on q.k.
 ///   - mask: As for dense keys.
 ///   - sinks: As for dense keys.
 ///   - groupSize: 32, 64 or 128.
 ///   - keyBits: 2, 3, 4, 5, 6 or 8.
-///   - valueBits: Likewise.
+///   - valueBits: 2, 3, 4, 5, 6 or 8.
 /// - Returns: As for dense keys.
 /// - Throws: As for dense keys.
 public func quantizedScaledDotProductAttentionWithScores(

@@ -50,10 +50,10 @@ extension ChatSession {
     /// - Parameters:
     ///   - container: The model.
     ///   - configuration: How its caches are bounded.
-    ///   - instructions: As of `ChatSession`.
-    ///   - generateParameters: Likewise; leave `maxKVSize` and the kind of cache alone.
-    ///   - additionalContext: Likewise.
-    /// - Throws: ``H2OError``: what the model cannot be bounded by.
+    ///   - instructions: As in `ChatSession`.
+    ///   - generateParameters: As in `ChatSession`; leave `maxKVSize` and the kind of cache as they are.
+    ///   - additionalContext: As in `ChatSession`.
+    /// - Throws: ``H2OError`` if the model cannot be bounded so.
     public convenience init(
         _ container: ModelContainer, h2o configuration: H2OConfiguration,
         instructions: String? = nil, generateParameters: GenerateParameters = .init(),

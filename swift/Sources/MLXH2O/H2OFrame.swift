@@ -4,22 +4,22 @@ import MLX
 ///
 /// A few key channels carry large, constant offsets, and one of them in a group of 64 leaves the others
 /// hardly a level. Keys enter a cache as k' = (k - centre) / scale, so that every channel fills its
-/// group's range alike, and queries meet them as q' = scale q: q.k = q'.k' + q.centre, where the last
-/// term is the same for every column of the softmax and so moves no output. Everything that a layer
+/// group's range, and queries meet them as q' = scale q: q.k = q'.k' + q.centre, where the last term
+/// is the same for every column of the softmax and so changes no output. Everything that a layer
 /// holds (rows, remainder, saved files) is in its frame. Values need none. Related: SmoothAttention
 /// (QServe, arXiv 2405.04532; a scale alone), KIVI, KVQuant.
 public struct H2OFrame: Sendable, Equatable {
     /// A channel that never moves keeps a scale that can be divided by.
     public static let leastScale: Float = 1e-4
 
-    /// Per KV head, D numbers: each channel's mean.
+    /// Each channel's mean, `[H][D]`.
     public let centre: [[Float]]
-    /// Likewise: its greatest distance from that, above 0.
+    /// Each channel's greatest distance from its mean, `[H][D]`, above 0.
     public let scale: [[Float]]
 
     /// - Parameters:
-    ///   - centre: Per KV head, D numbers.
-    ///   - scale: Likewise.
+    ///   - centre: Each channel's mean, `[H][D]`.
+    ///   - scale: Each channel's greatest distance from it, `[H][D]`.
     /// - Throws: ``H2OError/configuration(_:)`` unless both have the same form, and their numbers are
     ///   finite, those of `scale` above 0.
     public init(centre: [[Float]], scale: [[Float]]) throws {
@@ -92,9 +92,9 @@ struct FrameArrays {
     /// In files.
     static let names = ["frame.centre", "frame.scale"]
 
-    /// `[H, D]` float32.
+    /// Means `[H, D]` float32.
     let centre: MLXArray
-    /// Likewise.
+    /// Greatest distances `[H, D]` float32.
     let scale: MLXArray
 
     init(centre: MLXArray, scale: MLXArray) { (self.centre, self.scale) = (centre, scale) }
