@@ -341,7 +341,7 @@ class Conversations:
         if idle.unsaved:
             self._save(idle)
         if self.rows is not None:
-            self.rows.let_go(idle.cache)
+            self.rows.let_go(*_as_left(idle))
         del self._idle[Place(idle.mark, idle.key)]
         self.forgotten += 1
 
@@ -353,6 +353,14 @@ class Conversations:
             self.sessions.save(idle.mark, idle.key, idle.cache, idle.told)
         except (OSError, ValueError) as error:
             logging.error("A conversation could not be saved: %s", error)
+
+    def end(self) -> None:
+        """The server ends: what is not on disk yet is written."""
+        while self.save_one():
+            pass
+        if self.rows is not None:
+            longest_first = sorted(self._idle.values(), key=lambda idle: -len(idle.key))
+            self.rows.end([_as_left(idle) for idle in longest_first])
 
     # -- lookups for the page ---------------------------------------------------------------------
 
@@ -409,6 +417,14 @@ class Conversations:
             and key.startswith(idle.key)
             and idle.mark.serves(wanted, token_count(idle.key))
         ]
+
+
+def _as_left(idle: Idle) -> tuple[list[Any], Mark, bytes | None]:
+    """An entry as `KeptRows.let_go` takes it.
+
+    A shrunk conversation gets no record: it goes on from an earlier one, with all its slots.
+    """
+    return idle.cache, idle.mark, None if idle.shrunk else idle.key
 
 
 def _undone(
