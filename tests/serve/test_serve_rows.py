@@ -261,8 +261,7 @@ def test_an_ordinary_end_loses_no_token(tmp_path, asked_alone):
     newest = told_by(file)[0][0]
     assert newest == max(held)
     assert newest % 16  # within a block
-    for saved in sessions.glob("*.safetensors"):
-        saved.unlink()
+    assert not list(sessions.glob("*.safetensors"))  # the file of rows is the session
     with serving(**settings(sessions, rows)) as running:
         found, whole = known(running, prompt + said + " " + words(300, 5))
         assert found >= newest

@@ -148,17 +148,36 @@ class KeptRows:
                 self._close(cache, own, key)
 
     def _close(self, cache: Sequence[Any], own: Mark, key: bytes | None) -> None:
+        if key is not None:
+            self.record(cache, own, key)
+        rows = rows_of(cache)
+        if rows is None or rows.conversation.file is None:
+            return
+        # mlx-lm's loop may still hold the caches, until it gets another request.
+        rows.conversation.close()
+        self._unread.add(rows.conversation.file.path)
+
+    def record(self, cache: Sequence[Any], own: Mark, key: bytes) -> bool:
+        """Record the state of a conversation as it is; whether its file has it now.
+
+        Args:
+            cache: Its caches.
+            own: Their mark.
+            key: The key of its tokens.
+        """
         ways = [e.spill for _, e in entries(cache) if isinstance(e, BoundedKVCache)]
         readers = [way for way in ways if way is not None]
-        conversation = readers[0].conversation
-        if key is not None and token_count(key) == readers[0].offset:
-            before = readers[0].transcript
-            prompt = before.prompt if isinstance(before, Told) else token_count(key)
-            conversation.record(readers, Told(self.model, own, tokens_of(key), prompt))
-        # mlx-lm's loop may still hold the caches, until it gets another request.
-        conversation.close()
-        if conversation.file is not None:
-            self._unread.add(conversation.file.path)
+        if not readers or token_count(key) != readers[0].offset:
+            return False
+        before = readers[0].transcript
+        prompt = before.prompt if isinstance(before, Told) else token_count(key)
+        told = Told(self.model, own, tokens_of(key), prompt)
+        return readers[0].conversation.record(readers, told)
+
+    def has(self, own: Mark, key: bytes) -> bool:
+        """Whether a file that no conversation uses has a record of just these tokens."""
+        self._look()
+        return any(left.key == key and left.mark == own for left in self.left)
 
     def _look(self) -> None:
         """Read the records of files that were not read yet."""
