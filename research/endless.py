@@ -5,7 +5,9 @@
 One fact is planted in the first tokens of each prompt (`--within`), prose follows, and the fact is
 asked for at the end. The prompt is read in chunks, the question as a chunk of its own but for its
 last token. Caches have the same number of slots: at absolute positions, and at rolling ones, each
-with and without evicted rows that come back from a file of all rows.
+with and without evicted rows that come back from a file of all rows. "All pages" reads every row
+for its attention mass instead of those of the likeliest pages: what is lost beside it is lost by
+the choice of pages.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache as stock_cache
 
 import mlx_h2o
-from mlx_h2o import Spill, make_prompt_cache
+from mlx_h2o import Returns, Spill, make_prompt_cache
 from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o.evaluate.recall import FORMS, RecallTask, recall_task
 from research.returning import facts_known
 
 ROLLING: dict[str, Any] = {"positions": "rolling", "remainder": False}
+#: More pages than any conversation here has.
+EVERY_PAGE = Returns(pages=4096)
 
 
 def lengthened(task: RecallTask, prose: list[int], tokens: int) -> RecallTask:
@@ -94,6 +98,7 @@ def main() -> None:
             "absolute, rows come back": ours(Spill(Path(folder))),
             "rolling": ours(None, **ROLLING),
             "rolling, rows come back": ours(Spill(Path(folder)), **ROLLING),
+            "rolling, all pages": ours(Spill(Path(folder), returns=EVERY_PAGE), **ROLLING),
         }
         for tokens in [args.within, *args.tokens]:
             task = lengthened(short, prose, tokens)
