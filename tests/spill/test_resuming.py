@@ -313,7 +313,7 @@ def test_tokens_taken_back_take_their_record_along(tmp_path, model):
 
 def test_who_goes_on_from_an_earlier_record_gives_the_later_one_up(tmp_path, model):
     cache = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True))
-    steps(model, cache, 23)
+    steps(model, cache, 55)
     path = recorded(cache)
     cache[0].spill.conversation.close()
     resume(path, position=16)[0].spill.conversation.close()
@@ -343,7 +343,7 @@ def test_a_record_without_its_rows_is_damaged(tmp_path, model):
     (good,) = [
         (one, at)
         for at in paths_of(path)
-        if (one := read_record(at.read_bytes(), checksum, None)).position == 21
+        if at.exists() and (one := read_record(at.read_bytes(), checksum, None)).position == 21
     ]
     for change in ("missing", "short"):
         arrays = [dict(own) for own in good[0].arrays]
