@@ -23,9 +23,18 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_h2o import Spill, load, load_prompt_cache, make_prompt_cache, resume, save_prompt_cache
+from mlx_h2o import (
+    Returns,
+    Spill,
+    load,
+    load_prompt_cache,
+    make_prompt_cache,
+    resume,
+    save_prompt_cache,
+)
 from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o.spill.layout import LayerForm, Layout
+from mlx_h2o.spill.page_digests import PAGE
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.state_record import paths_of
 
@@ -222,6 +231,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--long", type=int, help="tokens of one conversation, instead of timings")
     made.add_argument("--cold", action="store_true", help="with the file's pages dropped, instead")
     made.add_argument("--open", type=int, nargs="+", help="open so long conversations, instead")
+    made.add_argument("--computed", action="store_true", help="what Llama-3-8B reads, instead")
     made.add_argument("--folder", type=Path, help="where the files lie (default: temporary)")
     return made
 
@@ -233,6 +243,9 @@ def main() -> None:
     if args.long:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             long_conversation(args.models[0], args.slots, args.long, Path(folder))
+        return
+    if args.computed:
+        print_llama_reads()
         return
     if args.cold or args.open:
         columns = OPEN_COLUMNS if args.open else COLD_COLUMNS
@@ -265,8 +278,34 @@ def main() -> None:
         print(f"| {rows} | {size:,.0f} | {size * 50 / 1e6:.1f} | {size / 1e4:.1f} |")
 
 
+def print_llama_reads() -> None:
+    """Print what returns read for Llama-3-8B where all of its KV heads ask, by the defaults.
+
+    Rows are read as whole segments of a block with its record; digests are 16-bit means of pages.
+    """
+    layers, heads, width = LLAMA
+    usual, tokens = Returns(), 100_000
+    digests = layers * heads * tokens / PAGE * width * 2
+    print("| rows | MB written a second | MB of rows read a second | MB of digests read a second |")
+    print("|---|---:|---:|---:|")
+    for rows, bits in (("16 bits", 16), ("8 bits", 8), ("6 bits", 6), ("4 bits", 4)):
+        layout = llama_layout(bits)
+        # Pages and as many behind them; records are read once a segment.
+        _, segment = layout.segment(0, 0)
+        read = 2 * usual.pages * layers * heads * (segment + layout.record_bytes)
+        a_second = 50 / usual.every / 1e6
+        written = layout.block_bytes / layout.positions * 50 / 1e6
+        print(f"| {rows} | {written:.1f} | {read * a_second:.0f} | {digests * a_second:.0f} |")
+
+
 def llama_bytes(bits: int) -> float:
     """Bytes a token of a file of Llama-3-8B's rows."""
+    layout = llama_layout(bits)
+    return layout.block_bytes / layout.positions
+
+
+def llama_layout(bits: int) -> Layout:
+    """The layout of a file of Llama-3-8B's rows."""
     layers, heads, width = LLAMA
     fields: dict[str, tuple[str, int]] = {}
     for name in ("keys", "values"):
@@ -277,8 +316,7 @@ def llama_bytes(bits: int) -> float:
             fields |= {
                 f"{name}.{part}": ("float16", width // GROUP) for part in ("scales", "biases")
             }
-    layout = Layout((LayerForm.of(heads, fields),) * layers)
-    return layout.block_bytes / layout.positions
+    return Layout((LayerForm.of(heads, fields),) * layers)
 
 
 if __name__ == "__main__":
