@@ -540,7 +540,7 @@ static inline mlx_h2o_returns mlx_h2o_returns_default(void) {
 
 // An empty handle, to be filled.
 MLX_H2O_API mlx_h2o_spill mlx_h2o_spill_new(void);
-// Removes the file; the caches go on without it.
+// Removes the file, unless it is to stay (mlx_h2o_spill_keep); the caches go on without it.
 MLX_H2O_API int mlx_h2o_spill_free(mlx_h2o_spill spill);
 
 // For a conversation of so many layers, a file in this folder, which only the user may read (mode
@@ -553,6 +553,25 @@ MLX_H2O_API int mlx_h2o_spill_make(
 MLX_H2O_API int mlx_h2o_cache_spill_to(
     mlx_h2o_cache cache, const mlx_h2o_spill spill, size_t layer, const bool* returning,
     size_t n_kv_heads);
+
+// Before its first rows: has the file stay in the end, if the state was recorded by then. The files
+// of processes that were killed stay, too.
+MLX_H2O_API int mlx_h2o_spill_keep(mlx_h2o_spill spill);
+// Records the state of a conversation's caches beside its file, and waits until it and all rows are
+// on the disk: before an app is suspended, or ends. The caches are those of all layers in their
+// order, between two tokens; they go on. res tells whether it is recorded: not where the file has
+// failed, or is not to stay. It is found again under mlx_h2o_spill_path.
+MLX_H2O_API int mlx_h2o_spill_record(
+    bool* res, mlx_h2o_spill spill, const mlx_h2o_cache* caches, size_t n_layers,
+    const mlx_stream s);
+// The caches [n_layers] of a conversation, as they were at the newest record of its state, and its
+// file, which gets their further rows and stays; also of one that Python left (Spill(keep=True)).
+// res and caches: empty handles, or what they replace. mlx_h2o_cache_offset says how many tokens
+// they have seen: those that came after are to be given again. An error (MLX_H2O_ERROR_SAVED), and
+// nothing is changed, for files that are missing, in use, damaged, sealed, or of other layers.
+MLX_H2O_API int mlx_h2o_spill_resume(
+    mlx_h2o_spill* res, mlx_h2o_cache* caches, size_t n_layers, const char* path,
+    const mlx_stream s);
 
 // Why there is no file, or why it gets no more rows; "" while all is well. As the next, it is valid
 // until the next call with this handle or one of its caches; not to be freed.

@@ -13,6 +13,7 @@
 
 #include "json.h"
 #include "ops.h"
+#include "state_record.h"
 
 namespace mlx_h2o {
 
@@ -118,11 +119,33 @@ void ConversationRows::come(int layer, LayerForm form) {
     }
     remove_ownerless_once(folder_);
     path_ = folder_ + "/" + new_name();
-    file_ = RowFile::create(path_, std::move(known));
+    file_ = RowFile::create(path_, std::move(known), kept_);
   } catch (const std::exception& error) {
     path_.clear();
     fail("no file can be made in " + folder_ + ": " + error.what());
   }
+}
+
+void ConversationRows::keep() {
+  const bool begun = std::any_of(forms_.begin(), forms_.end(), [](const auto& f) { return !!f; });
+  check(!begun || kept_, "Rows have come: it has to be said before that they stay.", Blame::state);
+  kept_ = true;
+}
+
+std::string ConversationRows::next_record() const {
+  return record_paths(path_)[size_t(place_)];
+}
+
+void ConversationRows::recorded() {
+  file_->leave();
+  place_ = 1 - place_;
+}
+
+void ConversationRows::go_on_in(std::unique_ptr<RowFile> file, int place) {
+  file_ = std::move(file);
+  path_ = file_->path();
+  for (int layer = 0; layer < layers(); ++layer) forms_[layer] = file_->layout().layers()[layer];
+  kept_ = true, place_ = place;
 }
 
 void ConversationRows::fail(const std::string& why) {

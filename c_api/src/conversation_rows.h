@@ -40,6 +40,16 @@ class ConversationRows {
   const std::string& path() const {
     return path_;
   }
+  // Has the file stay in the end, if the state was recorded by then. Raises once rows have come.
+  void keep();
+  bool kept() const {
+    return kept_;
+  }
+  // Where the next record of the state is to be; and that it is there.
+  std::string next_record() const;
+  void recorded();
+  // Goes on in a file that has all layers' rows; the place, 0 or 1, is of the next record.
+  void go_on_in(std::unique_ptr<RowFile> file, int place);
   int layers() const {
     return int(forms_.size());
   }
@@ -62,6 +72,8 @@ class ConversationRows {
   std::vector<std::optional<LayerForm>> forms_;
   std::vector<bool> attached_;
   std::unique_ptr<RowFile> file_;
+  bool kept_ = false;
+  int place_ = 0;  // of the next record
 };
 
 }  // namespace mlx_h2o

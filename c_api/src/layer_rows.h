@@ -22,9 +22,13 @@ class LayerRows {
       std::shared_ptr<ConversationRows> conversation, int layer, const CacheSettings& settings)
       : conversation_(std::move(conversation)), layer_(layer), settings_(settings) {}
 
-  ConversationRows& conversation() {
+  ConversationRows& conversation() const {
     return *conversation_;
   }
+  int layer() const {
+    return layer_;
+  }
+  std::vector<std::string> names() const;
   // Positions whose rows `rows` can give: whole blocks, while all is well.
   int64_t available();
   // Bytes of the rows held here.
@@ -38,6 +42,10 @@ class LayerRows {
   void take(int64_t first, RowKind kind, const Fields& rows);
   // The same of dense rows that go into a recent window of so many tokens, after key scaling.
   void take_chunk(int64_t first, const mx::array& keys, const mx::array& values, int window);
+  // Goes on behind whole blocks, with the rows [1, H, n, width] that follow as they are stored.
+  void go_on(int64_t first, const Fields& tail);
+  // The rows behind the last whole block, as they are stored; nothing where there are none.
+  Fields tail();
   // Forgets the rows from a position on.
   void trim(int64_t offset);
 
@@ -71,7 +79,6 @@ class LayerRows {
   Fields packed_first(int count);
   Fields stored(RowKind kind, const Fields& rows) const;
   LayerForm form_of(const Held& held) const;
-  std::vector<std::string> names() const;
 
   std::shared_ptr<ConversationRows> conversation_;
   const int layer_;

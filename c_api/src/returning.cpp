@@ -7,15 +7,22 @@
 
 #include "evaluation.h"
 #include "eviction.h"
+#include "key_scaling.h"
 #include "policy_view.h"
 #include "value_lengths.h"
 
 namespace mlx_h2o {
 
+using namespace std::string_literals;
+
 namespace {
 
 // A wanted row makes the rows behind it wanted, each by this factor less than the one before.
 constexpr double kFading = 0.9;
+// How names of what is kept begin in a record of the state.
+constexpr char kKept[] = "returning.";
+// The greatest number in `Returns`.
+constexpr int kMostReturns = 1 << 16;
 // How much any row is wanted whose page was read: more than one whose page was not.
 constexpr float kLeastWanted = 1e-30f;
 
@@ -291,6 +298,10 @@ void digest_new_pages(BoundedLayer& layer) {
   std::iota(positions.begin(), positions.end(), first * kPage);
   std::vector<mx::array> means;
   for (int head = 0; head < layer.settings.heads(); ++head) {
+    if (!layer.back->heads[head]) {  // of heads that do not ask
+      means.push_back(mx::zeros({1, last - first, layer.types.key_width}));
+      continue;
+    }
     const Fields rows = spill.in_mlx({spill.rows(head, positions)});
     const mx::array keys = f32(dense(layer.settings.packing.rows("keys", rows)));
     const mx::array paged = mx::reshape(keys, {1, last - first, kPage, keys.shape(3)});
@@ -327,6 +338,99 @@ void take_in(
 }
 
 }  // namespace
+
+Returns Returning::settings_of(const Json& config) {
+  const Json& kept = member(config.object("A cache"), "returning", true);
+  Returns returns;
+  if (kept.is_null()) {
+    returns.rows = 0;
+    return returns;
+  }
+  const Json::Object& all = member(kept.object("returning"), "returns").object("returns");
+  const auto number = [&](const char* name) {
+    return member(all, name).whole(name, 0, kMostReturns);
+  };
+  returns = {
+      number("every"),
+      number("window"),
+      number("pages"),
+      number("rows"),
+      member(all, "room").number("room"),
+      number("ahead")};
+  returns.check_all();
+  return returns;
+}
+
+Json Returning::state(Fields& arrays, const std::optional<Frame>& frame) const {
+  if (!settings.rows) return {};
+  if (!queries.empty()) {
+    mx::array q = join_along(queries, 2);
+    if (frame) {
+      const int group = q.shape(1) / frame->scale.shape(0);
+      const mx::array scale = mx::expand_dims(mx::repeat(frame->scale, group, 0), 1);
+      q = mx::astype(f32(q) / scale, q.dtype());
+    }
+    arrays.insert_or_assign(kKept + "queries"s, q);
+  }
+  for (const auto& [head, credit] : credits) {
+    const std::string of_head = "." + std::to_string(head);
+    const mx::Shape shape{int(credit.positions.size())};
+    arrays.insert_or_assign(
+        kKept + "positions"s + of_head, mx::array(credit.positions.begin(), shape, mx::int32));
+    arrays.insert_or_assign(
+        kKept + "scores"s + of_head, mx::array(credit.scores.begin(), shape, mx::float32));
+  }
+  std::vector<int> asking;
+  for (size_t head = 0; head < heads.size(); ++head)
+    if (heads[head]) asking.push_back(int(head));
+  return Json::Object{
+      {"heads", Json(asking)},
+      {"returns",
+       Json::Object{
+           {"every", settings.every},
+           {"window", settings.window},
+           {"pages", settings.pages},
+           {"rows", settings.rows},
+           {"room", settings.room},
+           {"ahead", settings.ahead}}}};
+}
+
+Returning Returning::of_state(const Json& config, Fields& arrays, const CacheSettings& s) {
+  const Json& kept = member(config.object("A cache"), "returning", true);
+  Returning back(settings_of(config), std::vector<bool>(size_t(s.heads()), !kept.is_null()));
+  if (!kept.is_null()) {
+    const Json& asking = member(kept.object("returning"), "heads", true);
+    if (!asking.is_null()) {
+      back.heads.assign(back.heads.size(), false);
+      for (const int head : asking.wholes("heads", 0, s.heads() - 1))
+        back.heads[size_t(head)] = true;
+    }
+  }
+  const auto taken = [&](const std::string& name) {
+    std::optional<mx::array> array;
+    if (const auto found = arrays.find(kKept + name); found != arrays.end())
+      array = found->second, arrays.erase(found);
+    return array;
+  };
+  if (const std::optional<mx::array> q = taken("queries")) {
+    check(
+        q->ndim() == 4 && q->shape(0) == 1 && q->shape(1) > 0 && q->shape(1) % s.heads() == 0 &&
+            q->shape(2) > 0 && (!s.frame || q->shape(3) == s.frame->scale.shape(1)),
+        "Queries of another layer were kept.");
+    back.queries.push_back(s.frame ? enter_queries(*s.frame, *q) : *q);
+  }
+  for (int head = 0; head < s.heads(); ++head) {
+    const std::string of_head = "." + std::to_string(head);
+    const std::optional<mx::array> positions = taken("positions" + of_head);
+    const std::optional<mx::array> scores = taken("scores" + of_head);
+    if (!positions && !scores) continue;
+    check(
+        positions && scores && positions->ndim() == 1 && positions->shape() == scores->shape(),
+        "Positions and scores of returned rows are not paired.");
+    back.credits[head] = {ints_of(*positions), floats_of(*scores)};
+  }
+  return back;
+}
 
 size_t Returning::nbytes() const {
   size_t bytes = 0;

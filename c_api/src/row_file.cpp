@@ -59,32 +59,34 @@ std::string read_text(int descriptor, size_t size) {
 }
 
 // Python removes files that were not to be kept, by these notes, if their process was killed.
-std::string new_notes() {
+std::string new_notes(bool kept) {
   std::random_device random;
   std::string id;
   for (int i = 0; i < 32; ++i) id += "0123456789abcdef"[random() % 16];
-  return Json(Json::Object{{"id", id}, {"kept", false}}).text();
+  return Json(Json::Object{{"id", id}, {"kept", kept}}).text();
 }
 
 }  // namespace
 
-RowFile::RowFile(std::string path, int descriptor, RowLayout layout, bool made)
+RowFile::RowFile(std::string path, int descriptor, RowLayout layout, bool writable, bool removed)
     : path_(std::move(path)),
       descriptor_(descriptor),
       layout_(std::move(layout)),
-      made_(made),
+      writable_(writable),
+      removed_(removed),
       delivered_(layout_.layers().size()),
       parts_(layout_.layers().size()),
       writer_(kMostWaiting) {}
 
-std::unique_ptr<RowFile> RowFile::create(const std::string& path, std::vector<LayerForm> forms) {
-  RowLayout layout(std::move(forms), kBlockPositions, new_notes());
+std::unique_ptr<RowFile> RowFile::create(
+    const std::string& path, std::vector<LayerForm> forms, bool kept) {
+  RowLayout layout(std::move(forms), kBlockPositions, new_notes(kept));
   const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (descriptor < 0) throw FileError(reason());
   try {
     if (flock(descriptor, LOCK_EX | LOCK_NB)) throw FileError(reason());
     write_all(descriptor, layout.header().data(), layout.header().size(), 0);
-    return std::unique_ptr<RowFile>(new RowFile(path, descriptor, std::move(layout), true));
+    return std::unique_ptr<RowFile>(new RowFile(path, descriptor, std::move(layout), true, true));
   } catch (...) {
     unlink(path.c_str());
     close(descriptor);
@@ -93,22 +95,37 @@ std::unique_ptr<RowFile> RowFile::create(const std::string& path, std::vector<La
 }
 
 std::unique_ptr<RowFile> RowFile::open(const std::string& path) {
+  return opened(path, false);
+}
+
+std::unique_ptr<RowFile> RowFile::open_to_go_on(const std::string& path) {
+  std::unique_ptr<RowFile> file = opened(path, true);
+  if (file->layout().positions() != kBlockPositions)
+    throw FileError("This file has blocks of another size: only Python goes on with it.");
+  return file;
+}
+
+std::unique_ptr<RowFile> RowFile::opened(const std::string& path, bool writable) {
   // A pipe must not wait for its other end.
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  const int how = (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
+  const int descriptor = ::open(path.c_str(), how);
   if (descriptor < 0) throw FileError(path + ": " + reason());
+  int descriptor_of_file = descriptor;  // until the file has it
   try {
     struct stat about;
     if (fstat(descriptor, &about) || !S_ISREG(about.st_mode))
       throw FileError(path + " is no file.");
-    if (flock(descriptor, LOCK_SH | LOCK_NB))
+    if (flock(descriptor, (writable ? LOCK_EX : LOCK_SH) | LOCK_NB))
       throw FileError(path + " is open already, here or in another process.");
     const size_t length = RowLayout::header_length(read_text(descriptor, 64));
+    RowLayout layout = RowLayout::read(read_text(descriptor, length));
     std::unique_ptr<RowFile> file(
-        new RowFile(path, descriptor, RowLayout::read(read_text(descriptor, length)), false));
+        new RowFile(path, descriptor, std::move(layout), writable, false));
+    descriptor_of_file = -1;
     file->find_end();
     return file;
   } catch (...) {
-    close(descriptor);
+    if (descriptor_of_file >= 0) close(descriptor_of_file);
     throw;
   }
 }
@@ -116,7 +133,7 @@ std::unique_ptr<RowFile> RowFile::open(const std::string& path) {
 RowFile::~RowFile() {
   writer_.fail("it is closed");
   writer_.take_back(0);
-  if (made_) unlink(path_.c_str());
+  if (removed_) unlink(path_.c_str());
   close(descriptor_);
 }
 
@@ -156,6 +173,22 @@ void RowFile::find_end() {
 int64_t RowFile::written() const {
   const std::lock_guard lock(mutex_);
   return written_;
+}
+
+uint32_t RowFile::checksum_of(int64_t block) const {
+  uint32_t sum = 0;
+  const size_t end = layout_.block_start(block) + layout_.record_start() + layout_.record_bytes();
+  if (read_some(descriptor_, &sum, sizeof sum, end - sizeof sum) < sizeof sum)
+    throw FileError("Block " + std::to_string(block) + " was not written whole.");
+  return sum;
+}
+
+void RowFile::go_on(int64_t first) {
+  handed_ = first / layout_.positions();
+  if (ftruncate(descriptor_, off_t(layout_.block_start(handed_)))) throw FileError(reason());
+  std::fill(delivered_.begin(), delivered_.end(), first);
+  const std::lock_guard lock(mutex_);
+  written_ = first;
 }
 
 int64_t RowFile::complete() const {
@@ -291,7 +324,7 @@ bool RowFile::flush() {
   hand_over();
   if (!writer_.wait()) return false;
   forget_written();
-  if (!made_ || !fsync(descriptor_)) return true;
+  if (!writable_ || !fsync(descriptor_)) return true;
   fail("it could not be written: " + reason());
   return false;
 }

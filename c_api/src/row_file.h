@@ -22,10 +22,14 @@ using RowBytes = std::map<std::string, std::vector<uint8_t>>;
 class RowFile {
  public:
   // A new, empty file that only its owner may read. Raises FileError where it cannot be made.
-  static std::unique_ptr<RowFile> create(const std::string& path, std::vector<LayerForm> forms);
+  // `kept` is for those who remove what processes left that were killed.
+  static std::unique_ptr<RowFile> create(
+      const std::string& path, std::vector<LayerForm> forms, bool kept = false);
   // A file that exists, for reading. Raises FileError.
   static std::unique_ptr<RowFile> open(const std::string& path);
-  // Removes a file that was made here.
+  // The same for more rows; `go_on` has to follow.
+  static std::unique_ptr<RowFile> open_to_go_on(const std::string& path);
+  // Removes a file that was made here, unless it is to be left.
   ~RowFile();
   RowFile(const RowFile&) = delete;
 
@@ -41,6 +45,14 @@ class RowFile {
   }
   // Positions that are in the file in all layers.
   int64_t written() const;
+  // Of the record of a block in the file, by which it is known again. Raises FileError.
+  uint32_t checksum_of(int64_t block) const;
+  // Forgets all from a block's first position on; the next rows are those.
+  void go_on(int64_t first);
+  // Has it stay.
+  void leave() {
+    removed_ = false;
+  }
   // Why nothing more is written, or "".
   std::string failure() const {
     return writer_.failure();
@@ -74,7 +86,8 @@ class RowFile {
     }
   };
 
-  RowFile(std::string path, int descriptor, RowLayout layout, bool made);
+  RowFile(std::string path, int descriptor, RowLayout layout, bool writable, bool removed);
+  static std::unique_ptr<RowFile> opened(const std::string& path, bool writable);
   int64_t complete() const;
   void settle(int64_t before);
   void settle(const std::vector<std::pair<int, Part>>& parts);
@@ -89,7 +102,8 @@ class RowFile {
   const std::string path_;
   const int descriptor_;
   const RowLayout layout_;
-  const bool made_;
+  const bool writable_;
+  bool removed_;  // in the end
   std::vector<int64_t> delivered_;
   std::vector<std::deque<Part>> parts_;
   std::map<int64_t, std::shared_ptr<Block>> blocks_;  // that are not in the file yet

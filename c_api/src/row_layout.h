@@ -70,6 +70,10 @@ class RowLayout {
   const std::string& header() const {
     return header_;
   }
+  // Of the header: those of blocks and records start from it, so that no other file's fit.
+  uint32_t checksum() const {
+    return checksum_;
+  }
   size_t block_bytes() const;
   size_t block_start(int64_t block) const {
     return header_.size() + size_t(block) * block_bytes();

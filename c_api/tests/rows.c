@@ -4,6 +4,12 @@
 //                                   how many positions it has
 //   rows read FILE LAYER HEAD FIRST END OUT    rows FIRST to END - 1 of a file, as safetensors
 //   rows refuse FILE                must be refused; prints why
+//   rows leave FOLDER TOKENS        decodes, records the state, and prints the path of the file
+//   rows resume FILE TOKENS OUT     goes on from it up to so many tokens, records the state again,
+//   and
+//                                   saves the outputs of each layer and the tokens that it began
+//                                   with
+//   rows refuse-to-resume FILE      must be refused; prints why
 //   rows check FOLDER               tokens taken back, copies, failures, what is left of files
 //
 // Ends with 0, or with 1 and what went wrong.
@@ -173,6 +179,115 @@ static int refuses(const char* path) {
   printf("%s\n", mlx_h2o_last_error());
   mlx_array_free(positions), mlx_map_string_to_array_free(rows);
   return failures;
+}
+
+// -- conversations that go on from their files ----------------------------------------------------
+
+static void keep_and_record(Conversation* c) {
+  bool recorded = false;
+  expect(!mlx_h2o_spill_record(&recorded, c->spill, c->caches, LAYERS, s), "a record");
+  expect(recorded, failure_of(c));
+}
+
+static Conversation resumed(const char* path) {
+  Conversation c = {.spill = mlx_h2o_spill_new()};
+  for (int l = 0; l < LAYERS; ++l) c.caches[l] = mlx_h2o_cache_new();
+  expect(!mlx_h2o_spill_resume(&c.spill, c.caches, LAYERS, path, s), "a file is gone on with");
+  return c;
+}
+
+static int leaves(const char* folder, int tokens) {
+  Conversation c = begun(folder, 4, 8, 0);
+  const char* path = "";
+  expect(!mlx_h2o_spill_keep(c.spill), "a file that stays");
+  step(&c, 0, 40);
+  expect(!mlx_h2o_spill_keep(c.spill), "which may be said twice");
+  decoded(&c, 40, tokens);
+  keep_and_record(&c);
+  expect(!mlx_h2o_spill_path(&path, c.spill), "where it is");
+  printf("%s\n", path);
+  ended(c);
+  return failures;
+}
+
+static int goes_on(const char* path, int end, const char* out) {
+  Conversation c = resumed(path);
+  mlx_map_string_to_array outs = mlx_map_string_to_array_new();
+  mlx_map_string_to_string notes = mlx_map_string_to_string_new();
+  int first = 0;
+  if (!failures) expect(!mlx_h2o_cache_offset(&first, c.caches[0]), "how much was seen");
+  for (int at = first; !failures && at < end; ++at)
+    for (int l = 0; l < LAYERS; ++l) {
+      const int seed = 1000 * at + 10 * l;
+      char name[32];
+      snprintf(name, sizeof name, "%d.%d", at, l);
+      mlx_array q = numbers(Hq, 1, seed), k = numbers(Hk, 1, seed + 1);
+      mlx_array v = numbers(Hk, 1, seed + 2), o = mlx_array_new();
+      expect(
+          !mlx_h2o_cache_update_and_attend(&o, c.caches[l], q, k, v, 0.2f, kNone, s) &&
+              !mlx_map_string_to_array_insert(outs, name, o),
+          "a step");
+      mlx_array_free(q), mlx_array_free(k), mlx_array_free(v), mlx_array_free(o);
+    }
+  if (!failures) expect(!mlx_save_safetensors(out, outs, notes), "outputs are saved");
+  if (!failures) keep_and_record(&c);
+  printf("%d\n", first);
+  mlx_map_string_to_array_free(outs), mlx_map_string_to_string_free(notes);
+  ended(c);
+  return failures;
+}
+
+static int refuses_to_resume(const char* path) {
+  mlx_h2o_spill spill = mlx_h2o_spill_new();
+  mlx_h2o_cache caches[LAYERS];
+  for (int l = 0; l < LAYERS; ++l) caches[l] = mlx_h2o_cache_new();
+  expect(mlx_h2o_spill_resume(&spill, caches, LAYERS, path, s), "a file is refused");
+  expect(mlx_h2o_last_error_code() == MLX_H2O_ERROR_SAVED, "as one that cannot be read");
+  expect(!spill.ctx && !caches[0].ctx, "nothing is changed");
+  printf("%s\n", mlx_h2o_last_error());
+  return failures;
+}
+
+// One that ends within a block and goes on is as one that never ended.
+static void is_as_if_it_never_ended(const char* folder, int bits, int recent_bits) {
+  Conversation never = begun(folder, bits, recent_bits, 0);
+  Conversation c = begun(folder, bits, recent_bits, 0);
+  expect(!mlx_h2o_spill_keep(c.spill), "a file that stays");
+  double sum = step(&never, 0, 40), same = step(&c, 0, 40);
+  expect(mlx_h2o_spill_keep(never.spill), "once rows have come it is too late");
+  int at = 40;
+  // Within the first block after a chunk, at its end, and within a later one.
+  for (const int* end = (const int[]){45, 64, 91, 130, 0}; *end; ++end) {
+    for (; at < *end; ++at)
+      sum = sum * 1.0001 + step(&never, at, 1), same = same * 1.0001 + step(&c, at, 1);
+    keep_and_record(&c);
+    char path[4096];
+    const char* where = "";
+    expect(!mlx_h2o_spill_path(&where, c.spill), "where it is");
+    snprintf(path, sizeof path, "%s", where);
+    ended(c);
+    c = resumed(path);
+    if (failures) return;
+    int seen = 0;
+    expect(!mlx_h2o_cache_offset(&seen, c.caches[1]) && seen == at, "all tokens are known");
+  }
+  expect(sum == same, "the outputs are the same");
+  bool recorded = true;
+  expect(!mlx_h2o_spill_record(&recorded, never.spill, never.caches, LAYERS, s), "no error");
+  expect(!recorded, "a file that does not stay has no record");
+  mlx_h2o_cache swapped[LAYERS] = {c.caches[1], c.caches[0]};
+  expect(mlx_h2o_spill_record(&recorded, c.spill, swapped, LAYERS, s), "caches of other layers");
+  expect(mlx_h2o_spill_record(&recorded, c.spill, c.caches, 1, s), "too few caches");
+  char path[4096], records[2][4200];
+  const char* where = "";
+  expect(!mlx_h2o_spill_path(&where, c.spill), "where it is");
+  snprintf(path, sizeof path, "%s", where);
+  ended(c), ended(never);
+  for (int i = 0; i < 2; ++i) {
+    snprintf(records[i], sizeof records[i], "%s.state-%c", path, "ab"[i]);
+    expect(!unlink(records[i]), "its records are beside it");
+  }
+  expect(!unlink(path), "the file stayed");
 }
 
 // -- conversations --------------------------------------------------------------------------------
@@ -362,6 +477,7 @@ static int checks(const char* folder) {
   has_the_same_file(folder, 5, 0), has_the_same_file(folder, 16, 0),
       has_the_same_file(folder, 19, 3);
   goes_on_without(folder);
+  is_as_if_it_never_ended(folder, 0, 0), is_as_if_it_never_ended(folder, 4, 8);
   expect(!files_in(folder), "no file is left");
   return failures;
 }
@@ -371,9 +487,13 @@ int main(int argc, char** argv) {
   int status = 2;
   if (argc == 5 && !strcmp(argv[1], "write")) status = writes(argv[2], atoi(argv[3]), argv[4]);
   if (argc == 8 && !strcmp(argv[1], "read")) status = reads(argv + 2);
+  if (argc == 4 && !strcmp(argv[1], "leave")) status = leaves(argv[2], atoi(argv[3]));
+  if (argc == 5 && !strcmp(argv[1], "resume")) status = goes_on(argv[2], atoi(argv[3]), argv[4]);
+  if (argc == 3 && !strcmp(argv[1], "refuse-to-resume")) status = refuses_to_resume(argv[2]);
   if (argc == 3 && !strcmp(argv[1], "refuse")) status = refuses(argv[2]);
   if (argc == 3 && !strcmp(argv[1], "check")) status = checks(argv[2]);
   mlx_stream_free(s);
-  if (status == 2) fprintf(stderr, "rows write|read|refuse|check ...\n");
+  if (status == 2)
+    fprintf(stderr, "rows write|read|refuse|leave|resume|refuse-to-resume|check ...\n");
   return status > 0 ? 1 : 0;
 }

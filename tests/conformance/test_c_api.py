@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 
 from covering import STEP
-from mlx_h2o import H2OKVCache
+from mlx_h2o import H2OKVCache, Returns, Spill, resume
 from mlx_h2o.caches.kinds import restored
 from mlx_h2o.caches.plain_rows import PlainRowsKVCache
+from mlx_h2o.golden.numbers import bell
+from mlx_h2o.model_caches.make import spill_to
 from mlx_h2o.policies import make_policy
 from mlx_h2o.spill.layout import Layout
 from mlx_h2o.spill.row_file import RowFile
@@ -454,6 +456,96 @@ def test_what_is_no_file_of_rows_is_refused(engine: Path, tmp_path: Path) -> Non
             torn[draw.randrange(600)] = draw.randrange(256)
         path.write_bytes(bytes(torn) if change else b"")
         succeed(rows, "refuse", path)
+
+
+def conversation(folder: Path, keep: bool = True) -> list[H2OKVCache]:
+    """The caches of c_api/tests/rows.c, with a file."""
+    returns = Returns(every=8, window=4, pages=1, rows=6, ahead=3)
+    kept: dict[str, Any] = {"policy": "salient", "bits": 4, "group_size": 32, "recent_bits": 8}
+    caches = [H2OKVCache(budgets=[24, 32], **kept) for _ in range(2)]
+    spill_to(caches, Spill(folder, keep=keep, returns=returns))
+    return caches
+
+
+def decoded(caches: Sequence[H2OKVCache], first: int, end: int) -> dict[str, mx.array]:
+    """The tokens that rows.c decodes, a chunk of 40 first: outputs by token and layer."""
+    outs = {}
+    while first < end:
+        count = 1 if first else 40
+        for layer, cache in enumerate(caches):
+            seed = 1000 * first + 10 * layer
+            q, k, v = (mx.array(bell(seed + i, (1, (4, 2, 2)[i], count, 32))) for i in range(3))
+            keys, values = cache.update_and_fetch(k, v)
+            mask = "causal" if count > 1 else None
+            outs[f"{first}.{layer}"] = cache.attend(q, keys, values, scale=0.2, mask=mask)
+            mx.eval(outs[f"{first}.{layer}"])
+        first += count
+    return outs
+
+
+def assert_goes_on_alike(theirs: dict[str, mx.array], ours: dict[str, mx.array]) -> None:
+    assert theirs.keys() == ours.keys()
+    for name, out in ours.items():
+        assert mx.allclose(theirs[name], out, rtol=1e-4, atol=1e-5), name
+
+
+@over_both
+def test_c_goes_on_with_a_conversation_of_python_and_python_with_it(
+    engine: Path, tmp_path: Path
+) -> None:
+    """From within a block, and from its end: the outputs are those of one that never ended."""
+    rows = engine / "tests" / "rows"
+    never = decoded(conversation(tmp_path / "never", keep=False), 0, 130)
+    caches = conversation(tmp_path / "rows")
+    decoded(caches, 0, 75)
+    file, ways = caches[0].spill.conversation, [cache.spill for cache in caches]
+    assert file.record(ways)
+    path = file.file.path
+    file.close()
+    out = tmp_path / "out.safetensors"
+    assert int(succeed(rows, "resume", path, 112, out)) == 75
+    of_c: Any = mx.load(str(out))
+    assert_goes_on_alike(of_c, {n: a for n, a in never.items() if 75 <= int(n.split(".")[0]) < 112})
+    ours = resume(path)
+    assert ours[0].offset == 112
+    last = decoded(ours, 112, 130)
+    assert_goes_on_alike(last, {n: a for n, a in never.items() if int(n.split(".")[0]) >= 112})
+    assert ours[0].back is not None
+    ours[0].spill.conversation.close()
+
+
+@over_both
+def test_python_goes_on_with_a_conversation_of_c(engine: Path, tmp_path: Path) -> None:
+    rows = engine / "tests" / "rows"
+    never = decoded(conversation(tmp_path / "never", keep=False), 0, 100)
+    path = Path(succeed(rows, "leave", tmp_path / "rows", 71).strip())
+    ours = resume(path)
+    assert ours[0].offset == 71
+    outs = decoded(ours, 71, 100)
+    assert_goes_on_alike(outs, {n: a for n, a in never.items() if int(n.split(".")[0]) >= 71})
+    ours[0].spill.conversation.close()
+
+
+def test_c_refuses_damaged_records(over_mlx: Path, tmp_path: Path) -> None:
+    """The older of two records stands in for a damaged one; without any nothing is gone on with."""
+    rows = over_mlx / "tests" / "rows"
+    path = Path(succeed(rows, "leave", tmp_path / "rows", 71).strip())
+    succeed(rows, "resume", path, 90, tmp_path / "out.safetensors")
+    records = [path.with_name(path.name + end) for end in (".state-a", ".state-b")]
+    good = [record.read_bytes() for record in records]
+    draw = random.Random(2)
+    for _ in range(20):
+        torn = bytearray(good[1])
+        torn[draw.randrange(len(torn))] ^= 1 << draw.randrange(8)
+        records[0].write_bytes(
+            bytes(torn) if draw.random() < 0.7 else good[1][: draw.randrange(99)]
+        )
+        records[1].unlink(missing_ok=True)
+        assert "record" in succeed(rows, "refuse-to-resume", path)
+    records[1].write_bytes(good[0])
+    assert int(succeed(rows, "resume", path, 90, tmp_path / "out.safetensors")) == 71
+    path.write_bytes(path.read_bytes()[:20000])
+    succeed(rows, "refuse-to-resume", path)
 
 
 # More by hand: build/c_api/sanitized/over_mlx/tests/arguments fuzz 1000000 7

@@ -248,3 +248,22 @@ def test_old_files_go(tmp_path):
         assert file.exists()  # someone uses it
     assert KeptRows(spill, MODEL, most_bytes=10).left == []
     assert not list(rows.glob("*.rows*"))
+
+
+@pytest.mark.parametrize("asked_alone", [False, True])
+def test_an_ordinary_end_loses_no_token(tmp_path, asked_alone):
+    """The next turn reads its own tokens only, from the file of rows alone."""
+    sessions, rows, prompt = tmp_path / "sessions", tmp_path / "rows", words(0, 60)
+    with serving(**settings(sessions, rows)) as running:
+        said = running.ask(prompt, 70, **({"seed": 1} if asked_alone else {}))
+        held = {idle.cache[0].offset for idle in running.generator.conversations.idle}
+    (file,) = rows_files(rows)
+    newest = told_by(file)[0][0]
+    assert newest == max(held)
+    assert newest % 16  # within a block
+    assert not list(sessions.glob("*.safetensors"))  # the file of rows is the session
+    with serving(**settings(sessions, rows)) as running:
+        found, whole = known(running, prompt + said + " " + words(300, 5))
+        assert found >= newest
+        assert whole - found < 12
+        assert in_file(running)[0].spill.conversation.file.path == file

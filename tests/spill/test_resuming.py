@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,7 +19,7 @@ from mlx_h2o.caches.conversation import pin
 from mlx_h2o.caches.resume import resume_apart, told_by
 from mlx_h2o.spill import state_keeping
 from mlx_h2o.spill.row_file import RowFile
-from mlx_h2o.spill.state_record import paths_of
+from mlx_h2o.spill.state_record import paths_of, read_record
 
 KEY = b"0123456789abcdef"
 
@@ -119,10 +120,6 @@ def test_lies_in_a_record_are_refused(tmp_path, model):
     path = cache[0].spill.conversation.file.path
     cache[0].spill.conversation.close()
     del cache
-    from dataclasses import replace
-
-    from mlx_h2o.spill.state_record import read_record
-
     with RowFile.open(path) as file:
         checksum = file.layout.checksum
     of_record = paths_of(path)[0]
@@ -269,3 +266,90 @@ def test_the_record_that_a_conversation_went_on_from_is_not_overwritten_first(tm
     again[0].spill.conversation.close()
     assert paths_of(path)[0].read_bytes() == first
     assert resume(path)[0].offset == 80
+
+
+def recorded(cache):
+    """Record the state where it is; the file of rows."""
+    conversation = cache[0].spill.conversation
+    assert conversation.record([entry.spill for entry in cache])
+    return conversation.file.path
+
+
+@pytest.mark.parametrize("count", [7, 77, 96])
+@pytest.mark.parametrize(
+    "settings", [{}, {"bits": 4, "recent_bits": 8}, {"bits": 6, "spill_key": KEY}], ids=str
+)
+def test_a_conversation_that_ends_goes_on_with_its_very_last_token(
+    tmp_path, model, settings, count
+):
+    settings = dict(settings)
+    key = settings.pop("spill_key", None)
+    cache = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True, key=key), **settings)
+    steps(model, cache, count)
+    path = recorded(cache)
+    cache[0].spill.conversation.close()
+    del cache
+    assert resume_apart(path, count, key)[0].offset == count
+    again = resume(path, key=key)
+    outs = steps(model, again, 60, count)
+    plain = make_prompt_cache(model, 40, spill=Spill(tmp_path / "other"), **settings)
+    expected = steps(model, plain, count + 60)[-60:]
+    assert all(mx.array_equal(a, b) for a, b in zip(outs, expected, strict=True))
+    assert recorded(again) == path  # the file goes on, too
+    again[0].spill.conversation.close()
+    assert resume(path, key=key)[0].offset == count + 60
+
+
+def test_tokens_taken_back_take_their_record_along(tmp_path, model):
+    cache = make_prompt_cache(model, 400, spill=Spill(tmp_path, keep=True))
+    steps(model, cache, 70)
+    path = recorded(cache)
+    for entry in cache:
+        entry.trim(3)  # within the block, of which no checksum tells
+    steps(model, cache, 3, first=1000)
+    cache[0].spill.conversation.close()
+    assert resume(path)[0].offset == 16
+
+
+def test_who_goes_on_from_an_earlier_record_gives_the_later_one_up(tmp_path, model):
+    cache = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True))
+    steps(model, cache, 55)
+    path = recorded(cache)
+    cache[0].spill.conversation.close()
+    resume(path, position=16)[0].spill.conversation.close()
+    assert resume(path)[0].offset == 16
+
+
+def test_a_record_needs_all_caches_of_the_conversation(tmp_path, model):
+    cache = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True))
+    steps(model, cache, 20)
+    conversation, ways = cache[0].spill.conversation, [entry.spill for entry in cache]
+    assert not conversation.record(ways[:2])
+    other = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True))
+    steps(model, other, 20)
+    assert not conversation.record([*ways[:3], other[3].spill])
+    gone = make_prompt_cache(model, 40, spill=Spill(tmp_path))
+    steps(model, gone, 20)
+    assert not gone[0].spill.conversation.record([entry.spill for entry in gone])
+
+
+def test_a_record_without_its_rows_is_damaged(tmp_path, model):
+    cache = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True))
+    steps(model, cache, 21)
+    path = recorded(cache)
+    cache[0].spill.conversation.close()
+    with RowFile.open(path) as file:
+        checksum = file.layout.checksum
+    (good,) = [
+        (one, at)
+        for at in paths_of(path)
+        if at.exists() and (one := read_record(at.read_bytes(), checksum, None)).position == 21
+    ]
+    for change in ("missing", "short"):
+        arrays = [dict(own) for own in good[0].arrays]
+        dtype, rows = arrays[1].pop("tail.keys")
+        if change == "short":
+            arrays[1]["tail.keys"] = dtype, rows[:, :, :-1]
+        good[1].write_bytes(replace(good[0], arrays=arrays).as_bytes(checksum, None))
+        with pytest.raises(ValueError, match="record"):
+            resume(path)

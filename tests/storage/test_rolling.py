@@ -9,10 +9,11 @@ import mlx.nn as nn
 import pytest
 
 import mlx_h2o
-from mlx_h2o import make_prompt_cache
+from mlx_h2o import Returns, Spill, make_prompt_cache
 from mlx_h2o.budgets.settings import CacheSettings
 from mlx_h2o.caches.kv_cache import H2OKVCache
 from mlx_h2o.loading.load import SAMPLE_TEXT, load
+from mlx_h2o.model_caches.make import spill_to
 from mlx_h2o.storage.rope import Rope, forgotten_after
 from model_coverage import coverage_model
 from tiny_models import TinyLayer, greedy_tokens, prompt_tokens
@@ -74,6 +75,34 @@ def held_positions(cache, chunk) -> list[list[int]]:
                 row.pop(cache.layer.evictions.victims[0, head, -run.victims].item())
             held.append(sorted(row))
     return held or [[], []]
+
+
+def test_a_row_comes_back_to_the_place_that_it_has_among_the_rows_held(tmp_path):
+    """Queries that equal one absent key as it would be seen, and no key as it came."""
+    rope, theirs, count = Rope(8, 100.0), nn.RoPE(8, base=100.0), 320
+    settings = CacheSettings(max_size=24, policy="h2o", remainder=False, rope=rope)
+    cache = H2OKVCache.of(settings)
+    one = Returns(every=8, window=2, pages=2, rows=1, ahead=0)
+    spill_to([cache], Spill(tmp_path, returns=one))
+    k, v = (mx.random.normal((1, 2, count, 8), key=mx.random.key(i)) for i in (1, 2))
+    # Each page has a direction of its own, which its mean tells; all keys are equally long.
+    k = 0.3 * k + mx.repeat(k[:, :, : count // 16], 16, axis=2)
+    k = 3 * k / mx.linalg.norm(k, axis=-1, keepdims=True)
+    for first in range(0, count, 40):
+        part = slice(first, first + 40)
+        keys, values = cache.update_and_fetch(theirs(k[:, :, part], offset=first), v[:, :, part])
+        cache.attend(mx.zeros((1, 2, 40, 8)), keys, values, scale=1.0, mask="causal")
+    held = held_positions(cache, 40)
+    wanted = 216  # at its own position it would be turned away from the query
+    assert not any(wanted in of_head for of_head in held)
+    seen_at = [count - 1 - sum(p > wanted for p in of_head) for of_head in held]
+    ask = mx.repeat(theirs(4 * k[:, :, wanted : wanted + 1]), 2, axis=2)
+    ask = rope.turned(ask, mx.array(seen_at)[None, :, None])
+    new = 0.1 * mx.random.normal((2, 1, 2, 2, 8), key=mx.random.key(3))
+    keys, values = cache.update_and_fetch(theirs(new[0], offset=count), new[1])
+    out = cache.attend(ask, keys, values, scale=1.0, mask="causal")
+    assert all(wanted in of_head for of_head in held_positions(cache, 2))
+    assert mx.allclose(out[:, :, 0], v[:, :, wanted], atol=0.05)
 
 
 def test_nothing_changes_while_nothing_is_forgotten():

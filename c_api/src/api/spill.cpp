@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "../evaluation.h"
+#include "../resuming.h"
 #include "handles.h"
 #include "mlx_h2o_golden.h"
 
@@ -111,6 +112,45 @@ int mlx_h2o_cache_spill_to(
     std::vector<bool> heads(core.heads(), true);
     if (returning) heads.assign(returning, returning + n_kv_heads);
     core.spill_to(rows, int(std::min(layer, size_t(1) << 30)), std::move(heads));
+  });
+}
+
+int mlx_h2o_spill_keep(mlx_h2o_spill spill) {
+  return guarded([&] { of(spill)->keep(); });
+}
+
+int mlx_h2o_spill_record(
+    bool* res, mlx_h2o_spill spill, const mlx_h2o_cache* caches, size_t n_layers,
+    const mlx_stream s) {
+  return guarded_on(s, [&] {
+    wants(res);
+    refuse_tracing();
+    check(caches || !n_layers, "The caches are missing: a pointer is null.");
+    ConversationRows& rows = *of(spill);
+    check(
+        n_layers == size_t(rows.layers()),
+        "This conversation has " + std::to_string(rows.layers()) + " layers; got " +
+            std::to_string(n_layers) + ".");
+    std::vector<Core*> cores;
+    for (size_t i = 0; i < n_layers; ++i) cores.push_back(&changed(caches[i]));
+    *res = record_state(rows, cores);
+  });
+}
+
+int mlx_h2o_spill_resume(
+    mlx_h2o_spill* res, mlx_h2o_cache* caches, size_t n_layers, const char* path,
+    const mlx_stream s) {
+  return guarded_on(s, [&] {
+    wants(res);
+    refuse_tracing();
+    check(path, "The path of a file of rows is missing: a pointer is null.");
+    check(caches || !n_layers, "The place for caches is missing: a pointer is null.");
+    Resumed all = resumed(path, n_layers);
+    auto made = std::make_unique<Spill>();
+    made->rows = std::move(all.conversation);
+    for (size_t i = 0; i < n_layers; ++i) give(&caches[i], std::move(all.caches[i]));
+    mlx_h2o_spill_free(*res);
+    res->ctx = made.release();
   });
 }
 

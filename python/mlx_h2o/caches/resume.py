@@ -17,11 +17,11 @@ from mlx_h2o.engine.returns_kept import Returning
 from mlx_h2o.integration import routing
 from mlx_h2o.spill.conversation_rows import ConversationRows
 from mlx_h2o.spill.layer_rows import LayerRows
-from mlx_h2o.spill.layout import DamagedFile
-from mlx_h2o.spill.parts import of_bits
+from mlx_h2o.spill.layout import MOST_TOKENS, DamagedFile
+from mlx_h2o.spill.parts import Array, Part, checked_part, gathered, of_bits
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.setting import Spill
-from mlx_h2o.spill.state_record import StateRecord, found_records
+from mlx_h2o.spill.state_record import TAIL, StateRecord, found_records, paths_of
 from mlx_h2o.storage.packed import Packing
 from mlx_h2o.storage.pins import true_positions
 from mlx_h2o.storage.slot_store import Run
@@ -54,8 +54,12 @@ def resume(
     try:
         routing.install()
         record, turn = _record_of(file, position)
-        caches = _restored(record, file)
-        file.truncate(record.position)
+        rows = _Rows(record, file)
+        caches = _restored(record, rows)
+        rows.go_on()
+        for other, at in _records(file):
+            if other.position > record.position:
+                paths_of(file.path)[at].unlink()
     except BaseException:
         file.close()
         raise
@@ -81,7 +85,8 @@ def resume_apart(path: str | Path, position: int, key: bytes | None = None) -> l
     """
     with RowFile.open(path, key=key, writable=False) as file:
         routing.install()
-        caches = _restored(_record_of(file, position)[0], file)
+        record = _record_of(file, position)[0]
+        caches = _restored(record, _Rows(record, file))
     for cache in caches:
         cache.back = None
         cache.go_on_in(None)
@@ -103,30 +108,86 @@ def told_by(path: str | Path, key: bytes | None = None) -> list[tuple[int, dict[
     with RowFile.open(path, key=key, writable=False) as file:
         return [
             (record.position, record.told)
-            for record, _ in found_records(file.path, file.layout.checksum, file.seal)
-            if record.told is not None and _belongs(record, file)
+            for record, _ in _records(file)
+            if record.told is not None
         ]
 
 
 def _record_of(file: RowFile, position: int | None) -> tuple[StateRecord, int]:
     """The record at a position, or the newest, whose rows are in the file; which of the two."""
-    for record, turn in found_records(file.path, file.layout.checksum, file.seal):
-        if position in (None, record.position) and _belongs(record, file):
+    for record, turn in _records(file):
+        if position in (None, record.position):
             return record, turn
     place = "" if position is None else f" at position {position}"
     raise ValueError(f"{file.path} has no record of its conversation's state{place}.")
 
 
+def _records(file: RowFile) -> list[tuple[StateRecord, int]]:
+    """The records whose rows are in the file, the newest first, and which of the two each is."""
+    found = found_records(file.path, file.layout.checksum, file.seal)
+    return [(record, turn) for record, turn in found if _belongs(record, file)]
+
+
 def _belongs(record: StateRecord, file: RowFile) -> bool:
     """Whether a record's rows are in the file, and the same as then."""
-    block = record.position // file.layout.positions - 1
-    whole = record.position == (block + 1) * file.layout.positions > 0
-    return whole and record.position <= file.written and file.checksum_of(block) == record.block
+    blocks = record.position // file.layout.positions
+    if not 0 < record.position <= MOST_TOKENS or blocks * file.layout.positions > file.written:
+        return False
+    return record.block == (file.checksum_of(blocks - 1) if blocks else 0)
 
 
-def _restored(record: StateRecord, file: RowFile) -> list[BoundedKVCache]:
-    if len(record.configs) != len(file.forms):
-        raise DamagedFile(f"{file.path} has other layers than its conversation.")
+class _Rows:
+    """The rows before a record's position: those of whole blocks from the file, others from it.
+
+    Args:
+        record: The record, from whose arrays its rows are taken out.
+        file: The file of rows to which it belongs.
+
+    Raises:
+        DamagedFile: The record has not the rows that the file lacks.
+    """
+
+    def __init__(self, record: StateRecord, file: RowFile):
+        self.file, self.whole = file, record.position - record.position % file.layout.positions
+        self._tails: list[Part] = []
+        if len(record.arrays) != len(file.forms):
+            raise DamagedFile(f"{file.path} has other layers than its conversation.")
+        if record.position == self.whole:
+            return
+        for own, form in zip(record.arrays, file.forms, strict=True):
+            names = [name for name in own if name.startswith(TAIL)]
+            fields = {name.removeprefix(TAIL): own.pop(name)[1] for name in names}
+            try:
+                part = checked_part(form, self.whole, fields)
+            except ValueError as error:
+                raise DamagedFile(f"A record beside {file.path} is damaged: {error}") from error
+            if part.end != record.position:
+                raise DamagedFile(f"A record beside {file.path} lacks rows.")
+            self._tails.append(part)
+
+    def of(self, layer: int, head: int, positions: Array) -> dict[str, Array]:
+        """Rows of one KV head, `[M, width]` by field; arguments and errors as of `RowFile.rows`."""
+        late = positions >= self.whole if self._tails else np.zeros(len(positions), bool)
+        if not late.any():
+            return self.file.rows(layer, head, positions)
+        tail = self._tails[layer]
+        if positions.max() >= tail.end:
+            raise ValueError("a slot holds a later position")
+        rows = gathered([tail], self.file.forms[layer], head, positions)
+        if not late.all():
+            for name, early in self.file.rows(layer, head, positions[~late]).items():
+                rows[name][~late] = early
+        return rows
+
+    def go_on(self) -> None:
+        """Let the file have these rows, and no others."""
+        self.file.truncate(self.whole)
+        for layer, tail in enumerate(self._tails):
+            self.file.append(layer, self.whole, tail.fields)
+
+
+def _restored(record: StateRecord, rows: _Rows) -> list[BoundedKVCache]:
+    file = rows.file
     caches = []
     for layer, (config, own) in enumerate(zip(record.configs, record.arrays, strict=True)):
         try:
@@ -136,7 +197,7 @@ def _restored(record: StateRecord, file: RowFile) -> list[BoundedKVCache]:
             }
             returning = config.pop("returning", None)
             kept = {n: arrays.pop(n) for n in list(arrays) if n.startswith(KEPT)}
-            arrays |= _slots(config, arrays, file, layer)
+            arrays |= _slots(config, arrays, rows, layer)
             cache = kinds.restored((arrays, json.dumps(config)))
             if returning is not None:
                 types = cast(Layer, cache.layer).types["keys"]
@@ -152,23 +213,23 @@ def _restored(record: StateRecord, file: RowFile) -> list[BoundedKVCache]:
 
 
 def _slots(
-    config: dict[str, Any], arrays: dict[str, mx.array], file: RowFile, layer: int
+    config: dict[str, Any], arrays: dict[str, mx.array], known: _Rows, layer: int
 ) -> dict[str, mx.array]:
     """The rows of a layer's slots, `[1, S, width]` by name, read from the file.
 
     Args:
         config: The cache's configuration.
         arrays: Its other arrays, the positions of its slots among them.
-        file: The file of rows.
-        layer: The layer's index in it.
+        known: The rows before the record's position.
+        layer: The layer's index in their file.
     """
-    form, packing = file.forms[layer], Packing(**config["packing"])
+    form, packing = known.file.forms[layer], Packing(**config["packing"])
     names = [*packing.names("keys"), *packing.names("values")]
     if [field.name for field in form.fields] != names:
         raise ValueError("the file holds other fields")
     positions = np.array(true_positions(arrays["slots.positions"].astype(mx.int32)))[0]
     count = len(positions)
-    none = file.rows(layer, 0, np.zeros(0, np.int64))
+    none = known.of(layer, 0, np.zeros(0, np.int64))
     rows = {name: np.zeros((1, count, *one.shape[1:]), one.dtype) for name, one in none.items()}
     for run in (Run(**numbers) for numbers in config["runs"]):
         for head in range(run.first, run.last):
@@ -176,7 +237,7 @@ def _slots(
             used = slice(first, first + run.length)
             if not 0 <= first <= used.stop <= count:
                 raise ValueError("slots beyond the end")
-            for name, of_head in file.rows(layer, head, positions[used]).items():
+            for name, of_head in known.of(layer, head, positions[used]).items():
                 rows[name][0, used] = of_head
     return {
         f"slots.{field.name}": of_bits(rows[field.name], bfloat16=field.dtype == "bfloat16")

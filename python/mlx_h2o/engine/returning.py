@@ -34,6 +34,7 @@ from mlx_h2o.spill.page_digests import PAGE, TRACT
 from mlx_h2o.spill.parts import Array, of_bits
 from mlx_h2o.storage.packed import dense, value_lengths
 from mlx_h2o.storage.pins import true_positions
+from mlx_h2o.storage.rope import without_gaps
 from mlx_h2o.storage.slot_store import Run
 
 #: A wanted row makes the rows behind it wanted, each by this factor less than the one before: when
@@ -81,8 +82,7 @@ def is_due(back: Returning, layer: Layer, length: int) -> bool:
         return False
     if layer.spill is None or layer.spill.available < PAGE:
         return False
-    # Without attention a policy has no use for a credit, and narrow positions turn keys.
-    if not layer.policy.needs_attention or layer.settings.rope is not None:
+    if not layer.policy.needs_attention:  # it has no use for a credit
         return False
     return any(layer.lost(run) for run in layer.runs)
 
@@ -159,7 +159,11 @@ def _asked(
     grouped = q.reshape(H, -1, W, q.shape[3])
     sums = []
     for run, fields in zip(layer.runs, held, strict=True):
-        keys = dense(rows_of(layer, run, fields)[0])[0].astype(mx.float32)
+        keys = dense(rows_of(layer, run, fields)[0])
+        if layer.settings.rope is not None:
+            places = true_positions(fields["positions"])
+            keys = without_gaps(keys, places, layer.offset, layer.settings.rope)
+        keys = keys[0].astype(mx.float32)
         logits = grouped[run.first : run.last] @ keys[:, None].swapaxes(-1, -2)
         sums.append(mx.logsumexp(_capped(logits, call.softcap), axis=-1))
     total = mx.concatenate(sums)
@@ -247,7 +251,7 @@ def _wanted(
     back.rows_read += len(at)
     assert layer.spill is not None
     rows = layer.spill.rows(head, at)
-    logits = q @ np.array(_keys_of(layer, rows)).T
+    logits = q @ _seen_at(layer, np.array(_keys_of(layer, rows)), at, held).T
     if asked.softcap:
         logits = asked.softcap * np.tanh(logits / asked.softcap)
     absent = ~np.isin(at, held)
@@ -283,11 +287,35 @@ def _pages_read(
     estimates = np.zeros(pages, np.float32)
     for first, digests in spill.digests(head, layer.store.heads, q.shape[1]):
         part = slice(first, min(first + len(digests), pages))
-        logits = q @ digests[: part.stop - first].astype(np.float32).T - lse
+        means = digests[: part.stop - first].astype(np.float32)
+        middles = np.arange(part.start, part.stop) * PAGE + PAGE // 2
+        logits = q @ _seen_at(layer, means, middles, held).T - lse
         estimates[part] = logits.max(axis=0, initial=-np.inf)
     with np.errstate(divide="ignore"):
         estimates += np.log(lost)
     return sorted(pages_to_read(estimates, lost, back.settings.pages, most))
+
+
+def _seen_at(layer: Layer, keys: Array, positions: Array, held: Array) -> Array:
+    """Keys `[M, D]` as queries would see them, were their rows held.
+
+    With rolling positions each is turned by the tokens after it that the head has forgotten, as the
+    keys of its slots are (`storage/rope.py`). The mean of neighbouring keys is turned like one key:
+    a turn is linear, and theirs differ by the few of them that are held.
+
+    Args:
+        layer: The layer.
+        keys: The keys as they came, `[M, D]` float32.
+        positions: Their positions, `[M]`.
+        held: Positions of the rows that the head holds.
+    """
+    rope = layer.settings.rope
+    if rope is None:
+        return keys
+    held_after = len(held) - np.searchsorted(np.sort(held), positions, side="right")
+    forgotten = layer.offset - 1 - positions - held_after
+    turned = rope.turned(mx.array(keys)[None, None], mx.array(forgotten)[None, None])
+    return np.array(turned[0, 0])
 
 
 def _positions_of(pages: Sequence[int]) -> Array:

@@ -320,9 +320,15 @@ class Conversations:
         )
 
     def _shrink_one(self) -> bool:
-        """Shrink the longest unused conversation not shrunk yet; False if there is none."""
+        """Shrink the longest unused conversation not shrunk yet; False if there is none.
+
+        One with a file of rows leaves memory instead: it goes on from there with all its slots.
+        """
         whole = [idle for idle in self._idle.values() if not idle.shrunk]
         for idle in sorted(whole, key=lambda idle: idle.used):
+            if self.rows is not None and goes_on_in_file(idle.cache):
+                self._give_up(idle)
+                return True
             if idle.unsaved:
                 self._save(idle)
             idle.shrunk = True
@@ -341,18 +347,38 @@ class Conversations:
         if idle.unsaved:
             self._save(idle)
         if self.rows is not None:
-            self.rows.let_go(idle.cache)
+            self.rows.let_go(*_as_left(idle))
         del self._idle[Place(idle.mark, idle.key)]
         self.forgotten += 1
 
     def _save(self, idle: Idle) -> None:
-        """Write a conversation, and remove the files of its earlier turns (`Sessions.save`)."""
+        """Write a conversation, and remove the files of its earlier turns (`Sessions.save`).
+
+        One with a file of rows gets a record there, which is its state without its rows.
+        """
         assert self.sessions is not None
         idle.unsaved = False
+        if self._in_rows(idle):
+            self.sessions.forget_earlier(idle.mark, idle.key, idle.told)
+            return
         try:
             self.sessions.save(idle.mark, idle.key, idle.cache, idle.told)
         except (OSError, ValueError) as error:
             logging.error("A conversation could not be saved: %s", error)
+
+    def end(self) -> None:
+        """The server ends: what is not on disk yet is written."""
+        while self.save_one():
+            pass
+        if self.rows is not None:
+            longest_first = sorted(self._idle.values(), key=lambda idle: -len(idle.key))
+            self.rows.end([_as_left(idle) for idle in longest_first])
+
+    def _in_rows(self, idle: Idle) -> bool:
+        """Whether a conversation's file of rows has its state now."""
+        if self.rows is None or idle.shrunk:
+            return False
+        return self.rows.record(idle.cache, idle.mark, idle.key)
 
     # -- lookups for the page ---------------------------------------------------------------------
 
@@ -387,7 +413,8 @@ class Conversations:
             if whole is not None:
                 to(whole)
             try:
-                self.sessions.save_again(idle.mark, idle.key, whole or idle.cache)
+                if not self._in_rows(idle):
+                    self.sessions.save_again(idle.mark, idle.key, whole or idle.cache)
                 idle.unsaved = False
             except OSError as error:
                 logging.error("Changed pins could not be saved: %s", error)
@@ -409,6 +436,14 @@ class Conversations:
             and key.startswith(idle.key)
             and idle.mark.serves(wanted, token_count(idle.key))
         ]
+
+
+def _as_left(idle: Idle) -> tuple[list[Any], Mark, bytes | None]:
+    """An entry as `KeptRows.let_go` takes it.
+
+    A shrunk conversation gets no record: it goes on from an earlier one, with all its slots.
+    """
+    return idle.cache, idle.mark, None if idle.shrunk else idle.key
 
 
 def _undone(

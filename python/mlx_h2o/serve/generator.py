@@ -292,12 +292,12 @@ class BoundedGenerator(ResponseGenerator):  # type: ignore[misc]
         while tries < MOST_TRIES:
             try:
                 self._generate()
-                while self.conversations.save_one():
-                    pass
+                self.conversations.end()
                 if self._is_distributed and self._rank == 0:  # sent as an empty request
                     self._share_request((None, None, None))
                 return
             except Ended:
+                self.conversations.end()
                 self.provider.reset()
                 return
             except Exception as error:

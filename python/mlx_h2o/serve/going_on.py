@@ -173,14 +173,18 @@ def restore(
 ) -> None:
     """Compute the caches of conversations that a killed server noted but did not write.
 
+    Those that a file of rows has whole are read from there when they go on.
+
     Args:
         conversations: The idle conversations.
         plans: The plans of empty caches.
         provider: The provider of the model.
         defaults: The server's settings of caches.
     """
-    sessions = conversations.sessions
+    sessions, rows = conversations.sessions, conversations.rows
     for saved in sessions.without_caches() if sessions is not None else ():
+        if rows is not None and rows.has(saved.mark, saved.key):
+            continue
         try:
             _read_again(saved, conversations, plans, provider, defaults)
         except Exception as error:

@@ -21,7 +21,7 @@ from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.caches.resume import resume, resume_apart, told_by
 from mlx_h2o.serve.marks import Mark, mark
-from mlx_h2o.serve.sessions import DAY, key_of, token_count
+from mlx_h2o.serve.sessions import DAY, key_of, token_count, tokens_of
 from mlx_h2o.spill.layer_rows import LayerRows
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.setting import SUFFIX, Spill, spill_setting
@@ -119,16 +119,65 @@ class KeptRows:
         """All records, those of a file from the newest on."""
         return [left for of_file in self._left.values() for left in of_file]
 
-    def let_go(self, cache: Sequence[Any]) -> None:
-        """A conversation leaves memory: its file may be gone on with later."""
+    def let_go(self, cache: Sequence[Any], own: Mark, key: bytes | None) -> None:
+        """A conversation leaves memory: its file may be gone on with later, from its end.
+
+        Args:
+            cache: Its caches.
+            own: Their mark.
+            key: The key of its tokens; None if no record of these caches is wanted.
+        """
         rows = rows_of(cache)
         if rows is None or not rows.follows or rows.conversation.file is None:
             return
         if any(other.offset >= rows.offset for other in rows.conversation.others(rows)):
             return  # a running request goes on in it
+        self._close(cache, own, key)
+
+    def end(self, left: Sequence[tuple[Sequence[Any], Mark, bytes | None]]) -> None:
+        """The server ends, and no request runs: all files can be gone on with, from their ends.
+
+        Args:
+            left: The arguments of `let_go` for each conversation, the longest first.
+        """
+        closed = set[int]()
+        for cache, own, key in left:
+            rows = rows_of(cache)
+            if rows is not None and rows.follows and id(rows.conversation) not in closed:
+                closed.add(id(rows.conversation))
+                self._close(cache, own, key)
+
+    def _close(self, cache: Sequence[Any], own: Mark, key: bytes | None) -> None:
+        if key is not None:
+            self.record(cache, own, key)
+        rows = rows_of(cache)
+        if rows is None or rows.conversation.file is None:
+            return
         # mlx-lm's loop may still hold the caches, until it gets another request.
         rows.conversation.close()
         self._unread.add(rows.conversation.file.path)
+
+    def record(self, cache: Sequence[Any], own: Mark, key: bytes) -> bool:
+        """Record the state of a conversation as it is; whether its file has it now.
+
+        Args:
+            cache: Its caches.
+            own: Their mark.
+            key: The key of its tokens.
+        """
+        ways = [e.spill for _, e in entries(cache) if isinstance(e, BoundedKVCache)]
+        readers = [way for way in ways if way is not None]
+        if not readers or token_count(key) != readers[0].offset:
+            return False
+        before = readers[0].transcript
+        prompt = before.prompt if isinstance(before, Told) else token_count(key)
+        told = Told(self.model, own, tokens_of(key), prompt)
+        return readers[0].conversation.record(readers, told)
+
+    def has(self, own: Mark, key: bytes) -> bool:
+        """Whether a file that no conversation uses has a record of just these tokens."""
+        self._look()
+        return any(left.key == key and left.mark == own for left in self.left)
 
     def _look(self) -> None:
         """Read the records of files that were not read yet."""

@@ -233,6 +233,10 @@ class Sessions:
         before = self.saved.get(self.path_of(own, key))
         if before is None or not before.cached:
             self.save_again(own, key, cache)
+        self.forget_earlier(own, key, told)
+
+    def forget_earlier(self, own: Mark, key: bytes, told: bool) -> None:
+        """Remove the files of earlier turns; arguments as in `save`."""
         with self._lock:
             earlier = self._earlier(own, key)
             for one in earlier if told else earlier[:-1]:

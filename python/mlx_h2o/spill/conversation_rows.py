@@ -9,11 +9,12 @@ from __future__ import annotations
 import secrets
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
 from mlx_h2o.spill.layout import LayerForm
 from mlx_h2o.spill.page_digests import PageDigests
+from mlx_h2o.spill.parts import Array
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.setting import SUFFIX, Spill, remove_ownerless_once
 from mlx_h2o.spill.state_keeping import Keeper, StateKeeping, Transcript
@@ -39,6 +40,9 @@ class Reader(Protocol):
     @property
     def follows(self) -> bool:
         """Whether its new rows are added to the file."""
+
+    def since(self, first: int) -> dict[str, Array]:
+        """The rows of all heads from a position on, `[1, H, M, width]` by field."""
 
 
 class SpillStopped(UserWarning):
@@ -120,6 +124,32 @@ class ConversationRows:
                         transcript = reader.transcript or transcript
         if len(caches) == self.layers:  # no copies that might differ
             self._keeping.make(position, caches, transcript)
+
+    def record(self, readers: Sequence[Reader], transcript: Transcript | None = None) -> bool:
+        """Record the state as it is now, and wait until it is written.
+
+        Called in the thread of the model, between two steps.
+
+        Args:
+            readers: Those of the caches whose state it is, of all layers in their order.
+            transcript: What the record tells of the tokens.
+
+        Returns:
+            Whether it is written. It is not where the file is not kept or has failed, or where the
+            caches are not all of the conversation, at one position.
+        """
+        caches = [cache for reader in readers if (cache := reader.keeper()) is not None]
+        offsets = {one.offset for one in readers} | {cache.offset for cache in caches}
+        own = all(reader in self._readers[reader.index] for reader in readers)
+        if not own or not self.is_whole or len(caches) != self.layers or len(offsets) != 1:
+            return False
+        if self._keeping is None or not self.well() or not all(one.follows for one in readers):
+            return False
+        try:
+            return self._keeping.record(offsets.pop(), caches, readers, transcript)
+        except (OSError, ValueError) as error:
+            self.fail(f"a record of the state could not be written: {error}")
+            return False
 
     def state_changed(self) -> None:
         """The caches were changed between two tokens: no record of their state holds any longer."""

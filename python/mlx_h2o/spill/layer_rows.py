@@ -257,6 +257,9 @@ class LayerRows:
 
     def trim(self, offset: int) -> None:
         """Forget the rows from a position on."""
+        beyond = any(other.offset > offset for other in self.conversation.others(self))
+        if offset < self.offset and self._follows and not beyond:
+            self.conversation.taken_back(offset)
         while self._held and self.offset > offset:
             last = self._held.pop()
             self.offset -= last.length
@@ -268,7 +271,6 @@ class LayerRows:
         file = self.conversation.file
         self.conversation.digests.truncate(self.index, offset)
         self.first = self.offset = offset
-        self.conversation.taken_back(offset)
         if file is None or not self._follows:
             return
         if any(other.first > offset for other in self.conversation.others(self)):
@@ -312,6 +314,18 @@ class LayerRows:
             found[name][~late] = array
             found[name][late] = rows[name][positions[late] - self.first]
         return found
+
+    def since(self, first: int) -> dict[str, Array]:
+        """The rows of all heads from a position on, as slots store them: `[1, H, M, width]`.
+
+        Called in the thread of the model; errors as of `rows`.
+        """
+        positions = np.arange(first, self.offset)
+        file = self.conversation.file
+        heads = file.forms[self.index].heads if file is not None else 0
+        of_heads = [self.rows(head, positions) for head in range(heads)]
+        names = self._names if of_heads else ()
+        return {name: np.stack([rows[name] for rows in of_heads])[None] for name in names}
 
     @property
     def digested(self) -> int:

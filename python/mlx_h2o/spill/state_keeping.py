@@ -3,6 +3,9 @@
 A record is made where a step begins and all layers have as many positions, a multiple of a block.
 Its arrays are scheduled with the next step, and handed to the thread when the block before it was,
 so that no step waits for it.
+
+The last record of a conversation that ends is made at any position, and waited for. The rows behind
+its last whole block are in the record itself.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_h2o.spill.block_writer import Job
-from mlx_h2o.spill.parts import bits_of
+from mlx_h2o.spill.parts import Array, bits_of
 from mlx_h2o.spill.row_file import RowFile
-from mlx_h2o.spill.state_record import StateRecord, paths_of, write_record
+from mlx_h2o.spill.state_record import TAIL, StateRecord, paths_of, write_record
 
 #: Positions from one record to the next.
 EVERY = 256
@@ -32,6 +35,13 @@ class Keeper(Protocol):
 
     def state_beside_rows(self) -> tuple[dict[str, mx.array], dict[str, Any]]:
         """Arrays by name, without the rows of slots, and the configuration as JSON types."""
+
+
+class Tail(Protocol):
+    """One that has the rows of a layer (`conversation_rows.Reader`)."""
+
+    def since(self, first: int) -> dict[str, Array]:
+        """The rows of all heads from a position on, `[1, H, M, width]` by field."""
 
 
 class Transcript(Protocol):
@@ -63,6 +73,9 @@ class StateKeeping:
         self._file = weakref.ref(file)
         self._next, self._turn = position + EVERY if position else 0, turn
         self._waiting: _Waiting | None = None
+        # The positions of the records in the two places, where they are known.
+        self._positions = [0, 0]
+        self._positions[1 - turn] = position
 
     def due(self, position: int) -> bool:
         """Whether a record is to be made at this position; hands over one that waits."""
@@ -86,21 +99,68 @@ class StateKeeping:
             caches: The caches of all layers, which are at this position.
             transcript: The owner of the conversation, if there is one.
         """
-        states = [cache.state_beside_rows() for cache in caches]
-        arrays: list[dict[str, tuple[str, mx.array]]] = []
-        for own, _ in states:
-            of_cache = {}
-            for name, array in own.items():
-                dtype = str(array.dtype).rpartition(".")[2]
-                of_cache[name] = dtype, bits_of(array)
-            arrays.append(of_cache)
+        configs, arrays = _states(caches)
         mx.async_eval([array for of_cache in arrays for _, array in of_cache.values()])
-        configs = [config for _, config in states]
         self._waiting = _Waiting(position, configs, arrays, transcript)
         self._next = position + EVERY
 
+    def record(
+        self,
+        position: int,
+        caches: Sequence[Keeper],
+        tails: Sequence[Tail],
+        transcript: Transcript | None = None,
+    ) -> bool:
+        """Make a record at any position, and wait until it is written.
+
+        Args:
+            position: The next logical position.
+            caches: The caches of all layers, which are at this position.
+            tails: The rows of the same layers.
+            transcript: The owner of the conversation, if there is one.
+
+        Returns:
+            Whether it is written.
+
+        Raises:
+            OSError: It cannot be written.
+            ValueError: The rows cannot be read.
+        """
+        file = self._file()
+        if file is None or position <= 0 or not file.flush():
+            return False
+        if position in self._positions:
+            return True
+        whole = position - position % file.layout.positions
+        configs, lazy = _states(caches)
+        arrays = _in_numpy(lazy)
+        for of_cache, tail, form in zip(arrays, tails, file.forms, strict=True):
+            rows = tail.since(whole) if position > whole else {}
+            of_cache |= {f"{TAIL}{f.name}": (f.dtype, rows[f.name]) for f in form.fields if rows}
+        told = None if transcript is None else transcript.until(position)
+        block = file.checksum_of(whole // file.layout.positions - 1) if whole else 0
+        record = StateRecord(position, block, configs, arrays, told)
+        path = paths_of(file.path)[self._turn]
+        write_record(path, record.as_bytes(file.layout.checksum, file.seal))
+        self._waiting = None
+        self._placed(position)
+        return True
+
+    def _placed(self, position: int) -> None:
+        """A record is in the place of the older of two."""
+        self._positions[self._turn] = position
+        self._turn, self._next = 1 - self._turn, position + EVERY
+
     def forget(self, position: int) -> None:
-        """Tokens from a position on were taken back."""
+        """Tokens from a position on were taken back.
+
+        A record within a block does not show that by the block's checksum, so it is removed.
+        """
+        file = self._file()
+        for turn, at in enumerate(self._positions):
+            if at > position and file is not None:
+                self._positions[turn] = 0
+                paths_of(file.path)[turn].unlink(missing_ok=True)
         if self._waiting is not None and self._waiting.position > position:
             self._waiting = None
         self._next = min(self._next, position)
@@ -108,7 +168,7 @@ class StateKeeping:
     def forget_all(self) -> None:
         """The state was changed at its position: earlier records are not of it, and go."""
         file = self._file()
-        self._waiting, self._next = None, 0
+        self._waiting, self._next, self._positions = None, 0, [0, 0]
         if file is not None:
 
             def remove() -> None:
@@ -119,6 +179,7 @@ class StateKeeping:
 
     def _hand(self, file: RowFile, waiting: _Waiting) -> None:
         path = paths_of(file.path)[self._turn]
+        self._positions[self._turn] = waiting.position
         self._turn = 1 - self._turn
         nbytes = sum(array.nbytes for own in waiting.arrays for _, array in own.values())
         block = waiting.position // file.layout.positions - 1
@@ -126,12 +187,29 @@ class StateKeeping:
         told = None if transcript is None else transcript.until(waiting.position)
 
         def write() -> None:
-            arrays = [
-                {name: (dtype, np.asarray(array)) for name, (dtype, array) in own.items()}
-                for own in waiting.arrays
-            ]
-            checksum = file.checksum_of(block)
+            checksum, arrays = file.checksum_of(block), _in_numpy(waiting.arrays)
             record = StateRecord(waiting.position, checksum, waiting.configs, arrays, told)
             write_record(path, record.as_bytes(file.layout.checksum, file.seal))
 
         file.hand(Job(block, nbytes, write))
+
+
+_Lazy = list[dict[str, tuple[str, mx.array]]]
+
+
+def _states(caches: Sequence[Keeper]) -> tuple[list[dict[str, Any]], _Lazy]:
+    """Of each cache its configuration, and its arrays by name with their dtypes."""
+    configs, arrays = list[dict[str, Any]](), _Lazy()
+    for cache in caches:
+        own, config = cache.state_beside_rows()
+        configs.append(config)
+        arrays.append(
+            {name: (str(one.dtype).rpartition(".")[2], bits_of(one)) for name, one in own.items()}
+        )
+    return configs, arrays
+
+
+def _in_numpy(arrays: _Lazy) -> list[dict[str, tuple[str, Array]]]:
+    return [
+        {name: (dtype, np.asarray(array)) for name, (dtype, array) in own.items()} for own in arrays
+    ]

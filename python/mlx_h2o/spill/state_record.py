@@ -2,7 +2,8 @@
 
 Two files beside the file of rows take records by turns, so that one of them is whole whatever
 happens. A record counts if its checksum is right, its rows are in the file, and the last block
-before it is the one that was there when the record was made.
+before it is the one that was there when the record was made. A record within a block has that
+block's rows itself, so that it needs whole blocks of the file only.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from mlx_h2o.spill.sealing import NONCE, Seal, place_of
 MAGIC, VERSION = b"MLXH2OST", 1
 SUFFIXES = (".state-a", ".state-b")
 MOST_JSON, MOST_BYTES, MOST_AXIS, MOST_ARRAYS = 2**26, 2**36, 2**31 - 1, 2**18
+#: How names of the rows behind the last whole block begin, among each cache's arrays.
+TAIL = "tail."
 #: The index by which a record's nonce differs from those of segments.
 _SEALED_AS = 2**32 - 1
 _HEAD = struct.Struct("<8sIIQI8s16s")  # magic, version, JSON's bytes, all, checksum, nonce, tag
@@ -46,7 +49,7 @@ class StateRecord:
 
     Attributes:
         position: The next logical position.
-        block: Checksum of the record of the block before it.
+        block: Checksum of the record of the last whole block before it; 0 if there is none.
         configs: Each cache's configuration, as JSON types.
         arrays: Each cache's arrays by name: dtype, and the array in numpy.
         told: What the conversation's owner tells of its tokens, as JSON types, or None.

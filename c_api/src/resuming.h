@@ -1,0 +1,24 @@
+// A conversation goes on from its file of rows, and leaves one from which it can go on
+// (python/mlx_h2o/caches/resume.py).
+#pragma once
+
+#include "step.h"
+
+namespace mlx_h2o {
+
+// Records the state of a conversation's caches, of all layers in their order and at one position,
+// and waits until it and all rows before it are on the disk. Whether they are: not where its file
+// has failed, or is not to stay.
+bool record_state(ConversationRows& conversation, const std::vector<Core*>& caches);
+
+struct Resumed {
+  std::shared_ptr<ConversationRows> conversation;
+  std::vector<std::unique_ptr<Core>> caches;  // of all layers
+};
+
+// The caches as they were at the newest record beside a file of rows, which gets their further rows
+// and stays. Raises, and leaves it as it is, for what cannot be read, is damaged or has other
+// layers.
+Resumed resumed(const std::string& path, size_t layers);
+
+}  // namespace mlx_h2o

@@ -1,0 +1,167 @@
+#include "state_record.h"
+
+#include <cstring>
+
+#include "crc32.h"
+#include "evaluation.h"
+
+namespace mlx_h2o {
+
+namespace {
+
+constexpr char kMagic[] = "MLXH2OST";
+constexpr uint32_t kVersion = 1;
+// Magic, version, the JSON's bytes, all bytes behind this, their checksum, a nonce and a tag.
+constexpr size_t kJsonAt = 12, kSizeAt = 16, kSumAt = 24, kHead = 52;
+
+constexpr size_t kMostJson = size_t(1) << 26, kMostBytes = size_t(1) << 36;
+constexpr size_t kMostArrays = size_t(1) << 18, kMostAxes = 8;
+constexpr int64_t kMostAxis = (int64_t(1) << 31) - 1;
+
+struct NamedDtype {
+  const char* name;
+  mx::Dtype dtype;
+};
+const NamedDtype kDtypes[] = {{"float32", mx::float32},   {"float16", mx::float16},
+                              {"bfloat16", mx::bfloat16}, {"uint32", mx::uint32},
+                              {"int32", mx::int32},       {"int16", mx::int16}};
+
+const NamedDtype& known(bool (*is)(const NamedDtype&, const void*), const void* what) {
+  for (const NamedDtype& one : kDtypes)
+    if (is(one, what)) return one;
+  throw FileError("A record of a state has an array of another dtype.");
+}
+
+const char* name_of(mx::Dtype dtype) {
+  return known(
+             [](const auto& one, const void* d) {
+               return one.dtype == *static_cast<const mx::Dtype*>(d);
+             },
+             &dtype)
+      .name;
+}
+
+mx::Dtype dtype_named(const std::string& name) {
+  return known(
+             [](const auto& one, const void* n) {
+               return *static_cast<const std::string*>(n) == one.name;
+             },
+             &name)
+      .dtype;
+}
+
+int64_t whole_of(const Json& json, int64_t most) {
+  const int64_t* const number = std::get_if<int64_t>(&json.value);
+  if (!number || *number < 0 || *number > most)
+    throw FileError("A record of a state has a number that it cannot have.");
+  return *number;
+}
+
+Json json_of(int64_t number) {
+  Json json;
+  json.value = number;
+  return json;
+}
+
+// One array of `rest`, of which its bytes are taken off.
+mx::array array_of(const mx::Shape& shape, mx::Dtype dtype, const char*& rest, size_t& left) {
+  size_t size = mx::size_of(dtype);
+  for (const int axis : shape) {
+    if (axis && size > left / size_t(axis)) throw FileError("an array beyond the end");
+    size *= size_t(axis);
+  }
+  if (!size) return mx::zeros(shape, dtype);
+  if (size > left || size > size_t(kMostAxis)) throw FileError("an array beyond the end");
+  const mx::array raw(reinterpret_cast<const uint8_t*>(rest), mx::Shape{int(size)}, mx::uint8);
+  rest += size, left -= size;
+  return mx::reshape(mx::view(raw, dtype), shape);
+}
+
+StateRecord parsed(const Json& json, const char* rest, size_t left) {
+  const Json::Object& told = json.object("A record");
+  StateRecord record{
+      whole_of(member(told, "position"), kMostTokensOfFile),
+      uint32_t(whole_of(member(told, "block"), UINT32_MAX)),
+      member(told, "configs").list("configs"),
+      {}};
+  record.arrays.resize(record.configs.size());
+  const Json::List& index = member(told, "arrays").list("arrays");
+  if (index.size() > kMostArrays) throw FileError("too many arrays");
+  for (const Json& one : index) {
+    const Json::List& about = one.list("An array");
+    check(about.size() == 4, "An array is cache, name, dtype and shape.");
+    const int64_t cache = whole_of(about[0], int64_t(record.arrays.size()) - 1);
+    const Json::List& axes = about[3].list("A shape");
+    check(axes.size() <= kMostAxes, "An array has too many axes.");
+    mx::Shape shape;
+    for (const Json& axis : axes) shape.push_back(int(whole_of(axis, kMostAxis)));
+    const mx::Dtype dtype = dtype_named(about[2].words("A dtype"));
+    record.arrays[size_t(cache)].insert_or_assign(
+        about[1].words("A name"), array_of(shape, dtype, rest, left));
+  }
+  return record;
+}
+
+}  // namespace
+
+std::string StateRecord::bytes(uint32_t checksum) const {
+  Json::List index;
+  std::vector<mx::array> parts;
+  for (size_t i = 0; i < arrays.size(); ++i)
+    for (const auto& [name, array] : arrays[i]) {
+      const mx::Shape shape = array.shape();
+      index.push_back(
+          Json::List{
+              int(i), name, name_of(array.dtype()),
+              Json(std::vector<int>(shape.begin(), shape.end()))});
+      if (array.size()) parts.push_back(mx::contiguous(mx::view(mx::contiguous(array), mx::uint8)));
+    }
+  evaluate(parts);
+  std::string body = Json(
+                         Json::Object{
+                             {"position", json_of(position)},
+                             {"block", json_of(block)},
+                             {"configs", configs},
+                             {"arrays", std::move(index)},
+                             {"told", {}}})
+                         .text();
+  const uint32_t version = kVersion, length = uint32_t(body.size());
+  for (const mx::array& part : parts)
+    body.append(reinterpret_cast<const char*>(part.data<uint8_t>()), part.size());
+  const uint64_t size = body.size();
+  const uint32_t sum = crc32(body.data(), body.size(), checksum);
+  std::string head(kHead, '\0');
+  std::memcpy(head.data(), kMagic, 8);
+  std::memcpy(head.data() + 8, &version, 4);
+  std::memcpy(head.data() + kJsonAt, &length, 4);
+  std::memcpy(head.data() + kSizeAt, &size, 8);
+  std::memcpy(head.data() + kSumAt, &sum, 4);
+  return head + body;
+}
+
+StateRecord StateRecord::read(const std::string& whole, uint32_t checksum) {
+  uint32_t version = 0, length = 0, sum = 0;
+  uint64_t size = 0;
+  if (whole.size() >= kHead) {
+    std::memcpy(&version, whole.data() + 8, 4);
+    std::memcpy(&length, whole.data() + kJsonAt, 4);
+    std::memcpy(&size, whole.data() + kSizeAt, 8);
+    std::memcpy(&sum, whole.data() + kSumAt, 4);
+  }
+  if (whole.size() < kHead || std::memcmp(whole.data(), kMagic, 8) || version != kVersion ||
+      size != whole.size() - kHead || length > size || length > kMostJson || size > kMostBytes)
+    throw FileError("This is no record of a state, or it was not written whole.");
+  const char* const body = whole.data() + kHead;
+  if (crc32(body, size, checksum) != sum) throw FileError("A record of a state is damaged.");
+  try {
+    return parsed(Json::parsed(std::string(body, length)), body + length, size - length);
+  } catch (const std::exception& error) {
+    throw FileError(std::string("A record of a state is damaged: ") + error.what());
+  }
+}
+
+std::array<std::string, 2> record_paths(const std::string& rows) {
+  return {rows + ".state-a", rows + ".state-b"};
+}
+
+}  // namespace mlx_h2o
