@@ -1,10 +1,10 @@
-"""What was tried to mend the losses at small sizes: each idea beside the default, at equal bytes.
+"""Weights of the retrieval loss and other rules for small memories, beside the default.
 
-    python -m research.mending IDEA TEXT [--model builtin:recall-4m] [--parts 16 32]
+    python -m research.mending TEXT [--model builtin:recall-4m] [--parts 16 32]
 
-A prompt is read in chunks, then a continuation token by token. Measured are the divergence from the
-full cache's predictions on continuations of the text (KL, nats), and planted facts that are asked
-for after the prompt.
+A prompt with a planted fact is read in chunks; then, with copies of the same cache, the text goes
+on, and the fact is asked for. Measured are the divergence from the full cache's predictions over
+the text (KL, nats), and the facts that are known. All caches get the same bytes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import argparse
 import copy
 import random
 import statistics
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -34,11 +33,17 @@ from mlx_h2o.evaluate.stage import Stage, in_batches, read, step, untold
 from mlx_h2o.integration import routing
 from mlx_h2o.integration.layer_probe import identity_by_kinds, layer_kinds
 from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.loading.load import EMBEDDED_MODEL
+from mlx_h2o.model_caches.make import plain_bytes
 
 #: Tokens of a continuation, of which the first is given.
 CONTINUATION = 33
 #: Depths of needles, in turn.
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+#: Tokens of a prompt that are read at once.
+CHUNK = 128
+#: Factors on the weight of the retrieval loss (`budgets/profile.py`).
+FACTORS = (2, 4, 8, 16)
 #: Prompts that are read together.
 BATCH = 8
 
@@ -108,6 +113,7 @@ class Trial:
         logits, known = [], list[bool]()
         for part in in_batches(len(self.prompts), together):
             cache = after(self.prompts[part])
+            nbytes = bytes_in_16_bits(cache) / len(self.prompts[part])
             again = copy.deepcopy(cache)
             logits.append(self._along(cache, self.further[part]))
             asked = self.questions[part]
@@ -117,7 +123,7 @@ class Trial:
                     said[i, first - 1 : last - 1], asked[i, first:last], self.stage.form.least
                 )
                 known.append(bool(right.all().item()))
-        return Answers(mx.concatenate(logits), known)
+        return Answers(mx.concatenate(logits), known, nbytes)
 
     def _along(self, cache: list[Any], tokens: mx.array) -> mx.array:
         found = [
@@ -134,10 +140,12 @@ class Answers:
     Attributes:
         logits: `[n, CONTINUATION - 1, vocabulary]`, over the text.
         known: Which facts are known.
+        nbytes: Bytes of one prompt's caches after it, as in a 16-bit model.
     """
 
     logits: mx.array
     known: list[bool]
+    nbytes: float
 
 
 def divergence(full: mx.array, other: mx.array) -> list[float]:
@@ -162,76 +170,75 @@ def weighing(profile: Profile, factor: float) -> Profile:
     )
 
 
-def main() -> None:
-    import time
-    args = parser().parse_args()
-    routing.install()
-    use_openblas()
-    stage = Stage(args.model, args.text.read_text(), args.facts, 128)
-    model = stage.model
-    model.set_dtype(mx.float32)
-    trial = Trial.of(stage, args.tokens, args.samples)
-    full = trial.answered(trial.chunked(lambda _: stock_caches(model)))
-    print("full", sum(full.known), len(full.known), flush=True)
-    from research.refitting import compressed_and_fitted
-    if args.refit:
-        for part in args.parts:
-            for name, kw in {"compress": dict(ridge=None), "r 1e-1": dict(ridge=1e-1), "r 1e-2": dict(ridge=1e-2), "r 1e-3": {}, "r 1e-4": dict(ridge=1e-4), "no values": dict(ridge=1e-3, what="rc"), "no remainder": dict(ridge=1e-3, what="v")}.items():
-                if args.only and name not in args.only: continue
-                t = time.time()
-                def after(prompts):
-                    T = prompts.shape[1]
-                    empty = caches_in_16_bits(model, ModelSettings.of(1, policy="salient"), T // part, T)
-                    return compressed_and_fitted(empty, model, stage.tokenizer, prompts, room=CONTINUATION+40, chunk=128, **kw)
-                got = trial.answered(after, 1)
-                print(part, name, f"{statistics.fmean(divergence(full.logits, got.logits)):.4f}", sum(got.known), len(got.known), f"{time.time()-t:.0f}s", flush=True)
-        return
-    p = profile_of(model)
-    arms = {
-        "default": {},
-        "4 bits": dict(bits=4), 
-        "echo 2": dict(budgets=weighing(p, 2)),
-        "echo 4": dict(budgets=weighing(p, 4)),
-        "echo 4, 4 bits": dict(budgets=weighing(p, 4), bits=4),
-        "echo 8": dict(budgets=weighing(p, 8)),
-        "distance 1": dict(distance_weight=1.0),
-        "distance 1, echo 4": dict(distance_weight=1.0,budgets=weighing(p, 4)),
-        "distance 1, value 0": dict(distance_weight=1.0, value_weight=0.0),
-        "keydiff": dict(policy="keydiff", budgets=p),
-        "echo 16": dict(budgets=weighing(p, 16)),
-        "echo 32": dict(budgets=weighing(p, 32)),
-        "distance 0.6, echo 8": dict(distance_weight=0.6,budgets=weighing(p, 8)),
-        "distance 1, echo 8": dict(distance_weight=1.0,budgets=weighing(p, 8)),
-        "distance 1, echo 16": dict(distance_weight=1.0,budgets=weighing(p, 16)),
-        "keydiff, echo 8": dict(policy="keydiff", budgets=weighing(p,8)),
-    }
-    for part in args.parts:
-        for name, options in arms.items():
-            if args.only and name not in args.only: continue
-            t = time.time()
-            options = {"policy": "salient", **options}
-            def make(tokens):
-                return caches_in_16_bits(model, ModelSettings.of(1, **options), args.tokens // part, tokens)
-            try:
-                got = trial.answered(trial.chunked(make))
-                far, knows = divergence(full.logits, got.logits), got.known
-            except ValueError as e:
-                print(name, e); continue
-            c = make(args.tokens)
-            print(part, name, f"{statistics.fmean(far):.4f}", sum(knows), len(knows), f"{time.time()-t:.0f}s", [x for e in c for x in (e.settings.filling[-1].budgets if hasattr(e,'settings') and e.settings.filling else e.budgets)][:8], flush=True)
+def arms(profile: Profile) -> dict[str, dict[str, Any]]:
+    """The options of each cache, beside those of the default."""
+    found: dict[str, dict[str, Any]] = {"the default": {}, "rows in 4 bits": {"bits": 4}}
+    for factor in FACTORS:
+        found[f"retrieval loss times {factor}"] = {"budgets": weighing(profile, factor)}
+    found["distance weighs 1, not 0.3"] = {"distance_weight": 1.0}
+    most = {"budgets": weighing(profile, 8)}
+    found["retrieval loss times 8, distance weighs 1"] = {**most, "distance_weight": 1.0}
+    found["KeyDiff with the profile's shares"] = {"policy": "keydiff"}
+    found["KeyDiff, retrieval loss times 8"] = {"policy": "keydiff", **most}
+    return found
+
+
+def line(model: str, part: int, name: str, full: Answers, got: Answers, held: float) -> None:
+    """Print one cache's line."""
+    far = divergence(full.logits, got.logits)
+    error = statistics.stdev(far) / len(far) ** 0.5
+    known = f"{sum(got.known)} of {sum(full.known)}"
+    apart = f"{statistics.fmean(far):.4f} ± {error:.4f}"
+    print(f"| {model} | 1/{part} | {name} | {apart} | {known} | {held:.3f} |", flush=True)
+
+
+def header() -> None:
+    """Print the head of the table."""
+    print("| model | bytes | cache | divergence, nats | facts | bytes held |")
+    print("|---|---|---|---:|---:|---:|", flush=True)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser()
+    """The parser of the command line."""
+    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     made.add_argument("text", type=Path)
-    made.add_argument("--model", default="builtin:recall-4m")
-    made.add_argument("--facts", default="questions")
+    made.add_argument("--model", default=EMBEDDED_MODEL)
     made.add_argument("--tokens", type=int, default=512)
-    made.add_argument("--samples", type=int, default=8)
-    made.add_argument("--parts", type=int, nargs="+", default=[16])
-    made.add_argument("--refit", action="store_true")
-    made.add_argument("--only", nargs="+")
+    made.add_argument("--samples", type=int, default=16)
+    made.add_argument("--parts", type=int, nargs="+", default=[16, 32], help="of the bytes")
+    made.add_argument("--only", nargs="+", help="caches, by name")
     return made
+
+
+def begun(args: argparse.Namespace) -> Trial:
+    """The trial of a command line; the model computes in 32 bits."""
+    routing.install()
+    use_openblas()
+    form = "questions" if args.model == EMBEDDED_MODEL else "cloze"
+    stage = Stage(args.model, args.text.read_text(), form, CHUNK)
+    stage.model.set_dtype(mx.float32)
+    return Trial.of(stage, args.tokens, args.samples)
+
+
+def main() -> None:
+    """Parse and run; the table is Markdown."""
+    args = parser().parse_args()
+    trial = begun(args)
+    model = trial.stage.model
+    full = trial.answered(trial.chunked(lambda _: stock_caches(model)))
+    plain = sum(map(plain_bytes, layer_kinds(model))) * args.tokens
+    header()
+    for part in args.parts:
+        for name, options in arms(profile_of(model)).items():
+            if args.only and name not in args.only:
+                continue
+            settings = ModelSettings.of(1, **{"policy": "salient", **options})
+
+            def make(tokens: int, part: int = part, of: ModelSettings = settings) -> list[Any]:
+                return caches_in_16_bits(model, of, args.tokens // part, tokens)
+
+            got = trial.answered(trial.chunked(make))
+            line(args.model, part, name, full, got, got.nbytes / plain)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from mlx_h2o.integration import routing
 from mlx_h2o.storage.key_scaling import RowFormat
 from research.mending import profile_of
 from research.real_model import PLAIN_BITS, lost, side_by_side, standard_error
-from research.simulation import SALIENT_PACKED, Setting, SimulatedCache, Trial
+from research.simulation import SALIENT_PACKED, Setting, SimulatedCache, Trial, shares
 
 #: Bits of the rows for which slots are counted, bytes beside a row, and bytes of a bias.
 BITS, BESIDE, BIAS = 5, 6, 2
@@ -96,8 +96,9 @@ class MergingTrial(Trial):
         apart = square - 2 * key @ keys.swapaxes(-1, -2) + mx.square(key).sum(-1, keepdims=True)
         apart = mx.where(kept & (at != victim[..., None]), mx.maximum(apart, 0), mx.inf)
         nearest = mx.argmin(apart, axis=-1)
-        far = mx.square(key - self.mean_key).sum(axis=-1)
-        far = mx.where(self.count > 0, far, mx.inf)
+        # While nothing was folded, the kept keys' mean stands for the remainder's.
+        mean = mx.where((self.count > 0)[..., None], self.mean_key, shares(kept) @ keys)
+        far = mx.square(key - mean).sum(axis=-1)
         merges = goes & (apart.min(axis=-1) <= self.within * far) & (self.within > 0)
         self._fold(keys, values, victim, goes & ~merges)
         gone = mx.take_along_axis(self.counts[..., :N], victim[..., None], axis=-1)
@@ -136,7 +137,7 @@ MERGES = {
     "nearer than the remainder, bias and value": Merge(1.0),
     "a quarter as far, bias and value": Merge(0.25),
     "a tenth as far, bias and value": Merge(0.1),
-    "nearer than the remainder, bias": Merge(1.0, values=False),
+    "a tenth as far, bias": Merge(0.1, values=False),
     "always, bias and value": Merge(ALWAYS),
 }
 
