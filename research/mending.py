@@ -206,6 +206,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, default=512)
     made.add_argument("--samples", type=int, default=16)
     made.add_argument("--parts", type=int, nargs="+", default=[16, 32], help="of the bytes")
+    made.add_argument("--profile", type=Path, help="of research.sensitivity")
     made.add_argument("--only", nargs="+", help="caches, by name")
     return made
 
@@ -229,7 +230,10 @@ def main() -> None:
     plain = sum(map(plain_bytes, layer_kinds(model))) * args.tokens
     header()
     for part in args.parts:
-        for name, options in arms(profile_of(model)).items():
+        tried = arms(profile_of(model))
+        if args.profile:
+            tried["curves times sensitivity"] = {"budgets": Profile.load(args.profile)}
+        for name, options in tried.items():
             if args.only and name not in args.only:
                 continue
             settings = ModelSettings.of(1, **{"policy": "salient", **options})
