@@ -16,7 +16,7 @@ states, trained by gradients on a GPU.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -24,18 +24,22 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-import mlx_h2o
-from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.attention.ops import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_mass,
 )
+from mlx_h2o.budgets.settings import ModelSettings
+from mlx_h2o.evaluate.equal_bytes import caches_in_16_bits
 from mlx_h2o.evaluate.perplexity import samples_of
-from mlx_h2o.integration import routing
+from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.integration.recorder import LookingCache
-from mlx_h2o.loading.load import CALIBRATION_TEXT, EMBEDDED_MODEL
+from mlx_h2o.integration.stock_caches import stock_caches
+from mlx_h2o.loading.load import CALIBRATION_TEXT
 from mlx_h2o.model_caches.compress import CHUNK, REPEAT, Reading, read_twice
+from mlx_h2o.model_caches.make import plain_bytes
+from research.mending import begun, header, line, profile_of
+from research.mending import parser as trial_parser
 
 Array = npt.NDArray[Any]
 #: Rows at the beginning that are always kept.
@@ -46,6 +50,10 @@ RIDGE = 1e-2
 WINDOW = 64
 #: Parts of the rows that are kept.
 PARTS = (4, 8, 16)
+#: Slots for what follows a prompt.
+ROOM = 96
+#: Rankings of a prompt's rows; the first is the aim.
+RANKINGS = ("KVzip", "the gate", "salient", "salient and the gate", "distance from the mean key")
 
 
 def features(keys: Array, values: Array) -> Array:
@@ -105,52 +113,113 @@ def windows_of(model: nn.Module, tokens: mx.array) -> list[Array]:
     return [mass for layer in masses for mass in layer]
 
 
-def main() -> None:
-    """Parse and run; the table is Markdown."""
-    args = parser().parse_args()
-    routing.install()
-    use_openblas()
-    model, tokenizer = mlx_h2o.load(args.model)
-    model.set_dtype(mx.float32)
-    repeat = tokenizer.encode(REPEAT, add_special_tokens=False)
+class Gates:
+    """A ridge regression for each KV head of a model.
 
-    def prompts(text: Path, count: int) -> list[mx.array]:
-        rows = samples_of(tokenizer.encode(text.read_text()), count, args.tokens, None)
-        return [rows[i : i + 1] for i in range(count)]
+    Args:
+        model: The model.
+        readings: Keys, values and worths of each head of several prompts, `[prompts][heads]`.
+    """
+
+    def __init__(self, readings: Sequence[Sequence[tuple[Array, Array, Array]]]):
+        self.of_heads = []
+        for of_head in zip(*readings, strict=True):
+            x = np.concatenate([features(k, v) for k, v, _ in of_head])
+            y = np.concatenate([np.log(w + 1e-6) for _, _, w in of_head])
+            gram = x.T @ x
+            gram[np.diag_indices_from(gram)] += RIDGE * np.trace(gram) / len(gram)
+            self.of_heads.append(np.linalg.solve(gram, x.T @ y))
+
+    def rankings(
+        self, heads: Sequence[tuple[Array, Array, Array]], windows: Sequence[Array]
+    ) -> dict[str, list[Array]]:
+        """Each head's worths of a prompt's rows by each ranking."""
+        found: dict[str, list[Array]] = {name: [] for name in RANKINGS}
+        for gate, (k, v, w), window in zip(self.of_heads, heads, windows, strict=True):
+            each = (
+                w,
+                features(k, v) @ gate,
+                salience(k, v, window),
+                ((k - k.mean(0)) ** 2).sum(-1),
+            )
+            for name, ranking in zip(RANKINGS, each, strict=True):
+                found[name].append(ranking)
+        return found
+
+
+def kept_by(model: nn.Module, tokens: mx.array, rankings: Sequence[Array], given: int) -> list[Any]:
+    """Caches with the bytes of `given` plain tokens that keep a prompt's best rows.
+
+    Slots are shared out by the profile. Sinks and the newest quarter of a head's rows stay.
+    """
+    T = tokens.shape[1]
+    full = stock_caches(model)
+    mx.eval(model(tokens, cache=full)[:, -1])
+    cache = caches_in_16_bits(model, ModelSettings.of(1, policy="salient"), given, T)
+    mean = sum(sum(entry.budgets) for entry in cache) // len(rankings)
+    shares = profile_of(model).budgets(mean, cache[0].policy.least_budget(), T)
+    each = iter(rankings)
+    for entry, of_layer, slots in zip(cache, full, shares, strict=True):
+        worths = []
+        for count in slots:
+            worth = np.concatenate([np.full(SINK, np.inf), next(each)])
+            worth[T - entry.policy.recent_slots(count) :] = np.inf
+            worths.append(worth)
+        entry.resize([count + ROOM for count in slots])
+        rows = of_layer.keys[..., :T, :], of_layer.values[..., :T, :]
+        rate = mx.full((1, len(slots), T), 1 / T)
+        entry.hold(*rows, mx.array(np.stack(worths)[None].astype(np.float32)), rate, ROOM)
+    return cache
+
+
+def main() -> None:
+    """Parse and run; tables are Markdown."""
+    args = parser().parse_args()
+    trial = begun(args)
+    model, tokenizer = trial.stage.model, trial.stage.tokenizer
+    repeat = tokenizer.encode(REPEAT, add_special_tokens=False)
 
     def reading(tokens: mx.array) -> list[tuple[Array, Array, Array]]:
         return heads_of(read_twice(model, tokens, repeat, CHUNK, lambda _: None))
 
-    fitted = list(zip(*map(reading, prompts(CALIBRATION_TEXT, args.samples)), strict=True))
-    gates = []
-    for of_head in fitted:
-        x = np.concatenate([features(k, v) for k, v, _ in of_head])
-        y = np.concatenate([np.log(w + 1e-6) for _, _, w in of_head])
-        gram = x.T @ x
-        gram[np.diag_indices_from(gram)] += RIDGE * np.trace(gram) / len(gram)
-        gates.append(np.linalg.solve(gram, x.T @ y))
-    tested = [(reading(one), windows_of(model, one)) for one in prompts(args.text, args.tested)]
-    print("| kept | the gate | salient, by the last queries | distance from the mean key |")
-    print("|---|---:|---:|---:|")
+    passes = samples_of(
+        tokenizer.encode(CALIBRATION_TEXT.read_text()), args.fitted, args.tokens, None
+    )
+    gates = Gates([reading(passes[i : i + 1]) for i in range(args.fitted)])
+    rankings = []
+    for i in range(args.samples):
+        tokens = trial.prompts[i : i + 1]
+        rankings.append(gates.rankings(reading(tokens), windows_of(model, tokens)))
+    print("| kept | " + " | ".join(RANKINGS[1:]) + " |\n|---|" + "---:|" * len(RANKINGS[1:]))
     for part in PARTS:
-        found = []
-        for heads, windows in tested:
-            for gate, (k, v, w), window in zip(gates, heads, windows, strict=True):
-                apart = ((k - k.mean(0)) ** 2).sum(-1)
-                rankings = features(k, v) @ gate, salience(k, v, window), apart
-                found.append([captured(ranking, w, part) for ranking in rankings])
-        mean = np.mean(found, axis=0)
+        found = [
+            [captured(rank, w, part) for rank, w in zip(one[name], one["KVzip"], strict=True)]
+            for name in RANKINGS[1:]
+            for one in rankings
+        ]
+        mean = np.mean(np.reshape(found, (len(RANKINGS) - 1, -1)), axis=1)
         print(f"| 1/{part} | {' | '.join(f'{x:.3f}' for x in mean)} |", flush=True)
+    full = trial.answered(trial.chunked(lambda _: stock_caches(model)))
+    plain = sum(map(plain_bytes, layer_kinds(model))) * args.tokens
+    print()
+    header()
+    for part in args.parts:
+        for name in RANKINGS:
+            each = iter(rankings)
+
+            def after(
+                prompts: mx.array, part: int = part, name: str = name, each: Any = each
+            ) -> Any:
+                return kept_by(model, prompts, next(each)[name], args.tokens // part)
+
+            got = trial.answered(after, together=1)
+            line(args.model, part, f"the best rows by {name}", full, got, got.nbytes / plain)
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    made.add_argument("text", type=Path)
-    made.add_argument("--model", default=EMBEDDED_MODEL)
-    made.add_argument("--tokens", type=int, default=512)
-    made.add_argument("--samples", type=int, default=6, help="that gates are fitted on")
-    made.add_argument("--tested", type=int, default=2)
+    made = trial_parser()
+    made.add_argument("--fitted", type=int, default=6, help="passes that gates are fitted on")
     return made
 
 
