@@ -136,12 +136,9 @@ class Gates:
         """Each head's worths of a prompt's rows by each ranking."""
         found: dict[str, list[Array]] = {name: [] for name in RANKINGS}
         for gate, (k, v, w), window in zip(self.of_heads, heads, windows, strict=True):
-            each = (
-                w,
-                features(k, v) @ gate,
-                salience(k, v, window),
-                ((k - k.mean(0)) ** 2).sum(-1),
-            )
+            known, asked = features(k, v) @ gate, salience(k, v, window)
+            apart = ((k - k.mean(0)) ** 2).sum(-1)
+            each = w, known, asked, asked + standardised(known), apart
             for name, ranking in zip(RANKINGS, each, strict=True):
                 found[name].append(ranking)
         return found

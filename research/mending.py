@@ -187,7 +187,10 @@ def line(model: str, part: int, name: str, full: Answers, got: Answers, held: fl
     """Print one cache's line."""
     far = divergence(full.logits, got.logits)
     error = statistics.stdev(far) / len(far) ** 0.5
-    known = f"{sum(got.known)} of {sum(full.known)}"
+    # Only facts that the full cache knows count.
+    known = (
+        f"{sum(a and b for a, b in zip(got.known, full.known, strict=True))} of {sum(full.known)}"
+    )
     apart = f"{statistics.fmean(far):.4f} ± {error:.4f}"
     print(f"| {model} | 1/{part} | {name} | {apart} | {known} | {held:.3f} |", flush=True)
 
