@@ -144,13 +144,7 @@ MERGES = {
 
 def main() -> None:
     """Parse and run; tables are Markdown."""
-    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    made.add_argument("text", type=Path)
-    made.add_argument("--model", default="builtin:recall-4m")
-    made.add_argument("--tokens", type=int, default=1024)
-    made.add_argument("--samples", type=int, default=4)
-    made.add_argument("--parts", type=int, nargs="+", default=[8, 16], help="of the bytes")
-    args = made.parse_args()
+    args = parser().parse_args()
     routing.install()
     use_openblas()
     model, tokenizer = mlx_h2o.load(args.model)
@@ -173,6 +167,17 @@ def main() -> None:
         for one, losses, d in zip(settings, nll, far, strict=True):
             apart = f"{statistics.fmean(d):.2f} ± {standard_error(d):.2f}"
             print(f"| {one.name} | {lost(losses, nll[0])} | {apart} |", flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    made.add_argument("text", type=Path)
+    made.add_argument("--model", default="builtin:recall-4m")
+    made.add_argument("--tokens", type=int, default=1024)
+    made.add_argument("--samples", type=int, default=4)
+    made.add_argument("--parts", type=int, nargs="+", default=[8, 16], help="of the bytes")
+    return made
 
 
 if __name__ == "__main__":

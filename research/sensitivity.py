@@ -53,14 +53,7 @@ def weighed(profile: Profile, sensitivity: list[float]) -> Profile:
 
 def main() -> None:
     """Parse and run; the table is Markdown."""
-    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    made.add_argument("--model", default=EMBEDDED_MODEL)
-    made.add_argument("--tokens", type=int, default=512)
-    made.add_argument("--samples", type=int, default=2)
-    made.add_argument("--slots", type=int, default=48)
-    made.add_argument("--each", action="store_true", help="every head alone")
-    made.add_argument("--out", type=Path)
-    args = made.parse_args()
+    args = parser().parse_args()
     routing.install()
     use_openblas()
     model, tokenizer = mlx_h2o.load(args.model)
@@ -95,6 +88,18 @@ def main() -> None:
     usual = statistics.median(found.values()) if args.each else found[groups[-1][0]]
     if args.out:
         weighed(profile, [found[head] / usual for head in names]).save(args.out)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    made.add_argument("--model", default=EMBEDDED_MODEL)
+    made.add_argument("--tokens", type=int, default=512)
+    made.add_argument("--samples", type=int, default=2)
+    made.add_argument("--slots", type=int, default=48)
+    made.add_argument("--each", action="store_true", help="every head alone")
+    made.add_argument("--out", type=Path)
+    return made
 
 
 if __name__ == "__main__":
