@@ -15,6 +15,7 @@ from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.engine import eviction
 from mlx_h2o.engine.layer import Layer
 from mlx_h2o.engine.step import update_and_attend
+from mlx_h2o.engine.value_fit import fit_values
 from mlx_h2o.storage.pins import true_positions
 from mlx_h2o.storage.softmax import Mask
 
@@ -135,6 +136,18 @@ class H2OKVCache(BoundedKVCache):
                 fields["scores"] = rate * ages if layer.policy.sums_mass else rate
             of_heads.append(worths[:, run.first : run.last])
         eviction.hold_best(layer, attended, of_heads, room)
+        mx.eval(self.arrays())
+
+    def fit_values(self, keys: mx.array, values: mx.array, asked: AttentionCall) -> None:
+        """Fit the values kept of a prompt, after `hold` (`engine/value_fit.py`).
+
+        Args:
+            keys: All of the prompt's keys, as given to `hold`.
+            values: All of its values.
+            asked: Queries `[B, Hq, n, D]` whose attention the kept rows should give.
+        """
+        assert self._layer is not None, "hold() comes first"
+        fit_values(self._layer, keys, values, asked)
         mx.eval(self.arrays())
 
     def _taken_from_hand(self) -> tuple[Layer, tuple[mx.array, mx.array]]:

@@ -5,7 +5,8 @@ model is asked to repeat it, and reads it a second time, chunk by chunk, with th
 keys and values before it. A row that the second reading attends to strongly, with any query, is one
 from which the text can be rebuilt, whatever the question; the best rows of all layers and heads are
 kept, and no rows of the second reading. Here the softmax runs over the whole prompt, where the
-paper's runs over the chunk alone, and dropped rows go into the remainder.
+paper's runs over the chunk alone, dropped rows go into the remainder, and the kept values are then
+fitted to what attention to all rows gave (`engine/value_fit.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from mlx_h2o.attention.ops import scaled_dot_product_attention_with_mass
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.conversation import bounded_entries
 from mlx_h2o.caches.kv_cache import H2OKVCache
+from mlx_h2o.engine.value_fit import MOST_QUERIES
 from mlx_h2o.integration.layer_probe import layer_kinds
 from mlx_h2o.integration.stock_caches import stock_caches
 from mlx_h2o.model_caches.make import bounded_caches
@@ -50,9 +52,10 @@ class RereadCache(Looking):
 
     Args:
         first: The layer's full cache.
+        every: Of so many queries one is kept, to fit values by.
     """
 
-    def __init__(self, first: KVCache):
+    def __init__(self, first: KVCache, every: int):
         self.offset = first.offset
         # The cache's buffers are longer than the rows it holds.
         assert first.keys is not None
@@ -61,6 +64,13 @@ class RereadCache(Looking):
         self.values = first.values[..., : self.offset, :]
         B, H, T, _ = self.keys.shape
         self.most, self.summed = mx.zeros((B, H, T)), mx.zeros((B, H, T))
+        self.every, self._calls = every, list[AttentionCall]()
+
+    @property
+    def asked(self) -> AttentionCall:
+        """A call with the queries that were kept."""
+        q = mx.concatenate([call.q for call in self._calls], axis=2)
+        return self._calls[-1].with_queries(q)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: Any = None) -> None:
         """None, whatever the arguments: `attend` determines the mask."""
@@ -72,7 +82,7 @@ class RereadCache(Looking):
     @property
     def state(self) -> list[mx.array]:
         """The results of the second reading."""
-        return [self.most, self.summed]
+        return [self.most, self.summed, *(call.q for call in self._calls)]
 
     def look(self, call: AttentionCall, keys: mx.array, values: mx.array) -> mx.array:
         """Attend to the whole prompt and, causally, to the chunk itself.
@@ -105,6 +115,8 @@ class RereadCache(Looking):
         above = logits - lse.reshape(B, H, -1, 1)
         self.most = mx.maximum(self.most, mx.exp(above.max(axis=2)))
         self.summed = self.summed + mass[..., :T]
+        few = mx.contiguous(q[:, :, :: self.every])  # a view would keep all of them
+        self._calls.append(call.with_queries(few))
         tied: mx.array = mx.depends(out, self.state)
         return tied
 
@@ -118,12 +130,14 @@ class Reading:
         rows: Keys and values of each plain cache, `[B, H, T, ...]`.
         worths: Worths of each plain cache's rows `[B, H, T]`: the greatest weight from any query.
         rates: Rates of each plain cache's rows `[B, H, T]`: the mean mass from a query.
+        asked: Queries of each plain cache.
     """
 
     caches: list[Any]
     rows: list[tuple[mx.array, mx.array]]
     worths: list[mx.array]
     rates: list[mx.array]
+    asked: list[AttentionCall]
 
 
 def read_twice(
@@ -155,7 +169,9 @@ def read_twice(
         model(part, cache=caches)
         mx.eval([entry.state for entry in caches])
         tell(B * part.shape[1])
-    plain = [RereadCache(entry) for _, entry in entries(caches) if type(entry) is KVCache]
+    group = max(kind.group for kind in kinds)
+    every = -(-T * group // MOST_QUERIES)
+    plain = [RereadCache(entry, every) for _, entry in entries(caches) if type(entry) is KVCache]
     asked = mx.broadcast_to(mx.array([list(repeat)], dtype=tokens.dtype), (B, len(repeat)))
     for start in range(0, T, chunk):
         part = tokens[:, start : start + chunk]
@@ -166,7 +182,7 @@ def read_twice(
     queries = T + len(repeat) * -(-T // chunk)
     rates = [one.summed / queries for one in plain]
     rows = [(one.keys, one.values) for one in plain]
-    return Reading(caches, rows, [one.most for one in plain], rates)
+    return Reading(caches, rows, [one.most for one in plain], rates, [one.asked for one in plain])
 
 
 def _looking(caches: Sequence[Any], plain: Sequence[RereadCache]) -> list[Any]:
@@ -185,6 +201,7 @@ def compress_prompt(
     room: int = 0,
     chunk: int = CHUNK,
     tell: Tell = lambda _: None,
+    fitted: bool = True,
     **settings: Any,
 ) -> list[Any]:
     """A bounded cache that has read a prompt and kept the rows from which it can be rebuilt.
@@ -198,6 +215,8 @@ def compress_prompt(
         room: Further slots of each KV head, for the conversation that follows.
         chunk: Tokens that go through the model at once.
         tell: Called with the number of further tokens done; there are two for each of the prompt's.
+        fitted: Whether kept values are fitted to the second reading's attention
+            (`engine/value_fit.py`); with `spill` they never are.
         settings: Other options of `make_prompt_cache`, such as `bits` or `policy`; the policy
             evicts once the room is used up.
 
@@ -209,7 +228,9 @@ def compress_prompt(
     tokens = _ids(tokenizer, prompt)
     of_size = ModelSettings.of(max_bytes=max_bytes, context=tokens.shape[1], **settings)
     empty = bounded_caches(model, of_size)
-    return compress_into(empty, model, tokenizer, tokens, room=room, chunk=chunk, tell=tell)
+    return compress_into(
+        empty, model, tokenizer, tokens, room=room, chunk=chunk, tell=tell, fitted=fitted
+    )
 
 
 def compress_into(
@@ -222,6 +243,7 @@ def compress_into(
     within: bool = False,
     chunk: int = CHUNK,
     tell: Tell = lambda _: None,
+    fitted: bool = True,
 ) -> list[Any]:
     """Compress a prompt into existing bounded caches, whose slots are shared out anew.
 
@@ -234,6 +256,7 @@ def compress_into(
         within: Whether the room is part of the caches' size; else it is added to it.
         chunk: As in `compress_prompt`.
         tell: As in `compress_prompt`.
+        fitted: As in `compress_prompt`.
 
     Raises:
         ValueError: They are too small, or the model's attention does not come through mlx-h2o.
@@ -258,6 +281,9 @@ def compress_into(
     for i, (entry, slots) in enumerate(zip(bounded, shares, strict=True)):
         entry.resize([count + room for count in slots])
         entry.hold(*reading.rows[i], reading.worths[i], reading.rates[i], room)
+        # A file of rows has them as they came, and resuming reads them there.
+        if fitted and entry.spill is None:
+            entry.fit_values(*reading.rows[i], reading.asked[i])
     held = iter(bounded)
     return [replaced(entry, lambda: next(held)) for entry in reading.caches]
 
