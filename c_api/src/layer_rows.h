@@ -27,7 +27,7 @@ class LayerRows {
   }
   // Positions whose rows `rows` can give: whole blocks, while all is well.
   int64_t available();
-  // Bytes of the rows held here.
+  // Bytes of the rows in memory: those held here, and those that wait in the file.
   size_t nbytes() const;
   // Arrays that the last step made for the file, to be evaluated with its output.
   const std::vector<mx::array>& fresh() const {

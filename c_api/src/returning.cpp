@@ -60,6 +60,8 @@ class HeadWants {
       const std::vector<bool>& absent, int most)
       : layer_(layer), settings_(settings), head_(head), asked_(asked), absent_(absent) {
     read_ = pages_to_read(most);
+    // Others than those that ask get rows for their neighbours' sake, and any will do.
+    if (!layer.back->heads[head]) return;
     for (const auto& [position, own] : own_masses())
       for (int i = 0; i <= settings_.ahead && position + i < int(absent_.size()); ++i) {
         float& of_row = wanted_[position + i];
@@ -336,9 +338,34 @@ size_t Returning::nbytes() const {
   return bytes;
 }
 
+mx::array Returning::asking(const mx::array& q) const {
+  const int L = q.shape(2), W = std::min(L, settings.window), H = int(heads.size());
+  const mx::array last = W < L ? part(q, 2, L - W, L) : q;
+  std::vector<int> at;  // of the query heads
+  for (int head = 0, G = q.shape(1) / H; head < H; ++head)
+    for (int i = 0; heads[head] && i < G; ++i) at.push_back(head * G + i);
+  // A copy, since a slice would keep all queries of its chunk in memory.
+  const mx::array kept = int(at.size()) == q.shape(1)
+      ? mx::contiguous(last)
+      : mx::take(last, mx::array(at.begin(), mx::Shape{int(at.size())}, mx::int32), 1);
+  return q.dtype() == mx::bfloat16 ? kept : mx::astype(kept, mx::float16);
+}
+
+mx::array Returning::of_all(const mx::array& kept) const {
+  const int H = int(heads.size()), asking = int(std::count(heads.begin(), heads.end(), true));
+  const int G = kept.shape(1) / asking;
+  const mx::array none = mx::zeros({1, G, kept.shape(2), kept.shape(3)});
+  std::vector<mx::array> of_heads;
+  for (int head = 0, at = 0; head < H; ++head) {
+    of_heads.push_back(heads[head] ? part(f32(kept), 1, at, at + G) : none);
+    if (heads[head]) at += G;
+  }
+  return join_along(std::move(of_heads), 1);
+}
+
 void Returning::note(const mx::array& q) {
-  const int L = q.shape(2), window = settings.window;
-  queries.push_back(L > window ? part(q, 2, L - window, L) : q);
+  const int window = settings.window;
+  queries.push_back(asking(q));
   int behind = 0;
   for (size_t i = 1; i < queries.size(); ++i) behind += queries[i].shape(2);
   while (behind >= window) {
@@ -368,15 +395,17 @@ void bring_back(BoundedLayer& layer, const AttentionCall& call, const mx::array&
   std::optional<mx::array> own;
   // A single token's query asks for nothing, since reading it would wait for this step.
   if (L > 1) {
-    queries.push_back(L > window ? part(call.q, 2, L - window, L) : call.q);
+    queries.push_back(back.asking(call.q));
     own = new_keys;
   }
   if (queries.empty()) return;
   mx::array q = join_along(std::move(queries), 2);
   const int W = q.shape(2);
   if (W > window) q = part(q, 2, W - window, W);
+  q = back.of_all(q);
+  if (layer.settings.frame) q = enter_queries(*layer.settings.frame, q);
   std::vector<Fields> held = layer.attended(std::nullopt);
-  const Asked lazy = asked_by(layer, f32(q) * number(call.scale), held, own, call.sinks);
+  const Asked lazy = asked_by(layer, q * number(call.scale), held, own, call.sinks);
   const Asked asked{mx::contiguous(lazy.queries), mx::contiguous(lazy.logsums)};
   evaluate({asked.queries, asked.logsums});
   std::vector<std::optional<Come>> come;

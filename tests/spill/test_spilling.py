@@ -22,6 +22,7 @@ from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.spill import row_file
 from mlx_h2o.spill.conversation_rows import SpillStopped
+from mlx_h2o.spill.setting import TOGETHER
 from mlx_h2o.storage.pins import true_positions
 from tiny_models import tiny_model
 
@@ -104,7 +105,7 @@ def test_what_slots_hold_is_in_the_file(tmp_path, store, reference):
         require_slots_in_file(cache)
         assert cache.spill.available == cache.offset
         assert cache.spill.conversation.file.flush()
-        assert cache.spill.written == cache.offset // 16 * 16
+        assert cache.spill.written == cache.offset // TOGETHER * TOGETHER
         require_slots_in_file(cache)
 
 

@@ -101,13 +101,14 @@ def bring_back(layer: Layer, call: AttentionCall, new_keys: mx.array) -> None:
     back, spill = layer.back, layer.spill
     assert back is not None
     assert spill is not None
-    window = back.settings.window
+    H = layer.store.heads
     queries, own = list(back.queries), None
     if call.q.shape[2] > 1:
-        queries, own = [*queries, call.q[:, :, -window:]], new_keys
+        queries, own = [*queries, back.asking(call.q, H)], new_keys
     if not queries:
         return
-    q = mx.concatenate(queries, axis=2)[:, :, -window:]
+    q = mx.concatenate(queries, axis=2)[:, :, -back.settings.window :].astype(mx.float32)
+    q = back.of_all(q, H)
     if (frame := layer.settings.frame) is not None:
         q, own = frame.enter_queries(q), None if own is None else frame.enter(own)
     q = q.astype(mx.float32) * call.scale
@@ -255,6 +256,8 @@ def _wanted(
     of_absent = np.where(absent, logits, -np.inf)
     lse = np.logaddexp(lse, np.logaddexp.reduce(of_absent, axis=1, keepdims=True))
     own = np.exp(np.minimum(logits - lse, 0)).max(axis=0)
+    if not back.asks(head):
+        own = np.zeros_like(own)
     masses = own.copy()
     for i in range(1, min(back.settings.ahead, len(at) - 1) + 1):
         behind = np.where(at[i:] - at[:-i] == i, own[:-i] * FADING**i, 0)
@@ -313,8 +316,8 @@ def pages_to_read(estimates: Array, lost: Array, pages: int, most: int) -> set[i
 
 
 def most_wanted(rank: Array, most: int) -> Array:
-    """The positions of the `most` largest numbers of `rank`, in order."""
-    at: Array = np.sort(np.argpartition(-rank, most - 1)[:most])
+    """The positions of the `most` largest numbers of `rank`, in order; of equals the first."""
+    at: Array = np.sort(np.argsort(-rank, kind="stable")[:most])
     return at
 
 
@@ -361,8 +364,9 @@ def _kept_credit(
 def _digest_new_pages(layer: Layer, back: Returning, spill: LayerRows) -> None:
     """Make the digests of pages that were completed since the last time.
 
-    Other heads than those that ask have digests of zeros: a head whose neighbours in its run ask
-    gets some rows back, too, and any will do.
+    Other heads than those that ask have digests of zeros, and queries of zeros: a head whose
+    neighbours in its run ask gets some rows back, too, and any will do. They have no credit, and
+    are the first to leave again.
     """
     last = spill.available // PAGE
     heads = range(layer.store.heads) if back.heads is None else sorted(back.heads)

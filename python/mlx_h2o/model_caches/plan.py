@@ -24,6 +24,7 @@ from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.budgets.tensor_parallel import Ranks
 from mlx_h2o.integration.layer_probe import LayerKind
 from mlx_h2o.policies import Policy
+from mlx_h2o.spill.setting import WAITING
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import Packing, group_size_for
 from mlx_h2o.storage.query_centres import QueryCentres
@@ -147,9 +148,12 @@ def planned(
         ValueError: The size is too small for the policy.
     """
     attending = all(kind.routed for kind in kinds)
+    looking = retrieval_heads(at_hand.profile, len(kinds))
+    if _rows_return(settings, policy, attending) and at_hand.profile is not None:
+        at_hand = replace(at_hand, profile=at_hand.profile.with_returns())
     profile = at_hand.profile
     centres: Sequence[QueryCentres | None] = at_hand.centres or [None] * len(kinds)
-    own = _own_widths(kinds, settings, profile, centres)
+    own = _own_widths(kinds, settings, looking, centres)
     shares = [LayerShare(kind.heads, widths) for kind, widths in zip(kinds, own, strict=True)]
     if profile is not None:
         shares = [
@@ -187,22 +191,28 @@ def planned(
     return Plan(packing, layers, choice)
 
 
+def _rows_return(settings: ModelSettings, policy: Policy, attending: bool) -> bool:
+    """Whether evicted rows come back (`engine/returning.py`)."""
+    spill = settings.spill
+    return spill is not None and spill.returns is not None and policy.needs_attention and attending
+
+
 def _own_widths(
     kinds: Sequence[LayerKind],
     settings: ModelSettings,
-    profile: Profile | None,
+    looking: Sequence[frozenset[int] | None],
     centres: Sequence[QueryCentres | None],
 ) -> list[RowWidths]:
     """The widths of each layer's rows, with the bytes of what its heads hold beside them."""
-    spill, looking = settings.spill, retrieval_heads(profile, len(kinds))
-    own = []
+    spill, own = settings.spill, []
     for kind, of_layer, heads in zip(kinds, centres, looking, strict=True):
-        group = 0 if heads == frozenset() else kind.group
+        queries = kind.group * (1 if heads is None else len(heads) / kind.heads)
         widths = replace(
             kind.widths,
             undo=settings.undo,
             centre_bytes=of_layer.head_bytes if of_layer else 0,
-            spill_bytes=spill.head_bytes(kind.widths, group) if spill else 0,
+            spill_bytes=spill.head_bytes(kind.widths, queries) if spill else 0,
+            waiting=WAITING if spill else 0,
         )
         own.append(widths)
     return own
