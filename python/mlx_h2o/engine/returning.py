@@ -2,7 +2,8 @@
 
 Before a chunk of queries, and every few tokens while decoding, the last queries of the layer's
 retrieval heads are compared with the digests of all pages (`spill/page_digests.py`). Of the pages
-with the largest estimated attention mass the rows themselves are read, and their masses computed.
+that have the rows with the largest estimated attention mass the rows themselves are read, and their
+masses computed.
 The rows that got most, and those that follow them, take slots: the remainder loses them
 (`Remainder.without`), and the policy chooses the rows that leave for them.
 
@@ -30,7 +31,7 @@ from mlx_h2o.engine.policy_view import rows_of
 from mlx_h2o.engine.returns_kept import Credit, Returning
 from mlx_h2o.spill.layer_rows import LayerRows
 from mlx_h2o.spill.layout import DamagedFile
-from mlx_h2o.spill.page_digests import PAGE, TRACT
+from mlx_h2o.spill.page_digests import PAGE, TRACT, digests_of
 from mlx_h2o.spill.parts import Array, of_bits
 from mlx_h2o.storage.packed import dense, value_lengths
 from mlx_h2o.storage.pins import true_positions
@@ -268,7 +269,7 @@ def _wanted(
 def _pages_read(
     layer: Layer, back: Returning, q: Array, lse: Array, head: int, held: Array, most: int
 ) -> list[int]:
-    """The pages whose rows are read, ascending: those with the largest estimated mass.
+    """The pages whose rows are read, ascending: those of the rows with the largest estimated mass.
 
     Args:
         layer: The layer.
@@ -282,14 +283,23 @@ def _pages_read(
     spill = layer.spill
     assert spill is not None
     pages = spill.available // PAGE
-    lost = PAGE - np.bincount(held // PAGE, minlength=pages)[:pages]
-    estimates = np.zeros(pages, np.float32)
-    for first, digests in spill.digests(head, layer.store.heads, q.shape[1]):
-        part = slice(first, min(first + len(digests), pages))
-        logits = q @ digests[: part.stop - first].astype(np.float32).T - lse
-        estimates[part] = logits.max(axis=0, initial=-np.inf)
-    with np.errstate(divide="ignore"):
-        estimates += np.log(lost)
+    absent = np.ones(pages * PAGE, bool)
+    absent[held[held < len(absent)]] = False
+    absent = absent.reshape(pages, PAGE)
+    lost = absent.sum(axis=1)
+    estimates = np.where(lost > 0, 0, -np.inf).astype(np.float32)
+    if back.asks(head):
+        asking = back.asking_heads(layer.store.heads)
+        place, width = asking.index(head), q.shape[1]
+        for first, digests in spill.digests(place, len(asking), width):
+            part = slice(first, min(first + len(digests), pages))
+            digests = digests[: part.stop - first]
+            logits = (digests["keys"].reshape(-1, width).astype(np.float32) @ q.T).reshape(
+                len(digests), PAGE, -1
+            )
+            logits = logits * digests["scale"][:, None, None] - lse.T
+            logits = np.where(absent[part], logits.max(axis=2), -np.inf)
+            estimates[part] = logits.max(axis=1)
     return sorted(pages_to_read(estimates, lost, back.settings.pages, most))
 
 
@@ -302,7 +312,7 @@ def pages_to_read(estimates: Array, lost: Array, pages: int, most: int) -> set[i
     """The pages that are read: those of the largest estimates, and each one's next.
 
     Args:
-        estimates: The logarithm of each page's estimated mass.
+        estimates: The logarithm of the largest estimated mass of a page's evicted rows.
         lost: How many of its rows were evicted.
         pages: So many are read, and as many behind them.
         most: How many evicted rows are read, at least.
@@ -364,20 +374,17 @@ def _kept_credit(
 def _digest_new_pages(layer: Layer, back: Returning, spill: LayerRows) -> None:
     """Make the digests of pages that were completed since the last time.
 
-    Other heads than those that ask have digests of zeros, and queries of zeros: a head whose
-    neighbours in its run ask gets some rows back, too, and any will do. They have no credit, and
-    are the first to leave again.
+    Other heads than those that ask have none, and queries of zeros: a head whose neighbours in its
+    run ask gets some rows back, too, and any will do. They have no credit, and are the first to
+    leave again.
     """
     last = spill.available // PAGE
-    heads = range(layer.store.heads) if back.heads is None else sorted(back.heads)
+    heads = back.asking_heads(layer.store.heads)
     while (first := spill.digested) < last:
         pages = min(last - first, TRACT)
         positions = np.arange(first * PAGE, (first + pages) * PAGE)
-        means = np.zeros((layer.store.heads, pages, layer.types["keys"].width), np.float32)
-        for head in heads:
-            keys = _keys_of(layer, spill.rows(head, positions))
-            means[head] = np.array(keys.reshape(pages, PAGE, -1).mean(axis=1))
-        spill.digest(means)
+        keys = [np.array(_keys_of(layer, spill.rows(head, positions))) for head in heads]
+        spill.digest(digests_of(np.stack(keys).reshape(len(heads), pages, PAGE, -1)))
 
 
 def _rows(

@@ -86,6 +86,10 @@ class Returning:
         """Whether rows come back for the sake of a KV head."""
         return self.heads is None or head in self.heads
 
+    def asking_heads(self, heads: int) -> list[int]:
+        """The KV heads for whose sake rows come back, of so many."""
+        return list(range(heads)) if self.heads is None else sorted(self.heads)
+
     def has(self, run: Run) -> bool:
         """Whether rows come back to a run of heads."""
         return any(map(self.asks, range(run.first, run.last)))

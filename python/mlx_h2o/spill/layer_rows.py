@@ -325,22 +325,22 @@ class LayerRows:
         """Pages of this layer that have digests."""
         return self.conversation.digests.count(self.index)
 
-    def digest(self, means: Array) -> None:
-        """Keep the mean keys `[H, pages, D]` of the next pages.
+    def digest(self, digests: Array) -> None:
+        """Keep the digests `[heads, pages]` of the next pages, of the heads that ask.
 
         Raises:
             OSError: There is no room for them on the disk.
         """
-        self.conversation.digests.append(self.index, means)
+        self.conversation.digests.append(self.index, digests)
 
     def digests(self, head: int, heads: int, width: int) -> Iterator[tuple[int, Array]]:
-        """The mean keys of one head's pages, in parts: the first page, and `[pages, D]`.
+        """The digests of one head's pages, in parts: the first page, and `[pages]`.
 
         Some may be beyond `available`.
 
         Args:
-            head: The KV head.
-            heads: KV heads of the layer.
+            head: The head's place among those that ask.
+            heads: How many ask.
             width: Width of a key, D.
         """
         return self.conversation.digests.read(self.index, head, heads, width)
