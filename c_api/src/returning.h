@@ -37,6 +37,7 @@ class Returning {
   mx::array of_all(const mx::array& kept) const;
   // Whether rows come back before the next `length` tokens of a layer.
   bool is_due(const BoundedLayer& layer, int length) const;
+  bool any_asks() const;
   bool has(const Run& run) const;
 };
 
