@@ -24,6 +24,7 @@ from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.spill import row_file
 from mlx_h2o.spill.conversation_rows import SpillStopped
+from mlx_h2o.spill.layout import POSITIONS
 from mlx_h2o.spill.setting import TOGETHER, WAITING
 from mlx_h2o.storage.pins import true_positions
 from tiny_models import tiny_model
@@ -291,7 +292,8 @@ def test_rows_that_wait_for_the_file_are_counted_and_few(tmp_path, monkeypatch):
     for i in range(40):
         step(cache, 1, i + 1, dtype)
         assert wait_for(lambda: rows.file.written >= rows.file.handed)
-        most = max(most, cache.spill.nbytes)
+        if i >= 2 * POSITIONS:  # the first chunk's rows are in the file
+            most = max(most, cache.spill.nbytes)
         held = cache.offset % TOGETHER
         waits = cache.offset - held - rows.file.written
         assert cache.spill.nbytes == HEADS * (held * dense + waits * stored)
@@ -319,7 +321,8 @@ def test_a_chunk_s_last_rows_do_not_keep_the_whole_chunk(tmp_path):
     for i in range(8):
         mx.eval(step(cache, 1, i + 2))
     assert wait_for(lambda: cache.spill.nbytes < 16 * HEADS * 2 * 4 * WIDTH)
-    assert mx.get_active_memory() - before < 1e6 < 4001 * HEADS * 2 * 4 * WIDTH
+    of_chunk = 4001 * HEADS * 2 * 4 * WIDTH
+    assert wait_for(lambda: mx.get_active_memory() - before < of_chunk / 4)
 
 
 def test_a_layer_that_gets_no_rows_ends_the_file(tmp_path):
