@@ -209,7 +209,8 @@ def _come(layer: Layer, back: Returning, run: Run, fields: Fields, asked: Asked)
         chosen.append({name: of_name[best] for name, of_name in wanted.rows.items()})
         given = _as_scores(layer, at, wanted.masses[best])
         credits[head] = Credit(
-            np.concatenate([kept.positions, at]), np.concatenate([kept.scores, given])
+            np.concatenate([kept.positions, at]).astype(np.int32),
+            np.concatenate([kept.scores, given]),
         )
     rows = _rows(layer, fields, chosen, [credits[head] for head in heads])
     return Come(rows, mx.array(scores[None]), credits)
@@ -283,9 +284,9 @@ def _pages_read(
     spill = layer.spill
     assert spill is not None
     pages = spill.available // PAGE
-    absent = np.ones(pages * PAGE, bool)
-    absent[held[held < len(absent)]] = False
-    absent = absent.reshape(pages, PAGE)
+    is_absent = np.ones(pages * PAGE, bool)
+    is_absent[held[held < pages * PAGE]] = False
+    absent: Array = is_absent.reshape(pages, PAGE)
     lost = absent.sum(axis=1)
     estimates = np.where(lost > 0, 0, -np.inf).astype(np.float32)
     if back.asks(head):
