@@ -9,7 +9,7 @@ import pytest
 import mlx_h2o
 from mlx_h2o._utils.json_arrays import as_text, of_text
 from mlx_h2o.budgets.allocation import capped, scaled
-from mlx_h2o.budgets.profile import ECHO_PART, RETURNED_PART, Profile
+from mlx_h2o.budgets.profile import ECHO_PART, Profile
 from mlx_h2o.budgets.profile_data import Measured, frames_for
 from mlx_h2o.loading.identity import ModelIdentity
 
@@ -201,13 +201,3 @@ def test_the_shipped_profile_shares_out_what_swift_expects():
         assert [cache.settings.filling[-1].budgets for cache in caches] == slots
         means = [[sum(stage.budgets) for stage in cache.settings.filling] for cache in caches]
         assert sum(of_layer[-2] for of_layer in means) > sum(of_layer[-1] for of_layer in means)
-
-
-def test_retrieval_heads_need_fewer_slots_where_evicted_rows_come_back():
-    plain, made = profile(), with_echoes(1, 1e-3, 100)
-    again = made.with_returns()
-    assert made.retrieval_heads() == [frozenset(), frozenset({0})]
-    assert again.losses == made.losses
-    part = again.measured.echoes / made.measured.echoes
-    assert np.allclose(part, [1, 1, RETURNED_PART])
-    assert plain.with_returns() == plain

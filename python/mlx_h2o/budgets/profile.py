@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,6 @@ ECHO_PART = 0.1
 #: The part of all heads' retrieval loss that retrieval heads have: 10 of SmolLM2's 90 heads have
 #: 0.87 of it, 15 have 0.94, 25 have 0.98.
 RETRIEVAL_PART = 0.94
-#: Part of their retrieval loss that retrieval heads keep where evicted rows come back to them.
-RETURNED_PART = 0.25
 # Beyond one part in so many of the calibrated length the curves cover too few evictions, and the
 # shares at that size are kept.
 LARGEST_PART = 2
@@ -177,24 +175,6 @@ class Profile:
             found.append(frozenset(h for h in range(count) if first + h in heads))
             first += count
         return found
-
-    def with_returns(self) -> Profile:
-        """The profile by which slots are shared out where evicted rows come back from a file.
-
-        What a retrieval head evicts is not lost to it, so its retrieval loss weighs less, and more
-        slots go to heads that only have theirs.
-        """
-        measured = self.measured
-        if measured is None or measured.echoes is None:
-            return self
-        looking = self.retrieval_heads()
-        weights = [
-            RETURNED_PART if heads is None or head in heads else 1.0
-            for heads, layer in zip(looking, self.losses, strict=True)
-            for head in range(len(layer))
-        ]
-        echoes = (measured.echoes * np.array(weights)).astype(measured.echoes.dtype)
-        return replace(self, measured=replace(measured, echoes=echoes))
 
     def saturation(self, budgets: Sequence[Sequence[int]]) -> list[list[float]]:
         """Each head's better t for these budgets `[layers][H]`, at the next grid point up."""

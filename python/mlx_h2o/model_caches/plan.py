@@ -148,12 +148,9 @@ def planned(
         ValueError: The size is too small for the policy.
     """
     attending = all(kind.routed for kind in kinds)
-    looking = retrieval_heads(at_hand.profile, len(kinds))
-    if _rows_return(settings, policy, attending) and at_hand.profile is not None:
-        at_hand = replace(at_hand, profile=at_hand.profile.with_returns())
     profile = at_hand.profile
     centres: Sequence[QueryCentres | None] = at_hand.centres or [None] * len(kinds)
-    own = _own_widths(kinds, settings, looking, centres)
+    own = _own_widths(kinds, settings, profile, centres)
     shares = [LayerShare(kind.heads, widths) for kind, widths in zip(kinds, own, strict=True)]
     if profile is not None:
         shares = [
@@ -191,20 +188,15 @@ def planned(
     return Plan(packing, layers, choice)
 
 
-def _rows_return(settings: ModelSettings, policy: Policy, attending: bool) -> bool:
-    """Whether evicted rows come back (`engine/returning.py`)."""
-    spill = settings.spill
-    return spill is not None and spill.returns is not None and policy.needs_attention and attending
-
-
 def _own_widths(
     kinds: Sequence[LayerKind],
     settings: ModelSettings,
-    looking: Sequence[frozenset[int] | None],
+    profile: Profile | None,
     centres: Sequence[QueryCentres | None],
 ) -> list[RowWidths]:
     """The widths of each layer's rows, with the bytes of what its heads hold beside them."""
-    spill, own = settings.spill, []
+    spill, looking = settings.spill, retrieval_heads(profile, len(kinds))
+    own = []
     for kind, of_layer, heads in zip(kinds, centres, looking, strict=True):
         queries = kind.group * (1 if heads is None else len(heads) / kind.heads)
         widths = replace(
