@@ -2,10 +2,12 @@
 
     python -m research.returning TEXT [--model MODEL] [--tokens 1024] [--parts 8 16 32] [--prose]
 
-Facts: one is planted in each prompt, at a random place of the text. The prompt is read as a chat
-would read it: the text in chunks, the question as a chunk of its own but for its last token. A fact
-is known if each token of the answer is the likeliest. With --prose, perplexity: the text is read
-token by token, and scored from a quarter on.
+Facts: one is planted in each prompt, at a random place of the text, or with --within among its
+first tokens. The prompt is read as a chat would read it: the text in chunks, the question as a
+chunk of its own but for its last token. A fact is known if each token of the answer is the
+likeliest. With --resumed there is one more cache, whose file is kept: before the question it is
+dropped, and the conversation resumed from the file. With --prose, perplexity: all samples are read
+side by side, token by token, and scored from a quarter on.
 
 All caches of a part have the same bytes of memory, those that wait for the file and the last
 queries included, and hold one conversation each.
@@ -19,7 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_cache
 import mlx_h2o
 from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o.budgets.settings import ModelSettings
+from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.evaluate.arms import OURS, WINDOW, Arm
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, caches_in_16_bits
 from mlx_h2o.evaluate.perplexity import samples_of
@@ -41,6 +44,7 @@ from research.real_model import lost, stepwise
 CHUNK = 64
 #: Caches that are compared, but for the full one.
 WITHOUT, WITH = OURS, f"{OURS}, rows come back"
+RESUMED = f"{WITH}, resumed"
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,27 @@ def makers(
         WINDOW: lambda: Arm(WINDOW).make(model, given),
         WITHOUT: lambda: ours(None),
         WITH: lambda: ours(mlx_h2o.Spill(folder)),
+        RESUMED: lambda: in_32_bits(ours(mlx_h2o.Spill(folder, keep=True))),
     }
+
+
+def in_32_bits(cache: list[Any]) -> list[Any]:
+    """Caches that were sized as in a 16-bit model, and say that their rows have 32 bits.
+
+    Resuming compares what they say with the rows in the file.
+    """
+    for entry in cache:
+        widths = replace(entry.share.widths, key_size=4, value_size=4)
+        entry.share = replace(entry.share, widths=widths)
+    return cache
+
+
+def resumed(cache: Sequence[Any]) -> list[Any]:
+    """The caches of a conversation whose file is kept, from the last record in that file."""
+    file = cache[0].spill.conversation.file
+    path = file.path
+    file.close()
+    return mlx_h2o.resume(path)
 
 
 def facts_known(
@@ -82,23 +106,39 @@ def facts_known(
     for i, row in enumerate(task.prompts.tolist()):
         cache, asked = make(), task.questions[i]
 
-        def read(tokens: Sequence[int], cache: list[Any] = cache) -> mx.array:
+        def read(tokens: Sequence[int], cache: list[Any]) -> mx.array:
             logits = model(mx.array([tokens]), cache=cache)[:, -1]
             mx.eval(logits)
             return logits
 
-        for start in range(0, asked, CHUNK):
-            read(row[start : min(start + CHUNK, asked)])
-        read(row[asked:-1])
-        logits, right = read(row[-1:]), True
+        def read_all(start: int, cache: list[Any], row: list[int] = row, end: int = asked) -> None:
+            for first in range(start, end, CHUNK):
+                # The logits of the text are not read, and a small model's are a fifth of the work.
+                mx.eval(model.model(mx.array([row[first : min(first + CHUNK, end)]]), cache=cache))
+
+        read_all(0, cache)
+        if named.startswith(RESUMED):
+            cache = resumed(cache)
+            read_all(cache[0].offset, cache)
+        read(row[asked:-1], cache)
+        logits, right = read(row[-1:], cache), True
         for token in task.answers[i]:
             right &= bool(is_known(logits, mx.array([token]), 0).item())
-            logits = read([token])
+            logits = read([token], cache)
         known.append(float(right))
         held.append(bytes_in_16_bits(cache))
         rows += rows_read(cache) / len(row)
+        if named.startswith(RESUMED):
+            remove_file(cache)
         print(f"{named}: {i + 1} of {len(task.answers)} prompts", file=sys.stderr, flush=True)
     return Found(known, statistics.fmean(held), rows / len(known))
+
+
+def remove_file(cache: Sequence[Any]) -> None:
+    """End a conversation whose file is kept, and remove the file."""
+    file = cache[0].spill.conversation.file
+    file.keep = False
+    file.close()
 
 
 def rows_read(cache: Sequence[Any]) -> int:
@@ -110,15 +150,17 @@ def rows_read(cache: Sequence[Any]) -> int:
 def prose_read(
     model: nn.Module, samples: mx.array, make: Callable[[], list[Any]], named: str
 ) -> Found:
-    """Nats per token of every sample, each read token by token through a cache of its own."""
-    nats, held, rows, T = list[float](), [], 0.0, samples.shape[1]
-    for i in range(samples.shape[0]):
-        cache = make()
-        nats += stepwise(model, samples[i : i + 1], cache, T // 4)
-        held.append(bytes_in_16_bits(cache))
-        rows += rows_read(cache) / T
-        print(f"{named}: {i + 1} of {samples.shape[0]} samples", file=sys.stderr, flush=True)
-    return Found(nats, statistics.fmean(held), rows / len(nats))
+    """Nats per token of all samples, read side by side, each through caches of its own."""
+    count, T = samples.shape
+    members = [make() for _ in range(count)]
+    merged = [type(of_layer[0]).merge(list(of_layer)) for of_layer in zip(*members, strict=True)]
+    nats = stepwise(model, samples, merged, T // 4)
+    print(f"{named}: {count} samples", file=sys.stderr, flush=True)
+    if not isinstance(merged[0], BatchH2OKVCache):
+        return Found(nats, bytes_in_16_bits(merged) / count, 0.0)
+    members = [[of_layer.caches[i] for of_layer in merged] for i in range(count)]
+    held = statistics.fmean(bytes_in_16_bits(cache) for cache in members)
+    return Found(nats, held, statistics.fmean(rows_read(cache) / T for cache in members))
 
 
 def line(part: str, name: str, found: Found, full: Found, prose: bool) -> None:
@@ -143,6 +185,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompts", type=int, default=12)
     made.add_argument("--samples", type=int, default=4, help="of prose")
     made.add_argument("--form", choices=sorted(FORMS), default="cloze", help="of the facts")
+    made.add_argument("--within", type=int, help="tokens among which the fact is planted")
+    made.add_argument("--resumed", action="store_true", help="ask after a restart, too")
     made.add_argument("--seed", type=int, default=3)
     made.add_argument("--prose", action="store_true", help="perplexity instead of facts")
     made.add_argument("--only", nargs="+", help="caches, by name")
@@ -168,6 +212,7 @@ def main() -> None:
             facts=1,
             form=FORMS[args.form],
             seed=args.seed,
+            within=args.within,
         )
 
     def measured(make: Callable[[], list[Any]], named: str) -> Found:
@@ -183,7 +228,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for part in args.parts:
             for name, make in makers(model, args.tokens // part, args.tokens, Path(folder)).items():
-                if args.only and name not in args.only:
+                if (args.only and name not in args.only) or (name == RESUMED and not args.resumed):
                     continue
                 try:
                     make()

@@ -578,7 +578,7 @@ MLX_H2O_API int mlx_h2o_spill_resume(
 MLX_H2O_API int mlx_h2o_spill_failure(const char** res, const mlx_h2o_spill spill);
 // Where the file is; "" before it is made.
 MLX_H2O_API int mlx_h2o_spill_path(const char** res, const mlx_h2o_spill spill);
-// How many positions are in the file, in all layers: whole blocks of 16.
+// How many positions are in the file, in all layers: whole blocks of 8.
 MLX_H2O_API int mlx_h2o_spill_written(int64_t* res, const mlx_h2o_spill spill);
 // Waits until all whole blocks that all layers gave are on the disk: before an app is suspended.
 // (Those of a first chunk are given with the next token.) res, unless NULL, tells whether they are.

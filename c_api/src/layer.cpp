@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "layer_rows.h"
+#include "returning.h"
 
 namespace mlx_h2o {
 
@@ -30,7 +31,15 @@ std::vector<mx::array> BoundedLayer::side_state() const {
   all.insert(all.end(), noted.begin(), noted.end());
   const std::vector<mx::array> unread = unread_.arrays();
   all.insert(all.end(), unread.begin(), unread.end());
-  if (spill) all.insert(all.end(), spill->fresh().begin(), spill->fresh().end());
+  const std::vector<mx::array> beside = of_file();
+  all.insert(all.end(), beside.begin(), beside.end());
+  return all;
+}
+
+std::vector<mx::array> BoundedLayer::of_file() const {
+  std::vector<mx::array> all;
+  if (spill) all = spill->fresh();
+  if (back && !back->queries.empty()) all.push_back(back->queries.back());
   return all;
 }
 

@@ -124,6 +124,8 @@ class BoundedLayer {
   }
   // Arrays that must be evaluated with the output, or the graph grows from step to step.
   std::vector<mx::array> side_state() const;
+  // Of these, what the last step made for the file and for rows to come back from it.
+  std::vector<mx::array> of_file() const;
   // The same between steps, also while a decoder has the rows.
   std::vector<mx::array> newest() const {
     return memory_.newest();

@@ -35,7 +35,8 @@ int64_t LayerRows::available() {
 }
 
 size_t LayerRows::nbytes() const {
-  size_t bytes = 0;
+  const RowFile* const file = conversation_->file();
+  size_t bytes = file ? file->nbytes(layer_) : 0;
   for (const Held& held : held_)
     for (const auto& [name, rows] : held.rows) bytes += rows.nbytes();
   return bytes;

@@ -31,7 +31,7 @@ class LayerRows {
   std::vector<std::string> names() const;
   // Positions whose rows `rows` can give: whole blocks, while all is well.
   int64_t available();
-  // Bytes of the rows held here.
+  // Bytes of the rows in memory: those held here, and those that wait in the file.
   size_t nbytes() const;
   // Arrays that the last step made for the file, to be evaluated with its output.
   const std::vector<mx::array>& fresh() const {
@@ -53,16 +53,16 @@ class LayerRows {
   RowBytes rows(int head, const std::vector<int64_t>& positions) {
     return conversation_->file()->rows(layer_, head, positions);
   }
-  // Pages of this layer that have digests; the next ones' mean keys [H, pages, D]; and those of one
-  // head, [pages, D].
+  // Pages of this layer that have digests; those of the next ones; and the keys that some pages'
+  // tell (`PageDigests`).
   int digested() {
     return conversation_->digests.count(layer_);
   }
-  void digest(const mx::array& means) {
-    conversation_->digests.append(layer_, means);
+  void digest(int heads, int width, const std::vector<float>& keys) {
+    conversation_->digests.append(layer_, heads, width, keys);
   }
-  mx::array digests(int head, int pages) {
-    return conversation_->digests.read(layer_, head, pages);
+  std::vector<float> digested_keys(int head, int tract, int pages) {
+    return conversation_->digests.read(layer_, head, tract, pages);
   }
   // A file's fields as arrays of the store's dtypes: rows of some heads, [1, heads, M, width].
   Fields in_mlx(const std::vector<RowBytes>& of_heads) const;

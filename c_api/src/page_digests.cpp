@@ -5,20 +5,33 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <vector>
 
-#include "evaluation.h"
 #include "row_layout.h"
 
 namespace mlx_h2o {
 
 namespace {
 
-// Pages of one head that lie together.
-constexpr int kTract = 256;
-constexpr int kBytes = 2;  // of a float16
+// The greatest of a digest's whole numbers.
+constexpr float kGreatest = 127;
+
+// Bytes of a digest: its scale, and its keys.
+size_t bytes_of(int width) {
+  return sizeof(float) + size_t(kPage) * width;
+}
+
+// Writes the digest of a page: the nearest whole numbers of its keys, divided by a scale.
+void put_digest(uint8_t* to, const float* keys, size_t count) {
+  float most = 0;
+  for (size_t i = 0; i < count; ++i) most = std::max(most, std::abs(keys[i]));
+  const float scale = most / kGreatest, divisor = scale > 0 ? scale : 1;
+  std::memcpy(to, &scale, sizeof scale);
+  for (size_t i = 0; i < count; ++i)
+    to[sizeof scale + i] = uint8_t(int8_t(std::nearbyint(keys[i] / divisor)));
+}
 
 // A new file without a name.
 int nameless(const std::string& folder) {
@@ -43,20 +56,22 @@ int PageDigests::count(int layer) const {
   return found == counts_.end() ? 0 : found->second;
 }
 
-void PageDigests::append(int layer, const mx::array& means) {
-  const int H = means.shape(0), pages = means.shape(1), D = means.shape(2), first = count(layer);
-  forms_[layer] = {H, D};
-  const mx::array bytes = mx::contiguous(mx::view(mx::astype(means, mx::float16), mx::uint8));
-  evaluate({bytes});
-  const size_t size = size_t(D) * kBytes;
+void PageDigests::append(int layer, int heads, int width, const std::vector<float>& keys) {
+  const size_t of_page = size_t(kPage) * width, size = bytes_of(width);
+  const int pages = int(keys.size() / of_page / heads), first = count(layer);
+  forms_[layer] = {heads, width};
   for (int page = 0; page < pages;) {
     // As many as lie together.
     const int at = (first + page) % kTract, some = std::min(pages - page, kTract - at);
     const int64_t start = place(layer, (first + page) / kTract);
-    for (int head = 0; head < H; ++head) {
-      const uint8_t* from = bytes.data<uint8_t>() + (size_t(head) * pages + page) * size;
+    std::vector<uint8_t> digests(some * size);
+    for (int head = 0; head < heads; ++head) {
+      for (int i = 0; i < some; ++i)
+        put_digest(
+            digests.data() + i * size, keys.data() + (size_t(head) * pages + page + i) * of_page,
+            of_page);
       const int64_t to = start + int64_t(head * kTract + at) * int64_t(size);
-      if (pwrite(descriptor_, from, some * size, to) != ssize_t(some * size))
+      if (pwrite(descriptor_, digests.data(), digests.size(), to) != ssize_t(digests.size()))
         throw FileError("digests of pages could not be written");
     }
     page += some;
@@ -64,18 +79,22 @@ void PageDigests::append(int layer, const mx::array& means) {
   }
 }
 
-mx::array PageDigests::read(int layer, int head, int pages) const {
+std::vector<float> PageDigests::read(int layer, int head, int tract, int pages) const {
   const Form form = forms_.at(layer);
-  const size_t size = size_t(form.width) * kBytes;
-  std::vector<uint8_t> bytes(pages * size);
-  for (int page = 0; page < pages; page += kTract) {
-    const size_t some = std::min(pages - page, kTract) * size;
-    const int64_t start = tracts_.at({layer, page / kTract}) + int64_t(head) * kTract * size;
-    if (pread(descriptor_, bytes.data() + page * size, some, start) != ssize_t(some))
-      throw FileError("digests of pages could not be read");
+  const size_t of_page = size_t(kPage) * form.width, size = bytes_of(form.width);
+  std::vector<uint8_t> digests(pages * size);
+  const int64_t start = tracts_.at({layer, tract}) + int64_t(head) * kTract * int64_t(size);
+  if (pread(descriptor_, digests.data(), digests.size(), start) != ssize_t(digests.size()))
+    throw FileError("digests of pages could not be read");
+  std::vector<float> keys(pages * of_page);
+  for (int page = 0; page < pages; ++page) {
+    const uint8_t* from = digests.data() + page * size;
+    float scale;
+    std::memcpy(&scale, from, sizeof scale);
+    for (size_t i = 0; i < of_page; ++i)
+      keys[page * of_page + i] = scale * float(int8_t(from[sizeof scale + i]));
   }
-  const mx::array read(bytes.data(), mx::Shape{pages, int(size)}, mx::uint8);
-  return mx::view(read, mx::float16);
+  return keys;
 }
 
 void PageDigests::truncate(int layer, int position) {
@@ -89,7 +108,7 @@ int64_t PageDigests::place(int layer, int tract) {
   if (!is_new) return found->second;
   if (descriptor_ < 0) descriptor_ = nameless(folder_);
   const Form form = forms_.at(layer);
-  end_ += int64_t(form.heads) * kTract * form.width * kBytes;
+  end_ += int64_t(form.heads) * kTract * int64_t(bytes_of(form.width));
   return found->second;
 }
 

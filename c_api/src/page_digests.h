@@ -1,18 +1,21 @@
-// Digests of a conversation's pages: the mean key of every page, on disk beside the rows
+// Digests of a conversation's pages: the keys of the heads that ask, in 8 bits, beside the rows
 // (python/mlx_h2o/spill/page_digests.py, which says more). They lie in a file without a name, which
 // no other process can open and which goes with this object.
 #pragma once
 
+#include <stdint.h>
+
 #include <map>
 #include <string>
 #include <utility>
-
-#include "mx.h"
+#include <vector>
 
 namespace mlx_h2o {
 
 // Tokens of a page.
 constexpr int kPage = 16;
+// Pages of one head that lie together, and are compared with queries at once.
+constexpr int kTract = 256;
 
 class PageDigests {
  public:
@@ -26,10 +29,12 @@ class PageDigests {
   void close();
   // How many pages of a layer have digests.
   int count(int layer) const;
-  // Keeps the mean keys [H, pages, D] of a layer's next pages, in float16. Raises FileError.
-  void append(int layer, const mx::array& means);
-  // Those of one head's first pages, [pages, D] float16. Raises FileError.
-  mx::array read(int layer, int head, int pages) const;
+  // Keeps digests of a layer's next pages, by their keys [heads, pages, kPage, width]: those of the
+  // heads that ask. Raises FileError.
+  void append(int layer, int heads, int width, const std::vector<float>& keys);
+  // The keys of some pages of one tract as their digests tell them, [pages, kPage, width]. `head`
+  // is the head's place among those that ask. Raises FileError.
+  std::vector<float> read(int layer, int head, int tract, int pages) const;
   // Forgets the digests of pages that reach beyond a position.
   void truncate(int layer, int position);
 

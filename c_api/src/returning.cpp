@@ -67,6 +67,8 @@ class HeadWants {
       const std::vector<bool>& absent, int most)
       : layer_(layer), settings_(settings), head_(head), asked_(asked), absent_(absent) {
     read_ = pages_to_read(most);
+    // Others than those that ask get rows for their neighbours' sake, and any will do.
+    if (!layer.back->heads[head]) return;
     for (const auto& [position, own] : own_masses())
       for (int i = 0; i <= settings_.ahead && position + i < int(absent_.size()); ++i) {
         float& of_row = wanted_[position + i];
@@ -97,17 +99,39 @@ class HeadWants {
     return mx::squeeze(part(all, 0, head_, head_ + 1), 0);
   }
 
-  // The pages of the largest estimated mass, and those behind them: a fact may end there.
+  // The logarithm of the largest estimated mass of each page's evicted rows.
+  std::vector<float> estimated(const std::vector<int>& lost) const {
+    const std::vector<bool>& asking = layer_.back->heads;
+    const int pages = int(lost.size()), D = asked_.queries.shape(2);
+    std::vector<float> estimates(pages, -kInfinity);
+    if (!asking[head_]) {
+      for (int page = 0; page < pages; ++page)
+        if (lost[page]) estimates[page] = 0;
+      return estimates;
+    }
+    const int place = int(std::count(asking.begin(), asking.begin() + head_, true));
+    for (int first = 0; first < pages; first += kTract) {
+      const int some = std::min(pages - first, kTract);
+      const std::vector<float> told = layer_.spill->digested_keys(place, first / kTract, some);
+      const mx::array keys(told.begin(), mx::Shape{some * kPage, D}, mx::float32);
+      const mx::array logits = mx::matmul(of_head(asked_.queries), mx::swapaxes(keys, 0, 1));
+      const std::vector<float> found = floats_of(mx::max(logits - of_head(asked_.logsums), 0));
+      for (size_t i = 0; i < found.size(); ++i)
+        if (absent_[first * kPage + i]) {
+          float& most = estimates[first + i / kPage];
+          most = std::max(most, found[i]);
+        }
+    }
+    return estimates;
+  }
+
+  // The pages of the rows with the largest estimated mass, and those behind them: a fact may end
+  // there.
   std::set<int> pages_to_read(int most) const {
     const int pages = int(absent_.size()) / kPage;
     std::vector<int> lost(pages), order(pages);
     for (size_t i = 0; i < absent_.size(); ++i) lost[i / kPage] += absent_[i];
-    const mx::array digests = f32(layer_.spill->digests(head_, pages));
-    const mx::array logits = mx::matmul(of_head(asked_.queries), mx::swapaxes(digests, 0, 1));
-    std::vector<float> found = floats_of(mx::max(logits - of_head(asked_.logsums), 0));
-    std::vector<double> estimates(found.begin(), found.end());
-    for (int page = 0; page < pages; ++page)
-      estimates[page] = lost[page] ? estimates[page] + std::log(double(lost[page])) : -kInfinity;
+    const std::vector<float> estimates = estimated(lost);
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(
         order.begin(), order.end(), [&](int a, int b) { return estimates[a] > estimates[b]; });
@@ -296,19 +320,17 @@ void digest_new_pages(BoundedLayer& layer) {
   if (last <= first) return;
   std::vector<int64_t> positions((last - first) * kPage);
   std::iota(positions.begin(), positions.end(), first * kPage);
-  std::vector<mx::array> means;
+  std::vector<float> all;
+  int asking = 0, width = 0;
   for (int head = 0; head < layer.settings.heads(); ++head) {
-    if (!layer.back->heads[head]) {  // of heads that do not ask
-      means.push_back(mx::zeros({1, last - first, layer.types.key_width}));
-      continue;
-    }
+    if (!layer.back->heads[head]) continue;
     const Fields rows = spill.in_mlx({spill.rows(head, positions)});
-    const mx::array keys = f32(dense(layer.settings.packing.rows("keys", rows)));
-    const mx::array paged = mx::reshape(keys, {1, last - first, kPage, keys.shape(3)});
-    means.push_back(mx::mean(paged, 2));
-    evaluate({means.back()});  // so that not all heads' rows are held at once
+    const mx::array keys = dense(layer.settings.packing.rows("keys", rows));
+    const std::vector<float> of_head = floats_of(keys);
+    all.insert(all.end(), of_head.begin(), of_head.end());
+    ++asking, width = keys.shape(3);
   }
-  spill.digest(join_along(std::move(means), 0));
+  spill.digest(asking, width, all);
 }
 
 // Gives slots to the rows that come back; the policy evicts as many others.
@@ -440,9 +462,35 @@ size_t Returning::nbytes() const {
   return bytes;
 }
 
+mx::array Returning::asking(const mx::array& q) const {
+  const int L = q.shape(2), W = std::min(L, settings.window), H = int(heads.size());
+  const mx::array last = W < L ? part(q, 2, L - W, L) : q;
+  std::vector<int> at;  // of the query heads
+  for (int head = 0, G = q.shape(1) / H; head < H; ++head)
+    for (int i = 0; heads[head] && i < G; ++i) at.push_back(head * G + i);
+  // A copy, since a slice would keep all queries of its chunk in memory.
+  const mx::array kept = int(at.size()) == q.shape(1)
+      ? mx::contiguous(last)
+      : mx::take(last, mx::array(at.begin(), mx::Shape{int(at.size())}, mx::int32), 1);
+  return q.dtype() == mx::bfloat16 ? kept : mx::astype(kept, mx::float16);
+}
+
+mx::array Returning::of_all(const mx::array& kept) const {
+  const int H = int(heads.size()), asking = int(std::count(heads.begin(), heads.end(), true));
+  const int G = kept.shape(1) / asking;
+  const mx::array none = mx::zeros({1, G, kept.shape(2), kept.shape(3)});
+  std::vector<mx::array> of_heads;
+  for (int head = 0, at = 0; head < H; ++head) {
+    of_heads.push_back(heads[head] ? part(f32(kept), 1, at, at + G) : none);
+    if (heads[head]) at += G;
+  }
+  return join_along(std::move(of_heads), 1);
+}
+
 void Returning::note(const mx::array& q) {
-  const int L = q.shape(2), window = settings.window;
-  queries.push_back(L > window ? part(q, 2, L - window, L) : q);
+  if (!any_asks()) return;
+  const int window = settings.window;
+  queries.push_back(asking(q));
   int behind = 0;
   for (size_t i = 1; i < queries.size(); ++i) behind += queries[i].shape(2);
   while (behind >= window) {
@@ -452,12 +500,17 @@ void Returning::note(const mx::array& q) {
 }
 
 bool Returning::is_due(const BoundedLayer& layer, int length) const {
-  if (!settings.rows || !layer.spill || layer.spill->available() < kPage) return false;
+  if (!settings.rows || !any_asks() || !layer.spill || layer.spill->available() < kPage)
+    return false;
   // Without attention a policy has no use for a credit.
   if (!layer.settings.policy.needs_attention()) return false;
   if (length == 1 && (layer.offset() % settings.every || !layer.settled())) return false;
   const std::vector<Run>& runs = layer.runs();
   return std::any_of(runs.begin(), runs.end(), [&](const Run& run) { return layer.lost(run) > 0; });
+}
+
+bool Returning::any_asks() const {
+  return std::find(heads.begin(), heads.end(), true) != heads.end();
 }
 
 bool Returning::has(const Run& run) const {
@@ -472,15 +525,17 @@ void bring_back(BoundedLayer& layer, const AttentionCall& call, const mx::array&
   std::optional<mx::array> own;
   // A single token's query asks for nothing, since reading it would wait for this step.
   if (L > 1) {
-    queries.push_back(L > window ? part(call.q, 2, L - window, L) : call.q);
+    queries.push_back(back.asking(call.q));
     own = new_keys;
   }
   if (queries.empty()) return;
   mx::array q = join_along(std::move(queries), 2);
   const int W = q.shape(2);
   if (W > window) q = part(q, 2, W - window, W);
+  q = back.of_all(q);
+  if (layer.settings.frame) q = enter_queries(*layer.settings.frame, q);
   std::vector<Fields> held = layer.attended(std::nullopt);
-  const Asked lazy = asked_by(layer, f32(q) * number(call.scale), held, own, call.sinks);
+  const Asked lazy = asked_by(layer, q * number(call.scale), held, own, call.sinks);
   const Asked asked{mx::contiguous(lazy.queries), mx::contiguous(lazy.logsums)};
   evaluate({asked.queries, asked.logsums});
   std::vector<std::optional<Come>> come;

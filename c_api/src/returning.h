@@ -23,9 +23,10 @@ class Returning {
 
   Returns settings;
   std::vector<bool> heads;
-  std::vector<mx::array> queries;  // the last, [1, Hq, L, D] each, as they meet the stored keys
-  std::map<int, Credit> credits;   // by KV head
-  int64_t returned = 0;            // rows that came back so far
+  // The last of the heads that ask, [1, asking * G, L, D] each, in 16 bits, as the model made them.
+  std::vector<mx::array> queries;
+  std::map<int, Credit> credits;  // by KV head
+  int64_t returned = 0;           // rows that came back so far
 
   // What a record of the state keeps of it (python/mlx_h2o/engine/returns_kept.py): arrays, put to
   // those of the cache, and the rest. Queries are kept without the frame.
@@ -37,16 +38,22 @@ class Returning {
   static Returns settings_of(const Json& config);
 
   size_t nbytes() const;
-  // Keeps the last of some queries [1, Hq, L, D], as they meet the stored keys.
+  // Keeps the last of some queries [1, Hq, L, D], as the model made them. The newest kept must be
+  // evaluated with the step, all of whose queries it holds until then.
   void note(const mx::array& q);
+  // What is kept of queries [1, Hq, L, D]; and what was kept as [1, Hq, W, D] float32, with zeros
+  // for heads that do not ask.
+  mx::array asking(const mx::array& q) const;
+  mx::array of_all(const mx::array& kept) const;
   // Whether rows come back before the next `length` tokens of a layer.
   bool is_due(const BoundedLayer& layer, int length) const;
+  bool any_asks() const;
   bool has(const Run& run) const;
 };
 
-// Lets the rows that the last queries want come back, and others leave for them. The call and the
-// new keys [1, H, L, D] are as they meet those stored; the layer has not taken them in. Where the
-// file cannot be read nothing changes, and the conversation goes on without it.
+// Lets the rows that the last queries want come back, and others leave for them. The call is as the
+// model made it, the new keys [1, H, L, D] are as those stored; the layer has not taken them in.
+// Where the file cannot be read nothing changes, and the conversation goes on without it.
 void bring_back(BoundedLayer& layer, const AttentionCall& call, const mx::array& new_keys);
 
 }  // namespace mlx_h2o

@@ -191,6 +191,13 @@ void RowFile::go_on(int64_t first) {
   written_ = first;
 }
 
+size_t RowFile::nbytes(int layer) const {
+  size_t bytes = blocks_.size() * layout_.layers()[layer].heads * layout_.segment_bytes(layer);
+  for (const Part& part : parts_[layer])
+    for (const auto& [name, rows] : part.bytes) bytes += rows.nbytes();
+  return bytes;
+}
+
 int64_t RowFile::complete() const {
   return *std::min_element(delivered_.begin(), delivered_.end());
 }

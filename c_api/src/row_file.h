@@ -53,6 +53,9 @@ class RowFile {
   void leave() {
     removed_ = false;
   }
+  // Bytes of a layer's rows that are in memory: of those not in the file yet, and of those whose
+  // block was written since the last rows came. Waits for no writing.
+  size_t nbytes(int layer) const;
   // Why nothing more is written, or "".
   std::string failure() const {
     return writer_.failure();

@@ -14,7 +14,7 @@
 namespace mlx_h2o {
 
 // Positions of a block in files that are made here.
-constexpr int kBlockPositions = 16;
+constexpr int kBlockPositions = 8;
 constexpr int64_t kMostTokensOfFile = int64_t(1) << 31;
 
 // A file, or a part of it, cannot be read or does not hold what was written.

@@ -78,18 +78,17 @@ mx::array attend_now(
     return entered;
   };
   if (layer.back) {
-    const AttentionCall entered = framed();
     if (layer.back->is_due(layer, call.length()))
-      bring_back(layer, entered, frame ? enter(*frame, keys) : keys);
-    layer.back->note(entered.q);
+      bring_back(layer, call, frame ? enter(*frame, keys) : keys);
+    layer.back->note(call.q);
   }
   // The first token of all goes op by op: then there are arrays to lend.
   // A step that brings a pinned token too, which is marked on its way in.
   if (layer.offset() && !layer.next_is_pinned() &&
       accepts(layer.settings, call, keys, values, fused_step_proven)) {
     const mx::array out = layer.decode(call, keys, values);
-    if (!layer.spill || layer.spill->fresh().empty()) return out;
-    return mx::depends({out}, layer.spill->fresh())[0];
+    const std::vector<mx::array> beside = layer.of_file();
+    return beside.empty() ? out : mx::depends({out}, beside)[0];
   }
   return attend_op_by_op(layer, framed(), frame ? enter(*frame, keys) : keys, values);
 }

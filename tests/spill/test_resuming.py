@@ -18,6 +18,7 @@ from mlx_h2o import Spill, load, make_prompt_cache, resume
 from mlx_h2o.caches.conversation import pin
 from mlx_h2o.caches.resume import resume_apart, told_by
 from mlx_h2o.spill import state_keeping
+from mlx_h2o.spill.layout import POSITIONS
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.state_record import paths_of, read_record
 
@@ -65,7 +66,7 @@ def test_a_conversation_goes_on_as_if_nothing_had_happened(tmp_path, model, sett
     del cache
     again = resume(path, key=key)
     known = again[0].offset
-    assert known == (144 if prompt == 70 else 160)  # the second record: 64 after the first
+    assert known == (136 if prompt == 70 else 160)  # the second record: 64 after the first
     outs = steps(model, again, 40, known - prompt)
     plain = make_prompt_cache(model, 40, spill=Spill(tmp_path / "other"), **settings)
     model(mx.random.randint(0, 200, (1, prompt), key=mx.random.key(9)), cache=plain)
@@ -87,11 +88,11 @@ def test_a_damaged_record_leaves_the_one_before(tmp_path, model):
         again = resume(path)
         offsets.append(again[0].offset)
         again[0].spill.conversation.close()
-        of_record = paths_of(path)[1 if offsets[-1] == 80 else 0]
+        of_record = paths_of(path)[1 if offsets[-1] == 72 else 0]
         changed = bytearray(of_record.read_bytes())
         changed[rng.randrange(len(changed))] ^= 4
         of_record.write_bytes(changed)
-    assert offsets == [80, 16]
+    assert offsets == [72, 8]
     with pytest.raises(ValueError, match="no record"):
         resume(path)
 
@@ -110,7 +111,7 @@ def test_a_record_of_other_tokens_does_not_count(tmp_path, model):
     del cache
     for name, content in records.items():
         (tmp_path / name).write_bytes(content)
-    assert resume(path)[0].offset == 16
+    assert resume(path)[0].offset == 8
 
 
 def test_lies_in_a_record_are_refused(tmp_path, model):
@@ -178,15 +179,15 @@ def test_a_record_holds_what_its_owner_tells(tmp_path, model):
     with pytest.raises(BlockingIOError):
         told_by(file.path, KEY)
     cache[0].spill.conversation.close()
-    assert told_by(file.path, KEY) == [(80, {"before": 80}), (16, {"before": 16})]
+    assert told_by(file.path, KEY) == [(72, {"before": 72}), (8, {"before": 8})]
     rows = file.path.read_bytes()
-    apart = resume_apart(file.path, 16, KEY)
-    assert apart[0].offset == 16
-    steps(model, apart, 20, 16)
+    apart = resume_apart(file.path, 8, KEY)
+    assert apart[0].offset == 8
+    steps(model, apart, 20, 8)
     assert file.path.read_bytes() == rows
     with pytest.raises(ValueError, match=r"no record .* at position 32"):
         resume(file.path, KEY, position=32)
-    assert resume(file.path, KEY, position=16)[0].offset == 16
+    assert resume(file.path, KEY, position=8)[0].offset == 8
 
 
 def test_a_changed_state_has_no_record_until_the_next(tmp_path, model):
@@ -200,7 +201,7 @@ def test_a_changed_state_has_no_record_until_the_next(tmp_path, model):
     steps(model, cache, 60, 130)
     cache[0].spill.conversation.close()
     again = resume(file.path)
-    assert again[0].offset == 144
+    assert again[0].offset == 136
     assert again[0].pins == cache[0].pins != ()
 
 
@@ -217,7 +218,7 @@ def test_a_batch_records_the_state_of_each_of_its_conversations(tmp_path, model)
     files = [cache[0].spill.conversation.file.path for cache in members]
     for cache in members:
         cache[0].spill.conversation.close()
-    assert [resume(path)[0].offset for path in files] == [32, 64]
+    assert [resume(path)[0].offset for path in files] == [96, 128]
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.slow)])
@@ -242,7 +243,7 @@ def test_a_killed_conversation_goes_on(tmp_path, model, kills):
         time.sleep(rng.random() * 0.5)
         process.send_signal(signal.SIGKILL)
         rest = process.communicate()[0]
-        assert int(first.split()[1]) % 16 == (0 if files else 39 % 16)
+        assert int(first.split()[1]) % POSITIONS == (0 if files else 39 % POSITIONS)
         began = int(first.split()[1])
         assert began >= max(said, default=0) - 200  # the thread may be some blocks behind
         for line in (early + rest).split("\n")[:-1]:
@@ -262,10 +263,10 @@ def test_the_record_that_a_conversation_went_on_from_is_not_overwritten_first(tm
     first = paths_of(path)[0].read_bytes()
     del cache
     again = resume(path)
-    steps(model, again, 120, 16)
+    steps(model, again, 120, 8)
     again[0].spill.conversation.close()
     assert paths_of(path)[0].read_bytes() == first
-    assert resume(path)[0].offset == 80
+    assert resume(path)[0].offset == 72
 
 
 def recorded(cache):

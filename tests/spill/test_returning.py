@@ -12,7 +12,7 @@ from mlx_h2o import Frame, H2OKVCache, Returns, Spill, load, make_prompt_cache
 from mlx_h2o.evaluate.recall import recall_task
 from mlx_h2o.loading.load import CALIBRATION_TEXT
 from mlx_h2o.spill.conversation_rows import SpillStopped
-from mlx_h2o.spill.page_digests import PAGE, TRACT, PageDigests
+from mlx_h2o.spill.page_digests import PAGE, TRACT, PageDigests, digests_of
 from mlx_h2o.storage.packed import dense
 from mlx_h2o.storage.pins import true_positions
 from mlx_h2o.storage.remainder import Remainder
@@ -114,8 +114,7 @@ def test_taking_rows_out_of_a_remainder_undoes_folding_them_in():
 
 @pytest.mark.parametrize("store", ["dense", "framed", "two budgets"])
 def test_a_row_that_a_chunk_wants_is_back_before_the_chunk_attends(tmp_path, store):
-    returns = replace(OFTEN, pages=8)  # the mean of 16 random keys says little of one of them
-    cache, without = (cache_of(at, returns, **STORES[store]) for at in (tmp_path, None))
+    cache, without = (cache_of(at, **STORES[store]) for at in (tmp_path, None))
     q, k, v = rows_of(160, 1)
     for start in range(0, 160, 40):
         part = slice(start, start + 40)
@@ -151,7 +150,7 @@ def test_a_fact_that_begins_in_one_page_comes_with_its_end_in_the_next(tmp_path)
 
 
 def test_a_row_that_decoding_wants_comes_a_little_later_and_leaves_when_unwanted(tmp_path):
-    cache = cache_of(tmp_path, replace(OFTEN, pages=8))
+    cache = cache_of(tmp_path)
     q, k, v = rows_of(160, 1)
     attended(cache, 0 * q[:, :, :40], k[:, :, :40], v[:, :, :40])
     attended(cache, 0 * q[:, :, 40:], k[:, :, 40:], v[:, :, 40:])
@@ -176,6 +175,12 @@ def test_rows_come_back_only_to_the_heads_that_ask_for_them(tmp_path):
         for one in (cache, alone):
             attended(one, *rows_of(count, i))
     assert cache.back.returned > 0
+    # Only their queries are kept, in 16 bits, and no arrays from which they were made.
+    kept = mx.concatenate(cache.back.queries, axis=2)
+    assert kept.shape[1] == QUERIES // HEADS
+    assert kept.dtype == mx.float16
+    asked = rows_of(20, 22)[0][:, 2:, -OFTEN.window :]
+    assert mx.array_equal(kept[:, :, -OFTEN.window :], asked.astype(mx.float16))
     assert positions_of(cache, 0) == positions_of(alone, 0)
     assert positions_of(cache, 1) != positions_of(alone, 1)
 
@@ -270,15 +275,19 @@ def test_a_batch_of_conversations_decodes_as_each_alone(tmp_path):
 def test_digests_are_read_as_they_were_written(tmp_path):
     rng = np.random.default_rng(0)
     for folder in (tmp_path, None):
-        digests, means = PageDigests(folder), rng.normal(size=(2, TRACT + 40, 8))
+        keys = rng.normal(size=(2, TRACT + 40, PAGE, 8)).astype(np.float32)
+        digests, made = PageDigests(folder), digests_of(keys)
         for first in (0, 1, 30, TRACT - 1, TRACT + 2):
             digests.truncate(1, first * PAGE)
-            digests.append(1, means[:, digests.count(1) :])
+            digests.append(1, made[:, digests.count(1) :])
         for head in range(2):
             parts = list(digests.read(1, head, 2, 8))
             assert [first for first, _ in parts] == [0, TRACT]
             read = np.concatenate([of_tract for _, of_tract in parts])
-            assert np.array_equal(read, means[head].astype(np.float16))
+            assert np.array_equal(read, made[head])
+            near = read["keys"] * read["scale"][:, None, None]
+            largest = np.abs(keys[head]).max(axis=(1, 2), keepdims=True)
+            assert (np.abs(near - keys[head]) <= largest / 253).all()
         assert not list(digests.read(0, 0, 2, 8))
         assert (digests.nbytes == 0) == (folder is not None)
     assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mlx_h2o.spill import row_file
-from mlx_h2o.spill.layout import DamagedFile, read_layout
+from mlx_h2o.spill.layout import POSITIONS, DamagedFile, read_layout
 from mlx_h2o.spill.row_file import RowFile
 from rows_for_files import FORMS, append, bits_of, fields, in_mlx, require
 
@@ -63,9 +63,9 @@ def test_blocks_are_written_while_rows_come(tmp_path):
         for position in range(64):
             append(file, position, 1, in_mlx)
             file.schedule()
-        assert wait_for(lambda: file.written == 48)
+        assert wait_for(lambda: file.written == 64 - POSITIONS)
         assert not file.failure
-        assert file.nbytes < 20 * sum(form.heads * form.row_bytes for form in FORMS)
+        assert file.nbytes == POSITIONS * sum(form.heads * form.row_bytes for form in FORMS)
         require(file, range(64))
 
 
@@ -112,7 +112,7 @@ def test_a_killed_process_leaves_all_blocks_that_were_written(tmp_path, kills):
         with RowFile.open(path) as file:
             assert file.written >= max(safe, written)
             written = file.written
-            assert written % 16 == 0
+            assert written % POSITIONS == 0
             require(file, range(written))
     assert written > 16 * kills
 
@@ -127,7 +127,7 @@ def file_of(path, count, **options):
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "sealed"])
 def test_a_torn_block_is_dropped(tmp_path, key):
     path = tmp_path / "a.rows"
-    layout = file_of(path, 64, key=key)
+    layout = file_of(path, 4 * POSITIONS, key=key)
     whole = path.read_bytes()
     assert len(whole) == layout.block_start(4)
     rng = random.Random(0)
@@ -141,15 +141,15 @@ def test_a_torn_block_is_dropped(tmp_path, key):
                 layout.record_start + layout.record_bytes
             )
             whole_again = unused and len(torn) == layout.block_start(3)
-            assert file.written == (48 if whole_again else 32)
-            assert path.stat().st_size == layout.block_start(file.written // 16)
+            assert file.written == (3 if whole_again else 2) * POSITIONS
+            assert path.stat().st_size == layout.block_start(file.written // POSITIONS)
             require(file, range(file.written))
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "sealed"])
 def test_a_flipped_byte_is_found_when_it_is_read(tmp_path, key):
     path = tmp_path / "a.rows"
-    layout = file_of(path, 64, key=key)
+    layout = file_of(path, 4 * POSITIONS, key=key)
     whole = path.read_bytes()
     rng = random.Random(1)
     for _ in range(60):
@@ -160,13 +160,13 @@ def test_a_flipped_byte_is_found_when_it_is_read(tmp_path, key):
         path.write_bytes(changed)
         with RowFile.open(path, key=key, writable=False) as file:
             if block == 3:
-                assert file.written == 48
-                require(file, range(48))
+                assert file.written == 3 * POSITIONS
+                require(file, range(3 * POSITIONS))
                 continue
             bad = 0
             for layer, form in enumerate(FORMS):
                 for head in range(form.heads):
-                    positions = np.arange(16 * block, 16 * block + 16)
+                    positions = np.arange(POSITIONS * block, POSITIONS * (block + 1))
                     try:
                         rows = file.rows(layer, head, positions)
                     except DamagedFile:
@@ -175,7 +175,7 @@ def test_a_flipped_byte_is_found_when_it_is_read(tmp_path, key):
                     bits = np.ascontiguousarray(rows["keys"]).view(np.uint8)
                     assert np.array_equal(bits, bits_of(layer, 0, head, positions).view(np.uint8))
             assert bad in (1, 5)  # one head's part of the block, or its record
-            require(file, [p for p in range(64) if p // 16 != block])
+            require(file, [p for p in range(4 * POSITIONS) if p // POSITIONS != block])
 
 
 def test_a_block_in_another_s_place_is_found(tmp_path):
@@ -192,7 +192,7 @@ def test_a_block_in_another_s_place_is_found(tmp_path):
         path = tmp_path / "c.rows"
         path.write_bytes(whole)
         with RowFile.open(path, writable=False) as file, pytest.raises(DamagedFile):
-            file.rows(0, 0, [17 if own else 33])
+            file.rows(0, 0, [(1 if own else 2) * POSITIONS + 1])
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "sealed"])
@@ -339,16 +339,16 @@ def test_a_full_disk_ends_the_file_and_nothing_else(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "could not be written" in file.failure
-    assert file.written == 48
-    require(file, range(48))
+    assert file.written == 3 * POSITIONS
+    require(file, range(3 * POSITIONS))
     append(file, 160, 16)
     assert file.nbytes == 0
-    assert file.complete == 48
+    assert file.complete == 3 * POSITIONS
     assert not file.flush()
     file.close()
     with RowFile.open(path) as file:
-        assert file.written == 48
-        require(file, range(48))
+        assert file.written == 3 * POSITIONS
+        require(file, range(3 * POSITIONS))
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), RuntimeError("anything")])

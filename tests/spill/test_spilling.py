@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import threading
+import time
 import warnings
 
 import mlx.core as mx
@@ -22,10 +24,20 @@ from mlx_h2o.attention.backends.choice import only_reference
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.spill import row_file
 from mlx_h2o.spill.conversation_rows import SpillStopped
+from mlx_h2o.spill.layout import POSITIONS
+from mlx_h2o.spill.setting import TOGETHER, WAITING
 from mlx_h2o.storage.pins import true_positions
 from tiny_models import tiny_model
 
 HEADS, QUERIES, WIDTH, SCALE = 2, 4, 64, 0.125
+
+
+def wait_for(condition):
+    for _ in range(500):
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def rows_of(count, seed, dtype=mx.float32):
@@ -104,7 +116,7 @@ def test_what_slots_hold_is_in_the_file(tmp_path, store, reference):
         require_slots_in_file(cache)
         assert cache.spill.available == cache.offset
         assert cache.spill.conversation.file.flush()
-        assert cache.spill.written == cache.offset // 16 * 16
+        assert cache.spill.written == cache.offset // TOGETHER * TOGETHER
         require_slots_in_file(cache)
 
 
@@ -124,7 +136,7 @@ def test_a_model_s_layers_share_one_file(tmp_path):
                 require_slots_in_file(entry)
             file = cache[0].spill.conversation.file
             assert {entry.spill.conversation.file for entry in cache} == {file}
-            assert file.complete == 144
+            assert file.complete == 150 // TOGETHER * TOGETHER
     assert all(mx.array_equal(a, b) for a, b in zip(*outs, strict=True))
     del cache, entry, file
     assert not list(tmp_path.iterdir())
@@ -154,7 +166,7 @@ def test_one_of_two_copies_goes_on_in_the_file(tmp_path):
     assert not cache.spill.follows
     assert "copy" in cache.spill.failure
     require_slots_in_file(other)
-    assert cache.spill.available == 32
+    assert cache.spill.available == 40
     for one in (cache, other):  # both began with these rows
         assert np.array_equal(
             bits_of(one.spill.rows(1, [0, 31])["keys"]),
@@ -268,6 +280,49 @@ def test_caches_of_every_kind_have_their_rows_in_the_file(tmp_path, family):
             require_slots_in_file(entry)
     assert bounded
     assert all(mx.array_equal(a, b) for a, b in zip(*outs, strict=True))
+
+
+def test_rows_that_wait_for_the_file_are_counted_and_few(tmp_path, monkeypatch):
+    dtype, dense = mx.float16, 2 * 2 * WIDTH
+    cache = cache_of(tmp_path, bits=6, dtype=dtype)
+    step(cache, 40, 0, dtype)
+    rows, open_again = cache.spill.conversation, threading.Event()
+    stored = rows.file.forms[0].row_bytes
+    most = 0
+    for i in range(40):
+        step(cache, 1, i + 1, dtype)
+        assert wait_for(lambda: rows.file.written >= rows.file.handed)
+        if i >= 2 * POSITIONS:  # the first chunk's rows are in the file
+            most = max(most, cache.spill.nbytes)
+        held = cache.offset % TOGETHER
+        waits = cache.offset - held - rows.file.written
+        assert cache.spill.nbytes == HEADS * (held * dense + waits * stored)
+        assert cache.nbytes >= cache.spill.nbytes
+    assert most <= HEADS * ((TOGETHER - 1) * dense + WAITING * stored)
+    # A disk that is slow: what was given to the writer stays in memory, and is counted.
+    write = row_file._write
+    monkeypatch.setattr(row_file, "_write", lambda *args: (open_again.wait(), write(*args)))
+    before = rows.file.written
+    for i in range(80):
+        step(cache, 1, i + 100, dtype)
+    assert rows.file.written == before
+    assert cache.spill.nbytes == HEADS * (cache.offset - before) * stored
+    open_again.set()
+    assert wait_for(lambda: rows.file.written >= rows.file.handed > before)
+
+
+def test_a_chunk_s_last_rows_do_not_keep_the_whole_chunk(tmp_path):
+    cache = cache_of(tmp_path)
+    step(cache, 48, 0)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    step(cache, 4001, 1)
+    assert wait_for(lambda: cache.spill.conversation.file.handed >= 40)
+    for i in range(8):
+        mx.eval(step(cache, 1, i + 2))
+    assert wait_for(lambda: cache.spill.nbytes < 16 * HEADS * 2 * 4 * WIDTH)
+    of_chunk = 4001 * HEADS * 2 * 4 * WIDTH
+    assert wait_for(lambda: mx.get_active_memory() - before < of_chunk / 4)
 
 
 def test_a_layer_that_gets_no_rows_ends_the_file(tmp_path):

@@ -36,6 +36,7 @@ class RowWidths:
         framed: Whether keys have key scaling (`Frame`).
         centre_bytes: Bytes of one KV head's query centres, or 0.
         spill_bytes: Bytes that one KV head keeps for a file of its rows (`Spill.head_bytes`), or 0.
+        waiting: Rows, as they are stored, of one KV head that wait for the file.
         position: Bytes of a slot's position (`storage/slot_store.py`): those of a long
             conversation, or fewer while it is short (`narrow`).
     """
@@ -49,6 +50,7 @@ class RowWidths:
     framed: bool = False
     centre_bytes: int = 0
     spill_bytes: int = 0
+    waiting: int = 0
     position: int = WIDE.size
 
     @property
@@ -92,7 +94,7 @@ class RowWidths:
         step = step_bytes(*rows, remainder, policy.evict_every)
         frame = 2 * 4 * self.key * self.framed
         constants = frame + self.centre_bytes
-        beside = constants + self.spill_bytes
+        beside = constants + self.spill_bytes + self.waiting * self.row_bytes
         return remainder + beside + 4 * policy.evict_every + self.undo * step
 
 
@@ -121,7 +123,7 @@ class LayerShare:
 
     def config(self) -> dict[str, Any]:
         """The share as JSON types; packing, undo, key scaling and centres are cache settings."""
-        own = ("packing", "undo", "framed", "centre_bytes", "spill_bytes", "position")
+        own = {"packing", "undo", "framed", "centre_bytes", "spill_bytes", "waiting", "position"}
         widths = {name: value for name, value in vars(self.widths).items() if name not in own}
         given = {"slots": self.slots} if self.slots else {}
         shared = {"grid": self.grid, "losses": self.losses}

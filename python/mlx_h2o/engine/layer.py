@@ -152,8 +152,15 @@ class Layer:
         """Arrays to evaluate with the output; else the graph grows from step to step."""
         rows = ("slots.keys", "slots.values")
         held = [array for name, array in self.arrays().items() if name not in rows]
-        held += self.unread.arrays()
+        held += [*self.unread.arrays(), *self.newest_queries()]
         return held + self.journal.newest() if self.settings.undo else held
+
+    def newest_queries(self) -> list[mx.array]:
+        """The newest queries that are kept so that rows can come back, to evaluate with the step.
+
+        Only a copy of a part of the step's queries is kept, which until then holds all of them.
+        """
+        return [] if self.back is None else self.back.queries[-1:]
 
     # -- new tokens -------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 Before a chunk of queries, and every few tokens while decoding, the last queries of the layer's
 retrieval heads are compared with the digests of all pages (`spill/page_digests.py`). Of the pages
-with the largest estimated attention mass the rows themselves are read, and their masses computed.
+that have the rows with the largest estimated attention mass the rows themselves are read, and their
+masses computed.
 The rows that got most, and those that follow them, take slots: the remainder loses them
 (`Remainder.without`), and the policy chooses the rows that leave for them.
 
@@ -30,7 +31,7 @@ from mlx_h2o.engine.policy_view import rows_of
 from mlx_h2o.engine.returns_kept import Credit, Returning
 from mlx_h2o.spill.layer_rows import LayerRows
 from mlx_h2o.spill.layout import DamagedFile
-from mlx_h2o.spill.page_digests import PAGE, TRACT
+from mlx_h2o.spill.page_digests import PAGE, TRACT, digests_of
 from mlx_h2o.spill.parts import Array, of_bits
 from mlx_h2o.storage.packed import dense, value_lengths
 from mlx_h2o.storage.pins import true_positions
@@ -101,13 +102,14 @@ def bring_back(layer: Layer, call: AttentionCall, new_keys: mx.array) -> None:
     back, spill = layer.back, layer.spill
     assert back is not None
     assert spill is not None
-    window = back.settings.window
+    H = layer.store.heads
     queries, own = list(back.queries), None
     if call.q.shape[2] > 1:
-        queries, own = [*queries, call.q[:, :, -window:]], new_keys
+        queries, own = [*queries, back.asking(call.q, H)], new_keys
     if not queries:
         return
-    q = mx.concatenate(queries, axis=2)[:, :, -window:]
+    q = mx.concatenate(queries, axis=2)[:, :, -back.settings.window :].astype(mx.float32)
+    q = back.of_all(q, H)
     if (frame := layer.settings.frame) is not None:
         q, own = frame.enter_queries(q), None if own is None else frame.enter(own)
     q = q.astype(mx.float32) * call.scale
@@ -211,7 +213,8 @@ def _come(layer: Layer, back: Returning, run: Run, fields: Fields, asked: Asked)
         chosen.append({name: of_name[best] for name, of_name in wanted.rows.items()})
         given = _as_scores(layer, at, wanted.masses[best])
         credits[head] = Credit(
-            np.concatenate([kept.positions, at]), np.concatenate([kept.scores, given])
+            np.concatenate([kept.positions, at]).astype(np.int32),
+            np.concatenate([kept.scores, given]),
         )
     rows = _rows(layer, fields, chosen, [credits[head] for head in heads])
     return Come(rows, mx.array(scores[None]), credits)
@@ -259,6 +262,8 @@ def _wanted(
     of_absent = np.where(absent, logits, -np.inf)
     lse = np.logaddexp(lse, np.logaddexp.reduce(of_absent, axis=1, keepdims=True))
     own = np.exp(np.minimum(logits - lse, 0)).max(axis=0)
+    if not back.asks(head):
+        own = np.zeros_like(own)
     masses = own.copy()
     for i in range(1, min(back.settings.ahead, len(at) - 1) + 1):
         behind = np.where(at[i:] - at[:-i] == i, own[:-i] * FADING**i, 0)
@@ -269,7 +274,7 @@ def _wanted(
 def _pages_read(
     layer: Layer, back: Returning, q: Array, lse: Array, head: int, held: Array, most: int
 ) -> list[int]:
-    """The pages whose rows are read, ascending: those with the largest estimated mass.
+    """The pages whose rows are read, ascending: those of the rows with the largest estimated mass.
 
     Args:
         layer: The layer.
@@ -283,16 +288,23 @@ def _pages_read(
     spill = layer.spill
     assert spill is not None
     pages = spill.available // PAGE
-    lost = PAGE - np.bincount(held // PAGE, minlength=pages)[:pages]
-    estimates = np.zeros(pages, np.float32)
-    for first, digests in spill.digests(head, layer.store.heads, q.shape[1]):
-        part = slice(first, min(first + len(digests), pages))
-        means = digests[: part.stop - first].astype(np.float32)
-        middles = np.arange(part.start, part.stop) * PAGE + PAGE // 2
-        logits = q @ _seen_at(layer, means, middles, held).T - lse
-        estimates[part] = logits.max(axis=0, initial=-np.inf)
-    with np.errstate(divide="ignore"):
-        estimates += np.log(lost)
+    is_absent = np.ones(pages * PAGE, bool)
+    is_absent[held[held < pages * PAGE]] = False
+    absent: Array = is_absent.reshape(pages, PAGE)
+    lost = absent.sum(axis=1)
+    estimates = np.where(lost > 0, 0, -np.inf).astype(np.float32)
+    if back.asks(head):
+        asking = back.asking_heads(layer.store.heads)
+        place, width = asking.index(head), q.shape[1]
+        for first, digests in spill.digests(place, len(asking), width):
+            part = slice(first, min(first + len(digests), pages))
+            digests = digests[: part.stop - first]
+            keys = digests["keys"].astype(np.float32) * digests["scale"][:, None, None]
+            at = np.arange(part.start * PAGE, part.stop * PAGE)
+            seen = _seen_at(layer, keys.reshape(-1, width), at, held)
+            logits = (seen @ q.T).reshape(len(digests), PAGE, -1) - lse.T
+            logits = np.where(absent[part], logits.max(axis=2), -np.inf)
+            estimates[part] = logits.max(axis=1)
     return sorted(pages_to_read(estimates, lost, back.settings.pages, most))
 
 
@@ -300,8 +312,7 @@ def _seen_at(layer: Layer, keys: Array, positions: Array, held: Array) -> Array:
     """Keys `[M, D]` as queries would see them, were their rows held.
 
     With rolling positions each is turned by the tokens after it that the head has forgotten, as the
-    keys of its slots are (`storage/rope.py`). The mean of neighbouring keys is turned like one key:
-    a turn is linear, and theirs differ by the few of them that are held.
+    keys of its slots are (`storage/rope.py`).
 
     Args:
         layer: The layer.
@@ -327,7 +338,7 @@ def pages_to_read(estimates: Array, lost: Array, pages: int, most: int) -> set[i
     """The pages that are read: those of the largest estimates, and each one's next.
 
     Args:
-        estimates: The logarithm of each page's estimated mass.
+        estimates: The logarithm of the largest estimated mass of a page's evicted rows.
         lost: How many of its rows were evicted.
         pages: So many are read, and as many behind them.
         most: How many evicted rows are read, at least.
@@ -341,8 +352,8 @@ def pages_to_read(estimates: Array, lost: Array, pages: int, most: int) -> set[i
 
 
 def most_wanted(rank: Array, most: int) -> Array:
-    """The positions of the `most` largest numbers of `rank`, in order."""
-    at: Array = np.sort(np.argpartition(-rank, most - 1)[:most])
+    """The positions of the `most` largest numbers of `rank`, in order; of equals the first."""
+    at: Array = np.sort(np.argsort(-rank, kind="stable")[:most])
     return at
 
 
@@ -389,19 +400,17 @@ def _kept_credit(
 def _digest_new_pages(layer: Layer, back: Returning, spill: LayerRows) -> None:
     """Make the digests of pages that were completed since the last time.
 
-    Other heads than those that ask have digests of zeros: a head whose neighbours in its run ask
-    gets some rows back, too, and any will do.
+    Other heads than those that ask have none, and queries of zeros: a head whose neighbours in its
+    run ask gets some rows back, too, and any will do. They have no credit, and are the first to
+    leave again.
     """
     last = spill.available // PAGE
-    heads = range(layer.store.heads) if back.heads is None else sorted(back.heads)
+    heads = back.asking_heads(layer.store.heads)
     while (first := spill.digested) < last:
         pages = min(last - first, TRACT)
         positions = np.arange(first * PAGE, (first + pages) * PAGE)
-        means = np.zeros((layer.store.heads, pages, layer.types["keys"].width), np.float32)
-        for head in heads:
-            keys = _keys_of(layer, spill.rows(head, positions))
-            means[head] = np.array(keys.reshape(pages, PAGE, -1).mean(axis=1))
-        spill.digest(means)
+        keys = [np.array(_keys_of(layer, spill.rows(head, positions))) for head in heads]
+        spill.digest(digests_of(np.stack(keys).reshape(len(heads), pages, PAGE, -1)))
 
 
 def _rows(

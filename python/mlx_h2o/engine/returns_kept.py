@@ -31,7 +31,8 @@ class Returning:
         heads: The KV heads for which they do; None means all.
 
     Attributes:
-        queries: The last queries, `[1, Hq, L, D]` each, without key scaling.
+        queries: The last queries of the heads that ask, `[1, asking * G, L, D]` each, in 16 bits
+            and without key scaling.
         credits: By KV head.
         returned: Rows that came back so far.
         rows_read: Rows that were read from the file so far.
@@ -49,17 +50,49 @@ class Returning:
         credits = sum(part.nbytes for credit in self.credits.values() for part in credit)
         return sum(q.nbytes for q in self.queries) + credits
 
-    def note(self, q: mx.array) -> None:
-        """Keep the last queries; `q` is `[1, Hq, L, D]`, as the model made it."""
-        window = self.settings.window
-        kept = [*self.queries, q if q.shape[2] <= window else q[:, :, -window:]]
-        while sum(part.shape[2] for part in kept[1:]) >= window:
+    def note(self, q: mx.array, heads: int) -> None:
+        """Keep the last queries.
+
+        They must be evaluated with the step, which else would stay in memory.
+
+        Args:
+            q: `[1, Hq, L, D]`, as the model made them.
+            heads: KV heads, H.
+        """
+        kept = [*self.queries, self.asking(q, heads)]
+        while sum(part.shape[2] for part in kept[1:]) >= self.settings.window:
             kept.pop(0)
         self.queries = kept
 
+    def asking(self, q: mx.array, heads: int) -> mx.array:
+        """What is kept of queries `[1, Hq, L, D]`, with H `heads`: `[1, asking * G, W, D]`."""
+        last = q[:, :, -self.settings.window :]
+        if self.heads is not None:
+            G = q.shape[1] // heads
+            last = last[:, [head * G + i for head in sorted(self.heads) for i in range(G)]]
+        # A copy, since a slice would keep all queries of its chunk in memory.
+        return mx.contiguous(last if last.dtype == mx.bfloat16 else last.astype(mx.float16))
+
+    def of_all(self, q: mx.array, heads: int) -> mx.array:
+        """Queries `[1, Hq, W, D]`, zeros for heads that do not ask, of what is kept of them."""
+        if self.heads is None:
+            return q
+        G, asking = q.shape[1] // len(self.heads), sorted(self.heads)
+        whole = mx.zeros((1, heads * G, *q.shape[2:]), q.dtype)
+        whole[:, [head * G + i for head in asking for i in range(G)]] = q
+        return whole
+
+    def asks(self, head: int) -> bool:
+        """Whether rows come back for the sake of a KV head."""
+        return self.heads is None or head in self.heads
+
+    def asking_heads(self, heads: int) -> list[int]:
+        """The KV heads for whose sake rows come back, of so many."""
+        return list(range(heads)) if self.heads is None else sorted(self.heads)
+
     def has(self, run: Run) -> bool:
         """Whether rows come back to a run of heads."""
-        return self.heads is None or any(h in self.heads for h in range(run.first, run.last))
+        return any(map(self.asks, range(run.first, run.last)))
 
     def state(self) -> tuple[Fields, dict[str, Any]]:
         """Arrays by name, and the rest as JSON types, from which `of_state` goes on."""
@@ -79,20 +112,23 @@ class Returning:
         Args:
             arrays: The arrays by name.
             config: The rest.
-            group: KV heads of the layer times the width of a key, by which queries must divide.
+            group: KV heads of the layer times the width of a key.
 
         Raises:
             ValueError: They do not fit together, or are not of this layer.
         """
-        heads = config["heads"]
+        given = config["heads"]
         back = cls(
             Returns(**config["returns"]),
-            None if heads is None else frozenset(checks.wholes("heads", heads, 0)),
+            None if given is None else frozenset(checks.wholes("heads", given, 0)),
         )
         for name, array in arrays.items():
             kind, _, head = name.partition(".")
             if kind == "queries":
-                if array.ndim != 4 or array.shape[0] != 1 or (array.size % group):
+                fits = array.ndim == 4 and array.shape[0] == 1 and group % array.shape[3] == 0
+                heads = group // array.shape[3] if fits else 0
+                asking = back.heads if back.heads is not None else range(heads)
+                if not fits or not asking or array.shape[1] % len(asking) or max(asking) >= heads:
                     raise ValueError(f"Queries of another layer: {array.shape}.")
                 back.queries = [array]
             elif kind == "positions":

@@ -59,7 +59,7 @@ def update_and_attend(layer: Layer, call: AttentionCall, k: mx.array, v: mx.arra
             layer.spill.take(layer.offset, PLAIN, {"keys": k, "values": v})
         decoder, token = layer.planned(k, v)
         out, unread = decoder.step(DecodeStep(call.q, k, v, call.scale, call.sinks, token))
-        return _tied(out, layer.note_unread(unread))
+        return _tied(out, [*layer.note_unread(unread), *layer.newest_queries()])
     frame = layer.settings.frame
     if frame is not None:
         k = frame.enter(k)
@@ -70,7 +70,7 @@ def _bring_back(layer: Layer, back: Returning, call: AttentionCall, k: mx.array)
     """Let evicted rows come back if it is time, and note the queries for the next time."""
     if is_due(back, layer, k.shape[2]):
         bring_back(layer, call, k)
-    back.note(call.q)
+    back.note(call.q, layer.store.heads)
 
 
 def grow(layer: Layer, length: int) -> None:
@@ -182,6 +182,7 @@ def decode_together(
     decoders, tokens = zip(*planned, strict=True)
     out, shares = step_together(decoders, tokens, call, k, v)
     noted = [layer.note_unread(share) for layer, share in zip(layers, shares, strict=True)]
+    noted += [layer.newest_queries() for layer in layers]
     return _tied(out, [array for of_layer in noted for array in of_layer])
 
 

@@ -6,6 +6,7 @@ was trained, `CLOZE` for any model, trained for chat or not.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -162,9 +163,15 @@ def _planted(
     statements: list[list[int]],
     asked: int,
     rng: random.Random,
+    within: int | None,
 ) -> tuple[list[int], int]:
     """Paragraphs with statements at random places between them; and where `asked` begins."""
-    places = sorted(rng.randrange(len(prose) + 1) for _ in statements)
+    open_to = len(prose) + 1
+    if within is not None:  # prose before the last place, and all statements, must fit
+        left = within - len(first) - sum(map(len, statements))
+        ends = itertools.accumulate(map(len, prose))
+        open_to = 1 + sum(end <= left for end in ends)
+    places = sorted(rng.randrange(open_to) for _ in statements)
     order = list(range(len(statements)))
     rng.shuffle(order)
     row, at = list(first), 0
@@ -188,6 +195,7 @@ def recall_task(
     facts: int | None = None,
     seed: int = 0,
     form: Form = QUESTIONS,
+    within: int | None = None,
 ) -> RecallTask:
     """Plant facts between the paragraphs of prose, and ask for one of them.
 
@@ -199,6 +207,7 @@ def recall_task(
         facts: Facts planted in each, at random places; None means as many as the form says.
         seed: The same seed gives the same prompts.
         form: The form of facts and questions.
+        within: Facts are planted among the first so many tokens; None means anywhere.
 
     Raises:
         ValueError: The text is too short for such prompts.
@@ -224,7 +233,7 @@ def recall_task(
         if room < 0:
             raise ValueError(f"{facts} facts do not fit into {tokens} tokens.")
         prose = paragraphs_of(paragraphs, room, rng)
-        row, at = _planted(first, prose, statements, planted.index(asked), rng)
+        row, at = _planted(first, prose, statements, planted.index(asked), rng, within)
         questions.append(len(row))
         distances.append(len(row) - at)
         rows.append(row + question)

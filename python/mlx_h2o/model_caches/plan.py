@@ -24,6 +24,7 @@ from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.budgets.tensor_parallel import Ranks
 from mlx_h2o.integration.layer_probe import LayerKind
 from mlx_h2o.policies import Policy
+from mlx_h2o.spill.setting import WAITING
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import Packing, group_size_for
 from mlx_h2o.storage.query_centres import QueryCentres
@@ -197,12 +198,13 @@ def _own_widths(
     spill, looking = settings.spill, retrieval_heads(profile, len(kinds))
     own = []
     for kind, of_layer, heads in zip(kinds, centres, looking, strict=True):
-        group = 0 if heads == frozenset() else kind.group
+        queries = kind.group * (1 if heads is None else len(heads) / kind.heads)
         widths = replace(
             kind.widths,
             undo=settings.undo,
             centre_bytes=of_layer.head_bytes if of_layer else 0,
-            spill_bytes=spill.head_bytes(kind.widths, group) if spill else 0,
+            spill_bytes=spill.head_bytes(kind.widths, queries) if spill else 0,
+            waiting=WAITING if spill else 0,
         )
         own.append(widths)
     return own

@@ -122,12 +122,13 @@ class BlockWriter:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
+            failure = ""
             try:
                 job.write()
             except Exception as error:  # whatever it is, the conversation goes on without a file
-                self._finished(job, f"it could not be written: {error}")
-                continue
-            self._finished(job, "")
+                failure = f"it could not be written: {error}"
+            self._finished(job, failure)
+            del job  # which holds the rows that it wrote
 
     def _finished(self, job: Job, failure: str) -> None:
         with self._changed:

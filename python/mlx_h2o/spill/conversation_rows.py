@@ -68,14 +68,14 @@ class ConversationRows:
 
     Attributes:
         file: The file; None before the first rows of all layers, or if it could not be made.
-        digests: The mean keys of its pages.
+        digests: The digests of its pages.
         failure: Why there is no file, or why it holds no more rows; "" while all is well.
     """
 
     def __init__(self, spill: Spill, layers: int):
         self.spill, self.layers = spill, layers
         self.file: RowFile | None = None
-        # The means of sealed keys must not lie on disk in the open.
+        # Digests of sealed keys must not lie on disk in the open.
         self.digests = PageDigests(None if spill.key else spill.folder)
         self._failure = ""
         self._warned = False

@@ -1,8 +1,8 @@
 """The way of one layer's rows into the file, and back.
 
-Rows come dense from a decode step, or as stored from a chunk. Up to P of them are held as they came
-and packed together when they fill a block, by the same function as those in the slots, so that they
-are the same bit for bit. A packed row is never unpacked.
+Rows come dense from a decode step, or as stored from a chunk. Fewer than `TOGETHER` of them are
+held as they came; so many are packed together, by the same function as those in the slots, so that
+they are the same bit for bit. A packed row is never unpacked.
 
 A copy of a cache shares the file up to its offset. The first that goes on continues the file; the
 others keep what they have and add nothing (`follows` is then false). Nothing that another still
@@ -19,9 +19,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_h2o.spill.conversation_rows import ConversationRows
-from mlx_h2o.spill.layout import POSITIONS, LayerForm
+from mlx_h2o.spill.layout import LayerForm
 from mlx_h2o.spill.parts import Array, bits_of
-from mlx_h2o.spill.setting import Spill
+from mlx_h2o.spill.setting import TOGETHER, Spill
 from mlx_h2o.spill.state_keeping import Keeper, Transcript
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import Pack, Packing
@@ -57,6 +57,11 @@ class Held(NamedTuple):
             return self
         cut = {name: rows[:, :, first:last] for name, rows in self.fields.items()}
         return Held(self.kind, last - first, cut)
+
+    def alone(self) -> Held:
+        """The same rows in arrays of their own: a slice keeps all of its chunk in memory."""
+        own = {name: mx.contiguous(rows) for name, rows in self.fields.items()}
+        return self._replace(fields=own)
 
 
 class LayerRows:
@@ -121,14 +126,16 @@ class LayerRows:
         return self.offset if self.follows else in_file
 
     @property
-    def waiting(self) -> list[mx.array]:
-        """The arrays of the rows held here; the file holds further ones (`RowFile.nbytes`)."""
-        return [rows for held in self._held for rows in held.fields.values()]
+    def waiting(self) -> list[mx.array | Array]:
+        """The arrays of the layer's rows that are not in the file yet, here or given to it."""
+        file = self.conversation.file
+        given = [] if file is None else file.waiting(self.index)
+        return [*given, *(rows for held in self._held for rows in held.fields.values())]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows held here."""
-        return sum(rows.nbytes for rows in self.waiting)
+        """Bytes of the layer's rows in memory that are not in the file yet."""
+        return sum(int(rows.nbytes) for rows in self.waiting)
 
     # -- rows come --------------------------------------------------------------------------------
 
@@ -158,7 +165,7 @@ class LayerRows:
             return
         self._held.append(Held(kind, count, fields))
         self.offset += count
-        end = self.offset // POSITIONS * POSITIONS
+        end = self.offset // TOGETHER * TOGETHER
         if self.conversation.file is None:
             self.conversation.come(self.index, self._form())
         if end > self.first:
@@ -213,7 +220,7 @@ class LayerRows:
             if here:
                 taken.append(held.part(0, here))
             if here < held.length:
-                rest.append(held.part(here, held.length))
+                rest.append(held.part(here, held.length).alone())
             left -= here
         self._held = rest
         stored = [self._stored(kind, fields) for kind, fields in _joined(taken)]
@@ -332,22 +339,22 @@ class LayerRows:
         """Pages of this layer that have digests."""
         return self.conversation.digests.count(self.index)
 
-    def digest(self, means: Array) -> None:
-        """Keep the mean keys `[H, pages, D]` of the next pages.
+    def digest(self, digests: Array) -> None:
+        """Keep the digests `[heads, pages]` of the next pages, of the heads that ask.
 
         Raises:
             OSError: There is no room for them on the disk.
         """
-        self.conversation.digests.append(self.index, means)
+        self.conversation.digests.append(self.index, digests)
 
     def digests(self, head: int, heads: int, width: int) -> Iterator[tuple[int, Array]]:
-        """The mean keys of one head's pages, in parts: the first page, and `[pages, D]`.
+        """The digests of one head's pages, in parts: the first page, and `[pages]`.
 
         Some may be beyond `available`.
 
         Args:
-            head: The KV head.
-            heads: KV heads of the layer.
+            head: The head's place among those that ask.
+            heads: How many ask.
             width: Width of a key, D.
         """
         return self.conversation.digests.read(self.index, head, heads, width)

@@ -1,12 +1,16 @@
-"""Digests of a conversation's pages: the mean key of every page, on disk beside the rows.
+"""Digests of a conversation's pages: the keys of the heads that ask, in 8 bits, beside the rows.
 
-A page is `PAGE` neighbouring positions of one KV head. Its digest tells, for a query, how much
-attention its rows may deserve, without reading them (Quest, arXiv 2406.10774, keeps each channel's
-least and greatest instead; means choose as well). Digests never change once their page is complete.
-They lie in a file without a name, which no other process can open and which goes with this object,
-since they can be made from the rows again. The file has room for a layer's heads in tracts of
-`TRACT` pages, so that one head's digests lie together. Rows that are sealed on disk must not leave
-their means there in the open: their digests stay in memory.
+A page is `PAGE` neighbouring positions of one KV head. Its digest is its keys as whole numbers of 8
+bits and their scale. It tells, for a query, how much attention the page's rows would get, without
+reading and unpacking them. Fewer numbers miss needles: by the mean of their keys alone pages with
+facts are seldom found (docs/results/returning.md), nor by Quest's least and greatest of each
+channel (arXiv 2406.10774).
+
+Digests never change once their page is complete. They lie in a file without a name, which no other
+process can open and which goes with this object, since they can be made from the rows again. The
+file has room for a layer's heads in tracts of `TRACT` pages, so that one head's digests lie
+together. Rows that are sealed on disk must not leave their keys there in the open: their digests
+stay in memory.
 """
 
 from __future__ import annotations
@@ -23,8 +27,29 @@ from mlx_h2o.spill.parts import Array
 
 #: Tokens of a page.
 PAGE = 16
-#: Pages of one head that lie together.
+#: Pages of one head that lie together, and are compared with queries at once.
 TRACT = 256
+#: The greatest of a digest's whole numbers.
+GREATEST = 127
+
+
+def digest_type(width: int) -> np.dtype[Any]:
+    """A page's digest as numpy reads it: its scale, and its keys `[PAGE, width]`."""
+    return np.dtype([("scale", "<f4"), ("keys", "i1", (PAGE, width))])
+
+
+def digests_of(keys: Array) -> Array:
+    """The digests of pages: the nearest whole numbers of keys that are divided by a scale.
+
+    Args:
+        keys: `[..., PAGE, D]` float32.
+    """
+    made = np.zeros(keys.shape[:-2], digest_type(keys.shape[-1]))
+    scale = np.abs(keys).max(axis=(-2, -1)) / GREATEST
+    made["scale"] = scale
+    divisor = np.where(scale > 0, scale, 1)[..., None, None]
+    made["keys"] = np.rint(keys / divisor)
+    return made
 
 
 class PageDigests:
@@ -50,49 +75,51 @@ class PageDigests:
         """How many pages of a layer have digests."""
         return self._counts.get(layer, 0)
 
-    def append(self, layer: int, means: Array) -> None:
+    def append(self, layer: int, digests: Array) -> None:
         """Keep the digests of a layer's next pages.
 
         Args:
             layer: The layer.
-            means: Mean keys `[H, pages, D]`, kept in float16.
+            digests: `[heads, pages]` (`digests_of`), of the heads that ask.
 
         Raises:
             OSError: The file cannot be made or written.
         """
-        H, pages, D = means.shape
+        heads, pages = digests.shape
+        size = digests.dtype.itemsize
         done = 0
         while done < pages:
             tract, at = divmod(self.count(layer), TRACT)
             here = min(pages - done, TRACT - at)
-            digests = means[:, done : done + here].astype(np.float16)
-            place = self._tract(layer, tract, H, D)
+            new = digests[:, done : done + here]
+            place = self._tract(layer, tract, heads, digests.dtype)
             if isinstance(place, int):
-                for head, of_head in enumerate(digests):
-                    start = place + (head * TRACT + at) * D * 2
+                for head, of_head in enumerate(new):
+                    start = place + (head * TRACT + at) * size
                     os.pwrite(self._file.fileno(), of_head.tobytes(), start)
             else:
-                place[:, at : at + here] = digests
+                place[:, at : at + here] = new
             done += here
             self._counts[layer] = tract * TRACT + at + here
 
     def read(self, layer: int, head: int, heads: int, width: int) -> Iterator[tuple[int, Array]]:
-        """All digests of one head, tract by tract: the first page, and `[pages, D]` float16.
+        """All digests of one head, tract by tract: the first page, and `[pages]` digests.
 
         Args:
             layer: The layer.
-            head: The KV head.
-            heads: KV heads of the layer, H.
+            head: The head's place among those that ask.
+            heads: How many ask.
             width: Width of a key, D.
         """
+        dtype = digest_type(width)
         for tract in range(-(-self.count(layer) // TRACT)):
             first = tract * TRACT
             pages = min(self.count(layer) - first, TRACT)
-            place = self._tract(layer, tract, heads, width)
+            place = self._tract(layer, tract, heads, dtype)
             if isinstance(place, int):
-                size = pages * width * 2
-                data = os.pread(self._file.fileno(), size, place + head * TRACT * width * 2)
-                yield first, np.frombuffer(data, np.float16).reshape(pages, width)
+                size = dtype.itemsize
+                data = os.pread(self._file.fileno(), pages * size, place + head * TRACT * size)
+                yield first, np.frombuffer(data, dtype)
             else:
                 yield first, place[head, :pages]
 
@@ -100,14 +127,14 @@ class PageDigests:
         """Forget the digests of pages that reach beyond a position."""
         self._counts[layer] = min(self.count(layer), position // PAGE)
 
-    def _tract(self, layer: int, tract: int, heads: int, width: int) -> int | Array:
+    def _tract(self, layer: int, tract: int, heads: int, dtype: np.dtype[Any]) -> int | Array:
         place = self._tracts.get((layer, tract))
         if place is None:
             if self._folder is None:
-                place = np.zeros((heads, TRACT, width), np.float16)
+                place = np.zeros((heads, TRACT), dtype)
             else:
                 if self._file is None:
                     self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
-                place, self._end = self._end, self._end + heads * TRACT * width * 2
+                place, self._end = self._end, self._end + heads * TRACT * dtype.itemsize
             self._tracts[layer, tract] = place
         return place

@@ -2,9 +2,9 @@
 
 MLX evaluates a graph on streams that belong to a thread, so only the thread of the model may
 evaluate these arrays. The writer's thread only reads arrays that are evaluated: they are scheduled
-(`mx.async_eval`) once the step that brought them is complete, and handed over when a block's worth
-of further tokens has come (`ready_from`). By then the queue has passed them, so that reading them
-neither waits for the device nor holds Python's lock meanwhile.
+(`mx.async_eval`) once the step that brought them is complete, and handed over when `PASSED` further
+tokens have come (`ready_from`). By then the queue has passed them, so that reading them neither
+waits for the device nor holds Python's lock meanwhile.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import numpy as np
 from mlx_h2o.spill.layout import DTYPES, LayerForm
 
 Array = np.ndarray[Any, Any]
+#: Tokens after which scheduled arrays count as evaluated: a generator that builds the next step
+#: while one runs has read the token before that.
+PASSED = 4
 
 
 def bits_of(rows: mx.array) -> mx.array:
@@ -100,13 +103,12 @@ def checked_part(form: LayerForm, first: int, fields: dict[str, Any]) -> Part:
     return Part(first, count, given, 0 if is_numpy else None)
 
 
-def schedule(parts: Iterable[Part], complete: int, positions: int) -> None:
+def schedule(parts: Iterable[Part], complete: int) -> None:
     """Let MLX evaluate the parts' arrays without waiting for them.
 
     Args:
         parts: Parts that every layer has delivered.
         complete: Positions that every layer has delivered.
-        positions: Further positions after which the arrays count as evaluated.
     """
     waiting = [part for part in parts if part.ready_from is None]
     arrays = [
@@ -115,7 +117,7 @@ def schedule(parts: Iterable[Part], complete: int, positions: int) -> None:
     if arrays:
         mx.async_eval(*arrays)
     for part in waiting:
-        part.ready_from = complete + positions
+        part.ready_from = complete + PASSED
 
 
 def gathered(parts: Iterable[Part], form: LayerForm, head: int, positions: Array) -> dict[str, Any]:

@@ -235,8 +235,20 @@ class RowFile:
     @property
     def nbytes(self) -> int:
         """Bytes of rows in memory that are not in the file yet."""
+        layers = range(len(self.forms))
+        return sum(int(array.nbytes) for layer in layers for array in self.waiting(layer))
+
+    def waiting(self, layer: int) -> list[mx.array | Array]:
+        """The arrays of a layer's rows that are not in the file yet, also those being written.
+
+        Nothing is evaluated, and no writing waited for. The copy of a block from which the writer
+        writes it, at once, is left out.
+
+        Args:
+            layer: The layer's index.
+        """
         with self._lock:
-            return sum(part.nbytes for parts in self._parts for part in parts)
+            return [array for part in self._parts[layer] for array in part.fields.values()]
 
     @property
     def file_bytes(self) -> int:
@@ -280,9 +292,9 @@ class RowFile:
             self._fresh.append(part)
         with self._lock:
             self._parts[layer].append(part)
+        before = self.complete
         self._delivered[layer] = part.end
-        P = self.layout.positions
-        if part.end // P > first_position // P:
+        if self.complete > before:
             self._hand_over()
 
     def forget_waiting(self) -> None:
@@ -298,7 +310,7 @@ class RowFile:
         """Let MLX evaluate rows of the last step, if all layers have delivered it."""
         fresh = self._fresh
         if fresh and self.complete >= max(part.end for part in fresh):
-            schedule(fresh, self.complete, self.layout.positions)
+            schedule(fresh, self.complete)
             self._fresh = []
 
     def _hand_over(self, at_least: int = 0) -> None:
