@@ -52,7 +52,7 @@ class RereadCache(Looking):
 
     Args:
         first: The layer's full cache.
-        every: Of so many queries one is kept, to fit values by.
+        every: One of each so many queries is kept, to fit values by.
     """
 
     def __init__(self, first: KVCache, every: int):
