@@ -33,6 +33,7 @@ class Sizes:
         samples: Samples of each text.
         facts: Prompts of needles.
         hard: Prompts of hard needles; 0 leaves that task out.
+        ruler: Prompts of each of RULER's tasks; 0 leaves them out.
         shares: Parts of the bytes of a prompt's full 16-bit cache.
         growing: Tokens of a text that comes token by token; 0 leaves that task out.
     """
@@ -44,6 +45,7 @@ class Sizes:
     hard: int
     shares: tuple[float, ...]
     growing: int = 0
+    ruler: int = 0
 
 
 def tasks_of(stage: Stage, sizes: Sizes) -> list[Task]:
@@ -137,6 +139,6 @@ def found(stage: Stage, task: Task, rival: Rival, share: float | None, full: mx.
 
 def protocol_of(model: str, sizes: Sizes, chunk: int, seed: int) -> dict[str, Any]:
     """What the scores of a model's cells depend on."""
-    # A task that is left out is left out here, too.
-    how = {name: value for name, value in asdict(sizes).items() if value}
+    # A task that is left out is left out here, too; a cell names its own part of the bytes.
+    how = {name: value for name, value in asdict(sizes).items() if value and name != "shares"}
     return {"model": model, "sizes": how, "chunk": chunk, "seed": seed}

@@ -34,6 +34,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache  # noqa:
 
 #: Presses that look at attention weights, which only this implementation gives out.
 EAGER = ("ObservedAttentionPress",)
+#: Presses that hide rows behind a key which no query of a part likes: with many queries there may
+#: be none, so each part has one.
+MASKING = ("AdaKVPress", "CriticalAdaKVPress", "KVzipPress")
+#: Tokens of a continuation that are read one by one, which tells the time that a token takes.
+TIMED = 5
 
 
 def loaded(folder: Path) -> Any:
@@ -87,6 +92,20 @@ def kept_rows(model: Any, cache: Any) -> int:
     return held - masked
 
 
+def parts_of(tokens: list[int], singly: bool) -> list[tuple[int, list[int]]]:
+    """A continuation's parts, with their places: some tokens one by one, and the rest at once.
+
+    Everything that follows a compressed prompt stays, so the rest's logits are the same either way.
+
+    Args:
+        tokens: The continuation.
+        singly: Whether each token is a part.
+    """
+    timed = len(tokens) if singly else min(TIMED, len(tokens))
+    rest = [(timed, tokens[timed:])] if timed < len(tokens) else []
+    return [*((i, tokens[i : i + 1]) for i in range(timed)), *rest]
+
+
 @torch.no_grad()
 def answered(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
     """Compress one prompt and read its continuation."""
@@ -105,14 +124,17 @@ def answered(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
             model.model(input_ids=prompt, past_key_values=cache)
     prompt_seconds = time.perf_counter() - start
     held, rows = held_by(cache), kept_rows(model, cache)
+    read = asked["continuation"][:-1]
     logits, seconds = [], []
-    for i, token in enumerate(asked["continuation"][:-1]):
+    for at, tokens in parts_of(read, asked["press"] in MASKING):
         start = time.perf_counter()
-        place = torch.tensor([[length + i]])
-        out = model(input_ids=torch.tensor([[token]]), past_key_values=cache, position_ids=place)
-        seconds.append(time.perf_counter() - start)
-        logits.append(out.logits[0, -1].float().numpy())
-    np.save(asked["out"], np.stack(logits))
+        places = torch.arange(length + at, length + at + len(tokens))[None]
+        given = torch.tensor([tokens])
+        out = model(input_ids=given, past_key_values=cache, position_ids=places)
+        logits.append(out.logits[0].float().numpy())
+        if len(tokens) == 1:
+            seconds.append(time.perf_counter() - start)
+    np.save(asked["out"], np.concatenate(logits))
     times = {"prompt_seconds": prompt_seconds, "token_seconds": statistics.median(seconds)}
     return {"held": held, "rows": rows, **times}
 
