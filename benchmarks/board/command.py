@@ -54,7 +54,7 @@ WHOLE = Sizes(
 #: A quick run ends after so many minutes, whatever the machine; --resume goes on.
 QUICK_MINUTES = 10
 #: Between the two: longer prompts than a quick run has, and few of them.
-EVENING = Sizes(prompt=512, continuation=33, samples=2, facts=8, hard=6, shares=SHARES, ruler=3)
+EVENING = Sizes(prompt=512, continuation=33, samples=1, facts=4, hard=0, shares=SHARES, ruler=2)
 #: The embedded model is so small that a quick run affords every part of the bytes, and more rows.
 #: It knows next to none of the hard needles.
 QUICK_EMBEDDED = Sizes(prompt=512, continuation=33, samples=2, facts=12, hard=0, shares=SHARES)
