@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from benchmarks.board import tasks
+from benchmarks.board import ruler, tasks
 from benchmarks.board.cells import Cell, Found, Record
 from benchmarks.board.in_package import full_reading
 from benchmarks.board.rivals import FULL, Rival
@@ -49,7 +49,8 @@ class Sizes:
 
 
 def tasks_of(stage: Stage, sizes: Sizes) -> list[Task]:
-    """The texts, the needles and the hard needles."""
+    """The texts, the needles, the hard needles, and RULER's tasks."""
+    kinds = ruler.KINDS if sizes.ruler else ()
     hard = [tasks.hard_needles(stage, sizes.prompt, sizes.hard)] if sizes.hard else []
     grows = [tasks.growing(stage, sizes.growing, 1)] if sizes.growing else []
     return [
@@ -57,6 +58,7 @@ def tasks_of(stage: Stage, sizes: Sizes) -> list[Task]:
         tasks.texts(stage, sizes.prompt, sizes.continuation, sizes.samples),
         tasks.needles(stage, sizes.prompt, sizes.facts),
         *hard,
+        *(tasks.ruler_task(stage, kind, sizes.prompt, sizes.ruler) for kind in kinds),
     ]
 
 
@@ -68,7 +70,8 @@ def cells_of(
         for rival in rivals:
             if task.grows and rival.prompts_only:
                 continue
-            for share in [None] if rival.keeps_all else shares:
+            at = shares if task.share is None else [task.share]
+            for share in [None] if rival.keeps_all else at:
                 yield Cell(model, task.name, rival.name, share), rival
 
 

@@ -49,14 +49,15 @@ WHOLE = Sizes(
     hard=24,
     shares=SHARES,
     growing=1024,
-    ruler=12,
+    ruler=4,
 )
 #: A quick run ends after so many minutes, whatever the machine; --resume goes on.
 QUICK_MINUTES = 10
 #: Between the two: longer prompts than a quick run has, and few of them.
 EVENING = Sizes(prompt=512, continuation=33, samples=1, facts=4, hard=0, shares=SHARES, ruler=2)
+EVENING_EMBEDDED = replace(EVENING, samples=4, facts=24, ruler=0)
 #: The embedded model is so small that a quick run affords every part of the bytes, and more rows.
-#: It knows next to none of the hard needles.
+#: It knows next to none of the hard needles and of RULER's answers.
 QUICK_EMBEDDED = Sizes(prompt=512, continuation=33, samples=2, facts=12, hard=0, shares=SHARES)
 
 
@@ -73,6 +74,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shares", type=float, nargs="+", help="parts of the bytes")
     made.add_argument(
         "--only", nargs="+", default=[], help="rivals whose names contain one of these"
+    )
+    made.add_argument(
+        "--tasks", nargs="+", default=[], help="tasks whose names contain one of these"
     )
     made.add_argument("--resume", action="store_true", help="keep cells that were measured before")
     made.add_argument(
@@ -91,8 +95,13 @@ def parser() -> argparse.ArgumentParser:
 
 def sizes_of(model: str, args: argparse.Namespace) -> Sizes:
     """How much is measured with a model."""
-    quick = QUICK_EMBEDDED if model == EMBEDDED_MODEL else QUICK
-    chosen = quick if args.quick else EVENING if args.evening else WHOLE
+    embedded = model == EMBEDDED_MODEL
+    if args.quick:
+        chosen = QUICK_EMBEDDED if embedded else QUICK
+    elif args.evening:
+        chosen = EVENING_EMBEDDED if embedded else EVENING
+    else:
+        chosen = WHOLE
     shares = tuple(args.shares) if args.shares else chosen.shares
     return replace(chosen, shares=shares)
 
@@ -198,7 +207,11 @@ def measured(
     protocol = protocol_of(model, sizes, CHUNK, args.seed)
     record = Record(folder / f"{name}.jsonl", protocol, args.resume)
     profile_at_load(stage.model)
-    of_model = tasks_of(stage, sizes)
+    of_model = [
+        task
+        for task in tasks_of(stage, sizes)
+        if not args.tasks or any(word in task.name for word in args.tasks)
+    ]
     with progress_bar(f"board, {model}", "cells") as told:
 
         def tell(cell: Cell, done: int, whole: int) -> None:
