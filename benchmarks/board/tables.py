@@ -116,7 +116,7 @@ def ruler_tables(found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival
 def ruler_facts(
     found: Mapping[Cell, Found], model: str, rival: Rival, kinds: Sequence[str]
 ) -> dict[str, tuple[int, int]]:
-    """A rival's answers of RULER, known and asked, by kind; those that it was not asked for lack."""
+    """A rival's answers of RULER, known and asked, by kind; kinds without a cell are left out."""
     share = None if rival.keeps_all else RULER_SHARE
     facts = {
         kind: facts_known(found, model, f"{RULER} {kind}", rival.name, share) for kind in kinds
