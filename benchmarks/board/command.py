@@ -55,8 +55,7 @@ WHOLE = Sizes(
 QUICK_MINUTES = 10
 #: Between the two: longer prompts than a quick run has, and few of them.
 EVENING = Sizes(prompt=512, continuation=33, samples=1, facts=4, hard=0, shares=SHARES, ruler=2)
-EVENING_EMBEDDED = replace(EVENING, samples=4, facts=24, ruler=0)
-#: The embedded model is so small that a quick run affords every part of the bytes, and more rows.
+#: The embedded model is so small that a quick run affords an evening's prompts, and more rows.
 #: It knows next to none of the hard needles and of RULER's answers.
 QUICK_EMBEDDED = Sizes(prompt=512, continuation=33, samples=2, facts=12, hard=0, shares=SHARES)
 
@@ -95,11 +94,9 @@ def parser() -> argparse.ArgumentParser:
 
 def sizes_of(model: str, args: argparse.Namespace) -> Sizes:
     """How much is measured with a model."""
-    embedded = model == EMBEDDED_MODEL
-    if args.quick:
-        chosen = QUICK_EMBEDDED if embedded else QUICK
-    elif args.evening:
-        chosen = EVENING_EMBEDDED if embedded else EVENING
+    if args.quick or args.evening:
+        chosen = QUICK if args.quick else EVENING
+        chosen = QUICK_EMBEDDED if model == EMBEDDED_MODEL else chosen
     else:
         chosen = WHOLE
     shares = tuple(args.shares) if args.shares else chosen.shares
