@@ -86,7 +86,7 @@ def rivals() -> list[Rival]:
             RETURNING,
             "",
             "the default with `spill=`; what waits for the file and the last queries count, too",
-            _returning(ours),
+            _returning,
         ),
         *mlx_lm,
         *policies,
@@ -121,14 +121,16 @@ def _through(arm: Arm, one_by_one: bool = False) -> Read:
     return read
 
 
-def _returning(arm: Arm) -> Read:
-    def read(stage: Stage, task: Task, share: float) -> Reading:
-        with tempfile.TemporaryDirectory(prefix="board-") as folder:
-            spilling = replace(arm, name=RETURNING, settings=(("spill", Spill(Path(folder))),))
-            # A file holds one conversation.
-            return _through(spilling, one_by_one=True)(stage, task, share)
+def returning_arm(folder: Path) -> Arm:
+    """Ours, with the files of all rows in a folder."""
+    settings = (("spill", Spill(folder)),)
+    return Arm(RETURNING, DEFAULT_POLICY, by_bytes=True, settings=settings)
 
-    return read
+
+def _returning(stage: Stage, task: Task, share: float) -> Reading:
+    with tempfile.TemporaryDirectory(prefix="board-") as folder:
+        # A file holds one conversation.
+        return _through(returning_arm(Path(folder)), one_by_one=True)(stage, task, share)
 
 
 def _compressed(arm: Arm) -> Read:
