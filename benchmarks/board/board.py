@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -48,17 +49,31 @@ class Sizes:
     ruler: int = 0
 
 
-def tasks_of(stage: Stage, sizes: Sizes) -> list[Task]:
-    """The texts, the needles, the hard needles, and RULER's tasks."""
-    kinds = ruler.KINDS if sizes.ruler else ()
-    hard = [tasks.hard_needles(stage, sizes.prompt, sizes.hard)] if sizes.hard else []
-    grows = [tasks.growing(stage, sizes.growing, 1)] if sizes.growing else []
+def tasks_of(stage: Stage, sizes: Sizes, words: Sequence[str] = ()) -> list[Task]:
+    """The texts, the needles, the hard needles, and RULER's tasks.
+
+    Args:
+        stage: The model's tokenizer.
+        sizes: How much of everything.
+        words: Only tasks whose names contain one of these are made; none means all.
+    """
+    prompt = sizes.prompt
+    makers: dict[str, Callable[[], Task]] = {
+        tasks.GROWING: lambda: tasks.growing(stage, sizes.growing, 1),
+        tasks.TEXTS_TASK: lambda: tasks.texts(stage, prompt, sizes.continuation, sizes.samples),
+        tasks.NEEDLES: lambda: tasks.needles(stage, prompt, sizes.facts),
+        tasks.HARD_NEEDLES: lambda: tasks.hard_needles(stage, prompt, sizes.hard),
+    }
+    left_out = [] if sizes.growing else [tasks.GROWING]
+    left_out += [] if sizes.hard else [tasks.HARD_NEEDLES]
+    for kind in ruler.KINDS if sizes.ruler else ():
+        makers[f"{tasks.RULER} {kind}"] = partial(
+            tasks.ruler_task, stage, kind, prompt, sizes.ruler
+        )
     return [
-        *grows,
-        tasks.texts(stage, sizes.prompt, sizes.continuation, sizes.samples),
-        tasks.needles(stage, sizes.prompt, sizes.facts),
-        *hard,
-        *(tasks.ruler_task(stage, kind, sizes.prompt, sizes.ruler) for kind in kinds),
+        make()
+        for name, make in makers.items()
+        if name not in left_out and (not words or any(word in name for word in words))
     ]
 
 

@@ -44,15 +44,13 @@ QUICK = Sizes(prompt=256, continuation=25, samples=1, facts=4, hard=4, shares=(1
 WHOLE = Sizes(
     prompt=1024,
     continuation=129,
-    samples=6,
-    facts=24,
-    hard=24,
+    samples=4,
+    facts=16,
+    hard=16,
     shares=SHARES,
     growing=1024,
-    ruler=4,
+    ruler=2,
 )
-#: A quick run ends after so many minutes, whatever the machine; --resume goes on.
-QUICK_MINUTES = 10
 #: Between the two: longer prompts than a quick run has, and few of them.
 EVENING = Sizes(prompt=512, continuation=33, samples=1, facts=4, hard=0, shares=SHARES, ruler=2)
 #: The embedded model is so small that a quick run affords an evening's prompts, and more rows.
@@ -204,11 +202,7 @@ def measured(
     protocol = protocol_of(model, sizes, CHUNK, args.seed)
     record = Record(folder / f"{name}.jsonl", protocol, args.resume)
     profile_at_load(stage.model)
-    of_model = [
-        task
-        for task in tasks_of(stage, sizes)
-        if not args.tasks or any(word in task.name for word in args.tasks)
-    ]
+    of_model = tasks_of(stage, sizes, args.tasks)
     with progress_bar(f"board, {model}", "cells") as told:
 
         def tell(cell: Cell, done: int, whole: int) -> None:
