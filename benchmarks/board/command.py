@@ -51,6 +51,8 @@ WHOLE = Sizes(
     growing=1024,
     ruler=2,
 )
+#: A quick run ends after so many minutes, whatever the machine; --resume goes on.
+QUICK_MINUTES = 10
 #: Between the two: longer prompts than a quick run has, and few of them.
 EVENING = Sizes(prompt=512, continuation=33, samples=1, facts=4, hard=0, shares=SHARES, ruler=2)
 #: The embedded model is so small that a quick run affords an evening's prompts, and more rows.
