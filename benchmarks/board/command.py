@@ -21,7 +21,7 @@ from benchmarks.board import (
     packed_packages,
     turboquant,
 )
-from benchmarks.board.board import Sizes, measure, protocol_of, tasks_of
+from benchmarks.board.board import Sizes, measure, plans_of, protocol_of
 from benchmarks.board.cells import Cell, Found, Record
 from benchmarks.board.chart import draw
 from benchmarks.board.reading import plain
@@ -204,14 +204,14 @@ def measured(
     protocol = protocol_of(model, sizes, CHUNK, args.seed)
     record = Record(folder / f"{name}.jsonl", protocol, args.resume)
     profile_at_load(stage.model)
-    of_model = tasks_of(stage, sizes, args.tasks)
+    plans = plans_of(stage, sizes, args.tasks)
     with progress_bar(f"board, {model}", "cells") as told:
 
         def tell(cell: Cell, done: int, whole: int) -> None:
             told.about(f"{cell.task}, {cell.rival}, {label(cell.share) if cell.share else 'all'}")
             told(done, whole)
 
-        left = measure(stage, of_model, rivals, sizes.shares, record, tell, until)
+        left = measure(stage, plans, rivals, sizes.shares, record, tell, until)
     return stage, record, left
 
 

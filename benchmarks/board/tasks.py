@@ -50,7 +50,6 @@ class Task:
             compress prompts have no place.
         parts: Where each row's answers begin and end in its continuation, if a row has several or
             something follows them; None: one answer, from `answers` on.
-        share: The part of the bytes with which it is measured; None: those of the run.
     """
 
     name: str
@@ -62,7 +61,6 @@ class Task:
     least: float = 0.0
     grows: bool = False
     parts: tuple[tuple[tuple[int, int], ...], ...] | None = None
-    share: float | None = None
 
     @property
     def sized(self) -> int:
@@ -86,7 +84,6 @@ class Task:
             self.least,
             self.grows,
             None if self.parts is None else self.parts[i : i + 1],
-            self.share,
         )
 
 
@@ -214,7 +211,7 @@ def ruler_task(stage: Stage, kind: str, length: int, count: int) -> Task:
     )
     assert task.answers is not None
     parts = tuple(_places(row, at) for row, at in zip(said, task.answers, strict=True))
-    return replace(task, parts=parts, share=RULER_SHARE)
+    return replace(task, parts=parts)
 
 
 def _places(said: Sequence[tuple[list[int], bool]], at: int) -> tuple[tuple[int, int], ...]:

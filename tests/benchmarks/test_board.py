@@ -14,6 +14,7 @@ from mlx_lm.models import llama
 
 from benchmarks.board import (
     attention_matching,
+    board,
     command,
     kvpress_rivals,
     momentkv,
@@ -22,7 +23,7 @@ from benchmarks.board import (
     turboquant,
     weights,
 )
-from benchmarks.board.board import Sizes, cells_of, measure, protocol_of
+from benchmarks.board.board import Plan, Sizes, cells_of, measure, plans_of, protocol_of
 from benchmarks.board.cells import Cell, Record
 from benchmarks.board.column_cache import ColumnCache, kinds_of
 from benchmarks.board.in_package import RETURNING, full_reading, returning_arm
@@ -217,6 +218,10 @@ def counting(name: str, calls: list[str], **options: bool) -> Rival:
     return Rival(name, "", "", read, **options)
 
 
+def planned(task: tasks.Task) -> Plan:
+    return Plan(task.name, lambda: task, task.grows)
+
+
 def failing(stage: Stage, task: tasks.Task, share: float) -> Reading:
     raise RuntimeError("no such | kernel\nhere")
 
@@ -230,19 +235,19 @@ def test_resuming_computes_nothing_twice(stage: Stage, task: tasks.Task, tmp_pat
     rivals = [counting("a", calls), counting("b", calls, keeps_all=True)]
     rivals.append(Rival("broken", "", "", failing))
     path, how = tmp_path / "run.jsonl", protocol_of("m", Sizes(P, C, 1, 1, 0, (0.5,)), 128, 0)
-    measure(stage, [task], rivals, (0.5, 0.25), Record(path, how, True), no_progress)
+    measure(stage, [planned(task)], rivals, (0.5, 0.25), Record(path, how, True), no_progress)
     assert calls == ["a 0.5", "a 0.25", "b 1.0"]
     late = Record(tmp_path / "late.jsonl", how, True)
-    assert measure(stage, [task], rivals, (0.5, 0.25), late, no_progress, until=0) == 5
+    assert measure(stage, [planned(task)], rivals, (0.5, 0.25), late, no_progress, until=0) == 5
     assert late.found == {}
     path.write_text(path.read_text() + '{"cell": ["m", "te')  # killed while it wrote
     again = Record(path, how, True)
-    measure(stage, [task], rivals, (0.5, 0.25), again, no_progress)
+    measure(stage, [planned(task)], rivals, (0.5, 0.25), again, no_progress)
     assert len(calls) == 3
     assert len(again.found) == 6  # two of a, b, two that failed, and the full cache's
     # One that failed is tried again.
     rivals[2] = counting("broken", calls)
-    measure(stage, [task], rivals, (0.5, 0.25), Record(path, how, True), no_progress)
+    measure(stage, [planned(task)], rivals, (0.5, 0.25), Record(path, how, True), no_progress)
     assert calls[3:] == ["broken 0.5", "broken 0.25"]
     with pytest.raises(ValueError, match="cells of other settings"):
         Record(path, how | {"seed": 1}, True)
@@ -252,7 +257,7 @@ def test_resuming_computes_nothing_twice(stage: Stage, task: tasks.Task, tmp_pat
 def test_a_rival_that_does_not_run_is_told(stage: Stage, task: tasks.Task, tmp_path: Path) -> None:
     rivals = [Rival("broken", "", "", failing), counting(OURS, [])]
     record = Record(tmp_path / "run.jsonl", {}, False)
-    measure(stage, [task], rivals, (0.5,), record, no_progress)
+    measure(stage, [planned(task)], rivals, (0.5,), record, no_progress)
     (row,) = failures(record.found, [stage.model_name])
     assert row == [
         "broken", EMBEDDED_MODEL, "texts 1/2", "RuntimeError: no such / kernel here",
@@ -377,11 +382,29 @@ def test_caches_that_keep_every_token_are_measured_once() -> None:
     rivals.append(counting("c", [], prompts_only=True))
     whole = tasks.Task("t", ("x",), [[1] * 8], [[1] * 4], (4,))
     grows = tasks.Task("g", ("x",), [[1] * 8], [[1] * 4], (4,), grows=True)
-    cells = [cell for cell, _ in cells_of("m", [whole, grows], rivals, (0.5, 0.25))]
+    cells = [
+        cell for cell, _ in cells_of("m", [*map(planned, (whole, grows))], rivals, (0.5, 0.25))
+    ]
     assert cells[:3] == [("m", "t", "a", 0.5), ("m", "t", "a", 0.25), ("m", "t", "b", None)]
     # Nothing is compressed once where everything comes token by token.
     assert [cell.task for cell in cells if cell.rival == "c"] == ["t", "t"]
     assert (whole.sized, grows.sized, grows.row(0).sized) == (8, 12, 12)
+
+
+def test_tasks_are_made_when_their_first_cell_comes(stage: Stage, tmp_path: Path) -> None:
+    """What a record holds is not made again, and RULER has a part of the bytes of its own."""
+    sizes = Sizes(P, C, 1, 2, 2, (0.5, 0.25), ruler=1)
+    named = [plan.name for plan in plans_of(stage, sizes)]
+    assert named[:4] == ["texts", "needles", "hard needles", "RULER single 1"]
+    assert [plan.name for plan in plans_of(stage, sizes, ["hard", "vt"])] == [
+        "hard needles", "RULER vt",
+    ]  # fmt: skip
+    one = Plan("RULER x", lambda: pytest.fail("made"), share=0.3)
+    (cell,) = (cell for cell, _ in cells_of("m", [one], [counting("a", [])], (0.5, 0.25)))
+    assert cell.share == 0.3
+    record = Record(tmp_path / "run.jsonl", {}, False)
+    record.add(Cell(stage.model_name, "RULER x", "a", 0.3), {"kl": []})
+    assert measure(stage, [one], [counting("a", [])], (0.5,), record, no_progress) == 0
 
 
 @pytest.mark.parametrize(
@@ -410,9 +433,7 @@ def test_the_command_measures_draws_and_goes_on(
     text = SAMPLE_TEXT.read_text()
     monkeypatch.setattr(tasks, "TEXTS", {"one": lambda: text, "two": lambda: text})
     monkeypatch.setattr(tasks, "speeches", lambda: text)
-    monkeypatch.setattr(
-        tasks, "hard_needles", lambda stage, length, count: tasks.needles(stage, length, count)
-    )
+    monkeypatch.setattr(board, "hard_needles", tasks.needles)
     monkeypatch.setattr(command, "QUICK_EMBEDDED", Sizes(128, 5, 1, 2, 2, (1 / 4,), 96))
     options = ["--quick", "--model", EMBEDDED_MODEL, "--only", "window", "mlx-h2o", "8 bits"]
     options += ["--record", str(tmp_path), "--json", str(tmp_path / "cells.json")]
