@@ -21,7 +21,7 @@ import math
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -31,14 +31,14 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from transformers import AutoTokenizer
+import transformers  # noqa: F401 (before `datasets` is stood in for, which it would look at)
 
 from benchmarks.board.packages import unpacked
 from benchmarks.board.texts import CODE, speeches
 
 WORDS = "wonderwords==3.0.1"
-#: The package that generates; the board reads its source as a text, too.
-HARNESS = CODE
+#: The package that generates, of which the board reads some source as a text, too, and its module.
+HARNESS, PACKAGE = CODE, "lm_eval.tasks.ruler"
 #: The oldest nltk that the generators take; they use nothing of it but sentences.
 NLTK = "3.9.1"
 #: Units of a text at most: more than the longest prompt of the board has tokens.
@@ -253,42 +253,41 @@ def _module(name: str) -> Any:
         Missing: pip cannot get a package.
     """
     harness, words = unpacked(HARNESS), unpacked(WORDS)
-    ruler = "lm_eval.tasks.ruler"
     stands_in = {
         package: _shell(package, path=str(harness / package.replace(".", "/")))
-        for package in ("lm_eval", "lm_eval.tasks", ruler)
+        for package in ("lm_eval", "lm_eval.tasks", PACKAGE)
     }
-    stands_in |= {
-        "datasets": _shell("datasets"),
-        "nltk": _shell("nltk", sent_tokenize=sentences, data=SimpleNamespace(find=bool)),
-        "transformers": sys.modules[AutoTokenizer.__module__.partition(".")[0]],
-    }
+    nltk = {"sent_tokenize": sentences, "data": SimpleNamespace(find=bool)}
+    stands_in |= {"datasets": _shell("datasets"), "nltk": _shell("nltk", **nltk)}
     if importlib.util.find_spec("scipy") is None:
-        stands_in |= {
-            "scipy": _shell("scipy", path=""),
-            "scipy.special": _shell("scipy.special", zeta=_zeta),
-        }
+        scipy = "scipy", "scipy.special"
+        stands_in |= {package: _shell(package, path="", zeta=_zeta) for package in scipy}
     version = importlib.metadata.version
 
     def told(package: str) -> str:
         return NLTK if package == "nltk" else version(package)
 
-    for loaded in _loaded:
-        stands_in[loaded.__name__] = loaded
     with (
-        patch.dict(sys.modules, stands_in),
+        _standing_in(stands_in),
         patch.object(sys, "path", [*sys.path, str(words)]),
         patch.object(importlib.metadata, "version", told),
     ):
-        made = importlib.import_module(f"{ruler}.{name}")
-        for loaded_name, loaded in list(sys.modules.items()):
-            if loaded_name.startswith(f"{ruler}.") and loaded not in _loaded:
-                _loaded.append(loaded)
-    return made
+        return importlib.import_module(f"{PACKAGE}.{name}")
 
 
-#: Modules of the generators, which share one another's state.
-_loaded: list[ModuleType] = []
+@contextmanager
+def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
+    """Modules that others import by these names meanwhile."""
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 def _shell(name: str, path: str | None = None, **members: Any) -> ModuleType:
