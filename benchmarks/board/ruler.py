@@ -257,7 +257,7 @@ def _module(name: str) -> Any:
         package: _shell(package, path=str(harness / package.replace(".", "/")))
         for package in ("lm_eval", "lm_eval.tasks", PACKAGE)
     }
-    nltk = {"sent_tokenize": sentences, "data": SimpleNamespace(find=bool)}
+    nltk: dict[str, Any] = {"sent_tokenize": sentences, "data": SimpleNamespace(find=bool)}
     stands_in |= {"datasets": _shell("datasets"), "nltk": _shell("nltk", **nltk)}
     if importlib.util.find_spec("scipy") is None:
         scipy = "scipy", "scipy.special"
