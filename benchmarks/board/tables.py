@@ -98,7 +98,9 @@ def tables_of(
 def ruler_tables(found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival]) -> Iterator[str]:
     """RULER's tasks: answers that come, of those that the full cache gives."""
     full = {kind: found.get(Cell(model, f"{RULER} {kind}", FULL, None), {}) for kind in KINDS}
-    kinds = [kind for kind in KINDS if any(full[kind].get("known", []))]
+    known = [kind for kind in KINDS if any(full[kind].get("known", []))]
+    measured = {kind for rival in rivals for kind in ruler_facts(found, model, rival, known)}
+    kinds = [kind for kind in known if kind in measured]
     ranked = []
     for rival in rivals:
         by_kind = ruler_facts(found, model, rival, kinds)

@@ -139,6 +139,7 @@ def test_only_answers_that_the_full_cache_gives_count() -> None:
         Cell("m", first, FULL, None): cell_of([True, False]),
         Cell("m", second, FULL, None): cell_of([True, True, True]),
         Cell("m", f"{tasks.RULER} vt", FULL, None): cell_of([False, False]),
+        Cell("m", f"{tasks.RULER} cwe", FULL, None): cell_of([True]),  # no rival yet
         Cell("m", first, OURS, tasks.RULER_SHARE): cell_of([False, True]),
         Cell("m", second, OURS, tasks.RULER_SHARE): cell_of([True, True, False]),
         Cell("m", first, "better", tasks.RULER_SHARE): cell_of([True, True]),
