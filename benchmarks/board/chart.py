@@ -64,7 +64,12 @@ def draw(
         panel.grid(alpha=0.15)
         panel.spines[["top", "right"]].set_visible(False)
     figure.legend(
-        lines.values(), lines.keys(), loc="outside right upper", fontsize=7, frameon=False
+        lines.values(),
+        lines.keys(),
+        loc="outside right upper",
+        fontsize=6,
+        frameon=False,
+        labelspacing=0.3,
     )
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
