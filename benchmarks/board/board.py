@@ -6,16 +6,30 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from benchmarks.board import tasks
 from benchmarks.board.cells import Cell, Found, Record
 from benchmarks.board.in_package import full_reading
 from benchmarks.board.rivals import FULL, Rival
+from benchmarks.board.ruler import KINDS
 from benchmarks.board.scores import scores_of
-from benchmarks.board.tasks import Task
+from benchmarks.board.tasks import (
+    GROWING,
+    HARD_NEEDLES,
+    NEEDLES,
+    RULER,
+    RULER_SHARE,
+    TEXTS_TASK,
+    Task,
+    growing,
+    hard_needles,
+    needles,
+    ruler_task,
+    texts,
+)
 from mlx_h2o._utils.commit import commit
 from mlx_h2o.evaluate.stage import Stage
 
@@ -33,6 +47,7 @@ class Sizes:
         samples: Samples of each text.
         facts: Prompts of needles.
         hard: Prompts of hard needles; 0 leaves that task out.
+        ruler: Prompts of each of RULER's tasks; 0 leaves them out.
         shares: Parts of the bytes of a prompt's full 16-bit cache.
         growing: Tokens of a text that comes token by token; 0 leaves that task out.
     """
@@ -44,35 +59,65 @@ class Sizes:
     hard: int
     shares: tuple[float, ...]
     growing: int = 0
+    ruler: int = 0
 
 
-def tasks_of(stage: Stage, sizes: Sizes) -> list[Task]:
-    """The texts, the needles and the hard needles."""
-    hard = [tasks.hard_needles(stage, sizes.prompt, sizes.hard)] if sizes.hard else []
-    grows = [tasks.growing(stage, sizes.growing, 1)] if sizes.growing else []
-    return [
-        *grows,
-        tasks.texts(stage, sizes.prompt, sizes.continuation, sizes.samples),
-        tasks.needles(stage, sizes.prompt, sizes.facts),
-        *hard,
+@dataclass(frozen=True)
+class Plan:
+    """A task that is made when its first cell is measured.
+
+    Attributes:
+        name: The task's name.
+        make: Makes it.
+        grows: As in `Task`.
+        share: The part of the bytes with which it is measured; None: those of the run.
+    """
+
+    name: str
+    make: Callable[[], Task]
+    grows: bool = False
+    share: float | None = None
+
+
+def plans_of(stage: Stage, sizes: Sizes, words: Sequence[str] = ()) -> list[Plan]:
+    """The texts, the needles, the hard needles, and RULER's tasks.
+
+    Args:
+        stage: The model's tokenizer.
+        sizes: How much of everything.
+        words: Only tasks whose names contain one of these; none means all.
+    """
+    P = sizes.prompt
+    made = [
+        Plan(TEXTS_TASK, partial(texts, stage, P, sizes.continuation, sizes.samples)),
+        Plan(NEEDLES, partial(needles, stage, P, sizes.facts)),
     ]
+    if sizes.growing:
+        made.insert(0, Plan(GROWING, partial(growing, stage, sizes.growing, 1), grows=True))
+    if sizes.hard:
+        made.append(Plan(HARD_NEEDLES, partial(hard_needles, stage, P, sizes.hard)))
+    for kind in KINDS if sizes.ruler else ():
+        make = partial(ruler_task, stage, kind, P, sizes.ruler)
+        made.append(Plan(f"{RULER} {kind}", make, share=RULER_SHARE))
+    return [plan for plan in made if not words or any(word in plan.name for word in words)]
 
 
 def cells_of(
-    model: str, of_model: Sequence[Task], rivals: Sequence[Rival], shares: Sequence[float]
+    model: str, plans: Sequence[Plan], rivals: Sequence[Rival], shares: Sequence[float]
 ) -> Iterator[tuple[Cell, Rival]]:
     """All cells of a model, task after task."""
-    for task in of_model:
+    for plan in plans:
         for rival in rivals:
-            if task.grows and rival.prompts_only:
+            if plan.grows and rival.prompts_only:
                 continue
-            for share in [None] if rival.keeps_all else shares:
-                yield Cell(model, task.name, rival.name, share), rival
+            at = shares if plan.share is None else [plan.share]
+            for share in [None] if rival.keeps_all else at:
+                yield Cell(model, plan.name, rival.name, share), rival
 
 
 def measure(
     stage: Stage,
-    of_model: Sequence[Task],
+    plans: Sequence[Plan],
     rivals: Sequence[Rival],
     shares: Sequence[float],
     record: Record,
@@ -85,7 +130,7 @@ def measure(
 
     Args:
         stage: The model.
-        of_model: Its tasks.
+        plans: Its tasks.
         rivals: The rivals.
         shares: Parts of the bytes.
         record: What was measured before; new cells are added.
@@ -93,19 +138,19 @@ def measure(
         until: The time, by `time.monotonic`, after which no further cell is begun.
     """
     model = stage.model_name
-    named = {task.name: task for task in of_model}
-    whole = list(cells_of(model, of_model, rivals, shares))
+    named = {plan.name: plan for plan in plans}
+    whole = list(cells_of(model, plans, rivals, shares))
     missing = [(cell, rival) for cell, rival in whole if not record.has(cell)]
-    full: tuple[str, mx.array] | None = None
+    ready: tuple[Task, mx.array] | None = None
     at = commit()
     for i, (cell, rival) in enumerate(missing):
         if time.monotonic() > until:
             return len(missing) - i
         tell(cell, len(whole) - len(missing) + i, len(whole))
-        task = named[cell.task]
-        if full is None or full[0] != cell.task:
-            full = cell.task, _full(stage, task, record)
-        record.add(cell, {**found(stage, task, rival, cell.share, full[1]), "commit": at})
+        if ready is None or ready[0].name != cell.task:
+            task = named[cell.task].make()
+            ready = task, _full(stage, task, record)
+        record.add(cell, {**found(stage, ready[0], rival, cell.share, ready[1]), "commit": at})
     return 0
 
 
@@ -137,6 +182,6 @@ def found(stage: Stage, task: Task, rival: Rival, share: float | None, full: mx.
 
 def protocol_of(model: str, sizes: Sizes, chunk: int, seed: int) -> dict[str, Any]:
     """What the scores of a model's cells depend on."""
-    # A task that is left out is left out here, too.
-    how = {name: value for name, value in asdict(sizes).items() if value}
+    # A task that is left out is left out here, too; a cell names its own part of the bytes.
+    how = {name: value for name, value in asdict(sizes).items() if value and name != "shares"}
     return {"model": model, "sizes": how, "chunk": chunk, "seed": seed}

@@ -67,5 +67,7 @@ class Record:
     def add(self, cell: Cell, found: Found) -> None:
         """Keep a cell, on disk as well."""
         self.found[cell] = found
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"cell": cell, "found": found}) + "\n")
+        line = json.dumps({"cell": cell, "found": found}) + "\n"
+        # One write for a line, so that runs of different rivals may share a record.
+        with self.path.open("ab", buffering=0) as file:
+            file.write(line.encode())

@@ -9,6 +9,7 @@ from benchmarks.board.cells import Cell, Found
 from benchmarks.board.rivals import OURS, Rival
 from benchmarks.board.summaries import Summary
 from benchmarks.board.tables import summaries
+from benchmarks.board.tasks import TEXTS_TASK
 from mlx_h2o._utils.plotting import drawing
 from mlx_h2o.evaluate.contenders import label
 
@@ -31,7 +32,8 @@ def draw(
     """
     pyplot = drawing()
     pyplot.rcParams |= {"svg.hashsalt": "mlx-h2o", "savefig.facecolor": "white"}
-    shares = sorted({cell.share for cell in found if cell.share}, reverse=True)
+    of_texts = {cell.share for cell in found if cell.share and cell.task == TEXTS_TASK}
+    shares = sorted(of_texts, reverse=True)
     figure, panels = pyplot.subplots(
         1, len(models), figsize=(5.2 * len(models) + 2.6, 5.4), squeeze=False, layout="constrained"
     )
@@ -43,13 +45,13 @@ def draw(
             points = sorted(_points(of_model, rival.name))
             if not points:
                 continue
-            ours = rival.name == OURS
+            ours = rival.name.startswith(OURS)
             (lines[rival.name],) = panel.plot(
                 [x for x, _ in points],
                 [max(y, 1e-6) for _, y in points],
-                "s" if rival.keeps_all else "-o" if ours else STROKES[i // 10 % 4] + "o",
+                "s" if rival.keeps_all else STROKES[i if ours else i // 10 % 4] + "o",
                 color="black" if ours else palette(i % 10),
-                linewidth=2.6 if ours else 1.1,
+                linewidth=2.6 if rival.name == OURS else 2.0 if ours else 1.1,
                 markersize=6 if ours else 3.5,
                 zorder=3 if ours else 2,
             )
@@ -62,7 +64,12 @@ def draw(
         panel.grid(alpha=0.15)
         panel.spines[["top", "right"]].set_visible(False)
     figure.legend(
-        lines.values(), lines.keys(), loc="outside right upper", fontsize=7, frameon=False
+        lines.values(),
+        lines.keys(),
+        loc="outside right upper",
+        fontsize=6,
+        frameon=False,
+        labelspacing=0.3,
     )
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)

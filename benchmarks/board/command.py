@@ -21,12 +21,13 @@ from benchmarks.board import (
     packed_packages,
     turboquant,
 )
-from benchmarks.board.board import Sizes, measure, protocol_of, tasks_of
+from benchmarks.board.board import Sizes, measure, plans_of, protocol_of
 from benchmarks.board.cells import Cell, Found, Record
 from benchmarks.board.chart import draw
 from benchmarks.board.reading import plain
 from benchmarks.board.rivals import Rival
 from benchmarks.board.tables import LOST_COLUMNS, failures, lost, settings_of, table, tables_of
+from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o._utils.files import cache_folder
 from mlx_h2o._utils.interrupts import terminating_tidily
 from mlx_h2o._utils.progress import progress_bar
@@ -41,12 +42,21 @@ SHARES = (1 / 4, 1 / 8, 1 / 16)
 CHUNK = 128
 QUICK = Sizes(prompt=256, continuation=25, samples=1, facts=4, hard=4, shares=(1 / 8,))
 WHOLE = Sizes(
-    prompt=1024, continuation=129, samples=6, facts=24, hard=24, shares=SHARES, growing=1024
+    prompt=1024,
+    continuation=129,
+    samples=4,
+    facts=16,
+    hard=16,
+    shares=SHARES,
+    growing=1024,
+    ruler=2,
 )
 #: A quick run ends after so many minutes, whatever the machine; --resume goes on.
 QUICK_MINUTES = 10
-#: The embedded model is so small that a quick run affords every part of the bytes, and more rows.
-#: It knows next to none of the hard needles.
+#: Between the two: longer prompts than a quick run has, and few of them.
+EVENING = Sizes(prompt=512, continuation=33, samples=1, facts=4, hard=0, shares=SHARES, ruler=2)
+#: The embedded model is so small that a quick run affords an evening's prompts, and more rows.
+#: It knows next to none of the hard needles and of RULER's answers.
 QUICK_EMBEDDED = Sizes(prompt=512, continuation=33, samples=2, facts=12, hard=0, shares=SHARES)
 
 
@@ -57,10 +67,15 @@ def parser() -> argparse.ArgumentParser:
         description="Every rival at equal bytes, on texts that nothing was tuned on.",
     )
     made.add_argument("--model", nargs="+", default=list(MODELS), help="as in mlx_h2o.load")
-    made.add_argument("--quick", action="store_true", help="ten minutes instead of a night")
+    length = made.add_mutually_exclusive_group()
+    length.add_argument("--quick", action="store_true", help="ten minutes instead of a night")
+    length.add_argument("--evening", action="store_true", help="hours instead of a night")
     made.add_argument("--shares", type=float, nargs="+", help="parts of the bytes")
     made.add_argument(
         "--only", nargs="+", default=[], help="rivals whose names contain one of these"
+    )
+    made.add_argument(
+        "--tasks", nargs="+", default=[], help="tasks whose names contain one of these"
     )
     made.add_argument("--resume", action="store_true", help="keep cells that were measured before")
     made.add_argument(
@@ -79,7 +94,11 @@ def parser() -> argparse.ArgumentParser:
 
 def sizes_of(model: str, args: argparse.Namespace) -> Sizes:
     """How much is measured with a model."""
-    chosen = (QUICK_EMBEDDED if model == EMBEDDED_MODEL else QUICK) if args.quick else WHOLE
+    if args.quick or args.evening:
+        chosen = QUICK if args.quick else EVENING
+        chosen = QUICK_EMBEDDED if model == EMBEDDED_MODEL else chosen
+    else:
+        chosen = WHOLE
     shares = tuple(args.shares) if args.shares else chosen.shares
     return replace(chosen, shares=shares)
 
@@ -122,6 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     """Measure all models, print the tables, and write what was asked for."""
     rivals = all_rivals(args.only)
+    use_openblas()
     until = time.monotonic() + 60 * minutes_of(args)
     missing: list[str] = []
     found: dict[Cell, Found] = {}
@@ -176,21 +196,22 @@ def measured(
     model: str, sizes: Sizes, rivals: Sequence[Rival], args: argparse.Namespace, until: float
 ) -> tuple[Stage, Record, int]:
     """A model's stage, its record, and the number of cells that are missing still."""
-    folder = args.record or cache_folder() / "board" / ("quick" if args.quick else "whole")
+    length = "quick" if args.quick else "evening" if args.evening else "whole"
+    folder = args.record or cache_folder() / "board" / length
     name = model.replace("/", "--").replace(":", "-")
     facts = "questions" if model == EMBEDDED_MODEL else "cloze"
     stage = Stage(model, SAMPLE_TEXT.read_text(encoding="utf-8"), facts, CHUNK, args.seed)
     protocol = protocol_of(model, sizes, CHUNK, args.seed)
     record = Record(folder / f"{name}.jsonl", protocol, args.resume)
     profile_at_load(stage.model)
-    of_model = tasks_of(stage, sizes)
+    plans = plans_of(stage, sizes, args.tasks)
     with progress_bar(f"board, {model}", "cells") as told:
 
         def tell(cell: Cell, done: int, whole: int) -> None:
             told.about(f"{cell.task}, {cell.rival}, {label(cell.share) if cell.share else 'all'}")
             told(done, whole)
 
-        left = measure(stage, of_model, rivals, sizes.shares, record, tell, until)
+        left = measure(stage, plans, rivals, sizes.shares, record, tell, until)
     return stage, record, left
 
 

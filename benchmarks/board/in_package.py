@@ -5,7 +5,9 @@ A policy has the settings that its authors' code has, with even slots, dense row
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +20,10 @@ from mlx_h2o.evaluate.arms import FULL, PACKED, WINDOW, WINDOW_KEEP, Arm
 from mlx_h2o.evaluate.contenders import arm_of
 from mlx_h2o.evaluate.stage import Stage
 from mlx_h2o.model_caches.compress import compress_into
+from mlx_h2o.spill.setting import Spill
 
+#: Ours with a file of all rows, of which those that are wanted come back.
+RETURNING = f"{OURS}, rows come back"
 ARXIV = "https://arxiv.org/abs/"
 MLX_LM = "https://github.com/ml-explore/mlx-lm"
 #: Policies as `contenders.arm_of` reads them: source, and why these settings.
@@ -77,6 +82,12 @@ def rivals() -> list[Rival]:
             _compressed(replace(arm_of("kvzip"), name=f"{OURS} compress")),
             prompts_only=True,
         ),
+        Rival(
+            RETURNING,
+            "",
+            "the default with `spill=`; what waits for the file and the last queries count, too",
+            _returning,
+        ),
         *mlx_lm,
         *policies,
         Rival(
@@ -99,15 +110,27 @@ def _size(task: Task, share: float) -> int:
     return max(round(share * task.sized), 1)
 
 
-def _through(arm: Arm) -> Read:
+def _through(arm: Arm, one_by_one: bool = False) -> Read:
     def read(stage: Stage, task: Task, share: float) -> Reading:
         def after(stage: Stage, part: Task) -> list[Any]:
             cache = arm.make(stage.model, _size(part, share), context=part.context)
             return having_read(stage, cache, part)
 
-        return reading_of(stage, task, after)
+        return reading_of(stage, task, after, one_by_one)
 
     return read
+
+
+def returning_arm(folder: Path) -> Arm:
+    """Ours, with the files of all rows in a folder."""
+    settings = (("spill", Spill(folder)),)
+    return Arm(RETURNING, DEFAULT_POLICY, by_bytes=True, settings=settings)
+
+
+def _returning(stage: Stage, task: Task, share: float) -> Reading:
+    with tempfile.TemporaryDirectory(prefix="board-") as folder:
+        # A file holds one conversation.
+        return _through(returning_arm(Path(folder)), one_by_one=True)(stage, task, share)
 
 
 def _compressed(arm: Arm) -> Read:

@@ -10,11 +10,14 @@ answer: bytes and times, after the logits `[C - 1, vocabulary]` were written to 
 
 from __future__ import annotations
 
+import copy
 import json
 import statistics
 import sys
 import time
 import types
+from collections import OrderedDict
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache  # noqa:
 
 #: Presses that look at attention weights, which only this implementation gives out.
 EAGER = ("ObservedAttentionPress",)
+#: Presses that hide rows behind a key which no query of a part likes: with many queries there may
+#: be none, so each part has one.
+MASKING = ("AdaKVPress", "CriticalAdaKVPress", "KVzipPress")
+#: Tokens of a continuation that are read one by one, which tells the time that a token takes.
+TIMED = 5
+#: Tokens of prompts whose readings are kept; each takes some 120 kB with SmolLM2.
+MOST_TOKENS = 16_384
+#: A ratio above 0, which lets KVzip score.
+LEAST_RATIO = 1e-6
 
 
 def loaded(folder: Path) -> Any:
@@ -87,6 +99,115 @@ def kept_rows(model: Any, cache: Any) -> int:
     return held - masked
 
 
+def parts_of(tokens: list[int], singly: bool) -> list[tuple[int, list[int]]]:
+    """A continuation's parts, with their places: some tokens one by one, and the rest at once.
+
+    Everything that follows a compressed prompt stays, so the rest's logits are the same either way.
+
+    Args:
+        tokens: The continuation.
+        singly: Whether each token is a part.
+    """
+    timed = len(tokens) if singly else min(TIMED, len(tokens))
+    rest = [(timed, tokens[timed:])] if timed < len(tokens) else []
+    return [*((i, tokens[i : i + 1]) for i in range(timed)), *rest]
+
+
+@dataclass
+class Prefill:
+    """A prompt that was read without compression, from which every press starts.
+
+    A press changes nothing before the prompt is read: it looks at what each layer was given, and at
+    its keys and values. So one reading serves all presses and all ratios.
+
+    Attributes:
+        cache: The full cache.
+        calls: Each layer's module, and the arguments and the result of its attention.
+        seconds: The time of the reading.
+        scores: KVzip's scores, which do not depend on the ratio, once they are known, and the
+            seconds that they took.
+    """
+
+    cache: Any
+    calls: list[tuple[Any, dict[str, Any], Any]]
+    seconds: float
+    scores: list[tuple[Any, float]] = field(default_factory=list)
+
+
+_prefills: OrderedDict[tuple[int, ...], Prefill] = OrderedDict()
+
+
+def prefill_of(model: Any, prompt: list[int]) -> Prefill:
+    """A prompt's reading, kept for the next press."""
+    known = tuple(prompt)
+    if known not in _prefills:
+        while sum(map(len, _prefills)) + len(known) > MOST_TOKENS and _prefills:
+            _prefills.popitem(last=False)
+        _prefills[known] = _prefilled(model, prompt)
+    _prefills.move_to_end(known)
+    return _prefills[known]
+
+
+def _prefilled(model: Any, prompt: list[int]) -> Prefill:
+    calls: list[tuple[Any, dict[str, Any], Any]] = []
+
+    def noted(module: Any, given: Any, named: dict[str, Any], result: Any) -> None:
+        calls.append((module, {**named, "past_key_values": None}, result))
+
+    hooks = [
+        layer.self_attn.register_forward_hook(noted, with_kwargs=True)
+        for layer in model.model.layers
+    ]
+    cache = DynamicCache()
+    start = time.perf_counter()
+    try:
+        model.model(input_ids=torch.tensor([prompt]), past_key_values=cache)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Prefill(cache, calls, time.perf_counter() - start)
+
+
+def compressed(model: Any, press: Any, prompt: list[int]) -> tuple[Any, float]:
+    """A cache of a prompt that a press has compressed, and the seconds that both took."""
+    eager = model.config._attn_implementation == "eager"
+    if eager:  # its attention weights are too large to keep
+        cache, start = DynamicCache(), time.perf_counter()
+        with press(model):
+            model.model(input_ids=torch.tensor([prompt]), past_key_values=cache)
+        return cache, time.perf_counter() - start
+    read = prefill_of(model, prompt)
+    cache, start = copy.deepcopy(read.cache), time.perf_counter()
+    if isinstance(press, kvpress.KVzipPress):
+        return cache, read.seconds + _kvzipped(model, press, prompt, cache, read)
+    if press is not None:
+        press.post_init_from_model(model)
+        for module, named, result in read.calls:
+            module.rotary_emb = model.model.rotary_emb
+            press.forward_hook(module, [], {**named, "past_key_values": cache}, result)
+    return cache, read.seconds + time.perf_counter() - start
+
+
+def _kvzipped(model: Any, press: Any, prompt: list[int], cache: Any, read: Prefill) -> float:
+    """Compress by KVzip, whose scores are computed once for a prompt; return the seconds."""
+    start = time.perf_counter()
+    if not read.scores:
+        ratio, press.compression_ratio = press.compression_ratio, LEAST_RATIO
+        finish = press.compress_post
+
+        def noted(of: Any) -> None:
+            read.scores.append((press.score_val.clone(), time.perf_counter() - start))
+
+        press.compress_post = noted
+        with press(model):  # it scores when the block ends
+            press._context_ids, press._cache = torch.tensor([prompt]), copy.deepcopy(cache)
+        press.compress_post, press.compression_ratio = finish, ratio
+    press.score_val, seconds = read.scores[0][0].clone(), read.scores[0][1]
+    start = time.perf_counter()
+    press.compress_post(model)
+    return seconds + time.perf_counter() - start
+
+
 @torch.no_grad()
 def answered(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
     """Compress one prompt and read its continuation."""
@@ -94,25 +215,21 @@ def answered(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
     for layer in model.model.layers:
         layer.self_attn.masked_key_indices = None
     press = press_of(asked["press"], asked["settings"], asked["ratio"])
-    prompt = torch.tensor([asked["prompt"]])
-    length = prompt.shape[1]
-    cache = DynamicCache()
-    start = time.perf_counter()
-    if press is None:
-        model.model(input_ids=prompt, past_key_values=cache)
-    else:
-        with press(model):
-            model.model(input_ids=prompt, past_key_values=cache)
-    prompt_seconds = time.perf_counter() - start
+    torch.manual_seed(0)  # Compactor draws projections
+    length = len(asked["prompt"])
+    cache, prompt_seconds = compressed(model, press, asked["prompt"])
     held, rows = held_by(cache), kept_rows(model, cache)
+    read = asked["continuation"][:-1]
     logits, seconds = [], []
-    for i, token in enumerate(asked["continuation"][:-1]):
+    for at, tokens in parts_of(read, asked["press"] in MASKING):
         start = time.perf_counter()
-        place = torch.tensor([[length + i]])
-        out = model(input_ids=torch.tensor([[token]]), past_key_values=cache, position_ids=place)
-        seconds.append(time.perf_counter() - start)
-        logits.append(out.logits[0, -1].float().numpy())
-    np.save(asked["out"], np.stack(logits))
+        places = torch.arange(length + at, length + at + len(tokens))[None]
+        given = torch.tensor([tokens])
+        out = model(input_ids=given, past_key_values=cache, position_ids=places)
+        logits.append(out.logits[0].float().numpy())
+        if len(tokens) == 1:
+            seconds.append(time.perf_counter() - start)
+    np.save(asked["out"], np.concatenate(logits))
     times = {"prompt_seconds": prompt_seconds, "token_seconds": statistics.median(seconds)}
     return {"held": held, "rows": rows, **times}
 
@@ -121,7 +238,6 @@ def main() -> None:
     """Answer requests until standard input ends."""
     out = sys.stdout
     sys.stdout = sys.stderr  # what libraries print is no answer
-    torch.manual_seed(0)
     model = loaded(Path(sys.argv[1]))
     print(json.dumps({"ready": kvpress.__name__}), file=out, flush=True)
     for line in sys.stdin:

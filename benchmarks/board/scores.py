@@ -23,7 +23,7 @@ class Scores:
         kl: KL(full || rival) in nats of each counted token, by row.
         changed: Whether the likeliest token is another than the full cache's, by row.
         nll: Nats of each counted token, by row.
-        known: Whether each row's answer comes; empty for texts.
+        known: Whether each answer comes, row after row; empty for texts.
         counted: As in `Reading`.
         held: As in `Reading`.
         prompt_seconds: As in `Reading`.
@@ -67,7 +67,10 @@ def scores_of(task: Task, full: mx.array, reading: Reading) -> Scores:
         worth = -mx.take_along_axis(q, target[:, None], axis=-1)[:, 0]
         nll.append([round(x, DIGITS) for x in cast(list[float], worth.tolist())])
         if task.answers is not None:
-            known.append(bool(is_known(own, target, task.least).all()))
+            right = cast(list[bool], is_known(own, target, task.least).tolist())
+            places = [(first + 1, length)] if task.parts is None else task.parts[i]
+            # The token at place p of a continuation is the one of index p - 1 that is predicted.
+            known += [all(right[a - 1 - first : b - 1 - first]) for a, b in places]
     sizes = reading.counted, reading.held, reading.prompt_seconds, reading.token_seconds
     return Scores(kl, changed, nll, known, *sizes)
 

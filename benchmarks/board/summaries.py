@@ -99,7 +99,7 @@ def summed_up(
         {
             task: of
             for task in (NEEDLES, HARD_NEEDLES)
-            if (of := _facts(found, model, task, rival, share))
+            if (of := facts_known(found, model, task, rival, share))
         },
         own["counted"],
         own["held"],
@@ -107,9 +107,10 @@ def summed_up(
     )
 
 
-def _facts(
+def facts_known(
     found: Mapping[Cell, Found], model: str, task: str, rival: str, share: float | None
 ) -> tuple[int, int] | None:
+    """Answers known and asked, of those that the full cache knows; None if it was not measured."""
     own = found.get(Cell(model, task, rival, share), {})
     full = found.get(Cell(model, task, FULL, None), {})
     return part_of(own["known"], full["known"]) if "known" in own and "known" in full else None

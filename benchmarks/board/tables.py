@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.board.cells import Cell, Found
 from benchmarks.board.rivals import FULL, OURS, Rival
-from benchmarks.board.summaries import Interval, Summary, summed_up
-from benchmarks.board.tasks import GROWING, HARD_NEEDLES, NEEDLES, TEXTS_TASK
+from benchmarks.board.ruler import KINDS
+from benchmarks.board.summaries import Interval, Summary, facts_known, summed_up
+from benchmarks.board.tasks import GROWING, HARD_NEEDLES, NEEDLES, RULER, RULER_SHARE, TEXTS_TASK
 from mlx_h2o.evaluate.contenders import label
 
 #: Places of a divergence in nats.
@@ -27,10 +28,11 @@ COLUMNS = (
 NOTHING = "-"
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table under its title; a column of figures is set right."""
-    right = columns[1] == COLUMNS[1]
-    rule = "|---|" + ("---:|" if right else "---|") * (len(columns) - 1)
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], figures: bool = False
+) -> str:
+    """A Markdown table under its title; columns of figures are set right."""
+    rule = "|---|" + ("---:|" if figures else "---|") * (len(columns) - 1)
     lines = ["| " + " | ".join(columns) + " |", rule]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([title, "", *lines, ""])
@@ -82,20 +84,64 @@ def tables_of(
         ]
         if rows:
             given = f"{label(share)} of the bytes" if share else "every token, own bytes"
-            yield table(f"{model}, {given}, {samples} samples of texts", COLUMNS, rows)
+            yield table(f"{model}, {given}, {samples} samples of texts", COLUMNS, rows, True)
     growing = summaries(found, model, rivals, shares, GROWING)
     for share in (*shares, None):
         ranked = sorted(growing, key=lambda one: one.kl)
         if rows := [distance(one, False) for one in ranked if one.share == share]:
             given = f"{label(share)} of the bytes" if share else "every token, own bytes"
-            yield table(f"{model}, {given}, texts token by token", COLUMNS[: len(rows[0])], rows)
+            columns = COLUMNS[: len(rows[0])]
+            yield table(f"{model}, {given}, texts token by token", columns, rows, True)
+    yield from ruler_tables(found, model, rivals)
+
+
+def ruler_tables(found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival]) -> Iterator[str]:
+    """RULER's tasks: answers that come, of those that the full cache gives."""
+    full = {kind: found.get(Cell(model, f"{RULER} {kind}", FULL, None), {}) for kind in KINDS}
+    known = [kind for kind in KINDS if any(full[kind].get("known", []))]
+    measured = {kind for rival in rivals for kind in ruler_facts(found, model, rival, known)}
+    kinds = [kind for kind in known if kind in measured]
+    ranked = []
+    for rival in rivals:
+        by_kind = ruler_facts(found, model, rival, kinds)
+        if by_kind:
+            whole = _summed(by_kind) if len(by_kind) == len(kinds) else None
+            name = f"{rival.name} †" if rival.prompts_only else rival.name
+            cells = [_of(by_kind.get(kind)) for kind in kinds]
+            ranked.append((-(whole or (-1, 0))[0], [_bold(name), *cells, _of(whole)]))
+    if ranked:
+        title = f"{model}, RULER, {label(RULER_SHARE)} of the bytes or, with every token, own bytes"
+        rows = [row for _, row in sorted(ranked, key=lambda one: one[0])]
+        yield table(title, ("rival", *kinds, "all"), rows, True)
+
+
+def ruler_facts(
+    found: Mapping[Cell, Found], model: str, rival: Rival, kinds: Sequence[str]
+) -> dict[str, tuple[int, int]]:
+    """A rival's answers of RULER, known and asked, by kind; kinds without a cell are left out."""
+    share = None if rival.keeps_all else RULER_SHARE
+    facts = {
+        kind: facts_known(found, model, f"{RULER} {kind}", rival.name, share) for kind in kinds
+    }
+    return {kind: of for kind, of in facts.items() if of is not None}
+
+
+def _summed(by_kind: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    known, asked = (sum(of) for of in zip(*by_kind.values(), strict=True))
+    return known, asked
+
+
+def _of(facts: tuple[int, int] | None) -> str:
+    return NOTHING if facts is None else "/".join(map(str, facts))
+
+
+def _bold(name: str) -> str:
+    return f"**{name}**" if name == OURS else name
 
 
 def cells_of(one: Summary, plain: int, element: int, grows: bool) -> list[str]:
     """A row of a table."""
-    facts = [
-        "/".join(map(str, one.facts.get(task, ()))) or NOTHING for task in (NEEDLES, HARD_NEEDLES)
-    ]
+    facts = [_of(one.facts.get(task)) for task in (NEEDLES, HARD_NEEDLES)]
     return [
         *distance(one, grows),
         *facts,
@@ -110,9 +156,8 @@ def distance(one: Summary, grows: bool) -> list[str]:
     over = NOTHING
     if one.over_ours is not None and one.over_interval is not None:
         over = f"{one.over_ours:+.{PLACES}f} {_interval(one.over_interval, '+')}"
-    name = f"**{one.rival}**" if one.rival == OURS else one.rival
     return [
-        f"{name} †" if grows else name,
+        f"{one.rival} †" if grows else _bold(one.rival),
         f"{one.kl:.{PLACES}f} {_interval(one.kl_interval)}",
         over,
         f"{one.changed:.1%}",
@@ -143,10 +188,24 @@ def lost(
             rows.append([*place, "KL, nats", *figures, "yes" if one.beats_ours else "no"])
         for task, (known, asked) in one.facts.items():
             if known > own.facts.get(task, (asked, asked))[0]:
-                rows.append(
-                    [*place, task, f"{known}/{asked}", f"{own.facts[task][0]}/{asked}", NOTHING]
-                )
-    return rows
+                rows.append([*place, task, _of((known, asked)), _of(own.facts[task]), NOTHING])
+    return [*rows, *_lost_ruler(found, model, rivals)]
+
+
+def _lost_ruler(
+    found: Mapping[Cell, Found], model: str, rivals: Sequence[Rival]
+) -> Iterator[list[str]]:
+    """The same for RULER, over the kinds that both were asked for."""
+    own = next((ruler_facts(found, model, one, KINDS) for one in rivals if one.name == OURS), {})
+    for rival in rivals:
+        theirs = ruler_facts(found, model, rival, KINDS) if not rival.keeps_all else {}
+        both = own.keys() & theirs.keys()
+        if rival.name.startswith(OURS) or not both:
+            continue
+        known, ours = (_summed({kind: of[kind] for kind in both}) for of in (theirs, own))
+        if known[0] > ours[0]:
+            place = [rival.name, model, label(RULER_SHARE)]
+            yield [*place, RULER, _of(known), _of(ours), NOTHING]
 
 
 def failures(found: Mapping[Cell, Found], models: Sequence[str]) -> list[list[str]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import cast
 
+from benchmarks.board import ruler
 from benchmarks.board.texts import TEXTS, hard_needle, speeches
 from mlx_h2o.evaluate.needles import Needle, needle_task
 from mlx_h2o.evaluate.perplexity import samples_of
@@ -15,6 +17,9 @@ from mlx_h2o.evaluate.stage import Stage
 #: Names of the tasks: the first two have answers.
 NEEDLES, HARD_NEEDLES = "needles", "hard needles"
 TEXTS_TASK, GROWING = "texts", "growing"
+#: RULER's tasks are named so, with the kind behind it; they are measured with this part of the
+#: bytes, with which compressed prompts are compared elsewhere, too.
+RULER, RULER_SHARE = "RULER", 0.3
 #: Tokens of a text that grows: the beginning that is read at once.
 BEGINNING = 64
 #: Facts of a hard needle's document, which is cut to the prompt's tokens.
@@ -43,6 +48,8 @@ class Task:
         grows: Whether nearly everything comes token by token, so that caches evict while they
             decode. Parts of the bytes are then of the whole, not of the prompt, and rivals that
             compress prompts have no place.
+        parts: Where each row's answers begin and end in its continuation, if a row has several or
+            something follows them; None: one answer, from `answers` on.
     """
 
     name: str
@@ -53,6 +60,7 @@ class Task:
     answers: tuple[int, ...] | None = None
     least: float = 0.0
     grows: bool = False
+    parts: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
     @property
     def sized(self) -> int:
@@ -75,6 +83,7 @@ class Task:
             None if self.answers is None else self.answers[i : i + 1],
             self.least,
             self.grows,
+            None if self.parts is None else self.parts[i : i + 1],
         )
 
 
@@ -179,6 +188,36 @@ def hard_needles(stage: Stage, length: int, count: int) -> Task:
         questions.append(question)
         answers.append(stage.encode(f" {made['target']}"))
     return _asked(HARD_NEEDLES, prompts, questions, answers, 0.0)
+
+
+def ruler_task(stage: Stage, kind: str, length: int, count: int) -> Task:
+    """One of RULER's tasks.
+
+    Args:
+        stage: The model's tokenizer.
+        kind: One of `ruler.KINDS`.
+        length: Tokens of a prompt with its question and answers, at most.
+        count: The number of prompts.
+    """
+    room = length - len(stage.first)
+    made = ruler.samples(kind, room, count, stage.seed, stage.encode)
+    said = [[(stage.encode(piece), right) for piece, right in one.said] for one in made]
+    task = _asked(
+        f"{RULER} {kind}",
+        [[*stage.first, *stage.encode(one.text)] for one in made],
+        [stage.encode(one.question) for one in made],
+        [[token for piece, _ in row for token in piece] for row in said],
+        0.0,
+    )
+    assert task.answers is not None
+    parts = tuple(_places(row, at) for row, at in zip(said, task.answers, strict=True))
+    return replace(task, parts=parts)
+
+
+def _places(said: Sequence[tuple[list[int], bool]], at: int) -> tuple[tuple[int, int], ...]:
+    """Where the answers among some pieces begin and end, if the first piece begins at `at`."""
+    ends = [at, *(at + end for end in accumulate(len(piece) for piece, _ in said))]
+    return tuple((ends[i], ends[i + 1]) for i, (_, right) in enumerate(said) if right)
 
 
 def _shortened(stage: Stage, document: str, facts: set[str], room: int) -> list[int]:

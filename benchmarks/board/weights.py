@@ -13,6 +13,9 @@ from mlx.utils import tree_flatten
 #: Model types whose parameters have the same names in mlx-lm and in transformers.
 SAME_NAMES = ("llama", "qwen2", "qwen3", "mistral")
 
+#: Where transformers keeps a chat's template, if not among the tokenizer's settings.
+TEMPLATE = "chat_template.jinja"
+
 
 def write(model: nn.Module, tokenizer: Any, config: dict[str, Any], folder: Path) -> None:
     """Write config, dense float32 weights and the tokenizer.
@@ -51,3 +54,10 @@ def write(model: nn.Module, tokenizer: Any, config: dict[str, Any], folder: Path
     (folder / "config.json").write_text(json.dumps(plain))
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
     inner.save_pretrained(folder)
+    # Prompts are plain text. KVzip's press would skip as many tokens as the template begins with.
+    (folder / TEMPLATE).unlink(missing_ok=True)
+    settings = folder / "tokenizer_config.json"
+    if settings.exists():
+        named = json.loads(settings.read_text(encoding="utf-8"))
+        named.pop("chat_template", None)
+        settings.write_text(json.dumps(named), encoding="utf-8")
