@@ -2,9 +2,9 @@
 
 A page is `PAGE` neighbouring positions of one KV head. Its digest is its keys as whole numbers of 8
 bits and their scale. It tells, for a query, how much attention the page's rows would get, without
-reading and unpacking them. Fewer numbers miss needles: by the mean of their keys alone pages with
-facts are seldom found (docs/results/returning.md), nor by Quest's least and greatest of each
-channel (arXiv 2406.10774).
+reading and unpacking them. Fewer numbers miss needles: neither the mean of a page's keys nor
+Quest's least and greatest of each channel (arXiv 2406.10774) often finds the page with a fact
+(docs/results/returning.md).
 
 Digests never change once their page is complete. They lie in a file without a name, which no other
 process can open and which goes with this object, since they can be made from the rows again. The
