@@ -17,6 +17,7 @@ from mlx_h2o.serve.marks import Mark
 from mlx_h2o.serve.sessions import token_count, tokens_of
 from mlx_h2o.spill import state_keeping
 from mlx_h2o.spill.conversation_rows import close_all
+from mlx_h2o.spill.layout import POSITIONS
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.setting import Spill
 from serving import MODEL, serving, words
@@ -260,7 +261,7 @@ def test_an_ordinary_end_loses_no_token(tmp_path, asked_alone):
     (file,) = rows_files(rows)
     newest = told_by(file)[0][0]
     assert newest == max(held)
-    assert newest % 16  # within a block
+    assert newest % POSITIONS  # within a block
     assert not list(sessions.glob("*.safetensors"))  # the file of rows is the session
     with serving(**settings(sessions, rows)) as running:
         found, whole = known(running, prompt + said + " " + words(300, 5))

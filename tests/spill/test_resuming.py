@@ -309,7 +309,7 @@ def test_tokens_taken_back_take_their_record_along(tmp_path, model):
         entry.trim(3)  # within the block, of which no checksum tells
     steps(model, cache, 3, first=1000)
     cache[0].spill.conversation.close()
-    assert resume(path)[0].offset == 16
+    assert resume(path)[0].offset == POSITIONS
 
 
 def test_who_goes_on_from_an_earlier_record_gives_the_later_one_up(tmp_path, model):
@@ -317,8 +317,8 @@ def test_who_goes_on_from_an_earlier_record_gives_the_later_one_up(tmp_path, mod
     steps(model, cache, 55)
     path = recorded(cache)
     cache[0].spill.conversation.close()
-    resume(path, position=16)[0].spill.conversation.close()
-    assert resume(path)[0].offset == 16
+    resume(path, position=POSITIONS)[0].spill.conversation.close()
+    assert resume(path)[0].offset == POSITIONS
 
 
 def test_a_record_needs_all_caches_of_the_conversation(tmp_path, model):
