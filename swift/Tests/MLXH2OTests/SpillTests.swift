@@ -257,7 +257,32 @@ import Testing
                 url = try H2OSpill.recordState(of: caches)
             }
             expectRefusal(try #require(url), model, words)
+            #expect(FileManager.default.fileExists(atPath: url!.path))
         }
+    }
+
+    @Test func aModelOfAnotherDtypeGoesOnWithoutTheFile() throws {
+        let folder = folder()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        var url: URL?
+        do { url = try H2OSpill.recordState(of: begun(model(), kept(folder))) }
+        let half = try H2OModels.load(folder: GoldenReplay.embeddedModel, dtype: .float16)
+        let caches = try H2OSpill.resumedCaches(from: try #require(url), for: half)
+        #expect(caches.allSatisfy { ($0 as! H2OKVCache).spillFailure == nil })
+        _ = logits(half, caches, 100 ..< 101)
+        for cache in caches.map({ $0 as! H2OKVCache }) {
+            #expect(cache.failure == nil && cache.spillFailure?.contains("another dtype") == true)
+        }
+        #expect(try H2OSpill.recordState(of: caches) == nil)
+    }
+
+    @Test func cachesWithAnAppsOwnPolicyAreNotResumed() throws {
+        let folder = folder()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        var configuration = try kept(folder), url: URL?
+        configuration.policy = H2OPolicies.Own(name: "summed") { $0.scores! }
+        do { url = try H2OSpill.recordState(of: begun(model(), configuration)) }
+        expectRefusal(try #require(url), try model(), "policy")
     }
 
     @Test func aRecordIsOfAllCachesOfOneFile() throws {
