@@ -68,8 +68,8 @@ public struct H2OSpill: Sendable, Equatable {
         return returns
     }
 
-    /// Make the folder, which other users cannot read. Nobody can read what is in it before the device was
-    /// unlocked once, also where the folder is there already.
+    /// Make the folder, which other users cannot read. What is in it cannot be read before the device was
+    /// unlocked once; that is set of a folder that is there already, too.
     ///
     /// On other systems than Apple's the engine makes it.
     ///
