@@ -105,7 +105,7 @@ extension H2OKVCache {
     }
 
     /// Throw ``H2OError/file(_:)`` unless the model can go on with the caches.
-    private static func checkFit(_ caches: [any KVCache], _ model: any LanguageModel) throws {
+    static func checkFit(_ caches: [any KVCache], _ model: any LanguageModel) throws {
         let plain = try H2OConfiguration.default.plainCaches(of: model)
         let members = placedMembers(of: plain), held = placedMembers(of: caches)
         let name = String(describing: type(of: model))

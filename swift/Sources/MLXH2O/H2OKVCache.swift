@@ -33,8 +33,10 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
     /// Arrays set by `state` whose names `metaState` has not told yet.
     fileprivate var unnamed: [MLXArray]?
     /// Its part in the file of its conversation; none for copies, and for what was restored.
-    private var file: SpilledLayer?
+    private(set) var file: SpilledLayer?
     private var isSpilled = false
+    /// Why its rows no longer go into that file, where the engine's cache was replaced by one without.
+    private var leftFile: String?
     /// What ``metaState`` told of, until the cache changes.
     fileprivate var told: Engine.Saved?
     /// What went wrong last where mlx-swift-lm lets nothing be thrown (``trim(_:)``, a step, a copy, a
@@ -94,6 +96,15 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
         (given, pressure, failure) = (other.given, other.pressure, other.failure)
         (usesKernels, notices) = (other.usesKernels, other.notices)
         engine = try other.engine?.copied()
+    }
+
+    /// One that goes on in the file of its conversation.
+    ///
+    /// - Throws: ``H2OError/file(_:)`` for a cache that only Python has.
+    init(resumed engine: Engine, in file: SpilledLayer, _ pressure: PressureShare) throws {
+        (given, self.pressure, self.engine) = (try engine.ownSettings(), pressure, engine)
+        (self.file, isSpilled) = (file, true)
+        self.pressure.adopt(engine.plan)
     }
 
     /// One without tokens, in the place of a copy that failed.
@@ -186,6 +197,12 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
                 (name, array.dtype == .uint32 ? array : given.packing.cast(name, array, types))
             })
         use(try Engine(Engine.Saved(arrays: cast, settings: saved.settings), policy: policy))
+        leaveFile("the model's rows are of another dtype now")
+    }
+
+    /// Goes on without the file, where the engine's cache is another one now.
+    fileprivate func leaveFile(_ why: String) {
+        if file != nil, isSpilled || offset > 0, leftFile == nil { leftFile = why }
     }
 
     /// Obey a lowered fraction of the slots, if there is one, before a step that makes the conversation
@@ -224,10 +241,10 @@ public final class H2OKVCache: H2OAttendingKVCache, H2OScoreTracking {
 
     /// Why the conversation has no file of its rows although there was to be one (``H2OConfiguration/spill``),
     /// or why it gets no more of them; nil while all is well. The conversation goes on without it.
-    public var spillFailure: String? { file?.spill.failure }
+    public var spillFailure: String? { leftFile ?? file?.spill.failure }
 
     /// Evicted rows that came back from the file so far, over all KV heads.
-    public var rowsReturned: Int { engine?.rowsReturned ?? 0 }
+    public var rowsReturned: Int { reporting(0) { try engine?.rowsReturned ?? 0 } }
 
     public func copy() -> any KVCache {
         reporting(H2OKVCache(failed: self)) { try H2OKVCache(self) }
@@ -339,6 +356,7 @@ extension H2OKVCache {
             runs.isEmpty ? try settings.engine() : try Engine(saved, policy: settings.policy)
         use(restored)
         (given, told, failure) = (settings, nil, nil)
+        leaveFile("the cache's state was set")
         pressure.adopt(runs.isEmpty ? nil : restored?.plan)
     }
 

@@ -7,9 +7,10 @@ import MLXLMCommon
 /// that are wanted again come back from it.
 ///
 /// No step waits for the disk. The file is removed with the conversation's caches, and what an app that
-/// was killed left behind with the first file that is made afterwards. Only the user can read it; on
-/// Apple's systems it is readable from the first time that the device is unlocked. If anything goes wrong
-/// the conversation goes on without it: ``H2OKVCache/spillFailure``.
+/// was killed left behind with the first file that is made afterwards. With ``keeps`` it can stay, and the
+/// conversation goes on from it later: ``recordState(of:)``, ``resumedCaches(from:for:pressure:)``. Only the
+/// user can read it; on Apple's systems it is readable from the first time that the device is unlocked. If
+/// anything goes wrong the conversation goes on without it: ``H2OKVCache/spillFailure``.
 public struct H2OSpill: Sendable, Equatable {
     /// Where the files lie; it is made if there is none.
     public var folder: URL
@@ -25,14 +26,18 @@ public struct H2OSpill: Sendable, Equatable {
     public var room: Double
     /// How many of the following rows a wanted row makes wanted, too.
     public var ahead: Int
+    /// Whether the file stays when the conversation's caches are gone, if its state was recorded by then
+    /// (``recordState(of:)``). Such files are the app's to remove, with the records beside them
+    /// (`.state-a`, `.state-b`), and those that a killed app left behind are too.
+    public var keeps: Bool
 
     /// - Throws: ``H2OError/configuration(_:)`` for numbers out of range.
     public init(
         folder: URL = usualFolder, every: Int = 32, window: Int = 8, pages: Int = 12,
-        rows: Int = 32, room: Double = 0.5, ahead: Int = 16
+        rows: Int = 32, room: Double = 0.5, ahead: Int = 16, keeps: Bool = false
     ) throws {
         (self.folder, self.every, self.window, self.pages) = (folder, every, window, pages)
-        (self.rows, self.room, self.ahead) = (rows, room, ahead)
+        (self.rows, self.room, self.ahead, self.keeps) = (rows, room, ahead, keeps)
         try validate()
     }
 
@@ -63,17 +68,32 @@ public struct H2OSpill: Sendable, Equatable {
         return returns
     }
 
-    /// Make the folder, which other apps cannot read, and none before the device was unlocked once.
-    func makeFolder() {
+    /// Make the folder, which other users cannot read. What is in it cannot be read before the device was
+    /// unlocked once; that is set of a folder that is there already, too.
+    ///
+    /// On other systems than Apple's the engine makes it.
+    ///
+    /// - Returns: That it could not be done. Where there is no file in the end
+    ///   ``H2OKVCache/spillFailure`` says so, too.
+    func makeFolder() -> [H2ONotice] {
         #if canImport(Darwin)
-            // Files get the protection of their folder. Where it cannot be made, the engine will say so.
-            try? FileManager.default.createDirectory(
-                at: folder, withIntermediateDirectories: true,
-                attributes: [
-                    .protectionKey: FileProtectionType.completeUntilFirstUserAuthentication,
-                    .posixPermissions: 0o700,
-                ])
+            // Files get the protection of their folder.
+            let protection: [FileAttributeKey: Any] = [
+                .protectionKey: FileProtectionType.completeUntilFirstUserAuthentication
+            ]
+            do {
+                try FileManager.default.createDirectory(
+                    at: folder, withIntermediateDirectories: true,
+                    attributes: protection.merging([.posixPermissions: 0o700]) { $1 })
+                try FileManager.default.setAttributes(protection, ofItemAtPath: folder.path)
+            } catch {
+                let message =
+                    "The folder \(folder.path) for files of rows cannot be made, or not be protected "
+                    + "until the device is unlocked: \(error.localizedDescription)"
+                return [H2ONotice(subject: .spill, message: message)]
+            }
         #endif
+        return []
     }
 }
 
@@ -88,17 +108,20 @@ final class EngineSpill {
         var (made, returns) = (mlx_h2o_spill_new(), spill.returns)
         try checkEngine(mlx_h2o_spill_make(&made, spill.folder.path, layers, &returns))
         handle = made
+        if spill.keeps { try checkEngine(mlx_h2o_spill_keep(made)) }
     }
+
+    init(resumed handle: mlx_h2o_spill) { self.handle = handle }
 
     deinit { mlx_h2o_spill_free(handle) }
 
     /// Why there is no file, or why it gets no more rows; nil while all is well.
     var failure: String? {
         var why: UnsafePointer<CChar>?
-        guard mlx_h2o_spill_failure(&why, handle) == 0, let why, why.pointee != 0 else {
-            return nil
+        guard mlx_h2o_spill_failure(&why, handle) == 0, let why else {
+            return String(cString: mlx_h2o_last_error())
         }
-        return String(cString: why)
+        return why.pointee == 0 ? nil : String(cString: why)
     }
 }
 
@@ -107,7 +130,7 @@ struct SpilledLayer {
     let spill: EngineSpill
     /// Which of the bounded layers it is.
     let layer: Int
-    /// Whether rows come back to each KV head; nil: to all.
+    /// Whether rows come back to each KV head; nil: to all, or as the file that it goes on in says.
     let returning: [Bool]?
 }
 
@@ -125,8 +148,11 @@ extension Engine {
 
     /// Rows that came back so far, over all KV heads.
     var rowsReturned: Int {
-        var count: Int64 = 0
-        return mlx_h2o_cache_returned(&count, handle) == 0 ? Int(count) : 0
+        get throws {
+            var count: Int64 = 0
+            try checkEngine(mlx_h2o_cache_returned(&count, handle))
+            return Int(count)
+        }
     }
 }
 
@@ -136,7 +162,6 @@ extension H2OConfiguration {
         _ kinds: [LayerKind], of model: any LanguageModel, _ attends: Bool
     ) throws -> [SpilledLayer]? {
         guard let spill, attends else { return nil }
-        spill.makeFolder()
         let file = try EngineSpill(spill, layers: kinds.count)
         let heads = try profile(of: model, kinds)?.retrievalHeads
         return kinds.indices.map {
@@ -144,9 +169,12 @@ extension H2OConfiguration {
         }
     }
 
-    /// What to say where there was to be a file and cannot be.
-    func unspilled(in model: String, _ attends: Bool) -> [H2ONotice] {
-        guard spill != nil, !attends else { return [] }
+    /// Make the folder of the file, where there is to be one.
+    ///
+    /// - Returns: What to say where that cannot be, or there cannot be a file.
+    func readyToSpill(in model: String, _ attends: Bool) -> [H2ONotice] {
+        guard let spill else { return [] }
+        if attends { return spill.makeFolder() }
         let message =
             "There is no file behind the memory of \(model): it attends by itself, so that evicted "
             + "rows could not come back."

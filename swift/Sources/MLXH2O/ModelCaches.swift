@@ -102,7 +102,7 @@ extension H2OConfiguration {
         by model: any LanguageModel, _ kinds: [LayerKind], _ policy: any H2OPolicy, _ attends: Bool
     ) throws -> [H2ONotice] {
         let name = String(describing: type(of: model))
-        var notices = unspilled(in: name, attends)
+        var notices = readyToSpill(in: name, attends)
         if self.policy == nil && !attends {
             notices.append(
                 H2ONotice(

@@ -104,4 +104,200 @@ import Testing
         #expect(caches.notices.map(\.subject).contains(.spill))
         #expect(files(in: folder).isEmpty)
     }
+
+    // MARK: conversations that go on from their files
+
+    private func model() throws -> any LanguageModel {
+        try H2OModels.load(folder: GoldenReplay.embeddedModel, dtype: .float32)
+    }
+
+    private func kept(_ folder: URL) throws -> H2OConfiguration {
+        var spill = try often(folder)
+        spill.keeps = true
+        return try H2OConfiguration(budget: .tokens(48), spill: spill)
+    }
+
+    /// A model's logits for the tokens at these positions.
+    private func logits(
+        _ model: any LanguageModel, _ caches: [any KVCache], _ positions: Range<Int>
+    ) -> MLXArray {
+        let tokens = MLXArray(positions.map { Int32($0 * 37 % 128) }, [1, positions.count])
+        let output = model(LMInput.Text(tokens: tokens), cache: caches, state: nil).logits
+        eval(output)
+        return output
+    }
+
+    /// The caches of a conversation of so many tokens.
+    private func begun(
+        _ model: any LanguageModel, _ configuration: H2OConfiguration, tokens: Int = 100
+    ) throws -> [any KVCache] {
+        let caches = try configuration.caches(for: model)
+        _ = logits(model, caches, 0 ..< tokens)
+        return caches
+    }
+
+    /// Resuming is refused as a file that cannot be used, in words that say this.
+    private func expectRefusal(
+        _ url: URL, _ model: any LanguageModel, _ words: String,
+        _ place: Testing.SourceLocation = #_sourceLocation
+    ) {
+        #expect(sourceLocation: place) {
+            try H2OSpill.resumedCaches(from: url, for: model)
+        } throws: { error in
+            guard case .file(let message)? = error as? H2OError else { return false }
+            return message.contains(url.lastPathComponent) && message.contains(words)
+        }
+    }
+
+    @Test func oneThatIsRecordedAndResumedIsAsOneThatNeverEnded() throws {
+        let folder = folder()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let model = try model()
+        do {
+            let never = try begun(
+                model, H2OConfiguration(budget: .tokens(48), spill: often(folder)))
+            var caches = try begun(model, kept(folder)), at = 100
+            // Within the first block after a chunk, at its end, and within later ones.
+            for end in [105, 112, 131] {
+                for token in at ..< end {
+                    let next = token ..< token + 1
+                    #expect(same(logits(model, never, next), logits(model, caches, next)))
+                }
+                at = end
+                let url = try #require(try H2OSpill.recordState(of: caches))
+                caches = []
+                caches = try H2OSpill.resumedCaches(from: url, for: model)
+                #expect(caches.allSatisfy { $0.offset == end })
+            }
+            #expect(
+                same(logits(model, never, at ..< at + 30), logits(model, caches, at ..< at + 30)))
+            let pairs = zip(never, caches).map { ($0 as! H2OKVCache, $1 as! H2OKVCache) }
+            for (one, other) in pairs {
+                #expect(one.rowsReturned > 0 && other.spillFailure == nil)
+                #expect(one.settings.json.text == other.settings.json.text)
+                #expect(try one.keptPositions() == other.keptPositions())
+                #expect(try one.keptScores() == other.keptScores())
+            }
+            // One that is not to stay is not recorded, and goes.
+            #expect(try H2OSpill.recordState(of: never) == nil)
+        }
+        #expect(files(in: folder).filter { $0.hasSuffix(".rows") }.count == 1)
+        #expect(files(in: folder).filter { $0.contains(".rows.state-") }.count == 2)
+    }
+
+    @Test func withoutARecordNothingStays() throws {
+        let folder = folder()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let model = try model()
+        do {
+            let empty = try kept(folder).caches(for: model)
+            #expect(try H2OSpill.recordState(of: empty) == nil)
+            let caches = try begun(model, kept(folder))
+            #expect(files(in: folder).count == 1)
+            // What was set by hand is no longer the file's.
+            let cache = caches[0] as! H2OKVCache, names = cache.metaState, state = cache.state
+            (cache.state, cache.metaState) = (state, names)
+            #expect(cache.failure == nil && cache.spillFailure?.contains("state was set") == true)
+            #expect(try H2OSpill.recordState(of: caches) == nil)
+        }
+        #expect(files(in: folder).isEmpty)
+    }
+
+    @Test func filesThatCannotBeGoneOnWithAreRefused() throws {
+        let folder = folder()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let model = try model(), missing = folder.appendingPathComponent("none.rows")
+        expectRefusal(missing, model, "No such file")
+        expectRefusal(URL(string: "https://a.b/none.rows")!, model, "file URL")
+        var caches = try begun(model, kept(folder))
+        let url = try #require(try H2OSpill.recordState(of: caches))
+        expectRefusal(url, model, "open already")
+        caches = []
+        let records = files(in: folder).filter { $0.contains(".state-") }
+        #expect(records.count == 1)
+        for place in records.map(folder.appendingPathComponent) {
+            var bytes = try Data(contentsOf: place)
+            bytes[bytes.count / 2] ^= 1
+            try bytes.write(to: place)
+            expectRefusal(url, model, "no record")
+            bytes[bytes.count / 2] ^= 1
+            try bytes.write(to: place)
+        }
+        // A file that was refused is as it was.
+        #expect(try H2OSpill.resumedCaches(from: url, for: model).allSatisfy { $0.offset == 100 })
+        var file = try Data(contentsOf: url)
+        file[20] ^= 1
+        try file.write(to: url)
+        expectRefusal(url, model, "damaged")
+    }
+
+    @Test func filesOfOtherModelsAreRefused() throws {
+        let folder = folder()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let model = try model(), layers = try H2OConfiguration.default.plainCaches(of: model).count
+        var spill = try often(folder)
+        spill.keeps = true
+        for (count, words) in [
+            (layers + 1, "there is place for \(layers)"), (layers, "another model's"),
+        ] {
+            var url: URL?
+            do {
+                let file = try EngineSpill(spill, layers: count)
+                let caches = try (0 ..< count).map {
+                    try H2OKVCache(
+                        CacheSettings(
+                            .heads([24]), policy: H2OPolicies.Salient(), remainder: true,
+                            attends: true, packing: .dense, undo: 0),
+                        PressureShare(nil, nil),
+                        file: SpilledLayer(spill: file, layer: $0, returning: nil))
+                }
+                for cache in caches {
+                    RowStream(kvHeads: 1, tokens: 40, width: 16).run(cache, [40])
+                }
+                url = try H2OSpill.recordState(of: caches)
+            }
+            expectRefusal(try #require(url), model, words)
+            #expect(FileManager.default.fileExists(atPath: url!.path))
+        }
+    }
+
+    @Test func aModelOfAnotherDtypeGoesOnWithoutTheFile() throws {
+        let folder = folder()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        var url: URL?
+        do { url = try H2OSpill.recordState(of: begun(model(), kept(folder))) }
+        let half = try H2OModels.load(folder: GoldenReplay.embeddedModel, dtype: .float16)
+        let caches = try H2OSpill.resumedCaches(from: try #require(url), for: half)
+        #expect(caches.allSatisfy { ($0 as! H2OKVCache).spillFailure == nil })
+        _ = logits(half, caches, 100 ..< 101)
+        for cache in caches.map({ $0 as! H2OKVCache }) {
+            #expect(cache.failure == nil && cache.spillFailure?.contains("another dtype") == true)
+        }
+        #expect(try H2OSpill.recordState(of: caches) == nil)
+    }
+
+    @Test func cachesWithAnAppsOwnPolicyAreNotResumed() throws {
+        let folder = folder()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        var configuration = try kept(folder), url: URL?
+        configuration.policy = H2OPolicies.Own(name: "summed") { $0.scores! }
+        do { url = try H2OSpill.recordState(of: begun(model(), configuration)) }
+        expectRefusal(try #require(url), try model(), "policy")
+    }
+
+    @Test func aRecordIsOfAllCachesOfOneFile() throws {
+        let folder = folder()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let model = try model()
+        let caches = try begun(model, kept(folder)), others = try begun(model, kept(folder))
+        let without = try begun(model, H2OConfiguration(budget: .tokens(48)))
+        let copies = caches.map { $0.copy() }
+        for wrong in [
+            [caches[0]] + others.dropFirst(), without, copies, [], caches + [KVCacheSimple()],
+            Array(caches.dropLast()), caches.reversed(),
+        ] {
+            #expect(throws: H2OError.self) { try H2OSpill.recordState(of: wrong) }
+        }
+        #expect(try H2OSpill.recordState(of: caches) != nil)
+    }
 }
