@@ -129,8 +129,23 @@ def returning_arm(folder: Path) -> Arm:
 
 def _returning(stage: Stage, task: Task, share: float) -> Reading:
     with tempfile.TemporaryDirectory(prefix="board-") as folder:
+        arm = returning_arm(Path(folder))
+
+        def after(stage: Stage, part: Task) -> list[Any]:
+            cache = arm.make(stage.model, _size(part, share), context=part.context)
+            return written(having_read(stage, cache, part))
+
         # A file holds one conversation.
-        return _through(returning_arm(Path(folder)), one_by_one=True)(stage, task, share)
+        return reading_of(stage, task, after, one_by_one=True)
+
+
+def written(cache: list[Any]) -> list[Any]:
+    """The cache, once its prompt's last rows are in the file.
+
+    They wait in memory until four more tokens have come, which take no time here.
+    """
+    cache[0].spill.conversation.file.flush()
+    return cache
 
 
 def _compressed(arm: Arm) -> Read:

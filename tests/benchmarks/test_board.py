@@ -26,7 +26,7 @@ from benchmarks.board import (
 from benchmarks.board.board import Plan, Sizes, cells_of, measure, plans_of, protocol_of
 from benchmarks.board.cells import Cell, Record
 from benchmarks.board.column_cache import ColumnCache, kinds_of
-from benchmarks.board.in_package import RETURNING, full_reading, returning_arm
+from benchmarks.board.in_package import RETURNING, full_reading, returning_arm, written
 from benchmarks.board.in_package import rivals as in_package
 from benchmarks.board.reading import Reading, counted_bytes, having_read, plain, reading_of
 from benchmarks.board.rivals import FULL, OURS, Rival
@@ -78,7 +78,7 @@ def test_what_waits_for_the_file_and_the_last_queries_count(
 ) -> None:
     """Without them the count falls by their bytes, those of float32 numbers as in 16 bits."""
     cache = returning_arm(tmp_path).make(stage.model, P // 4, context=task.context)
-    counted = counted_bytes(having_read(stage, cache, task.row(0)))
+    counted = counted_bytes(written(having_read(stage, cache, task.row(0))))
     assert counted <= plain(stage.model, P // 4)
     beside = 0
     for entry in cache:
