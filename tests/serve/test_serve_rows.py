@@ -92,11 +92,12 @@ def test_a_server_killed_within_an_answer_goes_on_from_the_file(tmp_path):
     with to_be_killed(sessions, rows) as client:
         said = streamed(client, prompt, 400, most=130)
     (file,) = rows_files(rows)
-    newest = told_by(file)[0][0]
+    recorded = [position for position, _ in told_by(file)]
     assert not list(sessions.glob("*.json"))
     with serving(**settings(sessions, rows)) as running:
         found, whole = known(running, prompt + said + " " + words(300, 5))
-        assert found == newest
+        # The newest may be of tokens that were not sent any more.
+        assert found in recorded
         # All but a few blocks was known; all that the client was sent is in the prompt.
         assert 0 < whole - found < EVERY + LATE + 30
         assert in_file(running)[0].spill.conversation.file.path == file
@@ -115,7 +116,7 @@ def test_a_chat_that_broke_off_goes_on_from_the_part_that_its_client_got(tmp_pat
             if len(said) > 500:
                 break
     (file,) = rows_files(rows)
-    newest = told_by(file)[0][0]
+    recorded = [position for position, _ in told_by(file)]
     with serving(**settings(sessions, rows)) as running:
         answer = running.client.chat.completions.create(
             model=MODEL,
@@ -126,7 +127,9 @@ def test_a_chat_that_broke_off_goes_on_from_the_part_that_its_client_got(tmp_pat
             ],
             max_tokens=4,
         )
-        assert answer.usage.prompt_tokens_details.cached_tokens == newest
+        found = answer.usage.prompt_tokens_details.cached_tokens
+        assert found in recorded
+        assert answer.usage.prompt_tokens - found < EVERY + LATE + 30
         in_file(running)
 
 
