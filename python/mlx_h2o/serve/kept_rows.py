@@ -46,12 +46,14 @@ class Told:
         mark: The mark of its settings and requested pins.
         tokens: Its tokens so far; the one who runs it adds to them.
         prompt: How many of them are its prompt's; the others are the answer's.
+        ended: Whether they are a whole turn, whose answer has ended.
     """
 
     model: str
     mark: Mark
     tokens: list[int]
     prompt: int
+    ended: bool = False
 
     def until(self, position: int) -> dict[str, Any] | None:
         """What a record tells of the tokens before a position; None if they are not known yet."""
@@ -64,6 +66,7 @@ class Told:
             "pins": self.mark.pins,
             "tokens": base64.b64encode(key).decode(),
             "prompt": min(self.prompt, position),
+            "ended": self.ended and position == len(self.tokens),
         }
 
 
@@ -77,6 +80,7 @@ class Left:
         key: The key of its tokens.
         prompt: How many of its tokens were the prompt's.
         newest: The key of the newest record of the same file.
+        newest_ended: Whether that is of a turn whose answer has ended.
     """
 
     path: Path
@@ -84,6 +88,7 @@ class Left:
     key: bytes
     prompt: int
     newest: bytes
+    newest_ended: bool
 
     @property
     def is_newest(self) -> bool:
@@ -171,7 +176,7 @@ class KeptRows:
             return False
         before = readers[0].transcript
         prompt = before.prompt if isinstance(before, Told) else token_count(key)
-        told = Told(self.model, own, tokens_of(key), prompt)
+        told = Told(self.model, own, tokens_of(key), prompt, ended=True)
         return readers[0].conversation.record(readers, told)
 
     def has(self, own: Mark, key: bytes) -> bool:
@@ -195,12 +200,14 @@ class KeptRows:
             self._left.pop(path, None)
             try:
                 of_file = [self._of_record(path, *one) for one in found]
+                ended = [bool(told.get("ended")) for _, told in found]
             except _DAMAGE as error:
                 logging.warning("Left aside %s: %r", path.name, error)
                 continue
             own = [one for one in of_file if one is not None]
             if own:
-                self._left[path] = [Left(path, *one, newest=own[0][1]) for one in own]
+                newest = own[0][1], ended[of_file.index(own[0])]
+                self._left[path] = [Left(path, *one, *newest) for one in own]
         if len(self._unread) < unread:
             self._prune()
 
@@ -235,14 +242,15 @@ class KeptRows:
         """The caches of a record; None if it cannot be continued.
 
         They go on in their file if it is the newest record, or if the tokens end before the newest
-        does: then their client asks again what was being answered. Otherwise another conversation
-        may want the newest, and they go on without a file.
+        does and its answer had not ended: then their client asks again what was being answered.
+        Otherwise the conversation of the newest record may go on, and these caches do so without a
+        file.
 
         Args:
             left: The record.
             key: The key of the prompt's tokens.
         """
-        goes_on = left.is_newest or left.newest.startswith(key)
+        goes_on = left.is_newest or (left.newest.startswith(key) and not left.newest_ended)
         try:
             position = token_count(left.key)
             if goes_on:
