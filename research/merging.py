@@ -23,13 +23,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
-import mlx_h2o
-from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o.evaluate.perplexity import samples_of
-from mlx_h2o.integration import routing
 from mlx_h2o.storage.key_scaling import RowFormat
 from research.mending import profile_of
-from research.real_model import PLAIN_BITS, lost, side_by_side, standard_error
+from research.real_model import PLAIN_BITS, loaded, lost, side_by_side, standard_error
 from research.simulation import SALIENT_PACKED, Setting, SimulatedCache, Trial, shares
 
 #: Bits of the rows for which slots are counted, bytes beside a row, and bytes of a bias.
@@ -145,10 +142,7 @@ MERGES = {
 def main() -> None:
     """Parse and run; tables are Markdown."""
     args = parser().parse_args()
-    routing.install()
-    use_openblas()
-    model, tokenizer = mlx_h2o.load(args.model)
-    model.set_dtype(mx.float32)
+    model, tokenizer = loaded(args.model)
     T, profile = args.tokens, profile_of(model)
     width = model.args.head_dim
     samples = samples_of(tokenizer.encode(args.text.read_text()), args.samples, T, None)

@@ -25,10 +25,12 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import mlx_h2o
+from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.calibration.scaling_build import found_frames, frames_of
 from mlx_h2o.evaluate.perplexity import samples_of
+from mlx_h2o.integration import routing
 from mlx_h2o.integration.layer_probe import identity_by_kinds, layer_kinds
 from mlx_h2o.loading.load import CALIBRATION_TEXT
 from mlx_h2o.model_caches.make import plain_bytes
@@ -93,6 +95,19 @@ def standard_error(of_samples: Sequence[float]) -> float:
     if len(of_samples) < 2:
         return math.nan
     return float(statistics.stdev(of_samples) / len(of_samples) ** 0.5)
+
+
+def loaded(name: str) -> tuple[nn.Module, Any]:
+    """A model that computes in float32, with attention through this library; its tokenizer.
+
+    Args:
+        name: The model's name, as in `mlx_h2o.load`.
+    """
+    routing.install()
+    use_openblas()
+    model, tokenizer = mlx_h2o.load(name)
+    model.set_dtype(mx.float32)
+    return model, tokenizer
 
 
 def calibration_passes(tokenizer: Any, count: int, length: int) -> mx.array:

@@ -30,15 +30,13 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache as stock_cache
 
 import mlx_h2o
-from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o.budgets.settings import ModelSettings
 from mlx_h2o.caches.batch import BatchH2OKVCache
 from mlx_h2o.evaluate.arms import OURS, WINDOW, Arm
 from mlx_h2o.evaluate.equal_bytes import bytes_in_16_bits, caches_in_16_bits
 from mlx_h2o.evaluate.perplexity import samples_of
 from mlx_h2o.evaluate.recall import FORMS, RecallTask, is_known, recall_task
-from mlx_h2o.integration import routing
-from research.real_model import lost, stepwise
+from research.real_model import loaded, lost, stepwise
 
 #: Tokens of a prompt that are read at once.
 CHUNK = 64
@@ -196,10 +194,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Parse and run; the table is Markdown."""
     args = parser().parse_args()
-    routing.install()
-    use_openblas()
-    model, tokenizer = mlx_h2o.load(args.model)
-    model.set_dtype(mx.float32)
+    model, tokenizer = loaded(args.model)
     text = args.text.read_text()
     if args.prose:
         samples = samples_of(tokenizer.encode(text), args.samples, args.tokens, None)

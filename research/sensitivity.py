@@ -17,17 +17,13 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 
-import mlx_h2o
-from mlx_h2o._utils.blas import use_openblas
 from mlx_h2o.budgets.allocation import loss_at
 from mlx_h2o.budgets.profile import Profile
-from mlx_h2o.integration import routing
 from mlx_h2o.loading.load import EMBEDDED_MODEL
 from research.mending import profile_of
-from research.real_model import calibration_passes, side_by_side
+from research.real_model import calibration_passes, loaded, side_by_side
 from research.simulation import SALIENT_PACKED, Setting, SimulatedCache
 
 
@@ -54,10 +50,7 @@ def weighed(profile: Profile, sensitivity: list[float]) -> Profile:
 def main() -> None:
     """Parse and run; the table is Markdown."""
     args = parser().parse_args()
-    routing.install()
-    use_openblas()
-    model, tokenizer = mlx_h2o.load(args.model)
-    model.set_dtype(mx.float32)
+    model, tokenizer = loaded(args.model)
     T, profile = args.tokens, profile_of(model)
     samples = calibration_passes(tokenizer, args.samples, T)
     names = [(i, h) for i, layer in enumerate(profile.losses) for h in range(len(layer))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import mlx.core as mx
 import numpy as np
 
@@ -60,3 +62,12 @@ def require(file, positions):
             for i, field in enumerate(form.fields):
                 bits = np.ascontiguousarray(rows[field.name]).view(BITS[field.dtype])
                 assert np.array_equal(bits, bits_of(layer, i, head, positions))
+
+
+def wait_for(condition):
+    """Whether a condition comes true within five seconds."""
+    for _ in range(500):
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False

@@ -41,9 +41,9 @@ class Returning {
   // Keeps the last of some queries [1, Hq, L, D], as the model made them. The newest kept must be
   // evaluated with the step, all of whose queries it holds until then.
   void note(const mx::array& q);
-  // What is kept of queries [1, Hq, L, D]; and what was kept as [1, Hq, W, D] float32, with zeros
-  // for heads that do not ask.
+  // The part of queries [1, Hq, L, D] that is kept: [1, asking * G, W, D] in 16 bits.
   mx::array asking(const mx::array& q) const;
+  // Kept queries as [1, Hq, W, D] float32. Heads that do not ask have zeros.
   mx::array of_all(const mx::array& kept) const;
   // Whether rows come back before the next `length` tokens of a layer.
   bool is_due(const BoundedLayer& layer, int length) const;

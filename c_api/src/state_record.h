@@ -14,9 +14,9 @@ namespace mlx_h2o {
 constexpr char kTail[] = "tail.";
 
 struct StateRecord {
-  int64_t position;    // the next logical one
-  uint32_t block;      // checksum of the record of the last whole block before it; 0: there is none
-  Json::List configs;  // of each cache
+  int64_t position;            // the next logical one
+  uint32_t block;              // checksum of the last whole block's record before it, or 0
+  Json::List configs;          // of each cache
   std::vector<Fields> arrays;  // of each cache
 
   // As it is stored beside a file whose header has this checksum. Evaluates the arrays.

@@ -38,7 +38,7 @@ def fetched() -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_holds_its_answers_and_has_its_length(kind: str, stage: Stage) -> None:
     if not fetched():
-        pytest.skip("the board has fetched no generators here")
+        pytest.skip("lm-eval's generators are not in the cache folder: run `make board` once")
     state = random.getstate()
     made = ruler.samples(kind, LENGTH, 2, 3, stage.encode)
     assert random.getstate() == state

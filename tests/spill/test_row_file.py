@@ -17,17 +17,9 @@ import pytest
 from mlx_h2o.spill import row_file
 from mlx_h2o.spill.layout import POSITIONS, DamagedFile, read_layout
 from mlx_h2o.spill.row_file import RowFile
-from rows_for_files import FORMS, append, bits_of, fields, in_mlx, require
+from rows_for_files import FORMS, append, bits_of, fields, in_mlx, require, wait_for
 
 KEY = b"0123456789abcdef"
-
-
-def wait_for(condition):
-    for _ in range(500):
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "sealed"])

@@ -3,7 +3,6 @@
 import copy
 import pickle
 import threading
-import time
 import warnings
 
 import mlx.core as mx
@@ -27,17 +26,10 @@ from mlx_h2o.spill.conversation_rows import SpillStopped
 from mlx_h2o.spill.layout import POSITIONS
 from mlx_h2o.spill.setting import TOGETHER, WAITING
 from mlx_h2o.storage.pins import true_positions
+from rows_for_files import wait_for
 from tiny_models import tiny_model
 
 HEADS, QUERIES, WIDTH, SCALE = 2, 4, 64, 0.125
-
-
-def wait_for(condition):
-    for _ in range(500):
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def rows_of(count, seed, dtype=mx.float32):

@@ -2,8 +2,7 @@
 
 `publish` puts a profile into a folder, `fetched` takes one from a folder or an https address. The
 index holds the SHA-256 of each file, which is checked before the file is read. It protects against
-damage and mistakes; against somebody who can change the folder protects only a digest that was had
-from elsewhere.
+damage and mistakes. A changed folder is noticed only by a digest that came from elsewhere.
 
 Nothing here runs unless a user asks for it.
 """

@@ -114,12 +114,13 @@ def _found_here() -> dict[str, Entry]:
     found = {}
     for path in [*sorted(kept_folder().glob(f"*{SUFFIX}")), *shipped_profiles()]:
         try:
-            profile = Profile.load(path)
-        except ValueError:  # a damaged one is not found either
+            text = path.read_bytes()
+            profile = Profile.of_text(text, str(path))
+        except (OSError, ValueError):  # a damaged one is not found either
             continue
         # The profile of a model with a folder of its own is called by the folder.
         name = path.name.removesuffix(SUFFIX) if path.name.endswith(SUFFIX) else path.parent.name
-        found[name] = Entry.of(profile, path.read_bytes())
+        found[name] = Entry.of(profile, text)
     return found
 
 
