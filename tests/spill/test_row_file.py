@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_h2o.spill import row_file
+from mlx_h2o.spill import block_writer, row_file
 from mlx_h2o.spill.layout import POSITIONS, DamagedFile, read_layout
 from mlx_h2o.spill.row_file import RowFile
+from mlx_h2o.spill.setting import WAITING
 from rows_for_files import FORMS, append, bits_of, fields, in_mlx, require, wait_for
 
 KEY = b"0123456789abcdef"
@@ -359,13 +360,19 @@ def test_whatever_writing_raises_is_told(tmp_path, monkeypatch, error):
 
 
 def test_a_slow_disk_ends_the_file(tmp_path, monkeypatch):
-    write = row_file._write
-    monkeypatch.setattr(row_file, "_write", lambda *args: (time.sleep(0.2), write(*args)))
-    with RowFile.create(tmp_path / "a.rows", FORMS, most_waiting=3 * 4096) as file:
-        start = time.perf_counter()
-        for first in range(0, 320, 16):
+    """Rows wait for it; if one has to wait for long, nothing more is written."""
+    write, seconds = row_file._write, [0.05]
+    monkeypatch.setattr(row_file, "_write", lambda *args: (time.sleep(seconds[0]), write(*args)))
+    monkeypatch.setattr(block_writer, "LONGEST_WAIT", 0.3)
+    with RowFile.create(tmp_path / "a.rows", FORMS) as file:
+        for first in range(0, 64, 16):
             append(file, first, 16)
-        assert time.perf_counter() - start < 0.2
+            assert file.complete - file.written <= WAITING
+        assert not file.failure
+        seconds[0], start = 1.0, time.perf_counter()
+        for first in range(64, 320, 16):
+            append(file, first, 16)
+        assert 0.2 < time.perf_counter() - start < 0.9
         assert "too slow" in file.failure
         append(file, 320, 16)
         assert file.nbytes == 0

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import time
 import warnings
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ from mlx_h2o import (
 )
 from mlx_h2o._utils.cache_lists import entries
 from mlx_h2o.attention.backends.choice import only_reference
+from mlx_h2o.budgets.cost import RowWidths
 from mlx_h2o.caches.base import BoundedKVCache
 from mlx_h2o.spill import row_file
 from mlx_h2o.spill.conversation_rows import SpillStopped
@@ -295,26 +297,45 @@ def test_rows_that_wait_for_the_file_are_counted_and_few(tmp_path, monkeypatch):
     write = row_file._write
     monkeypatch.setattr(row_file, "_write", lambda *args: (open_again.wait(), write(*args)))
     before = rows.file.written
-    for i in range(80):
+    for i in range(before + WAITING - cache.offset):
         step(cache, 1, i + 100, dtype)
     assert rows.file.written == before
-    assert cache.spill.nbytes == HEADS * (cache.offset - before) * stored
+    assert cache.spill.nbytes == HEADS * WAITING * stored
     open_again.set()
     assert wait_for(lambda: rows.file.written >= rows.file.handed > before)
 
 
-def test_a_chunk_s_last_rows_do_not_keep_the_whole_chunk(tmp_path):
-    cache = cache_of(tmp_path)
-    step(cache, 48, 0)
-    mx.synchronize()
-    before = mx.get_active_memory()
-    step(cache, 4001, 1)
-    assert wait_for(lambda: cache.spill.conversation.file.handed >= 40)
-    for i in range(8):
-        mx.eval(step(cache, 1, i + 2))
-    assert wait_for(lambda: cache.spill.nbytes < 16 * HEADS * 2 * 4 * WIDTH)
-    of_chunk = 4001 * HEADS * 2 * 4 * WIDTH
-    assert wait_for(lambda: mx.get_active_memory() - before < of_chunk / 4)
+@pytest.mark.parametrize("store", ["dense", "4 bits", "newest wider"])
+@pytest.mark.parametrize("chunk", [1, 7, 12, 13, 64, 512])
+def test_after_no_chunk_more_rows_wait_than_are_planned_for(tmp_path, monkeypatch, chunk, store):
+    """However slow the disk is, and in the first chunk too, with which the file is made."""
+    write, model = row_file._write, tiny_model("llama", head_dim=64)
+    monkeypatch.setattr(row_file, "_write", lambda *args: (time.sleep(0.002), write(*args)))
+    options = {name: n for name, n in STORES[store].items() if name != "frame"}
+    cache = make_prompt_cache(model, 48, budgets="uniform", spill=tmp_path, **options)
+    for first in range(0, max(3 * chunk, 80), chunk):
+        model(mx.arange(first, first + chunk)[None] % 128, cache=cache)
+        for entry in cache:
+            form = entry.spill.conversation.file.forms[entry.spill.index]
+            widths = RowWidths(WIDTH, WIDTH, 4, 4, entry.packing, waiting=WAITING)
+            assert widths.row_bytes == form.row_bytes
+            before = Spill(tmp_path, returns=None).head_bytes(widths, 0)
+            assert entry.spill.nbytes <= form.heads * (before + WAITING * widths.row_bytes)
+            assert not entry.spill.failure
+
+
+def test_a_chunk_s_rows_do_not_stay_in_memory(tmp_path):
+    """No more than without a file."""
+    def after_a_chunk(cache):
+        mx.eval(step(cache, 48, 0))
+        before = mx.get_active_memory()
+        mx.eval(step(cache, 4003, 1))
+        return before
+
+    plain, cache = cache_of(None), cache_of(tmp_path)
+    without = -after_a_chunk(plain) + mx.get_active_memory()
+    before, of_chunk = after_a_chunk(cache), 4003 * HEADS * 2 * 4 * WIDTH
+    assert wait_for(lambda: mx.get_active_memory() - before - without < of_chunk / 20)
 
 
 def test_a_layer_that_gets_no_rows_ends_the_file(tmp_path):

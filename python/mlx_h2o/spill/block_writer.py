@@ -1,14 +1,15 @@
-"""The thread that writes blocks to a file of rows, for which no step waits.
+"""The thread that writes blocks to a file of rows.
 
 A job is handed over once its arrays are evaluated (`row_file.RowFile`). The thread converts them to
 bytes, computes checksums and writes; those release Python's lock for most of their time. It ends
 when there was nothing to do for a second, and starts again with the next job, so that idle
-conversations have no thread. Jobs that wait hold memory, so they have a greatest number of bytes:
-beyond it the disk is too slow, and spilling stops.
+conversations have no thread. Rows that wait to be written hold memory, so there is room for few: a
+step that brings more waits until enough of them are written (`wait_before`).
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,9 @@ from typing import NamedTuple
 
 #: Seconds without a job after which the thread ends.
 IDLE = 1.0
+#: Seconds for which a step waits for the disk before it counts as too slow and spilling stops. A
+#: disk that starts to turn takes ten.
+LONGEST_WAIT = 30.0
 
 
 class Job(NamedTuple):
@@ -23,46 +27,33 @@ class Job(NamedTuple):
 
     Attributes:
         block: Its index.
-        nbytes: Bytes that it holds until it is written.
         write: Writes it; raises OSError.
     """
 
     block: int
-    nbytes: int
     write: Callable[[], None]
 
 
 class BlockWriter:
     """A queue of blocks and the thread that writes them in order.
 
-    Args:
-        most_bytes: Bytes that may wait.
-
     Attributes:
         failure: Why writing stopped, or "".
     """
 
-    def __init__(self, most_bytes: int):
+    def __init__(self) -> None:
         self.failure = ""
-        self._most_bytes = most_bytes
         self._jobs: deque[Job] = deque()
-        self._waiting = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._busy = False
+        self._busy: Job | None = None
 
     def hand(self, job: Job) -> None:
-        """Queue a block. If too many bytes wait already, writing stops for good."""
+        """Queue a block."""
         with self._changed:
             if self.failure:
                 return
-            if self._waiting > self._most_bytes:
-                self._stop(
-                    f"the disk is too slow: {self._waiting / 1e6:.0f} MB waited to be written"
-                )
-                return
             self._jobs.append(job)
-            self._waiting += job.nbytes
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mlx-h2o rows", daemon=True)
                 self._thread.start()
@@ -71,11 +62,24 @@ class BlockWriter:
     def take_back(self, first_block: int) -> None:
         """Forget blocks from an index on, and wait for one of them that is being written."""
         with self._changed:
-            kept = [job for job in self._jobs if job.block < first_block]
-            self._waiting -= sum(job.nbytes for job in self._jobs if job.block >= first_block)
-            self._jobs = deque(kept)
+            self._jobs = deque(job for job in self._jobs if job.block < first_block)
             while self._busy:
                 self._changed.wait()
+
+    def wait_before(self, block: int) -> None:
+        """Wait until what was handed over for the blocks before this one is written.
+
+        If that takes longer than `LONGEST_WAIT`, writing stops for good.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._first >= block, LONGEST_WAIT):
+                self._stop(f"the disk is too slow: a step waited {LONGEST_WAIT:g} s for it")
+
+    @property
+    def _first(self) -> float:
+        """The first block that is not written; jobs come in the order of their blocks."""
+        job = self._busy or next(iter(self._jobs), None)
+        return math.inf if job is None or self.failure else job.block
 
     def wait(self) -> bool:
         """Wait until nothing is left to write; whether all was written."""
@@ -104,34 +108,25 @@ class BlockWriter:
     def _stop(self, why: str) -> None:
         self.failure = self.failure or why
         self._jobs.clear()
-        self._waiting = 0
         self._changed.notify_all()
 
     def _next(self) -> Job | None:
         """The next job, or None after a second without one; then the thread must end."""
         with self._changed:
-            self._busy = False
+            self._busy = None
             self._changed.notify_all()
             if not self._jobs and not self.failure:
                 self._changed.wait(IDLE)
             if not self._jobs:
                 self._thread = None
                 return None
-            self._busy = True
-            return self._jobs.popleft()
+            self._busy = self._jobs.popleft()
+            return self._busy
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            failure = ""
             try:
                 job.write()
             except Exception as error:  # whatever it is, the conversation goes on without a file
-                failure = f"it could not be written: {error}"
-            self._finished(job, failure)
+                self.fail(f"it could not be written: {error}")
             del job  # which holds the rows that it wrote
-
-    def _finished(self, job: Job, failure: str) -> None:
-        with self._changed:
-            self._waiting = max(self._waiting - job.nbytes, 0)
-            if failure:
-                self._stop(failure)

@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
+import mlx.core as mx
+
 from mlx_h2o.spill.layout import LayerForm
 from mlx_h2o.spill.page_digests import PageDigests
 from mlx_h2o.spill.parts import Array
@@ -40,6 +42,13 @@ class Reader(Protocol):
     @property
     def follows(self) -> bool:
         """Whether its new rows are added to the file."""
+
+    @property
+    def held(self) -> list[mx.array]:
+        """The arrays of rows that are not in the file's care yet."""
+
+    def give(self) -> None:
+        """Give rows that came before the file was made to it."""
 
     def since(self, first: int) -> dict[str, Array]:
         """The rows of all heads from a position on, `[1, H, M, width]` by field."""
@@ -188,6 +197,14 @@ class ConversationRows:
         self._forms[index] = form
         if all(self._forms) and self.file is None and not self.failure:
             self._make()
+            for readers in self._readers:
+                following = [reader for reader in readers if reader.follows]
+                if len(following) == 1:  # of copies the first that goes on continues the file
+                    following[0].give()
+
+    def evaluate_held(self) -> None:
+        """Evaluate the rows that wait to be packed: their chunk may go from memory then."""
+        mx.eval([reader.held for readers in self._readers for reader in readers])
 
     def _make(self) -> None:
         spill = self.spill

@@ -21,7 +21,7 @@ import numpy as np
 from mlx_h2o.spill.conversation_rows import ConversationRows
 from mlx_h2o.spill.layout import LayerForm
 from mlx_h2o.spill.parts import Array, bits_of
-from mlx_h2o.spill.setting import TOGETHER, Spill
+from mlx_h2o.spill.setting import TOGETHER, WAITING, Spill
 from mlx_h2o.spill.state_keeping import Keeper, Transcript
 from mlx_h2o.storage.key_scaling import Frame
 from mlx_h2o.storage.packed import Pack, Packing
@@ -130,7 +130,12 @@ class LayerRows:
         """The arrays of the layer's rows that are not in the file yet, here or given to it."""
         file = self.conversation.file
         given = [] if file is None else file.waiting(self.index)
-        return [*given, *(rows for held in self._held for rows in held.fields.values())]
+        return [*given, *self.held]
+
+    @property
+    def held(self) -> list[mx.array]:
+        """The arrays of rows that are not in the file's care yet."""
+        return [rows for held in self._held for rows in held.fields.values()]
 
     @property
     def nbytes(self) -> int:
@@ -163,13 +168,13 @@ class LayerRows:
         elif len(self._held) > MOST_HELD:
             self._stop("some layers got no rows")
             return
+        if kind == STORED:
+            fields = {name: fields[name] for name in self._names}
         self._held.append(Held(kind, count, fields))
         self.offset += count
-        end = self.offset // TOGETHER * TOGETHER
         if self.conversation.file is None:
             self.conversation.come(self.index, self._form())
-        if end > self.first:
-            self._give(end)
+        self.give()
 
     def take_chunk(self, first: int, keys: mx.array, values: mx.array, window: int) -> None:
         """Take new dense rows that go into a recent window.
@@ -200,19 +205,21 @@ class LayerRows:
         self._held, self._follows = [], False
         self.conversation.fail(why)
 
-    def _give(self, end: int) -> None:
-        """Give the rows up to a position to the file, if it is there."""
+    def give(self) -> None:
+        """Give whole packs of `TOGETHER` rows to the file, if it is there."""
         file = self.conversation.file
-        if file is None:
+        count = self.offset // TOGETHER * TOGETHER - self.first
+        if file is None or count <= 0:
             return
         if file.delivered(self.index) != self.first:
             self._held, self._follows = [], False
             return
-        fields, count = self._packed(end - self.first)
-        file.append(self.index, self.first, fields)
+        file.append(self.index, self.first, self._packed(count))
         self.first += count
+        if count > WAITING and file.complete == self.first:
+            self.conversation.evaluate_held()
 
-    def _packed(self, count: int) -> tuple[Fields, int]:
+    def _packed(self, count: int) -> Fields:
         """The fields of the first `count` rows held, which are held no longer."""
         taken, rest, left = [], [], count
         for held in self._held:
@@ -225,14 +232,13 @@ class LayerRows:
         self._held = rest
         stored = [self._stored(kind, fields) for kind, fields in _joined(taken)]
         if len(stored) == 1:
-            return stored[0], count
-        names = stored[0]
-        return {name: mx.concatenate([f[name] for f in stored], axis=2) for name in names}, count
+            return stored[0]
+        return {name: mx.concatenate([f[name] for f in stored], axis=2) for name in stored[0]}
 
     def _stored(self, kind: str, fields: Fields) -> Fields:
         """Rows as slots store them, packed as they are when they come or leave the window."""
         if kind == STORED:
-            return {name: fields[name] for name in self._names}
+            return fields
         packing, recent = self._packing, self._packing.recent
         keys, values = fields["keys"], fields["values"]
         if kind == PLAIN and self._frame is not None:
@@ -310,7 +316,7 @@ class LayerRows:
         late = positions >= self.first
         if file is not None and not late.any():
             return file.rows(self.index, head, positions)
-        held, _ = LayerRows._packed(self._as_held(), self.offset - self.first)
+        held = LayerRows._packed(self._as_held(), self.offset - self.first)
         rows = {name: np.asarray(bits_of(array))[0, head] for name, array in held.items()}
         if file is None or late.all():
             return {name: array[positions - self.first] for name, array in rows.items()}

@@ -4,7 +4,8 @@ MLX evaluates a graph on streams that belong to a thread, so only the thread of 
 evaluate these arrays. The writer's thread only reads arrays that are evaluated: they are scheduled
 (`mx.async_eval`) once the step that brought them is complete, and handed over when `PASSED` further
 tokens have come (`ready_from`). By then the queue has passed them, so that reading them neither
-waits for the device nor holds Python's lock meanwhile.
+waits for the device nor holds Python's lock meanwhile. Rows of a chunk are too many to wait for
+that: they are evaluated (`evaluate`) when all layers have delivered them.
 """
 
 from __future__ import annotations
@@ -71,6 +72,17 @@ class Part:
         """Forget the rows from a position on."""
         self.count = end - self.first
 
+    def piece(self, first: int, end: int) -> Part:
+        """Some of the rows, in arrays of their own."""
+        rows = slice(first - self.first, end - self.first)
+        fields: dict[str, Any] = {
+            name: mx.contiguous(array[:, :, rows])
+            if isinstance(array, mx.array)
+            else np.array(array[:, :, rows])
+            for name, array in self.fields.items()
+        }
+        return Part(first, end - first, fields, self.ready_from)
+
 
 def checked_part(form: LayerForm, first: int, fields: dict[str, Any]) -> Part:
     """New rows as a part.
@@ -118,6 +130,14 @@ def schedule(parts: Iterable[Part], complete: int) -> None:
         mx.async_eval(*arrays)
     for part in waiting:
         part.ready_from = complete + PASSED
+
+
+def evaluate(parts: Iterable[Part]) -> None:
+    """Evaluate the parts' arrays, which another thread may read then."""
+    parts = list(parts)
+    mx.eval([rows for one in parts for rows in one.fields.values() if isinstance(rows, mx.array)])
+    for part in parts:
+        part.ready_from = 0
 
 
 def gathered(parts: Iterable[Part], form: LayerForm, head: int, positions: Array) -> dict[str, Any]:

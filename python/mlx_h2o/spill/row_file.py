@@ -1,7 +1,8 @@
 """A file of all rows of one conversation, as stored, with a fixed place for each.
 
-`append` takes a layer's new rows and returns at once; a thread writes a block when every layer has
-delivered it (`block_writer`). `rows` reads single rows by layer, KV head and positions, from the
+`append` takes a layer's new rows; a thread writes a block when every layer has delivered it
+(`block_writer`). It returns at once unless more rows wait than there is room for: then they are
+evaluated, and enough of them written. `rows` reads single rows by layer, KV head and positions, from the
 mapped file or from what is not written yet. The layout is in `layout`, what a crash may leave is
 sorted out by `open`: a block counts if its checksums are right, and the last that counts ends the
 file.
@@ -20,6 +21,7 @@ import secrets
 import stat
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,13 +31,10 @@ import numpy as np
 from mlx_h2o.spill import layout as file_layout
 from mlx_h2o.spill.block_writer import BlockWriter, Job
 from mlx_h2o.spill.layout import DTYPES, DamagedFile, LayerForm, Layout, layer_forms, read_layout
-from mlx_h2o.spill.parts import Array, Part, checked_part, gathered, schedule
+from mlx_h2o.spill.parts import PASSED, Array, Part, checked_part, evaluate, gathered, schedule
 from mlx_h2o.spill.sealing import NONCE, Seal, place_of
 from mlx_h2o.spill.state_record import paths_of
 
-#: Bytes that may wait to be written before the disk counts as too slow: a chunk of 2048 tokens of a
-#: model of 8 billion parameters in 16 bits.
-MOST_WAITING = 2**28
 #: The most positions by which one layer may be before another: more than any chunk that a layer
 #: processes token by token. A layer that comes no more would keep all others' rows in memory.
 MOST_APART = 2**17
@@ -62,11 +61,10 @@ class RowFile:
         *,
         writable: bool,
         keep: bool,
-        most_waiting: int,
     ):
         self.path, self.layout, self.writable, self.keep = path, layout, writable, keep
         self._descriptor, self.seal = descriptor, seal
-        self._writer = BlockWriter(most_waiting)
+        self._writer = BlockWriter()
         # Guards what the writer's thread changes: `_written` and `_parts`.
         self._lock = threading.Lock()
         self._written = 0
@@ -89,7 +87,6 @@ class RowFile:
         key: bytes | None = None,
         keep: bool = False,
         notes: dict[str, Any] | None = None,
-        most_waiting: int = MOST_WAITING,
     ) -> Self:
         """A new, empty file. Its folder is made if there is none (mode 0700).
 
@@ -99,7 +96,6 @@ class RowFile:
             key: Seals every block: 16 to 1024 bytes, hard to guess.
             keep: Whether `close` leaves the file on disk.
             notes: JSON types to keep in the header.
-            most_waiting: Bytes that may wait to be written; with more spilling stops.
 
         Raises:
             OSError: It exists, or cannot be written.
@@ -123,9 +119,7 @@ class RowFile:
             os.close(descriptor)
             path.unlink(missing_ok=True)
             raise
-        return cls(
-            path, descriptor, layout, seal, writable=True, keep=keep, most_waiting=most_waiting
-        )
+        return cls(path, descriptor, layout, seal, writable=True, keep=keep)
 
     @classmethod
     def open(
@@ -135,7 +129,6 @@ class RowFile:
         key: bytes | None = None,
         writable: bool = True,
         keep: bool = True,
-        most_waiting: int = MOST_WAITING,
     ) -> Self:
         """A file that exists. What a crash left torn at its end is dropped.
 
@@ -144,7 +137,6 @@ class RowFile:
             key: The key with which it was sealed, if it was.
             writable: Whether to append to it. Otherwise any number may read it at once.
             keep: As in `create`.
-            most_waiting: As in `create`.
 
         Raises:
             BlockingIOError: Another has it open for writing; if `writable`, for reading too.
@@ -160,15 +152,7 @@ class RowFile:
                 raise DamagedFile(f"{path} is no file.")
             _lock(descriptor, path, fcntl.LOCK_EX if writable else fcntl.LOCK_SH)
             layout, seal = _read_header(descriptor, key)
-            file = cls(
-                path,
-                descriptor,
-                layout,
-                seal,
-                writable=writable,
-                keep=keep,
-                most_waiting=most_waiting,
-            )
+            file = cls(path, descriptor, layout, seal, writable=writable, keep=keep)
             file._find_end()
         except BaseException:
             os.close(descriptor)
@@ -260,8 +244,9 @@ class RowFile:
     def append(self, layer: int, first_position: int, fields: dict[str, Any]) -> None:
         """Take new rows of a layer; they are written later.
 
-        MLX's arrays are evaluated (scheduled) when the next step begins, in this thread. After a
-        failure this does nothing.
+        MLX's arrays are evaluated (scheduled) when the next step begins, in this thread. Rows of a
+        chunk are evaluated at once when all layers have delivered them, and all but the last
+        written (`_leave_few`). After a failure this does nothing.
 
         Args:
             layer: The layer's index.
@@ -288,14 +273,55 @@ class RowFile:
             self.fail("some layers got no more rows")
             return
         self.schedule()
+        end, pieces = part.end, self._pieces_of(part)
         if part.ready_from is None:
-            self._fresh.append(part)
+            self._fresh += pieces
         with self._lock:
-            self._parts[layer].append(part)
+            self._parts[layer] += pieces
         before = self.complete
-        self._delivered[layer] = part.end
+        self._delivered[layer] = end
         if self.complete > before:
             self._hand_over()
+            self._leave_few()
+
+    def _leave_few(self) -> None:
+        """Have no more rows wait for the file than a block, and what comes until it is evaluated.
+
+        A size in bytes has room for these (`setting.WAITING`). This waits for the device where a
+        chunk has brought more, and for the disk where it is slower than the rows come.
+        """
+        if self.complete - self._handed * self.layout.positions > self._most_waiting:
+            self._evaluate()
+            self._hand_over()
+        self._writer.wait_before(self._blocks_before(self.complete))
+
+    @property
+    def _most_waiting(self) -> int:
+        return self.layout.positions + PASSED
+
+    def _blocks_before(self, position: int) -> int:
+        """How many blocks are written before a position is the last that came, at least."""
+        return max(-(-(position - self._most_waiting) // self.layout.positions), 0)
+
+    def _pieces_of(self, part: Part) -> list[Part]:
+        """A part; the blocks of it that may wait have arrays of their own, so that others may go."""
+        P, waits = self.layout.positions, self._blocks_before(part.end) * self.layout.positions
+        if part.first // P == (part.end - 1) // P:
+            return [part]
+        first = max(part.first, waits)
+        bounds = [first, *range(first // P * P + P, part.end, P), part.end]
+        pieces = [part.piece(a, b) for a, b in pairwise(bounds)]
+        if part.first < first:
+            part.cut(first)
+            return [part, *pieces]
+        return pieces
+
+    def _evaluate(self) -> None:
+        """Evaluate all rows."""
+        with self._lock:
+            parts = [part for of_layer in self._parts for part in of_layer]
+        evaluate(parts)
+        self._fresh = []
 
     def forget_waiting(self) -> None:
         """After a failure: hold no rows in memory; those in the file can still be read."""
@@ -313,13 +339,13 @@ class RowFile:
             schedule(fresh, self.complete)
             self._fresh = []
 
-    def _hand_over(self, at_least: int = 0) -> None:
+    def _hand_over(self) -> None:
         """Give the writer every block that is complete and evaluated."""
         complete, P = self.complete, self.layout.positions
         while (self._handed + 1) * P <= complete:
             pieces = self._pieces(self._handed, P)
             if not all(
-                part.ready_from is not None and part.ready_from <= max(complete, at_least)
+                part.ready_from is not None and part.ready_from <= complete
                 for parts in pieces
                 for part in parts
             ):
@@ -337,8 +363,7 @@ class RowFile:
             ]
 
     def _hand(self, block: int, rows: int, pieces: list[list[Part]]) -> None:
-        nbytes = self.layout.block_bytes
-        self._writer.hand(Job(block, nbytes, lambda: self._write_block(block, rows, pieces)))
+        self._writer.hand(Job(block, lambda: self._write_block(block, rows, pieces)))
 
     @property
     def handed(self) -> int:
@@ -596,12 +621,9 @@ class RowFile:
         """
         if not self.writable or self._closed or self._writer.failure:
             return False
-        mx.eval([list(part.fields.values()) for part in self._fresh])
-        for part in self._fresh:
-            part.ready_from = 0
-        self._fresh = []
+        self._evaluate()
         complete, P = self.complete, self.layout.positions
-        self._hand_over(at_least=2 * file_layout.MOST_TOKENS)
+        self._hand_over()
         rows = complete - self._handed * P
         if rows > 0 and complete > self._written:
             self._hand(self._handed, rows, self._pieces(self._handed, rows))

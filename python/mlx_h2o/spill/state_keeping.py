@@ -1,8 +1,8 @@
 """When a conversation's state is recorded: between steps, every so many blocks, by the same thread.
 
 A record is made where a step begins and all layers have as many positions, a multiple of a block.
-Its arrays are scheduled with the next step, and handed to the thread when the block before it was,
-so that no step waits for it.
+Its arrays are scheduled with the next step, and handed to the thread when the block before it was
+and `PASSED` further tokens have come, so that no step waits for it.
 
 The last record of a conversation that ends is made at any position, and waited for. The rows behind
 its last whole block are in the record itself.
@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_h2o.spill.block_writer import Job
-from mlx_h2o.spill.parts import Array, bits_of
+from mlx_h2o.spill.parts import PASSED, Array, bits_of
 from mlx_h2o.spill.row_file import RowFile
 from mlx_h2o.spill.state_record import TAIL, StateRecord, paths_of, write_record
 
@@ -83,7 +83,8 @@ class StateKeeping:
         if file is None:
             return False
         waiting = self._waiting
-        if waiting is not None and file.handed >= waiting.position:
+        passed = waiting is not None and position >= waiting.position + PASSED
+        if waiting is not None and passed and file.handed >= waiting.position:
             self._waiting = None
             self._hand(file, waiting)
         whole = position > 0 and position % file.layout.positions == 0
@@ -175,13 +176,12 @@ class StateKeeping:
                 for path in paths_of(file.path):
                     path.unlink(missing_ok=True)
 
-            file.hand(Job(max(file.handed // file.layout.positions - 1, 0), 0, remove))
+            file.hand(Job(max(file.handed // file.layout.positions - 1, 0), remove))
 
     def _hand(self, file: RowFile, waiting: _Waiting) -> None:
         path = paths_of(file.path)[self._turn]
         self._positions[self._turn] = waiting.position
         self._turn = 1 - self._turn
-        nbytes = sum(array.nbytes for own in waiting.arrays for _, array in own.values())
         block = waiting.position // file.layout.positions - 1
         transcript = waiting.transcript
         told = None if transcript is None else transcript.until(waiting.position)
@@ -191,7 +191,7 @@ class StateKeeping:
             record = StateRecord(waiting.position, checksum, waiting.configs, arrays, told)
             write_record(path, record.as_bytes(file.layout.checksum, file.seal))
 
-        file.hand(Job(block, nbytes, write))
+        file.hand(Job(block, write))
 
 
 _Lazy = list[dict[str, tuple[str, mx.array]]]
