@@ -1,5 +1,4 @@
-// The thread that writes blocks to a file of rows, for which no step waits
-// (python/mlx_h2o/spill/block_writer.py).
+// The thread that writes blocks to a file of rows (python/mlx_h2o/spill/block_writer.py).
 #pragma once
 
 #include <stdint.h>
@@ -8,6 +7,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -16,15 +16,13 @@ namespace mlx_h2o {
 // One block to write.
 struct BlockJob {
   int64_t block;
-  size_t nbytes;                // that it holds until it is written
   std::function<void()> write;  // raises if it cannot
 };
 
-// A queue of blocks and the thread that writes them in order. More bytes that wait than `most` mean
-// that the disk is too slow, and writing stops.
+// A queue of blocks and the thread that writes them in order.
 class BlockWriter {
  public:
-  explicit BlockWriter(size_t most) : most_(most) {}
+  BlockWriter() = default;
   BlockWriter(const BlockWriter&) = delete;
   // Forgets what waits, and waits for the block that is being written.
   ~BlockWriter();
@@ -32,6 +30,9 @@ class BlockWriter {
   void hand(BlockJob job);
   // Forgets blocks from an index on, and waits for one that is being written.
   void take_back(int64_t first);
+  // Waits until what was handed over for the blocks before this one is written; if that takes too
+  // long, writing stops.
+  void wait_before(int64_t block);
   // Waits until nothing is left to write; whether all was written.
   bool wait();
   // Stops for good; what waits is forgotten.
@@ -43,12 +44,11 @@ class BlockWriter {
   void stop(const std::string& why);  // the mutex is locked
   void run();
 
-  const size_t most_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<BlockJob> jobs_;
-  size_t waiting_ = 0;  // bytes
-  bool busy_ = false, ending_ = false;
+  std::optional<int64_t> busy_;  // the block that is being written
+  bool ending_ = false;
   std::string failure_;
   std::thread thread_;
 };

@@ -11,7 +11,9 @@
 #include <random>
 #include <set>
 
+#include "evaluation.h"
 #include "json.h"
+#include "layer_rows.h"
 #include "ops.h"
 #include "state_record.h"
 
@@ -89,7 +91,8 @@ ConversationRows::ConversationRows(std::string folder, int layers, const Returns
       digests(folder),
       folder_(std::move(folder)),
       forms_(layers),
-      attached_(layers) {
+      attached_(layers),
+      rows_(layers) {
   returns.check_all();
   check(
       layers > 0 && layers <= kMostLayers,
@@ -122,8 +125,26 @@ void ConversationRows::come(int layer, LayerForm form) {
     file_ = RowFile::create(path_, std::move(known), kept_);
   } catch (const std::exception& error) {
     path_.clear();
-    fail("no file can be made in " + folder_ + ": " + error.what());
+    return fail("no file can be made in " + folder_ + ": " + error.what());
   }
+  for (LayerRows* const rows : rows_)
+    if (rows) rows->give();
+}
+
+void ConversationRows::gone(const LayerRows* rows) {
+  for (LayerRows*& one : rows_)
+    if (one == rows) one = nullptr;
+}
+
+void ConversationRows::evaluate_held() {
+  std::vector<mx::array> all;
+  for (LayerRows* const rows : rows_) {
+    if (!rows) continue;
+    const std::vector<mx::array> held = rows->held();
+    all.insert(all.end(), held.begin(), held.end());
+    rows->settled();
+  }
+  evaluate(all);
 }
 
 void ConversationRows::keep() {

@@ -12,6 +12,8 @@
 
 namespace mlx_h2o {
 
+class LayerRows;
+
 // How evicted rows come back from the file (`Returns` in python/mlx_h2o/spill/setting.py).
 struct Returns {
   int every = 32;     // tokens from one return to the next while decoding
@@ -57,6 +59,13 @@ class ConversationRows {
   void attach(int layer);
   // A layer's rows have this form; the file is made when all layers' are known.
   void come(int layer, LayerForm form);
+  // Notes whose rows a layer's are; and that it is no more.
+  void reads(int layer, LayerRows* rows) {
+    rows_[size_t(layer)] = rows;
+  }
+  void gone(const LayerRows* rows);
+  // Evaluates the rows that the layers hold, and all others were: their chunk may go from memory.
+  void evaluate_held();
   // Goes on without the file.
   void fail(const std::string& why);
   // Whether nothing has failed.
@@ -71,6 +80,7 @@ class ConversationRows {
   std::string path_, failure_;
   std::vector<std::optional<LayerForm>> forms_;
   std::vector<bool> attached_;
+  std::vector<LayerRows*> rows_;  // null before a layer's first
   std::unique_ptr<RowFile> file_;
   bool kept_ = false;
   int place_ = 0;  // of the next record

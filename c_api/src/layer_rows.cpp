@@ -42,10 +42,21 @@ size_t LayerRows::nbytes() const {
   return bytes;
 }
 
+std::vector<mx::array> LayerRows::held() const {
+  std::vector<mx::array> all;
+  for (const Held& held : held_)
+    for (const auto& [name, rows] : held.rows) all.push_back(rows);
+  return all;
+}
+
 // -- rows come ------------------------------------------------------------------------------------
 
 void LayerRows::take(int64_t first, RowKind kind, const Fields& rows) {
   fresh_.clear();
+  come(first, kind, rows);
+}
+
+void LayerRows::come(int64_t first, RowKind kind, const Fields& rows) {
   if (!conversation_->well()) return held_.clear();
   if (rows.at("keys").shape(0) > 1) return stop("a cache of several sequences at once has none");
   if (first != offset_) return stop("tokens came in another order");
@@ -55,8 +66,9 @@ void LayerRows::take(int64_t first, RowKind kind, const Fields& rows) {
        kind == RowKind::stored ? names() : std::vector<std::string>{"keys", "values"})
     held.rows.emplace(name, rows.at(name));
   offset_ += held.count;
-  if (!conversation_->file()) conversation_->come(layer_, form_of(held));
   held_.push_back(std::move(held));
+  conversation_->reads(layer_, this);
+  if (!conversation_->file()) conversation_->come(layer_, form_of(held_.back()));
   give();
 }
 
@@ -64,11 +76,9 @@ void LayerRows::take_chunk(
     int64_t first, const mx::array& keys, const mx::array& values, int window) {
   const int L = keys.shape(2), passing = std::max(L - window, 0);
   const Fields rows{{"keys", keys}, {"values", values}};
-  if (!passing) return take(first, RowKind::entered, rows);
-  take(first, RowKind::passing, rows_of(rows, 0, passing));
-  const std::vector<mx::array> made = fresh_;
-  take(first + passing, RowKind::entered, rows_of(rows, passing, L));
-  fresh_.insert(fresh_.end(), made.begin(), made.end());
+  fresh_.clear();
+  if (passing) come(first, RowKind::passing, rows_of(rows, 0, passing));
+  come(first + passing, RowKind::entered, passing ? rows_of(rows, passing, L) : rows);
 }
 
 void LayerRows::stop(const std::string& why) {
@@ -76,7 +86,6 @@ void LayerRows::stop(const std::string& why) {
   conversation_->fail(why);
 }
 
-// Gives the rows of whole blocks to the file, if it is there.
 void LayerRows::give() {
   RowFile* const file = conversation_->file();
   const int count = int(offset_ / kBlockPositions * kBlockPositions - first_);
@@ -86,6 +95,8 @@ void LayerRows::give() {
   for (const auto& [name, array] : rows) fresh_.push_back(array);
   file->append(layer_, first_, rows);
   first_ += count;
+  // Rows of a chunk are in the file now; the last ones of it must not keep all in memory.
+  if (count > kBlockPositions && file->complete() == first_) conversation_->evaluate_held();
 }
 
 // The first rows held, as slots store them; they are held no longer.
@@ -104,6 +115,7 @@ Fields LayerRows::packed_first(int count) {
     alike.push_back(here < held.count ? rows_of(held.rows, 0, here) : held.rows);
     if (here < held.count) {
       held.rows = rows_of(held.rows, here, held.count);
+      for (auto& [name, left] : held.rows) left = mx::contiguous(left);  // without the others
       held.count -= here;
     } else {
       held_.pop_front();

@@ -21,6 +21,10 @@ class LayerRows {
   LayerRows(
       std::shared_ptr<ConversationRows> conversation, int layer, const CacheSettings& settings)
       : conversation_(std::move(conversation)), layer_(layer), settings_(settings) {}
+  ~LayerRows() {
+    conversation_->gone(this);
+  }
+  LayerRows(const LayerRows&) = default;
 
   ConversationRows& conversation() const {
     return *conversation_;
@@ -37,11 +41,19 @@ class LayerRows {
   const std::vector<mx::array>& fresh() const {
     return fresh_;
   }
+  // All arrays that were made for the file were evaluated, but for those that are held here.
+  void settled() {
+    fresh_.clear();
+  }
+  // The arrays of rows that are held here.
+  std::vector<mx::array> held() const;
 
   // Takes rows [1, H, L, width]: "keys" and "values", or of stored ones all fields.
   void take(int64_t first, RowKind kind, const Fields& rows);
   // The same of dense rows that go into a recent window of so many tokens, after key scaling.
   void take_chunk(int64_t first, const mx::array& keys, const mx::array& values, int window);
+  // Gives the rows of whole blocks to the file, if it is there.
+  void give();
   // Goes on behind whole blocks, with the rows [1, H, n, width] that follow as they are stored.
   void go_on(int64_t first, const Fields& tail);
   // The rows behind the last whole block, as they are stored; nothing where there are none.
@@ -74,8 +86,8 @@ class LayerRows {
     Fields rows;
   };
 
+  void come(int64_t first, RowKind kind, const Fields& rows);
   void stop(const std::string& why);
-  void give();
   Fields packed_first(int count);
   Fields stored(RowKind kind, const Fields& rows) const;
   LayerForm form_of(const Held& held) const;

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 
 #include "evaluation.h"
 #include "pins.h"
@@ -16,11 +15,6 @@ namespace mlx_h2o {
 namespace {
 
 constexpr int kMostSlots = 1 << 28;
-
-std::string contents_of(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 
 void write_durably(const std::string& path, const std::string& bytes) {
   const int flags = O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW;
@@ -47,8 +41,8 @@ struct Found {
 std::vector<Found> records_of(const RowFile& file) {
   std::vector<Found> found;
   for (int place = 0; place < 2; ++place) try {
-      StateRecord record = StateRecord::read(
-          contents_of(record_paths(file.path())[place]), file.layout().checksum());
+      StateRecord record =
+          StateRecord::read(record_paths(file.path())[place], file.layout().checksum());
       const int64_t blocks = record.position / kBlockPositions;
       if (record.position > 0 && blocks * kBlockPositions <= file.written() &&
           record.block == (blocks ? file.checksum_of(blocks - 1) : 0))

@@ -17,9 +17,6 @@ namespace mlx_h2o {
 
 namespace {
 
-// Bytes that may wait to be written before the disk counts as too slow: a chunk of 2048 tokens of a
-// model of 8 billion parameters in 16 bits.
-constexpr size_t kMostWaiting = size_t(1) << 28;
 // The most positions by which one layer may be before another; one that comes no more would keep
 // all others' rows in memory.
 constexpr int64_t kMostApart = 1 << 17;
@@ -75,8 +72,7 @@ RowFile::RowFile(std::string path, int descriptor, RowLayout layout, bool writab
       writable_(writable),
       removed_(removed),
       delivered_(layout_.layers().size()),
-      parts_(layout_.layers().size()),
-      writer_(kMostWaiting) {}
+      parts_(layout_.layers().size()) {}
 
 std::unique_ptr<RowFile> RowFile::create(
     const std::string& path, std::vector<LayerForm> forms, bool kept) {
@@ -185,7 +181,7 @@ uint32_t RowFile::checksum_of(int64_t block) const {
 
 void RowFile::go_on(int64_t first) {
   handed_ = first / layout_.positions();
-  if (ftruncate(descriptor_, off_t(layout_.block_start(handed_)))) throw FileError(reason());
+  cut_ = true;
   std::fill(delivered_.begin(), delivered_.end(), first);
   const std::lock_guard lock(mutex_);
   written_ = first;
@@ -220,19 +216,22 @@ void RowFile::append(int layer, int64_t first, const Fields& rows) {
   }
   if (part.end() > kMostTokensOfFile)
     return fail("a file holds at most " + std::to_string(kMostTokensOfFile) + " tokens");
+  if (cut_ && ftruncate(descriptor_, off_t(layout_.block_start(handed_)))) return fail(reason());
+  cut_ = false;
   const int64_t before = complete();
   if (first - before > kMostApart) return fail("some layers got no more rows");
   delivered_[layer] = part.end();
   parts_[layer].push_back(std::move(part));
   if (complete() == before) return;
   forget_written();
+  const int P = layout_.positions();
   try {
     // Of these the step is over, so that they are evaluated.
-    settle(complete() - layout_.positions());
+    settle(complete() - P);
+    if (complete() - handed_ * P > P) settle(complete());
   } catch (const FileError& error) {
-    return fail(error.what());
+    fail(error.what());
   }
-  hand_over();
 }
 
 // Puts the rows of all parts that end there or before into their blocks.
@@ -263,33 +262,41 @@ void RowFile::settle(const std::vector<std::pair<int, Part>>& parts) {
   } catch (const std::exception& error) {
     throw FileError(std::string("rows could not be evaluated: ") + error.what());
   }
-  for (const auto& [layer, part] : whole) put(layer, part);
+  // Block by block: few wait for the disk, however long the parts are.
+  const int P = layout_.positions();
+  int64_t first = whole[0].second.first, end = 0;
+  for (const auto& [layer, part] : whole)
+    first = std::min(first, part.first), end = std::max(end, part.end());
+  for (int64_t index = first / P; index * P < end; ++index) {
+    for (const auto& [layer, part] : whole)
+      if (index * P >= part.first && index * P < part.end()) put(layer, part, index);
+    hand_over();
+  }
 }
 
-void RowFile::put(int layer, const Part& part) {
+// Puts a part's rows into one of its blocks.
+void RowFile::put(int layer, const Part& part, int64_t index) {
   const LayerForm& form = layout_.layers()[layer];
   const int P = layout_.positions();
-  for (int64_t index = part.first / P; index * P < part.end(); ++index) {
-    std::shared_ptr<Block>& block = blocks_[index];
-    if (!block)
-      block = std::make_shared<Block>(
-          Block{std::vector<uint8_t>(layout_.block_bytes()), std::vector<bool>(delivered_.size())});
-    block->has[layer] = true;
-    for (int head = 0; head < form.heads; ++head) {
-      uint8_t* to = block->bytes.data() + layout_.segment_start(layer, head);
-      for (const RowField& field : form.fields) {
-        const size_t size = field.row_bytes();
-        const mx::array& bytes = part.bytes.at(field.name);
-        const int64_t all = bytes.shape(2);
-        const uint8_t* from = bytes.data<uint8_t>() + (head * all + index * P - part.first) * size;
-        std::memcpy(to, from, P * size);
-        to += P * size;
-      }
+  std::shared_ptr<Block>& block = blocks_[index];
+  if (!block)
+    block = std::make_shared<Block>(
+        Block{std::vector<uint8_t>(layout_.block_bytes()), std::vector<bool>(delivered_.size())});
+  block->has[layer] = true;
+  for (int head = 0; head < form.heads; ++head) {
+    uint8_t* to = block->bytes.data() + layout_.segment_start(layer, head);
+    for (const RowField& field : form.fields) {
+      const size_t size = field.row_bytes();
+      const mx::array& bytes = part.bytes.at(field.name);
+      const int64_t all = bytes.shape(2);
+      const uint8_t* from = bytes.data<uint8_t>() + (head * all + index * P - part.first) * size;
+      std::memcpy(to, from, P * size);
+      to += P * size;
     }
   }
 }
 
-// Gives the writer every block that all layers are in.
+// Gives the writer every block that all layers are in, one at a time.
 void RowFile::hand_over() {
   for (;; ++handed_) {
     const auto found = blocks_.find(handed_);
@@ -297,7 +304,9 @@ void RowFile::hand_over() {
     const std::shared_ptr<Block> block = found->second;
     if (std::find(block->has.begin(), block->has.end(), false) != block->has.end()) return;
     const int64_t index = handed_;
-    writer_.hand({index, layout_.block_bytes(), [this, index, block] { write(index, *block); }});
+    writer_.hand({index, [this, index, block] { write(index, *block); }});
+    writer_.wait_before(index);
+    forget_written();
   }
 }
 
@@ -328,7 +337,6 @@ bool RowFile::flush() {
   } catch (const FileError& error) {
     fail(error.what());
   }
-  hand_over();
   if (!writer_.wait()) return false;
   forget_written();
   if (!writable_ || !fsync(descriptor_)) return true;

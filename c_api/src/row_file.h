@@ -2,8 +2,9 @@
 // (python/mlx_h2o/spill/row_file.py).
 //
 // Rows come in whole blocks. Their arrays are copied into a block's bytes by the thread of the
-// model when a block's worth of further tokens has come, since only that may evaluate them; another
-// thread computes checksums and writes. It knows nothing of MLX.
+// model, since only that may evaluate them: when a block's worth of further tokens has come, or, of
+// a chunk that brings more than a block, when all layers have them. Another thread computes
+// checksums and writes. It knows nothing of MLX. At most one block waits for it.
 #pragma once
 
 #include <deque>
@@ -43,11 +44,14 @@ class RowFile {
   int64_t delivered(int layer) const {
     return delivered_[layer];
   }
+  // Positions that all layers have delivered.
+  int64_t complete() const;
   // Positions that are in the file in all layers.
   int64_t written() const;
   // Of the record of a block in the file, by which it is known again. Raises FileError.
   uint32_t checksum_of(int64_t block) const;
-  // Forgets all from a block's first position on; the next rows are those.
+  // Goes on from a block's first position, of which the next rows are. What the file has from there
+  // on is cut off when they come.
   void go_on(int64_t first);
   // Has it stay.
   void leave() {
@@ -63,8 +67,8 @@ class RowFile {
   // Forgets all that waits; nothing more is written.
   void fail(const std::string& why);
 
-  // Takes the rows [1, H, L, width] of whole blocks, the next ones of a layer. Nothing that fails
-  // here stops the caller.
+  // Takes the rows [1, H, L, width] of whole blocks, the next ones of a layer. This may wait for
+  // the disk. Nothing that fails here stops the caller.
   void append(int layer, int64_t first, const Fields& rows);
   // Rows of one head at positions below `delivered`, in any order. Raises FileError.
   RowBytes rows(int layer, int head, const std::vector<int64_t>& positions);
@@ -91,10 +95,9 @@ class RowFile {
 
   RowFile(std::string path, int descriptor, RowLayout layout, bool writable, bool removed);
   static std::unique_ptr<RowFile> opened(const std::string& path, bool writable);
-  int64_t complete() const;
   void settle(int64_t before);
   void settle(const std::vector<std::pair<int, Part>>& parts);
-  void put(int layer, const Part& part);
+  void put(int layer, const Part& part, int64_t index);
   void hand_over();
   void write(int64_t index, Block& block);
   void forget_written();
@@ -106,7 +109,8 @@ class RowFile {
   const int descriptor_;
   const RowLayout layout_;
   const bool writable_;
-  bool removed_;  // in the end
+  bool removed_;      // in the end
+  bool cut_ = false;  // whether blocks from `handed_` on are still to be cut off
   std::vector<int64_t> delivered_;
   std::vector<std::deque<Part>> parts_;
   std::map<int64_t, std::shared_ptr<Block>> blocks_;  // that are not in the file yet

@@ -1,6 +1,9 @@
 #include "state_record.h"
 
+#include <algorithm>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 
 #include "crc32.h"
 #include "evaluation.h"
@@ -14,8 +17,10 @@ constexpr uint32_t kVersion = 1;
 // Magic, version, the JSON's bytes, all bytes behind this, their checksum, a nonce and a tag.
 constexpr size_t kJsonAt = 12, kSizeAt = 16, kSumAt = 24, kHead = 52;
 
-constexpr size_t kMostJson = size_t(1) << 26, kMostBytes = size_t(1) << 36;
-constexpr size_t kMostArrays = size_t(1) << 18, kMostAxes = 8;
+// Greatest values of a record's numbers. A state has some 20 bytes for each slot, and 2^28 slots of
+// all heads are more than any memory holds rows for.
+constexpr size_t kMostJson = size_t(1) << 26, kMostBytes = size_t(1) << 33;
+constexpr size_t kMostArrays = size_t(1) << 18, kMostAxes = 8, kMostCaches = 4096;
 constexpr int64_t kMostAxis = (int64_t(1) << 31) - 1;
 
 struct NamedDtype {
@@ -66,12 +71,16 @@ Json json_of(int64_t number) {
 // One array of `rest`, of which its bytes are taken off.
 mx::array array_of(const mx::Shape& shape, mx::Dtype dtype, const char*& rest, size_t& left) {
   size_t size = mx::size_of(dtype);
+  bool empty = false;
   for (const int axis : shape) {
-    if (axis && size > left / size_t(axis)) throw FileError("an array beyond the end");
-    size *= size_t(axis);
+    empty = empty || !axis;
+    // Also of an empty one, whose strides are products of the others.
+    if (size_t(std::max(axis, 1)) > size_t(kMostAxis) / size)
+      throw FileError("an array of more bytes than there can be");
+    size *= size_t(std::max(axis, 1));
   }
-  if (!size) return mx::zeros(shape, dtype);
-  if (size > left || size > size_t(kMostAxis)) throw FileError("an array beyond the end");
+  if (empty) return mx::zeros(shape, dtype);
+  if (size > left) throw FileError("an array beyond the end");
   const mx::array raw(reinterpret_cast<const uint8_t*>(rest), mx::Shape{int(size)}, mx::uint8);
   rest += size, left -= size;
   return mx::reshape(mx::view(raw, dtype), shape);
@@ -84,6 +93,7 @@ StateRecord parsed(const Json& json, const char* rest, size_t left) {
       uint32_t(whole_of(member(told, "block"), UINT32_MAX)),
       member(told, "configs").list("configs"),
       {}};
+  if (record.configs.size() > kMostCaches) throw FileError("too many caches");
   record.arrays.resize(record.configs.size());
   const Json::List& index = member(told, "arrays").list("arrays");
   if (index.size() > kMostArrays) throw FileError("too many arrays");
@@ -129,6 +139,7 @@ std::string StateRecord::bytes(uint32_t checksum) const {
   for (const mx::array& part : parts)
     body.append(reinterpret_cast<const char*>(part.data<uint8_t>()), part.size());
   const uint64_t size = body.size();
+  if (length > kMostJson || size > kMostBytes) throw FileError("The state is too large.");
   const uint32_t sum = crc32(body.data(), body.size(), checksum);
   std::string head(kHead, '\0');
   std::memcpy(head.data(), kMagic, 8);
@@ -139,22 +150,29 @@ std::string StateRecord::bytes(uint32_t checksum) const {
   return head + body;
 }
 
-StateRecord StateRecord::read(const std::string& whole, uint32_t checksum) {
+StateRecord StateRecord::read(const std::string& path, uint32_t checksum) {
+  std::error_code error;
+  const std::filesystem::file_status about = std::filesystem::symlink_status(path, error);
+  if (error || !std::filesystem::is_regular_file(about)) throw FileError("There is no record.");
+  const uintmax_t there = std::filesystem::file_size(path, error);
+  std::ifstream file(path, std::ios::binary);
+  char head[kHead] = {};
   uint32_t version = 0, length = 0, sum = 0;
   uint64_t size = 0;
-  if (whole.size() >= kHead) {
-    std::memcpy(&version, whole.data() + 8, 4);
-    std::memcpy(&length, whole.data() + kJsonAt, 4);
-    std::memcpy(&size, whole.data() + kSizeAt, 8);
-    std::memcpy(&sum, whole.data() + kSumAt, 4);
+  if (!error && file.read(head, kHead)) {
+    std::memcpy(&version, head + 8, 4);
+    std::memcpy(&length, head + kJsonAt, 4);
+    std::memcpy(&size, head + kSizeAt, 8);
+    std::memcpy(&sum, head + kSumAt, 4);
   }
-  if (whole.size() < kHead || std::memcmp(whole.data(), kMagic, 8) || version != kVersion ||
-      size != whole.size() - kHead || length > size || length > kMostJson || size > kMostBytes)
+  if (error || !file || std::memcmp(head, kMagic, 8) || version != kVersion || size > kMostBytes ||
+      there != size + kHead || length > size || length > kMostJson)
     throw FileError("This is no record of a state, or it was not written whole.");
-  const char* const body = whole.data() + kHead;
-  if (crc32(body, size, checksum) != sum) throw FileError("A record of a state is damaged.");
+  std::string body(size, '\0');
+  if (!file.read(body.data(), std::streamsize(size)) || crc32(body.data(), size, checksum) != sum)
+    throw FileError("A record of a state is damaged.");
   try {
-    return parsed(Json::parsed(std::string(body, length)), body + length, size - length);
+    return parsed(Json::parsed(body.substr(0, length)), body.data() + length, size - length);
   } catch (const std::exception& error) {
     throw FileError(std::string("A record of a state is damaged: ") + error.what());
   }

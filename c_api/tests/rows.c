@@ -10,7 +10,8 @@
 //                                   saves the outputs of each layer and the tokens that it began
 //                                   with
 //   rows refuse-to-resume FILE      must be refused; prints why
-//   rows check FOLDER               tokens taken back, copies, failures, what is left of files
+//   rows resume-and-leave FILE      resumes and ends before any token comes; prints how many were
+//   seen rows check FOLDER               tokens taken back, copies, failures, what is left of files
 //
 // Ends with 0, or with 1 and what went wrong.
 #define _POSIX_C_SOURCE 200809L
@@ -25,7 +26,7 @@
 #define PROGRAM "rows"
 #include "expect.h"
 
-enum { LAYERS = 2, Hq = 4, Hk = 2, D = 32, MOST = 64 };
+enum { LAYERS = 2, Hq = 4, Hk = 2, D = 32, MOST = 512 };
 
 static const mlx_array kNone = {NULL};
 static mlx_stream s;
@@ -248,6 +249,16 @@ static int refuses_to_resume(const char* path) {
   return failures;
 }
 
+// As who finds that the caches are another model's.
+static int goes_on_with_nothing(const char* path) {
+  Conversation c = resumed(path);
+  int seen = 0;
+  if (!failures) expect(!mlx_h2o_cache_offset(&seen, c.caches[0]), "how much was seen");
+  printf("%d\n", seen);
+  ended(c);
+  return failures;
+}
+
 // One that ends within a block and goes on is as one that never ended.
 static void is_as_if_it_never_ended(const char* folder, int bits, int recent_bits) {
   Conversation never = begun(folder, bits, recent_bits, 0);
@@ -367,19 +378,48 @@ static void has_the_same_file(const char* folder, int back_to, int undo) {
   unlink(paths[0]), unlink(paths[1]);
 }
 
+// A conversation from whose file nothing comes back.
+static Conversation begun_silent(const char* folder, int bits, int recent_bits) {
+  Conversation c = {.spill = mlx_h2o_spill_new()};
+  mlx_h2o_returns none = mlx_h2o_returns_default();
+  none.rows = 0, none.window = 1;
+  expect(!mlx_h2o_spill_make(&c.spill, folder, LAYERS, &none), "a file without returns");
+  for (size_t l = 0; l < LAYERS; ++l) {
+    c.caches[l] = made(bits, recent_bits, 0);
+    expect(!mlx_h2o_cache_spill_to(c.caches[l], c.spill, l, NULL, 0), "a layer's file");
+  }
+  return c;
+}
+
+// After no chunk, the first among them, do more rows wait for the file than are documented.
+static void few_rows_wait(const char* folder, int chunk, int bits, int recent_bits) {
+  // As they came and as they are stored, which takes no more (docs/how-it-works/design.md); and the
+  // last query, in 16 bits.
+  const size_t most = (size_t)Hk * (7 + 16) * 2 * D * sizeof(float) + (size_t)Hq * D * 2;
+  Conversation c = begun_silent(folder, bits, recent_bits);
+  mlx_h2o_cache bare[LAYERS];
+  for (int l = 0; l < LAYERS; ++l) bare[l] = made(bits, recent_bits, 0);
+  for (int at = 0; at < 80 || at < 3 * chunk; at += chunk) {
+    step(&c, at, chunk);
+    for (int l = 0; l < LAYERS; ++l) {
+      size_t with = 0, without = 0;
+      taken(bare[l], l, at, chunk);
+      expect(
+          !mlx_h2o_cache_nbytes(&with, c.caches[l]) && !mlx_h2o_cache_nbytes(&without, bare[l]),
+          "bytes");
+      expect(with >= without && with - without <= most, "few rows wait");
+    }
+    expect(!*failure_of(&c), failure_of(&c));
+  }
+  for (int l = 0; l < LAYERS; ++l) mlx_h2o_cache_free(bare[l]);
+  ended(c);
+}
+
 // Without rows that come back a file changes nothing; a copy goes on without it.
 static void changes_nothing(const char* folder) {
-  Conversation with = begun(folder, 0, 0, 0);
+  Conversation with = begun(folder, 0, 0, 0), silent = begun_silent(folder, 0, 0);
   mlx_h2o_cache bare[LAYERS], twin = mlx_h2o_cache_new();
-  mlx_h2o_spill quiet = mlx_h2o_spill_new();
-  mlx_h2o_returns none = mlx_h2o_returns_default();
-  none.rows = 0;
-  expect(!mlx_h2o_spill_make(&quiet, folder, LAYERS, &none), "a file without returns");
-  Conversation silent = {.spill = quiet};
-  for (int l = 0; l < LAYERS; ++l) {
-    bare[l] = made(0, 0, 0), silent.caches[l] = made(0, 0, 0);
-    expect(!mlx_h2o_cache_spill_to(silent.caches[l], quiet, (size_t)l, NULL, 0), "a layer");
-  }
+  for (int l = 0; l < LAYERS; ++l) bare[l] = made(0, 0, 0);
   double sum = 0, same = 0, other = 0;
   for (int at = 0; at < 100; at = at ? at + 1 : 40) {
     const int tokens = at ? 1 : 40;
@@ -474,6 +514,8 @@ static int checks(const char* folder) {
   refuses_what_does_not_fit(folder);
   changes_nothing(folder);
   takes_back(folder, 0, 0), takes_back(folder, 4, 8);
+  for (const int* chunk = (const int[]){1, 7, 64, 512, 0}; *chunk; ++chunk)
+    few_rows_wait(folder, *chunk, 0, 0), few_rows_wait(folder, *chunk, 4, 8);
   has_the_same_file(folder, 5, 0), has_the_same_file(folder, 16, 0),
       has_the_same_file(folder, 19, 3);
   goes_on_without(folder);
@@ -490,10 +532,13 @@ int main(int argc, char** argv) {
   if (argc == 4 && !strcmp(argv[1], "leave")) status = leaves(argv[2], atoi(argv[3]));
   if (argc == 5 && !strcmp(argv[1], "resume")) status = goes_on(argv[2], atoi(argv[3]), argv[4]);
   if (argc == 3 && !strcmp(argv[1], "refuse-to-resume")) status = refuses_to_resume(argv[2]);
+  if (argc == 3 && !strcmp(argv[1], "resume-and-leave")) status = goes_on_with_nothing(argv[2]);
   if (argc == 3 && !strcmp(argv[1], "refuse")) status = refuses(argv[2]);
   if (argc == 3 && !strcmp(argv[1], "check")) status = checks(argv[2]);
   mlx_stream_free(s);
   if (status == 2)
-    fprintf(stderr, "rows write|read|refuse|leave|resume|refuse-to-resume|check ...\n");
+    fprintf(
+        stderr,
+        "rows write|read|refuse|leave|resume|refuse-to-resume|resume-and-leave|check ...\n");
   return status > 0 ? 1 : 0;
 }

@@ -7,8 +7,10 @@ import json
 import os
 import random
 import shutil
+import struct
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -527,25 +529,113 @@ def test_python_goes_on_with_a_conversation_of_c(engine: Path, tmp_path: Path) -
 
 
 def test_c_refuses_damaged_records(over_mlx: Path, tmp_path: Path) -> None:
-    """The older of two records stands in for a damaged one; without any nothing is gone on with."""
+    """The older of two records stands in for a damaged one; without any nothing is gone on with.
+
+    Cut off, longer, with other bits, or with numbers that no record has.
+    """
     rows = over_mlx / "tests" / "rows"
     path = Path(succeed(rows, "leave", tmp_path / "rows", 71).strip())
     succeed(rows, "resume", path, 90, tmp_path / "out.safetensors")
     records = [path.with_name(path.name + end) for end in (".state-a", ".state-b")]
     good = [record.read_bytes() for record in records]
     draw = random.Random(2)
-    for _ in range(20):
-        torn = bytearray(good[1])
-        torn[draw.randrange(len(torn))] ^= 1 << draw.randrange(8)
-        records[0].write_bytes(
-            bytes(torn) if draw.random() < 0.7 else good[1][: draw.randrange(99)]
-        )
-        records[1].unlink(missing_ok=True)
+    records[1].unlink()
+    for turn in range(40):
+        worse, how = bytearray(good[1]), turn % 4
+        if how == 0:
+            del worse[draw.choice([draw.randrange(99), draw.randrange(len(worse))]) :]
+        elif how == 1:
+            worse += bytes(draw.randrange(1, 99))
+        elif how == 2:  # not of the nonce and tag, which only sealed records have
+            at = draw.choice([*range(28), *range(52, len(worse))])
+            worse[at] ^= 1 << draw.randrange(8)
+        else:  # version, JSON's bytes, all
+            at, size = draw.choice([(8, 4), (12, 4), (16, 8)])
+            number = draw.choice([0, 2, 2**26 + 1, 2**31, 2**33 + 1, 2**63, 2**64 - 1])
+            worse[at : at + size] = (number % 2 ** (8 * size)).to_bytes(size, "little")
+        records[0].write_bytes(worse)
         assert "record" in succeed(rows, "refuse-to-resume", path)
+    # As long as its head says, and empty: a hole that would take all memory.
+    records[0].write_bytes(good[1][:16] + (2**40).to_bytes(8, "little") + good[1][24:])
+    os.truncate(records[0], 2**40 + 52)
+    assert "record" in succeed(rows, "refuse-to-resume", path)
     records[1].write_bytes(good[0])
     assert int(succeed(rows, "resume", path, 90, tmp_path / "out.safetensors")) == 71
     path.write_bytes(path.read_bytes()[:20000])
     succeed(rows, "refuse-to-resume", path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("position", -1), ("position", 2**31 + 1), ("block", 2**32), ("block", 0.5),
+        ("configs", [{}] * 4097),
+        *(
+            ("arrays", [[0, "a", "float32", shape]])
+            for shape in ([2**31], [2**30, 2**30], [0, 2**31 - 1, 2**31 - 1], [1] * 9, [-1])
+        ),
+        ("arrays", [[2, "a", "float32", [1]]]), ("arrays", [[0, "a", "float64", [1]]]),
+    ],
+    ids=lambda value: str(value)[:30],
+)  # fmt: skip
+def test_numbers_of_a_record_have_greatest_values_in_c(
+    over_mlx: Path, kept_by_c: Path, name: str, value: object
+) -> None:
+    """Records with right checksums."""
+    record = kept_by_c.with_name(kept_by_c.name + ".state-a")
+    whole = record.read_bytes()
+    with RowFile.open(kept_by_c, writable=False) as file:
+        checksum = file.layout.checksum
+    length = int.from_bytes(whole[12:16], "little")
+    told = json.loads(whole[52 : 52 + length])
+    text = json.dumps(told | {name: value}).encode()
+    body = text + whole[52 + length :]
+    numbers = struct.pack("<IIQI", 1, len(text), len(body), zlib.crc32(body, checksum))
+    record.write_bytes(whole[:8] + numbers + bytes(24) + body)
+    try:
+        assert "record" in succeed(over_mlx / "tests" / "rows", "refuse-to-resume", kept_by_c)
+    finally:
+        record.write_bytes(whole)
+
+
+@pytest.fixture(scope="module")
+def kept_by_c(over_mlx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of rows with one record, which C left."""
+    folder = tmp_path_factory.mktemp("kept") / "rows"
+    return Path(succeed(over_mlx / "tests" / "rows", "leave", folder, 71).strip())
+
+
+@over_both
+def test_until_rows_come_a_file_that_c_resumes_stays_as_it_is(
+    engine: Path, tmp_path: Path
+) -> None:
+    """Who finds that the caches are another model's loses nothing: not the rows after the record."""
+    caches = conversation(tmp_path / "rows")
+    decoded(caches, 0, 75)
+    kept = caches[0].spill.conversation
+    assert kept.record([cache.spill for cache in caches])
+    decoded(caches, 75, 110)
+    kept.close()
+    before = {file: file.read_bytes() for file in (tmp_path / "rows").iterdir()}
+    assert int(succeed(engine / "tests" / "rows", "resume-and-leave", kept.file.path)) == 75
+    assert {file: file.read_bytes() for file in (tmp_path / "rows").iterdir()} == before
+    succeed(engine / "tests" / "rows", "resume", kept.file.path, 92, tmp_path / "out.safetensors")
+    with RowFile.open(kept.file.path, writable=False) as file:
+        assert file.written == 88
+
+
+def test_c_refuses_to_resume_sealed_files(over_mlx: Path, tmp_path: Path) -> None:
+    caches = [H2OKVCache(max_size=24) for _ in range(2)]
+    spill_to(caches, Spill(tmp_path, keep=True, key=b"0123456789abcdef"))
+    decoded(caches, 0, 60)
+    kept = caches[0].spill.conversation
+    assert kept.record([cache.spill for cache in caches])
+    kept.close()
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    rows = over_mlx / "tests" / "rows"
+    for verb in ("refuse-to-resume", "refuse"):
+        assert "sealed with a key: only Python reads" in succeed(rows, verb, kept.file.path)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 # More by hand: build/c_api/sanitized/over_mlx/tests/arguments fuzz 1000000 7

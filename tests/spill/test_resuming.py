@@ -1,6 +1,7 @@
 """Conversations that go on from their file of rows."""
 
 import copy
+import json
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from decode_until_killed import begun, go_on, prompt
 
@@ -18,9 +20,11 @@ from mlx_h2o import Spill, load, make_prompt_cache, resume
 from mlx_h2o.caches.conversation import pin
 from mlx_h2o.caches.resume import resume_apart, told_by
 from mlx_h2o.spill import state_keeping
-from mlx_h2o.spill.layout import POSITIONS
+from mlx_h2o.spill.layout import POSITIONS, DamagedFile
 from mlx_h2o.spill.row_file import RowFile
-from mlx_h2o.spill.state_record import paths_of, read_record
+from mlx_h2o.spill.sealing import Seal
+from mlx_h2o.spill.state_record import StateRecord, paths_of, read_record
+from tiny_models import tiny_model
 
 KEY = b"0123456789abcdef"
 
@@ -97,6 +101,92 @@ def test_a_damaged_record_leaves_the_one_before(tmp_path, model):
         resume(path)
 
 
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "sealed"])
+def test_no_damage_of_a_record_is_taken_for_one(tmp_path, key):
+    """Cut off, longer, with other bits, and with numbers that no record has: only the head is read."""
+    arrays = [{"a": ("float32", np.arange(6, dtype=np.float32))}] * 2
+    seal, checksum, path = key and Seal(key, bytes(32)), 77, tmp_path / "record"
+    good = StateRecord(16, 5, [{"n": 1}, {}], arrays, {"t": [1]}).as_bytes(checksum, seal)
+    path.write_bytes(good)
+    assert read_record(path, checksum, seal).position == 16
+    draw = random.Random(3)
+    for _ in range(300):
+        worse = bytearray(good)
+        how = draw.randrange(4)
+        if how == 0:
+            del worse[draw.randrange(len(good)) :]
+        elif how == 1:
+            worse += bytes(draw.randrange(1, 99))
+        elif how == 2:
+            at = draw.randrange(len(good))
+            worse[at] ^= 1 << draw.randrange(8)
+        else:  # a number of the head: version, JSON's bytes, all, checksum
+            at, size = draw.choice([(8, 4), (12, 4), (16, 8), (24, 4)])
+            number = draw.choice([0, 1, 2**26 + 1, 2**31, 2**32 - 1, 2**33 + 1, 2**63, 2**64 - 1])
+            worse[at : at + size] = (number % 2 ** (8 * size)).to_bytes(size, "little")
+        path.write_bytes(worse)
+        # Without a seal its bits are in no checksum: nothing is read from them.
+        if worse != good and not (how == 2 and 28 <= at < 52 and seal is None):
+            with pytest.raises(DamagedFile):
+                read_record(path, checksum, seal)
+    # As long as its head says, and empty: a hole that would take all memory.
+    path.write_bytes(good[:16] + (2**40).to_bytes(8, "little") + good[24:])
+    os.truncate(path, 2**40 + len(good[:52]))
+    with pytest.raises(DamagedFile, match="number"):
+        read_record(path, checksum, seal)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("position", -1), ("position", 2**31 + 1), ("position", True), ("block", 2**32),
+        ("block", -1), ("block", 0.5), ("configs", [{}] * 4097), ("arrays", [[0] * 4] * (2**18 + 1)),
+        *(
+            ("arrays", [[0, "a", "float32", shape]])
+            for shape in ([2**31], [2**30, 2**30], [0, 2**31 - 1, 2**31 - 1], [1] * 9, [-1], ["1"])
+        ),
+        ("arrays", [[2, "a", "float32", [1]]]), ("arrays", [[-1, "a", "float32", [1]]]),
+        ("arrays", [[0, "a", "float64", [1]]]), ("told", 3),
+    ],
+    ids=lambda value: str(value)[:30],
+)  # fmt: skip
+def test_numbers_of_a_record_have_greatest_values(tmp_path, monkeypatch, name, value):
+    record, path = StateRecord(16, 5, [{}], [{}]), tmp_path / "record"
+    dumps = json.dumps
+    monkeypatch.setattr(json, "dumps", lambda told: dumps(told | {name: value}))
+    path.write_bytes(record.as_bytes(9, None))
+    with pytest.raises(DamagedFile):
+        read_record(path, 9, None)
+
+
+def test_until_rows_come_a_file_that_is_resumed_stays_as_it_is(tmp_path, model):
+    """So that an attempt with another model loses nothing: the rows after the record are there."""
+    cache = make_prompt_cache(model, 40, spill=Spill(tmp_path, keep=True))
+    outs = steps(model, cache, 200)
+    path = cache[0].spill.conversation.file.path
+    recorded(cache)
+    steps(model, cache, 21, 200)
+    cache[0].spill.conversation.close()
+    del cache
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    other = tiny_model("llama")
+    for position in (None, 136):
+        again = resume(path, position=position)
+        assert again[0].offset == (position or 200)
+        with pytest.raises(ValueError, match="shape|heads|width"):
+            other(mx.array([[1]]), cache=again[:2])
+        again[0].spill.conversation.close()
+        assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+    again = resume(path, position=136)
+    same = steps(model, again, 64, 136)
+    assert all(mx.array_equal(a, b) for a, b in zip(outs[136:], same, strict=True))
+    assert again[0].spill.conversation.file.flush()
+    assert again[0].spill.written == 200
+    again[0].spill.conversation.close()
+    with RowFile.open(path) as file:
+        assert file.written == 200  # what was beyond is gone
+
+
 def test_a_record_of_other_tokens_does_not_count(tmp_path, model):
     """Tokens were taken back after it, and others came in their place."""
     cache = make_prompt_cache(model, 400, spill=Spill(tmp_path, keep=True))
@@ -124,7 +214,7 @@ def test_lies_in_a_record_are_refused(tmp_path, model):
     with RowFile.open(path) as file:
         checksum = file.layout.checksum
     of_record = paths_of(path)[0]
-    good = read_record(of_record.read_bytes(), checksum, None)
+    good = read_record(of_record, checksum, None)
     rng = random.Random(1)
     numbers = [-1, 0, 1, 7, 2**31, 2**63, 10**30, None, "x", [], 1.5, True]
     refused = 0
@@ -317,7 +407,9 @@ def test_who_goes_on_from_an_earlier_record_gives_the_later_one_up(tmp_path, mod
     steps(model, cache, 55)
     path = recorded(cache)
     cache[0].spill.conversation.close()
-    resume(path, position=POSITIONS)[0].spill.conversation.close()
+    again = resume(path, position=POSITIONS)
+    steps(model, again, 4, first=1000)
+    again[0].spill.conversation.close()
     assert resume(path)[0].offset == POSITIONS
 
 
@@ -344,7 +436,7 @@ def test_a_record_without_its_rows_is_damaged(tmp_path, model):
     (good,) = [
         (one, at)
         for at in paths_of(path)
-        if at.exists() and (one := read_record(at.read_bytes(), checksum, None)).position == 21
+        if at.exists() and (one := read_record(at, checksum, None)).position == 21
     ]
     for change in ("missing", "short"):
         arrays = [dict(own) for own in good[0].arrays]

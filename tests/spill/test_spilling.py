@@ -333,7 +333,8 @@ def test_a_chunk_s_rows_do_not_stay_in_memory(tmp_path):
         return before
 
     plain, cache = cache_of(None), cache_of(tmp_path)
-    without = -after_a_chunk(plain) + mx.get_active_memory()
+    before = after_a_chunk(plain)
+    without = mx.get_active_memory() - before
     before, of_chunk = after_a_chunk(cache), 4003 * HEADS * 2 * 4 * WIDTH
     assert wait_for(lambda: mx.get_active_memory() - before - without < of_chunk / 20)
 

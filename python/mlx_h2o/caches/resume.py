@@ -36,14 +36,15 @@ def resume(
     """The caches of a conversation, from its file of rows and the newest record of its state.
 
     They are as they were at the record's position (`cache[0].offset`); the tokens that came after
-    it have to be given again. New rows go on in the same file.
+    it have to be given again. New rows go on in the same file, which stays as it is until they
+    come: who finds that these are another model's caches loses nothing.
 
     Args:
         path: A file that `Spill(folder, keep=True)` left.
         key: The key with which it was sealed, if it was.
         keep: Whether the file stays when the conversation ends.
         position: The position of the record to go on from; None means the newest. What the file
-            has beyond it is given up.
+            has beyond it is given up when new rows come.
 
     Raises:
         BlockingIOError: Another has the file open.
@@ -56,10 +57,8 @@ def resume(
         record, turn = _record_of(file, position)
         rows = _Rows(record, file)
         caches = _restored(record, rows)
-        rows.go_on()
-        for other, at in _records(file):
-            if other.position > record.position:
-                paths_of(file.path)[at].unlink()
+        later = [at for other, at in _records(file) if other.position > record.position]
+        rows.go_on([paths_of(file.path)[at] for at in later])
     except BaseException:
         file.close()
         raise
@@ -179,11 +178,9 @@ class _Rows:
                 rows[name][~late] = early
         return rows
 
-    def go_on(self) -> None:
-        """Let the file have these rows, and no others."""
-        self.file.truncate(self.whole)
-        for layer, tail in enumerate(self._tails):
-            self.file.append(layer, self.whole, tail.fields)
+    def go_on(self, given_up: list[Path]) -> None:
+        """Let the file have these rows, and no others; arguments as of `RowFile.go_on`."""
+        self.file.go_on(self.whole, [tail.fields for tail in self._tails], given_up)
 
 
 def _restored(record: StateRecord, rows: _Rows) -> list[BoundedKVCache]:

@@ -75,6 +75,10 @@ class RowFile:
         self._map: mmap.mmap | None = None
         self._mapped = 0  # blocks that the map covers
         self._closed = False
+        # Whether what the file has beyond the blocks handed over is to be cut off, and what goes
+        # with it, when the next rows come (`go_on`).
+        self._cuts = False
+        self._given_up: Sequence[Path] = ()
 
     # -- making and opening -----------------------------------------------------------------------
 
@@ -272,6 +276,7 @@ class RowFile:
         if first_position - self.complete > MOST_APART:
             self.fail("some layers got no more rows")
             return
+        self._cut()
         self.schedule()
         end, pieces = part.end, self._pieces_of(part)
         if part.ready_from is None:
@@ -556,7 +561,39 @@ class RowFile:
                 end = min(start + first + length, len(mapped))
                 mapped.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
-    # -- taking back, ending ----------------------------------------------------------------------
+    # -- going on, taking back, ending -------------------------------------------------------------
+
+    def go_on(
+        self, first: int, tails: Sequence[dict[str, Any]] = (), given_up: Sequence[Path] = ()
+    ) -> None:
+        """Go on from a block's first position, with known rows behind it.
+
+        What the file has from there on is cut off when the next rows come: who closes it before
+        leaves it as it was.
+
+        Args:
+            first: The position of the first row that the file is to get.
+            tails: For each layer the rows that are known, as for `append`; or none.
+            given_up: Files beside it that go with what is cut off.
+        """
+        self._handed = first // self.layout.positions
+        self._delivered = [first] * len(self.forms)
+        with self._lock:
+            self._parts = [[] for _ in self.forms]
+            self._written = min(self._written, first)
+        for layer, fields in enumerate(tails):
+            self.append(layer, first, fields)
+        self._cuts, self._given_up = True, given_up
+
+    def _cut(self) -> None:
+        """Cut off what the file has from the first row on that it is to get."""
+        if not self._cuts:
+            return
+        self._cuts = False
+        self._unmap()
+        os.ftruncate(self._descriptor, self.layout.block_start(self._handed))
+        for path in self._given_up:
+            path.unlink(missing_ok=True)
 
     def truncate(self, position: int) -> None:
         """Forget the rows from a position on, in all layers.
@@ -567,6 +604,7 @@ class RowFile:
         position = max(int(position), 0)
         if position >= max(self._delivered) or not self.writable or self._closed:
             return
+        self._cut()
         block = position // self.layout.positions
         if block < self._handed:
             self._writer.take_back(block)
@@ -625,7 +663,7 @@ class RowFile:
         complete, P = self.complete, self.layout.positions
         self._hand_over()
         rows = complete - self._handed * P
-        if rows > 0 and complete > self._written:
+        if rows > 0 and complete > self._written and not self._cuts:
             self._hand(self._handed, rows, self._pieces(self._handed, rows))
         if not self._writer.wait():
             return False

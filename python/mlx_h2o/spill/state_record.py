@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import struct
 import zlib
 from dataclasses import dataclass
@@ -19,13 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from mlx_h2o.spill.layout import DamagedFile
+from mlx_h2o.spill.layout import MOST_LAYERS, MOST_TOKENS, DamagedFile
 from mlx_h2o.spill.parts import Array
 from mlx_h2o.spill.sealing import NONCE, Seal, place_of
 
 MAGIC, VERSION = b"MLXH2OST", 1
 SUFFIXES = (".state-a", ".state-b")
-MOST_JSON, MOST_BYTES, MOST_AXIS, MOST_ARRAYS = 2**26, 2**36, 2**31 - 1, 2**18
+#: Greatest values of a record's numbers. A state has some 20 bytes for each slot, and 2^28 slots of
+#: all heads are more than any memory holds rows for.
+MOST_JSON, MOST_BYTES, MOST_AXIS = 2**26, 2**33, 2**31 - 1
+MOST_ARRAYS, MOST_AXES, MOST_CACHES = 2**18, 8, MOST_LAYERS
 #: How names of the rows behind the last whole block begin, among each cache's arrays.
 TAIL = "tail."
 #: The index by which a record's nonce differs from those of segments.
@@ -81,6 +85,8 @@ class StateRecord:
             "told": self.told,
         }
         text = json.dumps(told).encode()
+        if len(text) > MOST_JSON or len(text) + sum(map(len, parts)) > MOST_BYTES:
+            raise ValueError("the state is too large")
         body, nonce, tag = text + b"".join(parts), bytes(NONCE), bytes(16)
         if seal is not None:
             nonce = os.urandom(NONCE)
@@ -89,19 +95,30 @@ class StateRecord:
         return _HEAD.pack(MAGIC, VERSION, len(text), len(body), crc, nonce, tag) + body
 
 
-def read_record(whole: bytes, checksum: int, seal: Seal | None) -> StateRecord:
-    """A record from its bytes; arguments as in `StateRecord.as_bytes`.
+def read_record(path: Path, checksum: int, seal: Seal | None) -> StateRecord:
+    """A record from its file, of which only the first bytes are read if they are not one's.
+
+    Args:
+        path: Where it is.
+        checksum: As in `StateRecord.as_bytes`.
+        seal: As in `StateRecord.as_bytes`.
 
     Raises:
+        OSError: It cannot be read.
         DamagedFile: It is torn, damaged, or of another file.
     """
-    if len(whole) < _HEAD.size:
-        raise DamagedFile("This is no record of a state.")
-    magic, version, length, size, crc, nonce, tag = _HEAD.unpack_from(whole)
-    body = whole[_HEAD.size :]
-    if (magic, version) != (MAGIC, VERSION) or size != len(body) or not length <= size:
-        raise DamagedFile("This is no record of a state, or it was not written whole.")
-    if length > MOST_JSON or size > MOST_BYTES or zlib.crc32(body, checksum) != crc:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        there, head = os.fstat(descriptor), file.read(_HEAD.size)
+        if len(head) < _HEAD.size or not stat.S_ISREG(there.st_mode):
+            raise DamagedFile("This is no record of a state.")
+        magic, version, length, size, crc, nonce, tag = _HEAD.unpack(head)
+        if (magic, version) != (MAGIC, VERSION) or there.st_size != _HEAD.size + size:
+            raise DamagedFile("This is no record of a state, or it was not written whole.")
+        if length > min(size, MOST_JSON) or size > MOST_BYTES:
+            raise DamagedFile("A record of a state has a number that it cannot have.")
+        body = file.read(size)
+    if len(body) != size or zlib.crc32(body, checksum) != crc:
         raise DamagedFile("A record of a state is damaged.")
     if seal is not None:
         body = seal.decrypt(body, tag, nonce, place_of(checksum, 0, 0), _SEALED_AS)
@@ -113,23 +130,26 @@ def read_record(whole: bytes, checksum: int, seal: Seal | None) -> StateRecord:
 
 def _parsed(told: dict[str, Any], rest: memoryview) -> StateRecord:
     configs, index, at = list(told["configs"]), list(told["arrays"]), 0
-    if len(index) > MOST_ARRAYS:
+    if len(index) > MOST_ARRAYS or len(configs) > MOST_CACHES:
         raise ValueError("too many arrays")
     arrays: list[dict[str, tuple[str, Array]]] = [{} for _ in configs]
     for i, name, dtype, shape in index:
-        if type(i) is not int or not 0 <= i < len(configs) or len(shape) > 8:
+        if type(i) is not int or not 0 <= i < len(configs) or len(shape) > MOST_AXES:
             raise ValueError("an array of no cache")
         if any(type(axis) is not int or not 0 <= axis <= MOST_AXIS for axis in shape):
             raise ValueError("an array of no shape")
         kind = np.dtype(DTYPES[dtype])
+        if math.prod(max(axis, 1) for axis in shape) * kind.itemsize > MOST_AXIS:
+            raise ValueError("an array of more bytes than there can be")
         size = math.prod(shape) * kind.itemsize
         if size > len(rest) - at:
             raise ValueError("an array beyond the end")
         array = np.frombuffer(rest[at : at + size], kind).reshape(shape)
         arrays[i][str(name)], at = (dtype, array), at + size
     position, block = told["position"], told["block"]
-    if type(position) is not int or type(block) is not int:
-        raise ValueError("a position of another type")
+    for name, number, most in (("position", position, MOST_TOKENS), ("block", block, 2**32 - 1)):
+        if type(number) is not int or not 0 <= number <= most:
+            raise ValueError(f"a {name} that there cannot be")
     of_owner = told.get("told")
     if of_owner is not None and not isinstance(of_owner, dict):
         raise ValueError("what is told of the tokens has another type")
@@ -167,8 +187,7 @@ def found_records(path: Path, checksum: int, seal: Seal | None) -> list[tuple[St
     found = []
     for turn, of_record in enumerate(paths_of(path)):
         try:
-            if of_record.stat().st_size <= MOST_BYTES + _HEAD.size:
-                found.append((read_record(of_record.read_bytes(), checksum, seal), turn))
+            found.append((read_record(of_record, checksum, seal), turn))
         except (OSError, DamagedFile):
             continue
     return sorted(found, key=lambda one: -one[0].position)

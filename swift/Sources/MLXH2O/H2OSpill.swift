@@ -6,8 +6,9 @@ import MLXLMCommon
 /// A file behind a conversation's memory: every row is written to it, evicted or not, and evicted rows
 /// that are wanted again come back from it.
 ///
-/// No step waits for the disk. The file is removed with the conversation's caches, and what an app that
-/// was killed left behind with the first file that is made afterwards. With ``keeps`` it can stay, and the
+/// A step waits for the disk only where rows come faster than it takes them. The file is removed with the
+/// conversation's caches, and what an app that was killed left behind with the first file that is made
+/// afterwards. With ``keeps`` it can stay, and the
 /// conversation goes on from it later: ``recordState(of:)``, ``resumedCaches(from:for:pressure:)``. Only the
 /// user can read it; on Apple's systems it is readable from the first time that the device is unlocked. If
 /// anything goes wrong the conversation goes on without it: ``H2OKVCache/spillFailure``.
