@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mlx_h2o._utils import checks
-from mlx_h2o._utils.files import replacing, require_folder
+from mlx_h2o._utils.files import replacing
 from mlx_h2o.budgets.profile import Profile
 from mlx_h2o.budgets.profile_store import SUFFIX
 
@@ -128,13 +128,13 @@ def publish(profile: Profile, name: str, folder: Path) -> Entry:
     Args:
         profile: The profile.
         name: Its name there.
-        folder: The folder, which is made if need be.
+        folder: The folder, which is there (`_utils.files.require_folder` makes it).
 
     Raises:
-        ValueError: The name or the folder's index is invalid, or the folder cannot be written.
+        ValueError: The name or the folder's index is invalid.
+        OSError: The folder cannot be written.
     """
     checked_name(name)
-    require_folder("--to", folder)
     entries = entries_of(str(folder)) if (folder / INDEX).exists() else {}
     with replacing(folder / f"{name}{SUFFIX}") as temporary:
         profile.save(temporary)
