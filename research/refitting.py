@@ -30,13 +30,13 @@ ROOM = 96
 
 
 def read_once(read: Callable[..., Reading]) -> Callable[..., Reading]:
-    """A reader that remembers what it read."""
+    """A reader that remembers what it read, and all that fitting needs of it."""
     done: dict[bytes, Reading] = {}
 
     def again(model: nn.Module, tokens: mx.array, *rest: Any) -> Reading:
-        name = np.array(tokens).tobytes()
+        name, (repeat, chunk, tell, _) = np.array(tokens).tobytes(), rest
         if name not in done:
-            done[name] = read(model, tokens, *rest)
+            done[name] = read(model, tokens, repeat, chunk, tell)
         return done[name]
 
     return again

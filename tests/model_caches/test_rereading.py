@@ -9,9 +9,11 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_h2o
+from mlx_h2o import make_prompt_cache
 from mlx_h2o.chat.pin_rules import PinRules, spans_for
 from mlx_h2o.cli import main
 from mlx_h2o.loading.load import SAMPLE_TEXT
+from mlx_h2o.model_caches import compress
 from mlx_h2o.model_caches.compress import compress_into, read_twice, shared_out
 from tiny_models import kept_positions, tiny_model
 
@@ -48,6 +50,22 @@ def test_the_second_reading_is_a_plain_one_and_changes_nothing(prompt, chunk):
         assert mx.all(rate <= worth + 1e-6)
         # What the prompt receives and what the chunk keeps to itself is all of each query.
         assert mx.all(rate.sum(axis=-1) * queries < queries)
+
+
+@pytest.mark.parametrize("fitted", [True, False])
+def test_queries_are_kept_only_to_fit_values_by(prompt, fitted, monkeypatch, tmp_path):
+    model, readings = tiny_model("llama"), []
+
+    def read(*args):
+        readings.append(read_twice(*args))
+        return readings[-1]
+
+    monkeypatch.setattr(compress, "read_twice", read)
+    for spill in (None, tmp_path):
+        empty = make_prompt_cache(model, 40, budgets="uniform", spill=spill)
+        compress_into(empty, model, Characters(), prompt[:1], fitted=fitted)
+    with_and_without = [[one.q.size > 0 for one in reading.asked] for reading in readings]
+    assert with_and_without == [[True, True] if fitted else [], []]
 
 
 def test_masses_are_those_of_one_pass_over_everything(prompt):

@@ -52,7 +52,7 @@ class RereadCache(Looking):
 
     Args:
         first: The layer's full cache.
-        every: One of each so many queries is kept, to fit values by.
+        every: One of each so many queries is kept, to fit values by; 0: none is.
     """
 
     def __init__(self, first: KVCache, every: int):
@@ -64,7 +64,7 @@ class RereadCache(Looking):
         self.values = first.values[..., : self.offset, :]
         B, H, T, _ = self.keys.shape
         self.most, self.summed = mx.zeros((B, H, T)), mx.zeros((B, H, T))
-        self.every, self._calls = every, list[AttentionCall]()
+        self._every, self._calls = every, list[AttentionCall]()
 
     @property
     def asked(self) -> AttentionCall:
@@ -115,8 +115,9 @@ class RereadCache(Looking):
         above = logits - lse.reshape(B, H, -1, 1)
         self.most = mx.maximum(self.most, mx.exp(above.max(axis=2)))
         self.summed = self.summed + mass[..., :T]
-        few = mx.contiguous(q[:, :, :: self.every])  # a view would keep all of them
-        self._calls.append(call.with_queries(few))
+        if self._every:
+            few = mx.contiguous(q[:, :, :: self._every])  # a view would keep all of them
+            self._calls.append(call.with_queries(few))
         tied: mx.array = mx.depends(out, self.state)
         return tied
 
@@ -130,7 +131,7 @@ class Reading:
         rows: Keys and values of each plain cache, `[B, H, T, ...]`.
         worths: Worths of each plain cache's rows `[B, H, T]`: the greatest weight from any query.
         rates: Rates of each plain cache's rows `[B, H, T]`: the mean mass from a query.
-        asked: Queries of each plain cache.
+        asked: Queries of each plain cache, if they were to be kept; else empty.
     """
 
     caches: list[Any]
@@ -141,7 +142,12 @@ class Reading:
 
 
 def read_twice(
-    model: nn.Module, tokens: mx.array, repeat: Sequence[int], chunk: int, tell: Tell
+    model: nn.Module,
+    tokens: mx.array,
+    repeat: Sequence[int],
+    chunk: int,
+    tell: Tell,
+    keeps_queries: bool = True,
 ) -> Reading:
     """Read a prompt, then read it again as if to repeat it.
 
@@ -151,6 +157,7 @@ def read_twice(
         repeat: Token ids of the request to repeat it.
         chunk: Tokens that go through the model at once.
         tell: Called with the number of further tokens done.
+        keeps_queries: Whether some queries are kept, to fit values to their attention.
 
     Raises:
         ValueError: The model does not attend to its cached rows through this library.
@@ -170,19 +177,20 @@ def read_twice(
         mx.eval([entry.state for entry in caches])
         tell(B * part.shape[1])
     group = max(kind.group for kind in kinds)
-    every = -(-T * group // MOST_QUERIES)
+    every = -(-T * group // MOST_QUERIES) if keeps_queries else 0
     plain = [RereadCache(entry, every) for _, entry in entries(caches) if type(entry) is KVCache]
-    asked = mx.broadcast_to(mx.array([list(repeat)], dtype=tokens.dtype), (B, len(repeat)))
+    request = mx.broadcast_to(mx.array([list(repeat)], dtype=tokens.dtype), (B, len(repeat)))
     for start in range(0, T, chunk):
         part = tokens[:, start : start + chunk]
         looking = _looking(caches, plain)
-        mx.eval(model(mx.concatenate([asked, part], axis=1), cache=looking)[:, -1:, :1])
+        mx.eval(model(mx.concatenate([request, part], axis=1), cache=looking)[:, -1:, :1])
         mx.eval([one.state for one in plain])
         tell(B * part.shape[1])
     queries = T + len(repeat) * -(-T // chunk)
     rates = [one.summed / queries for one in plain]
     rows = [(one.keys, one.values) for one in plain]
-    return Reading(caches, rows, [one.most for one in plain], rates, [one.asked for one in plain])
+    asked = [one.asked for one in plain] if keeps_queries else []
+    return Reading(caches, rows, [one.most for one in plain], rates, asked)
 
 
 def _looking(caches: Sequence[Any], plain: Sequence[RereadCache]) -> list[Any]:
@@ -265,7 +273,9 @@ def compress_into(
     checks.whole("chunk", chunk, 1)
     bounded = cast(list[H2OKVCache], bounded_entries(empty))
     repeat = tokenizer.encode(REPEAT, add_special_tokens=False)
-    reading = read_twice(model, tokens, repeat, chunk, tell)
+    # A file of rows has them as they came, and resuming reads them there.
+    fits = [fitted and entry.spill is None for entry in bounded]
+    reading = read_twice(model, tokens, repeat, chunk, tell, any(fits))
     policy = bounded[0].policy
     budgets = [slots for entry in bounded for slots in entry.budgets or ()]
     whole = sum(budgets) - (room * len(budgets) if within else 0)
@@ -281,8 +291,7 @@ def compress_into(
     for i, (entry, slots) in enumerate(zip(bounded, shares, strict=True)):
         entry.resize([count + room for count in slots])
         entry.hold(*reading.rows[i], reading.worths[i], reading.rates[i], room)
-        # A file of rows has them as they came, and resuming reads them there.
-        if fitted and entry.spill is None:
+        if fits[i]:
             entry.fit_values(*reading.rows[i], reading.asked[i])
     held = iter(bounded)
     return [replaced(entry, lambda: next(held)) for entry in reading.caches]
