@@ -2,15 +2,17 @@
 
 import json
 import re
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import mlx_h2o
-from mlx_h2o import describe, make_prompt_cache
+from mlx_h2o import Returns, Spill, describe, make_policy, make_prompt_cache
 from mlx_h2o._utils.byte_size import Share, memory_size
 from mlx_h2o.budgets.bit_choice import NEGLIGIBLE
+from mlx_h2o.budgets.cost import RowWidths, bytes_for_slots, slots_for_bytes
 from mlx_h2o.budgets.profile_store import found_profile
 from mlx_h2o.calibration.scaling_build import KEPT
 from mlx_h2o.loading.identity import identity_of
@@ -106,6 +108,33 @@ def test_bytes_are_never_exceeded_at_any_length(embedded, text, size, bits, undo
         assert sum(entry.nbytes for entry in cache) <= most
     if size == "8%":  # heads have had the time to fill what they were given
         assert sum(entry.nbytes for entry in cache) > 0.85 * most
+
+
+@pytest.mark.parametrize("size", ["20%", "40%"])
+@pytest.mark.parametrize("step", [1, 13, 50])
+def test_bytes_are_never_exceeded_with_a_file_of_rows(embedded, text, size, step, tmp_path):
+    """What waits for the file, the last queries and the credits of returned rows count, too."""
+    model, _ = embedded
+    most = int(memory_size("", size).part * 400 * TOKEN)
+    spill = Spill(tmp_path, returns=Returns(every=8, rows=64))
+    options = {"context": 400, "bits": 6, "budgets": "uniform", "spill": spill}
+    cache = make_prompt_cache(model, max_bytes=size, **options)
+    repeated = text[:175] * 2  # of which the second half asks for the first
+    for start in range(0, 350, step):
+        model(mx.array([repeated[start : start + step]]), cache=cache)
+        assert sum(entry.nbytes for entry in cache) <= most
+    assert sum(entry.back.returned for entry in cache if entry.back is not None) > 0
+    assert not cache[0].spill.failure
+
+
+def test_credits_of_returned_rows_have_room():
+    """As many as come back at once, and no more than there are slots."""
+    policy = make_policy("salient")
+    widths = RowWidths(64, 64, 2, 2)
+    for slots, rows in ((200, 32), (20, 32), (200, 0)):
+        more = bytes_for_slots(slots, 3, replace(widths, returning=rows), policy, True)
+        assert more - bytes_for_slots(slots, 3, widths, policy, True) == 3 * 8 * min(slots, rows)
+        assert slots_for_bytes(more, 3, replace(widths, returning=rows), policy, True) == slots
 
 
 def test_a_short_chat_is_that_of_the_packed_full_cache(embedded, text):

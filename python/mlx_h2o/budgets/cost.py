@@ -18,6 +18,9 @@ from mlx_h2o.storage.packed import Packing, group_size_for
 from mlx_h2o.storage.remainder import Remainder
 from mlx_h2o.storage.slot_store import NARROW, WIDE
 
+#: Bytes of memory that a row which came back from a file may take beside its slot: its position and
+#: what its score was raised by (`engine/returns_kept.py`), in 4 bytes each.
+CREDIT_BYTES = 8
 # Limits for a layer in a file.
 MOST_HEADS, WIDEST_ROW = 2**16, 2**20
 
@@ -37,6 +40,7 @@ class RowWidths:
         centre_bytes: Bytes of one KV head's query centres, or 0.
         spill_bytes: Bytes that one KV head keeps for a file of its rows (`Spill.head_bytes`), or 0.
         waiting: Rows, as they are stored, of one KV head that wait for the file.
+        returning: Rows of one KV head that come back from the file at once, at most.
         position: Bytes of a slot's position (`storage/slot_store.py`): those of a long
             conversation, or fewer while it is short (`narrow`).
     """
@@ -51,6 +55,7 @@ class RowWidths:
     centre_bytes: int = 0
     spill_bytes: int = 0
     waiting: int = 0
+    returning: int = 0
     position: int = WIDE.size
 
     @property
@@ -123,8 +128,9 @@ class LayerShare:
 
     def config(self) -> dict[str, Any]:
         """The share as JSON types; packing, undo, key scaling and centres are cache settings."""
-        own = {"packing", "undo", "framed", "centre_bytes", "spill_bytes", "waiting", "position"}
-        widths = {name: value for name, value in vars(self.widths).items() if name not in own}
+        own = {"packing", "undo", "framed", "centre_bytes", "position"}
+        of_file = {"spill_bytes", "waiting", "returning"}
+        widths = {n: value for n, value in vars(self.widths).items() if n not in own | of_file}
         given = {"slots": self.slots} if self.slots else {}
         shared = {"grid": self.grid, "losses": self.losses}
         return {"heads": self.heads, "widths": widths, **shared, **given}
@@ -178,7 +184,8 @@ def bytes_for_slots(
     # room: with a profile the window is as small as that of the smallest head.)
     extra = max(widths.recent_row_bytes - widths.row_bytes, 0)
     rows = slots * widths.slot_bytes(policy) + policy.recent_slots(slots) * extra
-    return heads * (rows + widths.head_bytes(policy, remembers))
+    credits = min(widths.returning, slots) * CREDIT_BYTES
+    return heads * (rows + credits + widths.head_bytes(policy, remembers))
 
 
 def slots_for_bytes(

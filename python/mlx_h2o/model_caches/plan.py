@@ -205,6 +205,7 @@ def _own_widths(
             centre_bytes=of_layer.head_bytes if of_layer else 0,
             spill_bytes=spill.head_bytes(kind.widths, queries) if spill else 0,
             waiting=WAITING if spill else 0,
+            returning=spill.returns.rows if spill and spill.returns and queries else 0,
         )
         own.append(widths)
     return own
