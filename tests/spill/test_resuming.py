@@ -103,7 +103,7 @@ def test_a_damaged_record_leaves_the_one_before(tmp_path, model):
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "sealed"])
 def test_no_damage_of_a_record_is_taken_for_one(tmp_path, key):
-    """Cut off, longer, with other bits, and with numbers that no record has: only the head is read."""
+    """Cut off, longer, with other bits, and with numbers in its head that no record has."""
     arrays = [{"a": ("float32", np.arange(6, dtype=np.float32))}] * 2
     seal, checksum, path = key and Seal(key, bytes(32)), 77, tmp_path / "record"
     good = StateRecord(16, 5, [{"n": 1}, {}], arrays, {"t": [1]}).as_bytes(checksum, seal)
@@ -140,7 +140,8 @@ def test_no_damage_of_a_record_is_taken_for_one(tmp_path, key):
     ("name", "value"),
     [
         ("position", -1), ("position", 2**31 + 1), ("position", True), ("block", 2**32),
-        ("block", -1), ("block", 0.5), ("configs", [{}] * 4097), ("arrays", [[0] * 4] * (2**18 + 1)),
+        ("block", -1), ("block", 0.5), ("configs", [{}] * 4097),
+        ("arrays", [[0] * 4] * (2**18 + 1)),
         *(
             ("arrays", [[0, "a", "float32", shape]])
             for shape in ([2**31], [2**30, 2**30], [0, 2**31 - 1, 2**31 - 1], [1] * 9, [-1], ["1"])
@@ -173,7 +174,7 @@ def test_until_rows_come_a_file_that_is_resumed_stays_as_it_is(tmp_path, model):
     for position in (None, 136):
         again = resume(path, position=position)
         assert again[0].offset == (position or 200)
-        with pytest.raises(ValueError, match="shape|heads|width"):
+        with pytest.raises(ValueError, match=r"shape|heads|width"):
             other(mx.array([[1]]), cache=again[:2])
         again[0].spill.conversation.close()
         assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before

@@ -326,6 +326,7 @@ def test_after_no_chunk_more_rows_wait_than_are_planned_for(tmp_path, monkeypatc
 
 def test_a_chunk_s_rows_do_not_stay_in_memory(tmp_path):
     """No more than without a file."""
+
     def after_a_chunk(cache):
         mx.eval(step(cache, 48, 0))
         before = mx.get_active_memory()

@@ -2,10 +2,10 @@
 
 `append` takes a layer's new rows; a thread writes a block when every layer has delivered it
 (`block_writer`). It returns at once unless more rows wait than there is room for: then they are
-evaluated, and enough of them written. `rows` reads single rows by layer, KV head and positions, from the
-mapped file or from what is not written yet. The layout is in `layout`, what a crash may leave is
-sorted out by `open`: a block counts if its checksums are right, and the last that counts ends the
-file.
+evaluated, and enough of them written. `rows` reads single rows by layer, KV head and positions,
+from the mapped file or from what is not written yet. The layout is in `layout`, what a crash may
+leave is sorted out by `open`: a block counts if its checksums are right, and the last that counts
+ends the file.
 
 One writer has a file at a time (`flock`), and none while someone reads it. Only the owner may read
 the file (mode 0600). Blocks can be sealed with a key (`sealing`).
@@ -309,7 +309,7 @@ class RowFile:
         return max(-(-(position - self._most_waiting) // self.layout.positions), 0)
 
     def _pieces_of(self, part: Part) -> list[Part]:
-        """A part; the blocks of it that may wait have arrays of their own, so that others may go."""
+        """A part; the blocks of it that may wait have arrays of their own: the others may go."""
         P, waits = self.layout.positions, self._blocks_before(part.end) * self.layout.positions
         if part.first // P == (part.end - 1) // P:
             return [part]

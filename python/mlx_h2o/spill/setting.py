@@ -23,8 +23,8 @@ SUFFIX = ".rows"
 #: Rows that are packed together. The fewer, the fewer are held in 16 bits: SmolLM2's packing takes
 #: 2.9 ms of processor time a token one by one, 0.8 by fours, 0.4 by eights.
 TOGETHER = 4
-#: Rows of one head that wait for the file as they are stored, at most: a block, and what comes until
-#: all of it is evaluated. The file writes before more wait (`RowFile.append`).
+#: Rows of one head that wait for the file as they are stored, at most: a block, and what comes
+#: until all of it is evaluated. The file writes before more wait (`RowFile.append`).
 WAITING = POSITIONS + PASSED
 #: Bytes of an element of a query that is kept.
 QUERY_SIZE = 2
