@@ -1,0 +1,93 @@
+"""Every kept experiment runs from its command line, on the embedded model and at its least sizes.
+
+In processes of their own, since some change the library for as long as they run.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mlx_h2o
+from mlx_h2o.loading.load import EMBEDDED_MODEL, SAMPLE_TEXT
+
+ROOT = Path(__file__).parents[2]
+TEXT = str(SAMPLE_TEXT)
+PROFILE = str(Path(mlx_h2o.__file__).parent / "models" / "recall-4m" / "mlx_h2o_profile.json")
+MODEL = ("--model", EMBEDDED_MODEL)
+PAIR = ("--tokens", "96", "--samples", "2")
+
+#: Of each experiment its arguments, and what its last line begins with. "OUT" is a file's place.
+RUNS = {
+    "compare_profiles": ((PROFILE, PROFILE, "--means", "64"), f"| {PROFILE} |"),
+    "draw_frames": (("OUT", *MODEL), ""),
+    "endless": (
+        (TEXT, *MODEL, "--tokens", "300", "--within", "200", "--slots", "48", "--prompts", "1"),
+        "| 300 | rolling, all pages |",
+    ),
+    "gate": ((TEXT, *MODEL, *PAIR, "--parts", "4", "--fitted", "1"), f"| {EMBEDDED_MODEL} | 1/4 |"),
+    "mending": ((TEXT, *MODEL, *PAIR, "--parts", "4"), f"| {EMBEDDED_MODEL} | 1/4 |"),
+    "merging": ((TEXT, *MODEL, *PAIR, "--parts", "4"), "| "),
+    "profile_perplexity": (
+        (PROFILE, "uniform", *MODEL, "--text", TEXT, "--max-kv-size", "32", *PAIR),
+        "| uniform | 32 |",
+    ),
+    "real_model rows": ((TEXT, *MODEL, *PAIR), "| "),
+    "real_model policies": ((TEXT, *MODEL, *PAIR), "| "),
+    "real_model shares": ((TEXT, PROFILE, *MODEL, *PAIR), "| "),
+    "real_model widths": ((TEXT, *MODEL, *PAIR, "--parts", "4"), "| "),
+    "refitting": (
+        (TEXT, *MODEL, *PAIR, "--parts", "4"),
+        f"| {EMBEDDED_MODEL} | 1/4 | values fitted, ridge",
+    ),
+    "returning": (
+        (TEXT, *MODEL, "--tokens", "200", "--parts", "8", "--prompts", "1", "--resumed"),
+        "| ",
+    ),
+    "returning --prose": (
+        (TEXT, *MODEL, "--tokens", "200", "--parts", "8", "--samples", "2"),
+        "| ",
+    ),
+    "sample_text": ((EMBEDDED_MODEL, "OUT", "--tokens", "32", "--length", "16"), ""),
+    "sensitivity": ((*MODEL, *PAIR, "--slots", "24", "--out", "OUT"), ""),
+}
+#: Of seconds each; the others together take a minute and more.
+QUICK = {"compare_profiles", "sample_text"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS],
+)
+def test_it_runs(name, tmp_path):
+    given, last = RUNS[name]
+    out = tmp_path / "out.png"
+    arguments = [str(out) if one == "OUT" else one for one in given]
+    module, *what = name.split()
+    # What it is to do comes first, an option last.
+    words = [*what, *arguments] if what and what[0][0] != "-" else [*arguments, *what]
+    done = subprocess.run(
+        [sys.executable, "-m", f"research.{module}", *words],
+        cwd=ROOT, text=True, capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    if last:
+        assert lines[-1].startswith(last)
+        tables = [line for line in lines if line.startswith("|")]
+        # A head, its rule, and at least one row of figures; none of them is not a number.
+        assert len(tables) > 2
+        assert re.search(r"\d", tables[-1])
+        assert not any(re.search(r"\bnan\b", line) for line in tables)
+    if "OUT" in given:
+        assert out.stat().st_size > 0
+
+
+def test_no_experiment_is_left_out():
+    """All of research/ that has a command line; that of `unread` is tested with its functions."""
+    there = {
+        path.stem for path in (ROOT / "research").glob("*.py") if "__main__" in path.read_text()
+    }
+    assert there == {name.split()[0] for name in RUNS} | {"unread"}
