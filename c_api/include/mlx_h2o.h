@@ -507,10 +507,10 @@ MLX_H2O_API int mlx_h2o_cache_remainder(
 
 // The file behind the caches of one conversation, one for each layer: every row that comes is
 // written to it, evicted or not, and evicted rows that are wanted again come back from it. Python
-// reads the same files (docs/how-it-works/design.md). A step waits for the disk only where rows come
-// faster than it takes them. If anything goes wrong (no space, a disk that is too slow, several
-// sequences in one cache), the conversation goes on without its file, as if there had been none:
-// mlx_h2o_spill_failure tells.
+// reads the same files (docs/how-it-works/design.md). A step waits for the disk only where rows
+// come faster than it takes them. If anything goes wrong (no space, a disk that is too slow,
+// several sequences in one cache), the conversation goes on without its file, as if there had been
+// none: mlx_h2o_spill_failure tells.
 //
 // The caches of a conversation are used by one thread at a time. A cache that is copied or restored
 // goes on without a file.
@@ -561,15 +561,19 @@ MLX_H2O_API int mlx_h2o_spill_keep(mlx_h2o_spill spill);
 // Records the state of a conversation's caches beside its file, and waits until it and all rows are
 // on the disk: before an app is suspended, or ends. The caches are those of all layers in their
 // order, between two tokens; they go on. res tells whether it is recorded: not where the file has
-// failed, or is not to stay. It is found again under mlx_h2o_spill_path.
+// failed, or is not to stay. It is found again under mlx_h2o_spill_path. No record is made by
+// itself, as Python makes one every 256 tokens: of a process that is killed only what was recorded
+// counts.
 MLX_H2O_API int mlx_h2o_spill_record(
     bool* res, mlx_h2o_spill spill, const mlx_h2o_cache* caches, size_t n_layers,
     const mlx_stream s);
 // The caches [n_layers] of a conversation, as they were at the newest record of its state, and its
 // file, which gets their further rows and stays; also of one that Python left (Spill(keep=True)).
 // res and caches: empty handles, or what they replace. mlx_h2o_cache_offset says how many tokens
-// they have seen: those that came after are to be given again. An error (MLX_H2O_ERROR_SAVED), and
-// nothing is changed, for files that are missing, in use, damaged, sealed, or of other layers.
+// they have seen: those that came after are to be given again. The file stays as it is until rows
+// of these come: who finds that the caches are another model's frees them, and loses nothing. An
+// error (MLX_H2O_ERROR_SAVED), and nothing is changed, for files that are missing, in use, damaged,
+// sealed, or of other layers.
 MLX_H2O_API int mlx_h2o_spill_resume(
     mlx_h2o_spill* res, mlx_h2o_cache* caches, size_t n_layers, const char* path,
     const mlx_stream s);

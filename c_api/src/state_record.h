@@ -21,8 +21,8 @@ struct StateRecord {
 
   // As it is stored beside a file whose header has this checksum. Evaluates the arrays.
   std::string bytes(uint32_t checksum) const;
-  // One that lies in a file. Raises FileError for what is torn, damaged, of another file, or sealed:
-  // of a file of another size than its first bytes tell only these are read.
+  // One that lies in a file. Raises FileError for what is torn, damaged, of another file, or
+  // sealed: of a file of another size than its first bytes tell only these are read.
   static StateRecord read(const std::string& path, uint32_t checksum);
 };
 

@@ -16,6 +16,13 @@ import Testing
         return (all ?? []).filter { !$0.hasPrefix(".") }
     }
 
+    /// All files of a folder, by name.
+    private func contents(of folder: URL) throws -> [String: Data] {
+        let names = try FileManager.default.contentsOfDirectory(atPath: folder.path)
+        let all = try names.map { ($0, try Data(contentsOf: folder.appendingPathComponent($0))) }
+        return Dictionary(uniqueKeysWithValues: all)
+    }
+
     private func often(_ folder: URL) throws -> H2OSpill {
         try H2OSpill(folder: folder, every: 8, window: 4, pages: 1, rows: 6, ahead: 3)
     }
@@ -251,13 +258,15 @@ import Testing
                         PressureShare(nil, nil),
                         file: SpilledLayer(spill: file, layer: $0, returning: nil))
                 }
-                for cache in caches {
-                    RowStream(kvHeads: 1, tokens: 40, width: 16).run(cache, [40])
-                }
+                let streams = caches.map { _ in RowStream(kvHeads: 1, tokens: 64, width: 16) }
+                for (stream, cache) in zip(streams, caches) { stream.run(cache, [40]) }
                 url = try H2OSpill.recordState(of: caches)
+                // Rows that came after the record.
+                for (stream, cache) in zip(streams, caches) { stream.run(cache, ones(24)) }
             }
+            let before = try contents(of: folder)
             expectRefusal(try #require(url), model, words)
-            #expect(FileManager.default.fileExists(atPath: url!.path))
+            #expect(try contents(of: folder) == before)
         }
     }
 
