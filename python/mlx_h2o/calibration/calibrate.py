@@ -194,7 +194,7 @@ def calibrate(
         grid: Slots to try, as far as the text is long.
         frame_tokens: Some 4000 tokens of a varied text, like those that the model will see, for key
             scaling; by default the same text.
-        windows: The most windows of the text by which the heads' sensitivities are measured.
+        windows: Windows of the text by which the heads' sensitivities are measured.
         details: Entries to note in the profile.
         progress: Called as the calibration goes on.
         kept: Layers that an earlier run of the same calibration finished; new ones are added.
