@@ -160,3 +160,20 @@ def test_slots_that_the_caller_gives_each_layer(budgets):
     assert [sum(entry.budgets) for entry in cache] == given
     with pytest.raises(ValueError, match="pinned tokens are too many"):
         make_prompt_cache(model, budgets=[20, 80], recent=8, pins=[(0, 30)])
+
+
+def test_a_profile_leaves_every_layer_room_for_its_pins():
+    """A layer that deserves few slots gets those that its pins need; the mean stays."""
+    model, _ = mlx_h2o.load("builtin:recall-4m")
+    spans, size = [(0, 2), (20, 28)], {"max_size": 40, "bits": 5}
+
+    def final(**pins: Any) -> list[tuple[int, ...]]:
+        cache = make_prompt_cache(model, **size, **pins)
+        return [entry.settings.filling[-1].budgets for entry in cache]
+
+    needed = 4 + 8 + 4 + 1  # sinks, pins, recent and one to evict
+    assert max(final()[0]) < needed
+    assert min(map(min, final(pins=spans))) >= needed
+    assert sum(map(sum, final(pins=spans))) == sum(map(sum, final()))
+    with pytest.raises(ValueError, match="38 pinned tokens are too many"):
+        make_prompt_cache(model, **size, pins=[(4, 42)])
