@@ -9,7 +9,7 @@ import mlx_h2o
 from mlx_h2o.attention.call import AttentionCall
 from mlx_h2o.budgets.settings import DEFAULT_POLICY
 from mlx_h2o.calibration import calibrate
-from mlx_h2o.calibration.sensitivity import _Errors, _Movable, sensitivities
+from mlx_h2o.calibration.sensitivity import Errors, Movable, sensitivities
 from mlx_h2o.integration.recorder import Watcher, full_attention, looked_through
 from mlx_h2o.loading.load import CALIBRATION_TEXT
 from mlx_h2o.policies import make_policy
@@ -19,7 +19,7 @@ POLICY = make_policy(DEFAULT_POLICY)
 
 
 def log_probabilities(model, window, added):
-    x = looked_through(model, window, Watcher(), lambda i: _Movable(added[i])).astype(mx.float32)
+    x = looked_through(model, window, Watcher(), lambda i: Movable(added[i])).astype(mx.float32)
     return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
 
@@ -29,7 +29,7 @@ def test_nats_are_those_of_each_heads_error_alone():
     tokens = tokenizer.encode(CALIBRATION_TEXT.read_text())[:512]
     felt = sensitivities(model, tokens, POLICY, 1)
     window = mx.array([tokens])
-    made = _Errors(model, window, POLICY)
+    made = Errors(model, window, POLICY)
     nothing = [mx.zeros_like(error) for error in made.errors]
     full = log_probabilities(model, window, nothing)
     alone = []
@@ -54,7 +54,7 @@ def test_attention_with_gradients_is_full_attention(options):
     draw = [mx.random.normal((1, H, 40, 16), key=mx.random.key(i)) for i, H in enumerate((4, 2, 2))]
     call = AttentionCall(draw[0], 0.5, "causal", options.get("sinks"), options.get("softcap", 0.0))
     expected = full_attention(*draw, scale=call.scale, sinks=call.sinks, softcap=call.softcap)
-    got = _Movable(mx.zeros(draw[0].shape)).look(call, *draw[1:])
+    got = Movable(mx.zeros(draw[0].shape)).look(call, *draw[1:])
     assert mx.allclose(got, expected, atol=1e-5)
 
 

@@ -75,15 +75,15 @@ def sensitivities(
     starts = np.linspace(0, len(tokens) - length, windows).round().astype(int).tolist()
     told = progress or (lambda done: None)
     nats = losses = np.zeros(1)
-    made: _Errors | None = None
+    made: Errors | None = None
     for i, start in enumerate(starts):
         window = mx.array([tokens[start : start + length]])
         if made is None or start != starts[i - 1]:
-            made = _Errors(model, window, policy)
+            made = Errors(model, window, policy)
         told((i + 0.5) / windows)
         labels = mx.random.categorical(made.logits.astype(mx.float32), key=mx.random.key(i))
         try:
-            nats = nats + _felt(model, window, labels, made.errors, made.kv_heads)
+            nats = nats + nats_felt(model, window, labels, made.errors, made.kv_heads)
         except (RuntimeError, ValueError):
             # MLX: "[Primitive::vjp] Not implemented", or a kernel without a gradient.
             return None
@@ -94,7 +94,7 @@ def sensitivities(
     return np.where(losses > 0, nats / np.where(losses > 0, losses, 1), usual)
 
 
-class _Errors:
+class Errors:
     """Each layer's errors over one window, from a pass of the full model.
 
     Attributes:
@@ -111,7 +111,7 @@ class _Errors:
         found: list[np.ndarray] = []
 
         def looking(index: int) -> LookingCache:
-            return _Limited(policy, slots, watcher, self.errors, found)
+            return Limited(policy, slots, watcher, self.errors, found)
 
         self.logits = looked_through(model, window, watcher, looking)
         mx.eval(self.logits)
@@ -119,7 +119,7 @@ class _Errors:
         self.kv_heads = [len(of_layer) for of_layer in found]
 
 
-class _Limited(LookingCache):
+class Limited(LookingCache):
     """A looking cache that notes its layer's error with few slots, and gives the full output."""
 
     knows_softcap = True
@@ -150,7 +150,7 @@ class _Limited(LookingCache):
         return out
 
 
-class _Movable(LookingCache):
+class Movable(LookingCache):
     """A looking cache with something added to its layer's output, by operations with gradients."""
 
     knows_softcap = True
@@ -174,7 +174,7 @@ class _Movable(LookingCache):
         return (out.reshape(B, Hq, T, -1) + self.added).astype(call.q.dtype)
 
 
-def _felt(
+def nats_felt(
     model: nn.Module,
     window: mx.array,
     labels: mx.array,
@@ -192,7 +192,7 @@ def _felt(
     """
 
     def likelihood(*added: mx.array) -> mx.array:
-        logits = looked_through(model, window, Watcher(), lambda i: _Movable(added[i]))
+        logits = looked_through(model, window, Watcher(), lambda i: Movable(added[i]))
         return -nn.losses.cross_entropy(logits.astype(mx.float32), labels, reduction="sum")
 
     nothing = [mx.zeros_like(error) for error in errors]
